@@ -5,6 +5,7 @@
 # make fuzz   inputs that nobody has meant, 100,000 for each port and file format
 # make soak   one job for an hour, which must grow by nothing
 # make cluster  jobs on Slurm, in Kubernetes and on several hosts
+# make quality, make speed   what the PLE example learns, and how fast
 # make coverage    the lines of the package that no test runs
 #
 # All start from nothing: they make .venv with what the machine needs. torch comes
@@ -24,9 +25,16 @@ EXTRAS := dev
 $(if $(filter cpu cuda,$(DEVICE)),,$(error DEVICE must be cpu or cuda. Received: $(DEVICE)))
 
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install
-TORCH := torch==2.13.0
-FBGEMM := $(if $(filter cuda,$(DEVICE)),fbgemm-gpu,fbgemm-gpu-cpu)==1.8.0
-TORCHREC := torchrec==1.8.0
+# make install TORCH=2.14: another torch, with the fbgemm and TorchRec that fit it. The
+# choice is kept in .venv. fbgemm 1.X loads only with torch 2.(X+5).
+TORCHES := 2.11 2.12 2.13 2.14
+CHOSEN := $(or $(shell cat $(VENV)/torch 2>/dev/null),2.13.0)
+TORCH := $(CHOSEN)
+PARTS := $(subst ., ,$(TORCH))
+MINOR := $(word 2,$(PARTS))
+$(if $(filter $(TORCHES),$(word 1,$(PARTS)).$(MINOR)),,$(error TORCH must be one of $(TORCHES), or a release of one. Received: $(TORCH)))
+TWIN := 1.$(shell expr $(MINOR) - 5).*
+FBGEMM := $(if $(filter cuda,$(DEVICE)),fbgemm-gpu,fbgemm-gpu-cpu)==$(TWIN)
 TORCHREC_NEEDS := tensordict torchmetrics==1.0.3 tqdm pyre-extensions
 
 # What tests use of Debian: a Slurm, and network namespaces.
@@ -45,24 +53,28 @@ endif
 # Why the job has failed that began last, after what torchx says at its end.
 CAUSE = find runs -path '*/coordinator/0/combined.log' -newer $(VENV)/began -exec tail -n 1 {} +
 
-.PHONY: help install train system test lint unit chaos fuzz soak cluster coverage clean
+.PHONY: help install train system test test-versions lint unit chaos fuzz soak cluster quality speed coverage clean
 .NOTPARALLEL:
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' Makefile
 
-install: $(STAMP)  ## make .venv
+install: $(STAMP)  ## make .venv; TORCH=2.14 chooses another torch, and what fits it
 
+ifneq ($(CHOSEN),$(TORCH))
+.PHONY: $(STAMP)
+endif
 $(STAMP): Makefile pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "Python 3.11 or newer is needed. $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
 			"Name another: make PYTHON=python3.12" >&2; exit 1; }
-	@echo "installing into $(VENV), with $(FBGEMM)"
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) '$(TORCH)'
+	@echo "installing into $(VENV), with torch $(TORCH) and $(FBGEMM)"
+	$(PYTHON) -m venv $(if $(filter-out $(TORCH),$(CHOSEN)),--clear) $(VENV)
+	$(PIP) 'torch==$(TORCH)$(if $(word 3,$(PARTS)),,.*)'
 	$(PIP) '$(FBGEMM)' $(TORCHREC_NEEDS)
-	$(PIP) --no-deps '$(TORCHREC)'
+	$(PIP) --no-deps 'torchrec==$(TWIN)'
 	$(PIP) --editable '.[$(EXTRAS)]'
+	@echo '$(TORCH)' > $(VENV)/torch
 	@touch $(STAMP)
 
 train: $(STAMP)  ## train the example; ARGS="--embedding_servers 3" overrides
@@ -91,6 +103,18 @@ lint: $(STAMP)  ## format, lint, types, import rules
 unit: $(STAMP)  ## the tests, benchmarks included; ARGS="-k wire" chooses
 	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest --numprocesses logical --dist loadfile --no-loadscope-reorder $(ARGS)
 
+# The oldest and the newest torch, each in an environment of its own. VERSIONS="2.12"
+# chooses, and PYTHON=python3.13. Of most torches an index has CUDA builds alone, of some
+# gigabytes; they run on a CPU too.
+VERSIONS := $(firstword $(TORCHES)) $(lastword $(TORCHES))
+TESTS_OF_VERSIONS := tests/sharding tests/training tests/integration/test_same_as_torchrec.py \
+	tests/integration/test_modules_same_as_torchrec.py
+test-versions: $(addprefix test-torch-,$(VERSIONS))  ## sharding, training and parity with the oldest and the newest torch; not part of test
+
+test-torch-%:
+	@$(MAKE) --no-print-directory install VENV=build/versions/$* TORCH=$* DEVICE=cpu
+	PATH="$(CURDIR)/build/versions/$*/bin:$$PATH" python -m pytest $(TESTS_OF_VERSIONS) $(ARGS)
+
 chaos: $(STAMP)  ## jobs whose processes are killed again and again; not part of test
 	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest tests/chaos --timeout 3600 $(ARGS)
 
@@ -108,6 +132,12 @@ fuzz: $(STAMP)  ## inputs that nobody has meant; ARGS="-k shard --inputs 5000" c
 
 soak: $(STAMP)  ## one job for an hour; ARGS="--minutes 10" for less
 	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest tests/soak --timeout 90000 --minutes 60 $(ARGS)
+
+quality: $(STAMP)  ## AUC of the PLE example against its bars; ARGS="--data_location DIR"
+	OMP_NUM_THREADS=1 $(BIN)/python examples/ple/measure.py quality $(ARGS)
+
+speed: $(STAMP)  ## steps a second of the PLE example; ARGS="--data_location DIR"
+	OMP_NUM_THREADS=1 $(BIN)/python examples/ple/measure.py speed $(ARGS)
 
 coverage: $(STAMP)  ## lines that no test runs, in any process; ARGS="tests/wire" chooses
 	rm -rf $(COVERAGE)

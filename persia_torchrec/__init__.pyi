@@ -5,6 +5,7 @@ from persia_torchrec import (
     data as data,
     embedding as embedding,
     logger as logger,
+    optim as optim,
     prelude as prelude,
     service as service,
     utils as utils,
@@ -16,11 +17,17 @@ from persia_torchrec.client.transfer import (
     RowBlock as RowBlock,
     blocks_of as blocks_of,
 )
+from persia_torchrec.data.torchrec import (
+    HostKeyedJaggedTensor as HostKeyedJaggedTensor,
+)
 from persia_torchrec.embedding.admission import (
     AdmitAll as AdmitAll,
     AdmitBloom as AdmitBloom,
     AdmitFrequency as AdmitFrequency,
     AdmitProbability as AdmitProbability,
+)
+from persia_torchrec.embedding.dynamic import (
+    DynamicDim as DynamicDim,
 )
 from persia_torchrec.embedding.eviction import (
     Expiry as Expiry,
@@ -55,13 +62,23 @@ from persia_torchrec.sharding.mixed import (
     MixedSharder as MixedSharder,
     Placement as Placement,
 )
+from persia_torchrec.sharding.multi_hash import (
+    MultiHashEmbeddingBagCollection as MultiHashEmbeddingBagCollection,
+)
+from persia_torchrec.sharding.remote_tables import (
+    accumulate as accumulate,
+)
+from persia_torchrec.sharding.all_sharders import (
+    RemoteEmbeddingBagSharder as RemoteEmbeddingBagSharder,
+    RemoteFeatureProcessedEmbeddingBagCollectionSharder as RemoteFeatureProcessedEmbeddingBagCollectionSharder,
+    RemoteFusedEmbeddingBagCollectionSharder as RemoteFusedEmbeddingBagCollectionSharder,
+    RemoteFusedEmbeddingCollectionSharder as RemoteFusedEmbeddingCollectionSharder,
+    remote_sharders as remote_sharders,
+)
 from persia_torchrec.sharding.sharder import (
     RemoteEmbeddingBagCollectionSharder as RemoteEmbeddingBagCollectionSharder,
     RemoteEmbeddingCollectionSharder as RemoteEmbeddingCollectionSharder,
-    RemoteFeatureProcessedEmbeddingBagCollectionSharder as RemoteFeatureProcessedEmbeddingBagCollectionSharder,
-    RemoteFusedEmbeddingBagCollectionSharder as RemoteFusedEmbeddingBagCollectionSharder,
     RemoteSharder as RemoteSharder,
-    remote_sharders as remote_sharders,
 )
 from persia_torchrec.sharding.state import (
     load_tables as load_tables,
@@ -78,6 +95,9 @@ from persia_torchrec.table import (
 from persia_torchrec.training.checkpoint import (
     load_checkpoint as load_checkpoint,
     save_checkpoint as save_checkpoint,
+)
+from persia_torchrec.training.delta import (
+    save_delta as save_delta,
 )
 from persia_torchrec.training.recovery import (
     recoverable as recoverable,

@@ -42,6 +42,7 @@ empty variable counts as unset, for launchers that write out every variable.
 """
 
 import contextlib
+import ipaddress
 import math
 import os
 import re
@@ -57,7 +58,6 @@ MAX_PORT = 65_535
 JOIN_TIMEOUT_S = 600.0  # a cold compile, after an image has been pulled
 CHECKPOINT_INTERVAL_S = 600.0
 CHECKPOINT_DIR = "persia_checkpoints"
-LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 _HANDED = {
     *("PERSIA_LISTEN_FD", "PERSIA_MEMORY_FD", "PERSIA_RESTARTS"),
@@ -330,13 +330,15 @@ def require_job_store(role: str, instead: str = "") -> JobStore:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host is this machine, to processes of this machine only."""
-    return host in LOOPBACK_NAMES or host.startswith("127.")
+    """Return whether a host, by address or as ``localhost``, is this machine itself."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    return host == "localhost"
 
 
 def is_local_job() -> bool:
     """Return whether all of the job runs on this machine."""
-    return _is_local_torchx() or text("PERSIA_STORE_HOST") in LOOPBACK_NAMES
+    return _is_local_torchx() or is_loopback(text("PERSIA_STORE_HOST") or "")
 
 
 def is_one_local_app() -> bool:

@@ -17,6 +17,10 @@ class BatchError(PersiaError, ValueError, RuntimeError):
     """A batch has a shape, dtype or length that is invalid; PERSIA has RuntimeError."""
 
 
+class DataError(PersiaError, ValueError):
+    """A file of training data is missing, malformed, or of other columns."""
+
+
 class StoreError(PersiaError):
     """The embedding store cannot do what was asked of it."""
 

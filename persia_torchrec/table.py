@@ -5,12 +5,14 @@ when they expire or the server is full.
 """
 
 import difflib
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal, get_args
 
 from persia_torchrec.embedding import setting
 from persia_torchrec.embedding.admission import ADMISSIONS, AdmitAll
+from persia_torchrec.embedding.dynamic import DYNAMICS, NUM_STATISTICS, DynamicDim
 from persia_torchrec.embedding.eviction import EXPIRIES, Expiry
 from persia_torchrec.embedding.initializer import INITIALIZERS, Uniform
 from persia_torchrec.embedding.optim import OPTIMIZERS
@@ -24,6 +26,7 @@ WeightDtype = Literal["fp32", "fp16", "bf16"]
 """What a server may keep weights in."""
 
 _DTYPES = get_args(WeightDtype)
+_GOLDEN = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,14 +57,52 @@ class TableSpec(Setting):
     weight_bound: setting.NonNegative = 0.0
     """After an update each weight is clamped to ``[-weight_bound, weight_bound]``;
     0 switches the bound off."""
+    is_frozen: setting.Flag = False
+    """Whether the rows keep their weights and state: gradients are dropped."""
+    shared_rows: Annotated[int, setting.integer_in(0, 2**32 - 2)] = 0
+    """Rows for ids without one: such an id reads, and trains, row ``id % shared_rows``,
+    and its own begins with the weights of that; 0: none."""
+
+    dynamic: Annotated[DynamicDim, DYNAMICS] = field(default_factory=DynamicDim)
+    """How many of its weights a row has."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dim % self.dynamic.blocks:
+            raise ConfigError(
+                f"{self._title()}: dim must be a multiple of the blocks of dynamic. "
+                f"Received: dim={self.dim} and {self.dynamic.describe()}."
+            )
+        if self.shared_rows and self.dynamic.is_on:
+            raise ConfigError(
+                f"{self._title()}: shared_rows and dynamic cannot be combined. "
+                "Received: both. Leave one out."
+            )
+        if self.shared_rows and self.admission.kernel is None:
+            raise ConfigError(
+                f"{self._title()}: shared_rows need an admission that leaves ids "
+                "without a row, as AdmitFrequency does. Received: "
+                f"shared_rows={self.shared_rows} and {self.admission.describe()}."
+            )
 
     def _title(self) -> str:
         return f"Table {self.name!r}"
 
     @property
     def num_state_floats(self) -> int:
-        """How many float32 of optimizer state stand beside the weights of a row."""
-        return len(self.optimizer.initial_state(self.dim))
+        """How many float32 of optimizer state belong to the weights of an id."""
+        return self.dynamic.blocks * len(self.optimizer.initial_state(self.row_dim))
+
+    @property
+    def row_dim(self) -> int:
+        """How many weights a row of a server keeps: those of one block."""
+        return self.dim // self.dynamic.blocks
+
+    @property
+    def num_row_floats(self) -> int:
+        """How many float32 a row of a server keeps beside the weights."""
+        num = len(self.optimizer.initial_state(self.row_dim))
+        return num + (NUM_STATISTICS if self.dynamic.is_on else 0)
 
     def describe_rows(self, *, with_metadata: bool = False) -> str:
         """Return what its rows look like, for errors."""
@@ -69,6 +110,43 @@ class TableSpec(Setting):
             f"dim {self.dim}, weights {self.weight_dtype}"
             f"{', metadata' if with_metadata else ''} and optimizer "
             f"{self.optimizer.kind} ({self.num_state_floats} state floats per row)"
+            f"{f', {self.shared_rows} shared rows' if self.shared_rows else ''}"
+            f"{f', {self.dynamic.blocks} blocks' if self.dynamic.is_on else ''}"
+        )
+
+    def parts(self) -> "list[TableSpec]":
+        """Return the tables that a server keeps besides, for some rows of this one."""
+        shared = self.table_of_shared_rows
+        return self.tables_of_blocks() if shared is None else [shared]
+
+    def tables_of_blocks(self) -> "list[TableSpec]":
+        """Return the tables of all blocks but the first, which is in this table."""
+        return [
+            replace(
+                self,
+                name=f"{self.name}/block {number}",
+                dim=self.row_dim,
+                seed=(self.seed + number * _GOLDEN) % 2**64,
+                admission=AdmitAll(),
+                expiry=Expiry(),
+                keeps_metadata=False,
+                dynamic=DynamicDim(),
+            )
+            for number in range(2, self.dynamic.blocks + 1)
+        ]
+
+    @property
+    def table_of_shared_rows(self) -> "TableSpec | None":
+        """The table that a server keeps its shared rows in; their ids are numbers."""
+        if not self.shared_rows:
+            return None
+        return replace(
+            self,
+            name=f"{self.name}/shared",
+            admission=AdmitAll(),
+            expiry=Expiry(),
+            keeps_metadata=False,
+            shared_rows=0,
         )
 
     @property
@@ -113,6 +191,9 @@ class TableSettings:
     weight_dtype: WeightDtype | None = None
     keeps_metadata: bool | None = None
     weight_bound: float | None = None
+    is_frozen: bool | None = None
+    shared_rows: int | None = None
+    dynamic: DynamicDim | None = None
 
     def apply_to(self, spec: TableSpec) -> TableSpec:
         """Return a table with these settings; an error names the table."""
@@ -161,6 +242,26 @@ def align(lines: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     row = "  ".join(f"{{:{width}}}" for width in widths)
     return "\n".join(row.format(*line).rstrip() for line in lines)
+
+
+def with_parts(specs: Iterable[TableSpec]) -> list[TableSpec]:
+    """Return tables, and those of their parts as these settings want them."""
+    given = list(specs)
+    for name, times in Counter(spec.name for spec in given).items():
+        if times > 1:
+            raise ConfigError(
+                "Tables added together must have different names. "
+                f"Received: {name!r} {times} times."
+            )
+    tables = {spec.name: spec for spec in given}
+    tables |= {part.name: part for spec in given for part in spec.parts()}
+    return list(tables.values())
+
+
+def names_of_shared(specs: Iterable[TableSpec]) -> set[str]:
+    """Return the names of those tables that shared rows are kept in."""
+    shared = (spec.table_of_shared_rows for spec in specs)
+    return {spec.name for spec in shared if spec is not None}
 
 
 TableChange = Callable[[TableSpec], TableSpec]

@@ -265,6 +265,7 @@ class ReferenceStore:
         self.now_s = 0
         self.tables: list[TableSpec] = []
         self.rows: OrderedDict[tuple[int, int], Row] = OrderedDict()
+        self.shared: dict[tuple[int, int], Row] = {}
         self.counts: Counter[str] = Counter()
         self.num_updates: Counter[int] = Counter()
         self.seen: Counter[tuple[int, int]] = Counter()
@@ -286,11 +287,10 @@ class ReferenceStore:
         self.counts["hits"] += sum(known)
         self.counts["misses"] += len(ids) - sum(known)
         places = range(len(ids))
-        if training:
-            used = set()
-            for n in (n for n in places if known[n]):
-                self._count(table, ids[n], counts[n], is_first=ids[n] not in used)
-                used.add(ids[n])
+        used = set()
+        for n in (n for n in places if training and known[n]):
+            self._count(table, ids[n], counts[n], is_first=ids[n] not in used)
+            used.add(ids[n])
         for n in (n for n in places if known[n]):
             out[n] = self.rows[table, ids[n]].weights
         missing = [n for n in places if training and not known[n]]
@@ -304,34 +304,70 @@ class ReferenceStore:
                 else:
                     waited[n] = self.waited.pop((table, ids[n]), 0)
         self.counts["rejected"] += len(missing) - len(admitted)
+        if spec.shared_rows and not admits_all:
+            self._make_shared(table, {ids[n] for n in missing if n not in admitted})
+            for n in (n for n in places if not known[n]):
+                out[n] = self._shared_weights(table, ids[n])
         for n in admitted:
             is_first = (table, ids[n]) not in self.rows
             if is_first:
-                self._make(table, ids[n])
-                if isinstance(spec.admission, AdmitFrequency):
-                    self.rows[table, ids[n]].frequency = waited[n]
+                shared = None if admits_all else out[n]
+                self._begin_row(table, ids[n], waited[n], shared)
             self._count(table, ids[n], counts[n], is_first=is_first)
             out[n] = self.rows[table, ids[n]].weights
         return out
+
+    def _begin_row(
+        self, table: int, id_: int, waited: int, shared: Doubles | None
+    ) -> None:
+        spec = self.tables[table]
+        self.rows[table, id_] = row = self._make(table, id_)
+        if spec.shared_rows and shared is not None:
+            row.weights[:] = shared
+        if isinstance(spec.admission, AdmitFrequency):
+            row.frequency = waited
 
     def update(self, table: int, ids: Sequence[int], grads_ND: Doubles) -> int:
         spec = self.tables[table]
         self.num_updates[table] += 1
         num_missed = 0
+        sums: dict[int, Doubles] = {}  # of the gradients of a shared row
         for id_, grad in zip(ids, grads_ND, strict=True):
-            if (table, id_) not in self.rows:
+            key = id_ % spec.shared_rows if spec.shared_rows else None
+            has_row = (table, id_) in self.rows
+            if not has_row and (table, key) not in self.shared:
                 num_missed += 1
-                continue
-            if not np.isfinite(grad).all():
+            elif not np.isfinite(grad).all():
                 self.counts["gradients_refused"] += 1
-                continue
-            row = self.rows[table, id_]
-            step(spec.optimizer, row, grad, self.num_updates[table])
-            if spec.weight_bound:
-                row.weights.clip(-spec.weight_bound, spec.weight_bound, row.weights)
-            row.last_step, row.last_s = self.num_updates[table], self.now_s
+            elif has_row:
+                self._step(table, self.rows[table, id_], grad)
+            else:
+                sums[key] = sums.get(key, 0) + grad
+        for key, grad in sums.items():
+            self._step(table, self.shared[table, key], grad)
         self.counts["gradients_missed"] += num_missed
         return num_missed
+
+    def _step(self, table: int, row: Row, grad: Doubles) -> None:
+        spec, t = self.tables[table], self.num_updates[table]
+        step(spec.optimizer, row, grad, t)
+        if spec.weight_bound:
+            row.weights.clip(-spec.weight_bound, spec.weight_bound, row.weights)
+        row.last_step, row.last_s = t, self.now_s
+
+    def _make_shared(self, table: int, ids: set[int]) -> None:
+        num = self.tables[table].shared_rows
+        for key in sorted({id_ % num for id_ in ids}):
+            if (table, key) not in self.shared:
+                self.shared[table, key] = self._make(table, key)
+
+    def _shared_weights(self, table: int, id_: int) -> Doubles:
+        """Return the weights of an id's shared row, made or not."""
+        spec = self.tables[table]
+        key = id_ % spec.shared_rows
+        if (table, key) in self.shared:
+            return self.shared[table, key].weights
+        return initial_weights(spec.initializer, key ^ spec.seed, spec.dim)
 
     def write(self, table: int, ids: Sequence[int], weights_ND: Doubles) -> None:
         self.lookup(table, ids, training=True, admits_all=True)
@@ -354,6 +390,7 @@ class ReferenceStore:
 
     def clear(self) -> None:
         self.rows.clear()
+        self.shared.clear()
         self.num_updates.clear()
         self.seen.clear()
 
@@ -361,7 +398,8 @@ class ReferenceStore:
         names = ["hits", "misses", "inserted", "rejected", "evictions"]
         names += [f"expired_{cause}" for cause in ("steps", "seconds", "norm")]
         names += ["gradients_missed", "gradients_refused"]
-        rows = {"rows": len(self.rows), "capacity_rows": self.capacity_rows}
+        num_rows = len(self.rows) + len(self.shared)
+        rows = {"rows": num_rows, "capacity_rows": self.capacity_rows}
         return {**rows, **{name: self.counts[name] for name in names}}
 
     def next_to_leave(self) -> list[tuple[int, int]]:
@@ -371,18 +409,17 @@ class ReferenceStore:
             keys.sort(key=lambda key: self.rows[key].frequency_class)
         return keys
 
-    def _make(self, table: int, id_: int) -> None:
+    def _make(self, table: int, id_: int) -> Row:
         spec = self.tables[table]
-        if len(self.rows) == self.capacity_rows:
+        if len(self.rows) + len(self.shared) == self.capacity_rows:
             del self.rows[self.next_to_leave()[0]]
             self.counts["evictions"] += 1
         weights = initial_weights(spec.initializer, id_ ^ spec.seed, spec.dim)
         state = spec.optimizer.initial_state(spec.dim).astype(np.float64)
         now = {"first_step": self.num_updates[table], "last_s": self.now_s}
-        self.rows[table, id_] = Row(
-            weights.astype(np.float64), state, last_step=self.num_updates[table], **now
-        )
         self.counts["inserted"] += 1
+        last_step = self.num_updates[table]
+        return Row(weights.astype(np.float64), state, last_step=last_step, **now)
 
     def _count(self, table: int, id_: int, count: int, *, is_first: bool) -> None:
         """Count a lookup; the first of a request says where the row stands."""

@@ -12,7 +12,10 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-NAMES = ("store", "wire", "engines", "training", "precision", "increments")
+NAMES = (
+    *("store", "wire", "engines", "training", "precision", "increments"),
+    *("data", "dlrm", "servers"),
+)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -89,9 +89,9 @@ def _measure_cost(
     paced_s: dict[str, list[float]] = {name: [] for name in servers}
     writing = servers["increments"]
     before = writing.client.counters()[0]
-    for requests in turns:
+    for turn, requests in enumerate(turns):
         num_rows = sum(map(len, requests))
-        for name, server in servers.items():
+        for name, server in list(servers.items())[:: 1 if turn % 2 else -1]:
             start_s = cpu_seconds(server.pid)
             timings.add(name, num_rows, server.stream(requests))
             _wait_until_written(server)

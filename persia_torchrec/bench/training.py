@@ -318,6 +318,8 @@ def _train_and_save(
     """Train in turns: from one checkpoint to the next, and for as long without."""
     assert arm.server is not None
     endless, rates, seconds = cycle(batches), list[tuple[float, float]](), list[float]()
+    if settings.saved_to is not None:
+        settings.saved_to.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=settings.saved_to) as folder:
         state = {"model": arm.model, "optimizer": arm.optimizer}
         given = folder, state, arm.server.client, arm.sharder

@@ -28,7 +28,9 @@ from persia_torchrec.checkpoint.row_file import Count, SavedTable, Tick, require
 from persia_torchrec.errors import CheckpointError
 
 MANIFEST = "manifest.json"  # name of the file that makes a checkpoint complete
+DELTA = "delta.json"  # name of the file that makes a delta complete
 DENSE = "dense"  # folder of the dense half
+RUNS_FILE = "runs.json"  # name of the file with the runs that a log's server dumped to
 LOG_FILE = "log.json"  # name of the file that describes a log; it is written first
 _NAME = r"checkpoint-(\d{8,})"
 _LOG_NAME = r"shard-\d{5,}-of-\d{5,}-[0-9a-f]{12}"
@@ -67,6 +69,15 @@ class DumpResult:
 
     tables: tuple[SavedTable, ...]
     shard: SavedShard
+
+
+@dataclass(frozen=True, slots=True)
+class EndedIncrement:
+    """Where one server's log has all that had changed: folder of the logs, position."""
+
+    folder: str
+    position: LogPosition
+    tables: tuple[SavedTable, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +144,52 @@ class Manifest:
         return manifest
 
 
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What follows a checkpoint, whose folder has that of the delta: both halves.
+
+    Rows are the checkpoint's with the increments in the folder ``increments`` before a
+    position in the log of each server; the dense half is whole.
+    """
+
+    increments: str
+    positions: tuple[LogPosition, ...]
+    tables: tuple[SavedTable, ...]
+    dense: DenseHalf
+    created: str
+    step: int | None = None
+    format: Literal["persia_torchrec delta"] = "persia_torchrec delta"
+    version: Literal[1] = 1
+
+
+class Saved(NamedTuple):
+    """A state that can be loaded: a checkpoint, or a delta and its checkpoint."""
+
+    folder: Folder
+    checkpoint: Folder
+    manifest: Manifest
+    delta: Delta | None
+
+    @property
+    def dense(self) -> DenseHalf | None:
+        """The dense half that belongs to it."""
+        return self.manifest.dense if self.delta is None else self.delta.dense
+
+    @property
+    def tables(self) -> tuple[SavedTable, ...]:
+        """The tables, as they were then."""
+        return self.manifest.tables if self.delta is None else self.delta.tables
+
+    @classmethod
+    def read(cls, folder: Folder) -> "Saved":
+        """Read what is in the folder of a checkpoint or a delta."""
+        if folder.file_size(DELTA) is None:
+            return cls(folder, folder, Manifest.read(folder), None)
+        checkpoint = Folder(folder.url.rpartition("/")[0])
+        delta: Delta = folder.read_json(DELTA, Delta)
+        return cls(folder, checkpoint, Manifest.read(checkpoint), delta)
+
+
 def merge_tables(servers: Iterable[Sequence[SavedTable]]) -> tuple[SavedTable, ...]:
     """Return the tables of all servers, each once, with its largest step.
 
@@ -147,14 +204,22 @@ def merge_tables(servers: Iterable[Sequence[SavedTable]]) -> tuple[SavedTable, .
 
 def begin_checkpoint(path: str | os.PathLike[str]) -> Folder:
     """Make the folder of the next checkpoint of a run."""
-    run = Folder(path)
-    begin = max(run.numbers(_NAME), default=0) + 1
+    return _begin(Folder(path), "checkpoint")
+
+
+def begin_delta(checkpoint: Folder) -> Folder:
+    """Make the folder of the next delta of a checkpoint, in that of the checkpoint."""
+    return _begin(checkpoint, "delta")
+
+
+def _begin(within: Folder, kind: str) -> Folder:
+    begin = max(within.numbers(rf"{kind}-(\d{{8,}})"), default=0) + 1
     for number in range(begin, begin + _ATTEMPTS):
-        folder = run.child(f"checkpoint-{number:08d}")
+        folder = within.child(f"{kind}-{number:08d}")
         if folder.make():
             return folder
     raise CheckpointError(
-        f"A new folder must be made in {run.url}. Received: {_ATTEMPTS} names that "
+        f"A new folder must be made in {within.url}. Received: {_ATTEMPTS} names that "
         "other processes took first. How many jobs write there?"
     )
 
@@ -180,6 +245,29 @@ def complete_checkpoints(run: Folder) -> Iterator[Folder]:
     for number in reversed(run.numbers(_NAME)):
         folder = run.child(f"checkpoint-{number:08d}")
         if MANIFEST in folder.names():
+            yield folder
+
+
+def saved_states(path: str | os.PathLike[str]) -> Iterator[Folder]:
+    """Yield what is complete of a run, latest first: deltas, then their checkpoint.
+
+    A path of one checkpoint, or of one delta, gives that alone.
+    """
+    run = Folder(path)
+    if DELTA in run.names():
+        yield run
+        return
+    for checkpoint in complete_checkpoints(run):
+        if checkpoint.url != run.url:
+            yield from complete_deltas(checkpoint)
+        yield checkpoint
+
+
+def complete_deltas(checkpoint: Folder) -> Iterator[Folder]:
+    """Yield the complete deltas of a checkpoint, latest first."""
+    for number in reversed(checkpoint.numbers(r"delta-(\d{8,})")):
+        folder = checkpoint.child(f"delta-{number:08d}")
+        if DELTA in folder.names():
             yield folder
 
 
@@ -407,6 +495,52 @@ def find_end(lines: Sequence[Line], folder: Folder, manifest: Manifest) -> Start
         key=lambda found: found[0].logs[0].begun if found else "",
     )
     return find_start(last, [(folder, manifest)])
+
+
+def find_start_of(
+    lines: Sequence[Line],
+    until: Sequence[LogPosition],
+    checkpoint: tuple[Folder, Manifest],
+) -> Start | None:
+    """Return how lines lead from a checkpoint to positions; None if they do not."""
+    by_log = {line.logs[0].name: line for line in lines}
+    if not all(position.log in by_log for position in until):
+        return None
+    start = find_start([by_log[position.log] for position in until], [checkpoint])
+    if start is None:
+        return None
+    for begin, end in zip(start.positions, until, strict=True):
+        if begin.log == end.log and begin.number > end.number:
+            return None
+    return start
+
+
+def continued_checkpoints(
+    runs: Iterable[str], left_out: Container[str]
+) -> list[Manifest]:
+    """Return what increments continue: the latest of each run, and all with deltas."""
+    found = []
+    for run in runs:
+        complete = [
+            f for f in complete_checkpoints(Folder(run)) if f.url not in left_out
+        ]
+        for place, folder in enumerate(complete):
+            if not place or next(complete_deltas(folder), None) is not None:
+                found.append(Manifest.read(folder))
+    return found
+
+
+def needed_increments(
+    lines: Sequence[Line], checkpoints: Iterable[Manifest]
+) -> dict[str, int]:
+    """Return by log the first increment that continues some checkpoint, if any does."""
+    needed: dict[str, int] = {}
+    for manifest in checkpoints:
+        for line in lines:
+            begin = line.position_in(manifest) or line.position_after(manifest)
+            for log, first, _ in line.segments(begin) if begin else ():
+                needed[log] = min(needed.get(log, first), first)
+    return needed
 
 
 def increment_name(number: int) -> str:

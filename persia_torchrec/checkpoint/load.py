@@ -47,16 +47,12 @@ from persia_torchrec.embedding.setting import Sightings
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.routing.shard import is_of_shard
+from persia_torchrec.store.columns import METADATA_WORDS, RowColumns
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.recency import classify_all
-from persia_torchrec.store.row_moves import (
-    METADATA_WORDS,
-    RowColumns,
-    RowImport,
-    put_changes,
-)
+from persia_torchrec.store.row_moves import RowImport, put_changes
 from persia_torchrec.store.tables import TableState
-from persia_torchrec.table import TableSpec
+from persia_torchrec.table import TableSpec, names_of_shared
 
 T = TypeVar("T")
 
@@ -113,14 +109,17 @@ class Increment:
         """Return a server's part: its rows in slices, in the order of eviction."""
         blocks: dict[int, list[list[npt.NDArray[Any]]]] = {}
         for table, rows in self.rows:
-            is_own_N = is_of_shard(rows.ids, target.shard, target.num_shards)
+            shared_rows = self.head.tables[table].spec.shared_rows
+            is_own_N = is_of_shard(rows.ids, *target[:2], shared_rows)
             columns = [column[is_own_N] for column in rows.columns()]
             blocks.setdefault(table, []).append(columns)
         tables = [
             (table, RowColumns(*map(np.concatenate, zip(*columns, strict=True))))
             for table, columns in blocks.items()
         ]
-        order_R = _eviction_order(tables, is_lfu=target.is_lfu)
+        pinned = names_of_shared(saved.spec for saved in self.head.tables)
+        is_pinned = [self.head.tables[table].name in pinned for table, _ in tables]
+        order_R = _eviction_order(tables, is_pinned, is_lfu=target.is_lfu)
         num_left_out = max(len(order_R) - target.capacity_rows, 0)
         left_out = _slices(tables, order_R[:num_left_out])
         gone = [*self.gone, *((table, rows.ids) for table, rows in left_out)]
@@ -145,14 +144,15 @@ class SeenIds:
     def add(self, saved: SavedTable, sightings: Sightings) -> None:
         """Add what the admission of a table remembered."""
         states = {state.spec.name: state for state in self._store.states}
-        admission = states[saved.name].spec.admission
+        spec = states[saved.name].spec
+        admission = spec.admission
         if not admission.num_memory_words():
             return
         if not admission.counts_as(saved.spec.admission):
             self.forgotten.add(saved.name)
             return
         if admission.has_ids_as_keys:
-            is_own_N = is_of_shard(sightings.keys, *self._target[:2])
+            is_own_N = is_of_shard(sightings.keys, *self._target[:2], spec.shared_rows)
             sightings = Sightings(*(column[is_own_N] for column in sightings))
         self._found.setdefault(saved.name, []).append(sightings)
 
@@ -162,7 +162,8 @@ class SeenIds:
             found = self._found.get(state.spec.name, [])
             for at, sightings in enumerate(found):
                 if state.spec.admission.has_ids_as_keys:
-                    is_kept_N = ~is_of_shard(sightings.keys, shard, num_shards)
+                    shared = state.spec.shared_rows
+                    is_kept_N = ~is_of_shard(sightings.keys, shard, num_shards, shared)
                 else:  # the filters of several servers cannot be told apart
                     is_kept_N = np.full(
                         len(sightings.keys), num_shards != self._target.num_shards
@@ -195,7 +196,9 @@ def apply_increment(
         start: int | None = 0
         while start is not None:
             found = store.scan(number, start, _SLICE_ROWS)
-            is_dropped_N = is_of_shard(found.ids, head.shard, head.num_shards)
+            shared_rows = states[number].spec.shared_rows
+            written_by = head.shard, head.num_shards, shared_rows
+            is_dropped_N = is_of_shard(found.ids, *written_by)
             store.remove(number, found.ids[is_dropped_N])
             start = found.next_slot
             yield 0
@@ -219,6 +222,7 @@ def apply_increment(
     for number, saved in zip(numbers, head.tables, strict=True):
         previous = 0 if head.was_cleared else states[number].num_updates
         states[number].num_updates = max(previous, saved.num_updates)
+        _set_thresholds(states[number], saved)
 
 
 class Loaded(msgspec.Struct, frozen=True):
@@ -239,7 +243,8 @@ class ShardLoad(BackgroundTask):
 
     :meth:`check` and :meth:`load` may take long: call them in a thread of their own,
     which owns the store while it loads. With ``replaces``, a load drops what the store
-    holds; with the ``logs`` of the training, it applies all increments.
+    holds; with the ``logs`` of the training, it applies all increments, or those before
+    ``until``, a position for each server that wrote them.
     """
 
     def __init__(
@@ -250,6 +255,7 @@ class ShardLoad(BackgroundTask):
         *,
         replaces: bool = True,
         logs: Folder | None = None,
+        until: Sequence[LogPosition] | None = None,
     ) -> None:
         super().__init__(f"Loading {folder.url}")
         self._folder = folder
@@ -257,12 +263,15 @@ class ShardLoad(BackgroundTask):
         self._store = store
         self._replaces = replaces
         self._logs = logs
+        self._until = until
         self._increments: list[tuple[Folder, int]] = []
         self._end: LogPosition | None = None  # of the log of this server
         self._files: list[tuple[SavedShard, IO[bytes]]] = []
         self._opened = contextlib.ExitStack()
         self._num_read = self._num_to_read = 0
+        self._routed: list[int] = []  # shared rows by which ids of a table are routed
         self._seen: list[tuple[int, Sightings]] = []  # with the index of their table
+        self._ranked: dict[str, SavedTable] = {}  # with the thresholds of one server
         self.result: Loaded | None = None
 
     @property
@@ -300,9 +309,20 @@ class ShardLoad(BackgroundTask):
 
     def _check(self) -> None:
         manifest = self.manifest = Manifest.read(self._folder)
-        _require_same_rows(self._folder.url, manifest.tables, self._store.tables)
+        known = {spec.name: spec for spec in self._store.tables}
+        saved_specs = [table.spec for table in manifest.tables]
+        self._routed = [known.get(spec.name, spec).shared_rows for spec in saved_specs]
+        expected = list(known.values())
+        if self._logs is None:  # a table may get shared rows
+            plain = {spec.name for spec in saved_specs if not spec.shared_rows}
+            expected = [
+                replace(spec, shared_rows=0) if spec.name in plain else spec
+                for spec in expected
+            ]
+        _require_same_rows(self._folder.url, manifest.tables, expected)
         saved_names = {table.name for table in manifest.tables}
-        missing = {spec.name for spec in self._store.tables} - saved_names
+        missing = {spec.name for spec in expected} - saved_names
+        missing -= names_of_shared(known.values()) - names_of_shared(expected)
         if missing and self._replaces:
             raise CheckpointError(
                 f"{self._folder.url} must have all tables of this server. It lacks "
@@ -312,6 +332,8 @@ class ShardLoad(BackgroundTask):
         if self._logs is not None:
             self._check_increments(self._logs)
         files = self._target.select(manifest.shards)
+        if self._routed != [spec.shared_rows for spec in saved_specs]:
+            files = list(manifest.shards)  # an id may be in any
         self._num_to_read = 2 * sum(saved.size_bytes for saved in files)
         for saved in files:  # open until they are loaded: they may be deleted meanwhile
             opened = self._opened.enter_context(self._folder.opened(saved.file))
@@ -346,6 +368,7 @@ class ShardLoad(BackgroundTask):
         for table, number in zip(saved, numbers, strict=True):
             state = store.states[number]
             state.num_updates = max(state.num_updates, table.num_updates)
+            _set_thresholds(state, self._ranked.get(table.name, table))
         rows_in = RowImport(
             store,
             self._uses,
@@ -372,8 +395,12 @@ class ShardLoad(BackgroundTask):
 
     def _check_increments(self, logs: Folder) -> None:
         """Find and read all increments that follow the checkpoint."""
-        manifest = self.manifest
-        end = catalog.find_end(catalog.find_lines(logs, {}), self._folder, manifest)
+        manifest, until = self.manifest, self._until
+        lines = catalog.find_lines(logs, {})
+        if until is None:
+            end = catalog.find_end(lines, self._folder, manifest)
+        else:
+            end = catalog.find_start_of(lines, until, (self._folder, manifest))
         if end is None:
             raise CheckpointError(
                 f"{logs.url} must hold a log of every server that applies to "
@@ -381,9 +408,11 @@ class ShardLoad(BackgroundTask):
                 "some server. Load the checkpoint without increments."
             )
         known = [*(table.spec for table in manifest.tables), *self._store.tables]
-        followed = list(zip(end.lines, end.positions, strict=True))
-        for line, position in self._target.select(followed):
-            for segment in line.segments(position):
+        stops = [None] * len(end.lines) if until is None else [u.number for u in until]
+        followed = list(zip(end.lines, end.positions, stops, strict=True))
+        for line, position, stop in self._target.select(followed):
+            *earlier, last = line.segments(position)
+            for segment in (*earlier, last._replace(stop=stop)):
                 self._check_segment(logs, segment, known)
         if len(end.lines) == self._target.num_shards and self._increments:
             log, number = self._increments[-1]
@@ -425,13 +454,16 @@ class ShardLoad(BackgroundTask):
                 file.seek(0)
                 reader = RowFileReader(file, path, ShardHead)
                 _require_same_rows(path, reader.head.tables, specs, all_known=True)
+                for table in reader.head.tables:
+                    self._ranked.setdefault(table.name, table)
                 previous = self._num_read
                 for number, block in reader.blocks():
                     self.require_not_cancelled()
                     self._num_read = previous + reader.num_bytes
                     index = index_of[reader.head.tables[number].name]
                     if isinstance(block, RowColumns):
-                        yield index, block, is_of_shard(block.ids, *self._target[:2])
+                        of_shard = *self._target[:2], self._routed[index]
+                        yield index, block, is_of_shard(block.ids, *of_shard)
                     elif isinstance(block, Sightings):
                         self._seen.append((index, block))
                 expected = Written(saved.num_rows, saved.size_bytes, saved.checksum)
@@ -456,6 +488,12 @@ def _add_tables(
         admission = spec.admission if follows else known_spec.admission
         specs.append(replace(known_spec, admission=admission))
     return store.add_tables(specs)
+
+
+def _set_thresholds(state: TableState, saved: SavedTable) -> None:
+    """Let a table count blocks as one did that ranked the ids of its server."""
+    if len(saved.thresholds) == state.thresholds.size:
+        state.thresholds[:] = saved.thresholds
 
 
 def _require_same_rows(
@@ -496,13 +534,17 @@ def _frequencies(rows: RowColumns) -> npt.NDArray[np.uint32]:
     return np.ones(len(rows), dtype=np.uint32)
 
 
-def _eviction_order(tables: Rows, *, is_lfu: bool) -> Offsets:
+def _eviction_order(
+    tables: Rows, is_pinned: Sequence[bool], *, is_lfu: bool
+) -> Offsets:
     """Return the offsets of all rows, tables joined, in the order of eviction."""
     uses_R = np.concatenate([_NO_ROWS[0], *(rows.uses for _, rows in tables)])
-    if not is_lfu:
-        return np.argsort(uses_R, kind="stable")
-    frequencies = [_NO_ROWS[2], *(_frequencies(rows) for _, rows in tables)]
-    return np.lexsort((uses_R, classify_all(np.concatenate(frequencies))))
+    num_rows = np.array([len(rows) for _, rows in tables], dtype=np.int64)
+    keys = [uses_R, np.repeat(np.array(is_pinned, dtype=np.bool_), num_rows)]
+    if is_lfu:  # the last one counts most
+        frequencies = [_NO_ROWS[2], *(_frequencies(rows) for _, rows in tables)]
+        keys.insert(1, classify_all(np.concatenate(frequencies)))
+    return np.lexsort(keys)
 
 
 def _slices(tables: Rows, offsets_R: Offsets) -> Iterator[tuple[int, RowColumns]]:

@@ -34,7 +34,7 @@ from persia_torchrec.compiled import compiled, inlined, read_only
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.routing.shard import is_of_shard
-from persia_torchrec.store.row_moves import RowColumns, RowShape
+from persia_torchrec.store.columns import RowColumns, RowShape
 from persia_torchrec.table import TableSpec
 
 Bytes = npt.NDArray[np.uint8]

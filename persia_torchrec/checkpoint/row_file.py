@@ -35,8 +35,8 @@ from persia_torchrec.decoding import parse_json
 from persia_torchrec.embedding.setting import Sightings
 from persia_torchrec.errors import CheckpointError, ConfigError
 from persia_torchrec.routing.hashing import Ids
+from persia_torchrec.store.columns import RowColumns, RowShape
 from persia_torchrec.store.memory import MAX_TABLES, Words
-from persia_torchrec.store.row_moves import RowColumns, RowShape
 from persia_torchrec.store.tables import TableState
 from persia_torchrec.table import TableSpec
 
@@ -67,11 +67,13 @@ class SavedTable(msgspec.Struct, frozen=True):
     description: dict[str, Any] = msgspec.field(name="spec")
     num_updates: Count
     has_metadata: bool
+    thresholds: list[float] = []
 
     @classmethod
     def of(cls, state: TableState) -> "SavedTable":
         """Describe a table of a store."""
-        return cls(_describe(state.spec), state.num_updates, state.has_metadata)
+        columns = state.num_updates, state.has_metadata, state.thresholds.tolist()
+        return cls(_describe(state.spec), *columns)
 
     @property
     def name(self) -> str:

@@ -12,15 +12,22 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+import msgspec
 
 from persia_torchrec.checkpoint import catalog
-from persia_torchrec.checkpoint.catalog import DumpResult, Manifest
+from persia_torchrec.checkpoint.catalog import (
+    DumpResult,
+    EndedIncrement,
+    LogPosition,
+    Manifest,
+)
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.load import Loaded
 from persia_torchrec.client.servers import Servers
@@ -139,12 +146,48 @@ class Checkpoints:
         *,
         replace: bool = True,
         increments: Path | None = None,
+        until: Sequence[LogPosition] | None = None,
         timeout_s: float = CHECKPOINT_S,
     ) -> SavedCheckpoint:
         """Load a checkpoint, and wait for it: :meth:`start_load`."""
         return self.start_load(
-            path, replace=replace, increments=increments, timeout_s=timeout_s
+            path,
+            replace=replace,
+            increments=increments,
+            until=until,
+            timeout_s=timeout_s,
         ).wait()
+
+    def start_delta(
+        self, checkpoint: Folder, *, timeout_s: float
+    ) -> Task[list[EndedIncrement]]:
+        """Begin to end the increments of all servers, for a delta of a checkpoint.
+
+        What was acknowledged before the call is in increments before the positions
+        that the task returns; nothing later is, if nothing changes meanwhile. A
+        CheckpointError says that the logs do not lead there from the checkpoint.
+        """
+        what = f"delta of {checkpoint.url}"
+
+        def work(task: Task[Any]) -> list[EndedIncrement]:
+            written = self._end_increments(task, what, timeout_s)
+            ended = [of_server for of_server in written if of_server is not None]
+            if len(ended) < len(written):
+                raise CheckpointError(
+                    "The servers must write increments. Received: no incremental_dir. "
+                    "Give them one, or save whole checkpoints."
+                )
+            url, positions = ended[0].folder, tuple(end.position for end in ended)
+            lines = catalog.find_lines(Folder(url), {})
+            found = checkpoint, Manifest.read(checkpoint)
+            if catalog.find_start_of(lines, positions, found) is None:
+                raise CheckpointError(
+                    f"The increments in {url} must follow {checkpoint.url}. Received: "
+                    "logs that do not lead from it to now. Save a whole checkpoint."
+                )
+            return ended
+
+        return Task("delta", work)
 
     def start_dump(
         self,
@@ -190,6 +233,7 @@ class Checkpoints:
         *,
         replace: bool = True,
         increments: Path | None = None,
+        until: Sequence[LogPosition] | None = None,
         timeout_s: float = CHECKPOINT_S,
     ) -> Task[SavedCheckpoint]:
         """Begin to load a checkpoint, of any number of servers.
@@ -208,12 +252,15 @@ class Checkpoints:
             increments: the ``incremental_dir`` of the servers that dumped it: put on it
                 what has changed after, up to where the training that came last from it
                 ended. A load without it begins such a training.
+            until: positions in these logs, as of a delta, one for each server that
+                wrote them: only what is before them is put on it.
             timeout_s: seconds that it may take.
         """
         folder = catalog.find_checkpoint(path)
         manifest = Manifest.read(folder)
         logs = None if increments is None else Folder(increments).url
-        request = {"folder": folder.url, "replace": replace, "increments": logs}
+        request: dict[str, object] = {"folder": folder.url, "replace": replace}
+        request |= {"increments": logs, "until": msgspec.to_builtins(until)}
         steps = {"checked": {**request, "do": "check"}}
         steps["loaded"] = {**request, "do": "load"}
         what = f"load of {folder.url}"
@@ -230,6 +277,33 @@ class Checkpoints:
             )
 
         return Task("load", work)
+
+    def end_increments(self, *, timeout_s: float) -> None:
+        """End the increments of servers that write any, and wait.
+
+        Later ones hold nothing of what changed before, unless a warning says so.
+        """
+
+        def work(task: Task[Any]) -> list[EndedIncrement | None]:
+            return self._end_increments(task, "ending increments", timeout_s)
+
+        try:
+            Task("increments", work).wait()
+        except PersiaError as exc:
+            logger.warning("the next delta holds more than what has changed: %s", exc)
+
+    def _end_increments(
+        self, task: Task[Any], what: str, timeout_s: float
+    ) -> list[EndedIncrement | None]:
+        """Return where all servers ended an increment; None where none are written."""
+        kind: Any = EndedIncrement | None
+        steps = {"written": {"do": "delta"}}
+        return self._run_steps(task, steps, what, timeout_s, kind)
+
+    def prune(self) -> None:
+        """Let servers delete increments that no complete checkpoint needs; no wait."""
+        request = {"do": "prune", "task": secrets.randbits(53)}
+        self._servers.ask(Kind.CHECKPOINT, request, "deleting increments")
 
     def _write_files(
         self, task: Task[T], folder: Folder, step: int | None, timeout_s: float

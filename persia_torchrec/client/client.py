@@ -2,8 +2,7 @@
 
 The ids of a request are grouped by shard; each server is sent its part of every table
 in one message, and the replies are merged in the order of the grouped ids. Every server
-gets a message, also when none of the ids are its own, so that all count the same
-batches.
+gets one, also when none of the ids are its own: so all count the same batches.
 
 Dimension key:
     U: unique ids of one table
@@ -11,7 +10,7 @@ Dimension key:
     S: its optimizer-state floats per row
 """
 
-import itertools
+import contextlib
 import logging
 import threading
 from collections import Counter, deque
@@ -23,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec import timeouts
+from persia_torchrec import env, timeouts
 from persia_torchrec.client.checkpoints import Checkpoints
 from persia_torchrec.client.codec import (
     AddedTable,
@@ -32,6 +31,8 @@ from persia_torchrec.client.codec import (
     PushOutcome,
     ServerHello,
     TableRequest,
+    check_counts,
+    staleness_histogram,
 )
 from persia_torchrec.client.codec import BatchNumber as BatchNumber
 from persia_torchrec.client.servers import Peers, Servers
@@ -41,6 +42,7 @@ from persia_torchrec.client.transfer import (
     Blocks,
     RowBlock,
     export_blocks,
+    find_ids,
     rows_to_write,
 )
 from persia_torchrec.errors import BatchError, ConfigError, RestartedError, WireError
@@ -49,15 +51,13 @@ from persia_torchrec.routing.shard import Counts, ShardedIds, unique_ids
 from persia_torchrec.store.embedding_store import Metadata as Metadata
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire import messages
+from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
 from persia_torchrec.wire.messages import Header, Kind, Precision, Share, decode_json
 from persia_torchrec.wire.precision import Floats
 from persia_torchrec.wire.sockets import MAX_MESSAGE_BYTES
 
 logger = logging.getLogger(__name__)
-
-_STALENESS = "staleness_"
-"""What the names of those counters begin with that make up the histogram."""
 
 _MAX_GROUPS = 2  # of joint steps, of one collection, that are known
 
@@ -127,6 +127,19 @@ class EmbeddingClient:
         to the servers, an older one than they have met is a FencedError.
         """
         return cls(Servers(addresses, timeout_s, greeting, recovery_s, generation))
+
+    @classmethod
+    def of_job(
+        cls, *, timeout_s: float = timeouts.TRAINING_REQUEST_S
+    ) -> "EmbeddingClient":
+        """Connect to the servers of this process's job, when all have registered.
+
+        They may be away for as long as the job says. Without a job it is a ConfigError.
+        """
+        book = AddressBook.join(*env.require_job_store("EmbeddingClient.of_job()"))
+        with contextlib.closing(book):
+            servers = book.addresses("server")
+        return cls(Servers(servers, timeout_s, book.greeting, book.recovery_s))
 
     @property
     def generation(self) -> int:
@@ -206,9 +219,10 @@ class EmbeddingClient:
         """Return a table that was added."""
         return self.tables[name].spec
 
-    def split(self, ids_U: Ids) -> ShardedIds:
-        """Group unique ids by the server that holds them."""
-        return unique_ids(ids_U, self.num_servers)
+    def split(self, ids_U: Ids, table: str = "") -> ShardedIds:
+        """Group unique ids by the server that holds them; name one with shared rows."""
+        shared_rows = self.table(table).shared_rows if table else 0
+        return unique_ids(ids_U, self.num_servers, shared_rows)
 
     def pull(
         self,
@@ -241,7 +255,7 @@ class EmbeddingClient:
             flags |= messages.TRAINING
         if counts is not None:
             flags |= messages.COUNTS
-            _check_counts(tables, counts)
+            check_counts(tables, counts)
         stream, number, _ = batch or BatchNumber(0, 0)
         header = Header(Kind.LOOKUP, 0, 0, stream, number, precision, flags)
         request = TableRequest(
@@ -374,7 +388,7 @@ class EmbeddingClient:
 
     def _write(self, table: KnownTable, block: RowBlock) -> list[Reply]:
         rows, flags = rows_to_write(table.spec, block)
-        ids = self.split(block.ids)
+        ids = self.split(block.ids, table.spec.name)
         grouped = np.empty_like(rows)
         grouped[ids.inverse] = rows
         request = TableRequest([table], [ids], [rows.shape[1]], rows=[grouped])
@@ -417,15 +431,19 @@ class EmbeddingClient:
 
         return self._servers.repeat(ask)
 
-    def read(self, table: str, ids: Ids) -> Floats:
-        """Return weights and optimizer state of ids; changes nothing.
+    def read(self, table: str, ids: Ids, *, initial: bool = False) -> Floats:
+        """Return weights and optimizer state of ids, float32 ``(U, D + S)``.
 
-        They are float32 ``(U, D + S)``, zeros for an id without a row.
+        Without a row they are zeros, or if ``initial`` what it would begin with.
         """
-        spec = self.table(table)
-        return self.read_numbers(
-            Kind.READ, table, ids, spec.dim + spec.num_state_floats
-        )
+        spec, flags = self.table(table), messages.INITIAL * initial
+        width = spec.dim + spec.num_state_floats
+        return self.read_numbers(Kind.READ, table, ids, width, flags)
+
+    def count_ids(self, table: str, first: int = 0) -> tuple[int, Ids]:
+        """Return how many rows a table has, and its ids from ``first`` on, uint64."""
+        find = partial(find_ids, self._servers, self.tables, table, first)
+        return self._servers.repeat(find)
 
     def metadata(self, table: str, ids: Ids) -> Metadata:
         """Return how often ids were seen, and when last updated; changes nothing.
@@ -452,11 +470,7 @@ class EmbeddingClient:
         The staleness of a row is the number of updates, of any trainer, that it had
         between its pull and its gradient. Of one id in 16 (see ``server/METRICS.md``).
         """
-        histogram = Counter({0: 0})
-        for name, num in itertools.chain(*(c.items() for c in self.counters())):
-            if name.startswith(_STALENESS):
-                histogram[int(name.removeprefix(_STALENESS))] += num
-        return np.array([histogram[k] for k in range(max(histogram) + 1)])
+        return staleness_histogram(self.counters())
 
     def num_rows(self, timeout_s: float | None = None) -> list[int]:
         """Return how many rows each server holds."""
@@ -576,22 +590,10 @@ class EmbeddingClient:
         counters = self._servers.read(server, reply, dict[str, int])
         return {name: num for name, num in counters.items() if name.startswith("lost_")}
 
-    def read_numbers(self, kind: Kind, table: str, ids: Ids, width: int) -> Floats:
+    def read_numbers(
+        self, kind: Kind, table: str, ids: Ids, width: int, flags: int = 0
+    ) -> Floats:
         """Return ``width`` numbers of 4 bytes per id; a float32 view ``(U, width)``."""
-        request = TableRequest([self.tables[table]], [self.split(ids)], [width])
-        (rows,) = self._fetch(Header(kind), request)
+        request = TableRequest([self.tables[table]], [self.split(ids, table)], [width])
+        (rows,) = self._fetch(Header(kind, flags=flags), request)
         return rows[request.ids[0].inverse]
-
-
-def _check_counts(
-    tables: Sequence[tuple[str, ShardedIds]], counts: Sequence[Counts | None]
-) -> None:
-    """Check that counts are one per id."""
-    for (name, split), counts_U in zip(tables, counts, strict=True):
-        if counts_U is None:
-            continue
-        if counts_U.dtype != np.uint32 or counts_U.shape != split.ids.shape:
-            raise BatchError(
-                f"Table {name!r}: counts must be uint32 of the shape "
-                f"{split.ids.shape}. Received: {counts_U.dtype} {counts_U.shape}."
-            )

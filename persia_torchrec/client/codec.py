@@ -7,11 +7,13 @@ Dimension key:
 
 import itertools
 import secrets
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from persia_torchrec.decoding import parse_json
 from persia_torchrec.errors import (
@@ -251,3 +253,32 @@ class PushOutcome(msgspec.Struct, frozen=True):
 
 NOTHING = PushOutcome(0, 0, 0, 0)
 _LOST = PushOutcome(0, 0, 0, 0, 1)
+
+
+def check_counts(
+    tables: Sequence[tuple[str, ShardedIds]], counts: Sequence[Counts | None]
+) -> None:
+    """Check that counts are one per id."""
+    for (name, split), counts_U in zip(tables, counts, strict=True):
+        if counts_U is None:
+            continue
+        if counts_U.dtype != np.uint32 or counts_U.shape != split.ids.shape:
+            raise BatchError(
+                f"Table {name!r}: counts must be uint32 of the shape "
+                f"{split.ids.shape}. Received: {counts_U.dtype} {counts_U.shape}."
+            )
+
+
+_STALENESS = "staleness_"
+"""What the names of those counters begin with that make up the histogram."""
+
+
+def staleness_histogram(
+    counters: Iterable[Mapping[str, int]],
+) -> npt.NDArray[np.int64]:
+    """Return how many gradients had each staleness, from counters of all servers."""
+    histogram = Counter({0: 0})
+    for name, num in itertools.chain(*(of_server.items() for of_server in counters)):
+        if name.startswith(_STALENESS):
+            histogram[int(name.removeprefix(_STALENESS))] += num
+    return np.array([histogram[k] for k in range(max(histogram) + 1)])

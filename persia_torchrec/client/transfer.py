@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import Annotated, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -191,7 +191,42 @@ def export_blocks(
             yield RowBlock(ids.copy(), rows[:, :dim].copy(), rows[:, dim:].copy())
 
 
+def find_ids(
+    servers: Servers, tables: Mapping[str, KnownTable], table: str, first: int
+) -> tuple[int, Ids]:
+    """Return how many rows a table has, and its ids from ``first`` on; uint64 (N,)."""
+    what, starts = f"ids of table {table!r}", list(servers.incarnations)
+
+    def ask(server: int, start: int) -> tuple[int, Reply]:
+        number = tables[table].numbers[server]
+        value = {"table": number, "start": start, "first": first}
+        header = Header(Kind.IDS, incarnation=starts[server])
+        frames = [messages.encode_json(value)]
+        return server, servers.send(server, header, frames, what)
+
+    in_flight = deque(ask(server, 0) for server in range(len(servers)))
+    num_rows, found = 0, [np.empty(0, dtype=np.uint64)]
+    while in_flight:
+        server, reply = in_flight.popleft()
+        frames = reply.frames()
+        if len(frames) != 3:
+            raise FrameError(f"The reply must have 3 frames. Received: {len(frames)}.")
+        met = messages.decode_json(frames[:2], _Met)
+        if met.next is not None:
+            in_flight.append(ask(server, met.next))
+        num_rows += met.rows
+        found.append(array_of(frames[2], np.uint64).copy())  # no message is kept
+    return num_rows, np.concatenate(found)
+
+
 class _Next(msgspec.Struct):
     """The JSON of a reply to EXPORT: where the next rows begin; None at the end."""
 
     next: int | None
+
+
+class _Met(msgspec.Struct):
+    """The JSON of a reply to IDS: as of EXPORT, and how many rows were met."""
+
+    next: int | None
+    rows: Annotated[int, msgspec.Meta(ge=0)]

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from persia_torchrec import distributed, env
-from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.ctx.base_ctx import BaseCtx, PreprocessMode
 from persia_torchrec.ctx.embedding_ctx import EmbeddingCtx
 from persia_torchrec.ctx.lookup_ctx import B, Tensors
@@ -22,7 +21,12 @@ from persia_torchrec.sharding.slot_tensors import run_dense
 from persia_torchrec.table import TableSettings
 from persia_torchrec.training.checkpoint import Target, read_state, state_bytes
 from persia_torchrec.training.engine import Engine
-from persia_torchrec.training.recovery import Recovery, RecoveryConfig, Resume
+from persia_torchrec.training.recovery import (
+    Recovery,
+    RecoveryConfig,
+    Resume,
+    folder_of_job,
+)
 from persia_torchrec.wire.membership import JobMember
 
 _TRAINING = "training.pt"
@@ -329,9 +333,7 @@ def _configure_recovery(
     """Return what arguments of a context say, or else the environment."""
     if interval_s is None:
         interval_s = env.checkpoint_interval_s()
-    number, run = next(_numbers), env.resume_dir()
-    if run is None:
-        run = Folder(env.checkpoint_dir()).file_path(job_id.replace("/", "_"))
+    number, run = next(_numbers), folder_of_job(job_id)
     return RecoveryConfig(
         folder=f"{run}-{number}" if number > 1 else run,
         interval_s=interval_s,

@@ -1,7 +1,9 @@
-"""Batches on their way to the model; ``torchrec.py`` is imported by its full name."""
+"""Batches on their way to the model; ``torchrec.py`` is imported by its full name.
 
-from persia_torchrec.data.loader import DataLoader as DataLoader
-from persia_torchrec.data.loader import IterableDataset as IterableDataset
-from persia_torchrec.data.loader import IterableDatasetBase as IterableDatasetBase
-from persia_torchrec.data.loader import PersiaTrainingBatch as PersiaTrainingBatch
-from persia_torchrec.data.loader import StreamingDataset as StreamingDataset
+Each name of ``__init__.pyi`` is imported on first use: PERSIA's loaders need no torch.
+"""
+
+from persia_torchrec import names_on_use
+
+__getattr__, __dir__, __all__ = names_on_use(__name__, __file__)
+"""The names of loaders and datasets, and where they are; see the package's own stub."""

@@ -39,7 +39,11 @@ _ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 @dataclass(frozen=True, slots=True)
 class JaggedBatch:
-    """A ``KeyedJaggedTensor``, and the ids of the features that are wanted of it."""
+    """A copy of a ``KeyedJaggedTensor``, and ids of the features that are wanted of it.
+
+    A copy, as it is read again when the rows are there: the caller may change his own
+    until then, and TorchRec's pipelines may free its memory.
+    """
 
     kjt: KeyedJaggedTensor
     features: dict[str, Bags]
@@ -58,7 +62,17 @@ class JaggedBatch:
                 )
         if isinstance(batch, TensorDict):
             batch = maybe_td_to_kjt(batch, list(keys))
+        batch = _copy(batch)
         return cls(batch, to_jagged_ids(batch, keys))
+
+    def on(self, device: torch.device) -> KeyedJaggedTensor:
+        """Return the whole batch on a device."""
+        return move(self.kjt, device)
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Tell torch's allocator that a stream uses the tensors of a GPU."""
+        if self.kjt.values().device.type != "cpu":
+            self.kjt.record_stream(stream)
 
     def weights(self) -> torch.Tensor:
         """Return the weights of all ids, in their order, in the autograd graph."""
@@ -81,6 +95,76 @@ class JaggedBatch:
         if isinstance(indices, np.ndarray):
             return tensor[torch.from_numpy(indices)]
         return tensor[indices]
+
+
+class HostKeyedJaggedTensor(KeyedJaggedTensor):  # type: ignore[misc]
+    """A ``KeyedJaggedTensor`` that stays on the host when its batch is moved to a GPU.
+
+    The servers want ids on the host. TorchRec's train pipelines move a whole batch to
+    the device, from where each collection would have to take them back, and wait for
+    it. Collections on the servers, and those of a ``MixedSharder``, take this as any
+    ``KeyedJaggedTensor``; TorchRec's own on a GPU do not.
+
+    Example:
+        >>> ids, lengths = torch.tensor([7]), torch.tensor([1])
+        >>> kjt = KeyedJaggedTensor(["ad"], ids, lengths=lengths)
+        >>> HostKeyedJaggedTensor.of(kjt).to(torch.device("meta")).values()
+        tensor([7])
+    """
+
+    @classmethod
+    def of(cls, kjt: KeyedJaggedTensor) -> "HostKeyedJaggedTensor":
+        """Return the same tensors; those of a GPU are copied to the host."""
+        host = cls.__new__(cls)
+        host.__dict__.update(move(kjt, torch.device("cpu")).__dict__)
+        return host
+
+    def to(
+        self,
+        device: torch.device,
+        non_blocking: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> "HostKeyedJaggedTensor":
+        """Return it as it is; ``dtype`` is that of the weights."""
+        if dtype is None:
+            return self
+        return self.of(KeyedJaggedTensor.to(self, torch.device("cpu"), dtype=dtype))
+
+    def pin_memory(self) -> "HostKeyedJaggedTensor":
+        """Return it as it is: no device reads it."""
+        return self
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Do nothing: no stream uses it."""
+
+
+def move(kjt: KeyedJaggedTensor, device: torch.device) -> KeyedJaggedTensor:
+    """Return a ``KeyedJaggedTensor`` on a device, one that stays on the host too.
+
+    What follows from its lengths is computed on the host, if it is there, and moved.
+    """
+    if kjt.values().device == device:
+        return kjt
+    if kjt.values().device.type == "cpu":
+        kjt.offsets()
+        kjt.length_per_key()
+    return KeyedJaggedTensor.to(kjt, device, non_blocking=device.type != "cpu")
+
+
+def _copy(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Return a copy on the same device; of the weights in the autograd graph."""
+    parts = kjt.weights_or_none(), kjt.lengths_or_none(), kjt.offsets_or_none()
+    with torch.enable_grad():  # pipelines begin pulls without
+        copies = [part if part is None else part.clone() for part in parts]
+    strides = kjt.stride_per_key_per_rank() if kjt.variable_stride_per_key() else None
+    return KeyedJaggedTensor(
+        kjt.keys(),
+        kjt.values().clone(),
+        *copies,
+        stride=None if strides is not None else kjt.stride(),
+        stride_per_key_per_rank=strides,
+        inverse_indices=kjt.inverse_indices_or_none(),
+    )
 
 
 def to_jagged_ids(kjt: KeyedJaggedTensor, keys: Iterable[str]) -> dict[str, Bags]:

@@ -29,11 +29,10 @@ from persia_torchrec import env as environment
 from persia_torchrec.command_line import format_flags
 from persia_torchrec.config.yaml_file import parse_yaml, read_section, read_text
 from persia_torchrec.decoding import KeyPath
-from persia_torchrec.env import CHECKPOINT_DIR, JOIN_TIMEOUT_S, MAX_PORT
+from persia_torchrec.env import CHECKPOINT_DIR, JOIN_TIMEOUT_S, MAX_PORT, is_loopback
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.launch.supervisor import ALL, under_supervisor
 from persia_torchrec.timeouts import RECOVERY_S
-from persia_torchrec.wire.ports import is_loopback
 from persia_torchrec.wire.shared_memory import AUTO, PRIVATE
 
 APP_NAME = "persia"
@@ -212,9 +211,9 @@ class _Role(specs.Role):
 class JobSettings:
     """What all roles of one job have in common."""
 
-    embedding_config: str  # path where the roles run, like the next
-    global_config: str
     port: int  # of the address book, in ``[1, 65535]``
+    embedding_config: str | None = None  # path where the roles run, like the next
+    global_config: str | None = None  # both None: a job without PERSIA's contexts
     host: str = ""  # of the address book; empty: of the first role of the whole job
     python: str = "python3"  # the interpreter, looked up in PATH where the role runs
     image: str = ""  # passed to the scheduler unchanged
@@ -232,7 +231,8 @@ class JobSettings:
 
     def __post_init__(self) -> None:
         for name in ("embedding_config", "global_config", "python", "memory_dir"):
-            _require_text(name, getattr(self, name))
+            if (text := getattr(self, name)) is not None:
+                _require_text(name, text)
         if not 1 <= self.port <= MAX_PORT:
             raise ConfigError(
                 f"port must be in [1, {MAX_PORT}]. Received: {self.port}."
@@ -263,14 +263,16 @@ class JobSettings:
             }
         if self.resume_dir:
             job["PERSIA_RESUME_DIR"] = self.resume_dir
+        if self.embedding_config is not None:
+            job["PERSIA_EMBEDDING_CONFIG"] = self.embedding_config
+        if self.global_config is not None:
+            job["PERSIA_GLOBAL_CONFIG"] = self.global_config
         return {
             "PERSIA_STORE_PORT": str(self.port),
             **job,
             "PERSIA_JOIN_TIMEOUT_S": f"{self.join_timeout_s:g}",
             "REPLICA_INDEX": specs.macros.replica_id,
             "REPLICA_SIZE": str(num_replicas),
-            "PERSIA_EMBEDDING_CONFIG": self.embedding_config,
-            "PERSIA_GLOBAL_CONFIG": self.global_config,
             "PYTHONUNBUFFERED": "1",
         }
 
@@ -368,8 +370,13 @@ def embedding_servers(
     eviction: str = "lru",
     *,
     checkpoint: str | None = None,
+    capacity: int | None = None,
+    incremental_dir: str | None = None,
 ) -> specs.Role:
-    """Build the role of the servers; with a checkpoint they serve it, for inference."""
+    """Build the role of the servers; with a checkpoint they serve it, for inference.
+
+    Capacity and folder of increments, if given, are not those of ``global_config.yml``.
+    """
     if eviction not in ("lru", "lfu"):
         raise ConfigError(f"eviction must be lru or lfu. Received: {eviction!r}.")
     if checkpoint is not None:
@@ -377,6 +384,7 @@ def embedding_servers(
         job = replace(job, memory_dir=PRIVATE)  # they load the rows again
     imports = job.imported_modules()
     flags = format_flags(eviction=eviction, checkpoint=checkpoint, import_=imports)
+    flags += format_flags(capacity=capacity, incremental_dir=incremental_dir)
     if job.recover and checkpoint is None and not job.host:
         flags += format_flags(resume_dir=job.run_dir())
     return job.role("server", "server", flags, num_servers)

@@ -17,7 +17,8 @@ T sum of the dims of all features.
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -77,6 +78,49 @@ class RoutedBatch:
             )
             for f in features
         ]
+
+
+class RowGradients(NamedTuple):
+    """Gradients of rows: ids of each table, grouped by server; float32 ``(U, D)``."""
+
+    tables: Sequence[tuple[str, ShardedIds]]
+    grads: Sequence[Floats]
+
+
+def add_up(parts: Sequence[RowGradients]) -> RowGradients:
+    """Return the gradients of several batches as one, each id of a table once."""
+    of_tables: dict[str, list[tuple[ShardedIds, Floats]]] = {}
+    for part in parts:
+        for (table, ids), grads_UD in zip(part.tables, part.grads, strict=True):
+            of_tables.setdefault(table, []).append((ids, grads_UD))
+    added = [_add_up_table(of_table) for of_table in of_tables.values()]
+    tables = [(name, ids) for name, (ids, _) in zip(of_tables, added, strict=True)]
+    return RowGradients(tables, [grads_UD for _, grads_UD in added])
+
+
+def _add_up_table(
+    pieces: Sequence[tuple[ShardedIds, Floats]],
+) -> tuple[ShardedIds, Floats]:
+    """Add up one table. An id keeps its server, which is not computed again."""
+    num_servers = len(pieces[0][0].offsets) - 1
+    ids, grads, num_ids = [], [], []
+    for server in range(num_servers):
+        bounds = [split.offsets[server : server + 2] for split, _ in pieces]
+        for (split, grads_UD), (start, stop) in zip(pieces, bounds, strict=True):
+            ids.append(split.ids[start:stop])
+            grads.append(grads_UD[start:stop])
+        num_ids.append(int(sum(stop - start for start, stop in bounds)))
+    of_servers, inverse_L = shard.route_ids(np.concatenate(ids), num_ids, 1)
+    starts = np.cumsum([0, *(len(split.ids) for split in of_servers)])
+    for server, start in enumerate(np.cumsum([0, *num_ids[:-1]]).tolist()):
+        inverse_L[start : start + num_ids[server]] += np.int32(starts[server])
+    grads_LD = np.concatenate(grads)
+    sums_UD = np.zeros((int(starts[-1]), grads_LD.shape[1]), dtype=np.float32)
+    ones_L = np.ones(len(grads_LD), dtype=np.int32)
+    bags = pooling.FeatureBags(sums_UD, inverse_L, ones_L, "sum")
+    pooling.add_gradients(grads_LD, [bags])
+    ids_U = np.concatenate([split.ids for split in of_servers])
+    return ShardedIds(ids_U, starts, inverse_L), sums_UD
 
 
 class ShardedLookup:
@@ -197,15 +241,24 @@ class ShardedLookup:
     def push(self, batch: RoutedBatch, grads: Outputs) -> list[Reply]:
         """Send the gradients of a training batch; returns before they are applied."""
         assert batch.number is not None, "a batch that was not pulled for training"
+        return self.send(self.gradients_of(batch, grads), batch.number)
+
+    def gradients_of(self, batch: RoutedBatch, grads: Outputs) -> RowGradients:
+        """Return the gradients of a batch's rows; those of its outputs are given."""
         expected, received = self.shapes(batch), [grad.shape for grad in grads]
         if received != expected:
             raise BatchError(
                 f"The gradients must have the shapes {expected}. Received: {received}."
             )
-        row_grads = self.row_gradients(grads, batch)
-        return self.client.push(
-            batch.tables, row_grads, batch.number, precision=self.precision
-        )
+        return RowGradients(batch.tables, self.row_gradients(grads, batch))
+
+    def send(self, gradients: RowGradients, number: BatchNumber) -> list[Reply]:
+        """Send gradients of rows; without any the batch is given up."""
+        return self.client.push(*gradients, number, precision=self.precision)
+
+    def again(self, batch: RoutedBatch, number: BatchNumber) -> RoutedBatch:
+        """Return the batch under another number, for one more push."""
+        return replace(batch, number=number)
 
     def abandon(self, batch: RoutedBatch) -> list[Reply]:
         """Tell the servers that a training batch will get no gradients."""
@@ -240,12 +293,13 @@ class ShardedLookup:
         for f, piece in zip(features.by_table, pieces, strict=True):
             num_ids[features.table_of[f]] += len(piece)
         ids_L, num_servers = np.concatenate(pieces), self.client.num_servers
-        tables, inverse_L = shard.route_ids(ids_L, num_ids, num_servers)
+        known = [self.client.tables[table] for table in features.tables]
+        shared_rows = [table.spec.shared_rows for table in known]
+        tables, inverse_L = shard.route_ids(ids_L, num_ids, num_servers, shared_rows)
         inverses, stop = [inverse_L] * len(specs), 0
         for f, piece in zip(features.by_table, pieces, strict=True):
             start, stop = stop, stop + len(piece)
             inverses[f] = inverse_L[start:stop]
-        known = [self.client.tables[table] for table in features.tables]
         return RoutedBatch(
             number,
             features,

@@ -14,12 +14,14 @@ permit comes back.
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, Self
 
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.errors import BatchError, ConfigError, PersiaError, StalenessError
 from persia_torchrec.lookup.sharded_lookup import Outputs
+from persia_torchrec.pipeline.accumulation import AddingLookup, Update
 from persia_torchrec.pipeline.joint import Trainers
 from persia_torchrec.pipeline.push_queue import Handle, Lookup, Push, PushQueue, Source
 from persia_torchrec.pipeline.staleness import (
@@ -49,7 +51,7 @@ class PrefetchedBatch(Generic[Handle]):
     has ``arrived``, ``outputs`` are what the lookup gave, ``handle`` what a push needs.
     """
 
-    outputs: Outputs
+    outputs: Any
     handle: Handle
 
     def __init__(
@@ -58,13 +60,14 @@ class PrefetchedBatch(Generic[Handle]):
         ids: object,
         given: Any = None,
         number: BatchNumber | None = None,
+        permit: Permit | None = None,
     ) -> None:
         self.is_training = number is not None
         self.given = given
         self._pipeline = pipeline
         self._ids: Any = ids
         self._number = number
-        self.permit = Permit()
+        self.permit = permit or Permit()
         self.arrived = threading.Event()
         self.error: BaseException | None = None
         self._give_up: Any = None
@@ -80,7 +83,9 @@ class PrefetchedBatch(Generic[Handle]):
         return self.given
 
     def record_stream(self, stream: object) -> None:
-        """Do nothing: ``wait`` records streams; the ids are the batch's own."""
+        """Tell that a stream uses what the caller gave; rows tell it by themselves."""
+        if self.given is not None:
+            self.given.record_stream(stream)
 
     def wait(self, timeout_s: float | None = None) -> Self:
         """Wait for the batch, by default as long as requests may take, to push it."""
@@ -102,17 +107,40 @@ class PrefetchedBatch(Generic[Handle]):
 
         It waits for the servers at staleness 0, and raises errors of earlier pushes.
         """
-        if self._give_up is None or not self._give_up.detach():
+        self.send(lambda: grads)()
+
+    def send(self, grads: Callable[[], Outputs]) -> Callable[[], None]:
+        """Begin to push what ``grads`` will return, in the pushing thread.
+
+        What it returns waits for the servers at staleness 0, and raises errors. The
+        gradients of one more backward pass through the batch are a step of their own,
+        as in TorchRec.
+        """
+        if self._give_up is None:
             raise BatchError(
-                "A training batch's gradients can be pushed once. Received: a second "
-                "backward pass, or a batch that was looked up for evaluation."
+                "Only a training batch's gradients can be pushed. Received: a batch "
+                "that was looked up for evaluation."
             )
-        self.permit.let_go()
-        self._pipeline.put(Push(self.handle, grads, self.permit))
+        is_part = isinstance(self.permit, Update)
+        if not self._give_up.detach():
+            if is_part:
+                raise BatchError(
+                    "A batch under accumulate() gets one backward pass. Received: a "
+                    "second one. Add the losses up, or leave accumulate() out."
+                )
+            return self._pipeline.send_again(self.handle, grads)
+        permit = self.permit
+        permit.let_go()
+        return self._pipeline.put(Push(self.handle, grads, permit, is_part=is_part))
 
     def give_up(self) -> None:
-        """Give up: no gradients will come. Does nothing after a push."""
+        """Give up: no gradients will come, nor an update that this is a part of.
+
+        Does nothing after a push.
+        """
         if self._give_up is not None and self._give_up.detach():
+            if isinstance(self.permit, Update):
+                self.permit.is_dropped = True
             self._pipeline.give_up(self.handle, self.permit)
 
     def pull(self) -> None:
@@ -123,9 +151,7 @@ class PrefetchedBatch(Generic[Handle]):
             self.outputs, self.handle = pipeline.lookup.pull(ids, number)
         except BaseException:
             if number is not None:
-                if pipeline.trainers is not None:
-                    pipeline.trainers.give_up(number)  # the others wait for its share
-                pipeline.semaphore.give_back(permit)
+                pipeline.fail(number, permit)
             raise
         if number is not None:
             # Runs at most once: when this object is no longer used, unless push() came.
@@ -237,6 +263,9 @@ class BatchPipeline(PushQueue[Source, Handle]):
         self._stream = BatchNumber.new_stream(NO_GENERATION)
         self._starting = threading.Lock()
         self._num_started = 0  # guarded by _starting
+        self._num_parts = 1  # of an update. guarded by _starting
+        self._update: Update | None = None  # the latest. guarded by _starting
+        self._incomplete: list[Update] = []  # guarded by _starting
         self.training = Pulls("training pulls", self.semaphore)
         self.evaluation = Pulls("evaluation pulls", None)
         self.set_staleness(staleness)
@@ -276,12 +305,83 @@ class BatchPipeline(PushQueue[Source, Handle]):
             self.evaluation.submit(batch)
             return batch
         with self._starting:
-            self._num_started += 1
-            share = self.trainers.next_share() if self.trainers else None
-            number = BatchNumber(self._stream, self._num_started, share)
-            batch = PrefetchedBatch(self, ids, given, number)
+            update = self._next_update()
+            number = self._next_number(is_step=update is None)
+            batch = PrefetchedBatch(self, ids, given, number, update)
             self.training.submit(batch)
         return batch
+
+    def _next_number(self, *, is_step: bool) -> BatchNumber:
+        self._num_started += 1
+        joins = is_step and self.trainers is not None
+        share = self.trainers.next_share() if self.trainers and joins else None
+        return BatchNumber(self._stream, self._num_started, share)
+
+    def _next_update(self) -> Update | None:
+        """Return the update that the next batch is a part of, if it is one."""
+        if self._num_parts == 1:
+            return None
+        if self._update is None or self._update.is_full:
+            if self._update is not None:
+                self.close_update(self._update)
+            number = self._next_number(is_step=True)
+            self._update = Update(number, self._num_parts)
+            begun = [u for u in self._incomplete if not u.is_complete]
+            self._incomplete = [*begun, self._update]
+        self._update.num_started += 1
+        return self._update
+
+    def fail(self, number: BatchNumber, permit: Permit) -> None:
+        """Settle a training batch that could not be pulled."""
+        if isinstance(permit, Update):
+            self.fail_part(permit)
+            return
+        if self.trainers is not None:
+            self.trainers.give_up(number)  # the others wait for its share
+        self.semaphore.give_back(permit)
+
+    def accumulate(self, num_parts: int) -> None:
+        """Make one update of every ``num_parts`` training batches started from now on.
+
+        Batches so far keep theirs; an update that has begun gets no further part.
+        """
+        if not isinstance(self.lookup, AddingLookup):
+            raise ConfigError(
+                "Gradients of several batches can be added up where the trainer looks "
+                "rows up itself. Received: lookups through embedding workers."
+            )
+        self.end_update()
+        with self._starting:
+            self._num_parts = num_parts
+
+    def end_update(self) -> None:
+        """Begin no further part of the update that has begun, if one has."""
+        with self._starting:
+            update, self._update = self._update, None
+        if update is None or self._is_closed:
+            return
+        self._await(self.close_update(update))
+        if self.waits_for_ack:
+            self._await_update(update)
+
+    def drop_updates(self) -> None:
+        """Give up the updates that have begun, whatever their parts get."""
+        with self._starting:
+            for update in self._incomplete:
+                update.is_dropped = True
+
+    def send_again(
+        self, handle: Handle, grads: Callable[[], Outputs]
+    ) -> Callable[[], None]:
+        """Push the gradients of a batch that was pushed, as the batch that is next.
+
+        All trainers that update jointly do so at the same place among their batches.
+        """
+        with self._starting:
+            again = self.lookup.again(handle, self._next_number(is_step=True))
+        permit = Permit()
+        self.semaphore.add(permit)
+        return self.put(Push(again, grads, permit))
 
     def leave(self) -> None:
         """Let the joint steps of other trainers proceed without this one, from now on.
@@ -290,6 +390,7 @@ class BatchPipeline(PushQueue[Source, Handle]):
         in which all trainers take part again.
         """
         self.raise_error()
+        self.end_update()
         self._put_leave()
 
     def summary(self) -> TrainingSummary:

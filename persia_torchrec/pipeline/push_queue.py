@@ -17,15 +17,16 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from persia_torchrec import timeouts
 from persia_torchrec.client.client import BatchNumber, Reply
 from persia_torchrec.client.codec import PushOutcome
 from persia_torchrec.errors import ConfigError, PersiaError, StalenessError
-from persia_torchrec.lookup.sharded_lookup import Outputs
+from persia_torchrec.lookup.sharded_lookup import Outputs, RowGradients, add_up
+from persia_torchrec.pipeline.accumulation import AddingLookup, Update
 from persia_torchrec.pipeline.staleness import CLOSED, Permit, StalenessSemaphore, Tally
 from persia_torchrec.table import TableChange
 
@@ -52,6 +53,9 @@ class Lookup(Protocol[Source, Handle]):
     def push(self, handle: Handle, grads: Outputs) -> Sequence[Reply]:
         """Send the gradients of a batch; replies come when they are applied."""
 
+    def again(self, handle: Handle, number: BatchNumber) -> Handle:
+        """Return what one more push of a batch needs, under a number of its own."""
+
     def abandon(self, handle: Handle) -> Sequence[Reply]:
         """Tell that a training batch gets no gradients."""
 
@@ -63,14 +67,17 @@ class Lookup(Protocol[Source, Handle]):
 class Push(Generic[Handle]):
     """The gradients of a batch, or None when it is given up.
 
-    Its permit is given back when it is settled, which ends ``done``. ``was_dropped``
-    says that a model used the batch, and no backward pass came.
+    ``grads`` waits for them: they may be on their way from a device. Its permit is
+    given back when it is settled, which ends ``done``; not if it is a part, of the
+    :class:`Update` that its permit is. ``was_dropped`` says that a model used the
+    batch, and no backward pass came.
     """
 
     handle: Handle
-    grads: Outputs | None
+    grads: Callable[[], Outputs] | None
     permit: Permit
     was_dropped: bool = False
+    is_part: bool = False
     done: "Future[None]" = field(default_factory=Future)
 
 
@@ -88,7 +95,7 @@ class PushQueue(Generic[Source, Handle]):
 
     Only :meth:`change_tables` is for one thread at a time. A wait for an
     acknowledgement takes ``timeout_s`` seconds at most, not to be changed while a push
-    is in flight. ``waits_for_ack`` makes ``put`` wait for its own.
+    is in flight. ``waits_for_ack`` says whether a push is waited for.
     """
 
     def __init__(self, lookup: Lookup[Source, Handle], timeout_s: float) -> None:
@@ -122,10 +129,11 @@ class PushQueue(Generic[Source, Handle]):
         with self._lock:
             self._max_held, self._max_sent = held, sent
 
-    def put(self, push: Push[Handle]) -> None:
+    def put(self, push: Push[Handle]) -> Callable[[], None]:
         """Send the gradients of a pulled batch, when fewer are held than may be.
 
-        It also raises the error of an earlier push.
+        What it returns waits for the acknowledgement, with ``waits_for_ack``, and
+        raises the error of a push so far.
         """
         with self._lock:
             if len(self._held) >= self._max_held:
@@ -140,9 +148,14 @@ class PushQueue(Generic[Source, Handle]):
             self._held.add(push.done)
             self._in_flight.add(push.done)
             self._queue.put(push)
-        if self.waits_for_ack:
-            self._await(push.done)
-        self.raise_error()
+
+        def wait() -> None:
+            if self.waits_for_ack:
+                self._await(push.done)
+                self._await_update(push.permit)
+            self.raise_error()
+
+        return wait
 
     def give_up(
         self, handle: Handle, permit: Permit, *, is_forgotten: bool = False
@@ -150,7 +163,25 @@ class PushQueue(Generic[Source, Handle]):
         """Give a pulled batch up; takes no lock, as garbage collection may call it."""
         was_dropped = is_forgotten and permit.was_held  # not only pulled ahead
         permit.let_go()
-        self._queue.put(Push(handle, None, permit, was_dropped))
+        is_part = isinstance(permit, Update)
+        self._queue.put(Push(handle, None, permit, was_dropped, is_part))
+
+    def fail_part(self, update: Update) -> None:
+        """Settle a part that could not be pulled."""
+        update.let_go()
+        settle = partial(self._settle_part, update, None)
+        self._put_call(settle, waits_for_acks=False)
+
+    def close_update(self, update: Update) -> "Future[None]":
+        """Begin no further part of an update: it is pushed when these are settled."""
+
+        def close() -> None:
+            update.close()
+            if update.is_complete and update.sent is None:
+                self._send_update(update)
+
+        update.is_over = True
+        return self._put_call(close, waits_for_acks=False)
 
     def change_tables(self, change: TableChange) -> "Future[None]":
         """Change tables behind the pushes so far; many changes wait for the oldest."""
@@ -162,11 +193,12 @@ class PushQueue(Generic[Source, Handle]):
         return self._changes[-1]
 
     def flush(self) -> None:
-        """Wait until everything so far is applied."""
-        with self._lock:
-            waiting = list(self._in_flight)
-        for done in waiting:
-            self._await(done)
+        """Wait until everything so far is applied, complete updates of parts too."""
+        for _ in ("pushes", "updates that these have completed"):
+            with self._lock:
+                waiting = list(self._in_flight)
+            for done in waiting:
+                self._await(done)
         self.raise_error()
 
     def raise_error(self) -> None:
@@ -202,6 +234,11 @@ class PushQueue(Generic[Source, Handle]):
                 f"A push was not acknowledged within {timeout_s:g} s."
             ) from None
 
+    def _await_update(self, permit: Permit) -> None:
+        """Wait for the update of a part, if that was its last one."""
+        if isinstance(permit, Update) and permit.sent is not None:
+            self._await(permit.sent)
+
     def _run(self) -> None:
         pushes: list[Future[None]] = []  # bounded by the permits
         while (task := self._queue.get()) is not None:
@@ -228,6 +265,8 @@ class PushQueue(Generic[Source, Handle]):
     def _send(self, push: Push[Handle]) -> None:
         if push.was_dropped:
             self.tally.dropped()
+        if push.is_part:
+            push = self._take_part(push)
         if push.grads is None:
             replies = self.lookup.abandon(push.handle)
         else:
@@ -239,7 +278,50 @@ class PushQueue(Generic[Source, Handle]):
                 ):
                     raise self._no_room()
                 self._sent.add(push.done)
-            replies = self.lookup.push(push.handle, push.grads)
+            replies = self.lookup.push(push.handle, push.grads())
+        self._settle_by(replies, push)
+
+    def _take_part(self, push: Push[Handle]) -> Push[Handle]:
+        """Keep the gradients of a part for its update; return what is to be given up.
+
+        The update is pushed with the last part, before that is settled.
+        """
+        gradients = None
+        if push.grads is not None:
+            self.tally.pushed()
+            gradients = self._adding().gradients_of(push.handle, push.grads())
+        assert isinstance(push.permit, Update)
+        self._settle_part(push.permit, gradients)
+        return replace(push, grads=None)
+
+    def _adding(self) -> AddingLookup[Handle]:
+        assert isinstance(self.lookup, AddingLookup), "accumulate() has checked it"
+        return self.lookup
+
+    def _settle_part(self, update: Update, gradients: RowGradients | None) -> None:
+        update.settle(gradients)
+        # Where the last part gets no gradients, an exception may be why, and the update
+        # to be dropped: it waits until training has gone on, which closes it.
+        is_sure = gradients is not None or update.is_over or update.is_dropped
+        if update.is_complete and is_sure:
+            self._send_update(update)
+
+    def _send_update(self, update: Update) -> None:
+        push: Push[Any] = Push(None, tuple, update)
+        with self._lock:
+            self._in_flight.add(push.done)
+        update.sent = push.done
+        kept, update.kept = update.kept, []
+        try:
+            gradients = add_up([] if update.is_dropped else kept)
+            replies = self._adding().send(gradients, update.number)
+        except Exception as exc:  # noqa: BLE001  # raised by the next caller
+            self._end(push, exc)
+        else:
+            self._settle_by(replies, push)
+
+    def _settle_by(self, replies: Sequence[Reply], push: Push[Handle]) -> None:
+        """Settle a push when the last of its replies has come."""
         left = itertools.count(len(replies) - 1, -1)  # atomic
         settle = partial(self._settle, push, replies, left)
         for reply in replies:
@@ -273,7 +355,7 @@ class PushQueue(Generic[Source, Handle]):
             self._held.discard(task.done)
             self._sent.discard(task.done)
             self._settled.notify_all()
-        if isinstance(task, Push):
+        if isinstance(task, Push) and not task.is_part:
             self.semaphore.give_back(task.permit)
         if error is None:
             task.done.set_result(None)

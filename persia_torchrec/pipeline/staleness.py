@@ -105,8 +105,12 @@ class StalenessSemaphore:
             return {**self._counts, "max_lacking": self._num - 1}
 
     def take(self, permit: Permit) -> None:
-        """Wait until a batch may be pulled."""
+        """Wait until a batch may be pulled; another of the same permit may be."""
         with self._changed:
+            if permit in self._out:
+                self._counts["num_lookups"] += 1
+                self._counts["num_lacking"] += len(self._out) - 1
+                return
             is_full = len(self._out) >= self._num
             must_wait = is_full and not self._has_one_for(permit)
             may_take = not (must_wait or self._depth) or self._changed.wait_for(
@@ -126,6 +130,11 @@ class StalenessSemaphore:
             self._out.add(permit)
             self._asked.discard(permit)
             permit.num_in_flight = len(self._out)
+
+    def add(self, permit: Permit) -> None:
+        """Let one more batch be under way, without a wait: later ones wait for it."""
+        with self._changed:
+            self._out.add(permit)
 
     def hold(self, permit: Permit) -> None:
         """Note that the calling thread waits for a batch, and will push it."""

@@ -31,6 +31,7 @@ from persia_torchrec.client.client import BatchNumber, Reply
 from persia_torchrec.client.servers import Peers
 from persia_torchrec.embedding.data import NO_WORKER, Origin, ReferencedBatch
 from persia_torchrec.errors import (
+    BatchError,
     ConfigError,
     DataflowError,
     FrameError,
@@ -337,6 +338,13 @@ class RemoteWorkers(Peers):
 
         reply.add_done_callback(observe)
         return [reply]
+
+    def again(self, handle: RemoteBatch, _: BatchNumber) -> RemoteBatch:
+        """Refuse: the worker has forgotten the batch."""
+        raise BatchError(
+            "A batch that an embedding worker looked up gets one backward pass. "
+            "Received: a second one. Add the losses up, and call backward once."
+        )
 
     def abandon(self, handle: RemoteBatch) -> list[Reply]:
         """Tell that a training batch gets no gradients."""

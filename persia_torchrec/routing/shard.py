@@ -3,8 +3,9 @@
 A batch repeats popular ids many times. A lookup asks for each id once and spreads the
 answer out again; a gradient goes the other way, summed over the repeats. The unique ids
 come in the order of their first appearance, so that the same batch is always asked for
-in the same order. Shard of an id = farmhash64(id) % num_shards; within a shard, the ids
-keep their order (a counting sort):
+in the same order. Shard of an id = farmhash64(id) % num_shards, or, in a table with
+shared rows, farmhash64(id % shared_rows) % num_shards: then an id is where its shared
+row is. Within a shard, the ids keep their order (a counting sort):
 
     ids       7   3   9   3   4
     unique    7   3   9   4
@@ -27,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.compiled import compiled, read_only
+from persia_torchrec.compiled import compiled, inlined, read_only
 from persia_torchrec.errors import BatchError
 from persia_torchrec.routing.hashing import Ids, farmhash64_of
 
@@ -39,7 +40,7 @@ _MAX_IDS = 2**31 - 1
 """Most ids that one batch may hold, since positions are int32."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_ONE = np.uint64(1)
+_ZERO, _ONE = np.uint64(0), np.uint64(1)
 _64 = np.uint64(64)
 
 
@@ -58,12 +59,16 @@ class ShardedIds(NamedTuple):
 
 
 def route_ids(
-    ids_L: Ids, num_ids: Sequence[int], num_shards: int
+    ids_L: Ids,
+    num_ids: Sequence[int],
+    num_shards: int,
+    shared_rows: Sequence[int] = (),
 ) -> tuple[list[ShardedIds], Positions]:
     """Find the unique ids of each table, and group them by the shard that holds them.
 
-    ``ids_L`` are uint64, one table after the other, of which each has ``num_ids``. The
-    second result is the ``inverse`` of all tables, one after the other.
+    ``ids_L`` are uint64, one table after the other, of which each has ``num_ids``, and
+    so many ``shared_rows``; by default none has any. The second result is the
+    ``inverse`` of all tables, one after the other.
 
     Example:
         >>> tables, inverse = route_ids(np.array([7, 3, 7, 7], np.uint64), [3, 1], 1)
@@ -75,8 +80,9 @@ def route_ids(
             f"ids must be a flat uint64 array of at most {_MAX_IDS}. "
             f"Received: dtype={ids_L.dtype}, shape={ids_L.shape}."
         )
+    shared_T = np.array(shared_rows or [0] * len(num_ids), dtype=np.uint64)
     unique, starts, offsets, inverse_L = _route(
-        read_only(ids_L), np.array(num_ids, dtype=np.int64), num_shards
+        read_only(ids_L), np.array(num_ids, dtype=np.int64), shared_T, num_shards
     )
     tables, first, begin = [], 0, 0
     for last, num, offsets_P1 in zip(starts.tolist(), num_ids, offsets, strict=True):
@@ -86,9 +92,9 @@ def route_ids(
     return tables, inverse_L
 
 
-def unique_ids(ids_L: Ids, num_shards: int = 1) -> ShardedIds:
+def unique_ids(ids_L: Ids, num_shards: int = 1, shared_rows: int = 0) -> ShardedIds:
     """Find the unique ids of one table, uint64; see :func:`route_ids`."""
-    (table,), _ = route_ids(ids_L, [ids_L.size], num_shards)
+    (table,), _ = route_ids(ids_L, [ids_L.size], num_shards, [shared_rows])
     return table
 
 
@@ -101,18 +107,33 @@ def count_repeats(inverse_L: Positions, num_unique: int) -> Counts:
     return counts
 
 
+def is_of_shard(
+    ids_N: Ids, shard: int, num_shards: int, shared_rows: int = 0
+) -> npt.NDArray[np.bool_]:
+    """Return for each id of a table whether a shard holds it; bool ``(N,)``."""
+    return _is_of_shard(ids_N, shard, num_shards, np.uint64(shared_rows))
+
+
 @compiled
-def is_of_shard(ids_N: Ids, shard: int, num_shards: int) -> npt.NDArray[np.bool_]:
-    """Return for each id whether a shard holds it; bool ``(N,)``."""
+def _is_of_shard(
+    ids_N: Ids, shard: int, num_shards: int, shared_rows: np.uint64
+) -> npt.NDArray[np.bool_]:
     is_own_N = np.empty(len(ids_N), dtype=np.bool_)
     for n in range(len(ids_N)):
-        is_own_N[n] = farmhash64_of(ids_N[n]) % np.uint64(num_shards) == shard
+        is_own_N[n] = _shard_of(ids_N[n], shared_rows, num_shards) == shard
     return is_own_N
+
+
+@inlined
+def _shard_of(id_: np.uint64, shared_rows: np.uint64, num_shards: int) -> np.uint64:
+    if shared_rows != _ZERO:
+        id_ %= shared_rows
+    return farmhash64_of(id_) % np.uint64(num_shards)
 
 
 @compiled
 def _route(
-    ids_L: Ids, num_ids_T: Offsets, num_shards: int
+    ids_L: Ids, num_ids_T: Offsets, shared_T: Ids, num_shards: int
 ) -> tuple[Ids, Offsets, Offsets, Positions]:
     """Return the unique ids of all tables, their ends, offsets, and the inverse."""
     num_tables = len(num_ids_T)
@@ -130,7 +151,8 @@ def _route(
         inverse = inverse_L[begin:end]
         used = buckets[: _num_buckets(num_ids_T[t])]
         last = first + _find_repeats(ids_L[begin:end], used, unique[first:], inverse)
-        _group_by_shard(unique[first:last], inverse, num_shards, offsets[t])
+        ids_U = unique[first:last]
+        _group_by_shard(ids_U, inverse, shared_T[t], num_shards, offsets[t])
         first, begin, ends_T[t] = last, end, last
     return unique[:first], ends_T, offsets, inverse_L
 
@@ -178,7 +200,11 @@ def _find_repeats(
 
 @compiled
 def _group_by_shard(
-    ids_U: Ids, inverse_L: Positions, num_shards: int, offsets_P1: Offsets
+    ids_U: Ids,
+    inverse_L: Positions,
+    shared_rows: np.uint64,
+    num_shards: int,
+    offsets_P1: Offsets,
 ) -> None:
     """Reorder unique ids and their inverse; ``offsets_P1`` are zeros, overwritten."""
     if num_shards == 1:
@@ -187,7 +213,7 @@ def _group_by_shard(
     given_U = ids_U.copy()
     place_U = np.empty(len(ids_U), dtype=np.int32)
     for u in range(len(ids_U)):
-        place_U[u] = np.int32(farmhash64_of(ids_U[u]) % np.uint64(num_shards))
+        place_U[u] = np.int32(_shard_of(ids_U[u], shared_rows, num_shards))
         offsets_P1[place_U[u] + 1] += 1
     for p in range(num_shards):
         offsets_P1[p + 1] += offsets_P1[p]

@@ -149,7 +149,7 @@ def _teller(server: EmbeddingServer, member: JobMember) -> Callable[[], int]:
 
     def tell() -> int:
         shard, book = server.shard, member.book
-        updates = sum(state.num_updates for state in shard.store.states)
+        updates = shard.store.num_updates
         mean = shard.num_updated_rows / max(shard.num_updates, 1)
         book.tell(f"updates/server/{server.config.shard}", f"{updates} {mean:.9g}")
         if isinstance(shard.checkpoints, Checkpoints) and shard.checkpoints.run:

@@ -4,13 +4,15 @@
             another thread: queue --> columns --> checksum --> file
     load    a thread reads and checks the files; when told to, it takes the store over
             and fills it, and requests for rows are refused meanwhile
+    delta   an increment of all that has changed is written; and its position is told
 
 A server that lost its memory restores what was written of it before it serves.
 
 A request begins something, or asks how far it has come, and is answered at once by the
-state of the task: ``phase`` is that of the task, or ``idle`` if the server is not at
-it, as when it was started again; ``result``, at the end, a ``DumpResult`` or a
-``Loaded``. What was begun is not begun again: a request may be sent again.
+state of the task: ``phase`` is that of the task, or ``idle`` if the server knows none
+such, as when it was started again; ``result``, at the end, a ``DumpResult``, a
+``Loaded`` or an ``EndedIncrement``. What was begun is not begun again: a request may be
+sent again.
 """
 
 import contextlib
@@ -18,13 +20,19 @@ import logging
 import queue
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
 from persia_torchrec.checkpoint.background import Activity, BackgroundTask, CpuBudget
-from persia_torchrec.checkpoint.catalog import DumpResult, LogPosition, SavedShard
+from persia_torchrec.checkpoint.catalog import (
+    DumpResult,
+    EndedIncrement,
+    LogPosition,
+    SavedShard,
+)
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.load import ShardLoad, Target
 from persia_torchrec.checkpoint.restore import restore
@@ -42,6 +50,8 @@ logger = logging.getLogger(__name__)
 _CPU_FRACTION = 0.05
 """Of a CPU that a dump takes while requests for rows arrive, its writing included."""
 
+_DELTA_MS = 2  # how soon the server looks again whether an increment is written
+_MAX_ENDED = 16  # tasks whose end is kept, for clients that ask after the next began
 _MAX_CHUNKS = 4
 _BLOCK_IDS = 2**20
 _CHECK_S = 0.1
@@ -56,15 +66,20 @@ class CheckpointRequest(msgspec.Struct, kw_only=True):
     """What a CHECKPOINT or PROGRESS asks for; the client chooses the task's number.
 
     ``dump`` into a folder, which exists; ``check`` a checkpoint, and its increments if
-    they are named; ``load`` it once it is checked, else check it first; ``cancel`` a
-    dump, or a load that does not fill the store yet.
+    they are named, to their end or ``until`` a position in the log of each server;
+    ``load`` it once it is checked, else check it first; end the increment of a
+    ``delta``; ``cancel`` a dump, or a load that does not fill the store yet; ``prune``
+    increments, which is no task.
     """
 
-    do: Literal["dump", "check", "load", "cancel", "progress"] = "progress"
+    do: Literal["dump", "check", "load", "delta", "prune", "cancel", "progress"] = (
+        "progress"
+    )
     task: int
     folder: str = ""
     replace: bool = True
     increments: str | None = None
+    until: tuple[LogPosition, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.do in ("dump", "check", "load") and not self.folder:
@@ -79,6 +94,44 @@ class KnownUpdates(NamedTuple):
 
     num_updates: int
     rows_per_update: float
+
+
+class DeltaEnd:
+    """The end of an increment: ``writing``, then ``written`` or ``failed``.
+
+    The serving thread calls all methods. Until the increment is written, nothing is
+    added that came later; its rows are as they are when they are copied.
+    """
+
+    progress = 0.0
+
+    def __init__(
+        self, increments: Increments, store: EmbeddingStore, config: ServerConfig
+    ) -> None:
+        logs = config.incremental_dir
+        self.phase = "written" if logs is None else "writing"  # there is nothing to do
+        self.error: Exception | None = None
+        self.result: EndedIncrement | None = None
+        self._folder = "" if logs is None else Folder(logs).url
+        self._increments = increments
+        self._tables = tuple(map(SavedTable.of, store.states))
+        self._cut: int | None = None
+
+    def advance(self) -> None:
+        """Begin the increment when that is possible, and look if it is written."""
+        if not self._increments.is_writing:
+            self.fail("there is no log now; the next one begins in seconds")
+        elif self._cut is None:
+            self._cut = self._increments.end_increment()
+        elif (position := self._increments.ended_before(self._cut)) is not None:
+            self.result = EndedIncrement(self._folder, position, self._tables)
+            self.phase = "written"
+
+    def fail(self, why: str) -> None:
+        """Give up, if it is not written."""
+        if self.phase == "writing":
+            self.error = CheckpointError(f"The increment was not written: {why}.")
+            self.phase = "failed"
 
 
 class ShardDump(BackgroundTask):
@@ -208,7 +261,10 @@ class Checkpoints:
         self._store = store
         self._dump: ShardDump | None = None
         self._load: ShardLoad | None = None
+        self._delta: DeltaEnd | None = None
         self._task = -1
+        # What earlier tasks have ended with, for clients that have yet to ask.
+        self._ended: deque[tuple[int, TaskState]] = deque(maxlen=_MAX_ENDED)
         self._stream = 0  # of the client that has begun it
         self._budget = CpuBudget(_CPU_FRACTION, activity)
         self._increments = Increments(config, store, activity)
@@ -246,7 +302,7 @@ class Checkpoints:
             age_s = time.time() - found.written_s  # noqa: TID251  # of another process
             lost["lost_ms"] = max(int(1000 * age_s), 0)
         if known is not None:
-            num = max(known.num_updates - sum(s.num_updates for s in store.states), 0)
+            num = max(known.num_updates - store.num_updates, 0)
             lost["lost_updates"] = num
             lost["lost_rows"] = round(num * known.rows_per_update)
         numbers = ", ".join(f"{name}={number}" for name, number in lost.items())
@@ -261,17 +317,24 @@ class Checkpoints:
         """Do what a client asks, whose own stream is told; return the task's state."""
         self.is_active = True
         load, is_known = self._load, request.task == self._task
+        ended = dict(self._ended).get(request.task)
+        if ended is not None and request.do != "prune":
+            return ended
         match request.do:
-            case "dump" | "check" | "load" if not is_known:
+            case "dump" | "check" | "load" | "delta" if not is_known:
                 self._require_idle()
+                if (state := self._state()).phase not in ("idle", "checked"):
+                    self._ended.append((self._task, state))
                 self.cancel("another dump or load begins")
                 self._begin(request)
                 self._task, self._stream = request.task, stream
-                self._url = request.folder
+                self._url = request.folder or self._url
             case "load" if load is not None and load.phase == "checked":
                 self._increments.suspend()
                 self.is_loading = True
                 load.start("loading", load.load, "loaded")
+            case "prune":
+                self._increments.prune()
             case "cancel" if is_known:
                 self.cancel("it was cancelled")
         if request.task != self._task:
@@ -279,7 +342,11 @@ class Checkpoints:
         return self._state()
 
     def _begin(self, request: CheckpointRequest) -> None:
-        """Begin a dump, or the check before a load."""
+        """Begin a dump, a delta, or the check before a load."""
+        if request.do == "delta":
+            self._delta = DeltaEnd(self._increments, self._store, self._config)
+            return
+        self._delta = None
         folder = Folder(request.folder, self.roots)
         if request.do == "dump":
             self._dump = ShardDump(folder, self._store, self._config)
@@ -292,6 +359,7 @@ class Checkpoints:
             self._store,
             replaces=request.replace,
             logs=None if logs is None else Folder(logs, self.roots),
+            until=request.until,
         )
         self._load.start("checking", self._load.check, "checked")
         self._dump = None
@@ -304,7 +372,9 @@ class Checkpoints:
         )
 
     def cancel(self, why: str) -> None:
-        """End a dump; end a load, unless it has begun to fill the store."""
+        """End a dump or delta; end a load, unless it has begun to fill the store."""
+        if self._delta is not None:
+            self._delta.fail(why)
         if self._dump is not None:
             if self._dump.phase == "dumping":
                 self._dump.error = CheckpointError(f"The dump ended early: {why}.")
@@ -336,6 +406,9 @@ class Checkpoints:
         if self.is_loading and load is not None:
             self._end_load(load)
         idle_ms = self._increments.work(idle_ms)
+        if self._delta is not None and self._delta.phase == "writing":
+            self._delta.advance()
+            idle_ms = min(idle_ms, _DELTA_MS)
         if dump is None or not dump.is_copying:
             self.is_active = self.is_loading or self._config.incremental_dir is not None
             return idle_ms
@@ -359,8 +432,8 @@ class Checkpoints:
 
     @property
     def _is_running(self) -> bool:
-        task = self._dump or self._load
-        phases = ("dumping", "checking", "loading")
+        task = self._delta or self._dump or self._load
+        phases = ("writing", "dumping", "checking", "loading")
         return self.is_loading or (task is not None and task.phase in phases)
 
     def _require_idle(self) -> None:
@@ -371,7 +444,7 @@ class Checkpoints:
             )
 
     def _state(self) -> TaskState:
-        task = self._dump or self._load
+        task = self._delta or self._dump or self._load
         if task is None:
             return TaskState("idle", 0.0)
         exc = task.error

@@ -15,10 +15,6 @@ the blocked write has returned, and followers must reload from the next checkpoi
 load also ends the log; the next one can be followed from the checkpoint that was
 loaded. A server that lost its memory continues the log that it has restored its rows
 from.
-
-Dimension key:
-    N: slots as a request changed them
-    L: ids that have left
 """
 
 import contextlib
@@ -29,13 +25,10 @@ import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from persia_torchrec.checkpoint import catalog
 from persia_torchrec.checkpoint.background import Activity, BackgroundTask, CpuBudget
@@ -47,19 +40,15 @@ from persia_torchrec.checkpoint.row_file import (
     RowFileWriter,
     SavedTable,
 )
-from persia_torchrec.compiled import compiled
-from persia_torchrec.embedding.setting import Sightings
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.server.config import ServerConfig
+from persia_torchrec.server.dirty_set import Copy, DirtySet
+from persia_torchrec.server.retention import Retention
 from persia_torchrec.store.embedding_store import EmbeddingStore
-from persia_torchrec.store.journal import ChangedSlots, Changes
-from persia_torchrec.store.memory import MISSING, POSITION_BITS, Ids, Slots, Words
-from persia_torchrec.store.row_moves import gather_rows
+from persia_torchrec.store.journal import Changes
 
 logger = logging.getLogger(__name__)
 
-Uses = npt.NDArray[np.uint64]
-Copy = Callable[[EmbeddingStore], Block]
 
 RETRY_S = 10.0  # how soon after a failure a new log begins
 _CPU_FRACTION = 0.06  # of a CPU for what could wait, the writing included
@@ -67,144 +56,34 @@ _SPREAD = 0.75  # of an interval, in which the rows of the previous one are copi
 _TOLERATED_S = 1.0  # beyond two intervals, before a warning
 _POLL_S = 0.002  # how soon rows are copied that the other thread had no room for
 _MAX_BUFFERS = 32  # how many times ``incremental_buffer_rows`` may be noted for one
-_LAST_POSITION = np.uint64(2**POSITION_BITS - 1)
-_POSITION_BITS = np.uint64(POSITION_BITS)
-_ONE, _63 = np.uint64(1), np.uint64(63)
 _MAX_SLICES = 8  # copied slices that may wait to be written
 _SLICE_BYTES = 2**19
 _CHECK_S = 0.1
 _CLOSE_S = 10.0
 
 
-class DirtySet:
-    """What has changed since the previous increment: slots, and ids that have left.
-
-    ``len`` counts each slot once. Of all notes of a slot the last one counts: they are
-    read from the end, and a bit says that a slot is still to come.
-    """
-
-    def __init__(self, capacity_rows: int) -> None:
-        self._num_words = capacity_rows // 64 + 1
-        self._notes: list[ChangedSlots] = []
-        self._marks: dict[int, Words] = {}  # by number of the arena
-        self.num_noted = self._num_marked = 0
-        self.left: list[tuple[int, Ids]] = []
-        """Table and ids of rows that have left; some may be back."""
-        self.seen: list[tuple[int, Ids]] = []  # table, and ids that were counted
-        self.was_cleared = False
-
-    def __len__(self) -> int:
-        return self._num_marked + sum(len(ids) for _, ids in self.left + self.seen)
-
-    def add(self, changes: Changes) -> None:
-        """Add what a journal noted next."""
-        if changes.was_cleared:
-            self._notes, self._marks, self.left, self.seen = [], {}, [], []
-            self.num_noted = self._num_marked = 0
-            self.was_cleared = True
-        for note in changes.slots:
-            if note.arena not in self._marks:
-                self._marks[note.arena] = np.zeros(self._num_words, dtype=np.uint64)
-            self._num_marked += _mark(self._marks[note.arena], note.slots)
-        self._notes += changes.slots
-        self.seen += changes.seen
-        self.num_noted += changes.num_rows
-        for left in changes.left:
-            owners, ids_L = left[:, 1], left[:, 0]
-            for owner in np.unique(owners).tolist():
-                self.left.append((owner - 1, ids_L[owners == owner]))
-
-    def take(self, rows_a_slice: Sequence[int]) -> Iterator[tuple[int, Copy]]:
-        """Yield, for each slice of all that has changed, its table and what copies it.
-
-        The number of rows is by table. The uses of rows are those of ``RowColumns``; 0
-        where a row has not been used.
-        """
-        pieces: dict[int, list[tuple[Slots, Uses]]] = {}
-        # The last use first; updates, which are no use, at the end.
-        for note in sorted(self._notes, key=lambda note: -note.tick):
-            piece = _unmark(self._marks[note.arena], note.slots, np.uint64(note.tick))
-            pieces.setdefault(note.table, []).append(piece)
-        for table, of_table in pieces.items():
-            slots, uses = map(np.concatenate, zip(*of_table, strict=True))
-            for part in _parts(len(slots), rows_a_slice[table]):
-                copy = partial(gather_rows, table=table, slots_N=slots[part])
-                yield table, partial(copy, uses_N=uses[part])
-        for table, ids in self.left:
-            for part in _parts(len(ids), rows_a_slice[table]):
-                yield table, partial(_find_gone, table=table, ids_L=ids[part])
-        for table in {table for table, _ in self.seen}:
-            seen = np.unique(
-                np.concatenate([ids for t, ids in self.seen if t == table])
-            )
-            for part in _parts(len(seen), rows_a_slice[table]):
-                yield table, partial(_find_sightings, table=table, ids_N=seen[part])
-
-
-def _parts(num: int, size: int) -> Iterator[slice]:
-    return (slice(start, start + size) for start in range(0, num, size))
-
-
-def _find_gone(store: EmbeddingStore, table: int, ids_L: Ids) -> Ids:
-    """Return those ids that have no row."""
-    gone: Ids = ids_L[store.find(table, ids_L) == MISSING]
-    return gone
-
-
-def _find_sightings(store: EmbeddingStore, table: int, ids_N: Ids) -> Sightings:
-    """Return what the admission remembers of different ids."""
-    state = store.states[table]
-    return state.spec.admission.sightings_of(state.remembered, ids_N)
-
-
-@compiled
-def _mark(marks: Words, slots_N: Slots) -> int:
-    """Set the bits of slots; return how many were not set."""
-    num = 0
-    for n in range(len(slots_N)):
-        word, bit = slots_N[n] >> 6, _ONE << (np.uint64(slots_N[n]) & _63)
-        num += marks[word] & bit == 0
-        marks[word] |= bit
-    return num
-
-
-@compiled
-def _unmark(marks: Words, slots_N: Slots, tick: np.uint64) -> tuple[Slots, Uses]:
-    """Return the slots whose bits are set, and their uses; the bits are set no more."""
-    slots = np.empty(len(slots_N), dtype=np.uint32)
-    uses = np.zeros(len(slots_N), dtype=np.uint64)
-    num = 0
-    for n in range(len(slots_N)):
-        word, bit = slots_N[n] >> 6, _ONE << (np.uint64(slots_N[n]) & _63)
-        if marks[word] & bit:
-            marks[word] ^= bit
-            slots[num] = slots_N[n]
-            if tick:
-                uses[num] = (tick << _POSITION_BITS) | min(np.uint64(n), _LAST_POSITION)
-            num += 1
-    return slots[:num].copy(), uses[:num].copy()
-
-
 class FlushRequest(NamedTuple):
     """What a journal noted, and the head of an increment that would begin then.
 
     If none ``is_due``, it begins when many rows have changed. Its rows are copied until
-    ``end_s``, by the clock of the activity.
+    ``end_s``, by the clock of the activity. What comes after one that is the last of
+    its increment, as a client asked for, ``is_last``, is in the next.
     """
 
     changes: Changes
     head: IncrementHead
     is_due: bool
     end_s: float
+    is_last: bool = False
 
 
 class IncrementWriter(BackgroundTask):
     """Writes one log while its phase is ``writing``; the serving thread calls it.
 
     ``number`` is that of the increment which is being written, or will be next.
-    ``inbox`` has flush requests until they are written, ``dumps`` the folder of each
-    dump that has begun, and the first increment that applies to it: increments that no
-    complete dump needs are deleted. ``ending`` makes the thread write what is left.
+    ``inbox`` has flush requests until they are written. When a dump has begun, which
+    ``retention`` is told, and when ``prune_wanted`` is set, increments are deleted that
+    no complete checkpoint needs. ``ending`` makes the thread write what is left.
     """
 
     def __init__(
@@ -222,19 +101,20 @@ class IncrementWriter(BackgroundTask):
         self._folder = folder.child(log.name)
         self._config = config
         self.inbox: queue.Queue[FlushRequest] = queue.Queue(config.incremental_queue)
-        self.dumps: deque[tuple[str, int]] = deque()
+        self.retention = Retention(folder, log)
+        self.prune_wanted = threading.Event()
         self.ending = threading.Event()
         self._wanted: deque[tuple[int, Copy]] = deque()
         self._copied: queue.SimpleQueue[tuple[int, Block]]
         self._copied = queue.SimpleQueue()
         self._dirty = DirtySet(config.capacity_rows)
         self._head: IncrementHead | None = None
-        self._is_due, self._end_s = False, math.inf
+        self._is_due, self._is_last, self._end_s = False, False, math.inf
         self._num_flushes = 0  # in the next increment
+        self.ended = 0, 0  # the last cut that was the last, and the number after it
         self._copied_s, self._slice_s = math.inf, 0.0  # of the current one
         self._clock = clock
         self._last_cut = self.num_cuts_written = 0
-        self._known_dumps: list[tuple[str, int]] = []
         self.start("writing", self._run, "written")
 
     @property
@@ -267,6 +147,9 @@ class IncrementWriter(BackgroundTask):
             while True:
                 is_last = self.ending.is_set()
                 self._take_flushes(_CHECK_S)
+                if self.prune_wanted.is_set():
+                    self.prune_wanted.clear()
+                    self.retention.apply(counts_begun=True)
                 if self._head is not None and (is_last or self._begins()):
                     self._write_next(self._head)
                 elif is_last:
@@ -287,9 +170,11 @@ class IncrementWriter(BackgroundTask):
 
     def _write_next(self, head: IncrementHead) -> None:
         dirty, num_flushes, last_cut = self._dirty, self._num_flushes, self._last_cut
+        is_last = self._is_last
         self._copied_s, self._slice_s = self._end_s, 0.0
         self._dirty, self._head = DirtySet(self._config.capacity_rows), None
-        self._is_due, self._end_s, self._num_flushes = False, math.inf, 0
+        self._is_due, self._is_last, self._end_s = False, False, math.inf
+        self._num_flushes = 0
         head = msgspec.structs.replace(
             head, number=self.number, was_cleared=dirty.was_cleared
         )
@@ -300,10 +185,13 @@ class IncrementWriter(BackgroundTask):
         self.written["increment_rows"] += written.num_rows
         self.written["increment_bytes"] += written.size_bytes
         self.number += 1
+        if is_last:
+            self.ended = last_cut, self.number
         self.num_cuts_written = last_cut
         for _ in range(num_flushes):
             self.inbox.task_done()
-        self._prune()
+        if self.retention.begun:
+            self.retention.apply(counts_begun=False)
 
     def _write_rows(
         self, writer: RowFileWriter, dirty: DirtySet, head: IncrementHead
@@ -327,34 +215,17 @@ class IncrementWriter(BackgroundTask):
         self.require_not_cancelled()
         self.cpu_s = time.thread_time()
         with contextlib.suppress(queue.Empty):
-            while not self._is_full():
+            while not (self._is_last or self._is_full()):
                 flush = self.inbox.get(timeout_s > 0, timeout_s)
                 timeout_s = 0
                 self._num_flushes += 1
                 self._is_due |= flush.is_due
+                self._is_last = flush.is_last
+                if flush.is_last:  # the current increment is waited for, too
+                    self._copied_s = min(self._copied_s, flush.end_s)
                 self._end_s = min(self._end_s, flush.end_s)
                 self._dirty.add(flush.changes)
                 self._head, self._last_cut = flush.head, flush.changes.number
-
-    def _prune(self) -> None:
-        """Delete increments that no complete checkpoint before the new dumps needs.
-
-        Of each run the latest one counts.
-        """
-        if not self.dumps:
-            return
-        latest: dict[str, int] = {}
-        for url, number in self._known_dumps:
-            run = url.rpartition("/")[0]
-            if Folder(url).file_size(catalog.MANIFEST) is not None:
-                latest[run] = max(number, latest.get(run, 0))
-        while self.dumps:
-            self._known_dumps.append(self.dumps.popleft())
-        first = min(latest.values(), default=0)
-        for number in catalog.list_increments(self._folder) if first else ():
-            if number < first:
-                self._folder.remove(catalog.increment_name(number))
-        self._known_dumps = [dump for dump in self._known_dumps if dump[1] >= first]
 
 
 class Increments:
@@ -396,8 +267,37 @@ class Increments:
         if writer is None:
             return None
         number = writer.number  # the writer's thread counts up meanwhile
-        writer.dumps.append((url, number))
+        writer.retention.begun.append(url)
         return LogPosition(writer.log.name, number)
+
+    def prune(self) -> None:
+        """Have increments deleted that no complete checkpoint needs."""
+        if self._writer is not None:
+            self._writer.prune_wanted.set()
+
+    def end_increment(self) -> int | None:
+        """Begin an increment to which nothing later is added; return its last cut.
+
+        None: it must wait, as no log is written, or too much is still to be written.
+        """
+        writer = self._writer
+        if writer is None or writer.error is not None or writer.inbox.full():
+            return None
+        self._flush(writer, is_due=True, is_last=True)
+        number, _ = self._cuts[-1]
+        return number
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether there is a log that has not failed."""
+        return self._writer is not None and self._writer.error is None
+
+    def ended_before(self, cut: int) -> LogPosition | None:
+        """Return what follows the increment of a cut, once that is written."""
+        writer = self._writer
+        if writer is None or writer.ended[0] != cut:
+            return None
+        return LogPosition(writer.log.name, writer.ended[1])
 
     def suspend(self, *, keeps: bool = False) -> None:
         """Close the log: a load begins, or the process ends, and ``keeps`` the ring."""
@@ -562,11 +462,13 @@ class Increments:
         self._budget.charge((cpu_s - self._charged_cpu_s) / self._num_cpus)
         self._charged_cpu_s = cpu_s
 
-    def _flush(self, writer: IncrementWriter, *, is_due: bool) -> None:
+    def _flush(
+        self, writer: IncrementWriter, *, is_due: bool, is_last: bool = False
+    ) -> None:
         store, config, now_s = self._store, self._config, self._activity.clock()
         if is_due:
             self._flushed_s = now_s
-        if store.journal.is_empty and not self._waits_for_more:
+        if store.journal.is_empty and not (self._waits_for_more or is_last):
             if not self._cuts:
                 self._written_s = now_s
             return
@@ -585,4 +487,6 @@ class Increments:
         self._cuts.append((changes.number, now_s))
         spread = _SPREAD if is_due else 1 + _SPREAD
         end_s = self._flushed_s + spread * config.incremental_interval_s
-        writer.inbox.put_nowait(FlushRequest(changes, head, is_due, end_s))
+        if is_last:
+            end_s = now_s
+        writer.inbox.put_nowait(FlushRequest(changes, head, is_due, end_s, is_last))

@@ -130,9 +130,9 @@ def _repeat_lookup(store: EmbeddingStore, pieces: Sequence[_Piece]) -> None:
     _read_rows(store, pieces)
     store.tally[seen] = before
     for table, ids_N, out_ND, _ in pieces:
+        state = store.states[table]
         gone = np.flatnonzero(store.find(table, ids_N) == memory.MISSING)
-        if len(gone):
-            state = store.states[table]
+        if len(gone) and state.shared is None:
             gone = gone[state.was_admitted(ids_N[gone])]
             out_ND[gone] = initial_rows(state.spec, ids_N[gone])[:, : state.spec.dim]
 
@@ -190,9 +190,15 @@ def _answer_read(shard: Shard, request: Request) -> Frames:
     tables = shard.read_ids(request.frames, 3)
     for t in tables:
         require_fits(len(t.ids) * _row_bytes(shard, t.table))
-    reply: Frames = [bytes_of(shard.store.read(t.table, t.ids)) for t in tables]
+    rows = [shard.store.read(t.table, t.ids) for t in tables]
+    if request.header.flags & messages.INITIAL:
+        for t, rows_NK in zip(tables, rows, strict=True):
+            gone = shard.store.find(t.table, t.ids) == memory.MISSING
+            if gone.any():
+                spec = shard.store.states[t.table].spec
+                rows_NK[gone] = initial_rows(spec, t.ids[gone])
     shard.stages.lap("lookup")
-    return reply
+    return [bytes_of(rows_NK) for rows_NK in rows]
 
 
 def _answer_metadata(shard: Shard, request: Request) -> Frames:
@@ -228,6 +234,23 @@ def _answer_export(shard: Shard, request: Request) -> Frames:
     return [position, bytes_of(found.ids), bytes_of(found.rows)]
 
 
+class _Ids(msgspec.Struct):
+    table: int
+    start: Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+    first: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+def _answer_ids(shard: Shard, request: Request) -> Frames:
+    asked = messages.decode_json(request.frames, _Ids)
+    shard.require_table(asked.table)
+    most = MAX_MESSAGE_BYTES // 8
+    found = shard.store.scan(asked.table, asked.start, most, only_ids=True)
+    ids_N = found.ids[found.ids >= np.uint64(asked.first)]
+    shard.stages.lap("lookup")
+    met = encode_json({"next": found.next_slot, "rows": len(found.ids)})
+    return [met, bytes_of(ids_N)]
+
+
 def _row_bytes(shard: Shard, table: int) -> int:
     spec = shard.store.states[table].spec
     return 4 * (spec.dim + spec.num_state_floats)
@@ -259,7 +282,11 @@ def _answer_hello(shard: Shard, _: Request) -> Frames:
         "incarnation": shard.checkpoints.incarnation,
         "generation": shard.streams.generation,
         "max_request_ids": shard.config.max_request_ids,
-        "tables": [_describe_table(shard, n) for n in range(len(shard.store.states))],
+        "tables": [
+            _describe_table(shard, number)
+            for number, state in enumerate(shard.store.states)
+            if not state.is_part
+        ],
     }
     return [encode_json(value)]
 
@@ -276,7 +303,8 @@ def _answer_add_tables(shard: Shard, request: Request) -> Frames:
     numbers = shard.store.add_tables(specs)
     with shard.store.request() as change:
         shard.streams.settle(change, batch)
-    added = shard.store.tables[num_known:]
+    states = shard.store.states[num_known:]
+    added = [state.spec for state in states if not state.is_part]
     if added and shard.config.shard == 0:  # the other servers have the same
         logger.info("new tables on all servers:\n%s", describe_tables(added))
     logger.debug("tables %s", specs)
@@ -335,6 +363,7 @@ KINDS = {
         RequestKind(Kind.READ, _answer_read, in_inference=True),
         RequestKind(Kind.METADATA, _answer_metadata, in_inference=True),
         RequestKind(Kind.EXPORT, _answer_export, in_inference=True),
+        RequestKind(Kind.IDS, _answer_ids, in_inference=True),
         RequestKind(Kind.STEP, _answer_step),
         RequestKind(Kind.HELLO, _answer_hello, needs_rows=False, in_inference=True),
         RequestKind(Kind.ADD_TABLES, _answer_add_tables),

@@ -169,6 +169,8 @@ class Shard:
         num_ids = 0
         with self.store.request() as request:
             for part in build_gradients(given, slots):
+                if self.store.states[part.table].spec.is_frozen:
+                    continue
                 self.counts["updates_hinted"] += part.hints is not None
                 self.store.add_update(part.table, part.ids, part.grads, part.hints)
                 self.num_updates += 1

@@ -16,6 +16,7 @@ momentum and weight decay of SGD, weight decay and initial accumulator of Adagra
 import contextlib
 import functools
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pkgutil import resolve_name
@@ -26,9 +27,17 @@ import torchrec
 from torch import nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
-from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
+from torchrec.modules.fused_embedding_modules import (
+    FusedEmbeddingBagCollection,
+    FusedEmbeddingCollection,
+)
 
-from persia_torchrec.embedding.initializer import Constant, Normal, Uniform
+from persia_torchrec.embedding.initializer import (
+    Constant,
+    Normal,
+    TruncatedNormal,
+    Uniform,
+)
 from persia_torchrec.embedding.optim import OPTIMIZERS
 from persia_torchrec.embedding.setting import Initializer, Optimizer
 from persia_torchrec.errors import ConfigError
@@ -37,12 +46,28 @@ from persia_torchrec.sharding.torchrec_api import optimizers_in_backward, set_de
 from persia_torchrec.table import TableSettings, TableSpec, WeightDtype
 
 TableCollection: TypeAlias = (
-    torchrec.EmbeddingBagCollectionInterface | torchrec.EmbeddingCollection
+    torchrec.EmbeddingBagCollectionInterface
+    | torchrec.EmbeddingCollection
+    | FusedEmbeddingCollection
 )
+
+_SEQUENCES = torchrec.EmbeddingCollection, FusedEmbeddingCollection
+
+
+def _truncated(
+    mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0
+) -> Initializer:
+    """Return what ``trunc_normal_`` draws; its ``a`` and ``b`` bound the weight."""
+    below, above = float(mean) - float(a), float(b) - float(mean)
+    if not (std > 0 and below > 0 and math.isclose(below, above, rel_tol=1e-6)):
+        raise ValueError("a and b must be at the same distance from the mean")
+    return TruncatedNormal(float(mean), float(std), above / float(std))
+
 
 _INITIALIZERS: dict[object, Callable[..., Initializer]] = {
     torch.nn.init.uniform_: lambda a=0.0, b=1.0: Uniform(float(a), float(b)),
     torch.nn.init.normal_: lambda mean=0.0, std=1.0: Normal(float(mean), float(std)),
+    torch.nn.init.trunc_normal_: _truncated,
     torch.nn.init.constant_: lambda val: Constant(float(val)),
     torch.nn.init.zeros_: lambda: Constant(0.0),
     torch.nn.init.ones_: lambda: Constant(1.0),
@@ -71,7 +96,7 @@ class CollectionSpec:
 
 def table_configs(collection: TableCollection) -> list[BaseEmbeddingConfig]:
     """Return the configs of the collection's tables, in their order."""
-    if isinstance(collection, torchrec.EmbeddingCollection):
+    if isinstance(collection, _SEQUENCES):
         return list(collection.embedding_configs())
     return list(collection.embedding_bag_configs())
 
@@ -85,7 +110,7 @@ def describe_collection(
 
     ``optimizer`` is of the tables that neither ``settings`` nor the model give one.
     """
-    are_sequences = isinstance(module, torchrec.EmbeddingCollection)
+    are_sequences = isinstance(module, _SEQUENCES)
     columns, own = name_columns(module), read_optimizers(module)
     tables, features = [], []
     for config in table_configs(module):
@@ -177,21 +202,23 @@ def _initializer(config: BaseEmbeddingConfig) -> Initializer:
     function, arguments = (init.func, init.keywords) if is_partial else (init, {})
     for known, initializer in _INITIALIZERS.items():
         if function is known:
-            with contextlib.suppress(TypeError):  # of an argument it does not have
+            # An argument that it does not have, or that servers cannot honour.
+            with contextlib.suppress(TypeError, ValueError):
                 return initializer(**arguments)
     raise ConfigError(
-        f"Table {config.name!r}: init_fn must be uniform_, normal_, constant_, zeros_ "
-        "or ones_ of torch.nn.init, or a functools.partial of one with its numbers: "
-        "the servers draw initial weights by id. Or give TableSettings(initializer=...)"
-        f" to the sharder. Received: init_fn={init}."
+        f"Table {config.name!r}: init_fn must be uniform_, normal_, trunc_normal_ (a "
+        "and b at the same distance from the mean), constant_, zeros_ or ones_ of "
+        "torch.nn.init, or a functools.partial of one with its numbers: the servers "
+        "draw initial weights by id. Or give TableSettings(initializer=...) to the "
+        f"sharder. Received: init_fn={init}."
     )
 
 
 def read_optimizers(module: nn.Module) -> dict[str, Optimizer]:
     """Return the optimizers that a collection of TorchRec's gives tables, by table."""
-    if isinstance(module, FusedEmbeddingBagCollection):
+    if isinstance(module, FusedEmbeddingBagCollection | FusedEmbeddingCollection):
         own = module.optimizer_type(), module.optimizer_kwargs()
-        names = [config.name for config in module.embedding_bag_configs()]
+        names = [config.name for config in table_configs(module)]
         return {name: translate_optimizer(*own, table=name) for name in names}
     optimizers = {}
     for name, parameter in module.named_parameters():

@@ -13,14 +13,20 @@ the other tables is its child, and goes through the same three calls:
 The remote module's state of a batch travels in TorchRec's own context of that batch.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import metadata
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingCollection, KeyedTensor
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    KeyedJaggedTensor,
+    KeyedTensor,
+)
 from torchrec.distributed import embedding, embeddingbag, types
 from torchrec.distributed.embedding_types import BaseEmbeddingSharder
 from torchrec.distributed.planner.types import ParameterConstraints
@@ -28,10 +34,12 @@ from torchrec.modules.embedding_configs import DATA_TYPE_NUM_BITS, BaseEmbedding
 from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.optim.keyed import CombinedOptimizer
 
+from persia_torchrec.data.torchrec import move
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.sharding import collection, sharder, torchrec_api
 from persia_torchrec.sharding.collection import TableCollection
 from persia_torchrec.sharding.remote_lookup import LazyOutput, ShardedRemoteCollection
+from persia_torchrec.sharding.state import ids_key
 from persia_torchrec.table import require_known_tables
 
 
@@ -109,7 +117,8 @@ def _rename_entries(
 ) -> None:
     """Give remote tables the keys of an unsharded collection; or back, to load them."""
     assert isinstance(module, MixedCollection)
-    for key in module.remote.tables_by_key:
+    keys = [*module.remote.tables_by_key, *map(ids_key, module.remote.tables_by_key)]
+    for key in keys:
         whole, own = f"{prefix}{key}", f"{prefix}remote.{key}"
         if own in state_dict:
             state_dict[whole] = state_dict.pop(own)
@@ -126,9 +135,11 @@ class MixedCollection(types.ShardedModule[Any, Any, Any, Any], FusedOptimizerMod
         whole: TableCollection,
         local: TableCollection,
         remote: TableCollection,
+        device: torch.device,
     ) -> None:
-        """Add the sharded remote tables of a whole collection."""
+        """Add the sharded remote tables of a whole collection on a device."""
         self.remote = sharded
+        self._local_device = device
         of_local, of_remote = map(collection.name_columns, (local, remote))
         # Of each output of the whole: its name there, whether its table is remote, and
         # its name in the output of the local, or of the remote tables alone: there a
@@ -142,9 +153,13 @@ class MixedCollection(types.ShardedModule[Any, Any, Any, Any], FusedOptimizerMod
 
     def input_dist(self, ctx: Any, *input: Any, **kwargs: Any) -> Any:
         """Begin to distribute the ids, and to pull; returns TorchRec's awaitable."""
-        awaitable = super().input_dist(ctx, *input, **kwargs)
+        (batch,) = (*input, *kwargs.values())
         # TorchRec's comes first: it refuses a batch before it has begun anything.
-        ctx.remote_input = self.remote.input_dist(None, *input, **kwargs)
+        local = batch
+        if isinstance(batch, KeyedJaggedTensor):
+            local = move(batch, self._local_device)
+        awaitable = super().input_dist(ctx, local)
+        ctx.remote_input = self.remote.input_dist(None, batch)
         return awaitable
 
     def output_dist(self, ctx: Any, output: Any) -> types.LazyAwaitable[Any]:
@@ -160,6 +175,11 @@ class MixedCollection(types.ShardedModule[Any, Any, Any, Any], FusedOptimizerMod
         """The optimizers of all tables; TorchRec and schedules ask for it."""
         both = (super().fused_optimizer, self.remote.fused_optimizer)
         return CombinedOptimizer([("", optimizer) for optimizer in both])
+
+    def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
+        """Yield the names of what is not replicated, of local and remote tables."""
+        yield from super().sharded_parameter_names(prefix)
+        yield from self.remote.sharded_parameter_names(f"{prefix}.remote".lstrip("."))
 
     def copy(self, device: torch.device) -> NoReturn:
         """Refuse, as the remote module does."""
@@ -248,6 +268,13 @@ class MixedSharder(BaseEmbeddingSharder[TableCollection]):
                 "remote must be the sharder of EmbeddingBagCollection or of "
                 f"EmbeddingCollection. Received: {type(remote).__name__}."
             )
+        is_new = torchrec_api.MIXES_SEQUENCES
+        if remote.module_type is EmbeddingCollection and not is_new:
+            raise ConfigError(
+                "A MixedSharder of an EmbeddingCollection needs torchrec 1.8 or newer, "
+                f"with torch 2.13. Received: torchrec {metadata.version('torchrec')}. "
+                "Put all its tables on the servers, or none."
+            )
         expected, self._sharded_type = _MIXED[remote.module_type]
         local = local if local is not None else expected()
         if type(local).shard is not expected.shard:
@@ -310,6 +337,7 @@ class MixedSharder(BaseEmbeddingSharder[TableCollection]):
         local, remote = self._split(module)
         if local is None:
             return self._remote.shard(module, params, env, device, module_fqn)
+        self._remote.remote_tables.has_local = True
         if remote is None:
             return self._local.shard(module, params, env, device, module_fqn)
         plans = [
@@ -330,8 +358,17 @@ class MixedSharder(BaseEmbeddingSharder[TableCollection]):
             module_fqn=module_fqn,
             **torchrec_api.sharded_settings(self._local),
         )
-        sharded.add_remote(sharded_remote, module, local, remote)
+        where = device or torch.device("cpu")
+        sharded.add_remote(sharded_remote, module, local, remote, where)
         return sharded
+
+    def reshard(self, *_: object) -> NoReturn:
+        """Refuse: TorchRec would move the tables on the servers too."""
+        raise ConfigError(
+            "A collection with some tables on the servers keeps its plan. Received: a "
+            "new plan for some of its tables. Give those that are to be resharded a "
+            "collection of their own, and TorchRec's own sharder."
+        )
 
     def _split(
         self, module: TableCollection

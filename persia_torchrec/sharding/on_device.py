@@ -2,17 +2,18 @@
 
     pulling thread   rows, inverse indices -> pinned memory -> device, on a side stream
     compute          the model's stream waits for that copy; pools; autograd
-    backward pass    gradient of the rows -> pinned memory, on the model's stream
+    backward pass    gradient of the rows -> pinned memory, on another side stream
     pushing thread   waits for that copy, and sends
 
 On a GPU the trainer's thread never blocks: the streams wait for one another, and the
-pipeline's threads for the copies. Bags are pooled by torch's operators; the gradients
-of weighted ones on the CPU come from a faster loop of ``lookup/pooling.py``.
+pipeline's threads for the copies, asleep. Nothing waits within the backward pass. Bags
+are pooled by torch's operators; the gradients of weighted ones on the CPU come from a
+faster loop of ``lookup/pooling.py``.
 
 Dimensions: B samples, L ids of one feature, U unique ids of its table, D embedding dim.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +22,15 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
-from persia_torchrec.client.client import BatchNumber, EmbeddingClient, Reply
+from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.lookup import pooling as host
-from persia_torchrec.lookup.bags import Bags, FeatureSpec, Pooling
-from persia_torchrec.lookup.sharded_lookup import Outputs, RoutedBatch, ShardedLookup
+from persia_torchrec.lookup.bags import FeatureSpec, Pooling
+from persia_torchrec.lookup.sharded_lookup import (
+    Outputs,
+    RoutedBatch,
+    RowGradients,
+    ShardedLookup,
+)
 from persia_torchrec.wire.messages import Precision
 from persia_torchrec.wire.precision import Floats
 
@@ -40,7 +46,6 @@ class DeviceBatch:
     inverses: Tensors  # int32 (L,), one per feature
     offsets: Tensors  # int32 (B + 1,), one per feature: where its bags begin, and L
     came: torch.cuda.Event | None  # ends when all of that is there; None on the CPU
-    left: torch.cuda.Event | None = None  # ends when the gradients are on the host
 
     def wait(self) -> Tensors:
         """Make the current stream wait for the copy; return the rows."""
@@ -52,21 +57,71 @@ class DeviceBatch:
         # Tensors of their own: those that autograd is given refer to this batch.
         return tuple(rows_UD.detach() for rows_UD in self.rows)
 
-    def to_host(self, grads: Sequence[torch.Tensor]) -> Outputs:
-        """Return gradients as arrays; on a GPU filled when ``left`` has ended."""
-        if self.came is None:
-            return tuple(grad.contiguous().numpy() for grad in grads)
-        arrays = []
-        for grad in grads:
-            pinned = torch.empty(grad.shape, dtype=torch.float32, pin_memory=True)
-            arrays.append(pinned.copy_(grad, non_blocking=True).numpy())
-        self.left = torch.cuda.Event()
-        self.left.record(torch.cuda.current_stream(self.rows[0].device))
-        return tuple(arrays)
+
+class Leaving:
+    """Gradients on their way from a device to the host; on the CPU they are there.
+
+    The thread of the backward pass makes it. On a GPU ``stream`` copies, when the
+    current stream has computed the gradients; these are kept until then, so that
+    autograd neither changes nor frees them. ``check`` wants to know if all are finite.
+    """
+
+    def __init__(
+        self,
+        grads: Sequence[torch.Tensor],
+        stream: torch.cuda.Stream | None,
+        *,
+        check: bool,
+    ) -> None:
+        self._grads: Sequence[torch.Tensor] = grads
+        self._is_finite: torch.Tensor | None = None
+        self._checked = self._left = None
+        if check:
+            each = [torch.isfinite(grad).all() for grad in grads]
+            self._is_finite = torch.stack(each).all()
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+            with torch.cuda.stream(stream):
+                if self._is_finite is not None:
+                    self._is_finite = _copied(self._is_finite, stream)
+                    self._checked = _end_of_work(stream)
+                grads = [_copied(grad, stream) for grad in grads]
+                self._left = _end_of_work(stream)
+        self._arrays = tuple([grad.contiguous().numpy() for grad in grads])
+
+    def is_finite(self) -> bool:
+        """Return whether all are finite, True unchecked; waits for the check alone."""
+        if self._checked is not None:
+            self._checked.synchronize()
+        return self._is_finite is None or bool(self._is_finite)
+
+    def wait(self) -> Outputs:
+        """Wait until the gradients are on the host, and return them; any thread."""
+        if self._left is not None:
+            self._left.synchronize()
+        self._grads = ()
+        return self._arrays
+
+
+def _copied(tensor: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
+    """Begin to copy to pinned memory, on the stream, which is current."""
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    tensor.record_stream(stream)  # it may be forgotten before
+    return pinned.copy_(tensor, non_blocking=True)
+
+
+def _end_of_work(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """Return an event; a thread that waits for it sleeps, and does not spin."""
+    event = torch.cuda.Event(blocking=True)
+    event.record(stream)
+    return event
 
 
 class RowsOnDevice(ShardedLookup):
-    """Gives each row to a device once, which pools; its batch is a ``DeviceBatch``."""
+    """Gives each row to a device once, which pools; it gives a ``DeviceBatch``.
+
+    A push needs nothing of it, so that its rows leave the device with the graph.
+    """
 
     def __init__(
         self,
@@ -79,14 +134,6 @@ class RowsOnDevice(ShardedLookup):
         super().__init__(client, features, precision=precision)
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def pull(
-        self, bags: Mapping[str, Bags], number: BatchNumber | None
-    ) -> tuple[Outputs, Any]:
-        """Fetch the rows of a batch, and begin to copy them to the device."""
-        batch: Any
-        batch, _ = super().pull(bags, number)
-        return (), batch  # which has the rows
 
     def outputs_of(self, rows: Sequence[Floats], batch: RoutedBatch) -> Any:
         """Begin to copy rows to the device; return the ``DeviceBatch``."""
@@ -101,16 +148,9 @@ class RowsOnDevice(ShardedLookup):
         tensors = torch.split(flat, [len(index) for index in indices])
         return DeviceBatch(batch, on_device, tensors[:num], tensors[num:], came)
 
-    def push(self, batch: Any, grads: Outputs) -> list[Reply]:
-        """Send the gradients of the rows, when they are on the host."""
-        if batch.left is not None:
-            batch.left.synchronize()
-        tables, number = batch.batch.tables, batch.batch.number
-        return self.client.push(tables, grads, number, precision=self.precision)
-
-    def abandon(self, batch: Any) -> list[Reply]:
-        """Tell the servers that a training batch will get no gradients."""
-        return super().abandon(batch.batch)
+    def gradients_of(self, batch: RoutedBatch, grads: Outputs) -> RowGradients:
+        """Return the gradients of the rows, which are given."""
+        return RowGradients(batch.tables, grads)
 
     def _copy(
         self, arrays: Sequence[npt.NDArray[np.generic]], dtype: torch.dtype

@@ -24,6 +24,7 @@ import torchrec
 from tensordict import TensorDict
 from torch import nn
 from torch.nn import functional
+from torch.profiler import record_function
 from torchrec.distributed import types
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.utils import init_parameters
@@ -32,12 +33,24 @@ from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
 from torchrec.optim.keyed import KeyedOptimizer
 
 from persia_torchrec.data.torchrec import JaggedBatch
-from persia_torchrec.errors import ConfigError
+from persia_torchrec.errors import BatchError, ConfigError
 from persia_torchrec.pipeline.pipeline import BatchPipeline, PrefetchedBatch
 from persia_torchrec.sharding import state, torchrec_api
 from persia_torchrec.sharding.collection import CollectionSpec
-from persia_torchrec.sharding.on_device import DeviceBatch, Tensors, pool_rows
-from persia_torchrec.sharding.remote_tables import RemoteTables
+from persia_torchrec.sharding.on_device import (
+    DeviceBatch,
+    Leaving,
+    Tensors,
+    pool_rows,
+)
+from persia_torchrec.sharding.remote_tables import (
+    WAIT_FOR_PUSH,
+    WAIT_FOR_ROWS,
+    RemoteTables,
+)
+
+THE_FEATURE = "ids"
+"""How the one feature of an ``nn.EmbeddingBag`` is called."""
 
 
 class LazyOutput(types.LazyAwaitable[Any]):
@@ -92,6 +105,9 @@ class ShardedRemoteCollection(
     # Replaced by one with the tables' learning rates.
     fused_optimizer: KeyedOptimizer = EmptyFusedOptimizer()
     before_first_pull: Callable[[], None] | None = None
+    # The rows, for state dicts; without it, these say that the rows are elsewhere.
+    collection_state: state.CollectionState | None = None
+    module_sharding_plan: types.EmbeddingModuleShardingPlan  # which it was made by
     create_context = types.NullShardedModuleContext
 
     def __init__(
@@ -115,8 +131,12 @@ class ShardedRemoteCollection(
         dim_of = {table.name: table.dim for table in spec.tables}
         self._dims = [dim_of[feature.table] for feature in spec.features]
         # The tables' names, by the keys that TorchRec gives their weights.
-        self.tables_by_key = {f"{self.weights_in}.{n}.weight": n for n in dim_of}
+        keys = (f"{self.weights_in}.{n}.weight" for n in dim_of)
+        keys = keys if self.weights_in else ("weight" for _ in dim_of)  # it is the one
+        self.tables_by_key = dict(zip(keys, dim_of, strict=True))
         self._device = device
+        # By which gradients leave. What comes has another: both copy at a time.
+        self._leaving = torch.cuda.Stream(device) if device.type == "cuda" else None
         # Autograd calls a function's backward only if an input wants a gradient.
         self._anchor = torch.zeros(0, requires_grad=True)
         self.register_state_dict_post_hook(state.add_entries)
@@ -166,7 +186,12 @@ class ShardedRemoteCollection(
     def make_output(self, batch: PrefetchedBatch[Any]) -> Any:
         """Wait for the embeddings of a batch, and name them."""
 
-    def embeddings(self, batch: PrefetchedBatch[Any]) -> Tensors:
+    def wait(self, batch: PrefetchedBatch[Any]) -> PrefetchedBatch[Any]:
+        """Wait for the rows of a batch, as a span of ``torch.profiler``."""
+        with record_function(WAIT_FOR_ROWS):
+            return batch.wait()
+
+    def pulled(self, batch: PrefetchedBatch[Any]) -> Tensors:
         """Return what was pulled, in the autograd graph of a training batch."""
         if not (batch.is_training and torch.is_grad_enabled()):
             return self.on_device(batch)
@@ -175,8 +200,8 @@ class ShardedRemoteCollection(
 
     def on_device(self, batch: PrefetchedBatch[Any]) -> Tensors:
         """Return what was pulled as tensors on the module's device."""
-        if isinstance(batch.handle, DeviceBatch):
-            return batch.handle.wait()
+        if isinstance(batch.outputs, DeviceBatch):
+            return batch.outputs.wait()
         return tuple(
             [
                 torch.from_numpy(output).to(self._device, non_blocking=True)
@@ -185,33 +210,85 @@ class ShardedRemoteCollection(
         )
 
     def push(self, batch: PrefetchedBatch[Any], grads: Sequence[torch.Tensor]) -> None:
-        """Push gradients, scaled, that are finite under a loss scale."""
-        scaler = self.remote_tables.grad_scaler
-        scale = scaler.get_scale() if scaler and scaler.is_enabled() else None
-        factor = self.gradient_scale / (scale or 1)
+        """Push gradients, scaled, that are finite under a loss scale.
+
+        On a GPU nothing waits here, in the midst of a backward pass, but at its end. On
+        the CPU this waits for servers at staleness 0: an error of theirs, which names a
+        trainer that is lost, comes before that of a collective, which does not.
+        """
+        tables, scaler = self.remote_tables, self.remote_tables.grad_scaler
+        is_scaled = scaler is not None and scaler.is_enabled()
+        factor: Any = self.gradient_scale
+        if scaler is not None and is_scaled:
+            factor = factor / self._loss_scale(scaler)
         # Another thread may read the gradients themselves after the backward pass:
         # autograd reuses the memory of one, as a parameter's ``grad``, only if no other
         # reference to the tensor is held, as an array made of it without ``detach`` is.
-        if factor != 1 or any(grad.requires_grad for grad in grads):
+        if is_scaled or factor != 1 or any(grad.requires_grad for grad in grads):
             grads = [grad.detach().to(torch.float32) * factor for grad in grads]
-        if self.skip_non_finite or scale is not None:
-            is_finite = all(bool(torch.isfinite(grad).all()) for grad in grads)
-            if scale is not None:
-                self.remote_tables.after_check(is_finite)
-            if not is_finite:
-                self.num_skipped += 1
-                batch.give_up()  # the graph, and with it the batch, may live on
-                return
-        self.remote_tables.send_rates()
-        if isinstance(batch.handle, DeviceBatch):
-            batch.push(batch.handle.to_host(grads))
-            return
-        on_cpu = [grad.to("cpu", torch.float32) for grad in grads]
-        batch.push(tuple([grad.contiguous().numpy() for grad in on_cpu]))
+        is_checked = self.skip_non_finite or is_scaled
+        leaving = Leaving(grads, self._leaving, check=is_checked)
+        tables.send_rates()
+        if is_checked:
+            backward = tables.current_backward(agrees=is_scaled)
+            backward.checks.append(partial(self._push_if_finite, batch, leaving))
+        elif self._leaving is not None:
+            tables.current_backward().waits.append(batch.send(leaving.wait))
+        else:
+            with record_function(WAIT_FOR_PUSH):
+                batch.send(leaving.wait)()
+
+    def _push_if_finite(
+        self, batch: PrefetchedBatch[Any], leaving: Leaving
+    ) -> Callable[[], None] | None:
+        if leaving.is_finite():
+            return batch.send(leaving.wait)
+        self.num_skipped += 1
+        batch.give_up()  # the graph, and with it the batch, may live on
+        return None
+
+    def _loss_scale(self, scaler: torch.amp.GradScaler) -> float | torch.Tensor:
+        """Return the loss scale; on a GPU a tensor there, for which no thread waits."""
+        if self._device.type == "cpu":
+            return scaler.get_scale()
+        return scaler.scale(torch.ones((), device=self._device))
+
+    def add_placeholders(self) -> None:
+        """Register the modules and parameters of the tables, which hold no rows.
+
+        They are where TorchRec has those of its own tables. Gradients never reach them.
+        """
+        for key, table in self.tables_by_key.items():
+            weight = nn.Parameter(torch.empty(0, device=self._device))
+            torchrec_api.mark_in_backward(weight)
+            owner: nn.Module = self
+            path = key.removesuffix(f"{table}.weight").split(".")[:-1]
+            for name in [*path, table] if path else ():
+                if name not in dict(owner.named_children()):
+                    is_list = name == path[-1]
+                    owner.add_module(name, nn.ModuleDict() if is_list else nn.Module())
+                owner = owner.get_submodule(name)
+            owner.register_parameter("weight", weight)
 
     def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
-        """There are none: the rows are on the servers."""
-        return iter(())
+        """Yield the names of the placeholders, which no trainer may replicate."""
+        names = dict(self.named_parameters())
+        yield from (
+            f"{prefix}.{k}" if prefix else k for k in self.tables_by_key if k in names
+        )
+
+    def reset_parameters(self) -> None:
+        """Give all rows that there are their initial weights; all trainers call it."""
+        if self.collection_state is not None:
+            self.collection_state.reset(self.tables_by_key.values())
+
+    def update_shards(self, *_: object, **__: object) -> NoReturn:
+        """Refuse: the servers share the rows by their ids."""
+        raise ConfigError(
+            "Tables on the embedding servers cannot be resharded: every server holds "
+            "the ids that hash to it. Received: a new plan for some. Start more "
+            "servers, and load a checkpoint into them."
+        )
 
     def copy(self, _: object) -> NoReturn:
         """Refuse, by whichever way: a copy would push the same batches twice."""
@@ -234,19 +311,60 @@ class ShardedRemoteEmbeddingBagCollection(ShardedRemoteCollection):
         """Wait for the embeddings, float32 ``(B, T)``; by default with own weights."""
         if weights is None and self.spec.is_weighted:
             weights = batch.source.weights()
-        tensors, handle = self.embeddings(batch.wait()), batch.handle
+        tensors, pulled = self.pulled(self.wait(batch)), batch.outputs
         if weights is not None:
             weights = weights.to(self._device, torch.float32, non_blocking=True)
-        if isinstance(handle, DeviceBatch):
+        if isinstance(pulled, DeviceBatch):
             rows, pooled = tensors, []
             for f, feature in enumerate(self.spec.features):
                 weights_L = weights
                 if weights is not None:
                     weights_L = batch.source.of_feature(feature.key, weights)
-                rows_UD = rows[handle.batch.features.table_of[f]]
-                pooled.append(pool_rows(rows_UD, weights_L, handle, f, feature.pooling))
+                rows_UD = rows[pulled.batch.features.table_of[f]]
+                pooled.append(pool_rows(rows_UD, weights_L, pulled, f, feature.pooling))
             tensors = (torch.cat(pooled, dim=1),)
         return torchrec.KeyedTensor(self._names, self._dims, *tensors)
+
+
+class ShardedRemoteEmbeddingBag(ShardedRemoteEmbeddingBagCollection):
+    """A ``torch.nn.EmbeddingBag``: ids and offsets in, float32 ``(B, D)`` out."""
+
+    weights_in: ClassVar[str] = ""  # its weight is the module's own
+    unsharded_module_type = nn.EmbeddingBag
+
+    def input_dist(
+        self,
+        ctx: object,
+        input: torch.Tensor,
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
+    ) -> KJTListSplitsAwaitable:
+        """Begin to pull flat ids with the offsets of their bags, or a bag per line."""
+        if isinstance(input, PrefetchedBatch):
+            return super().input_dist(ctx, input)
+        if input.dim() == 2 and offsets is None:
+            offsets = torch.arange(len(input) + 1) * input.shape[1]
+        if input.dim() > 2 or offsets is None:
+            raise BatchError(
+                "An EmbeddingBag must be given ids (L,) with offsets, or (B, L). "
+                f"Received: {tuple(input.shape)}, offsets: {offsets}."
+            )
+        input, offsets = input.reshape(-1), offsets.to(input.device)
+        if not len(offsets) or int(offsets[-1]) != len(input):  # torch's convention
+            offsets = torch.cat([offsets, offsets.new_tensor([len(input)])])
+        weights = per_sample_weights
+        if self.spec.is_weighted:
+            ones = torch.ones_like(input, dtype=torch.float32)
+            weights = ones if weights is None else weights.reshape(-1)
+        kjt = torchrec.KeyedJaggedTensor(
+            [THE_FEATURE], input, weights=weights, offsets=offsets
+        )
+        return super().input_dist(ctx, kjt)
+
+    def compute(self, ctx: object, batch: PrefetchedBatch[Any]) -> torch.Tensor:
+        """Return the pooled rows alone."""
+        pooled: torch.Tensor = super().compute(ctx, batch).values()
+        return pooled
 
 
 class ShardedRemoteFeatureProcessedEmbeddingBagCollection(
@@ -274,7 +392,8 @@ class ShardedRemoteFeatureProcessedEmbeddingBagCollection(
     ) -> torchrec.KeyedTensor:
         """Pool with the weights of the processors."""
         (processors,) = self._processors
-        return super().make_output(batch, processors(batch.source.kjt).weights())
+        given = batch.source.on(self._device)
+        return super().make_output(batch, processors(given).weights())
 
 
 class ShardedRemoteEmbeddingCollection(ShardedRemoteCollection):
@@ -293,13 +412,16 @@ class ShardedRemoteEmbeddingCollection(ShardedRemoteCollection):
         self, batch: PrefetchedBatch[Any]
     ) -> dict[str, torchrec.JaggedTensor]:
         """Wait for the embeddings of each feature."""
-        tensors, handle = self.embeddings(batch.wait()), batch.handle
+        tensors, pulled = self.pulled(self.wait(batch)), batch.outputs
         sequences: dict[str, torchrec.JaggedTensor] = {}
         for f, feature in enumerate(self.spec.features):
-            if isinstance(handle, DeviceBatch):
-                rows_UD = tensors[handle.batch.features.table_of[f]]
-                rows_LD = functional.embedding(handle.inverses[f], rows_UD)
-                lengths = handle.offsets[f].diff()
+            offsets = None
+            if isinstance(pulled, DeviceBatch):
+                rows_UD = tensors[pulled.batch.features.table_of[f]]
+                rows_LD = functional.embedding(pulled.inverses[f], rows_UD)
+                # Both, so that no kernel of fbgemm computes one of the other.
+                offsets = pulled.offsets[f]
+                lengths = offsets.diff()
             else:
                 rows_LD = tensors[f]
                 lengths = torch.from_numpy(batch.source.features[feature.key].lengths)
@@ -310,6 +432,7 @@ class ShardedRemoteEmbeddingCollection(ShardedRemoteCollection):
             sequences[feature.name] = torchrec.JaggedTensor(
                 values=rows_LD,
                 lengths=lengths.to(self._device, non_blocking=True),
+                offsets=offsets,
                 weights=ids if ids is None else ids.to(self._device, non_blocking=True),
             )
         return sequences

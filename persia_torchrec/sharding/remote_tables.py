@@ -6,10 +6,12 @@ Learning rates change here, by hand or by a schedule, and other settings too:
       -> the queue of each pipeline, behind the pushes so far -> the servers
 """
 
+import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,59 +19,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.profiler import record_function
 from torchrec.distributed.types import ShardingEnv
-from torchrec.optim.fused import FusedOptimizer
 
 from persia_torchrec.errors import ConfigError, JobError
 from persia_torchrec.pipeline.pipeline import BatchPipeline
 from persia_torchrec.pipeline.staleness import TrainingSummary
 from persia_torchrec.sharding import torchrec_api
+from persia_torchrec.sharding.remote_optimizer import RemoteOptimizer, States
 from persia_torchrec.table import TableChange, TableSpec
 
 logger = logging.getLogger(__name__)
 
-
-class RemoteOptimizer(FusedOptimizer):
-    """Learning rates of tables on the servers, one parameter group per table.
-
-    It is for schedules, ``torch.optim.lr_scheduler`` or TorchRec's ``WarmupOptimizer``:
-    the servers apply gradients by the current ``lr`` of the table's group. A new rate
-    takes effect between the pushes before and after the change. Every trainer of a job
-    must run the same schedule: the servers use the rate that any trainer sent last.
-
-    Its parameters are placeholders, and it has no state but, with
-    ``save_param_groups(True)``, the rates. Under a ``GradScaler`` the gradient of a
-    placeholder is 0, or infinite where those of the embeddings were not finite, until
-    ``zero_grad``: so ``scaler.step`` finds it. ``send`` makes the servers use the rates
-    of ``groups``, which are by the names of parameters.
-    """
-
-    def __init__(
-        self, groups: Mapping[str, dict[str, Any]], send: Callable[[], None]
-    ) -> None:
-        if not groups:
-            raise ConfigError(
-                "An optimizer of remote tables needs tables. Received: none; ask for "
-                "it after DistributedModelParallel has sharded the model."
-            )
-        params = {name: group["params"][0] for name, group in groups.items()}
-        super().__init__(params, {}, list(groups.values()))
-        self._send = send
-
-    def learning_rates(self) -> dict[str, float]:
-        """Return the current rate of each table."""
-        return {group["table"]: float(group["lr"]) for group in self.param_groups}
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Send the rates that have changed; the gradients are on their way already."""
-        self._send()
-        return None if closure is None else closure()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget whether gradients were finite; the gradients are not kept."""
-        for group in self.param_groups:
-            for placeholder in group["params"]:
-                placeholder.grad = None
+# Spans of the training thread in traces of torch.profiler: until the rows of a batch
+# are here; and until its gradients are queued, or at staleness 0 applied.
+WAIT_FOR_ROWS, WAIT_FOR_PUSH = "persia: wait for rows", "persia: wait for push"
 
 
 class AnswersAtEnd(Joinable, JoinHook):
@@ -167,6 +131,19 @@ class Agreement(AnswersAtEnd):
         return bool(flag)
 
 
+@dataclass(eq=False)
+class BackwardPass:
+    """What is left to do when a backward pass has run all its nodes.
+
+    ``checks`` push gradients that are finite, and return None of others; ``waits`` wait
+    for what was pushed. An exception within the pass leaves it out.
+    """
+
+    checks: list[Callable[[], Callable[[], None] | None]] = field(default_factory=list)
+    waits: list[Callable[[], None]] = field(default_factory=list)
+    agrees: bool = False
+
+
 class RemoteTables:
     """Tables on the servers, and the pipelines of the collections that use them.
 
@@ -178,16 +155,20 @@ class RemoteTables:
         # Each with the names of its tables.
         self.pipelines: list[tuple[BatchPipeline[Any, Any], frozenset[str]]] = []
         self.groups: dict[str, dict[str, Any]] = {}  # of parameters, by table
+        self.states: States = {}  # the rows, by table
         self.optimizer: RemoteOptimizer | None = None  # of all, once it is asked for
         self.reported = TrainingSummary()
         self.lost: Mapping[str, int] = {}  # that of the client
         self.has_ended = False  # the last report is made
+        self.accumulates = False
+        self.has_local = False  # tables of the same collections under TorchRec
         self.grad_scaler: torch.amp.GradScaler | None = None
         self.agreement: Agreement | None = None
         self.clock: AnswersAtEnd | None = None  # of automatic checkpoints
         self._cannot_agree = False
-        # Whether the gradients of current backward passes are finite so far, by number.
-        self._are_finite: dict[int, bool] = {}
+        # Current backward passes, by number; torch holds them until they end.
+        self._current: weakref.WeakValueDictionary[int, BackwardPass]
+        self._current = weakref.WeakValueDictionary()
 
     def add(
         self,
@@ -213,21 +194,33 @@ class RemoteTables:
             self.agreement.scaler = self.grad_scaler
         return [spec.name for spec in added]
 
-    def after_check(self, are_finite: bool) -> None:
-        """Note whether gradients were finite; at the end the trainers agree on it."""
-        if self._cannot_agree:
+    def current_backward(self, *, agrees: bool = False) -> BackwardPass:
+        """Return the backward pass that runs in this thread.
+
+        With ``agrees`` the trainers agree at its end whether gradients were finite.
+        """
+        if agrees and self._cannot_agree:
             raise ConfigError(
                 "Several trainers under a loss scale must have a process group, to "
                 "agree on it. Received: none."
             )
         number = torchrec_api.backward_pass()
-        if number not in self._are_finite:
-            self._are_finite[number] = True
-            torchrec_api.after_backward(partial(self._end_backward, number))
-        self._are_finite[number] &= are_finite
+        current = self._current.get(number)
+        if current is None:
+            current = self._current[number] = BackwardPass()
+            torchrec_api.after_backward(partial(self._end_backward, current))
+        current.agrees |= agrees
+        return current
 
-    def _end_backward(self, number: int) -> None:
-        are_finite = self._are_finite.pop(number)
+    def _end_backward(self, ended: BackwardPass) -> None:
+        pushed = [check() for check in ended.checks]
+        if ended.agrees:
+            self._note_finite(None not in pushed)
+        with record_function(WAIT_FOR_PUSH):
+            for wait in [*ended.waits, *filter(None, pushed)]:
+                wait()
+
+    def _note_finite(self, are_finite: bool) -> None:
         if self.agreement is not None:
             are_finite = not self.agreement.any(not are_finite)
         for group in self.groups.values():
@@ -256,6 +249,17 @@ class RemoteTables:
         specs, groups = self.specs, self.groups
         if any(groups[n]["lr"] != specs[n].optimizer.lr for n in groups):
             self.set_rates({name: float(groups[name]["lr"]) for name in groups})
+
+    def flush(self, table: str) -> None:
+        """Wait until this trainer's updates of a table so far are applied."""
+        for pipeline, names in self.pipelines:
+            if table in names:
+                pipeline.flush()
+
+    def meet(self) -> None:
+        """Wait until all trainers are here; all call this together."""
+        if self.agreement is not None:
+            dist.barrier(self.agreement.cpu_group())
 
     def set_rates(self, rates: Mapping[str, float]) -> None:
         """Change learning rates by table, in order with the pushes."""
@@ -374,6 +378,34 @@ class TableControl:
             ConfigError: an unknown table, or its optimizer refuses the rate.
             PersiaError: an earlier update failed.
         """
+        self.remote_tables.set_rates(dict.fromkeys(self._known(tables), lr))
+
+    def freeze(
+        self, tables: Iterable[str] | None = None, *, is_frozen: bool = True
+    ) -> None:
+        """Let rows of tables keep their weights, or train again; returns at once.
+
+        It holds from the next backward pass on, as a learning rate does. Ids without a
+        row get one all the same, with its initial weights.
+
+        Args:
+            tables: names of tables; all that are sharded so far by default.
+            is_frozen: False lets them train again.
+
+        Raises:
+            ConfigError: an unknown table.
+            PersiaError: an earlier update failed.
+        """
+        names = self._known(tables)
+
+        def change(spec: TableSpec) -> TableSpec:
+            of_table = is_frozen if spec.name in names else spec.is_frozen
+            return replace(spec, is_frozen=of_table)
+
+        self.remote_tables.change(change)
+
+    def _known(self, tables: Iterable[str] | None) -> list[str]:
+        """Return the names of sharded tables, by default of all."""
         known = self.remote_tables.specs
         names = list(known) if tables is None else list(tables)
         if unknown := set(names) - known.keys():
@@ -381,7 +413,7 @@ class TableControl:
                 f"tables must be among those sharded, {sorted(known)}. "
                 f"Received: {sorted(unknown)}."
             )
-        self.remote_tables.set_rates(dict.fromkeys(names, lr))
+        return names
 
     def use_grad_scaler(self, scaler: torch.amp.GradScaler) -> None:
         """Undo the loss scale of automatic mixed precision before gradients leave.
@@ -416,7 +448,8 @@ class TableControl:
         """
         tables = self.remote_tables
         if tables.optimizer is None:
-            tables.optimizer = RemoteOptimizer(tables.groups, tables.send_rates)
+            given = tables.groups, tables.send_rates, tables.states
+            tables.optimizer = RemoteOptimizer(*given)
             tables.optimizer.save_param_groups(True)  # it is used alone, as torch's are
         if tables.optimizer.learning_rates().keys() != tables.groups.keys():
             raise ConfigError(
@@ -425,3 +458,68 @@ class TableControl:
                 f"{sorted(tables.optimizer.learning_rates())}."
             )
         return tables.optimizer
+
+
+@contextlib.contextmanager
+def accumulate(
+    sharders: TableControl | Iterable[TableControl], num_parts: int
+) -> Iterator[None]:
+    """Make every ``num_parts`` training batches one update of the tables.
+
+    Around a loop, or around one step. In it the gradients of that many batches, in the
+    order of their forward passes, are summed for each id, and the servers apply the
+    optimizer once: Adam's ``t`` counts one, and so do a step of several trainers, the
+    staleness and a permit. That is the update of one batch with all their samples,
+    if the loss of each part is scaled by ``1 / num_parts``, and the dense optimizer
+    steps when its gradients are added up, as always in torch. An admission decides
+    with each part.
+
+    At the end of the block the parts of an update that has begun are one; if it is left
+    by an exception, updates that have begun are dropped. Between, a part without a
+    backward pass adds nothing; one whose gradients are not finite under a loss scale
+    drops its update. Batches of evaluation do not count. Checkpoints are for between
+    two updates.
+
+    Args:
+        sharders: what puts tables on the servers: ``remote_sharders(...)``, or the
+            sharders one by one; of models that are sharded.
+        num_parts: batches of an update, ``>= 1``.
+
+    Raises:
+        ConfigError: ``num_parts`` is not positive, nothing is sharded yet, blocks are
+            nested, or tables of the same collections are in this process, where
+            TorchRec updates them with every backward pass.
+
+    Example:
+        ``with accumulate(sharders, 4):``, in it ``(loss / 4).backward()`` for each of
+        four parts, and then ``optimizer.step()``
+    """
+    given = [sharders] if isinstance(sharders, TableControl) else list(sharders)
+    of_all = {id(s.remote_tables): s.remote_tables for s in given}.values()
+    pipelines = [pipeline for tables in of_all for pipeline, _ in tables.pipelines]
+    for must, holds in (
+        ("num_parts must be an integer >= 1", num_parts >= 1),
+        ("the model must be sharded", pipelines),
+        ("blocks must not be nested", not any(t.accumulates for t in of_all)),
+        ("all tables must be on servers", not any(t.has_local for t in of_all)),
+    ):
+        if not holds:
+            raise ConfigError(
+                f"accumulate: {must}. Received: num_parts={num_parts!r}, "
+                f"{len(pipelines)} collections."
+            )
+    for tables in of_all:
+        tables.accumulates = True
+    try:
+        for pipeline in pipelines:
+            pipeline.accumulate(num_parts)
+        yield
+    except BaseException:
+        for pipeline in pipelines:
+            pipeline.drop_updates()
+        raise
+    finally:
+        for tables in of_all:
+            tables.accumulates = False
+        for pipeline in pipelines:
+            pipeline.accumulate(1)

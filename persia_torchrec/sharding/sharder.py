@@ -1,24 +1,15 @@
-"""The sharders that a TorchRec user adds: they put tables on the servers.
+"""The sharders of TorchRec's two collections: they put tables on the servers.
 
-``DistributedModelParallel(model, sharders=remote_sharders(client))`` replaces
-TorchRec's list of default sharders. What this list has instead:
-
-    EmbeddingBagCollection                    on the servers
-    EmbeddingCollection                       on the servers
-    FeatureProcessedEmbeddingBagCollection    its bags on the servers
-    FusedEmbeddingBagCollection               on the servers, with its own optimizer
-    quantised and managed-collision modules   as TorchRec shards them by default
-
-Modules that are, or hold, bags go through the sharder of bags, with its settings. The
-planner plans a table like any other: it sees a placeholder parameter of one row without
-storage, and names of sharding type and kernel that it knows ("row_wise", "fused").
+Those of other modules go through these, see ``all_sharders.py``. The planner plans a
+table like any other: it sees a placeholder parameter of one row without storage, and
+names of sharding type and kernel that it knows ("row_wise", "fused").
 """
 
 import math
 import secrets
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -26,9 +17,6 @@ from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.distributed import types
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.sharding_plan import get_default_sharders
-from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
-from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
 from persia_torchrec import timeouts
 from persia_torchrec.client.client import EmbeddingClient
@@ -41,7 +29,13 @@ from persia_torchrec.pipeline.pipeline import BatchPipeline
 from persia_torchrec.sharding import collection, remote_lookup, remote_tables
 from persia_torchrec.sharding.collection import CollectionSpec, TableCollection
 from persia_torchrec.sharding.on_device import RowsOnDevice
-from persia_torchrec.sharding.state import OptimizerState, load_tables
+from persia_torchrec.sharding.remote_optimizer import RemoteOptimizer
+from persia_torchrec.sharding.state import (
+    CollectionState,
+    OptimizerState,
+    StateDictRows,
+    load_tables,
+)
 from persia_torchrec.sharding.whole_model import watch_models
 from persia_torchrec.table import TableSettings, require_known_tables
 from persia_torchrec.wire.messages import Precision, Share
@@ -90,7 +84,13 @@ class PlannedSharder(types.ModuleSharder[nn.Module]):
                     f"row. Received: {sharding}. Pass the sharders that the model gets "
                     "to the planner: planner.collective_plan(model, sharders, pg)."
                 )
-        return self.put_on_servers(module, env, device or torch.device("cpu"))
+        sharded = self.put_on_servers(module, env, device or torch.device("cpu"))
+        sharded.module_sharding_plan = params
+        return sharded
+
+    def reshard(self, module: Any, *_: object) -> Any:
+        """Refuse, as the module does."""
+        return module.update_shards()
 
     def shardable_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """Return a placeholder of one row for each table."""
@@ -143,6 +143,8 @@ class CollectionSharder(remote_tables.TableControl, PlannedSharder):
         sharded_type: type[remote_lookup.ShardedRemoteCollection] | None = None,
     ) -> Any:
         """Put the tables on the servers; return a module of ``sharded_type``."""
+        _require_one_dimension(env)
+        _require_current(device)
         spec, tables = self.describe(module), self.remote_tables
         pipeline = self.make_pipeline(spec, env, device)
         added = tables.add(pipeline, spec.tables, env, device)
@@ -153,10 +155,33 @@ class CollectionSharder(remote_tables.TableControl, PlannedSharder):
         # A table of two collections is in the optimizer of the first.
         names = sharded.tables_by_key.items()
         if groups := {key: tables.groups[name] for key, name in names if name in added}:
-            optimizer = remote_tables.RemoteOptimizer(groups, tables.send_rates)
-            sharded.fused_optimizer = optimizer
+            given = groups, tables.send_rates, tables.states
+            sharded.fused_optimizer = RemoteOptimizer(*given)
         sharded.before_first_pull = self.require_known_settings
         return sharded
+
+
+def _require_one_dimension(env: types.ShardingEnv) -> None:
+    """Refuse 2D parallelism: each group would update the same rows by itself."""
+    if isinstance(env, types.ShardingEnv2D):
+        raise ConfigError(
+            "Tables on the servers have one copy, which all trainers share. Received: "
+            "a ShardingEnv2D, as of a DMPCollection, which replicates tables over "
+            "groups of trainers. Use DistributedModelParallel."
+        )
+
+
+def _require_current(device: torch.device) -> None:
+    """Refuse a GPU that is not the current one, on which NCCL exchanges objects."""
+    if device.type == "cuda" and device.index is not None:
+        current = torch.cuda.current_device()
+        if device.index != current:
+            raise ConfigError(
+                "A trainer's device must be its current one, or the exchanges of all "
+                "trainers would use the same GPU. Received: "
+                f"{device}, and cuda:{current} is current. Call "
+                f"torch.cuda.set_device({device.index}) first."
+            )
 
 
 def require_tables(module: TableCollection, params: Mapping[str, Any]) -> None:
@@ -213,6 +238,12 @@ class RemoteSharder(CollectionSharder):
             applied as they come, as in PERSIA; no trainer waits for another.
         joint_timeout_s: seconds that a joint update may wait for the slowest trainer;
             more than the ``recovery_s`` of the client, for which that may wait itself.
+        state_dict_rows: how ``model.state_dict()`` has the rows. "auto": as plain
+            TorchRec, ``(num_embeddings, D)``, where all ids are below
+            ``num_embeddings``; else the rows that there are, beside their ids as
+            ``NAME.ids``. "ids" has ids always, as a model must whose checkpoint with
+            ids is loaded by ``torch.distributed.checkpoint`` before it has rows.
+            "none" leaves rows out: ``save_checkpoint`` alone keeps them.
 
     Raises:
         ConfigError: an argument is out of its range. When the model is sharded, or at
@@ -235,6 +266,7 @@ class RemoteSharder(CollectionSharder):
         gradient_division: bool = True,
         update: Literal["joint", "each"] = "joint",
         joint_timeout_s: float = timeouts.JOINT_UPDATE_S,
+        state_dict_rows: StateDictRows = "auto",
     ) -> None:
         is_joint, precisions = update == "joint", list(_PRECISIONS)
         least_s = client.recovery_s
@@ -250,10 +282,17 @@ class RemoteSharder(CollectionSharder):
             ),
             ("wire_dtype", wire_dtype, fits_dtype, f"one of {precisions}"),
             ("staleness", staleness, staleness >= 0, ">= 0"),
+            (
+                "state_dict_rows",
+                state_dict_rows,
+                state_dict_rows in get_args(StateDictRows),
+                f"one of {get_args(StateDictRows)}",
+            ),
         ):
             if not fits:
                 raise ConfigError(f"{name} must be {must}. Received: {value!r}.")
         self._joint_timeout_s = joint_timeout_s if is_joint else 0.0
+        self._state_dict_rows = state_dict_rows
         super().__init__(gradient_division=gradient_division)
         self._client = client
         self.remote_tables.lost = client.lost
@@ -306,6 +345,29 @@ class RemoteSharder(CollectionSharder):
         self.flush()
         given: Any = {"optimizer_state": optimizer_state, "ids": ids, "step": step}
         return load_tables(self._client, state_dict, names, **given)
+
+    def put_on_servers(
+        self,
+        module: TableCollection,
+        env: types.ShardingEnv,
+        device: torch.device,
+        sharded_type: type[remote_lookup.ShardedRemoteCollection] | None = None,
+    ) -> Any:
+        """Put the tables on the servers, and their rows into state dicts."""
+        sharded = super().put_on_servers(module, env, device, sharded_type)
+        tables = self.remote_tables
+        sharded.collection_state = CollectionState(
+            self._client,
+            {c.name: c.num_embeddings for c in collection.table_configs(module)},
+            env,
+            self._state_dict_rows,
+            flush=tables.flush,
+            meet=tables.meet,
+        )
+        for name in sharded.tables_by_key.values():
+            tables.states.setdefault(name, sharded.collection_state)
+        sharded.add_placeholders()
+        return sharded
 
     def require_known_settings(self) -> None:
         """Refuse settings of unknown tables: all collections are sharded by now."""
@@ -376,122 +438,3 @@ class RemoteEmbeddingCollectionSharder(RemoteSharder):
     module_type = EmbeddingCollection
     sharded_type = remote_lookup.ShardedRemoteEmbeddingCollection
     host_lookup = SequenceLookup
-
-
-class _BagsHolderSharder(PlannedSharder):
-    def __init__(self, bags: RemoteEmbeddingBagCollectionSharder) -> None:
-        super().__init__()
-        self._bags = bags
-
-    def shardable_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        return self._bags.shardable_parameters(self.tables_in(module))
-
-    def put_on_servers(
-        self, module: nn.Module, env: types.ShardingEnv, device: torch.device
-    ) -> Any:
-        return self._bags.put_on_servers(module, env, device)
-
-
-class RemoteFusedEmbeddingBagCollectionSharder(_BagsHolderSharder):
-    """Put every ``FusedEmbeddingBagCollection`` of a model on the embedding servers.
-
-    Its optimizer goes there too.
-
-    Args:
-        bags: puts them there; its settings, ``optimizer``, ``flush`` and the like are
-            for these tables too. Give it to ``DistributedModelParallel`` as well if the
-            model has other bag collections.
-    """
-
-    module_type = FusedEmbeddingBagCollection
-
-
-class RemoteFeatureProcessedEmbeddingBagCollectionSharder(_BagsHolderSharder):
-    """Put the bags of every ``FeatureProcessedEmbeddingBagCollection`` on the servers.
-
-    The feature processors stay in the model.
-
-    Args:
-        bags: as of :class:`persia_torchrec.RemoteFusedEmbeddingBagCollectionSharder`.
-
-    Example:
-        ``bags = RemoteEmbeddingBagCollectionSharder(client, Adagrad())`` and
-        ``sharders=[bags, RemoteFeatureProcessedEmbeddingBagCollectionSharder(bags)]``
-    """
-
-    module_type = FeatureProcessedEmbeddingBagCollection
-
-    # Planners refuse others for these modules, because row-wise shards would lose the
-    # positions of ids. Here the processors get the whole batch.
-    sharding_type = types.ShardingType.TABLE_WISE.value
-
-    def tables_in(self, module: Any) -> TableCollection:
-        """Return the bags of a module."""
-        return module.split()[1]
-
-    def put_on_servers(
-        self, module: nn.Module, env: types.ShardingEnv, device: torch.device
-    ) -> Any:
-        """Put the bags on the servers, with the processors before them."""
-        made = remote_lookup.ShardedRemoteFeatureProcessedEmbeddingBagCollection
-        sharded = self._bags.put_on_servers(self.tables_in(module), env, device, made)
-        sharded.use_processors(module)
-        return sharded
-
-
-def remote_sharders(
-    client: EmbeddingClient,
-    optimizer: Optimizer | None = None,
-    staleness: int = 0,
-    wire_dtype: torch.dtype = torch.float32,
-    *,
-    tables: Mapping[str, TableSettings] | None = None,
-    gradient_division: bool = True,
-    update: Literal["joint", "each"] = "joint",
-    joint_timeout_s: float = timeouts.JOINT_UPDATE_S,
-) -> "RemoteSharders":
-    """Return the sharders that put every collection of a model on the servers.
-
-    Arguments and errors are those of :class:`persia_torchrec.RemoteSharder`; ``tables``
-    may name tables of collections of any kind.
-
-    Returns:
-        A list, for ``DistributedModelParallel`` and for planners. Its ``flush``,
-        ``optimizer``, ``load_weights`` and the like are for all tables of the model.
-
-    Example:
-        ``sharders = remote_sharders(client, Adagrad(lr=0.02), staleness=1)`` and
-        ``DistributedModelParallel(model, sharders=sharders)``
-    """
-    settings: dict[str, Any] = {
-        "tables": tables,
-        "gradient_division": gradient_division,
-        "update": update,
-        "joint_timeout_s": joint_timeout_s,
-    }
-    common = client, optimizer, staleness, wire_dtype
-    bags = RemoteEmbeddingBagCollectionSharder(*common, **settings)
-    sequences = RemoteEmbeddingCollectionSharder(*common, **settings)
-    # Flushes, rates, the loss scale and settings of either are then those of both.
-    sequences.remote_tables = bags.remote_tables
-    sequences.planned, sequences.described = bags.planned, bags.described
-    ours: list[types.ModuleSharder[Any]] = [
-        bags,
-        sequences,
-        RemoteFeatureProcessedEmbeddingBagCollectionSharder(bags),
-        RemoteFusedEmbeddingBagCollectionSharder(bags),
-    ]
-    taken = {sharder.module_type for sharder in ours}
-    others = [s for s in get_default_sharders() if s.module_type not in taken]
-    return RemoteSharders(bags, [*ours, *others])
-
-
-class RemoteSharders(remote_tables.TableControl, list[types.ModuleSharder[nn.Module]]):
-    """A list of sharders, and what they do together; the first has all their tables."""
-
-    def __init__(
-        self, first: RemoteSharder, sharders: Iterable[types.ModuleSharder[Any]]
-    ) -> None:
-        super().__init__(sharders)
-        self.remote_tables = first.remote_tables
-        self.load_weights = first.load_weights

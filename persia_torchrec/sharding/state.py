@@ -1,7 +1,8 @@
-"""Tables on the servers and state dicts of torch: entries, and tensors both ways.
+"""Tables on the servers and state dicts of torch: tensors both ways.
 
-    model.state_dict()    holds a str in place of each table, see ``add_entries``
-    load_tables           tensors of an ordinary checkpoint -> servers
+    model.state_dict()    holds a StoredTensor for each table, see ``CollectionState``
+    load_state_dict       tensors of an ordinary checkpoint, or of such -> servers
+    load_tables           the same of single tables, with ids and optimizer state
     read_table            servers -> tensors, to save, serve or train as any other model
 
 Tensors are read block by block: those of ``torch.load(path, mmap=True)`` may be larger
@@ -11,38 +12,218 @@ than memory. Row ``i`` of a tensor has the id ``i``. Where a model hashed raw id
 Dimensions: N rows of a table, D embedding dim, S optimizer-state floats per row.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torchrec import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.distributed.types import ShardingEnv
 
 from persia_torchrec.client import transfer
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.client.transfer import IdsOfRows
 from persia_torchrec.errors import BatchError, ConfigError
+from persia_torchrec.routing.hashing import Ids
+from persia_torchrec.sharding import torchrec_api
 from persia_torchrec.sharding.collection import table_configs
+from persia_torchrec.sharding.stored_tensor import (
+    StoredColumns,
+    StoredIds,
+    StoredTable,
+    StoredTensor,
+    blocks,
+    local_shards,
+)
 from persia_torchrec.sharding.torchrec_api import ShardedTensor
 from persia_torchrec.store.row_moves import initial_rows
+from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.precision import Floats
 
 OptimizerState = Mapping[str, object]
 """``{"state": {key of a weight: {name: tensor}}}``, as the ``state_dict()`` of
 TorchRec's fused optimizer has it, and of a ``KeyedOptimizerWrapper``."""
 
+StateDictRows: TypeAlias = Literal["auto", "ids", "none"]
+"""How ``state_dict()`` has the rows of tables on the servers: see ``RemoteSharder``."""
+
 _BEGINNING = "on the embedding servers, not in this state: "
+
+_leaves_rows_out = contextvars.ContextVar("rows are left out", default=False)
+
+
+@contextlib.contextmanager
+def without_rows() -> Iterator[None]:
+    """Let state dicts of this thread leave rows out: the servers save them."""
+    token = _leaves_rows_out.set(True)
+    try:
+        yield
+    finally:
+        _leaves_rows_out.reset(token)
+
+
+class CollectionState:
+    """The rows of a collection, for the state dicts of model and optimizer.
+
+    Called by the thread that trains.
+
+    Args:
+        client: of the servers, which know the tables.
+        tables: ``num_embeddings`` by table.
+        env: of the trainers that save and load together.
+        rows: as of ``RemoteSharder``.
+        flush: waits for this trainer's updates of a table on their way.
+        meet: returns when all trainers have called it.
+    """
+
+    def __init__(
+        self,
+        client: EmbeddingClient,
+        tables: Mapping[str, int],
+        env: ShardingEnv,
+        rows: StateDictRows,
+        *,
+        flush: Callable[[str], None],
+        meet: Callable[[], None],
+    ) -> None:
+        self._client = client
+        self._num_rows = dict(tables)
+        self._env = env
+        self._rows = rows
+        self._flush = flush
+        self.meet = meet
+
+    def is_left_out(self) -> bool:
+        """Return whether state dicts have no rows now."""
+        return self._rows == "none" or _leaves_rows_out.get()
+
+    def table(self, name: str) -> StoredTable:
+        """Return a table as a state dict has it; ids are read where it has others."""
+        self._flush(name)
+        num_rows, ids = self._num_rows[name], None
+        if self._rows == "ids" or len(self._client.count_ids(name, num_rows)[1]):
+            _, ids = self._client.count_ids(name)
+            ids.sort()
+            num_rows = len(ids)
+        return self._stored(name, num_rows, ids)
+
+    def tensors(self, name: str, key: str) -> dict[str, torch.Tensor]:
+        """Return what stands for the weights of a table, by keys beside its own."""
+        table = self.table(name)
+        columns = slice(0, table.spec.dim)
+        tensors: dict[str, torch.Tensor] = {}
+        if table.ids is not None:
+            tensors[ids_key(key)] = StoredTensor(StoredIds(table))
+        tensors[key] = StoredTensor(StoredColumns(table, columns, is_flat=False))
+        return tensors
+
+    def optimizer_tensors(self, name: str) -> dict[str, torch.Tensor]:
+        """Return the state of a table's optimizer, with TorchRec's names and shapes."""
+        if not self._client.table(name).num_state_floats:
+            return {}
+        table = self.table(name)
+        tensors: dict[str, torch.Tensor] = {}
+        if table.ids is not None:
+            tensors[f"{name}.ids"] = StoredTensor(StoredIds(table))
+        parts = zip(_STATE_NAMES, _state_parts(table.spec), strict=False)
+        for of_state, (columns, is_flat) in parts:
+            stored = StoredColumns(table, columns, is_flat=is_flat)
+            tensors[f"{name}.{of_state}"] = StoredTensor(stored)
+        return tensors
+
+    def load(
+        self, name: str, key: str, weights: torch.Tensor, ids: torch.Tensor | None
+    ) -> None:
+        """Write this trainer's part of a table's rows."""
+        own = isinstance(weights, StoredTensor) and weights.stored.table
+        if own and own.name == name and own.client is self._client:
+            return  # what was loaded into it is on the servers
+        shape = torchrec_api.shape_of(weights)
+        dim, num_rows = self._client.table(name).dim, shape[0]
+        must = (num_rows if ids is not None else self._num_rows[name]), dim
+        num_ids = None if ids is None else len(ids)
+        if shape != must or num_ids not in (None, num_rows):
+            raise BatchError(
+                f"{key!r} must have the shape {must}, or come with the id of each row "
+                f"as {ids_key(key)!r}. Received: {shape}, ids: {num_ids}. "
+                "Tensors of other rows are for load_weights(..., ids=...) of the "
+                "sharder."
+            )
+        given = None
+        if ids is not None:
+            whole = ids.whole() if isinstance(ids, StoredTensor) else ids
+            given = whole.to("cpu", torch.int64).numpy().view(np.uint64)
+        table = self._stored(name, num_rows, given)
+        target = StoredTensor(StoredColumns(table, slice(0, dim), is_flat=False))
+        if isinstance(weights, ShardedTensor):
+            target.fill_from(weights)
+            return
+        start, stop = table.own_rows()
+        target.fill_from(weights[start:stop], start)
+
+    def reset(self, names: Iterable[str]) -> None:
+        """Give the rows that tables have their initial weights, and state."""
+        for name in names:
+            self._flush(name)
+            _, ids = self._client.count_ids(name)
+            table = self._stored(name, len(ids), ids)
+            spec = table.spec
+            for a, b in blocks(*table.own_rows(), table.block_rows):
+                rows = initial_rows(spec, ids[a:b])
+                self._client.write(name, ids[a:b], *np.split(rows, [spec.dim], axis=1))
+        self.meet()
+
+    def set_step(self, name: str, step: int) -> None:
+        """Continue counting the steps of a table's optimizer from a number."""
+        self._client.step(name, step)
+
+    def _stored(self, name: str, num_rows: int, ids: Ids | None) -> StoredTable:
+        trainers = self._env.rank, self._env.world_size
+        flush = partial(self._flush, name)
+        return StoredTable(self._client, name, num_rows, ids, *trainers, flush)
+
+
+_STATE_NAMES = ("momentum1", "exp_avg_sq", "momentum3", "momentum4")
+"""How TorchRec calls the tensors of fbgemm's optimizers, behind the table's name."""
+
+
+def _state_parts(spec: TableSpec) -> Iterator[tuple[slice, bool]]:
+    """Yield the columns of each tensor of an optimizer's state, and if it is (N,)."""
+    width, start = spec.dim + spec.num_state_floats, spec.dim
+    optimizer: Any = spec.optimizer
+    of_row = getattr(optimizer, "vectorwise_shared", False)
+    of_row = of_row or getattr(optimizer, "is_rowwise", False)
+    while start < width:
+        stop = start + spec.dim if start + spec.dim <= width else start + 1
+        is_last = stop == width
+        yield slice(start, stop), stop - start < spec.dim or (of_row and is_last)
+        start = stop
+
+
+def ids_key(key: str) -> str:
+    """Return the key of the ids that belong to weights: ``NAME.ids`` of NAME.weight."""
+    return key.removesuffix("weight") + "ids"
 
 
 def add_entries(
     module: Any, state_dict: dict[str, Any], prefix: str, *_: object
 ) -> None:
-    """Put a str for each table into the state of a model; a hook for torch.
+    """Put each table into the state of a model; a hook for torch.
 
-    torch saves and loads it as it is, and code that takes it for a tensor fails.
+    Where rows are left out, a str says so: torch saves and loads it as it is, and code
+    that takes it for a tensor fails.
     """
+    rows = module.collection_state
     for key, table in module.tables_by_key.items():
+        if rows is not None and not rows.is_left_out():
+            tensors = rows.tensors(table, prefix + key)
+            if len(tensors) > 1:  # a checkpoint has the ids first, and loads them first
+                del state_dict[prefix + key]
+            state_dict.update(tensors)
+            continue
         state_dict[prefix + key] = (
             f"{_BEGINNING}the rows of table {table!r}. save_checkpoint and "
             "load_checkpoint of persia_torchrec keep them with the dense half; "
@@ -52,8 +233,9 @@ def add_entries(
 
 
 def is_state_entry(value: object) -> bool:
-    """Return whether a value of a state dict stands for a table on the servers."""
-    return isinstance(value, str) and value.startswith(_BEGINNING)
+    """Return whether a value of a state dict is of a table on the servers."""
+    is_text = isinstance(value, str) and value.startswith(_BEGINNING)
+    return is_text or isinstance(value, StoredTensor)
 
 
 def take_entries(
@@ -65,19 +247,29 @@ def take_entries(
     missing_keys: list[str],
     *_: object,
 ) -> None:
-    """Take these out of a state before the rest is loaded; refuse weights instead."""
+    """Write the rows of a state to the servers before the rest is loaded.
+
+    Each trainer writes a part; all return when all rows are there.
+    """
+    num_loaded, placeholders = 0, dict(module.named_parameters())
     for key, table in module.tables_by_key.items():
         entry = state_dict.pop(prefix + key, None)
-        if entry is None and strict:
+        ids = state_dict.pop(ids_key(prefix + key), None)
+        if entry is not None and key in placeholders:
+            state_dict[prefix + key] = placeholders[key].detach()  # as torch wants it
+        elif entry is None and strict and key not in placeholders:
             missing_keys.append(prefix + key)
-        elif not isinstance(entry, str | None):
+        if entry is None or isinstance(entry, str):
+            continue
+        if module.collection_state is None or not isinstance(entry, torch.Tensor):
             raise ConfigError(
-                f"{prefix + key!r} must not hold weights: the rows of this table are "
-                f"on the embedding servers. Received: {type(entry).__name__}. Call "
-                "load_weights(state_dict) of the sharder, or load_tables(client, "
-                f"state_dict, [{table!r}]), to write them there; then load the dense "
-                "half with strict=False, without the keys of such tables."
+                f"{prefix + key!r} must be a tensor of the rows of table {table!r}, "
+                f"of a model whose sharder has a client. Received: {type(entry)}."
             )
+        module.collection_state.load(table, prefix + key, entry, ids)
+        num_loaded += 1
+    if num_loaded:
+        module.collection_state.meet()
 
 
 def load_tables(
@@ -161,7 +353,7 @@ class _TensorRows:
 def _cut(
     weight: torch.Tensor, state: Sequence[torch.Tensor], ids: IdsOfRows, block_rows: int
 ) -> Iterator[transfer.RowBlock]:
-    shards = [_local_shards(tensor) for tensor in (weight, *state)]
+    shards = [local_shards(tensor) for tensor in (weight, *state)]
     if len({len(of_tensor) for of_tensor in shards}) > 1:
         raise BatchError(
             "Weights and optimizer state must be sharded alike. Received: "
@@ -175,20 +367,6 @@ def _cut(
             block_rows=block_rows,
             first_row=first_row,
         )
-
-
-def _local_shards(tensor: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-    """Return each shard that is here, after the number of its first row."""
-    if not isinstance(tensor, ShardedTensor):
-        return [(0, tensor)]
-    size, shards = tuple(tensor.metadata().size), tensor.local_shards()
-    for shape in (tuple(shard.tensor.shape) for shard in shards):
-        if shape[1:] != size[1:]:
-            raise BatchError(
-                "Sharded tensors must be sharded by rows. Received: a shard of "
-                f"{shape} of {size}. Gather it."
-            )
-    return [(shard.metadata.shard_offsets[0], shard.tensor) for shard in shards]
 
 
 def _find(table: str, entries: Mapping[str, Any], where: str) -> Any:
@@ -297,6 +475,10 @@ def read_table(
             numbers = absent[start : start + transfer.BLOCK_ROWS]
             rows = initial_rows(spec, ids_N[numbers])
             weights[numbers], state[numbers] = np.split(rows, [spec.dim], axis=1)
+            if spec.shared_rows:
+                split = client.split(ids_N[numbers], table)
+                [rows] = client.pull([(table, split)])
+                weights[numbers] = rows[split.inverse]
     tensors = map(torch.from_numpy, (weights, state, is_present))
     return TableTensors._make([*tensors, client.step(table)])
 

@@ -1,25 +1,63 @@
 """Everything private of torch and TorchRec that this package relies on.
 
 No other file reaches into these libraries: a new release of theirs is fitted here.
-Checked with torch 2.13 and TorchRec 1.8; ``tests/sharding/test_torchrec_api.py`` names
-each attribute, and fails with a sentence where one is missing.
+Checked with torch 2.11 to 2.14 and TorchRec 1.6 to 1.9; ``tests/sharding/
+test_torchrec_api.py`` names each attribute, and fails with a sentence where one is
+missing.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.shard import Shard
+from torchrec import EmbeddingCollection
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_kernel import BaseEmbedding
 from torchrec.distributed.embedding_types import BaseEmbeddingSharder
+from torchrec.optim.fused import EmptyFusedOptimizer
 
-__all__ = ["ShardedTensor"]
+__all__ = ["Shard", "ShardedTensor"]
+
+T = TypeVar("T", bound=torch.Tensor)
+
+MIXES_SEQUENCES = hasattr(EmbeddingCollection, "use_gather_select_per_sharding")
+"""Whether a part of a sharded ``EmbeddingCollection`` is one: from TorchRec 1.8 on."""
 
 GROWTH_TRACKER = "_growth_tracker"
 """The key of a ``GradScaler``'s state that counts steps since the scale changed."""
+
+
+def make_tensor(cls: type[T], shape: tuple[int, ...], dtype: torch.dtype) -> T:
+    """Make a tensor of a subclass, without memory; it has ``__torch_dispatch__``."""
+    tensor: T = cls._make_wrapper_subclass(cls, shape, dtype=dtype)
+    return tensor
+
+
+def call_operator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function of torch's with tensors of a subclass, which it may return."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return function(*args, **kwargs)
+
+
+def is_mutable(operator: Any) -> bool:
+    """Return whether an operator of torch's changes an argument."""
+    return bool(operator._schema.is_mutable)
+
+
+def is_view(operator: Any) -> bool:
+    """Return whether an operator of torch's returns a view of its argument."""
+    returned = [value.alias_info for value in operator._schema.returns]
+    return bool(returned) and all(info and not info.is_write for info in returned)
+
+
+def shape_of(tensor: Any) -> tuple[int, ...]:
+    """Return the shape of a tensor, which may be sharded: of the whole."""
+    is_sharded = isinstance(tensor, ShardedTensor)
+    return tuple(tensor.metadata().size if is_sharded else tensor.shape)
 
 
 def backward_pass() -> int:
@@ -42,6 +80,11 @@ def optimizers_in_backward(
     classes = getattr(parameter, "_optimizer_classes", [])
     arguments = getattr(parameter, "_optimizer_kwargs", [])
     return list(zip(classes, arguments, strict=True))
+
+
+def mark_in_backward(parameter: nn.Parameter) -> None:
+    """Let a parameter look like one whose optimizer runs in the backward pass."""
+    parameter._in_backward_optimizers = [EmptyFusedOptimizer()]  # type: ignore[attr-defined]
 
 
 def set_device(collection: Any, device: torch.device) -> None:

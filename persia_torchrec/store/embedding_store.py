@@ -10,7 +10,6 @@ In a memory file every change is all or nothing: see ``recovery.py``.
 """
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
@@ -22,7 +21,7 @@ import numpy as np
 from persia_torchrec.compiled import read_only
 from persia_torchrec.decoding import parse_json
 from persia_torchrec.errors import ConfigError, StoreError
-from persia_torchrec.store import loops, memory
+from persia_torchrec.store import loops, memory, table_states
 from persia_torchrec.store.fbgemm_engine import EngineChoice, OptimizerEngine
 from persia_torchrec.store.index import MAX_ROWS, Index
 from persia_torchrec.store.journal import ChangedSlots, ChangeJournal, Ring
@@ -43,8 +42,9 @@ from persia_torchrec.store.recovery import Recovery
 from persia_torchrec.store.requests import CLEAR, STEP, WRITE, Change, Requests
 from persia_torchrec.store.requests import Request as Request
 from persia_torchrec.store.requests import UpdateResult as UpdateResult
-from persia_torchrec.store.tables import Published, PublishedTable, TableState
-from persia_torchrec.table import TableSpec
+from persia_torchrec.store.tables import Metadata as Metadata
+from persia_torchrec.store.tables import Published, TableState
+from persia_torchrec.table import TableSpec, with_parts
 
 Eviction = Literal["lru", "lfu"]
 """Which row leaves a full store: the least recently, or least frequently used."""
@@ -78,22 +78,6 @@ class ScannedRows:
     next_slot: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Metadata:
-    """Metadata of N ids; all 0 for an id that has no row.
-
-    ``frequency`` counts how often the id was in training batches since its row was
-    made, and while it waited for that, repeats included; it saturates. ``first_step``
-    and ``last_step`` are the table's steps when the row was made and last updated,
-    ``last_s`` the second (since 1970) of the latter.
-    """
-
-    frequency: Counts
-    first_step: Counts
-    last_step: Counts
-    last_s: Counts
-
-
 class EmbeddingStore:
     """Rows by table and id, least recently used out first.
 
@@ -102,6 +86,9 @@ class EmbeddingStore:
         arenas: one per width of rows, see ``memory.py``.
         tally: see ``memory.HITS`` and the others.
         journal: notes which rows change, once told to.
+        steps: the steps of all tables.
+        addresses: what every table's layout points to, see ``memory.store_at``.
+        engine_choice: says which engine updates a table.
         was_loading: the previous process died while it loaded a checkpoint, or before
             rows were written after that; no rows are left.
 
@@ -132,7 +119,7 @@ class EmbeddingStore:
             raise ConfigError(f"eviction must be lru or lfu. Received: {eviction!r}.")
         self.capacity_rows = capacity_rows
         self.is_lfu = eviction == "lfu"
-        self._engine_choice = EngineChoice(optimizer_engine)
+        self.engine_choice = EngineChoice(optimizer_engine)
         self.clock = clock
         self.memory: StoreMemory = PrivateMemory()
         num_classes = NUM_LFU_CLASSES if self.is_lfu else 1
@@ -156,20 +143,20 @@ class EmbeddingStore:
         is_load = self.tally[memory.CHANGE] == memory.LOAD
         self.was_loading = bool(is_load or self.is_loading)
         self.tally[memory.CAPACITY] = self.capacity_rows
-        self._steps = self.memory.area(memory.STEPS)
+        self.steps = self.memory.area(memory.STEPS)
         self.index = Index(self.capacity_rows, self.memory)
         self.logs = RecencyLogs(self.capacity_rows, num_classes, self.memory)
         self.arenas = Arenas(self.capacity_rows, self.memory, tables.num_arenas)
-        # What every table's layout points to: see memory.store_at.
-        self._addresses: Words = np.zeros(6, dtype=np.uint64)
+        self.addresses: Words = np.zeros(6, dtype=np.uint64)
         self.states: list[TableState] = []
         self._set_addresses()
         self._ring = None
         if self.recovery is not None:
-            self._ring = Ring.open(self.memory, self._steps, tables.journal)
+            self._ring = Ring.open(self.memory, self.steps, tables.journal)
         self.journal = ChangeJournal(self.tally, self._ring)
         for table in tables.tables:
-            self.states.append(self._open_table(table))
+            self.states.append(table_states.open_published(self, table))
+        table_states.link(self.states)
         self._requests.open_notes(*tables.notes)
         if self.memory.is_new:
             self.publish([])
@@ -184,6 +171,11 @@ class EmbeddingStore:
     def num_rows(self) -> int:
         """Rows in use, of all tables."""
         return int(self.tally[memory.ROWS])
+
+    @property
+    def num_updates(self) -> int:
+        """The sum of the tables' steps."""
+        return sum(state.num_updates for state in self.states if not state.is_part)
 
     @property
     def tick(self) -> int:
@@ -208,21 +200,15 @@ class EmbeddingStore:
 
         The rows of a known table keep their form. An error changes no table.
         """
-        for name, times in Counter(spec.name for spec in specs).items():
-            if times > 1:
-                raise ConfigError(
-                    "Tables added together must have different names. "
-                    f"Received: {name!r} {times} times."
-                )
         number_of = {spec.name: number for number, spec in enumerate(self.tables)}
-        numbers = [number_of.setdefault(s.name, len(number_of)) for s in specs]
         states, num_arenas = list(self.states), len(self.arenas.words)
         try:
-            for number, spec in zip(numbers, specs, strict=True):
+            for spec in with_parts(specs):
+                number = number_of.setdefault(spec.name, len(number_of))
                 if number < len(states):
-                    states[number] = self._change_table(states[number], spec)
+                    states[number] = table_states.change(self, states[number], spec)
                 else:
-                    states.append(self._make_table(spec, number))
+                    states.append(table_states.make(self, spec, number))
             self.publish(states)
         except BaseException:
             self.arenas.drop(num_arenas)
@@ -232,7 +218,8 @@ class EmbeddingStore:
             if before.remembered is not state.remembered and before.remembered.size:
                 self.memory.emptied(before.remembered)
         self.states = states
-        return numbers
+        table_states.link(states)
+        return [number_of[spec.name] for spec in specs]
 
     def add_table(self, spec: TableSpec) -> int:
         """Add one table: :meth:`add_tables`."""
@@ -241,7 +228,8 @@ class EmbeddingStore:
     def wants_counts(self, table: int) -> bool:
         """Return whether it matters how often an id is in a batch."""
         state = self.states[table]
-        return state.admission is not None or state.has_metadata
+        is_seen = state.admission is not None or state.blocks is not None
+        return is_seen or state.has_metadata
 
     def lookup(
         self,
@@ -262,12 +250,33 @@ class EmbeddingStore:
         training only.
         """
         state = self.states[table]
+        if state.blocks is None:
+            return self.look_up_rows(
+                state, ids_N, out_ND, training=training, counts_N=counts_N
+            )
+        if training:
+            return state.blocks.look_up(self, state, read_only(ids_N), out_ND, counts_N)
+        state.blocks.read_only(self, state, read_only(ids_N), out_ND)
+        return _NO_SLOTS
+
+    def look_up_rows(
+        self,
+        state: TableState,
+        ids_N: Ids,
+        out_ND: Floats,
+        *,
+        training: bool,
+        counts_N: Counts | None = None,
+    ) -> Slots:
+        """Do :meth:`lookup` of rows that have one block."""
         layout = state.layout
         if ids_N.flags.writeable:
             ids_N = read_only(ids_N)
         if not training:
             value = np.float32(state.spec.admission.unadmitted_value)
             loops.lookup_readonly(layout, ids_N, out_ND, value)
+            if state.shared is not None:
+                state.shared.read(ids_N, None, out_ND)
             return _NO_SLOTS
         if counts_N is None:
             counts_N = _NO_COUNTS
@@ -285,20 +294,41 @@ class EmbeddingStore:
         missing = admitted = _NO_INDICES
         if num_missing:
             missing = missing_N[:num_missing]
-            self._requests.keep_admission(state, num_missing)
-            arrays = ids_N, counts_N, missing, out_ND
-            chosen = admitted, _ = state.admit(*arrays, self.tick)
-            self.tally[memory.REJECTED] += len(missing) - len(admitted)
-            self.make_room(table, len(admitted))
-            layout[memory.NOW_S] = max(int(self.clock()), 0)
-            state.insert(state.at, ids_N, counts_N, chosen, out_ND, slots_N)
+            admitted = self._make_missing(state, missing, *arguments[1:5])
         if self.journal.is_on:
-            used = ChangedSlots(table, int(layout[memory.ARENA]), self.tick, slots_N)
-            self.journal.used(used, ids_N, missing, admitted)
+            at = state.number, int(layout[memory.ARENA])
+            self.journal.used(
+                ChangedSlots(*at, self.tick, slots_N), ids_N, missing, admitted
+            )
             if state.remembered.size:
-                self.journal.seen(table, ids_N[missing])
+                self.journal.seen(state.number, ids_N[missing])
         self._requests.end()
         return slots_N
+
+    def _make_missing(
+        self,
+        state: TableState,
+        missing: loops.Indices,
+        ids_N: Ids,
+        counts_N: Counts,
+        out_ND: Floats,
+        slots_N: Slots,
+    ) -> loops.Indices:
+        """Make the rows of those missing ids that are admitted; return which."""
+        self._requests.keep_admission(state, len(missing))
+        arrays = ids_N, counts_N, missing, out_ND
+        chosen = admitted, _ = state.admit(*arrays, self.tick)
+        self.tally[memory.REJECTED] += len(missing) - len(admitted)
+        state.layout[memory.NOW_S] = max(int(self.clock()), 0)
+        shared = state.shared if state.admission is not None else None
+        if shared is not None:
+            shared.make(self, ids_N, np.setdiff1d(missing, admitted))
+        self.make_room(state.number, len(admitted))
+        state.insert(state.at, ids_N, counts_N, chosen, out_ND, slots_N)
+        if shared is not None:
+            shared.read(ids_N, missing, out_ND)
+            shared.begin_rows(ids_N, admitted, out_ND)
+        return admitted
 
     def update(
         self,
@@ -314,12 +344,17 @@ class EmbeddingStore:
         """
         with self.request() as request:
             self.add_update(table, ids_N, grads_ND, hints_N)
-        return request.results[0]
+        return request.results[-1]
 
     def add_update(
         self, table: int, ids_N: Ids, grads_ND: Floats, hints_N: Slots | None = None
     ) -> None:
         """Do :meth:`update` at the end of the open request, which has the result."""
+        blocks = self.states[table].blocks
+        if blocks is not None:
+            parts, grads_ND = blocks.split_update(read_only(ids_N), grads_ND)
+            for part in parts:
+                self._requests.add_update(*part)
         self._requests.add_update(table, ids_N, grads_ND, hints_N)
 
     def request(self) -> Request:
@@ -351,21 +386,33 @@ class EmbeddingStore:
                 f"At most {self.capacity_rows} rows fit. Received: {len(ids_N)} ids."
             )
         state = self.states[table]
-        weights_ND = np.empty((len(ids_N), state.spec.dim), dtype=np.float32)
+        if state.blocks is not None:
+            state.blocks.write(self, state, ids_N, rows_NK)
+        else:
+            self.write_rows(state, ids_N, rows_NK)
+
+    def write_rows(self, state: TableState, ids_N: Ids, rows_NK: Floats) -> None:
+        """Do :meth:`write` of rows that have one block."""
+        weights_ND = np.empty((len(ids_N), state.spec.row_dim), dtype=np.float32)
         ids_N, rows_NK = read_only(ids_N), read_only(rows_NK)
         admission, state.admission = state.admission, None
         with self.request():
             try:
-                self.lookup(table, ids_N, weights_ND, training=True)
+                self.look_up_rows(state, ids_N, weights_ND, training=True)
             finally:
                 state.admission = admission
-            self._requests.add(Change(WRITE, table, ids=ids_N, values=rows_NK))
+            self._requests.add(Change(WRITE, state.number, ids=ids_N, values=rows_NK))
 
     def read(self, table: int, ids_N: Ids) -> Floats:
         """Return weights and state of ids, ``(N, D + S)``; zeros without a row."""
-        return self._read_slots(table, self.find(table, ids_N))
+        state = self.states[table]
+        if state.blocks is not None:
+            return state.blocks.read(self, state, ids_N)
+        return self.read_slots(state, self.find(table, ids_N))
 
-    def scan(self, table: int, start: int, max_rows: int) -> ScannedRows:
+    def scan(
+        self, table: int, start: int, max_rows: int, *, only_ids: bool = False
+    ) -> ScannedRows:
         """Return the next rows of a table, in the order of their slots.
 
         ``start`` is 0, then ``next_slot`` of the previous slice, which may be short, or
@@ -382,7 +429,8 @@ class EmbeddingStore:
         slots_N = slots_N[:num]
         ids_N = np.ascontiguousarray(words[slots_N, 0])
         end = next_slot if next_slot < num_used else None
-        return ScannedRows(ids_N, self._read_slots(table, slots_N), end)
+        read = ids_N[:0] if only_ids else ids_N
+        return ScannedRows(ids_N, self.read(table, read), end)
 
     def set_step(self, table: int, step: int) -> None:
         """Continue counting a table's update requests from ``step``."""
@@ -465,7 +513,7 @@ class EmbeddingStore:
         self.logs.clear()
         for state in self.states:
             state.forget(self.memory)
-        self.tally[memory.ROWS] = 0
+        self.tally[memory.ROWS] = self.tally[memory.PINNED_ROWS] = 0
         self._set_addresses()
         self.journal.cleared()
 
@@ -509,47 +557,7 @@ class EmbeddingStore:
         """Write what :func:`memory.store_at` reads: addresses, and how many logs."""
         logs, index = self.logs.directory, self.index
         arrays = index.lines, index.cursor, self.arenas.directory, logs, self.tally
-        self._addresses[:] = [*(array.ctypes.data for array in arrays), len(logs)]
-
-    def _make_table(self, spec: TableSpec, number: int) -> TableState:
-        """Return the state of a new table; add an arena if none has its width."""
-        if number >= memory.MAX_TABLES:
-            raise StoreError(f"A server holds at most {memory.MAX_TABLES} tables.")
-        has_metadata = spec.has_metadata or self.is_lfu
-        layout = memory.build_layout(spec, number, has_metadata=has_metadata)
-        num_bytes = int(layout[memory.STATE]) + 4 * spec.num_state_floats
-        width = (num_bytes + 7) // 8
-        widths = [words.shape[1] for words in self.arenas.words]
-        if width not in widths:
-            self.arenas.add(width)
-            widths.append(width)
-        layout[memory.ARENA] = widths.index(width)
-        return self._build_state(spec, layout, self._remember(spec))
-
-    def _open_table(self, table: PublishedTable) -> TableState:
-        """Return the state of a table that :meth:`publish` described."""
-        known, number = TableSpec.from_json(table.spec), len(self.states)
-        has_metadata = known.has_metadata or self.is_lfu
-        layout = memory.build_layout(known, number, has_metadata=has_metadata)
-        table.require_fits(layout, [words.shape[1] for words in self.arenas.words])
-        layout[memory.ARENA] = table.arena
-        words = np.empty(0, dtype=np.uint64)
-        if table.remembered:
-            words = self.memory.find(memory.address_at(self._steps, table.remembered))
-        words = words[: known.admission.num_memory_words()]
-        fits = len(words) == known.admission.num_memory_words()
-        memory.require_sound(fits and number < memory.MAX_TABLES, "tables")
-        return self._build_state(known, layout, words)
-
-    def _build_state(
-        self, spec: TableSpec, layout: memory.Layout, remembered: Words
-    ) -> TableState:
-        number = int(layout[memory.OWNER]) - 1
-        layout[memory.STORE] = self._addresses.ctypes.data
-        engine = self._engine_choice.choose(spec)
-        step = self._steps[number : number + 1]
-        at = layout, self._requests.log
-        return TableState(spec, at, engine, step=step, remembered=remembered)
+        self.addresses[:] = [*(array.ctypes.data for array in arrays), len(logs)]
 
     def publish(self, states: Sequence[TableState]) -> None:
         """Write down the tables, for a process that opens the memory later."""
@@ -557,33 +565,15 @@ class EmbeddingStore:
             return
         found = Published(
             len(self.arenas.words),
-            [state.describe(self._steps) for state in states],
+            [state.describe(self.steps) for state in states],
             self._requests.describe_notes(),
-            self._ring.at(self._steps) if self._ring else 0,
+            self._ring.at(self.steps) if self._ring else 0,
         )
         self.memory.publish(msgspec.json.encode(found))
 
-    def _change_table(self, state: TableState, spec: TableSpec) -> TableState:
-        """Return the state of a known table under new settings."""
-        engine = self._engine_choice.choose(spec)
-        state.require_same_rows(spec, is_lfu=self.is_lfu)
-        counts_on, remembered = state.counts_as(spec), state.remembered
-        if remembered.size != spec.admission.num_memory_words() or not counts_on:
-            remembered = self._remember(spec)
-            if counts_on:
-                spec.admission.remember(remembered, state.sightings())
-        return state.changed(spec, engine, remembered)
-
-    def _remember(self, spec: TableSpec) -> Words:
-        """Return the memory of a table's admission, all of it allocated."""
-        [remembered] = self.memory.reserve(spec.admission.num_memory_words())
-        if remembered.size:
-            self.memory.commit(remembered, remembered.size)
-        return remembered
-
-    def _read_slots(self, table: int, slots_N: Slots) -> Floats:
-        state = self.states[table]
-        width = state.spec.dim + state.spec.num_state_floats
+    def read_slots(self, state: TableState, slots_N: Slots) -> Floats:
+        """Return all floats of rows of one block; zeros for ``MISSING``."""
+        width = state.spec.row_dim + state.spec.num_row_floats
         out = np.empty((len(slots_N), width), dtype=np.float32)
         memory.read_rows(state.layout, slots_N, out)
         return out

@@ -307,6 +307,8 @@ class EngineChoice:
         if not isinstance(reason, str):
             wrong_dim = f"dims must be multiples of {_DIM_STEP}"
             reason = wrong_dim if spec.dim % _DIM_STEP else ""
+        if spec.dynamic.is_on:
+            reason = "fbgemm has no dynamic dim"
         if self._choice == "fbgemm" and reason:
             raise ConfigError(
                 "With optimizer_engine=fbgemm every table needs an optimizer and a dim "

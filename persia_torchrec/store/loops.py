@@ -267,7 +267,7 @@ def build_insert(kernel: Kernel) -> Callable[..., None]:
     Arguments as in :func:`lookup_training`, which has made room for N touches. A
     repeated id gets one row. ``chosen``: offsets; sightings before, of each or of none.
     """
-    begin_row = _build_begin_row(kernel)
+    begin_row = build_begin_row(kernel)
 
     def insert(
         table: TableAt,
@@ -308,7 +308,7 @@ def build_insert(kernel: Kernel) -> Callable[..., None]:
     return specialized(insert, kernel)
 
 
-def _build_begin_row(kernel: Kernel) -> Callable[..., None]:
+def build_begin_row(kernel: Kernel) -> Callable[..., None]:
     """Compile what writes the weights, state and metadata of a new row."""
     draw_weights = inlined_kernel(kernel, is_as_written=True)
 
@@ -371,6 +371,7 @@ def find_or_make(
     add_entry(index, (hash_ << _S32) | (slot + _ONE))
     store.cursor[ENTRIES] += _ONE
     store.tally[memory.ROWS] += 1
+    store.tally[memory.PINNED_ROWS] += np.int64(rows.is_pinned)
     return slot, True
 
 
@@ -402,6 +403,7 @@ def remove_ids(table: TableAt, ids_N: Ids) -> None:
         slot = find_slot(index, rows, ids_N[i], hash_id(ids_N[i], rows.owner))
         if slot != NOT_FOUND:
             remove_row(store, index, rows.arena, slot)
+            store.tally[memory.PINNED_ROWS] -= np.int64(rows.is_pinned)
 
 
 @compiled

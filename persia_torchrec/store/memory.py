@@ -59,26 +59,28 @@ MAX_ARENAS = 2**13
 MAX_TABLES = 2**16 - 2
 
 STORE, ARENA, OWNER, DIM, DTYPE, WEIGHTS, STATE, NUM_STATE = range(8)
-HAS_METADATA, SCRATCH, FILL, SEED, INITIAL_STATE, STEP, NOW_S = range(8, 15)
-NUM_COLUMNS = 15
+HAS_METADATA, SCRATCH, FILL, SEED, INITIAL_STATE, STEP, NOW_S, PINNED = range(8, 16)
+NUM_COLUMNS = 16
 """Columns of a table's layout. Addresses: of the store's arrays, of ``DIM`` floats to
 widen a row in, of the initializer's numbers, of the state of a new row. Bytes of a row
 at which its weights and its state begin. Numbers: of its arena, of the table plus one,
 of weights and of floats of state, of the weight dtype. Whether rows carry metadata; the
-seed; the table's step, and the second of the current request."""
+seed; the table's step, and the second of the current request; whether rows stay when
+the store is full."""
 
 HITS, MISSES, INSERTED, REJECTED, ROWS, TICK = range(6)
 EVICTED, EXPIRED_STEPS, EXPIRED_SECONDS, EXPIRED_NORM = range(6, 10)
 LEFT_AT, LEFT_ROOM, CAPACITY, MISSED, REFUSED = range(10, 15)
-CHANGE, SWEPT_ARENA, SWEPT_SLOT, LOADING = range(15, 19)
-NUM_TALLIES = 19
+CHANGE, SWEPT_ARENA, SWEPT_SLOT, LOADING, PINNED_ROWS = range(15, 20)
+NUM_TALLIES = 20
 """Columns of the tally: ids found, ids not found, rows made, ids refused a row, rows in
 use, tick of the current request; rows that left because the store was full, because of
 their age in steps, in seconds, because of their norm; address at which the next row to
 leave is noted, or 0, and for how many there is room (see ``journal.py``); rows that the
 store may hold; gradients without a row, and with NaN or an infinity; what change is in
 progress (see ``NO_CHANGE``); arena and slot where the next slice of a sweep begins;
-whether the rows of a checkpoint, and of increments, are being loaded."""
+whether the rows of a checkpoint, and of increments, are being loaded; rows that stay
+when the store is full."""
 
 NO_CHANGE, REQUEST, LOAD, CLEAR = range(4)
 """What changes the store right now: nothing; a request that would be undone; a load; a
@@ -297,7 +299,9 @@ class Arenas:
         """Write the line of an arena without rows."""
         line, words, tags = self._lines[number], self.words[number], self.tags[number]
         places = distance(self._lines, words), distance(self._lines, tags)
-        line[:] = places[0], words.strides[0], 0, 0, places[1], 0
+        for column in (FREE, USED, SLOTS):  # one by one: each is at most the next
+            line[column] = 0
+        line[BASE], line[STRIDE], line[TAGS] = places[0], words.strides[0], places[1]
         self._commit(number, 0)
 
     def _commit(self, number: int, num_slots: int) -> None:
@@ -309,14 +313,14 @@ class Arenas:
 
 
 def build_layout(spec: TableSpec, number: int, *, has_metadata: bool) -> Layout:
-    """Return a layout ``(15,)`` without addresses, arena, seed, step and time."""
+    """Return a layout ``(16,)`` without addresses, arena, seed, step and time."""
     dtype = _DTYPES.index(spec.weight_dtype)
     layout = np.zeros(NUM_COLUMNS, dtype=np.uint64)
     layout[OWNER] = number + 1
-    layout[DIM], layout[NUM_STATE] = spec.dim, spec.num_state_floats
+    layout[DIM], layout[NUM_STATE] = spec.row_dim, spec.num_row_floats
     layout[DTYPE], layout[HAS_METADATA] = dtype, has_metadata
     layout[WEIGHTS] = _HEADER_BYTES + _METADATA_BYTES * has_metadata
-    weight_floats = spec.dim if dtype == FP32 else (spec.dim + 1) // 2
+    weight_floats = spec.row_dim if dtype == FP32 else (spec.row_dim + 1) // 2
     layout[STATE] = int(layout[WEIGHTS]) + 4 * weight_floats
     return layout
 
@@ -357,6 +361,7 @@ class RowsAt(NamedTuple):
     state: np.uint64
     state_bytes: np.uint64
     has_metadata: bool
+    is_pinned: bool
 
 
 keep_words = inlined_kernel(kernel.keep_words)
@@ -417,6 +422,7 @@ def rows_at(store: StoreAt, layout: Layout) -> RowsAt:
         layout[STATE],
         layout[NUM_STATE] * np.uint64(4),
         layout[HAS_METADATA] != _ZERO,
+        layout[PINNED] != _ZERO,
     )
 
 

@@ -203,13 +203,15 @@ def touch(
 ) -> None:
     """Make the row whose header is at ``address`` the most recently used of a class.
 
-    ``logs`` is the address of the directory. All touches of a tick are of one arena.
+    ``logs`` is the address of the directory. All touches of a tick are of one arena. A
+    pinned row has no record, so that it never leaves.
     """
-    line = logs + class_ * _LINE_BYTES
-    if cpu.load_u64(line + WORD * np.uint64(TAIL_TICK)) != tick:
-        _append_mark(line, TAIL, tick, rows.arena)
-        cpu.store_u64(line + WORD * np.uint64(TAIL_TICK), tick)
-    _append(line, TAIL, slot)
+    if not rows.is_pinned:
+        line = logs + class_ * _LINE_BYTES
+        if cpu.load_u64(line + WORD * np.uint64(TAIL_TICK)) != tick:
+            _append_mark(line, TAIL, tick, rows.arena)
+            cpu.store_u64(line + WORD * np.uint64(TAIL_TICK), tick)
+        _append(line, TAIL, slot)
     cpu.store_u64(address + WORD, (rows.owner << memory.OWNER_SHIFT) | tick)
     cpu.store_u8(rows.tags + slot, tick)
 

@@ -332,8 +332,14 @@ class Requests:
         if kind == STEP:
             state.num_updates = step
             return
-        counts = state.step_rows(ids_N, hints_N, values_NK, step=step, now_s=now_s)
+        if state.shared is None:
+            counts = state.step_rows(ids_N, hints_N, values_NK, step=step, now_s=now_s)
+        else:
+            counts = state.shared.step(self._store, state, change, now_s)
         request.results.append(self._build_result(change, *counts))
+        if state.blocks is not None and step % state.spec.dynamic.period == 0:
+            period = step // state.spec.dynamic.period
+            state.blocks.end_period(self._store, state, period)
 
     def _build_result(self, change: Change, missed: int, refused: int) -> UpdateResult:
         unadmitted, state = 0, self._store.states[change.table]

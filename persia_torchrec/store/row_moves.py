@@ -29,7 +29,6 @@ same rows. A row that has changed without having been used keeps its position.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +37,7 @@ from persia_torchrec import intrinsics as cpu
 from persia_torchrec.compiled import compiled, inlined, read_only
 from persia_torchrec.embedding.admission import AdmitAll
 from persia_torchrec.store import loops, memory, recency
+from persia_torchrec.store.columns import RowColumns, RowShape
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.float16 import FP32
 from persia_torchrec.store.memory import (
@@ -52,13 +52,12 @@ from persia_torchrec.store.memory import (
     Words,
 )
 from persia_torchrec.store.recency import RecencyLogs
+from persia_torchrec.store.shared_rows import require_room
 from persia_torchrec.store.tables import TableState
 from persia_torchrec.table import TableSpec
 
 Numbers = npt.NDArray[np.uint32]
 Bools = npt.NDArray[np.bool_]
-
-METADATA_WORDS = 4
 
 NEVER = np.uint64(0)
 """The tick of a row that is left out."""
@@ -77,71 +76,6 @@ _LOOK_AHEAD = 16
 _S3, _S32 = np.uint64(3), np.uint64(32)
 _ZERO, _ONE = np.uint64(0), np.uint64(1)
 _2, _4, _8, _16 = (np.uint64(num) for num in (2, 4, 8, 16))
-
-
-@dataclass(frozen=True, slots=True)
-class RowColumns:
-    """Some rows of one table.
-
-    ``uses`` says when each was last used: the request's tick, and in the lowest 24 bits
-    the position among the rows of that request. All servers of a job get the same
-    requests, so that their ticks can be compared. ``metadata`` is ``(N, 4)``:
-    frequency, last step, first step, last second; or ``(N, 0)``. 16-bit weights are
-    their bits, in uint16.
-    """
-
-    ids: npt.NDArray[np.uint64]
-    uses: npt.NDArray[np.uint64]
-    metadata: npt.NDArray[np.uint32]
-    state: npt.NDArray[np.float32]
-    weights: npt.NDArray[Any]
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def columns(self) -> list[npt.NDArray[Any]]:
-        """Return the columns, in the order above."""
-        return [self.ids, self.uses, self.metadata, self.state, self.weights]
-
-    def addresses(self) -> npt.NDArray[np.uint64]:
-        """Return where the columns are, for loops; the caller keeps them alive."""
-        addresses = [column.ctypes.data for column in self.columns()]
-        return np.array(addresses, dtype=np.uint64)
-
-
-@dataclass(frozen=True, slots=True)
-class RowShape:
-    """The form of a table's columns."""
-
-    spec: TableSpec
-    has_metadata: bool
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row in all columns."""
-        return sum(column.nbytes for column in self.empty(1).columns())
-
-    def empty(self, num_rows: int) -> RowColumns:
-        """Return columns with room for rows."""
-        spec = self.spec
-        dtype = np.float32 if spec.weight_dtype == "fp32" else np.uint16
-        return RowColumns(
-            np.empty(num_rows, np.uint64),
-            np.empty(num_rows, np.uint64),
-            np.empty((num_rows, METADATA_WORDS * self.has_metadata), np.uint32),
-            np.empty((num_rows, spec.num_state_floats), np.float32),
-            np.empty((num_rows, spec.dim), dtype),
-        )
-
-    def view(self, payload: bytes) -> RowColumns:
-        """View the bytes of whole rows, column after column, as columns."""
-        num_rows, offset = len(payload) // self.row_bytes, 0
-        columns = []
-        for column in self.empty(num_rows).columns():
-            flat = np.frombuffer(payload, column.dtype, column.size, offset)
-            columns.append(flat.reshape(column.shape))
-            offset += flat.nbytes
-        return RowColumns(*columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +219,7 @@ def gather_rows(
 def initial_rows(spec: TableSpec, ids_N: Ids) -> Floats:
     """Return the rows ``(N, D + S)`` that ids start with, on any server."""
     store = EmbeddingStore(max(len(ids_N), 1), optimizer_engine="fused")
-    table = store.add_table(replace(spec, admission=AdmitAll()))
+    table = store.add_table(replace(spec, admission=AdmitAll(), shared_rows=0))
     weights_ND = np.empty((len(ids_N), spec.dim), dtype=np.float32)
     store.lookup(table, ids_N, weights_ND, training=True)
     return store.read(table, ids_N)
@@ -410,18 +344,24 @@ class RowImport:
         self._tables = tables_R
         store.tally[memory.CHANGE] = memory.LOAD
         self._order = np.argsort(uses_R, kind="stable")
-        if len(uses_R) > store.capacity_rows:
-            leaving = self._order
+        room = store.capacity_rows - int(store.tally[memory.PINNED_ROWS])
+        pinned = [n for n, state in enumerate(store.states) if state.is_pinned]
+        is_pinned_R = np.isin(tables_R, pinned)
+        if len(uses_R) > room:
+            keys = [uses_R, is_pinned_R]  # the last one counts most
             if store.is_lfu:
-                leaving = np.lexsort((uses_R, recency.classify_all(frequencies_R)))
+                keys.insert(1, recency.classify_all(frequencies_R))
+            leaving = np.lexsort(keys)
             is_kept = np.ones(len(uses_R), dtype=np.bool_)
-            is_kept[leaving[: -store.capacity_rows]] = False
+            is_kept[leaving[: len(uses_R) - room]] = False
             self._order = self._order[is_kept[self._order]]
         self.num_kept = len(self._order)
         last = np.array([store.tick, 0, _NO_TABLE], dtype=np.uint64)
         self._ticks = np.zeros(len(uses_R), dtype=np.uint64)
         uses = read_only(uses_R)
-        _draw_ticks(self._order, uses, tables_R, store.tick, last, self._ticks)
+        self._ticks[self._order] = 1  # of pinned rows, which are in no log
+        order = self._order[~is_pinned_R[self._order]]
+        _draw_ticks(order, uses, tables_R, store.tick, last, self._ticks)
         self._slots = np.zeros(len(uses_R), dtype=np.uint32)
 
     def add(self, table: int, rows: RowColumns, is_own_N: Bools) -> None:
@@ -465,9 +405,12 @@ def put_changes(
     for table, rows in changes:
         num = len(rows)
         ticks_N = np.empty(num, dtype=np.uint64)
-        tables_N = np.full(num, table, dtype=np.uint16)
         uses_N = read_only(rows.uses)
-        _draw_ticks(np.arange(num), uses_N, tables_N, 0, last, ticks_N)
+        if store.states[table].is_pinned:  # they are in no log
+            ticks_N[:] = max(store.tick, 1)
+        else:
+            tables_N = np.full(num, table, dtype=np.uint16)
+            _draw_ticks(np.arange(num), uses_N, tables_N, 0, last, ticks_N)
         with store.changing():
             num_words = (1 + recency.MARK_WORDS) * num
             directory = store.arenas.directory
@@ -484,6 +427,8 @@ def _add(
     columns = RowColumns(*map(np.ascontiguousarray, rows.columns()))
     slots_N = np.zeros(len(rows), dtype=np.uint32)
     state, ids_N = store.states[table], read_only(rows.ids)
+    if state.is_pinned:
+        require_room(store, state, ids_N[ticks_N != NEVER])
     store.make_room(table, len(rows))
     at = state.at
     if store.tally[memory.CHANGE] == memory.LOAD:  # which is not undone
@@ -503,7 +448,8 @@ def add_rows(
 ) -> None:
     """Write rows into slots; those whose tick is ``NEVER`` are skipped.
 
-    A row that has come with the same or a later use gets the tick ``NEVER``.
+    A row that has come with the same or a later use gets the tick ``NEVER``, unless it
+    is pinned.
     ``columns`` are addresses. Where ``keeps_position_N`` holds, a row that is there
     keeps its position in the order in which rows leave; the others are touched at once,
     for which the logs have room. If it is empty none is touched, and those that are
@@ -525,7 +471,7 @@ def add_rows(
             slots_N[n] = np.uint32(slot)
             address, row = rows.base + slot * rows.stride, np.uint64(n)
             before = NEVER if is_new else memory.tick_at(address)
-            if before >= ticks_N[n]:
+            if before >= ticks_N[n] and not rows.is_pinned:
                 ticks_N[n] = NEVER
                 continue
             if not is_new:

@@ -1,8 +1,9 @@
 """The tables of a store: settings, compiled loops, and what is kept beside the rows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -14,6 +15,7 @@ from persia_torchrec.compiled import (
     read_only,
     specialized,
 )
+from persia_torchrec.embedding.dynamic import Doubles
 from persia_torchrec.embedding.kernel import NO_LOG
 from persia_torchrec.embedding.setting import Admission, Kernel, Sightings
 from persia_torchrec.errors import ConfigError, StoreError
@@ -30,6 +32,10 @@ from persia_torchrec.store.memory import (
     Words,
 )
 from persia_torchrec.table import TableSpec
+
+if TYPE_CHECKING:
+    from persia_torchrec.store.blocks import Blocks
+    from persia_torchrec.store.shared_rows import SharedRows
 
 Bools = npt.NDArray[np.bool_]
 
@@ -51,6 +57,7 @@ class PublishedTable(msgspec.Struct):
     arena: Count
     row: list[Count]
     remembered: Count
+    thresholds: Count = 0
 
     def require_fits(self, layout: memory.Layout, widths: list[int]) -> None:
         """Refuse a table whose rows are none of an arena of so many words a row."""
@@ -74,6 +81,22 @@ class Published(msgspec.Struct):
     tables: list[PublishedTable] = []
     notes: tuple[Count, Count] = (0, 0)
     journal: Count = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """Metadata of N ids; all 0 for an id that has no row.
+
+    ``frequency`` counts how often the id was in training batches since its row was
+    made, and while it waited for that, repeats included; it saturates. ``first_step``
+    and ``last_step`` are the table's steps when the row was made and last updated,
+    ``last_s`` the second (since 1970) of the latter.
+    """
+
+    frequency: Counts
+    first_step: Counts
+    last_step: Counts
+    last_s: Counts
 
 
 _NO_IDS = read_only(np.empty(0, dtype=np.uint64))
@@ -134,7 +157,9 @@ class TableState:
     Its loops are compiled, or loaded; the layout's columns of settings are overwritten.
     ``at`` is the layout and the log; ``engine`` is None for the fused loop; ``step``
     is the word that keeps the table's step, ``remembered`` what the admission
-    remembers. The attribute ``admission`` is None when all ids are admitted. ``insert``
+    remembers. The attribute ``admission`` is None when all ids are admitted; ``shared``
+    are the table's shared rows, ``blocks`` its blocks, if it has any; ``is_part`` says
+    that it is of another table's; ``thresholds`` are those of its blocks. ``insert``
     makes rows: see :func:`loops.build_insert`.
     """
 
@@ -146,36 +171,54 @@ class TableState:
         *,
         step: Words,
         remembered: Words,
+        thresholds: Doubles,
     ) -> None:
+        self.thresholds = thresholds
         self.spec, self.at, self.engine = spec, at, engine
         self.layout = layout = at[0]
         self.has_metadata = bool(layout[memory.HAS_METADATA])
         self.remembered, self.step = remembered, step
-        layout[memory.STEP] = step[0]
+        self.shared: SharedRows | None = None
+        self.blocks: Blocks | None = None
+        self.is_part = False
+        self._steps: list[memory.Layout] = []
+        self.step_with([])
         self._log = NO_LOG if at[1] is None else at[1]
         rule = spec.admission, spec.seed
         self.admission = build_admission(*rule, remembered, self._log)
-        state_S = spec.optimizer.initial_state(spec.dim)
-        fill = spec.initializer.fill_numbers(spec.dim)
+        state_S = np.zeros(spec.num_row_floats, dtype=np.float32)
+        optimizer_S = spec.optimizer.initial_state(spec.row_dim)
+        state_S[: len(optimizer_S)] = optimizer_S
+        fill = spec.initializer.fill_numbers(spec.row_dim)
         self._kept = {
-            memory.SCRATCH: np.empty(spec.dim, dtype=np.float32),
+            memory.SCRATCH: np.empty(spec.row_dim, dtype=np.float32),
             memory.FILL: np.array(fill, dtype=np.float32),
-            memory.INITIAL_STATE: np.ascontiguousarray(state_S, dtype=np.float32),
+            memory.INITIAL_STATE: state_S,
         }
         for column, array in self._kept.items():
             layout[column] = array.ctypes.data
         layout[memory.SEED] = spec.seed
         self._bound = np.float32(spec.weight_bound or np.inf)
         self.insert = loops.build_insert(spec.initializer.kernel)
-        no_rows, slots = np.empty((0, spec.dim), np.float32), _NO_COUNTS.copy()
+        no_rows, slots = np.empty((0, spec.row_dim), np.float32), _NO_COUNTS.copy()
         used = at, _NO_IDS, _NO_COUNTS
         compile_for(loops.lookup_training, *used, no_rows, slots, _NO_INDICES)
         compile_for(self.insert, *used, (_NO_INDICES, _NO_COUNTS), no_rows, slots)
         if engine is not None:
-            self._update = engine.build_update(spec.optimizer, spec.dim)
+            self._update = engine.build_update(spec.optimizer, spec.row_dim)
         else:
             self._update = loops.build_update(spec.optimizer.kernel)
             compile_for(self._update, *used, read_only(no_rows), self._step_numbers())
+
+    @property
+    def number(self) -> int:
+        """Which of the store's tables it is."""
+        return int(self.layout[memory.OWNER]) - 1
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether its rows are the shared rows of another table."""
+        return bool(self.layout[memory.PINNED])
 
     @property
     def num_updates(self) -> int:
@@ -184,7 +227,17 @@ class TableState:
 
     @num_updates.setter
     def num_updates(self, step: int) -> None:
-        self.step[0] = self.layout[memory.STEP] = step
+        self.step[0] = step
+        for layout in self._steps:
+            layout[memory.STEP] = step
+
+    def step_with(self, parts: Sequence["TableState"]) -> None:
+        """Count steps together with the states of other rows of the table."""
+        self._steps = [self.layout, *(part.layout for part in parts)]
+        for part in parts:
+            part.step, part.is_part = self.step, True
+            part._steps = self._steps  # noqa: SLF001
+        self.num_updates = self.num_updates
 
     def admit(
         self,
@@ -235,7 +288,14 @@ class TableState:
     ) -> "TableState":
         """Return the state under new settings."""
         at = self.layout.copy(), self.at[1]
-        return TableState(spec, at, engine, step=self.step, remembered=remembered)
+        return TableState(
+            spec,
+            at,
+            engine,
+            step=self.step,
+            remembered=remembered,
+            thresholds=self.thresholds,
+        )
 
     def require_same_rows(self, spec: TableSpec, *, is_lfu: bool) -> None:
         """Raise ConfigError if rows would look otherwise under other settings."""
@@ -269,17 +329,20 @@ class TableState:
 
         The memory of its admission is said by its distance from an array.
         """
-        remembered = self.remembered
+        remembered, thresholds = self.remembered, self.thresholds.view(np.uint64)
         return PublishedTable(
             self.spec.to_json(),
             int(self.layout[memory.ARENA]),
             self.layout[ROW_COLUMNS].tolist(),
             memory.distance(begin, remembered) if remembered.size else 0,
+            memory.distance(begin, thresholds) if thresholds.size else 0,
         )
 
     def forget(self, source: StoreMemory) -> None:
         """Forget step and candidates: all rows are dropped."""
         self.num_updates = 0
+        if self.thresholds.size:
+            self.thresholds[:] = self.spec.dynamic.first_thresholds()
         if self.remembered.size:
             [self.remembered] = source.emptied(self.remembered)
             source.commit(self.remembered, self.remembered.size)
@@ -289,5 +352,5 @@ class TableState:
     def _step_numbers(self) -> Floats:
         """Return the bound of the weights, and the optimizer's numbers of a step."""
         spec, step = self.spec, max(self.num_updates, 1)
-        numbers = spec.optimizer.step_numbers(spec.dim, step)
+        numbers = spec.optimizer.step_numbers(spec.row_dim, step)
         return np.array((self._bound, *numbers), dtype=np.float32)

@@ -8,6 +8,9 @@ PERSIA's contexts is a few files of ``torch.save`` and ``torch.jit.save``:
         DENSE/  or  dense.pt ...     the dense half
         shard-00000-of-00002.rows    one per server
         manifest.json                written last: the checkpoint is complete
+        delta-00000001/              of delta.py: what has changed since
+          DENSE/
+          delta.json                 written last; positions in the servers' logs
       dense.pt ...                   of a context: as in the latest complete one
 
     every trainer   flush: its updates are acknowledged by the servers
@@ -24,16 +27,20 @@ import contextlib
 import dataclasses
 import io
 import os
+import pickle  # noqa: TID251  # torch has written one
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import default_planner, state_dict_loader
+from torch.distributed.checkpoint import default_planner, metadata, state_dict_loader
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer
@@ -45,7 +52,7 @@ from persia_torchrec.client.checkpoints import SavedCheckpoint, Task, tell_job
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import CheckpointError, ConfigError, PersiaError
 from persia_torchrec.sharding.remote_tables import TableControl
-from persia_torchrec.sharding.state import is_state_entry
+from persia_torchrec.sharding.state import is_state_entry, without_rows
 
 T = TypeVar("T")
 
@@ -56,6 +63,20 @@ _CANCEL_S = 30.0
 
 _CLOSE_S = 10.0
 
+_TORCHS_LIST = ".metadata"
+_METADATA = (
+    "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta "
+    "TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING"
+)
+_OF_A_LIST = {
+    *(f"torch.distributed.checkpoint.metadata.{name}" for name in _METADATA.split()),
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    "torch.Size",
+    "torch.serialization._get_layout",
+    "pathlib.PosixPath",
+    "pathlib._local.PosixPath",  # Python 3.13
+}
+
 
 def save_checkpoint(
     path: str | os.PathLike[str],
@@ -64,6 +85,7 @@ def save_checkpoint(
     sharders: TableControl | Iterable[TableControl],
     *,
     step: int | None = None,
+    keep: int = 0,
     timeout_s: float = timeouts.CHECKPOINT_S,
 ) -> SavedCheckpoint:
     """Write the dense half and the servers' half as one checkpoint; return it.
@@ -81,21 +103,57 @@ def save_checkpoint(
         sharders: what puts tables on the servers: ``remote_sharders(...)``, or the
             sharders one by one.
         step: of the training, kept in the manifest.
+        keep: how many of the newest checkpoints in the folder stay, with their deltas.
+            When this one is complete, older ones are deleted, and increments that none
+            of those that stay needs. 0: all stay.
         timeout_s: seconds that the servers may take.
 
     Raises:
         CheckpointError: a trainer or a server failed; there is no new checkpoint.
+        ConfigError: ``keep`` is negative.
     """
+    if keep < 0:
+        raise ConfigError(f"keep must be >= 0. Received: {keep}.")
+
+    def begin() -> str:
+        # So that deltas do not hold rows again that changed before.
+        client.checkpoints.end_increments(timeout_s=timeout_s)
+        return catalog.begin_checkpoint(path).url
+
+    flush_all(sharders)
+    folder = Folder(at_first(begin, str))
+    servers = None
+    if _rank() == 0:
+        servers = client.checkpoints.start_files(folder, step=step, timeout_s=timeout_s)
+    save_dense_beside(servers, state, folder)
+
+    def complete() -> SavedCheckpoint:
+        assert servers is not None  # rank 0 does this
+        manifest = dataclasses.replace(servers.wait(), dense=describe_dense(state))
+        manifest.write(folder)
+        tell_job(folder)
+        if keep:
+            catalog.delete_older(Folder(path), keep)
+            client.checkpoints.prune()
+        return SavedCheckpoint.of(folder, manifest)
+
+    return at_first(complete, SavedCheckpoint)
+
+
+def flush_all(sharders: TableControl | Iterable[TableControl]) -> None:
+    """Let every trainer wait until its updates are applied."""
 
     def flush() -> None:
         for sharder in [sharders] if isinstance(sharders, TableControl) else sharders:
             sharder.flush()
 
     everywhere(flush)
-    folder = Folder(at_first(lambda: catalog.begin_checkpoint(path).url, str))
-    servers = None
-    if _rank() == 0:
-        servers = client.checkpoints.start_files(folder, step=step, timeout_s=timeout_s)
+
+
+def save_dense_beside(
+    servers: Task[Any] | None, state: dict[str, Any], folder: Folder
+) -> None:
+    """Save the dense half while the servers write theirs; stop them if that fails."""
     try:
         everywhere(lambda: _save_dense(state, folder.child(catalog.DENSE)))
     except BaseException:
@@ -103,20 +161,13 @@ def save_checkpoint(
             _give_up(servers, _CANCEL_S)
         raise
 
-    def complete() -> SavedCheckpoint:
-        assert servers is not None  # rank 0 does this
-        begun = tuple(
-            name
-            for name, value in state.items()
-            if isinstance(value, torch.optim.Optimizer) and value.state
-        )
-        dense = catalog.DenseHalf(begun)
-        manifest = dataclasses.replace(servers.wait(), dense=dense)
-        manifest.write(folder)
-        tell_job(folder)
-        return SavedCheckpoint.of(folder, manifest)
 
-    return at_first(complete, SavedCheckpoint)
+def describe_dense(state: dict[str, Any]) -> catalog.DenseHalf:
+    """Return what a manifest says of the dense half."""
+    kind = torch.optim.Optimizer
+    with without_rows():
+        begun = [n for n, v in state.items() if isinstance(v, kind) and v.state]
+    return catalog.DenseHalf(tuple(begun))
 
 
 def load_checkpoint(
@@ -132,8 +183,8 @@ def load_checkpoint(
     servers hold is replaced.
 
     Args:
-        path: that of :func:`save_checkpoint`, for the latest complete one, or the path
-            of one.
+        path: that of :func:`save_checkpoint`, for the latest that is complete: a delta,
+            or a checkpoint; or the path of one.
         state: as it was saved, by name; what has a ``load_state_dict`` is loaded, other
             values are replaced in the dictionary. Names may be left out. Optimizers
             may be fresh: their state is made first.
@@ -146,9 +197,19 @@ def load_checkpoint(
     """
 
     def load_servers() -> SavedCheckpoint:
-        folder = catalog.find_checkpoint(path)
-        _dense_of(folder)
-        return client.checkpoints.load(folder.url, timeout_s=timeout_s)
+        folder = next(catalog.saved_states(path), None)
+        found = catalog.Saved.read(folder or catalog.find_checkpoint(path))
+        _dense_of(found.folder)
+        delta = found.delta
+        saved = client.checkpoints.load(
+            found.checkpoint.url,
+            increments=None if delta is None else delta.increments,
+            until=None if delta is None else delta.positions,
+            timeout_s=timeout_s,
+        )
+        if delta is None:
+            return saved
+        return dataclasses.replace(saved, path=found.folder.url, step=delta.step)
 
     saved = at_first(load_servers, SavedCheckpoint)
     load_dense(Folder(saved.path), state)
@@ -163,7 +224,7 @@ def load_dense(folder: Folder, state: dict[str, Any]) -> None:
 
 
 def _dense_of(folder: Folder) -> catalog.DenseHalf:
-    dense = catalog.Manifest.read(folder).dense
+    dense = catalog.Saved.read(folder).dense
     if dense is None:
         raise CheckpointError(
             f"{folder.url} must have both halves, and has that of the servers "
@@ -190,7 +251,47 @@ class _SavePlanner(_DenseOnly, default_planner.DefaultSavePlanner):
 
 
 class _LoadPlanner(_DenseOnly, default_planner.DefaultLoadPlanner):
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        """Read what is no tensor, without running anything that a file names."""
+        torch.load(value, weights_only=True)  # torch's own reader runs what it finds
+        value.seek(0)
+        super().load_bytes(read_item, value)
+
+
+class _Reader:
+    """Reads torch's list of tensors, without running anything that a file names."""
+
+    path: str | os.PathLike[str]
+    load_id: str
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
+        data = Folder(os.fspath(self.path)).read(_TORCHS_LIST)
+        read: metadata.Metadata = _ListUnpickler(io.BytesIO(data)).load()
+        read.storage_meta = read.storage_meta or metadata.StorageMeta()
+        read.storage_meta.load_id = self.load_id
+        return read
+
+
+class _FileReader(_Reader, FileSystemReader):
     pass
+
+
+class _UrlReader(_Reader, FsspecReader):
+    pass
+
+
+class _ListUnpickler(pickle.Unpickler):  # torch has written a pickle
+    """Makes what torch's list of tensors consists of, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if f"{module}.{name}" in _OF_A_LIST:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise CheckpointError(
+            f"{_TORCHS_LIST} must list tensors. Received: {module}.{name}, which could "
+            "be anything. Load a checkpoint that has not been changed."
+        )
 
 
 def _save_dense(state: dict[str, Any], folder: Folder) -> None:
@@ -198,11 +299,24 @@ def _save_dense(state: dict[str, Any], folder: Folder) -> None:
     _let_torch(save_state, state, _SavePlanner(), folder)
 
 
+def names_in(folder: Folder) -> list[str]:
+    """Return the names of what the dense half of a checkpoint has."""
+    _dense_of(folder)
+    return list(
+        _reader_of(folder.child(catalog.DENSE)).read_metadata().state_dict_metadata
+    )
+
+
+def _reader_of(dense: Folder) -> _FileReader | _UrlReader:
+    return (_UrlReader if "://" in dense.url else _FileReader)(dense.url)
+
+
 def _load_dense(state: dict[str, Any], folder: Folder, begun: Iterable[str]) -> None:
     for name in begun:
         if isinstance(optimizer := state.get(name), torch.optim.Optimizer):
             _make_state(optimizer)
-    _let_torch(state_dict_loader.load, state, _LoadPlanner(), folder)
+    load = partial(state_dict_loader.load, storage_reader=_reader_of(folder))
+    _let_torch(load, state, _LoadPlanner(), folder)
 
 
 def _let_torch(
@@ -211,7 +325,8 @@ def _let_torch(
     """Let torch save or load the dense half; raise its errors as ours."""
     no_dist = not dist.is_initialized()
     try:
-        act(state, planner=planner, checkpoint_id=at.url, no_dist=no_dist)
+        with without_rows():
+            act(state, planner=planner, checkpoint_id=at.url, no_dist=no_dist)
     except CheckpointException as exc:  # no Exception, and of all trainers
         raise CheckpointError(f"The dense half in {at.url}: {exc}") from exc
 
@@ -226,7 +341,9 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
         return  # there already, or on the servers
     groups = optimizer.param_groups
     rates = [group["lr"] for group in groups]
-    parameters = [p for group in groups for p in group["params"] if p.requires_grad]
+    every = [p for group in groups for p in group["params"]]
+    # Those without numbers stand for tables on the servers, and get no gradients.
+    parameters = [p for p in every if p.requires_grad and p.numel()]
     grads = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
@@ -263,6 +380,18 @@ def everywhere(work: Callable[[], object], kind: Any = None) -> Any:
 
     The result of a ``kind`` travels as JSON, without one it does not.
     """
+    return msgspec.json.decode(_outcomes(work, kind)[0], type=kind)
+
+
+def from_all(work: Callable[[], T], kind: Any) -> list[T]:
+    """Do something at every trainer; return all results by rank, or raise all errors.
+
+    The results travel as JSON, and are each a ``kind``.
+    """
+    return [msgspec.json.decode(one, type=kind) for one in _outcomes(work, kind)]
+
+
+def _outcomes(work: Callable[[], object], kind: Any) -> list[msgspec.Raw]:
     result, error = None, None
     try:
         result = work()
@@ -275,7 +404,7 @@ def everywhere(work: Callable[[], object], kind: Any = None) -> Any:
     failed = [f"trainer {r}: {error}" for r, (_, error) in enumerate(outcomes) if error]
     if failed:
         raise CheckpointError(" ".join(failed))
-    return msgspec.json.decode(outcomes[0][0], type=kind)
+    return [result for result, _ in outcomes]
 
 
 def _gather(text: bytes) -> list[bytes]:

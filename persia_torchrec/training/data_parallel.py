@@ -51,7 +51,7 @@ from torchrec.distributed.types import ShardingEnv
 from persia_torchrec import distributed, env, timeouts
 from persia_torchrec.errors import ConfigError, DiscoveryError
 from persia_torchrec.sharding.remote_tables import AnswersAtEnd
-from persia_torchrec.wire.ports import is_loopback, open_listening
+from persia_torchrec.wire.ports import open_listening
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +162,9 @@ def average_as_bytes(
     dist.all_gather(segments, own, group=group)
     averaged = decode_blocks(torch.stack(segments), num_blocks).view(-1)
 
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    # With them, who waits for it waits for the current stream's work too.
+    devices: list[Any] = [flat.device] if flat.device.type == "cuda" else []
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
     done.set_result(averaged[: flat.numel()].to(flat.dtype))
     return done
 
@@ -234,7 +236,7 @@ def _make_store(
     if named == (None, None):
         port = env.master()[1] or port
     listener = None
-    if rank == 0 and is_loopback(address):  # else torch listens on all addresses
+    if rank == 0 and env.is_loopback(address):  # else torch listens on all addresses
         listener = open_listening(address, port).detach()
     return TCPStore(
         address,

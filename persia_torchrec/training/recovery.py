@@ -1,19 +1,17 @@
 """Automatic checkpoints of a training, and its return to the last one.
 
-    step    every trainer counts; rank 0, whose clock decides, tells all from time to
-            time after how many steps to ask again, or that it is time now. Then all
-            save both halves (``checkpoint.py``) and what each trainer has of its own:
-            how far its data have come, random numbers, loss scale, schedules
+    step    every trainer counts; rank 0, whose clock decides, tells all now and then
+            after how many steps to ask again, or that it is time now. Then all save
+            both halves (``checkpoint.py``) and what each trainer has of its own: how
+            far its data have come, random numbers, loss scale, schedules
     resume  trainers that are started again load the newest complete checkpoint
-    skip    of the data: the batches that were trained before are left out. Then the
-            trainer's own state is set, last of all the random numbers
+    skip    of trained batches; then the trainer's own state is set, random numbers last
 
 ``exact`` also takes the servers back: rows, optimizer state, settings and steps of the
 tables. With ``rows_ahead`` rows stay as they are, with the updates since; the batches
 after the checkpoint are trained on them a second time, as PERSIA does.
 
-Batches that were looked up ahead, and not trained, are in no checkpoint: only rows that
-their lookups made. They are looked up again.
+Batches that were looked up ahead are in no checkpoint: only rows that lookups made.
 """
 
 import contextlib
@@ -24,7 +22,7 @@ import os
 import random
 import time
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
@@ -32,15 +30,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import Join
 
 from persia_torchrec import env, timeouts
 from persia_torchrec.checkpoint import catalog
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.client.client import EmbeddingClient
+from persia_torchrec.data.datasets import RowDataset
 from persia_torchrec.data.loader import PersiaTrainingBatch
 from persia_torchrec.errors import CheckpointError, ConfigError
-from persia_torchrec.sharding.remote_tables import AnswersAtEnd, TableControl
+from persia_torchrec.sharding.remote_tables import TableControl
+from persia_torchrec.sharding.state import without_rows
 from persia_torchrec.training.checkpoint import (
     at_first,
     is_first,
@@ -49,6 +48,10 @@ from persia_torchrec.training.checkpoint import (
     save_checkpoint,
     state_bytes,
 )
+from persia_torchrec.training.clock import CheckpointClock
+from persia_torchrec.training.data_state import key_of_any_trainer, state_of_data
+from persia_torchrec.training.delta import save_delta
+from persia_torchrec.wire.membership import JobMember
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +59,6 @@ T = TypeVar("T")
 
 Resume = Literal["exact", "rows_ahead"]
 
-_NUM_KEPT = 2
-_LEAST_INTERVAL = 20  # times what the last checkpoint took: at most 5 % of the time
-_MAX_STEPS = 256  # between two questions whether it is time
 _MAX_AHEAD = 128  # batches that a train pipeline may take before it steps
 _SETTINGS_S = 2 * timeouts.TRAINING_REQUEST_S + timeouts.ADD_TABLES_S
 
@@ -68,78 +68,39 @@ class RecoveryConfig:
     """Where a training is saved by itself, how often, and how it is resumed."""
 
     folder: str | os.PathLike[str]
-    """Of the checkpoints of this run; trainers and servers share it. The newest two are
-    kept."""
+    """Of the checkpoints of this run; trainers and servers share it."""
     interval_s: float = env.CHECKPOINT_INTERVAL_S
     """Seconds between two checkpoints, or 20 times what the last one took if that is
     more; 0: there are none."""
     resume: Resume = "exact"
     """Whether the servers go back to the checkpoint, or keep ``rows_ahead`` of it."""
+    save_steps: int = 0
+    """Steps between two checkpoints, beside the interval; 0: time alone decides."""
+    keep: int = 2
+    """Newest checkpoints that stay."""
+    delta_interval_s: float = 0.0
+    """Seconds between two deltas, or 20 times what the last one took if that is more;
+    0: there are none."""
 
     def __post_init__(self) -> None:
-        if not self.interval_s >= 0:
-            raise ConfigError(
-                f"The checkpoint interval must be >= 0 s. Received: {self.interval_s}."
-            )
+        for name, least in (("save_steps", 0), ("keep", 1)):
+            if getattr(self, name) < least:
+                received = getattr(self, name)
+                raise ConfigError(f"{name} must be >= {least}. Received: {received}.")
+        for interval_s in (self.interval_s, self.delta_interval_s):
+            if not interval_s >= 0:
+                raise ConfigError(
+                    f"The checkpoint interval must be >= 0 s. Received: {interval_s}."
+                )
         if self.resume not in get_args(Resume):
             raise ConfigError(
                 f"resume must be one of {get_args(Resume)}. Received: {self.resume!r}."
             )
 
-
-class CheckpointClock(AnswersAtEnd):
-    """Tells all trainers at the same step that it is time for a checkpoint.
-
-    All call :meth:`is_time` after each step. Once a trainer is at the end of its data
-    there are no more checkpoints, as it trains no more: its model is an old one.
-    """
-
-    def __init__(
-        self, interval_s: float, now: Callable[[], float] = time.monotonic
-    ) -> None:
-        super().__init__()
-        self._interval_s = interval_s
-        self._now = now
-        self._left = 1  # steps until rank 0 is asked
-        self.restart(0.0)
-
-    def restart(self, took_s: float) -> None:
-        """Count from now on; the last checkpoint took some seconds."""
-        self._num_steps, self._began_s = 0, self._now()
-        self._due_s = self._began_s + max(self._interval_s, _LEAST_INTERVAL * took_s)
-
-    def is_time(self) -> bool:
-        """Return whether all trainers save a checkpoint now."""
-        if work := Join.notify_join_context(self):
-            work.wait()
-        return self._count(is_training=True)
-
-    def main_hook(self) -> None:
-        """Take part in the questions of the others."""
-        self._count(is_training=False)
-
-    def _count(self, *, is_training: bool) -> bool:
-        self._num_steps += 1
-        self._left -= 1
-        if self._left > 0:
-            return False
-        answer = torch.tensor([_MAX_STEPS, is_training])
-        if is_first() and is_training:
-            answer[0] = self._steps_to_wait()
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(answer, dist.ReduceOp.MIN, self.cpu_group())
-        steps, all_train = answer.tolist()
-        self._left = max(steps, 1)
-        return bool(all_train) and steps == 0
-
-    def _steps_to_wait(self) -> int:
-        """Return 0 if it is time, or the steps that half of the rest may take."""
-        now_s = self._now()
-        if now_s >= self._due_s:
-            return 0
-        step_s = (now_s - self._began_s) / self._num_steps
-        steps = (self._due_s - now_s) / max(2 * step_s, 1e-6)
-        return max(int(min(steps, _MAX_STEPS)), 1)
+    @property
+    def saves(self) -> bool:
+        """Whether checkpoints are saved during the training."""
+        return bool(self.interval_s or self.save_steps or self.delta_interval_s)
 
 
 class Recovery:
@@ -173,15 +134,23 @@ class Recovery:
         self._sharders = list(sharders)
         self._state = state
         self._is_replicated = is_replicated
-        self._key = f"trainer {dist.get_rank() if dist.is_initialized() else 0}"
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._key = f"trainer {self._rank}"
         self._saved: dict[str, Any] | None = None  # of this trainer, to continue from
         self._tables: dict[str, Any] = {}  # their settings then
         self.num_steps = self._num_passes = 0
         self._random = random_state()  # at the beginning of the pass
         self._is_checked = False
-        self.clock = CheckpointClock(config.interval_s)
+        self.clock = CheckpointClock(
+            config.interval_s,
+            save_steps=config.save_steps,
+            delta_interval_s=config.delta_interval_s,
+        )
+        self._may_continue = False  # a checkpoint, by a delta
         self.resumed_from: str | None = None
         self.num_batches = 0
+        self._num_before = 0  # of these, before the data were iterated over
+        self._dataset: object = None  # in ``state``, which is iterated over
         self.last_numbers: dict[int, int] = {}
 
     def begin_generation(self) -> None:
@@ -201,7 +170,7 @@ class Recovery:
         is_restart = at_first(lambda: is_restart, bool)  # one of others may join late
         run, is_exact = Folder(self._config.folder), self._config.resume == "exact"
         found = at_first(
-            lambda: [f.url for f in catalog.complete_checkpoints(run)], list[str]
+            lambda: [f.url for f in catalog.saved_states(run.url)], list[str]
         )
         for path in found:
             try:
@@ -212,6 +181,7 @@ class Recovery:
                 logger.warning("the checkpoint before is loaded, because of %s", exc)
             else:
                 self.resumed_from = path
+                self._may_continue = True
                 logger.info("training resumes from %s (%s)", path, self._config.resume)
                 return
         if is_restart and is_exact:
@@ -224,14 +194,17 @@ class Recovery:
         """Return the batches of a pass of the data that were not trained before."""
         self._num_passes += 1
         saved = self._saved
+        self._dataset = batches
         if saved is None:
             self._random = random_state()
             self.num_batches, self.last_numbers = 0, {}
+            self._num_before = 0
             return iter(batches)
         if self._num_passes < saved["num_passes"]:
             return iter(())
         self._saved, self._random = None, saved["random_at_pass"]
         self.num_batches, self.last_numbers = saved["num_batches"], saved["last"]
+        self._num_before = self.num_batches
         self._restore(saved)
         set_random_state(self._random)
         rest = iter(batches)
@@ -259,14 +232,24 @@ class Recovery:
     def step(self, *, may_save: bool = True) -> None:
         """Count a training step, and save a checkpoint if it is time."""
         self.num_steps += 1
-        if may_save and self._config.interval_s and self.clock.is_time():
-            self._save()
+        if may_save and self._config.saves and self.clock.is_time():
+            began_s = time.monotonic()
+            is_delta = at_first(lambda: self.clock.is_delta, bool)
+            is_delta = is_delta and self._may_continue
+            try:
+                self._save(is_delta=is_delta)
+            except CheckpointError as exc:
+                self._may_continue &= not is_delta  # a whole one is next
+                if is_first():
+                    why = "no automatic checkpoint; the last one stays"
+                    logger.warning("%s: %s", why, exc)
+            self.clock.restart(time.monotonic() - began_s, was_delta=is_delta)
 
     @contextlib.contextmanager
     def joinable(self) -> Iterator[None]:
         """Let trainers at the end of their data take part, within ``join(model)``."""
         tables = [sharder.remote_tables for sharder in self._sharders]
-        for of_sharder in tables if self._config.interval_s else ():
+        for of_sharder in tables if self._config.saves else ():
             of_sharder.clock = self.clock
             if of_sharder.agreement is not None:
                 self.clock.trainers = of_sharder.agreement.trainers
@@ -276,30 +259,28 @@ class Recovery:
             for of_sharder in tables:
                 of_sharder.clock = None
 
-    def _save(self) -> None:
+    def save(self) -> None:
+        """Save a checkpoint now; CheckpointError if a trainer or a server failed."""
+        self._save(is_delta=False)
+
+    def _save(self, *, is_delta: bool) -> None:
         began_s = time.monotonic()
         shared, own = self._parts()
         if not self._is_checked:  # at the first time, not when it is needed
             _unpack(own)
             self._is_checked = True
         run = Folder(self._config.folder)
-        try:
-            saved = save_checkpoint(
-                run.url,
-                {**shared, self._key: own},
-                self._client,
-                self._sharders,
-                step=self.num_steps,
-            )
-            at_first(lambda: catalog.delete_older(run, _NUM_KEPT))
-        except CheckpointError as exc:
-            if is_first():
-                logger.warning("no automatic checkpoint; the last one stays: %s", exc)
+        state = {**shared, self._key: own}
+        both = self._client, self._sharders
+        if is_delta:
+            saved = save_delta(run.url, state, *both, step=self.num_steps)
         else:
-            if is_first():
-                took = time.monotonic() - began_s
-                logger.info("automatic checkpoint %s in %.1f s", saved.path, took)
-        self.clock.restart(time.monotonic() - began_s)
+            keep, step = self._config.keep, self.num_steps
+            saved = save_checkpoint(run.url, state, *both, step=step, keep=keep)
+            self._may_continue = True
+        if is_first():
+            took = time.monotonic() - began_s
+            logger.info("automatic checkpoint %s in %.1f s", saved.path, took)
 
     def _parts(self) -> tuple[dict[str, Any], bytes]:
         """Return what is saved once for all trainers, and what is this one's own."""
@@ -313,12 +294,17 @@ class Recovery:
             "random_at_pass": self._random,
             "groups": {name: _groups(value) for name, value in shared.items()},
             "rates": dict(ChainMap(*(s.rates() for s in self._sharders))),
-            "own": {
-                name: value.state_dict() if hasattr(value, "state_dict") else value
-                for name, value in own.items()
-            },
+            "own": {name: self._state_of(value) for name, value in own.items()},
         }
         return shared, state_bytes(state)
+
+    def _state_of(self, value: Any) -> Any:
+        """Return the state of this trainer's own value: of data, of what is trained."""
+        if isinstance(value, RowDataset):
+            trained = self.num_batches - self._num_before
+            return state_of_data(value, trained if value is self._dataset else None)
+        with without_rows():
+            return value.state_dict() if hasattr(value, "state_dict") else value
 
     def _split(self) -> tuple[dict[str, Any], dict[str, Any]]:
         kinds = nn.Module | torch.optim.Optimizer
@@ -334,17 +320,21 @@ class Recovery:
         return shared, own
 
     def _load(self, folder: Folder, *, is_exact: bool) -> None:
-        shared, _ = self._split()
-        state = {**shared, self._key: b""}
+        shared, own = self._split()
+        key = self._key
+        datasets = (value for value in own.values() if isinstance(value, RowDataset))
+        if any(dataset.is_queued for dataset in datasets):
+            key = key_of_any_trainer(folder, self._rank)
+        state = {**shared, key: b""}
         if is_exact:
             load_checkpoint(folder.url, state, self._client)
         else:
             load_dense(folder, state)
-        self._saved = saved = _unpack(state[self._key])
+        self._saved = saved = _unpack(state[key])
         self._set_own(saved)
-        self.num_steps = saved["num_steps"]
+        self.num_steps = self.clock.num_trained = saved["num_steps"]
         self.last_numbers = saved["last"]
-        tables = catalog.Manifest.read(folder).tables
+        tables = catalog.Saved.read(folder).tables
         self._tables = {table.name: table.spec for table in tables}
 
     def _restore(self, saved: dict[str, Any]) -> None:
@@ -366,11 +356,12 @@ class Recovery:
     def _set_own(self, saved: dict[str, Any]) -> list[str]:
         """Set what is this trainer's own; return the names that the script lacks."""
         _, own = self._split()
-        for name, value in saved["own"].items():
-            if hasattr(own.get(name), "load_state_dict"):
-                own[name].load_state_dict(value)
-            elif name in own:
-                self._state[name] = value
+        with without_rows():
+            for name, value in saved["own"].items():
+                if hasattr(own.get(name), "load_state_dict"):
+                    own[name].load_state_dict(value)
+                elif name in own:
+                    self._state[name] = value
         return sorted(saved["own"].keys() - own.keys())
 
 
@@ -389,6 +380,11 @@ class Run:
         """Path of the checkpoint that was loaded; None: training starts now."""
         return self._recovery.resumed_from
 
+    @property
+    def num_steps(self) -> int:
+        """Steps that are trained, those before the checkpoint included."""
+        return self._recovery.num_steps
+
     def skip(self, loader: Iterable[T]) -> Iterator[T]:
         """Return the batches of a pass over a loader, without those trained before.
 
@@ -405,22 +401,33 @@ class Run:
                 )
             yield batch
 
-    def step(self) -> None:
-        """Call it when a batch is trained, after the optimizer's step."""
+    def step(self, num_batches: int = 1) -> None:
+        """Call it after the optimizer's step, with the batches that it was of."""
         self._num_ahead = 0
-        self._recovery.num_batches += 1
+        self._recovery.num_batches += num_batches
         self._recovery.step()
+
+    def save(self) -> None:
+        """Save a checkpoint now, as at the end.
+
+        Raises:
+            CheckpointError: a trainer or a server failed; there is no new checkpoint.
+        """
+        self._recovery.save()
 
 
 @contextlib.contextmanager
 def recoverable(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | None,
     state: dict[str, Any],
     client: EmbeddingClient,
     sharders: TableControl | Iterable[TableControl],
     *,
     interval_s: float = env.CHECKPOINT_INTERVAL_S,
     resume: Resume = "exact",
+    save_steps: int = 0,
+    keep: int = 2,
+    delta_interval_s: float = 0.0,
 ) -> Iterator[Run]:
     """Make a training loop continue where it was, when its trainers start again.
 
@@ -433,6 +440,7 @@ def recoverable(
 
     Args:
         path: of a folder that is this run's own, and that trainers and servers share.
+            None: that of the job, which ``torchx run`` has given it.
         state: by name, all that the training consists of. Modules and optimizers are
             saved once for all trainers. Of everything else each trainer saves its own:
             what has ``state_dict`` and ``load_state_dict`` (schedulers, a
@@ -440,9 +448,14 @@ def recoverable(
         client: of the servers.
         sharders: what puts tables on the servers, as of :func:`save_checkpoint`.
         interval_s: seconds between two checkpoints, in which training stands still; at
-            least 20 times what the last one took. 0: none are saved.
+            least 20 times what the last one took. 0: time brings none.
         resume: "exact" takes the servers back to the checkpoint; with "rows_ahead"
             they keep their rows.
+        save_steps: steps between two checkpoints; 0: steps bring none.
+        keep: newest checkpoints that stay, with their deltas.
+        delta_interval_s: seconds between two deltas (:func:`save_delta`), at least 20
+            times what the last one took; the servers must write increments. 0: there
+            are none.
 
     Raises:
         CheckpointError: there are complete checkpoints, and none can be loaded.
@@ -452,12 +465,29 @@ def recoverable(
         sharders) as run:`` and in it ``for batch in run.skip(loader):``, which ends
         with ``run.step()``
     """
-    config = RecoveryConfig(folder=path, interval_s=interval_s, resume=resume)
+    if path is None:
+        path = folder_of_job(env.require_job_store("recoverable() without a path")[2])
+    config = RecoveryConfig(
+        folder=path,
+        interval_s=interval_s,
+        resume=resume,
+        save_steps=save_steps,
+        keep=keep,
+        delta_interval_s=delta_interval_s,
+    )
     recovery = Recovery(config, client, sharders, state)
     recovery.begin_generation()
     recovery.resume(is_restart=env.num_group_restarts() > 0)
+    if (member := JobMember.current) is not None:
+        member.progress = lambda: recovery.num_steps
     with recovery.joinable():
         yield Run(recovery)
+
+
+def folder_of_job(job_id: str) -> str:
+    """Return the folder of a job's checkpoints, as its servers know it."""
+    own = Folder(env.checkpoint_dir()).file_path(job_id.replace("/", "_"))
+    return env.resume_dir() or own
 
 
 class _Buffers:
@@ -495,8 +525,8 @@ def set_random_state(state: dict[str, Any]) -> None:
     """Go back to a :func:`random_state`."""
     kind, key, *rest = state["numpy"]
     random.setstate(state["python"])
-    key = key.numpy().astype(np.uint32)
-    np.random.set_state((kind, key, *rest))  # noqa: NPY002  # as above
+    numbers = kind, key.numpy().astype(np.uint32), *rest
+    np.random.set_state(numbers)  # noqa: NPY002  # as above
     torch.set_rng_state(state["torch"])
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])

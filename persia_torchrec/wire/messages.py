@@ -15,7 +15,8 @@ A message is a list of frames. Frame 0 is a header of 48 bytes, little-endian:
     44      4     flags: bit 0, the lookup is for training; bit 1, it carries counts;
                   bit 2, the update is one trainer's share of a joint step; bit 3, the
                   rows written carry optimizer state; bit 4, the ids that a data
-                  loader leaves with a worker were lost there; bits 16 to 18, which
+                  loader leaves with a worker were lost there; bit 5, an id without a
+                  row reads what its row would begin with; bits 16 to 18, which
                   lookup of its batch it is
 
 The frames after it, by kind:
@@ -33,12 +34,15 @@ The frames after it, by kind:
                         sends no more shares, or ""}
                      2: a share: the first that this trainer will send
     reply to LOOKUP  1: rows of the ids, in the precision of the header
-    reply to READ    1, one per segment: float32 weights and optimizer state
+    reply to READ    1, one per segment: float32 weights and optimizer state; zeros, or
+                        with bit 5 the initial ones, of an id without a row
     reply to         1, one per segment: uint32 (N, 4): frequency, first step, last
       METADATA       step, second of the last step
     reply to EXPORT  1: JSON {"next": the next start, or null at the end}
                      2: ids, uint64
                      3: float32 weights and optimizer state
+    reply to IDS     1: JSON {"next": as of EXPORT, "rows": how many were met}
+                     2: ids, uint64: of these rows, those that are not below the bound
     the others       1: a JSON value, in UTF-8; so is every reply not named here
     ERROR            1: JSON {"kind": class of the error, "message": its text}
 
@@ -62,6 +66,7 @@ The JSON values of an embedding server; those not named here are null:
       and PROGRESS       "result"}; see server/checkpoints.py
     EXPORT               {"table": number, "start": 0, or "next" of the reply before,
                          "max_rows": rows at most}
+    IDS                  {"table", "start": as of EXPORT, "first": the bound}
     reply to JOIN        text: which other trainers of the group are gone, and why
     BOOK                 a request to the job's address book, see address_book.py
     STEP                 {"table": number, "step": how many updates the table shall
@@ -111,6 +116,7 @@ COUNTS = 2
 SHARE = 4
 STATE = 8
 AGAIN = 16
+INITIAL = 32
 PART_SHIFT = 16
 MAX_PARTS = 7  # lookups of one batch
 GENERATION_SHIFT = 47
@@ -160,6 +166,7 @@ class Kind(IntEnum):
     JOIN = 23
     BOOK = 24
     POSITION = 25
+    IDS = 26
 
     @classmethod
     def define(cls, name: str, number: int) -> "Kind":

@@ -7,7 +7,7 @@ import socket
 import struct
 from collections.abc import Iterator
 
-from persia_torchrec.env import MAX_PORT
+from persia_torchrec.env import MAX_PORT, is_loopback
 from persia_torchrec.errors import ConfigError, DiscoveryError
 
 LOOPBACK = "127.0.0.1"
@@ -102,13 +102,6 @@ def local_address(towards: str) -> str:
             f"A route to the host {towards!r} must exist. Received: {exc}."
         ) from exc
     return LOOPBACK if ipaddress.ip_address(address).is_loopback else address
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether a host, by address or as ``localhost``, is this machine itself."""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    return host == "localhost"
 
 
 def require_token(host: str, token: str | None, name: str = "PERSIA_JOB_TOKEN") -> None:

@@ -1,4 +1,7 @@
-"""Each line of the page for operators is a test, and says what is really printed."""
+"""Each line of the pages on operations and on trust is a test that is there.
+
+What the former says is printed is really printed.
+"""
 
 import re
 from pathlib import Path
@@ -7,7 +10,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "persia_torchrec/OPERATIONS.md"
+TRUST = ROOT / "persia_torchrec/SECURITY.md"
 LINES = re.findall(r"^\| (?!what |---)(.*) \|$", PAGE.read_text(), re.M)
+GUARDED = re.findall(r"^\| .* \| `(tests/.*)` \|$", TRUST.read_text(), re.M)
 ROWS = [[cell.strip() for cell in line.split("|")] for line in LINES]
 # A text in the code may be split over lines.
 SOURCE = re.sub(
@@ -17,8 +22,19 @@ SOURCE = re.sub(
 )
 
 
+def assert_is_there(test):
+    path, _, name = test.partition("::")
+    assert re.search(rf"^def {name}\(", (ROOT / path).read_text(), re.M), test
+
+
 def test_there_are_lines_to_compare():
     assert len(ROWS) > 15
+    assert len(GUARDED) >= 10
+
+
+@pytest.mark.parametrize("test", GUARDED)
+def test_what_is_guarded_has_a_test(test):
+    assert_is_there(test)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
@@ -27,6 +43,5 @@ def test_a_line_has_a_test_and_prints_what_it_says(row):
     assert dies
     assert happens
     assert to_do
-    path, _, name = test.strip("`").partition("::")
-    assert re.search(rf"^def {name}\(", (ROOT / path).read_text(), re.M), test
+    assert_is_there(test.strip("`"))
     assert [text for text in re.findall("`(.*?)`", printed) if text not in SOURCE] == []

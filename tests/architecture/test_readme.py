@@ -16,6 +16,9 @@ RUN_BY = {
     "make test": ".ci/run",
     "make train": "tests/integration/test_main_job.py",
     "torchx run components/job.py:train": "tests/integration/test_main_job.py",
+    "torchx run components/torchrec_job.py:train": (
+        "tests/integration/test_torchrec_job.py"
+    ),
     "python -m persia_torchrec.bench": "tests/bench/test_benchmarks.py",
     "python -m persia_torchrec.serving": "tests/serving/test_serving.py",
     "persia-launcher embedding-parameter-server": "tests/serving/test_inference_job.py",

@@ -39,7 +39,7 @@ def arguments_of(docstring):
 
 def test_there_is_something_to_check():
     assert len(FILES) > 50
-    assert len(COMPONENTS) == 3
+    assert len(COMPONENTS) == 4
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -90,9 +90,13 @@ UNPICKLE = {
     *("scatter_object_list", "send_object_list", "recv_object_list"),
     *("allow_pickle", "unsafe_load", "full_load", "eval", "exec"),
 }
+# torch has written a pickle, of which an unpickler of its own makes but a list of
+# tensors.
+UNPICKLES = "persia_torchrec/training/checkpoint.py"
 # They start processes of this machine with what this process gives them.
 START_PROCESSES = {
     "persia_torchrec/bench/limits.py",
+    "persia_torchrec/bench/servers.py",
     "persia_torchrec/launch/children.py",
     "persia_torchrec/wire/direct_start.py",
 }
@@ -120,7 +124,7 @@ def test_nothing_is_unpickled(name):
     """Pickle, and what hides it, runs what whoever wrote the bytes wants."""
     tree = ast.parse((ROOT / name).read_text())
     names = {part for found in names_in(tree) for part in found.split(".")}
-    assert names & UNPICKLE == set()
+    assert names & UNPICKLE == ({"pickle"} if name == UNPICKLES else set())
     assert "multiprocessing" not in {*imported(tree)} or name in START_PROCESSES
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":

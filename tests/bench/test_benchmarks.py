@@ -26,6 +26,9 @@ TABLES = {
     "training": "training 4",
     "precision": "quality 6 conversions 6",
     "increments": "cost 4 freshness 1",
+    "data": "files 2",
+    "dlrm": "dlrm 3",
+    "servers": "servers 1",
 }
 """The tables of each benchmark, and how many rows they have."""
 

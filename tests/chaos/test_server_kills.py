@@ -4,6 +4,7 @@ import itertools
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -90,16 +91,20 @@ def draw_ids(number):
     return np.unique(ids, return_counts=True)
 
 
-def test_rows_that_are_admitted_and_evicted_are_those_of_the_reference(draw, kills):
+@pytest.mark.parametrize("shared_rows", [0, 17])
+def test_rows_that_are_admitted_and_evicted_are_those_of_the_reference(
+    draw, kills, shared_rows
+):
+    spec = replace(RARE, shared_rows=shared_rows)
     references = [ReferenceStore(CAPACITY, "lfu") for _ in range(NUM_SERVERS)]
     for reference in references:
-        reference.tables = [RARE]
+        reference.tables = [spec]
     cluster = killed_cluster(draw, kills(100), capacity=CAPACITY, eviction="lfu")
     with cluster as (client, steps):
-        client.add_tables([RARE])
+        client.add_tables([spec])
         for number, _ in enumerate(steps, start=1):
             drawn, counts = draw_ids(number)
-            split, batch = client.split(drawn), BatchNumber(7, number)
+            split, batch = client.split(drawn, "rare"), BatchNumber(7, number)
             counts = counts.astype(np.uint32)[np.searchsorted(drawn, split.ids)]
             tables = [("rare", split)]
             [rows] = client.pull(tables, batch=batch, counts=[counts])
@@ -120,7 +125,7 @@ def test_rows_that_are_admitted_and_evicted_are_those_of_the_reference(draw, kil
                 reference.update(0, own, grads[begin:end])
         ids = ids_of(*range(MANY + 1))
         found, frequencies = client.read("rare", ids), client.metadata("rare", ids)
-        split = client.split(ids)
+        split = client.split(ids, "rare")
         names = "inserted", "rejected", "evictions", "rows"
         counters = client.counters()
     for number, reference in enumerate(references):

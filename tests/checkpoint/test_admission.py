@@ -1,5 +1,6 @@
 """A training that is saved and loaded admits ids as one that was never stopped."""
 
+import itertools
 import time
 from dataclasses import dataclass, replace
 
@@ -47,14 +48,17 @@ MOVES = {
     "3 to 2": (3, 2, False),
     "full and delta": (2, 2, True),
 }
-PAIRS = [  # each pair of settings
-    *((filter_, expiry, "1 to 3") for filter_ in FILTERS for expiry in EXPIRIES),
-    *(
-        (*pair, move)
-        for move in MOVES
-        if move != "1 to 3"
-        for pair in zip(FILTERS, [*EXPIRIES, "steps"], strict=True)
-    ),
+SHARED = {"own rows": 0, "shared rows": 7}
+PAIRS = [  # each pair of settings; without an admission nothing is shared
+    (*pair, move, rows)
+    for move in MOVES
+    for rows in SHARED
+    for pair in (
+        itertools.product(FILTERS, EXPIRIES)
+        if move == "1 to 3"
+        else zip(FILTERS, [*EXPIRIES, "steps"], strict=True)
+    )
+    if rows == "own rows" or pair[0] != "all"
 ]
 
 
@@ -72,8 +76,12 @@ class Server:
         self.store.add_tables([spec])
         self.target = Target(shard, num_shards, CAPACITY, is_lfu=False)
 
+    def holds(self, ids):
+        shared_rows = self.store.tables[0].shared_rows
+        return is_of_shard(ids, *self.target[:2], shared_rows)
+
     def train(self, ids, counts, grads):
-        own = is_of_shard(ids, *self.target[:2])
+        own = self.holds(ids)
         out = np.empty((own.sum(), 2), dtype=np.float32)
         lookup = {"training": True, "counts_N": counts[own]}
         slots = self.store.lookup(0, ids[own], out, **lookup)
@@ -153,6 +161,10 @@ class Training:
             columns = own, store.read(0, own), kept.frequency, kept.last_step
             for id_, row, frequency, last_step in zip(*columns, strict=True):
                 found[int(id_)] = row.tobytes(), int(frequency), int(last_step)
+            for table in range(1, len(store.tables)):
+                keys = ALL_IDS[store.find(table, ALL_IDS) != MISSING]
+                for key in keys:
+                    found["shared", int(key)] = store.read(table, key[None]).tobytes()
         return found
 
     def waiting(self):
@@ -165,10 +177,17 @@ class Training:
         return sorted((int(u) >> 24, int(k), int(v)) for k, v, u in found)
 
 
-@pytest.mark.parametrize(("filter_", "expiry", "move"), PAIRS)
-def test_what_was_saved_goes_on_as_if_never_stopped(tmp_path, filter_, expiry, move):
+@pytest.mark.parametrize(("filter_", "expiry", "move", "rows"), PAIRS)
+def test_what_was_saved_goes_on_as_if_never_stopped(
+    tmp_path, filter_, expiry, move, rows
+):
     num_before, num_after, has_delta = MOVES[move]
-    spec = replace(SPEC, admission=FILTERS[filter_], expiry=EXPIRIES[expiry])
+    spec = replace(
+        SPEC,
+        admission=FILTERS[filter_],
+        expiry=EXPIRIES[expiry],
+        shared_rows=SHARED[rows],
+    )
     undisturbed = Training(num_after, tmp_path / "other", spec)
     before = Training(num_before, tmp_path, spec)
     for training in (undisturbed, before):
@@ -194,6 +213,8 @@ def test_what_was_saved_goes_on_as_if_never_stopped(tmp_path, filter_, expiry, m
         else:
             assert after.rows().keys() >= undisturbed.rows().keys()
     assert len(after.rows()) > 10
+    num_shared = sum(isinstance(key, tuple) for key in after.rows())
+    assert num_shared == SHARED[rows]
     assert bool(after.waiting()) == (filter_ == "counter")
 
 

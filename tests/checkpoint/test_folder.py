@@ -47,7 +47,8 @@ def run(request):
     [Folder, begin_checkpoint, find_checkpoint, lambda path: load_model(path, "m.pt")],
 )
 def test_without_its_extra_hdfs_is_refused_with_its_name(monkeypatch, use):
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    for name in ("pyarrow", "pyarrow.fs"):  # which other tests import
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(
         ConfigError, match=r"'hdfs://nn:8020/r'.*persia-torchrec\[hdfs\]"
     ):

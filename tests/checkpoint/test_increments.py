@@ -25,9 +25,9 @@ from persia_torchrec.embedding.optim import SGD, Adagrad
 from persia_torchrec.embedding.setting import Sightings
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.routing.shard import is_of_shard
-from persia_torchrec.server.increments import DirtySet
+from persia_torchrec.server.dirty_set import DirtySet
+from persia_torchrec.store.columns import RowColumns
 from persia_torchrec.store.memory import MISSING
-from persia_torchrec.store.row_moves import RowColumns
 from persia_torchrec.table import TableSpec
 from tests.servers import ids_of
 from tests.store.consistency import check_store, ids_oldest_first

@@ -21,7 +21,7 @@ from persia_torchrec.checkpoint.row_file import (
 )
 from persia_torchrec.embedding.optim import SGD, Adagrad, Adam
 from persia_torchrec.errors import CheckpointError
-from persia_torchrec.store.row_moves import RowShape
+from persia_torchrec.store.columns import RowShape
 from persia_torchrec.table import TableSpec
 
 SPECS = [

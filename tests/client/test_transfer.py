@@ -1,5 +1,7 @@
 """Whole tables go to the servers and come back, block by block."""
 
+import contextlib
+
 import numpy as np
 import pytest
 
@@ -280,6 +282,10 @@ class TestRequests:
                 "max_rows must .*: 0",
             ),
             (Kind.EXPORT, {"table": 0, "start": 0, "max_rows": 2**40}, "max_rows 109"),
+            (Kind.IDS, {"table": 0, "start": 0}, "must have the key 'first'"),
+            (Kind.IDS, {"table": 9, "start": 0, "first": 0}, "Unknown table"),
+            (Kind.IDS, {"table": 0, "start": 2**32, "first": 0}, "start must .*: 4294"),
+            (Kind.IDS, {"table": 0, "start": 0, "first": 2**63}, "first must .*: 9223"),
             (Kind.STEP, {"step": 1}, "must have the key 'table'"),
             (Kind.STEP, {"table": 0, "step": "1"}, "step must be an integer"),
             (Kind.STEP, {"table": 0, "step": -1}, "step must .*: -1"),
@@ -302,7 +308,47 @@ class TestRequests:
         assert (bytes(place), len(ids), len(rows)) == (b'{"next": null}', 0, 0)
 
 
-def test_an_export_without_its_frames_is_refused():
+class TestIds:
+    @pytest.mark.parametrize("scanned", [1, 5, 1 << 20])
+    def test_rows_are_counted_and_ids_found_from_a_bound_on(
+        self, servers, scanned, monkeypatch
+    ):
+        monkeypatch.setattr(
+            "persia_torchrec.store.embedding_store.MAX_SCANNED_SLOTS", scanned
+        )
+        client = connect(servers)
+        ids = ids_of(0, 1, 2, 3, 9, 2**40, 2**64 - 1)
+        client.fill("item", blocks_of(table_of(7), ids))
+        client.fill("other", blocks_of(table_of(30, 6)))
+        for first, expected in ((0, ids), (3, ids[3:]), (10, ids[5:])):
+            num_rows, found = client.count_ids("item", first)
+            assert num_rows == 7
+            assert sorted(found.tolist()) == sorted(expected.tolist())
+        assert client.count_ids("adam")[0] == 0
+
+    def test_an_id_without_a_row_may_read_what_it_would_begin_with(self, servers):
+        client = connect(servers)
+        client.write("adam", ids_of(1, 5), np.zeros((2, 2), np.float32))
+        ids = np.arange(8, dtype=np.uint64)
+        read = client.read("adam", ids, initial=True)
+        assert not read[[1, 5]].any()
+        split = client.split(ids)
+        (rows,) = client.pull([("adam", split)], batch=BatchNumber(1, 1))
+        assert np.array_equal(read[:, :2], rows[split.inverse])
+        assert np.array_equal(read, client.read("adam", ids))
+
+    def test_a_reply_without_its_frames_is_refused(self):
+        with (
+            silent_server([encode_json({"next": None, "rows": 1})]) as client,
+            pytest.raises(FrameError, match=r"must have 3 frames\. Received: 2"),
+        ):
+            client.count_ids("item")
+
+
+@contextlib.contextmanager
+def silent_server(frames):
+    """A client of a server that knows one table, and answers the rest with frames."""
+
     def answer(header, _frames):
         if header.kind == Kind.HELLO:
             hello = {"shard": 0, "num_shards": 1, "incarnation": 1}
@@ -310,12 +356,19 @@ def test_an_export_without_its_frames_is_refused():
         if header.kind == Kind.ADD_TABLES:
             told = {"number": 0, "wants_counts": False, "spec": ITEM.to_json()}
             return [encode_json([told])]
-        return [encode_json({"next": None})]
+        return frames
 
     service = Service("no server", answer)
     client = EmbeddingClient.connect([service.address])
     client.add_tables([ITEM])
-    with pytest.raises(FrameError, match=r"must have 4 frames\. Received: 2"):
-        list(client.export("item"))
+    yield client
     client.close()
     service.close()
+
+
+def test_an_export_without_its_frames_is_refused():
+    with (
+        silent_server([encode_json({"next": None})]) as client,
+        pytest.raises(FrameError, match=r"must have 4 frames\. Received: 2"),
+    ):
+        list(client.export("item"))

@@ -19,6 +19,7 @@ SCHEDULERS = ["local_cwd", "slurm", "kubernetes"]
 
 COMPONENTS = {
     "job.py:train": {**SCRIPTS, **CONFIGS, "port": 29400},
+    "torchrec_job.py:train": {"script": "train.py --epochs 2", "port": 29400},
     "inference.py:serve": {**CONFIGS, "checkpoint": "runs/7", "port": 29400},
     "roles.py:embedding_server": {**BOOK, **CONFIGS, "replicas": 2},
     "roles.py:embedding_worker": {**BOOK, **CONFIGS},
@@ -87,6 +88,28 @@ def test_the_coordinator_is_the_first_role_and_has_the_number_of_the_others():
         *("--num-loaders", "4"),
         *("--num-trainers", "1"),
     ]
+
+
+def test_a_job_of_torchrec_has_servers_and_trainers_and_no_yaml():
+    app = load("torchrec_job.py:train")(
+        **COMPONENTS["torchrec_job.py:train"],
+        embedding_servers=2,
+        nn_workers=3,
+        capacity=5000,
+        incremental_dir="/all/increments",
+        recover=False,
+    )
+    roles = {role.name: role for role in app.roles}
+    counts = {name: role.num_replicas for name, role in roles.items()}
+    assert counts == {"coordinator": 1, "server": 2, "trainer": 3}
+    arguments = roles["coordinator"].args[4:]
+    assert arguments == ["--num-servers", "2", "--num-trainers", "3"]
+    assert roles["server"].args[1:] == [
+        *("persia_torchrec.server", "--eviction", "lru", "--capacity", "5000"),
+        *("--incremental-dir", "/all/increments"),
+    ]
+    for role in roles.values():
+        assert not [name for name in role.env if name.endswith("_CONFIG")]
 
 
 def test_every_role_has_the_address_of_the_job_and_its_index():
@@ -175,7 +198,9 @@ def test_torchrun_starts_several_nn_workers_in_each_replica():
     assert "--max-restarts" not in restarted.roles[0].args
 
 
-@pytest.mark.parametrize("name", ["job.py:train", "inference.py:serve"])
+@pytest.mark.parametrize(
+    "name", ["job.py:train", "torchrec_job.py:train", "inference.py:serve"]
+)
 def test_slurm_and_volcano_restart_the_whole_job(runner, tmp_path, name):
     arguments = COMPONENTS[name]
     if name == "job.py:train":

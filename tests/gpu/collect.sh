@@ -3,7 +3,7 @@
 #
 #   tests/gpu/collect.sh WHEELS [NAME...]
 #
-# They are what this package and its tests need beyond a Python 3.12 on x86-64 with a CUDA
+# They are what this package, its tests and two benchmarks need beyond a Python 3.12 on x86-64 with a CUDA
 # build of torch 2.11 (never collected), numpy and numba (llvmlite alone is larger than
 # all of these together). NAME adds packages that the other Python lacks all the same,
 # such as numpy numba llvmlite; without them the folder is kept below 55 MiB.
@@ -21,6 +21,7 @@ packages=(
     pyyaml
     msgspec
     prometheus-client
+    psutil # with tabulate for the benchmarks
     "torchx==0.7.0" docstring-parser importlib-metadata lazy-importer zipp tabulate \
     docker "urllib3<1.27" requests idna certifi charset-normalizer
     pytest iniconfig pluggy pygments

@@ -41,19 +41,54 @@ def run(*arguments, python=sys.executable):
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_it_runs_the_tests_marked_gpu_or_says_that_there_is_no_device(wheels):
-    result = run(wheels, "-p", "carried", SOME_OF_IT)
+    result = run(wheels, "tests", "-p", "carried", SOME_OF_IT)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "imported from the folder" in result.stdout
     if not torch.cuda.is_available():
-        assert "devices: none, so that tests marked gpu are skipped" in result.stdout
-        assert "1 skipped" in result.stdout
+        assert "devices: none, so that tests marked gpu are skipped" in result.stderr
+        assert f"| {SOME_OF_IT} | 0 | 0 | 1 |" in result.stdout
+        assert "1 skipped: no CUDA device" in result.stdout
 
 
-def test_its_status_is_that_of_the_tests(tmp_path):
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\ncase "$*" in *pytest*) exit 3 ;; esac\n')
+def python_that(folder, *, says="", fails=""):
+    """Return a program that says how it is called, and fails for some arguments."""
+    python = folder / "python"
+    cases = f"*{fails}*) exit 3 ;;" if fails else ""
+    python.write_text(
+        f'#!/bin/sh\ncase "$*" in {cases} -m\\ p[ye]*) echo "$@" ;; -) {says} ;; esac\n'
+    )
     python.chmod(0o755)
-    assert run(tmp_path, python=python).returncode == 3
+    return python
+
+
+def test_its_status_is_that_of_the_part_that_failed(tmp_path):
+    for fails in ("pytest", "bench\\ servers"):
+        result = run(tmp_path, python=python_that(tmp_path, fails=fails))
+        assert result.returncode == 3, result
+    assert run(tmp_path, "dlrm", python=python_that(tmp_path)).returncode == 0
+
+
+def test_without_a_part_all_run_and_without_a_device_the_benchmarks_are_small(tmp_path):
+    tests, *lines = run(tmp_path, python=python_that(tmp_path)).stdout.splitlines()
+    assert tests.startswith("-m pytest -p tests.gpu.table -m gpu tests/")
+    assert {
+        "tests/sharding/test_on_device.py",
+        "tests/ctx/test_base_ctx.py",
+        "tests/integration/test_same_as_torchrec.py",
+    } <= set(tests.split())
+    assert lines == [
+        "-m persia_torchrec.bench dlrm --tiny",
+        "-m persia_torchrec.bench servers --tiny",
+    ]
+    python = python_that(tmp_path, says="echo 1")
+    *_, line = run(tmp_path, "dlrm", "--dims", "64", python=python).stdout.splitlines()
+    assert line == "-m persia_torchrec.bench dlrm --dims 64"
+
+
+def test_an_unknown_part_is_an_error(tmp_path):
+    result = run(tmp_path, "training")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "must be one of tests dlrm servers. Received: training." in result.stderr
 
 
 def test_a_python_without_torch_is_an_error(tmp_path):

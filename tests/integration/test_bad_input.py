@@ -175,15 +175,6 @@ class TestSharders:
             RemoteEmbeddingBagCollectionSharder(job.client, Adagrad(), -1)
 
 
-class TestBackward:
-    def test_a_second_backward_pass_is_rejected(self, model):
-        loss = model(kjt_of(BATCH)).values().sum()
-        loss.backward(retain_graph=True)
-        with pytest.raises(BatchError, match=r"pushed once.*a second backward pass"):
-            loss.backward()
-        assert trains(model)
-
-
 def until_reached(call):
     """Call again while the connection is lost; raise any other error."""
     deadline = time.monotonic() + DEADLINE_S

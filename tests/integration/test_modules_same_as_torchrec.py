@@ -47,6 +47,7 @@ from persia_torchrec import (
     RemoteFusedEmbeddingBagCollectionSharder,
 )
 from tests.integration.twins import Twins, WithLoss
+from tests.places import GPU_PLACES, require_kernels
 from tests.sharding.remote_job import CPU, META, RemoteJob
 
 NUM_IDS = 40
@@ -498,16 +499,29 @@ def test_a_compiled_model_trains_as_plain_torchrec_does(job, case):
     assert job.total("open_batches") == open_batches
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("device", "place"), GPU_PLACES)
 @pytest.mark.parametrize(
-    "case", ["bags", "weighted bags", "processed bags", "sequences with indices"]
+    "case",
+    [
+        "bags",
+        "weighted bags",
+        "weighted bags, samples kept once",
+        "processed bags",
+        "bags processed one by one",
+        "sequences with indices",
+        "sequences, samples kept once",
+    ],
 )
-def test_a_module_on_a_gpu_trains_as_plain_torchrec_does(job, case):
-    device, case = torch.device("cuda", 0), CASES[case]
+def test_a_module_on_a_gpu_trains_as_plain_torchrec_does(job, case, device, place):
+    if "processed" in case:
+        require_kernels(device)
+    case = CASES[case]
     twins = make_twins(job, case, device)
-    on_gpu = [batch.to(device) for batch in make_batches(case)]
-    losses = twins.train(twins.remote, on_gpu)
-    expected = twins.train(twins.plain, make_batches(case))
+    batches = make_batches(case)
+    placed = [replace(batch.to(device), ids=batch.ids.to(place)) for batch in batches]
+    losses = twins.train(twins.remote, placed)
+    if case.is_variable:
+        batches = [batch.repeated() for batch in batches]
+    expected = twins.train(twins.plain, batches)
     # Sums there are in another order.
     np.testing.assert_allclose(losses, expected, rtol=1e-3)

@@ -214,11 +214,11 @@ def test_a_lookup_passes_few_files_and_functions(walks):
     walk, _ = walks
     assert walk.num_hand_overs() == 2
     assert len(walk.files) <= 28  # two keep requests whole, and know those repeated
-    assert len(walk.hops) <= 54  # three repeat what a server has lost
+    assert len(walk.hops) <= 56  # three repeat what a server has lost, one has blocks
 
 
 def test_a_gradient_passes_few_files_and_functions(walks):
     _, walk = walks
     assert walk.num_hand_overs() == 2
-    assert len(walk.files) <= 29
-    assert len(walk.hops) <= 53
+    assert len(walk.files) <= 31  # gradients leave a device on their way
+    assert len(walk.hops) <= 55

@@ -4,7 +4,7 @@ Both start from the same rows and the same dense weights and see the same batche
 embedding optimizer is the servers' in one and fbgemm's fused one in the other.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -22,6 +22,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from persia_torchrec import SGD, Adagrad, RemoteEmbeddingBagCollectionSharder
 from persia_torchrec.embedding.optim import Optimizer
 from tests.integration.twins import Twins, WithLoss
+from tests.places import GPU_PLACES
 from tests.sharding.remote_job import CPU, META, RemoteJob
 
 NUM_IDS = 40
@@ -194,15 +195,13 @@ def test_16_bit_floats_on_the_wire_change_the_loss_little(job, wire_dtype, rtol)
     assert not np.array_equal(losses, expected)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("device", "place"), GPU_PLACES)
 @pytest.mark.parametrize("case", CASES)
-def test_a_model_on_a_gpu_trains_as_plain_torchrec_does(job, case):
-    device = torch.device("cuda", 0)
+def test_a_model_on_a_gpu_trains_as_plain_torchrec_does(job, case, device, place):
     twins = make_twins(job, case, device=device)
     batches = make_batches(NUM_STEPS)
-    on_gpu = [batch.to(device) for batch in batches]
-    losses = twins.train(twins.remote, on_gpu, lr=LR)
+    placed = [replace(batch.to(device), ids=batch.ids.to(place)) for batch in batches]
+    losses = twins.train(twins.remote, placed, lr=LR)
     expected = twins.train(twins.plain, batches, lr=LR)
     # The dense half sums in another order there.
     np.testing.assert_allclose(losses, expected, rtol=1e-3)

@@ -195,14 +195,12 @@ def test_a_batch_that_is_dropped_without_a_push_gives_its_permit_back(train, sta
     assert trainer.num_updates() == 0
 
 
-def test_a_batch_that_is_given_up_cannot_be_pushed_and_makes_room_once(train):
+def test_a_batch_that_is_given_up_makes_room_once(train):
     trainer = train(1)
     given_up = trainer.pull()
     given_up.give_up()
     given_up.give_up()
     following = trainer.pull()
-    with pytest.raises(BatchError, match="can be pushed once"):
-        given_up.push(ONE_UPDATE)
     del given_up
     waiting = trainer.start()
     following.push(ONE_UPDATE)
@@ -212,11 +210,17 @@ def test_a_batch_that_is_given_up_cannot_be_pushed_and_makes_room_once(train):
     assert trainer.counters("open_batches_max") == [1]
 
 
-def test_a_batch_is_pushed_once(train):
-    batch = train(0).pull()
-    batch.push(ONE_UPDATE)
-    with pytest.raises(BatchError, match=r"pushed once\. Received: a second backward"):
+@pytest.mark.parametrize("staleness", [0, 3])
+def test_each_push_of_a_batch_is_an_update(train, staleness):
+    trainer = train(staleness)
+    batch, other = trainer.pull(), trainer.start(7)
+    for _ in range(3):
         batch.push(ONE_UPDATE)
+    other.wait(DEADLINE_S).push(ONE_UPDATE)
+    batch.push(ONE_UPDATE)
+    trainer.pipeline.flush()
+    assert trainer.num_updates() == 4
+    assert trainer.num_updates(7) == 1
 
 
 def test_a_batch_that_was_pulled_for_evaluation_is_not_pushed(train):

@@ -168,6 +168,24 @@ def test_what_was_begun_is_not_begun_again(checkpoints, tmp_path):
         checkpoints.handle(CheckpointRequest(do="dump", task=8, folder=str(tmp_path)))
 
 
+def test_how_a_dump_ended_is_known_when_the_next_one_has_begun(checkpoints, tmp_path):
+    def ask(task, do="progress"):
+        return checkpoints.handle(
+            CheckpointRequest(do=do, task=task, folder=str(tmp_path))
+        )
+
+    def has_ended():
+        checkpoints.work(0)
+        return ask(7).phase == "dumped"
+
+    wait_until(has_ended, "the dump ends")
+    ended = ask(7)
+    assert ended.result is not None
+    assert ask(8, "dump").phase == "dumping"
+    assert ask(7) == ask(7, "dump") == ask(7, "cancel") == ended
+    assert ask(8).phase == "dumping"
+
+
 def test_nothing_is_loaded_that_was_not_checked(checkpoints, tmp_path):
     checkpoints.cancel("the test loads")
     load = CheckpointRequest(do="load", task=8, folder=str(tmp_path))

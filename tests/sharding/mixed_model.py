@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
@@ -29,8 +30,13 @@ from persia_torchrec import (
     RemoteEmbeddingBagCollectionSharder,
     RemoteEmbeddingCollectionSharder,
 )
+from persia_torchrec.sharding import torchrec_api
 from persia_torchrec.sharding.sharder import RemoteSharder
 from tests.sharding.remote_job import META, RemoteJob, kjt_of, shard
+
+needs_mixed_sequences = pytest.mark.skipif(
+    not torchrec_api.MIXES_SEQUENCES, reason="MixedSharder refuses sequences before 1.8"
+)
 
 NUM_IDS = 40
 KEYS = ["user", "ad", "query", "place", "item"]

@@ -27,6 +27,7 @@ from persia_torchrec import (
 from persia_torchrec.pipeline.pipeline import BatchPipeline, PrefetchedBatch
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
 from persia_torchrec.sharding.remote_lookup import ShardedRemoteCollection
+from persia_torchrec.sharding.stored_tensor import StoredTensor
 from tests.servers import DEADLINE_S
 
 CPU = torch.device("cpu")
@@ -242,9 +243,9 @@ def remote_modules(model: nn.Module) -> list[ShardedRemoteCollection]:
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a model's state without what stands for tables on the servers."""
-    state = model.state_dict().items()
-    return {key: value for key, value in state if not isinstance(value, str)}
+    """Return a model's state without the tables on the servers."""
+    state, tables = model.state_dict().items(), str | StoredTensor
+    return {key: value for key, value in state if not isinstance(value, tables)}
 
 
 def ids_of(ids) -> np.ndarray:

@@ -16,9 +16,11 @@ from persia_torchrec import (
     Adam,
     AdmitFrequency,
     Constant,
+    DynamicDim,
     Expiry,
     Normal,
     TableSettings,
+    TruncatedNormal,
     Uniform,
 )
 from persia_torchrec.errors import ConfigError
@@ -81,6 +83,13 @@ def test_the_range_of_the_config_is_kept():
         (functools.partial(torch.nn.init.uniform_, a=-0.5), Uniform(-0.5, 1.0)),
         (torch.nn.init.normal_, Normal(0.0, 1.0)),
         (functools.partial(torch.nn.init.normal_, std=0.1), Normal(0.0, 0.1)),
+        (torch.nn.init.trunc_normal_, TruncatedNormal(0.0, 1.0, 2.0)),
+        (
+            functools.partial(
+                torch.nn.init.trunc_normal_, mean=1.0, std=0.25, a=0.5, b=1.5
+            ),
+            TruncatedNormal(1.0, 0.25, 2.0),
+        ),
         (functools.partial(torch.nn.init.constant_, val=3), Constant(3.0)),
         (torch.nn.init.zeros_, Constant(0.0)),
         (torch.nn.init.ones_, Constant(1.0)),
@@ -106,6 +115,8 @@ def test_tables_of_two_names_start_with_other_numbers_and_of_one_with_the_same()
         torch.nn.init.constant_,
         functools.partial(torch.nn.init.uniform_, 0.5),
         functools.partial(torch.nn.init.uniform_, generator=torch.Generator()),
+        functools.partial(torch.nn.init.trunc_normal_, std=0.1, a=-1.0, b=2.0),
+        functools.partial(torch.nn.init.trunc_normal_, std=0.0),
         lambda weights: weights.zero_(),
     ],
 )
@@ -138,6 +149,9 @@ ALL_SETTINGS = TableSettings(
     weight_dtype="bf16",
     keeps_metadata=True,
     weight_bound=2.0,
+    is_frozen=True,
+    shared_rows=5,
+    dynamic=DynamicDim(period=7),
 )
 
 

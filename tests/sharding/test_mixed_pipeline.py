@@ -1,6 +1,7 @@
 """TorchRec's train pipelines drive a mixed collection as they drive their own."""
 
 from dataclasses import dataclass
+from inspect import signature
 
 import numpy as np
 import pytest
@@ -63,7 +64,7 @@ class WithLoss(nn.Module):
         return loss, logits
 
 
-def losses_of(pipeline_type, staleness=0):
+def losses_of(pipeline_type, staleness=0, **settings):
     """Train by a pipeline; return the losses, and the modules that it pipelined."""
     with RemoteJob() as job:
         remote = RemoteEmbeddingBagCollectionSharder(
@@ -73,7 +74,7 @@ def losses_of(pipeline_type, staleness=0):
         torch.manual_seed(0)
         model = shard(WithLoss(), sharder, constraints=TOLD)
         job.adopt(model)
-        pipeline = pipeline_type(model, dense_optimizer(model), CPU)
+        pipeline = pipeline_type(model, dense_optimizer(model), CPU, **settings)
         data = iter([Batch(*batch) for batch in batches(NUM_STEPS)])
         outputs = [pipeline.progress(data) for _ in range(NUM_STEPS)]
         with pytest.raises(StopIteration):
@@ -92,3 +93,15 @@ def test_the_sparse_pipeline_trains_as_the_plain_loop_does():
     assert pipelined == ["ShardedMixedEmbeddingBagCollection"]
     np.testing.assert_array_equal(np.array(logits), np.array(expected))
     assert not np.array_equal(expected[0], expected[-1])
+
+
+@pytest.mark.skipif(
+    "free_features_storage_early" not in signature(TrainPipelineSparseDist).parameters,
+    reason="this TorchRec frees no features early",
+)
+def test_features_that_a_pipeline_frees_early_have_been_read():
+    expected, _ = losses_of(TrainPipelineSparseDist, staleness=2)
+    logits, _ = losses_of(
+        TrainPipelineSparseDist, staleness=2, free_features_storage_early=True
+    )
+    np.testing.assert_array_equal(np.array(logits), np.array(expected))

@@ -17,6 +17,7 @@ from tests.sharding.mixed_model import (
     SEQUENCES,
     batches,
     constraints,
+    needs_mixed_sequences,
     put_some_on_servers,
     tables,
     train,
@@ -96,6 +97,7 @@ def test_every_step_has_the_loss_of_plain_torchrec(job):
     assert losses[-20:].mean() < 0.9 * losses[:5].mean()
 
 
+@needs_mixed_sequences
 def test_every_step_with_sequences_has_the_loss_of_plain_torchrec(job):
     one_of_each_type = constraints("column_wise", ["home", "place"]) | constraints(
         "row_wise", ["term"]
@@ -119,5 +121,6 @@ def test_every_sharding_type_of_torchrec_can_be_mixed_with_the_servers(job, loca
 
 # Not data_parallel: fbgemm's dense kernel pools sequences on CPUs.
 @pytest.mark.parametrize("sharding_type", ["table_wise", "row_wise", "column_wise"])
+@needs_mixed_sequences
 def test_so_it_is_with_sequences(job, sharding_type):
     require_same_training(job, SEQUENCES, constraints(sharding_type), 20)

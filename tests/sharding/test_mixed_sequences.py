@@ -12,8 +12,10 @@ from persia_torchrec import (
     RemoteEmbeddingCollectionSharder,
     describe_placement,
 )
-from tests.sharding.mixed_model import constraints
+from tests.sharding.mixed_model import constraints, needs_mixed_sequences
 from tests.sharding.remote_job import META, kjt_of, remote_modules, shard, tensors_of
+
+pytestmark = needs_mixed_sequences
 
 DIM = 4
 IDS = {"ad": [[1, 2], [], [-1]], "query": [[2], [2, 2], []], "user": [[3], [], [5]]}

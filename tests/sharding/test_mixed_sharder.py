@@ -33,11 +33,13 @@ from persia_torchrec import (
     MixedSharder,
     Placement,
     RemoteEmbeddingBagCollectionSharder,
+    RemoteEmbeddingCollectionSharder,
     RemoteFusedEmbeddingBagCollectionSharder,
     TableSettings,
     describe_placement,
 )
 from persia_torchrec.errors import BatchError, ConfigError
+from persia_torchrec.sharding import torchrec_api
 from persia_torchrec.sharding.mixed import ShardedMixedEmbeddingBagCollection
 from persia_torchrec.sharding.remote_lookup import ShardedRemoteEmbeddingBagCollection
 from tests.sharding.mixed_model import (
@@ -184,14 +186,16 @@ def test_a_table_on_the_servers_takes_no_memory_of_the_trainers(job):
 # What the sharded model is.
 
 
-def test_the_state_dict_holds_the_local_tables_and_says_where_the_others_are(job):
+def test_the_state_dict_holds_local_and_remote_tables(job):
     model = put_some_on_servers(job, constraints=constraints("table_wise"))
     dense = {f"over.{layer}.{name}" for layer in (0, 2) for name in ("weight", "bias")}
     local = {f"bags.embedding_bags.{table}.weight" for table in LOCAL}
+    remote = {f"bags.embedding_bags.{table}.weight" for table in REMOTE}
     assert set(tensors_of(model)) == dense | local
     assert model.state_dict().keys() == Model().state_dict().keys()
-    assert {name for name, _ in model.named_parameters()} == dense | local
-    assert set(model.fused_optimizer.state_dict()["state"]) == local
+    names = {name for name, _ in model.named_parameters()}
+    assert {name.replace(".remote", "") for name in names} == dense | local | remote
+    assert set(model.fused_optimizer.state_dict()["state"]) == local | remote
 
 
 def test_the_fused_optimizer_schedules_local_and_remote_tables(job):
@@ -218,7 +222,7 @@ def test_a_checkpoint_of_the_local_half_loads_strictly(job):
     assert all(torch.equal(v, state[key]) for key, v in tensors_of(model).items())
 
 
-def test_rows_of_the_servers_are_missing_or_refused_in_a_state_as_elsewhere(job):
+def test_rows_of_the_servers_are_missing_or_loaded_as_elsewhere(job):
     model = put_some_on_servers(job, constraints=constraints("data_parallel"))
     key = "bags.embedding_bags.user.weight"
     state = dict(model.state_dict())
@@ -226,8 +230,9 @@ def test_rows_of_the_servers_are_missing_or_refused_in_a_state_as_elsewhere(job)
     with pytest.raises(RuntimeError, match=r"Missing key.*user\.weight"):
         model.load_state_dict(dict(state), strict=True)
     model.load_state_dict(dict(state), strict=False)
-    with pytest.raises(ConfigError, match=r"'user'\]\), to write them there"):
-        model.load_state_dict({**state, key: torch.zeros(NUM_IDS, 8)}, strict=False)
+    ones = torch.ones(NUM_IDS, 8)
+    model.load_state_dict({**state, key: ones}, strict=False)
+    assert torch.equal(model.state_dict()[key].whole(), ones)
 
 
 def test_data_parallel_tables_are_wrapped_as_in_torchrec(job):
@@ -496,3 +501,10 @@ def test_a_feature_twice_in_a_table_has_two_columns_local_and_remote(job):
     near = model.state_dict()["bags.embedding_bags.near.weight"].local_shards()[0]
     moved = columns[:3] - near.tensor[[2, 1, 2]]  # fbgemm's learning rate is 0.01
     torch.testing.assert_close(moved[:, 0], torch.tensor([0.02, 0.01, 0.02]))
+
+
+def test_sequences_are_refused_where_torchrec_cannot_split_them(job, monkeypatch):
+    monkeypatch.setattr(torchrec_api, "MIXES_SEQUENCES", False)
+    remote = RemoteEmbeddingCollectionSharder(job.client, SGD(1.0))
+    with pytest.raises(ConfigError, match=r"needs torchrec 1.8 or newer, with torch"):
+        MixedSharder(remote, Placement())

@@ -1,10 +1,13 @@
 """What hides the time of a pull: a pipeline, and whatever comes before its use."""
 
 import itertools
+import json
 import threading
+import time
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity
 from torchrec.distributed.train_pipeline import (
     PrefetchTrainPipelineSparseDist,
     TrainPipelineBase,
@@ -127,3 +130,38 @@ def test_an_error_of_a_pull_is_raised_where_its_output_is_used(job):
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             pooled.values()
+
+
+class Slow:
+    """The way to the servers, on which pulls and pushes take some time."""
+
+    DELAY_S = 0.03
+
+    def __init__(self, lookup):
+        self._lookup = lookup
+
+    def pull(self, source, number):
+        time.sleep(self.DELAY_S)
+        return self._lookup.pull(source, number)
+
+    def push(self, handle, grads):
+        time.sleep(self.DELAY_S)
+        return self._lookup.push(handle, grads)
+
+    def __getattr__(self, name):
+        return getattr(self._lookup, name)
+
+
+def test_a_trace_shows_where_the_training_thread_waits(job, tmp_path):
+    remote = Remote(job)
+    remote.use(Slow(remote.lookup), staleness=0)
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profile:
+        for batch in make_batches(2):
+            loss, _ = remote.model(batch)
+            loss.backward()
+    profile.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    for name in ("persia: wait for rows", "persia: wait for push"):
+        spans = [event["dur"] for event in events if event.get("name") == name]
+        assert len(spans) == 2
+        assert min(spans) >= 1e6 * Slow.DELAY_S / 2  # part of it is before the wait

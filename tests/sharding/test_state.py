@@ -58,10 +58,12 @@ class Tower(nn.Module):
 class Twins:
     """A model on the servers, and the same one in plain TorchRec."""
 
-    def __init__(self, job):
+    def __init__(self, job, **settings_of_sharder):
         zeros = TableSettings(initializer=Constant(0.0))
         settings = {table.name: zeros for table in TABLES}
-        self.remote = job.put_on_servers(Tower(), SGD(LR), tables=settings)
+        self.remote = job.put_on_servers(
+            Tower(), SGD(LR), tables=settings, **settings_of_sharder
+        )
         sharder = EmbeddingBagCollectionSharder(
             fused_params={"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LR}
         )
@@ -85,6 +87,12 @@ class Twins:
 @pytest.fixture
 def twins(job):
     return Twins(job)
+
+
+@pytest.fixture
+def left_out(job):
+    """Twins whose state dict has no rows."""
+    return Twins(job, state_dict_rows="none")
 
 
 def is_rows(name):
@@ -111,23 +119,20 @@ def train(model, optimizer, num_steps=6):
     return losses
 
 
-def test_parameters_and_buffers_are_torchrecs_without_the_rows(twins):
+def test_parameters_buffers_and_state_have_torchrecs_names(twins):
     for names in (
         lambda model: [name for name, _ in model.named_parameters()],
         lambda model: [name for name, _ in model.named_buffers()],
-        lambda model: list(tensors_of(model)),
+        lambda model: list(model.state_dict()),
     ):
-        remote, plain = names(twins.remote), names(twins.plain)
-        assert remote == [name for name in plain if not is_rows(name)]
-    assert twins.remote.state_dict().keys() == twins.plain.state_dict().keys()
+        assert names(twins.remote) == names(twins.plain)
     assert all(p.device.type == "cpu" for p in twins.remote.parameters())
 
 
 def test_data_parallel_ignores_just_the_sharded_parameters(twins):
     sharded = DistributedModelParallel._sharded_parameter_names
-    assert {is_rows(name) for name in sharded(twins.plain)} == {True}
-    assert list(sharded(twins.remote)) == []
     for model in twins:
+        assert {is_rows(name) for name in sharded(model)} == {True}
         replica = get_module(model)
         assert isinstance(replica, nn.parallel.DistributedDataParallel)
         assert set(replica.parameters_to_ignore) == set(sharded(model))
@@ -147,7 +152,8 @@ def test_the_data_parallel_half_may_be_made_later(job):
     model = DistributedModelParallel(
         Tower(), sharders=[sharder], init_data_parallel=False, init_parameters=False
     )
-    assert {p.device.type for p in model.parameters()} == {"meta"}
+    dense = {p.device.type for n, p in model.named_parameters() if not is_rows(n)}
+    assert dense == {"meta"}
     model.init_parameters = True
     model.init_data_parallel()
     assert isinstance(get_module(model), nn.parallel.DistributedDataParallel)
@@ -183,24 +189,6 @@ def test_what_is_missing_or_unknown_is_reported_as_torchrec_does(twins, strict):
     assert bool(reports[0].missing_keys) == strict
 
 
-@pytest.mark.parametrize("strict", [True, False])
-def test_rows_in_a_plain_models_state_are_refused_with_the_call_that_takes_them(
-    twins, strict
-):
-    state = twins.plain.state_dict()
-    with pytest.raises(
-        ConfigError, match=r"(?s)term\.weight.*load_weights\(state_dict"
-    ):
-        twins.remote.load_state_dict(dict(state), strict=strict)
-    twins.remote.load_state_dict(
-        tensors_of(twins.remote)
-        | {key: value for key, value in state.items() if not is_rows(key)},
-        strict=False,
-    )
-    over = twins.remote.state_dict()["over.weight"]
-    assert torch.equal(over, twins.plain.state_dict()["over.weight"])
-
-
 def test_a_state_that_knows_nothing_of_the_rows_is_incomplete(twins):
     state = tensors_of(twins.remote)
     with pytest.raises(RuntimeError, match=r"Missing key.*term\.weight.*user\.weight"):
@@ -214,54 +202,54 @@ def plain_tower():
 
 
 class TestWhatStandsForRows:
-    def test_it_says_where_they_are_and_what_saves_and_reads_them(self, twins):
-        entry = twins.remote.state_dict()["bags.bags.embedding_bags.term.weight"]
+    def test_it_says_where_they_are_and_what_saves_and_reads_them(self, left_out):
+        entry = left_out.remote.state_dict()["bags.bags.embedding_bags.term.weight"]
         assert type(entry) is str
         for word in ("servers", "'term'", "save_checkpoint", "read_table"):
             assert word in entry
 
-    def test_it_goes_through_torchs_files(self, twins, tmp_path):
-        state = twins.remote.state_dict()
+    def test_it_goes_through_torchs_files(self, left_out, tmp_path):
+        state = left_out.remote.state_dict()
         torch.save(state, tmp_path / "model.pt")
         loaded = torch.load(tmp_path / "model.pt", weights_only=True)
         assert_same(loaded, state)
         with torch.no_grad():
-            get_unwrapped_module(twins.remote).over.weight.zero_()
-        twins.remote.load_state_dict(loaded)
-        assert twins.remote.state_dict()["over.weight"].any()
+            get_unwrapped_module(left_out.remote).over.weight.zero_()
+        left_out.remote.load_state_dict(loaded)
+        assert left_out.remote.state_dict()["over.weight"].any()
 
-    def test_it_goes_through_distributed_checkpoints(self, twins, tmp_path):
-        dcp.save({"model": twins.remote}, checkpoint_id=tmp_path)
-        expected = copy.deepcopy(twins.remote.state_dict())
+    def test_it_goes_through_distributed_checkpoints(self, left_out, tmp_path):
+        dcp.save({"model": left_out.remote}, checkpoint_id=tmp_path)
+        expected = copy.deepcopy(left_out.remote.state_dict())
         with torch.no_grad():
-            get_unwrapped_module(twins.remote).over.weight.zero_()
-        dcp.load({"model": twins.remote}, checkpoint_id=tmp_path)
-        assert_same(twins.remote.state_dict(), expected)
+            get_unwrapped_module(left_out.remote).over.weight.zero_()
+        dcp.load({"model": left_out.remote}, checkpoint_id=tmp_path)
+        assert_same(left_out.remote.state_dict(), expected)
 
-    def test_a_plain_model_refuses_it(self, twins, tmp_path):
-        state = twins.remote.state_dict()
+    def test_a_plain_model_refuses_it(self, left_out, tmp_path):
+        state = left_out.remote.state_dict()
         with pytest.raises(RuntimeError, match=r"expected torch\.Tensor.*class 'str'"):
             plain_tower().load_state_dict(dict(state))
         with pytest.raises(RuntimeError, match=r"key type <class 'str'> found"):
-            twins.plain.load_state_dict(dict(state))
+            left_out.plain.load_state_dict(dict(state))
         dcp.save(state, checkpoint_id=tmp_path)
         plain = plain_tower().state_dict()
         dcp.load(plain, checkpoint_id=tmp_path)
         with pytest.raises(RuntimeError, match=r"expected torch\.Tensor.*class 'str'"):
             plain_tower().load_state_dict(plain)
 
-    def test_rows_of_a_plain_model_do_not_replace_an_entry(self, twins, tmp_path):
+    def test_rows_of_a_plain_model_do_not_replace_an_entry(self, left_out, tmp_path):
         dcp.save(plain_tower().state_dict(), checkpoint_id=tmp_path)
         with pytest.raises(CheckpointException, match=r"term\.weight, expected Bytes"):
-            dcp.load(twins.remote.state_dict(), checkpoint_id=tmp_path)
+            dcp.load(left_out.remote.state_dict(), checkpoint_id=tmp_path)
 
-    def test_an_entry_taken_for_a_sharded_tensor_fails(self, twins):
-        rows = [v for k, v in twins.remote.state_dict().items() if is_rows(k)]
+    def test_an_entry_taken_for_a_sharded_tensor_fails(self, left_out):
+        rows = [v for k, v in left_out.remote.state_dict().items() if is_rows(k)]
         with pytest.raises(AttributeError, match="local_shards"):
             rows[0].local_shards()
 
-    def test_a_module_by_itself_has_it_too(self, twins):
-        (module,) = remote_modules(twins.remote)
+    def test_a_module_by_itself_has_it_too(self, left_out):
+        (module,) = remote_modules(left_out.remote)
         state = module.state_dict()
         assert list(state) == [
             f"embedding_bags.{table.name}.weight" for table in TABLES
@@ -280,19 +268,13 @@ def assert_same(state, expected):
             assert torch.equal(value, expected[key])
 
 
-def test_the_state_has_a_size_of_the_dense_half_alone(twins):
-    train(twins.remote, optimizers_of(twins.remote))
-    sizes = [value.numel() for value in tensors_of(twins.remote).values()]
-    assert sorted(sizes) == [1, 1, 12]
-
-
 class TestTheFusedOptimizer:
     def test_it_has_torchrecs_names_and_rates(self, twins):
         remote, plain = (model.fused_optimizer for model in twins)
         assert list(remote.params) == list(plain.params)
         assert {group["lr"] for group in remote.param_groups} == {LR}
         assert {group["lr"] for group in plain.param_groups} == {LR}
-        assert remote.state_dict() == {"state": {}}
+        assert remote.state_dict() == plain.state_dict()
 
     def test_a_loop_with_both_halves_in_one_optimizer_trains_the_same(self, twins):
         remote, plain = (train(model, optimizers_of(model)) for model in twins)

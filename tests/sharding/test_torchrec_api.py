@@ -24,7 +24,7 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 from persia_torchrec.sharding import torchrec_api
 from tests.sharding.remote_job import META, Bags, shard
 
-CHECKED_WITH = {"torch": "2.13", "torchrec": "1.8"}
+CHECKED_WITH = {"torch": "2.11 to 2.14", "torchrec": "1.6 to 1.9"}
 
 
 def bags(is_weighted=False):
@@ -45,6 +45,8 @@ def feature_processed():
 
 OWNERS = {
     "torch._C": lambda: torch._C,
+    "torch.Tensor": lambda: torch.Tensor,
+    "an operator of torch": lambda: torch.ops.aten.copy_.default,
     "torch.autograd.Variable": lambda: torch.autograd.Variable,
     "torch.distributed": lambda: torch.distributed,
     "a parameter of apply_optimizer_in_backward": weight_with_optimizer,
@@ -57,6 +59,9 @@ OWNERS = {
 TAKEN = {
     "_current_graph_task_id": "torch._C",
     "_execution_engine": "torch.autograd.Variable",
+    "_make_wrapper_subclass": "torch.Tensor",
+    "_schema": "an operator of torch",
+    "_in_backward_optimizers": "a parameter of apply_optimizer_in_backward",
     "_shard": "torch.distributed",
     "_optimizer_classes": "a parameter of apply_optimizer_in_backward",
     "_optimizer_kwargs": "a parameter of apply_optimizer_in_backward",

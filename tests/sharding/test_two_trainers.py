@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.places import GPU_PLACES
 from tests.processes import Processes
 from tests.sharding import two_trainers
 from tests.sharding.remote_job import RemoteJob, Servers
@@ -12,13 +13,13 @@ from tests.sharding.two_trainers import ADAM, CASES, EPOCHS, SGD, TRAININGS
 pytestmark = pytest.mark.multiprocess
 
 
-def train(names, folder, backend="gloo"):
+def train(names, folder, backend="gloo", place=None):
     """Let two trainers train; return what each has learnt, by training and rank."""
     with contextlib.ExitStack() as stack:
         servers = {name: stack.enter_context(Servers()) for name in names}
         addresses = {name: started.addresses for name, started in servers.items()}
         processes = stack.enter_context(Processes(folder))
-        arguments = (2, addresses, folder, backend)
+        arguments = (2, addresses, folder, backend, place)
         trainers = [
             processes.start(
                 f"trainer {rank}", two_trainers.run_trainer, rank, *arguments
@@ -65,6 +66,15 @@ def test_adam_steps_once_for_all_trainers(learnt):
             np.testing.assert_allclose(weights, expected[half], atol=1e-4)
 
 
+def test_parts_of_all_trainers_are_one_step(learnt):
+    with RemoteJob() as job:
+        expected = two_trainers.parts_together(job.servers.addresses)
+    for rank in range(2):
+        for half in ("dense", "rows"):
+            weights = learnt["parts", rank][half]
+            np.testing.assert_allclose(weights, expected[half], atol=1e-4)
+
+
 def test_trainers_whose_data_end_unevenly_learn_from_all_of_it(learnt):
     expected = alone(CASES["Adagrad"].optimizer, EPOCHS)
     for rank in range(2):
@@ -98,16 +108,35 @@ def test_a_trainer_that_vanishes_is_named(learnt):
     assert "none of rank 1 within 0.5 s" in str(learnt["vanished", 0]["error"])
 
 
-def test_distributed_checkpoints_take_the_entries_of_tables(learnt):
+def test_distributed_checkpoints_have_each_row_once_and_load_it(learnt):
     for rank in range(2):
-        entries = learnt["not vanishing", rank]["entries"].tolist()
-        assert [e.startswith("on the embedding servers") for e in entries] == [True] * 2
+        of_trainer = learnt["saved", rank]
+        saved, loaded = of_trainer["saved"], of_trainer["loaded"]
+        assert not np.array_equal(of_trainer["moved"], saved)
+        were_there = saved != 0  # rows that were not have their initial weights now
+        np.testing.assert_array_equal(loaded[were_there], saved[were_there])
+    # Each trainer has a block of the weights, and one of Adagrad's state.
+    writers = learnt["saved", 0]["writers"].tolist()
+    assert sorted(writers) == [f"__{rank}_0.distcp" for rank in (0, 0, 1, 1)]
+
+
+def test_ordinary_tensors_are_there_when_any_trainer_has_loaded_them(learnt):
+    for rank in range(2):
+        added = learnt["saved", rank]["added"]
+        np.testing.assert_allclose(added, np.ones((30, 8)), rtol=1e-6)
 
 
 def test_trainers_that_map_ids_each_by_itself_are_refused(learnt):
     for rank in range(2):
-        error = str(learnt["not vanishing", rank]["error"])
+        error = str(learnt["saved", rank]["error"])
         assert "maps ids on each trainer by itself, and 2 trainers" in error
+
+
+def test_each_backward_pass_of_a_batch_is_a_step_of_all_trainers(learnt):
+    for rank in range(2):
+        losses = learnt["two passes", rank]
+        np.testing.assert_allclose(losses["remote"], losses["plain"], rtol=1e-5)
+    assert losses["plain"][-5:].mean() < 0.95 * losses["plain"][:5].mean()
 
 
 @pytest.mark.parametrize("name", ["scaled", "scaled, accumulated"])
@@ -145,12 +174,16 @@ def test_a_trainer_at_the_end_of_its_data_keeps_the_others_loss_scale(learnt, na
     assert second["scales"][-1] > 512  # they went on
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_trainers_on_gpus_train_as_those_on_cpus_do(tmp_path):
+@pytest.mark.parametrize(("device", "place"), GPU_PLACES)
+def test_trainers_on_gpus_train_as_those_on_cpus_do(tmp_path, device, place):
     # NCCL wants a device for each of its ranks.
     cuda = "nccl" if torch.cuda.device_count() > 1 else "gloo"
-    learnt = train(["Adagrad", "uneven"], tmp_path, f"cpu:gloo,cuda:{cuda}")
+    learnt = train(
+        ["Adagrad", "uneven"],
+        tmp_path,
+        f"cpu:gloo,cuda:{cuda}",
+        place=None if place == device else place,
+    )
     expected = alone(CASES["Adagrad"].optimizer, EPOCHS)
     for rank in range(2):
         losses = learnt["Adagrad", rank]  # of plain TorchRec: on the CPU

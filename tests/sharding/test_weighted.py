@@ -71,7 +71,7 @@ def test_weights_get_the_gradients_that_an_unsharded_collection_gives_them(job):
             output.backward(scales)
         optimizer.step()
         optimizer.zero_grad()
-        (of_remote,) = (p.grad for p in model.parameters())
+        (of_remote,) = (p.grad for p in model.parameters() if p.numel())
         torch.testing.assert_close(of_remote, plain.scale.grad)
     assert of_remote.abs().min() > 0.01
     rows = job.read("term", [1, 2, 3])

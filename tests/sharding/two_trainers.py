@@ -25,6 +25,7 @@ from persia_torchrec import (
     EmbeddingClient,
     RemoteEmbeddingBagCollectionSharder,
     TableSettings,
+    accumulate,
 )
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.embedding.optim import Optimizer
@@ -44,6 +45,7 @@ from tests.sharding.remote_job import (
 NUM_IDS = 30
 NUM_STEPS = 100
 NUM_SAMPLES = 16
+NUM_PARTS = 41
 
 TABLES = [
     EmbeddingBagConfig(NUM_IDS, 8, name="term", feature_names=["ad", "query"]),
@@ -75,6 +77,9 @@ CASES = {
         _ADAGRAD,
     ),
 }
+
+PLACE: torch.device | None = None
+"""Where ids are, if not with the model."""
 
 EPOCHS = [(0, 4), (12, 7), (3, 3)]
 """Batches that each of two trainers has."""
@@ -157,15 +162,19 @@ class Trainer:
         }
 
 
-def run_trainer(rank, world_size, addresses, folder: Path, backend="gloo") -> None:
+def run_trainer(
+    rank, world_size, addresses, folder: Path, backend="gloo", place=None
+) -> None:
     """Be one of the trainers; leave what was learnt in the folder.
 
     Args:
         addresses: of the servers of each training, by its name.
         backend: of the process group; if it names CUDA, the models are there.
+        place: where the ids of batches are; by default with the model.
     """
+    global PLACE  # of this process
     torch.set_num_threads(1)
-    device = CPU
+    device, PLACE = CPU, place
     if "cuda" in backend:
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
@@ -222,7 +231,7 @@ def loss_of(model, batches, device=CPU):
         key: [bag for of_batch, _ in batches for bag in of_batch[key]]
         for key in batches[0][0]
     }
-    logits = model(kjt_of(bags).to(device)).split(
+    logits = model(kjt_of(bags).to(PLACE or device)).split(
         [len(labels) for _, labels in batches]
     )
     return sum(
@@ -298,6 +307,33 @@ def with_adam(addresses, device):
     """Train with an optimizer for which it matters how often it is applied."""
     with Trainer(addresses, Model, ADAM, device=device) as trainer:
         train(trainer.model, batches(dist.get_rank(), 50, seed=0))
+        return trainer.learnt()
+
+
+def in_parts(addresses, device):
+    """Train with batches that are the halves of a step; the last step has one."""
+    with Trainer(addresses, Model, ADAM, device=device) as trainer:
+        optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+        data = list(batches(dist.get_rank(), NUM_PARTS, seed=0))
+        with accumulate(trainer.sharder, 2):
+            for step in range(0, len(data), 2):
+                optimizer.zero_grad()
+                for part in data[step : step + 2]:
+                    loss_of(trainer.model, [part]).backward()
+                optimizer.step()
+        return trainer.learnt()
+
+
+def parts_together(addresses):
+    """Train on what :func:`in_parts` does, as a single trainer, a batch a step."""
+    with Trainer(addresses, Model, ADAM) as trainer:
+        optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+        data = [list(batches(rank, NUM_PARTS, seed=0)) for rank in range(2)]
+        for step in range(0, NUM_PARTS, 2):
+            parts = [part for of_rank in data for part in of_rank[step : step + 2]]
+            optimizer.zero_grad()
+            (loss_of(trainer.model, parts) / 2).backward()
+            optimizer.step()
         return trainer.learnt()
 
 
@@ -429,20 +465,59 @@ def with_one_that_vanishes(addresses, _):
     return {"error": error}
 
 
-def with_what_must_not_vanish(addresses, _):
-    """Save and load a state that stands for rows; map ids on each trainer by itself."""
+def with_saved_state(addresses, _):
+    """Save and load the rows together; map ids on each trainer by itself."""
+    optimizer, rank = CASES["Adagrad"].optimizer, dist.get_rank()
     with (
-        Trainer(addresses, Model, SGD(1.0)) as trainer,
+        Trainer(addresses, Model, optimizer) as trainer,
         tempfile.TemporaryDirectory() as own,
     ):
-        folder = [own]
+        train(trainer.model, batches(rank, 5))
+        state = {"model": trainer.model, "optimizer": trainer.model.fused_optimizer}
+        whole = trainer.model.state_dict()[f"{_BAGS}.term.weight"].clone()
+        saved, folder = trainer.learnt(), [own]
         dist.broadcast_object_list(folder)  # the first trainer's is that of both
-        dcp.save({"model": trainer.model}, checkpoint_id=folder[0])
-        dcp.load({"model": trainer.model}, checkpoint_id=folder[0])
+        dcp.save(state, checkpoint_id=folder[0])
+        train(trainer.model, batches(rank, 5, seed=2))
+        moved = trainer.learnt()
         dist.barrier()
-        entries = {k: v for k, v in trainer.model.state_dict().items() if "bags" in k}
+        dcp.load(state, checkpoint_id=folder[0])
+        loaded = trainer.learnt()
+        dist.barrier()
+        trainer.model.load_state_dict({f"{_BAGS}.term.weight": whole + 1}, strict=False)
+        term = trainer.client.read("term", ids_of(range(NUM_IDS)))[:, :8]
+        dist.barrier()
         error = _error_of(lambda: shard(collided(TABLES), trainer.sharder))
-    return {"entries": np.array(list(entries.values())), "error": error}
+        files = dcp.FileSystemReader(folder[0]).read_metadata().storage_data
+        dist.barrier()
+    return {
+        "saved": saved["rows"],
+        "moved": moved["rows"],
+        "loaded": loaded["rows"],
+        "added": term - whole.numpy(),
+        "writers": [of.relative_path for key, of in files.items() if "term" in key.fqn],
+        "error": error,
+    }
+
+
+_BAGS = "embeddings.embedding_bags"
+
+
+def with_two_passes(addresses, device):
+    """Run backward twice through each forward pass, as plain TorchRec does beside."""
+    case, rank, losses = CASES["Adagrad"], dist.get_rank(), []
+    with Trainer(addresses, Model, case.optimizer, staleness=1) as trainer:
+        for model in (trainer.model, plain_twin(trainer, case)):
+            of_model = []
+            for batch in batches(rank, 20):
+                loss = loss_of(model, [batch])
+                of_model.append(loss.item())
+                loss.backward(retain_graph=True)
+                (2 * loss).backward()
+            losses.append(np.array(of_model))
+            trainer.sharder.flush()
+            dist.barrier()
+    return {"remote": losses[0], "plain": losses[1]}
 
 
 def _error_of(call):
@@ -456,10 +531,12 @@ def _error_of(call):
 TRAININGS = {
     **{name: same_as_torchrec(case) for name, case in CASES.items()},
     "Adam": with_adam,
+    "parts": in_parts,
     "each": each_by_itself,
     "uneven": with_uneven_data,
     "ahead": with_staleness,
-    "not vanishing": with_what_must_not_vanish,
+    "saved": with_saved_state,
+    "two passes": with_two_passes,
     "ended": with_one_that_ends,
     "vanished": with_one_that_vanishes,
     "scaled": under_a_loss_scale((10, 10), overflows=[2], static_graph=True),

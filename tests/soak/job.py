@@ -19,6 +19,7 @@ from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.embedding.optim import Adagrad
 from persia_torchrec.errors import ConfigError, RemoteError
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
+from persia_torchrec.store.journal import RING_WORDS
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.messages import NO_GENERATION
@@ -58,12 +59,15 @@ def keep_book() -> None:
     time.sleep(2**20)
 
 
-def train(addresses: list[str], folder: str) -> None:
+def train(addresses: list[str], folder: str, fills: bool) -> None:
     """Train, connect again every few hundred batches, dump now and then.
 
-    Writes a line per batch: the milliseconds of its lookup.
+    Writes a line per batch: the milliseconds of its lookup. If it ``fills``, it first
+    looks so many rows up that each server has used all of the ring of its changes.
     """
     rng, out = np.random.default_rng(1), Path(folder) / "latencies"
+    if fills:
+        _fill_rings(addresses)
     for turn in itertools.count():
         with closing(EmbeddingClient.connect(addresses)) as client:
             client.add_tables(TABLES)
@@ -76,6 +80,17 @@ def train(addresses: list[str], folder: str) -> None:
                 client.checkpoints.dump(Path(run.url))
                 catalog.delete_older(run, 2)
         print("turn", turn, flush=True)
+
+
+def _fill_rings(addresses: list[str]) -> None:
+    """Look rows up until the notes of each server's ring have gone round."""
+    ids = np.arange(CAPACITY, dtype=np.uint64)
+    with closing(EmbeddingClient.connect(addresses)) as client:
+        client.add_tables(TABLES)
+        rows, stream = client.split(ids), BatchNumber.new_stream(NO_GENERATION)
+        fewest = int(np.diff(rows.offsets).min())
+        for number in range(2 * RING_WORDS // fewest + 1):  # two slots a word
+            client.pull([("user", rows)], batch=BatchNumber(stream, number))
 
 
 def _train_some(

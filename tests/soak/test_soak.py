@@ -85,7 +85,7 @@ def processes(tmp_path):
         yield processes
 
 
-def start_job(processes, folder):
+def start_job(processes, folder, *, fills):
     """Start the job; return its processes by name, and the servers' addresses."""
     running = {
         f"server {shard}": processes.start(f"server {shard}", job.serve, shard, folder)
@@ -94,7 +94,7 @@ def start_job(processes, folder):
     addresses = [word_after(one, "ready") for one in running.values()]
     running["address book"] = processes.start("book", job.keep_book)
     port = int(word_after(running["address book"], "ready"))
-    running["trainer"] = processes.start("trainer", job.train, addresses, folder)
+    running["trainer"] = processes.start("trainer", job.train, addresses, folder, fills)
     visitor = processes.start("visitor", job.come_and_go, addresses, port)
     running["clients that come and go"] = visitor
     running["trainer"].has_printed("turn 0")
@@ -128,7 +128,9 @@ def watch(running, folder, seconds):
 
 
 def test_a_job_grows_by_nothing(processes, tmp_path, minutes):
-    running, addresses = start_job(processes, str(tmp_path))
+    running, addresses = start_job(
+        processes, str(tmp_path), fills=minutes >= LEAST_OF_A_TABLE
+    )
     series = watch(running, tmp_path, 60 * minutes)
     for name, process in running.items():
         assert process.process.is_alive(), f"{name}: {process.output()[-3000:]}"

@@ -9,6 +9,7 @@ from persia_torchrec.store.memory import (
     ARENA,
     FREE,
     OWNER_SHIFT,
+    PINNED_ROWS,
     RECOVERY,
     TICK_MASK,
     USED,
@@ -23,7 +24,7 @@ def check_store(store):
     if store.recovery is not None:
         assert not store.memory.area(RECOVERY)[int(LOST) // 8]
     check_index(store.index)
-    num_found = 0
+    num_found = num_pinned = 0
     for number, table in enumerate(store.states):
         arena = int(table.layout[ARENA])
         num_used = int(store.arenas.directory[arena, USED])
@@ -33,10 +34,13 @@ def check_store(store):
         ids = np.ascontiguousarray(words[slots, 0])
         assert np.array_equal(find_slots(table.layout, ids), slots)
         num_found += len(slots)
+        num_pinned += len(slots) if table.is_pinned else 0
     assert num_found == store.num_rows
+    assert num_pinned == store.tally[PINNED_ROWS]
     check_free_slots(store)
     next_to_leave = rows_oldest_first(store.logs, store.arenas.directory)
-    assert len(next_to_leave) == len(set(next_to_leave)) == store.num_rows
+    num_leaving = store.num_rows - num_pinned
+    assert len(next_to_leave) == len(set(next_to_leave)) == num_leaving
     for arena, slot in next_to_leave:
         assert store.arenas.words[arena][slot, 1] != 0
 

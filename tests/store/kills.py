@@ -9,14 +9,26 @@ from dataclasses import replace
 
 import numpy as np
 
-from persia_torchrec import AdmitBloom, AdmitFrequency, AdmitProbability, Expiry
+from persia_torchrec import (
+    AdmitBloom,
+    AdmitFrequency,
+    AdmitProbability,
+    DynamicDim,
+    Expiry,
+)
 from persia_torchrec.embedding.optim import SGD, Adagrad, Adam
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
 from tests.store.consistency import check_store, ids_oldest_first
 
 TABLES = [
-    TableSpec(name="adam", dim=9, optimizer=Adam(0.1), admission=AdmitFrequency(2, 60)),
+    TableSpec(
+        name="adam",
+        dim=9,
+        optimizer=Adam(0.1),
+        admission=AdmitFrequency(2, 60),
+        shared_rows=2,
+    ),
     TableSpec(name="half", dim=8, optimizer=Adagrad(0.1), weight_dtype="fp16"),
     TableSpec(
         name="bloom",
@@ -24,6 +36,7 @@ TABLES = [
         optimizer=SGD(0.1, 0.9),
         admission=AdmitBloom(3, 500),
         expiry=Expiry(steps_to_live=30),
+        dynamic=DynamicDim(2, period=5),
     ),
 ]
 FBGEMM_TABLES = [
@@ -103,6 +116,7 @@ def state_of(store):
             columns = store.metadata(number, ids)
             tables += [columns.frequency.tolist(), columns.last_step.tolist()]
         tables += [state.num_updates, state.remembered.tobytes()]
+        tables.append(state.thresholds.tolist())
     counters = store.counters()
     del counters["bytes"]  # logs are cleaned sooner or later
     return [tables, ids_oldest_first(store), store.tick, counters]

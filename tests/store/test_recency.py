@@ -67,7 +67,7 @@ class Rows:
         base, stride = np.uint64(0), np.uint64(0)
         some = np.uint64(8), np.uint64(8), np.uint64(8), np.uint64(8), False
         place = base, stride, tags, np.uint64(0), arena, arena + np.uint64(1)
-        rows = RowsAt(*place, 1, 0, *some)
+        rows = RowsAt(*place, 1, 0, *some, False)
         address = np.uint64(locate_row(self.directory, arena, slot))
         logs = np.uint64(self.logs.directory.ctypes.data)
         touch(logs, np.uint64(class_), rows, address, slot, np.uint64(self.tick))

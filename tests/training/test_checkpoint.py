@@ -1,5 +1,7 @@
 """One checkpoint of both halves: training goes on as if nothing had been."""
 
+import os
+import pickle  # as who changes a file would
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader, save
 from torchrec import EmbeddingBagConfig
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
@@ -204,6 +206,35 @@ def test_a_checkpoint_of_the_servers_alone_has_no_dense_half(start, tmp_path):
     run.client.checkpoints.dump(tmp_path)
     with pytest.raises(CheckpointError, match="must have both halves"):
         run.load(tmp_path)
+
+
+class Command:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def replace_list(folder, command):
+    (folder / ".metadata").write_bytes(pickle.dumps({"a": command}))
+
+
+def replace_numbers(folder, command):
+    """Put a command where the scheduler's numbers are, in a checkpoint of torch's."""
+    save({"num_batches": command}, checkpoint_id=folder, no_dist=True)
+
+
+@pytest.mark.parametrize("replace", [replace_list, replace_numbers])
+def test_nothing_that_a_file_names_is_run(start, tmp_path, replace):
+    run, made = start(1, seed=0), tmp_path / "made"
+    run.state = {"num_batches": 3}
+    dense = Path(run.save(tmp_path).path) / "dense"
+    assert dense.exists()
+    replace(dense, Command(str(made)))
+    with pytest.raises(CheckpointError, match="mkdir"):
+        run.load(tmp_path)
+    assert not made.exists()
 
 
 def test_what_the_dense_half_lacks_is_named(start, tmp_path):

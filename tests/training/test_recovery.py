@@ -47,16 +47,23 @@ def start_group(processes, name, life, target, *arguments, size=2, **variables):
     ]
 
 
-def run_through_a_kill(processes, name, target, *arguments, size=2, **variables):
-    """Start a group whose last trainer is killed, and start it again."""
+def run_group_to_a_kill(
+    processes, name, target, *arguments, life=0, size=2, **variables
+):
+    """Start a group whose last trainer is killed; end the others, too."""
     trainers = start_group(
-        processes, name, 0, target, *arguments, size=size, **variables
+        processes, name, life, target, *arguments, size=size, **variables
     )
     assert trainers[-1].status() == -signal.SIGKILL, trainers[-1].output()
     for other in trainers[:-1]:  # as torchrun does
         with contextlib.suppress(ProcessLookupError):
             other.send(signal.SIGKILL)
         other.status()
+
+
+def run_through_a_kill(processes, name, target, *arguments, size=2, **variables):
+    """Start a group whose last trainer is killed, and start it again."""
+    run_group_to_a_kill(processes, name, target, *arguments, size=size, **variables)
     return run(processes, name, target, *arguments, life=1, size=size, **variables)
 
 
@@ -173,6 +180,22 @@ def test_the_clock_is_asked_rarely_and_says_when_it_is_time():
     assert len(asked) < 100
 
 
+@pytest.mark.parametrize("first", [0, 40])
+@pytest.mark.parametrize("save_steps", [1, 7, 500])
+@pytest.mark.parametrize("interval_s", [0.0, 100.0])
+def test_steps_may_say_when_it_is_time(first, save_steps, interval_s):
+    now_s = 0.0
+    clock = CheckpointClock(interval_s, lambda: now_s, save_steps=save_steps)
+    clock.num_trained = first
+    saved = []
+    for step in range(first + 1, first + 1001):
+        now_s += 0.01
+        if clock.is_time():
+            saved.append(step)
+            clock.restart(took_s=0.0)
+    assert saved == [s for s in range(first + 1, first + 1001) if s % save_steps == 0]
+
+
 def test_a_checkpoint_that_takes_long_takes_a_twentieth_of_the_time():
     now_s = 0.0
     clock = CheckpointClock(1.0, lambda: now_s)
@@ -184,6 +207,19 @@ def test_a_checkpoint_that_takes_long_takes_a_twentieth_of_the_time():
             times.append(now_s)
             clock.restart(took_s=2.0)
     assert times[0] == pytest.approx(40, abs=0.2)
+
+
+def test_deltas_come_between_checkpoints():
+    now_s, kinds = 0.0, []
+    clock = CheckpointClock(100.0, lambda: now_s, delta_interval_s=10.0)
+    for _ in range(3050):
+        now_s += 0.1
+        if clock.is_time():
+            kinds.append("delta" if clock.is_delta else "whole")
+            clock.restart(took_s=0.0, was_delta=clock.is_delta)
+    between = "".join(kind[0] for kind in kinds).split("w")
+    assert [len(deltas) for deltas in between[:3]] == [9, 9, 9]
+    assert len(between) == 4
 
 
 def test_random_numbers_go_on_from_a_state():

@@ -18,7 +18,7 @@ def serve(port: int) -> None:
     with _join(port) as member:
         member.call_at_end(stop.set)
         print("serving", flush=True)
-        stop.wait(60)
+        stop.wait(180)
     print("left", flush=True)
 
 

@@ -1,0 +1,527 @@
+"""Train PLE on two tasks: its tables on embedding servers, or in plain TorchRec.
+
+    python examples/ple/train.py --data_location DIR          servers started here
+    python examples/ple/train.py --data_location DIR --tf     plain TorchRec, to compare
+    torchx run components/torchrec_job.py:train --script "examples/ple/train.py ..."
+
+At the end it prints the exact AUC and the accuracy of both tasks over all rows of the
+test. ``--help`` lists the options, README.md says what each does.
+"""
+
+import contextlib
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
+from math import ceil, sqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from data import SPECS, Data, DatasetSpec, find_files, open_data
+from model import (
+    DIM,
+    DenseModel,
+    Losses,
+    MultiTaskModel,
+    make_collections,
+)
+from optimizers import RowAdam, Steps, dense_optimizer, row_optimizer
+from options import EPOCHS, Options
+from results import Progress, measure, write
+from torch import nn
+from torchrec import EmbeddingBagCollection
+from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
+from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
+
+import persia_torchrec as persia
+from persia_torchrec import EmbeddingClient, EmbeddingCluster, TableSettings, env
+from persia_torchrec.errors import ConfigError, PersiaError
+from persia_torchrec.training.recovery import folder_of_job
+
+SIGHTINGS, EXPECTED_IDS = 3, 1_000_000
+"""After which an id gets a row; ids a table for which a Bloom filter has room."""
+
+STEPS_TO_LIVE, LEAST_HALF_SQUARE = 4000, 1.0
+"""Rows leave so many steps after their last update, or when half of the sum of their
+squares is less; such rows are spared when they are younger."""
+
+LEAST_INTERVAL_S = 60.0  # of increments, where deltas end them
+DYNAMIC = persia.DynamicDim(blocks=2, period=5000)
+"""Rows of one or two blocks of 8 weights."""
+
+CPU = torch.device("cpu")
+COMPILERS = ("g++", "c++", "clang++")
+
+logger = logging.getLogger("ple")
+
+
+def make_model(options: Options, spec: DatasetSpec) -> MultiTaskModel:
+    """Return the model, its tables with rows if they are to be in this process."""
+    columns = [(name, spec.num_buckets[name]) for name in spec.features]
+    make: Callable[..., nn.Module] | None = None
+    if options.tf:
+        make = in_this_process
+    elif options.multihash:
+        make = partial(
+            persia.MultiHashEmbeddingBagCollection, combine=options.multihash
+        )
+    # First, so that a seed gives the same dense layers wherever the tables are.
+    width = DIM * len(columns)
+    dense = DenseModel(options.model, width, corrected=options.corrected)
+    collections = make_collections(
+        columns,
+        corrected=options.corrected,
+        is_fused=options.emb_fusion,
+        make=make,
+    )
+    losses = Losses(
+        dense,
+        bf16=options.bf16,
+        l2=options.l2_regularization,
+        num_parts=options.num_parts,
+    )
+    return MultiTaskModel(collections, losses)
+
+
+def in_this_process(tables: list[Any]) -> EmbeddingBagCollection:
+    """Return TorchRec's own collection; gradients are of the rows of the batch only."""
+    collection = EmbeddingBagCollection(tables=tables)
+    for bag in collection.embedding_bags.values():
+        bag.sparse = True
+    return collection
+
+
+def settings_of_tables(options: Options, spec: DatasetSpec) -> dict[str, TableSettings]:
+    """Return what the options ask of each table on the servers."""
+    if options.multihash:
+        return {}
+    admission = expiry = None
+    if options.ev_filter == "cbf":
+        admission = persia.AdmitBloom(SIGHTINGS, EXPECTED_IDS, 0.01)
+    elif options.ev_filter == "counter" or options.adaptive_emb:
+        admission = persia.AdmitFrequency(SIGHTINGS)
+    if options.ev_elimination == "gstep":
+        expiry = persia.Expiry(steps_to_live=STEPS_TO_LIVE)
+    elif options.ev_elimination == "l2":
+        bound = sqrt(2 * LEAST_HALF_SQUARE)
+        expiry = persia.Expiry(min_l2_norm=bound, spared_steps=STEPS_TO_LIVE)
+    return {
+        name: TableSettings(
+            admission=admission,
+            expiry=expiry,
+            shared_rows=spec.num_buckets[name] if options.adaptive_emb else None,
+            dynamic=DYNAMIC if options.dynamic_ev else None,
+        )
+        for name in spec.features
+    }
+
+
+class OnServers:
+    """The model inside DMP, its tables on embedding servers.
+
+    Attributes:
+        model: to be trained.
+        client: of the servers.
+        sharders: that have put the tables there.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        spec: DatasetSpec,
+        model: MultiTaskModel,
+        stack: contextlib.ExitStack,
+    ) -> None:
+        self._options, self._folder = options, checkpoint_folder(options)
+        self.client = self._connect(stack)
+        stack.callback(self.client.close)
+        self.sharders = persia.remote_sharders(
+            self.client,
+            row_optimizer(options),
+            options.staleness_of_rows,
+            tables=settings_of_tables(options, spec),
+        )
+        self.model = DistributedModelParallel(
+            model,
+            sharders=self.sharders,
+            device=CPU,
+            # Without a static graph, data may end unevenly.
+            data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=False),
+        )
+
+    def _connect(self, stack: contextlib.ExitStack) -> EmbeddingClient:
+        options = self._options
+        if env.job_store() is not None:
+            if own := sorted({"embedding_servers", "capacity"} & options.given):
+                raise ConfigError(
+                    "The servers of a job are said by its component. Received: "
+                    f"--{own[0]} of the script."
+                )
+            return EmbeddingClient.of_job()
+        seconds, increments = options.incremental_ckpt, self._folder / "increments"
+        servers = EmbeddingCluster.local(
+            options.embedding_servers,
+            options.capacity,
+            incremental_dir=str(increments) if seconds else None,
+            # Each delta ends an increment: between two, rows are written once.
+            incremental_interval_s=max(2 * seconds, LEAST_INTERVAL_S),
+            restarts=True,
+        )
+        cluster = stack.enter_context(servers)
+        recovery_s = cluster.recovery_s
+        return EmbeddingClient.connect(cluster.addresses, recovery_s=recovery_s)
+
+    def saved(self, state: dict[str, Any], stack: contextlib.ExitStack) -> Any:
+        """Resume the run, if there is a checkpoint; return what counts and saves."""
+        options = self._options
+        if env.get_rank() == 0:
+            options.require_same_as(self._folder)
+        run = persia.recoverable(
+            self._folder,
+            {**state, "model": self.model},
+            self.client,
+            self.sharders,
+            interval_s=0,
+            save_steps=options.save_steps,
+            keep=options.keep_checkpoint_max,
+            delta_interval_s=options.incremental_ckpt,
+        )
+        return stack.enter_context(run)
+
+    def together(self) -> contextlib.AbstractContextManager[Any]:
+        """Keep several trainers in step whose data end at different batches."""
+        return persia.join(self.model)
+
+    def accumulating(self, num: int) -> contextlib.AbstractContextManager[Any]:
+        """Make so many batches one update of the rows."""
+        alone = contextlib.nullcontext()
+        return persia.accumulate(self.sharders, num) if num > 1 else alone
+
+    def flush(self) -> None:
+        """Wait until every update is applied."""
+        self.sharders.flush()
+
+    def num_rows(self) -> int:
+        """Return how many rows the servers hold."""
+        return sum(self.client.num_rows())
+
+
+class InProcess:
+    """The model with its tables, as plain TorchRec; see ``OnServers``."""
+
+    def __init__(self, model: MultiTaskModel) -> None:
+        self.model = model
+
+    def saved(self, state: dict[str, Any], stack: contextlib.ExitStack) -> Any:
+        """Return what counts the steps."""
+        return NotSaved()
+
+    def together(self) -> contextlib.AbstractContextManager[Any]:
+        """There is one trainer."""
+        return contextlib.nullcontext()
+
+    def accumulating(self, num: int) -> contextlib.AbstractContextManager[Any]:
+        """Gradients of rows add up in the tables, as torch has it."""
+        return contextlib.nullcontext()
+
+    def flush(self) -> None:
+        """Nothing is under way."""
+
+    def num_rows(self) -> int:
+        """Return the length of all tables."""
+        return sum(len(table) for table in self.model.collections.parameters())
+
+
+class Loop:
+    """A train pipeline with nothing ahead: one batch after the other."""
+
+    def __init__(self, model: nn.Module, optimizer: Steps) -> None:
+        self._model, self._optimizer = model, optimizer
+
+    def progress(self, batches: Iterator[Any]) -> Any:
+        """Train the next batch; StopIteration after the last one."""
+        batch = next(batches)
+        self._optimizer.zero_grad()
+        loss, output = self._model(batch)
+        loss.backward()
+        self._optimizer.step()
+        return output
+
+    def detach(self) -> None:
+        """Leave the model as it is."""
+
+
+class NotSaved:
+    """Counts steps as ``recoverable`` does, where nothing is saved."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+
+    def skip(self, batches: Any) -> Iterator[Any]:
+        """Return a pass over the data."""
+        return iter(batches)
+
+    def step(self, num_batches: int) -> None:
+        """Count a step."""
+        self.num_steps += 1
+
+    def save(self) -> None:
+        """There is nowhere to save."""
+
+
+class Training:
+    """One training: the model, its optimizers, and the run that counts and saves.
+
+    Attributes:
+        half: the model, with its tables.
+        progress: of the steps.
+        num_steps: of the whole training.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        spec: DatasetSpec,
+        data: Data,
+        model: MultiTaskModel,
+        stack: contextlib.ExitStack,
+    ) -> None:
+        self._options, self.num_steps = options, num_steps(options, data)
+        self._data = data.train
+        self.half: OnServers | InProcess = InProcess(model)
+        if not options.tf:
+            self.half = OnServers(options, spec, model, stack)
+        dense = dense_optimizer(options, model.losses.parameters())
+        optimizers = [dense]
+        if options.tf:
+            rows = model.collections.parameters()
+            optimizers.append(RowAdam(rows, lr=options.learning_rate))
+        self._steps = Steps(optimizers, options.num_parts)
+        self._run = self.half.saved({"optimizer": dense, "data": self._data}, stack)
+        self.progress = Progress(
+            Path(options.output_dir),
+            spec.labels,
+            self.num_steps,
+            self._run.num_steps,
+            is_shown=env.get_rank() == 0,
+        )
+
+    def steps(self) -> Iterator[torch.Tensor]:
+        """Train until the steps, or the epochs, are over; yield the losses of each."""
+        options, run = self._options, self._run
+        make = partial(TrainPipelineSparseDist, device=CPU)
+        model = self.half.model
+        model.train()
+        pipeline = (make if options.pulls_ahead else Loop)(model, self._steps)
+        with self.half.together():
+            # A queue gives the rows of all epochs in one pass.
+            num_passes = 1 if options.workqueue else options.epochs or EPOCHS
+            for _ in range(num_passes):
+                left = (self.num_steps - run.num_steps) * options.num_parts
+                yield from self._pass(pipeline, islice(run.skip(self._data), left))
+                if run.num_steps >= self.num_steps:
+                    break
+        self.half.flush()
+        self.progress.close()
+        pipeline.detach()
+        run.save()
+
+    def _pass(self, pipeline: Any, batches: Iterator[Any]) -> Iterator[torch.Tensor]:
+        with self.half.accumulating(self._options.num_parts):
+            while (
+                len(parts := self._step(pipeline, batches)) == self._options.num_parts
+            ):
+                yield self._count(parts)
+        if parts:  # the last ones of the data
+            self._steps.end()
+            yield self._count(parts)
+
+    def _step(self, pipeline: Any, batches: Iterator[Any]) -> list[Any]:
+        """Train the parts of a step; return what the model gave for each of them."""
+        parts: list[Any] = []
+        with (
+            traced(self._options, self._run.num_steps + 1),
+            contextlib.suppress(StopIteration),
+        ):
+            while len(parts) < self._options.num_parts:
+                parts.append(pipeline.progress(batches))
+        return parts
+
+    def _count(self, parts: list[Any]) -> torch.Tensor:
+        losses = torch.stack([losses for losses, _, _ in parts]).mean(dim=0)
+        self.progress.step(losses, sum(len(labels) for _, _, labels in parts))
+        self._run.step(len(parts))
+        return losses
+
+
+def checkpoint_folder(options: Options) -> Path:
+    """Return the folder of the checkpoints: as said, of the job, or a new one."""
+    if options.checkpoint is not None:
+        return Path(options.checkpoint)
+    if (job := env.job_store()) is not None:
+        return Path(folder_of_job(job.job_id))
+    name = f"model_{options.model.upper()}_{time.strftime('%Y%m%d-%H%M%S')}"
+    return Path(options.output_dir, name).absolute()
+
+
+@contextlib.contextmanager
+def traced(options: Options, step: int) -> Iterator[None]:
+    """Write what happens in each n-th step as a trace for Chrome."""
+    if not options.timeline or step % options.timeline:
+        yield
+        return
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as p:
+        yield
+    p.export_chrome_trace(str(Path(options.output_dir, f"timeline-{step}.json")))
+
+
+def num_steps(options: Options, data: Data) -> int:
+    """Return how many steps to train: as said, or for all epochs."""
+    if options.steps:
+        return options.steps
+    if options.epochs:
+        return options.epochs * ceil(len(data.train) / options.num_parts)
+    return ceil(EPOCHS * data.train.num_rows / options.batch_size)
+
+
+def evaluate(
+    model: nn.Module, batches: Iterator[Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logits and labels, ``(N, T)`` each, of all rows of the test."""
+    model.eval()
+    with torch.no_grad():
+        outputs = [model(batch)[1] for batch in batches]
+    return tuple(torch.cat([out[k] for out in outputs]) for k in (1, 2))
+
+
+def compile_dense(losses: Losses, options: Options) -> float:
+    """Compile the dense layers for the batches of training; return the seconds."""
+    cxx = os.environ.get("CXX")
+    if not any(shutil.which(one) for one in ([cxx] if cxx else COMPILERS)):
+        raise ConfigError(
+            "--op_fusion needs a C++ compiler, with which torch compiles. Received: no "
+            f"{cxx or ', '.join(COMPILERS)} in PATH. Install one, name it by CXX, or "
+            "give --op_fusion false."
+        )
+    began_s = time.monotonic()
+    dense = losses.dense_model
+    losses.compiled_batch = options.part_size
+    dense.compile()
+    before = {name: buffer.clone() for name, buffer in dense.named_buffers()}
+    x = torch.zeros(options.part_size, dense.width, requires_grad=True)
+    try:
+        with torch.random.fork_rng():
+            losses.logits(x).sum().backward()
+    except RuntimeError as exc:  # torch's own, of whatever went wrong
+        raise ConfigError(
+            f"--op_fusion: torch could not compile the dense layers ({exc!s:.500}). "
+            "Give --op_fusion false."
+        ) from exc
+    dense.zero_grad()
+    for name, buffer in dense.named_buffers():
+        buffer.copy_(before[name])
+    return time.monotonic() - began_s
+
+
+def has_parquet(options: Options, spec: DatasetSpec) -> bool:
+    """Return whether Parquet files are read: as said, or where there are any."""
+    if options.parquet_dataset is not None:
+        return options.parquet_dataset
+    try:
+        find_files(spec, options.data_location, parquet=True)
+    except PersiaError:
+        return False
+    return True
+
+
+def read_data(options: Options, spec: DatasetSpec) -> Data:
+    """Open the data for this trainer."""
+    is_parquet = has_parquet(options, spec)
+    own: dict[str, Any] = {
+        "partition_count": env.get_world_size(),
+        "partition_index": env.get_rank(),
+    }
+    if options.workqueue:
+        own = {"queue_epochs": options.epochs or EPOCHS}
+    return open_data(
+        spec,
+        options.data_location,
+        options.part_size,
+        ev=options.has_raw_ids,
+        parquet=is_parquet,
+        shuffle=options.parquet_dataset_shuffle if is_parquet else True,
+        seed=options.seed,
+        **own,
+    )
+
+
+def start_torch(options: Options, stack: contextlib.ExitStack) -> None:
+    """Set threads and seed, and join the other trainers."""
+    if options.intra:
+        torch.set_num_threads(options.intra)
+    if options.inter:
+        torch.set_num_interop_threads(options.inter)
+    torch.manual_seed(options.seed)
+    if env.master()[0] is not None:
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    stack.callback(dist.destroy_process_group)
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Train, evaluate and write the results; return them."""
+    folder, spec = Path(options.output_dir), SPECS[options.dataset]
+    with contextlib.ExitStack() as stack:
+        start_torch(options, stack)
+        data = read_data(options, spec)
+        folder.mkdir(parents=True, exist_ok=True)
+        model = make_model(options, spec)
+        results: dict[str, Any] = {}
+        if options.op_fusion:
+            results["compile_s"] = compile_dense(model.losses, options)
+            logger.info("compiled the dense layers in %.0f s", results["compile_s"])
+        training = Training(options, spec, data, model, stack)
+        for _ in training.steps():
+            pass
+        if env.get_rank() == 0:
+            results |= finish(training, options, spec, data)
+        dist.barrier()
+    return results
+
+
+def finish(
+    training: Training, options: Options, spec: DatasetSpec, data: Data
+) -> dict[str, Any]:
+    """Evaluate, and write the results; return them."""
+    progress, half = training.progress, training.half
+    results: dict[str, Any] = {}
+    if not options.no_eval:
+        results |= measure(spec.labels, *evaluate(half.model, iter(data.test)))
+    results |= {
+        "steps": progress.num_steps,
+        "train_s": progress.seconds,
+        "steps_per_s": progress.num_timed / progress.seconds,
+        "samples_per_s": progress.num_samples / progress.seconds,
+        "rows": half.num_rows(),
+    }
+    write(Path(options.output_dir), progress, results, options.as_dict())
+    return results
+
+
+def main() -> None:
+    """Train as the command line says."""
+    logging.basicConfig(level="INFO", format="%(message)s")
+    results = run(Options.parse())
+    for name, value in results.items():
+        if name.startswith(("auc_", "acc_")):
+            print(f"test {name} {value if value is None else format(value, '.6f')}")
+
+
+if __name__ == "__main__":
+    main()

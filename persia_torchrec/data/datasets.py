@@ -1,0 +1,514 @@
+"""Datasets of CSV and Parquet files, for any TorchRec model.
+
+    files -> groups of rows -> partition -> windows -> batches
+             (read ahead, by threads)       (rows in another order)
+
+Without ``shuffle`` rows come in the order of the files. With it, the order of an epoch
+follows from seed and epoch alone: groups are put in a random order, and the rows of as
+many groups as have ``SHUFFLE_ROWS`` rows, a window, are put in a random order together.
+Files of fewer rows are one window: each order of their rows is as likely as any other.
+
+At most one window is read ahead of the one that batches are taken from, or
+``num_parallel_reads`` groups if that is more.
+"""
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from persia_torchrec.data.columns import (
+    AnyColumn,
+    Columns,
+    Floats,
+    Int64s,
+    Rows,
+    require,
+)
+from persia_torchrec.data.files import CsvFile, ParquetFile, differences
+from persia_torchrec.data.loader import require_at_least_1
+from persia_torchrec.data.reading import (
+    Group,
+    Window,
+    from_row,
+    partition,
+    read_ahead,
+    select,
+    windows_of,
+)
+from persia_torchrec.data.torchrec import TorchRecBatch
+from persia_torchrec.data.work_queue import Item, WorkQueue
+from persia_torchrec.errors import ConfigError, DataError
+
+_MAX_AHEAD = 256  # batches that may be yielded and not trained
+
+Files = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | WorkQueue
+
+
+class _Taken(NamedTuple):
+    """An item of a queue, and which rows of the iteration are its own."""
+
+    item: Item
+    start: int
+    stop: int
+
+
+class _Settings(NamedTuple):
+    """Which rows a dataset yields, in which order and batches."""
+
+    batch_size: int
+    partition_count: int
+    partition_index: int
+    drop_remainder: bool
+    num_parallel_reads: int
+    shuffle: bool
+    seed: int
+    min_batch_size: int
+    rows: Int64s | None
+
+    def check(self) -> None:
+        names = ("batch_size", "partition_count", "num_parallel_reads")
+        require_at_least_1(
+            **{name: getattr(self, name) for name in names},
+            min_batch_size=self.min_batch_size,
+        )
+        if not 0 <= self.partition_index < self.partition_count:
+            raise ConfigError(
+                f"partition_index must be in [0, {self.partition_count}). Received: "
+                f"{self.partition_index}."
+            )
+        if self.min_batch_size > self.batch_size or self.seed < 0:
+            raise ConfigError(
+                "min_batch_size must be at most batch_size, and seed at least 0. "
+                f"Received: {self.min_batch_size}, {self.batch_size}, {self.seed}."
+            )
+
+
+class RowDataset:
+    """What datasets of files share: batches of their rows, epoch by epoch.
+
+    A batch is a ``TorchRecBatch`` on the CPU: ``id_features`` with int64 ids and int32
+    lengths, the names of the ``IdColumn`` as keys; ``labels`` float32 ``(B,)`` each;
+    ``dense_features`` float32 ``(B, 1)`` each.
+
+    Each ``iter`` yields one epoch: 0, 1, ... With a ``WorkQueue`` it yields what this
+    trainer takes of all its epochs. One thread iterates, any may ask for the state.
+
+    Args:
+        files: a path, several, or a ``WorkQueue``, which divides them among trainers.
+        batch_size: rows of a batch.
+        columns: what is read. A plain name is a column that is not.
+        partition_count: parts of the files; each group of rows is in one.
+        partition_index: which of them this dataset reads.
+        drop_remainder: whether an epoch ends with its last batch of ``batch_size``.
+        num_parallel_reads: threads that read groups ahead.
+        shuffle: whether each epoch has an order of its own, of seed and epoch.
+        seed: of the orders, at least 0.
+        min_batch_size: a last batch of fewer rows joins the one before: 2 for batch
+            norm, which needs two.
+        rows: int64, numbers of the rows that are read, over all files; None: all.
+
+    Raises:
+        ConfigError: an argument is out of range, pyarrow or xxhash is missing, or
+            partitions or ``drop_remainder`` are wanted of a ``WorkQueue``.
+        DataError: a file is missing, empty, malformed, or of other columns.
+    """
+
+    _opener: ClassVar[type[CsvFile] | type[ParquetFile]]
+
+    def __init__(
+        self,
+        files: Files,
+        batch_size: int,
+        columns: Sequence[AnyColumn],
+        *,
+        partition_count: int = 1,
+        partition_index: int = 0,
+        drop_remainder: bool = False,
+        num_parallel_reads: int = 1,
+        shuffle: bool = False,
+        seed: int = 0,
+        min_batch_size: int = 1,
+        rows: Int64s | None = None,
+    ) -> None:
+        if rows is not None:
+            rows = np.asarray(rows, np.int64)
+        self._settings = settings = _Settings(
+            batch_size,
+            partition_count,
+            partition_index,
+            drop_remainder,
+            num_parallel_reads,
+            shuffle,
+            seed,
+            min_batch_size,
+            rows,
+        )
+        settings.check()
+        for library in ("pyarrow", "xxhash"):
+            require(library)
+        self._columns = Columns(columns)
+        self._queue = files if isinstance(files, WorkQueue) else None
+        self._files = [self._opener(path, self._columns) for path in _paths(files)]
+        self._kept = self._choose()  # None: groups are known when a file is taken
+        self._taken = deque[_Taken]()  # of the queue; guarded by _lock
+        self._lock = threading.Lock()
+        self._epoch = self._start = 0  # of the iteration; guarded by _lock
+        self._is_next = True  # they are of the next one; guarded by _lock
+        self._iteration = 0  # guarded by _lock
+        self._num_yielded = 0  # guarded by _lock
+        self._ends = deque([0], _MAX_AHEAD + 1)  # rows up to each; guarded by _lock
+
+    def _choose(self) -> list[Group] | None:
+        """Return the groups to read, if they are known before a file is taken."""
+        settings = self._settings
+        count, least = settings.partition_count, settings.min_batch_size
+        if self._queue is not None:
+            if count > 1 or settings.drop_remainder:
+                raise ConfigError(
+                    "A WorkQueue divides files among trainers, and trains every row. "
+                    f"Received: partition_count={count}, "
+                    f"drop_remainder={settings.drop_remainder}."
+                )
+            if settings.rows is None:
+                return None
+        groups = select(self._files, settings.rows)
+        if self._queue is not None:
+            return groups
+        groups = partition(groups, count, settings.partition_index)
+        if (num_rows := sum(group.num_rows for group in groups)) < least:
+            raise DataError(
+                f"A partition must have at least {least} rows. Received: {num_rows}."
+            )
+        return groups
+
+    @property
+    def feature_names(self) -> list[str]:
+        """Names of the ID features, the keys of ``id_features``."""
+        return [column.name for column in self._columns.ids]
+
+    @property
+    def label_names(self) -> list[str]:
+        """Names of the labels, in their order."""
+        return [column.name for column in self._columns.labels]
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next ``iter`` yields, from 0."""
+        with self._lock:
+            return self._epoch if self._is_next else self._epoch + 1
+
+    @cached_property
+    def num_rows(self) -> int:
+        """Rows of an epoch: of this partition, or of a whole ``WorkQueue``."""
+        groups = self._kept if self._kept is not None else select(self._files, None)
+        return sum(group.num_rows for group in groups)
+
+    def __len__(self) -> int:
+        """Return the number of batches of an epoch; with a queue, of all trainers'."""
+        full, rest = divmod(self.num_rows, self._settings.batch_size)
+        joins = bool(full) and rest < self._settings.min_batch_size
+        return full + (rest > 0 and not joins and not self._settings.drop_remainder)
+
+    def __iter__(self) -> Iterator[TorchRecBatch]:
+        """Yield the next epoch; after a load the rest of the one that was saved."""
+        with self._lock:
+            if not self._is_next:
+                self._epoch, self._start = self._epoch + 1, 0
+            left = self._left(self._ends[-1])
+            self._begin()
+            self._is_next = False
+            if self._queue is not None:
+                for item, num_rows in left:
+                    self._add(item, num_rows)
+                windows = self._windows_taken(self._iteration)
+            else:
+                seed = self._seed(self._epoch)
+                windows = from_row(windows_of(self._kept or [], seed), self._start)
+            return self._iterate(windows, self._iteration)
+
+    def state_dict(self, num_trained: int | None = None) -> dict[str, Any]:
+        """Return where the iteration is, and what a load checks, as JSON's values.
+
+        Args:
+            num_trained: of the batches of this iteration, so that others, which a
+                pipeline took ahead, come again. None: all that were yielded.
+
+        Raises:
+            ConfigError: more were not yielded, or 256 since then were; or other
+                trainers take from the same ``WorkQueue``: ``recoverable`` saves that.
+        """
+        queue = self._queue
+        if queue is None:
+            with self._lock:
+                row = self._end_of(num_trained)
+                return {"epoch": self._epoch, "row": row, "of": self._identity}
+        if queue.is_shared:
+            raise ConfigError(
+                "The state of a WorkQueue must be saved by all trainers together. "
+                "Received: a call of state_dict by one of several. Put the dataset "
+                'into the state of recoverable: {"data": dataset}.'
+            )
+        num_taken = queue.num_taken()
+        return self.joint_state(num_taken, self.leases(num_taken, num_trained))
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether a ``WorkQueue`` says what is read."""
+        return self._queue is not None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several trainers take from the ``WorkQueue`` of this dataset."""
+        return self._queue is not None and self._queue.is_shared
+
+    def num_taken(self) -> int:
+        """Return how many items of the ``WorkQueue`` all trainers have taken."""
+        return 0 if self._queue is None else self._queue.num_taken()
+
+    def leases(self, num_taken: int, num_trained: int | None) -> list[tuple[int, int]]:
+        """Return numbers and rows of items that this trainer has not trained whole.
+
+        Args:
+            num_taken: items with this number, or a greater one, do not count.
+            num_trained: as of :meth:`state_dict`.
+        """
+        with self._lock:
+            left = self._left(self._end_of(num_trained))
+        return [(item.number, item.row) for item, _ in left if item.number < num_taken]
+
+    def joint_state(
+        self, num_taken: int, leases: Sequence[tuple[int, int]]
+    ) -> dict[str, Any]:
+        """Return the state of a ``WorkQueue`` with the leases of all its trainers."""
+        assert self._queue is not None
+        state = self._queue.state(num_taken, leases)
+        return {**state, "of": self._identity}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next ``iter`` continue at a saved state, at the row.
+
+        Raises:
+            ConfigError: the state is of other files or settings; it names them.
+        """
+        if faults := differences(state["of"], self._identity):
+            raise ConfigError(
+                "A dataset must have the files and settings of the saved state. "
+                f"Received: {'; '.join(faults)}."
+            )
+        if self._queue is not None:
+            self._queue.load(state)
+            return
+        with self._lock:
+            self._epoch, self._start = int(state["epoch"]), int(state["row"])
+            self._begin()
+            self._is_next = True
+
+    def _begin(self) -> None:
+        """Count from the start of an iteration; an earlier one counts no more."""
+        self._iteration += 1
+        self._num_yielded = 0
+        self._taken.clear()
+        self._ends.clear()
+        self._ends.append(self._start)
+
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        """Return what the order of the rows depends on."""
+        settings = self._settings
+        rows = None if settings.rows is None else settings.rows.tobytes()
+        own = {
+            "seed": settings.seed if settings.shuffle else None,
+            "rows": rows and require("xxhash").xxh3_64_hexdigest(rows),
+        }
+        if self._queue is not None:
+            return {**self._queue.identity(), **own}
+        files = self._files
+        return {
+            **own,
+            "files": [f"{f.path.name} ({f.path.stat().st_size} bytes)" for f in files],
+            "partition_count": settings.partition_count,
+            "partition_index": settings.partition_index,
+        }
+
+    def _seed(self, *of: int) -> tuple[int, ...] | None:
+        """Return the seed of an order, or None if there is no random one."""
+        return (self._settings.seed, *of) if self._settings.shuffle else None
+
+    def _end_of(self, num_trained: int | None) -> int:
+        """Return up to which row the first batches of the iteration are."""
+        behind = 0 if num_trained is None else self._num_yielded - num_trained
+        if not 0 <= behind < len(self._ends):
+            raise ConfigError(
+                "num_trained must be one of the last batches. Received: "
+                f"{num_trained}, of {self._num_yielded} that were yielded."
+            )
+        return self._ends[-1 - behind]
+
+    def _left(self, end: int) -> list[tuple[Item, int]]:
+        """Return what was taken from a row of the iteration on, and how many rows."""
+        return [
+            (item._replace(row=item.row + max(end - start, 0)), stop - max(end, start))
+            for item, start, stop in self._taken
+            if end < stop
+        ]
+
+    def _add(self, item: Item, num_rows: int) -> None:
+        """Note the rows that come next; forget items that no state would have."""
+        start = self._taken[-1].stop if self._taken else 0
+        self._taken.append(_Taken(item, start, start + num_rows))
+        while len(self._taken) > 1 and self._taken[0].stop <= self._ends[0]:
+            self._taken.popleft()
+
+    def _windows_taken(self, iteration: int) -> Iterator[tuple[Window, int]]:
+        """Yield the windows of items: those that were left, and what is taken."""
+        queue = self._queue
+        assert queue is not None
+        with self._lock:
+            waiting = deque(taken.item for taken in self._taken)
+        while True:
+            with self._lock:  # what is taken and not yet noted would be in no state
+                if iteration != self._iteration:
+                    return
+                is_noted = bool(waiting)
+                item = waiting.popleft() if waiting else queue.take()
+                if item is None:
+                    return
+                groups = self._groups_of(item)
+                if not is_noted:
+                    self._add(item, sum(group.num_rows for group in groups) - item.row)
+            seed = self._seed(item.epoch, item.place)
+            yield from from_row(windows_of(groups, seed), item.row)
+
+    def _groups_of(self, item: Item) -> list[Group]:
+        groups = self._kept
+        if groups is None:  # opened for the item only: it may be unpacked to be read
+            groups = select([self._opener(item.file, self._columns)], None)
+        first, stop = item.groups or (0, len(groups))
+        return [
+            group
+            for group in groups
+            if group.file.path == item.file and first <= group.group < stop
+        ]
+
+    def _iterate(
+        self, windows: Iterator[tuple[Window, int]], iteration: int
+    ) -> Iterator[TorchRecBatch]:
+        rows = read_ahead(windows, self._settings.num_parallel_reads)
+        for parts in _in_batches(rows, self._settings):
+            batch = _batch(parts, self._columns)
+            with self._lock:
+                if iteration == self._iteration:
+                    self._num_yielded += 1
+                    self._ends.append(self._ends[-1] + sum(p.num_rows for p in parts))
+            yield batch
+
+
+class CsvDataset(RowDataset):
+    """Batches of CSV files, plain or ``.gz``; see :class:`RowDataset`.
+
+    Fields are divided by commas, without quotes; spaces around one are no part of it.
+    There is no header; ``columns`` are all of a line, in their order. Every line and
+    its labels are checked when the dataset is made. Groups of rows are 8,192 lines. A
+    ``.gz`` file is unpacked into a temporary one.
+    """
+
+    _opener = CsvFile
+
+
+class ParquetDataset(RowDataset):
+    """Batches of Parquet files; see :class:`RowDataset`.
+
+    Columns are found by their names. Text is a string, bytes, or either as a
+    dictionary; several tokens are a list, or text with the separator. Groups of rows
+    are the row groups.
+    """
+
+    _opener = ParquetFile
+
+
+def _paths(files: Files) -> list[Path]:
+    if isinstance(files, WorkQueue):
+        return files.files
+    paths = [files] if isinstance(files, str | os.PathLike) else files
+    if not paths:
+        raise ConfigError("files must be at least one. Received: none.")
+    return [Path(path) for path in paths]
+
+
+class _Part(NamedTuple):
+    """Consecutive rows of a window."""
+
+    rows: Rows
+    start: int
+    stop: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.stop - self.start
+
+
+def _in_batches(blocks: Iterator[Rows], settings: _Settings) -> Iterator[list[_Part]]:
+    """Yield the rows in batches; each is of one block's rows, or of several."""
+    size, least = settings.batch_size, settings.min_batch_size
+    enough = size + (least if least > 1 else 0)  # so that the last one can join
+    waiting: deque[_Part] = deque()
+    num_rows = 0
+
+    def cut(wanted: int) -> list[_Part]:
+        parts = []
+        while wanted:
+            part = waiting.popleft()
+            stop = min(part.start + wanted, part.stop)
+            parts.append(part._replace(stop=stop))
+            wanted -= stop - part.start
+            if stop < part.stop:
+                waiting.appendleft(part._replace(start=stop))
+        return parts
+
+    for rows in blocks:
+        waiting.append(_Part(rows, 0, rows.num_rows))
+        num_rows += rows.num_rows
+        while num_rows >= enough:
+            num_rows -= size
+            yield cut(size)
+    while num_rows >= (size if settings.drop_remainder else 1):
+        joins = size < num_rows < size + least and not settings.drop_remainder
+        taken = num_rows if joins else min(size, num_rows)
+        num_rows -= taken
+        yield cut(taken)
+
+
+def _batch(parts: Sequence[_Part], columns: Columns) -> TorchRecBatch:
+    values, lengths = [], []
+    for f in range(len(columns.ids)):
+        for rows, start, stop in parts:
+            ids, sizes = rows.ids[f].part(start, stop)
+            values.append(ids)
+            lengths.append(sizes)
+
+    def numbers(column: int, of_rows: Callable[[Rows], list[Floats]]) -> torch.Tensor:
+        arrays = [of_rows(rows)[column][start:stop] for rows, start, stop in parts]
+        return torch.from_numpy(np.concatenate(arrays))
+
+    labels, dense = range(len(columns.labels)), range(len(columns.dense))
+    return TorchRecBatch(
+        id_features=KeyedJaggedTensor(
+            keys=[column.name for column in columns.ids],
+            values=torch.from_numpy(np.concatenate(values)),
+            lengths=torch.from_numpy(np.concatenate(lengths)),
+        ),
+        labels=tuple(numbers(i, lambda rows: rows.labels) for i in labels),
+        label_names=tuple(column.name for column in columns.labels),
+        dense_features=tuple(
+            numbers(i, lambda rows: rows.dense).unsqueeze(1) for i in dense
+        ),
+        dense_names=tuple(column.name for column in columns.dense),
+    )

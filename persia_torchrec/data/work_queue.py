@@ -1,0 +1,334 @@
+"""One queue of work for all trainers: files, or row groups of files, epoch by epoch.
+
+    items x epochs --shuffled by (seed, epoch)--> position 0, 1, 2, ...
+    trainers take numbers 0, 1, 2, ... of a counter; each number is a position
+
+The counter is a value of the job's address book, which the coordinator hosts; without
+one trainer 0 hosts a book for it, and a trainer alone counts by itself. It is changed
+by compare-and-set only:
+
+    {"next": 7, "last": {"0": 4, "1": 6, "2": 5}}    last: what each trainer took last
+
+so that a trainer whose connection breaks sees whether its change was made.
+
+A trainer keeps the items that it took, with the rows that it has trained of each, its
+leases. A saved state has the next position and the leases of all trainers. When it is
+loaded, by any number of trainers, the leases are the first numbers, at their rows: no
+row is trained twice, or left out, along the history that the checkpoints are of.
+"""
+
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from persia_torchrec import env
+from persia_torchrec.data.columns import require
+from persia_torchrec.data.files import require_file
+from persia_torchrec.data.loader import require_at_least_1
+from persia_torchrec.errors import ConfigError
+from persia_torchrec.wire.address_book import AddressBook
+from persia_torchrec.wire.ports import LOOPBACK
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroups:
+    """Row groups of a Parquet file, from ``first`` up to ``stop``."""
+
+    file: Path
+    first: int
+    stop: int
+
+
+def row_group_slices(
+    files: Sequence[str | os.PathLike[str]], num_slices: int | None = None
+) -> list[RowGroups]:
+    """Divide Parquet files into slices of about as many row groups each.
+
+    Ten times as many slices as trainers keep all of them busy to the end. A slice is of
+    one file, so that there are at least as many as files.
+
+    Args:
+        files: their paths.
+        num_slices: about how many are wanted; None: one for each row group.
+
+    Raises:
+        ConfigError: there are fewer row groups than slices.
+        DataError: a file is missing or empty.
+    """
+    require_at_least_1(num_slices=num_slices)
+    sizes = {}
+    for path in map(Path, files):
+        require_file(path)
+        with require("pyarrow.parquet").ParquetFile(path) as file:
+            sizes[path] = file.metadata.num_row_groups
+    total = sum(sizes.values())
+    if (wanted := num_slices or total) > total:
+        raise ConfigError(
+            f"num_slices must be at most the number of row groups, {total}. Received: "
+            f"{num_slices}."
+        )
+    slices = []
+    for path, num_groups in sizes.items():
+        parts = min(max(round(wanted * num_groups / total), 1), num_groups)
+        cuts = [num_groups * part // parts for part in range(parts + 1)]
+        slices += [RowGroups(path, *ends) for ends in pairwise(cuts)]
+    return slices
+
+
+class Item(NamedTuple):
+    """What a trainer has taken: rows of a file, from ``row`` on.
+
+    ``number`` is its number among all that were taken since the trainers started,
+    ``place`` that of the item in the queue's list.
+    """
+
+    number: int
+    epoch: int
+    place: int
+    file: Path
+    groups: tuple[int, int] | None
+    row: int
+
+
+class _Count(msgspec.Struct):
+    """The counter, and what each trainer took last."""
+
+    next: int = 0
+    last: dict[str, int] = {}
+
+
+class WorkQueue:
+    """Files, or slices of them, that trainers take one after the other.
+
+    Give it as ``files`` of a dataset. Each trainer makes the same one, on its main
+    thread, after ``init_process_group`` if there are several. Any thread may take.
+
+    Args:
+        items: paths, or what :func:`row_group_slices` returns.
+        num_epochs: how often each row is read.
+        seed: of the orders, at least 0.
+        shuffle: whether the items of each epoch have an order of their own.
+
+    Raises:
+        ConfigError: an argument is out of range.
+        DataError: a file is missing or empty.
+    """
+
+    def __init__(
+        self,
+        items: Sequence[str | os.PathLike[str] | RowGroups],
+        num_epochs: int = 1,
+        seed: int = 0,
+        *,
+        shuffle: bool = True,
+    ) -> None:
+        require_at_least_1(num_epochs=num_epochs)
+        self._items = [
+            item if isinstance(item, RowGroups) else Path(item) for item in items
+        ]
+        if not self._items or len(set(self._items)) < len(self._items) or seed < 0:
+            raise ConfigError(
+                "items must be different, and at least one; seed must be at least 0. "
+                f"Received: {len(self._items)} items, {len(set(self._items))} of them "
+                f"different, and seed {seed}."
+            )
+        self.files = list(dict.fromkeys(map(_file, self._items)))
+        for file in self.files:
+            require_file(file)
+        self._num_epochs, self._seed, self._shuffle = num_epochs, seed, shuffle
+        self._lock = threading.Lock()
+        self._leases: list[tuple[int, int]] = []  # positions and rows; guarded by _lock
+        self._first = 0  # position after them; guarded by _lock
+        self._num_own = 0  # taken by this trainer; guarded by _lock
+        self._counter = _Counter.of_trainers()
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other trainers take from the queue, too."""
+        return self._counter.is_shared
+
+    def take(self) -> Item | None:
+        """Take the next item; None: none is left.
+
+        Raises:
+            JobError: the host of the queue is gone.
+        """
+        with self._lock:
+            num_items = len(self._items)
+            num_left = num_items * self._num_epochs - self._first
+            number = self._counter.take(len(self._leases) + num_left)
+            if number is None:
+                return None
+            self._num_own += 1
+            position, row = self._position(number)
+            epoch, place = divmod(position, num_items)
+            index = place
+            if self._shuffle:
+                order = np.random.default_rng((self._seed, epoch)).permutation(
+                    num_items
+                )
+                index = int(order[place])
+            item = self._items[index]
+            groups = (item.first, item.stop) if isinstance(item, RowGroups) else None
+            return Item(number, epoch, index, _file(item), groups, row)
+
+    def num_taken(self) -> int:
+        """Return how many items all trainers have taken since they started."""
+        return self._counter.num_taken()
+
+    def state(
+        self, num_taken: int, leases: Sequence[tuple[int, int]]
+    ) -> dict[str, Any]:
+        """Return what is left to train, as JSON's values.
+
+        Args:
+            num_taken: the items that count as taken.
+            leases: of all trainers, number and row of each such item whose rows are not
+                all trained.
+        """
+        with self._lock:
+            open_ = [(self._position(number)[0], row) for number, row in leases]
+            left = [*open_, *self._leases[num_taken:]]
+            first = self._first + max(num_taken - len(self._leases), 0)
+            return {"next": first, "leases": sorted(left)}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue at a saved state; every trainer does, before it takes.
+
+        Raises:
+            ConfigError: this trainer has taken an item.
+        """
+        with self._lock:
+            if self._num_own:
+                raise ConfigError(
+                    "The state of a WorkQueue must be loaded before its first item is "
+                    f"taken. Received: {self._num_own} that this trainer has taken."
+                )
+            self._leases = [(int(at), int(row)) for at, row in state["leases"]]
+            self._first = int(state["next"])
+
+    def identity(self) -> dict[str, Any]:
+        """Return what positions depend on."""
+        sizes = {file: file.stat().st_size for file in self.files}
+        names = []
+        for item in self._items:
+            name = f"{_file(item).name} ({sizes[_file(item)]} bytes)"
+            if isinstance(item, RowGroups):
+                name += f", row groups {item.first} to {item.stop}"
+            names.append(name)
+        return {
+            "files": names,
+            "num_epochs": self._num_epochs,
+            "seed of the queue": self._seed if self._shuffle else None,
+        }
+
+    def close(self) -> None:
+        """Leave the host of the queue. May be called twice."""
+        self._counter.close()
+
+    def _position(self, number: int) -> tuple[int, int]:
+        """Return the position of a number, and the row at which it begins."""
+        if number < len(self._leases):
+            return self._leases[number]
+        return self._first + number - len(self._leases), 0
+
+
+class _Counter:
+    """Numbers from 0, each of which one of all trainers gets.
+
+    Args:
+        book: where it is, under ``key``; None: there is one trainer.
+        key: of this start of the trainers.
+        rank: of this trainer.
+    """
+
+    def __init__(
+        self, book: AddressBook | None = None, key: str = "", rank: int = 0
+    ) -> None:
+        self._book, self._key, self._rank = book, key, str(rank)
+        self._count = 0  # of a trainer alone
+        if book is not None:
+            weakref.finalize(self, book.close)
+
+    @classmethod
+    def of_trainers(cls) -> "_Counter":
+        """Return that of all trainers, which call this together; rank 0 makes it."""
+        size = dist.get_world_size() if dist.is_initialized() else 1
+        if size < env.get_world_size():
+            raise ConfigError(
+                "Trainers must have a process group before they make a WorkQueue. "
+                f"Received: none, with WORLD_SIZE {env.get_world_size()}. Call "
+                "torch.distributed.init_process_group first."
+            )
+        if size == 1:
+            return cls()
+        rank, store, book = dist.get_rank(), env.job_store(), None
+        host, port, job_id = store or (env.master()[0] or LOOPBACK, 0, "")
+        if store is None and rank == 0:
+            book = AddressBook.host(0, everywhere=host != LOOPBACK)
+            port = book.port
+        nonce, port = _from_first(int.from_bytes(os.urandom(7)), port)
+        if book is None:
+            book = AddressBook.join(host, port, job_id)
+        return cls(book, f"queue/{nonce}", rank)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there are other trainers."""
+        return self._book is not None
+
+    def take(self, end: int) -> int | None:
+        """Return the next number, if it is below ``end``."""
+        if self._book is None:
+            if self._count >= end:
+                return None
+            self._count += 1
+            return self._count - 1
+        held = self._book.peek(self._key) or ""
+        while True:
+            count = _decoded(held)
+            if count.next >= end:
+                return None
+            last = {**count.last, self._rank: count.next}
+            wanted = msgspec.json.encode(_Count(count.next + 1, last)).decode()
+            # Sent again where a connection breaks: then it may be others' by now.
+            held = self._book.claim(self._key, wanted, held)
+            if _decoded(held).last.get(self._rank) == count.next:
+                return count.next
+
+    def num_taken(self) -> int:
+        """Return the next number."""
+        if self._book is None:
+            return self._count
+        return _decoded(self._book.peek(self._key) or "").next
+
+    def close(self) -> None:
+        """Leave the book. May be called twice."""
+        if self._book is not None:
+            self._book.close()
+
+
+def _decoded(held: str) -> _Count:
+    return msgspec.json.decode(held, type=_Count) if held else _Count()
+
+
+def _file(item: Path | RowGroups) -> Path:
+    return item.file if isinstance(item, RowGroups) else item
+
+
+def _from_first(*numbers: int) -> list[int]:
+    """Return the numbers of rank 0 on every trainer."""
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    told = torch.tensor(numbers, dtype=torch.int64, device=device)
+    dist.broadcast(told, 0)
+    return [int(number) for number in told.tolist()]

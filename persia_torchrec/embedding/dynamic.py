@@ -1,0 +1,90 @@
+"""How many weights a row has, by how often its id is seen."""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from persia_torchrec.embedding.setting import Registry, Setting, integer_in
+
+Doubles = npt.NDArray[np.float64]
+
+KEPT = 0.9
+"""What is kept of an accumulated frequency when a period ends."""
+NUM_PERIODS = 200
+"""Periods after which the thresholds stay."""
+NUM_STATISTICS = 4
+"""Words of 4 bytes that a row keeps: ``acc`` as float64, ``cur``, and their t."""
+_SHARE, _LEAST = 0.25, 1e-6
+
+
+@dataclass(frozen=True)
+class DynamicDim(Setting):
+    """Give an id the first of ``blocks`` parts of its weights; more to a frequent one.
+
+    The blocks are of equal width; with one, all ids have all weights. Weights beyond
+    those of an id read 0, get no gradient, and take no memory. A ``period`` is so many
+    updates of the table; in its course an id is seen ``cur`` times, repeats in a batch
+    included. When t periods have ended::
+
+        at the end:   acc = 0.9 acc + 0.1 cur,  cur = 0
+        frequency:    f = max(acc / (1 - 0.9^t), (0.9 acc + 0.1 cur) / (1 - 0.9^(t+1)))
+        blocks:       max(1, number of thresholds <= f), before the batch is counted
+
+    The thresholds are 1, 2, ... at first. At the end of each of the first 200 periods,
+    of R ids with ``acc >= 1e-6``, threshold k of n becomes the frequency that
+    ``r_k = int(R (p^(n+1-k) - 1) / (p^(n+1) - 1))`` ids exceed or reach before it, in
+    the order of ``acc``. p > 1 is such that a quarter of all weights would be used::
+
+        sum over i = 1 .. n of (p^i - p^(i-1)) / (p^(n+1) - 1) * (n+1-i) / n = 0.25
+
+    Each server counts, and ranks, the ids that it holds. The rule is that of DeepRec's
+    example of dynamic dimensions; there an id may have no block.
+    """
+
+    kind: ClassVar[str] = "dynamic"
+
+    blocks: Annotated[int, integer_in(1, 64)] = 1
+    period: Annotated[int, integer_in(1, 2**48)] = 5000
+
+    @property
+    def is_on(self) -> bool:
+        """Whether rows differ in their number of weights."""
+        return self.blocks > 1
+
+    def growth(self) -> float:
+        """Return p."""
+        n, low, high = self.blocks, 1.001, 1000.0
+        for _ in range(100):
+            p = (low + high) / 2
+            used = sum((p**i - p ** (i - 1)) * (n + 1 - i) / n for i in range(1, n + 1))
+            low, high = (p, high) if used / (p ** (n + 1) - 1) > _SHARE else (low, p)
+        return low
+
+    def first_thresholds(self) -> Doubles:
+        """Return the thresholds of the first period; float64 ``(n,)``."""
+        return np.arange(1, self.blocks + 1, dtype=np.float64)
+
+    def thresholds(self, acc_R: Doubles, t: int) -> Doubles | None:
+        """Return the thresholds when t periods have ended; None without ids."""
+        acc_R, n, p = acc_R[acc_R >= _LEAST], self.blocks, self.growth()
+        if not len(acc_R) or t > NUM_PERIODS:
+            return None
+        shares = (p ** (n + 1 - np.arange(1, n + 1)) - 1) / (p ** (n + 1) - 1)
+        ranks = (len(acc_R) * shares).astype(np.int64)
+        return np.sort(acc_R)[::-1][ranks] / (1 - KEPT**t)
+
+    def count_blocks(
+        self, acc_N: Doubles, cur_N: Doubles, t: int, thresholds: Doubles
+    ) -> npt.NDArray[np.int64]:
+        """Return how many blocks ids have, ``(N,)``."""
+        f_N = (KEPT * acc_N + (1 - KEPT) * cur_N) / (1 - KEPT ** (t + 1))
+        if t:
+            f_N = np.maximum(f_N, acc_N / (1 - KEPT**t))
+        num_N: npt.NDArray[np.int64] = (thresholds <= f_N[:, None]).sum(axis=1)
+        return np.maximum(num_N, 1)
+
+
+DYNAMICS: Registry[DynamicDim] = Registry(DynamicDim, DynamicDim)
+"""The one kind of dynamic dim."""

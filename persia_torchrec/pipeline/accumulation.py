@@ -1,0 +1,92 @@
+"""Several training batches whose gradients are one update of the servers.
+
+    started     the parts of an update have one permit, and each a number of its own,
+                by which its rows are looked up
+    settled     a part has its gradients, or will get none: those of its rows are kept,
+                and the servers are told that its number gets no update
+    complete    when the last part is settled: what is kept is added up, each id once,
+                and pushed under a number of the update's own, as one trainer's share of
+                a joint step if there are several trainers
+
+So the servers see one update, which they apply once, and the memory is bounded by the
+permits: of the parts of as many updates as may be in flight.
+"""
+
+from collections import deque
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
+
+from persia_torchrec.client.client import BatchNumber, Reply
+from persia_torchrec.lookup.sharded_lookup import Outputs, RowGradients
+from persia_torchrec.pipeline.staleness import Permit
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+Handle = TypeVar("Handle", contravariant=True)
+
+
+@runtime_checkable
+class AddingLookup(Protocol[Handle]):
+    """A lookup in this process, which knows the gradients of rows."""
+
+    def gradients_of(self, handle: Handle, grads: Outputs) -> RowGradients:
+        """Return the gradients of a batch's rows."""
+
+    def send(self, gradients: RowGradients, number: BatchNumber) -> list[Reply]:
+        """Send gradients of rows; the replies come when they are applied."""
+
+
+class Update(Permit):
+    """The permit of the parts of an update, and what is kept of them.
+
+    The pipeline starts its parts, under its lock; any thread lets them go; the pushing
+    thread settles them.
+
+    Attributes:
+        number: under which it is pushed.
+        num_started: parts so far.
+        is_over: training has gone on with the next one, or has ended.
+        is_dropped: the update is given up, whatever its parts get.
+        kept: gradients of the rows of settled parts.
+        sent: ends when the update is acknowledged; None until it is complete.
+    """
+
+    def __init__(self, number: BatchNumber, num_parts: int) -> None:
+        self.number = number
+        self.num_started = 0
+        self.is_over = self.is_dropped = False
+        self.kept: list[RowGradients] = []
+        self.sent: Future[None] | None = None
+        self._num_parts = num_parts
+        self._gone: deque[None] = deque()  # a lock would not do, see let_go
+        self._num_settled = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no further part can be started."""
+        return self.num_started >= self._num_parts
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all parts are settled."""
+        return self._num_settled >= self._num_parts
+
+    def let_go(self) -> None:
+        """Note that a part is pushed or dropped; finalizers call it: no lock."""
+        self._gone.append(None)
+        self._let_go_if_full()
+
+    def close(self) -> None:
+        """Start no further part."""
+        self._num_parts = self.num_started
+        self._let_go_if_full()
+
+    def settle(self, gradients: RowGradients | None) -> None:
+        """Keep the gradients of a part, or note that it gets none."""
+        self._num_settled += 1
+        if gradients is not None and not self.is_dropped:
+            self.kept.append(gradients)
+
+    def _let_go_if_full(self) -> None:
+        if len(self._gone) >= self._num_parts:
+            super().let_go()

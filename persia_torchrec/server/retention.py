@@ -1,0 +1,76 @@
+"""Which increments of a server's folder stay, and which are deleted.
+
+An increment stays if it continues a complete checkpoint: the latest of a run, or one
+that has deltas. So it does not matter who deletes checkpoints, and a server that is
+killed before it has deleted increments deletes them later. Each log has a list of the
+runs that were dumped to while it was written.
+"""
+
+import logging
+from collections import deque
+
+from persia_torchrec.checkpoint import catalog
+from persia_torchrec.checkpoint.catalog import Log
+from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+
+class Retention:
+    """Deletes what no checkpoint needs of the logs of one shard, with the ``own`` log.
+
+    Of the logs of other numbers of servers, those of shards that are no more go to the
+    first ones. The thread that writes the log calls it; any may add to ``begun``, the
+    folders of dumps that have begun.
+    """
+
+    def __init__(self, logs: Folder, own: Log) -> None:
+        self.begun: deque[str] = deque()
+        self._logs = logs
+        self._own = own
+        self._noted: set[str] = set()  # runs, in the file
+        self._known: dict[str, Log] = {}
+
+    def apply(self, *, counts_begun: bool) -> None:
+        """Delete what is not needed; what cannot be deleted now stays.
+
+        Dumps that have begun count the next time, if they do not now: followers read
+        increments of the checkpoint before for a while.
+        """
+        begun = {self.begun.popleft() for _ in range(len(self.begun))}
+        try:
+            lines = catalog.find_lines(self._logs, self._known)
+            runs = self._read_runs({url.rpartition("/")[0] for url in begun})
+            left_out = set() if counts_begun else begun
+            kept = catalog.continued_checkpoints(runs, left_out)
+            needed = catalog.needed_increments(lines, kept)
+            for log in list(self._known.values()) if kept else ():
+                if log.shard % self._own.num_shards == self._own.shard:
+                    self._prune(log.name, needed)
+        except CheckpointError as exc:
+            logger.warning("increments that no checkpoint needs stay: %s", exc)
+
+    def _prune(self, name: str, needed: dict[str, int]) -> None:
+        folder = self._logs.child(name)
+        if name not in needed and name != self._own.name:
+            folder.remove(catalog.LOG_FILE)  # first: what is half deleted is no log
+            folder.remove_all()
+            del self._known[name]
+            return
+        for number in catalog.list_increments(folder):
+            if number < needed.get(name, 1):
+                folder.remove(catalog.increment_name(number))
+
+    def _read_runs(self, added: set[str]) -> set[str]:
+        """Return the runs of all logs, and note those that are new."""
+        runs = self._noted | added
+        if runs != self._noted:
+            own = self._logs.child(self._own.name)
+            own.write_json(catalog.RUNS_FILE, sorted(runs))
+            self._noted = runs
+        for name in self._known:
+            log = self._logs.child(name)
+            if log.file_size(catalog.RUNS_FILE) is not None:
+                runs = runs | set(log.read_json(catalog.RUNS_FILE, list[str]))
+        return runs

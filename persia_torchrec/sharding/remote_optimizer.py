@@ -1,0 +1,106 @@
+"""The optimizer of tables on the servers, as TorchRec has one of fused tables."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torchrec.optim.fused import FusedOptimizer
+
+from persia_torchrec.errors import ConfigError
+from persia_torchrec.sharding.state import CollectionState
+
+States: TypeAlias = dict[str, CollectionState]
+"""The rows of the collections, by table."""
+
+
+class RemoteOptimizer(FusedOptimizer):
+    """Learning rates of tables on the servers, one parameter group per table.
+
+    It is for schedules, ``torch.optim.lr_scheduler`` or TorchRec's ``WarmupOptimizer``:
+    the servers apply gradients by the current ``lr`` of the table's group. A new rate
+    takes effect between the pushes before and after the change. Every trainer of a job
+    must run the same schedule: the servers use the rate that any trainer sent last.
+
+    Its parameters are placeholders. Its state is that of the rows on the servers, with
+    the names and shapes of TorchRec's fused optimizers; with
+    ``save_param_groups(True)`` its state dict has the rates too. How many steps Adam
+    has made is in neither, see :meth:`set_optimizer_step`; ``save_checkpoint`` keeps
+    it. Under a ``GradScaler`` the gradient of a
+    placeholder is 0, or infinite where those of the embeddings were not finite, until
+    ``zero_grad``: so ``scaler.step`` finds it. ``send`` makes the servers use the rates
+    of ``groups``, which are by the names of parameters; ``states`` are the collections'
+    rows, by table.
+    """
+
+    def __init__(
+        self,
+        groups: Mapping[str, dict[str, Any]],
+        send: Callable[[], None],
+        states: States,
+    ) -> None:
+        if not groups:
+            raise ConfigError(
+                "An optimizer of remote tables needs tables. Received: none; ask for "
+                "it after DistributedModelParallel has sharded the model."
+            )
+        params = {name: group["params"][0] for name, group in groups.items()}
+        super().__init__(params, _States(groups.values(), states), [*groups.values()])
+        self._send = send
+        self._states = states
+
+    def learning_rates(self) -> dict[str, float]:
+        """Return the current rate of each table."""
+        return {group["table"]: float(group["lr"]) for group in self.param_groups}
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Send the rates that have changed; the gradients are on their way already."""
+        self._send()
+        return None if closure is None else closure()
+
+    def post_load_state_dict(self) -> None:
+        """Wait until all trainers have loaded the state."""
+        loaded = {group["table"] for group in self.param_groups} & self._states.keys()
+        for state in {
+            id(self._states[table]): self._states[table] for table in loaded
+        }.values():
+            if not state.is_left_out():
+                state.meet()
+
+    def set_optimizer_step(self, step: int) -> None:
+        """Continue counting Adam's steps, of all tables, from a number."""
+        for group in self.param_groups:
+            if state := self._states.get(group["table"]):
+                state.set_step(group["table"], step)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget whether gradients were finite; the gradients are not kept."""
+        for group in self.param_groups:
+            for placeholder in group["params"]:
+                placeholder.grad = None
+
+
+class _States(Mapping[nn.Parameter, Mapping[str, torch.Tensor]]):
+    """The state of each table's optimizer, by its placeholder; read when it is used."""
+
+    def __init__(
+        self,
+        groups: Iterable[Mapping[str, Any]],
+        states: States,
+    ) -> None:
+        self._tables = {group["params"][0]: group["table"] for group in groups}
+        self._states = states
+
+    def __getitem__(self, parameter: nn.Parameter) -> Mapping[str, torch.Tensor]:
+        table = self._tables[parameter]
+        if self._states[table].is_left_out():
+            raise KeyError(table)
+        return self._states[table].optimizer_tensors(table)
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        for parameter, table in self._tables.items():
+            if table in self._states and not self._states[table].is_left_out():
+                yield parameter
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)

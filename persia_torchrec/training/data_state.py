@@ -1,0 +1,51 @@
+"""How far the data of all trainers are trained, as a checkpoint keeps it.
+
+Of a ``WorkQueue`` all trainers save the same, the rows that no trainer has trained. So
+any number of trainers may load it.
+"""
+
+from itertools import chain
+from typing import Any
+
+from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.data.datasets import RowDataset
+from persia_torchrec.errors import CheckpointError
+from persia_torchrec.training.checkpoint import at_first, from_all, names_in
+
+
+def state_of_data(dataset: RowDataset, num_trained: int | None) -> dict[str, Any]:
+    """Return the state of a dataset; all trainers call it between the same two steps.
+
+    Args:
+        dataset: of this trainer.
+        num_trained: of the batches of its iteration; None: all that were yielded.
+
+    Raises:
+        CheckpointError: a trainer has failed, or the host of the queue is gone.
+    """
+    if not dataset.is_shared:
+        return dataset.state_dict(num_trained)
+    # What is taken after this question is in no state, and so taken again.
+    num_taken = at_first(dataset.num_taken, int)
+    leases = from_all(
+        lambda: dataset.leases(num_taken, num_trained), list[tuple[int, int]]
+    )
+    return dataset.joint_state(num_taken, list(chain(*leases)))
+
+
+def key_of_any_trainer(folder: Folder, rank: int) -> str:
+    """Return a name of what a trainer has saved, of which there may be fewer now.
+
+    Raises:
+        CheckpointError: the checkpoint is none of ``recoverable``.
+    """
+
+    def count() -> int:
+        return sum(name.startswith("trainer ") for name in names_in(folder))
+
+    if num_saved := at_first(count, int):
+        return f"trainer {rank % num_saved}"
+    raise CheckpointError(
+        f"{folder.url} must be a checkpoint of recoverable(). Received: one without "
+        "the state of a trainer."
+    )

@@ -1,0 +1,53 @@
+"""A job whose trainers share a queue, and whose processes are killed at random."""
+
+import contextlib
+import os
+import sys
+
+import numpy as np
+import pytest
+
+from persia_torchrec.wire.address_book import AddressBook
+from tests.chaos.killing import SUPERVISOR, Killer
+from tests.forked_jobs import ROOT, ForkedJob
+from tests.processes import wait_until
+from tests.training.queued_trainers import NUM_EPOCHS, write_files
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+
+ROLES = 2 * ["trainer", "coordinator"] + ["server", SUPERVISOR]
+
+
+def test_each_row_of_a_queue_counts_once(tmp_path, draw, kills, record_property):
+    (tmp_path / "rows").mkdir()
+    num_rows = write_files(tmp_path / "rows", [150 + 7 * n for n in range(30)])
+    job = ForkedJob(
+        tmp_path,
+        *("torchrec_job.py:train", "--embedding_servers", "2"),
+        *("--script", f"{ROOT}/tests/chaos/queued_trainer.py"),
+        *("--nproc_per_node", "2", "--python", sys.executable),
+        *("--recover", "True", "--max_restarts", "1000"),
+        variables={
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)]),
+            "PERSIA_CHECKPOINT_DIR": str(tmp_path / "checkpoints"),
+            "OMP_NUM_THREADS": "1",
+            "NUM_ROWS": str(num_rows),
+        },
+    )
+
+    def num_steps():
+        path = tmp_path / "steps"
+        return path.stat().st_size if path.exists() else 0
+
+    with job, contextlib.closing(AddressBook.join("localhost", job.port)) as book:
+        wait_until(lambda: num_steps() > 10, "it trains", details=job.output)
+        killer = Killer(
+            tmp_path, job, book, draw, num_steps, ROLES, server=2, trainer=2
+        )
+        killer.kill(kills(20), most_steps=10)
+        record_property("measured", killer.summary())
+        (tmp_path / "calm").touch()
+        ended = job.wait()
+    assert ended.status == 0, ended.output
+    counts = np.load(tmp_path / "counts.npy")
+    assert counts.tolist() == [[NUM_EPOCHS] * 4] * num_rows

@@ -1,0 +1,456 @@
+import gzip
+import json
+import sys
+from collections import Counter
+from itertools import chain, islice
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from persia_torchrec.data import (
+    CsvDataset,
+    DenseColumn,
+    IdColumn,
+    LabelColumn,
+    ParquetDataset,
+    columns,
+    files,
+    reading,
+    write_parquet,
+)
+from persia_torchrec.errors import ConfigError, DataError
+
+COLUMNS = (
+    LabelColumn("click"),
+    IdColumn("user"),
+    "unused",
+    IdColumn("tags", separator="|"),
+    IdColumn("few", num_buckets=3),
+    IdColumn("number", is_text=False),
+    DenseColumn("age"),
+    LabelColumn("kind", positive="yes"),
+)
+TEXTS = st.text(st.sampled_from("ab\u00e9|' \""), max_size=5)
+ROWS = st.tuples(
+    st.sampled_from(["0", "1", "0.5"]),
+    TEXTS,
+    TEXTS,
+    TEXTS,
+    TEXTS,
+    st.integers(-(2**63), 2**63 - 1).map(str),
+    st.sampled_from(["1.25", "-3"]),
+    st.sampled_from(["yes", "no", ""]),
+)
+
+
+def hash_of(token):
+    """The reference: one token at a time, as int64."""
+    number = xxhash.xxh3_64_intdigest((token or " ").encode())
+    return number - 2**64 if number >= 2**63 else number
+
+
+def decoded(row):
+    """The reference: what a row gives, as Python's numbers."""
+    click, user, _, tags, few, number, age, kind = (field.strip(" ") for field in row)
+    return (
+        (hash_of(user),),
+        tuple(hash_of(tag) for tag in tags.split("|")),
+        (hash_of(few) % 2**64 % 3,),
+        (int(number),),
+        (float(click), float(kind == "yes")),
+        (float(age),),
+    )
+
+
+def rows_of(batch):
+    """Return a batch's rows as the reference has them."""
+    bags = [feature.to_dense() for feature in batch.id_features.to_dict().values()]
+    ids = [[tuple(bag.tolist()) for bag in of_feature] for of_feature in bags]
+    numbers = (torch.stack(batch.labels, 1), torch.cat(batch.dense_features, 1))
+    return list(zip(*ids, *(map(tuple, n.tolist()) for n in numbers), strict=True))
+
+
+def all_rows(batches):
+    return list(chain.from_iterable(map(rows_of, batches)))
+
+
+def bytes_of(batch):
+    tensors = (batch.id_features.values(), batch.id_features.lengths())
+    every = (*tensors, *batch.labels, *batch.dense_features)
+    return [(t.dtype, t.shape, t.numpy().tobytes()) for t in every]
+
+
+def write_csv(path, rows):
+    path.write_text("".join(",".join(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("rows")
+
+
+@pytest.fixture
+def small_groups(monkeypatch):
+    monkeypatch.setattr(files, "GROUP_ROWS", 7)
+    monkeypatch.setattr(reading, "SHUFFLE_ROWS", 20)
+
+
+def numbered(folder, num_rows, name="numbered.csv"):
+    """Rows whose number is their ID feature and their label."""
+    path = folder / name
+    path.write_text("".join(f"{n},{n}\n" for n in range(num_rows)))
+    return path
+
+
+NUMBERED = (IdColumn("id", is_text=False), LabelColumn("label"))
+
+
+def labels_of(batches):
+    return [int(n) for batch in batches for n in batch.labels[0]]
+
+
+@settings(max_examples=40)
+@given(data=st.data(), rows=st.lists(ROWS, min_size=1, max_size=40))
+def test_csv_and_parquet_give_the_reference_to_the_byte(folder, data, rows):
+    csv, parquet = folder / "rows.csv", folder / "rows.parquet"
+    group = data.draw(st.integers(1, 9))
+    shuffle, count = data.draw(st.booleans()), data.draw(st.integers(1, 3))
+    count = min(count, -(-len(rows) // group))
+    given_settings = {
+        "batch_size": data.draw(st.integers(1, 12)),
+        "columns": COLUMNS,
+        "shuffle": shuffle,
+        "seed": data.draw(st.integers(0, 3)),
+        "partition_count": count,
+        "num_parallel_reads": data.draw(st.integers(1, 3)),
+        "drop_remainder": data.draw(st.booleans()),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "GROUP_ROWS", group)
+        patch.setattr(reading, "SHUFFLE_ROWS", data.draw(st.integers(1, 40)))
+        assert write_parquet(write_csv(csv, rows), parquet, COLUMNS) == len(rows)
+        given_rows = []
+        for part in range(count):
+            given_settings["partition_index"] = part
+            of_csv = CsvDataset(csv, **given_settings)
+            of_parquet = ParquetDataset(parquet, **given_settings)
+            for _ in range(2):
+                batches = list(of_csv)
+                expected = [bytes_of(batch) for batch in batches]
+                assert [bytes_of(batch) for batch in of_parquet] == expected
+                assert len(batches) == len(of_csv)
+            given_rows += all_rows(batches)
+    reference = [decoded(row) for row in rows]
+    if not given_settings["drop_remainder"]:
+        assert Counter(given_rows) == Counter(reference)
+    if not shuffle and count == 1:
+        assert given_rows == reference[: len(given_rows)]
+
+
+@settings(max_examples=40)
+@given(data=st.data(), num_rows=st.integers(2, 90))
+def test_a_dataset_continues_at_any_row(folder, data, num_rows):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "GROUP_ROWS", 7)
+        patch.setattr(reading, "SHUFFLE_ROWS", 20)
+        continue_at_any_row(folder, data, num_rows)
+
+
+def continue_at_any_row(folder, data, num_rows):
+    path = numbered(folder, num_rows)
+    order = {"shuffle": data.draw(st.booleans()), "seed": 5, "min_batch_size": 2}
+    sizes = st.integers(2, 30)
+    whole = CsvDataset(path, data.draw(sizes), NUMBERED, **order)
+    epochs = [labels_of(whole) for _ in range(3)]
+    first = CsvDataset(path, data.draw(sizes), NUMBERED, **order)
+    epoch = data.draw(st.integers(0, 1))
+    for expected in epochs[:epoch]:
+        assert labels_of(first) == expected
+    taken = list(islice(iter(first), data.draw(st.integers(0, len(first)))))
+    num_trained = data.draw(st.integers(0, len(taken)))
+    state = json.loads(json.dumps(first.state_dict(num_trained)))
+    second = CsvDataset(path, data.draw(sizes), NUMBERED, **order)
+    second.load_state_dict(state)
+    assert second.epoch == epoch
+    assert labels_of(taken[:num_trained]) + labels_of(second) == epochs[epoch]
+    assert second.epoch == epoch + 1
+    assert labels_of(second) == epochs[epoch + 1]
+
+
+def test_every_epoch_has_an_order_of_its_own_over_rows(tmp_path):
+    dataset = CsvDataset(numbered(tmp_path, 500), 64, NUMBERED, shuffle=True, seed=1)
+    orders = [labels_of(dataset) for _ in range(3)]
+    assert all(sorted(order) == list(range(500)) for order in orders)
+    assert len(set(map(tuple, orders))) == 3
+    again = CsvDataset(numbered(tmp_path, 500), 7, NUMBERED, shuffle=True, seed=1)
+    assert labels_of(again) == orders[0]  # whatever the size of a batch
+    # Over rows: neighbours of the file are not neighbours of the order.
+    moved = np.abs(np.diff(orders[0]))
+    assert (moved == 1).mean() < 0.05
+    assert np.mean(moved) == pytest.approx(500 / 3, rel=0.2)
+
+
+def test_partitions_are_disjoint_and_complete(tmp_path, small_groups):
+    paths = [numbered(tmp_path, n, f"{n}.csv") for n in (30, 8, 65)]
+    parts = [
+        CsvDataset(paths, 8, NUMBERED, partition_count=4, partition_index=index)
+        for index in range(4)
+    ]
+    expected = Counter(chain(range(30), range(8), range(65)))
+    assert Counter(chain.from_iterable(map(labels_of, parts))) == expected
+    assert sum(part.num_rows for part in parts) == 103
+    with pytest.raises(ConfigError, match="at most the number of groups of rows, 17"):
+        CsvDataset(paths, 8, NUMBERED, partition_count=18)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_only_the_wanted_rows_are_read(tmp_path, small_groups, shuffle):
+    paths = [numbered(tmp_path, n, f"{n}.csv") for n in (30, 8)]
+    rows = np.array([37, 2, 29, 30, 3])
+    dataset = CsvDataset(paths, 2, NUMBERED, rows=rows, shuffle=shuffle)
+    found = labels_of(dataset)
+    assert (
+        found == [2, 3, 29, 0, 7] if not shuffle else sorted(found) == [0, 2, 3, 7, 29]
+    )
+    for wrong in ([38], [-1], [3, 3], []):
+        with pytest.raises(ConfigError, match=r"different row numbers in \[0, 38\)"):
+            CsvDataset(paths, 2, NUMBERED, rows=np.array(wrong, dtype=np.int64))
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "sizes"), [(9, [4, 5]), (8, [4, 4]), (10, [4, 4, 2]), (5, [5])]
+)
+def test_a_last_batch_of_one_row_joins_the_one_before(tmp_path, num_rows, sizes):
+    dataset = CsvDataset(numbered(tmp_path, num_rows), 4, NUMBERED, min_batch_size=2)
+    assert [len(batch.labels[0]) for batch in dataset] == sizes
+    assert len(dataset) == len(sizes)
+    with pytest.raises(DataError, match=r"at least 2 rows. Received: 1"):
+        CsvDataset(numbered(tmp_path, 1), 4, NUMBERED, min_batch_size=2)
+
+
+def test_a_distinct_text_of_a_group_is_hashed_once(tmp_path, monkeypatch):
+    hashed = Counter()
+    hash_texts = columns.hash_texts
+
+    def count(texts):
+        hashed.update(texts.to_pylist())
+        return hash_texts(texts)
+
+    monkeypatch.setattr(columns, "hash_texts", count)
+    rows = [("x", "a|b"), ("y", "b|b|a"), ("x", "")] * 100
+    two = (IdColumn("one"), IdColumn("many", separator="|"))
+    csv, parquet = write_csv(tmp_path / "a.csv", rows), tmp_path / "a.parquet"
+    write_parquet(csv, parquet, two)
+    for dataset in (CsvDataset(csv, 8, two), ParquetDataset(parquet, 8, two)):
+        hashed.clear()
+        assert sum(len(rows_of_ids(batch)) for batch in dataset) == 300
+        assert hashed == {"x": 1, "y": 1, "a": 1, "b": 1}
+
+
+@given(st.lists(st.binary(max_size=40), max_size=30))
+def test_many_texts_have_the_hashes_of_the_library(texts):
+    expected = [xxhash.xxh3_64_intdigest(text or b" ") for text in texts]
+    array = pa.array([b"before", *texts, b"after"], pa.binary())[1:-1]
+    assert columns.hash_texts(array).tolist() == expected
+
+
+def rows_of_ids(batch):
+    return batch.id_features["one"].values()
+
+
+def test_reading_ahead_is_bounded(tmp_path, small_groups, monkeypatch):
+    read, is_read = [], files.CsvFile.read
+
+    def count(file, group):
+        read.append(group)
+        return is_read(file, group)
+
+    monkeypatch.setattr(files.CsvFile, "read", count)
+    path = numbered(tmp_path, 700)
+    for ahead, most in (({"num_parallel_reads": 4}, 6), ({"shuffle": True}, 6)):
+        read.clear()
+        batches = iter(CsvDataset(path, 7, NUMBERED, **ahead))
+        next(batches)
+        batches.close()  # waits for what is being read
+        assert 1 <= len(read) <= most
+
+
+def test_packed_files_read_as_plain_ones(tmp_path, small_groups):
+    plain = numbered(tmp_path, 40)
+    packed = tmp_path / "packed.csv.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    datasets_ = [CsvDataset(path, 9, NUMBERED) for path in (plain, packed)]
+    assert labels_of(datasets_[0]) == labels_of(datasets_[1]) == list(range(40))
+    packed.write_bytes(packed.read_bytes()[:-9])
+    with pytest.raises(DataError, match=r"packed.csv.gz must be a whole file of gzip"):
+        CsvDataset(packed, 9, NUMBERED)
+
+
+def test_empty_lines_are_no_rows_and_lines_keep_their_numbers(tmp_path, small_groups):
+    path = tmp_path / "gaps.csv"
+    path.write_text("\n1,1\r\n\r\n\n" + "2,2\n\n" * 20 + "x,3")
+    with pytest.raises(DataError, match=r"gaps.csv, line 45: .*a number.*b'x'"):
+        CsvDataset(path, 50, (LabelColumn("label"), IdColumn("id")))
+    path.write_text("\n1,1\r\n\r\n\n" + "2,2\n\n" * 20 + "3,x")
+    dataset = CsvDataset(
+        path, 50, (LabelColumn("label"), IdColumn("id", is_text=False))
+    )
+    assert dataset.num_rows == 22
+    with pytest.raises(DataError, match=r"gaps.csv, line 45: id must be an integer"):
+        list(dataset)
+
+
+def test_faults_of_csv_files_come_before_the_first_batch(tmp_path):
+    given_columns = (LabelColumn("label"), IdColumn("id"), IdColumn("tag"))
+    path = tmp_path / "rows.csv"
+    good = "1,a,b\n" * 9
+    for text, message in (
+        (good + "1,a\n", r"rows.csv, line 10: a line must have 3 columns.*2 in b'1,a"),
+        (good + "1,a,b,c\n", r"line 10: a line must have 3 columns.*4 in"),
+        (good + "yes,a,b\n", r"rows.csv, line 10: label must be a number.*b'yes'"),
+        (good + "nan,a,b\n", r"rows.csv, line 10: label must be a number.*b'nan'"),
+        (good + ",a,b\n", r"rows.csv, line 10: label must be a number.*b''"),
+        ("label,id,tag\n" + good, r"rows.csv, line 1: label must be a number"),
+        ("", r"rows.csv must have rows. Received: an empty file"),
+        ("\n\n", r"rows.csv must have rows. Received: empty lines"),
+    ):
+        path.write_text(text)
+        with pytest.raises(DataError, match=message):
+            CsvDataset(path, 4, given_columns)
+    with pytest.raises(DataError, match=r"none.csv must be a file.*Check the path"):
+        CsvDataset(tmp_path / "none.csv", 4, given_columns)
+
+
+def test_what_lines_hide_is_named_when_they_are_read(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_bytes(b"1,2\n1,\xff\n")
+    with pytest.raises(DataError, match=r"rows.csv must be text in UTF-8"):
+        list(CsvDataset(path, 4, (LabelColumn("label"), IdColumn("id"))))
+    path.write_text("1,2\n1,old\n")
+    with pytest.raises(DataError, match=r"line 2: age must be a number.*'old'"):
+        list(CsvDataset(path, 4, (IdColumn("id"), DenseColumn("age"))))
+    dataset = CsvDataset(path, 4, (LabelColumn("label"), IdColumn("id")))
+    path.write_text("1,2\n")
+    with pytest.raises(DataError, match="must not change while it is read"):
+        list(dataset)
+
+
+def test_a_parquet_file_of_another_schema_names_the_columns(tmp_path):
+    path = tmp_path / "rows.parquet"
+    table = pa.table({"click": ["1"], "tags": [[1.5]], "age": [2], "user": ["u"]})
+    pq.write_table(table, path)
+    with pytest.raises(DataError) as caught:
+        ParquetDataset(path, 4, COLUMNS)
+    message = str(caught.value)
+    assert "it lacks ['few', 'number', 'kind']" in message
+    assert "click must be a number, and is string" in message
+    assert "tags must be a list of text, or text, and is list" in message
+    assert "age" not in message.partition("It has")[0]
+    pq.write_table(table.slice(0, 0), path)
+    with pytest.raises(DataError, match=r"must have rows. Received: none"):
+        ParquetDataset(path, 4, (IdColumn("user"),))
+    pq.write_table(pa.table({"click": [1, None], "user": ["u", "v"]}), path)
+    with pytest.raises(DataError, match=r"row 2: click must be a number.*None"):
+        list(ParquetDataset(path, 4, (LabelColumn("click"), IdColumn("user"))))
+    path.write_bytes(b"PAR1 and nothing else")
+    with pytest.raises(DataError, match="must be a Parquet file"):
+        ParquetDataset(path, 4, (IdColumn("user"),))
+
+
+def test_what_other_programs_write_as_parquet_reads_the_same(tmp_path):
+    user = ["a", None, "", "b"]
+    tags = [["x", "y"], [], None, ["", None]]
+    expected = [hash_of(text) for text in ("a", "", "", "b")]
+    expected_tags = [*map(hash_of, ("x", "y", "", "", "", ""))]
+    four = (IdColumn("user"), IdColumn("tags", separator="|"))
+    four += (IdColumn("wide", is_text=False), IdColumn("ids", None, "|", False))
+    for text in (pa.string(), pa.large_string(), pa.binary()):
+        for has_dictionary in (True, False):
+            table = pa.table(
+                {
+                    "ids": pa.array([[1, 2], [], [3], None], pa.list_(pa.int32())),
+                    "tags": pa.array(tags, pa.large_list(text)),
+                    "user": pa.array(user, text),
+                    "wide": pa.array([1, 2**64 - 1, 2**63, 0], pa.uint64()),
+                }
+            )
+            path = tmp_path / "rows.parquet"
+            pq.write_table(table, path, use_dictionary=has_dictionary)
+            [batch] = ParquetDataset(path, 4, four)
+            features = batch.id_features
+            assert features["user"].values().tolist() == expected
+            assert features["tags"].values().tolist() == expected_tags
+            assert features["tags"].lengths().tolist() == [2, 1, 1, 2]
+            assert features["wide"].values().tolist() == [1, -1, -(2**63), 0]
+            assert features["ids"].values().tolist() == [1, 2, 3]
+            assert features["ids"].lengths().tolist() == [2, 0, 1, 0]
+    pq.write_table(pa.table({"user": pa.array(user).dictionary_encode()}), path)
+    [batch] = ParquetDataset(path, 4, (IdColumn("user"),))
+    assert batch.id_features["user"].values().tolist() == expected
+
+
+def test_a_state_of_other_files_or_settings_names_the_difference(tmp_path):
+    one, two = numbered(tmp_path, 9, "one.csv"), numbered(tmp_path, 12, "two.csv")
+    state = CsvDataset([one], 4, NUMBERED, shuffle=True, seed=1).state_dict()
+    same = CsvDataset(one, 3, NUMBERED, shuffle=True, seed=1)
+    same.load_state_dict(state)
+    other = CsvDataset(two, 4, NUMBERED, shuffle=True, seed=2)
+    with pytest.raises(ConfigError) as caught:
+        other.load_state_dict(state)
+    message = str(caught.value)
+    assert "not here: ['one.csv (36 bytes)']" in message
+    assert "not saved: ['two.csv (52 bytes)']" in message
+    assert "seed: 1 was saved, 2 is here" in message
+    state = CsvDataset([one, two], 4, NUMBERED).state_dict()
+    with pytest.raises(ConfigError, match="files in another order"):
+        CsvDataset([two, one], 4, NUMBERED).load_state_dict(state)
+    with pytest.raises(ConfigError, match="rows: None was saved"):
+        CsvDataset([one, two], 4, NUMBERED, rows=np.arange(3)).load_state_dict(state)
+
+
+def test_a_state_of_batches_that_are_long_gone_is_an_error(tmp_path):
+    dataset = CsvDataset(numbered(tmp_path, 300), 1, NUMBERED)
+    batches = list(dataset)
+    assert dataset.state_dict(len(batches) - 256)["row"] == 44
+    for num_trained in (43, 301):
+        with pytest.raises(
+            ConfigError, match=f"one of the last batches.*{num_trained}"
+        ):
+            dataset.state_dict(num_trained)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"batch_size": 0}, "batch_size must be >= 1"),
+        ({"num_parallel_reads": 0}, "num_parallel_reads must be >= 1"),
+        ({"partition_index": 1}, r"partition_index must be in \[0, 1\)"),
+        ({"min_batch_size": 5}, "min_batch_size must be at most batch_size"),
+        ({"seed": -1}, "seed at least 0"),
+        ({"columns": ("label",)}, "at least one IdColumn. Received: none"),
+        ({"columns": (IdColumn("a"), "a")}, r"different names.*twice \['a'\]"),
+        ({"files": []}, "files must be at least one"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_an_error(tmp_path, wrong, message):
+    right = {"files": numbered(tmp_path, 9), "batch_size": 4, "columns": NUMBERED}
+    with pytest.raises(ConfigError, match=message):
+        CsvDataset(**{**right, **wrong})
+    with pytest.raises(ConfigError, match="separator must be one character"):
+        IdColumn("a", separator="::")
+    with pytest.raises(ConfigError, match="num_buckets must be >= 1"):
+        IdColumn("a", num_buckets=0)
+
+
+@pytest.mark.parametrize("library", ["pyarrow", "xxhash"])
+def test_a_missing_library_is_named_with_the_extra(tmp_path, monkeypatch, library):
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(ConfigError, match=rf"need {library}.*persia_torchrec\[data\]"):
+        CsvDataset(numbered(tmp_path, 9), 4, NUMBERED)

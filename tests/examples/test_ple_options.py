@@ -1,0 +1,86 @@
+"""What the command line of the PLE example may say, and what is refused."""
+
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from examples.ple import options
+from examples.ple.options import Options
+from persia_torchrec.errors import ConfigError
+
+README_FILE = Path(options.__file__).parent / "README.md"
+
+
+def test_the_defaults_are_those_of_the_original():
+    given = Options.parse([])
+    assert (given.dataset, given.model, given.optimizer) == ("taobao", "ple", "adam")
+    assert (given.batch_size, given.seed, given.steps) == (512, 2021, 0)
+    assert {given.emb_fusion, given.op_fusion, given.smartstaged} == {True}
+    assert {given.ev, given.bf16, given.tf, given.corrected} == {False}
+    assert (given.learning_rate, given.keep_checkpoint_max) == (0.001, 1)
+    assert given.staleness_of_rows == 8
+
+
+@pytest.mark.parametrize("words", [["--ev"], ["--ev", "true"], ["--ev", "True"]])
+def test_a_flag_may_have_a_value_as_in_the_original(words):
+    assert Options.parse(words).ev is True
+    assert Options.parse(["--smartstaged", "false"]).staleness_of_rows == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--ev_filter counter", r"--ev_filter must come with --ev or --adaptive_emb"),
+        ("--ev_elimination l2 --dynamic_ev", "--ev_elimination must come with --ev"),
+        ("--adaptive_emb --dynamic_ev", "--adaptive_emb and --dynamic_ev"),
+        ("--adaptive_emb --multihash add", "--adaptive_emb and --multihash"),
+        ("--dynamic_ev --multihash mul", "--dynamic_ev and --multihash"),
+        ("--multihash add --ev", "ids below the number of buckets"),
+        ("--tf --ev", "--tf is plain TorchRec.*--ev"),
+        ("--tf --smartstaged true --save_steps 5", "--save_steps, --smartstaged"),
+        ("--tf --optimizer adagrad", r"Adam.*--optimizer adagrad"),
+        ("--protocol star_server", r"one transport.*'star_server'"),
+        ("--input_layer_partitioner 8", "spread over all servers"),
+        ("--dense_layer_partitioner 16", "replicated at every trainer"),
+        ("--micro_batch 3", r"equal parts.*3 parts of 512"),
+        ("--micro_batch 4 --batch_size 4", "at least two samples"),
+        ("--batch_size 1", r"--batch_size must be >= 2\. Received: 1"),
+        ("--steps -1", "--steps must be >= 0"),
+        ("--keep_checkpoint_max 0", "--keep_checkpoint_max must be >= 1"),
+        ("--steps 5 --epochs 2", "--steps and --epochs both"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_reason(words, message):
+    with pytest.raises(ConfigError, match=message):
+        Options.parse(words.split())
+
+
+def test_plain_torchrec_needs_no_option_switched_off():
+    assert Options.parse(["--tf"]).pulls_ahead is False
+    assert Options.parse(["--tf", "--smartstaged", "false", "--bf16"]).bf16
+
+
+def test_a_run_is_resumed_with_its_options_only(tmp_path):
+    Options.parse(["--seed", "3", "--steps", "9"]).require_same_as(tmp_path)
+    noted = json.loads((tmp_path / "options.json").read_text())
+    assert noted["seed"] == 3
+    Options.parse(["--seed", "3", "--steps", "12"]).require_same_as(tmp_path)
+    other = Options.parse(["--seed", "4", "--batch_size", "64"])
+    with pytest.raises(ConfigError, match=r"--batch_size 512 -> 64, --seed 3 -> 4\."):
+        other.require_same_as(tmp_path)
+
+
+def test_the_readme_has_each_option_and_no_other():
+    named = re.findall(r"^\| `--(\w+)", README_FILE.read_text(), flags=re.MULTILINE)
+    declared = [f.name for f in fields(Options) if f.name != "given"]
+    assert sorted(named) == sorted(declared)
+
+
+def test_every_option_is_read_somewhere():
+    folder = Path(options.__file__).parent
+    source = "".join(path.read_text() for path in sorted(folder.glob("*.py")))
+    for name in (f.name for f in fields(Options)):
+        assert re.search(rf"\b(options|self)\.{name}\b|\"{name}\"", source), name

@@ -1,0 +1,389 @@
+"""Joint deltas: a checkpoint, the increments up to a delta, and its dense half."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec import EmbeddingBagConfig
+
+from persia_torchrec import (
+    Adagrad,
+    AdmitBloom,
+    AdmitFrequency,
+    TableSettings,
+    load_checkpoint,
+    recoverable,
+    remote_sharders,
+    save_checkpoint,
+    save_delta,
+)
+from persia_torchrec.checkpoint import catalog
+from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.embedding.optim import Adam
+from persia_torchrec.errors import CheckpointError, ConfigError
+from persia_torchrec.training import clock
+from tests.processes import wait_until
+from tests.servers import ids_of
+from tests.sharding.remote_job import Bags, kjt_of, shard
+from tests.store.consistency import ids_oldest_first
+
+NUM_IDS, DIM, NEVER_S = 60, 4, 1000.0
+SETTINGS = {
+    "plain": TableSettings(optimizer=Adam(0.1)),
+    "counted": TableSettings(admission=AdmitFrequency(3), keeps_metadata=True),
+    "filtered": TableSettings(admission=AdmitBloom(2, 1000)),
+}
+
+
+class Model(nn.Module):
+    def __init__(self, names, num_ids):
+        super().__init__()
+        tables = [
+            EmbeddingBagConfig(num_ids, DIM, name=name, feature_names=["f"])
+            for name in names
+        ]
+        self.bags = Bags(tables)
+        self.top = nn.Linear(DIM * len(tables), 1)
+
+    def forward(self, ids):
+        return self.top(self.bags(ids).values())
+
+
+class Job:
+    """A model on servers that write increments, and what a user does with it."""
+
+    def __init__(
+        self,
+        servers,
+        folder,
+        num_servers,
+        *,
+        names=SETTINGS,
+        num_ids=NUM_IDS,
+        **settings,
+    ):
+        self.run, logs = str(folder / "run"), str(folder / "increments")
+        settings = {"incremental_interval_s": NEVER_S, **settings}
+        settings.setdefault("incremental_dir", logs)
+        self.servers = servers.start(num_servers, **settings)
+        self.client = servers.client(self.servers)
+        tables = {name: SETTINGS[name] for name in names}
+        self.sharders = remote_sharders(self.client, Adagrad(0.1), tables=tables)
+        torch.manual_seed(3)
+        self.model = shard(Model(names, num_ids), *self.sharders)
+        top = self.model.module.top.parameters()
+        self.optimizer = torch.optim.Adam(top, lr=0.05)
+        self.state = {"model": self.model, "optimizer": self.optimizer, "step": 0}
+        if settings["incremental_dir"] is not None:
+            wait_until(
+                lambda: all(
+                    server.server.shard.checkpoints._increments.is_writing
+                    for server in self.servers
+                ),
+                "all servers write a log",
+            )
+
+    def batch(self):
+        rng = np.random.default_rng(self.state["step"])
+        return kjt_of({"f": rng.integers(0, NUM_IDS, (6, 2)).tolist()})
+
+    def train(self, num):
+        losses = []
+        for _ in range(num):
+            loss = self.model(self.batch()).square().mean()
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            self.state["step"] += 1
+            losses.append(loss.item())
+        return losses
+
+    def save(self, **settings):
+        both = self.client, self.sharders
+        return save_checkpoint(self.run, self.state, *both, **settings)
+
+    def save_delta(self, **settings):
+        both = self.client, self.sharders
+        return save_delta(self.run, self.state, *both, **settings)
+
+    def load(self, path=None):
+        return load_checkpoint(path or self.run, self.state, self.client)
+
+    @property
+    def stores(self):
+        return [server.server.shard.store for server in self.servers]
+
+    def snapshot(self):
+        """Return all that the job has learnt."""
+        self.sharders.flush()
+        ids = ids_of(*range(NUM_IDS))
+        rows = {name: self.client.read(name, ids).tobytes() for name in SETTINGS}
+        seen = dataclasses.astuple(self.client.metadata("counted", ids))
+        sights = [store.states[1].sightings() for store in self.stores]
+        waiting = sorted(
+            pair
+            for of_store in sights
+            for pair in zip(
+                of_store.keys.tolist(), of_store.values.tolist(), strict=True
+            )
+        )
+        dense = [p.detach().numpy().tobytes() for p in self.model.module.parameters()]
+        steps = {name: self.client.step(name) for name in SETTINGS}
+        frequencies = [column.tolist() for column in seen[:3]]
+        return rows, frequencies, waiting, dense, steps, self.state["step"]
+
+    def order(self):
+        return [ids_oldest_first(store) for store in self.stores]
+
+    def close(self):
+        self.sharders.close()
+
+
+@pytest.fixture
+def start(servers, tmp_path):
+    jobs = []
+
+    def start(*args, **settings):
+        jobs.append(Job(servers, tmp_path, *args, **settings))
+        return jobs[-1]
+
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield start
+    for job in jobs:
+        job.close()
+    dist.destroy_process_group()
+
+
+def job_with_deltas(start, num_servers=2, **settings):
+    """Return a job with a checkpoint, and two deltas between which it trained."""
+    job = start(num_servers, **settings)
+    job.train(5)
+    job.save()
+    job.train(4)
+    job.save_delta()
+    job.train(4)
+    return job
+
+
+@pytest.mark.parametrize("capacity_rows", [1000, 30])
+def test_a_delta_is_the_live_job_to_the_bit(start, capacity_rows):
+    job = job_with_deltas(start, capacity_rows=capacity_rows)
+    delta = job.save_delta(step=13)
+    expected, order = job.snapshot(), job.order()
+    assert sum(store.num_rows for store in job.stores) > 0
+    losses = job.train(4)
+    resumed = start(2, capacity_rows=capacity_rows)
+    loaded = resumed.load()
+    assert (loaded.path, loaded.step) == (delta.path, 13)
+    assert loaded.num_increments == 2 * 2
+    assert resumed.snapshot() == expected
+    assert resumed.order() == order
+    assert resumed.train(4) == losses
+    assert resumed.snapshot() == job.snapshot()
+
+
+@pytest.mark.parametrize("num_servers", [1, 3])
+def test_another_number_of_servers_takes_a_delta(start, num_servers):
+    job = job_with_deltas(start)
+    job.save_delta()
+    expected = job.snapshot()
+    losses = job.train(4)
+    resumed = start(num_servers)
+    resumed.load()
+    assert resumed.snapshot() == expected
+    assert resumed.train(4) == losses
+    with pytest.raises(CheckpointError, match="logs that do not lead from it to now"):
+        resumed.save_delta()
+    resumed.save()
+    resumed.train(1)
+    resumed.save_delta()
+
+
+def test_deltas_continue_after_a_restart(start):
+    job = job_with_deltas(start)
+    job.save_delta()
+    resumed = start(2)
+    resumed.load()
+    resumed.train(3)
+    resumed.save_delta()
+    expected = resumed.snapshot()
+    once_more = start(2)
+    once_more.load()
+    assert once_more.snapshot() == expected
+
+
+def test_what_came_after_a_delta_is_not_in_it(start):
+    job = job_with_deltas(start, incremental_interval_s=0.02)
+    job.save_delta()
+    expected = job.snapshot()
+    job.train(6)
+    wait_until(
+        lambda: not sum(c["increments_waiting"] for c in job.client.counters()),
+        "the rest is written",
+    )
+    resumed = start(2)
+    resumed.load()
+    assert resumed.snapshot() == expected
+
+
+def test_a_delta_that_was_not_finished_is_not_loaded(start, monkeypatch):
+    job = job_with_deltas(start)
+    first = job.save_delta()
+    expected = job.snapshot()
+    job.train(2)
+    write = Folder.write_json
+
+    def die(folder, name, value):
+        if name == catalog.DELTA:
+            raise CheckpointError("killed")
+        write(folder, name, value)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Folder, "write_json", die)
+        with pytest.raises(CheckpointError, match="killed"):
+            job.save_delta()
+    resumed = start(2)
+    assert resumed.load().path == first.path
+    assert resumed.snapshot() == expected
+    job.train(1)
+    assert job.save_delta().path > first.path  # and the servers are free
+
+
+def test_the_rows_of_a_delta_are_those_that_changed_once(start):
+    job = start(1, names=["plain"], num_ids=5000, capacity_rows=10_000)
+    everything = kjt_of({"f": [list(range(4000))]})
+    some = kjt_of({"f": [list(range(1000))]})
+    job.model(everything).sum().backward()
+    job.save()
+    before = job.client.counters()[0]
+    for _ in range(20):
+        job.model(some).sum().backward()
+    job.save_delta()
+    after = job.client.counters()[0]
+    assert after["increment_rows"] - before["increment_rows"] == 1000
+    row_bytes = 8 + 8 + 4 * (DIM + 2 * DIM)
+    written = after["increment_bytes"] - before["increment_bytes"]
+    assert written <= 1.2 * 1000 * row_bytes
+
+
+def test_a_delta_needs_increments_and_a_checkpoint(start):
+    job = start(1)
+    with pytest.raises(CheckpointError, match="must be a checkpoint, or hold one"):
+        job.save_delta()
+    without = start(1, incremental_dir=None)
+    without.save()
+    with pytest.raises(CheckpointError, match="must write increments"):
+        without.save_delta()
+
+
+def checkpoints_of(job):
+    return [
+        f.url.rpartition("-")[2] for f in catalog.complete_checkpoints(Folder(job.run))
+    ]
+
+
+def increments_of(job):
+    """Return the numbers of increments that are there, by log, oldest first."""
+    logs = Folder(job.servers[0].server.shard.config.incremental_dir)
+    lines = catalog.find_lines(logs, {})
+    return [catalog.list_increments(logs.child(line.logs[0].name)) for line in lines]
+
+
+def test_the_newest_checkpoints_stay_with_the_increments_that_they_need(start):
+    job = start(1)
+    for number in range(1, 5):
+        job.save(keep=2)
+        job.train(1)
+        job.save_delta()
+        assert len(checkpoints_of(job)) == min(number, 2)
+    job.save(keep=2)
+    assert checkpoints_of(job) == ["00000005", "00000004"]
+    # Each save ends an increment, and so does each delta: these are of the fourth's
+    # delta, and of the fifth.
+    wait_until(lambda: increments_of(job) == [[8, 9]], "others are deleted")
+    resumed = start(1)
+    delta = next(catalog.complete_deltas(Folder(job.run).child("checkpoint-00000004")))
+    assert resumed.load(delta.url).step is None
+
+
+def test_logs_of_earlier_starts_are_deleted_when_nothing_needs_them(start):
+    job = start(2)
+    for _ in range(3):
+        job.save(keep=1)
+        job.train(1)
+        job.save_delta()
+        job = start(2)
+        job.load()
+    assert len(increments_of(job)) > 2
+    job.train(1)
+    job.save(keep=1)
+    job.save(keep=1)
+    wait_until(lambda: len(increments_of(job)) == 2, "only current logs are left")
+    job.train(1)
+    job.save_delta()
+    expected = job.snapshot()
+    resumed = start(2)
+    resumed.load()
+    assert resumed.snapshot() == expected
+
+
+def test_a_death_between_save_and_deletion_leaves_what_can_be_loaded(
+    start, monkeypatch
+):
+    job = start(1)
+    job.save(keep=1)
+    job.train(1)
+
+    def die(*_):
+        raise CheckpointError("killed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(catalog, "delete_older", die)
+        with pytest.raises(CheckpointError, match="killed"):
+            job.save(keep=1)
+    assert checkpoints_of(job) == ["00000002", "00000001"]
+    expected = job.snapshot()
+    resumed = start(1)
+    resumed.load()
+    assert resumed.snapshot() == expected
+    job.save(keep=1)
+    assert checkpoints_of(job) == ["00000003"]
+
+
+def test_a_negative_number_of_checkpoints_is_refused(start):
+    with pytest.raises(ConfigError, match="keep must be >= 0"):
+        start(1).save(keep=-1)
+
+
+def train_recoverably(job, num):
+    """Train some batches; return their losses, and from where training was resumed."""
+    both, state = (job.client, job.sharders), {**job.state}
+    del state["step"]
+    losses = []
+    with recoverable(
+        job.run, state, *both, interval_s=0.0, delta_interval_s=1e-9
+    ) as run:
+        for number in itertools.islice(run.skip(range(20)), num):
+            job.state["step"] = number
+            losses += job.train(1)
+            run.step()
+    return losses, run.resumed_from
+
+
+def test_recoverable_saves_deltas_and_resumes_from_the_last(start, monkeypatch):
+    monkeypatch.setattr(clock, "_LEAST_INTERVAL", 0)
+    job = start(2)
+    _, resumed_from = train_recoverably(job, 6)
+    assert resumed_from is None
+    (checkpoint,) = catalog.complete_checkpoints(Folder(job.run))
+    assert len(list(catalog.complete_deltas(checkpoint))) == 5
+    expected = job.train(4)
+    resumed = start(2)
+    losses, resumed_from = train_recoverably(resumed, 4)
+    assert resumed_from.endswith("checkpoint-00000001/delta-00000005")
+    assert losses == expected
+    assert len(list(catalog.complete_deltas(checkpoint))) == 5 + 4
