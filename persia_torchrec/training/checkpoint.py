@@ -27,7 +27,6 @@ import contextlib
 import dataclasses
 import io
 import os
-import pickle  # noqa: TID251  # torch has written one
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -37,10 +36,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import default_planner, metadata, state_dict_loader
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+from torch.distributed.checkpoint import default_planner, state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer
@@ -53,6 +50,7 @@ from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import CheckpointError, ConfigError, PersiaError
 from persia_torchrec.sharding.remote_tables import TableControl
 from persia_torchrec.sharding.state import is_state_entry, without_rows
+from persia_torchrec.training.dense_reader import reader_of
 
 T = TypeVar("T")
 
@@ -62,20 +60,6 @@ _CANCEL_S = 30.0
 """What a failed save waits for the servers to end theirs."""
 
 _CLOSE_S = 10.0
-
-_TORCHS_LIST = ".metadata"
-_METADATA = (
-    "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta "
-    "TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING"
-)
-_OF_A_LIST = {
-    *(f"torch.distributed.checkpoint.metadata.{name}" for name in _METADATA.split()),
-    "torch.distributed.checkpoint.filesystem._StorageInfo",
-    "torch.Size",
-    "torch.serialization._get_layout",
-    "pathlib.PosixPath",
-    "pathlib._local.PosixPath",  # Python 3.13
-}
 
 
 def save_checkpoint(
@@ -239,8 +223,11 @@ class _DenseOnly:
     state_dict: dict[str, Any]
     mappings: dict[str, Any]
 
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        super().set_up_planner(*args, **kwargs)  # type: ignore[misc]  # of a planner
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        args = state_dict, storage_meta, is_coordinator  # a planner's, of either kind
+        super().set_up_planner(*args)  # type: ignore[misc]
         state = self.state_dict.items()
         self.state_dict = {k: v for k, v in state if not is_state_entry(v)}
         self.mappings = {key: self.mappings[key] for key in self.state_dict}
@@ -258,42 +245,6 @@ class _LoadPlanner(_DenseOnly, default_planner.DefaultLoadPlanner):
         super().load_bytes(read_item, value)
 
 
-class _Reader:
-    """Reads torch's list of tensors, without running anything that a file names."""
-
-    path: str | os.PathLike[str]
-    load_id: str
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
-        data = Folder(os.fspath(self.path)).read(_TORCHS_LIST)
-        read: metadata.Metadata = _ListUnpickler(io.BytesIO(data)).load()
-        read.storage_meta = read.storage_meta or metadata.StorageMeta()
-        read.storage_meta.load_id = self.load_id
-        return read
-
-
-class _FileReader(_Reader, FileSystemReader):
-    pass
-
-
-class _UrlReader(_Reader, FsspecReader):
-    pass
-
-
-class _ListUnpickler(pickle.Unpickler):  # torch has written a pickle
-    """Makes what torch's list of tensors consists of, and nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if f"{module}.{name}" in _OF_A_LIST:
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        raise CheckpointError(
-            f"{_TORCHS_LIST} must list tensors. Received: {module}.{name}, which could "
-            "be anything. Load a checkpoint that has not been changed."
-        )
-
-
 def _save_dense(state: dict[str, Any], folder: Folder) -> None:
     folder.make()
     _let_torch(save_state, state, _SavePlanner(), folder)
@@ -303,19 +254,15 @@ def names_in(folder: Folder) -> list[str]:
     """Return the names of what the dense half of a checkpoint has."""
     _dense_of(folder)
     return list(
-        _reader_of(folder.child(catalog.DENSE)).read_metadata().state_dict_metadata
+        reader_of(folder.child(catalog.DENSE)).read_metadata().state_dict_metadata
     )
-
-
-def _reader_of(dense: Folder) -> _FileReader | _UrlReader:
-    return (_UrlReader if "://" in dense.url else _FileReader)(dense.url)
 
 
 def _load_dense(state: dict[str, Any], folder: Folder, begun: Iterable[str]) -> None:
     for name in begun:
         if isinstance(optimizer := state.get(name), torch.optim.Optimizer):
             _make_state(optimizer)
-    load = partial(state_dict_loader.load, storage_reader=_reader_of(folder))
+    load = partial(state_dict_loader.load, storage_reader=reader_of(folder))
     _let_torch(load, state, _LoadPlanner(), folder)
 
 
@@ -325,7 +272,8 @@ def _let_torch(
     """Let torch save or load the dense half; raise its errors as ours."""
     no_dist = not dist.is_initialized()
     try:
-        with without_rows():
+        with without_rows(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
             act(state, planner=planner, checkpoint_id=at.url, no_dist=no_dist)
     except CheckpointException as exc:  # no Exception, and of all trainers
         raise CheckpointError(f"The dense half in {at.url}: {exc}") from exc

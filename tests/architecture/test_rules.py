@@ -92,7 +92,7 @@ UNPICKLE = {
 }
 # torch has written a pickle, of which an unpickler of its own makes but a list of
 # tensors.
-UNPICKLES = "persia_torchrec/training/checkpoint.py"
+UNPICKLES = "persia_torchrec/training/dense_reader.py"
 # They start processes of this machine with what this process gives them.
 START_PROCESSES = {
     "persia_torchrec/bench/limits.py",

@@ -233,7 +233,7 @@ def increments() -> Format:
 # Folders: manifests, and logs of increments
 
 
-def _run_with_log(folder: Path) -> tuple[bytes, bytes, str]:
+def run_with_log(folder: Path) -> tuple[bytes, bytes, str]:
     """Write a checkpoint, and a log that follows it; return their texts."""
     rng = np.random.default_rng(3)
     head = ShardHead(shard=0, num_shards=1, tables=saved_tables())
@@ -281,7 +281,7 @@ def _restores(store: EmbeddingStore, folder: Path) -> None:
 
 def manifests() -> Format:
     folder = temporary_folder()
-    text, _, _ = _run_with_log(folder)
+    text, _, _ = run_with_log(folder)
     file = folder / "run" / "checkpoint-00000001" / catalog.MANIFEST
     store = filled_store()
 
@@ -294,7 +294,7 @@ def manifests() -> Format:
 
 def logs() -> Format:
     folder = temporary_folder()
-    _, text, name = _run_with_log(folder)
+    _, text, name = run_with_log(folder)
     file = folder / "logs" / name / catalog.LOG_FILE
     store = filled_store()
 

@@ -3,9 +3,11 @@
 import pytest
 
 from tests.fuzz.conftest import LEAST_OF_A_ROW
-from tests.fuzz.formats import FORMATS
+from tests.fuzz.formats import FORMATS as FILE_FORMATS
 from tests.fuzz.running import CASES, is_accepted, run
+from tests.fuzz.training_formats import TRAINING_FORMATS
 
+FORMATS = FILE_FORMATS | TRAINING_FORMATS
 KEPT = sorted(path for path in CASES.glob("*/*") if path.parent.name in FORMATS)
 
 

@@ -1,0 +1,141 @@
+"""The files of the dense half, of joint deltas and of a log's runs that are fuzzed."""
+
+import random
+from collections.abc import Callable
+
+import torch
+
+from persia_torchrec.checkpoint import catalog
+from persia_torchrec.checkpoint.catalog import Delta, DenseHalf, Log, Manifest, Saved
+from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.checkpoint.load import ShardLoad, Target
+from persia_torchrec.server.retention import Retention
+from persia_torchrec.training.checkpoint import (
+    apply_state,
+    load_dense,
+    names_in,
+    read_state,
+    save_dense_beside,
+    state_bytes,
+)
+from tests.fuzz.formats import (
+    CAPACITY,
+    CREATED,
+    filled_store,
+    run_with_log,
+    temporary_folder,
+)
+from tests.fuzz.mutations import change_json, flip, oversize
+from tests.fuzz.running import Format
+from tests.store.consistency import check_store
+
+
+def deltas() -> Format:
+    """A joint delta, which names a place in the log of a server."""
+    folder = temporary_folder()
+    _, _, name = run_with_log(folder)
+    checkpoint = Folder(folder / "run" / "checkpoint-00000001")
+    logs = Folder(folder / "logs")
+    tables = Manifest.read(checkpoint).tables
+    at = (catalog.LogPosition(name, 2),)
+    delta = Delta(logs.url, at, tables, DenseHalf(("adam",)), CREATED, 14)
+    of_delta = catalog.begin_delta(checkpoint)
+    of_delta.write_json(catalog.DELTA, delta)
+    store = filled_store()
+
+    def check(data: bytes) -> None:
+        of_delta.write(catalog.DELTA, data)
+        found = Saved.read(of_delta)
+        assert found.delta is not None
+        store.clear()
+        load = ShardLoad(
+            found.checkpoint,
+            Target(0, 1, CAPACITY, False),
+            store,
+            logs=logs,
+            until=found.delta.positions,
+        )
+        load.check()
+        load.load()
+        check_store(store)
+
+    return Format([of_delta.read(catalog.DELTA)], change_json, check)
+
+
+def runs_of_logs() -> Format:
+    """The runs that a log's server dumped to, by which increments are deleted."""
+    folder = temporary_folder()
+    _, _, name = run_with_log(folder)
+    logs = Folder(folder / "logs")
+    log: Log = logs.child(name).read_json(catalog.LOG_FILE, Log)
+    retention = Retention(logs, log)
+    retention.begun.append(str(folder / "run" / "checkpoint-00000001"))
+    retention.apply(counts_begun=True)
+    seed = logs.child(name).read(catalog.RUNS_FILE)
+
+    def check(data: bytes) -> None:
+        logs.child(name).write(catalog.RUNS_FILE, data)
+        Retention(logs, log).apply(counts_begun=True)
+        if catalog.list_increments(logs.child(name)) != [1]:
+            raise AssertionError("an increment that a checkpoint needs is deleted")
+        logs.child(name).read_json(catalog.RUNS_FILE, list[str])
+
+    return Format([seed], change_json, check)
+
+
+def dense_halves() -> Format:
+    """A folder that torch has written: which of its files, then what it holds."""
+    folder = temporary_folder()
+    model, adam = _model_and_optimizer()
+    state = {"model": model, "adam": adam, "step": 7, "text": "x"}
+    checkpoint = Folder(folder / "checkpoint-00000001")
+    save_dense_beside(None, state, checkpoint)
+    manifest = Manifest((), (), CREATED, 12, DenseHalf(("adam",)))
+    checkpoint.write_json(catalog.MANIFEST, manifest)
+    dense = folder / "checkpoint-00000001" / catalog.DENSE
+    names = sorted(path.name for path in dense.iterdir())
+    contents = [(dense / name).read_bytes() for name in names]
+
+    def check(data: bytes) -> None:
+        which = (data or b"\0")[0] % len(names)
+        for number, (name, content) in enumerate(zip(names, contents, strict=True)):
+            (dense / name).write_bytes(data[1:] if number == which else content)
+        assert len(names_in(checkpoint)) >= 0
+        load_dense(checkpoint, dict(state))
+
+    seeds = [bytes([n]) + content for n, content in enumerate(contents)]
+    return Format(seeds, _change_rest, check)
+
+
+def dense_files() -> Format:
+    """The files of a context: a state dictionary of a model."""
+    folder = Folder(temporary_folder())
+    model, _ = _model_and_optimizer()
+
+    def check(data: bytes) -> None:
+        folder.write("dense.pt", data)
+        apply_state(model, read_state(folder, "dense.pt"), "dense.pt")
+
+    return Format([state_bytes(model.state_dict())], flip, check)
+
+
+def _model_and_optimizer() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(5)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
+    adam = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    adam.step()
+    return model, adam
+
+
+def _change_rest(rng: random.Random, data: bytes) -> bytes:
+    return data[:1] + rng.choice((flip, oversize))(rng, data[1:])
+
+
+TRAINING_FORMATS: dict[str, Callable[[], Format]] = {
+    "joint delta": deltas,
+    "runs of a log": runs_of_logs,
+    "dense half": dense_halves,
+    "dense file": dense_files,
+}
+"""By name, what makes a format."""
