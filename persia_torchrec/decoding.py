@@ -14,6 +14,9 @@ import msgspec
 T = TypeVar("T")
 Error = Callable[[str], Exception]
 
+_LONGEST = 2000
+"""Characters of a message: keys and values may have any number."""
+
 _MISFIT = re.compile(r"(?s)(?P<what>.*?)(?: - at `(?P<key>key` in `)?\$(?P<path>.*)`)?")
 _EXPECTED = re.compile(r"Expected `(?P<type>.+?)`(?: (?P<bound>.+?))?(?:, got `.*`)?")
 _NAMES = {
@@ -53,7 +56,7 @@ def parse_json(
             return msgspec.json.decode(data, type=kind)
         except msgspec.ValidationError as exc:
             content = msgspec.json.decode(data)
-            raise error(_describe(exc, content, KeyPath(source))) from exc
+            raise error(_describe(exc, content, KeyPath(source))[:_LONGEST]) from exc
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise error(f"{source} must be JSON in UTF-8. Received: {exc}.") from exc
 
@@ -63,7 +66,7 @@ def convert(content: object, kind: type[T], at: KeyPath, error: Error) -> T:
     try:
         return msgspec.convert(content, kind)
     except msgspec.ValidationError as exc:
-        raise error(_describe(exc, content, at)) from exc
+        raise error(_describe(exc, content, at)[:_LONGEST]) from exc
 
 
 def _describe(exc: msgspec.ValidationError, content: Any, at: KeyPath) -> str:

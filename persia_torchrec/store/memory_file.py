@@ -245,7 +245,7 @@ class MemoryFile:
         header = self._header
         header[BOOT : BOOT + 2] = _boot_words()
         header[PID] = os.getpid()
-        header[TIMES_OPENED] += np.uint64(1)
+        header[TIMES_OPENED] = (int(header[TIMES_OPENED]) + 1) % 2**64
 
     def _require_usable(self, capacity_rows: int, num_classes: int) -> None:
         """Refuse memory that this store cannot continue with; it is not changed."""
