@@ -228,11 +228,3 @@ class Blocks:
     def _of(self, number: int) -> slice:
         """Return the columns of a block, from 0 on."""
         return slice(number * self._dim, (number + 1) * self._dim)
-
-
-def link_blocks(states: Sequence["TableState"]) -> None:
-    """Let each table find its blocks."""
-    known = {state.spec.name: state for state in states}
-    for state in states:
-        names = [spec.name for spec in state.spec.tables_of_blocks()]
-        state.blocks = Blocks(state, [known[n] for n in names]) if names else None

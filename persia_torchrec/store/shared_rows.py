@@ -17,7 +17,7 @@ Dimension key:
     D: embedding dim
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -125,14 +125,6 @@ class SharedRows:
         if store.journal.is_on:
             arena = int(self.state.layout[memory.ARENA])
             store.journal.changed(ChangedSlots(self.state.number, arena, 0, slots_K))
-
-
-def link_shared_rows(states: Sequence["TableState"]) -> None:
-    """Let each table find its shared rows."""
-    known = {state.spec.name: state for state in states}
-    for state in states:
-        spec = state.spec.table_of_shared_rows
-        state.shared = None if spec is None else SharedRows(state, known[spec.name])
 
 
 def require_room(store: "EmbeddingStore", state: "TableState", ids_K: Ids) -> None:

@@ -8,9 +8,9 @@ import numpy as np
 from persia_torchrec.embedding.dynamic import Doubles
 from persia_torchrec.errors import StoreError
 from persia_torchrec.store import memory
-from persia_torchrec.store.blocks import link_blocks
+from persia_torchrec.store.blocks import Blocks
 from persia_torchrec.store.memory import Words
-from persia_torchrec.store.shared_rows import link_shared_rows
+from persia_torchrec.store.shared_rows import SharedRows
 from persia_torchrec.store.tables import PublishedTable, TableState
 from persia_torchrec.table import TableSpec
 
@@ -69,8 +69,19 @@ def change(store: "EmbeddingStore", state: TableState, spec: TableSpec) -> Table
 
 def link(states: Sequence[TableState]) -> None:
     """Let each table find its parts."""
-    link_shared_rows(states)
-    link_blocks(states)
+    known = {state.spec.name: state for state in states}
+
+    def part(spec: TableSpec) -> TableState:
+        state = known.get(spec.name)
+        fits = state and state.spec.describe_rows() == spec.describe_rows()
+        memory.require_sound(fits, "tables")
+        return known[spec.name]
+
+    for state in states:
+        shared = state.spec.table_of_shared_rows
+        state.shared = None if shared is None else SharedRows(state, part(shared))
+        blocks = [part(spec) for spec in state.spec.tables_of_blocks()]
+        state.blocks = Blocks(state, blocks) if blocks else None
 
 
 def _build(
