@@ -1,5 +1,6 @@
 """The optimizer of tables on the servers, as TorchRec has one of fused tables."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -80,8 +81,27 @@ class RemoteOptimizer(FusedOptimizer):
                 placeholder.grad = None
 
 
+class _State(Mapping[str, torch.Tensor]):
+    """The state of one table's optimizer, by name; read when it is looked into.
+
+    Wrappers of optimizers, as TorchRec's for schedules, pass it on and do not look.
+    """
+
+    def __init__(self, read: Callable[[], dict[str, torch.Tensor]]) -> None:
+        self._tensors = functools.cache(read)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._tensors()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors())
+
+    def __len__(self) -> int:
+        return len(self._tensors())
+
+
 class _States(Mapping[nn.Parameter, Mapping[str, torch.Tensor]]):
-    """The state of each table's optimizer, by its placeholder; read when it is used."""
+    """The state of each table's optimizer, by its placeholder."""
 
     def __init__(
         self,
@@ -95,7 +115,7 @@ class _States(Mapping[nn.Parameter, Mapping[str, torch.Tensor]]):
         table = self._tables[parameter]
         if self._states[table].is_left_out():
             raise KeyError(table)
-        return self._states[table].optimizer_tensors(table)
+        return _State(functools.partial(self._states[table].optimizer_tensors, table))
 
     def __iter__(self) -> Iterator[nn.Parameter]:
         for parameter, table in self._tables.items():

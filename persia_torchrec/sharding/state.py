@@ -102,6 +102,9 @@ class CollectionState:
 
     def table(self, name: str) -> StoredTable:
         """Return a table as a state dict has it; ids are read where it has others."""
+        spec = self._client.table(name)
+        if spec.shared_rows or spec.dynamic.is_on:
+            raise _more_than_rows(spec)
         self._flush(name)
         num_rows, ids = self._num_rows[name], None
         if self._rows == "ids" or len(self._client.count_ids(name, num_rows)[1]):
@@ -141,8 +144,13 @@ class CollectionState:
         own = isinstance(weights, StoredTensor) and weights.stored.table
         if own and own.name == name and own.client is self._client:
             return  # what was loaded into it is on the servers
+        spec = self._client.table(name)
+        if spec.dynamic.is_on:
+            raise _more_than_rows(spec)
+        if ids is not None and weights.dim() == 3:  # as distributed checkpoints have it
+            weights = weights[..., 0]
         shape = torchrec_api.shape_of(weights)
-        dim, num_rows = self._client.table(name).dim, shape[0]
+        dim, num_rows = spec.dim, shape[0]
         must = (num_rows if ids is not None else self._num_rows[name]), dim
         num_ids = None if ids is None else len(ids)
         if shape != must or num_ids not in (None, num_rows):
@@ -184,6 +192,17 @@ class CollectionState:
         trainers = self._env.rank, self._env.world_size
         flush = partial(self._flush, name)
         return StoredTable(self._client, name, num_rows, ids, *trainers, flush)
+
+
+def _more_than_rows(spec: TableSpec) -> ConfigError:
+    """Return the error of a table whose rows tensors cannot hold."""
+    what = f"shared_rows={spec.shared_rows}" if spec.shared_rows else "dynamic"
+    return ConfigError(
+        f"Table {spec.name!r}: tensors must hold all that a table has. Received: "
+        f"{what}, which they would lose. save_checkpoint and load_checkpoint of "
+        "persia_torchrec keep it, plain_state_dict returns what ids read, and "
+        'state_dict_rows="none" of the sharder leaves rows out of state dicts.'
+    )
 
 
 _STATE_NAMES = ("momentum1", "exp_avg_sq", "momentum3", "momentum4")
@@ -306,7 +325,7 @@ def load_tables(
 
     Raises:
         ConfigError: a table is unknown to the servers, or has no weight or state in
-            these, or several.
+            these, or several; or its settings have ``dynamic``.
         BatchError: weights or state do not have the table's shape, or are not sharded
             by rows.
         ServerError: a server failed, refused, or did not answer in time.
@@ -317,6 +336,8 @@ def load_tables(
     num_rows = {}
     for table in tables:
         spec = client.table(table)
+        if spec.dynamic.is_on:
+            raise _more_than_rows(spec)
         weight = _find(table, state_dict, "state_dict")
         if not isinstance(weight, torch.Tensor):
             raise ConfigError(

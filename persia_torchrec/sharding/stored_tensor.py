@@ -12,9 +12,10 @@ tensors of the same rows.
 Dimensions: N rows, D embedding dim, S optimizer-state floats per row.
 """
 
+import copy
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -160,6 +161,10 @@ class Stored(ABC):
     def write(self, start: int, values: torch.Tensor) -> None:
         """Set what the rows from ``start`` on have; at most a block of them."""
 
+    def in_checkpoint(self) -> "Stored":
+        """Return it with the shape that ``torch.distributed.checkpoint`` saves."""
+        return self
+
 
 class StoredColumns(Stored):
     """Weights, or one part of the optimizer's state: ``(N, D)``, or of one float (N,).
@@ -183,6 +188,18 @@ class StoredColumns(Stored):
         floats = values.detach().to("cpu", torch.float32).reshape(len(values), -1)
         self.table.write(start, floats.numpy(), self._columns)
 
+    def in_checkpoint(self) -> Stored:
+        """Return it with one dimension more where rows have ids.
+
+        By that no tensor whose rows' numbers are their ids takes these rows, which a
+        checkpoint tells apart by nothing but the shape.
+        """
+        if self.table.ids is None:
+            return self
+        saved = copy.copy(self)
+        saved.row_shape = *self.row_shape, 1
+        return saved
+
 
 class StoredIds(Stored):
     """The ids of a table whose rows have others than their numbers, int64 ``(N,)``."""
@@ -204,20 +221,25 @@ class StoredIds(Stored):
         self.table.load_ids(start, ids.view(np.uint64).copy())
 
 
-class _NumRows(int):
-    """A number of rows that equals any other.
+class _Size(list[int]):
+    """The shape of rows with ids; that of any number of them in a checkpoint equals it.
 
-    A checkpoint may hold more rows, or fewer, than there are now: torch compares sizes
-    before it loads, and would refuse it.
+    torch compares sizes before it loads: there may be more rows now, or fewer.
     """
 
+    def __init__(self, shape: Iterable[int], of_row: tuple[int, ...]) -> None:
+        super().__init__(shape)
+        self._of_row = of_row
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, int)
+        if not isinstance(other, list | tuple):
+            return False
+        return tuple(other) == tuple(self) or tuple(other[1:]) == self._of_row
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    __hash__ = int.__hash__
+    __hash__ = None  # as of any list
 
 
 class View(NamedTuple):
@@ -314,7 +336,7 @@ class StoredTensor(torch.Tensor):
         """Return the shape, or one of its numbers."""
         shape: Any = self.shape
         if self.stored.table.ids is not None and self.start == 0 and not self.views:
-            shape = _NumRows(shape[0]), *shape[1:]
+            shape = _Size(shape, self.stored.in_checkpoint().row_shape)
         return shape if dim is None else shape[dim]
 
     def untyped_storage(self) -> torch.UntypedStorage:
@@ -347,7 +369,7 @@ class StoredTensor(torch.Tensor):
     def __create_write_items__(self, key: str, _: object) -> list[planner.WriteItem]:
         """Return this trainer's blocks of the rows."""
         self._is_loading = False
-        table, of_row = self.stored.table, self.shape[1:]
+        table, of_row = self.stored.table, self.stored.in_checkpoint().row_shape
         cuts = list(blocks(*table.own_rows(), table.block_rows))
         if not table.num_rows and table.rank == 0:
             cuts = [(0, 0)]  # of an empty tensor, too, a checkpoint knows the size
@@ -358,7 +380,7 @@ class StoredTensor(torch.Tensor):
                 tensor_data=planner.TensorWriteData(
                     chunk=_chunk(a, b, of_row),
                     properties=metadata.TensorProperties(dtype=self.dtype),
-                    size=self.shape,
+                    size=torch.Size([table.num_rows, *of_row]),
                 ),
             )
             for a, b in cuts
@@ -368,14 +390,16 @@ class StoredTensor(torch.Tensor):
         """Return this trainer's part of the rows, for a checkpoint to be loaded."""
         self._is_loading = True
         a, b = self._loaded_rows()
-        return [_chunk(a, b, self.shape[1:])] if b > a else []
+        of_row = self.stored.in_checkpoint().row_shape
+        return [_chunk(a, b, of_row)] if b > a else []
 
     def __get_tensor_shard__(self, index: metadata.MetadataIndex) -> torch.Tensor:
         """Return what a block is read from, or a checkpoint is loaded into."""
+        saved, table = self.stored.in_checkpoint(), self.stored.table
         if self._is_loading:
-            return self.part(*self._loaded_rows())
-        start, (_, end) = int((index.offset or [0])[0]), self.stored.table.own_rows()
-        return self.part(start, min(start + self.stored.table.block_rows, end))
+            return StoredTensor(saved, *self._loaded_rows())
+        start, (_, end) = int((index.offset or [0])[0]), table.own_rows()
+        return StoredTensor(saved, start, min(start + table.block_rows, end))
 
     def _loaded_rows(self) -> tuple[int, int]:
         table = self.stored.table

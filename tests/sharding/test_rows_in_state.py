@@ -9,6 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torchrec import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -18,11 +19,22 @@ from torchrec import (
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.modules.embedding_configs import DataType
+from torchrec.optim.keyed import CombinedOptimizer
+from torchrec.optim.warmup import WarmupOptimizer
 
-from persia_torchrec import Adagrad, Adam, remote_sharders
+from persia_torchrec import (
+    Adagrad,
+    Adam,
+    AdmitFrequency,
+    DynamicDim,
+    TableSettings,
+    load_tables,
+    remote_sharders,
+)
 from persia_torchrec.client import transfer
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.errors import BatchError
+from persia_torchrec.errors import BatchError, ConfigError
+from persia_torchrec.sharding.state import without_rows
 from persia_torchrec.sharding.stored_tensor import StoredTensor
 from tests.sharding.remote_job import CPU, META, ids_of, kjt_of, shard
 
@@ -30,6 +42,7 @@ NUM_ROWS = 20
 TERM, WORD = "bags.embedding_bags.term", "words.embeddings.word"
 ROWWISE = Adagrad(0.5, vectorwise_shared=True)
 IDS = {"ad": [[1, 2], [19]], "query": [[2], []], "page": [[3, 3], [0]]}
+REFUSED = r"'term'.*(shared_rows=3|dynamic).*save_checkpoint and load_checkpoint"
 FAR = {**IDS, "ad": [[2**40], [-1, 7]]}
 
 
@@ -255,13 +268,27 @@ class TestIds:
         if is_fresh:
             assert_same(model.state_dict(), expected)
 
-    def test_a_checkpoint_of_ids_needs_a_model_that_has_some(self, job, tmp_path):
+    @pytest.mark.parametrize("num_rows", [4, NUM_ROWS])
+    def test_a_checkpoint_of_ids_needs_a_model_that_has_some(
+        self, job, tmp_path, num_rows
+    ):
+        # Without ids it would be rows 0, 1, ... if there are num_embeddings of them.
         model = put_on_servers(job)
-        train(model, FAR)
-        dcp.save({"model": model}, checkpoint_id=tmp_path)
+        train(model, {**IDS, "query": [[], []], "ad": [range(100, 100 + num_rows), []]})
+        state = {"model": model, "optimizer": model.fused_optimizer}
+        dcp.save(state, checkpoint_id=tmp_path)
+        expected = copied(model.state_dict())
+        assert expected[f"{TERM}.weight"].shape == (num_rows, 4)
         job.client.clear()
+        for part in state:
+            with pytest.raises(CheckpointException, match=r"Size mismatch.*term\."):
+                dcp.load({part: state[part]}, checkpoint_id=tmp_path)
         with pytest.raises(CheckpointException, match=r"Size mismatch.*term\.weight"):
-            dcp.load({"model": model}, checkpoint_id=tmp_path)
+            dcp.load({"model": plain()}, checkpoint_id=tmp_path)
+        assert job.client.count_ids("term")[0] == 0
+        dcp_to_torch_save(tmp_path, tmp_path / "model.pt")
+        model.load_state_dict(torch.load(tmp_path / "model.pt")["model"])
+        assert_same(model.state_dict(), expected)
 
     def test_a_model_that_asks_for_ids_takes_plain_rows_too(self, job):
         model = put_on_servers(job, state_dict_rows="ids")
@@ -296,6 +323,39 @@ class TestDistributedCheckpoint:
         state = other.state_dict()
         dcp.load(state, checkpoint_id=tmp_path / "ours")
         assert_same(state, copied(model.state_dict()))
+
+
+class TestMoreThanRows:
+    """Tables with rows that tensors cannot hold."""
+
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            TableSettings(shared_rows=3, admission=AdmitFrequency(2)),
+            TableSettings(dynamic=DynamicDim(blocks=2)),
+        ],
+        ids=["shared rows", "dynamic"],
+    )
+    def test_their_state_is_refused_with_the_call_that_saves_it(self, job, settings):
+        model = put_on_servers(job, tables={"term": settings})
+        # A schedule does not look at the state.
+        optimizer = WarmupOptimizer(CombinedOptimizer([model.fused_optimizer]), [])
+        train(model)
+        for state in (model.state_dict, optimizer.state_dict):
+            with pytest.raises(ConfigError, match=REFUSED):
+                state()
+        with pytest.raises(ConfigError, match=REFUSED):
+            dcp.save({"model": model}, checkpoint_id="unused")
+        with without_rows():
+            assert isinstance(model.state_dict()[f"{TERM}.weight"], str)
+
+    def test_weights_beyond_the_first_block_are_not_dropped(self, job):
+        settings = TableSettings(dynamic=DynamicDim(blocks=2))
+        model = put_on_servers(job, tables={"term": settings})
+        with pytest.raises(ConfigError, match=REFUSED):
+            model.load_state_dict(plain().state_dict())
+        with pytest.raises(ConfigError, match=REFUSED):
+            load_tables(job.client, plain().state_dict(), ["term"])
 
 
 class TestOptimizer:
