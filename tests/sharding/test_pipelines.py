@@ -4,6 +4,7 @@ At staleness 0 and 1 every one of them trains as a plain loop over local tables 
 """
 
 import inspect
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -26,9 +27,12 @@ from torchrec.distributed.train_pipeline.gradient_accumulation import (
     GradientAccumulationWrapper,
 )
 from torchrec.distributed.train_pipeline.train_pipelines import (
+    TorchCompileConfig,
     TrainPipelineFusedSparseDist,
+    TrainPipelinePT2,
     TrainPipelineSparseDistLite,
 )
+from torchrec.pt2.utils import kjt_for_pt2_tracing
 
 from persia_torchrec import (
     SGD,
@@ -52,6 +56,14 @@ from tests.sharding.pipelined import (
 from tests.sharding.remote_job import CPU, META, RemoteJob
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+# What it changes in torch, and does not change back.
+SET_BY_PT2 = {
+    "capture_scalar_outputs": True,
+    "capture_dynamic_output_shape_ops": True,
+    "force_unspec_int_unbacked_size_like_on_torchrec_kjt": True,
+    "skip_torchrec": False,
+}
 
 PIPELINES = [
     TrainPipelineBase,
@@ -98,6 +110,33 @@ def test_with_staleness_a_pipeline_trains_each_batch_once_within_the_bound(
     assert max(c["open_batches_max"] for c in job.client.counters()) <= 3
     assert job.total("open_batches") == 0
     assert len(job.client.staleness()) <= 3
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_pipeline_that_compiles_the_model_trains_as_local_tables_do(job, staleness):
+    torch.compiler.reset()
+    compiled = []
+
+    def recorded(graph, inputs):
+        compiled.append(str(graph.graph))
+        return graph.forward
+
+    def traceable(batch):  # as TrainPipelinePT2 does with batches that it knows
+        return replace(batch, first=kjt_for_pt2_tracing(batch.first))
+
+    batches = make_batches(8)
+    expected, local = train_locally(batches)
+    remote = Remote(job, staleness)
+    settings = TorchCompileConfig(backend=recorded, compile_on_iter=2)
+    with torch._dynamo.config.patch(SET_BY_PT2):
+        pipeline = TrainPipelinePT2(
+            remote.model, remote.dense, CPU, settings, input_transformer=traceable
+        )
+        losses = run(pipeline, batches)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    remote.assert_learnt_what(local)
+    assert any("linear" in graph for graph in compiled)
+    assert job.total("open_batches") == 0
 
 
 class BagsAndSequences(nn.Module):
