@@ -2,7 +2,7 @@
 
 ``MixedSharder`` holds two sharders, the remote one and TorchRec's. Its sharded module
 is TorchRec's own of the local tables, with all that belongs to it; the remote module of
-the other tables is its child, and goes through the same three calls:
+the other tables goes with it through the same three calls:
 
                    local                                   remote
     input_dist     ids go to the trainers with their rows  pull begins
@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
@@ -36,10 +36,9 @@ from torchrec.optim.keyed import CombinedOptimizer
 
 from persia_torchrec.data.torchrec import move
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.sharding import collection, sharder, torchrec_api
+from persia_torchrec.sharding import collection, sharder, state, torchrec_api
 from persia_torchrec.sharding.collection import TableCollection
 from persia_torchrec.sharding.remote_lookup import LazyOutput, ShardedRemoteCollection
-from persia_torchrec.sharding.state import ids_key
 from persia_torchrec.table import require_known_tables
 
 
@@ -112,18 +111,14 @@ class Placement:
         }
 
 
-def _rename_entries(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object
-) -> None:
-    """Give remote tables the keys of an unsharded collection; or back, to load them."""
-    assert isinstance(module, MixedCollection)
-    keys = [*module.remote.tables_by_key, *map(ids_key, module.remote.tables_by_key)]
-    for key in keys:
-        whole, own = f"{prefix}{key}", f"{prefix}remote.{key}"
-        if own in state_dict:
-            state_dict[whole] = state_dict.pop(own)
-        elif whole in state_dict:
-            state_dict[own] = state_dict.pop(whole)
+def _add_entries(module: Any, *given: Any) -> None:
+    """Put the remote tables into the state of a model; a hook for torch."""
+    state.add_entries(module.remote, *given)
+
+
+def _take_entries(module: Any, *given: Any) -> None:
+    """Write the rows of a state to the servers; a hook for torch."""
+    state.take_entries(module.remote, *given)
 
 
 class MixedCollection(types.ShardedModule[Any, Any, Any, Any], FusedOptimizerModule):
@@ -137,9 +132,17 @@ class MixedCollection(types.ShardedModule[Any, Any, Any, Any], FusedOptimizerMod
         remote: TableCollection,
         device: torch.device,
     ) -> None:
-        """Add the sharded remote tables of a whole collection on a device."""
-        self.remote = sharded
+        """Add the sharded remote tables of a whole collection on a device.
+
+        Modules and parameters have the names, and the order, of the unsharded one. For
+        that the remote module is no child, but what stands for its tables is.
+        """
+        self._remote = (sharded,)
         self._local_device = device
+        tables: nn.ModuleDict = getattr(self, sharded.weights_in)
+        both = {**tables, **getattr(sharded, sharded.weights_in)}
+        tables.clear()
+        tables.update({c.name: both[c.name] for c in collection.table_configs(whole)})
         of_local, of_remote = map(collection.name_columns, (local, remote))
         # Of each output of the whole: its name there, whether its table is remote, and
         # its name in the output of the local, or of the remote tables alone: there a
@@ -148,8 +151,18 @@ class MixedCollection(types.ShardedModule[Any, Any, Any, Any], FusedOptimizerMod
             (name, feature in of_remote, (of_remote | of_local)[feature])
             for feature, name in collection.name_columns(whole).items()
         ]
-        self.register_state_dict_post_hook(_rename_entries)
-        self.register_load_state_dict_pre_hook(_rename_entries)
+        self.register_state_dict_post_hook(_add_entries)
+        self.register_load_state_dict_pre_hook(_take_entries)
+
+    @property
+    def remote(self) -> ShardedRemoteCollection:
+        """The module of the tables on the servers."""
+        return self._remote[0]
+
+    def train(self, mode: bool = True) -> Self:
+        """Train or evaluate, both halves."""
+        self.remote.train(mode)
+        return super().train(mode)
 
     def input_dist(self, ctx: Any, *input: Any, **kwargs: Any) -> Any:
         """Begin to distribute the ids, and to pull; returns TorchRec's awaitable."""
@@ -179,7 +192,7 @@ class MixedCollection(types.ShardedModule[Any, Any, Any, Any], FusedOptimizerMod
     def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
         """Yield the names of what is not replicated, of local and remote tables."""
         yield from super().sharded_parameter_names(prefix)
-        yield from self.remote.sharded_parameter_names(f"{prefix}.remote".lstrip("."))
+        yield from self.remote.sharded_parameter_names(prefix)
 
     def copy(self, device: torch.device) -> NoReturn:
         """Refuse, as the remote module does."""

@@ -85,7 +85,14 @@ def _require_sharders(model: nn.Module, taken: set[type[nn.Module]]) -> None:
 
 
 def _remote_collections(model: nn.Module) -> list[ShardedRemoteCollection]:
-    return [m for m in model.modules() if isinstance(m, ShardedRemoteCollection)]
+    found = map(_remote_of, model.modules())
+    return list(dict.fromkeys(remote for remote in found if remote is not None))
+
+
+def _remote_of(module: nn.Module) -> ShardedRemoteCollection | None:
+    """Return the tables on the servers that a module is, or has as MixedCollection."""
+    remote = getattr(module, "remote", None) if isinstance(module, _Local) else module
+    return remote if isinstance(remote, ShardedRemoteCollection) else None
 
 
 @contextlib.contextmanager
@@ -152,11 +159,10 @@ def describe_placement(model: nn.Module) -> str:
     lines = [["collection", "table", "place", "ranks", "rows", "dim", "optimizer"]]
     described: set[nn.Module] = set()
     for path, module in model_parallel.get_unwrapped_module(model).named_modules():
-        remote = module
         if isinstance(module, _Local):
             lines += [[path, *line] for line in _describe_local(module)]
-            remote = getattr(module, "remote", None)  # of a MixedCollection
-        if isinstance(remote, ShardedRemoteCollection) and remote not in described:
+        remote = _remote_of(module)
+        if remote is not None and remote not in described:
             described.add(remote)
             for spec in remote.spec.tables:
                 optimizer = type(spec.optimizer).__name__

@@ -26,6 +26,7 @@ from persia_torchrec import (
 )
 from persia_torchrec.pipeline.pipeline import BatchPipeline, PrefetchedBatch
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
+from persia_torchrec.sharding.mixed import MixedCollection
 from persia_torchrec.sharding.remote_lookup import ShardedRemoteCollection
 from persia_torchrec.sharding.stored_tensor import StoredTensor
 from tests.servers import DEADLINE_S
@@ -235,11 +236,12 @@ def shard(model: nn.Module, *sharders, device=CPU, constraints=None, **settings)
 
 
 def remote_modules(model: nn.Module) -> list[ShardedRemoteCollection]:
-    return [
-        module
+    """Return what has tables on the servers, also as a part of a mixed collection."""
+    parts = (
+        module.remote if isinstance(module, MixedCollection) else module
         for module in model.modules()
-        if isinstance(module, ShardedRemoteCollection)
-    ]
+    )
+    return [part for part in parts if isinstance(part, ShardedRemoteCollection)]
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -13,9 +13,7 @@ from torchrec import (
 )
 from torchrec.distributed.shard import shard as shard_module
 from torchrec.distributed.shard import shard_modules
-from torchrec.distributed.sharding_plan import (
-    row_wise,
-)
+from torchrec.distributed.sharding_plan import row_wise, table_wise
 from torchrec.inference.modules import quantize_embeddings
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingCollection
 from torchrec.optim.keyed import KeyedOptimizerWrapper
@@ -100,6 +98,25 @@ class TestComposable:
         step_of_bags.sum().backward()
         assert set(sharded.module_sharding_plan) == {"term", "user"}
         assert job.client.num_rows() != [0, 0]
+
+    def test_a_mixed_collection_is_sharded_as_any_other(self, job, sharder):
+        mixed = MixedSharder(sharder, Placement(local={"term"}))
+        tower, other = Tower(), Tower(CPU)
+        names = [name for name, _ in tower.named_modules()]
+        sharded = shard_modules(tower, device=CPU, sharders=[mixed])
+        assert [name for name, _ in sharded.named_modules()] == names
+        sharded.load_state_dict(other.state_dict())
+        torch.testing.assert_close(sharded(kjt_of(IDS)), other(kjt_of(IDS)))
+        step(sharded)
+        assert not torch.equal(
+            rows_of(job, "user")[7], other.bags.embedding_bags["user"].weight[7]
+        )
+        plan = {"term": table_wise(rank=0), "user": row_wise()}
+        bags = EmbeddingBagCollection(tables=TABLES, device=META)
+        alone = shard_module(bags, plan=plan, device=CPU, sharder=mixed)
+        torch.testing.assert_close(
+            alone.eval()(kjt_of(IDS))["user"], tower.bags.eval()(kjt_of(IDS))["user"]
+        )
 
 
 class TestAttributes:

@@ -193,8 +193,7 @@ def test_the_state_dict_holds_local_and_remote_tables(job):
     remote = {f"bags.embedding_bags.{table}.weight" for table in REMOTE}
     assert set(tensors_of(model)) == dense | local
     assert model.state_dict().keys() == Model().state_dict().keys()
-    names = {name for name, _ in model.named_parameters()}
-    assert {name.replace(".remote", "") for name in names} == dense | local | remote
+    assert {name for name, _ in model.named_parameters()} == dense | local | remote
     assert set(model.fused_optimizer.state_dict()["state"]) == local | remote
 
 
