@@ -27,6 +27,10 @@ from persia_torchrec.wire.messages import NO_GENERATION
 NUM_SERVERS = 2
 CAPACITY = 5000
 IN_FLIGHT = 4
+TURN_S, VISIT_S = 0.8, 0.05
+"""Least seconds of a hundred batches, and between two visits: the load is the same all
+the time, and below what two cores can do."""
+
 TABLES = [
     TableSpec(name="user", dim=16, optimizer=Adagrad(0.1)),
     TableSpec(
@@ -60,7 +64,7 @@ def keep_book() -> None:
 
 
 def train(addresses: list[str], folder: str, fills: bool) -> None:
-    """Train, connect again every few hundred batches, dump now and then.
+    """Train, connect again every hundred batches, dump now and then.
 
     Writes a line per batch: the milliseconds of its lookup. If it ``fills``, it first
     looks so many rows up that each server has used all of the ring of its changes.
@@ -68,7 +72,9 @@ def train(addresses: list[str], folder: str, fills: bool) -> None:
     rng, out = np.random.default_rng(1), Path(folder) / "latencies"
     if fills:
         _fill_rings(addresses)
+    begun_s = time.monotonic()
     for turn in itertools.count():
+        time.sleep(max(begun_s + turn * TURN_S - time.monotonic(), 0))
         with closing(EmbeddingClient.connect(addresses)) as client:
             client.add_tables(TABLES)
             stream = BatchNumber.new_stream(NO_GENERATION)
@@ -121,6 +127,7 @@ def _train_some(
 def come_and_go(addresses: list[str], port: int) -> None:
     """Be one client after the other: join the book, read some rows, leave."""
     for number in itertools.count():
+        time.sleep(VISIT_S)
         with closing(AddressBook.join("localhost", port)) as book:
             book.tell(f"visit/{number % 7}", str(number))
         # There may be no table yet, or no rows while a checkpoint is loaded.
