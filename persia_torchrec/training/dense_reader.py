@@ -83,9 +83,11 @@ def _read_list(folder: Folder) -> metadata.Metadata:
         raise
     except Exception as exc:  # what a damaged file makes the reader raise has no list
         raise _damaged(folder, f"{type(exc).__name__}: {exc}") from exc
-    if not isinstance(read, metadata.Metadata):
-        raise _damaged(folder, type(read).__name__)
-    return read
+    if isinstance(read, metadata.Metadata):
+        listed = vars(read).get("state_dict_metadata")
+        if isinstance(listed, dict) and all(isinstance(name, str) for name in listed):
+            return read
+    raise _damaged(folder, f"one of {type(read).__name__}")
 
 
 def _damaged(folder: Folder, received: str) -> CheckpointError:
