@@ -33,7 +33,7 @@ DENSE = "dense"  # folder of the dense half
 RUNS_FILE = "runs.json"  # name of the file with the runs that a log's server dumped to
 LOG_FILE = "log.json"  # name of the file that describes a log; it is written first
 _NAME = r"checkpoint-(\d{8,})"
-_LOG_NAME = r"shard-\d{5,}-of-\d{5,}-[0-9a-f]{12}"
+_LOG_NAME = r"shard-(\d{5,})-of-\d{5,}-[0-9a-f]{12}"
 _ATTEMPTS = 100
 
 
@@ -440,6 +440,12 @@ def find_lines(folder: Folder, known: dict[str, Log]) -> list[Line]:
                 )
             known[name] = log
     return lines_of([known[name] for name in names if name in known])
+
+
+def shard_of_log(name: str) -> int | None:
+    """Return whose log would have a name; None if no log would."""
+    found = re.fullmatch(_LOG_NAME, name)
+    return int(found[1]) if found else None
 
 
 def lines_of(logs: Iterable[Log]) -> list[Line]:

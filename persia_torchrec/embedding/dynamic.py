@@ -24,9 +24,14 @@ class DynamicDim(Setting):
     """Give an id the first of ``blocks`` parts of its weights; more to a frequent one.
 
     The blocks are of equal width; with one, all ids have all weights. Weights beyond
-    those of an id read 0, get no gradient, and take no memory. A ``period`` is so many
-    updates of the table; in its course an id is seen ``cur`` times, repeats in a batch
-    included. When t periods have ended::
+    those of an id read 0, get no gradient, and take no memory. A gradient reaches the
+    blocks that the lookup of its batch has read, though the id may have more by then;
+    after a restart of the server in between, all that the id has. A written row gets
+    weights, and state, in the blocks that it has; a new one has one. The state of an
+    optimizer is that of all weights, and one number a row is one a block here.
+
+    A ``period`` is so many updates of the table; in its course an id is seen ``cur``
+    times, repeats in a batch included. When t periods have ended::
 
         at the end:   acc = 0.9 acc + 0.1 cur,  cur = 0
         frequency:    f = max(acc / (1 - 0.9^t), (0.9 acc + 0.1 cur) / (1 - 0.9^(t+1)))

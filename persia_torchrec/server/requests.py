@@ -15,6 +15,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 import numpy as np
 
+from persia_torchrec.compiled import read_only
 from persia_torchrec.errors import BatchError
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.server.checkpoints import CheckpointRequest, Checkpoints
@@ -29,6 +30,7 @@ from persia_torchrec.server.updates import Batch, Counts, Member, Update
 from persia_torchrec.store import memory
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.row_moves import initial_rows
+from persia_torchrec.store.tables import TableState
 from persia_torchrec.table import TableSpec, describe_tables
 from persia_torchrec.wire import messages
 from persia_torchrec.wire.messages import (
@@ -195,10 +197,20 @@ def _answer_read(shard: Shard, request: Request) -> Frames:
         for t, rows_NK in zip(tables, rows, strict=True):
             gone = shard.store.find(t.table, t.ids) == memory.MISSING
             if gone.any():
-                spec = shard.store.states[t.table].spec
-                rows_NK[gone] = initial_rows(spec, t.ids[gone])
+                state = shard.store.states[t.table]
+                rows_NK[gone] = _begin_rows(state, read_only(t.ids[gone]))
     shard.stages.lap("lookup")
     return [bytes_of(rows_NK) for rows_NK in rows]
+
+
+def _begin_rows(state: TableState, ids_N: Ids) -> Floats:
+    """Return what the rows of ids would begin with now."""
+    rows_NK = initial_rows(state.spec, ids_N)
+    if state.shared is not None:
+        weights_ND = np.empty((len(ids_N), state.spec.dim), dtype=np.float32)
+        state.shared.read(ids_N, None, weights_ND)
+        rows_NK[:, : state.spec.dim] = weights_ND
+    return rows_NK
 
 
 def _answer_metadata(shard: Shard, request: Request) -> Frames:

@@ -38,6 +38,7 @@ class Retention:
         Dumps that have begun count the next time, if they do not now: followers read
         increments of the checkpoint before for a while.
         """
+        num_shards = self._own.num_shards
         begun = {self.begun.popleft() for _ in range(len(self.begun))}
         try:
             lines = catalog.find_lines(self._logs, self._known)
@@ -45,18 +46,20 @@ class Retention:
             left_out = set() if counts_begun else begun
             kept = catalog.continued_checkpoints(runs, left_out)
             needed = catalog.needed_increments(lines, kept)
-            for log in list(self._known.values()) if kept else ():
-                if log.shard % self._own.num_shards == self._own.shard:
-                    self._prune(log.name, needed)
+            for name in self._logs.names() if kept else ():
+                shard = catalog.shard_of_log(name)
+                if shard is not None and shard % num_shards == self._own.shard:
+                    self._prune(name, needed)
         except CheckpointError as exc:
             logger.warning("increments that no checkpoint needs stay: %s", exc)
 
     def _prune(self, name: str, needed: dict[str, int]) -> None:
         folder = self._logs.child(name)
         if name not in needed and name != self._own.name:
-            folder.remove(catalog.LOG_FILE)  # first: what is half deleted is no log
+            # First: what is half deleted is no log, and deleted the next time.
+            folder.remove(catalog.LOG_FILE)
             folder.remove_all()
-            del self._known[name]
+            self._known.pop(name, None)
             return
         for number in catalog.list_increments(folder):
             if number < needed.get(name, 1):

@@ -45,7 +45,8 @@ Counts = npt.NDArray[np.uint32]
 Batch = tuple[int, int]
 """Stream of a batch (one trainer's embedding collection), and its number there."""
 TableSlots = tuple[int, Slots]
-"""A table, and where a lookup found its rows, in the order of the request."""
+"""A table, and where a lookup found its rows, in the order of the request; with blocks
+``(N, blocks)``."""
 
 MAX_SLOTS = 2**25  # slots kept by default: 128 MiB
 MAX_STALENESS = 64
@@ -113,7 +114,7 @@ class OpenBatches:
         kept, cost = [], _ARRAY_COST
         for t, slots_N in zip(tables, slots, strict=True):
             kept.append((t.table, slots_N))
-            cost += len(slots_N) + _ARRAY_COST
+            cost += slots_N.size + _ARRAY_COST
         lookup = _Lookup(kept, watched_N, self._num_updates[watched_N], cost)
         self._lookups.setdefault(batch, []).append(lookup)
         self.num_slots += cost
@@ -246,19 +247,39 @@ def build_gradients(
 
 
 def _add_up(pieces: Sequence[TableGradients]) -> TableGradients:
-    """Return the gradients of one table as one, each id once."""
+    """Return the gradients of one table as one, each id once.
+
+    Of a table with blocks, those of blocks that a lookup has not found are left out.
+    """
     unique = unique_ids(np.concatenate([piece.ids for piece in pieces]))
     num_unique, dim = len(unique.ids), pieces[0].grads.shape[1]
     grads_UD = np.zeros((num_unique, dim), dtype=np.float32)
-    hints_U = np.full(num_unique, MISSING, dtype=np.uint32)
+    hinted = [piece.hints for piece in pieces if piece.hints is not None]
+    shape = hinted[0].shape[1:] if hinted else ()
+    hints_U = np.full((num_unique, *shape), MISSING, dtype=np.uint32)
     start = 0
     for piece in pieces:
         inverse_N = unique.inverse[start : start + len(piece.ids)]
         start += len(piece.ids)
-        _add(read_only(inverse_N), read_only(piece.grads), grads_UD)
+        grads_ND = piece.grads
         if piece.hints is not None:
-            hints_U[inverse_N] = piece.hints
+            hints_U[inverse_N] = np.minimum(hints_U[inverse_N], piece.hints)
+            if shape:
+                grads_ND = _of_found_blocks(grads_ND, piece.hints)
+        elif shape:
+            hints_U[inverse_N] = 0  # wrong, perhaps; but it leaves no block out
+        _add(read_only(inverse_N), read_only(grads_ND), grads_UD)
     return TableGradients(pieces[0].table, unique.ids, grads_UD, hints_U)
+
+
+def _of_found_blocks(grads_ND: Floats, slots_NB: Slots) -> Floats:
+    """Return gradients with zeros for further blocks that a lookup has not found."""
+    num, num_blocks = slots_NB.shape
+    is_found_NB = slots_NB != MISSING
+    is_found_NB[:, 0] = True
+    of_blocks = grads_ND.reshape(num, num_blocks, -1)
+    left: Floats = of_blocks * is_found_NB[:, :, None]  # NaN stays NaN
+    return left.reshape(grads_ND.shape)
 
 
 @compiled

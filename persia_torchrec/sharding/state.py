@@ -173,14 +173,17 @@ class CollectionState:
         target.fill_from(weights[start:stop], start)
 
     def reset(self, names: Iterable[str]) -> None:
-        """Give the rows that tables have their initial weights, and state."""
+        """Give the rows that tables have their initial weights, and state.
+
+        Rows that ids share stay; those of ids get the weights that they began with.
+        """
         for name in names:
             self._flush(name)
             _, ids = self._client.count_ids(name)
             table = self._stored(name, len(ids), ids)
             spec = table.spec
             for a, b in blocks(*table.own_rows(), table.block_rows):
-                rows = initial_rows(spec, ids[a:b])
+                rows = initial_rows(spec, ids[a:b], has_all=True)
                 self._client.write(name, ids[a:b], *np.split(rows, [spec.dim], axis=1))
         self.meet()
 
@@ -216,9 +219,11 @@ def _state_parts(spec: TableSpec) -> Iterator[tuple[slice, bool]]:
     of_row = getattr(optimizer, "vectorwise_shared", False)
     of_row = of_row or getattr(optimizer, "is_rowwise", False)
     while start < width:
-        stop = start + spec.dim if start + spec.dim <= width else start + 1
+        fits = start + spec.dim <= width
+        stop = start + (spec.dim if fits else spec.dynamic.blocks)
         is_last = stop == width
-        yield slice(start, stop), stop - start < spec.dim or (of_row and is_last)
+        is_of_row = stop - start < spec.dim or (of_row and is_last)
+        yield slice(start, stop), is_of_row and stop - start == 1
         start = stop
 
 

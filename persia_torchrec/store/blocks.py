@@ -22,10 +22,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from persia_torchrec.compiled import read_only
-from persia_torchrec.embedding.dynamic import KEPT, NUM_STATISTICS, Doubles
-from persia_torchrec.errors import StoreError
+from persia_torchrec.embedding.dynamic import KEPT, NUM_PERIODS, NUM_STATISTICS, Doubles
 from persia_torchrec.store import loops, memory
 from persia_torchrec.store.memory import Counts, Floats, Ids, Slots
 from persia_torchrec.store.recovery import ROW_BYTES
@@ -33,6 +33,7 @@ from persia_torchrec.store.recovery import ROW_BYTES
 if TYPE_CHECKING:
     from persia_torchrec.store.embedding_store import EmbeddingStore
     from persia_torchrec.store.tables import TableState
+    from persia_torchrec.table import TableSpec
 
 _NO_COUNTS: Counts = np.empty(0, dtype=np.uint32)
 _NEGLIGIBLE = 1e-7
@@ -47,6 +48,7 @@ class Blocks:
         begin = int(of.layout[memory.STATE]) // 4
         first = begin + of.spec.num_row_floats - NUM_STATISTICS
         self._columns = first + np.arange(NUM_STATISTICS)
+        self._columns_of = _find_columns(of.spec)
         of.step_with(states)
 
     def look_up(
@@ -57,7 +59,7 @@ class Blocks:
         out_ND: Floats,
         counts_N: Counts | None,
     ) -> Slots:
-        """Do a training lookup; return the slots of the first blocks."""
+        """Do a training lookup; return the slots of all blocks, ``(N, blocks)``."""
         first_NW = np.empty((len(ids_N), self._dim), dtype=np.float32)
         if counts_N is None:
             counts_N = np.ones(len(ids_N), dtype=np.uint32)
@@ -67,16 +69,18 @@ class Blocks:
             )
             num_N = self._count(store, table, ids_N, counts_N)
             self._spread(first_NW, out_ND)
+            found = np.full((len(ids_N), self._rule.blocks), memory.MISSING)
+            found[:, 0] = slots_N
             for number, state in enumerate(self.states, start=1):
                 picked = np.flatnonzero(num_N > number)
                 rows_KW = np.empty((len(picked), self._dim), dtype=np.float32)
                 counts_K = counts_N[picked]
-                store.look_up_rows(
+                found[picked, number] = store.look_up_rows(
                     state, ids_N[picked], rows_KW, training=True, counts_N=counts_K
                 )
                 out_ND[picked, self._of(number)] = rows_KW
         out_ND[slots_N == memory.MISSING] = table.spec.admission.unadmitted_value
-        return slots_N
+        return found
 
     def read_only(
         self, store: "EmbeddingStore", table: "TableState", ids_N: Ids, out_ND: Floats
@@ -92,59 +96,77 @@ class Blocks:
         out_ND[slots_N == memory.MISSING] = table.spec.admission.unadmitted_value
 
     def split_update(
-        self, ids_N: Ids, grads_ND: Floats
-    ) -> tuple[list[tuple[int, Ids, Floats, Slots]], Floats]:
-        """Return what is updated of further blocks, and the gradients of the first.
+        self, ids_N: Ids, grads_ND: Floats, hints_N: Slots | None
+    ) -> tuple[list[tuple[int, Ids, Floats, Slots]], Floats, Slots | None]:
+        """Return what is updated of further blocks, and gradients of the first, hints.
 
-        Of each block: its table, ids, gradients and slots.
+        Of each block: its table, ids, gradients and slots. A block that the lookup has
+        not found gets no gradient, if hints say so.
         """
+        if hints_N is not None and hints_N.shape != (len(ids_N), self._rule.blocks):
+            hints_N = None  # not of a lookup of these ids
+        is_seen = None if hints_N is None else hints_N != memory.MISSING
         is_finite_N = np.isfinite(grads_ND).all(axis=1)
         has_row_N = loops.find_slots(self._layout, ids_N) != memory.MISSING
         parts = []
         for number, state in enumerate(self.states, start=1):
             slots_N = loops.find_slots(state.layout, ids_N)
             picked = (slots_N != memory.MISSING) & is_finite_N & has_row_N
+            if is_seen is not None:
+                picked &= is_seen[:, number]
             grads_KW = np.ascontiguousarray(grads_ND[picked, self._of(number)])
             parts.append((state.number, ids_N[picked], grads_KW, slots_N[picked]))
         first_NW = np.ascontiguousarray(grads_ND[:, self._of(0)])
         if not is_finite_N.all():
             first_NW = first_NW.copy()
             first_NW[~is_finite_N] = np.nan  # all of a gradient is refused
-        return parts, first_NW
+        return parts, first_NW, None if hints_N is None else hints_N[:, 0].copy()
 
     def read(self, store: "EmbeddingStore", table: "TableState", ids_N: Ids) -> Floats:
-        """Return weights and state of all blocks; zeros where there is none."""
+        """Return weights and state of all blocks; zeros where there is none.
+
+        The state is that of all weights, as of an optimizer without blocks, but that a
+        number of a row is one of each block.
+        """
         slots_N = store.find(table.number, ids_N)
         has_row_N = slots_N != memory.MISSING
-        rows = [store.read_slots(table, slots_N)[:, :-NUM_STATISTICS]]
-        for state in self.states:
-            slots_N = store.find(state.number, ids_N)
-            rows.append(store.read_slots(state, slots_N) * has_row_N[:, None])
-        weights, states = zip(
-            *(np.split(r, [self._dim], axis=1) for r in rows), strict=True
-        )
-        return np.concatenate([*weights, *states], axis=1)
+        width = table.spec.dim + table.spec.num_state_floats
+        out = np.zeros((len(ids_N), width), dtype=np.float32)
+        out[:, self._columns_of[0]] = store.read_slots(table, slots_N)[
+            :, :-NUM_STATISTICS
+        ]
+        for columns, state in zip(self._columns_of[1:], self.states, strict=True):
+            rows = store.read_slots(state, store.find(state.number, ids_N))
+            out[:, columns] = rows * has_row_N[:, None]
+        return out
 
     def write(
         self, store: "EmbeddingStore", table: "TableState", ids_N: Ids, rows_ND: Floats
     ) -> None:
-        """Set the weights of the blocks that ids have; a new row has one."""
-        if rows_ND.shape[1] != table.spec.dim:
-            raise StoreError(
-                f"Table {table.spec.name!r}: optimizer state cannot be written, as its "
-                "rows have several blocks. Write the weights alone."
-            )
+        """Set weights, or weights and state, of the blocks that ids have.
+
+        A new row has one.
+        """
+        columns = self._columns_of
+        if rows_ND.shape[1] == table.spec.dim:
+            columns = [of_block[: self._dim] for of_block in columns]
         with store.request():
-            store.write_rows(table, ids_N, rows_ND[:, self._of(0)])
+            is_new_N = store.find(table.number, ids_N) == memory.MISSING
+            for state in self.states if is_new_N.any() else ():
+                store.remove(state.number, ids_N[is_new_N])  # of a row that has left
+            store.write_rows(table, ids_N, rows_ND[:, columns[0]])
             for number, state in enumerate(self.states, start=1):
                 has_N = store.find(state.number, ids_N) != memory.MISSING
-                store.write_rows(state, ids_N[has_N], rows_ND[has_N, self._of(number)])
+                rows_KW = rows_ND[has_N][:, columns[number]]
+                store.write_rows(state, ids_N[has_N], rows_KW)
 
     def end_period(self, store: "EmbeddingStore", table: "TableState", t: int) -> None:
         """Set the thresholds, if they still change, and free blocks that are lost."""
-        slots_K = self._slots(store, table)
-        acc_K, _ = self._statistics(store, table, slots_K, t)
-        thresholds = self._rule.thresholds(acc_K, t)
+        thresholds = None
+        if t <= NUM_PERIODS:
+            slots_K = self._slots(store, table)
+            acc_K, _ = self._statistics(store, table, slots_K, t)
+            thresholds = self._rule.thresholds(acc_K, t)
         if thresholds is not None:
             if store.recovery is not None:
                 store.recovery.make_room(table.thresholds.nbytes + ROW_BYTES)
@@ -228,3 +250,17 @@ class Blocks:
     def _of(self, number: int) -> slice:
         """Return the columns of a block, from 0 on."""
         return slice(number * self._dim, (number + 1) * self._dim)
+
+
+def _find_columns(spec: "TableSpec") -> list[npt.NDArray[np.int64]]:
+    """Return where weights and state of each block are in a row of all of them."""
+    num, dim = spec.dynamic.blocks, spec.row_dim
+    widths = [dim] * (1 + spec.num_state_floats // spec.dim)
+    widths += [1] * (spec.num_state_floats // num % dim)
+    columns: list[list[int]] = [[] for _ in range(num)]
+    begin = 0
+    for width in widths:
+        for of_block in columns:
+            of_block += range(begin, begin + width)
+            begin += width
+    return [np.array(of_block) for of_block in columns]

@@ -247,7 +247,7 @@ class EmbeddingStore:
         ``training`` every id that has no row, reads the table's ``unadmitted_value``.
         ``out_ND`` is C-contiguous. ``counts_N`` is how often each id is in the batch;
         once each if not given. Returns the slots, hints for :meth:`update`, in
-        training only.
+        training only; of a table with blocks those of all, ``(N, blocks)``.
         """
         state = self.states[table]
         if state.blocks is None:
@@ -340,7 +340,8 @@ class EmbeddingStore:
         """Apply the table's optimizer to the rows of ids, repeated ones twice.
 
         ``hints_N`` is what the lookup of these ids returned; each hint is checked, and
-        a wrong one costs time only. Within a request there is :meth:`add_update`.
+        a wrong one costs time only, but that a block that none names gets no gradient.
+        Within a request there is :meth:`add_update`.
         """
         with self.request() as request:
             self.add_update(table, ids_N, grads_ND, hints_N)
@@ -352,7 +353,9 @@ class EmbeddingStore:
         """Do :meth:`update` at the end of the open request, which has the result."""
         blocks = self.states[table].blocks
         if blocks is not None:
-            parts, grads_ND = blocks.split_update(read_only(ids_N), grads_ND)
+            parts, grads_ND, hints_N = blocks.split_update(
+                read_only(ids_N), grads_ND, hints_N
+            )
             for part in parts:
                 self._requests.add_update(*part)
         self._requests.add_update(table, ids_N, grads_ND, hints_N)

@@ -216,12 +216,23 @@ def gather_rows(
     return RowColumns(*(column[:num] for column in rows.columns()))
 
 
-def initial_rows(spec: TableSpec, ids_N: Ids) -> Floats:
-    """Return the rows ``(N, D + S)`` that ids start with, on any server."""
-    store = EmbeddingStore(max(len(ids_N), 1), optimizer_engine="fused")
-    table = store.add_table(replace(spec, admission=AdmitAll(), shared_rows=0))
+def initial_rows(spec: TableSpec, ids_N: Ids, *, has_all: bool = False) -> Floats:
+    """Return the rows ``(N, D + S)`` that ids start with, on any server.
+
+    Of a table with shared rows they are those that the shared rows start with; of one
+    with blocks they have the first block, or ``has_all``.
+    """
+    if shared := spec.table_of_shared_rows:
+        spec, ids_N = shared, ids_N % np.uint64(spec.shared_rows)
+    store = EmbeddingStore(
+        max(spec.dynamic.blocks * len(ids_N), 1), optimizer_engine="fused"
+    )
+    [table] = store.add_tables([replace(spec, admission=AdmitAll())])
     weights_ND = np.empty((len(ids_N), spec.dim), dtype=np.float32)
     store.lookup(table, ids_N, weights_ND, training=True)
+    for block in store.states[1:] if has_all else ():
+        weights_NW = np.empty((len(ids_N), spec.row_dim), dtype=np.float32)
+        store.look_up_rows(block, ids_N, weights_NW, training=True)
     return store.read(table, ids_N)
 
 

@@ -3,17 +3,26 @@
 import itertools
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import astuple, replace
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from persia_torchrec import AdmitFrequency, RemoteEmbeddingBagCollectionSharder
+from persia_torchrec import (
+    AdmitFrequency,
+    DynamicDim,
+    RemoteEmbeddingBagCollectionSharder,
+    TableSettings,
+    load_checkpoint,
+    save_checkpoint,
+    save_delta,
+)
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.embedding.optim import Adagrad
+from persia_torchrec.errors import CheckpointError
 from persia_torchrec.server.cluster import EmbeddingCluster
 from persia_torchrec.table import TableSpec
 from tests.reference import ReferenceStore
@@ -37,6 +46,13 @@ RARE = TableSpec(
     keeps_metadata=True,
     seed=5,
 )
+KINDS = {
+    "plain": TableSettings(keeps_metadata=True),
+    "adaptive": TableSettings(
+        admission=AdmitFrequency(300), shared_rows=7, keeps_metadata=True
+    ),
+    "dynamic": TableSettings(dynamic=DynamicDim(2, period=7), keeps_metadata=True),
+}
 
 
 def test_no_update_is_lost_or_applied_twice_in_many_kills(servers, kills):
@@ -140,24 +156,33 @@ def test_rows_that_are_admitted_and_evicted_are_those_of_the_reference(
         assert reference.counts["evictions"] > CAPACITY
 
 
+@pytest.mark.parametrize("kind", [*KINDS])
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_a_model_learns_bit_by_bit_what_it_does_undisturbed(draw, kills, staleness):
+def test_a_model_learns_bit_by_bit_what_it_does_undisturbed(
+    draw, kills, staleness, kind
+):
     with ExitStack() as stack:
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
         stack.callback(dist.destroy_process_group)
         cluster = killed_cluster(draw, kills(20))
         client, steps = stack.enter_context(cluster)
-        *learnt, num_steps = learn(client, staleness, steps)
+        *learnt, num_steps = learn(client, staleness, kind, steps)
         undisturbed = EmbeddingCluster.local(NUM_SERVERS, restarts=True)
         client = stack.enter_context(closing(connect(stack.enter_context(undisturbed))))
-        *expected, _ = learn(client, staleness, range(num_steps))
+        *expected, _ = learn(client, staleness, kind, range(num_steps))
     assert learnt == expected
 
 
-def learn(client, staleness, steps):
-    """Train a model; return its weights and rows as bytes, and the number of steps."""
+def learn(client, staleness, kind, steps, after_step=lambda *_: None):
+    """Train a model; return its weights and rows, and the number of steps.
+
+    After each step it calls a function with what a checkpoint is saved of.
+    """
     torch.manual_seed(0)
-    sharder = RemoteEmbeddingBagCollectionSharder(client, Adagrad(0.1), staleness)
+    given = {table.name: KINDS[kind] for table in TABLES}
+    sharder = RemoteEmbeddingBagCollectionSharder(
+        client, Adagrad(0.1), staleness, tables=given
+    )
     with closing(sharder):
         model = shard(Model(), sharder)
         dense = [weight for name, weight in model.named_parameters() if "over" in name]
@@ -167,7 +192,53 @@ def learn(client, staleness, steps):
             optimizer.zero_grad()
             loss_of(model, [batch]).backward()
             optimizer.step()
+            after_step({"model": model, "number": number}, client, sharder)
         sharder.flush()
-        rows = [client.read(t.name, ids_of(*range(NUM_IDS))) for t in TABLES]
-        found = [*(weight.detach().numpy() for weight in dense), *rows]
-        return *(array.tobytes() for array in found), number
+        weights = [weight.detach().numpy().tobytes() for weight in dense]
+        return *weights, *rows_on(client), number
+
+
+def rows_on(client):
+    """Return rows, what ids read, and metadata but for the time, as bytes."""
+    ids, found = ids_of(*range(NUM_IDS)), []
+    for table in TABLES:
+        split = client.split(ids, table.name)
+        [read] = client.pull([(table.name, split)])
+        found += [client.read(table.name, ids), read[split.inverse]]
+        found += astuple(client.metadata(table.name, ids))[:-1]
+    return [array.tobytes() for array in found]
+
+
+@pytest.mark.parametrize("kind", [*KINDS])
+def test_what_is_saved_between_kills_has_all_that_was_trained(
+    draw, kills, kind, tmp_path, record_property
+):
+    run, saved = str(tmp_path / "run"), {}
+
+    def save(state, client, sharder):
+        if state["number"] % 20:
+            return
+        for how in save_delta, save_checkpoint:
+            with suppress(CheckpointError):  # of a server that was killed
+                path = how(run, state, client, sharder).path
+                saved[path] = state["number"], rows_on(client)
+                return
+
+    logs = {"incremental_dir": str(tmp_path / "increments")}
+    with ExitStack() as stack:
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        stack.callback(dist.destroy_process_group)
+        cluster = killed_cluster(draw, kills(20), incremental_interval_s=1e3, **logs)
+        with cluster as (client, steps):
+            learn(client, 1, kind, steps, save)
+        fresh = stack.enter_context(EmbeddingCluster.local(3))
+        client = stack.enter_context(closing(connect(fresh)))
+        chosen = [*saved][:: max(len(saved) // 8, 1)]
+        for path in [*chosen, [*saved][-1]]:
+            state = {"number": 0}
+            load_checkpoint(path, state, client)
+            client.learn_tables()
+            assert (state["number"], rows_on(client)) == saved[path]
+    num_deltas = sum("delta" in path for path in saved)
+    assert num_deltas > len(saved) // 2
+    record_property("measured", f"{num_deltas} deltas, {len(saved)} saves")

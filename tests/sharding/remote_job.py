@@ -3,7 +3,7 @@
 import threading
 import weakref
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -39,7 +39,12 @@ class Servers:
     """Embedding servers, each served by a thread of this process."""
 
     def __init__(
-        self, num_servers: int = 2, capacity_rows: int = 100_000, *, first_port: int = 0
+        self,
+        num_servers: int = 2,
+        capacity_rows: int = 100_000,
+        *,
+        first_port: int = 0,
+        **settings: Any,
     ) -> None:
         self.servers = [
             EmbeddingServer(
@@ -48,6 +53,7 @@ class Servers:
                     num_shards=num_servers,
                     capacity_rows=capacity_rows,
                     port=first_port and first_port + shard,
+                    **settings,
                 )
             )
             for shard in range(num_servers)

@@ -428,3 +428,37 @@ def test_a_reset_gives_rows_their_initial_weights(job):
     for key in (f"{TERM}.weight", f"{WORD}.weight"):
         assert isinstance(model.state_dict()[key], StoredTensor)
         assert torch.equal(model.state_dict()[key], start[key])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        TableSettings(admission=AdmitFrequency(2), shared_rows=3),
+        TableSettings(dynamic=DynamicDim(2, period=2)),
+    ],
+    ids=["shared rows", "blocks"],
+)
+def test_a_reset_gives_rows_what_they_began_with(job, settings):
+    model = put_on_servers(job, Adam(0.1), tables={"term": settings})
+    ids = ids_of(range(NUM_ROWS))
+    start = torch.tensor(job.client.read("term", ids, initial=True))
+    train(model)
+    before = rows_of(job)
+    has_row = before.any(dim=1)
+    assert has_row[IDS["ad"][0]].all()
+    model.module.bags.reset_parameters()
+    after, first = rows_of(job), settings.dynamic is None
+    width = 4 if first else 2
+    assert torch.equal(after[has_row, :width], start[has_row, :width])
+    assert not after[~has_row].any()
+    assert not after[:, 4:].any()  # the state
+    has_second = before[:, width:4].any(dim=1)
+    assert has_second.any() != first
+    assert after[has_second, width:4].all()
+    assert not torch.equal(after[:, width:4], before[:, width:4]) or first
+    if settings.shared_rows:  # others would begin as the shared row has become
+        rows = torch.tensor(job.client.read("term", ids, initial=True)[:, :4])
+        split = job.client.split(ids, "term")
+        [read] = job.client.pull([("term", split)])
+        assert torch.equal(rows, torch.tensor(read[split.inverse]))
+        assert not torch.equal(rows[4], start[4, :4])

@@ -183,8 +183,12 @@ def fill(store, streams):
     for _ in range(2):
         look_up(store, 0, 1, 2)
     look_up(store, 0, 3, 4, 5)
-    for _ in range(31):
+    for id_ in (1, 2, 9, 1, 2, 9, *[1] * 5):  # which have two blocks now
+        look_up(store, 2, id_)
+    for _ in range(34):  # the next one ends a period
         store.update(2, ids_of(1), ones(1, 4))
+    for _ in range(8):
+        look_up(store, 2, 9)  # so that id 1 will lose its second block
     look_up(store, 1, 1, 2, 3)
     for id_ in range(10, 10 + store.capacity_rows - store.num_rows):
         look_up(store, 1, id_)  # where not all were admitted
@@ -207,7 +211,7 @@ class Case(NamedTuple):
     action: Callable[..., None]
     eviction: str = "lru"
     engine: str = "fused"
-    capacity_rows: int = 8
+    capacity_rows: int = 14
     prepare: Callable[..., None] = fill
 
     def __str__(self):

@@ -5,7 +5,7 @@ import signal
 import sys
 import time
 import traceback
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import numpy as np
 
@@ -53,6 +53,38 @@ FBGEMM_TABLES = [
 ]
 """With optimizers and dims that fbgemm has."""
 
+PART_TABLES = [
+    TableSpec(
+        name="adaptive",
+        dim=4,
+        optimizer=Adam(0.1),
+        weight_dtype="fp16",
+        admission=AdmitFrequency(3),
+        expiry=Expiry(seconds_to_live=40),
+        keeps_metadata=True,
+        shared_rows=7,
+    ),
+    TableSpec(
+        name="dynamic",
+        dim=9,
+        optimizer=Adam(0.1),
+        admission=AdmitFrequency(2),
+        expiry=Expiry(min_l2_norm=0.02, spared_steps=20),
+        dynamic=DynamicDim(3, period=4),
+        keeps_metadata=True,
+    ),
+    TableSpec(
+        name="two",
+        dim=8,
+        optimizer=Adagrad(0.1),
+        weight_dtype="bf16",
+        expiry=Expiry(steps_to_live=60),
+        dynamic=DynamicDim(2, period=1),
+    ),
+]
+"""With shared rows, and with blocks; their metadata is kept."""
+TABLES_OF = {"fused": TABLES, "fbgemm": FBGEMM_TABLES, "parts": PART_TABLES}
+
 CAPACITY_ROWS = 300
 NUM_IDS = 1000
 _DEADLINE_S = 60.0
@@ -63,19 +95,20 @@ def store_of(path=None, eviction="lru", engine="fused"):
         CAPACITY_ROWS,
         memory_file=path,
         eviction=eviction,
-        optimizer_engine=engine,
+        optimizer_engine="fbgemm" if engine == "fbgemm" else "fused",
         clock=lambda: 7.0,
     )
     notes = store.notes(4)
     store.memory.commit(notes, 4)
     if not store.tables:
-        store.add_tables(FBGEMM_TABLES if engine == "fbgemm" else TABLES)
+        store.add_tables(TABLES_OF[engine])
     return store
 
 
 def request(store, number):
     """Make the request of this number, and note that it was made."""
     rng = np.random.default_rng(number)
+    store.clock = lambda: float(number)
     if number % 50 == 31:
         first = store.tables[0]
         optimizer = replace(first.optimizer, lr=float(rng.uniform(0.01, 1)))
@@ -103,6 +136,8 @@ def change(store, number, table, ids, rows):
         store.write(table, ids[:20], rows[:20])
     else:
         hints = store.find(table, ids) if number % 2 else None
+        if number % 4 == 2:
+            hints = store.lookup(table, ids, np.empty_like(rows), training=True)
         store.add_update(table, ids, rows, hints)
 
 
@@ -113,8 +148,9 @@ def state_of(store):
         ids = np.arange(NUM_IDS, dtype=np.uint64)
         tables.append(store.read(number, ids).tobytes())
         if state.has_metadata:
-            columns = store.metadata(number, ids)
-            tables += [columns.frequency.tolist(), columns.last_step.tolist()]
+            tables += [
+                column.tolist() for column in astuple(store.metadata(number, ids))
+            ]
         tables += [state.num_updates, state.remembered.tobytes()]
         tables.append(state.thresholds.tolist())
     counters = store.counters()

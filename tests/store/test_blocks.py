@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 from persia_torchrec import AdmitFrequency, DynamicDim, Uniform
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.client.codec import BatchNumber
-from persia_torchrec.embedding.optim import Adam
-from persia_torchrec.errors import ConfigError, StoreError
+from persia_torchrec.embedding.optim import Adagrad, Adam
+from persia_torchrec.errors import ConfigError
+from persia_torchrec.server.updates import Update, build_gradients
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.memory import MISSING
 from persia_torchrec.table import TableSpec
+from persia_torchrec.wire.messages import Header, Kind, TableIds
 from tests.checkpoint.test_admission import Training
 from tests.reference import Row, initial_weights, step
 from tests.servers import ids_of
@@ -202,6 +204,66 @@ def rows_of(training):
     return sorted(found)
 
 
+def store_with_a_late_block():
+    """Return a store in which id 1 has got its second block, and hints from before."""
+    store = EmbeddingStore(9)
+    store.add_table(spec_of(2))
+    rows = np.empty((1, DIM), dtype=np.float32)
+    hints = [store.lookup(0, ids_of(1), rows, training=True) for _ in range(3)]
+    assert rows.all()
+    return store, hints
+
+
+def test_a_gradient_does_not_reach_a_block_that_its_lookup_has_not_found():
+    store, (_, before, after) = store_with_a_late_block()
+    grads, width = np.ones((1, DIM), dtype=np.float32), DIM // 2
+    second = store.read(0, ids_of(1))[:, width:DIM]
+    store.update(0, ids_of(1), grads, before)
+    row = store.read(0, ids_of(1))
+    np.testing.assert_array_equal(row[:, width:DIM], second)
+    assert row[:, DIM : DIM + width].all()  # the first block has momentum
+    assert not row[:, DIM + width : 2 * DIM].any()
+    store.update(0, ids_of(1), grads, after)
+    assert (store.read(0, ids_of(1))[:, width:DIM] != second).all()
+
+
+def test_trainers_that_step_together_add_up_what_their_lookups_have_found():
+    _, (_, before, after) = store_with_a_late_block()
+    ids, header = ids_of(1), Header(Kind.UPDATE)
+    grads = [np.full((1, DIM), value, dtype=np.float32) for value in (1, 2)]
+    updates = [Update(b"", header, [TableIds(0, ids)], [g]) for g in grads]
+    for hints, second in ([before, after], 2), ([None, before], 1), ([before] * 2, 0):
+        slots = [[(0, slots)] if slots is not None else [] for slots in hints]
+        [part] = build_gradients(updates, slots)
+        assert part.grads[0].tolist() == [3] * (DIM // 2) + [second] * (DIM // 2)
+        assert (part.hints[0] == MISSING).tolist() == [False, second == 0]
+
+
+@pytest.mark.parametrize(
+    "optimizer", [Adam(0.1), Adagrad(0.1), Adagrad(0.1, vectorwise_shared=True)]
+)
+def test_state_is_written_as_if_there_were_no_blocks(optimizer):
+    rows, stores = np.empty((1, DIM), dtype=np.float32), []
+    for spec in spec_of(2), replace(spec_of(2), dynamic=DynamicDim()):
+        stores.append(store := EmbeddingStore(9))
+        store.add_table(spec := replace(spec, optimizer=optimizer))
+        for _ in range(3):
+            store.lookup(0, ids_of(1), rows, training=True)
+        width = DIM + stores[0].tables[0].num_state_floats
+        written = np.arange(1, 1 + width, dtype=np.float32)[None]
+        written = written[:, : DIM + spec.num_state_floats]
+        store.write(0, ids_of(1), written)
+        np.testing.assert_array_equal(store.read(0, ids_of(1)), written)
+        store.update(0, ids_of(1), np.ones((1, DIM), dtype=np.float32))
+    found = [store.read(0, ids_of(1)) for store in stores]
+    assert found[0].shape != found[1].shape or (found[0] == found[1]).all()
+    store = stores[0]
+    store.write(0, ids_of(2), 7 * np.ones((1, width), dtype=np.float32))
+    [row] = store.read(0, ids_of(2))  # a new row has one block
+    assert row[: DIM // 2].all()
+    assert np.count_nonzero(row) == width // 2
+
+
 def test_the_bytes_of_rare_ids_fall_to_a_block():
     ids = np.arange(20_000, dtype=np.uint64)
     num_bytes = []
@@ -262,9 +324,11 @@ def test_a_client_sees_all_weights_of_an_id(servers):
     assert sorted(np.concatenate([b.ids for b in blocks]).tolist()) == IDS.tolist()
     client.write("item", IDS, np.full((len(IDS), DIM), 7, dtype=np.float32))
     assert (client.read("item", IDS)[:, : DIM // 2] == 7).all()
-    state = np.zeros((len(IDS), 2 * DIM), dtype=np.float32)
-    with pytest.raises(Exception, match="state cannot be written"):
-        client.write("item", IDS, state[:, :DIM], state)
+    weights = np.arange(len(IDS) * DIM, dtype=np.float32).reshape(-1, DIM)
+    state = np.arange(2 * len(IDS) * DIM, dtype=np.float32).reshape(-1, 2 * DIM)
+    client.write("item", IDS, weights, state)
+    written = np.concatenate([weights, state], axis=1)
+    np.testing.assert_array_equal(client.read("item", IDS), written)
 
 
 def test_what_cannot_be_is_refused():
@@ -274,7 +338,5 @@ def test_what_cannot_be_is_refused():
         replace(spec_of(2), shared_rows=3, admission=AdmitFrequency(2))
     store = EmbeddingStore(9)
     store.add_table(spec_of(2))
-    with pytest.raises(StoreError, match="state cannot be written"):
-        store.write(0, ids_of(1), np.zeros((1, 7), dtype=np.float32))
     with pytest.raises(ConfigError, match="2 blocks"):
         store.add_table(spec_of(1))
