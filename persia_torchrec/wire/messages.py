@@ -35,7 +35,7 @@ The frames after it, by kind:
                      2: a share: the first that this trainer will send
     reply to LOOKUP  1: rows of the ids, in the precision of the header
     reply to READ    1, one per segment: float32 weights and optimizer state; zeros, or
-                        with bit 5 the initial ones, of an id without a row
+                        with bit 5 what an id without a row would begin with
     reply to         1, one per segment: uint32 (N, 4): frequency, first step, last
       METADATA       step, second of the last step
     reply to EXPORT  1: JSON {"next": the next start, or null at the end}

@@ -37,9 +37,13 @@ def die(tmp_path, path, record_property):
     return run
 
 
-@pytest.mark.parametrize("eviction", ["lru", "lfu"])
-def test_sigkill_at_any_moment_leaves_whole_requests(die, kills, eviction):
-    die(kill_again_and_again, eviction, "fused", kills(NUM_KILLS), 1)
+@pytest.mark.parametrize(
+    ("eviction", "tables"),
+    [("lru", "fused"), ("lfu", "fused"), ("lru", "parts"), ("lfu", "parts")],
+    ids=["lru", "lfu", "lru with parts", "lfu with parts"],
+)
+def test_sigkill_at_any_moment_leaves_whole_requests(die, kills, eviction, tables):
+    die(kill_again_and_again, eviction, tables, kills(NUM_KILLS), 1)
 
 
 @needs_traps
