@@ -52,14 +52,17 @@ class Moments:
         if event == "open" and not arguments[2] & _WRITES:
             return
         with self._lock:
-            self._copying.now = True
-            try:
-                self._copy()
-            finally:
-                del self._copying.now
+            self.copy()
+
+    def copy(self) -> None:
+        """Copy the folder, unless it is as it was; other threads write meanwhile."""
+        self._copying.now = True
+        try:
+            self._copy()
+        finally:
+            del self._copying.now
 
     def _copy(self) -> None:
-        """Copy the folder, unless it is as it was; other threads write meanwhile."""
         to = self._folder.with_name(f"moment {len(self.copies)}")
         deadline = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline:
@@ -106,6 +109,7 @@ def test_each_moment_of_a_delta_loads_it_or_the_one_before(tmp_path, record_prop
         moments.is_on = True
         job.save_delta()
         moments.is_on = False
+        moments.copy()
     found = []
     for copy, num_servers in zip(moments.copies, itertools.cycle([2, 1, 3])):
         moments.restore(copy)
@@ -115,7 +119,7 @@ def test_each_moment_of_a_delta_loads_it_or_the_one_before(tmp_path, record_prop
                 resumed.load()
                 found.append(states.index(resumed.snapshot()))
     assert found == sorted(found)
-    assert found[0] == 0
+    assert {found[0], found[-1]} == {0, 1}
     record_property("kills", len(found))
 
 
@@ -140,6 +144,7 @@ def test_each_moment_of_a_save_that_deletes_loads_it_or_the_one_before(
             lambda: num_found(folder, "*/*.increment") == 2, "increments are deleted"
         )
         moments.is_on = False
+        moments.copy()
     found = []
     for copy in moments.copies:
         moments.restore(copy)
@@ -152,8 +157,7 @@ def test_each_moment_of_a_save_that_deletes_loads_it_or_the_one_before(
             assert [last.path] == [str(path) for path in (folder / "run").iterdir()]
             wait_until(lambda: num_found(folder, "*") == 2, "other logs are deleted")
     assert found == sorted(found)
-    assert found[0] == 0
-    assert found[-1] == 1
+    assert {found[0], found[-1]} == {0, 1}
     record_property("kills", len(found))
 
 
