@@ -18,7 +18,8 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 ROLES = 2 * ["trainer", "coordinator"] + ["server", SUPERVISOR]
 
 
-def test_each_row_of_a_queue_counts_once(tmp_path, draw, kills, record_property):
+@pytest.mark.parametrize("saves", ["checkpoints", "deltas"])
+def test_each_row_of_a_queue_counts_once(tmp_path, draw, kills, record_property, saves):
     (tmp_path / "rows").mkdir()
     num_rows = write_files(tmp_path / "rows", [150 + 7 * n for n in range(30)])
     job = ForkedJob(
@@ -27,11 +28,13 @@ def test_each_row_of_a_queue_counts_once(tmp_path, draw, kills, record_property)
         *("--script", f"{ROOT}/tests/chaos/queued_trainer.py"),
         *("--nproc_per_node", "2", "--python", sys.executable),
         *("--recover", "True", "--max_restarts", "1000"),
+        *("--incremental_dir", str(tmp_path / "increments")),
         variables={
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)]),
             "PERSIA_CHECKPOINT_DIR": str(tmp_path / "checkpoints"),
             "OMP_NUM_THREADS": "1",
             "NUM_ROWS": str(num_rows),
+            "SAVES": saves,
         },
     )
 
@@ -51,3 +54,5 @@ def test_each_row_of_a_queue_counts_once(tmp_path, draw, kills, record_property)
     assert ended.status == 0, ended.output
     counts = np.load(tmp_path / "counts.npy")
     assert counts.tolist() == [[NUM_EPOCHS] * 4] * num_rows
+    has_deltas = any((tmp_path / "checkpoints").rglob("delta.json"))
+    assert has_deltas == (saves == "deltas")

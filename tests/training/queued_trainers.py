@@ -21,7 +21,6 @@ from persia_torchrec import (
 )
 from persia_torchrec.data import CsvDataset, IdColumn, LabelColumn, WorkQueue
 from persia_torchrec.sharding.whole_model import join
-from persia_torchrec.training import recovery
 from persia_torchrec.training.recovery import recoverable
 from tests.sharding.remote_job import META, shard
 from tests.training.recovering_trainers import die
@@ -63,7 +62,6 @@ def train(rank: int, size: int, addresses, folder: Path, dies_at: int) -> None:
         dies_at: the step; 0: none.
     """
     torch.set_num_threads(1)
-    recovery._LEAST_INTERVAL = 0
     life = env.num_group_restarts()
     store = dist.FileStore(str(folder / f"process group {life}"), size)
     dist.init_process_group("gloo", rank=rank, world_size=size, store=store)
