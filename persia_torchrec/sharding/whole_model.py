@@ -134,9 +134,13 @@ def join(model: nn.Module) -> Iterator[None]:
     joinables: list[Joinable] = [*replicas[:1]]
     joinables += [a for a in agreements if a and a.scaler and a.scaler.is_enabled()]
     joinables += filter(None, clocks)
+    start = functools.partial(Join, joinables, divide_by_initial_world_size=True)
     with contextlib.ExitStack() as stack:
         if joinables and dist.get_world_size(joinables[0].join_process_group) > 1:
-            stack.enter_context(Join(joinables, divide_by_initial_world_size=True))
+            # Join's own end leaves an all-reduce in each forward pass that follows, so
+            # that one trainer could not evaluate alone.
+            stack.callback(start, enable=False)
+            stack.enter_context(start())
         yield
         for collection in collections:
             collection.pipeline.leave()

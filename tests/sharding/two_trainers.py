@@ -300,7 +300,17 @@ def with_uneven_data(addresses, device):
             data = batches(dist.get_rank(), nums[dist.get_rank()], seed=epoch)
             with join(trainer.model):
                 train(trainer.model, data)
+        evaluate_alone(trainer.model)
         return trainer.learnt()
+
+
+def evaluate_alone(model):
+    """Evaluate on the first trainer; a collective would meet the others' barrier."""
+    model.eval()
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            loss_of(model, list(batches(0, 1)), next(model.parameters()).device)
+    dist.barrier()
 
 
 def with_adam(addresses, device):
