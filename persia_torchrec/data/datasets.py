@@ -112,7 +112,8 @@ class RowDataset:
         shuffle: whether each epoch has an order of its own, of seed and epoch.
         seed: of the orders, at least 0.
         min_batch_size: a last batch of fewer rows joins the one before: 2 for batch
-            norm, which needs two.
+            norm, which needs two. Of a ``WorkQueue`` each trainer takes no row, or as
+            many.
         rows: int64, numbers of the rows that are read, over all files; None: all.
 
     Raises:
@@ -157,6 +158,7 @@ class RowDataset:
         self._columns = Columns(columns)
         self._queue = files if isinstance(files, WorkQueue) else None
         self._files = [self._opener(path, self._columns) for path in _paths(files)]
+        self._by_path = {file.path: file for file in self._files}
         self._kept = self._choose()  # None: groups are known when a file is taken
         self._taken = deque[_Taken]()  # of the queue; guarded by _lock
         self._lock = threading.Lock()
@@ -170,22 +172,25 @@ class RowDataset:
         """Return the groups to read, if they are known before a file is taken."""
         settings = self._settings
         count, least = settings.partition_count, settings.min_batch_size
-        if self._queue is not None:
-            if count > 1 or settings.drop_remainder:
-                raise ConfigError(
-                    "A WorkQueue divides files among trainers, and trains every row. "
-                    f"Received: partition_count={count}, "
-                    f"drop_remainder={settings.drop_remainder}."
-                )
-            if settings.rows is None:
-                return None
-        groups = select(self._files, settings.rows)
-        if self._queue is not None:
-            return groups
-        groups = partition(groups, count, settings.partition_index)
-        if (num_rows := sum(group.num_rows for group in groups)) < least:
+        if self._queue is not None and (count > 1 or settings.drop_remainder):
+            raise ConfigError(
+                "A WorkQueue divides files among trainers, and trains every row. "
+                f"Received: partition_count={count}, "
+                f"drop_remainder={settings.drop_remainder}."
+            )
+        groups = None
+        if self._queue is None or settings.rows is not None:
+            groups = select(self._files, settings.rows)
+        if self._queue is None:
+            groups = partition(groups or [], count, settings.partition_index)
+        if groups is None:
+            num_rows = sum(file.num_rows_up_to(least) for file in self._files)
+        else:
+            num_rows = sum(group.num_rows for group in groups)
+        if num_rows < least:
+            what = "A partition" if self._queue is None else "A WorkQueue"
             raise DataError(
-                f"A partition must have at least {least} rows. Received: {num_rows}."
+                f"{what} must have at least {least} rows. Received: {num_rows}."
             )
         return groups
 
@@ -371,21 +376,32 @@ class RowDataset:
         """Yield the windows of items: those that were left, and what is taken."""
         queue = self._queue
         assert queue is not None
+        least = self._settings.min_batch_size
+        waiting = deque[tuple[Item, list[Group]]]()
         with self._lock:
-            waiting = deque(taken.item for taken in self._taken)
+            waiting += ((taken.item, []) for taken in self._taken)
         while True:
             with self._lock:  # what is taken and not yet noted would be in no state
                 if iteration != self._iteration:
                     return
-                is_noted = bool(waiting)
-                item = waiting.popleft() if waiting else queue.take()
-                if item is None:
-                    return
-                groups = self._groups_of(item)
-                if not is_noted:
-                    self._add(item, sum(group.num_rows for group in groups) - item.row)
+                if not waiting:
+                    for item in queue.take_rows(least, self._num_rows_up_to_least):
+                        groups = self._groups_of(item)
+                        self._add(item, sum(g.num_rows for g in groups) - item.row)
+                        waiting.append((item, groups))
+            if not waiting:
+                return
+            item, groups = waiting.popleft()
             seed = self._seed(item.epoch, item.place)
-            yield from from_row(windows_of(groups, seed), item.row)
+            windows = windows_of(groups or self._groups_of(item), seed)
+            yield from from_row(windows, item.row)
+
+    def _num_rows_up_to_least(self, item: Item) -> int:
+        """Return how many rows an item has left; of a whole file up to those needed."""
+        if self._kept is None and item.groups is None and not item.row:
+            least = self._settings.min_batch_size
+            return self._by_path[item.file].num_rows_up_to(least)
+        return sum(group.num_rows for group in self._groups_of(item)) - item.row
 
     def _groups_of(self, item: Item) -> list[Group]:
         groups = self._kept

@@ -20,7 +20,7 @@ row is trained twice, or left out, along the history that the checkpoints are of
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -163,24 +163,66 @@ class WorkQueue:
         Raises:
             JobError: the host of the queue is gone.
         """
+        return next(iter(self.take_rows(1, lambda _: 1)), None)
+
+    def take_rows(self, least: int, count: Callable[[Item], int]) -> list[Item]:
+        """Take the next item, and those after it until they have enough rows.
+
+        So each trainer that takes any has enough, and what is left is enough, too.
+
+        Args:
+            least: how many rows are enough.
+            count: returns how many rows an item has, from ``row`` on; ``least`` will do
+                for more.
+
+        Returns:
+            The items; none at the end of the queue.
+
+        Raises:
+            JobError: the host of the queue is gone.
+        """
         with self._lock:
-            num_items = len(self._items)
-            num_left = num_items * self._num_epochs - self._first
-            number = self._counter.take(len(self._leases) + num_left)
-            if number is None:
-                return None
-            self._num_own += 1
-            position, row = self._position(number)
-            epoch, place = divmod(position, num_items)
-            index = place
-            if self._shuffle:
-                order = np.random.default_rng((self._seed, epoch)).permutation(
-                    num_items
-                )
-                index = int(order[place])
-            item = self._items[index]
-            groups = (item.first, item.stop) if isinstance(item, RowGroups) else None
-            return Item(number, epoch, index, _file(item), groups, row)
+            num_left = len(self._items) * self._num_epochs - self._first
+            end = len(self._leases) + num_left
+
+            def stop_of(first: int) -> int:
+                return self._stop(first, end, least, count)
+
+            first = self._counter.take(end, stop_of)
+            if first is None:
+                return []
+            items = [self._item(number) for number in range(first, stop_of(first))]
+            self._num_own += len(items)
+            return items
+
+    def _stop(
+        self, first: int, end: int, least: int, count: Callable[[Item], int]
+    ) -> int:
+        """Return the number after those that are taken together."""
+        if least <= 1:
+            return first + 1
+
+        def after_enough(number: int) -> tuple[int, bool]:
+            num_rows = 0
+            while number < end and num_rows < least:
+                num_rows += count(self._item(number))
+                number += 1
+            return number, num_rows >= least
+
+        stop, _ = after_enough(first)
+        others_have_enough = after_enough(stop)[1]
+        return stop if others_have_enough else end
+
+    def _item(self, number: int) -> Item:
+        position, row = self._position(number)
+        epoch, place = divmod(position, len(self._items))
+        index = place
+        if self._shuffle:
+            rng = np.random.default_rng((self._seed, epoch))
+            index = int(rng.permutation(len(self._items))[place])
+        item = self._items[index]
+        groups = (item.first, item.stop) if isinstance(item, RowGroups) else None
+        return Item(number, epoch, index, _file(item), groups, row)
 
     def num_taken(self) -> int:
         """Return how many items all trainers have taken since they started."""
@@ -287,20 +329,26 @@ class _Counter:
         """Whether there are other trainers."""
         return self._book is not None
 
-    def take(self, end: int) -> int | None:
-        """Return the next number, if it is below ``end``."""
+    def take(
+        self, end: int, stop_of: Callable[[int], int] = lambda first: first + 1
+    ) -> int | None:
+        """Take the next numbers, those below ``end``; return the first one.
+
+        ``stop_of`` says which number comes after those that are taken with the first.
+        """
         if self._book is None:
-            if self._count >= end:
+            first = self._count
+            if first >= end:
                 return None
-            self._count += 1
-            return self._count - 1
+            self._count = stop_of(first)
+            return first
         held = self._book.peek(self._key) or ""
         while True:
             count = _decoded(held)
             if count.next >= end:
                 return None
             last = {**count.last, self._rank: count.next}
-            wanted = msgspec.json.encode(_Count(count.next + 1, last)).decode()
+            wanted = msgspec.json.encode(_Count(stop_of(count.next), last)).decode()
             # Sent again where a connection breaks: then it may be others' by now.
             held = self._book.claim(self._key, wanted, held)
             if _decoded(held).last.get(self._rank) == count.next:
