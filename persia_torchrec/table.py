@@ -194,6 +194,7 @@ class TableSettings:
     is_frozen: bool | None = None
     shared_rows: int | None = None
     dynamic: DynamicDim | None = None
+    seed: int | None = None
 
     def apply_to(self, spec: TableSpec) -> TableSpec:
         """Return a table with these settings; an error names the table."""

@@ -51,12 +51,17 @@ def gradients(step):
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_dense_parameter_moves_as_rows_that_are_in_every_batch(name):
     of_rows, dense, arguments = PAIRS[name]
+    move_both(of_rows, lambda parameters: dense(parameters, **arguments))
+
+
+def move_both(of_rows, dense):
+    """Compare a parameter and the rows of a store, step by step."""
     store = EmbeddingStore(capacity_rows=100)
     (table,) = store.add_tables([TableSpec(name="t", dim=DIM, optimizer=of_rows)])
     start = np.empty((len(IDS), DIM), dtype=np.float32)
     store.lookup(table, IDS, start, training=True)
     parameter = torch.nn.Parameter(torch.from_numpy(start.copy()))
-    optimizer = dense([parameter], **arguments)
+    optimizer = dense([parameter])
     for step in range(STEPS):
         with store.request():
             store.add_update(table, IDS, gradients(step))

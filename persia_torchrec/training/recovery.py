@@ -168,6 +168,8 @@ class Recovery:
         A restart without one starts again without rows, or with ``rows_ahead``.
         """
         is_restart = at_first(lambda: is_restart, bool)  # one of others may join late
+        if self._config.delta_interval_s:
+            at_first(self._require_increments)
         run, is_exact = Folder(self._config.folder), self._config.resume == "exact"
         found = at_first(
             lambda: [f.url for f in catalog.saved_states(run.url)], list[str]
@@ -189,6 +191,16 @@ class Recovery:
         if is_restart:
             rows = "all rows were dropped" if is_exact else "rows stay as they are"
             logger.warning("training starts again without a checkpoint: %s", rows)
+
+    def _require_increments(self) -> None:
+        counters = self._client.counters()
+        if not all("increments_waiting" in of_server for of_server in counters):
+            raise ConfigError(
+                "Deltas need servers that write increments. Received: an interval of "
+                f"{self._config.delta_interval_s:g} s, and servers without "
+                "incremental_dir. Give them one, a job by --incremental_dir of its "
+                "component, or leave the deltas out."
+            )
 
     def skip(self, batches: Iterable[T]) -> Iterator[T]:
         """Return the batches of a pass of the data that were not trained before."""
@@ -459,6 +471,7 @@ def recoverable(
 
     Raises:
         CheckpointError: there are complete checkpoints, and none can be loaded.
+        ConfigError: deltas are wanted, and the servers write no increments.
 
     Example:
         ``with recoverable("runs/7", {"model": model, "optimizer": optimizer}, client,

@@ -4,6 +4,7 @@ import itertools
 import json
 import threading
 import time
+from statistics import median
 
 import pytest
 import torch
@@ -137,15 +138,15 @@ class Slow:
 
     DELAY_S = 0.03
 
-    def __init__(self, lookup):
-        self._lookup = lookup
+    def __init__(self, lookup, delay_s=DELAY_S):
+        self._lookup, self._delay_s = lookup, delay_s
 
     def pull(self, source, number):
-        time.sleep(self.DELAY_S)
+        time.sleep(self._delay_s)
         return self._lookup.pull(source, number)
 
     def push(self, handle, grads):
-        time.sleep(self.DELAY_S)
+        time.sleep(self._delay_s)
         return self._lookup.push(handle, grads)
 
     def __getattr__(self, name):
@@ -165,3 +166,21 @@ def test_a_trace_shows_where_the_training_thread_waits(job, tmp_path):
         spans = [event["dur"] for event in events if event.get("name") == name]
         assert len(spans) == 2
         assert min(spans) >= 1e6 * Slow.DELAY_S / 2  # part of it is before the wait
+
+
+def test_a_pipeline_hides_at_least_four_fifths_of_the_delay_of_pulls(job):
+    """Each pull takes 5 ms more; a step computes for longer than pull and push take."""
+    delay_s, step_s, waited_s = 0.005, 0.04, {}
+    for pipeline, staleness in ((TrainPipelineBase, 0), (TrainPipelineSparseDist, 8)):
+        remote = Remote(job)
+        remote.use(Slow(remote.lookup, delay_s), staleness=staleness)
+        remote.model.module.after_lookup = lambda: time.sleep(step_s)
+        with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profile:
+            run(pipeline(remote.model, remote.dense, CPU), make_batches(NUM_BATCHES))
+        spans = [e for e in profile.events() if e.name == "persia: wait for rows"]
+        assert len(spans) == NUM_BATCHES
+        # The median: a busy machine delays some steps by more than all of this.
+        waited_s[pipeline] = median(span.cpu_time_total for span in spans) / 1e6
+    plain_s, hidden_s = waited_s[TrainPipelineBase], waited_s[TrainPipelineSparseDist]
+    assert plain_s >= delay_s / 2  # part of it is before the wait
+    assert hidden_s <= 0.2 * plain_s

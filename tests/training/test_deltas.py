@@ -309,6 +309,10 @@ def test_a_delta_needs_increments_and_a_checkpoint(start):
     without.save()
     with pytest.raises(CheckpointError, match="must write increments"):
         without.save_delta()
+    both = without.client, without.sharders
+    deltas = recoverable(without.run, without.state, *both, delta_interval_s=5)
+    with pytest.raises(ConfigError, match=r"an interval of 5 s, .*--incremental_dir"):
+        deltas.__enter__()
 
 
 def checkpoints_of(job):
