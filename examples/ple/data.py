@@ -220,7 +220,8 @@ def open_data(
         queue_epochs: of a ``WorkQueue`` that trainers take the rows to train on from:
             the CSV file, or slices of the Parquet file. 0: there is none.
         **train_settings: of the dataset to train on, as ``CsvDataset`` has them.
-            Batches have at least two rows, for batch norm.
+
+    All batches have at least two rows, for batch norm.
 
     Raises:
         DataError: a file is missing, or malformed.
@@ -233,14 +234,14 @@ def open_data(
     if queue_epochs:
         items = row_group_slices([train]) if parquet else [train]
         train = WorkQueue(items, queue_epochs, seed=settings.get("seed", 0))
-    test = kind(files.test, batch_size, columns)
+    test = kind(files.test, batch_size, columns, min_batch_size=2)
     if files.train is not None:
         return Data(kind(train, batch_size, columns, **settings), test)
     order = np.random.default_rng(SPLIT_SEED).permutation(test.num_rows)
     train_rows, test_rows = np.split(order, [int(TRAIN_SHARE * test.num_rows)])
     return Data(
         kind(train, batch_size, columns, rows=train_rows, **settings),
-        kind(files.test, batch_size, columns, rows=test_rows),
+        kind(files.test, batch_size, columns, rows=test_rows, min_batch_size=2),
     )
 
 

@@ -88,7 +88,7 @@ class Options:
     batch_size: int = option(512, "samples a step")
     steps: int = option(0, "steps to train; 0: by epochs", FREE)
     epochs: int = option(0, "passes over the data; 0: 1000", FREE)
-    seed: int = option(2021, "of the dense weights, and of the order of the data")
+    seed: int = option(2021, "of all weights, and of the order of the data")
     parquet_dataset: bool | None = option(
         None, "Parquet files; by default where there are any"
     )
@@ -162,7 +162,8 @@ class Options:
         }
         del fixed["data_location"]  # the data may have moved; their names are compared
         path = folder / "options.json"
-        if not path.exists():
+        is_resumed = any(folder.glob("checkpoint-*"))
+        if not (is_resumed and path.exists()):
             folder.mkdir(parents=True, exist_ok=True)
             draft = path.with_name(f"{path.name}.{os.getpid()}")
             draft.write_text(json.dumps(fixed, indent=1))
@@ -196,8 +197,9 @@ def make_parser() -> argparse.ArgumentParser:
         default, about = declared.default, declared.metadata
         name, text = f"--{declared.name}", about["help"]
         kinds = get_args(declared.type) or (declared.type,)
+        shown = "none" if default is None else str(default)
         if bool in kinds:
-            shown = {None: "where there are any"}.get(default, str(default).lower())
+            shown = "where there are any" if default is None else shown.lower()
             parser.add_argument(
                 name, nargs="?", const=True, type=_truth, help=f"{text} [{shown}]"
             )
@@ -206,7 +208,7 @@ def make_parser() -> argparse.ArgumentParser:
             name,
             type=next(kind for kind in kinds if kind is not type(None)),
             choices=about["choices"] or None,
-            help=f"{text} [{default}]",
+            help=f"{text} [{shown}]",
         )
     return parser
 

@@ -9,6 +9,7 @@ test. ``--help`` lists the options, README.md says what each does.
 """
 
 import contextlib
+import hashlib
 import logging
 import os
 import shutil
@@ -98,8 +99,6 @@ def in_this_process(tables: list[Any]) -> EmbeddingBagCollection:
 
 def settings_of_tables(options: Options, spec: DatasetSpec) -> dict[str, TableSettings]:
     """Return what the options ask of each table on the servers."""
-    if options.multihash:
-        return {}
     admission = expiry = None
     if options.ev_filter == "cbf":
         admission = persia.AdmitBloom(SIGHTINGS, EXPECTED_IDS, 0.01)
@@ -110,15 +109,24 @@ def settings_of_tables(options: Options, spec: DatasetSpec) -> dict[str, TableSe
     elif options.ev_elimination == "l2":
         bound = sqrt(2 * LEAST_HALF_SQUARE)
         expiry = persia.Expiry(min_l2_norm=bound, spared_steps=STEPS_TO_LIVE)
+    parts = ("_quotient", "_remainder") if options.multihash else ("",)
     return {
-        name: TableSettings(
+        f"{name}{part}": TableSettings(
             admission=admission,
             expiry=expiry,
             shared_rows=spec.num_buckets[name] if options.adaptive_emb else None,
             dynamic=DYNAMIC if options.dynamic_ev else None,
+            seed=seed_of_table(f"{name}{part}", options.seed),
         )
         for name in spec.features
+        for part in parts
     }
+
+
+def seed_of_table(name: str, seed: int) -> int:
+    """Return the seed of a table's rows: a table's own, as ids are the same in all."""
+    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 class OnServers:
@@ -314,7 +322,11 @@ class Training:
     def steps(self) -> Iterator[torch.Tensor]:
         """Train until the steps, or the epochs, are over; yield the losses of each."""
         options, run = self._options, self._run
-        make = partial(TrainPipelineSparseDist, device=CPU)
+        make = partial(
+            TrainPipelineSparseDist,
+            device=CPU,
+            pipeline_postproc=bool(options.multihash),  # which splits ids
+        )
         model = self.half.model
         model.train()
         pipeline = (make if options.pulls_ahead else Loop)(model, self._steps)
@@ -371,8 +383,8 @@ def checkpoint_folder(options: Options) -> Path:
 
 @contextlib.contextmanager
 def traced(options: Options, step: int) -> Iterator[None]:
-    """Write what happens in each n-th step as a trace for Chrome."""
-    if not options.timeline or step % options.timeline:
+    """Write what happens in each n-th step of rank 0 as a trace for Chrome."""
+    if env.get_rank() or not options.timeline or step % options.timeline:
         yield
         return
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as p:
@@ -476,16 +488,21 @@ def start_torch(options: Options, stack: contextlib.ExitStack) -> None:
 
 def run(options: Options) -> dict[str, Any]:
     """Train, evaluate and write the results; return them."""
+    if options.tf and env.get_world_size() > 1:
+        raise ConfigError(
+            "--tf trains in one process, which has all tables. Received: "
+            f"{env.get_world_size()} trainers. Start one."
+        )
     folder, spec = Path(options.output_dir), SPECS[options.dataset]
     with contextlib.ExitStack() as stack:
         start_torch(options, stack)
         data = read_data(options, spec)
-        folder.mkdir(parents=True, exist_ok=True)
         model = make_model(options, spec)
         results: dict[str, Any] = {}
         if options.op_fusion:
             results["compile_s"] = compile_dense(model.losses, options)
             logger.info("compiled the dense layers in %.0f s", results["compile_s"])
+        folder.mkdir(parents=True, exist_ok=True)
         training = Training(options, spec, data, model, stack)
         for _ in training.steps():
             pass

@@ -1,8 +1,11 @@
 """What the command line of the PLE example may say, and what is refused."""
 
+import importlib
 import json
 import re
+import sys
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,8 +13,10 @@ import pytest
 from examples.ple import options
 from examples.ple.options import Options
 from persia_torchrec.errors import ConfigError
+from tests.test_optim import move_both
 
-README_FILE = Path(options.__file__).parent / "README.md"
+FOLDER = Path(options.__file__).parent
+README_FILE = FOLDER / "README.md"
 
 
 def test_the_defaults_are_those_of_the_original():
@@ -63,8 +68,21 @@ def test_plain_torchrec_needs_no_option_switched_off():
     assert Options.parse(["--tf", "--smartstaged", "false", "--bf16"]).bf16
 
 
+@pytest.mark.parametrize(
+    "name", ["adam", "adamasync", "adagraddecay", "adagrad", "gradientdescent"]
+)
+def test_both_halves_step_alike(name, monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
+    optimizers = importlib.import_module("optimizers")
+    given = Options.parse(["--optimizer", name, "--learning_rate", "0.1"])
+    dense = partial(optimizers.dense_optimizer, given)
+    move_both(optimizers.row_optimizer(given), dense)
+
+
 def test_a_run_is_resumed_with_its_options_only(tmp_path):
+    Options.parse(["--seed", "5"]).require_same_as(tmp_path)
     Options.parse(["--seed", "3", "--steps", "9"]).require_same_as(tmp_path)
+    (tmp_path / "checkpoint-00000001").mkdir()
     noted = json.loads((tmp_path / "options.json").read_text())
     assert noted["seed"] == 3
     Options.parse(["--seed", "3", "--steps", "12"]).require_same_as(tmp_path)
@@ -80,7 +98,6 @@ def test_the_readme_has_each_option_and_no_other():
 
 
 def test_every_option_is_read_somewhere():
-    folder = Path(options.__file__).parent
-    source = "".join(path.read_text() for path in sorted(folder.glob("*.py")))
+    source = "".join(path.read_text() for path in sorted(FOLDER.glob("*.py")))
     for name in (f.name for f in fields(Options)):
         assert re.search(rf"\b(options|self)\.{name}\b|\"{name}\"", source), name

@@ -3,25 +3,34 @@
 import contextlib
 import importlib
 import json
+import os
 import re
 import sys
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from pyarrow import parquet
 
-from examples.ple import model
+from examples.ple import data, model
 from persia_torchrec import Adam
+from persia_torchrec.errors import ConfigError
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
+from tests.forked_jobs import ForkedJob
 from tests.processes import Processes
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 FOLDER = Path(model.__file__).parent
-NUM_ROWS, NUM_STEPS = 400, 6
+NUM_ROWS, NUM_TRAINED, NUM_STEPS = 400, 280, 6
 NUM_COMPARED = 20
+STOPS_AT, LONG = 2, 5  # steps; an epoch has 3
+SMALL = ["--model", "shared", "--batch_size", "128"]
+EXACT = ["--smartstaged", "false"]
+LOOKUPS = "requests_lookup"
 COMMON = ["--op_fusion", "false", "--batch_size", "32", "--steps", str(NUM_STEPS)]
 
 
@@ -106,14 +115,52 @@ def compare(folder):
         local, tables = start(plain, stack)
         state = {name: value.clone() for name, value in tables.state_dict().items()}
         print(json.dumps(losses_of(local)))
-        words = ["--smartstaged", "false", "--steps", str(NUM_COMPARED)]
+        words = [*EXACT, "--steps", str(NUM_COMPARED)]
         remote, _ = start(parse(folder, *words), stack)
         remote.half.sharders.load_weights(state)
         print(json.dumps(losses_of(remote)))
 
 
-def run(folder, *words):
-    of_example("train").run(parse(Path(folder), *words))
+def resume(folder):
+    """Print the losses of a run that goes on, of one that stops, and of its rest.
+
+    And of one as the first with a collection for each table, and the lookups of both.
+    """
+    folder = Path(folder)
+    with contextlib.ExitStack() as stack:
+        of_example("train").start_torch(parse(folder), stack)
+        for name, steps, *words in (
+            ("whole", LONG, "--save_steps", "2", "--keep_checkpoint_max", "2"),
+            ("part", STOPS_AT),
+            ("part", LONG),
+            ("single", LONG, "--emb_fusion", "false"),
+        ):
+            words += ["--steps", str(steps), "--checkpoint", str(folder / name)]
+            with contextlib.ExitStack() as servers:
+                options = parse(folder, *EXACT, *SMALL, *words)
+                training, _ = start(options, servers)
+                losses = losses_of(training)
+                (counters,) = training.half.client.counters()
+            print(json.dumps({"losses": losses, "lookups": counters[LOOKUPS]}))
+
+
+def refuse(folder):
+    """Print why runs are refused, and what starts the rows of two seeds."""
+    train, folder = of_example("train"), Path(folder)
+    for variables, *words in (
+        ({"PATH": "", "CXX": ""}, "--op_fusion", "true"),
+        ({"PATH": "", "CXX": "nowhere"}, "--op_fusion", "true"),
+        ({"WORLD_SIZE": "2"}, "--tf"),
+    ):
+        os.environ.update(variables)
+        try:
+            train.run(parse(folder, *words))
+        except ConfigError as exc:
+            print(exc)
+    for words in (["--seed", "1"], ["--seed", "2"], ["--multihash", "add"]):
+        options, spec = parse(folder, *words), data.TAOBAO
+        settings = train.settings_of_tables(options, spec)
+        print(json.dumps([one.seed for one in settings.values()]))
 
 
 def in_a_process(folder, target, *words):
@@ -131,21 +178,70 @@ def test_on_servers_at_staleness_0_the_losses_are_those_in_this_process(tmp_path
     assert remote == local
 
 
-def test_a_run_leaves_its_results(tmp_path):
-    words = ["--ev", "--ev_filter", "counter", "--timeline", "4", "--save_steps", "3"]
-    in_a_process(tmp_path, run, *words)
-    folder = tmp_path / "result"
+def test_a_resumed_run_and_one_of_single_collections_have_the_losses_of_one(tmp_path):
+    lines = in_a_process(tmp_path, resume).splitlines()
+    runs = [json.loads(line) for line in lines if line.startswith("{")]
+    whole, part, rest, single = (run["losses"] for run in runs)
+    assert [len(part), len(rest), len(whole)] == [STOPS_AT, LONG - STOPS_AT, LONG]
+    assert part + rest == whole == single
+    assert runs[0]["lookups"] == LONG
+    assert runs[3]["lookups"] == LONG * len(data.TAOBAO.features)
+    newest = sorted(path.name for path in (tmp_path / "whole").glob("checkpoint-*"))
+    # Of those of steps 2 and 4, and of the end.
+    assert newest == ["checkpoint-00000002", "checkpoint-00000003"]
+
+
+def test_what_cannot_be_is_refused_before_anything_starts_and_tables_have_seeds(
+    tmp_path,
+):
+    output = in_a_process(tmp_path, refuse)
+    for reason in (
+        r"--op_fusion needs a C\+\+ compiler.* no g\+\+, c\+\+, clang\+\+ in PATH",
+        r"no nowhere in PATH. .* or give --op_fusion false",
+        r"--tf trains in one process.*2 trainers",
+    ):
+        assert re.search(reason, output), output
+    assert not (tmp_path / "result").exists()
+    lines = (line for line in output.splitlines() if line.startswith("["))
+    one, two, halves = (set(json.loads(line)) for line in lines)
+    num_tables = len(data.TAOBAO.features)
+    assert (len(one), len(two), len(halves)) == (num_tables, num_tables, 2 * num_tables)
+    assert not one & two
+
+
+def test_a_job_of_two_trainers_leaves_one_set_of_results(tmp_path):
+    write_rows(tmp_path)
+    data.main(["--to_parquet", "--data_location", str(tmp_path)])
+    path = tmp_path / "taobao_test_data.parquet"
+    parquet.write_table(parquet.read_table(path), path, row_group_size=50)
+    folder, checkpoints = tmp_path / "result", tmp_path / "checkpoints"
+    words = ["--data_location", str(tmp_path), "--output_dir", str(folder)]
+    words += ["--op_fusion", "false", "--batch_size", "32", "--epochs", "1", "--ev"]
+    words += ["--timeline", "2", "--save_steps", "2", "--keep_checkpoint_max", "2"]
+    script = " ".join([str(FOLDER / "train.py"), *words])
+    command = ["torchrec_job.py:train", "--embedding_servers", "2", "--nn_workers", "2"]
+    variables = {"PERSIA_CHECKPOINT_DIR": str(checkpoints)}
+    with ForkedJob(tmp_path, *command, "--script", script, variables=variables) as job:
+        ended = job.wait()
+    assert ended.status == 0, ended.output
     results = json.loads((folder / "results.json").read_text())
-    assert results["steps"] == NUM_STEPS
     assert 0 <= results["auc_clk"] <= 1
-    assert results["acc_buy"] == pytest.approx(0.5, abs=0.5)
-    assert results["options"]["ev"] is True
+    num_right = results["acc_buy"] * (NUM_ROWS - NUM_TRAINED)
+    assert num_right == pytest.approx(round(num_right))
+    assert results["rows"] == num_ids(tmp_path)  # of the data of both
     assert "| clk | 0." in (folder / "results.md").read_text()
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert len(list(folder.glob("events.out*"))) == 1
-    trace = json.loads((folder / "timeline-4.json").read_text())
-    assert trace["traceEvents"]
-    (checkpoints,) = folder.glob("model_PLE_*")
-    assert [path.name for path in checkpoints.glob("checkpoint-*")] == [
-        "checkpoint-00000003"
-    ]
+    trace = json.loads((folder / "timeline-2.json").read_text())
+    spans = {event.get("name") for event in trace["traceEvents"]}
+    assert {"persia: wait for rows", "persia: wait for push"} <= spans
+    (of_job,) = checkpoints.iterdir()
+    assert len(list(of_job.glob("checkpoint-*"))) == 2
+
+
+def num_ids(folder):
+    """Return how many different ids the rows to train on have, over all features."""
+    batches = data.open_data(data.TAOBAO, folder, 32, parquet=True).train
+    assert batches.num_rows == NUM_TRAINED
+    bags = chain.from_iterable(b.id_features.to_dict().items() for b in batches)
+    return len({(name, one) for name, ids in bags for one in ids.values().tolist()})
