@@ -65,6 +65,7 @@ def test_rows_are_split_where_there_is_one_file(name, tmp_path):
     for part, rows in ((split.train, order[:21]), (split.test, order[21:])):
         ids = [batch.id_features[feature].values().tolist() for batch in part]
         assert sorted(chain(*ids)) == sorted(whole[rows].tolist())
+        assert min(map(len, ids)) >= 2  # as batch norm needs, of the 9 to test, too
     write_lines(spec, tmp_path, spec.train, 40)
     both = data.open_data(spec, tmp_path, 8)
     assert (both.train.num_rows, both.test.num_rows) == (40, 30)
