@@ -169,7 +169,7 @@ class Recovery:
         """
         is_restart = at_first(lambda: is_restart, bool)  # one of others may join late
         if self._config.delta_interval_s:
-            at_first(self._require_increments)
+            self._require_increments()
         run, is_exact = Folder(self._config.folder), self._config.resume == "exact"
         found = at_first(
             lambda: [f.url for f in catalog.saved_states(run.url)], list[str]
@@ -193,8 +193,11 @@ class Recovery:
             logger.warning("training starts again without a checkpoint: %s", rows)
 
     def _require_increments(self) -> None:
-        counters = self._client.counters()
-        if not all("increments_waiting" in of_server for of_server in counters):
+        def are_written() -> bool:
+            counters = self._client.counters()
+            return all("increments_waiting" in of_server for of_server in counters)
+
+        if not at_first(are_written, bool):
             raise ConfigError(
                 "Deltas need servers that write increments. Received: an interval of "
                 f"{self._config.delta_interval_s:g} s, and servers without "
