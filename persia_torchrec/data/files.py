@@ -264,7 +264,7 @@ class ParquetFile:
 
     def num_rows_up_to(self, most: int) -> int:
         """Return how many rows there are, or ``most``."""
-        return min(most, sum(self.group_rows))
+        return int(min(most, sum(self.group_rows)))
 
     def read(self, group: int) -> Rows:
         """Return the rows of a group."""

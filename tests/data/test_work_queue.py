@@ -120,12 +120,13 @@ def test_each_row_counts_once_along_the_history_that_survives(folder, book, data
             if state is not None:
                 trainers.load(state)
             trainers.begin()
-            if is_last:
-                survived += chain(*map(ids_of_some, trainers.iterators))
-                break
             for rank in data.draw(st.lists(st.integers(0, num_trainers - 1))):
                 if (batch := next(trainers.iterators[rank], None)) is not None:
                     trainers.taken[rank].append(batch)
+            if is_last:
+                survived += chain(*map(ids_of_some, trainers.taken))
+                survived += chain(*map(ids_of_some, trainers.iterators))
+                break
             trained = [data.draw(st.integers(0, len(t))) for t in trainers.taken]
             state = json.loads(json.dumps(trainers.save(trained)))
             for batches, num in zip(trainers.taken, trained, strict=True):
@@ -139,6 +140,24 @@ def test_each_row_counts_once_along_the_history_that_survives(folder, book, data
             trainers.begin()
             survived += chain(*map(ids_of_some, trainers.iterators))
     assert Counter(survived) == dict.fromkeys(range(sum(sizes)), num_epochs)
+
+
+def test_rows_that_are_too_few_for_a_trainer_go_to_the_one_before(tmp_path, book):
+    paths = numbered(tmp_path, 5, 5, 1)  # one is read ahead
+
+    def make():
+        queue = WorkQueue(paths, shuffle=False)
+        return CsvDataset(queue, 3, COLUMNS, min_batch_size=2)
+
+    trainers = Trainers(book, next(starts), 2, make)
+    with trainers.stack:
+        trainers.begin()
+        first, other = trainers.iterators
+        taken = [next(first)]
+        assert list(other) == []
+        assert ids_of([*taken, *first]) == list(range(11))
+    with pytest.raises(DataError, match=r"A WorkQueue must have at least 2 rows"):
+        CsvDataset(WorkQueue(paths[2:]), 3, COLUMNS, min_batch_size=2)
 
 
 def test_a_number_is_taken_once_when_trainers_race(book):
