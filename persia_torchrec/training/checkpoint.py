@@ -262,7 +262,9 @@ def _load_dense(state: dict[str, Any], folder: Folder, begun: Iterable[str]) -> 
     for name in begun:
         if isinstance(optimizer := state.get(name), torch.optim.Optimizer):
             _make_state(optimizer)
-    load = partial(state_dict_loader.load, storage_reader=reader_of(folder))
+    reader = reader_of(folder)
+    reader.read_metadata()  # of what is wrong with it, torch 2.11 says nothing
+    load = partial(state_dict_loader.load, storage_reader=reader)
     _let_torch(load, state, _LoadPlanner(), folder)
 
 
