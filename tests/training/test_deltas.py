@@ -45,6 +45,7 @@ SETTINGS = {
         optimizer=Adam(0.1), dynamic=DynamicDim(2, period=3), keeps_metadata=True
     ),
 }
+PLAIN = ["plain"]
 
 
 class Model(nn.Module):
@@ -329,7 +330,7 @@ def increments_of(job):
 
 
 def test_the_newest_checkpoints_stay_with_the_increments_that_they_need(start):
-    job = start(1)
+    job = start(1, names=PLAIN)
     for number in range(1, 5):
         job.save(keep=2)
         job.train(1)
@@ -340,18 +341,18 @@ def test_the_newest_checkpoints_stay_with_the_increments_that_they_need(start):
     # Each save ends an increment, and so does each delta: these are of the fourth's
     # delta, and of the fifth.
     wait_until(lambda: increments_of(job) == [[8, 9]], "others are deleted")
-    resumed = start(1)
+    resumed = start(1, names=PLAIN)
     delta = next(catalog.complete_deltas(Folder(job.run).child("checkpoint-00000004")))
     assert resumed.load(delta.url).step is None
 
 
 def test_logs_of_earlier_starts_are_deleted_when_nothing_needs_them(start):
-    job = start(2)
+    job = start(2, names=PLAIN)
     for _ in range(3):
         job.save(keep=1)
         job.train(1)
         job.save_delta()
-        job = start(2)
+        job = start(2, names=PLAIN)
         job.load()
     assert len(increments_of(job)) > 2
     logs = Folder(job.servers[0].server.shard.config.incremental_dir)
@@ -364,7 +365,7 @@ def test_logs_of_earlier_starts_are_deleted_when_nothing_needs_them(start):
     job.train(1)
     job.save_delta()
     expected = job.snapshot()
-    resumed = start(2)
+    resumed = start(2, names=PLAIN)
     resumed.load()
     assert resumed.snapshot() == expected
 
@@ -372,7 +373,7 @@ def test_logs_of_earlier_starts_are_deleted_when_nothing_needs_them(start):
 def test_a_death_between_save_and_deletion_leaves_what_can_be_loaded(
     start, monkeypatch
 ):
-    job = start(1)
+    job = start(1, names=PLAIN)
     job.save(keep=1)
     job.train(1)
 
@@ -385,7 +386,7 @@ def test_a_death_between_save_and_deletion_leaves_what_can_be_loaded(
             job.save(keep=1)
     assert checkpoints_of(job) == ["00000002", "00000001"]
     expected = job.snapshot()
-    resumed = start(1)
+    resumed = start(1, names=PLAIN)
     resumed.load()
     assert resumed.snapshot() == expected
     job.save(keep=1)
@@ -414,13 +415,13 @@ def train_recoverably(job, num):
 
 def test_recoverable_saves_deltas_and_resumes_from_the_last(start, monkeypatch):
     monkeypatch.setattr(clock, "_LEAST_INTERVAL", 0)
-    job = start(2)
+    job = start(2, names=PLAIN)
     _, resumed_from = train_recoverably(job, 6)
     assert resumed_from is None
     (checkpoint,) = catalog.complete_checkpoints(Folder(job.run))
     assert len(list(catalog.complete_deltas(checkpoint))) == 5
     expected = job.train(4)
-    resumed = start(2)
+    resumed = start(2, names=PLAIN)
     losses, resumed_from = train_recoverably(resumed, 4)
     assert resumed_from.endswith("checkpoint-00000001/delta-00000005")
     assert losses == expected
