@@ -5,6 +5,7 @@ it, or on which it hangs, is known; that is kept in ``cases``, and each later ru
 it first. What an input may do: be accepted, or raise one of this package's errors.
 """
 
+import gc
 import hashlib
 import logging
 import mmap
@@ -177,5 +178,6 @@ def _resident_mib() -> float:
 
 
 def _num_open() -> tuple[int, int]:
-    """Return how many descriptors and threads there are."""
+    """Return how many descriptors and threads there are, when garbage is gone."""
+    gc.collect()
     return len([*Path("/proc/self/fd").iterdir()]), threading.active_count()
