@@ -1,11 +1,13 @@
 """The optimizers of both halves, by one name and one formula; and parts of a batch."""
 
+from collections.abc import Iterable
 from functools import partial
 from math import sqrt
 from typing import Any
 
 import torch
 from options import Options
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 import persia_torchrec as persia
 from persia_torchrec import optim
@@ -36,6 +38,18 @@ def row_optimizer(options: Options) -> Any:
     return make[options.optimizer](lr=options.learning_rate)
 
 
+def make_schedules(
+    options: Options, optimizers: list[torch.optim.Optimizer], num_steps: int
+) -> dict[str, LRScheduler]:
+    """Return what changes the rate of each optimizer, if anything does, by name."""
+    if options.schedule is None:
+        return {}
+    return {
+        f"schedule of {half}": CosineAnnealingLR(optimizer, num_steps)
+        for half, optimizer in zip(("layers", "rows"), optimizers, strict=True)
+    }
+
+
 class RowAdam(torch.optim.SparseAdam):
     """torch's Adam for the rows of a batch alone: of plain TorchRec's tables.
 
@@ -62,10 +76,17 @@ class Steps:
     Args:
         optimizers: stepped together.
         num_parts: backward passes whose gradients add up to one step.
+        schedules: of their learning rates, stepped after them.
     """
 
-    def __init__(self, optimizers: list[torch.optim.Optimizer], num_parts: int) -> None:
+    def __init__(
+        self,
+        optimizers: list[torch.optim.Optimizer],
+        num_parts: int,
+        schedules: Iterable[LRScheduler] = (),
+    ) -> None:
         self.optimizers, self._num_parts = optimizers, num_parts
+        self._schedules = list(schedules)
         self._num = 0
 
     def zero_grad(self) -> None:
@@ -83,6 +104,6 @@ class Steps:
     def end(self) -> None:
         """Step with the parts that there are, if any."""
         if self._num:
-            for optimizer in self.optimizers:
-                optimizer.step()
+            for stepped in (*self.optimizers, *self._schedules):
+                stepped.step()
             self._num = 0

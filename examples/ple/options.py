@@ -72,6 +72,9 @@ class Options:
         choices=("adam", "adamasync", "adagraddecay", "adagrad", "gradientdescent"),
     )
     learning_rate: float = option(0.001, "of both halves")
+    schedule: str | None = option(
+        None, "the rate falls to 0 along half a cosine", choices=("cosine",)
+    )
     l2_regularization: float = option(0.0, "l / 2 times the squares of dense kernels")
     bf16: bool = option(False, "dense layers in bfloat16")
     emb_fusion: bool = option(True, "one collection of all tables, or one a table")

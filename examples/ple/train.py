@@ -31,7 +31,7 @@ from model import (
     MultiTaskModel,
     make_collections,
 )
-from optimizers import RowAdam, Steps, dense_optimizer, row_optimizer
+from optimizers import RowAdam, Steps, dense_optimizer, make_schedules, row_optimizer
 from options import EPOCHS, Options
 from results import Progress, measure, write
 from torch import nn
@@ -184,6 +184,10 @@ class OnServers:
         recovery_s = cluster.recovery_s
         return EmbeddingClient.connect(cluster.addresses, recovery_s=recovery_s)
 
+    def optimizer(self, options: Options) -> Any:
+        """Return what holds the rates of the rows; the servers step."""
+        return self.sharders.optimizer
+
     def saved(self, state: dict[str, Any], stack: contextlib.ExitStack) -> Any:
         """Resume the run, if there is a checkpoint; return what counts and saves."""
         options = self._options
@@ -224,6 +228,10 @@ class InProcess:
 
     def __init__(self, model: MultiTaskModel) -> None:
         self.model = model
+
+    def optimizer(self, options: Options) -> Any:
+        """Return what steps the rows."""
+        return RowAdam(self.model.collections.parameters(), lr=options.learning_rate)
 
     def saved(self, state: dict[str, Any], stack: contextlib.ExitStack) -> Any:
         """Return what counts the steps."""
@@ -305,12 +313,11 @@ class Training:
         if not options.tf:
             self.half = OnServers(options, spec, model, stack)
         dense = dense_optimizer(options, model.losses.parameters())
-        optimizers = [dense]
-        if options.tf:
-            rows = model.collections.parameters()
-            optimizers.append(RowAdam(rows, lr=options.learning_rate))
-        self._steps = Steps(optimizers, options.num_parts)
-        self._run = self.half.saved({"optimizer": dense, "data": self._data}, stack)
+        rows = self.half.optimizer(options)
+        schedules = make_schedules(options, [dense, rows], self.num_steps)
+        self._steps = Steps([dense, rows], options.num_parts, schedules.values())
+        state = {"optimizer": dense, "data": self._data, **schedules}
+        self._run = self.half.saved(state, stack)
         self.progress = Progress(
             Path(options.output_dir),
             spec.labels,

@@ -2,13 +2,16 @@
 
 import importlib
 import json
+import math
 import re
 import sys
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from examples.ple import options
 from examples.ple.options import Options
@@ -17,6 +20,12 @@ from tests.test_optim import move_both
 
 FOLDER = Path(options.__file__).parent
 README_FILE = FOLDER / "README.md"
+
+
+@pytest.fixture
+def optimizers(monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
+    return importlib.import_module("optimizers")
 
 
 def test_the_defaults_are_those_of_the_original():
@@ -71,9 +80,7 @@ def test_plain_torchrec_needs_no_option_switched_off():
 @pytest.mark.parametrize(
     "name", ["adam", "adamasync", "adagraddecay", "adagrad", "gradientdescent"]
 )
-def test_both_halves_step_alike(name, monkeypatch):
-    monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
-    optimizers = importlib.import_module("optimizers")
+def test_both_halves_step_alike(name, optimizers):
     given = Options.parse(["--optimizer", name, "--learning_rate", "0.1"])
     dense = partial(optimizers.dense_optimizer, given)
     move_both(optimizers.row_optimizer(given), dense)
@@ -101,3 +108,16 @@ def test_every_option_is_read_somewhere():
     source = "".join(path.read_text() for path in sorted(FOLDER.glob("*.py")))
     for name in (f.name for f in fields(Options)):
         assert re.search(rf"\b(options|self)\.{name}\b|\"{name}\"", source), name
+
+
+def test_a_schedule_lets_the_rates_of_both_halves_fall_along_a_cosine(optimizers):
+    both = [torch.optim.SGD([torch.zeros(1)], lr=lr) for lr in (1.0, 2.0)]
+    options = Options.parse(["--schedule", "cosine"])
+    schedules = optimizers.make_schedules(options, both, 4)
+    steps, rates = optimizers.Steps(both, 2, schedules.values()), []
+    for _ in range(2 * 4):
+        steps.step()
+        rates.append([one.param_groups[0]["lr"] for one in both])
+    expected = [(1 + math.cos(math.pi * n / 4)) / 2 for n in (0, 1, 1, 2, 2, 3, 3, 4)]
+    np.testing.assert_allclose(rates, np.outer(expected, (1, 2)), atol=1e-12)
+    assert optimizers.make_schedules(Options.parse([]), both, 4) == {}
