@@ -1,5 +1,6 @@
 """The file formats and messages that are fuzzed, each with what reads it."""
 
+import contextlib
 import io
 import json
 import os
@@ -391,8 +392,8 @@ def memory_files() -> Format:
             opened = EmbeddingStore(
                 CAPACITY, memory_file=f"/proc/self/fd/{file}", **SETTINGS
             )
-            opened.notes(64)
-            opened.close()
+            with contextlib.closing(opened):
+                opened.notes(64)
         finally:
             os.close(file)
 
