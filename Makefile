@@ -100,8 +100,10 @@ lint: $(STAMP)  ## format, lint, types, import rules
 	$(BIN)/mypy --no-error-summary
 	$(BIN)/lint-imports --no-logo
 
+# Tests wait for processes half of the time: there are more of them than cores.
+WORKERS = $(shell expr $$(env -u OMP_NUM_THREADS nproc) \* 3 / 2)
 unit: $(STAMP)  ## the tests, benchmarks included; ARGS="-k wire" chooses
-	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest --numprocesses logical --dist loadfile --no-loadscope-reorder $(ARGS)
+	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # The oldest and the newest torch, each in an environment of its own. VERSIONS="2.12"
 # chooses, and PYTHON=python3.13. Of most torches an index has CUDA builds alone, of some
