@@ -159,6 +159,12 @@ class MixedCollection(types.ShardedModule[Any, Any, Any, Any], FusedOptimizerMod
         """The module of the tables on the servers."""
         return self._remote[0]
 
+    def reset_parameters(self) -> None:
+        """Give the rows of both halves their initial weights; all trainers call it."""
+        super().reset_parameters()
+        if hasattr(self, "_remote"):  # TorchRec's module calls it as it is made
+            self.remote.reset_parameters()
+
     def train(self, mode: bool = True) -> Self:
         """Train or evaluate, both halves."""
         self.remote.train(mode)

@@ -212,6 +212,20 @@ def test_the_fused_optimizer_schedules_local_and_remote_tables(job):
     assert torch.equal(model.module.bags(ids).values(), before)
 
 
+def test_a_reset_reaches_local_and_remote_tables(job):
+    model = put_some_on_servers(job, constraints=constraints("table_wise"))
+    ids, labels = next(batches(1))
+    train(model, [(ids, torch.zeros_like(labels))])
+    trained = model.module.bags(ids).to_dict()
+    model.module.bags.reset_parameters()
+    new = model.module.bags(ids).to_dict()
+    assert all(not torch.equal(new[name], trained[name]) for name in COLUMNS)
+    model.module.bags.reset_parameters()
+    again = model.module.bags(ids).to_dict()
+    for name in ("user@user", "item"):  # drawn by id
+        assert torch.equal(again[name], new[name])
+
+
 def test_a_checkpoint_of_the_local_half_loads_strictly(job):
     model = put_some_on_servers(job, constraints=constraints("data_parallel"))
     state = copy.deepcopy(model.state_dict())
