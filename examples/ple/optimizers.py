@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable
 from functools import partial
-from math import sqrt
+from math import cos, pi, sqrt
 from typing import Any
 
 import torch
 from options import Options
-from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 import persia_torchrec as persia
 from persia_torchrec import optim
@@ -44,8 +44,12 @@ def make_schedules(
     """Return what changes the rate of each optimizer, if anything does, by name."""
     if options.schedule is None:
         return {}
+
+    def share(step: int) -> float:
+        return (1 + cos(pi * min(step / num_steps, 1))) / 2
+
     return {
-        f"schedule of {half}": CosineAnnealingLR(optimizer, num_steps)
+        f"schedule of {half}": LambdaLR(optimizer, share)
         for half, optimizer in zip(("layers", "rows"), optimizers, strict=True)
     }
 

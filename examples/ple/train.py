@@ -500,6 +500,12 @@ def run(options: Options) -> dict[str, Any]:
             "--tf trains in one process, which has all tables. Received: "
             f"{env.get_world_size()} trainers. Start one."
         )
+    if options.schedule and env.get_world_size() > 1:
+        raise ConfigError(
+            "--schedule needs one trainer: several may have other numbers of steps, "
+            f"and share the rates of rows. Received: {env.get_world_size()} trainers. "
+            "Start one."
+        )
     folder, spec = Path(options.output_dir), SPECS[options.dataset]
     with contextlib.ExitStack() as stack:
         start_torch(options, stack)

@@ -87,7 +87,7 @@ def _read_list(folder: Folder) -> metadata.Metadata:
         listed = vars(read).get("state_dict_metadata")
         if isinstance(listed, dict) and all(isinstance(name, str) for name in listed):
             return read
-    raise _damaged(folder, f"one of {type(read).__name__}")
+    raise _damaged(folder, f"a {type(read).__name__} without names of tensors")
 
 
 def _damaged(folder: Folder, received: str) -> CheckpointError:

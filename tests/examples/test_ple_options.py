@@ -115,9 +115,11 @@ def test_a_schedule_lets_the_rates_of_both_halves_fall_along_a_cosine(optimizers
     options = Options.parse(["--schedule", "cosine"])
     schedules = optimizers.make_schedules(options, both, 4)
     steps, rates = optimizers.Steps(both, 2, schedules.values()), []
-    for _ in range(2 * 4):
+    for _ in range(2 * 5):
         steps.step()
         rates.append([one.param_groups[0]["lr"] for one in both])
-    expected = [(1 + math.cos(math.pi * n / 4)) / 2 for n in (0, 1, 1, 2, 2, 3, 3, 4)]
+    expected = [
+        (1 + math.cos(math.pi * n / 4)) / 2 for n in (0, 1, 1, 2, 2, 3, 3, 4, 4, 4)
+    ]
     np.testing.assert_allclose(rates, np.outer(expected, (1, 2)), atol=1e-12)
     assert optimizers.make_schedules(Options.parse([]), both, 4) == {}

@@ -151,6 +151,7 @@ def refuse(folder):
         ({"PATH": "", "CXX": ""}, "--op_fusion", "true"),
         ({"PATH": "", "CXX": "nowhere"}, "--op_fusion", "true"),
         ({"WORLD_SIZE": "2"}, "--tf"),
+        ({"WORLD_SIZE": "2"}, "--schedule", "cosine"),
     ):
         os.environ.update(variables)
         try:
@@ -199,6 +200,7 @@ def test_what_cannot_be_is_refused_before_anything_starts_and_tables_have_seeds(
         r"--op_fusion needs a C\+\+ compiler.* no g\+\+, c\+\+, clang\+\+ in PATH",
         r"no nowhere in PATH. .* or give --op_fusion false",
         r"--tf trains in one process.*2 trainers",
+        r"--schedule needs one trainer.*2 trainers",
     ):
         assert re.search(reason, output), output
     assert not (tmp_path / "result").exists()
