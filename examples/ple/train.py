@@ -430,7 +430,7 @@ def compile_dense(losses: Losses, options: Options) -> float:
     began_s = time.monotonic()
     dense = losses.dense_model
     losses.compiled_batch = options.part_size
-    dense.compile()
+    dense.compile(options={"fallback_random": True})  # dropout is that of torch
     before = {name: buffer.clone() for name, buffer in dense.named_buffers()}
     x = torch.zeros(options.part_size, dense.width, requires_grad=True)
     try:

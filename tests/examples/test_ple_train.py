@@ -1,6 +1,7 @@
 """The training of the PLE example, on rows that look like Taobao's."""
 
 import contextlib
+import copy
 import importlib
 import json
 import os
@@ -164,6 +165,34 @@ def refuse(folder):
         print(json.dumps([one.seed for one in settings.values()]))
 
 
+def compile_layers(folder):
+    """Print by how much the loss and its gradients differ if layers are compiled."""
+    torch._inductor.config.compile_threads = 1
+    options = parse(Path(folder), "--op_fusion", "true")
+    layers = model.DenseModel("shared", 32, corrected=True)
+    losses, keys = model.Losses(layers), list(layers.state_dict())
+    before = copy.deepcopy(losses)
+    assert of_example("train").compile_dense(losses, options) > 0
+    assert list(layers.state_dict()) == keys
+    assert losses.compiled_batch == options.batch_size
+    steps = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (before, losses)]
+    differences = []
+    for batch in range(4):
+        torch.manual_seed(batch)
+        x, y = torch.randn(options.batch_size, 32), torch.rand(2, options.batch_size)
+        found = []
+        for one, step in zip((before, losses), steps, strict=True):
+            torch.manual_seed(batch)
+            given = x.clone().requires_grad_()
+            step.zero_grad()
+            loss, (of_tasks, *_) = one(given, y)
+            loss.backward()
+            step.step()
+            found.append(torch.cat([of_tasks, given.grad.flatten()]))
+        differences.append((found[0] - found[1]).abs().max().item())
+    print(json.dumps(differences))
+
+
 def in_a_process(folder, target, *words):
     write_rows(folder)
     with Processes(folder) as processes:
@@ -190,6 +219,11 @@ def test_a_resumed_run_and_one_of_single_collections_have_the_losses_of_one(tmp_
     newest = sorted(path.name for path in (tmp_path / "whole").glob("checkpoint-*"))
     # Of those of steps 2 and 4, and of the end.
     assert newest == ["checkpoint-00000002", "checkpoint-00000003"]
+
+
+def test_compiled_layers_have_the_losses_and_keys_of_those_as_written(tmp_path):
+    *_, line = in_a_process(tmp_path, compile_layers).splitlines()
+    assert max(json.loads(line)) < 1e-5
 
 
 def test_what_cannot_be_is_refused_before_anything_starts_and_tables_have_seeds(
