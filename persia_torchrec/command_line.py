@@ -74,7 +74,7 @@ def build(kind: type[T], given: dict[str, Any]) -> T:
 
 def add_flags(parser: argparse.ArgumentParser, kind: Any) -> None:
     """Add the flags of a dataclass; a flag that is not given leaves no attribute."""
-    kinds, docs = get_type_hints(kind), _field_docs(kind)
+    kinds, docs = get_type_hints(kind), field_docs(kind)
     for field in fields(kind):
         if is_dataclass(kinds[field.name]):
             add_flags(parser, kinds[field.name])
@@ -110,6 +110,24 @@ def format_flags(**values: object) -> list[str]:
     return words
 
 
+def field_docs(kind: type) -> dict[str, str]:
+    """Return the docstrings that follow the fields in the source."""
+    docs = {}
+    for base in reversed(kind.__mro__):
+        if not is_dataclass(base):
+            continue
+        (body,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(body, ast.ClassDef)
+        for field, doc in pairwise(body.body):
+            match field, doc:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
+                    docs[name] = " ".join(text.replace("``", "").split())
+    return docs
+
+
 def _options(kind: Any, *, repeat: bool) -> dict[str, Any]:
     """Return what ``add_argument`` must know of a field's type."""
     if isinstance(kind, types.UnionType):  # X | None
@@ -131,21 +149,3 @@ def _help(field: Field[Any], docs: dict[str, str]) -> str:
     if is_shown and not text.endswith("]"):
         text = f"{text} [{default}]"
     return text.replace("%", "%%")
-
-
-def _field_docs(kind: type) -> dict[str, str]:
-    """Return the docstrings that follow the fields in the source."""
-    docs = {}
-    for base in reversed(kind.__mro__):
-        if not is_dataclass(base):
-            continue
-        (body,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        assert isinstance(body, ast.ClassDef)
-        for field, doc in pairwise(body.body):
-            match field, doc:
-                case (
-                    ast.AnnAssign(target=ast.Name(id=name)),
-                    ast.Expr(value=ast.Constant(value=str(text))),
-                ):
-                    docs[name] = " ".join(text.replace("``", "").split())
-    return docs

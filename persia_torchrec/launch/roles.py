@@ -14,19 +14,21 @@ flags, the rest. What a role asks the scheduler for is a file, and words over it
     --roles_file roles.yml --set "server.cpu=16 trainer.env.LOG_LEVEL=DEBUG"
 """
 
+import inspect
 import math
 import re
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
 from fractions import Fraction
-from typing import Annotated, Any, Literal
+from functools import cached_property
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 from msgspec import Meta, Struct, structs
 from torchx import specs
 
 from persia_torchrec import env as environment
-from persia_torchrec.command_line import format_flags
+from persia_torchrec.command_line import field_docs, format_flags
 from persia_torchrec.config.yaml_file import parse_yaml, read_section, read_text
 from persia_torchrec.decoding import KeyPath
 from persia_torchrec.env import CHECKPOINT_DIR, JOIN_TIMEOUT_S, MAX_PORT, is_loopback
@@ -46,6 +48,12 @@ _SETTINGS = {  # how components call the number of processes of a role
 }
 
 
+OF_ROLE = ("python", "image", "env", "roles_file", "set", "join_timeout_s", "recover")
+"""Fields of ``JobSettings`` that each component offers."""
+
+OF_JOB = (*OF_ROLE, "imports", "recovery_timeout_s", "max_restarts", "max_retries")
+"""Those that components of whole jobs offer."""
+
 _TOKENS = ("PERSIA_JOB_TOKEN", "PERSIA_HTTP_TOKEN")  # of these, files are named
 
 _UNITS = {
@@ -60,6 +68,7 @@ _TOKEN = {"PERSIA_JOB_TOKEN": "persia-job-token/token"}  # where Kubernetes has 
 _ROLE_LABEL = "torchx.pytorch.org/role-name"
 
 Count = Annotated[int, Meta(ge=0)]
+Component = TypeVar("Component", bound=Callable[..., Any])
 
 
 class RoleSettings(Struct, frozen=True, kw_only=True):
@@ -207,29 +216,56 @@ class _Role(specs.Role):
             container.env.append({"name": name, "valueFrom": value})
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class JobSettings:
-    """What all roles of one job have in common."""
+    """What all roles of one job have in common; fields with docs are for components."""
 
     port: int  # of the address book, in ``[1, 65535]``
-    embedding_config: str | None = None  # path where the roles run, like the next
-    global_config: str | None = None  # both None: a job without PERSIA's contexts
     host: str = ""  # of the address book; empty: of the first role of the whole job
-    python: str = "python3"  # the interpreter, looked up in PATH where the role runs
-    image: str = ""  # passed to the scheduler unchanged
-    env: Mapping[str, str] = field(default_factory=dict)  # further variables
-    imports: str = ""  # modules that servers and workers import, separated by commas
-    settings: Mapping[str, RoleSettings] = field(default_factory=dict)  # by role
-    join_timeout_s: float = JOIN_TIMEOUT_S  # of each wait of the start
-    nproc_per_node: int = 1  # trainers that torchrun starts in each of their replicas
-    recover: bool = True  # whether what is killed starts again
-    memory_dir: str = AUTO  # where the servers' rows are then, see ``SupervisorConfig``
-    recovery_timeout_s: float = RECOVERY_S  # how long the job waits then
-    max_restarts: int = 3  # of a process without progress since
-    max_retries: int = 0  # of the whole job, by Slurm and Volcano
-    resume_dir: str = ""  # of automatic checkpoints; empty: a folder of each job
+    embedding_config: str | None = None
+    """path of embedding_config.yml, where the roles run"""
+    global_config: str | None = None  # both None: a job without PERSIA's contexts
+    """path of global_config.yml, where the roles run"""
+    nproc_per_node: int = 1
+    """NN workers that torchrun starts in each of their replicas"""
+    python: str = "python3"
+    """interpreter, looked up in PATH where the roles run"""
+    image: str = ""
+    """container image; not used by local_cwd"""
+    env: dict[str, str] = field(default_factory=dict)
+    """further variables for every role, as NAME=value,NAME=value"""
+    imports: str = ""
+    """modules that servers and embedding workers import, separated by commas, which
+    register optimizers, initializers or admissions of their own"""
+    roles_file: str = ""
+    """a file of what each role asks the scheduler for, on the machine that runs torchx:
+    processors, memory, GPUs, volumes, variables, image, replicas"""
+    set: str = ""
+    """the same in words, over the file: "server.cpu=8 server.memory=64Gi\""""
+    join_timeout_s: float = JOIN_TIMEOUT_S
+    """seconds that each wait of the start may take"""
+    recover: bool = True
+    """start again what is killed: servers with their rows, NN workers all together,
+    from their last automatic checkpoint (of a TorchRec script, by recoverable()).
+    False: the job fails"""
+    memory_dir: str = AUTO
+    """where the rows of servers are that recover: auto for the fastest memory there is,
+    a folder of each host, or private: with the process"""
+    recovery_timeout_s: float = RECOVERY_S
+    """seconds after which the job fails if a process that recovers is not back"""
+    max_restarts: int = 3
+    """how often such a process may end without progress between: a trained batch, or in
+    a job that serves, a minute"""
+    max_retries: int = 3
+    """how often Slurm or Kubernetes may start the whole job again, as if a host was
+    lost; Kubernetes does once less. 0: never"""
+    resume_dir: str = ""
+    """folder of the automatic checkpoints. A job that is started with that of another
+    continues it. By default each job has one of its own"""
 
     def __post_init__(self) -> None:
+        # torchx gives None for an empty word.
+        object.__setattr__(self, "env", self.env or {})
         for name in ("embedding_config", "global_config", "python", "memory_dir"):
             if (text := getattr(self, name)) is not None:
                 _require_text(name, text)
@@ -252,6 +288,11 @@ class JobSettings:
             raise ConfigError(
                 f"env must not set what the job sets itself. Received: {reserved}."
             )
+
+    @cached_property
+    def settings(self) -> dict[str, RoleSettings]:
+        """What each role asks for."""
+        return read_settings(self.roles_file, self.set)
 
     def variables(self, num_replicas: int) -> dict[str, str]:
         """Return the variables by which a process finds the job and its index in it."""
@@ -282,7 +323,7 @@ class JobSettings:
 
     def num_replicas(self, role: str, number: int) -> int:
         """Return the number of processes that an argument or the settings give."""
-        given = self.settings.get(role, RoleSettings()).replicas
+        given = self.settings[role].replicas
         return _agree(_SETTINGS[role], number, 1, f"{role}.replicas", given)
 
     def role(
@@ -296,7 +337,7 @@ class JobSettings:
         tokens: Sequence[str] = _TOKENS[:1],
     ) -> specs.Role:
         """Build a role that runs a module of this package, and has tokens' files."""
-        own = self.settings.get(name, RoleSettings())
+        own = self.settings[name]
         words = ["-m", f"persia_torchrec.{module}", *arguments]
         if self.recover:
             words = under_supervisor([self.python, *words], **self._survives(name))
@@ -320,7 +361,7 @@ class JobSettings:
                 **own.env,
             },
             num_replicas=num_replicas,
-            max_retries=self.max_retries if self.recover else 0,
+            max_retries=self.max_retries if self.recover and not self.host else 0,
             resource=own.resource(gpus),
             mounts=own.mounts(),
             secrets=self._secrets(own),
@@ -342,11 +383,43 @@ class JobSettings:
 
     def run_dir(self) -> str:
         """Return the folder of the automatic checkpoints, as ``TrainCtx`` does."""
-        trainer = self.settings.get("trainer", RoleSettings())
-        variables = {**self.variables(1), **self.env, **trainer.env}
+        variables = {**self.variables(1), **self.env, **self.settings["trainer"].env}
         folder = variables.get("PERSIA_CHECKPOINT_DIR", CHECKPOINT_DIR)
         own = f"{folder}/{specs.macros.app_id}"
         return variables.get("PERSIA_RESUME_DIR", own)
+
+
+def offers(*names: str) -> Callable[[Component], Component]:
+    """Have the ``**shared`` of a component stand for these fields of ``JobSettings``.
+
+    torchx reads a component's signature and docstring. Both get the fields, with types,
+    defaults and docs; a field whose default is None must be given.
+    """
+
+    def extend(component: Component) -> Component:
+        signature = inspect.signature(component)
+        own = list(signature.parameters.values())[:-1]
+        shared = [_parameter(name) for name in names]
+        described: Any = component  # to mypy, not every callable has a signature
+        described.__signature__ = signature.replace(parameters=[*own, *shared])
+        docs = field_docs(JobSettings)
+        lines = [f"    {name}: {docs[name]}" for name in names]
+        described.__doc__ = "\n".join([inspect.getdoc(component) or "", *lines])
+        return component
+
+    return extend
+
+
+def _parameter(name: str) -> inspect.Parameter:
+    """Return an argument as torchx wants it, which does not know ``str | None``."""
+    (own,) = (field for field in fields(JobSettings) if field.name == name)
+    kind = get_type_hints(JobSettings)[name]
+    default = own.default if own.default is not MISSING else {}
+    if default is None:
+        kind, default = get_args(kind)[0], inspect.Parameter.empty
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind
+    )
 
 
 def coordinator(job: JobSettings, **counts: int) -> specs.Role:

@@ -1,4 +1,6 @@
 import ast
+import dataclasses
+import inspect
 import os
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from torchx.runner import get_runner
 from torchx.specs.finder import get_component
 
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.launch.roles import JobSettings
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = {"embedding_config": "embedding.yml", "global_config": "global.yml"}
@@ -246,6 +249,28 @@ def test_slurm_does_not_cut_a_list_in_a_variable(runner, tmp_path):
     (task,) = [one for one in pods["spec"]["tasks"] if one["name"] == "server-0"]
     (container,) = task["template"]["spec"]["containers"]
     assert {"name": "NICS", "value": "eth0,eth1"} in container["env"]
+
+
+def test_a_component_has_the_arguments_of_its_roles_alone():
+    shared = {field.name for field in dataclasses.fields(JobSettings)}
+    offered = {}
+    for name in COMPONENTS:
+        parameters = inspect.signature(load(name)).parameters
+        offered[name] = shared & parameters.keys()
+        lines = load(name).__doc__.splitlines()
+        documented = {line.strip().partition(":")[0] for line in lines}
+        assert parameters.keys() <= documented
+    whole = shared - {"host"}
+    assert offered["job.py:train"] == whole
+    assert offered["torchrec_job.py:train"] == whole - CONFIGS.keys()
+    of_training = {"memory_dir", "resume_dir", "nproc_per_node"}
+    assert offered["inference.py:serve"] == whole - of_training
+    of_jobs = {"recovery_timeout_s", "max_restarts", "max_retries", "resume_dir"}
+    single = {name: found for name, found in offered.items() if "roles.py" in name}
+    for name, found in single.items():
+        assert found & of_jobs == set()
+        assert ("memory_dir" in found) == name.endswith("server")
+        assert ("imports" in found) == name.startswith("roles.py:embedding")
 
 
 def test_image_and_interpreter_are_passed_on_unchanged():
