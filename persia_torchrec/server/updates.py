@@ -277,7 +277,8 @@ def _of_found_blocks(grads_ND: Floats, slots_NB: Slots) -> Floats:
     num, num_blocks = slots_NB.shape
     is_found_NB = slots_NB != MISSING
     is_found_NB[:, 0] = True
-    of_blocks = grads_ND.reshape(num, num_blocks, -1)
+    width = grads_ND.shape[1] // num_blocks
+    of_blocks = grads_ND.reshape(num, num_blocks, width)
     left: Floats = of_blocks * is_found_NB[:, :, None]  # NaN stays NaN
     return left.reshape(grads_ND.shape)
 

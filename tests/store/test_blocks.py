@@ -237,6 +237,10 @@ def test_trainers_that_step_together_add_up_what_their_lookups_have_found():
         [part] = build_gradients(updates, slots)
         assert part.grads[0].tolist() == [3] * (DIM // 2) + [second] * (DIM // 2)
         assert (part.hints[0] == MISSING).tolist() == [False, second == 0]
+    # Of the second trainer's ids, none is of this server.
+    updates[1] = Update(b"", header, [TableIds(0, ids[:0])], [grads[1][:0]])
+    [part] = build_gradients(updates, [[(0, after)], [(0, after[:0])]])
+    assert part.grads.tolist() == grads[0].tolist()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +17,8 @@ from persia_torchrec import (
     AdmitBloom,
     AdmitFrequency,
     DynamicDim,
+    EmbeddingClient,
+    Expiry,
     TableSettings,
     load_checkpoint,
     recoverable,
@@ -28,7 +32,7 @@ from persia_torchrec.embedding.optim import Adam
 from persia_torchrec.errors import CheckpointError, ConfigError
 from persia_torchrec.store.memory import MISSING
 from persia_torchrec.training import clock
-from tests.processes import wait_until
+from tests.processes import Processes, wait_until
 from tests.servers import ids_of
 from tests.sharding.remote_job import Bags, kjt_of, shard
 from tests.store.consistency import ids_oldest_first
@@ -44,6 +48,10 @@ SETTINGS = {
     "dynamic": TableSettings(
         optimizer=Adam(0.1), dynamic=DynamicDim(2, period=3), keeps_metadata=True
     ),
+}
+EXPIRING = {
+    name: replace(settings, expiry=Expiry(steps_to_live=1))
+    for name, settings in SETTINGS.items()
 }
 PLAIN = ["plain"]
 
@@ -62,42 +70,20 @@ class Model(nn.Module):
         return self.top(self.bags(ids).values())
 
 
-class Job:
-    """A model on servers that write increments, and what a user does with it."""
+class Trainer:
+    """A model on servers, and what a user does with it."""
 
-    def __init__(
-        self,
-        servers,
-        folder,
-        num_servers,
-        *,
-        names=SETTINGS,
-        num_ids=NUM_IDS,
-        **settings,
-    ):
-        self.run, logs = str(folder / "run"), str(folder / "increments")
-        settings = {"incremental_interval_s": NEVER_S, **settings}
-        settings.setdefault("incremental_dir", logs)
-        self.servers = servers.start(num_servers, **settings)
-        self.client = servers.client(self.servers)
-        tables = {name: SETTINGS[name] for name in names}
-        self.sharders = remote_sharders(self.client, Adagrad(0.1), tables=tables)
+    def __init__(self, client, folder, tables, num_ids=NUM_IDS):
+        self.run, self.client, self._tables = str(folder / "run"), client, tables
+        self.sharders = remote_sharders(client, Adagrad(0.1), tables=tables)
         torch.manual_seed(3)
-        self.model = shard(Model(names, num_ids), *self.sharders)
+        self.model = shard(Model(tables, num_ids), *self.sharders)
         top = self.model.module.top.parameters()
         self.optimizer = torch.optim.Adam(top, lr=0.05)
         self.state = {"model": self.model, "optimizer": self.optimizer, "step": 0}
-        if settings["incremental_dir"] is not None:
-            wait_until(
-                lambda: all(
-                    server.server.shard.checkpoints._increments.is_writing
-                    for server in self.servers
-                ),
-                "all servers write a log",
-            )
 
     def batch(self):
-        rng = np.random.default_rng(self.state["step"])
+        rng = np.random.default_rng([self.state["step"], dist.get_rank()])
         return kjt_of({"f": rng.integers(0, NUM_IDS, (6, 2)).tolist()})
 
     def train(self, num):
@@ -122,6 +108,60 @@ class Job:
     def load(self, path=None):
         return load_checkpoint(path or self.run, self.state, self.client)
 
+    def dense(self):
+        """Return the weights, and the state of their optimizer, as bytes."""
+        arrays = list(self.model.module.parameters())
+        for state in self.optimizer.state_dict()["state"].values():
+            arrays += state.values()
+        return b"".join(array.detach().numpy().tobytes() for array in arrays)
+
+    def sweep(self):
+        """Wait until the servers have dropped all rows that have expired."""
+        self.sharders.flush()
+        dist.barrier()
+        ids = ids_of(*range(NUM_IDS))
+        for name, settings in self._tables.items():
+            if settings.expiry is not None:
+                oldest = self.client.step(name) - settings.expiry.steps_to_live
+
+                def is_over(name=name, oldest=oldest):
+                    found = self.client.metadata(name, ids)
+                    return (found.last_step[found.frequency > 0] >= oldest).all()
+
+                wait_until(is_over, "expired rows leave")
+
+    def close(self):
+        self.sharders.close()
+
+
+class Job(Trainer):
+    """A trainer with servers of its own, which write increments."""
+
+    def __init__(
+        self,
+        servers,
+        folder,
+        num_servers,
+        *,
+        names=SETTINGS,
+        num_ids=NUM_IDS,
+        tables=SETTINGS,
+        **settings,
+    ):
+        settings = {"incremental_interval_s": NEVER_S, **settings}
+        settings.setdefault("incremental_dir", str(folder / "increments"))
+        self.servers = servers.start(num_servers, **settings)
+        client = servers.client(self.servers)
+        super().__init__(client, folder, {n: tables[n] for n in names}, num_ids)
+        if settings["incremental_dir"] is not None:
+            wait_until(
+                lambda: all(
+                    server.server.shard.checkpoints._increments.is_writing
+                    for server in self.servers
+                ),
+                "all servers write a log",
+            )
+
     @property
     def stores(self):
         return [server.server.shard.store for server in self.servers]
@@ -141,8 +181,8 @@ class Job:
                     keys, values, _ = state.sightings()
                     pairs = zip(keys.tolist(), values.tolist(), strict=True)
                     waiting += [(name, *pair) for pair in pairs]
-        dense = [p.detach().numpy().tobytes() for p in self.model.module.parameters()]
-        return sorted(rows), sorted(waiting), sorted(steps), dense, self.state["step"]
+        learnt = self.dense(), self.state["step"]
+        return sorted(rows), sorted(waiting), sorted(steps), *learnt
 
     def order(self):
         """Return what depends on the number of servers."""
@@ -153,11 +193,8 @@ class Job:
                 found += [state.thresholds.tolist(), state.used_words().tolist()]
                 if state.spec.admission.has_ids_as_keys:
                     keys, _, uses = state.sightings()
-                    found[-1] = keys[np.argsort(uses)].tolist()
+                    found[-1] = sorted(zip(uses.tolist(), keys.tolist(), strict=True))
         return found
-
-    def close(self):
-        self.sharders.close()
 
 
 def rows_of(store, table, *, with_time):
@@ -409,6 +446,7 @@ def train_recoverably(job, num):
         for number in itertools.islice(run.skip(range(20)), num):
             job.state["step"] = number
             losses += job.train(1)
+            job.sweep()
             run.step()
     return losses, run.resumed_from
 
@@ -426,3 +464,59 @@ def test_recoverable_saves_deltas_and_resumes_from_the_last(start, monkeypatch):
     assert resumed_from.endswith("checkpoint-00000001/delta-00000005")
     assert losses == expected
     assert len(list(catalog.complete_deltas(checkpoint))) == 5 + 4
+
+
+def train_together(rank, folder, *jobs):
+    """Be one of two trainers, on the servers of one job and then on those of others."""
+    torch.set_num_threads(1)
+    clock._LEAST_INTERVAL = 0
+    store = dist.FileStore(str(folder / "process group"), 2)
+    dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
+    for addresses, num in jobs:
+        client = EmbeddingClient.connect(addresses)
+        trainer = Trainer(client, folder, EXPIRING)
+        with closing(client), closing(trainer):
+            train_recoverably(trainer, num)
+            name = f"dense {rank} of {len(addresses)}"
+            (folder / name).write_bytes(trainer.dense())
+    dist.destroy_process_group()
+
+
+@pytest.mark.multiprocess
+def test_deltas_of_two_trainers_are_the_live_job_to_the_bit(start, tmp_path):
+    few = {"tables": EXPIRING, "capacity_rows": 64}
+    many = {"tables": EXPIRING, "capacity_rows": 1000}
+    job, later = start(2, **few), start(3, **many)
+    jobs = [
+        ([server.address for server in each.servers], num)
+        for each, num in ((job, 11), (later, 4))
+    ]
+    with Processes(tmp_path) as processes:
+        trainers = [
+            processes.start(f"trainer {r}", train_together, r, tmp_path, *jobs)
+            for r in range(2)
+        ]
+        for trainer in trainers:
+            assert trainer.status() == 0, trainer.output()
+    checkpoints = [*catalog.complete_checkpoints(Folder(job.run))][::-1]
+    for live, checkpoint, num, others in (
+        (job, checkpoints[0], 10, [(2, few), (1, many)]),
+        (later, checkpoints[1], 2, [(3, many), (1, many)]),
+    ):
+        deltas = list(catalog.complete_deltas(checkpoint))
+        assert len(deltas) == num
+        for num_servers, settings in others:
+            resumed = start(num_servers, **settings)
+            dense = {key: resumed.state[key] for key in ("model", "optimizer")}
+            load_checkpoint(deltas[0].url, dense, resumed.client)
+            assert resumed.snapshot()[:3] == live.snapshot()[:3]
+            if num_servers == len(live.servers):
+                assert resumed.order() == live.order()
+            for rank in range(2):
+                name = f"dense {rank} of {len(live.servers)}"
+                assert (tmp_path / name).read_bytes() == resumed.dense()
+    for store in job.stores:
+        counts = store.counters()
+        assert min(counts[n] for n in ("evictions", "expired_steps", "rejected")) > 0
+    parts = {"adaptive/shared", "dynamic/block 2"}
+    assert parts <= {name for name, *_ in later.snapshot()[0]}
