@@ -248,7 +248,6 @@ class Losses(nn.Module):
         dense_model: whose kernels ``l2`` is of.
         bf16: whether dense layers compute in bfloat16; weights and loss are float32.
         l2: ``l2 / 2`` times the sum of the squares of all dense kernels is in the loss.
-        num_parts: batches whose gradients add up to those of one step.
 
     Attributes:
         compiled_batch: samples of the batches that the dense model is compiled for;
@@ -261,19 +260,20 @@ class Losses(nn.Module):
         *,
         bf16: bool = False,
         l2: float = 0.0,
-        num_parts: int = 1,
     ) -> None:
         super().__init__()
         self.dense_model = dense_model
         self.compiled_batch: int | None = None
-        self._bf16, self._l2, self._num_parts = bf16, l2, num_parts
+        self._bf16, self._l2 = bf16, l2
 
     def forward(
-        self, x: torch.Tensor, labels: Sequence[torch.Tensor]
+        self, x: torch.Tensor, labels: Sequence[torch.Tensor], fraction: float = 1.0
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Return the loss; and losses ``(T,)``, logits, labels ``(B, T)``, detached.
 
-        Pooled columns are ``(B, W)``, labels float32 ``(B,)`` of each task.
+        Pooled columns are ``(B, W)``, labels float32 ``(B,)`` of each task. The loss
+        and the losses are scaled by the fraction of its step's samples that a batch
+        has, so that those of the parts of a step add up to those of the step.
         """
         logits, truth = self.logits(x), torch.stack(tuple(labels), dim=1)
         losses = functional.binary_cross_entropy_with_logits(
@@ -282,7 +282,8 @@ class Losses(nn.Module):
         loss = losses.mean()
         if self._l2:
             loss = loss + self._l2 / 2 * self.squared_kernels()
-        return loss / self._num_parts, (losses.detach(), logits.detach(), truth)
+        of_step = (fraction * losses).detach()
+        return fraction * loss, (of_step, logits.detach(), truth)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Return float32 ``(B, T)`` of the pooled columns, ``(B, W)``."""
@@ -316,7 +317,7 @@ class MultiTaskModel(nn.Module):
         """Return what ``losses`` gives for a batch."""
         pooled = [collection(batch.id_features) for collection in self.collections]
         x = torch.cat([one.values() for one in pooled], dim=1)
-        return self.losses(x, batch.labels)
+        return self.losses(x, batch.labels, batch.fraction)
 
 
 def make_tables(columns: Columns, *, corrected: bool) -> list[EmbeddingBagConfig]:

@@ -79,7 +79,7 @@ class Steps:
 
     Args:
         optimizers: stepped together.
-        num_parts: backward passes whose gradients add up to one step.
+        num_parts: backward passes of a step, whose gradients add up.
         schedules: of their learning rates, stepped after them.
     """
 
@@ -101,13 +101,7 @@ class Steps:
 
     def step(self) -> None:
         """Count a part; step at the last one."""
-        self._num += 1
-        if self._num == self._num_parts:
-            self.end()
-
-    def end(self) -> None:
-        """Step with the parts that there are, if any."""
-        if self._num:
+        self._num = (self._num + 1) % self._num_parts
+        if self._num == 0:
             for stepped in (*self.optimizers, *self._schedules):
                 stepped.step()
-            self._num = 0

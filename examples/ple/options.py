@@ -83,7 +83,7 @@ class Options:
         True, "reading, hashing and pulls ahead, staleness 8; else 0", OURS
     )
     staleness: int | None = option(None, "another staleness", OURS)
-    micro_batch: int = option(0, "parts of a batch; 0: one")
+    micro_batch: int = option(0, "parts of each step; 0: one")
 
     embedding_servers: int = option(1, "servers that are started here", FREE, OURS)
     capacity: int = option(10_000_000, "rows of each of them", FREE, OURS)
@@ -141,12 +141,12 @@ class Options:
 
     @property
     def num_parts(self) -> int:
-        """Batches of the data that make up one step."""
+        """Batches that the data yield for each step."""
         return self.micro_batch or 1
 
     @property
     def part_size(self) -> int:
-        """Samples of one of them."""
+        """Samples of one of them, but for those of an epoch's last step."""
         return self.batch_size // self.num_parts
 
     @property

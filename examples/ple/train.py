@@ -80,12 +80,7 @@ def make_model(options: Options, spec: DatasetSpec) -> MultiTaskModel:
         is_fused=options.emb_fusion,
         make=make,
     )
-    losses = Losses(
-        dense,
-        bf16=options.bf16,
-        l2=options.l2_regularization,
-        num_parts=options.num_parts,
-    )
+    losses = Losses(dense, bf16=options.bf16, l2=options.l2_regularization)
     return MultiTaskModel(collections, losses)
 
 
@@ -352,30 +347,24 @@ class Training:
 
     def _pass(self, pipeline: Any, batches: Iterator[Any]) -> Iterator[torch.Tensor]:
         with self.half.accumulating(self._options.num_parts):
-            while (
-                len(parts := self._step(pipeline, batches)) == self._options.num_parts
-            ):
-                yield self._count(parts)
-        if parts:  # the last ones of the data
-            self._steps.end()
-            yield self._count(parts)
+            while parts := self._step(pipeline, batches):
+                losses = torch.stack([losses for losses, _, _ in parts]).sum(dim=0)
+                self.progress.step(losses, sum(len(labels) for _, _, labels in parts))
+                self._run.step(len(parts))
+                yield losses
 
     def _step(self, pipeline: Any, batches: Iterator[Any]) -> list[Any]:
-        """Train the parts of a step; return what the model gave for each of them."""
-        parts: list[Any] = []
+        """Train the parts of a step; return what the model gave for each of them.
+
+        The data have as many of every step; none at their end.
+        """
+        num_parts = self._options.num_parts
         with (
             traced(self._options, self._run.num_steps + 1),
             contextlib.suppress(StopIteration),
         ):
-            while len(parts) < self._options.num_parts:
-                parts.append(pipeline.progress(batches))
-        return parts
-
-    def _count(self, parts: list[Any]) -> torch.Tensor:
-        losses = torch.stack([losses for losses, _, _ in parts]).mean(dim=0)
-        self.progress.step(losses, sum(len(labels) for _, _, labels in parts))
-        self._run.step(len(parts))
-        return losses
+            return [pipeline.progress(batches) for _ in range(num_parts)]
+        return []
 
 
 def checkpoint_folder(options: Options) -> Path:
@@ -404,7 +393,7 @@ def num_steps(options: Options, data: Data) -> int:
     if options.steps:
         return options.steps
     if options.epochs:
-        return options.epochs * ceil(len(data.train) / options.num_parts)
+        return options.epochs * len(data.train) // options.num_parts
     return ceil(EPOCHS * data.train.num_rows / options.batch_size)
 
 
@@ -470,11 +459,12 @@ def read_data(options: Options, spec: DatasetSpec) -> Data:
     return open_data(
         spec,
         options.data_location,
-        options.part_size,
+        options.batch_size,
         ev=options.has_raw_ids,
         parquet=is_parquet,
         shuffle=options.parquet_dataset_shuffle if is_parquet else True,
         seed=options.seed,
+        micro_batches=options.num_parts,
         **own,
     )
 

@@ -1,6 +1,6 @@
 """Datasets of CSV and Parquet files, for any TorchRec model.
 
-    files -> groups of rows -> partition -> windows -> batches
+    files -> groups of rows -> partition -> windows -> batches -> parts
              (read ahead, by threads)       (rows in another order)
 
 Without ``shuffle`` rows come in the order of the files. With it, the order of an epoch
@@ -47,7 +47,7 @@ from persia_torchrec.data.torchrec import TorchRecBatch
 from persia_torchrec.data.work_queue import Item, WorkQueue
 from persia_torchrec.errors import ConfigError, DataError
 
-_MAX_AHEAD = 256  # batches that may be yielded and not trained
+_MAX_AHEAD = 256  # steps that may be yielded and not trained
 
 Files = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | WorkQueue
 
@@ -71,24 +71,30 @@ class _Settings(NamedTuple):
     shuffle: bool
     seed: int
     min_batch_size: int
+    micro_batches: int
     rows: Int64s | None
 
+    @property
+    def min_rows(self) -> int:
+        """Rows that a step has at least."""
+        return self.min_batch_size * self.micro_batches
+
     def check(self) -> None:
-        names = ("batch_size", "partition_count", "num_parallel_reads")
-        require_at_least_1(
-            **{name: getattr(self, name) for name in names},
-            min_batch_size=self.min_batch_size,
-        )
+        names = ["batch_size", "partition_count", "num_parallel_reads"]
+        names += ["min_batch_size", "micro_batches"]
+        require_at_least_1(**{name: getattr(self, name) for name in names})
         if not 0 <= self.partition_index < self.partition_count:
             raise ConfigError(
                 f"partition_index must be in [0, {self.partition_count}). Received: "
                 f"{self.partition_index}."
             )
-        if self.min_batch_size > self.batch_size or self.seed < 0:
+        if self.min_rows > self.batch_size:
             raise ConfigError(
-                "min_batch_size must be at most batch_size, and seed at least 0. "
-                f"Received: {self.min_batch_size}, {self.batch_size}, {self.seed}."
+                "min_batch_size must be at most batch_size / micro_batches. Received: "
+                f"{self.min_batch_size}, {self.batch_size} / {self.micro_batches}."
             )
+        if self.seed < 0:
+            raise ConfigError(f"seed must be at least 0. Received: {self.seed}.")
 
 
 class RowDataset:
@@ -98,27 +104,35 @@ class RowDataset:
     lengths, the names of the ``IdColumn`` as keys; ``labels`` float32 ``(B,)`` each;
     ``dense_features`` float32 ``(B, 1)`` each.
 
+    With ``micro_batches`` n the rows of each step, in the same order, are yielded as n
+    such batches whose sizes differ by at most one. ``fraction`` is that of the step's
+    rows that each has: ``accumulate(sharders, n)`` around the loop, ``loss *
+    batch.fraction`` and one step of the dense optimizer for n of them are the update of
+    the whole batch.
+
     Each ``iter`` yields one epoch: 0, 1, ... With a ``WorkQueue`` it yields what this
     trainer takes of all its epochs. One thread iterates, any may ask for the state.
 
     Args:
         files: a path, several, or a ``WorkQueue``, which divides them among trainers.
-        batch_size: rows of a batch.
+        batch_size: rows of a step.
         columns: what is read. A plain name is a column that is not.
         partition_count: parts of the files; each group of rows is in one.
         partition_index: which of them this dataset reads.
-        drop_remainder: whether an epoch ends with its last batch of ``batch_size``.
+        drop_remainder: whether an epoch ends with its last step of ``batch_size``.
         num_parallel_reads: threads that read groups ahead.
         shuffle: whether each epoch has an order of its own, of seed and epoch.
         seed: of the orders, at least 0.
-        min_batch_size: a last batch of fewer rows joins the one before: 2 for batch
-            norm, which needs two. Of a ``WorkQueue`` each trainer takes no row, or as
-            many.
+        min_batch_size: rows of each batch that is yielded, at least: a last step with
+            fewer for one of its batches joins the step before. 2 for batch norm, which
+            needs two. Of a ``WorkQueue`` each trainer takes no row, or enough.
+        micro_batches: batches that each step is yielded as, also the last one.
         rows: int64, numbers of the rows that are read, over all files; None: all.
 
     Raises:
         ConfigError: an argument is out of range, pyarrow or xxhash is missing, or
-            partitions or ``drop_remainder`` are wanted of a ``WorkQueue``.
+            partitions or ``drop_remainder`` are wanted of a ``WorkQueue``. When it is
+            iterated over: a state leaves fewer rows than a step must have.
         DataError: a file is missing, empty, malformed, or of other columns.
     """
 
@@ -137,6 +151,7 @@ class RowDataset:
         shuffle: bool = False,
         seed: int = 0,
         min_batch_size: int = 1,
+        micro_batches: int = 1,
         rows: Int64s | None = None,
     ) -> None:
         if rows is not None:
@@ -150,6 +165,7 @@ class RowDataset:
             shuffle,
             seed,
             min_batch_size,
+            micro_batches,
             rows,
         )
         settings.check()
@@ -165,13 +181,13 @@ class RowDataset:
         self._epoch = self._start = 0  # of the iteration; guarded by _lock
         self._is_next = True  # they are of the next one; guarded by _lock
         self._iteration = 0  # guarded by _lock
-        self._num_yielded = 0  # guarded by _lock
+        self._num_steps = 0  # whose parts were all yielded; guarded by _lock
         self._ends = deque([0], _MAX_AHEAD + 1)  # rows up to each; guarded by _lock
 
     def _choose(self) -> list[Group] | None:
         """Return the groups to read, if they are known before a file is taken."""
         settings = self._settings
-        count, least = settings.partition_count, settings.min_batch_size
+        count, least = settings.partition_count, settings.min_rows
         if self._queue is not None and (count > 1 or settings.drop_remainder):
             raise ConfigError(
                 "A WorkQueue divides files among trainers, and trains every row. "
@@ -205,6 +221,11 @@ class RowDataset:
         return [column.name for column in self._columns.labels]
 
     @property
+    def micro_batches(self) -> int:
+        """Batches that each step is yielded as."""
+        return self._settings.micro_batches
+
+    @property
     def epoch(self) -> int:
         """The epoch that the next ``iter`` yields, from 0."""
         with self._lock:
@@ -217,10 +238,15 @@ class RowDataset:
         return sum(group.num_rows for group in groups)
 
     def __len__(self) -> int:
-        """Return the number of batches of an epoch; with a queue, of all trainers'."""
-        full, rest = divmod(self.num_rows, self._settings.batch_size)
-        joins = bool(full) and rest < self._settings.min_batch_size
-        return full + (rest > 0 and not joins and not self._settings.drop_remainder)
+        """Return how many batches ``iter`` yields: ``micro_batches`` for each step.
+
+        Of an epoch; with a queue, of that of all trainers.
+        """
+        settings = self._settings
+        full, rest = divmod(self.num_rows, settings.batch_size)
+        joins = bool(full) and rest < settings.min_rows
+        num_steps = full + (rest > 0 and not joins and not settings.drop_remainder)
+        return num_steps * settings.micro_batches
 
     def __iter__(self) -> Iterator[TorchRecBatch]:
         """Yield the next epoch; after a load the rest of the one that was saved."""
@@ -243,12 +269,14 @@ class RowDataset:
         """Return where the iteration is, and what a load checks, as JSON's values.
 
         Args:
-            num_trained: of the batches of this iteration, so that others, which a
-                pipeline took ahead, come again. None: all that were yielded.
+            num_trained: of the batches of this iteration, whole steps of
+                ``micro_batches`` each, so that others, which a pipeline took ahead,
+                come again. None: all steps whose batches were all yielded.
 
         Raises:
-            ConfigError: more were not yielded, or 256 since then were; or other
-                trainers take from the same ``WorkQueue``: ``recoverable`` saves that.
+            ConfigError: more were not yielded, or 256 steps since then were; steps are
+                not whole; or other trainers take from the same ``WorkQueue``:
+                ``recoverable`` saves that.
         """
         queue = self._queue
         if queue is None:
@@ -300,6 +328,8 @@ class RowDataset:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next ``iter`` continue at a saved state, at the row.
 
+        Sizes of batches and parts may be others than when it was saved.
+
         Raises:
             ConfigError: the state is of other files or settings; it names them.
         """
@@ -319,7 +349,7 @@ class RowDataset:
     def _begin(self) -> None:
         """Count from the start of an iteration; an earlier one counts no more."""
         self._iteration += 1
-        self._num_yielded = 0
+        self._num_steps = 0
         self._taken.clear()
         self._ends.clear()
         self._ends.append(self._start)
@@ -349,11 +379,16 @@ class RowDataset:
 
     def _end_of(self, num_trained: int | None) -> int:
         """Return up to which row the first batches of the iteration are."""
-        behind = 0 if num_trained is None else self._num_yielded - num_trained
-        if not 0 <= behind < len(self._ends):
+        if num_trained is None:
+            return self._ends[-1]
+        parts = self._settings.micro_batches
+        num_steps, rest = divmod(num_trained, parts)
+        behind = self._num_steps - num_steps
+        if rest or not 0 <= behind < len(self._ends):
             raise ConfigError(
-                "num_trained must be one of the last batches. Received: "
-                f"{num_trained}, of {self._num_yielded} that were yielded."
+                "num_trained must be one of the last batches, and the last part of a "
+                f"step. Received: {num_trained}, of {self._num_steps} steps of {parts} "
+                "that were yielded. Count every part: run.step(micro_batches)."
             )
         return self._ends[-1 - behind]
 
@@ -376,7 +411,7 @@ class RowDataset:
         """Yield the windows of items: those that were left, and what is taken."""
         queue = self._queue
         assert queue is not None
-        least = self._settings.min_batch_size
+        least = self._settings.min_rows
         waiting = deque[tuple[Item, list[Group]]]()
         with self._lock:
             waiting += ((taken.item, []) for taken in self._taken)
@@ -399,7 +434,7 @@ class RowDataset:
     def _num_rows_up_to_least(self, item: Item) -> int:
         """Return how many rows an item has left; of a whole file up to those needed."""
         if self._kept is None and item.groups is None and not item.row:
-            least = self._settings.min_batch_size
+            least = self._settings.min_rows
             return self._by_path[item.file].num_rows_up_to(least)
         return sum(group.num_rows for group in self._groups_of(item)) - item.row
 
@@ -418,13 +453,15 @@ class RowDataset:
         self, windows: Iterator[tuple[Window, int]], iteration: int
     ) -> Iterator[TorchRecBatch]:
         rows = read_ahead(windows, self._settings.num_parallel_reads)
-        for parts in _in_batches(rows, self._settings):
-            batch = _batch(parts, self._columns)
+        for parts in _in_steps(rows, self._settings):
+            num_rows = sum(span.num_rows for part in parts for span in part)
+            batches = [_batch(part, num_rows, self._columns) for part in parts]
+            yield from batches[:-1]
             with self._lock:
                 if iteration == self._iteration:
-                    self._num_yielded += 1
-                    self._ends.append(self._ends[-1] + sum(p.num_rows for p in parts))
-            yield batch
+                    self._num_steps += 1
+                    self._ends.append(self._ends[-1] + num_rows)
+            yield batches[-1]
 
 
 class CsvDataset(RowDataset):
@@ -459,7 +496,7 @@ def _paths(files: Files) -> list[Path]:
     return [Path(path) for path in paths]
 
 
-class _Part(NamedTuple):
+class _Span(NamedTuple):
     """Consecutive rows of a window."""
 
     rows: Rows
@@ -471,47 +508,60 @@ class _Part(NamedTuple):
         return self.stop - self.start
 
 
-def _in_batches(blocks: Iterator[Rows], settings: _Settings) -> Iterator[list[_Part]]:
-    """Yield the rows in batches; each is of one block's rows, or of several."""
-    size, least = settings.batch_size, settings.min_batch_size
+def _in_steps(
+    blocks: Iterator[Rows], settings: _Settings
+) -> Iterator[list[list[_Span]]]:
+    """Yield each step's parts; the rows of one are of one block, or of several."""
+    size, least = settings.batch_size, settings.min_rows
     enough = size + (least if least > 1 else 0)  # so that the last one can join
-    waiting: deque[_Part] = deque()
+    waiting: deque[_Span] = deque()
     num_rows = 0
 
-    def cut(wanted: int) -> list[_Part]:
-        parts = []
+    def cut(wanted: int) -> list[_Span]:
+        spans = []
         while wanted:
-            part = waiting.popleft()
-            stop = min(part.start + wanted, part.stop)
-            parts.append(part._replace(stop=stop))
-            wanted -= stop - part.start
-            if stop < part.stop:
-                waiting.appendleft(part._replace(start=stop))
-        return parts
+            span = waiting.popleft()
+            stop = min(span.start + wanted, span.stop)
+            spans.append(span._replace(stop=stop))
+            wanted -= stop - span.start
+            if stop < span.stop:
+                waiting.appendleft(span._replace(start=stop))
+        return spans
+
+    def parts(num_taken: int) -> list[list[_Span]]:
+        each, rest = divmod(num_taken, settings.micro_batches)
+        return [cut(each + (part < rest)) for part in range(settings.micro_batches)]
 
     for rows in blocks:
-        waiting.append(_Part(rows, 0, rows.num_rows))
+        waiting.append(_Span(rows, 0, rows.num_rows))
         num_rows += rows.num_rows
         while num_rows >= enough:
             num_rows -= size
-            yield cut(size)
+            yield parts(size)
+    if 0 < num_rows < least and not settings.drop_remainder:
+        raise ConfigError(
+            f"A step must have at least {least} rows, micro_batches * min_batch_size. "
+            f"Received: {num_rows} that a loaded state has left. Load it with the "
+            "settings that it was saved with."
+        )
     while num_rows >= (size if settings.drop_remainder else 1):
         joins = size < num_rows < size + least and not settings.drop_remainder
         taken = num_rows if joins else min(size, num_rows)
         num_rows -= taken
-        yield cut(taken)
+        yield parts(taken)
 
 
-def _batch(parts: Sequence[_Part], columns: Columns) -> TorchRecBatch:
+def _batch(spans: Sequence[_Span], num_rows: int, columns: Columns) -> TorchRecBatch:
+    """Return the rows, of so many of a step, as tensors."""
     values, lengths = [], []
     for f in range(len(columns.ids)):
-        for rows, start, stop in parts:
+        for rows, start, stop in spans:
             ids, sizes = rows.ids[f].part(start, stop)
             values.append(ids)
             lengths.append(sizes)
 
     def numbers(column: int, of_rows: Callable[[Rows], list[Floats]]) -> torch.Tensor:
-        arrays = [of_rows(rows)[column][start:stop] for rows, start, stop in parts]
+        arrays = [of_rows(rows)[column][start:stop] for rows, start, stop in spans]
         return torch.from_numpy(np.concatenate(arrays))
 
     labels, dense = range(len(columns.labels)), range(len(columns.dense))
@@ -527,4 +577,5 @@ def _batch(parts: Sequence[_Part], columns: Columns) -> TorchRecBatch:
             numbers(i, lambda rows: rows.dense).unsqueeze(1) for i in dense
         ),
         dense_names=tuple(column.name for column in columns.dense),
+        fraction=sum(span.num_rows for span in spans) / num_rows,
     )

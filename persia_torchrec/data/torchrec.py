@@ -251,6 +251,8 @@ class TorchRecBatch(Pipelineable):  # type: ignore[misc]  # TorchRec's are Any t
         requires_grad: whether the batch is for training.
         meta: the user's own bytes.
         batch_id: the batch's number among all batches of all data loaders.
+        fraction: of the samples of its step, in ``(0, 1]``. A step of several parts has
+            the sum of their mean losses, each times its ``fraction``.
     """
 
     id_features: KeyedJaggedTensor
@@ -261,6 +263,7 @@ class TorchRecBatch(Pipelineable):  # type: ignore[misc]  # TorchRec's are Any t
     requires_grad: bool = True
     meta: bytes | None = None
     batch_id: int | None = None
+    fraction: float = 1.0
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "TorchRecBatch":
         """Return the batch with its tensors on a device."""
@@ -316,9 +319,15 @@ def from_torchrec(batch: TorchRecBatch) -> PersiaBatch:
     which means the same. Tensors on the CPU are not copied.
 
     Raises:
-        BatchError: the ids have weights, or a dtype is none of a ``PersiaBatch``'s.
+        BatchError: the ids have weights, a dtype is none of a ``PersiaBatch``'s, or the
+            batch is a part of one.
     """
     kjt = batch.id_features
+    if batch.fraction != 1.0:
+        raise BatchError(
+            "A PersiaBatch is a step of its own. Received: a part of one, with the "
+            f"fraction {batch.fraction}. Leave micro_batches out."
+        )
     if kjt.weights_or_none() is not None:
         raise BatchError(
             "The ids of a PersiaBatch have no weights. Received: a KeyedJaggedTensor "

@@ -470,9 +470,11 @@ def accumulate(
     order of their forward passes, are summed for each id, and the servers apply the
     optimizer once: Adam's ``t`` counts one, and so do a step of several trainers, the
     staleness and a permit. That is the update of one batch with all their samples,
-    if the loss of each part is scaled by ``1 / num_parts``, and the dense optimizer
-    steps when its gradients are added up, as always in torch. An admission decides
-    with each part.
+    if the mean loss of each part is scaled by its fraction of their samples (``1 /
+    num_parts`` for parts of one size only), and the dense optimizer steps when its
+    gradients are added up, as always in torch. A dataset with ``micro_batches`` yields
+    such parts, ``num_parts`` for every step, and each knows its ``batch.fraction``. An
+    admission decides with each part.
 
     At the end of the block the parts of an update that has begun are one; if it is left
     by an exception, updates that have begun are dropped. Between, a part without a
@@ -491,8 +493,8 @@ def accumulate(
             TorchRec updates them with every backward pass.
 
     Example:
-        ``with accumulate(sharders, 4):``, in it ``(loss / 4).backward()`` for each of
-        four parts, and then ``optimizer.step()``
+        ``with accumulate(sharders, 4):``, in it ``(loss * batch.fraction).backward()``
+        for each of four parts, and then ``optimizer.step()``
     """
     given = [sharders] if isinstance(sharders, TableControl) else list(sharders)
     of_all = {id(s.remote_tables): s.remote_tables for s in given}.values()

@@ -407,9 +407,10 @@ class Run:
         batches each time, from the same random numbers of torch, NumPy and Python;
         unless it is in ``state`` and continues by itself.
         """
+        parts = loader.micro_batches if isinstance(loader, RowDataset) else 1
         for batch in self._recovery.skip(loader):
             self._num_ahead += 1
-            if self._num_ahead > _MAX_AHEAD:
+            if self._num_ahead > _MAX_AHEAD * parts:
                 raise ConfigError(
                     "step() must be called after each training step. Received: "
                     f"{self._num_ahead} batches since the last call."

@@ -19,6 +19,7 @@ from persia_torchrec.data import (
     IdColumn,
     LabelColumn,
     ParquetDataset,
+    WorkQueue,
     columns,
     files,
     reading,
@@ -235,6 +236,81 @@ def test_a_last_batch_of_one_row_joins_the_one_before(tmp_path, num_rows, sizes)
         CsvDataset(numbered(tmp_path, 1), 4, NUMBERED, min_batch_size=2)
 
 
+def in_lists(items, size):
+    return [items[start : start + size] for start in range(0, len(items), size)]
+
+
+def steps_of(order, batch_size, least, *, drop_remainder):
+    """The reference: rows of each step, in lists."""
+    steps = in_lists(order, batch_size)
+    if drop_remainder:
+        return [rows for rows in steps if len(rows) == batch_size]
+    if len(steps) > 1 and len(steps[-1]) < least:
+        steps[-2:] = [steps[-2] + steps[-1]]
+    return steps
+
+
+@settings(max_examples=60)
+@given(data=st.data(), has_queue=st.booleans())
+def test_the_parts_of_each_step_are_its_whole_batch(folder, data, has_queue):
+    parts, least = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3))
+    num_rows = data.draw(st.integers(parts * least, 60))
+    batch_size = data.draw(st.integers(parts * least, 30))
+    own = {"shuffle": data.draw(st.booleans()), "seed": 5}
+    drops = not has_queue and data.draw(st.booleans())
+    cut = data.draw(st.integers(1, num_rows))
+    paths = [numbered(folder, n, f"{n}.csv") for n in {cut, num_rows - cut} - {0}]
+
+    def dataset(size=batch_size, **more):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(files, "GROUP_ROWS", 7)
+            return CsvDataset(
+                WorkQueue(paths) if has_queue else paths, size, NUMBERED, **own, **more
+            )
+
+    order = labels_of(dataset(7))
+    steps = steps_of(order, batch_size, parts * least, drop_remainder=drops)
+    in_parts = {"micro_batches": parts, "min_batch_size": least}
+    first = dataset(**in_parts, drop_remainder=drops)
+    given_batches = list(first)
+    assert len(given_batches) == len(first) == len(steps) * parts
+    for rows, of_step in zip(steps, in_lists(given_batches, parts), strict=True):
+        assert labels_of(of_step) == rows
+        sizes = [len(batch.labels[0]) for batch in of_step]
+        assert least <= min(sizes) <= max(sizes) <= min(sizes) + 1
+        fractions = [batch.fraction for batch in of_step]
+        assert fractions == [size / len(rows) for size in sizes]
+        assert sum(fractions) == pytest.approx(1, abs=1e-12)
+
+    first = dataset(**in_parts, drop_remainder=drops)
+    taken = len(list(islice(first, data.draw(st.integers(0, len(given_batches))))))
+    trained = data.draw(st.integers(0, taken // parts))
+    for num, num_steps in ((trained * parts, trained), (None, taken // parts)):
+        second = dataset()  # a row is one of any micro_batches
+        second.load_state_dict(json.loads(json.dumps(first.state_dict(num))))
+        assert labels_of(second) == order[sum(map(len, steps[:num_steps])) :]
+    for wrong in {taken, trained * parts + 1} - {*range(0, taken + 1, parts)}:
+        with pytest.raises(
+            ConfigError, match=rf"last part of a step. Received: {wrong}"
+        ):
+            first.state_dict(wrong)
+    if has_queue:  # the rest of a loop that was left, from a whole step on
+        assert labels_of(first) == order[sum(map(len, steps[: taken // parts])) :]
+
+
+def test_a_state_that_leaves_too_few_rows_for_all_parts_is_an_error(tmp_path):
+    path = numbered(tmp_path, 9)
+    first = CsvDataset(path, 4, NUMBERED)
+    batches = iter(first)
+    assert labels_of([next(batches), next(batches)]) == list(range(8))
+    second = CsvDataset(path, 4, NUMBERED, micro_batches=2)
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(
+        ConfigError, match=r"at least 2 rows, .*Received: 1 that a load"
+    ):
+        list(second)
+
+
 def test_a_distinct_text_of_a_group_is_hashed_once(tmp_path, monkeypatch):
     hashed = Counter()
     hash_texts = columns.hash_texts
@@ -433,7 +509,9 @@ def test_a_state_of_batches_that_are_long_gone_is_an_error(tmp_path):
         ({"num_parallel_reads": 0}, "num_parallel_reads must be >= 1"),
         ({"partition_index": 1}, r"partition_index must be in \[0, 1\)"),
         ({"min_batch_size": 5}, "min_batch_size must be at most batch_size"),
-        ({"seed": -1}, "seed at least 0"),
+        ({"micro_batches": 0}, "micro_batches must be >= 1"),
+        ({"micro_batches": 3, "min_batch_size": 2}, "Received: 2, 4 / 3"),
+        ({"seed": -1}, "seed must be at least 0"),
         ({"columns": ("label",)}, "at least one IdColumn. Received: none"),
         ({"columns": (IdColumn("a"), "a")}, r"different names.*twice \['a'\]"),
         ({"files": []}, "files must be at least one"),

@@ -90,12 +90,13 @@ def test_a_batch_moves_to_a_device_as_a_whole():
         dense_features=(torch.zeros(2, 1),),
         labels=(torch.zeros(2, 1),),
         meta=b"kept",
+        fraction=0.25,
     )
     moved = tensors.to(torch.device("meta"))
     assert moved.id_features.values().is_meta
     assert moved.dense_features[0].is_meta
     assert moved.labels[0].is_meta
-    assert moved.meta == b"kept"
+    assert (moved.meta, moved.fraction) == (b"kept", 0.25)
 
 
 @pytest.mark.gpu
@@ -128,6 +129,7 @@ def test_a_batch_comes_back_from_a_gpu():
             "must have one of the dtypes .*Received: float16",
         ),
         ({"label_names": ("a", "b")}, "Received: 2 names for 1"),
+        ({"fraction": 0.25}, "a step of its own. Received: .* the fraction 0.25"),
         ({"dense_features": (torch.tensor(3.0),)}, "samples along its first dimension"),
     ],
 )

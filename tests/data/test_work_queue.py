@@ -73,6 +73,13 @@ class Trainers:
         self.iterators = [iter(dataset) for dataset in self.datasets]
         self.taken = [[] for _ in self.datasets]
 
+    def to_the_end(self, parts):
+        """Return the batches of each trainer, which are whole steps."""
+        for batches, rest in zip(self.taken, self.iterators, strict=True):
+            batches += rest
+            assert len(batches) % parts == 0
+        return self.taken
+
     def save(self, num_trained):
         """Do what data_state.py does for trainers that are processes."""
         num_taken = self.datasets[0].num_taken()
@@ -90,21 +97,20 @@ starts = iter(range(2**62))
 @given(data=st.data())
 def test_each_row_counts_once_along_the_history_that_survives(folder, book, data):
     """Trainers read ahead, save, are killed, and are others in number afterwards."""
-    least = data.draw(st.integers(1, 3))
+    least, parts = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
     sizes = data.draw(
         st.lists(st.integers(1, 12), min_size=1, max_size=6).filter(
-            lambda sizes: sum(sizes) >= least
+            lambda sizes: sum(sizes) >= least * parts
         )
     )
     paths, num_epochs = numbered(folder, *sizes), data.draw(st.integers(1, 2))
     shuffle = data.draw(st.booleans())
-    batch_size = st.integers(least, 9)
+    batch_size = st.integers(least * parts, 9)
+    settings = {"shuffle": shuffle, "min_batch_size": least, "micro_batches": parts}
 
     def make():
         queue = WorkQueue(paths, num_epochs, seed=3)
-        return CsvDataset(
-            queue, data.draw(batch_size), COLUMNS, shuffle=shuffle, min_batch_size=least
-        )
+        return CsvDataset(queue, data.draw(batch_size), COLUMNS, **settings)
 
     def ids_of_some(batches):
         found = [ids_of([batch]) for batch in batches]
@@ -124,10 +130,10 @@ def test_each_row_counts_once_along_the_history_that_survives(folder, book, data
                 if (batch := next(trainers.iterators[rank], None)) is not None:
                     trainers.taken[rank].append(batch)
             if is_last:
-                survived += chain(*map(ids_of_some, trainers.taken))
-                survived += chain(*map(ids_of_some, trainers.iterators))
+                survived += chain(*map(ids_of_some, trainers.to_the_end(parts)))
                 break
-            trained = [data.draw(st.integers(0, len(t))) for t in trainers.taken]
+            num_steps = [len(taken) // parts for taken in trainers.taken]
+            trained = [data.draw(st.integers(0, num)) * parts for num in num_steps]
             state = json.loads(json.dumps(trainers.save(trained)))
             for batches, num in zip(trainers.taken, trained, strict=True):
                 survived += ids_of_some(batches[:num])
@@ -138,7 +144,7 @@ def test_each_row_counts_once_along_the_history_that_survives(folder, book, data
         with trainers.stack:
             trainers.load(state)
             trainers.begin()
-            survived += chain(*map(ids_of_some, trainers.iterators))
+            survived += chain(*map(ids_of_some, trainers.to_the_end(parts)))
     assert Counter(survived) == dict.fromkeys(range(sum(sizes)), num_epochs)
 
 

@@ -1,5 +1,7 @@
 """The layers of the PLE example: their sizes, their start, and what they compute."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -157,8 +159,16 @@ def test_the_loss_is_the_mean_of_both_tasks():
         expected = -(y * p.log() + (1 - y) * (1 - p).log()).mean()
         assert losses[task].item() == pytest.approx(expected.item(), rel=1e-5)
     assert loss.item() == pytest.approx(losses.mean().item(), rel=1e-6)
-    of_a_part, _ = multi_task_model(num_parts=4)(batch)
-    assert of_a_part.item() == pytest.approx(loss.item() / 4, rel=1e-6)
+
+
+def test_the_losses_of_parts_add_up_to_those_of_the_step():
+    multi_task, batch = multi_task_model(l2=0.5), batch_of(8)
+    (whole, (losses, *_)), total, of_tasks = multi_task(batch), 0.0, torch.zeros(2)
+    for fraction in (0.5, 0.375, 0.125):
+        loss, (of_part, *_) = multi_task(replace(batch, fraction=fraction))
+        total, of_tasks = total + loss.item(), of_tasks + of_part
+    assert total == pytest.approx(whole.item(), rel=1e-6)
+    torch.testing.assert_close(of_tasks, losses)
 
 
 def test_l2_adds_its_share_of_each_kernel_to_the_gradient():

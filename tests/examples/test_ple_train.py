@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from pyarrow import parquet
+from torch import nn
 
 from examples.ple import data, model
 from persia_torchrec import Adam
@@ -104,22 +105,33 @@ class RowsInProcess:
             rows.data[ids] = torch.from_numpy(found[:, : model.DIM])
 
 
-def compare(folder):
-    """Print the losses in this process, and on servers at staleness 0."""
-    folder = Path(folder)
-    file = folder / "taobao_test_data"
-    file.write_text(re.sub(r"\|[^,]*", "", file.read_text()))  # means round otherwise
-    of_example("train").RowAdam = RowsInProcess
-    plain = parse(folder, "--tf", "--steps", str(NUM_COMPARED))
+def train_both(folder, words, on_servers):
+    """Print the losses in this process, and on servers from the same rows."""
+    plain = parse(folder, *words, "--tf")
     with contextlib.ExitStack() as stack:
         of_example("train").start_torch(plain, stack)
         local, tables = start(plain, stack)
         state = {name: value.clone() for name, value in tables.state_dict().items()}
         print(json.dumps(losses_of(local)))
-        words = [*EXACT, "--steps", str(NUM_COMPARED)]
-        remote, _ = start(parse(folder, *words), stack)
+        remote, _ = start(parse(folder, *words, *on_servers), stack)
         remote.half.sharders.load_weights(state)
         print(json.dumps(losses_of(remote)))
+
+
+def compare(folder):
+    """Print the losses of faithful PLE in this process, and on servers."""
+    file = Path(folder) / "taobao_test_data"
+    file.write_text(re.sub(r"\|[^,]*", "", file.read_text()))  # means round otherwise
+    of_example("train").RowAdam = RowsInProcess
+    train_both(Path(folder), ["--steps", str(NUM_COMPARED)], EXACT)
+
+
+def train_parts(folder):
+    """Print the losses of whole batches in this process, of parts on servers."""
+    # Batch norm has other statistics in each part.
+    of_example("model").BatchNorm = lambda width, corrected: nn.Identity()
+    words = [*SMALL, "--learning_rate", "0.01", "--l2_regularization", "0.01"]
+    train_both(Path(folder), words, ["--micro_batch", "4", "--staleness", "0"])
 
 
 def resume(folder):
@@ -206,6 +218,13 @@ def test_on_servers_at_staleness_0_the_losses_are_those_in_this_process(tmp_path
     local, remote = (json.loads(line) for line in lines if line.startswith("[["))
     assert len(local) == NUM_COMPARED
     assert remote == local
+
+
+def test_epochs_in_micro_batches_have_the_losses_of_whole_batches(tmp_path):
+    lines = in_a_process(tmp_path, train_parts).splitlines()
+    whole, parts = (json.loads(line) for line in lines if line.startswith("[["))
+    assert len(whole) == NUM_STEPS  # two epochs, whose last batches have 24 rows
+    np.testing.assert_allclose(parts, whole, rtol=0, atol=1e-6)
 
 
 def test_a_resumed_run_and_one_of_single_collections_have_the_losses_of_one(tmp_path):

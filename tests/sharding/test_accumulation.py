@@ -19,6 +19,7 @@ from persia_torchrec import (
     accumulate,
     remote_sharders,
 )
+from persia_torchrec.data import CsvDataset, IdColumn, LabelColumn
 from persia_torchrec.errors import ConfigError, RemoteError
 from persia_torchrec.lookup.sharded_lookup import RowGradients, add_up
 from persia_torchrec.routing.shard import unique_ids
@@ -307,6 +308,59 @@ def test_batches_that_a_pipeline_pulls_ahead_are_parts_in_their_order(job, stale
     assert all(seen % 4 == 0 for seen in read)
     behind = [4 * (number // 4) - seen for number, seen in enumerate(read)]
     assert max(behind) <= 4 * max(staleness - 1, 0)
+
+
+class Regression(nn.Module):
+    """Predicts a label from a bag, by two layers on top of a table on the servers."""
+
+    def __init__(self):
+        super().__init__()
+        table = EmbeddingBagConfig(NUM_IDS, DIM, name="t", feature_names=["f"])
+        self.bags = Bags([table])
+        self.top = nn.Sequential(nn.Linear(DIM, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def forward(self, batch):
+        found = self.top(self.bags(batch.id_features).values())[:, 0]
+        loss = (found - batch.labels[0]).square().mean()
+        return loss * batch.fraction, len(found)
+
+
+def two_epochs(path, num_parts):
+    """Train batches of 16 of 45 rows; return layers, rows, steps and sizes of parts."""
+    columns = (IdColumn("f", is_text=False), LabelColumn("label"))
+    of_parts = {"micro_batches": num_parts, "min_batch_size": 2}
+    dataset = CsvDataset(path, 16, columns, shuffle=True, **of_parts)
+    with RemoteJob() as job:
+        sharders = remote_sharders(job.client, Adam(0.1))
+        torch.manual_seed(0)
+        model = job.shard(Regression(), sharders)
+        dense = torch.optim.Adam(model.module.top.parameters(), lr=0.1)
+        sizes = []
+        for _ in range(2):
+            with accumulate(sharders, num_parts):
+                for batch in dataset:
+                    loss, size = model(batch)
+                    loss.backward()
+                    sizes.append(size)
+                    if len(sizes) % num_parts == 0:
+                        dense.step()
+                        dense.zero_grad()
+        layers = [layer.detach() for layer in model.module.top.parameters()]
+        return layers, job.read("t", range(NUM_IDS)), job.client.step("t"), sizes
+
+
+def test_epochs_in_parts_train_as_in_whole_batches_also_the_last(tmp_path):
+    path, rng = tmp_path / "rows.csv", np.random.default_rng(0)
+    numbers = zip(rng.integers(0, NUM_IDS, 45), rng.normal(0, 1, 45), strict=True)
+    path.write_text("".join(f"{id_},{label:.3f}\n" for id_, label in numbers))
+    *expected, num_steps, sizes = two_epochs(path, 1)
+    assert (num_steps, sizes) == (6, [16, 16, 13] * 2)
+    *found, num_steps, sizes = two_epochs(path, 3)
+    assert (num_steps, sizes) == (6, [6, 5, 5, 6, 5, 5, 5, 4, 4] * 2)
+    for one, other in zip(
+        (*found[0], found[1]), (*expected[0], expected[1]), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
 
 
 def test_sequences_and_rows_on_a_device_are_summed_too(job):
