@@ -1,13 +1,12 @@
-"""Tables of a store against fbgemm's fused optimizers, and against those of torch.
+"""How tables of a store are updated, with weights of 32 and of 16 bits.
 
-All in float32, where sums may be taken in another order: ``RTOL`` and ``ATOL`` say how
-near the weights must be after all steps. Weights kept in 16 bits must be as near as
-their last bit lets them be. ``test_steps.py`` has the steps of all optimizers.
+In float32 sums may be taken in another order: ``RTOL`` and ``ATOL`` say how near the
+weights must be after all steps. Weights kept in 16 bits must be as near as their last
+bit lets them be. ``test_steps.py`` has the steps of all optimizers, of tables too.
 """
 
 import numpy as np
 import pytest
-import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 
 from persia_torchrec.embedding.optim import (
@@ -15,7 +14,6 @@ from persia_torchrec.embedding.optim import (
     SGD,
     Adagrad,
     Adam,
-    AdamW,
     RowwiseAdam,
 )
 from persia_torchrec.store.embedding_store import EmbeddingStore, UpdateResult
@@ -26,7 +24,6 @@ from tests.trained_elsewhere import (
     NUM_ROWS,
     batches,
     train_with_fbgemm,
-    train_with_torch,
 )
 
 RTOL = ATOL = 4e-6
@@ -35,7 +32,6 @@ LAST_BITS = {"fp32": 0.0, "fp16": 2.0**-10, "bf16": 2.0**-7}
 """Of a weight in [1, 2), the distance to the next one; or a little more than that."""
 
 EVERY_DIM = [1, 3, 8, 64]
-FBGEMMS_DIMS = [4, 8, 64]
 
 
 class OneTable:
@@ -61,84 +57,11 @@ class OneTable:
         return self.store.read(0, self.ids)[:, self.store.tables[0].dim :]
 
 
-def train_here(weights, steps, optimizer, **settings):
+def train_table(weights, steps, optimizer, **settings):
     table = OneTable(optimizer, weights, **settings)
     for rows, grads in steps:
         table.step(rows, grads)
     return table
-
-
-@pytest.mark.parametrize("dim", FBGEMMS_DIMS)
-@pytest.mark.parametrize(
-    ("optimizer", "fbgemms", "settings"),
-    [
-        (SGD(0.1), EmbOptimType.EXACT_SGD, {}),
-        (
-            Adagrad(0.1, initial_accumulator_value=0, eps=1e-3),
-            EmbOptimType.EXACT_ADAGRAD,
-            {"eps": 1e-3},
-        ),
-        (
-            Adagrad(0.1, 0, eps=1e-8, vectorwise_shared=True),
-            EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-            {"eps": 1e-8},
-        ),
-    ],
-)
-def test_a_table_trains_as_on_fbgemm(optimizer, fbgemms, settings, dim):
-    weights, steps = batches(dim, some_rows=True)
-    expected, state = train_with_fbgemm(
-        weights, steps, fbgemms, learning_rate=0.1, **settings
-    )
-    table = train_here(weights, steps, optimizer)
-    np.testing.assert_allclose(table.weights, expected, rtol=RTOL, atol=ATOL)
-    if state is not None:
-        np.testing.assert_allclose(table.state, state, rtol=RTOL, atol=ATOL)
-
-
-@pytest.mark.parametrize("dim", EVERY_DIM)
-@pytest.mark.parametrize(
-    ("optimizer", "make_torchs"),
-    [
-        (
-            SGD(0.1, momentum=0.9, weight_decay=0.1),
-            lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.1),
-        ),
-        (
-            SGD(0.1, weight_decay=0.1),
-            lambda p: torch.optim.SGD(p, 0.1, weight_decay=0.1),
-        ),
-        (
-            Adagrad(0.1, 0.5, weight_decay=0.1, eps=1e-3),
-            lambda p: torch.optim.Adagrad(
-                p, 0.1, initial_accumulator_value=0.5, weight_decay=0.1, eps=1e-3
-            ),
-        ),
-        (
-            Adam(0.1, (0.8, 0.99), weight_decay=0.1, eps=1e-3),
-            lambda p: torch.optim.Adam(p, 0.1, (0.8, 0.99), 1e-3, 0.1),
-        ),
-        (
-            AdamW(0.1, betas=(0.8, 0.99), weight_decay=0.1, eps=1e-3),
-            lambda p: torch.optim.AdamW(p, 0.1, (0.8, 0.99), 1e-3, 0.1),
-        ),
-    ],
-)
-def test_a_table_trains_as_on_torch(optimizer, make_torchs, dim):
-    weights, steps = batches(dim, some_rows=False)
-    expected = train_with_torch(weights, steps, make_torchs)
-    table = train_here(weights, steps, optimizer)
-    np.testing.assert_allclose(table.weights, expected, rtol=RTOL, atol=ATOL)
-
-
-@pytest.mark.parametrize("dim", EVERY_DIM)
-def test_adam_moves_only_the_rows_of_a_batch_as_torchs_sparse_one_does(dim):
-    weights, steps = batches(dim, some_rows=True)
-    expected = train_with_torch(
-        weights, steps, lambda p: torch.optim.SparseAdam(p, 0.1), sparse=True
-    )
-    table = train_here(weights, steps, Adam(0.1))
-    np.testing.assert_allclose(table.weights, expected, rtol=RTOL, atol=ATOL)
 
 
 @pytest.mark.parametrize("dim", EVERY_DIM)
@@ -232,7 +155,7 @@ def test_a_table_of_16_bits_trains_nearly_as_one_of_32_on_fbgemm(
     expected, _ = train_with_fbgemm(
         weights, steps, fbgemms, learning_rate=0.1, **settings
     )
-    table = train_here(weights, steps, optimizer, weight_dtype=dtype)
+    table = train_table(weights, steps, optimizer, weight_dtype=dtype)
     error = table.weights - expected
     # Weights stay below 2; each of nine roundings errs by less than the last bit.
     last_bit = 2 * LAST_BITS[dtype]
@@ -247,8 +170,8 @@ def test_a_table_of_16_bits_trains_nearly_as_one_of_32_on_fbgemm(
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_state_is_kept_beside_weights_of_any_dtype(optimizer, dtype):
     weights, steps = batches(3, some_rows=True)
-    table = train_here(weights, steps, optimizer, weight_dtype=dtype)
-    whole = train_here(weights, steps, optimizer)
+    table = train_table(weights, steps, optimizer, weight_dtype=dtype)
+    whole = train_table(weights, steps, optimizer)
     # The state of these follows from the gradients alone.
     assert np.array_equal(table.state, whole.state)
     assert table.state.all()

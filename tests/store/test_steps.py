@@ -1,4 +1,4 @@
-"""The step of one row: against NumPy, and against those whose formula it is.
+"""The step of one row, by itself and in a table: against NumPy, fbgemm and torch.
 
 In float32, where products may be fused with sums and sums taken in another order. What
 a step adds to a number may be far larger than what is left of it, so that the error is
@@ -35,11 +35,11 @@ from persia_torchrec.intrinsics import floats_at
 from persia_torchrec.store.loops import bound_weights
 from tests.optimizers import EVERY_OPTIMIZER, optimizers_by_kind
 from tests.reference import Row, step
+from tests.store.test_optimizer import EVERY_DIM, train_table
 from tests.toy_optimizer import SignWithMemory
 from tests.trained_elsewhere import batches, train_with_fbgemm, train_with_torch
 
 RTOL = ATOL = 4e-6
-EVERY_DIM = [1, 3, 8, 64]
 FBGEMMS_DIMS = [4, 8, 64]
 
 DRAWN = optimizers_by_kind(st.just(0.0) | st.floats(1e-3, 2), st.floats(1e-3, 2))
@@ -100,11 +100,14 @@ class Rows:
             step_row(self.optimizer, self.num_steps, weights, state, grad)
 
 
-def train_here(weights, steps, optimizer):
+def train_rows(weights, steps, optimizer):
     rows = Rows(optimizer, weights)
     for numbers, grads in steps:
         rows.step(numbers, grads)
     return rows
+
+
+by_rows_and_tables = pytest.mark.parametrize("train_here", [train_rows, train_table])
 
 
 def step_one(optimizer, weights, grad):
@@ -182,15 +185,16 @@ def test_a_row_moves_by_the_formula(kind, data, dim, first_step, scale, seed):
         ),
     ],
 )
-def test_rows_train_as_on_fbgemm(optimizer, fbgemms, settings, dim):
+@by_rows_and_tables
+def test_training_is_as_on_fbgemm(optimizer, fbgemms, settings, dim, train_here):
     weights, steps = batches(dim, some_rows=True)
     expected, state = train_with_fbgemm(
         weights, steps, fbgemms, learning_rate=0.1, **settings
     )
-    rows = train_here(weights, steps, optimizer)
-    np.testing.assert_allclose(rows.weights, expected, rtol=RTOL, atol=ATOL)
+    trained = train_here(weights, steps, optimizer)
+    np.testing.assert_allclose(trained.weights, expected, rtol=RTOL, atol=ATOL)
     if state is not None:
-        np.testing.assert_allclose(rows.state, state, rtol=RTOL, atol=ATOL)
+        np.testing.assert_allclose(trained.state, state, rtol=RTOL, atol=ATOL)
 
 
 @pytest.mark.parametrize("dim", EVERY_DIM)
@@ -222,21 +226,23 @@ def test_rows_train_as_on_fbgemm(optimizer, fbgemms, settings, dim):
         (AdamW(), torch.optim.AdamW),
     ],
 )
-def test_rows_train_as_on_torch(optimizer, make_torchs, dim):
+@by_rows_and_tables
+def test_training_is_as_on_torch(optimizer, make_torchs, dim, train_here):
     weights, steps = batches(dim, some_rows=False)
     expected = train_with_torch(weights, steps, make_torchs)
-    rows = train_here(weights, steps, optimizer)
-    np.testing.assert_allclose(rows.weights, expected, rtol=RTOL, atol=ATOL)
+    trained = train_here(weights, steps, optimizer)
+    np.testing.assert_allclose(trained.weights, expected, rtol=RTOL, atol=ATOL)
 
 
 @pytest.mark.parametrize("dim", EVERY_DIM)
-def test_adam_moves_only_the_rows_of_a_batch_as_torchs_sparse_one_does(dim):
+@by_rows_and_tables
+def test_adam_moves_only_the_rows_of_a_batch_as_torchs_sparse_one_does(dim, train_here):
     weights, steps = batches(dim, some_rows=True)
     expected = train_with_torch(
         weights, steps, lambda p: torch.optim.SparseAdam(p, 0.1), sparse=True
     )
-    rows = train_here(weights, steps, Adam(0.1))
-    np.testing.assert_allclose(rows.weights, expected, rtol=RTOL, atol=ATOL)
+    trained = train_here(weights, steps, Adam(0.1))
+    np.testing.assert_allclose(trained.weights, expected, rtol=RTOL, atol=ATOL)
 
 
 @pytest.mark.parametrize("dim", EVERY_DIM)
@@ -258,8 +264,8 @@ def test_one_mean_a_row_is_enough_where_all_gradients_of_a_row_are_equal(
     steps = [(rows, np.repeat(grads[:, :1], dim, axis=1)) for rows, grads in steps]
     # Decay adds the weights, which must then be equal too.
     weights = np.repeat(weights[:, :1], dim, axis=1)
-    found = train_here(weights, steps, rowwise).weights
-    expected = train_here(weights, steps, full).weights
+    found = train_rows(weights, steps, rowwise).weights
+    expected = train_rows(weights, steps, full).weights
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -377,8 +383,8 @@ def test_ftrl_without_power_is_gradient_descent_from_zero():
 @pytest.mark.parametrize("dim", EVERY_DIM)
 def test_adam_async_is_adam_where_eps_does_not_matter(dim):
     weights, steps = batches(dim, some_rows=True)
-    found = train_here(weights, steps, AdamAsync(0.1, eps=1e-30)).weights
-    expected = train_here(weights, steps, Adam(0.1, eps=1e-30)).weights
+    found = train_rows(weights, steps, AdamAsync(0.1, eps=1e-30)).weights
+    expected = train_rows(weights, steps, Adam(0.1, eps=1e-30)).weights
     np.testing.assert_allclose(found, expected, rtol=RTOL, atol=ATOL)
 
 
@@ -398,7 +404,7 @@ def test_rmsprop_takes_the_momentum_that_beta1_says():
     def train(beta1):
         betas = (beta1, 0.75)
         optimizer = AdamAsync(1, betas=betas, eps=3, apply_sparse_rmsprop=True)
-        return train_here(
+        return train_rows(
             np.zeros((1, 1)),
             [([0], np.array([[2.0]])), ([0], np.zeros((1, 1)))],
             optimizer,
