@@ -6,6 +6,7 @@ A parameter here is a row there; ``t`` counts the steps in which it had a gradie
 Tables that ``apply_optimizer_in_backward`` gives one of them get it on the servers.
 """
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from math import sqrt
@@ -20,10 +21,10 @@ Params: TypeAlias = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
 
 class _Dense(torch.optim.Optimizer, ABC):
-    """What both share; ``settings`` has the fields of a group, checked."""
+    """What both share; a group begins with the settings of the optimizer of rows."""
 
-    def __init__(self, params: Params, settings: dict[str, Any]) -> None:
-        super().__init__(params, settings)
+    def __init__(self, params: Params, of_rows: optim.Optimizer) -> None:
+        super().__init__(params, dataclasses.asdict(of_rows))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -90,14 +91,14 @@ class AdamAsync(_Dense):
         apply_sparse_rmsprop: bool = False,
         use_nesterov: bool = False,
     ) -> None:
-        settings: dict[str, Any] = {
-            "betas": betas,
-            "eps": eps,
-            "apply_sparse_rmsprop": apply_sparse_rmsprop,
-            "use_nesterov": use_nesterov,
-        }
-        optim.AdamAsync(lr, **settings)  # which checks them
-        super().__init__(params, {"lr": lr, **settings})
+        of_rows = optim.AdamAsync(
+            lr,
+            betas=betas,
+            eps=eps,
+            apply_sparse_rmsprop=apply_sparse_rmsprop,
+            use_nesterov=use_nesterov,
+        )
+        super().__init__(params, of_rows)
 
     def _move(
         self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]
@@ -147,13 +148,13 @@ class AdagradDecay(_Dense):
         decay_step: int = 100_000,
         decay_rate: float = 0.9,
     ) -> None:
-        settings: dict[str, Any] = {
-            "initial_accumulator_value": initial_accumulator_value,
-            "decay_step": decay_step,
-            "decay_rate": decay_rate,
-        }
-        optim.AdagradDecay(lr, **settings)  # which checks them
-        super().__init__(params, {"lr": lr, **settings})
+        of_rows = optim.AdagradDecay(
+            lr,
+            initial_accumulator_value=initial_accumulator_value,
+            decay_step=decay_step,
+            decay_rate=decay_rate,
+        )
+        super().__init__(params, of_rows)
 
     def _move(
         self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]

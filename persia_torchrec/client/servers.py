@@ -90,11 +90,15 @@ class Peers:
     ) -> Reply:
         """Send one process a message: the frames after the header."""
         incarnation = header.incarnation or self.incarnations[peer]
-        header = header._replace(incarnation=incarnation)
+        header = self.numbered(header)._replace(incarnation=incarnation)
         timeout_s = timeout_s or self.timeout_s + self.recovery_s
         return self.connections.submit(
             peer, header, frames, timeout_s=timeout_s, what=what
         )
+
+    def numbered(self, header: Header) -> Header:
+        """Return the header of a message as it is."""
+        return header
 
     def send_all(
         self,
@@ -214,19 +218,11 @@ class Servers(Peers):
 
         self.repeat(ask)
 
-    def send(
-        self,
-        peer: int,
-        header: Header,
-        frames: Sequence[Frame],
-        what: str,
-        timeout_s: float | None = None,
-    ) -> Reply:
-        """Send one server a message; it is numbered if it changes the server."""
-        if header.kind in _CHANGES:
-            number = next(self._numbers)
-            header = header._replace(stream=self._stream, batch=number)
-        return super().send(peer, header, frames, what, timeout_s)
+    def numbered(self, header: Header) -> Header:
+        """Return the header of a message, with a number if that changes the server."""
+        if header.kind not in _CHANGES:
+            return header
+        return header._replace(stream=self._stream, batch=next(self._numbers))
 
     def repeat(self, request: Callable[[], T]) -> T:
         """Make a request that may be repeated; again if a server has lost its rows."""

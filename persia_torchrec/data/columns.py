@@ -291,13 +291,10 @@ def _with_empty(
     if sizes_N.all():
         return ids_L, sizes_N
     filled_N = np.maximum(sizes_N, 1)
-    all_L = np.full(filled_N.sum(), _hash_of_empty(), np.uint64)
+    of_empty = require("xxhash").xxh3_64_intdigest(EMPTY)
+    all_L = np.full(filled_N.sum(), of_empty, np.uint64)
     all_L[np.repeat(sizes_N > 0, filled_N)] = ids_L
     return all_L, filled_N
-
-
-def _hash_of_empty() -> int:
-    return int(require("xxhash").xxh3_64_intdigest(EMPTY))
 
 
 def _integers(
