@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from torch import nn
 
 from examples.ple import data, model
 from persia_torchrec import Adam
+from persia_torchrec.data import IdColumn
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
@@ -28,7 +30,8 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 FOLDER = Path(model.__file__).parent
 NUM_ROWS, NUM_TRAINED, NUM_STEPS = 400, 280, 6
-NUM_COMPARED = 20
+NUM_COMPARED = 100
+NUM_BUCKETS = 1000  # of tables that are copied as a whole
 STOPS_AT, LONG = 2, 5  # steps; an epoch has 3
 SMALL = ["--model", "shared", "--batch_size", "128"]
 EXACT = ["--smartstaged", "false"]
@@ -107,6 +110,14 @@ class RowsInProcess:
 
 def train_both(folder, words, on_servers):
     """Print the losses in this process, and on servers from the same rows."""
+    specs = of_example("train").SPECS
+    columns = [
+        replace(column, num_buckets=NUM_BUCKETS)
+        if isinstance(column, IdColumn)
+        else column
+        for column in specs["taobao"].columns
+    ]
+    specs["taobao"] = replace(specs["taobao"], columns=tuple(columns))
     plain = parse(folder, *words, "--tf")
     with contextlib.ExitStack() as stack:
         of_example("train").start_torch(plain, stack)
@@ -123,7 +134,8 @@ def compare(folder):
     file = Path(folder) / "taobao_test_data"
     file.write_text(re.sub(r"\|[^,]*", "", file.read_text()))  # means round otherwise
     of_example("train").RowAdam = RowsInProcess
-    train_both(Path(folder), ["--steps", str(NUM_COMPARED)], EXACT)
+    words = ["--steps", str(NUM_COMPARED), "--batch_size", "8"]
+    train_both(Path(folder), words, EXACT)
 
 
 def train_parts(folder):
