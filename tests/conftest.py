@@ -4,6 +4,7 @@
 """
 
 import atexit
+import contextlib
 import gc
 import logging
 import os
@@ -26,6 +27,9 @@ from hypothesis import settings
 
 from persia_torchrec.lookup.pooling import warm_up as warm_up_worker
 from persia_torchrec.store.warm_up import warm_up as warm_up_store
+from persia_torchrec.wire.address_book import AddressBook
+from tests.gateway import Gateway
+from tests.processes import Processes
 from tests.servers import Servers
 
 settings.register_profile(
@@ -93,6 +97,27 @@ def _keep_what_mains_set():
 def servers():
     with Servers() as servers:
         yield servers
+
+
+@pytest.fixture
+def processes(tmp_path):
+    with Processes(tmp_path) as processes:
+        yield processes
+
+
+@pytest.fixture
+def book():
+    """The address book of a job, which has no coordinator."""
+    with contextlib.closing(AddressBook.host(0)) as book:
+        yield book
+
+
+@pytest.fixture
+def gateway(monkeypatch):
+    """A metrics gateway, which all processes of the job push to."""
+    with Gateway() as gateway:
+        monkeypatch.setenv("PERSIA_METRICS_GATEWAY_ADDR", gateway.address)
+        yield gateway
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """A model gets embeddings in the order of the batch, which may have any slots."""
 
 import json
-import urllib.request
 from collections import Counter, defaultdict
 from contextlib import contextmanager
 
@@ -24,7 +23,8 @@ from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
 from persia_torchrec.serving.predictor import Predictor
 from tests import reference
 from tests.local_job import Batches, LocalJob, Sending
-from tests.servers import DEADLINE_S, ids_of
+from tests.servers import ids_of
+from tests.serving.running import predict
 
 SLOTS = """
 feature_index_prefix_bit: 8
@@ -325,11 +325,7 @@ def json_of(batch):
 )
 def test_a_served_model_gets_them_in_the_order_of_the_batch(job, served, kind, body_of):
     for names, batch in zip(BATCHES, batches(requires_grad=False), strict=True):
-        headers = {"Content-Type": kind}
-        url, body = f"{served.address}/predict", body_of(batch)
-        request = urllib.request.Request(url, data=body, headers=headers)
-        with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
-            predictions = json.load(answer)["predictions"]
+        predictions = predict(served.address, body_of(batch), kind)
         in_a_row = [e.reshape(2, -1) for e in expected(job, names)]
         np.testing.assert_allclose(
             predictions, np.concatenate(in_a_row, axis=1), rtol=1e-6, err_msg=str(names)

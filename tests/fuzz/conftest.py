@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import Processes
-
 README = Path(__file__).with_name("README.md")
 COLUMNS = "| what | inputs | accepted | a second | measured | seed | cores |\n"
 FEW = 90
@@ -42,12 +40,6 @@ def in_memory():
     """Return a folder whose files are not written to a disk."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         yield Path(folder)
-
-
-@pytest.fixture
-def processes(tmp_path):
-    with Processes(tmp_path) as processes:
-        yield processes
 
 
 def pytest_terminal_summary(terminalreporter):

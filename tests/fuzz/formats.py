@@ -48,7 +48,7 @@ from persia_torchrec.embedding.data import (
     decode_rest,
     encode_rest,
 )
-from persia_torchrec.embedding.optim import SGD, Adagrad, Adam
+from persia_torchrec.embedding.optim import SGD, Adagrad
 from persia_torchrec.errors import CheckpointError, PersiaError
 from persia_torchrec.lookup.bags import Bags, decode_bags, encode_bags
 from persia_torchrec.server.checkpoints import CheckpointRequest
@@ -59,6 +59,7 @@ from persia_torchrec.wire import messages
 from persia_torchrec.wire.book_server import Journal
 from persia_torchrec.wire.messages import Header, Kind, Share, TableIds
 from persia_torchrec.wire.precision import decode_floats
+from tests.checkpoint.test_row_file import SPECS
 from tests.fuzz.mutations import (
     EXTREMES,
     change_frames,
@@ -73,11 +74,6 @@ from tests.persia_files import Row, prefixed, write_checkpoint
 from tests.servers import ids_of
 from tests.store.consistency import check_store
 
-SPECS = [
-    TableSpec(name="a", dim=1, optimizer=SGD(0.5)),
-    TableSpec(name="b", dim=3, optimizer=Adam(0.1), keeps_metadata=True),
-    TableSpec(name="c", dim=5, optimizer=Adagrad(0.1), weight_dtype="bf16"),
-]
 CAPACITY = 60
 CREATED = "2026-01-01T00:00:00+00:00"
 PERSIA_CONFIG = """

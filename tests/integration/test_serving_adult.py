@@ -1,8 +1,6 @@
 """Adult, trained and served: the AUC over HTTP is that of the training job."""
 
-import json
 import os
-import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +21,8 @@ from persia_torchrec.embedding.data import (
 from persia_torchrec.embedding.optim import Adagrad
 from persia_torchrec.utils import setup_seed
 from tests.local_job import Batches, LocalJob
-from tests.processes import DEADLINE_S, Processes, wait_until
-from tests.serving.running import Serving
+from tests.processes import Processes, wait_until
+from tests.serving.running import Serving, predict
 
 pytestmark = [
     pytest.mark.multiprocess,
@@ -64,16 +62,6 @@ def train(ctx, rows):
         ctx.backward(torch.nn.functional.binary_cross_entropy(output, labels[0]))
 
 
-def predict(address, batch):
-    request = urllib.request.Request(
-        f"{address}/predict",
-        data=batch.to_bytes(),
-        headers={"Content-Type": "application/octet-stream"},
-    )
-    with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
-        return json.load(answer)["predictions"]
-
-
 @pytest.fixture
 def deterministic():
     """Restore what ``setup_seed`` changes in this process."""
@@ -101,21 +89,21 @@ def test_the_auc_over_http_is_that_of_the_job(tmp_path, monkeypatch, determinist
     ):
         ctx.dump_checkpoint(run, with_jit_model=True)  # nothing is trained yet
         following = Serving(processes, *serve, "--follow", logs)
-        before = predict(following.address, test[0])
+        before = predict(following.address, test[0].to_bytes())
         train(ctx, data.train)
         ctx.dump_checkpoint(run, with_jit_model=True)
         expected = evaluate(model, test)
         assert not np.allclose(before, expected[0].reshape(-1), atol=1e-3)
 
         def is_followed():
-            served = predict(following.address, test[0])
+            served = predict(following.address, test[0].to_bytes())
             return np.allclose(served, expected[0].reshape(-1), atol=1e-6)
 
         wait_until(is_followed, "the server has what was trained")
-        of_following = [predict(following.address, batch) for batch in test]
+        of_following = [predict(following.address, batch.to_bytes()) for batch in test]
     with Processes(tmp_path / "run") as processes:
         later = Serving(processes, *serve)
-        of_later = [predict(later.address, batch) for batch in test]
+        of_later = [predict(later.address, batch.to_bytes()) for batch in test]
     check_auc(data, expected, of_following)
     check_auc(data, expected, of_later)
 

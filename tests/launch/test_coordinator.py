@@ -16,7 +16,7 @@ from persia_torchrec.wire.member_record import MemberRecord
 from persia_torchrec.wire.processes import ProcessIdentity
 from tests.launch.jobs import Job, run_on_another_host
 from tests.ports import draw_port
-from tests.processes import Processes, wait_until
+from tests.processes import wait_until
 
 WAIT_FOR_EVER = "import time; print('at work', flush=True); time.sleep(600)"
 WAIT_FOR_GO = """
@@ -26,12 +26,6 @@ while not pathlib.Path('go').exists():
     time.sleep(0.02)
 """
 multiprocess = pytest.mark.multiprocess
-
-
-@pytest.fixture
-def processes(tmp_path):
-    with Processes(tmp_path) as processes:
-        yield processes
 
 
 def fails_as_one(job, why, failed, *others):

@@ -10,7 +10,7 @@ from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.member_record import MemberRecord
 from tests.launch import helped
 from tests.launch.jobs import Job
-from tests.processes import Processes, is_running, run_script, wait_until
+from tests.processes import is_running, run_script, wait_until
 from tests.serving.inference_job import run_server, run_worker
 
 pytestmark = pytest.mark.multiprocess
@@ -63,12 +63,6 @@ def run_interpreter(path):
     if not path.endswith(".py"):
         command = ["/bin/sh", "-c", path]
     os.execv(command[0], command)
-
-
-@pytest.fixture
-def processes(tmp_path):
-    with Processes(tmp_path) as processes:
-        yield processes
 
 
 class Scripts(Job):

@@ -12,15 +12,9 @@ from persia_torchrec.wire.member_record import MemberRecord
 from persia_torchrec.wire.membership import LAST_CHECKPOINT
 from tests.launch.jobs import Job
 from tests.launch.test_coordinator import WAIT_FOR_EVER, WAIT_FOR_GO
-from tests.processes import Processes, is_running, parent_of, wait_until
+from tests.processes import is_running, parent_of, wait_until
 
 pytestmark = pytest.mark.multiprocess
-
-
-@pytest.fixture
-def processes(tmp_path):
-    with Processes(tmp_path) as processes:
-        yield processes
 
 
 @contextlib.contextmanager

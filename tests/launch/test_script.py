@@ -6,7 +6,6 @@ import pytest
 from persia_torchrec.launch import script
 from persia_torchrec.launch.script import run_script
 from tests.launch.jobs import Job
-from tests.processes import Processes
 
 multiprocess = pytest.mark.multiprocess
 
@@ -16,12 +15,6 @@ print(json.dumps({name: os.environ.get(name) for name in (
     'RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR',
     'MASTER_PORT')}))
 """
-
-
-@pytest.fixture
-def processes(tmp_path):
-    with Processes(tmp_path) as processes:
-        yield processes
 
 
 @pytest.fixture(autouse=True)

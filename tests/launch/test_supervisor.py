@@ -15,7 +15,6 @@ from persia_torchrec.wire.shared_memory import AUTO, PRIVATE
 from persia_torchrec.wire.signals import START_AGAIN
 from tests.processes import (
     DEADLINE_S,
-    Processes,
     children_of,
     is_running,
     wait_until,
@@ -40,12 +39,6 @@ echo $$ is under $PPID, restart $PERSIA_RESTARTS.
 exit 0
 """
 pytestmark = pytest.mark.multiprocess
-
-
-@pytest.fixture
-def processes(tmp_path):
-    with Processes(tmp_path) as processes:
-        yield processes
 
 
 def supervise(words):

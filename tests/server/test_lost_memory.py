@@ -20,7 +20,7 @@ from persia_torchrec.wire.membership import JobMember, JobTimings
 from persia_torchrec.wire.messages import Header, Kind, encode_json
 from persia_torchrec.wire.transport import Connections
 from tests.ports import draw_port
-from tests.processes import Processes, wait_until
+from tests.processes import wait_until
 from tests.server.test_increments import (
     ITEM,
     OTHER,
@@ -35,12 +35,6 @@ from tests.servers import DEADLINE_S, RunningServer
 pytestmark = pytest.mark.multiprocess
 
 IDS = np.arange(60, dtype=np.uint64)
-
-
-@pytest.fixture
-def processes(tmp_path):
-    with Processes(tmp_path) as processes:
-        yield processes
 
 
 @pytest.fixture

@@ -16,17 +16,11 @@ from persia_torchrec.errors import ConfigError, PersiaError
 from persia_torchrec.server.__main__ import main
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.table import TableSpec
-from tests.processes import Processes, wait_until
+from tests.processes import wait_until
 from tests.servers import ids_of, missed
 
 IDS = ids_of(*range(0, 2000, 7), 2**64 - 1)
 SPEC = TableSpec(name="item", dim=8, optimizer=Adagrad(0.1), keeps_metadata=True)
-
-
-@pytest.fixture
-def processes(tmp_path):
-    with Processes(tmp_path) as processes:
-        yield processes
 
 
 def start(processes, name, path, *more):

@@ -1,11 +1,34 @@
 """The inference server as a process; what it does not need is not imported here."""
 
+import json
 import sys
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 from persia_torchrec.serving.__main__ import main
+from tests.processes import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
+BYTES, JSON = "application/octet-stream", "application/json"
+
+
+def ask(address, path, body=None, kind=BYTES):
+    """Return the status and the JSON of an answer."""
+    request = urllib.request.Request(address + path, body, {"Content-Type": kind})
+    try:
+        with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+def predict(address, body, kind=BYTES):
+    """Return the predictions for a batch as bytes."""
+    status, answer = ask(address, "/predict", body, kind)
+    assert status == 200, answer
+    return answer["predictions"]
 
 
 class Serving:

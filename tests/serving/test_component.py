@@ -1,10 +1,8 @@
 """``components/inference.py:serve``, through torchx, as a user starts it."""
 
 import contextlib
-import json
 import os
 import signal
-import urllib.request
 
 import numpy as np
 import pytest
@@ -14,8 +12,9 @@ from persia_torchrec.wire.member_record import MemberRecord
 from tests.forked_jobs import ROOT
 from tests.integration.torchx_jobs import TorchxJob
 from tests.ports import draw_port, draw_ports
-from tests.processes import DEADLINE_S, wait_until
+from tests.processes import wait_until
 from tests.serving.conftest import EVALUATION
+from tests.serving.running import predict
 
 pytestmark = [
     pytest.mark.multiprocess,
@@ -40,16 +39,6 @@ def serve(folder, trained, port, *arguments):
     )
 
 
-def predictions_of(port, batch, **headers):
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/predict",
-        data=batch.to_bytes(),
-        headers={"Content-Type": "application/octet-stream", **headers},
-    )
-    with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
-        return json.load(answer)["predictions"]
-
-
 def test_two_inference_servers_predict_what_the_job_evaluated(tmp_path, trained):
     ports = draw_ports(2)
     arguments = ["--checkpoint", str(trained.checkpoint), "--http_port", str(ports[0])]
@@ -58,22 +47,22 @@ def test_two_inference_servers_predict_what_the_job_evaluated(tmp_path, trained)
     own = draw_port()
     with serve(tmp_path, trained, own, *arguments) as job:
 
-        def predict(port):
+        def check(port):
             for batch, expected in zip(EVALUATION, trained.expected, strict=True):
-                found = predictions_of(port, batch)
+                found = predict(f"http://127.0.0.1:{port}", batch.to_bytes())
                 np.testing.assert_allclose(found, expected, atol=1e-6)
 
         for port in ports:
             job.has_printed(f"ready http://127.0.0.1:{port}")
-            predict(port)
+            check(port)
         with contextlib.closing(AddressBook.join("localhost", own)) as book:
             killed = MemberRecord(book, "predictor", 0).process()
             os.kill(killed.pid, signal.SIGKILL)
-            predict(ports[1])
+            check(ports[1])
             job.has_printed("predictor 0 is back, after ")
             ready = f"ready http://127.0.0.1:{ports[0]}"
             wait_until(lambda: job.output().count(ready) == 2, "it is ready")
-            predict(ports[0])
+            check(ports[0])
             coordinator = MemberRecord(book, "coordinator", 0).process()
             os.kill(coordinator.pid, signal.SIGTERM)
         ended = job.wait()

@@ -1,8 +1,6 @@
 """Predictions follow a training: its rows by increments, its model by checkpoints."""
 
 import contextlib
-import json
-import urllib.request
 
 import pytest
 import torch
@@ -17,9 +15,10 @@ from persia_torchrec.serving.embeddings import host_checkpoint
 from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
 from persia_torchrec.serving.predictor import Predictor, following_model, load_model
 from tests.local_job import Batches, LocalJob
-from tests.processes import DEADLINE_S, Processes, wait_until
+from tests.processes import DEADLINE_S, wait_until
 from tests.serving.conftest import CONFIG, EVALUATION, Dense, batch_of_numbers
 from tests.serving.inference_job import InferenceJob, address_of
+from tests.serving.running import ask, predict
 
 
 def train(ctx, seeds):
@@ -40,18 +39,8 @@ def evaluate(model):
     return outputs
 
 
-def posted(address, batch):
-    request = urllib.request.Request(
-        f"{address}/predict",
-        batch.to_bytes(),
-        {"Content-Type": "application/octet-stream"},
-    )
-    with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
-        return json.load(answer)["predictions"]
-
-
-def predict(address):
-    return [posted(address, batch) for batch in EVALUATION]
+def predict_all(address):
+    return [predict(address, batch.to_bytes()) for batch in EVALUATION]
 
 
 def are_close(predicted, expected):
@@ -59,12 +48,6 @@ def are_close(predicted, expected):
         mine == pytest.approx(other, abs=1e-6)
         for mine, other in zip(predicted, expected, strict=True)
     )
-
-
-@pytest.fixture
-def processes(tmp_path):
-    with Processes(tmp_path) as processes:
-        yield processes
 
 
 @pytest.mark.multiprocess
@@ -130,7 +113,7 @@ def test_predictions_follow_a_training(tmp_path, monkeypatch):
             stack.enter_context(following_model(predictor, run, "jit_dense.pt", 0.1))
             server = PredictionServer(predictor, HttpConfig())
             stack.callback(server.close)
-            assert are_close(predict(server.address), first)
+            assert are_close(predict_all(server.address), first)
 
             with torch.no_grad():  # only the rows train
                 state = {k: v.clone() for k, v in model.state_dict().items()}
@@ -139,11 +122,10 @@ def test_predictions_follow_a_training(tmp_path, monkeypatch):
             second = evaluate(model)
             assert not are_close(first, second)
             wait_until(
-                lambda: are_close(predict(server.address), second),
+                lambda: are_close(predict_all(server.address), second),
                 "the rows are those of the training",
             )
-            with urllib.request.urlopen(f"{server.address}/health") as answer:
-                following = json.load(answer)["following"]
+            following = ask(server.address, "/health")[1]["following"]
             assert following["increments"] > 0
             assert not following["lost"]
             assert 0 <= following["delay_s"] < DEADLINE_S
@@ -153,7 +135,7 @@ def test_predictions_follow_a_training(tmp_path, monkeypatch):
             third = evaluate(model)
             assert not are_close(second, third)
             wait_until(
-                lambda: are_close(predict(server.address), third),
+                lambda: are_close(predict_all(server.address), third),
                 "the model is that of the latest checkpoint",
             )
             assert predictor.name.endswith("checkpoint-00000002/jit_dense.pt")

@@ -23,6 +23,7 @@ from persia_torchrec.serving.predictor import Predictor
 from persia_torchrec.table import TableSpec
 from tests.local_job import batch_of
 from tests.servers import DEADLINE_S
+from tests.serving.running import ask
 from tests.worker.test_process import FEATURE
 
 HEAD = b"POST /predict HTTP/1.0\r\nContent-Type: application/json\r\n"
@@ -70,19 +71,9 @@ def serve(servers):
         server.close()
 
 
-def predict(server, body=BODY):
+def predict(server):
     """Return status and JSON of an answer to a batch."""
-    request = urllib.request.Request(
-        f"{server.address}/predict",
-        data=body,
-        headers={"Content-Type": "application/octet-stream"},
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, json.load(error)
+    return ask(server.address, "/predict", BODY)
 
 
 def connect(server):

@@ -1,10 +1,8 @@
 """``job_type: Infer``: servers and workers that serve a checkpoint, as processes."""
 
-import json
 import re
 import signal
 import sys
-import urllib.request
 
 import numpy as np
 import pytest
@@ -14,7 +12,6 @@ from persia_torchrec.ctx import InferCtx
 from persia_torchrec.launch import persia_launcher
 from persia_torchrec.server import __main__ as server
 from persia_torchrec.worker import __main__ as worker
-from tests.processes import Processes
 from tests.servers import DEADLINE_S
 from tests.serving.conftest import EVALUATION
 from tests.serving.inference_job import (
@@ -23,16 +20,10 @@ from tests.serving.inference_job import (
     comes_back,
     kill_below,
 )
-from tests.serving.running import ROOT, Serving
-from tests.serving.test_following import are_close, predict
+from tests.serving.running import ROOT, Serving, ask, predict
+from tests.serving.test_following import are_close, predict_all
 
 pytestmark = pytest.mark.multiprocess
-
-
-@pytest.fixture
-def processes(tmp_path):
-    with Processes(tmp_path) as processes:
-        yield processes
 
 
 def embeddings_of(infer):
@@ -102,13 +93,7 @@ def test_predictions_over_http_are_those_of_the_evaluation(processes, trained):
     checkpoint = ["--checkpoint", str(trained.checkpoint)]
     serving = Serving(processes, *checkpoint, "--workers", worker)
     for batch, expected in zip(EVALUATION, trained.expected, strict=True):
-        request = urllib.request.Request(
-            f"{serving.address}/predict",
-            data=batch.to_bytes(),
-            headers={"Content-Type": "application/octet-stream"},
-        )
-        with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
-            predictions = json.load(answer)["predictions"]
+        predictions = predict(serving.address, batch.to_bytes())
         np.testing.assert_allclose(predictions, expected, atol=1e-6)
 
 
@@ -213,13 +198,12 @@ def test_the_others_answer_while_a_role_is_killed_and_started_again(processes, t
     )
 
     def answers():
-        return are_close(predict(serving.address), trained.expected)
+        return are_close(predict_all(serving.address), trained.expected)
 
     for killed in (*workers, server):  # each worker alone, when the other is back
         assert answers()
         kill_below(killed)
         assert answers()
-        with urllib.request.urlopen(f"{serving.address}/health") as health:
-            assert json.load(health)["ready"]
+        assert ask(serving.address, "/health")[1]["ready"]
         comes_back(killed)
     assert answers()

@@ -5,8 +5,6 @@ import os
 import re
 import signal
 import sys
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -15,26 +13,10 @@ import pytest
 from persia_torchrec.embedding.data import PersiaBatch
 from persia_torchrec.serving.__main__ import main
 from tests.processes import Processes
-from tests.servers import DEADLINE_S
 from tests.serving.conftest import EVALUATION
-from tests.serving.running import Serving
+from tests.serving.running import BYTES, JSON, Serving, ask
 
 pytestmark = pytest.mark.multiprocess
-
-BYTES, JSON = "application/octet-stream", "application/json"
-
-
-def ask(address, path, body=None, kind=BYTES):
-    """Return the status and the JSON of an answer."""
-    request = urllib.request.Request(
-        address + path, data=body, headers={"Content-Type": kind}
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, json.load(error)
 
 
 def to_json(batch):

@@ -142,6 +142,13 @@ def constraints(sharding_type: str, names=LOCAL) -> dict[str, ParameterConstrain
     return {name: ParameterConstraints([sharding_type]) for name in names}
 
 
+EACH_ITS_TYPE = (
+    constraints("data_parallel", ["home"])
+    | constraints("row_wise", ["term"])
+    | constraints("table_wise", ["place"])
+)
+
+
 def batches(num_steps: int, rank: int = 0, world_size: int = 1, num_samples: int = 16):
     """Yield every ``world_size``-th sample of batches of bags of 0 to 3 ids."""
     generator = torch.Generator().manual_seed(1)

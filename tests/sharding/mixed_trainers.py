@@ -17,6 +17,7 @@ from persia_torchrec import (
 )
 from tests.sharding.mixed_model import (
     ADAGRAD,
+    EACH_ITS_TYPE,
     FUSED,
     LOCAL,
     NUM_IDS,
@@ -24,18 +25,11 @@ from tests.sharding.mixed_model import (
     CpuSharder,
     Model,
     batches,
-    constraints,
     train,
 )
 from tests.sharding.remote_job import ids_of, shard, tensors_of
 
 NUM_STEPS = 15
-
-TOLD = (
-    constraints("data_parallel", ["home"])
-    | constraints("row_wise", ["term"])
-    | constraints("table_wise", ["place"])
-)
 
 
 def run_trainer(rank: int, world_size: int, addresses: list[str], folder: Path) -> None:
@@ -72,7 +66,7 @@ def sharded_model(addresses):
         remote = RemoteEmbeddingBagCollectionSharder(client, ADAGRAD)
         sharder = MixedSharder(remote, Placement(local=LOCAL), CpuSharder(FUSED))
         torch.manual_seed(0)
-        yield shard(Model(), sharder, constraints=TOLD), client
+        yield shard(Model(), sharder, constraints=EACH_ITS_TYPE), client
         remote.close()
 
 

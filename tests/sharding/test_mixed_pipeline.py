@@ -17,23 +17,17 @@ from torchrec.streamable import Pipelineable
 from persia_torchrec import MixedSharder, Placement, RemoteEmbeddingBagCollectionSharder
 from tests.sharding.mixed_model import (
     ADAGRAD,
+    EACH_ITS_TYPE,
     FUSED,
     LOCAL,
     CpuSharder,
     Model,
     batches,
-    constraints,
     dense_optimizer,
 )
 from tests.sharding.remote_job import CPU, RemoteJob, shard
 
 NUM_STEPS = 12
-
-TOLD = (
-    constraints("data_parallel", ["home"])
-    | constraints("row_wise", ["term"])
-    | constraints("table_wise", ["place"])
-)
 
 
 @dataclass
@@ -72,7 +66,7 @@ def losses_of(pipeline_type, staleness=0, **settings):
         )
         sharder = MixedSharder(remote, Placement(local=LOCAL), CpuSharder(FUSED))
         torch.manual_seed(0)
-        model = shard(WithLoss(), sharder, constraints=TOLD)
+        model = shard(WithLoss(), sharder, constraints=EACH_ITS_TYPE)
         job.adopt(model)
         pipeline = pipeline_type(model, dense_optimizer(model), CPU, **settings)
         data = iter([Batch(*batch) for batch in batches(NUM_STEPS)])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from persia_torchrec.client.client import EmbeddingClient
-from tests.processes import Processes, wait_until
+from tests.processes import wait_until
 from tests.soak import job
 from tests.soak.conftest import COLUMNS, LEAST_OF_A_TABLE, README
 from tests.soak.trend import trend_of
@@ -77,12 +77,6 @@ class Series:
             if trend.grows(most):
                 found.append(line)
         return lines, found
-
-
-@pytest.fixture
-def processes(tmp_path):
-    with Processes(tmp_path) as processes:
-        yield processes
 
 
 def start_job(processes, folder, *, fills):

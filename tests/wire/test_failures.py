@@ -10,7 +10,6 @@ from persia_torchrec.errors import (
     ServerError,
 )
 from persia_torchrec.wire import failures
-from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.member_record import MemberRecord
 
 
@@ -90,12 +89,6 @@ def test_a_launcher_whose_file_cannot_be_written_is_not_told(tmp_path, monkeypat
 
 
 class TestWhereALogIs:
-    @pytest.fixture
-    def book(self):
-        book = AddressBook.host(0)
-        yield book
-        book.close()
-
     @pytest.mark.parametrize(
         ("place", "told"),
         [

@@ -19,13 +19,6 @@ from tests.processes import DEADLINE_S, wait_until
 SILENT_S = 10.0
 
 
-@pytest.fixture
-def book():
-    book = AddressBook.host(0)
-    yield book
-    book.close()
-
-
 def test_a_member_is_known_once_it_has_registered(book):
     record = MemberRecord(book, "server", 0)
     assert record.process() is None

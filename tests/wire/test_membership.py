@@ -13,7 +13,7 @@ from persia_torchrec.wire.book_server import COMPILING
 from persia_torchrec.wire.member_record import MemberRecord
 from persia_torchrec.wire.membership import JobTimings
 from persia_torchrec.wire.processes import ProcessIdentity
-from tests.processes import Processes, is_running, wait_until
+from tests.processes import is_running, wait_until
 from tests.wire import members
 
 pytestmark = pytest.mark.multiprocess
@@ -27,12 +27,6 @@ def book():
     QUICK.publish(book)
     yield book
     book.close()
-
-
-@pytest.fixture
-def processes(tmp_path):
-    with Processes(tmp_path) as processes:
-        yield processes
 
 
 def test_a_member_leaves_with_status_0_when_the_job_is_finished(book, processes):

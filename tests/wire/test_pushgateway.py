@@ -12,7 +12,6 @@ from persia_torchrec.errors import ConfigError
 from persia_torchrec.metrics import Means, Observations, Reading
 from persia_torchrec.wire import pushgateway as gateway_module
 from persia_torchrec.wire.pushgateway import is_pushed, push_metrics
-from tests.gateway import Gateway
 from tests.processes import wait_until
 from tests.servers import DEADLINE_S
 
@@ -29,13 +28,6 @@ def three():
         Reading("persia_rows", 5, "rows"),
         Reading("nan_count", 2, "not finite", "untyped", feature="c"),
     ]
-
-
-@pytest.fixture
-def gateway(monkeypatch):
-    with Gateway() as gateway:
-        monkeypatch.setenv("PERSIA_METRICS_GATEWAY_ADDR", gateway.address)
-        yield gateway
 
 
 @pytest.fixture

@@ -22,7 +22,6 @@ from persia_torchrec.worker.serving import (
     make_lookup,
     pushing_metrics,
 )
-from tests.gateway import Gateway
 from tests.lookup.one_feature import bags_of
 from tests.servers import DEADLINE_S
 
@@ -42,13 +41,6 @@ TABLES = [
     TableSpec(name="word", dim=3, optimizer=SGD(1.0)),
 ]
 HOURLY = MetricsSettings(push_interval_seconds=3600)
-
-
-@pytest.fixture
-def gateway(monkeypatch):
-    with Gateway() as gateway:
-        monkeypatch.setenv("PERSIA_METRICS_GATEWAY_ADDR", gateway.address)
-        yield gateway
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@ import pytest
 
 from persia_torchrec.config.embedding_config import load_embedding_config
 from persia_torchrec.errors import ConfigError, DiscoveryError
-from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.worker.serving import ask_for_slots, tell_slots
 
 SLOTS = """
@@ -10,13 +9,6 @@ slots_config:
   user: {dim: 4}
   item: {dim: 8, sqrt_scaling: true}
 """
-
-
-@pytest.fixture
-def book():
-    book = AddressBook.host(0)
-    yield book
-    book.close()
 
 
 @pytest.fixture
