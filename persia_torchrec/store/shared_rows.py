@@ -106,16 +106,20 @@ class SharedRows:
             return table.step_rows(ids_N, hints_N, grads_ND, step=step, now_s=now_s)
         own = (read_only(array[is_own_N]) for array in (ids_N, slots_N, grads_ND))
         missed, refused = table.step_rows(*own, step=step, now_s=now_s)
-        is_finite_N = np.isfinite(grads_ND).all(axis=1)
-        refused += int(np.count_nonzero(~is_own_N & ~is_finite_N))
-        is_shared_N = ~is_own_N & is_finite_N
-        keys_K, which = np.unique(ids_N[is_shared_N] % self._num, return_inverse=True)
+        others = np.flatnonzero(~is_own_N)
+        keys = read_only(ids_N[others] % self._num)
+        slots = loops.find_slots(self.state.layout, keys)
+        has_row = slots != memory.MISSING
+        is_finite = np.isfinite(grads_ND[others]).all(axis=1)
+        missed += int(np.count_nonzero(~has_row))
+        refused += int(np.count_nonzero(has_row & ~is_finite))
+        stepped = others[has_row & is_finite]
+        keys_K, which = np.unique(keys[has_row & is_finite], return_inverse=True)
         sums_KD = np.zeros((len(keys_K), grads_ND.shape[1]), dtype=np.float32)
-        np.add.at(sums_KD, which, grads_ND[is_shared_N])
+        np.add.at(sums_KD, which, grads_ND[stepped])
         keys_K = read_only(keys_K)
         slots_K = loops.find_slots(self.state.layout, keys_K)
-        self._note(store, slots_K[slots_K != memory.MISSING])
-        missed += int(np.count_nonzero(slots_K[which] == memory.MISSING))
+        self._note(store, slots_K)
         _, num_refused = self.state.step_rows(
             keys_K, read_only(slots_K), read_only(sums_KD), step=step, now_s=now_s
         )

@@ -153,6 +153,15 @@ def test_shared_rows_that_leave_no_room_are_refused():
         store.lookup(0, ids_of(3), rows[:1], training=True)
 
 
+def test_a_gradient_without_a_row_is_missed_and_one_that_is_no_number_refused():
+    store = EmbeddingStore(9)
+    store.add_table(SPEC)
+    grads = np.array([[np.nan, 1], [1, 1], [np.nan, 1]], dtype=np.float32)
+    store.lookup(0, ids_of(1), np.empty_like(grads[:1]), training=True)
+    result = store.update(0, ids_of(2, 3, 6), grads)  # 6 shares the row of 1
+    assert (result.num_missed, result.num_refused) == (2, 1)
+
+
 def test_a_table_may_get_shared_rows_but_no_other_number_of_them(tmp_path):
     plain = replace(SPEC, shared_rows=0, expiry=Expiry())
     adaptive = replace(plain, shared_rows=5)
