@@ -7,10 +7,15 @@ further block is a row of a table of its own, on the same server, with the same 
     NAME/block 2    id | block 2 | its state      if the id is frequent
 
 ``acc`` and ``cur`` are as they were when ``t`` periods had ended: a row is brought up
-to date when it is used. A period ends with the update that completes it. Then all rows
-are read once: thresholds are set, and blocks are freed that ids have lost, or whose id
-has no row any more. So all is kept as rows are, but for the thresholds, which are in
-the heads of files, and in a server's memory beside what its admission remembers.
+to date when it is used. A period ends with the update that completes it: thresholds are
+set. When the request of that update has ended, blocks are freed that ids have lost, or
+whose id has no row any more. So all is kept as rows are, but for the thresholds, which
+are in the heads of files, and in a server's memory beside what its admission remembers.
+
+In a memory file freeing is some slots at a time, each group a change of its own, so
+that what undoes it stays small. A word says that it is not over, and the process that
+opens the file of a killed one frees the rest: which blocks an id has depends on nothing
+that freeing changes.
 
 Dimension key:
     N: ids of one request
@@ -18,7 +23,7 @@ Dimension key:
     K: rows, each once
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,7 +32,7 @@ import numpy.typing as npt
 from persia_torchrec.compiled import read_only
 from persia_torchrec.embedding.dynamic import KEPT, NUM_PERIODS, NUM_STATISTICS, Doubles
 from persia_torchrec.store import loops, memory
-from persia_torchrec.store.memory import Counts, Floats, Ids, Slots
+from persia_torchrec.store.memory import Counts, Floats, Ids, Slots, Words
 from persia_torchrec.store.recovery import ROW_BYTES
 
 if TYPE_CHECKING:
@@ -37,6 +42,8 @@ if TYPE_CHECKING:
 
 _NO_COUNTS: Counts = np.empty(0, dtype=np.uint32)
 _NEGLIGIBLE = 1e-7
+GROUP_SLOTS = 2**13
+"""Slots whose rows are read, and freed as one change, at a time."""
 
 
 class Blocks:
@@ -160,27 +167,53 @@ class Blocks:
                 rows_KW = rows_ND[has_N][:, columns[number]]
                 store.write_rows(state, ids_N[has_N], rows_KW)
 
-    def end_period(self, store: "EmbeddingStore", table: "TableState", t: int) -> None:
-        """Set the thresholds, if they still change, and free blocks that are lost."""
-        thresholds = None
+    def end_period(self, store: "EmbeddingStore", table: "TableState") -> None:
+        """Set the thresholds, if they still change, and note that blocks must go."""
+        t, thresholds = table.num_updates // self._rule.period, None
         if t <= NUM_PERIODS:
-            slots_K = self._slots(store, table)
-            acc_K, _ = self._statistics(store, table, slots_K, t)
-            thresholds = self._rule.thresholds(acc_K, t)
+            found = [
+                self._statistics(store, table, slots_K, t)[0]
+                for slots_K in self._slots(store, table)
+            ]
+            acc_R = np.concatenate(found or [np.empty(0)])
+            thresholds = self._rule.thresholds(acc_R, t)
+        must_free = self._must_free(store)
+        if store.recovery is not None:
+            store.recovery.keep(table.thresholds.view(np.uint64))
+            store.recovery.keep(must_free)
         if thresholds is not None:
-            if store.recovery is not None:
-                store.recovery.make_room(table.thresholds.nbytes + ROW_BYTES)
-                store.recovery.keep(table.thresholds.view(np.uint64))
             table.thresholds[:] = thresholds
+        must_free[0] = 1
+
+    def must_free(self, store: "EmbeddingStore") -> bool:
+        """Return whether blocks are to be freed: a period has ended."""
+        return bool(self._must_free(store)[0])
+
+    def free(self, store: "EmbeddingStore", table: "TableState") -> None:
+        """Free the blocks that are lost, if a period has ended."""
+        t = table.num_updates // self._rule.period
         for number, state in enumerate(self.states, start=1):
-            ids_K = store.arena(state)[self._slots(store, state), 0]
-            slots_K = store.find(table.number, ids_K)
-            is_lost_K = slots_K == memory.MISSING
-            has_row = np.flatnonzero(~is_lost_K)
-            found = self._statistics(store, table, slots_K[has_row], t)
-            num_K = self._rule.count_blocks(*found, t, table.thresholds)
-            is_lost_K[has_row] = num_K <= number
-            store.remove(state.number, ids_K[is_lost_K])
+            for slots_K in self._slots(store, state):
+                ids_K = store.arena(state)[slots_K, 0]
+                num_K = self._num_blocks(store, table, ids_K, t)
+                store.remove(state.number, ids_K[num_K <= number])
+        self._must_free(store)[0] = 0
+
+    def _must_free(self, store: "EmbeddingStore") -> Words:
+        """Return the word that says it: the one for a step of the second block's."""
+        number = self.states[0].number
+        return store.steps[number : number + 1]
+
+    def _num_blocks(
+        self, store: "EmbeddingStore", table: "TableState", ids_K: Ids, t: int
+    ) -> npt.NDArray[np.int64]:
+        """Return how many blocks ids have after t periods; 0 without a row."""
+        slots_K = store.find(table.number, ids_K)
+        has_row = np.flatnonzero(slots_K != memory.MISSING)
+        found = self._statistics(store, table, slots_K[has_row], t)
+        num_K = np.zeros(len(ids_K), dtype=np.int64)
+        num_K[has_row] = self._rule.count_blocks(*found, t, table.thresholds)
+        return num_K
 
     def _count(
         self, store: "EmbeddingStore", table: "TableState", ids_N: Ids, counts_N: Counts
@@ -237,11 +270,16 @@ class Blocks:
         put[:, 2], put[:, 3] = cur_K, t
         words[slots_K[:, None], self._columns] = put
 
-    def _slots(self, store: "EmbeddingStore", table: "TableState") -> Slots:
-        """Return the slots of all rows of a table."""
-        used = store.arenas.directory[int(table.layout[memory.ARENA]), memory.USED]
-        owners = store.arena(table)[: int(used), 1] >> memory.OWNER_SHIFT
-        return np.flatnonzero(owners == table.layout[memory.OWNER]).astype(np.uint32)
+    def _slots(self, store: "EmbeddingStore", table: "TableState") -> Iterator[Slots]:
+        """Yield the slots of all rows of a table, those of a group at a time."""
+        arena, words = int(table.layout[memory.ARENA]), store.arena(table)
+        num_used = int(store.arenas.directory[arena, memory.USED])
+        for first in range(0, num_used, GROUP_SLOTS):
+            words_K = words[first : min(first + GROUP_SLOTS, num_used), 1]
+            is_own_K = words_K >> memory.OWNER_SHIFT == table.layout[memory.OWNER]
+            slots = first + np.flatnonzero(is_own_K)
+            if len(slots):
+                yield slots.astype(np.uint32)
 
     def _spread(self, first_NW: Floats, out_ND: Floats) -> None:
         out_ND[:] = 0

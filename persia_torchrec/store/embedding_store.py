@@ -496,6 +496,7 @@ class EmbeddingStore:
         """Drop the rows of ids; those that have none are skipped."""
         self.journal.make_room(len(ids_N))
         with self.changing():
+            self.journal.leaving(table, ids_N)
             self._requests.make_room(len(ids_N))
             loops.remove_ids(self.states[table].at, read_only(ids_N))
 
@@ -514,8 +515,9 @@ class EmbeddingStore:
         self.arenas.clear()
         self.index.clear()
         self.logs.clear()
-        for state in self.states:
+        for number, state in enumerate(self.states):
             state.forget(self.memory)
+            self.steps[number] = 0
         self.tally[memory.ROWS] = self.tally[memory.PINNED_ROWS] = 0
         self._set_addresses()
         self.journal.cleared()

@@ -311,6 +311,15 @@ class ChangeJournal:
             self.changes.was_cleared = True
         self._keep(_Note(_CLEARED, _NO_SLOTS))
 
+    def leaving(self, table: int, ids_K: Ids) -> None:
+        """Note ids whose rows are dropped before :meth:`begin`; later ones are listed.
+
+        So do those by which the store completes what a killed process has begun.
+        """
+        if not self.is_on and self._ring is not None and self._ring.tokens:
+            owners_K = np.full(len(ids_K), table + 1, dtype=np.uint64)
+            self._keep(_Note(_LEFT, np.stack([ids_K, owners_K], axis=1).reshape(-1)))
+
     def keep_left(self) -> None:
         """Write down which rows have left, before their change is complete."""
         if not self.is_on:

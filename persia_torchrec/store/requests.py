@@ -15,7 +15,7 @@ import numpy as np
 
 from persia_torchrec.compiled import read_only
 from persia_torchrec.errors import StoreError
-from persia_torchrec.store import loops, memory
+from persia_torchrec.store import blocks, loops, memory
 from persia_torchrec.store.journal import ChangedSlots
 from persia_torchrec.store.memory import Floats, Ids, Slots, Words
 from persia_torchrec.store.recovery import ROW_BYTES, Recovery
@@ -123,6 +123,7 @@ class Request:
             self._requests.opened = None
         if kind is None and (self.has_begun or self.changes):
             self._requests.end()
+            self._requests.free_blocks()
 
 
 class Requests:
@@ -136,6 +137,7 @@ class Requests:
         self._store: EmbeddingStore = weakref.proxy(store)  # which owns this
         self.recovery = recovery
         self.opened: Request | None = None
+        self._ended: set[int] = set()  # tables, of each of which a period has
         self.notes: Words = np.empty(0, dtype=np.uint64)
 
     @property
@@ -198,8 +200,12 @@ class Requests:
         store = self._store
         if self.recovery is None or store.tally[memory.CHANGE] == memory.LOAD:
             return
-        widest = max((words.strides[0] for words in store.arenas.words), default=0)
-        self.recovery.make_room(num_rows * (widest + _KEPT_BYTES))
+        self.recovery.make_room(num_rows * self._widest_row())
+
+    def _widest_row(self) -> int:
+        """Return what is kept where a row is made or leaves, at most."""
+        strides = (words.strides[0] for words in self._store.arenas.words)
+        return max(strides, default=0) + _KEPT_BYTES
 
     def keep_admission(self, state: TableState, num_ids: int) -> None:
         """Keep what an admission remembers, or make room for what it keeps itself."""
@@ -255,6 +261,18 @@ class Requests:
             self._store.drop_rows()  # and load again
             self._store.tally[memory.CHANGE] = memory.LOAD
             self._store.is_loading = False
+        for state in self._store.states:
+            if state.blocks is not None and state.blocks.must_free(self._store):
+                self._ended.add(state.number)
+        self.free_blocks()
+
+    def free_blocks(self) -> None:
+        """Free the blocks that ids have lost in a period that has ended."""
+        for number in sorted(self._ended):
+            state = self._store.states[number]
+            if state.blocks is not None:
+                state.blocks.free(self._store, state)
+            self._ended.remove(number)
 
     def finish(self, request: Request) -> None:
         """Do what a request has left for its end."""
@@ -314,9 +332,13 @@ class Requests:
         """Return what keeping a change takes."""
         if change.kind not in (UPDATE, WRITE):
             return ROW_BYTES
-        store = self._store
-        row_bytes = store.arena(store.states[change.table]).strides[0]
-        return ROW_BYTES + len(change.ids) * (row_bytes + ROW_BYTES)
+        store, state = self._store, self._store.states[change.table]
+        row_bytes = store.arena(state).strides[0]
+        num_bytes = ROW_BYTES + len(change.ids) * (row_bytes + ROW_BYTES)
+        if change.kind == UPDATE and state.ends_period(change.step):
+            num_bytes += 8 * state.thresholds.size + 2 * ROW_BYTES
+            num_bytes += blocks.GROUP_SLOTS * self._widest_row()
+        return num_bytes
 
     def _change(self, request: Request, change: Change, now_s: int) -> None:
         kind, table, step, ids_N, hints_N, values_NK = change
@@ -337,9 +359,9 @@ class Requests:
         else:
             counts = state.shared.step(self._store, state, change, now_s)
         request.results.append(self._build_result(change, *counts))
-        if state.blocks is not None and step % state.spec.dynamic.period == 0:
-            period = step // state.spec.dynamic.period
-            state.blocks.end_period(self._store, state, period)
+        if state.blocks is not None and state.ends_period(step):
+            state.blocks.end_period(self._store, state)
+            self._ended.add(table)
 
     def _build_result(self, change: Change, missed: int, refused: int) -> UpdateResult:
         unadmitted, state = 0, self._store.states[change.table]

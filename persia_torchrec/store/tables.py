@@ -231,6 +231,10 @@ class TableState:
         for layout in self._steps:
             layout[memory.STEP] = step
 
+    def ends_period(self, step: int) -> bool:
+        """Return whether a step ends a period, after which blocks are counted."""
+        return self.blocks is not None and step % self.spec.dynamic.period == 0
+
     def step_with(self, parts: Sequence["TableState"]) -> None:
         """Count steps together with the states of other rows of the table."""
         self._steps = [self.layout, *(part.layout for part in parts)]

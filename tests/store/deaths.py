@@ -29,7 +29,7 @@ import numpy as np
 from persia_torchrec import AdmitBloom, intrinsics
 from persia_torchrec.embedding.optim import SGD, Adam
 from persia_torchrec.server.streams import Streams
-from persia_torchrec.store import memory, memory_file, row_moves
+from persia_torchrec.store import blocks, memory, memory_file, row_moves
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.index import BOUNDARY
 from persia_torchrec.store.recency import TAIL, TRIGGER
@@ -205,6 +205,18 @@ def fill_index(store, streams):
         number += 10
 
 
+def fill_blocks(store, streams):
+    """Have ids with two blocks, and a period before its last update.
+
+    Of most ids the first block has left; the second follows when the period ends.
+    """
+    for _ in range(6):
+        look_up(store, 2, *range(1, 8))
+    for _ in range(4):
+        store.update(2, ids_of(1), ones(1, 4))
+    store.remove(2, ids_of(2, 3, 5, 6, 7))
+
+
 class Case(NamedTuple):
     """Something that a store does, and dies meanwhile."""
 
@@ -243,6 +255,12 @@ def update_tables(store, streams):
         for stream in (1, 2):
             streams.settle_update(request, (stream, 2 + stream), 9)
     streams.groups = b"[1]"
+
+
+def end_period(store, streams):
+    with store.request() as request:
+        store.add_update(2, ids_of(1, 4), ones(2, 4))
+        streams.settle_update(request, (1, 3), 2)
 
 
 def look_up_tables(store, streams):
@@ -330,6 +348,7 @@ CASES = [
     Case(load_rows),
     Case(put_changes, "lfu"),
     Case(add_tables),
+    Case(end_period, capacity_rows=20, prepare=fill_blocks),
 ]
 
 
@@ -368,6 +387,7 @@ class Deaths:
 
     def __init__(self, path, case):
         self._path, self._case = path, case
+        blocks.GROUP_SLOTS = 4  # of this process: several groups
         os.truncate(path, 0)
         store, streams = case.open(path)
         store.journal.begin(77)
@@ -426,9 +446,10 @@ class Deaths:
 
 def die_now_and_then(path):
     """Do a little of all below."""
-    cases = [case for case in CASES if case.engine == "fused"][::2]
-    die_before_any_store(path, cases, 3)
-    die_within_recovery(path, cases[:2], 1, 4)
+    cases = [case for case in CASES if case.engine == "fused"]
+    some = [cases[-1], *cases[::2]]
+    die_before_any_store(path, some, 3)
+    die_within_recovery(path, some[:3], 1, 4)
     die_while_it_is_made(path, 3)
     separate_stores_by_a_fence(path)
 

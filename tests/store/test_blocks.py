@@ -13,6 +13,7 @@ from persia_torchrec.client.codec import BatchNumber
 from persia_torchrec.embedding.optim import Adagrad, Adam
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.server.updates import Update, build_gradients
+from persia_torchrec.store import blocks
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.memory import MISSING
 from persia_torchrec.table import TableSpec
@@ -344,3 +345,25 @@ def test_what_cannot_be_is_refused():
     store.add_table(spec_of(2))
     with pytest.raises(ConfigError, match="2 blocks"):
         store.add_table(spec_of(1))
+
+
+def test_the_log_does_not_grow_with_the_blocks_that_a_period_frees(path, monkeypatch):
+    monkeypatch.setattr(blocks, "GROUP_SLOTS", 64)
+    store = EmbeddingStore(8000, memory_file=path)
+    store.add_table(spec_of(2))
+    ids = np.arange(4000, dtype=np.uint64)
+    for some in np.split(ids, 40):
+        rows = np.empty((len(some), DIM), dtype=np.float32)
+        for _ in range(4):
+            store.lookup(0, some, rows, training=True)
+    grads = np.zeros((1, DIM), dtype=np.float32)
+    for _ in range(PERIOD - 1):
+        store.update(0, ids[:1], grads)
+    for some in np.split(ids[1000:], 30):
+        store.remove(0, some)
+    num_bytes = store.recovery._num_bytes
+    assert store.num_rows == 1000 + 4000
+    store.update(0, ids[:1], grads)
+    assert store.num_rows == 1000 + 1000
+    assert store.recovery._num_bytes == num_bytes
+    store.close()
