@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +25,7 @@ from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
 from tests.forked_jobs import ForkedJob
 from tests.processes import Processes
+from tests.sharding.test_overlap import Counted
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -32,6 +33,7 @@ FOLDER = Path(model.__file__).parent
 NUM_ROWS, NUM_TRAINED, NUM_STEPS = 400, 280, 6
 NUM_COMPARED = 100
 NUM_BUCKETS = 1000  # of tables that are copied as a whole
+NUM_PARTS = 4
 STOPS_AT, LONG = 2, 5  # steps; an epoch has 3
 SMALL = ["--model", "shared", "--batch_size", "128"]
 EXACT = ["--smartstaged", "false"]
@@ -108,7 +110,7 @@ class RowsInProcess:
             rows.data[ids] = torch.from_numpy(found[:, : model.DIM])
 
 
-def train_both(folder, words, on_servers):
+def train_both(folder, words, on_servers, watch=lambda *_: None):
     """Print the losses in this process, and on servers from the same rows."""
     specs = of_example("train").SPECS
     columns = [
@@ -124,8 +126,9 @@ def train_both(folder, words, on_servers):
         local, tables = start(plain, stack)
         state = {name: value.clone() for name, value in tables.state_dict().items()}
         print(json.dumps(losses_of(local)))
-        remote, _ = start(parse(folder, *words, *on_servers), stack)
+        remote, own = start(parse(folder, *words, *on_servers), stack)
         remote.half.sharders.load_weights(state)
+        watch(remote, own)
         print(json.dumps(losses_of(remote)))
 
 
@@ -138,12 +141,26 @@ def compare(folder):
     train_both(Path(folder), words, EXACT)
 
 
+def wait_for_next_part(training, own):
+    """Let each part of a step compute until the rows of the next one are pulled."""
+    ((pipeline, _),) = training.half.sharders.remote_tables.pipelines
+    pipeline.lookup = counted = Counted(pipeline.lookup)
+    numbers = count(1)
+
+    def wait(*_):
+        if (number := next(numbers)) % NUM_PARTS:  # staleness 0: others wait for a step
+            counted.wait_for(number + 1)
+
+    own.losses.register_forward_hook(wait)
+
+
 def train_parts(folder):
     """Print the losses of whole batches in this process, of parts on servers."""
     # Batch norm has other statistics in each part.
     of_example("model").BatchNorm = lambda width, corrected: nn.Identity()
     words = [*SMALL, "--learning_rate", "0.01", "--l2_regularization", "0.01"]
-    train_both(Path(folder), words, ["--micro_batch", "4", "--staleness", "0"])
+    on_servers = ["--micro_batch", str(NUM_PARTS), "--staleness", "0"]
+    train_both(Path(folder), words, on_servers, wait_for_next_part)
 
 
 def resume(folder):
@@ -232,7 +249,9 @@ def test_on_servers_at_staleness_0_the_losses_are_those_in_this_process(tmp_path
     assert remote == local
 
 
-def test_epochs_in_micro_batches_have_the_losses_of_whole_batches(tmp_path):
+def test_epochs_in_micro_batches_pulled_ahead_have_the_losses_of_whole_batches(
+    tmp_path,
+):
     lines = in_a_process(tmp_path, train_parts).splitlines()
     whole, parts = (json.loads(line) for line in lines if line.startswith("[["))
     assert len(whole) == NUM_STEPS  # two epochs, whose last batches have 24 rows
