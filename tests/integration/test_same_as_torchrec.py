@@ -4,7 +4,7 @@ Both start from the same rows and the same dense weights and see the same batche
 embedding optimizer is the servers' in one and fbgemm's fused one in the other.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -20,25 +20,16 @@ from torchrec import (
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
 from persia_torchrec import SGD, Adagrad, RemoteEmbeddingBagCollectionSharder
-from persia_torchrec.embedding.optim import Optimizer
 from tests.integration.twins import Twins, WithLoss
 from tests.places import GPU_PLACES
 from tests.sharding.remote_job import CPU, META, RemoteJob
+from tests.sharding.two_trainers import Case
 
 NUM_IDS = 40
 NUM_SAMPLES = 32
 NUM_STEPS = 200
 LR = 0.2
 FEATURES = {"ad": 16, "query": 16, "user": 8, "place": 4}
-
-
-@dataclass(frozen=True)
-class Case:
-    """An optimizer on the servers, and what fbgemm calls the same one."""
-
-    optimizer: Optimizer
-    kind: EmbOptimType
-    arguments: dict[str, float] = field(default_factory=dict)
 
 
 SGD_CASE = Case(SGD(4.0), EmbOptimType.EXACT_SGD, {"learning_rate": 4.0})

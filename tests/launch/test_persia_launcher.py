@@ -13,6 +13,7 @@ import pytest
 from persia_torchrec import env
 from persia_torchrec.launch import persia_launcher
 from tests.launch.jobs import Job
+from tests.launch.test_inference_refused import INFER
 from tests.processes import DEADLINE_S, Processes
 
 ROOT = Path(__file__).parents[2]
@@ -234,13 +235,6 @@ def test_without_a_coordinator_nothing_starts(monkeypatch):
     monkeypatch.delenv("PERSIA_STORE_PORT")
     for arguments in (["nn-worker", "a.py"], ["data-loader", "a.py"], ["coordinator"]):
         assert "PERSIA_STORE_PORT is not set" in refusal_of(arguments)
-
-
-INFER = """
-common_config:
-  job_type: Infer
-  infer_config: {servers: ["127.0.0.1:8888"], embedding_checkpoint: run}
-"""
 
 
 def test_inference_needs_no_coordinator(monkeypatch, tmp_path):

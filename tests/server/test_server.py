@@ -264,13 +264,15 @@ def test_an_update_is_applied_while_lookups_keep_coming():
         assert len(backlog.answered(1)) < 30
 
 
+def push_batches(client, num):
+    split = client.split(ids_of(5, 6))
+    numbers = [BatchNumber(1, batch) for batch in range(num)]
+    return [client.push([("item", split)], [ROWS], number) for number in numbers]
+
+
 def test_clearing_applies_and_acknowledges_earlier_updates(server):
     client = server.client
-    split = client.split(ids_of(5, 6))
-    pushes = [
-        client.push([("item", split)], [ROWS], BatchNumber(1, batch))
-        for batch in range(20)
-    ]
+    pushes = push_batches(client, 20)
     client.clear()
     assert [client.outcome(push).num_missed for push in pushes] == [0] * 20
     assert client.counters()[0]["rows"] == 0
@@ -278,11 +280,7 @@ def test_clearing_applies_and_acknowledges_earlier_updates(server):
 
 def test_a_stopping_server_applies_and_acknowledges_what_it_has_read(server):
     client = server.client
-    split = client.split(ids_of(5, 6))
-    pushes = [
-        client.push([("item", split)], [ROWS], BatchNumber(1, batch))
-        for batch in range(3)
-    ]
+    pushes = push_batches(client, 3)
     client.shut_down_servers()
     server.join()
     assert [client.outcome(push).num_missed for push in pushes] == [0] * 3

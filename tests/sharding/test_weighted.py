@@ -6,7 +6,6 @@ import torch
 from torch import nn
 from torchrec import (
     EmbeddingBagCollection,
-    EmbeddingBagConfig,
     KeyedJaggedTensor,
     PoolingType,
 )
@@ -14,19 +13,7 @@ from torchrec import (
 from persia_torchrec import SGD
 from persia_torchrec.errors import BatchError
 from tests.sharding.remote_job import CPU, META, remote_modules
-
-DIM = 4
-
-
-def tables(pooling=PoolingType.SUM):
-    return [
-        EmbeddingBagConfig(
-            *(10, DIM),
-            name="term",
-            feature_names=["ad", "query"],
-            pooling=pooling,
-        )
-    ]
+from tests.sharding.test_gradients import DIM, tables
 
 
 class Weighted(nn.Module):

@@ -133,11 +133,17 @@ def test_a_member_of_another_host_is_replaced_after_missed_heartbeats(book):
     assert record.process().process_table != "another boot"
 
 
-def test_a_member_of_another_host_whose_connection_is_lost_is_replaced_at_once(book):
+def join_from_another_host(book):
+    """Be server 0 of another host; return its connection, and who it says it is."""
     other = AddressBook.join("localhost", book.port)
     own = ProcessIdentity.of_this_process()
     holder = structs.replace(own, process_table="another boot")
     other.claim("member/server/0", msgspec.json.encode(holder).decode())
+    return other, holder
+
+
+def test_a_member_of_another_host_whose_connection_is_lost_is_replaced_at_once(book):
+    other, _ = join_from_another_host(book)
     other.close()
     record = MemberRecord(book, "server", 0)
     record.register(3600)
@@ -145,10 +151,7 @@ def test_a_member_of_another_host_whose_connection_is_lost_is_replaced_at_once(b
 
 
 def test_a_member_of_another_host_is_gone_with_its_connection(book):
-    other = AddressBook.join("localhost", book.port)
-    own = ProcessIdentity.of_this_process()
-    holder = structs.replace(own, process_table="another boot")
-    other.claim("member/server/0", msgspec.json.encode(holder).decode())
+    other, holder = join_from_another_host(book)
     record = MemberRecord(book, "server", 0)
     assert not record.is_gone(holder)
     other.close()

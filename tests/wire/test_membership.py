@@ -153,28 +153,27 @@ def test_a_signal_that_another_thread_receives_ends_a_member_that_waits(
     assert book.state() == ("failed", "server 0: ended from outside (SIGTERM)")
 
 
+def lives_on_until_the_end(book, member):
+    record = MemberRecord(book, "server", 0)
+    now = record.num_beats()
+    wait_until(lambda: record.num_beats() >= now + 10, "the member lives on")
+    assert book.state() == ("running", "")
+    book.finish()
+    assert member.status() == 0
+
+
 def test_a_member_that_handles_a_signal_by_itself_keeps_running(book, processes):
     member = processes.start("member", members.hear_by_itself, book.port)
     member.has_printed("serving")
     member.send(signal.SIGTERM)
     member.has_printed("heard")
-    record = MemberRecord(book, "server", 0)
-    now = record.num_beats()
-    wait_until(lambda: record.num_beats() >= now + 10, "the member lives on")
-    assert book.state() == ("running", "")
-    book.finish()
-    assert member.status() == 0
+    lives_on_until_the_end(book, member)
 
 
 def test_a_signal_to_a_forked_child_does_not_reach_the_member(book, processes):
     member = processes.start("member", members.end_a_forked_child, book.port)
     member.has_printed(f"the child has ended by {signal.SIGTERM:d}.")
-    record = MemberRecord(book, "server", 0)
-    now = record.num_beats()
-    wait_until(lambda: record.num_beats() >= now + 10, "the member lives on")
-    assert book.state() == ("running", "")
-    book.finish()
-    assert member.status() == 0
+    lives_on_until_the_end(book, member)
 
 
 def test_a_member_that_is_ended_because_another_has_failed_logs_which(book, processes):
