@@ -31,7 +31,7 @@ from persia_torchrec.wire.messages import (
     Kind,
     encode_json,
 )
-from persia_torchrec.wire.pending import Reply as Reply
+from persia_torchrec.wire.pending import Reply
 from persia_torchrec.wire.transport import Connections
 
 logger = logging.getLogger(__name__)

@@ -21,12 +21,13 @@ import msgspec
 import numpy as np
 
 from persia_torchrec.client.codec import KnownTable
-from persia_torchrec.client.servers import Reply, Servers
+from persia_torchrec.client.servers import Servers
 from persia_torchrec.errors import BatchError, FrameError, RestartedError
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire import messages
 from persia_torchrec.wire.messages import Header, Kind, Precision, array_of
+from persia_torchrec.wire.pending import Reply
 from persia_torchrec.wire.precision import Floats, decode_floats
 
 BLOCK_ROWS = 65_536
