@@ -17,7 +17,7 @@ def dense_optimizer(options: Options, parameters: Any) -> torch.optim.Optimizer:
     """Return the optimizer of the dense model; ``row_optimizer`` has its formula."""
     lr = options.learning_rate
     make = {
-        "adam": torch.optim.Adam,
+        "adam": partial(torch.optim.Adam, fused=True),
         "adamasync": optim.AdamAsync,
         "adagraddecay": partial(optim.AdagradDecay, initial_accumulator_value=0.1),
         "adagrad": partial(torch.optim.Adagrad, initial_accumulator_value=0.1),
