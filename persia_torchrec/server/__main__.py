@@ -114,6 +114,7 @@ def _run(config: ServerConfig, life: JobMember | Lifetime) -> None:
             _restore(server, life)
     if isinstance(life, JobMember):
         life.progress = _teller(server, life)
+        life.progress()  # a successor counts what it has lost from here on
     life.call_at_end(server.stop)
     life.register(server.address)
     server.serve_and_push(tell_ready)

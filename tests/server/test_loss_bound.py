@@ -206,3 +206,10 @@ def test_a_job_continues_and_is_told_what_was_lost_with_a_memory(tmp_path):
         assert job.train(6).num_gradients == NUM_IDS
         assert (job.counts(7)[6] == 1).all()
         assert "lost_updates=3, lost_rows=30" in job.server.output()
+        # Before the next heartbeat nothing more is known to be lost.
+        wait_until(lambda: known_updates(book) == 4, "the job knows of the update")
+        for heartbeat_s in 100.0, 0.1:
+            JobTimings(heartbeat_s=heartbeat_s, silent_s=300.0).publish(book)
+            job.lose_memory()
+            job.client.counters()
+        assert job.client.lost["lost_updates"] == 4
