@@ -9,11 +9,11 @@ from typing import Any
 
 import torchx.specs as specs
 
+from persia_torchrec.command_line import offers
 from persia_torchrec.launch import roles
-from persia_torchrec.wire.ports import free_port
 
 
-@roles.offers("embedding_config", "global_config", *roles.OF_JOB)
+@offers(roles.JobSettings, "embedding_config", "global_config", *roles.OF_JOB)
 def serve(
     checkpoint: str,
     embedding_servers: int = 1,
@@ -22,7 +22,6 @@ def serve(
     http_host: str = "127.0.0.1",
     http_port: int = 8080,
     follow_model: bool = False,
-    port: int = 0,
     **shared: Any,
 ) -> specs.AppDef:
     """Predict over HTTP from a checkpoint, whose embeddings are sharded over servers.
@@ -39,28 +38,23 @@ def serve(
         http_host: address that inference servers listen on; 0.0.0.0 for all
         http_port: port of the first inference server; the next one has the next
         follow_model: load the dense model of each later checkpoint
-        port: TCP port of the job's address book; 0 takes one that is free on the
-            machine that runs torchx, so name one on a cluster
     """
-    job = roles.JobSettings(port=port or free_port(""), **shared)
-    return specs.AppDef(
-        name=roles.APP_NAME,
-        roles=[
-            roles.coordinator(
-                job,
-                num_servers=embedding_servers,
-                num_workers=embedding_workers,
-                num_predictors=predictors,
-            ),
-            roles.embedding_servers(job, embedding_servers, checkpoint=checkpoint),
-            roles.embedding_workers(job, embedding_workers, learn_tables=True),
-            roles.predictors(
-                job,
-                checkpoint,
-                predictors,
-                host=http_host,
-                port=http_port,
-                follow_model=follow_model,
-            ),
-        ],
+    job = roles.JobSettings(**shared)
+    return roles.app(
+        roles.coordinator(
+            job,
+            num_servers=embedding_servers,
+            num_workers=embedding_workers,
+            num_predictors=predictors,
+        ),
+        roles.embedding_servers(job, embedding_servers, checkpoint=checkpoint),
+        roles.embedding_workers(job, embedding_workers, learn_tables=True),
+        roles.predictors(
+            job,
+            checkpoint,
+            predictors,
+            host=http_host,
+            port=http_port,
+            follow_model=follow_model,
+        ),
     )

@@ -12,11 +12,12 @@ from typing import Any
 
 import torchx.specs as specs
 
+from persia_torchrec.command_line import offers
 from persia_torchrec.launch import roles
-from persia_torchrec.wire.ports import free_port
 
 
-@roles.offers(
+@offers(
+    roles.JobSettings,
     *("embedding_config", "global_config", "nproc_per_node"),
     *(*roles.OF_JOB, "memory_dir", "resume_dir"),
 )
@@ -29,7 +30,6 @@ def train(
     nn_workers: int = 1,
     nn_worker_gpus: int = 0,
     eviction: str = "lru",
-    port: int = 0,
     **shared: Any,
 ) -> specs.AppDef:
     """Train a model whose embeddings live on servers.
@@ -44,28 +44,23 @@ def train(
         nn_worker_gpus: GPUs that each of these asks the scheduler for
         eviction: which row leaves a full server: the least recently (lru) or the least
             frequently (lfu) used
-        port: TCP port of the job's address book; 0 takes one that is free on the
-            machine that runs torchx, so name one on a cluster
     """
-    job = roles.JobSettings(port=port or free_port(""), **shared)
+    job = roles.JobSettings(**shared)
     loaders = (
         [roles.scripts(job, "loader", data_loader, data_loaders)]
         if job.num_replicas("loader", data_loaders)
         else []
     )
-    return specs.AppDef(
-        name=roles.APP_NAME,
-        roles=[
-            roles.coordinator(
-                job,
-                num_servers=embedding_servers,
-                num_workers=embedding_workers,
-                num_loaders=data_loaders,
-                num_trainers=nn_workers,
-            ),
-            roles.embedding_servers(job, embedding_servers, eviction),
-            roles.embedding_workers(job, embedding_workers),
-            *loaders,
-            roles.scripts(job, "trainer", nn_worker, nn_workers, gpus=nn_worker_gpus),
-        ],
+    return roles.app(
+        roles.coordinator(
+            job,
+            num_servers=embedding_servers,
+            num_workers=embedding_workers,
+            num_loaders=data_loaders,
+            num_trainers=nn_workers,
+        ),
+        roles.embedding_servers(job, embedding_servers, eviction),
+        roles.embedding_workers(job, embedding_workers),
+        *loaders,
+        roles.scripts(job, "trainer", nn_worker, nn_workers, gpus=nn_worker_gpus),
     )

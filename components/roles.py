@@ -11,12 +11,13 @@ from typing import Any
 
 import torchx.specs as specs
 
+from persia_torchrec.command_line import offers
 from persia_torchrec.launch import roles
 
 _SHARED = ("embedding_config", "global_config", *roles.OF_ROLE)
 
 
-@roles.offers(*_SHARED, "imports", "memory_dir")
+@offers(roles.JobSettings, *_SHARED, "imports", "memory_dir")
 def embedding_server(
     host: str, port: int, replicas: int = 1, eviction: str = "lru", **shared: Any
 ) -> specs.AppDef:
@@ -30,10 +31,10 @@ def embedding_server(
             frequently (lfu) used
     """
     job = roles.JobSettings(host=host, port=port, **shared)
-    return _app(roles.embedding_servers(job, replicas, eviction))
+    return roles.app(roles.embedding_servers(job, replicas, eviction))
 
 
-@roles.offers(*_SHARED, "imports")
+@offers(roles.JobSettings, *_SHARED, "imports")
 def embedding_worker(
     host: str, port: int, replicas: int = 1, **shared: Any
 ) -> specs.AppDef:
@@ -45,10 +46,10 @@ def embedding_worker(
         replicas: number of embedding workers
     """
     job = roles.JobSettings(host=host, port=port, **shared)
-    return _app(roles.embedding_workers(job, replicas))
+    return roles.app(roles.embedding_workers(job, replicas))
 
 
-@roles.offers(*_SHARED)
+@offers(roles.JobSettings, *_SHARED)
 def data_loader(
     host: str, port: int, script: str, replicas: int = 1, **shared: Any
 ) -> specs.AppDef:
@@ -61,10 +62,10 @@ def data_loader(
         replicas: number of data loaders
     """
     job = roles.JobSettings(host=host, port=port, **shared)
-    return _app(roles.scripts(job, "loader", script, replicas))
+    return roles.app(roles.scripts(job, "loader", script, replicas))
 
 
-@roles.offers(*_SHARED, "nproc_per_node")
+@offers(roles.JobSettings, *_SHARED, "nproc_per_node")
 def nn_worker(
     host: str, port: int, script: str, replicas: int = 1, gpus: int = 0, **shared: Any
 ) -> specs.AppDef:
@@ -78,8 +79,4 @@ def nn_worker(
         gpus: GPUs that each of these asks the scheduler for
     """
     job = roles.JobSettings(host=host, port=port, **shared)
-    return _app(roles.scripts(job, "trainer", script, replicas, gpus=gpus))
-
-
-def _app(role: specs.Role) -> specs.AppDef:
-    return specs.AppDef(name=roles.APP_NAME, roles=[role])
+    return roles.app(roles.scripts(job, "trainer", script, replicas, gpus=gpus))

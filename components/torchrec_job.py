@@ -10,11 +10,11 @@ from typing import Any
 
 import torchx.specs as specs
 
+from persia_torchrec.command_line import offers
 from persia_torchrec.launch import roles
-from persia_torchrec.wire.ports import free_port
 
 
-@roles.offers("nproc_per_node", *roles.OF_JOB, "memory_dir", "resume_dir")
+@offers(roles.JobSettings, "nproc_per_node", *roles.OF_JOB, "memory_dir", "resume_dir")
 def train(
     script: str,
     embedding_servers: int = 1,
@@ -23,7 +23,6 @@ def train(
     capacity: int = 1_000_000,
     eviction: str = "lru",
     incremental_dir: str = "",
-    port: int = 0,
     **shared: Any,
 ) -> specs.AppDef:
     """Train a TorchRec model whose embedding tables live on servers.
@@ -37,23 +36,16 @@ def train(
         eviction: which row leaves a full server: the least recently (lru) or the least
             frequently (lfu) used
         incremental_dir: folder to which servers write what changes; none by default
-        port: TCP port of the job's address book; 0 takes one that is free on the
-            machine that runs torchx, so name one on a cluster
     """
-    job = roles.JobSettings(port=port or free_port(""), **shared)
-    return specs.AppDef(
-        name=roles.APP_NAME,
-        roles=[
-            roles.coordinator(
-                job, num_servers=embedding_servers, num_trainers=nn_workers
-            ),
-            roles.embedding_servers(
-                job,
-                embedding_servers,
-                eviction,
-                capacity=capacity,
-                incremental_dir=incremental_dir or None,
-            ),
-            roles.scripts(job, "trainer", script, nn_workers, gpus=nn_worker_gpus),
-        ],
+    job = roles.JobSettings(**shared)
+    return roles.app(
+        roles.coordinator(job, num_servers=embedding_servers, num_trainers=nn_workers),
+        roles.embedding_servers(
+            job,
+            embedding_servers,
+            eviction,
+            capacity=capacity,
+            incremental_dir=incremental_dir or None,
+        ),
+        roles.scripts(job, "trainer", script, nn_workers, gpus=nn_worker_gpus),
     )

@@ -13,7 +13,8 @@
 
 A field's metadata may change that: ``flag`` is another name of the flag, or None where
 there is none; ``repeat`` has each value given by a flag of its own; with ``positional``
-the value comes without a flag.
+the value comes without a flag. Of components of torchx the fields are arguments, by
+:func:`offers`.
 """
 
 import argparse
@@ -22,12 +23,13 @@ import dataclasses
 import inspect
 import textwrap
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from itertools import pairwise
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
+Component = TypeVar("Component", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +76,7 @@ def build(kind: type[T], given: dict[str, Any]) -> T:
 
 def add_flags(parser: argparse.ArgumentParser, kind: Any) -> None:
     """Add the flags of a dataclass; a flag that is not given leaves no attribute."""
-    kinds, docs = get_type_hints(kind), field_docs(kind)
+    kinds, docs = get_type_hints(kind), _field_docs(kind)
     for field in fields(kind):
         if is_dataclass(kinds[field.name]):
             add_flags(parser, kinds[field.name])
@@ -110,22 +112,36 @@ def format_flags(**values: object) -> list[str]:
     return words
 
 
-def field_docs(kind: type) -> dict[str, str]:
-    """Return the docstrings that follow the fields in the source."""
-    docs = {}
-    for base in reversed(kind.__mro__):
-        if not is_dataclass(base):
-            continue
-        (body,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        assert isinstance(body, ast.ClassDef)
-        for field, doc in pairwise(body.body):
-            match field, doc:
-                case (
-                    ast.AnnAssign(target=ast.Name(id=name)),
-                    ast.Expr(value=ast.Constant(value=str(text))),
-                ):
-                    docs[name] = " ".join(text.replace("``", "").split())
-    return docs
+def offers(kind: type, *names: str) -> Callable[[Component], Component]:
+    """Have the ``**shared`` of a torchx component stand for fields of a dataclass.
+
+    torchx reads a component's signature and docstring. Both get the fields, with types,
+    defaults and docs; a field whose default is None must be given.
+    """
+    kinds, docs = get_type_hints(kind), _field_docs(kind)
+    default_of = {field.name: field.default for field in fields(kind)}
+
+    def parameter(name: str) -> inspect.Parameter:
+        annotation, default = kinds[name], default_of[name]
+        if default is None:  # torchx does not know ``str | None``
+            annotation, default = get_args(annotation)[0], inspect.Parameter.empty
+        elif default is MISSING:
+            default = {}
+        return inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+        )
+
+    def extend(component: Component) -> Component:
+        signature = inspect.signature(component)
+        own = list(signature.parameters.values())[:-1]
+        shared = [parameter(name) for name in names]
+        described: Any = component  # to mypy, not every callable has a signature
+        described.__signature__ = signature.replace(parameters=[*own, *shared])
+        lines = [f"    {name}: {docs[name]}" for name in names]
+        described.__doc__ = "\n".join([inspect.getdoc(component) or "", *lines])
+        return component
+
+    return extend
 
 
 def _options(kind: Any, *, repeat: bool) -> dict[str, Any]:
@@ -149,3 +165,21 @@ def _help(field: Field[Any], docs: dict[str, str]) -> str:
     if is_shown and not text.endswith("]"):
         text = f"{text} [{default}]"
     return text.replace("%", "%%")
+
+
+def _field_docs(kind: type) -> dict[str, str]:
+    """Return the docstrings that follow the fields in the source."""
+    docs = {}
+    for base in reversed(kind.__mro__):
+        if not is_dataclass(base):
+            continue
+        (body,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(body, ast.ClassDef)
+        for field, doc in pairwise(body.body):
+            match field, doc:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
+                    docs[name] = " ".join(text.replace("``", "").split())
+    return docs

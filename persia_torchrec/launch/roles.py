@@ -14,30 +14,28 @@ flags, the rest. What a role asks the scheduler for is a file, and words over it
     --roles_file roles.yml --set "server.cpu=16 trainer.env.LOG_LEVEL=DEBUG"
 """
 
-import inspect
 import math
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, structs
 from torchx import specs
 
 from persia_torchrec import env as environment
-from persia_torchrec.command_line import field_docs, format_flags
+from persia_torchrec.command_line import format_flags
 from persia_torchrec.config.yaml_file import parse_yaml, read_section, read_text
 from persia_torchrec.decoding import KeyPath
 from persia_torchrec.env import CHECKPOINT_DIR, JOIN_TIMEOUT_S, MAX_PORT, is_loopback
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.launch.supervisor import ALL, under_supervisor
 from persia_torchrec.timeouts import RECOVERY_S
+from persia_torchrec.wire.ports import free_port
 from persia_torchrec.wire.shared_memory import AUTO, PRIVATE
-
-APP_NAME = "persia"
 
 _SETTINGS = {  # how components call the number of processes of a role
     "server": "embedding_servers",
@@ -51,7 +49,9 @@ _SETTINGS = {  # how components call the number of processes of a role
 OF_ROLE = ("python", "image", "env", "roles_file", "set", "join_timeout_s", "recover")
 """Fields of ``JobSettings`` that each component offers."""
 
-OF_JOB = (*OF_ROLE, "imports", "recovery_timeout_s", "max_restarts", "max_retries")
+OF_JOB = (
+    *(*OF_ROLE, "port", "imports", "recovery_timeout_s", "max_restarts", "max_retries"),
+)
 """Those that components of whole jobs offer."""
 
 _TOKENS = ("PERSIA_JOB_TOKEN", "PERSIA_HTTP_TOKEN")  # of these, files are named
@@ -68,7 +68,6 @@ _TOKEN = {"PERSIA_JOB_TOKEN": "persia-job-token/token"}  # where Kubernetes has 
 _ROLE_LABEL = "torchx.pytorch.org/role-name"
 
 Count = Annotated[int, Meta(ge=0)]
-Component = TypeVar("Component", bound=Callable[..., Any])
 
 
 class RoleSettings(Struct, frozen=True, kw_only=True):
@@ -220,8 +219,10 @@ class _Role(specs.Role):
 class JobSettings:
     """What all roles of one job have in common; fields with docs are for components."""
 
-    port: int  # of the address book, in ``[1, 65535]``
     host: str = ""  # of the address book; empty: of the first role of the whole job
+    port: int = 0
+    """TCP port of the job's address book; 0 takes one that is free on the machine that
+    runs torchx, so name one on a cluster"""
     embedding_config: str | None = None
     """path of embedding_config.yml, where the roles run"""
     global_config: str | None = None  # both None: a job without PERSIA's contexts
@@ -266,6 +267,8 @@ class JobSettings:
     def __post_init__(self) -> None:
         # torchx gives None for an empty word.
         object.__setattr__(self, "env", self.env or {})
+        if not self.port and not self.host:
+            object.__setattr__(self, "port", free_port(""))
         for name in ("embedding_config", "global_config", "python", "memory_dir"):
             if (text := getattr(self, name)) is not None:
                 _require_text(name, text)
@@ -389,37 +392,9 @@ class JobSettings:
         return variables.get("PERSIA_RESUME_DIR", own)
 
 
-def offers(*names: str) -> Callable[[Component], Component]:
-    """Have the ``**shared`` of a component stand for these fields of ``JobSettings``.
-
-    torchx reads a component's signature and docstring. Both get the fields, with types,
-    defaults and docs; a field whose default is None must be given.
-    """
-
-    def extend(component: Component) -> Component:
-        signature = inspect.signature(component)
-        own = list(signature.parameters.values())[:-1]
-        shared = [_parameter(name) for name in names]
-        described: Any = component  # to mypy, not every callable has a signature
-        described.__signature__ = signature.replace(parameters=[*own, *shared])
-        docs = field_docs(JobSettings)
-        lines = [f"    {name}: {docs[name]}" for name in names]
-        described.__doc__ = "\n".join([inspect.getdoc(component) or "", *lines])
-        return component
-
-    return extend
-
-
-def _parameter(name: str) -> inspect.Parameter:
-    """Return an argument as torchx wants it, which does not know ``str | None``."""
-    (own,) = (field for field in fields(JobSettings) if field.name == name)
-    kind = get_type_hints(JobSettings)[name]
-    default = own.default if own.default is not MISSING else {}
-    if default is None:
-        kind, default = get_args(kind)[0], inspect.Parameter.empty
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind
-    )
+def app(*roles: specs.Role) -> specs.AppDef:
+    """Build what torchx starts; of a whole job the coordinator is the first role."""
+    return specs.AppDef(name="persia", roles=list(roles))
 
 
 def coordinator(job: JobSettings, **counts: int) -> specs.Role:

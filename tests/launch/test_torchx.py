@@ -14,22 +14,17 @@ COMPONENT = """
 import torchx.specs as specs
 
 from persia_torchrec.launch import roles
-from persia_torchrec.wire.ports import free_port
 
 
 def train(port: int = 0) -> specs.AppDef:
-    port = port or free_port("")
     job = roles.JobSettings(
         embedding_config="e", global_config="g", port=port, recover=False
     )
     counts = {"num_servers": 0, "num_workers": 0, "num_loaders": 1, "num_trainers": 1}
-    return specs.AppDef(
-        name=roles.APP_NAME,
-        roles=[
-            roles.coordinator(job, **counts),
-            roles.scripts(job, "loader", "loader.py", 1),
-            roles.scripts(job, "trainer", "train.py", 1),
-        ],
+    return roles.app(
+        roles.coordinator(job, **counts),
+        roles.scripts(job, "loader", "loader.py", 1),
+        roles.scripts(job, "trainer", "train.py", 1),
     )
 """
 LOADER = "import time; time.sleep(600)"
