@@ -131,7 +131,7 @@ def _repeat_lookup(store: EmbeddingStore, pieces: Sequence[_Piece]) -> None:
     flight. The row is as gone as without the repetition, its gradient is counted as
     missed, and a lookup that makes it again reads the same; one batch sees other
     weights. To give the same, answers would be kept beside the rows until their client
-    has them: 9 to 15 % of a lookup of dim 64 (Adagrad, a memory file, two shared cores).
+    has them: 9 to 15 % of a lookup of dim 64 (Adagrad, memory file, two shared cores).
     """
     seen = [memory.HITS, memory.MISSES]
     before = store.tally[seen]
