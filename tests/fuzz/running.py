@@ -79,14 +79,14 @@ def _try_all(
         kinds[kind] += 1
         memory[: _HEAD.size + len(data)] = _HEAD.pack(n + 1, len(data)) + data
         if n == num // 10:
-            open_before, base_mib = _num_open(), _resident_mib()
+            open_before, base_mib = _num_open(), _own_mib()
         peak_mib, began_s = _peak_mib(), time.perf_counter()
         num_accepted += is_accepted(target, data)
         slowest_s = max(slowest_s, time.perf_counter() - began_s)
         took_mib = _peak_mib() - peak_mib
         assert n < num // 10 or took_mib < MOST_OF_ONE_MIB, f"it took {took_mib} MiB"
     seconds = time.monotonic() - started
-    grown_mib = _resident_mib() - base_mib
+    grown_mib = _own_mib() - base_mib
     assert grown_mib < MOST_GROWN_MIB, f"all inputs left {grown_mib:.1f} MiB behind"
     open_after = _num_open()
     assert open_after <= open_before, f"open before {open_before}, after {open_after}"
@@ -172,9 +172,10 @@ def _peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def _resident_mib() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize() / MIB
+def _own_mib() -> float:
+    """Return what the process itself has written; of files, others decide."""
+    _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
+    return (int(resident) - int(shared)) * resource.getpagesize() / MIB
 
 
 def _num_open() -> tuple[int, int]:
