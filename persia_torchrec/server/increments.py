@@ -255,11 +255,13 @@ class Increments:
         self._warn_s = self._tolerated_s = 2 * config.incremental_interval_s
         names = "increment_rows", "increment_bytes", "increment_logs_failed"
         self._counts = Counter(dict.fromkeys(names, 0))  # of logs that have ended
-        if config.incremental_dir is not None:
-            self._folder = Folder(config.incremental_dir)
-            self._folder.make()
-            if store.states:  # in a memory file
-                self.next_log = self._continue()
+        if config.incremental_dir is None:
+            store.journal.end()  # no log of a process before has what changes now
+            return
+        self._folder = Folder(config.incremental_dir)
+        self._folder.make()
+        if store.states:  # in a memory file
+            self.next_log = self._continue()
 
     def begin_dump(self, url: str) -> LogPosition | None:
         """Note that a dump into a folder begins; return the log's position, if any."""
