@@ -8,7 +8,8 @@ any thread may send requests and wait for replies:
 
 Messages to one server arrive in the order of ``submit``. A request ends in a reply, in
 an error, at its deadline, or as soon as the connection is lost; until it is back,
-requests fail at once. Those to a server that was never reached wait: it may start yet.
+requests fail at once. What has failed is not sent later. Requests to a server that was
+never reached wait: it may start yet.
 
 Where servers are started again, with ``recovery_s``, a request outlives its connection:
 
@@ -408,14 +409,16 @@ class Connections:
         elif server in self._away:  # here it does, too
             away = self._away[server]
             away.hello, away.hello_s = -1, math.inf if is_lost else 0.0
-        elif is_lost and self._recovery_s and why is not ServerError:
-            self._begin_recovery(server)
-            # Another socket: this one would send what waits in it, out of order.
+        elif is_lost and why is not ServerError:
+            if self._recovery_s:
+                self._begin_recovery(server)
+            else:
+                lost = "the connection was lost. Did the process end?"
+                self._lose(server, lost, _STILL_LOST)
+            # Another socket: this one would send what waits in it, out of order, or
+            # although its caller was told that it failed.
             self._close_socket(server)
             self._open(server)
-        elif is_lost:
-            lost = "the connection was lost. Did the process end?"
-            self._lose(server, lost, _STILL_LOST)
         elif why is ServerError:
             with self._lock:
                 self._lost.pop(server, None)
@@ -442,6 +445,7 @@ class Connections:
         with self._lock:
             self._away.pop(server, None)
             self._lost[server] = why_later, kind
+            self._outgoing = [one for one in self._outgoing if one[0] != server]
         self._fail(why, self._pending_of([server]), kind)
 
     def _lose_rows(self, server: int) -> None:

@@ -369,11 +369,11 @@ def test_requests_after_a_loss_fail_at_once_until_the_server_is_back(start, conn
         while (reply := submit(connections, [b"again"])).done():
             assert time.monotonic() < deadline
             time.sleep(0.005)
-        # Before it may come one of the moment in which the former server went.
         while not reply.done():
             assert time.monotonic() < deadline
             if again.wait(20):
                 peer, header, frames = again.take()
+                assert bytes(frames[1]) == b"again"
                 echo(again, peer, header, frames[1:])
         assert bytes(reply.result(0)[1][1]) == b"again"
 
@@ -630,3 +630,28 @@ def test_a_client_that_reconnects_before_its_loss_is_detected_is_served(start, c
                     _, answer = submit(connections, [b"%d" % n]).result(DEADLINE_S)
             assert bytes(answer[1]) == b"%d" % n
             relay.break_the_near_end()
+
+
+def test_a_request_that_failed_with_its_connection_is_never_sent_later(
+    start, connect, monkeypatch
+):
+    # With a token this listener would refuse the old socket; one started again may not.
+    monkeypatch.delenv("PERSIA_JOB_TOKEN_FILE")
+    peer = start(echo)
+    with contextlib.closing(Relay(peer.address)) as relay:
+        connections = connect(relay.address)
+        assert submit(connections, [b"before"]).result(DEADLINE_S)
+        relay.is_open.clear()
+        # More than the buffers of TCP take: most of it waits in the socket.
+        lost = [submit(connections, [bytes(2**22)]) for _ in range(8)]
+        relay.break_the_near_end()
+        for reply in lost:
+            with pytest.raises(ServerError, match="connection was lost"):
+                reply.result(DEADLINE_S)
+        relay.is_open.set()
+        deadline, answer = time.monotonic() + DEADLINE_S, None
+        while answer is None:
+            assert time.monotonic() < deadline
+            with contextlib.suppress(ServerError):  # until the connection is back
+                answer = submit(connections, [b"after"]).result(DEADLINE_S)
+        assert [frames for _, frames in peer.seen] == [[b"before"], [b"after"]]
