@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from persia_torchrec import SGD, RemoteEmbeddingBagCollectionSharder
+from persia_torchrec.data import CsvDataset, IdColumn
 from persia_torchrec.errors import ConfigError, RemoteError
 from persia_torchrec.training.recovery import (
     CheckpointClock,
     RecoveryConfig,
     random_state,
+    recoverable,
     set_random_state,
 )
 from tests.local_job import LocalJob
@@ -233,6 +236,25 @@ def test_random_numbers_go_on_from_a_state():
     expected = draw()
     set_random_state(state)
     assert draw() == expected
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_loop_that_calls_no_step_is_an_error(servers, tmp_path, parts):
+    most = 128 * parts  # batches that a pipeline may take ahead, or parts of them
+    path, taken = tmp_path / "rows.csv", []
+    path.write_text("1\n" * (most + 4 * parts))
+    data = CsvDataset(path, parts, [IdColumn("one")], micro_batches=parts)
+    client = servers.client(servers.start(1))
+    sharder = RemoteEmbeddingBagCollectionSharder(client, SGD(1.0))
+    message = rf"step\(\) must be called.*Received: {most + 1} batches"
+    given = tmp_path / "run", {"data": data}, client, sharder
+    with (
+        pytest.raises(ConfigError, match=message),
+        recoverable(*given, interval_s=0) as run,
+    ):
+        taken.extend(run.skip(data))
+    assert len(taken) == most
+    sharder.close()
 
 
 def test_settings_that_cannot_be_are_refused():
