@@ -419,7 +419,7 @@ class Connections:
             # although its caller was told that it failed.
             self._close_socket(server)
             self._open(server)
-        elif why is ServerError:
+        elif why is ServerError and not is_lost:
             with self._lock:
                 self._lost.pop(server, None)
 
