@@ -17,6 +17,7 @@ from persia_torchrec.wire.processes import ProcessIdentity, Siblings
 from tests.processes import DEADLINE_S, wait_until
 
 SILENT_S = 10.0
+WAITING = [sys.executable, "-S", "-c", "print(flush=True); input()"]
 
 
 def test_a_member_is_known_once_it_has_registered(book):
@@ -189,7 +190,7 @@ def test_a_process_has_ended_even_before_it_is_waited_for():
 
 
 def test_only_the_process_that_has_registered_is_killed():
-    with subprocess.Popen([sys.executable, "-S", "-c", "input()"]) as child:
+    with subprocess.Popen(WAITING, stdin=subprocess.PIPE) as child:
         start = Path(f"/proc/{child.pid}/stat").read_text().rsplit(")")[-1].split()
         own = ProcessIdentity.of_this_process()
         process = structs.replace(own, pid=child.pid, start=start[19])
@@ -230,8 +231,11 @@ def test_a_coordinator_that_has_ended_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(processes_module, "_LOOK_S", 3600)  # the list is an old one
     monkeypatch.setattr(processes_module, "_GONE_S", 0)
     siblings = Siblings()
-    command = [sys.executable, "-S", "-c", "input()"]
-    with subprocess.Popen([*command, "persia_torchrec.launch.coordinator"]) as child:
+    command = [*WAITING, "persia_torchrec.launch.coordinator"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        child.stdout.readline()  # its command line is known by then
         siblings.require_coordinator()
         child.kill()
     assert child.pid in siblings.running()
