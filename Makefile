@@ -35,7 +35,7 @@ MINOR := $(word 2,$(PARTS))
 $(if $(filter $(TORCHES),$(word 1,$(PARTS)).$(MINOR)),,$(error TORCH must be one of $(TORCHES), or a release of one. Received: $(TORCH)))
 TWIN := 1.$(shell expr $(MINOR) - 5).*
 FBGEMM := $(if $(filter cuda,$(DEVICE)),fbgemm-gpu,fbgemm-gpu-cpu)==$(TWIN)
-TORCHREC_NEEDS := tensordict torchmetrics==1.0.3 tqdm pyre-extensions
+TORCHREC_NEEDS := tensordict torchmetrics==1.0.3 tqdm pyre-extensions $(if $(filter 11 12,$(MINOR)),iopath)
 
 # What tests use of Debian: a Slurm, and network namespaces.
 SYSTEM := slurmctld slurmd slurm-client iproute2
@@ -109,13 +109,10 @@ unit: $(STAMP)  ## the tests, benchmarks included; ARGS="-k wire" chooses
 # chooses, and PYTHON=python3.13. Of most torches an index has CUDA builds alone, of some
 # gigabytes; they run on a CPU too.
 VERSIONS := $(firstword $(TORCHES)) $(lastword $(TORCHES))
-TESTS_OF_VERSIONS := tests/sharding tests/training tests/integration/test_same_as_torchrec.py \
-	tests/integration/test_modules_same_as_torchrec.py
-test-versions: $(addprefix test-torch-,$(VERSIONS))  ## sharding, training and parity with the oldest and the newest torch; not part of test
+test-versions: $(addprefix test-torch-,$(VERSIONS))  ## the tests with the oldest and the newest torch; not part of test
 
 test-torch-%:
-	@$(MAKE) --no-print-directory install VENV=build/versions/$* TORCH=$* DEVICE=cpu
-	PATH="$(CURDIR)/build/versions/$*/bin:$$PATH" python -m pytest $(TESTS_OF_VERSIONS) $(ARGS)
+	@$(MAKE) --no-print-directory unit VENV=build/versions/$* TORCH=$* DEVICE=cpu
 
 chaos: $(STAMP)  ## jobs whose processes are killed again and again; not part of test
 	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest tests/chaos --timeout 3600 $(ARGS)

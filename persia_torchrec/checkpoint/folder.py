@@ -221,6 +221,8 @@ class _DirectFile(io.RawIOBase):
     Else the system copies all of it, to memory that it has to free elsewhere.
     """
 
+    _file = -1  # where it cannot be opened
+
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, _NEW, 0o666)
         self._buffer = mmap.mmap(-1, _BUFFER_BYTES)  # aligned, as it has to be
@@ -246,7 +248,7 @@ class _DirectFile(io.RawIOBase):
 
     def close(self) -> None:
         """End the use of the file. May be called twice."""
-        if not self.closed:
+        if not self.closed and self._file >= 0:
             os.close(self._file)
         super().close()
 

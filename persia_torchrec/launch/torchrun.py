@@ -26,7 +26,7 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -51,7 +51,9 @@ _PROG = "python -m persia_torchrec.launch.torchrun"
 _MACHINE = "machine of NN workers"
 _MEETING = "nn-worker/master"
 _LOOK_S = 0.5
-_SHUTDOWN_S = 10  # after which torchrun kills an NN worker that does not end
+# torchrun kills an NN worker that does not end so soon. torch 2.11 has no such setting.
+_HAS_SHUTDOWN = "shutdown_timeout" in LaunchConfig.__dataclass_fields__
+_SHUTDOWN_S = 10 if _HAS_SHUTDOWN else 30
 # They report each NN worker that fails; the job's members do so themselves.
 _REPEATING = ("multiprocessing.api", "agent.server.api")
 
@@ -162,6 +164,9 @@ class Agent:
             (meeting,) = book.ask([_MEETING])
             endpoint = ":".join(meeting.rsplit(" ", 1))
             where = {"is_host": is_first}
+        ends: dict[str, Any] = (
+            {"shutdown_timeout": _SHUTDOWN_S} if _HAS_SHUTDOWN else {}
+        )
         return LaunchConfig(
             min_nodes=config.nnodes,
             max_nodes=config.nnodes,
@@ -173,7 +178,7 @@ class Agent:
             rdzv_configs={**where, "join_timeout": math.ceil(env.join_timeout_s())},
             max_restarts=config.max_restarts,
             local_addr=address,
-            shutdown_timeout=_SHUTDOWN_S,
+            **ends,
         )
 
     def _watch(self) -> None:

@@ -481,7 +481,7 @@ def script_bytes(model: Target) -> bytes:
     try:
         with warnings.catch_warnings():
             # torch deprecates TorchScript; PERSIA's file is TorchScript all the same.
-            warnings.filterwarnings("ignore", ".*torch.jit.*", DeprecationWarning)
+            warnings.filterwarnings("ignore", ".*torch.jit.*")
             torch.jit.save(torch.jit.script(model), buffer)
     except Exception as exc:  # the compiler raises a class for each kind of mistake
         raise ConfigError(

@@ -35,6 +35,7 @@ from persia_torchrec.wire.membership import JobMember
 logger = logging.getLogger(__name__)
 
 _FIRST = 1000  # of what multiprocessing calls at the end of a process
+_FORKING = ("multiprocessing.popen_fork", "multiprocessing.forkserver")
 _joining = threading.Lock()
 
 
@@ -61,6 +62,18 @@ def _is_member(role: str, index: int, port: int) -> bool:
     if pid == str(os.getpid()):
         return True
     return place == f"{port} {role} {index}" or (not place and pid == str(port))
+
+
+def _code_of_function() -> int | None:
+    """Return the exit status of the function that multiprocessing has run here, if any.
+
+    From Python 3.13 on its exception is gone when the process ends; only a variable of
+    the function that has forked the process has what is left of it.
+    """
+    frame = sys._getframe() if sys.version_info >= (3, 13) else None
+    while frame and frame.f_globals.get("__name__") not in _FORKING:
+        frame = frame.f_back
+    return frame.f_locals.get("code") if frame else None
 
 
 class _Script:
@@ -93,7 +106,7 @@ class _Script:
         member = self._member
         exc = sys.exception() or getattr(sys, "last_value", None)
         if exc is None:
-            exc = SystemExit(self._status)
+            exc = SystemExit(_code_of_function() or self._status)
         status: int | None = None  # that of the script itself
         try:
             if isinstance(exc, SystemExit) and exc.code in (None, 0):

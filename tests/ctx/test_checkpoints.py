@@ -359,5 +359,5 @@ def test_the_loss_scale_is_kept(start, tmp_path):
 
 
 def load_script(data):
-    with pytest.warns(DeprecationWarning, match=r"torch.jit"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match=r"torch.jit"):
         return torch.jit.load(io.BytesIO(data))

@@ -34,6 +34,6 @@ def test_the_checkpoint_at_the_end_may_hold_the_model_as_a_script():
     dnn = model.DNN().eval()
     dense, embeddings = [torch.rand(3, 5)], [torch.rand(3, 8) for _ in range(8)]
     data = script_bytes(dnn)
-    with pytest.warns(DeprecationWarning, match=r"torch.jit"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match=r"torch.jit"):
         script = torch.jit.load(io.BytesIO(data))
     assert torch.equal(script(dense, embeddings), dnn(dense, embeddings))

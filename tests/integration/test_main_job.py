@@ -58,6 +58,8 @@ def test_plain_torchx_run_is_equal_to_a_second_run_to_the_last_bit(tmp_path):
     # Neither TorchRec nor torch warns of how this package calls them.
     lines = first.output.splitlines()
     noise = [x for x in lines if "warning" in x.lower() or "[rank0]" in x]
+    # fbgemm below 1.8 warns, in lines of its own, that it knows no torch of that age.
+    noise = [x for x in noise if not x.endswith("WARNING:root:")]
     assert len(noise) == NUM_WARNINGS, noise
     assert sum("new tables on all servers" in line for line in lines) == 1
 
