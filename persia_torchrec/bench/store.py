@@ -5,7 +5,7 @@ limits    the same beside plain loops that know where each row stands (limits.py
 eviction  a new row in a full store, next to a hit
 stages    index, gather, copy, recency, arithmetic
 sizes     a hit in a small store and in a large one
-files     a hit in private memory and in memory files (store/LAYOUT.md)
+files     a hit in private memory and in memory files (docs/formats/memory.md)
 overhead  bytes per row beyond weights and state (limits.py)
 startup   time and memory of a server's start, by its capacity (limits.py)
 """

@@ -3,11 +3,11 @@
     magic | version | H | CRC-32 | JSON | blocks ... | "ENDS" | CRC-32 | rows
                                           `-- letters | table | N | CRC-32 | columns
 
-FORMAT.md has them to the byte. A block of ROWS holds rows of one table by column, see
-``RowColumns``; one of GONE the ids of rows that were evicted or have expired; one of
-SEEN what an admission remembers of ids, by column, see ``Sightings``. Neither
-writer nor reader holds more than one block in memory. Bytes that do not fit this layout
-raise a CheckpointError that names the file and the byte offset.
+docs/formats/checkpoint.md has them to the byte. A block of ROWS holds rows of one table
+by column, see ``RowColumns``; one of GONE the ids of rows that were evicted or have
+expired; one of SEEN what an admission remembers of ids, by column, see ``Sightings``.
+Neither writer nor reader holds more than one block in memory. Bytes that do not fit
+this layout raise a CheckpointError that names the file and the byte offset.
 """
 
 import struct

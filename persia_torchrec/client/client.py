@@ -83,7 +83,7 @@ class EmbeddingClient:
     Attributes:
         checkpoints: dumps and loads of what all servers hold.
         lost: ``lost_updates`` and ``lost_rows`` of all servers that lost their memory,
-            see ``server/METRICS.md``.
+            see ``docs/metrics.md``.
         num_servers: how many servers there are.
         recovery_s: seconds for which a server may be away, while requests wait.
         tables: those that were added, and what the servers say of them, by name.
@@ -468,7 +468,7 @@ class EmbeddingClient:
         """Return how stale rows were: element k counts gradients of staleness k.
 
         The staleness of a row is the number of updates, of any trainer, that it had
-        between its pull and its gradient. Of one id in 16 (see ``server/METRICS.md``).
+        between its pull and its gradient. Of one id in 16 (see ``docs/metrics.md``).
         """
         return staleness_histogram(self.counters())
 

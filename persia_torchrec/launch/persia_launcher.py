@@ -1,7 +1,7 @@
 """``persia-launcher``: PERSIA's command line, for jobs that are started by hand.
 
 Its four commands and their flags, and a fifth where PERSIA starts nats-server; see
-``MIGRATION.md``. A command replaces itself by the process that it starts.
+``docs/persia.md``. A command replaces itself by the process that it starts.
 """
 
 import argparse

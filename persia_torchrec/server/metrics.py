@@ -5,8 +5,9 @@ The serving thread counts without a lock, and makes a snapshot when it is asked 
     pushing thread   ask() -> is_wanted ... wait ... <- the counters
     serving thread   between two requests: is_wanted? -> give(counters)
 
-A gateway is pushed every counter of ``METRICS.md`` as ``persia_NAME``, and PERSIA's
-metrics: the value of the last request is here the mean since the previous push.
+A gateway is pushed every counter of ``docs/metrics.md`` as ``persia_NAME``, and
+PERSIA's metrics: the value of the last request is here the mean since the previous
+push.
 """
 
 import threading
@@ -33,7 +34,7 @@ GAUGES = {
 
 _ASK_TIMEOUT_S = 2.0
 
-_PAGE = "see persia_torchrec/server/METRICS.md"
+_PAGE = "see docs/metrics.md"
 
 _MEANS = {
     "index_miss_ratio": (

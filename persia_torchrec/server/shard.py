@@ -181,7 +181,7 @@ class Shard:
         return *request.totals, num_ids
 
     def counters(self) -> dict[str, int]:
-        """Return everything that is counted, see ``METRICS.md``."""
+        """Return everything that is counted, see ``docs/metrics.md``."""
         self.stages.lap("other")
         return {
             **self.store.counters(),

@@ -8,9 +8,9 @@ requests. Numbers come in any order, within the last 4096 of their stream:
                         bit 7: settled, as its update was applied or refused
     outcome             four words of what was replied, of the last 256
 
-They are kept with the rows: ``store/LAYOUT.md`` has the words, ``notes`` of the store.
-A mark is set by the ``EmbeddingStore.request`` that it is of, in one change with the
-rows; the others, which make room for marks, may be set before.
+They are kept with the rows: ``docs/formats/memory.md`` has the words, ``notes`` of the
+store. A mark is set by the ``EmbeddingStore.request`` that it is of, in one change with
+the rows; the others, which make room for marks, may be set before.
 """
 
 import secrets

@@ -97,9 +97,10 @@ class EmbeddingStore:
         eviction: ``lfu`` costs 16 bytes per row for the frequency.
         optimizer_engine: all engines compute the same.
         clock: returns the current second, by which rows expire.
-        memory_file: a file that keeps all of it (see ``LAYOUT.md``). If it is that of
-            an earlier store, whose process may have been killed at any instruction,
-            this one continues with its tables and rows. None: private memory.
+        memory_file: a file that keeps all of it (see ``docs/formats/memory.md``). If it
+            is that of an earlier store, whose process may have been killed at any
+            instruction, this one continues with its tables and rows. None: private
+            memory.
     """
 
     def __init__(

@@ -20,7 +20,8 @@ see all arenas as one directory, a uint64 array with a line per arena:
 A row's tag is the lowest byte of its tick, kept a second time in an array of its own, a
 byte per slot: scans filter by last use without reading the rows. Base and tags are
 distances from the directory in bytes, so that the directory means the same to any
-process that maps a memory file, wherever (``LAYOUT.md``). ``slots`` may be read.
+process that maps a memory file, wherever (``docs/formats/memory.md``). ``slots`` may be
+read.
 
 WHAT A LOOP TAKES: the *layout* of a table, one uint64 array that stands for twenty
 arguments. The loop unpacks it with :func:`store_at` and :func:`rows_at`.

@@ -1,4 +1,6 @@
-"""The memory of a store in a file, which outlives the process; see ``LAYOUT.md``.
+"""The memory of a store in a file, which outlives the process.
+
+``docs/formats/memory.md`` has it to the byte:
 
     0         4 KiB             1 MiB ... 2 MiB          6 MiB    70 MiB    134 MiB
     | header | areas, see memory.py |    | reservations | tables | tables | reserved ...
@@ -111,7 +113,7 @@ class MemoryFile:
             "huge pages"
             if has_huge_pages
             else "small pages: lookups and updates may take a third longer than in "
-            "huge ones (store/LAYOUT.md)",
+            "huge ones (docs/formats/memory.md)",
         )
 
     def area(self, area: Area) -> Words:

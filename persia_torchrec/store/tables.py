@@ -51,7 +51,7 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class PublishedTable(msgspec.Struct):
-    """A table as a memory file describes it; see ``LAYOUT.md``."""
+    """A table as a memory file describes it; see ``docs/formats/memory.md``."""
 
     spec: dict[str, Any]
     arena: Count

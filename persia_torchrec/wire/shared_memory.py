@@ -1,8 +1,8 @@
 """Memory without a name, which outlives a process that has its descriptor.
 
-Small pages make lookups and updates up to a third slower (``store/LAYOUT.md``), so that
-huge ones are looked for: of a memfd where the system gives them to shared memory, else
-of a tmpfs that is mounted for it.
+Small pages make lookups and updates up to a third slower (``docs/formats/memory.md``),
+so that huge ones are looked for: of a memfd where the system gives them to shared
+memory, else of a tmpfs that is mounted for it.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ def _open_shared(*, seeks_huge_pages: bool) -> tuple[int, str]:
             return _memfd(), "huge pages, of a memfd"
     return _memfd(), (
         "small pages: lookups and updates may take a third longer than in huge ones "
-        "(store/LAYOUT.md)"
+        "(docs/formats/memory.md)"
     )
 
 

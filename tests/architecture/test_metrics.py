@@ -14,7 +14,7 @@ from persia_torchrec.table import TableSpec
 from tests.processes import wait_until
 from tests.servers import ids_of
 
-PAGE = Path(__file__).parents[2] / "persia_torchrec/server/METRICS.md"
+PAGE = Path(__file__).parents[2] / "docs/metrics.md"
 OF_SERVERS, _, OF_TRAINERS = PAGE.read_text().partition("## Of a trainer")
 
 

@@ -14,8 +14,9 @@ from persia_torchrec.config.yaml_file import DIFFERENCES
 from persia_torchrec.distributed import ALGORITHMS, REFUSED_ALGORITHMS
 from persia_torchrec.launch import persia_launcher
 
-FOLDER = Path(__file__).parents[2] / "persia_torchrec"
-PAGE = (FOLDER / "MIGRATION.md").read_text()
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "persia_torchrec"
+PAGE = (ROOT / "docs/persia.md").read_text()
 
 
 def names_of_persia():

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "persia_torchrec/OPERATIONS.md"
-TRUST = ROOT / "persia_torchrec/SECURITY.md"
+PAGE = ROOT / "docs/operations.md"
+TRUST = ROOT / "docs/security.md"
 LINES = re.findall(r"^\| (?!what |---)(.*) \|$", PAGE.read_text(), re.M)
 GUARDED = re.findall(r"^\| .* \| `(tests/.*)` \|$", TRUST.read_text(), re.M)
 ROWS = [[cell.strip() for cell in line.split("|")] for line in LINES]

@@ -94,6 +94,6 @@ def test_the_files_to_read_exist():
 
 def test_the_files_that_the_other_pages_name_exist():
     files = [f"/{path.relative_to(ROOT)}" for path in ROOT.glob("[!.]*/**/*.py")]
-    for page in (ROOT / "persia_torchrec").rglob("*.md"):
+    for page in (ROOT / "docs").rglob("*.md"):
         for name in re.findall(r"`([\w/]+\.py)`", page.read_text()):
             assert any(file.endswith(f"/{name}") for file in files), (page.name, name)

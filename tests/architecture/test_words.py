@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
-    *(ROOT / "persia_torchrec").rglob("*.md"),
+    *(ROOT / "docs").rglob("*.md"),
     *(ROOT / "examples").rglob("*.md"),
     *(ROOT / "components").rglob("*.md"),
 ]

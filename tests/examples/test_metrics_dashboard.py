@@ -24,7 +24,7 @@ from tests.servers import DEADLINE_S
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples/metrics"
 DASHBOARD = json.loads((FOLDER / "persia_dashboard.json").read_text())
-MIGRATION = (ROOT / "persia_torchrec/MIGRATION.md").read_text()
+PERSIA_PAGE = (ROOT / "docs/persia.md").read_text()
 SCHEMA = load_embedding_config(
     "config", "{feature_index_prefix_bit: 8, slots_config: {item: {dim: 2}}}"
 )
@@ -117,7 +117,7 @@ def test_every_metric_of_persia_is_pushed_or_documented_as_missing(pushed):
 
 
 def test_the_migration_page_lists_every_metric_of_persia():
-    section = MIGRATION.partition("### Metrics")[2].partition("\n## ")[0]
+    section = PERSIA_PAGE.partition("### Metrics")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`.*?) \| (.*?) \|", section, re.M)
     here = {name: cell for names, cell in rows for name in re.findall(r"`(\w+)", names)}
     assert here.keys() == {name for names in PERSIAS.values() for name in names}

@@ -16,7 +16,7 @@ from persia_torchrec.table import TableSpec
 from tests.gateway import Gateway
 from tests.servers import DEADLINE_S, ids_of
 
-PAGE = Path(__file__).parents[2] / "persia_torchrec/server/METRICS.md"
+PAGE = Path(__file__).parents[2] / "docs/metrics.md"
 ITEM = TableSpec(name="item", dim=2, optimizer=SGD(1.0))
 
 

@@ -1,4 +1,4 @@
-"""The memory file as another program reads it, by what ``LAYOUT.md`` says alone."""
+"""The memory file as another program reads it, by what its page says alone."""
 
 import json
 import mmap
