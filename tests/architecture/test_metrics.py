@@ -15,7 +15,7 @@ from tests.processes import wait_until
 from tests.servers import ids_of
 
 PAGE = Path(__file__).parents[2] / "docs/metrics.md"
-OF_SERVERS, _, OF_TRAINERS = PAGE.read_text().partition("## Of a trainer")
+OF_SERVERS, _, OF_TRAINERS = PAGE.read_text().partition("## Trainer metrics")
 
 
 def names_in(text):
