@@ -1,14 +1,33 @@
-"""Every command of the README is run: here, in another test, or by `make test`."""
+"""README and the pages of docs/: what they say to run is run, what they name is there.
+
+A command is run here, in another test, or by `make test`.
+"""
 
 import re
+import shlex
+import shutil
+import subprocess
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from tests.processes import Processes, run_script
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
+README = ROOT / "README.md"
+DOCS = ROOT / "docs"
+PAGES = {
+    str(page.relative_to(ROOT)): page.read_text()
+    for page in [README, *sorted(DOCS.rglob("*.md"))]
+}
+# Pages whose links are checked, too.
+LINKING = PAGES | {
+    str(page.relative_to(ROOT)): page.read_text()
+    for pattern in ("*.md", "components/*.md", "examples/*/*.md", "tests/**/*.md")
+    for page in sorted(ROOT.glob(pattern))
+}
+MAX_LINES, MAX_WORDS = 180, 1500
 
 # What runs a command that does not run in this file.
 RUN_BY = {
@@ -20,14 +39,50 @@ RUN_BY = {
         "tests/integration/test_torchrec_job.py"
     ),
     "python -m persia_torchrec.bench": "tests/bench/test_benchmarks.py",
+    "python -m persia_torchrec.checkpoint.from_persia": (
+        "tests/checkpoint/test_from_persia.py"
+    ),
     "python -m persia_torchrec.serving": "tests/serving/test_serving.py",
+    "export PERSIA_": "tests/integration/test_persia_launcher_job.py",
+    "persia-launcher coordinator": "tests/integration/test_persia_launcher_job.py",
+    "persia-launcher data-loader": "tests/integration/test_persia_launcher_job.py",
+    "persia-launcher nn-worker": "tests/integration/test_persia_launcher_job.py",
     "persia-launcher embedding-parameter-server": "tests/serving/test_inference_job.py",
     "persia-launcher embedding-worker": "tests/serving/test_inference_job.py",
+    "persia-k8s-utils convert": "tests/test_k8s_utils.py",
 }
+RUN_HERE = ("python examples/quickstart.py", "unshare ")
 
 
-def blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+def blocks(language, *names):
+    """Return the blocks of some pages, or of all, in order."""
+    return [
+        block
+        for name in names or PAGES
+        for block in re.findall(rf"```{language}\n(.*?)```", PAGES[name], re.DOTALL)
+    ]
+
+
+def commands(block):
+    """Yield the commands of a block; one with an open quote goes over lines."""
+    command = ""
+    for line in block.splitlines():
+        command += line
+        try:
+            shlex.split(command)
+        except ValueError:
+            command += "\n"
+            continue
+        yield command
+        command = ""
+    assert not command
+
+
+def anchors(page):
+    """Return the anchors that GitHub gives the headings of a page."""
+    text = re.sub(r"```.*?```", "", page, flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", t.lower()).replace(" ", "-") for t in titles}
 
 
 def run(script, folder):
@@ -39,17 +94,24 @@ def run(script, folder):
 
 
 def run_block(block, folder):
-    """Run an example of the README; return its output."""
+    """Run an example of a page; return its output."""
     script = folder / "block.py"
     script.write_text(block)
     return run(script, folder)
 
 
+def test_the_front_page_is_short():
+    assert len(PAGES["README.md"].splitlines()) <= MAX_LINES
+    assert len(PAGES["README.md"].split()) <= MAX_WORDS
+
+
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_the_first_example_runs_as_it_stands(tmp_path):
-    output = run_block(blocks("python")[0], tmp_path)
-    numbers = re.search(r"\[(\d+), (\d+)\] rows on the servers", output)
+    (block,) = blocks("python", "README.md")
+    numbers = re.search(
+        r"\[(\d+), (\d+)\] rows on the servers", run_block(block, tmp_path)
+    )
     assert numbers is not None
     assert sum(map(int, numbers.groups())) == 8
 
@@ -57,9 +119,21 @@ def test_the_first_example_runs_as_it_stands(tmp_path):
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_the_example_of_settings_runs_as_it_stands(tmp_path):
-    _, block = blocks("python")
+    (block,) = blocks("python", "docs/reference.md")
     # Their rows were made at the third sight, and updated then and twice more.
     assert "frequency [5 5] last step [5 5]" in run_block(block, tmp_path)
+
+
+def test_no_other_page_has_an_example_in_python():
+    assert len(blocks("python")) == 2
+
+
+def test_what_a_diff_imports_is_there():
+    lines = [line for block in blocks("diff") for line in block.splitlines()]
+    imports = [line[1:] for line in lines if line.startswith("+from ")]
+    assert imports
+    for line in imports:
+        exec(line, {})
 
 
 @pytest.mark.multiprocess
@@ -75,25 +149,71 @@ def test_the_quickstart_is_short():
 
 
 def test_every_shell_command_is_run_somewhere():
-    commands = [line for block in blocks("bash") for line in block.splitlines()]
-    assert len(commands) >= len(RUN_BY)
-    for command in commands:
-        if command != "python examples/quickstart.py":
-            assert any(command.startswith(known) for known in RUN_BY), command
+    given = [command for block in blocks("bash") for command in commands(block)]
+    for command in given:
+        assert command.startswith((*RUN_BY, *RUN_HERE)), command
+    for known in (*RUN_BY, *RUN_HERE):
+        assert any(command.startswith(known) for command in given), known
+    for test in RUN_BY.values():
+        assert test == "make test" or (ROOT / test).is_file(), test
 
 
-def test_every_link_leads_somewhere():
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
-        assert (ROOT / target).exists(), target
+def test_a_user_gets_a_file_system_with_huge_pages():
+    if shutil.which("unshare") is None:
+        pytest.skip("needs util-linux' unshare")
+    (block,) = blocks("bash", "docs/formats/memory.md")
+    assert block.count(" && exec sleep infinity") == 1
+    shown = subprocess.run(
+        ["sh", "-c", block.replace(" && exec sleep infinity", "")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if "peration not permitted" in shown.stderr or "denied" in shown.stderr:
+        pytest.skip(f"needs user namespaces: {shown.stderr}")
+    assert re.fullmatch(r"/proc/\d+/fd/3\n", shown.stdout), shown.stderr
 
 
-def test_the_files_to_read_exist():
-    for path in re.findall(r"`(persia_torchrec/[\w/]+\.py)`", README):
-        assert (ROOT / path).exists(), path
+@pytest.mark.parametrize("name", LINKING)
+def test_every_link_leads_somewhere(name):
+    text = re.sub(r"```.*?```", "", LINKING[name], flags=re.DOTALL)
+    targets = re.findall(r"\]\(([^)\s]+)\)", text)
+    targets += re.findall(r'(?:src|srcset|href)="([^"]+)"', text)
+    for target in targets:
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        page = ROOT / Path(name).parent / path if path else ROOT / name
+        assert page.exists(), target
+        if anchor:
+            assert anchor in anchors(page.read_text()), target
 
 
-def test_the_files_that_the_other_pages_name_exist():
+@pytest.mark.parametrize("name", PAGES)
+def test_the_files_that_a_page_names_exist(name):
     files = [f"/{path.relative_to(ROOT)}" for path in ROOT.glob("[!.]*/**/*.py")]
-    for page in (ROOT / "docs").rglob("*.md"):
-        for name in re.findall(r"`([\w/]+\.py)`", page.read_text()):
-            assert any(file.endswith(f"/{name}") for file in files), (page.name, name)
+    for file in re.findall(r"`([\w/]+\.py)`", PAGES[name]):
+        assert any(known.endswith(f"/{file}") for known in files), file
+    folders = "persia_torchrec|tests|examples|components|docs"
+    for file in re.findall(rf"`((?:{folders})/[\w/]+\.\w+)`", PAGES[name]):
+        assert (ROOT / file).exists(), file
+
+
+def test_every_page_stands_in_docs_and_in_its_index():
+    assert list((ROOT / "persia_torchrec").rglob("*.md")) == []
+    linked = set(re.findall(r"\]\(([^)#]+)", PAGES["docs/README.md"]))
+    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+    assert pages - linked == {"README.md"}
+
+
+def test_the_pictures_for_light_and_dark_differ_in_colours_only():
+    images = sorted((DOCS / "images").glob("*.svg"))
+    assert [image.name for image in images] == [
+        "overview-dark.svg",
+        "overview-light.svg",
+    ]
+    assert all(
+        ElementTree.fromstring(image.read_text()) is not None for image in images
+    )
+    dark, light = (re.sub("#[0-9a-f]{6}", "", image.read_text()) for image in images)
+    assert dark == light

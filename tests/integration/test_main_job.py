@@ -21,7 +21,7 @@ LEAST_STALE_AUC = LEAST_AUC - 0.003  # five standard deviations: no order of upd
 NUM_STEPS = 255
 EXAMPLE = "examples/adult_income"
 
-# What the README says; without arguments, .torchxconfig says the same.
+# What docs/install.md says; without arguments, .torchxconfig says the same.
 ARGUMENTS = [
     *("--nn_worker", f"{EXAMPLE}/train.py"),
     *("--data_loader", f"{EXAMPLE}/data_loader.py"),
