@@ -1,10 +1,14 @@
+import re
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
-from persia_torchrec.version import require_set_that_fits
+from persia_torchrec.version import __version__, require_set_that_fits
+
+CHANGELOG = (Path(__file__).parents[1] / "CHANGELOG.md").read_text()
 
 
 @pytest.fixture
@@ -65,6 +69,12 @@ def test_a_set_that_does_not_fit_is_told_what_does(install, versions, fits):
     with pytest.raises(ImportError, match=fits) as caught:
         require_set_that_fits()
     assert f"Received: torch {versions['torch']}" in str(caught.value)
+
+
+def test_the_changelog_has_this_version_below_what_is_unreleased():
+    unreleased, latest, *_ = re.findall(r"^## (.*)$", CHANGELOG, re.MULTILINE)
+    assert unreleased == "Unreleased"
+    assert re.fullmatch(rf"{re.escape(__version__)} \(\d{{4}}-\d\d-\d\d\)", latest)
 
 
 def test_the_sharders_look_at_it_before_they_import_torchrec():

@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
     ROOT / "CONTRIBUTING.md",
     *(ROOT / "docs").rglob("*.md"),
     *(ROOT / "examples").rglob("*.md"),
