@@ -1,0 +1,276 @@
+"""Files that an earlier revision wrote are loaded as that revision loaded them."""
+
+import contextlib
+import json
+import os
+from contextlib import closing
+
+import numpy as np
+import pytest
+
+from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.checkpoint.load import Target
+from persia_torchrec.checkpoint.restore import restore
+from persia_torchrec.client.codec import BatchNumber
+from persia_torchrec.embedding.data import Origin, decode_rest, encode_rest
+from persia_torchrec.errors import PersiaError, RemoteError
+from persia_torchrec.lookup.bags import decode_bags, encode_bags
+from persia_torchrec.store.embedding_store import EmbeddingStore
+from persia_torchrec.table import TableSpec, with_parts
+from persia_torchrec.wire import messages
+from persia_torchrec.wire.address_book import AddressBook
+from persia_torchrec.wire.book_server import Journal
+from persia_torchrec.wire.member_record import MemberRecord
+from persia_torchrec.wire.messages import Header, Kind, Precision, Share
+from persia_torchrec.wire.ports import open_listening
+from persia_torchrec.wire.precision import decode_floats, encode_floats
+from persia_torchrec.wire.transport import Connections
+from tests.embedding.test_batch_codec import content, small_batch
+from tests.processes import wait_until
+from tests.servers import DEADLINE_S
+from tests.store import kills
+from tests.stored_files import (
+    CAPACITY_ROWS,
+    FUSED,
+    SPECS,
+    STORED,
+    describe,
+    describe_memory,
+    expected,
+    open_store,
+    table_of_settings,
+    unpack_memory,
+    unpacked,
+)
+
+SMALL_ROWS = 14
+"""Capacity of the stores that died in the middle of a request."""
+
+
+def stopped(running):
+    """Stop servers; return what they held."""
+    for server in running:
+        server.stop()
+    return [describe(server.server.shard.store) for server in running]
+
+
+def test_a_checkpoint_of_servers_is_loaded(servers, tmp_path):
+    run = unpacked("checkpoint", tmp_path)
+    running = servers.start(2, **FUSED)
+    client = servers.client(running)
+    saved = client.checkpoints.load(run)
+    assert (saved.step, saved.num_rows, saved.num_left_out) == (40, 80, 0)
+    assert client.learn_tables() == SPECS
+    assert stopped(running) == expected("checkpoint.json")
+
+
+@pytest.mark.parametrize("run", ["run", None])
+@pytest.mark.parametrize("shard", [0, 1])
+def test_a_server_without_memory_restores_its_rows_from_increments(
+    tmp_path, shard, run
+):
+    """Behind the checkpoint, or from the first one on; a second log continues each."""
+    folder = unpacked("increments", tmp_path)
+    store = EmbeddingStore(CAPACITY_ROWS, eviction="lfu", optimizer_engine="fused")
+    target = Target(shard, 2, CAPACITY_ROWS, True)
+    logs = Folder(folder / "logs")
+    restored = restore(store, target, run and Folder(folder / run), logs)
+    assert restored.num_increments == (2 if run else 3)
+    assert describe(store) == expected("increments.json")[shard]
+
+
+def test_a_checkpoint_is_loaded_with_its_increments(servers, tmp_path):
+    folder = unpacked("increments", tmp_path)
+    running = servers.start(2, eviction="lfu", **FUSED)
+    client = servers.client(running)
+    saved = client.checkpoints.load(folder / "run", increments=folder / "logs")
+    assert (saved.num_increments, saved.forgotten) == (4, ())
+    assert stopped(running) == expected("increments.json")
+
+
+def test_a_server_of_inference_follows_the_increments(servers, tmp_path):
+    folder = unpacked("increments", tmp_path)
+    running = servers.start(
+        2,
+        checkpoint=str(folder / "run"),
+        incremental_dir=str(folder / "logs"),
+        eviction="lfu",
+        **FUSED,
+    )
+    client = servers.client(running)
+
+    def is_ready():
+        with contextlib.suppress(PersiaError):  # it loads
+            return sum(client.num_rows()) > 0
+        return False
+
+    wait_until(is_ready, "the servers are ready")
+    for found, other in zip(stopped(running), expected("increments.json"), strict=True):
+        for table, of_other in zip(found["tables"], other["tables"], strict=True):
+            assert table["rows"] == of_other["rows"]
+
+
+@pytest.mark.parametrize(("name", "eviction"), [("closed", "lfu"), ("killed", "lru")])
+def test_a_memory_file_of_a_server_is_opened(path, name, eviction):
+    unpack_memory(f"memory-{name}.npz", path)
+    store = open_store(path, eviction=eviction)
+    assert store.tables == with_parts(SPECS)
+    assert describe_memory(store) == expected("memory.json")[name]
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "eviction"),
+    [("update", "lru"), ("lookup", "lfu"), ("clear", "lru"), ("load", "lru")],
+)
+def test_a_request_that_a_death_interrupted_is_undone_or_completed(
+    path, name, eviction
+):
+    """The process died in its middle; a clear, and a load, leave no rows."""
+    unpack_memory(f"memory-interrupted-{name}.npz", path)
+    store = open_store(path, SMALL_ROWS, eviction)
+    assert store.tables == with_parts(kills.TABLES)
+    assert describe_memory(store) == expected("interrupted.json")[name]
+    store.close()
+
+
+def test_a_server_continues_with_a_stored_memory_file(servers, path):
+    unpack_memory("memory-killed.npz", path)
+    found = expected("memory.json")["killed"]
+    [running] = servers.start(memory_file=path, **FUSED)
+    client = servers.client([running])
+    assert client.learn_tables() == SPECS
+    assert client.num_rows() == [found["counters"]["rows"]]
+    for spec, table in zip(SPECS, found["tables"], strict=False):
+        assert client.step(spec.name) == table["updates"]
+        ids = np.array(list(table["rows"]), dtype=np.uint64)
+        rows = [row.tobytes().hex() for row in client.read(spec.name, ids)]
+        assert rows == list(table["rows"].values())
+    client.add_tables(SPECS)
+    split = client.split(np.array([1], dtype=np.uint64))
+    stream, number, outcome = found["streams"]["settled"][-1]
+    again = BatchNumber(stream, number)
+    grads = np.ones((1, 4), dtype=np.float32)
+    replies = client.push([("plain", split)], [grads], again)
+    repeated = client.outcome(replies)  # it was answered before
+    assert [
+        repeated.num_missed,
+        repeated.num_refused,
+        repeated.num_unadmitted,
+        repeated.num_gradients,
+    ] == outcome
+
+
+def test_settings_of_every_kind_are_read_and_written():
+    found = expected("settings.json")
+    tables = found["tables"]
+    specs = [TableSpec.from_json(table) for table in tables]
+    assert specs == [table_of_settings(n, t["name"]) for n, t in enumerate(tables)]
+    assert json.loads(json.dumps([spec.to_json() for spec in specs])) == tables
+    described = [spec.describe_rows(with_metadata=spec.has_metadata) for spec in specs]
+    assert described == found["described"]
+
+
+def test_a_stored_conversation_with_a_server_is_answered_alike(servers):
+    [running] = servers.start(capacity_rows=100, optimizer_engine="fused")
+    running.server.shard.store.clock = lambda: 7.0
+    with closing(Connections("server", [running.address])) as connections:
+        for message in expected("messages.json")["conversation"]:
+            header = Header.decode(bytes.fromhex(message["header"]))
+            assert header.encode().hex() == message["header"]
+            assert header.kind.name == message["kind"]
+            assert {k: int(v) for k, v in header._asdict().items()} == message["fields"]
+            frames = [bytes.fromhex(frame) for frame in message["frames"]]
+            reply = connections.submit(
+                0, header, frames, timeout_s=DEADLINE_S, what="it"
+            )
+            if "error" in message:
+                with pytest.raises(RemoteError) as caught:
+                    reply.frames()
+                text = str(caught.value).partition(": ")[2]
+                assert [caught.value.kind, text] == message["error"]
+                continue
+            received = [bytes(frame).hex() for frame in reply.frames()[1:]]
+            if header.kind is Kind.HELLO:
+                assert greeting_in(received) == greeting_in(message["reply"])
+            else:
+                assert received == message["reply"]
+
+
+def greeting_in(frames):
+    """Return what a HELLO is answered, but the number of the server's start."""
+    [greeting] = [json.loads(bytes.fromhex(frame)) for frame in frames]
+    assert greeting.pop("incarnation") > 0
+    return greeting
+
+
+def test_stored_frames_are_decoded_and_encoded_alike():
+    found = expected("messages.json")
+    segments = found["segments"]
+    frames = [b"", *map(bytes.fromhex, segments["frames"])]
+    tables = messages.decode_segments(frames, num_frames=3)
+    assert [[table, ids.tolist()] for table, ids in tables] == segments["tables"]
+    assert [bytes(f).hex() for f in messages.encode_segments(tables)] == segments[
+        "frames"
+    ]
+    share = Share.decode([b"", bytes.fromhex(found["share"]["frame"])], num_frames=2)
+    assert list(share) == found["share"]["fields"]
+    assert share.encode().hex() == found["share"]["frame"]
+    bags = decode_bags([bytes.fromhex(frame) for frame in found["bags"]["frames"]])
+    assert [
+        [name, bag.ids.tolist(), bag.lengths.tolist()] for name, bag in bags.items()
+    ] == found["bags"]["bags"]
+    assert [bytes(f).hex() for f in encode_bags(bags)] == found["bags"]["frames"]
+    for one in found["floats"]:
+        precision = Precision(one["precision"])
+        floats = decode_floats(bytes.fromhex(one["frame"]), 6, precision)
+        assert floats.tobytes().hex() == one["bits"]
+        assert bytes(encode_floats(floats, precision)).hex() == one["frame"]
+
+
+def test_the_stored_rest_of_a_batch_is_read_and_written():
+    data = bytes.fromhex(expected("messages.json")["rest of a batch"])
+    assert encode_rest(small_batch()) == data
+    rest = decode_rest(bytearray(data), Origin(0, 12, 0))
+    assert rest.batch_id == 12
+    assert content(small_batch())[1] == [
+        (type(d), d.name, d.data.dtype, d.data.shape, d.data.tobytes())
+        for d in rest.non_id_type_features + rest.labels
+    ]
+
+
+@pytest.fixture
+def memory():
+    """The stored memory of a coordinator, as a supervisor keeps it."""
+    file = os.memfd_create("book")
+    os.pwrite(file, (STORED / "book.jsonl").read_bytes(), 0)
+    yield file
+    os.close(file)
+
+
+def test_the_memory_of_a_coordinator_is_read(memory):
+    found = expected("book.json")
+    with closing(Journal(memory)) as journal:
+        assert journal.values == found["values"]
+        assert {k: v.hex() for k, v in journal.members.items()} == found["members"]
+
+
+def test_a_coordinator_continues_with_a_stored_memory(memory, monkeypatch):
+    with open_listening() as listener:
+        monkeypatch.setenv("PERSIA_LISTEN_FD", str(listener.fileno()))
+        with closing(AddressBook.host(0, memory=memory, recovery_s=60.0)) as book:
+            values = expected("book.json")["values"]
+            assert book.greeting.job_id == values["job/id"]
+            addresses = [f"tcp://10.0.0.{shard}:7000" for shard in range(2)]
+            assert book.addresses("server", timeout_s=DEADLINE_S) == addresses
+            assert book.ask(["text"], timeout_s=DEADLINE_S) == ["two\nlines, \u00e9"]
+            assert book.claim("claimed", "third", "first") == "second"
+            member = MemberRecord(book, "trainer", 1)
+            process = json.loads(values["member/trainer/1"])
+            assert member.process().pid == process["pid"]
+            assert member.process().nonce == process["nonce"]
+            assert member.progress() == 299
+            assert member.restarts() == (1, 299)
+            assert member.cause(member.process()) == "DataError: none"
+            book.increase("queue/1")
+            assert book.peek("queue/1") == "3"
