@@ -47,7 +47,7 @@ from persia_torchrec.client.transfer import (
 from persia_torchrec.errors import BatchError, ConfigError, RestartedError, WireError
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.routing.shard import Counts, ShardedIds, unique_ids
-from persia_torchrec.store.embedding_store import Metadata as Metadata
+from persia_torchrec.table import Metadata as Metadata
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire import messages
 from persia_torchrec.wire.address_book import AddressBook
