@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal, get_args
 
+import numpy as np
+import numpy.typing as npt
+
 from persia_torchrec.embedding import setting
 from persia_torchrec.embedding.admission import ADMISSIONS, AdmitAll
 from persia_torchrec.embedding.dynamic import DYNAMICS, NUM_STATISTICS, DynamicDim
@@ -24,6 +27,8 @@ MAX_DIM = 4096
 
 WeightDtype = Literal["fp32", "fp16", "bf16"]
 """What a server may keep weights in."""
+
+Counts = npt.NDArray[np.uint32]
 
 _DTYPES = get_args(WeightDtype)
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -175,6 +180,22 @@ class TableSpec(Setting):
         except TypeError as exc:
             what = f"{description!r:.500} ({exc!s:.200})"
             raise ConfigError(f"Not a table: {what}.") from exc
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """Metadata of N ids; all 0 for an id that has no row.
+
+    ``frequency`` counts how often the id was in training batches since its row was
+    made, and while it waited for that, repeats included; it saturates. ``first_step``
+    and ``last_step`` are the table's steps when the row was made and last updated,
+    ``last_s`` the second (since 1970) of the latter.
+    """
+
+    frequency: Counts
+    first_step: Counts
+    last_step: Counts
+    last_s: Counts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,11 +21,13 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import chain
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
 
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.checkpoint.row_file import Count, SavedTable, Tick, require_shard
 from persia_torchrec.errors import CheckpointError
+from persia_torchrec.table import TableSpec
 
 MANIFEST = "manifest.json"  # name of the file that makes a checkpoint complete
 DELTA = "delta.json"  # name of the file that makes a delta complete
@@ -35,6 +37,29 @@ LOG_FILE = "log.json"  # name of the file that describes a log; it is written fi
 _NAME = r"checkpoint-(\d{8,})"
 _LOG_NAME = r"shard-(\d{5,})-of-\d{5,}-[0-9a-f]{12}"
 _ATTEMPTS = 100
+_MAX_SHARDS = 2**16
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Tick = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
+
+
+class SavedTable(msgspec.Struct, frozen=True):
+    """A table in a file: its settings as JSON, its step, and the form of its rows."""
+
+    description: dict[str, Any] = msgspec.field(name="spec")
+    num_updates: Count
+    has_metadata: bool
+    thresholds: list[float] = []
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return str(self.description.get("name"))
+
+    @property
+    def spec(self) -> TableSpec:
+        """Its settings."""
+        return TableSpec.from_json(self.description)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +94,19 @@ class DumpResult:
 
     tables: tuple[SavedTable, ...]
     shard: SavedShard
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """What a server has loaded: rows in its store, and increments applied to them.
+
+    For ``num_left_out`` rows, those that would be evicted first, there was no room. The
+    admissions of the tables in ``forgotten`` count from 0 again.
+    """
+
+    num_rows: int
+    num_left_out: int
+    num_increments: int
+    forgotten: list[str] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +323,12 @@ def delete_older(run: Folder, num_kept: int) -> None:
             return
         folder.remove(MANIFEST)
         folder.remove_all()
+
+
+def require_shard(shard: int, num_shards: int) -> None:
+    """Raise ValueError unless ``shard`` is in ``[0, num_shards)``."""
+    if not 0 <= shard < num_shards <= _MAX_SHARDS:
+        raise ValueError(f"shard must be in [0, {num_shards}), not {shard}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -519,34 +563,6 @@ def find_start_of(
         if begin.log == end.log and begin.number > end.number:
             return None
     return start
-
-
-def continued_checkpoints(
-    runs: Iterable[str], left_out: Container[str]
-) -> list[Manifest]:
-    """Return what increments continue: the latest of each run, and all with deltas."""
-    found = []
-    for run in runs:
-        complete = [
-            f for f in complete_checkpoints(Folder(run)) if f.url not in left_out
-        ]
-        for place, folder in enumerate(complete):
-            if not place or next(complete_deltas(folder), None) is not None:
-                found.append(Manifest.read(folder))
-    return found
-
-
-def needed_increments(
-    lines: Sequence[Line], checkpoints: Iterable[Manifest]
-) -> dict[str, int]:
-    """Return by log the first increment that continues some checkpoint, if any does."""
-    needed: dict[str, int] = {}
-    for manifest in checkpoints:
-        for line in lines:
-            begin = line.position_in(manifest) or line.position_after(manifest)
-            for log, first, _ in line.segments(begin) if begin else ():
-                needed[log] = min(needed.get(log, first), first)
-    return needed
 
 
 def increment_name(number: int) -> str:

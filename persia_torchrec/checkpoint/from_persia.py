@@ -40,10 +40,15 @@ import torch
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from tqdm import tqdm
 
-from persia_torchrec.checkpoint.catalog import Manifest, SavedShard, begin_checkpoint
+from persia_torchrec.checkpoint.catalog import (
+    Manifest,
+    SavedShard,
+    SavedTable,
+    begin_checkpoint,
+)
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.persia_rows import Chunk, Form, Ranks, RowFile, Words
-from persia_torchrec.checkpoint.row_file import RowFileWriter, SavedTable, ShardHead
+from persia_torchrec.checkpoint.row_file import RowFileWriter, ShardHead
 from persia_torchrec.command_line import parse_flags
 from persia_torchrec.config.embedding_config import load_embedding_config
 from persia_torchrec.config.yaml_file import parse_yaml

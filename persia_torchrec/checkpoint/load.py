@@ -22,7 +22,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import IO, Any, NamedTuple, TypeVar
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -30,16 +29,17 @@ from persia_torchrec.checkpoint import catalog
 from persia_torchrec.checkpoint.background import BackgroundTask
 from persia_torchrec.checkpoint.catalog import (
     Base,
+    Loaded,
     LogPosition,
     Manifest,
     SavedShard,
+    SavedTable,
     Segment,
 )
 from persia_torchrec.checkpoint.folder import Folder, named_errors
 from persia_torchrec.checkpoint.row_file import (
     IncrementHead,
     RowFileReader,
-    SavedTable,
     ShardHead,
     Written,
 )
@@ -223,19 +223,6 @@ def apply_increment(
         previous = 0 if head.was_cleared else states[number].num_updates
         states[number].num_updates = max(previous, saved.num_updates)
         _set_thresholds(states[number], saved)
-
-
-class Loaded(msgspec.Struct, frozen=True):
-    """What a server has loaded: rows in its store, and increments applied to them.
-
-    For ``num_left_out`` rows, those that would be evicted first, there was no room. The
-    admissions of the tables in ``forgotten`` count from 0 again.
-    """
-
-    num_rows: int
-    num_left_out: int
-    num_increments: int
-    forgotten: list[str] = []
 
 
 class ShardLoad(BackgroundTask):

@@ -12,7 +12,7 @@ this layout raise a CheckpointError that names the file and the byte offset.
 
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import (
     IO,
@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from persia_torchrec import intrinsics as cpu
+from persia_torchrec.checkpoint.catalog import Count, SavedTable, Tick, require_shard
 from persia_torchrec.compiled import compiled, read_only
 from persia_torchrec.decoding import parse_json
 from persia_torchrec.embedding.setting import Sightings
@@ -54,49 +55,7 @@ _BY_512, _BY_128 = (  # x to the power of so many bits, and 64 more, modulo CRC-
     (np.uint64(0x1751997D0), np.uint64(0x0CCAA009E)),
 )
 _MAX_JSON_BYTES = 2**28
-_MAX_SHARDS = 2**16
 _MAX_BLOCK_BYTES = 2**28
-
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-Tick = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
-
-
-class SavedTable(msgspec.Struct, frozen=True):
-    """A table in a file: its settings as JSON, its step, and the form of its rows."""
-
-    description: dict[str, Any] = msgspec.field(name="spec")
-    num_updates: Count
-    has_metadata: bool
-    thresholds: list[float] = []
-
-    @classmethod
-    def of(cls, state: TableState) -> "SavedTable":
-        """Describe a table of a store."""
-        columns = state.num_updates, state.has_metadata, state.thresholds.tolist()
-        return cls(_describe(state.spec), *columns)
-
-    @property
-    def name(self) -> str:
-        """Its name."""
-        return str(self.description.get("name"))
-
-    @property
-    def spec(self) -> TableSpec:
-        """Its settings."""
-        return TableSpec.from_json(self.description)
-
-    @property
-    def shape(self) -> RowShape:
-        """The shape of its columns."""
-        return RowShape(self.spec, self.has_metadata)
-
-
-@lru_cache(maxsize=1024)  # a server describes the same tables every few seconds
-def _describe(spec: TableSpec) -> dict[str, Any]:
-    description: dict[str, Any] = msgspec.json.decode(
-        msgspec.json.encode(spec.to_json())
-    )
-    return description
 
 
 class ShardHead(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,10 +89,22 @@ Block: TypeAlias = RowColumns | Ids | Sightings
 """Rows of one table, ids whose rows are gone, or what its admission remembers."""
 
 
-def require_shard(shard: int, num_shards: int) -> None:
-    """Raise ValueError unless ``shard`` is in ``[0, num_shards)``."""
-    if not 0 <= shard < num_shards <= _MAX_SHARDS:
-        raise ValueError(f"shard must be in [0, {num_shards}), not {shard}")
+def saved_tables(states: Iterable[TableState]) -> tuple[SavedTable, ...]:
+    """Describe tables of a store, for the head of a file."""
+    return tuple(
+        SavedTable(
+            _describe(state.spec),
+            state.num_updates,
+            state.has_metadata,
+            state.thresholds.tolist(),
+        )
+        for state in states
+    )
+
+
+def shape_of(table: SavedTable) -> RowShape:
+    """Return the shape of a table's columns in a file."""
+    return RowShape(table.spec, table.has_metadata)
 
 
 class Written(NamedTuple):
@@ -206,7 +177,7 @@ class RowFileReader(Generic[Head]):
         self._require(zlib.crc32(text) == checksum, "a header with another checksum")
         self.head: Head = parse_json(text, head_type, "header", self._damaged)
         try:
-            self._shapes = [table.shape for table in self.head.tables]
+            self._shapes = list(map(shape_of, self.head.tables))
         except ConfigError as exc:
             raise self._damaged(f"header: tables: {exc}") from exc
         self._row_bytes = {(_ROWS, i): s.row_bytes for i, s in enumerate(self._shapes)}
@@ -260,6 +231,14 @@ class RowFileReader(Generic[Head]):
             )
         self.num_bytes += num_bytes
         return data
+
+
+@lru_cache(maxsize=1024)  # a server describes the same tables every few seconds
+def _describe(spec: TableSpec) -> dict[str, Any]:
+    description: dict[str, Any] = msgspec.json.decode(
+        msgspec.json.encode(spec.to_json())
+    )
+    return description
 
 
 def _columns(block: Block) -> tuple[bytes, list[npt.NDArray[Any]]]:

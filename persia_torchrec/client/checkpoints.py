@@ -25,11 +25,11 @@ from persia_torchrec.checkpoint import catalog
 from persia_torchrec.checkpoint.catalog import (
     DumpResult,
     EndedIncrement,
+    Loaded,
     LogPosition,
     Manifest,
 )
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.checkpoint.load import Loaded
 from persia_torchrec.client.servers import Servers
 from persia_torchrec.decoding import KeyPath, convert
 from persia_torchrec.errors import (

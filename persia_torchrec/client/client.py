@@ -35,7 +35,7 @@ from persia_torchrec.client.codec import (
     staleness_histogram,
 )
 from persia_torchrec.client.codec import BatchNumber as BatchNumber
-from persia_torchrec.client.servers import Peers, Servers
+from persia_torchrec.client.servers import Servers
 from persia_torchrec.client.transfer import (
     BLOCK_ROWS,
     Blocks,
@@ -47,12 +47,13 @@ from persia_torchrec.client.transfer import (
 from persia_torchrec.errors import BatchError, ConfigError, RestartedError, WireError
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.routing.shard import Counts, ShardedIds, unique_ids
-from persia_torchrec.store.embedding_store import Metadata as Metadata
+from persia_torchrec.table import Metadata as Metadata
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire import messages
 from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
 from persia_torchrec.wire.messages import Header, Kind, Precision, Share, decode_json
+from persia_torchrec.wire.peers import Peers
 from persia_torchrec.wire.pending import Reply as Reply
 from persia_torchrec.wire.precision import Floats
 from persia_torchrec.wire.sockets import MAX_MESSAGE_BYTES

@@ -25,7 +25,8 @@ from persia_torchrec.errors import (
 from persia_torchrec.routing.shard import Counts, ShardedIds
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire import messages
-from persia_torchrec.wire.messages import Frame, Frames, Precision, Share, TableIds
+from persia_torchrec.wire.messages import Frames, Precision, Share, TableIds
+from persia_torchrec.wire.peers import body_of
 from persia_torchrec.wire.pending import Reply
 from persia_torchrec.wire.precision import Floats, decode_floats, encode_floats, size_of
 from persia_torchrec.wire.sockets import MAX_MESSAGE_BYTES
@@ -184,13 +185,6 @@ def _joined(pieces: Sequence[Floats]) -> Floats:
             first = (starts[0] - whole.ctypes.data) // pieces[0].itemsize
             return whole.reshape(-1)[first : first + sum(map(len, pieces))]
     return np.concatenate(pieces)
-
-
-def body_of(frames: Frames) -> Frame:
-    """Return the one frame after a reply's header."""
-    if len(frames) != 2:
-        raise FrameError(f"The reply must have 2 frames. Received: {len(frames)}.")
-    return frames[1]
 
 
 class AddedTable(msgspec.Struct):

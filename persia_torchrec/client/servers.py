@@ -1,4 +1,4 @@
-"""Processes of one role that answer requests, and the servers of a job among them."""
+"""The embedding servers of a job, by shard: numbered requests, and what restarts."""
 
 import contextlib
 import itertools
@@ -7,11 +7,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from persia_torchrec import timeouts
-from persia_torchrec.client.codec import BatchNumber, ServerHello, body_of
-from persia_torchrec.decoding import parse_json
+from persia_torchrec.client.codec import BatchNumber, ServerHello
 from persia_torchrec.errors import (
     ConfigError,
     JobError,
@@ -19,20 +18,18 @@ from persia_torchrec.errors import (
     PersiaError,
     RemoteError,
     RestartedError,
-    WireError,
 )
 from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.greeting import Greeting
 from persia_torchrec.wire.membership import JobMember
 from persia_torchrec.wire.messages import (
     NO_GENERATION,
-    Frame,
     Header,
     Kind,
     encode_json,
 )
+from persia_torchrec.wire.peers import Peers
 from persia_torchrec.wire.pending import Reply
-from persia_torchrec.wire.transport import Connections
 
 logger = logging.getLogger(__name__)
 
@@ -45,109 +42,6 @@ _CHANGES = {
     *(Kind.ADD_TABLES, Kind.CLEAR, Kind.WRITE, Kind.STEP, Kind.JOIN, Kind.LEAVE),
     Kind.CHECKPOINT,
 }
-
-
-class Peers:
-    """Connections to processes of one role. Any thread may call any method.
-
-    ``what`` is always the request in words, for errors. A process that is lost may be
-    away for ``recovery_s`` seconds, which no timeout counts, and gets the requests
-    again; one that hangs may be silent for as long.
-    """
-
-    hint = "Is this the address of another role?"
-
-    def __init__(
-        self,
-        role: str,
-        addresses: Sequence[str],
-        timeout_s: float,
-        greeting: Greeting,
-        recovery_s: float = 0.0,
-    ) -> None:
-        self.timeout_s, self.recovery_s = timeout_s, recovery_s
-        self.connections = Connections(
-            role,
-            addresses,
-            greeting=greeting,
-            recovery_s=recovery_s,
-            when_restarted=self.when_restarted,
-        )
-        self.names = self.connections.names
-        # Which start of each is meant; 0 is any.
-        self.incarnations = self.connections.incarnations
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def send(
-        self,
-        peer: int,
-        header: Header,
-        frames: Sequence[Frame],
-        what: str,
-        timeout_s: float | None = None,
-    ) -> Reply:
-        """Send one process a message: the frames after the header."""
-        incarnation = header.incarnation or self.incarnations[peer]
-        header = self.numbered(header)._replace(incarnation=incarnation)
-        timeout_s = timeout_s or self.timeout_s + self.recovery_s
-        return self.connections.submit(
-            peer, header, frames, timeout_s=timeout_s, what=what
-        )
-
-    def numbered(self, header: Header) -> Header:
-        """Return the header of a message as it is."""
-        return header
-
-    def send_all(
-        self,
-        header: Header,
-        frames: Sequence[Frame],
-        what: str,
-        timeout_s: float | None = None,
-    ) -> list[Reply]:
-        """Send all of them the same message."""
-        peers = range(len(self.names))
-        return [self.send(peer, header, frames, what, timeout_s) for peer in peers]
-
-    def ask(
-        self,
-        kind: Kind,
-        value: object,
-        what: str,
-        *,
-        answer: Any = Any,
-        timeout_s: float | None = None,
-    ) -> list[Any]:
-        """Send all of them the same JSON value; return the ``answer`` of each."""
-        frames = [encode_json(value)]
-
-        def ask() -> list[Any]:
-            replies = self.send_all(Header(kind), frames, what, timeout_s)
-            return [
-                self.read(peer, reply, answer) for peer, reply in enumerate(replies)
-            ]
-
-        return self.repeat(ask)
-
-    def repeat(self, request: Callable[[], T]) -> T:
-        """Make a request that may be repeated."""
-        return request()
-
-    def read(self, peer: int, reply: Reply, answer: Any) -> Any:
-        """Wait for the JSON value that a process answers."""
-        body, source = body_of(reply.frames()), f"The answer of {self.names[peer]}"
-        return parse_json(
-            body, answer, source, lambda why: WireError(f"{why} {self.hint}")
-        )
-
-    def when_restarted(self, peer: int) -> None:
-        """Do nothing: what a process had is not known here."""
-
-    def close(self) -> None:
-        """Close the connections. May be called twice."""
-        self.connections.close()
 
 
 class Servers(Peers):

@@ -19,11 +19,10 @@ from collections.abc import Iterator, Mapping
 from persia_torchrec import env, timeouts
 from persia_torchrec.ctx.base_ctx import BaseCtx
 from persia_torchrec.data.stream import BatchSender, Position
+from persia_torchrec.data.workers import Workers
 from persia_torchrec.embedding.data import NO_WORKER, Origin, PersiaBatch
 from persia_torchrec.errors import ConfigError, DataflowError
-from persia_torchrec.lookup.bags import Bags, encode_bags
-from persia_torchrec.lookup.slots import build_bags
-from persia_torchrec.pipeline.worker_client import RemoteWorkers
+from persia_torchrec.lookup.bags import Bags, build_bags, encode_bags
 from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.direct_start import join_job
 from persia_torchrec.wire.member_record import MemberRecord
@@ -80,9 +79,7 @@ class DataCtx(BaseCtx):
             )
             workers, self._trainers = map(book.addresses, ("worker", "trainer"))
             recovery_s, greeting = book.recovery_s, book.greeting
-            self._workers = RemoteWorkers(
-                workers, greeting=greeting, recovery_s=recovery_s
-            )
+            self._workers = Workers(workers, greeting=greeting, recovery_s=recovery_s)
             stack.callback(self._workers.close)
             self._sender = BatchSender(
                 self._trainers, self._loader, self._num_loaders, greeting

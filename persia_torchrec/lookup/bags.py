@@ -17,9 +17,16 @@ import numpy as np
 import numpy.typing as npt
 
 from persia_torchrec.decoding import parse_json
+from persia_torchrec.embedding.data import IDFeature
 from persia_torchrec.errors import BatchError, FrameError
-from persia_torchrec.routing.hashing import Ids
-from persia_torchrec.wire.messages import Frame, Frames, array_of, bytes_of, encode_json
+from persia_torchrec.wire.messages import (
+    Frame,
+    Frames,
+    Ids,
+    array_of,
+    bytes_of,
+    encode_json,
+)
 
 Lengths = npt.NDArray[np.int32]
 Pooling = Literal["sum", "mean", "sqrt"]
@@ -54,6 +61,11 @@ class Bags(NamedTuple):
     lengths: Lengths  # int32 (B,), not negative, summing up to L
     # Of the ids in the values of the KeyedJaggedTensor that they come from, if they do.
     indices: slice | npt.NDArray[np.int64] | None = None
+
+
+def build_bags(features: Mapping[str, IDFeature]) -> dict[str, Bags]:
+    """Return a batch's ID features as bags, without copies."""
+    return {name: Bags(f.ids, f.lengths) for name, f in features.items()}
 
 
 def check_bags(bags: Mapping[str, Bags]) -> int:

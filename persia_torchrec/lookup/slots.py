@@ -29,7 +29,6 @@ from persia_torchrec.client.codec import PushOutcome
 from persia_torchrec.compiled import compiled, read_only
 from persia_torchrec.config.embedding_config import EmbeddingSchema
 from persia_torchrec.embedding import EmbeddingConfig
-from persia_torchrec.embedding.data import IDFeature
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import BatchError, PersiaError, RequestTimeoutError
 from persia_torchrec.lookup import sharded_lookup
@@ -135,11 +134,6 @@ def build_tables(
         )
         for group, slots in schema.groups.items()
     )
-
-
-def build_bags(features: Mapping[str, IDFeature]) -> dict[str, Bags]:
-    """Return a batch's ID features as bags, without copies."""
-    return {name: Bags(f.ids, f.lengths) for name, f in features.items()}
 
 
 class RawIds(NamedTuple):

@@ -17,29 +17,24 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 import numpy as np
 
 from persia_torchrec import timeouts
 from persia_torchrec.client.client import BatchNumber, Reply
-from persia_torchrec.client.servers import Peers
-from persia_torchrec.embedding.data import NO_WORKER, Origin, ReferencedBatch
+from persia_torchrec.data.workers import Workers, is_away, worker_of
+from persia_torchrec.embedding.data import Origin, ReferencedBatch
 from persia_torchrec.errors import (
     BatchError,
     ConfigError,
-    DataflowError,
     FrameError,
-    LostBatchError,
     PersiaError,
-    RemoteError,
-    RequestTimeoutError,
-    ServerError,
 )
 from persia_torchrec.lookup.bags import Bags, encode_bags
 from persia_torchrec.lookup.sharded_lookup import Outputs
@@ -54,10 +49,6 @@ from persia_torchrec.wire.precision import decode_floats, encode_floats
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-_RETRY_S = 0.1
-_AVOID_S = 5.0  # how long a worker that has hung is asked after the others
 _FORWARD = "forward_client_time_cost_sec"
 _FORWARD_ERROR = "forward_error"
 _BACKWARD = "backward_client_time_cost_sec"
@@ -109,15 +100,12 @@ class _End:
     reply: Reply
 
 
-class RemoteWorkers(Peers):
-    """Connections to all embedding workers. Any thread may call any method.
+class RemoteWorkers(Workers):
+    """Pulls and pushes through all embedding workers. Any thread may call any method.
 
-    Embeddings and gradients travel at ``precision``. The workers must belong to the job
-    of ``greeting``, or to none. Requests to one that has ended wait ``recovery_s``
-    seconds for it or for another one; 0: they fail.
+    Embeddings and gradients travel at ``precision``.
 
     Attributes:
-        num_workers: how many workers there are.
         observed: latencies of pulls and pushes, and failures, for a trainer's metrics.
         generation: of the trainer that changes tables, as of ``EmbeddingClient``.
     """
@@ -131,17 +119,15 @@ class RemoteWorkers(Peers):
         greeting: Greeting = NO_JOB,
         recovery_s: float = 0.0,
     ) -> None:
-        super().__init__("embedding worker", addresses, timeout_s, greeting)
-        self.num_workers = len(addresses)
-        self.recovery_s = recovery_s
+        super().__init__(
+            addresses, timeout_s=timeout_s, greeting=greeting, recovery_s=recovery_s
+        )
         self._precision = precision
         self.generation = messages.NO_GENERATION
         self.observed = Observations(_HELPS)
         self.observed.count(_FORWARD_ERROR, 0)
         self._num_direct = itertools.count()
         self._tables: dict[str, TableSpec] = {}
-        self._away: dict[int, float] = {}  # when it has hung last
-        self._closing = threading.Event()
         # Bounded by the permits: each is a push in flight.
         self._again: queue.SimpleQueue[_End | None] = queue.SimpleQueue()
         if recovery_s:
@@ -192,70 +178,6 @@ class RemoteWorkers(Peers):
         """
         if changed := changed_tables(self._tables.values(), change):
             self.add_tables(changed)
-
-    def buffer(
-        self,
-        worker: int,
-        batch: Origin,
-        frames: Frames,
-        *,
-        start: int = 0,
-        again: bool = False,
-    ) -> bool:
-        """Leave a batch's ids, as of ``encode_bags``, with a worker.
-
-        ``start`` tells one process of a data loader from another; ``again`` says that
-        the ids were lost. Returns False when the worker's buffer is full.
-        """
-        flags = messages.AGAIN if again else 0
-        loader, number = batch.loader, batch.number
-        header = Header(Kind.BUFFER_IDS, 0, start, loader, number, flags=flags)
-        reply = self.connections.submit(
-            worker, header, frames, timeout_s=self.timeout_s, what="ids"
-        )
-        is_kept: bool = self.read(worker, reply, bool)
-        return is_kept
-
-    def insist(
-        self,
-        worker: int,
-        ask: Callable[[int], T],
-        origin: Origin | None = None,
-        *,
-        only: bool = False,
-    ) -> T:
-        """Ask a worker, and others or itself again if it has ended meanwhile.
-
-        What is asked needs the ids of ``origin``, or that worker ``only``. Raises the
-        last error when no answer comes within ``recovery_s`` of the first one.
-        """
-        deadline_s: float | None = None
-        may_choose = origin is None and not only
-        worker = self._choose(worker) if may_choose else worker
-        while True:
-            try:
-                answer = ask(worker)
-            except PersiaError as exc:
-                now_s = time.monotonic()
-                deadline_s = deadline_s or now_s + self.recovery_s
-                left_s = deadline_s - now_s
-                if left_s <= 0 or self._closing.is_set() or not _is_away(exc):
-                    raise
-                if not isinstance(exc, RemoteError):
-                    self._note_away(worker, exc)
-                if origin is None:
-                    worker = self._choose(worker) if may_choose else worker
-                    if worker in self._away:
-                        self._closing.wait(min(_RETRY_S, left_s))
-                else:
-                    origin.lose(worker)
-                    if not origin.wait(left_s):
-                        raise
-                    worker = _worker_of(origin)
-            else:
-                if self._away.pop(worker, None) is not None:
-                    logger.warning("%s answers again", self.names[worker])
-                return answer
 
     def pull(
         self,
@@ -368,7 +290,7 @@ class RemoteWorkers(Peers):
             error = first.exception()
             if error is None:
                 _settle(handle, reply, first.result())
-            elif not self.recovery_s or self._closing.is_set() or not _is_away(error):
+            elif not self.recovery_s or self._closing.is_set() or not is_away(error):
                 reply.set_exception(error)
             else:
                 if origin := _needed_of(handle, header):  # all that are lost, at once
@@ -383,7 +305,7 @@ class RemoteWorkers(Peers):
             origin, worker = _needed_of(end.handle, end.header), end.handle.worker
             try:
                 if origin is not None and origin.wait(self.recovery_s):
-                    worker = _worker_of(origin)
+                    worker = worker_of(origin)
                 answer = self.insist(worker, partial(self._ask_end, end), origin)
             except Exception as exc:  # noqa: BLE001  # raised by the next caller
                 end.reply.set_exception(exc)
@@ -404,48 +326,9 @@ class RemoteWorkers(Peers):
         limit_s = timeouts.ADD_TABLES_S
         return self.send(worker, header, body, "adding tables", limit_s).frames()
 
-    def _choose(self, worker: int) -> int:
-        """Return the worker, or the next that is there and has not hung lately."""
-        now_s, num = time.monotonic(), self.num_workers
-        for other in [at % num for at in range(worker, worker + num)]:
-            has_hung = now_s - self._away.get(other, -math.inf) <= _AVOID_S
-            if not has_hung and self.connections.lost(other) is None:
-                return other
-        return (worker + 1) % num
-
-    def _note_away(self, worker: int, error: PersiaError) -> None:
-        is_new = worker not in self._away
-        is_late = isinstance(error, RequestTimeoutError)
-        self._away[worker] = time.monotonic() if is_late else -math.inf
-        if is_new:
-            logger.warning(
-                "%s Its batches continue through another one, or wait for it, for %g s "
-                "at most.",
-                *(error, self.recovery_s),
-            )
-
     def _header(self, kind: Kind, number: BatchNumber, flags: int = 0) -> Header:
         stream, batch, _ = number
         return Header(kind, 0, 0, stream, batch, self._precision, flags)
-
-
-def _is_away(error: BaseException) -> bool:
-    """Return whether a worker did not answer, or lacks what it had of a batch."""
-    if isinstance(error, RemoteError):
-        return error.kind == LostBatchError.__name__
-    return isinstance(error, ServerError)
-
-
-def _worker_of(origin: Origin) -> int:
-    """Return which worker has the ids of a data loader's batch."""
-    if origin.worker == NO_WORKER:
-        raise DataflowError(
-            f"The ids of batch {origin.number} of data loader {origin.loader} must be "
-            "with an embedding worker, or be made again by that loader's script. "
-            "Received: neither. The worker was restarted, and the script, too, which "
-            "continues at DataCtx.position: the batch is lost."
-        )
-    return origin.worker
 
 
 def _encode(origin: Origin | None) -> Frame:

@@ -32,11 +32,12 @@ from persia_torchrec.checkpoint.catalog import (
     EndedIncrement,
     LogPosition,
     SavedShard,
+    SavedTable,
 )
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.load import ShardLoad, Target
 from persia_torchrec.checkpoint.restore import restore
-from persia_torchrec.checkpoint.row_file import RowFileWriter, SavedTable, ShardHead
+from persia_torchrec.checkpoint.row_file import RowFileWriter, ShardHead, saved_tables
 from persia_torchrec.embedding.setting import Admission, Sightings, Words
 from persia_torchrec.errors import BusyError, CheckpointError, StoreError
 from persia_torchrec.server.config import ServerConfig
@@ -114,7 +115,7 @@ class DeltaEnd:
         self.result: EndedIncrement | None = None
         self._folder = "" if logs is None else Folder(logs).url
         self._increments = increments
-        self._tables = tuple(map(SavedTable.of, store.states))
+        self._tables = saved_tables(store.states)
         self._cut: int | None = None
 
     def advance(self) -> None:
@@ -196,7 +197,7 @@ class ShardDump(BackgroundTask):
 
     def _describe_tables(self) -> tuple[SavedTable, ...]:
         states = self._store.states[: len(self._export.tables)]
-        return tuple(map(SavedTable.of, states))
+        return saved_tables(states)
 
     def _write(self) -> None:
         config = self._config

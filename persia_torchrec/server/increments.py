@@ -38,7 +38,8 @@ from persia_torchrec.checkpoint.row_file import (
     Block,
     IncrementHead,
     RowFileWriter,
-    SavedTable,
+    saved_tables,
+    shape_of,
 )
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.server.config import ServerConfig
@@ -197,7 +198,7 @@ class IncrementWriter(BackgroundTask):
         self, writer: RowFileWriter, dirty: DirtySet, head: IncrementHead
     ) -> None:
         num_slices = 0
-        shapes = [table.shape for table in head.tables]
+        shapes = list(map(shape_of, head.tables))
         sizes = [max(_SLICE_BYTES // shape.row_bytes, 1) for shape in shapes]
         for wanted in dirty.take(sizes):
             self._wanted.append(wanted)
@@ -483,7 +484,7 @@ class Increments:
             created_s=time.time(),  # noqa: TID251  # others compare it with their clock
             tick=store.tick,
             was_cleared=False,
-            tables=tuple(map(SavedTable.of, store.states)),
+            tables=saved_tables(store.states),
         )
         changes = store.journal.cut()
         self._cuts.append((changes.number, now_s))

@@ -8,9 +8,10 @@ runs that were dumped to while it was written.
 
 import logging
 from collections import deque
+from collections.abc import Container, Iterable, Sequence
 
 from persia_torchrec.checkpoint import catalog
-from persia_torchrec.checkpoint.catalog import Log
+from persia_torchrec.checkpoint.catalog import Line, Log, Manifest
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.errors import CheckpointError
 
@@ -44,8 +45,8 @@ class Retention:
             lines = catalog.find_lines(self._logs, self._known)
             runs = self._read_runs({url.rpartition("/")[0] for url in begun})
             left_out = set() if counts_begun else begun
-            kept = catalog.continued_checkpoints(runs, left_out)
-            needed = catalog.needed_increments(lines, kept)
+            kept = _continued_checkpoints(runs, left_out)
+            needed = _needed_increments(lines, kept)
             for name in self._logs.names() if kept else ():
                 shard = catalog.shard_of_log(name)
                 if shard is not None and shard % num_shards == self._own.shard:
@@ -77,3 +78,33 @@ class Retention:
             if log.file_size(catalog.RUNS_FILE) is not None:
                 runs = runs | set(log.read_json(catalog.RUNS_FILE, list[str]))
         return runs
+
+
+def _continued_checkpoints(
+    runs: Iterable[str], left_out: Container[str]
+) -> list[Manifest]:
+    """Return what increments continue: the latest of each run, and all with deltas."""
+    found = []
+    for run in runs:
+        complete = [
+            f
+            for f in catalog.complete_checkpoints(Folder(run))
+            if f.url not in left_out
+        ]
+        for place, folder in enumerate(complete):
+            if not place or next(catalog.complete_deltas(folder), None) is not None:
+                found.append(Manifest.read(folder))
+    return found
+
+
+def _needed_increments(
+    lines: Sequence[Line], checkpoints: Iterable[Manifest]
+) -> dict[str, int]:
+    """Return by log the first increment that continues some checkpoint, if any does."""
+    needed: dict[str, int] = {}
+    for manifest in checkpoints:
+        for line in lines:
+            begin = line.position_in(manifest) or line.position_after(manifest)
+            for log, first, _ in line.segments(begin) if begin else ():
+                needed[log] = min(needed.get(log, first), first)
+    return needed

@@ -30,6 +30,7 @@ from persia_torchrec.errors import (
     ServerError,
 )
 from persia_torchrec.lookup import slots
+from persia_torchrec.lookup.bags import build_bags
 from persia_torchrec.lookup.pooling import warm_up
 from persia_torchrec.lookup.sharded_lookup import Outputs, RoutedBatch
 from persia_torchrec.pipeline.worker_client import RemoteBatch, RemoteWorkers
@@ -106,7 +107,7 @@ class SlotsReader:
         if isinstance(batch, PersiaBatch):
             features = {feature.name: feature for feature in batch.id_type_features}
             slots.require_slots(list(features), names)
-            source = slots.build_bags(features)
+            source = build_bags(features)
         elif not self.takes_references:
             raise BatchError(
                 "A batch for inference must have its ids. Received: a batch of a "

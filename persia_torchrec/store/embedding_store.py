@@ -42,9 +42,8 @@ from persia_torchrec.store.recovery import Recovery
 from persia_torchrec.store.requests import CLEAR, STEP, WRITE, Change, Requests
 from persia_torchrec.store.requests import Request as Request
 from persia_torchrec.store.requests import UpdateResult as UpdateResult
-from persia_torchrec.store.tables import Metadata as Metadata
 from persia_torchrec.store.tables import Published, TableState
-from persia_torchrec.table import TableSpec, with_parts
+from persia_torchrec.table import Metadata, TableSpec, with_parts
 
 Eviction = Literal["lru", "lfu"]
 """Which row leaves a full store: the least recently, or least frequently used."""

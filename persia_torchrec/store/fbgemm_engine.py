@@ -32,8 +32,8 @@ from persia_torchrec import intrinsics as cpu
 from persia_torchrec.compiled import compiled, inlined
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.jit.float16 import FP32
 from persia_torchrec.store import memory, recovery
-from persia_torchrec.store.float16 import FP32
 from persia_torchrec.store.index import NOT_FOUND, index_at
 from persia_torchrec.store.loops import find_hinted, finish_row, prefetch_row
 from persia_torchrec.store.memory import Floats, Ids, Layout, Slots, TableAt, Words

@@ -36,10 +36,10 @@ import numpy.typing as npt
 from persia_torchrec import intrinsics as cpu
 from persia_torchrec.compiled import compiled, inlined, read_only
 from persia_torchrec.embedding.admission import AdmitAll
+from persia_torchrec.jit.float16 import FP32
 from persia_torchrec.store import loops, memory, recency
 from persia_torchrec.store.columns import RowColumns, RowShape
 from persia_torchrec.store.embedding_store import EmbeddingStore
-from persia_torchrec.store.float16 import FP32
 from persia_torchrec.store.memory import (
     POSITION_BITS,
     Floats,

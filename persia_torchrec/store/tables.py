@@ -1,7 +1,6 @@
 """The tables of a store: settings, compiled loops, and what is kept beside the rows."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -81,22 +80,6 @@ class Published(msgspec.Struct):
     tables: list[PublishedTable] = []
     notes: tuple[Count, Count] = (0, 0)
     journal: Count = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Metadata:
-    """Metadata of N ids; all 0 for an id that has no row.
-
-    ``frequency`` counts how often the id was in training batches since its row was
-    made, and while it waited for that, repeats included; it saturates. ``first_step``
-    and ``last_step`` are the table's steps when the row was made and last updated,
-    ``last_s`` the second (since 1970) of the latter.
-    """
-
-    frequency: Counts
-    first_step: Counts
-    last_step: Counts
-    last_s: Counts
 
 
 _NO_IDS = read_only(np.empty(0, dtype=np.uint64))

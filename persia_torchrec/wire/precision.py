@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from persia_torchrec.compiled import read_only
 from persia_torchrec.errors import FrameError
-from persia_torchrec.store.float16 import (
+from persia_torchrec.jit.float16 import (
     Halves,
     Words,
     from_bfloat16,

@@ -10,6 +10,7 @@ from persia_torchrec.checkpoint.catalog import (
     LogPosition,
     Manifest,
     SavedShard,
+    SavedTable,
     begin_checkpoint,
     complete_checkpoints,
     delete_older,
@@ -17,7 +18,6 @@ from persia_torchrec.checkpoint.catalog import (
     merge_tables,
 )
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.checkpoint.row_file import SavedTable
 from persia_torchrec.embedding.optim import SGD, Adam
 from persia_torchrec.errors import CheckpointError, ConfigError
 from persia_torchrec.table import TableSpec

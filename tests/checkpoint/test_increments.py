@@ -19,7 +19,7 @@ from persia_torchrec.checkpoint.load import (
 from persia_torchrec.checkpoint.row_file import (
     IncrementHead,
     RowFileWriter,
-    SavedTable,
+    saved_tables,
 )
 from persia_torchrec.embedding.optim import SGD, Adagrad
 from persia_torchrec.embedding.setting import Sightings
@@ -106,7 +106,7 @@ class Journaled:
             "num_shards": 1,
             "created_s": 7.0,
             "tick": store.tick,
-            "tables": tuple(map(SavedTable.of, states)),
+            "tables": saved_tables(states),
         }
         dirty.add(store.journal.cut())
         increment = Increment(IncrementHead(was_cleared=dirty.was_cleared, **head))

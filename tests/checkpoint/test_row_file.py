@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from persia_torchrec.checkpoint.catalog import SavedTable
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.row_file import (
     RowFileReader,
     RowFileWriter,
-    SavedTable,
     ShardHead,
     crc32,
+    shape_of,
 )
 from persia_torchrec.embedding.optim import SGD, Adagrad, Adam
 from persia_torchrec.errors import CheckpointError
@@ -45,7 +46,7 @@ blocks = st.lists(
 def rows_of(table, num_rows, seed=0):
     """Return columns of random bytes."""
     rng = np.random.default_rng(seed + 100 * table)
-    shape = TABLES[table].shape
+    shape = shape_of(TABLES[table])
     return shape.view(rng.bytes(num_rows * shape.row_bytes))
 
 

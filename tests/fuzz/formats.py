@@ -20,7 +20,13 @@ import numpy as np
 
 from persia_torchrec import AdmitBloom, AdmitFrequency, Expiry
 from persia_torchrec.checkpoint import catalog
-from persia_torchrec.checkpoint.catalog import Base, Log, LogPosition, Manifest
+from persia_torchrec.checkpoint.catalog import (
+    Base,
+    Log,
+    LogPosition,
+    Manifest,
+    SavedTable,
+)
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.from_persia import Conversion, convert_checkpoint
 from persia_torchrec.checkpoint.load import (
@@ -35,8 +41,8 @@ from persia_torchrec.checkpoint.row_file import (
     IncrementHead,
     RowFileReader,
     RowFileWriter,
-    SavedTable,
     ShardHead,
+    shape_of,
 )
 from persia_torchrec.embedding.data import (
     IDTypeFeature,
@@ -124,7 +130,7 @@ def row_file(head: ShardHead, rng: np.random.Generator) -> bytes:
     writer = RowFileWriter(file, head)
     for number, table in enumerate(head.tables):
         ids = np.unique(rng.integers(0, 40, 9)).astype(np.uint64)
-        rows = table.shape.empty(len(ids))
+        rows = shape_of(table).empty(len(ids))
         for column in rows.columns():
             column[:] = 1
         rows.ids[:] = ids
@@ -156,7 +162,7 @@ def change_row_file(rng: random.Random, data: bytes) -> bytes:
     magic, version, size, _ = struct.unpack_from("<8sIII", data)
     text, rest = data[20 : 20 + size], data[20 + size :]
     blocks, at = [], 0
-    row_bytes = [table.shape.row_bytes for table in saved_tables()]
+    row_bytes = [shape_of(table).row_bytes for table in saved_tables()]
     while rest[at : at + 4] != b"ENDS":
         kind, table, num, _ = struct.unpack_from("<4sIII", rest, at)
         length = num * (row_bytes[table] if kind == b"ROWS" else 8)

@@ -6,8 +6,8 @@ from persia_torchrec.config.embedding_config import load_embedding_config
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID
 from persia_torchrec.embedding.optim import SGD, Adam
-from persia_torchrec.lookup.bags import FeatureSpec, check_bags
-from persia_torchrec.lookup.slots import build_bags, build_features, build_tables
+from persia_torchrec.lookup.bags import FeatureSpec, build_bags, check_bags
+from persia_torchrec.lookup.slots import build_features, build_tables
 from persia_torchrec.table import TableSpec
 from tests.servers import ids_of
 

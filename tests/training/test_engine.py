@@ -12,8 +12,7 @@ from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.data import Origin, decode_rest, encode_rest
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import BatchError, ConfigError, PersiaError
-from persia_torchrec.lookup.bags import encode_bags
-from persia_torchrec.lookup.slots import build_bags
+from persia_torchrec.lookup.bags import build_bags, encode_bags
 from persia_torchrec.pipeline.worker_client import RemoteWorkers
 from persia_torchrec.training.engine import Engine
 from tests.local_job import LocalJob, SumOfEmbeddings, batch_of

@@ -10,14 +10,14 @@ from persia_torchrec import Constant
 from persia_torchrec.compiled import compiled
 from persia_torchrec.embedding.optim import SGD, Adagrad
 from persia_torchrec.intrinsics import floats_at, halves_at
-from persia_torchrec.store.embedding_store import EmbeddingStore
-from persia_torchrec.store.float16 import (
+from persia_torchrec.jit.float16 import (
     BF16,
     FP16,
     round_stochastically,
     round_to_nearest,
     widen,
 )
+from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
 from tests.servers import ids_of
 from tests.store.consistency import check_store

@@ -1,0 +1,1 @@
+"""Compiled loops that both a client and the store run."""

@@ -1,0 +1,123 @@
+"""Processes of one role that answer requests: one message to each, and its reply."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from persia_torchrec.decoding import parse_json
+from persia_torchrec.errors import FrameError, WireError
+from persia_torchrec.wire.greeting import Greeting
+from persia_torchrec.wire.messages import Frame, Frames, Header, Kind, encode_json
+from persia_torchrec.wire.pending import Reply
+from persia_torchrec.wire.transport import Connections
+
+T = TypeVar("T")
+
+
+class Peers:
+    """Connections to processes of one role. Any thread may call any method.
+
+    ``what`` is always the request in words, for errors. A process that is lost may be
+    away for ``recovery_s`` seconds, which no timeout counts, and gets the requests
+    again; one that hangs may be silent for as long.
+    """
+
+    hint = "Is this the address of another role?"
+
+    def __init__(
+        self,
+        role: str,
+        addresses: Sequence[str],
+        timeout_s: float,
+        greeting: Greeting,
+        recovery_s: float = 0.0,
+    ) -> None:
+        self.timeout_s, self.recovery_s = timeout_s, recovery_s
+        self.connections = Connections(
+            role,
+            addresses,
+            greeting=greeting,
+            recovery_s=recovery_s,
+            when_restarted=self.when_restarted,
+        )
+        self.names = self.connections.names
+        # Which start of each is meant; 0 is any.
+        self.incarnations = self.connections.incarnations
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def send(
+        self,
+        peer: int,
+        header: Header,
+        frames: Sequence[Frame],
+        what: str,
+        timeout_s: float | None = None,
+    ) -> Reply:
+        """Send one process a message: the frames after the header."""
+        incarnation = header.incarnation or self.incarnations[peer]
+        header = self.numbered(header)._replace(incarnation=incarnation)
+        timeout_s = timeout_s or self.timeout_s + self.recovery_s
+        return self.connections.submit(
+            peer, header, frames, timeout_s=timeout_s, what=what
+        )
+
+    def numbered(self, header: Header) -> Header:
+        """Return the header of a message as it is."""
+        return header
+
+    def send_all(
+        self,
+        header: Header,
+        frames: Sequence[Frame],
+        what: str,
+        timeout_s: float | None = None,
+    ) -> list[Reply]:
+        """Send all of them the same message."""
+        peers = range(len(self.names))
+        return [self.send(peer, header, frames, what, timeout_s) for peer in peers]
+
+    def ask(
+        self,
+        kind: Kind,
+        value: object,
+        what: str,
+        *,
+        answer: Any = Any,
+        timeout_s: float | None = None,
+    ) -> list[Any]:
+        """Send all of them the same JSON value; return the ``answer`` of each."""
+        frames = [encode_json(value)]
+
+        def ask() -> list[Any]:
+            replies = self.send_all(Header(kind), frames, what, timeout_s)
+            return [
+                self.read(peer, reply, answer) for peer, reply in enumerate(replies)
+            ]
+
+        return self.repeat(ask)
+
+    def repeat(self, request: Callable[[], T]) -> T:
+        """Make a request that may be repeated."""
+        return request()
+
+    def read(self, peer: int, reply: Reply, answer: Any) -> Any:
+        """Wait for the JSON value that a process answers."""
+        body, source = body_of(reply.frames()), f"The answer of {self.names[peer]}"
+        return parse_json(
+            body, answer, source, lambda why: WireError(f"{why} {self.hint}")
+        )
+
+    def when_restarted(self, peer: int) -> None:
+        """Do nothing: what a process had is not known here."""
+
+    def close(self) -> None:
+        """Close the connections. May be called twice."""
+        self.connections.close()
+
+
+def body_of(frames: Frames) -> Frame:
+    """Return the one frame after a reply's header."""
+    if len(frames) != 2:
+        raise FrameError(f"The reply must have 2 frames. Received: {len(frames)}.")
+    return frames[1]
