@@ -15,8 +15,7 @@ from persia_torchrec.wire.member_record import MemberRecord
 from tests.chaos import counting
 from tests.chaos.killing import AGENT, RAISING, SUPERVISOR, Killer, recovering_job
 from tests.forked_jobs import ROOT
-from tests.launch.jobs import Job
-from tests.launch.test_torchrun import start_trainers
+from tests.launch.jobs import Job, start_trainers
 from tests.processes import Processes, wait_until
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]

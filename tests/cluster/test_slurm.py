@@ -25,7 +25,7 @@ from tests.launch.slurm import (
 )
 from tests.ports import draw_port, draw_ports
 from tests.processes import DEADLINE_S, is_running, wait_until
-from tests.serving import conftest as serving
+from tests.support import served_model as serving
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 

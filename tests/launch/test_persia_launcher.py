@@ -12,8 +12,7 @@ import pytest
 
 from persia_torchrec import env
 from persia_torchrec.launch import persia_launcher
-from tests.launch.jobs import Job
-from tests.launch.test_inference_refused import INFER
+from tests.launch.jobs import INFER, Job
 from tests.processes import DEADLINE_S, Processes
 
 ROOT = Path(__file__).parents[2]

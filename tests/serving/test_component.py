@@ -13,8 +13,8 @@ from tests.forked_jobs import ROOT
 from tests.integration.torchx_jobs import TorchxJob
 from tests.ports import draw_port, draw_ports
 from tests.processes import wait_until
-from tests.serving.conftest import EVALUATION
 from tests.serving.running import predict
+from tests.support.served_model import EVALUATION
 
 pytestmark = [
     pytest.mark.multiprocess,
