@@ -4,11 +4,11 @@ What the former says is printed is really printed.
 """
 
 import re
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.repository import ROOT
+
 PAGE = ROOT / "persia_torchrec/OPERATIONS.md"
 TRUST = ROOT / "persia_torchrec/SECURITY.md"
 LINES = re.findall(r"^\| (?!what |---)(.*) \|$", PAGE.read_text(), re.M)

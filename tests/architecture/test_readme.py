@@ -1,13 +1,12 @@
 """Every command of the README is run: here, in another test, or by `make test`."""
 
 import re
-from pathlib import Path
 
 import pytest
 
 from tests.processes import Processes, run_script
+from tests.support.repository import ROOT
 
-ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 # What runs a command that does not run in this file.

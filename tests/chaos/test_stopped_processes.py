@@ -18,7 +18,6 @@ from persia_torchrec.server.cluster import EmbeddingCluster
 from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.member_record import MemberRecord
 from persia_torchrec.wire.membership import JobTimings
-from tests.forked_jobs import ROOT
 from tests.integration.feeding import (
     FROM_ZERO,
     NUM_BATCHES,
@@ -33,6 +32,7 @@ from tests.local_job import LocalJob
 from tests.processes import DEADLINE_S, Processes, is_running, wait_until
 from tests.servers import ids_of
 from tests.support.faults import Relay
+from tests.support.repository import ROOT
 from tests.support.restarted_servers import NUM_IDS, Trainer
 
 LOST_S = 6  # after which the kernel ends the connections of a network that is cut

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from persia_torchrec.wire.ports import open_listening
-from tests.forked_jobs import ROOT
 from tests.launch.slurm import (
     TORCHX_RUN,
     WAITING_TRAINER,
@@ -26,6 +25,7 @@ from tests.launch.slurm import (
 from tests.ports import draw_port, draw_ports
 from tests.processes import DEADLINE_S, is_running, wait_until
 from tests.support import served_model as serving
+from tests.support.repository import ROOT
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 

@@ -15,13 +15,13 @@ from tests.support.components import (
     COMPONENTS,
     CONFIGS,
     ROLES_FILE,
-    ROOT,
     SCHEDULERS,
     SCRIPTS,
     WORDS,
     cfg_of,
     load,
 )
+from tests.support.repository import ROOT
 
 
 def train(**changes):

@@ -9,8 +9,8 @@ from persia_torchrec.launch import coordinator, script, supervisor, torchrun
 from persia_torchrec.wire import processes
 from tests.ports import draw_port, draw_ports
 from tests.processes import Processes, Running
+from tests.support.repository import ROOT
 
-ROOT = Path(__file__).parents[2]
 WAIT_FOR_EVER = "import time; print('at work', flush=True); time.sleep(600)"
 WAIT_FOR_GO = """
 import pathlib, time

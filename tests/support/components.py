@@ -1,10 +1,9 @@
 """Every component, with arguments that it takes, and settings of roles."""
 
-from pathlib import Path
-
 from torchx.specs.finder import get_component
 
-ROOT = Path(__file__).parents[2]
+from tests.support.repository import ROOT
+
 CONFIGS = {"embedding_config": "embedding.yml", "global_config": "global.yml"}
 SCRIPTS = {"nn_worker": "train.py --epochs 2", "data_loader": "'my loader.py'"}
 BOOK = {"host": "10.0.0.7", "port": 29400}

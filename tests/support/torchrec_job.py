@@ -5,8 +5,8 @@ import re
 import torch.distributed as dist
 
 from persia_torchrec import EmbeddingClient, EmbeddingCluster
-from tests.forked_jobs import ROOT
 from tests.integration import torchrec_script
+from tests.support.repository import ROOT
 
 SCRIPT = ROOT / "tests/integration/torchrec_script.py"
 
