@@ -9,7 +9,9 @@ import gc
 import logging
 import os
 import secrets
+import shutil
 import signal
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -126,3 +128,30 @@ def path():
     file = os.memfd_create("store")
     yield f"/proc/{os.getpid()}/fd/{file}"
     os.close(file)
+
+
+@pytest.fixture
+def tmpfs(request):
+    """The path of a file on a tmpfs, in a mount namespace of its own."""
+    if shutil.which("unshare") is None:
+        pytest.skip("needs util-linux' unshare")
+    mount = f"mount -t tmpfs -o {request.param} tmpfs /tmp"
+    child = subprocess.Popen(
+        [
+            "unshare",
+            "--user",
+            "--map-root-user",
+            "--mount",
+            "sh",
+            "-c",
+            f"{mount} && exec 3<>/tmp/memory && echo made; cat",
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    with child:
+        if child.stdout.readline() != b"made\n":
+            pytest.skip("needs user namespaces")
+        yield f"/proc/{child.pid}/fd/3"
+        child.stdin.close()

@@ -24,8 +24,7 @@ from torchx.specs.finder import get_component
 from tests.hosts import Host, run_on
 from tests.ports import draw_port
 from tests.processes import Processes, is_running, wait_until
-
-ROOT = Path(__file__).parents[1]
+from tests.support.repository import ROOT
 
 
 @dataclass(frozen=True)

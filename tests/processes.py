@@ -182,3 +182,16 @@ def _run(
     os.environ.clear()
     os.environ.update(variables)
     sys.exit(target(*args))
+
+
+def children_of_this_process():
+    """Return the numbers of the processes of jobs that this one has started."""
+    tasks = Path("/proc/self/task").iterdir()
+    texts = [(task / "children").read_text() for task in tasks]
+    pids = [int(pid) for text in texts for pid in text.split()]
+    return {pid for pid in pids if is_running(pid) and not is_tracker(pid)}
+
+
+def is_tracker(pid):
+    """Return whether a process is multiprocessing's own, which stays."""
+    return "resource_tracker" in Path(f"/proc/{pid}/cmdline").read_text()

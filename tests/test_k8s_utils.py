@@ -1,14 +1,13 @@
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 import yaml
 from torchx.runner import get_runner
 
 from persia_torchrec import k8s_utils
+from tests.support.repository import ROOT
 
-ROOT = Path(__file__).parents[1]
 JOB = """
 apiVersion: persia.com/v1
 kind: PersiaJob

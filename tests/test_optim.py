@@ -2,7 +2,6 @@
 
 import io
 
-import numpy as np
 import pytest
 import torch
 
@@ -10,11 +9,7 @@ from persia_torchrec import SGD, Adagrad, Adam, optim
 from persia_torchrec.embedding.optim import AdagradDecay, AdamAsync
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.sharding.collection import translate_optimizer
-from persia_torchrec.store.embedding_store import EmbeddingStore
-from persia_torchrec.table import TableSpec
-
-IDS = np.arange(6, dtype=np.uint64)
-DIM, STEPS = 4, 50
+from tests.support.dense_twins import DIM, IDS, gradients, move_both
 
 PAIRS = {
     "adam": (Adam(0.01), torch.optim.Adam, {"lr": 0.01}),
@@ -44,32 +39,10 @@ PAIRS = {
 }
 
 
-def gradients(step):
-    return np.random.default_rng(step).normal(size=(len(IDS), DIM)).astype(np.float32)
-
-
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_dense_parameter_moves_as_rows_that_are_in_every_batch(name):
     of_rows, dense, arguments = PAIRS[name]
     move_both(of_rows, lambda parameters: dense(parameters, **arguments))
-
-
-def move_both(of_rows, dense):
-    """Compare a parameter and the rows of a store, step by step."""
-    store = EmbeddingStore(capacity_rows=100)
-    (table,) = store.add_tables([TableSpec(name="t", dim=DIM, optimizer=of_rows)])
-    start = np.empty((len(IDS), DIM), dtype=np.float32)
-    store.lookup(table, IDS, start, training=True)
-    parameter = torch.nn.Parameter(torch.from_numpy(start.copy()))
-    optimizer = dense([parameter])
-    for step in range(STEPS):
-        with store.request():
-            store.add_update(table, IDS, gradients(step))
-        parameter.grad = torch.from_numpy(gradients(step))
-        optimizer.step()
-        rows = store.read(table, IDS)[:, :DIM]
-        np.testing.assert_allclose(parameter.detach(), rows, rtol=1e-6, atol=1e-6)
-    assert np.abs(rows - start).max() > 0.05
 
 
 @pytest.mark.parametrize("name", ["adam async, nesterov", "adagrad decay, periods"])

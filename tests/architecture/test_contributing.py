@@ -16,8 +16,8 @@ from persia_torchrec.server.requests import KINDS
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
 from tests.servers import ids_of
+from tests.support.repository import ROOT
 
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 BLOCKS = {
     Path(path): textwrap.dedent(text)

@@ -1,7 +1,6 @@
 """The page of counters names every counter, and no other."""
 
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +12,9 @@ from persia_torchrec.pipeline.staleness import TrainingSummary
 from persia_torchrec.table import TableSpec
 from tests.processes import wait_until
 from tests.servers import ids_of
+from tests.support.repository import ROOT
 
-PAGE = Path(__file__).parents[2] / "docs/metrics.md"
+PAGE = ROOT / "docs/metrics.md"
 OF_SERVERS, _, OF_TRAINERS = PAGE.read_text().partition("## Trainer metrics")
 
 

@@ -13,8 +13,8 @@ from persia_torchrec import env, k8s_utils
 from persia_torchrec.config.yaml_file import DIFFERENCES
 from persia_torchrec.distributed import ALGORITHMS, REFUSED_ALGORITHMS
 from persia_torchrec.launch import persia_launcher
+from tests.support.repository import ROOT
 
-ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "persia_torchrec"
 PAGE = (ROOT / "docs/persia.md").read_text()
 

@@ -4,11 +4,11 @@ What the former says is printed is really printed.
 """
 
 import re
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.repository import ROOT
+
 PAGE = ROOT / "docs/operations.md"
 TRUST = ROOT / "docs/security.md"
 LINES = re.findall(r"^\| (?!event |---)(.*) \|$", PAGE.read_text(), re.M)

@@ -13,8 +13,8 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.processes import Processes, run_script
+from tests.support.repository import ROOT
 
-ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 PAGES = {

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from torchx.specs.finder import get_component
 
-ROOT = Path(__file__).parents[2]
+from tests.support.repository import ROOT
+
 MAX_LINES = 600
 MAX_FUNCTION_LINES = 40
 FILES = sorted(

@@ -4,11 +4,11 @@
 """
 
 import re
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.repository import ROOT
+
 PAGES = [
     ROOT / "README.md",
     ROOT / "CHANGELOG.md",

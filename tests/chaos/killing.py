@@ -16,8 +16,9 @@ from persia_torchrec.errors import JobError
 from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.member_record import MemberRecord
 from persia_torchrec.wire.processes import ProcessIdentity
-from tests.forked_jobs import ROOT, ForkedJob
+from tests.forked_jobs import ForkedJob
 from tests.processes import wait_until
+from tests.support.repository import ROOT
 
 SUPERVISOR = "supervisor"  # of any member
 AGENT = "agent"  # which has started the trainers

@@ -8,7 +8,7 @@ import pytest
 
 from persia_torchrec import env
 from tests.chaos.killing import KILLS, SUPERVISOR, Killer, recovering_job
-from tests.forked_jobs import ROOT
+from tests.support.repository import ROOT
 
 pytestmark = [
     pytest.mark.multiprocess,

@@ -10,9 +10,9 @@ import pytest
 from persia_torchrec.launch import supervisor
 from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.member_record import MemberRecord
-from tests.forked_jobs import ROOT
 from tests.launch.jobs import Job
 from tests.processes import Processes, is_running, parent_of, wait_until
+from tests.support.repository import ROOT
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 

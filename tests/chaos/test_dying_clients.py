@@ -15,8 +15,8 @@ from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.messages import NO_GENERATION
 from tests.processes import Processes
-from tests.server.test_kills import Killed
 from tests.servers import ids_of
+from tests.support.faults import Killed
 
 IN_FLIGHT = 8
 IDS = ids_of(*range(50))

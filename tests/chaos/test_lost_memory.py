@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from tests.server.test_loss_bound import NUM_IDS, counted_job
+from tests.support.server_processes import NUM_IDS, counted_job
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 

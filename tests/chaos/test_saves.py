@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests.processes import wait_until
 from tests.servers import DEADLINE_S, Servers
-from tests.training.test_deltas import Job
+from tests.support.delta_job import Job
 
 _CHANGES = {"os.mkdir", "os.remove", "os.rename", "os.rmdir", "open"}
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT

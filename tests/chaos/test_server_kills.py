@@ -26,10 +26,10 @@ from persia_torchrec.errors import CheckpointError
 from persia_torchrec.server.cluster import EmbeddingCluster
 from persia_torchrec.table import TableSpec
 from tests.reference import ReferenceStore
-from tests.server.test_restarts import train_through_kills
 from tests.servers import DEADLINE_S, ids_of
 from tests.sharding.remote_job import shard
 from tests.sharding.two_trainers import NUM_IDS, TABLES, Model, batches, loss_of
+from tests.support.restarted_servers import train_through_kills
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 

@@ -18,23 +18,22 @@ from persia_torchrec.server.cluster import EmbeddingCluster
 from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.member_record import MemberRecord
 from persia_torchrec.wire.membership import JobTimings
-from tests.forked_jobs import ROOT
-from tests.integration.feeding import NUM_IDS as NUM_FED
-from tests.integration.persia_scripts import Scripts
-from tests.integration.test_killed_feeders import (
+from tests.integration.feeding import (
     FROM_ZERO,
     NUM_BATCHES,
     NUM_LOADERS,
     Feeders,
     counted,
 )
-from tests.launch.jobs import Job
-from tests.launch.test_coordinator import WAIT_FOR_GO
+from tests.integration.feeding import NUM_IDS as NUM_FED
+from tests.integration.persia_scripts import Scripts
+from tests.launch.jobs import WAIT_FOR_GO, Job
 from tests.local_job import LocalJob
 from tests.processes import DEADLINE_S, Processes, is_running, wait_until
-from tests.server.test_restarts import NUM_IDS, Trainer
 from tests.servers import ids_of
-from tests.wire.test_transport import Relay
+from tests.support.faults import Relay
+from tests.support.repository import ROOT
+from tests.support.restarted_servers import NUM_IDS, Trainer
 
 LOST_S = 6  # after which the kernel ends the connections of a network that is cut
 PAUSE_S, PERIOD_S = 2.0, 0.2  # between two networks that are cut, two stops of one

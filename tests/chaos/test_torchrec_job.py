@@ -5,9 +5,10 @@ import sys
 
 import pytest
 
-from tests.forked_jobs import ROOT, ForkedJob
-from tests.integration.test_torchrec_job import SCRIPT, print_without_a_job, printed_by
+from tests.forked_jobs import ForkedJob
 from tests.processes import Processes
+from tests.support.repository import ROOT
+from tests.support.torchrec_job import SCRIPT, print_without_a_job, printed_by
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 

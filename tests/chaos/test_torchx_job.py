@@ -10,11 +10,11 @@ import pytest
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.member_record import MemberRecord
-from tests.forked_jobs import ROOT
 from tests.integration.torchx_jobs import TorchxJob
 from tests.local_job import ONE_SLOT
 from tests.ports import draw_port
 from tests.processes import parent_of, wait_until
+from tests.support.repository import ROOT
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 

@@ -14,10 +14,9 @@ from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.member_record import MemberRecord
 from tests.chaos import counting
 from tests.chaos.killing import AGENT, RAISING, SUPERVISOR, Killer, recovering_job
-from tests.forked_jobs import ROOT
-from tests.launch.jobs import Job
-from tests.launch.test_torchrun import start_trainers
+from tests.launch.jobs import Job, start_trainers
 from tests.processes import Processes, wait_until
+from tests.support.repository import ROOT
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 

@@ -9,8 +9,9 @@ import pytest
 
 from persia_torchrec.wire.address_book import AddressBook
 from tests.chaos.killing import SUPERVISOR, Killer
-from tests.forked_jobs import ROOT, ForkedJob
+from tests.forked_jobs import ForkedJob
 from tests.processes import wait_until
+from tests.support.repository import ROOT
 from tests.training.queued_trainers import NUM_EPOCHS, write_files
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]

@@ -31,7 +31,7 @@ from persia_torchrec.store.memory import MISSING
 from persia_torchrec.table import TableSpec
 from tests.servers import ids_of
 from tests.store.consistency import check_store, ids_oldest_first
-from tests.store.test_row_moves import (
+from tests.support.copied_stores import (
     TABLES,
     assert_same,
     copy_of,

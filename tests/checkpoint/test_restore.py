@@ -13,12 +13,12 @@ from persia_torchrec.checkpoint.restore import Restored, restore
 from persia_torchrec.routing.shard import is_of_shard
 from persia_torchrec.server.config import ServerConfig
 from tests.processes import wait_until
-from tests.server.test_increments import (
+from tests.store.consistency import check_store
+from tests.support.increments import (
     Training,
     is_quiet,
     short_intervals,  # noqa: F401  # a fixture
 )
-from tests.store.consistency import check_store
 
 IDS = np.arange(60, dtype=np.uint64)
 

@@ -1,6 +1,5 @@
 """Shard files: what is written is read, and anything else is refused."""
 
-import io
 import json
 import struct
 import zlib
@@ -11,61 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia_torchrec.checkpoint.catalog import SavedTable
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.row_file import (
-    RowFileReader,
-    RowFileWriter,
-    ShardHead,
     crc32,
-    shape_of,
 )
-from persia_torchrec.embedding.optim import SGD, Adagrad, Adam
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.store.columns import RowShape
-from persia_torchrec.table import TableSpec
+from tests.support.row_files import HEAD, TABLES, read, reader_of, rows_of, written
 
-SPECS = [
-    TableSpec(name="a", dim=1, optimizer=SGD(0.5)),
-    TableSpec(name="b", dim=3, optimizer=Adam(0.1), keeps_metadata=True),
-    TableSpec(name="c", dim=5, optimizer=Adagrad(0.1), weight_dtype="bf16"),
-]
-TABLES = tuple(
-    SavedTable(json.loads(json.dumps(spec.to_json())), 7, spec.has_metadata)
-    for spec in SPECS
-)
-HEAD = ShardHead(shard=1, num_shards=3, tables=TABLES)
 KEYS_OF_A_TABLE = [
     ["tables", 0, key] for key in ("spec", "num_updates", "has_metadata")
 ]
 blocks = st.lists(
     st.tuples(st.integers(0, len(TABLES) - 1), st.integers(1, 9)), max_size=8
 )
-
-
-def rows_of(table, num_rows, seed=0):
-    """Return columns of random bytes."""
-    rng = np.random.default_rng(seed + 100 * table)
-    shape = shape_of(TABLES[table])
-    return shape.view(rng.bytes(num_rows * shape.row_bytes))
-
-
-def written(blocks):
-    """Return the bytes of a file, and what its writer returned."""
-    file = io.BytesIO()
-    writer = RowFileWriter(file, HEAD)
-    for seed, (table, num_rows) in enumerate(blocks):
-        writer.write(table, rows_of(table, num_rows, seed))
-    said = writer.end()
-    return file.getvalue(), said
-
-
-def reader_of(data):
-    return RowFileReader(io.BytesIO(data), "some/file", ShardHead)
-
-
-def read(data):
-    return list(reader_of(data).blocks())
 
 
 @given(blocks=blocks)

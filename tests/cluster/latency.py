@@ -18,8 +18,9 @@ from statistics import median
 
 from persia_torchrec import env
 from persia_torchrec.bench import harness
-from tests.forked_jobs import ROOT, ForkedJob
+from tests.forked_jobs import ForkedJob
 from tests.hosts import Hosts
+from tests.support.repository import ROOT
 
 EXAMPLE = ROOT / "examples/adult_income"
 NUM_WARM_STEPS = 100

@@ -15,11 +15,11 @@ import pytest
 import yaml
 from torchx.runner import get_runner
 
-from tests.components.test_components import COMPONENTS, ROLES_FILE, WORDS, load
-from tests.forked_jobs import ROOT
 from tests.hosts import Hosts
 from tests.integration.persia_scripts import Scripts
 from tests.processes import DEADLINE_S, Processes, wait_until
+from tests.support.components import COMPONENTS, ROLES_FILE, WORDS, load
+from tests.support.repository import ROOT
 from tests.volcano import NAMESPACE, QUEUE, Cluster
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]

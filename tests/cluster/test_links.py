@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from tests.forked_jobs import ROOT
 from tests.hosts import Hosts
 from tests.integration.persia_scripts import Scripts
 from tests.processes import wait_until
+from tests.support.repository import ROOT
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 

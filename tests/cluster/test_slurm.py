@@ -1,18 +1,19 @@
 """Whole jobs on a private Slurm: started again, side by side, and such that serve."""
 
+import json
 import os
 import re
 import secrets
 import shutil
 import signal
 import time
+import urllib.request
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from persia_torchrec.wire.ports import open_listening
-from tests.forked_jobs import ROOT
 from tests.launch.slurm import (
     TORCHX_RUN,
     WAITING_TRAINER,
@@ -22,9 +23,9 @@ from tests.launch.slurm import (
     waiting_job,
 )
 from tests.ports import draw_port, draw_ports
-from tests.processes import is_running, wait_until
-from tests.serving import conftest as serving
-from tests.serving.test_component import predictions_of
+from tests.processes import DEADLINE_S, is_running, wait_until
+from tests.support import served_model as serving
+from tests.support.repository import ROOT
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -158,3 +159,13 @@ def predicts_what_was_evaluated(port, trained, **headers):
     for batch, expected in zip(serving.EVALUATION, trained.expected, strict=True):
         found = predictions_of(port, batch, **headers)
         np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def predictions_of(port, batch, **headers):
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/predict",
+        data=batch.to_bytes(),
+        headers={"Content-Type": "application/octet-stream", **headers},
+    )
+    with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
+        return json.load(answer)["predictions"]

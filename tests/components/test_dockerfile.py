@@ -5,7 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.support.repository import ROOT
+
 DOCKERFILE = ROOT / "components/Dockerfile"
 TEXT = DOCKERFILE.read_text()
 

@@ -8,7 +8,7 @@ import yaml
 from torchx.runner import get_runner
 
 from persia_torchrec.errors import ConfigError
-from tests.components.test_components import COMPONENTS, ROLES_FILE, WORDS, load
+from tests.support.components import COMPONENTS, ROLES_FILE, WORDS, load
 from tests.volcano_job import Job
 
 TRAIN = "job.py:train"

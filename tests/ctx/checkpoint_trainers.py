@@ -12,7 +12,7 @@ from persia_torchrec.data import DataLoader
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import CheckpointError
 from tests.local_job import Batches
-from tests.training.two_trainers import batch, loss_of, make_model, weights_of
+from tests.training.distributed_trainers import batch, loss_of, make_model, weights_of
 
 
 def run_trainer(folder: Path, master_port: int) -> None:

@@ -8,52 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persia_torchrec.embedding.data import (
-    IDTypeFeature,
-    IDTypeFeatureWithSingleID,
-    Label,
-    NonIDTypeFeature,
     Origin,
     PersiaBatch,
     decode_rest,
 )
 from persia_torchrec.errors import FrameError
 from tests.strategies import batches
+from tests.support.batches import content, small_batch
 
 VERSION_1 = Path(__file__).parent / "batch_v1.bin"
-
-
-def content(batch):
-    """All that a batch says, as values that compare."""
-    return (
-        [
-            (type(f), f.name, f.ids.tobytes(), f.lengths.tobytes())
-            for f in batch.id_type_features
-        ],
-        [
-            (type(d), d.name, d.data.dtype, d.data.shape, d.data.tobytes())
-            for d in batch.non_id_type_features + batch.labels
-        ],
-        (batch.batch_size, batch.requires_grad, batch.meta, batch.batch_id),
-    )
-
-
-def small_batch():
-    """The batch that ``batch_v1.bin`` holds."""
-    batch = PersiaBatch(
-        [
-            IDTypeFeature("basket", [np.array([7, 2**64 - 1], np.uint64), empty_ids()]),
-            IDTypeFeatureWithSingleID("user", np.array([1, 2], dtype=np.uint64)),
-        ],
-        [NonIDTypeFeature(np.array([[1.5], [-2.5]], dtype=np.float32), "height")],
-        [Label(np.array([True, False]), "clicked")],
-        meta=b"day 3",
-    )
-    batch.batch_id = 12
-    return batch
-
-
-def empty_ids():
-    return np.empty(0, dtype=np.uint64)
 
 
 def with_header(change):

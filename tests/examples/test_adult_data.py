@@ -13,31 +13,13 @@ import torch
 from torchmetrics.functional.classification import binary_auroc
 
 from examples.adult_income import adult
+from tests.support.adult_income import TEST, TRAIN, write
 
 HEADER = (
     "age, workclass, fnlwgt, education, education-num, marital-status, occupation, "
     "relationship, race, sex, capital-gain, capital-loss, hours-per-week, "
     "native-country, Y"
 )
-TRAIN = [
-    "39, State-gov, 77516, Bachelors, 13, Never-married, Adm-clerical, "
-    "Not-in-family, White, Male, 2174, 0, 40, United-States, <=50K",
-    "52, ?, 209642, HS-grad, 9, Married-civ-spouse, ?, "
-    "Husband, White, Male, 0, 1902, 45, Cuba, >50K",
-]
-TEST = [
-    "25, Private, 226802, 11th, 7, Never-married, Machine-op-inspct, "
-    "Own-child, Black, Male, 0, 0, 40, United-States, <=50K.",
-    "28, State-gov, 336951, Bachelors, 13, Married-civ-spouse, Adm-clerical, "
-    "Wife, White, Female, 7688, 0, 16, ?, >50K.",
-]
-
-
-def write(folder, *, train=TRAIN, test=TEST, ending="\n"):
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "adult.data").write_bytes("\n".join(train).encode() + ending.encode())
-    (folder / "adult.test").write_bytes("\n".join(test).encode() + ending.encode())
-    return folder
 
 
 def sums(folder):

@@ -3,15 +3,15 @@
 import re
 import shlex
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
 import yaml
 
 from persia_torchrec import env
 from persia_torchrec.launch import persia_launcher
+from tests.support.repository import ROOT
 
-EXAMPLE = Path(__file__).parents[2] / "examples/adult_income"
+EXAMPLE = ROOT / "examples/adult_income"
 COMPOSE = yaml.safe_load((EXAMPLE / "docker-compose.yml").read_text())
 COMMANDS = {
     "Procfile": re.findall(r"^\w+: (.*)$", (EXAMPLE / "Procfile").read_text(), re.M),

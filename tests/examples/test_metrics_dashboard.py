@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,8 +19,8 @@ from persia_torchrec.worker.serving import make_lookup, pushing_metrics
 from tests.gateway import Gateway
 from tests.lookup.one_feature import bags_of
 from tests.servers import DEADLINE_S
+from tests.support.repository import ROOT
 
-ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples/metrics"
 DASHBOARD = json.loads((FOLDER / "persia_dashboard.json").read_text())
 PERSIA_PAGE = (ROOT / "docs/persia.md").read_text()

@@ -3,10 +3,13 @@
 import importlib
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
-from tests.examples.test_ple_train import FOLDER
+from examples.ple import model
+
+FOLDER = Path(model.__file__).parent
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import torch
 from examples.ple import options
 from examples.ple.options import Options
 from persia_torchrec.errors import ConfigError
-from tests.test_optim import move_both
+from tests.support.dense_twins import move_both
 
 FOLDER = Path(options.__file__).parent
 README_FILE = FOLDER / "README.md"

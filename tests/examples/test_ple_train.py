@@ -25,7 +25,7 @@ from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
 from tests.forked_jobs import ForkedJob
 from tests.processes import Processes
-from tests.sharding.test_overlap import Counted
+from tests.sharding.pipelined import Counted
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 

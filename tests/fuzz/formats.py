@@ -65,7 +65,6 @@ from persia_torchrec.wire import messages
 from persia_torchrec.wire.book_server import Journal
 from persia_torchrec.wire.messages import Header, Kind, Share, TableIds
 from persia_torchrec.wire.precision import decode_floats
-from tests.checkpoint.test_row_file import SPECS
 from tests.fuzz.mutations import (
     EXTREMES,
     change_frames,
@@ -79,6 +78,7 @@ from tests.fuzz.running import Format
 from tests.persia_files import Row, prefixed, write_checkpoint
 from tests.servers import ids_of
 from tests.store.consistency import check_store
+from tests.support.row_files import SPECS
 
 CAPACITY = 60
 CREATED = "2026-01-01T00:00:00+00:00"

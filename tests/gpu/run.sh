@@ -71,7 +71,7 @@ DEVICES
 )
 
 # Only these are imported: others need packages that are not in WHEELS.
-mapfile -t marked < <(grep -rlE 'mark\.gpu|^from tests\.places' tests --include 'test_*.py' | sort)
+mapfile -t marked < <(grep -rlE 'mark\.gpu|^from tests\.[a-z.]*places' tests --include 'test_*.py' | sort)
 
 status=0
 for part in "${parts[@]}"; do

@@ -1,67 +1,27 @@
 """Embedding workers and data loaders that are killed while a job trains."""
 
-import contextlib
 import signal
 from functools import partial
 
-import numpy as np
 import pytest
 
 from persia_torchrec.data import DataLoader, StreamingDataset
 from persia_torchrec.data.stream import Inbox
-from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.wire.membership import JobTimings
-from tests.integration.feeding import NUM_IDS, load, load_and_stay, make_batches, work
+from tests.integration.feeding import (
+    FROM_ZERO,
+    NUM_BATCHES,
+    NUM_IDS,
+    NUM_LOADERS,
+    Feeders,
+    counted,
+    load_and_stay,
+)
 from tests.local_job import LocalJob
 from tests.processes import Processes, wait_until
 from tests.servers import DEADLINE_S
 
 pytestmark = pytest.mark.multiprocess
-
-NUM_BATCHES = 70
-NUM_LOADERS = 2
-FROM_ZERO = EmbeddingConfig((0, 0), weight_bound=0)
-
-
-class Feeders:
-    """Starts the workers and loaders of a job, again when it has killed one."""
-
-    def __init__(self, processes: Processes, job: LocalJob) -> None:
-        self._processes = processes
-        self._job = job
-        self._running = {}
-        self._ports = {}
-
-    def start_worker(self, index: int) -> None:
-        port = self._ports.get(index, 0)
-        options = ["--index", str(index), "--num-workers", "2", "--port", str(port)]
-        name = f"worker {index}"
-        self._running[name] = self._processes.start(name, work, options)
-
-    def start_loader(self, index: int) -> None:
-        name = f"loader {index}"
-        self._running[name] = self._processes.start(
-            *(name, load, NUM_BATCHES, index, NUM_LOADERS),
-            env={"REPLICA_INDEX": str(index), "REPLICA_SIZE": str(NUM_LOADERS)},
-        )
-
-    def kill(self, name: str) -> None:
-        """Kill a process, wherever it is, and start it again, unless it has ended."""
-        role, index = name.split()
-        if role == "worker":
-            address = self._job.book.peek(f"address/worker/{index}")
-            self._ports[int(index)] = address.rpartition(":")[2]
-        with contextlib.suppress(ProcessLookupError):
-            self._running[name].send(signal.SIGKILL)
-        if self._running[name].status() == 0:
-            return  # a loader that was through
-        getattr(self, f"start_{role}")(int(index))
-
-    def finish(self) -> None:
-        """Wait until the loaders have ended well."""
-        for index in range(NUM_LOADERS):
-            loader = self._running[f"loader {index}"]
-            assert loader.status() == 0, loader.output()
 
 
 KILLS = {
@@ -97,13 +57,6 @@ def test_every_batch_is_trained_once_when_processes_are_killed(tmp_path, monkeyp
         feeders.finish()
         job.client.learn_tables()
         assert job.read("item", *range(NUM_IDS)).tolist() == counted()
-
-
-def counted():
-    """Return the weights of all ids when each batch was trained once."""
-    ids = np.concatenate([b.id_type_features[0].ids for b in make_batches(NUM_BATCHES)])
-    expected = np.bincount(ids.astype(np.int64), minlength=NUM_IDS)
-    return np.repeat(expected[:, None], 4, axis=1).tolist()
 
 
 def test_a_loader_that_has_ended_sends_its_batches_to_trainers_that_start_again(

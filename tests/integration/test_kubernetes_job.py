@@ -9,10 +9,10 @@ from torchx.runner import get_runner
 from torchx.specs import AppDef, AppState
 
 from persia_torchrec.launch import roles
-from tests.examples.test_adult_data import TEST, TRAIN, write
-from tests.forked_jobs import ROOT
 from tests.ports import draw_port
 from tests.processes import Processes, is_running, wait_until
+from tests.support.adult_income import TEST, TRAIN, write
+from tests.support.repository import ROOT
 from tests.volcano import NAMESPACE, QUEUE, Cluster
 
 pytestmark = [

@@ -1,23 +1,16 @@
 """The adult-income example as a whole job: what a newcomer runs first."""
 
-import os
-
 import pytest
 import torch
 
-from tests.forked_jobs import ROOT, ForkedJob
+from tests.forked_jobs import ForkedJob
 from tests.integration.torchx_jobs import TorchxJob
 from tests.ports import draw_port
+from tests.support.adult_income import DATA, LEAST_AUC, LEAST_STALE_AUC, NUM_WARNINGS
+from tests.support.repository import ROOT
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
-if "PERSIA_DATA_DIR" in os.environ:
-    DATA = {"PERSIA_DATA_DIR": os.environ["PERSIA_DATA_DIR"]}
-    LEAST_AUC, NUM_WARNINGS = 0.892, 0
-else:  # made-up rows, as those of test_persia_launcher_job.py
-    DATA = dict.fromkeys(["HTTP_PROXY", "HTTPS_PROXY"], "http://127.0.0.1:9")
-    LEAST_AUC, NUM_WARNINGS = 0.85, 2
-LEAST_STALE_AUC = LEAST_AUC - 0.003  # five standard deviations: no order of updates
 NUM_STEPS = 255
 EXAMPLE = "examples/adult_income"
 

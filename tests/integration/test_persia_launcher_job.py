@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked_jobs import ROOT
 from tests.ports import draw_port
 from tests.processes import DEADLINE_S
+from tests.support.repository import ROOT
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 

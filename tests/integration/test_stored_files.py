@@ -25,7 +25,6 @@ from persia_torchrec.wire.messages import Header, Kind, Precision, Share
 from persia_torchrec.wire.ports import open_listening
 from persia_torchrec.wire.precision import decode_floats, encode_floats
 from persia_torchrec.wire.transport import Connections
-from tests.embedding.test_batch_codec import content, small_batch
 from tests.processes import wait_until
 from tests.servers import DEADLINE_S
 from tests.store import kills
@@ -42,6 +41,7 @@ from tests.stored_files import (
     unpack_memory,
     unpacked,
 )
+from tests.support.batches import content, small_batch
 
 SMALL_ROWS = 14
 """Capacity of the stores that died in the middle of a request."""

@@ -10,7 +10,7 @@ from persia_torchrec import RemoteEmbeddingBagCollectionSharder
 from persia_torchrec.embedding.optim import AdamAsync
 from persia_torchrec.sharding.state import load_tables, plain_state_dict, read_table
 from tests.integration import twins
-from tests.integration.test_same_as_torchrec import (
+from tests.integration.dlrm import (
     ADAGRAD_CASE,
     CASES,
     LR,

@@ -8,8 +8,9 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.forked_jobs import ROOT, Ended
+from tests.forked_jobs import Ended
 from tests.processes import is_running, wait_until
+from tests.support.repository import ROOT
 
 TORCHX = [sys.executable, "-m", "torchx.cli.main", "run"]
 MARK = "PERSIA_TEST_JOB"

@@ -5,12 +5,26 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from persia_torchrec import timeouts
-from persia_torchrec.launch import coordinator, script, supervisor
+from persia_torchrec.launch import coordinator, script, supervisor, torchrun
 from persia_torchrec.wire import processes
 from tests.ports import draw_port, draw_ports
 from tests.processes import Processes, Running
+from tests.support.repository import ROOT
 
-ROOT = Path(__file__).parents[2]
+WAIT_FOR_EVER = "import time; print('at work', flush=True); time.sleep(600)"
+WAIT_FOR_GO = """
+import pathlib, time
+print('at work', flush=True)
+while not pathlib.Path('go').exists():
+    time.sleep(0.02)
+"""
+
+
+INFER = """
+common_config:
+  job_type: Infer
+  infer_config: {servers: ["127.0.0.1:8888"], embedding_checkpoint: run}
+"""
 
 
 def draw_service_ports() -> dict[str, int]:
@@ -104,3 +118,14 @@ def run_on_another_host(arguments: Sequence[str]) -> int:
     """Run a script whose process no other process finds in its table."""
     processes._process_table = lambda: "the table of another host"
     return script.main(arguments)
+
+
+def start_trainers(processes, job, text, num, *, max_restarts):
+    """Start torchrun with so many trainers of a job."""
+    script = processes.folder / "train.py"
+    script.write_text(text)
+    options = ["--nproc-per-node", str(num), "--max-restarts", str(max_restarts)]
+    return processes.start(
+        *("torchrun", torchrun.main, [*options, "--", str(script)]),
+        env={"PERSIA_STORE_PORT": str(job.port)},
+    )

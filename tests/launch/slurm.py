@@ -25,12 +25,12 @@ from typing import Self
 
 import pytest
 
-from tests.forked_jobs import ROOT
-from tests.integration.test_main_job import DATA
 from tests.integration.torchx_jobs import COVERAGE, MARK, marked
 from tests.local_job import ONE_SLOT
 from tests.ports import draw_port, draw_ports
 from tests.processes import DEADLINE_S, kill_all, parent_of, wait_until
+from tests.support.adult_income import DATA
+from tests.support.repository import ROOT
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "squeue", "scancel", "scontrol")
 CONF = """

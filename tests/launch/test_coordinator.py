@@ -14,17 +14,10 @@ from persia_torchrec.launch.coordinator import CoordinatorConfig
 from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.member_record import MemberRecord
 from persia_torchrec.wire.processes import ProcessIdentity
-from tests.launch.jobs import Job, run_on_another_host
+from tests.launch.jobs import WAIT_FOR_EVER, WAIT_FOR_GO, Job, run_on_another_host
 from tests.ports import draw_port
 from tests.processes import wait_until
 
-WAIT_FOR_EVER = "import time; print('at work', flush=True); time.sleep(600)"
-WAIT_FOR_GO = """
-import pathlib, time
-print('at work', flush=True)
-while not pathlib.Path('go').exists():
-    time.sleep(0.02)
-"""
 multiprocess = pytest.mark.multiprocess
 
 

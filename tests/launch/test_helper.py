@@ -4,7 +4,6 @@ import contextlib
 import os
 import socket
 import threading
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -14,7 +13,7 @@ from persia_torchrec.helper import PersiaServiceCtx, ensure_persia_service
 from persia_torchrec.utils import dump_yaml
 from tests.launch import failing, helped
 from tests.launch.jobs import draw_service_ports
-from tests.processes import DEADLINE_S, is_running
+from tests.processes import DEADLINE_S, children_of_this_process
 
 VARIABLES = ("PERSIA_STORE_PORT", "PERSIA_STORE_HOST", "PERSIA_EMBEDDING_CONFIG")
 
@@ -29,19 +28,6 @@ def _in_a_folder_of_its_own(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(helped.__file__).partition("/tests/")[0])
-
-
-def children_of_this_process():
-    """Return the numbers of the processes of jobs that this one has started."""
-    tasks = Path("/proc/self/task").iterdir()
-    texts = [(task / "children").read_text() for task in tasks]
-    pids = [int(pid) for text in texts for pid in text.split()]
-    return {pid for pid in pids if is_running(pid) and not is_tracker(pid)}
-
-
-def is_tracker(pid):
-    """Return whether a process is multiprocessing's own, which stays."""
-    return "resource_tracker" in Path(f"/proc/{pid}/cmdline").read_text()
 
 
 @with_marks

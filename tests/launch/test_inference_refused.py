@@ -3,12 +3,7 @@
 import pytest
 
 from persia_torchrec.launch import coordinator, script
-
-INFER = """
-common_config:
-  job_type: Infer
-  infer_config: {servers: ["127.0.0.1:8888"], embedding_checkpoint: run}
-"""
+from tests.launch.jobs import INFER
 
 
 @pytest.fixture(autouse=True)

@@ -6,17 +6,15 @@ import os
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 
 from persia_torchrec import env
 from persia_torchrec.launch import persia_launcher
-from tests.launch.jobs import Job
-from tests.launch.test_inference_refused import INFER
+from tests.launch.jobs import INFER, Job
 from tests.processes import DEADLINE_S, Processes
+from tests.support.repository import ROOT
 
-ROOT = Path(__file__).parents[2]
 SLOTS = "slots_config: {item: {dim: 4}}"
 CONFIGS = ["--embedding-config", "e.yml", "--global-config", "g.yml"]
 

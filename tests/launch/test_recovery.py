@@ -10,8 +10,7 @@ import pytest
 from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.member_record import MemberRecord
 from persia_torchrec.wire.membership import LAST_CHECKPOINT
-from tests.launch.jobs import Job
-from tests.launch.test_coordinator import WAIT_FOR_EVER, WAIT_FOR_GO
+from tests.launch.jobs import WAIT_FOR_EVER, WAIT_FOR_GO, Job
 from tests.processes import is_running, parent_of, wait_until
 
 pytestmark = pytest.mark.multiprocess

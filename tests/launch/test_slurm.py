@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from tests.integration.test_main_job import LEAST_STALE_AUC
 from tests.launch.slurm import adult_income, private_slurm
+from tests.support.adult_income import LEAST_STALE_AUC
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 

@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -19,8 +18,8 @@ from tests.processes import (
     is_running,
     wait_until,
 )
+from tests.support.repository import ROOT
 
-ROOT = Path(__file__).parents[2]
 KILLED = "a process was ended by SIGKILL, and is started again"
 LISTENS = """
 import os, signal, socket

@@ -16,13 +16,12 @@ from persia_torchrec.launch.supervisor import main as supervise
 from persia_torchrec.training.data_parallel import _make_store
 from persia_torchrec.wire import handshake
 from persia_torchrec.wire.shared_memory import AUTO, open_memory
-from tests.components.test_components import COMPONENTS, SCHEDULERS, cfg_of, load
 from tests.launch import helped
 from tests.launch.jobs import draw_service_ports
-from tests.launch.test_helper import children_of_this_process
 from tests.ports import draw_port
-from tests.processes import DEADLINE_S, wait_until
+from tests.processes import DEADLINE_S, children_of_this_process, wait_until
 from tests.sockets import ending_of
+from tests.support.components import COMPONENTS, SCHEDULERS, cfg_of, load
 
 TOKEN = "the-token-that-no-one-is-shown"
 

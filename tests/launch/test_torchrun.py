@@ -7,7 +7,7 @@ import pytest
 from persia_torchrec.errors import ConfigError, JobMismatchError
 from persia_torchrec.launch import torchrun
 from persia_torchrec.wire.address_book import AddressBook
-from tests.launch.jobs import Job
+from tests.launch.jobs import Job, start_trainers
 from tests.processes import Processes
 
 pytestmark = pytest.mark.multiprocess
@@ -24,17 +24,6 @@ print("trained by", os.environ["RANK"])
 RAISES = """
 raise ValueError("a bug of its own")
 """
-
-
-def start_trainers(processes, job, text, num, *, max_restarts):
-    """Start torchrun with so many trainers of a job."""
-    script = processes.folder / "train.py"
-    script.write_text(text)
-    options = ["--nproc-per-node", str(num), "--max-restarts", str(max_restarts)]
-    return processes.start(
-        *("torchrun", torchrun.main, [*options, "--", str(script)]),
-        env={"PERSIA_STORE_PORT": str(job.port)},
-    )
 
 
 def meet(book, node_rank, nnodes=2):

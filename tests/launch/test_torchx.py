@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import DEADLINE_S
-
-ROOT = Path(__file__).parents[2]
+from tests.support.repository import ROOT
 
 COMPONENT = """
 import torchx.specs as specs

@@ -4,8 +4,10 @@ from itertools import chain
 
 import numpy as np
 
-from persia_torchrec.lookup.bags import Bags
+from persia_torchrec.lookup.bags import Bags, FeatureSpec
 from tests.servers import ids_of
+
+FEATURE = FeatureSpec(name="item", key="item", table="item")
 
 
 def bags_of(*samples: list[int], name: str = "item") -> dict[str, Bags]:

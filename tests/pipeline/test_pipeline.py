@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from persia_torchrec import AdmitFrequency, Constant
+from persia_torchrec import AdmitFrequency
 from persia_torchrec.client.client import Reply
 from persia_torchrec.client.codec import NOTHING
 from persia_torchrec.embedding.optim import SGD
@@ -20,24 +20,13 @@ from persia_torchrec.errors import (
     ServerError,
     StalenessError,
 )
-from persia_torchrec.lookup.bags import Bags, FeatureSpec
 from persia_torchrec.lookup.sharded_lookup import ShardedLookup
 from persia_torchrec.pipeline.pipeline import BatchPipeline
-from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.messages import Header, Kind
 from tests.servers import DEADLINE_S, ids_of
-
-# With these, the weight of an id is the number of updates it has seen.
-COUNT = TableSpec(name="count", dim=1, optimizer=SGD(1.0), initializer=Constant(0))
-FEATURE = FeatureSpec(name="count", key="count", table="count")
-ONE_UPDATE = (np.full((1, 1), -1, dtype=np.float32),)
+from tests.support.count_table import COUNT, FEATURE, ONE_UPDATE, bags_of, wait_until
 
 AT_ONCE_S = DEADLINE_S / 2
-
-
-def bags_of(*ids):
-    lengths = np.array([len(ids)], dtype=np.int32)
-    return {"count": Bags(ids_of(*ids), lengths)}
 
 
 class Gated(ShardedLookup):
@@ -128,13 +117,6 @@ def push_and_go_on(trainer, batch):
     for _ in range(5):
         batch.push(ONE_UPDATE)
         batch = trainer.pull()
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize("num_shards", [1, 2])

@@ -20,7 +20,7 @@ from persia_torchrec.wire.messages import (
     encode_json,
 )
 from tests.processes import wait_until
-from tests.server.test_server import Stranger, one_segment
+from tests.server.stranger import Stranger, one_segment
 from tests.servers import ids_of
 
 COUNT = TableSpec(

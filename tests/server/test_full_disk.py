@@ -23,7 +23,6 @@ from persia_torchrec.server.served_checkpoint import ServedCheckpoint
 from persia_torchrec.table import TableSpec
 from tests.processes import Processes, wait_until
 from tests.servers import DEADLINE_S
-from tests.store.test_memory_file import tmpfs as tmpfs  # a fixture
 
 ITEM = TableSpec(name="item", dim=16, optimizer=SGD(1.0))
 IDS = np.arange(2000, dtype=np.uint64)

@@ -13,7 +13,7 @@ from persia_torchrec.errors import RemoteError
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.messages import SHARE, Header, Kind, Share
-from tests.server.test_server import GRADS, Stranger, one_segment
+from tests.server.stranger import GRADS, Stranger, one_segment
 from tests.servers import DEADLINE_S, ids_of
 
 ADAGRAD = Adagrad(lr=0.5, initial_accumulator_value=0.0)

@@ -1,75 +1,22 @@
 """Servers that are killed in the middle of what is more than one change."""
 
-import os
-import pkgutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
 
-from persia_torchrec.client.client import BatchNumber, EmbeddingClient
+from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.errors import RequestTimeoutError
-from persia_torchrec.server import __main__ as server_main
 from persia_torchrec.wire import transport
-from tests.ports import draw_port
 from tests.processes import Processes
-from tests.server.test_memory_file import IDS, SPEC, train
+from tests.server.memory_files import IDS, SPEC, train
 from tests.servers import DEADLINE_S
+from tests.support.faults import Killed
 
 pytestmark = pytest.mark.multiprocess
 
 LOAD = "persia_torchrec.checkpoint.load"
-
-
-def serve_and_die(owner, function, flags):
-    """Serve without a warm-up, and be killed when a function is called first."""
-
-    def die(*_, **__):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    setattr(pkgutil.resolve_name(owner), function, die)
-    server_main.warm_up = lambda: None
-    return server_main.main(flags)
-
-
-class Killed:
-    """A server with a memory file, each start of which listens on the same port."""
-
-    def __init__(self, processes):
-        self.address = f"tcp://127.0.0.1:{draw_port()}"
-        self._processes = processes
-        self.memory = os.memfd_create("store")
-        self._num_starts = 0
-        self._flags = (
-            *("--standalone", "--capacity", "1000"),
-            *("--port", self.address.rpartition(":")[2]),
-            *("--memory-file", f"/proc/{os.getpid()}/fd/{self.memory}"),
-        )
-
-    def start(self, *flags, dies_in=None, **env):
-        """Start it, maybe with a function in which it dies, given by owner and name."""
-        self._num_starts += 1
-        target, args = (serve_and_die, dies_in) if dies_in else (server_main.main, ())
-        self.process = self._processes.start(
-            f"server {self._num_starts}", target, *args, (*self._flags, *flags), env=env
-        )
-
-    def dies(self):
-        assert self.process.status() == -signal.SIGKILL, self.process.output()
-
-    def lose_memory(self):
-        os.truncate(self.memory, 0)
-
-    def connect(self):
-        return closing(
-            EmbeddingClient.connect(
-                [self.address], timeout_s=DEADLINE_S, recovery_s=DEADLINE_S
-            )
-        )
-
-    def close(self):
-        os.close(self.memory)
 
 
 @pytest.fixture

@@ -3,32 +3,22 @@
 import contextlib
 import re
 import threading
-from contextlib import closing, contextmanager
 
 import numpy as np
 import pytest
 
-from persia_torchrec import Constant
 from persia_torchrec.checkpoint.background import Activity
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.client.client import BatchNumber, EmbeddingClient
-from persia_torchrec.embedding.optim import SGD
-from persia_torchrec.server.__main__ import main
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.increments import Increments
 from persia_torchrec.store.embedding_store import EmbeddingStore
-from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.membership import JobTimings
-from tests.ports import draw_port
-from tests.processes import Processes, wait_until
-from tests.server.test_checkpoints import Clock
-from tests.server.test_lost_memory import address_of, kill, known_updates
+from tests.processes import wait_until
+from tests.server.clocks import Clock
 from tests.servers import DEADLINE_S
+from tests.support.server_processes import COUNT, NUM_IDS, counted_job, known_updates
 
-COUNT = TableSpec(name="count", dim=1, optimizer=SGD(1.0), initializer=Constant(0.0))
 INTERVAL_S = 10.0
-NUM_IDS = 10  # of a batch, which no other has
 
 
 class Busy:
@@ -121,67 +111,6 @@ def test_what_cannot_be_written_in_time_is_said(busy, monkeypatch, caplog):
     assert caplog.text.count("in no increment yet") == 2  # it has doubled
     released.set()
     wait_until(lambda: busy.counter("unwritten_ms") == 0, "all is written")
-
-
-class Counted:
-    """A job of one server, and a client that continues when that lost its memory.
-
-    An id's weight is how often it was trained. The server's memory ends with it.
-    """
-
-    def __init__(self, processes, book, *flags):
-        self._processes, self._book, self.num_starts = processes, book, 0
-        self._flags = "--port", str(draw_port()), "--capacity", "1000000", *flags
-        self._logs = "--incremental-dir", str(processes.folder / "increments")
-        self.run = str(processes.folder / "run")
-        self.start()
-        self.client = EmbeddingClient.connect(
-            [address_of(self.server)], timeout_s=DEADLINE_S, recovery_s=DEADLINE_S
-        )
-        self.client.add_tables([COUNT])
-
-    def start(self):
-        env = {"PERSIA_STORE_PORT": str(self._book.port)}
-        env["PERSIA_STORE_HOST"] = "127.0.0.1"
-        self.num_starts += 1
-        name, flags = f"start {self.num_starts}", [*self._flags, *self._logs]
-        self.server = self._processes.start(name, main, flags, env=env)
-
-    def pull(self, number):
-        ids = np.arange(NUM_IDS * number, NUM_IDS * (number + 1), dtype=np.uint64)
-        tables = [("count", self.client.split(ids))]
-        self.client.pull(tables, batch=BatchNumber(7, number))
-        return tables
-
-    def train(self, number):
-        grads = np.full((NUM_IDS, 1), -1.0, np.float32)
-        batch, tables = BatchNumber(7, number), self.pull(number)
-        return self.client.outcome(self.client.push(tables, [grads], batch))
-
-    def dump(self):
-        self.client.checkpoints.dump(self.run)
-        wait_until(lambda: self._book.peek("note/checkpoint_dir"), "the run is known")
-
-    def lose_memory(self):
-        kill(self.server)
-        self.start()
-
-    def counts(self, num_batches):
-        """Return how often each id was trained, by batch."""
-        ids = np.arange(NUM_IDS * num_batches, dtype=np.uint64)
-        return self.client.read("count", ids).reshape(num_batches, NUM_IDS)
-
-
-@contextmanager
-def counted_job(folder, *flags):
-    book = AddressBook.host(0, recovery_s=DEADLINE_S)
-    JobTimings(heartbeat_s=0.1, silent_s=30.0).publish(book)
-    with closing(book), Processes(folder) as processes:
-        job = Counted(processes, book, *flags)
-        with closing(job.client):
-            yield job, book
-        book.finish()
-        assert job.server.status() == 0
 
 
 @pytest.mark.multiprocess

@@ -21,7 +21,8 @@ from persia_torchrec.wire.messages import Header, Kind, encode_json
 from persia_torchrec.wire.transport import Connections
 from tests.ports import draw_port
 from tests.processes import wait_until
-from tests.server.test_increments import (
+from tests.servers import DEADLINE_S, RunningServer
+from tests.support.increments import (
     ITEM,
     OTHER,
     Training,
@@ -30,7 +31,7 @@ from tests.server.test_increments import (
     is_quiet,
     short_intervals,  # noqa: F401  # a fixture
 )
-from tests.servers import DEADLINE_S, RunningServer
+from tests.support.server_processes import address_of, kill, known_updates
 
 pytestmark = pytest.mark.multiprocess
 
@@ -79,16 +80,6 @@ def start(processes, name, port, *flags, **env):
     )
 
 
-def address_of(server):
-    server.has_printed("ready tcp")
-    return server.output().partition("ready ")[2].split()[0]
-
-
-def kill(server):
-    server.send(signal.SIGKILL)
-    assert server.status() == -signal.SIGKILL
-
-
 def test_a_server_that_lost_its_memory_goes_on_and_its_followers_too(
     processes, servers, other, tmp_path
 ):
@@ -127,11 +118,6 @@ def told(client):
     except PersiaError as exc:
         return str(exc)
     return ""
-
-
-def known_updates(book):
-    """Return how many updates the job knows of server 0."""
-    return int((book.peek("note/updates/server/0") or "0").split()[0])
 
 
 def test_a_server_of_a_job_that_had_registered_restores_its_rows(

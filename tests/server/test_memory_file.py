@@ -10,17 +10,12 @@ import pytest
 from persia_torchrec.checkpoint import catalog
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.client.codec import BatchNumber
-from persia_torchrec.embedding.optim import Adagrad
 from persia_torchrec.errors import ConfigError, PersiaError
 from persia_torchrec.server.__main__ import main
 from persia_torchrec.server.config import ServerConfig
-from persia_torchrec.table import TableSpec
 from tests.processes import wait_until
-from tests.servers import ids_of, missed
-
-IDS = ids_of(*range(0, 2000, 7), 2**64 - 1)
-SPEC = TableSpec(name="item", dim=8, optimizer=Adagrad(0.1), keeps_metadata=True)
+from tests.server.memory_files import IDS, SPEC, train
+from tests.servers import ids_of
 
 
 def start(processes, name, path, *more):
@@ -29,15 +24,6 @@ def start(processes, name, path, *more):
     server = processes.start(name, main, (*flags, *more))
     server.has_printed("ready ")
     return server, server.output().partition("ready ")[2].split()[0]
-
-
-def train(client, number):
-    """Train a batch; return the rows that it read."""
-    batch, tables = BatchNumber(1, number), [("item", client.split(IDS))]
-    rows = client.pull(tables, batch=batch)
-    grads = np.random.default_rng(number).normal(size=rows[0].shape)
-    assert missed(client.push(tables, [grads.astype(np.float32)], batch)) == 0
-    return rows[0].tobytes()
 
 
 def test_a_server_that_was_killed_goes_on_with_its_rows(processes, path, servers):

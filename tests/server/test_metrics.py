@@ -2,7 +2,6 @@
 
 import re
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,8 +14,9 @@ from persia_torchrec.server.server import EmbeddingServer, ServerConfig
 from persia_torchrec.table import TableSpec
 from tests.gateway import Gateway
 from tests.servers import DEADLINE_S, ids_of
+from tests.support.repository import ROOT
 
-PAGE = Path(__file__).parents[2] / "docs/metrics.md"
+PAGE = ROOT / "docs/metrics.md"
 ITEM = TableSpec(name="item", dim=2, optimizer=SGD(1.0))
 
 

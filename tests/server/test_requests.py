@@ -26,7 +26,7 @@ from persia_torchrec.wire.messages import (
     encode_json,
 )
 from tests.processes import wait_until
-from tests.server.test_server import Stranger, one_segment
+from tests.server.stranger import Stranger, one_segment
 from tests.servers import RecordingStore, ids_of
 
 ITEM = TableSpec(name="item", dim=2, optimizer=SGD(1.0), initializer=Constant(0))

@@ -4,7 +4,8 @@ from pathlib import Path
 
 from persia_torchrec.server.config import ServerConfig
 from tests.processes import wait_until
-from tests.server.test_increments import (
+from tests.servers import RunningServer
+from tests.support.increments import (
     ITEM,
     OTHER,
     WRITING,
@@ -14,7 +15,6 @@ from tests.server.test_increments import (
     is_quiet,
     short_intervals,  # noqa: F401  # a fixture
 )
-from tests.servers import RunningServer
 
 
 def written(training):

@@ -19,11 +19,11 @@ from persia_torchrec.wire.messages import (
     Header,
     Kind,
     Precision,
-    decode_json,
     encode_json,
 )
+from tests.server.stranger import GRADS, Stranger, one_segment
 from tests.servers import DEADLINE_S, ids_of
-from tests.sockets import member_socket, raw_member
+from tests.sockets import raw_member
 
 ITEM = TableSpec(name="item", dim=2, optimizer=SGD(1.0), initializer=Constant(0.0))
 ROWS = np.array([[1, 2], [3, 4]], dtype=np.float32)
@@ -32,30 +32,6 @@ ROWS = np.array([[1, 2], [3, 4]], dtype=np.float32)
 MOMENTUM = TableSpec(
     name="item", dim=1, optimizer=SGD(1.0, momentum=0.5), initializer=Constant(0.0)
 )
-
-
-class Stranger:
-    """A socket that sends a server what it likes."""
-
-    def __init__(self, address):
-        self.socket = member_socket()
-        self.socket.connect(address)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.socket.close(linger=0)
-
-    def ask(self, *frames):
-        """Send frames; return the reply's header and what follows, decoded."""
-        self.socket.send_multipart([bytes(frame) for frame in frames])
-        assert self.socket.poll(DEADLINE_S * 1000), "no answer"
-        header, *body = self.socket.recv_multipart()
-        header = Header.decode(header)
-        if header.kind is Kind.ERROR:
-            body = decode_json([b"", *body])
-        return header, body
 
 
 @pytest.fixture
@@ -72,13 +48,6 @@ def is_untouched(server):
     counters = server.client.counters()[0]
     rows = server.client.read("item", ids_of(5, 6, 7))
     return counters["rows"] == 2 and rows.tolist() == [*ROWS.tolist(), [0, 0]]
-
-
-def one_segment(*ids, table=0):
-    return struct.pack("<qq", table, len(ids)), struct.pack(f"<{len(ids)}Q", *ids)
-
-
-GRADS = bytes(2 * 8)
 
 
 @pytest.mark.parametrize(

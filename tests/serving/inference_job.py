@@ -12,9 +12,9 @@ from persia_torchrec.server import __main__ as server
 from persia_torchrec.store.warm_up import warm_up as warm_up_store
 from persia_torchrec.wire import precision
 from persia_torchrec.worker import __main__ as worker
-from tests.forked_jobs import ROOT
 from tests.ports import draw_port, draw_ports
 from tests.processes import Processes, Running, children_of, wait_until
+from tests.support.repository import ROOT
 
 
 def run_server(*arguments):

@@ -4,12 +4,11 @@ import json
 import sys
 import urllib.error
 import urllib.request
-from pathlib import Path
 
 from persia_torchrec.serving.__main__ import main
 from tests.processes import DEADLINE_S
+from tests.support.repository import ROOT
 
-ROOT = Path(__file__).parents[2]
 BYTES, JSON = "application/octet-stream", "application/json"
 
 

@@ -9,12 +9,12 @@ import pytest
 
 from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.member_record import MemberRecord
-from tests.forked_jobs import ROOT
 from tests.integration.torchx_jobs import TorchxJob
 from tests.ports import draw_port, draw_ports
 from tests.processes import wait_until
-from tests.serving.conftest import EVALUATION
 from tests.serving.running import predict
+from tests.support.repository import ROOT
+from tests.support.served_model import EVALUATION
 
 pytestmark = [
     pytest.mark.multiprocess,

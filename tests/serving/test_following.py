@@ -16,9 +16,16 @@ from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
 from persia_torchrec.serving.predictor import Predictor, following_model, load_model
 from tests.local_job import Batches, LocalJob
 from tests.processes import DEADLINE_S, wait_until
-from tests.serving.conftest import CONFIG, EVALUATION, Dense, batch_of_numbers
 from tests.serving.inference_job import InferenceJob, address_of
-from tests.serving.running import ask, predict
+from tests.serving.running import ask
+from tests.support.served_model import (
+    CONFIG,
+    EVALUATION,
+    Dense,
+    are_close,
+    batch_of_numbers,
+    predict_all,
+)
 
 
 def train(ctx, seeds):
@@ -37,17 +44,6 @@ def evaluate(model):
         ]
     model.train()
     return outputs
-
-
-def predict_all(address):
-    return [predict(address, batch.to_bytes()) for batch in EVALUATION]
-
-
-def are_close(predicted, expected):
-    return all(
-        mine == pytest.approx(other, abs=1e-6)
-        for mine, other in zip(predicted, expected, strict=True)
-    )
 
 
 @pytest.mark.multiprocess

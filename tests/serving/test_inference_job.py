@@ -13,15 +13,10 @@ from persia_torchrec.launch import persia_launcher
 from persia_torchrec.server import __main__ as server
 from persia_torchrec.worker import __main__ as worker
 from tests.servers import DEADLINE_S
-from tests.serving.conftest import EVALUATION
-from tests.serving.inference_job import (
-    InferenceJob,
-    address_of,
-    comes_back,
-    kill_below,
-)
-from tests.serving.running import ROOT, Serving, ask, predict
-from tests.serving.test_following import are_close, predict_all
+from tests.serving.inference_job import InferenceJob, address_of, comes_back, kill_below
+from tests.serving.running import Serving, ask, predict
+from tests.support.repository import ROOT
+from tests.support.served_model import EVALUATION, are_close, predict_all
 
 pytestmark = pytest.mark.multiprocess
 

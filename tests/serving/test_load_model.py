@@ -6,8 +6,8 @@ from torch import nn
 from persia_torchrec.lookup.slots import SlotsLookup
 from persia_torchrec.serving.embeddings import SlotsReader
 from persia_torchrec.serving.predictor import Predictor, following_model, load_model
+from tests.lookup.one_feature import FEATURE
 from tests.processes import wait_until
-from tests.worker.test_process import FEATURE
 
 
 def save(folder, weight):

@@ -13,8 +13,8 @@ import pytest
 from persia_torchrec.embedding.data import PersiaBatch
 from persia_torchrec.serving.__main__ import main
 from tests.processes import Processes
-from tests.serving.conftest import EVALUATION
 from tests.serving.running import BYTES, JSON, Serving, ask
+from tests.support.served_model import EVALUATION
 
 pytestmark = pytest.mark.multiprocess
 

@@ -7,7 +7,6 @@ import contextlib
 import json
 import re
 import sys
-from pathlib import Path
 
 import pytest
 from torch.distributed import run
@@ -17,8 +16,7 @@ from tests.processes import Processes
 from tests.sharding import departing
 from tests.sharding.departing import DEPARTURES
 from tests.sharding.remote_job import Servers
-
-ROOT = Path(__file__).parents[2]
+from tests.support.repository import ROOT
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 

@@ -3,24 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from torchrec import EmbeddingBagConfig, PoolingType
+from torchrec import PoolingType
 
 from persia_torchrec import SGD, Adagrad
 from persia_torchrec.client.client import BatchNumber
 from tests.sharding.remote_job import Bags, RemoteJob, ids_of, kjt_of, remote_modules
-
-DIM = 4
-
-
-def tables(pooling=PoolingType.SUM):
-    return [
-        EmbeddingBagConfig(
-            *(10, DIM),
-            name="term",
-            feature_names=["ad", "query"],
-            pooling=pooling,
-        )
-    ]
+from tests.sharding.shared_table import DIM, tables
 
 
 def push(model, bags, scales=None):

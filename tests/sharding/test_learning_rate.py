@@ -18,7 +18,7 @@ from persia_torchrec import (
 )
 from persia_torchrec.errors import ConfigError
 from tests.sharding.remote_job import Bags, kjt_of, remote_modules
-from tests.sharding.test_sharder import TABLES
+from tests.sharding.two_towers import TABLES
 
 IDS = {"ad": [[1, 2], []], "query": [[2], [3]], "user": [[5], [7, 7]]}
 START = {name: TableSettings(initializer=Constant(0.0)) for name in ("term", "user")}

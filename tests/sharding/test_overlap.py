@@ -16,43 +16,10 @@ from torchrec.distributed.train_pipeline import (
 )
 
 from tests.servers import DEADLINE_S
-from tests.sharding.pipelined import (
-    Remote,
-    make_batches,
-    run,
-    with_a_stream,
-)
+from tests.sharding.pipelined import Counted, Remote, make_batches, run, with_a_stream
 from tests.sharding.remote_job import CPU
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-class Counted:
-    """The way to the servers, which counts the pulls that are through."""
-
-    def __init__(self, lookup):
-        self._lookup, self.num_pulled = lookup, 0
-        self._changed = threading.Condition()
-
-    def pull(self, source, number):
-        pulled = self._lookup.pull(source, number)
-        with self._changed:
-            self.num_pulled += 1
-            self._changed.notify_all()
-        return pulled
-
-    def wait_for(self, num):
-        with self._changed:
-            assert self._changed.wait_for(lambda: self.num_pulled >= num, DEADLINE_S)
-
-    def gradients_of(self, handle, grads):
-        return self._lookup.gradients_of(handle, grads)
-
-    def send(self, gradients, number):
-        return self._lookup.send(gradients, number)
-
-    def __getattr__(self, name):
-        return getattr(self._lookup, name)
 
 
 NUM_BATCHES = 9

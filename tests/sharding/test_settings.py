@@ -15,7 +15,7 @@ from persia_torchrec import (
 )
 from persia_torchrec.errors import ConfigError
 from tests.sharding.remote_job import CPU, Bags, kjt_of, remote_modules
-from tests.sharding.test_sharder import IDS, TABLES, TwoTowers, train
+from tests.sharding.two_towers import IDS, TABLES, TwoTowers, train
 
 UNKNOWN = r"tables must name .*\['term', 'user'\].* Received: 'usr'\. Is 'user' meant"
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torchrec import EmbeddingBagConfig, PoolingType
+from torchrec import EmbeddingBagConfig
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv
 
@@ -15,49 +15,7 @@ from persia_torchrec import (
 )
 from persia_torchrec.errors import ConfigError
 from tests.sharding.remote_job import CPU, Bags, kjt_of, remote_modules, tensors_of
-
-TABLES = [
-    EmbeddingBagConfig(100, 8, name="term", feature_names=["ad", "query"]),
-    EmbeddingBagConfig(
-        10, 4, name="user", feature_names=["user"], pooling=PoolingType.MEAN
-    ),
-]
-IDS = {"ad": [[1, 2], []], "query": [[2], [3]], "user": [[-1], [7, 7]]}
-
-
-class Tower(nn.Module):
-    def __init__(self, tables=TABLES):
-        super().__init__()
-        self.bags = Bags(tables)
-        width = sum(table.embedding_dim * table.num_features() for table in tables)
-        self.over = nn.Linear(width, 1)
-
-    def forward(self, ids):
-        return self.over(self.bags(ids).values()).squeeze(1)
-
-
-class TwoTowers(nn.Module):
-    """Two collections, each with its own tables."""
-
-    def __init__(self):
-        super().__init__()
-        self.left = Tower(TABLES[:1])
-        self.right = Tower(TABLES[1:])
-
-    def forward(self, ids):
-        return self.left(ids) + self.right(ids)
-
-
-def train(model, num_steps=3):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for _ in range(num_steps):
-        loss = (model(kjt_of(IDS)) - 1).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+from tests.sharding.two_towers import IDS, TABLES, Tower, TwoTowers, train
 
 
 def test_the_stock_planner_plans_every_table(job):

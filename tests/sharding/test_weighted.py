@@ -13,7 +13,7 @@ from torchrec import (
 from persia_torchrec import SGD
 from persia_torchrec.errors import BatchError
 from tests.sharding.remote_job import CPU, META, remote_modules
-from tests.sharding.test_gradients import DIM, tables
+from tests.sharding.shared_table import DIM, tables
 
 
 class Weighted(nn.Module):

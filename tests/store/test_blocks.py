@@ -18,10 +18,10 @@ from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.memory import MISSING
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.messages import Header, Kind, TableIds
-from tests.checkpoint.test_admission import Training
 from tests.reference import Row, initial_weights, step
 from tests.servers import ids_of
 from tests.store.consistency import check_store
+from tests.support.saved_training import Training
 
 DIM, PERIOD = 6, 3
 IDS = np.arange(12, dtype=np.uint64)

@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -8,12 +6,7 @@ from persia_torchrec.errors import StoreError
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.memory import reserve
 from persia_torchrec.table import TableSpec
-
-MIB = 2**20
-
-
-def resident_bytes():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+from tests.store.memory_use import MIB, resident_bytes
 
 
 def test_reserved_memory_is_zero_and_can_be_written():

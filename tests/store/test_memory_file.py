@@ -1,7 +1,5 @@
 import os
-import shutil
 import signal
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from persia_torchrec.table import TableSpec
 from tests.processes import Processes
 from tests.servers import ids_of
 from tests.store.consistency import check_store, ids_oldest_first
-from tests.store.test_memory import MIB, resident_bytes
+from tests.store.memory_use import MIB, resident_bytes
 
 SGD_TABLE = TableSpec(name="sgd", dim=2, optimizer=SGD(1.0))
 TABLES = [
@@ -247,33 +245,6 @@ def test_a_file_that_was_never_finished_is_made_anew(path):
     header[memory_file.STATE] = memory_file.MAKING
     store.memory.close(is_clean=False)
     assert store_of(path=path).tables == []
-
-
-@pytest.fixture
-def tmpfs(request):
-    """The path of a file on a tmpfs, in a mount namespace of its own."""
-    if shutil.which("unshare") is None:
-        pytest.skip("needs util-linux' unshare")
-    mount = f"mount -t tmpfs -o {request.param} tmpfs /tmp"
-    child = subprocess.Popen(
-        [
-            "unshare",
-            "--user",
-            "--map-root-user",
-            "--mount",
-            "sh",
-            "-c",
-            f"{mount} && exec 3<>/tmp/memory && echo made; cat",
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    with child:
-        if child.stdout.readline() != b"made\n":
-            pytest.skip("needs user namespaces")
-        yield f"/proc/{child.pid}/fd/3"
-        child.stdin.close()
 
 
 @pytest.mark.parametrize("tmpfs", ["size=8m"], indirect=True)

@@ -19,9 +19,9 @@ from persia_torchrec.embedding.optim import Adam
 from persia_torchrec.errors import CheckpointError, ConfigError, StoreError
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
-from tests.checkpoint.test_admission import Training
 from tests.reference import ReferenceStore
 from tests.servers import ids_of
+from tests.support.saved_training import Training
 
 SPEC = TableSpec(
     name="item",

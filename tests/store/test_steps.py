@@ -35,7 +35,7 @@ from persia_torchrec.intrinsics import floats_at
 from persia_torchrec.store.loops import bound_weights
 from tests.optimizers import EVERY_OPTIMIZER, optimizers_by_kind
 from tests.reference import Row, step
-from tests.store.test_optimizer import EVERY_DIM, train_table
+from tests.support.trained_table import EVERY_DIM, train_table
 from tests.toy_optimizer import SignWithMemory
 from tests.trained_elsewhere import batches, train_with_fbgemm, train_with_torch
 

@@ -10,8 +10,8 @@ from persia_torchrec.errors import ConfigError, DiscoveryError
 from tests.local_job import LocalJob, run_two_trainers
 from tests.ports import draw_port
 from tests.processes import Processes
-from tests.training import two_trainers
-from tests.training.two_trainers import LR, Run, loss_of
+from tests.training import distributed_trainers
+from tests.training.distributed_trainers import LR, Run, loss_of
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -68,7 +68,7 @@ def learnt(tmp_path_factory):
         LocalJob(folder, monkeypatch) as job,
         Processes(folder) as processes,
     ):
-        run_two_trainers(processes, job, two_trainers.run_trainer, runs, folder)
+        run_two_trainers(processes, job, distributed_trainers.run_trainer, runs, folder)
     return {
         (name, rank): np.load(folder / f"{name} {rank}.npy")
         for run in runs
@@ -80,7 +80,7 @@ def learnt(tmp_path_factory):
 @pytest.fixture(scope="module")
 def by_hand():
     """What plain torch makes of both trainers' batches: weights after each step."""
-    model = two_trainers.make_model(0)
+    model = distributed_trainers.make_model(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     weights = []
     for number in range(NUM_STEPS):
@@ -91,12 +91,12 @@ def by_hand():
         optimizer.zero_grad()
         (sum(losses) / 2).backward()
         optimizer.step()
-        weights.append(two_trainers.weights_of(model))
+        weights.append(distributed_trainers.weights_of(model))
     return np.stack(weights)
 
 
 def parts(rank, number):
-    batch = two_trainers.batch(rank, number)
+    batch = distributed_trainers.batch(rank, number)
     dense, label = batch.non_id_type_features[0], batch.labels[0]
     return torch.from_numpy(dense.data), torch.from_numpy(label.data)
 
@@ -107,7 +107,7 @@ def each_alone(period):
     Adagrad's steps are not linear in the gradient, so that averaging gradients gives
     something else.
     """
-    models = [two_trainers.make_model(0) for _ in range(2)]
+    models = [distributed_trainers.make_model(0) for _ in range(2)]
     optimizers = [ADAGRAD(model.parameters(), lr=LR) for model in models]
     weights = []
     for number in range(NUM_STEPS):
@@ -117,12 +117,12 @@ def each_alone(period):
             loss_of(model([dense], [torch.zeros(1, 1)]), label).backward()
             optimizer.step()
         if (number + 1) % period == 0:
-            mean = np.mean([two_trainers.weights_of(m) for m in models], axis=0)
+            mean = np.mean([distributed_trainers.weights_of(m) for m in models], axis=0)
             for model in models:
                 nn.utils.vector_to_parameters(
                     torch.from_numpy(mean.copy()), model.parameters()
                 )
-        weights.append([two_trainers.weights_of(model) for model in models])
+        weights.append([distributed_trainers.weights_of(model) for model in models])
     return np.array(weights)
 
 

@@ -9,8 +9,8 @@ from persia_torchrec import EmbeddingClient
 from tests.processes import Processes
 from tests.sharding.remote_job import Servers
 from tests.training import queued_trainers
+from tests.training.groups import run, run_group_to_a_kill
 from tests.training.queued_trainers import NUM_EPOCHS, write_files
-from tests.training.test_recovery import run, run_group_to_a_kill
 
 pytestmark = pytest.mark.multiprocess
 

@@ -1,8 +1,6 @@
 """Trainers that are killed continue, when they are started again, where they were."""
 
-import contextlib
 import random
-import signal
 
 import numpy as np
 import pytest
@@ -19,65 +17,11 @@ from persia_torchrec.training.recovery import (
     set_random_state,
 )
 from tests.local_job import LocalJob
-from tests.ports import draw_port
 from tests.processes import Processes
 from tests.sharding.remote_job import Servers
 from tests.training import recovering_trainers
+from tests.training.groups import run, run_through_a_kill
 from tests.training.recovering_trainers import NUM_COUNTED, PASSES
-
-
-def start_group(processes, name, life, target, *arguments, size=2, **variables):
-    """Start all trainers of a group; return them."""
-    port = draw_port()
-    return [
-        processes.start(
-            f"{name} {rank} of life {life}",
-            target,
-            *(
-                argument(rank) if callable(argument) else argument
-                for argument in arguments
-            ),
-            env={
-                "RANK": str(rank),
-                "WORLD_SIZE": str(size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "TORCHELASTIC_RESTART_COUNT": str(life),
-                **variables,
-            },
-        )
-        for rank in range(size)
-    ]
-
-
-def run_group_to_a_kill(
-    processes, name, target, *arguments, life=0, size=2, **variables
-):
-    """Start a group whose last trainer is killed; end the others, too."""
-    trainers = start_group(
-        processes, name, life, target, *arguments, size=size, **variables
-    )
-    assert trainers[-1].status() == -signal.SIGKILL, trainers[-1].output()
-    for other in trainers[:-1]:  # as torchrun does
-        with contextlib.suppress(ProcessLookupError):
-            other.send(signal.SIGKILL)
-        other.status()
-
-
-def run_through_a_kill(processes, name, target, *arguments, size=2, **variables):
-    """Start a group whose last trainer is killed, and start it again."""
-    run_group_to_a_kill(processes, name, target, *arguments, size=size, **variables)
-    return run(processes, name, target, *arguments, life=1, size=size, **variables)
-
-
-def run(processes, name, target, *arguments, life=0, size=2, **variables):
-    """Run a group to its end; return what it printed."""
-    trainers = start_group(
-        processes, name, life, target, *arguments, size=size, **variables
-    )
-    for trainer in trainers:
-        assert trainer.status() == 0, trainer.output()
-    return [trainer.output() for trainer in trainers]
 
 
 def variables_of(job, folder):

@@ -18,7 +18,7 @@ from persia_torchrec.wire.sockets import Listener
 from persia_torchrec.wire.transport import Connections
 from tests.processes import wait_until
 from tests.servers import DEADLINE_S
-from tests.wire.test_transport import Relay
+from tests.support.faults import Relay
 
 WRITE = Header(Kind.WRITE)
 

@@ -25,6 +25,7 @@ from persia_torchrec.wire.transport import Connections
 from tests.ports import draw_port
 from tests.servers import DEADLINE_S, once_the_port_is_free
 from tests.sockets import member_socket
+from tests.support.faults import Relay
 
 
 class Peer:
@@ -558,63 +559,6 @@ def test_more_peers_connect_than_a_listener_remembers(start, connect, monkeypatc
     all_of_them = [connect(peer.address, greeting=Greeting("ours")) for _ in range(5)]
     for connections in all_of_them * 2:
         assert submit(connections).result(DEADLINE_S)
-
-
-class Relay:
-    """Passes bytes on; can break the connection at one end, unseen by the other.
-
-    While ``is_open`` is not set, it passes nothing on, as a network that is cut.
-    """
-
-    def __init__(self, address):
-        host, _, port = address.rpartition("/")[2].rpartition(":")
-        self._target = host, int(port)
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self.address = f"tcp://127.0.0.1:{self._socket.getsockname()[1]}"
-        self._near, self._ends = [], []
-        self.is_open = threading.Event()
-        self.is_open.set()
-        self._thread = threading.Thread(target=self._accept, daemon=True)
-        self._thread.start()
-
-    def _accept(self):
-        with contextlib.suppress(OSError):
-            while True:
-                near, _ = self._socket.accept()
-                self._near.append(near)
-                self._ends.append(near)
-                far = socket.create_connection(self._target)
-                self._ends.append(far)
-                for ends in ((near, far), (far, near)):
-                    args = self.is_open, *ends
-                    threading.Thread(target=_pass_on, args=args, daemon=True).start()
-
-    def break_the_near_end(self):
-        _shut(self._near)
-
-    def break_both_ends(self):
-        _shut(self._ends)
-
-    def close(self):
-        self.is_open.set()
-        self._socket.shutdown(socket.SHUT_RDWR)  # ends accept()
-        self._thread.join(DEADLINE_S)
-        _shut(self._ends)
-        for each in [self._socket, *self._ends]:
-            each.close()
-
-
-def _shut(ends):
-    for each in ends:
-        with contextlib.suppress(OSError):
-            each.shutdown(socket.SHUT_RDWR)
-
-
-def _pass_on(is_open, source, target):
-    with contextlib.suppress(OSError):
-        while data := source.recv(65536):
-            is_open.wait()
-            target.sendall(data)
 
 
 def test_a_client_that_reconnects_before_its_loss_is_detected_is_served(start, connect):

@@ -9,7 +9,7 @@ from persia_torchrec.errors import (
     LostBatchError,
     ServerError,
 )
-from persia_torchrec.lookup.bags import FeatureSpec, encode_bags
+from persia_torchrec.lookup.bags import encode_bags
 from persia_torchrec.lookup.slots import SlotsLookup
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.messages import (
@@ -23,12 +23,11 @@ from persia_torchrec.wire.messages import (
 )
 from persia_torchrec.wire.precision import decode_floats, encode_floats
 from persia_torchrec.worker.process import IdBuffer, WorkerProcess
-from tests.lookup.one_feature import bags_of
+from tests.lookup.one_feature import FEATURE, bags_of
 from tests.servers import ids_of
 
 DIM = 2
 TABLE = TableSpec(name="item", dim=DIM, optimizer=SGD(1.0))
-FEATURE = FeatureSpec(name="item", key="item", table="item")
 STREAM = 9
 
 

@@ -1,0 +1,43 @@
+"""Every component, with arguments that it takes, and settings of roles."""
+
+from torchx.specs.finder import get_component
+
+from tests.support.repository import ROOT
+
+CONFIGS = {"embedding_config": "embedding.yml", "global_config": "global.yml"}
+SCRIPTS = {"nn_worker": "train.py --epochs 2", "data_loader": "'my loader.py'"}
+BOOK = {"host": "10.0.0.7", "port": 29400}
+SCHEDULERS = ["local_cwd", "slurm", "kubernetes"]
+
+COMPONENTS = {
+    "job.py:train": {**SCRIPTS, **CONFIGS, "port": 29400},
+    "torchrec_job.py:train": {"script": "train.py --epochs 2", "port": 29400},
+    "inference.py:serve": {**CONFIGS, "checkpoint": "runs/7", "port": 29400},
+    "roles.py:embedding_server": {**BOOK, **CONFIGS, "replicas": 2},
+    "roles.py:embedding_worker": {**BOOK, **CONFIGS},
+    "roles.py:data_loader": {**BOOK, **CONFIGS, "script": "loader.py"},
+    "roles.py:nn_worker": {**BOOK, **CONFIGS, "script": "train.py", "gpus": 1},
+}
+
+
+def load(name):
+    return get_component(f"{ROOT / 'components'}/{name}").fn
+
+
+def cfg_of(scheduler, folder):
+    return {
+        "local_cwd": {"log_dir": str(folder)},
+        "slurm": {"partition": "debug"},
+        "kubernetes": {"queue": "default"},
+    }[scheduler]
+
+
+ROLES_FILE = """
+all: {image: "registry/job:7", volumes: ["census:/data:ro"], env: {LOG_LEVEL: INFO}}
+coordinator: {cpu: 500m, memory: 2Gi}
+server: {replicas: 3, cpu: 8, memory: 64Gi, volumes: ["/mnt/ssd:/rows"]}
+loader: {image: "registry/loader:1"}
+trainer: {replicas: 2, gpus: 1, env: {CUBLAS_WORKSPACE_CONFIG: ":4096:8"}}
+predictor:
+"""
+WORDS = "server.cpu=16 loader.env.LOG_LEVEL='a b' worker.volumes=a:/b,/c:/d:ro"

@@ -1,0 +1,121 @@
+"""Faults: a server that dies in a function, and a network that is cut."""
+
+import contextlib
+import os
+import pkgutil
+import signal
+import socket
+import threading
+from contextlib import closing
+
+from persia_torchrec.client.client import EmbeddingClient
+from persia_torchrec.server import __main__ as server_main
+from tests.ports import draw_port
+from tests.servers import DEADLINE_S
+
+
+def serve_and_die(owner, function, flags):
+    """Serve without a warm-up, and be killed when a function is called first."""
+
+    def die(*_, **__):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(pkgutil.resolve_name(owner), function, die)
+    server_main.warm_up = lambda: None
+    return server_main.main(flags)
+
+
+class Killed:
+    """A server with a memory file, each start of which listens on the same port."""
+
+    def __init__(self, processes):
+        self.address = f"tcp://127.0.0.1:{draw_port()}"
+        self._processes = processes
+        self.memory = os.memfd_create("store")
+        self._num_starts = 0
+        self._flags = (
+            *("--standalone", "--capacity", "1000"),
+            *("--port", self.address.rpartition(":")[2]),
+            *("--memory-file", f"/proc/{os.getpid()}/fd/{self.memory}"),
+        )
+
+    def start(self, *flags, dies_in=None, **env):
+        """Start it, maybe with a function in which it dies, given by owner and name."""
+        self._num_starts += 1
+        target, args = (serve_and_die, dies_in) if dies_in else (server_main.main, ())
+        self.process = self._processes.start(
+            f"server {self._num_starts}", target, *args, (*self._flags, *flags), env=env
+        )
+
+    def dies(self):
+        assert self.process.status() == -signal.SIGKILL, self.process.output()
+
+    def lose_memory(self):
+        os.truncate(self.memory, 0)
+
+    def connect(self):
+        return closing(
+            EmbeddingClient.connect(
+                [self.address], timeout_s=DEADLINE_S, recovery_s=DEADLINE_S
+            )
+        )
+
+    def close(self):
+        os.close(self.memory)
+
+
+class Relay:
+    """Passes bytes on; can break the connection at one end, unseen by the other.
+
+    While ``is_open`` is not set, it passes nothing on, as a network that is cut.
+    """
+
+    def __init__(self, address):
+        host, _, port = address.rpartition("/")[2].rpartition(":")
+        self._target = host, int(port)
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._socket.getsockname()[1]}"
+        self._near, self._ends = [], []
+        self.is_open = threading.Event()
+        self.is_open.set()
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
+
+    def _accept(self):
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._socket.accept()
+                self._near.append(near)
+                self._ends.append(near)
+                far = socket.create_connection(self._target)
+                self._ends.append(far)
+                for ends in ((near, far), (far, near)):
+                    args = self.is_open, *ends
+                    threading.Thread(target=_pass_on, args=args, daemon=True).start()
+
+    def break_the_near_end(self):
+        _shut(self._near)
+
+    def break_both_ends(self):
+        _shut(self._ends)
+
+    def close(self):
+        self.is_open.set()
+        self._socket.shutdown(socket.SHUT_RDWR)  # ends accept()
+        self._thread.join(DEADLINE_S)
+        _shut(self._ends)
+        for each in [self._socket, *self._ends]:
+            each.close()
+
+
+def _shut(ends):
+    for each in ends:
+        with contextlib.suppress(OSError):
+            each.shutdown(socket.SHUT_RDWR)
+
+
+def _pass_on(is_open, source, target):
+    with contextlib.suppress(OSError):
+        while data := source.recv(65536):
+            is_open.wait()
+            target.sendall(data)
