@@ -13,7 +13,7 @@ backward operator that fbgemm registers with torch for CPU tables; its arguments
 checked with fbgemm 1.8, and a version with others refuses the call.
 
 ``auto`` chooses by ``engine_measurements.json``. The machine that it names has written
-it by ``python -m persia_torchrec.bench engines --json engine_measurements.json``.
+it by ``python -m benchmarks engines --json engine_measurements.json``.
 """
 
 import json

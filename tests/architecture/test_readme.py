@@ -38,7 +38,7 @@ RUN_BY = {
     "torchx run components/torchrec_job.py:train": (
         "tests/integration/test_torchrec_job.py"
     ),
-    "python -m persia_torchrec.bench": "tests/bench/test_benchmarks.py",
+    "python -m benchmarks": "tests/bench/test_benchmarks.py",
     "python -m persia_torchrec.checkpoint.from_persia": (
         "tests/checkpoint/test_from_persia.py"
     ),

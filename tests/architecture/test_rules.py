@@ -96,8 +96,8 @@ UNPICKLE = {
 UNPICKLES = "persia_torchrec/training/dense_reader.py"
 # They start processes of this machine with what this process gives them.
 START_PROCESSES = {
-    "persia_torchrec/bench/limits.py",
-    "persia_torchrec/bench/servers.py",
+    "benchmarks/limits.py",
+    "benchmarks/servers.py",
     "persia_torchrec/launch/children.py",
     "persia_torchrec/wire/direct_start.py",
 }

@@ -7,8 +7,8 @@ import shutil
 import numpy as np
 import pytest
 
-from persia_torchrec.bench import limits, wire
-from persia_torchrec.bench.__main__ import NAMES, main
+from benchmarks import limits, wire
+from benchmarks.__main__ import NAMES, main
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import StoreError
 from persia_torchrec.store.embedding_store import EmbeddingStore

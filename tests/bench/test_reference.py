@@ -6,10 +6,10 @@ import os
 import numpy as np
 import pytest
 
-from persia_torchrec.bench import harness
-from persia_torchrec.bench.filled import FilledServer, FilledStore
-from persia_torchrec.bench.harness import Table, Timings, interleave
-from persia_torchrec.bench.reference import (
+from benchmarks import harness
+from benchmarks.filled import FilledServer, FilledStore
+from benchmarks.harness import Table, Timings, interleave
+from benchmarks.reference import (
     OPTIMIZERS,
     ids_of,
     is_equal,
@@ -18,8 +18,8 @@ from persia_torchrec.bench.reference import (
     table_of,
     weights_of,
 )
-from persia_torchrec.bench.store import Evictions, StoreSettings
-from persia_torchrec.bench.workload import Workload, zipf_ranks
+from benchmarks.store import Evictions, StoreSettings
+from benchmarks.workload import Workload, zipf_ranks
 from persia_torchrec.errors import StoreError
 from tests.reference import Row, step
 

@@ -16,8 +16,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
+from benchmarks import harness
 from persia_torchrec import env
-from persia_torchrec.bench import harness
 from tests.forked_jobs import ForkedJob
 from tests.hosts import Hosts
 from tests.support.repository import ROOT

@@ -6,9 +6,9 @@
 # The parts, each of at most 8 minutes and one table; all of them without PART:
 #
 #   tests    the tests marked gpu, each with the ids of a batch on the host and on the GPU
-#   dlrm     python -m persia_torchrec.bench dlrm: DLRM with its tables on server processes,
+#   dlrm     python -m benchmarks dlrm: DLRM with its tables on server processes,
 #            and with them in the memory of the GPU and of the host
-#   servers  python -m persia_torchrec.bench servers: lookups and updates of 1 to 14 server
+#   servers  python -m benchmarks servers: lookups and updates of 1 to 14 server
 #            processes, and which side is the limit
 #
 # WHEELS is what tests/gpu/collect.sh made. $PYTHON, by default python3.12, must have a
@@ -78,7 +78,7 @@ for part in "${parts[@]}"; do
     if [[ $part == tests ]]; then
         command=(-m pytest -p tests.gpu.table -m gpu "${@:-${marked[@]}}")
     else
-        command=(-m persia_torchrec.bench "$part" "$@")
+        command=(-m benchmarks "$part" "$@")
         [[ $has_device == 1 ]] || command+=(--tiny)
     fi
     timeout --kill-after 10 "$limit_s" "$python" "${command[@]}" || {

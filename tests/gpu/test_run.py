@@ -77,12 +77,12 @@ def test_without_a_part_all_run_and_without_a_device_the_benchmarks_are_small(tm
         "tests/integration/test_same_as_torchrec.py",
     } <= set(tests.split())
     assert lines == [
-        "-m persia_torchrec.bench dlrm --tiny",
-        "-m persia_torchrec.bench servers --tiny",
+        "-m benchmarks dlrm --tiny",
+        "-m benchmarks servers --tiny",
     ]
     python = python_that(tmp_path, says="echo 1")
     *_, line = run(tmp_path, "dlrm", "--dims", "64", python=python).stdout.splitlines()
-    assert line == "-m persia_torchrec.bench dlrm --dims 64"
+    assert line == "-m benchmarks dlrm --dims 64"
 
 
 def test_an_unknown_part_is_an_error(tmp_path):

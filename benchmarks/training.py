@@ -32,11 +32,11 @@ from torchrec.distributed.types import ModuleSharder
 from torchrec.models.dlrm import DLRM, DLRMTrain
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from benchmarks import harness
+from benchmarks.harness import Benchmark, Settings, Table
+from benchmarks.reference import Numbers, chunks, require, scattered
+from benchmarks.workload import zipf_ranks
 from persia_torchrec import env
-from persia_torchrec.bench import harness
-from persia_torchrec.bench.harness import Benchmark, Settings, Table
-from persia_torchrec.bench.reference import Numbers, chunks, require, scattered
-from persia_torchrec.bench.workload import zipf_ranks
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.embedding.optim import Adagrad
 from persia_torchrec.errors import StoreError

@@ -19,9 +19,9 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
-from persia_torchrec.bench import harness
-from persia_torchrec.bench.harness import Benchmark, Settings, Table
-from persia_torchrec.bench.reference import (
+from benchmarks import harness
+from benchmarks.harness import Benchmark, Settings, Table
+from benchmarks.reference import (
     chunks,
     ids_of,
     require,

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import numpy as np
 
-from persia_torchrec.bench.harness import Settings, Timings
-from persia_torchrec.bench.reference import Numbers, scattered, table_of
+from benchmarks.harness import Settings, Timings
+from benchmarks.reference import Numbers, scattered, table_of
 from persia_torchrec.routing.shard import unique_ids
 from persia_torchrec.table import TableSpec
 

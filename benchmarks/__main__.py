@@ -1,7 +1,7 @@
-"""Measure this package on this machine: ``python -m persia_torchrec.bench NAME``.
+"""Measure this package on this machine: ``python -m benchmarks NAME``.
 
-    python -m persia_torchrec.bench store --figures sizes --sizes 1000000 60000000
-    python -m persia_torchrec.bench wire --redis /usr/bin/redis-server
+    python -m benchmarks store --figures sizes --sizes 1000000 60000000
+    python -m benchmarks wire --redis /usr/bin/redis-server
 
 ``NAME --help`` lists what can be set. A value that is wrong ends the run with exit
 status 1. ``--tiny`` only shows that it works. The libraries are the extra ``bench``.
@@ -20,11 +20,11 @@ NAMES = (
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark that the command line names; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m persia_torchrec.bench")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks")
     parser.add_argument("name", choices=NAMES, help="which benchmark")
     name = parser.parse_args(argv[:1]).name
     # Only the one that is asked for: training needs torch, which starts slowly.
-    benchmark = import_module(f"persia_torchrec.bench.{name}").BENCHMARK
+    benchmark = import_module(f"benchmarks.{name}").BENCHMARK
     return int(benchmark.main(argv[1:]))
 
 

@@ -25,9 +25,8 @@ from typing import Any
 import numpy as np
 import psutil
 
-from persia_torchrec import env
-from persia_torchrec.bench.filled import FilledServer
-from persia_torchrec.bench.harness import (
+from benchmarks.filled import FilledServer
+from benchmarks.harness import (
     Table,
     Timings,
     cpu_seconds,
@@ -35,7 +34,8 @@ from persia_torchrec.bench.harness import (
     per_dim,
     pinned,
 )
-from persia_torchrec.bench.workload import Workload
+from benchmarks.workload import Workload
+from persia_torchrec import env
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import ServerError
 from persia_torchrec.wire.address_book import AddressBook

@@ -18,10 +18,10 @@ from typing import Annotated
 
 import numpy as np
 
-from persia_torchrec.bench.filled import FilledServer, filled_server
-from persia_torchrec.bench.harness import Benchmark, Table, Timings, cpu_seconds, pinned
-from persia_torchrec.bench.reference import Numbers, chunks, ids_of, require, table_of
-from persia_torchrec.bench.workload import ZipfLoad
+from benchmarks.filled import FilledServer, filled_server
+from benchmarks.harness import Benchmark, Table, Timings, cpu_seconds, pinned
+from benchmarks.reference import Numbers, chunks, ids_of, require, table_of
+from benchmarks.workload import ZipfLoad
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import StoreError
 from persia_torchrec.server.cluster import EmbeddingCluster

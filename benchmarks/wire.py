@@ -28,13 +28,13 @@ import redis
 from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 
+from benchmarks import harness, restarts
+from benchmarks.filled import IN_FLIGHT, Filled, FilledServer, filled_server
+from benchmarks.harness import RATES, Benchmark, Table, Timings, interleave
+from benchmarks.reference import Numbers, ids_of, require
+from benchmarks.store import RATES_HEADER
+from benchmarks.workload import MEMORY_COPY, MemoryCopy, Workload
 from persia_torchrec import env
-from persia_torchrec.bench import harness, restarts
-from persia_torchrec.bench.filled import IN_FLIGHT, Filled, FilledServer, filled_server
-from persia_torchrec.bench.harness import RATES, Benchmark, Table, Timings, interleave
-from persia_torchrec.bench.reference import Numbers, ids_of, require
-from persia_torchrec.bench.store import RATES_HEADER
-from persia_torchrec.bench.workload import MEMORY_COPY, MemoryCopy, Workload
 from persia_torchrec.embedding.optim import Adagrad
 from persia_torchrec.errors import ConfigError, ServerError
 from persia_torchrec.routing.hashing import Ids

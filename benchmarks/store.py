@@ -17,11 +17,11 @@ from typing import Annotated
 
 import numpy as np
 
-from persia_torchrec.bench import harness, limits
-from persia_torchrec.bench.filled import FilledStore
-from persia_torchrec.bench.harness import RATES, Benchmark, Table, Timings, interleave
-from persia_torchrec.bench.reference import Numbers, ids_of, require
-from persia_torchrec.bench.workload import MEMORY_COPY, TURN, MemoryCopy, Workload
+from benchmarks import harness, limits
+from benchmarks.filled import FilledStore
+from benchmarks.harness import RATES, Benchmark, Table, Timings, interleave
+from benchmarks.reference import Numbers, ids_of, require
+from benchmarks.workload import MEMORY_COPY, TURN, MemoryCopy, Workload
 from persia_torchrec.store.memory import MISSING
 
 RATES_HEADER = f"{RATES} | of memory copy"

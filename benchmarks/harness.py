@@ -33,7 +33,7 @@ from tabulate import tabulate
 from persia_torchrec import env
 from persia_torchrec.errors import ConfigError, PersiaError
 
-logger = logging.getLogger("persia_torchrec.bench")
+logger = logging.getLogger("benchmarks")
 
 S = TypeVar("S", bound="Settings")
 T = TypeVar("T")
@@ -222,7 +222,7 @@ class Benchmark(Generic[S]):
         """Run what a command line says; return the process's exit status."""
         level, form = env.log_level(), "%(levelname)s %(name)s: %(message)s"
         logging.basicConfig(level=level, format=form)
-        prog = f"python -m persia_torchrec.bench {self.name}"
+        prog = f"python -m benchmarks {self.name}"
         parser = argparse.ArgumentParser(prog, argument_default=argparse.SUPPRESS)
         add = parser.add_argument
         add("--figures", nargs="+", choices=self.figures, help="which questions [all]")

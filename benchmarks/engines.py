@@ -11,9 +11,9 @@ from typing import Annotated, get_args
 
 import numpy as np
 
-from persia_torchrec.bench import harness, reference
-from persia_torchrec.bench.harness import Benchmark, Settings, Table, Timings
-from persia_torchrec.bench.reference import chunks, ids_of
+from benchmarks import harness, reference
+from benchmarks.harness import Benchmark, Settings, Table, Timings
+from benchmarks.reference import chunks, ids_of
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.fbgemm_engine import Measured
 from persia_torchrec.table import TableSpec, WeightDtype

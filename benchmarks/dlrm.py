@@ -32,9 +32,9 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.models.dlrm import DenseArch, InteractionArch, OverArch
 
-from persia_torchrec.bench.harness import Benchmark, Settings, Table
-from persia_torchrec.bench.reference import Numbers
-from persia_torchrec.bench.training import (
+from benchmarks.harness import Benchmark, Settings, Table
+from benchmarks.reference import Numbers
+from benchmarks.training import (
     TABLES,
     TrainingSettings,
     draw_batches,

@@ -16,7 +16,7 @@ from typing import Annotated
 import numpy as np
 import torch
 
-from persia_torchrec.bench.harness import Benchmark, Settings, Table, timed
+from benchmarks.harness import Benchmark, Settings, Table, timed
 from persia_torchrec.data.columns import Column, IdColumn, LabelColumn
 from persia_torchrec.data.datasets import CsvDataset, ParquetDataset
 from persia_torchrec.data.files import write_parquet

@@ -23,11 +23,11 @@ from statistics import mean, median
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.bench import harness, reference
-from persia_torchrec.bench.filled import Filled, FilledStore
-from persia_torchrec.bench.harness import Table, Timings, interleave, per_dim, timed
-from persia_torchrec.bench.reference import Numbers, chunks, first_rows, ids_of
-from persia_torchrec.bench.workload import MEMORY_COPY, TURN, MemoryCopy, Workload
+from benchmarks import harness, reference
+from benchmarks.filled import Filled, FilledStore
+from benchmarks.harness import Table, Timings, interleave, per_dim, timed
+from benchmarks.reference import Numbers, chunks, first_rows, ids_of
+from benchmarks.workload import MEMORY_COPY, TURN, MemoryCopy, Workload
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.compiled import (
     compiled,

@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torchmetrics.functional.classification import binary_auroc
 
-from persia_torchrec.bench.harness import Benchmark, Settings, Table, pinned, timed
+from benchmarks.harness import Benchmark, Settings, Table, pinned, timed
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.embedding.initializer import Uniform
 from persia_torchrec.embedding.optim import Adagrad

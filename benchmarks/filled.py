@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from persia_torchrec.bench import reference
-from persia_torchrec.bench.harness import Timings, pinned, timed
-from persia_torchrec.bench.reference import Numbers, chunks, ids_of, require
+from benchmarks import reference
+from benchmarks.harness import Timings, pinned, timed
+from benchmarks.reference import Numbers, chunks, ids_of, require
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient, Reply
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.routing.hashing import Ids

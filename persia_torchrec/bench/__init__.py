@@ -1,1 +1,0 @@
-"""Benchmarks: ``python -m persia_torchrec.bench NAME``."""
