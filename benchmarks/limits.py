@@ -29,14 +29,14 @@ from benchmarks.harness import Table, Timings, interleave, per_dim, timed
 from benchmarks.reference import Numbers, chunks, first_rows, ids_of
 from benchmarks.workload import MEMORY_COPY, TURN, MemoryCopy, Workload
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
-from persia_torchrec.compiled import (
+from persia_torchrec.embedding.setting import Kernel
+from persia_torchrec.jit.compiled import (
     compiled,
     inlined_kernel,
     read_only,
     specialized,
 )
-from persia_torchrec.embedding.setting import Kernel
-from persia_torchrec.intrinsics import copy_bytes, floats_at, unowned
+from persia_torchrec.jit.intrinsics import copy_bytes, floats_at, unowned
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.server.cluster import EmbeddingCluster
 from persia_torchrec.store.embedding_store import EmbeddingStore

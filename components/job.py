@@ -12,8 +12,8 @@ from typing import Any
 
 import torchx.specs as specs
 
-from persia_torchrec.command_line import offers
 from persia_torchrec.launch import roles
+from persia_torchrec.parsing.command_line import offers
 
 
 @offers(

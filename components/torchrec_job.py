@@ -10,8 +10,8 @@ from typing import Any
 
 import torchx.specs as specs
 
-from persia_torchrec.command_line import offers
 from persia_torchrec.launch import roles
+from persia_torchrec.parsing.command_line import offers
 
 
 @offers(roles.JobSettings, "nproc_per_node", *roles.OF_JOB, "memory_dir", "resume_dir")

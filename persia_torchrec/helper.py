@@ -15,13 +15,13 @@ from types import FunctionType
 from typing import Any, Self
 
 from persia_torchrec import env
-from persia_torchrec.command_line import format_flags
 from persia_torchrec.config.embedding_config import load_embedding_config
 from persia_torchrec.config.global_config import refuse_inference
 from persia_torchrec.data.loader import require_at_least_1
 from persia_torchrec.errors import ConfigError, JobError
 from persia_torchrec.launch.children import Children, Watch, Work
 from persia_torchrec.launch.script import PROXY
+from persia_torchrec.parsing.command_line import format_flags
 from persia_torchrec.utils import dump_yaml
 from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.greeting import Greeting

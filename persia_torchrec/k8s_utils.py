@@ -19,10 +19,14 @@ import yaml
 from msgspec import Meta, Struct
 
 from persia_torchrec import env
-from persia_torchrec.config.yaml_file import parse_documents, read_section, read_text
-from persia_torchrec.decoding import KeyPath
 from persia_torchrec.errors import ConfigError, PersiaError
 from persia_torchrec.launch import roles
+from persia_torchrec.parsing.decoding import KeyPath
+from persia_torchrec.parsing.yaml_file import (
+    parse_documents,
+    read_section,
+    read_text,
+)
 
 PORT = 29400  # of the address book: each pod has an IP address of its own
 NO_NATS = "There is no NATS: roles meet at the coordinator, which torchx starts too."

@@ -4,8 +4,12 @@ from typing import Literal
 
 import pytest
 
-from persia_torchrec.command_line import format_flags, given_flags, parse_flags
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.parsing.command_line import (
+    format_flags,
+    given_flags,
+    parse_flags,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

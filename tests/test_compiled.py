@@ -13,8 +13,8 @@ from numba.core.caching import FunctionCache
 from numba.core.datamodel import default_manager
 
 import persia_torchrec
-from persia_torchrec import compiled as compiled_module
-from persia_torchrec.compiled import (
+from persia_torchrec.jit import compiled as compiled_module
+from persia_torchrec.jit.compiled import (
     compiled,
     compiled_as_written,
     inlined,
@@ -24,7 +24,7 @@ from persia_torchrec.compiled import (
     specialized,
     telling_of_compilation,
 )
-from persia_torchrec.embedding.kernel import as_written, divide
+from persia_torchrec.jit.kernel import as_written, divide
 
 NUMBAS_PRIVATE_NAMES = {
     "_cache": "a dispatcher's cache, which loads and saves its machine code",
@@ -99,7 +99,7 @@ def test_an_array_that_was_passed_through_cannot_be_written_to():
 def test_a_loop_that_is_compiled_is_told_of_and_one_that_is_loaded_is_not(tmp_path):
     path = tmp_path / "loop.py"
     path.write_text(
-        "from persia_torchrec.compiled import compiled\n\n\n"
+        "from persia_torchrec.jit.compiled import compiled\n\n\n"
         "@compiled\ndef double(x):\n    return 2 * x\n"
     )
 
@@ -166,7 +166,7 @@ def test_a_loop_that_closes_over_others_is_not_kept_on_disk_without_their_names(
 def test_machine_code_of_a_release_whose_classes_are_gone_is_compiled_again(tmp_path):
     text = (
         "from typing import NamedTuple\n"
-        "from persia_torchrec.compiled import compiled\n\n\n"
+        "from persia_torchrec.jit.compiled import compiled\n\n\n"
         "class NAME(NamedTuple):\n    x: float\n\n\n"
         "@compiled\ndef first(pair):\n    return pair.x\n"
     )

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia_torchrec.decoding import KeyPath, convert, parse_json
 from persia_torchrec.errors import CheckpointError, ConfigError, FrameError
+from persia_torchrec.parsing.decoding import KeyPath, convert, parse_json
 
 TREE = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),

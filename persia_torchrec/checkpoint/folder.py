@@ -21,8 +21,8 @@ import msgspec
 from fsspec.implementations.arrow import ArrowFSWrapper
 from fsspec.implementations.local import LocalFileSystem
 
-from persia_torchrec.decoding import parse_json
 from persia_torchrec.errors import CheckpointError, ConfigError
+from persia_torchrec.parsing.decoding import parse_json
 
 _BUFFER_BYTES = 2**20
 _MAX_JSON_BYTES = 2**28

@@ -29,12 +29,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec import intrinsics as cpu
 from persia_torchrec.checkpoint.catalog import Count, SavedTable, Tick, require_shard
-from persia_torchrec.compiled import compiled, read_only
-from persia_torchrec.decoding import parse_json
 from persia_torchrec.embedding.setting import Sightings
 from persia_torchrec.errors import CheckpointError, ConfigError
+from persia_torchrec.jit import intrinsics as cpu
+from persia_torchrec.jit.compiled import compiled, read_only
+from persia_torchrec.parsing.decoding import parse_json
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.store.columns import RowColumns, RowShape
 from persia_torchrec.store.memory import MAX_TABLES, Words

@@ -31,7 +31,6 @@ from persia_torchrec.checkpoint.catalog import (
 )
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.client.servers import Servers
-from persia_torchrec.decoding import KeyPath, convert
 from persia_torchrec.errors import (
     BusyError,
     CheckpointError,
@@ -40,6 +39,7 @@ from persia_torchrec.errors import (
     RequestTimeoutError,
     WireError,
 )
+from persia_torchrec.parsing.decoding import KeyPath, convert
 from persia_torchrec.timeouts import CHECKPOINT_S
 from persia_torchrec.wire.membership import JobMember
 from persia_torchrec.wire.messages import Kind, TaskState

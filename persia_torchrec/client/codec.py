@@ -15,13 +15,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.decoding import parse_json
 from persia_torchrec.errors import (
     BatchError,
     ConfigError,
     FrameError,
     RestartedError,
 )
+from persia_torchrec.parsing.decoding import parse_json
 from persia_torchrec.routing.shard import Counts, ShardedIds
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire import messages

@@ -22,9 +22,9 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct, field, structs
 
-from persia_torchrec.config.yaml_file import nearest, parse_file, read_text
-from persia_torchrec.decoding import KeyPath
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.parsing.decoding import KeyPath
+from persia_torchrec.parsing.yaml_file import nearest, parse_file, read_text
 
 
 class HashStack(Struct, frozen=True, kw_only=True):

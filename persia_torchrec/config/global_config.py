@@ -18,10 +18,10 @@ from typing import Annotated
 
 from msgspec import Meta, Struct, field
 
-from persia_torchrec.config.yaml_file import parse_file, read_text
-from persia_torchrec.decoding import KeyPath
 from persia_torchrec.env import MAX_PORT, is_loopback, job_store
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.parsing.decoding import KeyPath
+from persia_torchrec.parsing.yaml_file import parse_file, read_text
 
 Positive = Annotated[int, Meta(ge=1)]
 Text = Annotated[str, Meta(min_length=1)]

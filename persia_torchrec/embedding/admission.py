@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from persia_torchrec.embedding import setting
-from persia_torchrec.embedding.kernel import (
+from persia_torchrec.embedding.setting import NO_SIGHTINGS, Sightings, Words
+from persia_torchrec.jit.kernel import (
     GOLDEN,
     W,
     keep_words,
@@ -24,7 +25,6 @@ from persia_torchrec.embedding.kernel import (
     prefetch,
     splitmix64,
 )
-from persia_torchrec.embedding.setting import NO_SIGHTINGS, Sightings, Words
 
 Counts = npt.NDArray[np.int64]
 Links = npt.NDArray[np.uint32]

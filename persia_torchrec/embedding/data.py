@@ -43,8 +43,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.decoding import parse_json
 from persia_torchrec.errors import BatchError, FrameError
+from persia_torchrec.parsing.decoding import parse_json
 
 MAX_BATCH_SIZE = 65_535
 """Most samples in a batch."""

@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 
 from persia_torchrec.embedding import setting
-from persia_torchrec.embedding.kernel import Pointer
+from persia_torchrec.jit.kernel import Pointer
 
 State = tuple[np.uint64, np.uint64, np.uint64, np.uint64]
 """Of the random number generator."""

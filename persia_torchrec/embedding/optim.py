@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from persia_torchrec.embedding import setting
-from persia_torchrec.embedding.kernel import ONE, ZERO, Pointer, divide, sum_of_squares
 from persia_torchrec.embedding.optim_adam import (
     LAMB,
     Adam,
@@ -27,6 +26,7 @@ from persia_torchrec.embedding.optim_adam import (
     RowwiseLAMB,
 )
 from persia_torchrec.embedding.setting import Kernel, Optimizer, Registry, Rule
+from persia_torchrec.jit.kernel import ONE, ZERO, Pointer, divide, sum_of_squares
 
 __all__ = [
     "FTRL",

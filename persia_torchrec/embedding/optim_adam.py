@@ -11,9 +11,9 @@ from typing import Annotated, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.embedding.kernel import ONE, ZERO, Pointer, divide, sum_of_squares
 from persia_torchrec.embedding.setting import Flag, Kernel, NonNegative, Optimizer, Rule
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.jit.kernel import ONE, ZERO, Pointer, divide, sum_of_squares
 
 Floats = npt.NDArray[np.float32]
 Betas = Annotated[

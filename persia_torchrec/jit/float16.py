@@ -15,9 +15,9 @@ of branches where they can be, so that they become vector instructions.
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec import intrinsics as cpu
-from persia_torchrec.compiled import compiled, compiled_as_written, inlined
-from persia_torchrec.intrinsics import Pointer
+from persia_torchrec.jit import intrinsics as cpu
+from persia_torchrec.jit.compiled import compiled, compiled_as_written, inlined
+from persia_torchrec.jit.intrinsics import Pointer
 
 Floats = npt.NDArray[np.float32]
 Halves = npt.NDArray[np.uint16]

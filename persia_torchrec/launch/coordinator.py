@@ -26,9 +26,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from persia_torchrec import env, timeouts
-from persia_torchrec.command_line import parse_flags
 from persia_torchrec.config.global_config import refuse_inference
 from persia_torchrec.errors import ConfigError, PersiaError
+from persia_torchrec.parsing.command_line import parse_flags
 from persia_torchrec.service_main import run_service
 from persia_torchrec.wire import failures, membership, processes
 from persia_torchrec.wire.address_book import AddressBook, JobState

@@ -13,11 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NoReturn
 
 from persia_torchrec import env
-from persia_torchrec.command_line import ImportFlags, add_flags, build, format_flags
 from persia_torchrec.config.embedding_config import load_embedding_config
 from persia_torchrec.config.global_config import inference_settings, refuse_inference
 from persia_torchrec.errors import ConfigError, PersiaError
 from persia_torchrec.launch.supervisor import ALL, under_supervisor
+from persia_torchrec.parsing.command_line import (
+    ImportFlags,
+    add_flags,
+    build,
+    format_flags,
+)
 from persia_torchrec.wire.shared_memory import AUTO, PRIVATE
 
 

@@ -27,12 +27,12 @@ from msgspec import Meta, Struct, structs
 from torchx import specs
 
 from persia_torchrec import env as environment
-from persia_torchrec.command_line import format_flags
-from persia_torchrec.config.yaml_file import parse_yaml, read_section, read_text
-from persia_torchrec.decoding import KeyPath
 from persia_torchrec.env import CHECKPOINT_DIR, JOIN_TIMEOUT_S, MAX_PORT, is_loopback
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.launch.supervisor import ALL, under_supervisor
+from persia_torchrec.parsing.command_line import format_flags
+from persia_torchrec.parsing.decoding import KeyPath
+from persia_torchrec.parsing.yaml_file import parse_yaml, read_section, read_text
 from persia_torchrec.timeouts import RECOVERY_S
 from persia_torchrec.wire.ports import free_port
 from persia_torchrec.wire.shared_memory import AUTO, PRIVATE

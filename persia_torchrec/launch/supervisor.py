@@ -50,10 +50,10 @@ from functools import partial
 from typing import NoReturn
 
 from persia_torchrec import env
-from persia_torchrec.command_line import format_flags, parse_flags
 from persia_torchrec.env import MAX_PORT
 from persia_torchrec.errors import ConfigError, DiscoveryError, JobError, PersiaError
 from persia_torchrec.logger import get_default_logger
+from persia_torchrec.parsing.command_line import format_flags, parse_flags
 from persia_torchrec.wire import failures
 from persia_torchrec.wire.ports import (
     LOOPBACK,

@@ -34,10 +34,10 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from persia_torchrec import env
-from persia_torchrec.command_line import parse_flags
 from persia_torchrec.config.global_config import refuse_inference
 from persia_torchrec.errors import ConfigError, JobError, JobMismatchError, PersiaError
 from persia_torchrec.logger import get_default_logger
+from persia_torchrec.parsing.command_line import parse_flags
 from persia_torchrec.wire import failures, processes
 from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.member_record import MemberRecord

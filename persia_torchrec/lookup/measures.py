@@ -20,10 +20,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from persia_torchrec.compiled import read_only
+from persia_torchrec.jit.compiled import read_only
 from persia_torchrec.lookup.bags import Bags, FeatureSpec
 from persia_torchrec.lookup.sharded_lookup import Outputs, RoutedBatch
-from persia_torchrec.metrics import Observations, Reading
+from persia_torchrec.metrics.values import Observations, Reading
 from persia_torchrec.routing.hashing import Ids, farmhash64
 
 _HELPS = {

@@ -25,8 +25,8 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.compiled import compiled, inlined, read_only
-from persia_torchrec.intrinsics import floats_at, load_u32, prefetch
+from persia_torchrec.jit.compiled import compiled, inlined, read_only
+from persia_torchrec.jit.intrinsics import floats_at, load_u32, prefetch
 from persia_torchrec.lookup.bags import POOLINGS, Lengths, Pooling
 from persia_torchrec.routing.shard import Positions, count_repeats, unique_ids
 from persia_torchrec.wire import precision

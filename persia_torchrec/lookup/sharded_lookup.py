@@ -23,8 +23,8 @@ from typing import NamedTuple
 import numpy as np
 
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient, Reply
-from persia_torchrec.compiled import telling_of_compilation
 from persia_torchrec.errors import BatchError, ConfigError
+from persia_torchrec.jit.compiled import telling_of_compilation
 from persia_torchrec.lookup import pooling
 from persia_torchrec.lookup.bags import Bags, FeatureSpec, Lengths, check_bags
 from persia_torchrec.routing import shard

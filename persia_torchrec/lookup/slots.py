@@ -26,11 +26,11 @@ import numpy.typing as npt
 from persia_torchrec import timeouts
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.client.codec import PushOutcome
-from persia_torchrec.compiled import compiled, read_only
 from persia_torchrec.config.embedding_config import EmbeddingSchema
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import BatchError, PersiaError, RequestTimeoutError
+from persia_torchrec.jit.compiled import compiled, read_only
 from persia_torchrec.lookup import sharded_lookup
 from persia_torchrec.lookup.bags import Bags, FeatureSpec, Lengths
 from persia_torchrec.lookup.measures import LookupMeasures

@@ -39,7 +39,7 @@ from persia_torchrec.errors import (
 from persia_torchrec.lookup.bags import Bags, encode_bags
 from persia_torchrec.lookup.sharded_lookup import Outputs
 from persia_torchrec.lookup.slots import LookupHello
-from persia_torchrec.metrics import Observations
+from persia_torchrec.metrics.values import Observations
 from persia_torchrec.routing.shard import Positions
 from persia_torchrec.table import TableChange, TableSpec, changed_tables
 from persia_torchrec.wire import messages

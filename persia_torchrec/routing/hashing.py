@@ -13,7 +13,7 @@ Dimension key:
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.compiled import compiled, read_only
+from persia_torchrec.jit.compiled import compiled, read_only
 
 Ids = npt.NDArray[np.uint64]
 

@@ -28,8 +28,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.compiled import compiled, inlined, read_only
 from persia_torchrec.errors import BatchError
+from persia_torchrec.jit.compiled import compiled, inlined, read_only
 from persia_torchrec.routing.hashing import Ids, farmhash64_of
 
 Positions = npt.NDArray[np.int32]

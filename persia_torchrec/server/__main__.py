@@ -23,8 +23,6 @@ from typing import Any
 from persia_torchrec import env
 from persia_torchrec.checkpoint import catalog
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.command_line import given_flags
-from persia_torchrec.compiled import telling_of_compilation
 from persia_torchrec.config.global_config import (
     InferSettings,
     inference_settings,
@@ -32,6 +30,8 @@ from persia_torchrec.config.global_config import (
 )
 from persia_torchrec.embedding.setting import import_settings, non_defaults
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.jit.compiled import telling_of_compilation
+from persia_torchrec.parsing.command_line import given_flags
 from persia_torchrec.server.checkpoints import Checkpoints, KnownUpdates
 from persia_torchrec.server.config import ServerConfig, apply_global_config
 from persia_torchrec.server.server import EmbeddingServer

@@ -19,8 +19,8 @@ from typing import Literal, NamedTuple, Self
 
 from persia_torchrec import env, timeouts
 from persia_torchrec.checkpoint.catalog import Manifest, find_checkpoint
-from persia_torchrec.command_line import format_flags
 from persia_torchrec.errors import ConfigError, ServerError
+from persia_torchrec.parsing.command_line import format_flags
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.store.index import MAX_ROWS
 from persia_torchrec.wire.ports import open_listening

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from persia_torchrec.checkpoint.row_file import Block
-from persia_torchrec.compiled import compiled
 from persia_torchrec.embedding.setting import Sightings
+from persia_torchrec.jit.compiled import compiled
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.journal import ChangedSlots, Changes
 from persia_torchrec.store.memory import MISSING, POSITION_BITS, Ids, Slots, Words

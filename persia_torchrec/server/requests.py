@@ -15,8 +15,8 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 import numpy as np
 
-from persia_torchrec.compiled import read_only
 from persia_torchrec.errors import BatchError
+from persia_torchrec.jit.compiled import read_only
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.server.checkpoints import CheckpointRequest, Checkpoints
 from persia_torchrec.server.shard import (

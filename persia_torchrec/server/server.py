@@ -13,9 +13,9 @@ import logging
 from collections.abc import Callable
 
 from persia_torchrec.errors import ConfigError, FrameError, PersiaError, RestartedError
+from persia_torchrec.metrics.server import ServerReadings, Snapshots
 from persia_torchrec.server.checkpoints import Checkpoints, KnownUpdates
 from persia_torchrec.server.config import ServerConfig as ServerConfig
-from persia_torchrec.server.metrics import ServerReadings, Snapshots
 from persia_torchrec.server.requests import KINDS
 from persia_torchrec.server.shard import Request, RequestKind, Shard
 from persia_torchrec.wire.greeting import NO_JOB, Greeting

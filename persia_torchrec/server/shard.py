@@ -18,11 +18,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from persia_torchrec.checkpoint.background import Activity
-from persia_torchrec.decoding import parse_json
 from persia_torchrec.errors import BatchError, ConfigError, PersiaError, StoreError
+from persia_torchrec.metrics.server import Stages
+from persia_torchrec.parsing.decoding import parse_json
 from persia_torchrec.server.checkpoints import Checkpoints
 from persia_torchrec.server.config import ServerConfig
-from persia_torchrec.server.metrics import Stages
 from persia_torchrec.server.served_checkpoint import ServedCheckpoint
 from persia_torchrec.server.streams import MAX_GROUPS_BYTES, REFUSED, Outcome, Streams
 from persia_torchrec.server.updates import (

@@ -31,8 +31,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.compiled import compiled, read_only
 from persia_torchrec.errors import BatchError, PersiaError, StoreError
+from persia_torchrec.jit.compiled import compiled, read_only
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.routing.shard import Positions, unique_ids
 from persia_torchrec.store.memory import MISSING

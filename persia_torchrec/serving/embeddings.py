@@ -17,7 +17,6 @@ import torch
 
 from persia_torchrec import timeouts
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.compiled import telling_of_compilation
 from persia_torchrec.config.embedding_config import EmbeddingSchema
 from persia_torchrec.data.loader import LookupSettings
 from persia_torchrec.embedding.data import PersiaBatch, ReferencedBatch
@@ -29,6 +28,7 @@ from persia_torchrec.errors import (
     RequestTimeoutError,
     ServerError,
 )
+from persia_torchrec.jit.compiled import telling_of_compilation
 from persia_torchrec.lookup import slots
 from persia_torchrec.lookup.bags import build_bags
 from persia_torchrec.lookup.pooling import warm_up

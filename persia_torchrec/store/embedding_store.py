@@ -18,9 +18,9 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from persia_torchrec.compiled import read_only
-from persia_torchrec.decoding import parse_json
 from persia_torchrec.errors import ConfigError, StoreError
+from persia_torchrec.jit.compiled import read_only
+from persia_torchrec.parsing.decoding import parse_json
 from persia_torchrec.store import loops, memory, table_states
 from persia_torchrec.store.fbgemm_engine import EngineChoice, OptimizerEngine
 from persia_torchrec.store.index import MAX_ROWS, Index

@@ -28,10 +28,10 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec import intrinsics as cpu
-from persia_torchrec.compiled import compiled, inlined
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.jit import intrinsics as cpu
+from persia_torchrec.jit.compiled import compiled, inlined
 from persia_torchrec.jit.float16 import FP32
 from persia_torchrec.store import memory, recovery
 from persia_torchrec.store.index import NOT_FOUND, index_at

@@ -25,8 +25,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from persia_torchrec import intrinsics as cpu
-from persia_torchrec.compiled import compiled, inlined
+from persia_torchrec.jit import intrinsics as cpu
+from persia_torchrec.jit.compiled import compiled, inlined
 from persia_torchrec.store import memory
 from persia_torchrec.store.memory import WORD, RowsAt, StoreAt, StoreMemory, is_row_of
 

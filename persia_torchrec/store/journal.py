@@ -30,8 +30,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.compiled import compiled
 from persia_torchrec.errors import StoreError
+from persia_torchrec.jit.compiled import compiled
 from persia_torchrec.store import memory
 from persia_torchrec.store.loops import Indices
 from persia_torchrec.store.memory import Ids, Slots, StoreMemory, Tally, Words

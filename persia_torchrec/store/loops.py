@@ -23,11 +23,16 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec import intrinsics as cpu
-from persia_torchrec.compiled import compiled, inlined, inlined_kernel, specialized
-from persia_torchrec.embedding.kernel import NO_LOG
 from persia_torchrec.embedding.setting import Kernel
+from persia_torchrec.jit import intrinsics as cpu
+from persia_torchrec.jit.compiled import (
+    compiled,
+    inlined,
+    inlined_kernel,
+    specialized,
+)
 from persia_torchrec.jit.float16 import FP32, round_stochastically
+from persia_torchrec.jit.kernel import NO_LOG
 from persia_torchrec.store import memory, recency, recovery
 from persia_torchrec.store.index import (
     ENTRIES,

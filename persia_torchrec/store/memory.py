@@ -34,10 +34,10 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec import intrinsics as cpu
-from persia_torchrec.compiled import compiled, inlined, inlined_kernel
-from persia_torchrec.embedding import kernel
 from persia_torchrec.errors import StoreError
+from persia_torchrec.jit import intrinsics as cpu
+from persia_torchrec.jit import kernel
+from persia_torchrec.jit.compiled import compiled, inlined, inlined_kernel
 from persia_torchrec.jit.float16 import FP32, round_to_nearest, widen
 from persia_torchrec.table import TableSpec
 

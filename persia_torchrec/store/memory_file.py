@@ -24,8 +24,8 @@ from pathlib import Path
 
 import numpy as np
 
-from persia_torchrec.embedding.kernel import LOST
 from persia_torchrec.errors import ConfigError, StoreError
+from persia_torchrec.jit.kernel import LOST
 from persia_torchrec.store.memory import (
     CHANGE,
     RECOVERY,

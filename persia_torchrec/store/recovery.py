@@ -5,7 +5,7 @@ One word, ``CHANGE`` of the tally, says what is in progress:
     NO_CHANGE --begin()--> REQUEST --end()--> NO_CHANGE       would be undone
                               '--begin_clear()--> CLEAR --'   would be done once more
 
-Words are kept in a log before they change (``embedding/kernel.py``): first the logs'
+Words are kept in a log before they change (``jit/kernel.py``): first the logs'
 directory, tally and cursor of the index, then entries, records, rows and notes where
 they are written over. Undoing writes them back, the newest first, so that of a word
 that was kept twice the older one counts. It may be interrupted, and begin again.
@@ -26,9 +26,9 @@ killed process has written. ``fence`` binds the compiler.
 
 import numpy as np
 
-from persia_torchrec import intrinsics as cpu
-from persia_torchrec.compiled import compiled, inlined
-from persia_torchrec.embedding.kernel import (
+from persia_torchrec.jit import intrinsics as cpu
+from persia_torchrec.jit.compiled import compiled, inlined
+from persia_torchrec.jit.kernel import (
     BEFORE,
     BEGIN,
     END,

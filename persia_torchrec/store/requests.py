@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 
-from persia_torchrec.compiled import read_only
 from persia_torchrec.errors import StoreError
+from persia_torchrec.jit.compiled import read_only
 from persia_torchrec.store import blocks, loops, memory
 from persia_torchrec.store.journal import ChangedSlots
 from persia_torchrec.store.memory import Floats, Ids, Slots, Words

@@ -33,9 +33,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec import intrinsics as cpu
-from persia_torchrec.compiled import compiled, inlined, read_only
 from persia_torchrec.embedding.admission import AdmitAll
+from persia_torchrec.jit import intrinsics as cpu
+from persia_torchrec.jit.compiled import compiled, inlined, read_only
 from persia_torchrec.jit.float16 import FP32
 from persia_torchrec.store import loops, memory, recency
 from persia_torchrec.store.columns import RowColumns, RowShape

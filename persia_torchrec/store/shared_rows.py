@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from persia_torchrec.compiled import compile_for, read_only, specialized
 from persia_torchrec.errors import StoreError
+from persia_torchrec.jit.compiled import compile_for, read_only, specialized
 from persia_torchrec.store import loops, memory
 from persia_torchrec.store.index import NOT_FOUND, find_slot, hash_id, index_at
 from persia_torchrec.store.journal import ChangedSlots

@@ -8,16 +8,16 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.compiled import (
+from persia_torchrec.embedding.dynamic import Doubles
+from persia_torchrec.embedding.setting import Admission, Kernel, Sightings
+from persia_torchrec.errors import ConfigError, StoreError
+from persia_torchrec.jit.compiled import (
     compile_for,
     inlined_kernel,
     read_only,
     specialized,
 )
-from persia_torchrec.embedding.dynamic import Doubles
-from persia_torchrec.embedding.kernel import NO_LOG
-from persia_torchrec.embedding.setting import Admission, Kernel, Sightings
-from persia_torchrec.errors import ConfigError, StoreError
+from persia_torchrec.jit.kernel import NO_LOG
 from persia_torchrec.store import loops, memory
 from persia_torchrec.store.fbgemm_engine import FbgemmEngine
 from persia_torchrec.store.memory import (

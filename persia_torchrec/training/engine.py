@@ -37,7 +37,7 @@ from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.lookup import slots
 from persia_torchrec.lookup.bags import Bags
-from persia_torchrec.metrics import Reading
+from persia_torchrec.metrics.values import Reading
 from persia_torchrec.pipeline.pipeline import BatchPipeline, PrefetchedBatch
 from persia_torchrec.pipeline.worker_client import WAIT, RemoteBatch, RemoteWorkers
 from persia_torchrec.sharding.collection import CollectionSpec

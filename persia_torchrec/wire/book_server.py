@@ -29,8 +29,8 @@ import time
 
 import msgspec
 
-from persia_torchrec.decoding import parse_json
 from persia_torchrec.errors import FrameError
+from persia_torchrec.parsing.decoding import parse_json
 from persia_torchrec.wire.greeting import Greeting
 from persia_torchrec.wire.messages import Frames, Header, Kind, decode_json
 from persia_torchrec.wire.service import ListenerThread, make_reply

@@ -9,8 +9,8 @@ from typing import Literal
 import msgspec
 
 from persia_torchrec import env
-from persia_torchrec.decoding import parse_json
 from persia_torchrec.errors import FrameError, JobMismatchError
+from persia_torchrec.parsing.decoding import parse_json
 from persia_torchrec.wire import failures
 from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.processes import ProcessIdentity

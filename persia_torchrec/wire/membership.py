@@ -53,8 +53,8 @@ from types import FrameType
 from typing import ClassVar, Self
 
 from persia_torchrec import env, timeouts
-from persia_torchrec.decoding import parse_json
 from persia_torchrec.errors import ConfigError, FrameError, JobError
+from persia_torchrec.parsing.decoding import parse_json
 from persia_torchrec.wire import failures, processes
 from persia_torchrec.wire.address_book import AddressBook, JobState
 from persia_torchrec.wire.book_server import COMPILING

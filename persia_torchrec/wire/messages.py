@@ -107,8 +107,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.decoding import parse_json
 from persia_torchrec.errors import FrameError, RemoteError
+from persia_torchrec.parsing.decoding import parse_json
 
 VERSION = 3
 TRAINING = 1

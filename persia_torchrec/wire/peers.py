@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from persia_torchrec.decoding import parse_json
 from persia_torchrec.errors import FrameError, WireError
+from persia_torchrec.parsing.decoding import parse_json
 from persia_torchrec.wire.greeting import Greeting
 from persia_torchrec.wire.messages import Frame, Frames, Header, Kind, encode_json
 from persia_torchrec.wire.pending import Reply

@@ -22,8 +22,8 @@ and NaN travel as they are, and do not count as the largest.
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.compiled import read_only
 from persia_torchrec.errors import FrameError
+from persia_torchrec.jit.compiled import read_only
 from persia_torchrec.jit.float16 import (
     Halves,
     Words,

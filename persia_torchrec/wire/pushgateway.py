@@ -30,7 +30,7 @@ from prometheus_client.registry import Collector
 from persia_torchrec import env
 from persia_torchrec.config.global_config import MetricsSettings
 from persia_torchrec.errors import PersiaError
-from persia_torchrec.metrics import Reading
+from persia_torchrec.metrics.values import Reading
 from persia_torchrec.wire.ports import local_address
 
 logger = logging.getLogger(__name__)

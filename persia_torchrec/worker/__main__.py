@@ -19,12 +19,12 @@ from pathlib import Path
 
 from persia_torchrec import env, timeouts
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.command_line import ImportFlags, parse_flags
-from persia_torchrec.compiled import telling_of_compilation
 from persia_torchrec.config import embedding_config, global_config
 from persia_torchrec.embedding.setting import import_settings
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.jit.compiled import telling_of_compilation
 from persia_torchrec.lookup.pooling import warm_up
+from persia_torchrec.parsing.command_line import ImportFlags, parse_flags
 from persia_torchrec.service_main import Lifetime, run_service, tell_ready
 from persia_torchrec.wire.membership import JobMember
 from persia_torchrec.wire.service import Service

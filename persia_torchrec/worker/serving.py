@@ -19,11 +19,11 @@ from persia_torchrec.config.embedding_config import (
     load_embedding_config,
 )
 from persia_torchrec.config.global_config import MetricsSettings
-from persia_torchrec.config.yaml_file import read_text
 from persia_torchrec.errors import ConfigError, PersiaError, ServerError
 from persia_torchrec.lookup.measures import LookupMeasures
 from persia_torchrec.lookup.slots import SlotsLookup, build_features
-from persia_torchrec.metrics import Reading
+from persia_torchrec.metrics.values import Reading
+from persia_torchrec.parsing.yaml_file import read_text
 from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
 from persia_torchrec.wire.ports import tcp_address

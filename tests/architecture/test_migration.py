@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from persia_torchrec import env, k8s_utils
-from persia_torchrec.config.yaml_file import DIFFERENCES
 from persia_torchrec.distributed import ALGORITHMS, REFUSED_ALGORITHMS
 from persia_torchrec.launch import persia_launcher
+from persia_torchrec.parsing.yaml_file import DIFFERENCES
 from tests.support.repository import ROOT
 
 FOLDER = ROOT / "persia_torchrec"

@@ -11,8 +11,8 @@ from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.config.embedding_config import load_embedding_config
 from persia_torchrec.config.global_config import MetricsSettings
 from persia_torchrec.embedding.optim import SGD
+from persia_torchrec.metrics.server import ServerReadings
 from persia_torchrec.pipeline import worker_client as trainer
-from persia_torchrec.server.metrics import ServerReadings
 from persia_torchrec.table import TableSpec
 from persia_torchrec.worker.process import IdBuffer, WorkerProcess
 from persia_torchrec.worker.serving import make_lookup, pushing_metrics

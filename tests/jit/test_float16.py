@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from persia_torchrec import Constant
-from persia_torchrec.compiled import compiled
 from persia_torchrec.embedding.optim import SGD, Adagrad
-from persia_torchrec.intrinsics import floats_at, halves_at
+from persia_torchrec.jit.compiled import compiled
 from persia_torchrec.jit.float16 import (
     BF16,
     FP16,
@@ -17,6 +16,7 @@ from persia_torchrec.jit.float16 import (
     round_to_nearest,
     widen,
 )
+from persia_torchrec.jit.intrinsics import floats_at, halves_at
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
 from tests.servers import ids_of

@@ -13,8 +13,8 @@ from persia_torchrec.config.global_config import (
     load_global_config,
     refuse_inference,
 )
-from persia_torchrec.config.yaml_file import DIFFERENCES
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.parsing.yaml_file import DIFFERENCES
 from tests.support.yaml_configs import GLOBAL, infer
 
 

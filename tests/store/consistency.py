@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from persia_torchrec.embedding.kernel import LOST
+from persia_torchrec.jit.kernel import LOST
 from persia_torchrec.store.index import BOUNDARY, ENTRIES, NEW, OLD, OVERFLOW_LINES
 from persia_torchrec.store.loops import find_slots
 from persia_torchrec.store.memory import (

@@ -26,8 +26,9 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from persia_torchrec import AdmitBloom, intrinsics
+from persia_torchrec import AdmitBloom
 from persia_torchrec.embedding.optim import SGD, Adam
+from persia_torchrec.jit import intrinsics
 from persia_torchrec.server.streams import Streams
 from persia_torchrec.store import blocks, memory, memory_file, row_moves
 from persia_torchrec.store.embedding_store import EmbeddingStore

@@ -4,8 +4,8 @@ from functools import cache
 
 import numpy as np
 
-from persia_torchrec.compiled import inlined_kernel, specialized
-from persia_torchrec.intrinsics import floats_at
+from persia_torchrec.jit.compiled import inlined_kernel, specialized
+from persia_torchrec.jit.intrinsics import floats_at
 
 
 @cache

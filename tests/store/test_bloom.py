@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from persia_torchrec import AdmitBloom
-from persia_torchrec.compiled import compiled, inlined_kernel
 from persia_torchrec.embedding.admission import count_in_bloom
-from persia_torchrec.embedding.kernel import NO_LOG
 from persia_torchrec.errors import StoreError
+from persia_torchrec.jit.compiled import compiled, inlined_kernel
+from persia_torchrec.jit.kernel import NO_LOG
 from persia_torchrec.store.memory import reserve
 from tests import strategies
 from tests.reference import ReferenceBloom

@@ -10,7 +10,6 @@ from hypothesis.stateful import (
     rule,
 )
 
-from persia_torchrec.compiled import compiled, inlined_kernel
 from persia_torchrec.embedding.admission import (
     CHAIN,
     COUNT,
@@ -20,8 +19,9 @@ from persia_torchrec.embedding.admission import (
     count_candidates,
     forget_candidates,
 )
-from persia_torchrec.embedding.kernel import NO_LOG
 from persia_torchrec.embedding.setting import Sightings
+from persia_torchrec.jit.compiled import compiled, inlined_kernel
+from persia_torchrec.jit.kernel import NO_LOG
 from persia_torchrec.store.memory import reserve
 from tests import strategies
 

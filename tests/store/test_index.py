@@ -9,8 +9,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from persia_torchrec.embedding.kernel import NO_LOG
 from persia_torchrec.embedding.optim import SGD
+from persia_torchrec.jit.kernel import NO_LOG
 from persia_torchrec.store.index import (
     BOUNDARY,
     ENTRIES,

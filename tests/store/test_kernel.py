@@ -2,8 +2,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia_torchrec.compiled import inlined_kernel
-from persia_torchrec.embedding import kernel
+from persia_torchrec.jit import kernel
+from persia_torchrec.jit.compiled import inlined_kernel
 from tests import reference
 from tests.strategies import ids
 

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from persia_torchrec.compiled import inlined_kernel
 from persia_torchrec.embedding import initializer
 from persia_torchrec.embedding.initializer import half_probability
+from persia_torchrec.jit.compiled import inlined_kernel
 
 logarithm = inlined_kernel(initializer.logarithm, is_as_written=True)
 normal_quantile = inlined_kernel(initializer.normal_quantile, is_as_written=True)

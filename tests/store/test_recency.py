@@ -12,7 +12,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from persia_torchrec.embedding.kernel import NO_LOG
+from persia_torchrec.jit.kernel import NO_LOG
 from persia_torchrec.store.memory import (
     Arenas,
     PrivateMemory,

@@ -17,7 +17,6 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMo
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia_torchrec.compiled import compiled, inlined_kernel, specialized
 from persia_torchrec.embedding.optim import (
     FTRL,
     LAMB,
@@ -31,7 +30,8 @@ from persia_torchrec.embedding.optim import (
     RowwiseAdam,
     RowwiseLAMB,
 )
-from persia_torchrec.intrinsics import floats_at
+from persia_torchrec.jit.compiled import compiled, inlined_kernel, specialized
+from persia_torchrec.jit.intrinsics import floats_at
 from persia_torchrec.store.loops import bound_weights
 from tests.optimizers import EVERY_OPTIMIZER, optimizers_by_kind
 from tests.reference import Row, step

@@ -9,7 +9,7 @@ import pytest
 
 from persia_torchrec.config.global_config import MetricsSettings
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.metrics import Means, Observations, Reading
+from persia_torchrec.metrics.values import Means, Observations, Reading
 from persia_torchrec.wire import pushgateway as gateway_module
 from persia_torchrec.wire.pushgateway import is_pushed, push_metrics
 from tests.processes import wait_until

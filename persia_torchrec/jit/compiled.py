@@ -34,8 +34,8 @@ from numba.core.caching import FunctionCache
 from numba.core.errors import NumbaError
 from numba.core.runtime import rtsys
 
-from persia_torchrec import intrinsics
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.jit import intrinsics
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, TypeVar, get_args, get_origin
 import msgspec
 import yaml
 
-from persia_torchrec.decoding import KeyPath, convert
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.parsing.decoding import KeyPath, convert
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-from persia_torchrec.metrics import Means, Reading
+from persia_torchrec.metrics.values import Means, Reading
 
 Counters = Mapping[str, int]
 
