@@ -27,11 +27,11 @@ from persia_torchrec.client.client import BatchNumber, EmbeddingClient, Reply
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.routing.shard import ShardedIds
+from persia_torchrec.rpc.channel import keep_freed_memory
+from persia_torchrec.rpc.float_codec import Floats
 from persia_torchrec.server.cluster import EmbeddingCluster
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.precision import Floats
-from persia_torchrec.wire.sockets import keep_freed_memory
 
 Timer = Callable[[Callable[[], Any]], tuple[Any, Any]]
 

@@ -38,13 +38,13 @@ from persia_torchrec.jit.compiled import (
 )
 from persia_torchrec.jit.intrinsics import copy_bytes, floats_at, unowned
 from persia_torchrec.routing.hashing import Ids
+from persia_torchrec.rpc.float_codec import Floats
 from persia_torchrec.server.cluster import EmbeddingCluster
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.loops import prefetch_row
 from persia_torchrec.store.memory import reserve
 from persia_torchrec.store.warm_up import warm_up
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.precision import Floats
 
 _HEADER_FLOATS, _AHEAD, _WORDS_PER_LINE = 4, 8, 8
 _NUM_READS, _CHUNK = 100_000, 16_384

@@ -33,10 +33,10 @@ from persia_torchrec.embedding.initializer import Uniform
 from persia_torchrec.embedding.optim import Adagrad
 from persia_torchrec.errors import StoreError
 from persia_torchrec.routing.hashing import Ids
+from persia_torchrec.rpc.float_codec import Floats, decode_floats, encode_floats
+from persia_torchrec.rpc.messages import Precision
 from persia_torchrec.server.cluster import EmbeddingCluster
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.messages import Precision
-from persia_torchrec.wire.precision import Floats, decode_floats, encode_floats
 
 _TABLE, _FP32, _HIDDEN = "precision", Precision.FP32, 32
 _REPEATS, _LARGEST_HALF = 15, 65504

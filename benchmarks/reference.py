@@ -19,8 +19,8 @@ from persia_torchrec.embedding.initializer import Uniform
 from persia_torchrec.embedding.optim import SGD, Adagrad, Adam, Optimizer
 from persia_torchrec.errors import ConfigError, StoreError
 from persia_torchrec.routing.hashing import Ids
+from persia_torchrec.rpc.float_codec import Floats
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.precision import Floats
 
 Numbers = npt.NDArray[np.int64]
 

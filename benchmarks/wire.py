@@ -38,9 +38,9 @@ from persia_torchrec import env
 from persia_torchrec.embedding.optim import Adagrad
 from persia_torchrec.errors import ConfigError, ServerError
 from persia_torchrec.routing.hashing import Ids
+from persia_torchrec.rpc.addresses import free_port
+from persia_torchrec.rpc.float_codec import Floats
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.ports import free_port
-from persia_torchrec.wire.precision import Floats
 
 T = TypeVar("T")
 Sample = dict[str, float]

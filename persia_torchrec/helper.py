@@ -22,10 +22,10 @@ from persia_torchrec.errors import ConfigError, JobError
 from persia_torchrec.launch.children import Children, Watch, Work
 from persia_torchrec.launch.script import PROXY
 from persia_torchrec.parsing.command_line import format_flags
+from persia_torchrec.rpc.addresses import LOOPBACK, reserved_port_from
+from persia_torchrec.rpc.auth import Greeting
 from persia_torchrec.utils import dump_yaml
 from persia_torchrec.wire.address_book import AddressBook
-from persia_torchrec.wire.greeting import Greeting
-from persia_torchrec.wire.ports import LOOPBACK, reserved_port_from
 
 Config = Mapping[str, object]
 

@@ -16,11 +16,11 @@ from concurrent.futures import Future, InvalidStateError
 
 from persia_torchrec.errors import NotReadyError, PersiaError
 from persia_torchrec.logger import get_default_logger
+from persia_torchrec.rpc.addresses import LOOPBACK
+from persia_torchrec.rpc.auth import NO_JOB
+from persia_torchrec.rpc.channel import Listener
 from persia_torchrec.wire import processes
-from persia_torchrec.wire.greeting import NO_JOB
-from persia_torchrec.wire.ports import LOOPBACK
 from persia_torchrec.wire.signals import EndSignals, end_by_signals
-from persia_torchrec.wire.sockets import Listener
 
 _PARENT_CHECK_S = 1.0
 _POLL_MS = 100

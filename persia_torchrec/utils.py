@@ -15,7 +15,7 @@ import yaml
 from persia_torchrec.env import MAX_PORT, PERSIA_LAUNCHER_VERBOSE, set_variable
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.parsing.yaml_file import parse_yaml, read_text
-from persia_torchrec.wire.ports import free_port_from
+from persia_torchrec.rpc.addresses import free_port_from
 
 MAX_SEED = 2**32 - 1  # of NumPy's global generator
 MAXIMUM_LOCAL_PORT_NUM = MAX_PORT  # under PERSIA's name

@@ -13,12 +13,12 @@ import persia_torchrec.server.__main__
 import persia_torchrec.serving.__main__
 import persia_torchrec.worker.__main__  # noqa: F401
 from persia_torchrec.lookup.pooling import warm_up as warm_up_worker
+from persia_torchrec.rpc import float_codec
 from persia_torchrec.store.warm_up import warm_up as warm_up_store
-from persia_torchrec.wire import precision
 
 warm_up_store()
 warm_up_worker()
-precision.warm_up()
+float_codec.warm_up()
 
 # TorchRec sets up the root logger while it is imported; the mains of roles do, too.
 logging.root.handlers.clear()

@@ -11,9 +11,9 @@ import numpy as np
 from persia_torchrec.client.client import EmbeddingClient, Reply
 from persia_torchrec.client.codec import PushOutcome
 from persia_torchrec.errors import JobError, WireError
+from persia_torchrec.rpc.auth import NO_JOB, Greeting
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
 from persia_torchrec.store.embedding_store import EmbeddingStore
-from persia_torchrec.wire.greeting import NO_JOB, Greeting
 
 T = TypeVar("T")
 

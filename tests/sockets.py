@@ -7,10 +7,10 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from persia_torchrec import env
-from persia_torchrec.wire import handshake
-from persia_torchrec.wire.handshake import client_options
-from persia_torchrec.wire.messages import Header, Kind
-from persia_torchrec.wire.sockets import open_socket
+from persia_torchrec.rpc import auth
+from persia_torchrec.rpc.auth import client_options
+from persia_torchrec.rpc.channel import open_socket
+from persia_torchrec.rpc.messages import Header, Kind
 
 
 def member_socket():
@@ -42,7 +42,7 @@ def _send_command(peer, body):
 def ending_of(address, options, timeout_s):
     """Return how a connection to a listener ends, on which a request waits."""
     socket = open_socket(zmq.DEALER, {**options, zmq.LINGER: 0})
-    events = handshake.REFUSALS | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+    events = auth.REFUSALS | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
     monitor = socket.get_monitor_socket(events)
     socket.connect(address)
     with contextlib.suppress(zmq.Again):  # ZeroMQ has given the socket up already

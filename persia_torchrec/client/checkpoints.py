@@ -40,9 +40,9 @@ from persia_torchrec.errors import (
     WireError,
 )
 from persia_torchrec.parsing.decoding import KeyPath, convert
+from persia_torchrec.rpc.messages import Kind, TaskState
 from persia_torchrec.timeouts import CHECKPOINT_S
 from persia_torchrec.wire.membership import JobMember
-from persia_torchrec.wire.messages import Kind, TaskState
 
 logger = logging.getLogger(__name__)
 

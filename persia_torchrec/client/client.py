@@ -47,16 +47,16 @@ from persia_torchrec.client.transfer import (
 from persia_torchrec.errors import BatchError, ConfigError, RestartedError, WireError
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.routing.shard import Counts, ShardedIds, unique_ids
+from persia_torchrec.rpc import messages
+from persia_torchrec.rpc.auth import NO_JOB, Greeting
+from persia_torchrec.rpc.channel import MAX_MESSAGE_BYTES
+from persia_torchrec.rpc.float_codec import Floats
+from persia_torchrec.rpc.messages import Header, Kind, Precision, Share, decode_json
+from persia_torchrec.rpc.peers import Peers
+from persia_torchrec.rpc.pending import Reply as Reply
 from persia_torchrec.table import Metadata as Metadata
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire import messages
 from persia_torchrec.wire.address_book import AddressBook
-from persia_torchrec.wire.greeting import NO_JOB, Greeting
-from persia_torchrec.wire.messages import Header, Kind, Precision, Share, decode_json
-from persia_torchrec.wire.peers import Peers
-from persia_torchrec.wire.pending import Reply as Reply
-from persia_torchrec.wire.precision import Floats
-from persia_torchrec.wire.sockets import MAX_MESSAGE_BYTES
 
 logger = logging.getLogger(__name__)
 

@@ -23,13 +23,18 @@ from persia_torchrec.errors import (
 )
 from persia_torchrec.parsing.decoding import parse_json
 from persia_torchrec.routing.shard import Counts, ShardedIds
+from persia_torchrec.rpc import messages
+from persia_torchrec.rpc.channel import MAX_MESSAGE_BYTES
+from persia_torchrec.rpc.float_codec import (
+    Floats,
+    decode_floats,
+    encode_floats,
+    size_of,
+)
+from persia_torchrec.rpc.messages import Frames, Precision, Share, TableIds
+from persia_torchrec.rpc.peers import body_of
+from persia_torchrec.rpc.pending import Reply
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire import messages
-from persia_torchrec.wire.messages import Frames, Precision, Share, TableIds
-from persia_torchrec.wire.peers import body_of
-from persia_torchrec.wire.pending import Reply
-from persia_torchrec.wire.precision import Floats, decode_floats, encode_floats, size_of
-from persia_torchrec.wire.sockets import MAX_MESSAGE_BYTES
 
 _NO_ROWS = np.empty(0, dtype=np.float32)
 _NO_COUNTS = np.empty(0, dtype=np.uint32)

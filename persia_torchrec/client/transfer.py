@@ -24,11 +24,11 @@ from persia_torchrec.client.codec import KnownTable
 from persia_torchrec.client.servers import Servers
 from persia_torchrec.errors import BatchError, FrameError, RestartedError
 from persia_torchrec.routing.hashing import Ids
+from persia_torchrec.rpc import messages
+from persia_torchrec.rpc.float_codec import Floats, decode_floats
+from persia_torchrec.rpc.messages import Header, Kind, Precision, array_of
+from persia_torchrec.rpc.pending import Reply
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire import messages
-from persia_torchrec.wire.messages import Header, Kind, Precision, array_of
-from persia_torchrec.wire.pending import Reply
-from persia_torchrec.wire.precision import Floats, decode_floats
 
 BLOCK_ROWS = 65_536
 """Rows per block, unless the caller says otherwise."""

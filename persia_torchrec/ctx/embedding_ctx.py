@@ -14,10 +14,10 @@ from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.errors import ConfigError, RemoteError
 from persia_torchrec.lookup.slots import LookupHello, wait_until_ready
 from persia_torchrec.pipeline.worker_client import RemoteWorkers
+from persia_torchrec.rpc.addresses import tcp_address
 from persia_torchrec.serving.embeddings import SlotsReader
 from persia_torchrec.training import checkpoint
 from persia_torchrec.training.engine import Engine, connect_to_job, reconfigure
-from persia_torchrec.wire.ports import tcp_address
 
 _NO_TABLES = (
     "Received: servers without any. They come with the first TrainCtx of the job, or "

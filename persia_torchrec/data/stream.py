@@ -34,10 +34,16 @@ import msgspec
 from persia_torchrec.embedding import data
 from persia_torchrec.embedding.data import Origin, PersiaBatch, ReferencedBatch
 from persia_torchrec.errors import DataflowError, FrameError, RemoteError, ServerError
-from persia_torchrec.wire.greeting import NO_JOB, Greeting
-from persia_torchrec.wire.messages import Frames, Header, Kind, decode_json, encode_json
-from persia_torchrec.wire.service import Service
-from persia_torchrec.wire.transport import Connections
+from persia_torchrec.rpc.auth import NO_JOB, Greeting
+from persia_torchrec.rpc.client import Connections
+from persia_torchrec.rpc.messages import (
+    Frames,
+    Header,
+    Kind,
+    decode_json,
+    encode_json,
+)
+from persia_torchrec.rpc.server import Service
 
 _PUT_TIMEOUT_S = 0.5
 _RETRY_S = 0.2

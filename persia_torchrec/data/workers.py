@@ -22,10 +22,10 @@ from persia_torchrec.errors import (
     RequestTimeoutError,
     ServerError,
 )
-from persia_torchrec.wire import messages
-from persia_torchrec.wire.greeting import NO_JOB, Greeting
-from persia_torchrec.wire.messages import Frames, Header, Kind
-from persia_torchrec.wire.peers import Peers
+from persia_torchrec.rpc import messages
+from persia_torchrec.rpc.auth import NO_JOB, Greeting
+from persia_torchrec.rpc.messages import Frames, Header, Kind
+from persia_torchrec.rpc.peers import Peers
 
 logger = logging.getLogger(__name__)
 

@@ -33,8 +33,8 @@ from persia_torchrec.launch.supervisor import ALL, under_supervisor
 from persia_torchrec.parsing.command_line import format_flags
 from persia_torchrec.parsing.decoding import KeyPath
 from persia_torchrec.parsing.yaml_file import parse_yaml, read_section, read_text
+from persia_torchrec.rpc.addresses import free_port
 from persia_torchrec.timeouts import RECOVERY_S
-from persia_torchrec.wire.ports import free_port
 from persia_torchrec.wire.shared_memory import AUTO, PRIVATE
 
 _SETTINGS = {  # how components call the number of processes of a role

@@ -54,13 +54,13 @@ from persia_torchrec.env import MAX_PORT
 from persia_torchrec.errors import ConfigError, DiscoveryError, JobError, PersiaError
 from persia_torchrec.logger import get_default_logger
 from persia_torchrec.parsing.command_line import format_flags, parse_flags
-from persia_torchrec.wire import failures
-from persia_torchrec.wire.ports import (
+from persia_torchrec.rpc.addresses import (
     LOOPBACK,
     local_address,
     open_listening,
     require_token,
 )
+from persia_torchrec.wire import failures
 from persia_torchrec.wire.shared_memory import PRIVATE, open_memory
 from persia_torchrec.wire.signals import JOINED, START_AGAIN
 

@@ -38,10 +38,10 @@ from persia_torchrec.config.global_config import refuse_inference
 from persia_torchrec.errors import ConfigError, JobError, JobMismatchError, PersiaError
 from persia_torchrec.logger import get_default_logger
 from persia_torchrec.parsing.command_line import parse_flags
+from persia_torchrec.rpc.addresses import LOOPBACK, free_port, local_address
 from persia_torchrec.wire import failures, processes
 from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.member_record import MemberRecord
-from persia_torchrec.wire.ports import LOOPBACK, free_port, local_address
 from persia_torchrec.wire.processes import Siblings
 from persia_torchrec.wire.signals import START_AGAIN
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from persia_torchrec.embedding.data import IDFeature
 from persia_torchrec.errors import BatchError, FrameError
 from persia_torchrec.parsing.decoding import parse_json
-from persia_torchrec.wire.messages import (
+from persia_torchrec.rpc.messages import (
     Frame,
     Frames,
     Ids,

@@ -30,9 +30,9 @@ from persia_torchrec.lookup.bags import Bags, FeatureSpec, Lengths, check_bags
 from persia_torchrec.routing import shard
 from persia_torchrec.routing.hashing import add_prefix, hash_stack
 from persia_torchrec.routing.shard import Counts, Positions, ShardedIds
+from persia_torchrec.rpc.float_codec import Floats
+from persia_torchrec.rpc.messages import Precision
 from persia_torchrec.table import TableChange, TableSpec, changed_tables
-from persia_torchrec.wire.messages import Precision
-from persia_torchrec.wire.precision import Floats
 
 Outputs = tuple[Floats, ...]
 """What a lookup gives for a batch; it takes back gradients of the same shapes."""

@@ -17,7 +17,7 @@ import sys
 
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.errors import PersiaError
-from persia_torchrec.wire.messages import Share
+from persia_torchrec.rpc.messages import Share
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from persia_torchrec.pipeline.staleness import (
     StalenessSemaphore,
     TrainingSummary,
 )
-from persia_torchrec.wire.messages import NO_GENERATION
+from persia_torchrec.rpc.messages import NO_GENERATION
 
 _MAX_WAITING = 4096
 """Batches that may wait for their pull."""

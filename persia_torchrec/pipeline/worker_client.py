@@ -41,11 +41,11 @@ from persia_torchrec.lookup.sharded_lookup import Outputs
 from persia_torchrec.lookup.slots import LookupHello
 from persia_torchrec.metrics.values import Observations
 from persia_torchrec.routing.shard import Positions
+from persia_torchrec.rpc import messages
+from persia_torchrec.rpc.auth import NO_JOB, Greeting
+from persia_torchrec.rpc.float_codec import decode_floats, encode_floats
+from persia_torchrec.rpc.messages import Frame, Frames, Header, Kind, Precision
 from persia_torchrec.table import TableChange, TableSpec, changed_tables
-from persia_torchrec.wire import messages
-from persia_torchrec.wire.greeting import NO_JOB, Greeting
-from persia_torchrec.wire.messages import Frame, Frames, Header, Kind, Precision
-from persia_torchrec.wire.precision import decode_floats, encode_floats
 
 logger = logging.getLogger(__name__)
 

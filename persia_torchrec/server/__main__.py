@@ -32,6 +32,8 @@ from persia_torchrec.embedding.setting import import_settings, non_defaults
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.jit.compiled import telling_of_compilation
 from persia_torchrec.parsing.command_line import given_flags
+from persia_torchrec.rpc import float_codec
+from persia_torchrec.rpc.channel import keep_freed_memory
 from persia_torchrec.server.checkpoints import Checkpoints, KnownUpdates
 from persia_torchrec.server.config import ServerConfig, apply_global_config
 from persia_torchrec.server.server import EmbeddingServer
@@ -43,9 +45,7 @@ from persia_torchrec.service_main import (
     tell_ready,
 )
 from persia_torchrec.store.warm_up import warm_up
-from persia_torchrec.wire import precision
 from persia_torchrec.wire.membership import JobMember
-from persia_torchrec.wire.sockets import keep_freed_memory
 
 logger = logging.getLogger("persia_torchrec.server")
 
@@ -122,7 +122,7 @@ def _run(config: ServerConfig, life: JobMember | Lifetime) -> None:
 
 def _load_all() -> None:
     """Load all compiled loops; compile those that never were."""
-    precision.warm_up()
+    float_codec.warm_up()
     warm_up()
 
 

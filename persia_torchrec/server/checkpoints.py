@@ -40,11 +40,11 @@ from persia_torchrec.checkpoint.restore import restore
 from persia_torchrec.checkpoint.row_file import RowFileWriter, ShardHead, saved_tables
 from persia_torchrec.embedding.setting import Admission, Sightings, Words
 from persia_torchrec.errors import BusyError, CheckpointError, StoreError
+from persia_torchrec.rpc.messages import ErrorReply, TaskState
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.increments import Increments
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.row_moves import RawRows, RowExport, split_by_table
-from persia_torchrec.wire.messages import ErrorReply, TaskState
 
 logger = logging.getLogger(__name__)
 

@@ -18,6 +18,18 @@ import numpy as np
 from persia_torchrec.errors import BatchError
 from persia_torchrec.jit.compiled import read_only
 from persia_torchrec.routing.hashing import Ids
+from persia_torchrec.rpc import messages
+from persia_torchrec.rpc.channel import MAX_MESSAGE_BYTES
+from persia_torchrec.rpc.float_codec import Floats, encode_floats, size_of
+from persia_torchrec.rpc.messages import (
+    Frames,
+    Header,
+    Kind,
+    Share,
+    TableIds,
+    bytes_of,
+    encode_json,
+)
 from persia_torchrec.server.checkpoints import CheckpointRequest, Checkpoints
 from persia_torchrec.server.shard import (
     Request,
@@ -32,18 +44,6 @@ from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.row_moves import initial_rows
 from persia_torchrec.store.tables import TableState
 from persia_torchrec.table import TableSpec, describe_tables
-from persia_torchrec.wire import messages
-from persia_torchrec.wire.messages import (
-    Frames,
-    Header,
-    Kind,
-    Share,
-    TableIds,
-    bytes_of,
-    encode_json,
-)
-from persia_torchrec.wire.precision import Floats, encode_floats, size_of
-from persia_torchrec.wire.sockets import MAX_MESSAGE_BYTES
 
 logger = logging.getLogger(__name__)
 

@@ -21,6 +21,10 @@ from persia_torchrec.checkpoint.background import Activity
 from persia_torchrec.errors import BatchError, ConfigError, PersiaError, StoreError
 from persia_torchrec.metrics.server import Stages
 from persia_torchrec.parsing.decoding import parse_json
+from persia_torchrec.rpc import messages
+from persia_torchrec.rpc.channel import MAX_MESSAGE_BYTES, Listener
+from persia_torchrec.rpc.float_codec import Floats, decode_floats
+from persia_torchrec.rpc.messages import Frame, Frames, Header, Kind, TableIds
 from persia_torchrec.server.checkpoints import Checkpoints
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.served_checkpoint import ServedCheckpoint
@@ -33,10 +37,6 @@ from persia_torchrec.server.updates import (
     Update,
     build_gradients,
 )
-from persia_torchrec.wire import messages
-from persia_torchrec.wire.messages import Frame, Frames, Header, Kind, TableIds
-from persia_torchrec.wire.precision import Floats, decode_floats
-from persia_torchrec.wire.sockets import MAX_MESSAGE_BYTES, Listener
 
 logger = logging.getLogger(__name__)
 

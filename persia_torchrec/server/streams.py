@@ -19,9 +19,9 @@ from collections import OrderedDict
 import numpy as np
 
 from persia_torchrec.errors import FencedError, FrameError, StoreError
+from persia_torchrec.rpc.messages import GENERATION_SHIFT, MAX_PARTS, NO_GENERATION
 from persia_torchrec.server.updates import Batch
 from persia_torchrec.store.embedding_store import EmbeddingStore, Request
-from persia_torchrec.wire.messages import GENERATION_SHIFT, MAX_PARTS, NO_GENERATION
 
 Outcome = tuple[int, ...]
 """Four words, as of an update: ids without a row, rows that were refused, ids that were

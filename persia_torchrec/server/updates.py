@@ -35,9 +35,9 @@ from persia_torchrec.errors import BatchError, PersiaError, StoreError
 from persia_torchrec.jit.compiled import compiled, read_only
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.routing.shard import Positions, unique_ids
+from persia_torchrec.rpc.float_codec import Floats
+from persia_torchrec.rpc.messages import Header, Share, TableIds
 from persia_torchrec.store.memory import MISSING
-from persia_torchrec.wire.messages import Header, Share, TableIds
-from persia_torchrec.wire.precision import Floats
 
 Slots = npt.NDArray[np.uint32]
 Offsets = npt.NDArray[np.uint64]

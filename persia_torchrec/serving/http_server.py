@@ -49,8 +49,8 @@ from persia_torchrec.errors import (
     ServerError,
 )
 from persia_torchrec.parsing.decoding import KeyPath, convert
+from persia_torchrec.rpc.addresses import require_token
 from persia_torchrec.serving.predictor import Predictor
-from persia_torchrec.wire.ports import require_token
 
 logger = logging.getLogger(__name__)
 

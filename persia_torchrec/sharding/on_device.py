@@ -31,8 +31,8 @@ from persia_torchrec.lookup.sharded_lookup import (
     RowGradients,
     ShardedLookup,
 )
-from persia_torchrec.wire.messages import Precision
-from persia_torchrec.wire.precision import Floats
+from persia_torchrec.rpc.float_codec import Floats
+from persia_torchrec.rpc.messages import Precision
 
 Tensors = tuple[torch.Tensor, ...]
 

@@ -26,6 +26,7 @@ from persia_torchrec.errors import ConfigError
 from persia_torchrec.lookup.sharded_lookup import SequenceLookup, ShardedLookup
 from persia_torchrec.pipeline.joint import Trainers
 from persia_torchrec.pipeline.pipeline import BatchPipeline
+from persia_torchrec.rpc.messages import Precision, Share
 from persia_torchrec.sharding import collection, remote_lookup, remote_tables
 from persia_torchrec.sharding.collection import CollectionSpec, TableCollection
 from persia_torchrec.sharding.on_device import RowsOnDevice
@@ -38,7 +39,6 @@ from persia_torchrec.sharding.state import (
 )
 from persia_torchrec.sharding.whole_model import watch_models
 from persia_torchrec.table import TableSettings, require_known_tables
-from persia_torchrec.wire.messages import Precision, Share
 
 _PRECISIONS = {
     torch.float32: Precision.FP32,

@@ -28,6 +28,7 @@ from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.client.transfer import IdsOfRows
 from persia_torchrec.errors import BatchError, ConfigError
 from persia_torchrec.routing.hashing import Ids
+from persia_torchrec.rpc.float_codec import Floats
 from persia_torchrec.sharding import torchrec_api
 from persia_torchrec.sharding.collection import table_configs
 from persia_torchrec.sharding.stored_tensor import (
@@ -41,7 +42,6 @@ from persia_torchrec.sharding.stored_tensor import (
 from persia_torchrec.sharding.torchrec_api import ShardedTensor
 from persia_torchrec.store.row_moves import initial_rows
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.precision import Floats
 
 OptimizerState = Mapping[str, object]
 """``{"state": {key of a weight: {name: tensor}}}``, as the ``state_dict()`` of

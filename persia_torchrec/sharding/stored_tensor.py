@@ -28,10 +28,10 @@ from persia_torchrec.client import transfer
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import BatchError
 from persia_torchrec.routing.hashing import Ids
+from persia_torchrec.rpc.float_codec import Floats
 from persia_torchrec.sharding import torchrec_api
 from persia_torchrec.sharding.torchrec_api import Shard, ShardedTensor
 from persia_torchrec.table import TableSpec, WeightDtype
-from persia_torchrec.wire.precision import Floats
 
 logger = logging.getLogger(__name__)
 

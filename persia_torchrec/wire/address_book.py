@@ -55,6 +55,10 @@ from persia_torchrec.errors import (
     TokenError,
     WireError,
 )
+from persia_torchrec.rpc.addresses import LOOPBACK
+from persia_torchrec.rpc.auth import Greeting
+from persia_torchrec.rpc.client import Connections
+from persia_torchrec.rpc.messages import Header, Kind, decode_json
 from persia_torchrec.wire.book_server import (
     COMPILING,
     JOB_ID,
@@ -66,10 +70,6 @@ from persia_torchrec.wire.book_server import (
     Request,
     Swap,
 )
-from persia_torchrec.wire.greeting import Greeting
-from persia_torchrec.wire.messages import Header, Kind, decode_json
-from persia_torchrec.wire.ports import LOOPBACK
-from persia_torchrec.wire.transport import Connections
 
 logger = logging.getLogger(__name__)
 

@@ -31,9 +31,9 @@ import msgspec
 
 from persia_torchrec.errors import FrameError
 from persia_torchrec.parsing.decoding import parse_json
-from persia_torchrec.wire.greeting import Greeting
-from persia_torchrec.wire.messages import Frames, Header, Kind, decode_json
-from persia_torchrec.wire.service import ListenerThread, make_reply
+from persia_torchrec.rpc.auth import Greeting
+from persia_torchrec.rpc.messages import Frames, Header, Kind, decode_json
+from persia_torchrec.rpc.server import ListenerThread, make_reply
 
 COMPILING = "compiling"  # the key that processes increase while they compile
 JOB_ID = "job/id"

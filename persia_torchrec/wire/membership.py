@@ -55,11 +55,11 @@ from typing import ClassVar, Self
 from persia_torchrec import env, timeouts
 from persia_torchrec.errors import ConfigError, FrameError, JobError
 from persia_torchrec.parsing.decoding import parse_json
+from persia_torchrec.rpc.addresses import interface_of, local_address
 from persia_torchrec.wire import failures, processes
 from persia_torchrec.wire.address_book import AddressBook, JobState
 from persia_torchrec.wire.book_server import COMPILING
 from persia_torchrec.wire.member_record import MemberRecord
-from persia_torchrec.wire.ports import interface_of, local_address
 from persia_torchrec.wire.processes import ProcessIdentity, Siblings
 from persia_torchrec.wire.signals import START_AGAIN, EndSignals, is_in_compiler
 

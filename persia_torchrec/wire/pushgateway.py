@@ -31,7 +31,7 @@ from persia_torchrec import env
 from persia_torchrec.config.global_config import MetricsSettings
 from persia_torchrec.errors import PersiaError
 from persia_torchrec.metrics.values import Reading
-from persia_torchrec.wire.ports import local_address
+from persia_torchrec.rpc.addresses import local_address
 
 logger = logging.getLogger(__name__)
 

@@ -44,10 +44,16 @@ from persia_torchrec.errors import DataflowError, FrameError, LostBatchError
 from persia_torchrec.lookup.bags import Bags, decode_bags
 from persia_torchrec.lookup.sharded_lookup import RoutedBatch
 from persia_torchrec.lookup.slots import SlotsLookup
+from persia_torchrec.rpc import messages
+from persia_torchrec.rpc.float_codec import decode_floats, encode_floats
+from persia_torchrec.rpc.messages import (
+    Frames,
+    Header,
+    Kind,
+    decode_json,
+    encode_json,
+)
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire import messages
-from persia_torchrec.wire.messages import Frames, Header, Kind, decode_json, encode_json
-from persia_torchrec.wire.precision import decode_floats, encode_floats
 
 logger = logging.getLogger(__name__)
 

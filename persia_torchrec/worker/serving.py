@@ -24,9 +24,9 @@ from persia_torchrec.lookup.measures import LookupMeasures
 from persia_torchrec.lookup.slots import SlotsLookup, build_features
 from persia_torchrec.metrics.values import Reading
 from persia_torchrec.parsing.yaml_file import read_text
+from persia_torchrec.rpc.addresses import tcp_address
+from persia_torchrec.rpc.auth import NO_JOB, Greeting
 from persia_torchrec.wire.address_book import AddressBook
-from persia_torchrec.wire.greeting import NO_JOB, Greeting
-from persia_torchrec.wire.ports import tcp_address
 from persia_torchrec.wire.pushgateway import is_pushed, push_metrics
 from persia_torchrec.worker.process import WorkerProcess
 

@@ -11,9 +11,9 @@ from benchmarks import limits, wire
 from benchmarks.__main__ import NAMES, main
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import StoreError
+from persia_torchrec.rpc.messages import Precision
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.fbgemm_engine import FbgemmEngine, measurements
-from persia_torchrec.wire.messages import Precision
 
 pytestmark = [pytest.mark.multiprocess]
 

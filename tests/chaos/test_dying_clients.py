@@ -12,8 +12,8 @@ import pytest
 from persia_torchrec import Constant
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.embedding.optim import SGD
+from persia_torchrec.rpc.messages import NO_GENERATION
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.messages import NO_GENERATION
 from tests.processes import Processes
 from tests.servers import ids_of
 from tests.support.faults import Killed

@@ -19,10 +19,10 @@ from persia_torchrec.errors import (
     ServerError,
     WireError,
 )
+from persia_torchrec.rpc.channel import Listener
+from persia_torchrec.rpc.messages import Header, Kind, Precision
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.messages import Header, Kind, Precision
-from persia_torchrec.wire.sockets import Listener
 from tests.ports import draw_port
 from tests.reference import ReferenceStore, uniform_weights
 from tests.servers import DEADLINE_S, RunningServer, ids_of, once_the_port_is_free

@@ -11,9 +11,9 @@ from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.client.transfer import Blocks, RowBlock
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import RestartedError
+from persia_torchrec.rpc.messages import Share
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.messages import Share
 from tests.ports import draw_port
 from tests.servers import DEADLINE_S, RunningServer, ids_of, once_the_port_is_free
 

@@ -11,9 +11,9 @@ from persia_torchrec.client.transfer import RowBlock, blocks_of
 from persia_torchrec.embedding.optim import SGD, Adagrad, Adam
 from persia_torchrec.errors import BatchError, ConfigError, FrameError, RemoteError
 from persia_torchrec.routing.hashing import farmhash64
+from persia_torchrec.rpc.messages import Header, Kind, encode_json
+from persia_torchrec.rpc.server import Service
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.messages import Header, Kind, encode_json
-from persia_torchrec.wire.service import Service
 from tests.servers import ids_of
 
 ITEM = TableSpec(name="item", dim=3, optimizer=Adagrad(0.1))

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from persia_torchrec.wire.ports import open_listening
+from persia_torchrec.rpc.addresses import open_listening
 from tests.launch.slurm import (
     TORCHX_RUN,
     WAITING_TRAINER,

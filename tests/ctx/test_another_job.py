@@ -7,8 +7,8 @@ import pytest
 from persia_torchrec.ctx import EmbeddingCtx, PreprocessMode
 from persia_torchrec.data.stream import Inbox
 from persia_torchrec.errors import RemoteError
+from persia_torchrec.rpc.auth import Greeting
 from persia_torchrec.training.engine import connect_to_job
-from persia_torchrec.wire.greeting import Greeting
 from tests.local_job import LocalJob, batch_of
 
 THEIRS = Greeting("theirs")

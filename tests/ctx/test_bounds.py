@@ -13,8 +13,8 @@ from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import ConfigError, PersiaError, RequestTimeoutError
 from persia_torchrec.pipeline.worker_client import RemoteWorkers
+from persia_torchrec.rpc.messages import Kind
 from persia_torchrec.serving.embeddings import SlotsReader
-from persia_torchrec.wire.messages import Kind
 from tests.local_job import (
     Batches,
     Gate,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from persia_torchrec.data.stream import Inbox
 from persia_torchrec.embedding.data import Origin
 from persia_torchrec.errors import DataflowError, FrameError
-from persia_torchrec.wire.messages import Header, Kind
+from persia_torchrec.rpc.messages import Header, Kind
 from tests.servers import DEADLINE_S
 
 

@@ -15,9 +15,9 @@ from persia_torchrec.embedding.data import (
     encode_rest,
 )
 from persia_torchrec.errors import DataflowError, RemoteError, ServerError
-from persia_torchrec.wire.messages import Header, Kind, encode_json
-from persia_torchrec.wire.service import Service
-from persia_torchrec.wire.transport import Connections
+from persia_torchrec.rpc.client import Connections
+from persia_torchrec.rpc.messages import Header, Kind, encode_json
+from persia_torchrec.rpc.server import Service
 from tests.servers import DEADLINE_S, once_the_port_is_free
 
 WORKER = 2

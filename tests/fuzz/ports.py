@@ -28,17 +28,16 @@ from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import FrameError
 from persia_torchrec.lookup.bags import Bags, encode_bags
 from persia_torchrec.lookup.slots import SlotsLookup, build_features
+from persia_torchrec.rpc import messages
+from persia_torchrec.rpc.auth import NO_JOB, client_options
+from persia_torchrec.rpc.messages import Header, Kind, Share, TableIds, encode_json
+from persia_torchrec.rpc.server import Service
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
 from persia_torchrec.serving.embeddings import SlotsReader
 from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
 from persia_torchrec.serving.predictor import Predictor
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire import messages
 from persia_torchrec.wire.address_book import AddressBook
-from persia_torchrec.wire.greeting import NO_JOB
-from persia_torchrec.wire.handshake import client_options
-from persia_torchrec.wire.messages import Header, Kind, Share, TableIds, encode_json
-from persia_torchrec.wire.service import Service
 from persia_torchrec.worker.process import IdBuffer, WorkerProcess
 from tests.fuzz.mutations import change_frames, flip, mutate, oversize, pack, unpack
 from tests.local_job import ONE_SLOT, batch_of

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from persia_torchrec.launch import supervisor
-from persia_torchrec.wire.ports import open_listening
+from persia_torchrec.rpc.addresses import open_listening
 from persia_torchrec.wire.shared_memory import AUTO, PRIVATE
 from persia_torchrec.wire.signals import START_AGAIN
 from tests.processes import (

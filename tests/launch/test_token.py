@@ -13,8 +13,8 @@ from torchx.runner import get_runner
 from persia_torchrec.distributed import DDPOption
 from persia_torchrec.helper import PersiaServiceCtx
 from persia_torchrec.launch.supervisor import main as supervise
+from persia_torchrec.rpc import auth
 from persia_torchrec.training.data_parallel import _make_store
-from persia_torchrec.wire import handshake
 from persia_torchrec.wire.shared_memory import AUTO, open_memory
 from tests.launch import helped
 from tests.launch.jobs import draw_service_ports
@@ -60,7 +60,7 @@ def test_no_port_of_a_job_answers_a_stranger(monkeypatch, tmp_path, capfd):
             address = f"tcp://127.0.0.1:{port}"
             for token in (None, "another-token-than-theirs"):
                 for encrypts in (False, True):
-                    options = handshake.client_options(token, encrypts=encrypts)
+                    options = auth.client_options(token, encrypts=encrypts)
                     ended = ending_of(address, options, DEADLINE_S)
                     assert ended != zmq.EVENT_HANDSHAKE_SUCCEEDED
             with socket.create_connection(("127.0.0.1", port), DEADLINE_S) as raw:

@@ -8,9 +8,9 @@ from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import BatchError
 from persia_torchrec.lookup.bags import FeatureSpec
 from persia_torchrec.lookup.sharded_lookup import SequenceLookup
+from persia_torchrec.rpc.messages import Precision
 from persia_torchrec.sharding.on_device import RowsOnDevice
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.messages import Precision
 from tests.lookup.one_feature import bags_of
 from tests.servers import ids_of, missed
 

@@ -9,8 +9,8 @@ from persia_torchrec.embedding.optim import SGD, Adagrad
 from persia_torchrec.errors import BatchError, ConfigError
 from persia_torchrec.lookup.bags import Bags, FeatureSpec
 from persia_torchrec.lookup.sharded_lookup import ShardedLookup
+from persia_torchrec.rpc.messages import Precision
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.messages import Precision
 from tests import reference
 from tests.reference import ReferenceStore
 from tests.servers import RecordingStore, ids_of, missed

@@ -20,9 +20,9 @@ from persia_torchrec.errors import (
 from persia_torchrec.lookup.bags import Bags, FeatureSpec, encode_bags
 from persia_torchrec.lookup.slots import SlotsLookup
 from persia_torchrec.pipeline.worker_client import RemoteWorkers
+from persia_torchrec.rpc.messages import Precision, encode_json
+from persia_torchrec.rpc.server import Service
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.messages import Precision, encode_json
-from persia_torchrec.wire.service import Service
 from persia_torchrec.worker.process import IdBuffer, WorkerProcess
 from tests.lookup.one_feature import bags_of
 from tests.processes import wait_until

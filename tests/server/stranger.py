@@ -2,7 +2,7 @@
 
 import struct
 
-from persia_torchrec.wire.messages import Header, Kind, decode_json
+from persia_torchrec.rpc.messages import Header, Kind, decode_json
 from tests.servers import DEADLINE_S
 from tests.sockets import member_socket
 

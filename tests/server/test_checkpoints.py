@@ -12,6 +12,7 @@ from persia_torchrec.checkpoint.load import ShardLoad
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import CheckpointError, FrameError, PersiaError
+from persia_torchrec.rpc.messages import Kind, decode_json, encode_json
 from persia_torchrec.server.checkpoints import (
     CheckpointRequest,
     Checkpoints,
@@ -20,7 +21,6 @@ from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.requests import KINDS
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.messages import Kind, decode_json, encode_json
 from tests.processes import wait_until
 from tests.server.clocks import Clock
 from tests.servers import DEADLINE_S, ids_of

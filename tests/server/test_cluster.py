@@ -10,12 +10,12 @@ import pytest
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.embedding.optim import Adam
 from persia_torchrec.errors import ConfigError, RemoteError, ServerError
+from persia_torchrec.rpc.client import Connections
+from persia_torchrec.rpc.messages import Header, Kind, encode_json
 from persia_torchrec.server.cluster import EmbeddingCluster, _wait_until_ready
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
 from persia_torchrec.service_main import refusing_requests
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.messages import Header, Kind, encode_json
-from persia_torchrec.wire.transport import Connections
 from tests.processes import is_running, wait_until
 from tests.servers import DEADLINE_S, Servers, ids_of
 

@@ -9,8 +9,7 @@ import pytest
 from persia_torchrec import AdmitFrequency, Constant
 from persia_torchrec.client.codec import BatchNumber
 from persia_torchrec.embedding.optim import SGD
-from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.messages import (
+from persia_torchrec.rpc.messages import (
     PART_SHIFT,
     SHARE,
     TRAINING,
@@ -19,6 +18,7 @@ from persia_torchrec.wire.messages import (
     Share,
     encode_json,
 )
+from persia_torchrec.table import TableSpec
 from tests.processes import wait_until
 from tests.server.stranger import Stranger, one_segment
 from tests.servers import ids_of

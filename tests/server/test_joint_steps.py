@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from persia_torchrec.rpc.messages import Header, Kind, Share, TableIds
 from persia_torchrec.server.updates import JointSteps, Member, Update
-from persia_torchrec.wire.messages import Header, Kind, Share, TableIds
 
 
 class Collected:

@@ -10,9 +10,9 @@ from persia_torchrec import Constant
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.embedding.optim import Adagrad
 from persia_torchrec.errors import RemoteError
+from persia_torchrec.rpc.messages import SHARE, Header, Kind, Share
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.messages import SHARE, Header, Kind, Share
 from tests.server.stranger import GRADS, Stranger, one_segment
 from tests.servers import DEADLINE_S, ids_of
 

@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 
 from persia_torchrec import SGD
 from persia_torchrec.client.client import BatchNumber
+from persia_torchrec.rpc.messages import TableIds
 from persia_torchrec.server.updates import (
     MAX_STALENESS,
     OpenBatches,
     find_watched,
 )
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.messages import TableIds
 from tests.servers import ids_of
 
 PER_ARRAY = 64

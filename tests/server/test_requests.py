@@ -11,13 +11,7 @@ from persia_torchrec import Constant
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.embedding.optim import SGD, Adam
 from persia_torchrec.errors import BatchError, ConfigError, RemoteError
-from persia_torchrec.server.cluster import EmbeddingCluster
-from persia_torchrec.server.requests import KINDS
-from persia_torchrec.server.server import EmbeddingServer, ServerConfig
-from persia_torchrec.server.shard import RequestKind
-from persia_torchrec.store.embedding_store import EmbeddingStore
-from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.messages import (
+from persia_torchrec.rpc.messages import (
     COUNTS,
     TRAINING,
     Header,
@@ -25,6 +19,12 @@ from persia_torchrec.wire.messages import (
     bytes_of,
     encode_json,
 )
+from persia_torchrec.server.cluster import EmbeddingCluster
+from persia_torchrec.server.requests import KINDS
+from persia_torchrec.server.server import EmbeddingServer, ServerConfig
+from persia_torchrec.server.shard import RequestKind
+from persia_torchrec.store.embedding_store import EmbeddingStore
+from persia_torchrec.table import TableSpec
 from tests.processes import wait_until
 from tests.server.stranger import Stranger, one_segment
 from tests.servers import RecordingStore, ids_of

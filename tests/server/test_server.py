@@ -12,15 +12,15 @@ from persia_torchrec import Constant
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.embedding.optim import OPTIMIZERS, SGD
 from persia_torchrec.errors import ConfigError, RemoteError, WireError
-from persia_torchrec.server.server import EmbeddingServer, ServerConfig
-from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.messages import (
+from persia_torchrec.rpc.messages import (
     TRAINING,
     Header,
     Kind,
     Precision,
     encode_json,
 )
+from persia_torchrec.server.server import EmbeddingServer, ServerConfig
+from persia_torchrec.table import TableSpec
 from tests.server.stranger import GRADS, Stranger, one_segment
 from tests.servers import DEADLINE_S, ids_of
 from tests.sockets import raw_member

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from persia_torchrec.client.codec import BatchNumber
 from persia_torchrec.errors import FencedError, FrameError
+from persia_torchrec.rpc.messages import NO_GENERATION
 from persia_torchrec.server import streams as module
 from persia_torchrec.server.streams import (
     NOTHING,
@@ -18,7 +19,6 @@ from persia_torchrec.server.streams import (
     Streams,
 )
 from persia_torchrec.store.embedding_store import EmbeddingStore
-from persia_torchrec.wire.messages import NO_GENERATION
 
 
 class Reopened:

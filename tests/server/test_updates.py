@@ -2,9 +2,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from persia_torchrec.rpc.messages import Header, Kind, TableIds
 from persia_torchrec.server.updates import Update, build_gradients
 from persia_torchrec.store.memory import MISSING
-from persia_torchrec.wire.messages import Header, Kind, TableIds
 
 DIMS = {3: 2, 5: 4}
 

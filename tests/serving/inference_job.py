@@ -8,9 +8,9 @@ from pathlib import Path
 
 from persia_torchrec.launch import supervisor
 from persia_torchrec.lookup.pooling import warm_up as warm_up_worker
+from persia_torchrec.rpc import float_codec
 from persia_torchrec.server import __main__ as server
 from persia_torchrec.store.warm_up import warm_up as warm_up_store
-from persia_torchrec.wire import precision
 from persia_torchrec.worker import __main__ as worker
 from tests.ports import draw_port, draw_ports
 from tests.processes import Processes, Running, children_of, wait_until
@@ -65,7 +65,7 @@ class InferenceJob:
     ) -> None:
         warm_up_store()  # a process of its own would compile for longer than one waits
         warm_up_worker()
-        precision.warm_up()
+        float_codec.warm_up()
         self.processes = processes
         self.ports = draw_ports(num_servers)
         self.embedding_config = embedding_config

@@ -12,12 +12,12 @@ from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.client.codec import BatchNumber
 from persia_torchrec.embedding.optim import Adagrad, Adam
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.rpc.messages import Header, Kind, TableIds
 from persia_torchrec.server.updates import Update, build_gradients
 from persia_torchrec.store import blocks
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.memory import MISSING
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.messages import Header, Kind, TableIds
 from tests.reference import Row, initial_weights, step
 from tests.servers import ids_of
 from tests.store.consistency import check_store

@@ -13,9 +13,9 @@ from persia_torchrec.errors import PersiaError
 from persia_torchrec.lookup.sharded_lookup import ShardedLookup
 from persia_torchrec.pipeline.joint import Trainers
 from persia_torchrec.pipeline.pipeline import BatchPipeline
+from persia_torchrec.rpc.messages import Share
 from persia_torchrec.server.cluster import EmbeddingCluster
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.messages import Share
 from tests.processes import is_running
 from tests.servers import DEADLINE_S, ids_of
 from tests.support.count_table import COUNT, FEATURE, ONE_UPDATE, bags_of

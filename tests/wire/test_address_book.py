@@ -14,13 +14,13 @@ from persia_torchrec.errors import (
     JobMismatchError,
     RemoteError,
 )
+from persia_torchrec.rpc.addresses import local_address, open_listening
+from persia_torchrec.rpc.client import Connections
+from persia_torchrec.rpc.messages import Header, Kind
+from persia_torchrec.rpc.server import Service
 from persia_torchrec.wire import book_server
 from persia_torchrec.wire.address_book import AddressBook, Patience
 from persia_torchrec.wire.book_server import COMPILING
-from persia_torchrec.wire.messages import Header, Kind
-from persia_torchrec.wire.ports import local_address, open_listening
-from persia_torchrec.wire.service import Service
-from persia_torchrec.wire.transport import Connections
 from tests.ports import draw_port
 from tests.processes import wait_until
 from tests.servers import once_the_port_is_free

@@ -7,12 +7,12 @@ import pytest
 import zmq
 
 from persia_torchrec.errors import ConfigError, DiscoveryError, ServerError, TokenError
-from persia_torchrec.wire import handshake
+from persia_torchrec.rpc import auth
+from persia_torchrec.rpc.auth import VALID_S, Doorkeeper, client_options
+from persia_torchrec.rpc.client import Connections
+from persia_torchrec.rpc.messages import Header, Kind, encode_json
+from persia_torchrec.rpc.server import Service
 from persia_torchrec.wire.address_book import AddressBook
-from persia_torchrec.wire.handshake import VALID_S, Doorkeeper, client_options
-from persia_torchrec.wire.messages import Header, Kind, encode_json
-from persia_torchrec.wire.service import Service
-from persia_torchrec.wire.transport import Connections
 from tests.ports import draw_port
 from tests.processes import DEADLINE_S
 from tests.sockets import ending_of
@@ -136,7 +136,7 @@ def test_a_client_whose_proof_is_too_old_proves_itself_anew(monkeypatch):
     set_token(monkeypatch, OURS)
     port, now_s = draw_port(), time.time()
     with monkeypatch.context() as before:
-        before.setattr(handshake.time, "time", lambda: now_s - 2 * VALID_S)
+        before.setattr(auth.time, "time", lambda: now_s - 2 * VALID_S)
         connections = Connections("service", [f"tcp://127.0.0.1:{port}"])
     with contextlib.closing(connections), serving(port=port):
         assert submit(connections) == b'"answer"'

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persia_torchrec.errors import FrameError
-from persia_torchrec.wire.messages import (
+from persia_torchrec.rpc.messages import (
     Header,
     Kind,
     Precision,

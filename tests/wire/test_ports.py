@@ -4,15 +4,15 @@ from contextlib import closing
 import pytest
 
 from persia_torchrec.errors import ConfigError, WireError
-from persia_torchrec.utils import find_free_port
-from persia_torchrec.wire.address_book import AddressBook
-from persia_torchrec.wire.ports import (
+from persia_torchrec.rpc.addresses import (
     free_port,
     free_port_from,
     interface_of,
     reserved_port_from,
 )
-from persia_torchrec.wire.sockets import Listener
+from persia_torchrec.rpc.channel import Listener
+from persia_torchrec.utils import find_free_port
+from persia_torchrec.wire.address_book import AddressBook
 from tests.ports import draw_port
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from persia_torchrec.errors import FrameError
-from persia_torchrec.wire.messages import Precision
-from persia_torchrec.wire.precision import decode_floats, encode_floats
+from persia_torchrec.rpc.float_codec import decode_floats, encode_floats
+from persia_torchrec.rpc.messages import Precision
 
 floats = hnp.arrays(
     np.float32,

@@ -12,10 +12,10 @@ from persia_torchrec.errors import (
     RestartedError,
     ServerError,
 )
-from persia_torchrec.wire.messages import Header, Kind, encode_json
-from persia_torchrec.wire.ports import open_listening
-from persia_torchrec.wire.sockets import Listener
-from persia_torchrec.wire.transport import Connections
+from persia_torchrec.rpc.addresses import open_listening
+from persia_torchrec.rpc.channel import Listener
+from persia_torchrec.rpc.client import Connections
+from persia_torchrec.rpc.messages import Header, Kind, encode_json
 from tests.processes import wait_until
 from tests.servers import DEADLINE_S
 from tests.support.faults import Relay

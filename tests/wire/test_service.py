@@ -4,11 +4,11 @@ import time
 import pytest
 
 from persia_torchrec.errors import BatchError, RemoteError, ServerError, WireError
-from persia_torchrec.wire import service
-from persia_torchrec.wire.messages import Header, Kind, decode_json
-from persia_torchrec.wire.service import Service
-from persia_torchrec.wire.sockets import MAX_FRAMES
-from persia_torchrec.wire.transport import Connections
+from persia_torchrec.rpc import server as rpc_server
+from persia_torchrec.rpc.channel import MAX_FRAMES
+from persia_torchrec.rpc.client import Connections
+from persia_torchrec.rpc.messages import Header, Kind, decode_json
+from persia_torchrec.rpc.server import Service
 from tests.servers import DEADLINE_S
 from tests.sockets import member_socket
 
@@ -82,7 +82,7 @@ def test_a_request_that_waits_does_not_delay_another(start):
 
 
 def test_requests_beyond_the_bound_of_the_queue_are_refused(start, monkeypatch):
-    monkeypatch.setattr(service, "MAX_WAITING", 2)
+    monkeypatch.setattr(rpc_server, "MAX_WAITING", 2)
     released = threading.Event()
 
     def handle(header, frames):

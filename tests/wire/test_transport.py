@@ -17,11 +17,11 @@ from persia_torchrec.errors import (
     ServerError,
     WireError,
 )
-from persia_torchrec.wire import transport as transport_module
-from persia_torchrec.wire.greeting import NO_JOB, Greeting
-from persia_torchrec.wire.messages import Header, Kind, decode_json
-from persia_torchrec.wire.sockets import Listener
-from persia_torchrec.wire.transport import Connections
+from persia_torchrec.rpc import client as transport_module
+from persia_torchrec.rpc.auth import NO_JOB, Greeting
+from persia_torchrec.rpc.channel import Listener
+from persia_torchrec.rpc.client import Connections
+from persia_torchrec.rpc.messages import Header, Kind, decode_json
 from tests.ports import draw_port
 from tests.servers import DEADLINE_S, once_the_port_is_free
 from tests.sockets import member_socket
@@ -554,7 +554,7 @@ def test_a_client_without_a_greeting_is_refused_by_a_listener_of_a_job(start, na
 
 
 def test_more_peers_connect_than_a_listener_remembers(start, connect, monkeypatch):
-    monkeypatch.setattr("persia_torchrec.wire.sockets._MAX_KNOWN_PEERS", 2)
+    monkeypatch.setattr("persia_torchrec.rpc.channel._MAX_KNOWN_PEERS", 2)
     peer = start(echo, Greeting("ours"))
     all_of_them = [connect(peer.address, greeting=Greeting("ours")) for _ in range(5)]
     for connections in all_of_them * 2:

@@ -15,8 +15,8 @@ from persia_torchrec.errors import BatchError
 from persia_torchrec.lookup.bags import encode_bags
 from persia_torchrec.lookup.measures import LookupMeasures
 from persia_torchrec.lookup.slots import SlotsLookup
+from persia_torchrec.rpc.messages import TRAINING, Header, Kind, encode_json
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.messages import TRAINING, Header, Kind, encode_json
 from persia_torchrec.worker.process import IdBuffer, WorkerProcess
 from persia_torchrec.worker.serving import (
     make_lookup,

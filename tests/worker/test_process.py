@@ -11,8 +11,8 @@ from persia_torchrec.errors import (
 )
 from persia_torchrec.lookup.bags import encode_bags
 from persia_torchrec.lookup.slots import SlotsLookup
-from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.messages import (
+from persia_torchrec.rpc.float_codec import decode_floats, encode_floats
+from persia_torchrec.rpc.messages import (
     AGAIN,
     TRAINING,
     Header,
@@ -21,7 +21,7 @@ from persia_torchrec.wire.messages import (
     decode_json,
     encode_json,
 )
-from persia_torchrec.wire.precision import decode_floats, encode_floats
+from persia_torchrec.table import TableSpec
 from persia_torchrec.worker.process import IdBuffer, WorkerProcess
 from tests.lookup.one_feature import FEATURE, bags_of
 from tests.servers import ids_of

@@ -18,8 +18,8 @@ from persia_torchrec.embedding.optim import Adam
 from persia_torchrec.errors import ConfigError, WireError
 from persia_torchrec.lookup.pooling import warm_up
 from persia_torchrec.pipeline.worker_client import RemoteWorkers
+from persia_torchrec.rpc.messages import Kind, decode_json, encode_json
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.messages import Kind, decode_json, encode_json
 from persia_torchrec.worker.__main__ import main
 from persia_torchrec.worker.serving import ready_client, require_dims
 from tests.lookup.one_feature import bags_of

@@ -33,7 +33,7 @@ from persia_torchrec.jit.float16 import (
     to_bfloat16,
     to_float16,
 )
-from persia_torchrec.wire.messages import Frame, Precision, array_of, bytes_of
+from persia_torchrec.rpc.messages import Frame, Precision, array_of, bytes_of
 
 Floats = npt.NDArray[np.float32]
 

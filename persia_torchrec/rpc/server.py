@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 from persia_torchrec import env
 from persia_torchrec.errors import PersiaError
-from persia_torchrec.wire.greeting import NO_JOB, Greeting
-from persia_torchrec.wire.messages import Frames, Header, Kind, error_frames
-from persia_torchrec.wire.ports import LOOPBACK
-from persia_torchrec.wire.sockets import Listener, require_sendable
+from persia_torchrec.rpc.addresses import LOOPBACK
+from persia_torchrec.rpc.auth import NO_JOB, Greeting
+from persia_torchrec.rpc.channel import Listener, require_sendable
+from persia_torchrec.rpc.messages import Frames, Header, Kind, error_frames
 
 logger = logging.getLogger(__name__)
 

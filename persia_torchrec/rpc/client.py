@@ -45,10 +45,16 @@ from persia_torchrec.errors import (
     TokenError,
     WireError,
 )
-from persia_torchrec.timeouts import SAY_S
-from persia_torchrec.wire import handshake
-from persia_torchrec.wire.greeting import NO_JOB, Greeting
-from persia_torchrec.wire.messages import (
+from persia_torchrec.rpc import auth
+from persia_torchrec.rpc.auth import NO_JOB, Greeting
+from persia_torchrec.rpc.channel import (
+    Wakeup,
+    open_socket,
+    receive_frames,
+    require_sendable,
+    send_frames,
+)
+from persia_torchrec.rpc.messages import (
     ErrorReply,
     Frame,
     Frames,
@@ -57,14 +63,8 @@ from persia_torchrec.wire.messages import (
     decode_json,
     encode_json,
 )
-from persia_torchrec.wire.pending import Away, Reply, Silence, Told
-from persia_torchrec.wire.sockets import (
-    Wakeup,
-    open_socket,
-    receive_frames,
-    require_sendable,
-    send_frames,
-)
+from persia_torchrec.rpc.pending import Away, Reply, Silence, Told
+from persia_torchrec.timeouts import SAY_S
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ _ROWS_GONE = (
     "the server was started again, and its rows are gone. Fill or export the table "
     "once more, or load a checkpoint."
 )
-_CHANGES = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | handshake.REFUSALS
+_CHANGES = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | auth.REFUSALS
 _monitor_numbers = itertools.count()
 
 
@@ -108,7 +108,7 @@ class Connections:
         self.names = [f"{role} {i} at {a}" for i, a in enumerate(addresses)]
         self.incarnations, self._addresses = [0] * len(addresses), list(addresses)
         self._routing_ids = [greeting.encode() for _ in addresses]
-        self._proofs = [handshake.Proof(encrypts=encrypts) for _ in addresses]
+        self._proofs = [auth.Proof(encrypts=encrypts) for _ in addresses]
         self._recovery_s, self._when_restarted = recovery_s, when_restarted
         self._slots = threading.BoundedSemaphore(_MAX_PENDING)
         self._lock = threading.Lock()
@@ -249,7 +249,7 @@ class Connections:
 
     def _open(self, server: int) -> None:
         """Connect to a server; what comes over the socket is handled in its order."""
-        options: handshake.Options = {
+        options: auth.Options = {
             zmq.SNDHWM: 0,  # _MAX_PENDING bounds
             zmq.SNDTIMEO: 0,  # of one that ZeroMQ has given up: see _send
             zmq.RECONNECT_IVL_MAX: 1000,
@@ -402,7 +402,7 @@ class Connections:
         _, why = self._lost.get(server, ("", None))
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._proofs[server].num_refused = 0
-        if event & handshake.REFUSALS:
+        if event & auth.REFUSALS:
             self._notice_refusal(server, event, change["value"])
         elif why is TokenError or (is_lost and self._proofs[server].num_refused):
             return  # ZeroMQ connects again by itself, or never

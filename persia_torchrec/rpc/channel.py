@@ -22,9 +22,9 @@ from persia_torchrec.errors import (
     JobMismatchError,
     WireError,
 )
-from persia_torchrec.wire import handshake, ports
-from persia_torchrec.wire.greeting import NO_JOB, Greeting
-from persia_torchrec.wire.messages import Frame, Frames, Header, Kind, error_frames
+from persia_torchrec.rpc import addresses, auth
+from persia_torchrec.rpc.auth import NO_JOB, Greeting
+from persia_torchrec.rpc.messages import Frame, Frames, Header, Kind, error_frames
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ class Listener:
 
     def _listen(self, host: str, port: int, fd: int | None, *, encrypts: bool) -> str:
         """Begin to accept those who prove the token; return the address."""
-        options = handshake.listener_options(self._context, encrypts=encrypts)
+        options = auth.listener_options(self._context, encrypts=encrypts)
         if fd is not None:
             options[zmq.USE_FD] = duplicate(fd)  # ZeroMQ closes it
         for option, value in options.items():
@@ -166,7 +166,7 @@ class Listener:
             raise WireError(f"Cannot listen on {host}:{port}: {exc}.") from exc
         address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         own_host = address.removeprefix("tcp://").rpartition(":")[0]
-        ports.require_token(own_host, env.job_token())
+        addresses.require_token(own_host, env.job_token())
         return address
 
 

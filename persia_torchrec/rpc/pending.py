@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from persia_torchrec.wire.messages import Frame, Frames, Header
+from persia_torchrec.rpc.messages import Frame, Frames, Header
 
 _GRACE_S = 5.0  # a reply that is later than its deadline: the I/O thread is dead
 
