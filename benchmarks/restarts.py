@@ -38,13 +38,13 @@ from benchmarks.workload import Workload
 from persia_torchrec import env
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import ServerError
-from persia_torchrec.wire.address_book import AddressBook
-from persia_torchrec.wire.membership import JobTimings
+from persia_torchrec.job.member import JobTimings
+from persia_torchrec.job.registry import AddressBook
 
 _DIM, _MOST_TURNS = 16, 5
 _REQUESTS = 24
 _LONG_S = 600.0  # a start may compile
-_SUPERVISOR = ("-m", "persia_torchrec.launch.supervisor", "--port", "0")
+_SUPERVISOR = ("-m", "persia_torchrec.job.supervisor", "--port", "0")
 _MEMORY = ("--memory-dir", "auto", "--", sys.executable)
 _MOMENTS = {
     "supervisor": "is started again",

@@ -134,7 +134,7 @@ get_replica_size = partial(integer, "REPLICA_SIZE", 1)
 PERSIA_LAUNCHER_VERBOSE = text("PERSIA_LAUNCHER_VERBOSE") not in (None, "0")
 PERSIA_SKIP_CHECK_DATA = False
 
-# What a supervisor tells the process that it starts: see launch/supervisor.py.
+# What a supervisor tells the process that it starts: see job/supervisor.py.
 num_restarts = partial(integer, "PERSIA_RESTARTS", 0)
 
 # Paths, each None when unset.

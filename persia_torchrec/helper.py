@@ -19,13 +19,13 @@ from persia_torchrec.config.embedding_config import load_embedding_config
 from persia_torchrec.config.global_config import refuse_inference
 from persia_torchrec.data.loader import require_at_least_1
 from persia_torchrec.errors import ConfigError, JobError
-from persia_torchrec.launch.children import Children, Watch, Work
-from persia_torchrec.launch.script import PROXY
+from persia_torchrec.job.children import Children, Watch, Work
+from persia_torchrec.job.registry import AddressBook
+from persia_torchrec.job.script import PROXY
 from persia_torchrec.parsing.command_line import format_flags
 from persia_torchrec.rpc.addresses import LOOPBACK, reserved_port_from
 from persia_torchrec.rpc.auth import Greeting
 from persia_torchrec.utils import dump_yaml
-from persia_torchrec.wire.address_book import AddressBook
 
 Config = Mapping[str, object]
 
@@ -137,7 +137,7 @@ class PersiaServiceCtx:
                     for index in range(self._counts[role]):
                         self._children.start_work(role, index, self._counts[role], work)
                 elif role == "trainer":
-                    words = ("launch.script", "trainer", PROXY)
+                    words = ("job.script", "trainer", PROXY)
                     self._children.start_module("proxy trainer", *words)
             self._watch = Watch(book, self._children)
             stack.callback(self._watch.stop)
@@ -188,7 +188,7 @@ class PersiaServiceCtx:
             num_workers=counts["worker"],
             num_servers=counts["server"],
         )
-        self._children.start_module("coordinator", "launch.coordinator", *flags)
+        self._children.start_module("coordinator", "job.coordinator", *flags)
         replica_flags = (
             ("server", "shard", "num_shards"),
             ("worker", "index", "num_workers"),

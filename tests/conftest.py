@@ -27,9 +27,9 @@ if "PERSIA_JOB_TOKEN_FILE" not in os.environ:  # else a worker of pytest-xdist
 import pytest
 from hypothesis import settings
 
+from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.lookup.pooling import warm_up as warm_up_worker
 from persia_torchrec.store.warm_up import warm_up as warm_up_store
-from persia_torchrec.wire.address_book import AddressBook
 from tests.gateway import Gateway
 from tests.processes import Processes
 from tests.servers import Servers

@@ -7,8 +7,8 @@ import gc
 import logging
 
 import persia_torchrec.ctx.train_ctx
-import persia_torchrec.launch.coordinator
-import persia_torchrec.launch.script
+import persia_torchrec.job.coordinator
+import persia_torchrec.job.script
 import persia_torchrec.server.__main__
 import persia_torchrec.serving.__main__
 import persia_torchrec.worker.__main__  # noqa: F401

@@ -39,10 +39,10 @@ from persia_torchrec.errors import (
     RequestTimeoutError,
     WireError,
 )
+from persia_torchrec.job.member import JobMember
 from persia_torchrec.parsing.decoding import KeyPath, convert
 from persia_torchrec.rpc.messages import Kind, TaskState
 from persia_torchrec.timeouts import CHECKPOINT_S
-from persia_torchrec.wire.membership import JobMember
 
 logger = logging.getLogger(__name__)
 

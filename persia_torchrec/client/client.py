@@ -45,6 +45,7 @@ from persia_torchrec.client.transfer import (
     rows_to_write,
 )
 from persia_torchrec.errors import BatchError, ConfigError, RestartedError, WireError
+from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.routing.shard import Counts, ShardedIds, unique_ids
 from persia_torchrec.rpc import messages
@@ -56,7 +57,6 @@ from persia_torchrec.rpc.peers import Peers
 from persia_torchrec.rpc.pending import Reply as Reply
 from persia_torchrec.table import Metadata as Metadata
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.address_book import AddressBook
 
 logger = logging.getLogger(__name__)
 

@@ -22,11 +22,11 @@ from persia_torchrec.data.stream import BatchSender, Position
 from persia_torchrec.data.workers import Workers
 from persia_torchrec.embedding.data import NO_WORKER, Origin, PersiaBatch
 from persia_torchrec.errors import ConfigError, DataflowError
+from persia_torchrec.job.implicit_member import join_job
+from persia_torchrec.job.member_record import MemberRecord
+from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.lookup.bags import Bags, build_bags, encode_bags
 from persia_torchrec.rpc.messages import Frames
-from persia_torchrec.wire.address_book import AddressBook
-from persia_torchrec.wire.direct_start import join_job
-from persia_torchrec.wire.member_record import MemberRecord
 
 logger = logging.getLogger(__name__)
 

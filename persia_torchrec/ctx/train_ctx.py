@@ -16,6 +16,7 @@ from persia_torchrec.data.loader import PersiaTrainingBatch, require_at_least_1
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.job.member import JobMember
 from persia_torchrec.pipeline.staleness import TrainingSummary
 from persia_torchrec.sharding.slot_tensors import run_dense
 from persia_torchrec.table import TableSettings
@@ -27,7 +28,6 @@ from persia_torchrec.training.recovery import (
     Resume,
     folder_of_job,
 )
-from persia_torchrec.wire.membership import JobMember
 
 _TRAINING = "training.pt"
 

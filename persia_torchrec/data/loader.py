@@ -23,9 +23,9 @@ from persia_torchrec.data.stream import Inbox
 from persia_torchrec.embedding import data
 from persia_torchrec.embedding.data import PersiaBatch, ReferencedBatch
 from persia_torchrec.errors import ConfigError, DataflowError
+from persia_torchrec.job.implicit_member import join_job
+from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.rpc.addresses import local_address
-from persia_torchrec.wire.address_book import AddressBook
-from persia_torchrec.wire.direct_start import join_job
 
 T = TypeVar("T")
 

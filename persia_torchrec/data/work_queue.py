@@ -36,8 +36,8 @@ from persia_torchrec.data.columns import require
 from persia_torchrec.data.files import require_file
 from persia_torchrec.data.loader import require_at_least_1
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.rpc.addresses import LOOPBACK
-from persia_torchrec.wire.address_book import AddressBook
 
 
 @dataclass(frozen=True, slots=True)

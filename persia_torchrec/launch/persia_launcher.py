@@ -16,14 +16,14 @@ from persia_torchrec import env
 from persia_torchrec.config.embedding_config import load_embedding_config
 from persia_torchrec.config.global_config import inference_settings, refuse_inference
 from persia_torchrec.errors import ConfigError, PersiaError
-from persia_torchrec.launch.supervisor import ALL, under_supervisor
+from persia_torchrec.job.supervisor import ALL, under_supervisor
+from persia_torchrec.job.survivable_memory import AUTO, PRIVATE
 from persia_torchrec.parsing.command_line import (
     ImportFlags,
     add_flags,
     build,
     format_flags,
 )
-from persia_torchrec.wire.shared_memory import AUTO, PRIVATE
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -120,7 +120,7 @@ class NnWorker(_Process, _Recovering):
             node_rank=self.node_rank,
             max_restarts=self.max_restarts,
         )
-        words = ["-m", "persia_torchrec.launch.torchrun", *flags, "--", self.file]
+        words = ["-m", "persia_torchrec.job.torchrun", *flags, "--", self.file]
         return self._command(words, memory_dir=PRIVATE)
 
 
@@ -151,7 +151,7 @@ class DataLoader(_Replica, _Recovering):
         refuse_inference("data loader", env.global_config_path())
         env.require_job_store("A data loader")
         self.export()
-        words = ["-m", "persia_torchrec.launch.script", "loader", self.file]
+        words = ["-m", "persia_torchrec.job.script", "loader", self.file]
         return self._command(words, memory_dir=PRIVATE)
 
 
@@ -248,7 +248,7 @@ class Coordinator(_Process, _Recovering):
             num_loaders=self.data_loaders,
             num_trainers=self.nn_workers,
         )
-        words = ["-m", "persia_torchrec.launch.coordinator", *flags]
+        words = ["-m", "persia_torchrec.job.coordinator", *flags]
         return self._command(words, host=ALL, port=port)
 
 

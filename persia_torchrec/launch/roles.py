@@ -29,13 +29,13 @@ from torchx import specs
 from persia_torchrec import env as environment
 from persia_torchrec.env import CHECKPOINT_DIR, JOIN_TIMEOUT_S, MAX_PORT, is_loopback
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.launch.supervisor import ALL, under_supervisor
+from persia_torchrec.job.supervisor import ALL, under_supervisor
+from persia_torchrec.job.survivable_memory import AUTO, PRIVATE
 from persia_torchrec.parsing.command_line import format_flags
 from persia_torchrec.parsing.decoding import KeyPath
 from persia_torchrec.parsing.yaml_file import parse_yaml, read_section, read_text
 from persia_torchrec.rpc.addresses import free_port
 from persia_torchrec.timeouts import RECOVERY_S
-from persia_torchrec.wire.shared_memory import AUTO, PRIVATE
 
 _SETTINGS = {  # how components call the number of processes of a role
     "server": "embedding_servers",
@@ -409,7 +409,7 @@ def coordinator(job: JobSettings, **counts: int) -> specs.Role:
     if job.recover:
         timeout_s, restarts = job.recovery_timeout_s, job.max_restarts
         flags += format_flags(recovery_timeout_s=timeout_s, max_restarts=restarts)
-    return job.role("coordinator", "launch.coordinator", flags)
+    return job.role("coordinator", "job.coordinator", flags)
 
 
 def embedding_servers(
@@ -487,10 +487,10 @@ def scripts(
         raise ConfigError(f"{name}_gpus must be >= 0. Received: {gpus}.")
     words = _split(name, "a file name and its arguments", script)
     if role == "loader" or (job.nproc_per_node == 1 and not job.recover):
-        return job.role(role, "launch.script", [role, *words], num, gpus=gpus)
+        return job.role(role, "job.script", [role, *words], num, gpus=gpus)
     restarts = None if job.recover else 0
     flags = format_flags(nproc_per_node=job.nproc_per_node, max_restarts=restarts)
-    return job.role(role, "launch.torchrun", [*flags, "--", *words], num, gpus=gpus)
+    return job.role(role, "job.torchrun", [*flags, "--", *words], num, gpus=gpus)
 
 
 def _pass_lists(replica: Any) -> None:

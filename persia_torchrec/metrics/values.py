@@ -1,6 +1,6 @@
 """Metrics of a process: counters, gauges with their maximum, means between two pushes.
 
-``wire/pushgateway.py`` turns a ``Reading`` into ``prometheus_client``'s types, whose
+``metrics/push.py`` turns a ``Reading`` into ``prometheus_client``'s types, whose
 ``Summary`` does not have PERSIA's gauges of means since the last push.
 """
 

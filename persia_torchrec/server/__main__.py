@@ -31,21 +31,21 @@ from persia_torchrec.config.global_config import (
 from persia_torchrec.embedding.setting import import_settings, non_defaults
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.jit.compiled import telling_of_compilation
-from persia_torchrec.parsing.command_line import given_flags
-from persia_torchrec.rpc import float_codec
-from persia_torchrec.rpc.channel import keep_freed_memory
-from persia_torchrec.server.checkpoints import Checkpoints, KnownUpdates
-from persia_torchrec.server.config import ServerConfig, apply_global_config
-from persia_torchrec.server.server import EmbeddingServer
-from persia_torchrec.service_main import (
+from persia_torchrec.job.member import JobMember
+from persia_torchrec.job.service import (
     ChildLifetime,
     Lifetime,
     refusing_requests,
     run_service,
     tell_ready,
 )
+from persia_torchrec.parsing.command_line import given_flags
+from persia_torchrec.rpc import float_codec
+from persia_torchrec.rpc.channel import keep_freed_memory
+from persia_torchrec.server.checkpoints import Checkpoints, KnownUpdates
+from persia_torchrec.server.config import ServerConfig, apply_global_config
+from persia_torchrec.server.server import EmbeddingServer
 from persia_torchrec.store.warm_up import warm_up
-from persia_torchrec.wire.membership import JobMember
 
 logger = logging.getLogger("persia_torchrec.server")
 

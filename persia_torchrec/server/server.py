@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable
 
 from persia_torchrec.errors import ConfigError, FrameError, PersiaError, RestartedError
+from persia_torchrec.metrics.push import push_metrics
 from persia_torchrec.metrics.server import ServerReadings, Snapshots
 from persia_torchrec.rpc.auth import NO_JOB, Greeting
 from persia_torchrec.rpc.channel import Listener
@@ -21,7 +22,6 @@ from persia_torchrec.server.checkpoints import Checkpoints, KnownUpdates
 from persia_torchrec.server.config import ServerConfig as ServerConfig
 from persia_torchrec.server.requests import KINDS
 from persia_torchrec.server.shard import Request, RequestKind, Shard
-from persia_torchrec.wire.pushgateway import push_metrics
 
 logger = logging.getLogger(__name__)
 

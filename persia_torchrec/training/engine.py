@@ -35,8 +35,11 @@ from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.data import PersiaBatch, ReferencedBatch
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.job.implicit_member import join_job
+from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.lookup import slots
 from persia_torchrec.lookup.bags import Bags
+from persia_torchrec.metrics.push import push_metrics
 from persia_torchrec.metrics.values import Reading
 from persia_torchrec.pipeline.pipeline import BatchPipeline, PrefetchedBatch
 from persia_torchrec.pipeline.worker_client import WAIT, RemoteBatch, RemoteWorkers
@@ -49,9 +52,6 @@ from persia_torchrec.sharding.whole_model import join
 from persia_torchrec.table import TableSettings, TableSpec
 from persia_torchrec.training import data_parallel
 from persia_torchrec.training.checkpoint import ContextCheckpoints, at_first
-from persia_torchrec.wire.address_book import AddressBook
-from persia_torchrec.wire.direct_start import join_job
-from persia_torchrec.wire.pushgateway import push_metrics
 from persia_torchrec.worker.serving import ask_for_slots
 
 Pull = PrefetchedBatch[RemoteBatch]

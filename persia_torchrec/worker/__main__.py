@@ -23,12 +23,12 @@ from persia_torchrec.config import embedding_config, global_config
 from persia_torchrec.embedding.setting import import_settings
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.jit.compiled import telling_of_compilation
+from persia_torchrec.job.member import JobMember
+from persia_torchrec.job.service import Lifetime, run_service, tell_ready
 from persia_torchrec.lookup.pooling import warm_up
 from persia_torchrec.parsing.command_line import ImportFlags, parse_flags
 from persia_torchrec.rpc.channel import keep_freed_memory
 from persia_torchrec.rpc.server import Service
-from persia_torchrec.service_main import Lifetime, run_service, tell_ready
-from persia_torchrec.wire.membership import JobMember
 from persia_torchrec.worker.process import IdBuffer, WorkerProcess
 from persia_torchrec.worker.serving import (
     make_lookup,

@@ -20,14 +20,14 @@ from persia_torchrec.config.embedding_config import (
 )
 from persia_torchrec.config.global_config import MetricsSettings
 from persia_torchrec.errors import ConfigError, PersiaError, ServerError
+from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.lookup.measures import LookupMeasures
 from persia_torchrec.lookup.slots import SlotsLookup, build_features
+from persia_torchrec.metrics.push import is_pushed, push_metrics
 from persia_torchrec.metrics.values import Reading
 from persia_torchrec.parsing.yaml_file import read_text
 from persia_torchrec.rpc.addresses import tcp_address
 from persia_torchrec.rpc.auth import NO_JOB, Greeting
-from persia_torchrec.wire.address_book import AddressBook
-from persia_torchrec.wire.pushgateway import is_pushed, push_metrics
 from persia_torchrec.worker.process import WorkerProcess
 
 logger = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ def test_an_unknown_name_is_an_attribute_error():
         (
             "persia_torchrec.server.server, persia_torchrec.server.__main__, "
             "persia_torchrec.store.embedding_store, persia_torchrec.client.client, "
-            "persia_torchrec.ctx.data_ctx, persia_torchrec.launch.script",
+            "persia_torchrec.ctx.data_ctx, persia_torchrec.job.script",
             "torch torchrec torchx fbgemm_gpu",
         ),
         (

@@ -98,8 +98,8 @@ UNPICKLES = "persia_torchrec/training/dense_reader.py"
 START_PROCESSES = {
     "benchmarks/limits.py",
     "benchmarks/servers.py",
-    "persia_torchrec/launch/children.py",
-    "persia_torchrec/wire/direct_start.py",
+    "persia_torchrec/job/children.py",
+    "persia_torchrec/job/implicit_member.py",
 }
 
 

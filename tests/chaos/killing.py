@@ -13,9 +13,9 @@ from statistics import median
 import psutil
 
 from persia_torchrec.errors import JobError
-from persia_torchrec.wire.address_book import AddressBook
-from persia_torchrec.wire.member_record import MemberRecord
-from persia_torchrec.wire.processes import ProcessIdentity
+from persia_torchrec.job.member_record import MemberRecord
+from persia_torchrec.job.process_identity import ProcessIdentity
+from persia_torchrec.job.registry import AddressBook
 from tests.forked_jobs import ForkedJob
 from tests.processes import wait_until
 from tests.support.repository import ROOT

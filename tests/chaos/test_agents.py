@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from persia_torchrec.launch import supervisor
-from persia_torchrec.wire.address_book import AddressBook
-from persia_torchrec.wire.member_record import MemberRecord
+from persia_torchrec.job import supervisor
+from persia_torchrec.job.member_record import MemberRecord
+from persia_torchrec.job.registry import AddressBook
 from tests.launch.jobs import Job
 from tests.processes import Processes, is_running, parent_of, wait_until
 from tests.support.repository import ROOT
@@ -37,7 +37,7 @@ def start_agents(processes, job):
     agents = []
     for node in range(2):
         own = [*flags, "--node-rank", str(node), "--", "train.py"]
-        command = [sys.executable, "-m", "persia_torchrec.launch.torchrun", *own]
+        command = [sys.executable, "-m", "persia_torchrec.job.torchrun", *own]
         variables = {"PERSIA_STORE_PORT": str(job.port), "PYTHONPATH": str(ROOT)}
         agents.append(
             processes.start(

@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import pytest
 
 from persia_torchrec.data import DataLoader, StreamingDataset
-from persia_torchrec.launch import supervisor
+from persia_torchrec.job import supervisor
+from persia_torchrec.job.member import JobTimings
+from persia_torchrec.job.member_record import MemberRecord
+from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.server.cluster import EmbeddingCluster
-from persia_torchrec.wire.address_book import AddressBook
-from persia_torchrec.wire.member_record import MemberRecord
-from persia_torchrec.wire.membership import JobTimings
 from tests.integration.feeding import (
     FROM_ZERO,
     NUM_BATCHES,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.wire.address_book import AddressBook
-from persia_torchrec.wire.member_record import MemberRecord
+from persia_torchrec.job.member_record import MemberRecord
+from persia_torchrec.job.registry import AddressBook
 from tests.integration.torchx_jobs import TorchxJob
 from tests.local_job import ONE_SLOT
 from tests.ports import draw_port

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from persia_torchrec.config.embedding_config import load_embedding_config
+from persia_torchrec.job.member_record import MemberRecord
+from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.routing.shard import is_of_shard
-from persia_torchrec.wire.address_book import AddressBook
-from persia_torchrec.wire.member_record import MemberRecord
 from tests.chaos import counting
 from tests.chaos.killing import AGENT, RAISING, SUPERVISOR, Killer, recovering_job
 from tests.launch.jobs import Job, start_trainers

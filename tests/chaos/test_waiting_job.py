@@ -13,10 +13,10 @@ import pytest
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.embedding.optim import Adagrad
 from persia_torchrec.errors import PersiaError
+from persia_torchrec.job.member_record import MemberRecord
+from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.rpc.addresses import open_listening
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.address_book import AddressBook
-from persia_torchrec.wire.member_record import MemberRecord
 from tests.integration.torchx_jobs import TorchxJob
 from tests.local_job import ONE_SLOT
 from tests.ports import draw_port

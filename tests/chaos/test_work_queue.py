@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from persia_torchrec.wire.address_book import AddressBook
+from persia_torchrec.job.registry import AddressBook
 from tests.chaos.killing import SUPERVISOR, Killer
 from tests.forked_jobs import ForkedJob
 from tests.processes import wait_until

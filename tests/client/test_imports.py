@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from persia_torchrec.data import DataLoader, StreamingDataset
+from persia_torchrec.job.member import JobTimings
 from persia_torchrec.server.cluster import EmbeddingCluster
-from persia_torchrec.wire.membership import JobTimings
 from tests.local_job import LocalJob
 from tests.servers import DEADLINE_S
 
@@ -100,9 +100,7 @@ def test_both_ends_of_a_stream_of_batches_have_neither_store_nor_client():
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    "start", [(), ("-m", "persia_torchrec.launch.script", "loader")]
-)
+@pytest.mark.parametrize("start", [(), ("-m", "persia_torchrec.job.script", "loader")])
 def test_a_data_loader_that_has_sent_a_batch_compiles_nothing(
     tmp_path, monkeypatch, start
 ):

@@ -54,7 +54,7 @@ def test_a_component_is_understood_by_every_scheduler(
     app = load(name)(**COMPONENTS[name])
     request = str(runner.dryrun(app, scheduler, cfg_of(scheduler, tmp_path)))
     for role in app.roles:
-        assert role.args[1] == "persia_torchrec.launch.supervisor"
+        assert role.args[1] == "persia_torchrec.job.supervisor"
         assert role.args[1] in request
         assert role.name.isalpha()
 
@@ -130,7 +130,7 @@ def test_a_port_is_chosen_when_none_is_named():
 
 def test_a_script_keeps_its_arguments_as_in_a_shell():
     roles = train()
-    launcher = ["-m", "persia_torchrec.launch.script"]
+    launcher = ["-m", "persia_torchrec.job.script"]
     assert roles["trainer"].args == [*launcher, "trainer", "train.py", "--epochs", "2"]
     assert roles["loader"].args == [*launcher, "loader", "my loader.py"]
 
@@ -158,9 +158,9 @@ def test_roles_that_recover_have_a_supervisor():
     own["coordinator"] += ["--recovery-timeout-s", "600.0", "--max-restarts", "3"]
     own["server"] += ["--resume-dir", "persia_checkpoints/${app_id}"]
     script = ["--nproc-per-node", "1", "--", "train.py", "--epochs", "2"]
-    own["trainer"] = ["-m", "persia_torchrec.launch.torchrun", *script]
+    own["trainer"] = ["-m", "persia_torchrec.job.torchrun", *script]
     for name, role in roles.items():
-        supervisor = ["-m", "persia_torchrec.launch.supervisor", *survives[name]]
+        supervisor = ["-m", "persia_torchrec.job.supervisor", *survives[name]]
         assert role.args == [*supervisor, "--", "python3.12", *own[name]]
     private = ["--memory-dir", "private", "--"]
     _, server, _, predictor = serve(recover=True).values()
@@ -171,7 +171,7 @@ def test_roles_that_recover_have_a_supervisor():
 def test_torchrun_starts_several_nn_workers_in_each_replica():
     roles = train(nn_workers=2, nproc_per_node=4)
     assert roles["trainer"].num_replicas == 2
-    torchrun = ["-m", "persia_torchrec.launch.torchrun", "--nproc-per-node", "4"]
+    torchrun = ["-m", "persia_torchrec.job.torchrun", "--nproc-per-node", "4"]
     assert roles["trainer"].args[:7] == [*torchrun, "--max-restarts", "0", "--"]
     assert roles["coordinator"].args[10:] == [
         *("--num-trainers", "8", "--nproc-per-node", "4")

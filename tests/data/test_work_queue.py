@@ -21,7 +21,7 @@ from persia_torchrec.data import (
 )
 from persia_torchrec.data.work_queue import _Counter
 from persia_torchrec.errors import ConfigError, DataError, JobError
-from persia_torchrec.wire.address_book import AddressBook
+from persia_torchrec.job.registry import AddressBook
 
 COLUMNS = (IdColumn("id", is_text=False), LabelColumn("label"))
 

@@ -56,6 +56,7 @@ from persia_torchrec.embedding.data import (
 )
 from persia_torchrec.embedding.optim import SGD, Adagrad
 from persia_torchrec.errors import CheckpointError, PersiaError
+from persia_torchrec.job.registry_server import Journal
 from persia_torchrec.lookup.bags import Bags, decode_bags, encode_bags
 from persia_torchrec.rpc import messages
 from persia_torchrec.rpc.float_codec import decode_floats
@@ -64,7 +65,6 @@ from persia_torchrec.server.checkpoints import CheckpointRequest
 from persia_torchrec.serving.http_server import parse_json_batch
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.book_server import Journal
 from tests.fuzz.mutations import (
     EXTREMES,
     change_frames,

@@ -26,6 +26,7 @@ from persia_torchrec.data.stream import Inbox
 from persia_torchrec.embedding.data import PersiaBatch, encode_rest
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import FrameError
+from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.lookup.bags import Bags, encode_bags
 from persia_torchrec.lookup.slots import SlotsLookup, build_features
 from persia_torchrec.rpc import messages
@@ -37,7 +38,6 @@ from persia_torchrec.serving.embeddings import SlotsReader
 from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
 from persia_torchrec.serving.predictor import Predictor
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.worker.process import IdBuffer, WorkerProcess
 from tests.fuzz.mutations import change_frames, flip, mutate, oversize, pack, unpack
 from tests.local_job import ONE_SLOT, batch_of

@@ -7,7 +7,7 @@ import pytest
 
 from persia_torchrec.data import DataLoader, StreamingDataset
 from persia_torchrec.data.stream import Inbox
-from persia_torchrec.wire.membership import JobTimings
+from persia_torchrec.job.member import JobTimings
 from tests.integration.feeding import (
     FROM_ZERO,
     NUM_BATCHES,

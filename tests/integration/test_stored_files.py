@@ -14,6 +14,9 @@ from persia_torchrec.checkpoint.restore import restore
 from persia_torchrec.client.codec import BatchNumber
 from persia_torchrec.embedding.data import Origin, decode_rest, encode_rest
 from persia_torchrec.errors import PersiaError, RemoteError
+from persia_torchrec.job.member_record import MemberRecord
+from persia_torchrec.job.registry import AddressBook
+from persia_torchrec.job.registry_server import Journal
 from persia_torchrec.lookup.bags import decode_bags, encode_bags
 from persia_torchrec.rpc import messages
 from persia_torchrec.rpc.addresses import open_listening
@@ -22,9 +25,6 @@ from persia_torchrec.rpc.float_codec import decode_floats, encode_floats
 from persia_torchrec.rpc.messages import Header, Kind, Precision, Share
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec, with_parts
-from persia_torchrec.wire.address_book import AddressBook
-from persia_torchrec.wire.book_server import Journal
-from persia_torchrec.wire.member_record import MemberRecord
 from tests.processes import wait_until
 from tests.servers import DEADLINE_S
 from tests.store import kills

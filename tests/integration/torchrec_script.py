@@ -14,8 +14,8 @@ from torchrec.distributed import DistributedModelParallel
 
 from persia_torchrec import Adam, EmbeddingClient, recoverable, remote_sharders
 from persia_torchrec.env import num_group_restarts
-from persia_torchrec.wire.member_record import MemberRecord
-from persia_torchrec.wire.membership import JobMember
+from persia_torchrec.job.member import JobMember
+from persia_torchrec.job.member_record import MemberRecord
 
 NUM_STEPS, SAVE_STEPS, SERVER_DIES_AT, TRAINER_DIES_AT = 200, 80, 60, 150
 

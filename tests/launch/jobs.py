@@ -5,8 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from persia_torchrec import timeouts
-from persia_torchrec.launch import coordinator, script, supervisor, torchrun
-from persia_torchrec.wire import processes
+from persia_torchrec.job import (
+    coordinator,
+    process_identity,
+    script,
+    supervisor,
+    torchrun,
+)
 from tests.ports import draw_port, draw_ports
 from tests.processes import Processes, Running
 from tests.support.repository import ROOT
@@ -63,7 +68,7 @@ class Job:
         main = run_coordinator
         if recovers:
             main = supervisor.main
-            command = [sys.executable, "-m", "persia_torchrec.launch.coordinator"]
+            command = [sys.executable, "-m", "persia_torchrec.job.coordinator"]
             flags = ["--host", "all", "--port", str(self.port)]
             arguments = [*flags, "--", *command, *arguments]
         self.coordinator = processes.start(name, main, arguments, env=env)
@@ -116,7 +121,7 @@ def run_coordinator(arguments: Sequence[str]) -> int:
 
 def run_on_another_host(arguments: Sequence[str]) -> int:
     """Run a script whose process no other process finds in its table."""
-    processes._process_table = lambda: "the table of another host"
+    process_identity._process_table = lambda: "the table of another host"
     return script.main(arguments)
 
 

@@ -8,11 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from persia_torchrec.errors import JobError
-from persia_torchrec.launch import children
-from persia_torchrec.launch.children import Children, Watch
-from persia_torchrec.wire import address_book
-from persia_torchrec.wire.address_book import AddressBook
-from persia_torchrec.wire.member_record import MemberRecord
+from persia_torchrec.job import children, registry
+from persia_torchrec.job.children import Children, Watch
+from persia_torchrec.job.member_record import MemberRecord
+from persia_torchrec.job.registry import AddressBook
 from tests.ports import draw_port
 from tests.processes import DEADLINE_S, wait_until
 
@@ -30,7 +29,7 @@ def job():
 
 def start_coordinator(job, *flags):
     """Start one; return its process."""
-    job.start_module("coordinator", "launch.coordinator", *flags)
+    job.start_module("coordinator", "job.coordinator", *flags)
     return job._processes[0][1]
 
 
@@ -85,7 +84,7 @@ def test_the_verdict_of_a_job_is_the_status_of_its_coordinator(job, monkeypatch)
         os.kill(process.pid, signal.SIGSTOP)
         os.waitpid(process.pid, os.WUNTRACED)  # it is stopped
         with monkeypatch.context() as patch:
-            patch.setattr(address_book, "_ANSWER_S", 0.1)
+            patch.setattr(registry, "_ANSWER_S", 0.1)
             with pytest.raises(JobError):
                 book.state()
             assert watch._find_failure() is None

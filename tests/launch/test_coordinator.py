@@ -9,11 +9,11 @@ import pytest
 from msgspec import structs
 
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.launch import coordinator
-from persia_torchrec.launch.coordinator import CoordinatorConfig
-from persia_torchrec.wire.address_book import AddressBook
-from persia_torchrec.wire.member_record import MemberRecord
-from persia_torchrec.wire.processes import ProcessIdentity
+from persia_torchrec.job import coordinator
+from persia_torchrec.job.coordinator import CoordinatorConfig
+from persia_torchrec.job.member_record import MemberRecord
+from persia_torchrec.job.process_identity import ProcessIdentity
+from persia_torchrec.job.registry import AddressBook
 from tests.launch.jobs import WAIT_FOR_EVER, WAIT_FOR_GO, Job, run_on_another_host
 from tests.ports import draw_port
 from tests.processes import wait_until
@@ -192,7 +192,7 @@ def test_a_coordinator_that_its_supervisor_ends_waits_for_none_who_never_came(
 
 @multiprocess
 def test_a_job_ends_with_the_process_that_started_its_coordinator(processes):
-    command = [sys.executable, "-m", "persia_torchrec.launch.coordinator"]
+    command = [sys.executable, "-m", "persia_torchrec.job.coordinator"]
     flags = ["--port", str(draw_port()), "--num-trainers", "1", "--heartbeat-s", "0.1"]
     flags += ["--leave-timeout-s", "0.1", "--linger-s", "0"]
     parent = processes.start("parent", subprocess.run, [*command, *flags])

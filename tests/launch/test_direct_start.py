@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from persia_torchrec.wire.address_book import AddressBook
-from persia_torchrec.wire.member_record import MemberRecord
+from persia_torchrec.job.member_record import MemberRecord
+from persia_torchrec.job.registry import AddressBook
 from tests.launch import helped
 from tests.launch.jobs import Job
 from tests.processes import is_running, run_script, wait_until
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.multiprocess
 BEGIN = """
 import multiprocessing, os, sys, threading, time
 from persia_torchrec import env
-from persia_torchrec.wire.address_book import AddressBook
-from persia_torchrec.wire.direct_start import join_job
+from persia_torchrec.job.registry import AddressBook
+from persia_torchrec.job.implicit_member import join_job
 
 store = env.job_store()
 

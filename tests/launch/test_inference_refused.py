@@ -2,7 +2,7 @@
 
 import pytest
 
-from persia_torchrec.launch import coordinator, script
+from persia_torchrec.job import coordinator, script
 from tests.launch.jobs import INFER
 
 

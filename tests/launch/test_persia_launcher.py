@@ -78,7 +78,7 @@ def test_an_embedding_worker_has_persias_default_port_and_index():
 
 def test_all_commands_may_have_a_supervisor():
     def supervised(flags, command):
-        supervisor = f"-m persia_torchrec.launch.supervisor {flags}"
+        supervisor = f"-m persia_torchrec.job.supervisor {flags}"
         return f"{supervisor} -- {sys.executable} -m persia_torchrec.{command}"
 
     server = becomes("embedding-parameter-server", *CONFIGS, "--recover")
@@ -88,19 +88,19 @@ def test_all_commands_may_have_a_supervisor():
     flags = "--port 9000 --memory-dir private"
     assert worker == supervised(flags, "worker --port 9000")
     loader = becomes("data-loader", "load.py", "--recover")
-    command = "launch.script loader load.py"
+    command = "job.script loader load.py"
     assert loader == supervised("--memory-dir private", command)
     trainers = becomes("nn-worker", "train.py", "--recover")
     flags = "--nproc-per-node 1 --nnodes 1 --node-rank 0 --max-restarts 3"
-    command = f"launch.torchrun {flags} -- train.py"
+    command = f"job.torchrun {flags} -- train.py"
     assert trainers == supervised("--memory-dir private", command)
     coordinator = becomes("coordinator", "--recover")
-    command = "launch.coordinator --port 29400"
+    command = "job.coordinator --port 29400"
     assert coordinator.startswith(supervised("--host all --port 29400", command))
 
 
 def test_a_data_loader_runs_the_script_named_before_its_options_or_after():
-    runs = "-m persia_torchrec.launch.script loader load.py"
+    runs = "-m persia_torchrec.job.script loader load.py"
     assert becomes("data-loader", "load.py") == runs
     options = ["--replica-index", "1", "--replica-size", "2"]
     assert becomes("data-loader", "load.py", *options) == runs
@@ -111,7 +111,7 @@ def test_a_data_loader_runs_the_script_named_before_its_options_or_after():
 def test_nn_workers_are_started_by_torchrun():
     of_node = ["--nproc-per-node", "2", "--nnodes", "2", "--node-rank", "1"]
     assert becomes("nn-worker", "train.py", *of_node) == (
-        f"-m persia_torchrec.launch.torchrun {' '.join(of_node)} --max-restarts 3 "
+        f"-m persia_torchrec.job.torchrun {' '.join(of_node)} --max-restarts 3 "
         "-- train.py"
     )
 
@@ -136,7 +136,7 @@ def test_files_may_be_given_by_the_environment(monkeypatch):
 
 def test_the_coordinator_is_given_the_number_of_processes_per_role():
     assert becomes("coordinator") == (
-        "-m persia_torchrec.launch.coordinator --port 29400 --num-servers 1 "
+        "-m persia_torchrec.job.coordinator --port 29400 --num-servers 1 "
         "--num-workers 1 --num-loaders 1 --num-trainers 1"
     )
     assert env.join_timeout_s() == 600
@@ -150,7 +150,7 @@ def test_the_coordinator_is_given_the_number_of_processes_per_role():
     ]
     counts += ["--data-loaders", "0", "--nn-workers", "2", "--port", "1234"]
     assert becomes("coordinator", *counts) == (
-        "-m persia_torchrec.launch.coordinator --port 1234 --num-servers 4 "
+        "-m persia_torchrec.job.coordinator --port 1234 --num-servers 4 "
         "--num-workers 3 --num-loaders 0 --num-trainers 2"
     )
     assert env.join_timeout_s() == 3  # the process reads it there
@@ -172,7 +172,7 @@ def test_a_job_is_on_this_machine_unless_a_host_is_named(monkeypatch, capsys):
 def test_a_verbose_launcher_shows_what_it_starts(monkeypatch, capsys):
     monkeypatch.setenv("PERSIA_LAUNCHER_VERBOSE", "1")
     becomes("data-loader", "load.py")
-    assert "persia_torchrec.launch.script loader load.py" in capsys.readouterr().err
+    assert "persia_torchrec.job.script loader load.py" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import signal
 
 import pytest
 
-from persia_torchrec.wire.address_book import AddressBook
-from persia_torchrec.wire.member_record import MemberRecord
-from persia_torchrec.wire.membership import LAST_CHECKPOINT
+from persia_torchrec.job.member import LAST_CHECKPOINT
+from persia_torchrec.job.member_record import MemberRecord
+from persia_torchrec.job.registry import AddressBook
 from tests.launch.jobs import WAIT_FOR_EVER, WAIT_FOR_GO, Job
 from tests.processes import is_running, parent_of, wait_until
 

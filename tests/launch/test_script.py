@@ -3,8 +3,8 @@ import sys
 
 import pytest
 
-from persia_torchrec.launch import script
-from persia_torchrec.launch.script import run_script
+from persia_torchrec.job import script
+from persia_torchrec.job.script import run_script
 from tests.launch.jobs import Job
 
 multiprocess = pytest.mark.multiprocess

@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from persia_torchrec.launch import supervisor
+from persia_torchrec.job import supervisor
+from persia_torchrec.job.signals import START_AGAIN
+from persia_torchrec.job.survivable_memory import AUTO, PRIVATE
 from persia_torchrec.rpc.addresses import open_listening
-from persia_torchrec.wire.shared_memory import AUTO, PRIVATE
-from persia_torchrec.wire.signals import START_AGAIN
 from tests.processes import (
     DEADLINE_S,
     children_of,
@@ -142,7 +142,7 @@ def test_socket_and_memory_outlive_the_command(processes, tmp_path, memory_dir):
 
 
 def test_a_command_ends_with_the_process_that_started_its_supervisor(processes):
-    command = [sys.executable, "-m", "persia_torchrec.launch.supervisor", "--"]
+    command = [sys.executable, "-m", "persia_torchrec.job.supervisor", "--"]
     command += ["sh", "-c", "echo $$ $PPID at work.; exec sleep 600"]
     parent = processes.start("parent", subprocess.run, command)
     parent.has_printed("at work.")
@@ -257,7 +257,7 @@ def test_a_port_that_is_taken_is_an_error(processes):
 
 def test_a_supervisor_imports_nothing_that_takes_time():
     code = (
-        "import sys, persia_torchrec.launch.supervisor;"
+        "import sys, persia_torchrec.job.supervisor;"
         "print({'numpy', 'torch', 'zmq', 'msgspec', 'asyncio'} & set(sys.modules))"
     )
     ended = subprocess.run(

@@ -5,8 +5,8 @@ import contextlib
 import pytest
 
 from persia_torchrec.errors import ConfigError, JobMismatchError
-from persia_torchrec.launch import torchrun
-from persia_torchrec.wire.address_book import AddressBook
+from persia_torchrec.job import torchrun
+from persia_torchrec.job.registry import AddressBook
 from tests.launch.jobs import Job, start_trainers
 from tests.processes import Processes
 

@@ -10,11 +10,11 @@ import pytest
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.embedding.optim import Adam
 from persia_torchrec.errors import ConfigError, RemoteError, ServerError
+from persia_torchrec.job.service import refusing_requests
 from persia_torchrec.rpc.client import Connections
 from persia_torchrec.rpc.messages import Header, Kind, encode_json
 from persia_torchrec.server.cluster import EmbeddingCluster, _wait_until_ready
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
-from persia_torchrec.service_main import refusing_requests
 from persia_torchrec.table import TableSpec
 from tests.processes import is_running, wait_until
 from tests.servers import DEADLINE_S, Servers, ids_of
@@ -38,7 +38,7 @@ print(_start(ServerConfig()).pid, flush=True)
 os._exit(0)
 """
 TELL_OF_COMPILATION = """
-from persia_torchrec.service_main import ChildLifetime
+from persia_torchrec.job.service import ChildLifetime
 with ChildLifetime() as life:
     life.tell_compiling(True)
     life.tell_compiling(False)

@@ -9,10 +9,10 @@ import pytest
 
 from persia_torchrec.checkpoint.background import Activity
 from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.job.member import JobTimings
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.increments import Increments
 from persia_torchrec.store.embedding_store import EmbeddingStore
-from persia_torchrec.wire.membership import JobTimings
 from tests.processes import wait_until
 from tests.server.clocks import Clock
 from tests.servers import DEADLINE_S

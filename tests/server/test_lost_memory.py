@@ -11,14 +11,14 @@ import pytest
 from persia_torchrec.checkpoint.load import ShardLoad
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import PersiaError, RemoteError
+from persia_torchrec.job.member import JobMember, JobTimings
+from persia_torchrec.job.registry import AddressBook
+from persia_torchrec.job.service import refusing_requests
 from persia_torchrec.logger import get_default_logger
 from persia_torchrec.rpc.client import Connections
 from persia_torchrec.rpc.messages import Header, Kind, encode_json
 from persia_torchrec.server.__main__ import main
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
-from persia_torchrec.service_main import refusing_requests
-from persia_torchrec.wire.address_book import AddressBook
-from persia_torchrec.wire.membership import JobMember, JobTimings
 from tests.ports import draw_port
 from tests.processes import wait_until
 from tests.servers import DEADLINE_S, RunningServer

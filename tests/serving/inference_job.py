@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from persia_torchrec.launch import supervisor
+from persia_torchrec.job import supervisor
 from persia_torchrec.lookup.pooling import warm_up as warm_up_worker
 from persia_torchrec.rpc import float_codec
 from persia_torchrec.server import __main__ as server

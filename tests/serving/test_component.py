@@ -7,8 +7,8 @@ import signal
 import numpy as np
 import pytest
 
-from persia_torchrec.wire.address_book import AddressBook
-from persia_torchrec.wire.member_record import MemberRecord
+from persia_torchrec.job.member_record import MemberRecord
+from persia_torchrec.job.registry import AddressBook
 from tests.integration.torchx_jobs import TorchxJob
 from tests.ports import draw_port, draw_ports
 from tests.processes import wait_until

@@ -18,11 +18,11 @@ from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.embedding.optim import Adagrad
 from persia_torchrec.errors import ConfigError, RemoteError
+from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.rpc.messages import NO_GENERATION
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
 from persia_torchrec.store.journal import RING_WORDS
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.address_book import AddressBook
 
 NUM_SERVERS = 2
 CAPACITY = 5000

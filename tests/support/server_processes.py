@@ -8,10 +8,10 @@ import numpy as np
 from persia_torchrec import Constant
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.embedding.optim import SGD
+from persia_torchrec.job.member import JobTimings
+from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.server.__main__ import main
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.address_book import AddressBook
-from persia_torchrec.wire.membership import JobTimings
 from tests.ports import draw_port
 from tests.processes import Processes, wait_until
 from tests.servers import DEADLINE_S

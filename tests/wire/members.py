@@ -7,8 +7,8 @@ import sys
 import threading
 import time
 
+from persia_torchrec.job.member import JobMember
 from persia_torchrec.logger import get_default_logger
-from persia_torchrec.wire.membership import JobMember
 
 
 def serve(port: int) -> None:

@@ -14,13 +14,13 @@ from persia_torchrec.errors import (
     JobMismatchError,
     RemoteError,
 )
+from persia_torchrec.job import registry_server
+from persia_torchrec.job.registry import AddressBook, Patience
+from persia_torchrec.job.registry_server import COMPILING
 from persia_torchrec.rpc.addresses import local_address, open_listening
 from persia_torchrec.rpc.client import Connections
 from persia_torchrec.rpc.messages import Header, Kind
 from persia_torchrec.rpc.server import Service
-from persia_torchrec.wire import book_server
-from persia_torchrec.wire.address_book import AddressBook, Patience
-from persia_torchrec.wire.book_server import COMPILING
 from tests.ports import draw_port
 from tests.processes import wait_until
 from tests.servers import once_the_port_is_free
@@ -273,7 +273,7 @@ def test_only_a_number_is_increased(book):
 
 
 def test_a_full_book_refuses_new_keys_only(host, book, monkeypatch):
-    monkeypatch.setattr(book_server, "_MAX_KEYS", 2)  # one is the job's id
+    monkeypatch.setattr(registry_server, "_MAX_KEYS", 2)  # one is the job's id
     book.tell("first", "1")
     with pytest.raises(JobError, match="at most 2 keys"):
         book.tell("second", "2")
@@ -284,12 +284,12 @@ def test_a_full_book_refuses_new_keys_only(host, book, monkeypatch):
 def test_an_answer_is_bounded(host, book):
     host.put("large", "x" * 2**19)
     with pytest.raises(JobError, match="An answer must have at most"):
-        book._call(book_server.Get(["large"] * 3))
+        book._call(registry_server.Get(["large"] * 3))
     assert book.peek("large") == "x" * 2**19
 
 
 def test_a_book_is_bounded_by_its_characters(host, book, monkeypatch):
-    monkeypatch.setattr(book_server, "_MAX_BOOK", 2000)
+    monkeypatch.setattr(registry_server, "_MAX_BOOK", 2000)
     book.put("a", "x" * 1000)
     with pytest.raises(JobError, match="keys, and 2000 characters"):
         book.put("b", "x" * 1000)
@@ -298,7 +298,7 @@ def test_a_book_is_bounded_by_its_characters(host, book, monkeypatch):
 
 
 def test_the_members_of_a_job_are_bounded(host, book, monkeypatch):
-    monkeypatch.setattr(book_server, "_MAX_MEMBERS", 1)
+    monkeypatch.setattr(registry_server, "_MAX_MEMBERS", 1)
     assert book.claim("member/server/0", "x") == "x"
     with pytest.raises(JobError, match="must have at most 1 members"):
         book.claim("member/server/1", "x")
@@ -316,7 +316,7 @@ def test_what_a_host_has_left_must_be_lines_of_three_texts():
         memory = os.memfd_create("book")
         os.write(memory, text)
         with pytest.raises(FrameError, match=r"address book.* must|must be JSON"):
-            book_server.Journal(memory)
+            registry_server.Journal(memory)
         os.close(memory)
 
 

@@ -9,8 +9,8 @@ from persia_torchrec.errors import (
     RequestTimeoutError,
     ServerError,
 )
-from persia_torchrec.wire import failures
-from persia_torchrec.wire.member_record import MemberRecord
+from persia_torchrec.job import failures
+from persia_torchrec.job.member_record import MemberRecord
 
 
 def with_note(exc, note):

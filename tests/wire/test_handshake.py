@@ -7,12 +7,12 @@ import pytest
 import zmq
 
 from persia_torchrec.errors import ConfigError, DiscoveryError, ServerError, TokenError
+from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.rpc import auth
 from persia_torchrec.rpc.auth import VALID_S, Doorkeeper, client_options
 from persia_torchrec.rpc.client import Connections
 from persia_torchrec.rpc.messages import Header, Kind, encode_json
 from persia_torchrec.rpc.server import Service
-from persia_torchrec.wire.address_book import AddressBook
 from tests.ports import draw_port
 from tests.processes import DEADLINE_S
 from tests.sockets import ending_of

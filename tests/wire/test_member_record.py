@@ -10,10 +10,10 @@ import pytest
 from msgspec import structs
 
 from persia_torchrec.errors import JobError, JobMismatchError
-from persia_torchrec.wire import processes as processes_module
-from persia_torchrec.wire.address_book import AddressBook
-from persia_torchrec.wire.member_record import MemberRecord
-from persia_torchrec.wire.processes import ProcessIdentity, Siblings
+from persia_torchrec.job import process_identity as processes_module
+from persia_torchrec.job.member_record import MemberRecord
+from persia_torchrec.job.process_identity import ProcessIdentity, Siblings
+from persia_torchrec.job.registry import AddressBook
 from tests.processes import DEADLINE_S, wait_until
 
 SILENT_S = 10.0
@@ -231,7 +231,7 @@ def test_a_coordinator_that_has_ended_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(processes_module, "_LOOK_S", 3600)  # the list is an old one
     monkeypatch.setattr(processes_module, "_GONE_S", 0)
     siblings = Siblings()
-    command = [*WAITING, "persia_torchrec.launch.coordinator"]
+    command = [*WAITING, "persia_torchrec.job.coordinator"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as child:

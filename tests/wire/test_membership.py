@@ -8,11 +8,11 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.wire.address_book import AddressBook
-from persia_torchrec.wire.book_server import COMPILING
-from persia_torchrec.wire.member_record import MemberRecord
-from persia_torchrec.wire.membership import JobTimings
-from persia_torchrec.wire.processes import ProcessIdentity
+from persia_torchrec.job.member import JobTimings
+from persia_torchrec.job.member_record import MemberRecord
+from persia_torchrec.job.process_identity import ProcessIdentity
+from persia_torchrec.job.registry import AddressBook
+from persia_torchrec.job.registry_server import COMPILING
 from tests.processes import is_running, wait_until
 from tests.wire import members
 

@@ -4,6 +4,7 @@ from contextlib import closing
 import pytest
 
 from persia_torchrec.errors import ConfigError, WireError
+from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.rpc.addresses import (
     free_port,
     free_port_from,
@@ -12,7 +13,6 @@ from persia_torchrec.rpc.addresses import (
 )
 from persia_torchrec.rpc.channel import Listener
 from persia_torchrec.utils import find_free_port
-from persia_torchrec.wire.address_book import AddressBook
 from tests.ports import draw_port
 
 

@@ -9,15 +9,15 @@ import pytest
 
 from persia_torchrec.config.global_config import MetricsSettings
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.metrics import push as gateway_module
+from persia_torchrec.metrics.push import is_pushed, push_metrics
 from persia_torchrec.metrics.values import Means, Observations, Reading
-from persia_torchrec.wire import pushgateway as gateway_module
-from persia_torchrec.wire.pushgateway import is_pushed, push_metrics
 from tests.processes import wait_until
 from tests.servers import DEADLINE_S
 
 EVERY_SECOND = MetricsSettings(job_name="adult", push_interval_seconds=1)
 OFTEN = MetricsSettings(job_name="adult", push_interval_seconds=0.1)
-LOGGER = "persia_torchrec.wire.pushgateway"
+LOGGER = "persia_torchrec.metrics.push"
 
 
 def three():

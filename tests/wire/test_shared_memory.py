@@ -1,7 +1,7 @@
 import os
 import re
 
-from persia_torchrec.wire.shared_memory import AUTO, open_memory
+from persia_torchrec.job.survivable_memory import AUTO, open_memory
 
 
 def test_memory_has_huge_pages_where_the_system_gives_any(caplog):

@@ -3,7 +3,7 @@ import signal
 
 import pytest
 
-from persia_torchrec.wire.signals import EndSignals
+from persia_torchrec.job.signals import EndSignals
 from tests.processes import Processes
 
 pytestmark = pytest.mark.multiprocess

@@ -1,7 +1,7 @@
 """Scripts that no launcher of ours started: their first context makes them members.
 
 ``python load.py``, ``RANK=0 WORLD_SIZE=1 python train.py``, ``torchrun train.py`` and a
-process of one's own orchestration count as those that ``launch/script.py`` runs, and
+process of one's own orchestration count as those that ``job/script.py`` runs, and
 end as they do:
 
     the script ends             its work is done; the process stays until the job is
@@ -29,8 +29,8 @@ from typing import Literal, NoReturn
 
 from persia_torchrec import env
 from persia_torchrec.errors import JobError
+from persia_torchrec.job.member import JobMember
 from persia_torchrec.logger import get_default_logger
-from persia_torchrec.wire.membership import JobMember
 
 logger = logging.getLogger(__name__)
 

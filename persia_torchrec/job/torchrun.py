@@ -1,8 +1,8 @@
 """Start the NN workers of one machine by torchrun's agent, which restarts them.
 
-    python -m persia_torchrec.launch.torchrun --nproc-per-node 2 -- train.py --epochs 2
+    python -m persia_torchrec.job.torchrun --nproc-per-node 2 -- train.py --epochs 2
 
-Each NN worker is a ``launch/script.py``. The agents of all machines meet at the first
+Each NN worker is a ``job/script.py``. The agents of all machines meet at the first
 one's (c10d); where that is, a note in the address book says. A single one has a file in
 place of that port, which would be open to all.
 
@@ -36,18 +36,18 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from persia_torchrec import env
 from persia_torchrec.config.global_config import refuse_inference
 from persia_torchrec.errors import ConfigError, JobError, JobMismatchError, PersiaError
+from persia_torchrec.job import failures, process_identity
+from persia_torchrec.job.member_record import MemberRecord
+from persia_torchrec.job.process_identity import Siblings
+from persia_torchrec.job.registry import AddressBook
+from persia_torchrec.job.signals import START_AGAIN
 from persia_torchrec.logger import get_default_logger
 from persia_torchrec.parsing.command_line import parse_flags
 from persia_torchrec.rpc.addresses import LOOPBACK, free_port, local_address
-from persia_torchrec.wire import failures, processes
-from persia_torchrec.wire.address_book import AddressBook
-from persia_torchrec.wire.member_record import MemberRecord
-from persia_torchrec.wire.processes import Siblings
-from persia_torchrec.wire.signals import START_AGAIN
 
-logger = logging.getLogger("persia_torchrec.launch.torchrun")  # also as __main__
+logger = logging.getLogger("persia_torchrec.job.torchrun")  # also as __main__
 
-_PROG = "python -m persia_torchrec.launch.torchrun"
+_PROG = "python -m persia_torchrec.job.torchrun"
 _MACHINE = "machine of NN workers"
 _MEETING = "nn-worker/master"
 _LOOK_S = 0.5
@@ -78,7 +78,7 @@ class Agent:
     def __init__(self, config: AgentConfig, book: AddressBook) -> None:
         self._config = config
         self._book = book
-        self._supervisor = processes.find_supervisor()
+        self._supervisor = process_identity.find_supervisor()
         self._is_over = threading.Event()
         self._failure = ""  # why the job has failed
 
@@ -90,7 +90,7 @@ class Agent:
             logging.getLogger(f"torch.distributed.elastic.{name}").setLevel("CRITICAL")
         self._set_variables()
         config = self._meet()
-        processes.tell_joined()
+        process_identity.tell_joined()
         threading.Thread(target=self._watch, name="job watch", daemon=True).start()
         status = self._launch(config, script)
         self._is_over.set()
@@ -105,7 +105,7 @@ class Agent:
                 config.logs_specs = DefaultLogsSpecs(log_dir=logs)
                 config.rdzv_endpoint = config.rdzv_endpoint or f"{logs}/store"
                 launch = elastic_launch(config, sys.executable)
-                launch("-m", "persia_torchrec.launch.script", "trainer", *script)
+                launch("-m", "persia_torchrec.job.script", "trainer", *script)
         except SignalException as exc:
             return 128 + exc.sigval
         except SystemExit as exc:

@@ -55,11 +55,7 @@ from persia_torchrec.errors import (
     TokenError,
     WireError,
 )
-from persia_torchrec.rpc.addresses import LOOPBACK
-from persia_torchrec.rpc.auth import Greeting
-from persia_torchrec.rpc.client import Connections
-from persia_torchrec.rpc.messages import Header, Kind, decode_json
-from persia_torchrec.wire.book_server import (
+from persia_torchrec.job.registry_server import (
     COMPILING,
     JOB_ID,
     Add,
@@ -70,6 +66,10 @@ from persia_torchrec.wire.book_server import (
     Request,
     Swap,
 )
+from persia_torchrec.rpc.addresses import LOOPBACK
+from persia_torchrec.rpc.auth import Greeting
+from persia_torchrec.rpc.client import Connections
+from persia_torchrec.rpc.messages import Header, Kind, decode_json
 
 logger = logging.getLogger(__name__)
 

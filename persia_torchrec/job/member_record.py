@@ -10,10 +10,10 @@ import msgspec
 
 from persia_torchrec import env
 from persia_torchrec.errors import FrameError, JobMismatchError
+from persia_torchrec.job import failures
+from persia_torchrec.job.process_identity import ProcessIdentity
+from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.parsing.decoding import parse_json
-from persia_torchrec.wire import failures
-from persia_torchrec.wire.address_book import AddressBook
-from persia_torchrec.wire.processes import ProcessIdentity
 
 Ending = Literal["left", "killed", "lost"]
 

@@ -3,7 +3,7 @@
 A number alone says little: a later process may have it. Where ``/proc`` is missing, or
 a process is of another host, nothing is known of its end.
 
-A process may have a supervisor, which starts it again: ``launch/supervisor.py``. It is
+A process may have a supervisor, which starts it again: ``job/supervisor.py``. It is
 killed with that, so that nothing runs twice. A supervisor is several processes, which
 have one name: as long as one of them runs, the process comes back.
 """
@@ -20,9 +20,9 @@ from msgspec import structs
 
 from persia_torchrec import env
 from persia_torchrec.errors import JobError
-from persia_torchrec.wire.signals import JOINED
+from persia_torchrec.job.signals import JOINED
 
-_COORDINATOR = b"persia_torchrec.launch.coordinator"
+_COORDINATOR = b"persia_torchrec.job.coordinator"
 _LOOK_S = 0.5
 _GONE_S = 1.5  # of a missing sibling: a process table is not read atomically
 

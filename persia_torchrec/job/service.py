@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
 
 from persia_torchrec.errors import NotReadyError, PersiaError
+from persia_torchrec.job import process_identity
+from persia_torchrec.job.signals import EndSignals, end_by_signals
 from persia_torchrec.logger import get_default_logger
 from persia_torchrec.rpc.addresses import LOOPBACK
 from persia_torchrec.rpc.auth import NO_JOB
 from persia_torchrec.rpc.channel import Listener
-from persia_torchrec.wire import processes
-from persia_torchrec.wire.signals import EndSignals, end_by_signals
 
 _PARENT_CHECK_S = 1.0
 _POLL_MS = 100
@@ -68,7 +68,7 @@ class Lifetime(contextlib.ExitStack):
 
     def register(self, address: str) -> None:
         """Make the address known to the job, if there is one."""
-        processes.tell_joined()
+        process_identity.tell_joined()
 
     def tell_compiling(self, is_compiling: bool) -> None:
         """Make known that the service compiles its loops, or no longer does."""

@@ -28,15 +28,16 @@ from dataclasses import dataclass, field
 from persia_torchrec import env, timeouts
 from persia_torchrec.config.global_config import refuse_inference
 from persia_torchrec.errors import ConfigError, PersiaError
+from persia_torchrec.job import failures, process_identity
+from persia_torchrec.job import member as membership
+from persia_torchrec.job.member_record import Ending, MemberRecord
+from persia_torchrec.job.process_identity import Siblings
+from persia_torchrec.job.registry import AddressBook, JobState
+from persia_torchrec.job.service import run_service
+from persia_torchrec.job.signals import EndSignals
 from persia_torchrec.parsing.command_line import parse_flags
-from persia_torchrec.service_main import run_service
-from persia_torchrec.wire import failures, membership, processes
-from persia_torchrec.wire.address_book import AddressBook, JobState
-from persia_torchrec.wire.member_record import Ending, MemberRecord
-from persia_torchrec.wire.processes import Siblings
-from persia_torchrec.wire.signals import EndSignals
 
-logger = logging.getLogger("persia_torchrec.launch.coordinator")  # also as __main__
+logger = logging.getLogger("persia_torchrec.job.coordinator")  # also as __main__
 
 _ROLES = ("server", "worker", "loader", "trainer", "predictor")
 
@@ -309,7 +310,7 @@ class Coordinator:
             while True:
                 if is_joining and not self._absent():
                     is_joining = False
-                    processes.tell_joined()
+                    process_identity.tell_joined()
                 reason = self._failure(time.monotonic() > join_deadline)
                 if reason is not None:
                     self._book.fail("coordinator", reason)
@@ -371,9 +372,9 @@ class Coordinator:
             group = self._trainers[first : first + size]
             num_absent += all(member in absent for member in group)
         running = self._siblings.running() if num_absent else None
-        joined = processes.with_ancestors(os.getpid())
+        joined = process_identity.with_ancestors(os.getpid())
         for process in (m.process for m in self._members if m.process is not None):
-            joined |= processes.with_ancestors(process.pid)
+            joined |= process_identity.with_ancestors(process.pid)
         if running is None or len(running - joined) >= num_absent:
             self._lacking_since = None
             return False
@@ -417,7 +418,7 @@ def _serve(argv: Sequence[str] | None) -> int:
     refuse_inference("coordinator", env.global_config_path())
     config = parse_flags(CoordinatorConfig, argv, prog=f"python -m {__spec__.name}")
     is_local, job_id = env.is_local_job(), env.job_id()
-    is_supervised = processes.find_supervisor() is not None
+    is_supervised = process_identity.find_supervisor() is not None
     try:
         book = AddressBook.host(
             config.port,

@@ -8,7 +8,7 @@ job is finished or has failed, and then ends, whatever its main thread does:
                               member (a data loader) is interrupted, and ends with
                               status 0; so it does if it raises, as it may when the
                               others have left. Trainers are the first to leave, see
-                              ``launch/coordinator.py``.
+                              ``job/coordinator.py``.
     the job has failed, the   who failed is logged; ``call_at_end``; the main thread
     coordinator or the        is interrupted by SIGTERM; after ``grace_s`` the process
     parent process has ended  ends with status 1, even if its main thread is stuck.
@@ -17,7 +17,7 @@ job is finished or has failed, and then ends, whatever its main thread does:
     or SIGINT                 KeyboardInterrupt. If it has not left the block after
                               ``grace_s``, the job has failed, and so on as above.
 
-With a supervisor (``launch/supervisor.py``) this is otherwise:
+With a supervisor (``job/supervisor.py``) this is otherwise:
 
     this process raised       the coordinator is told why, and the process ends with
                               START_AGAIN. Not if the exception is a ConfigError.
@@ -54,14 +54,14 @@ from typing import ClassVar, Self
 
 from persia_torchrec import env, timeouts
 from persia_torchrec.errors import ConfigError, FrameError, JobError
+from persia_torchrec.job import failures, process_identity
+from persia_torchrec.job.member_record import MemberRecord
+from persia_torchrec.job.process_identity import ProcessIdentity, Siblings
+from persia_torchrec.job.registry import AddressBook, JobState
+from persia_torchrec.job.registry_server import COMPILING
+from persia_torchrec.job.signals import START_AGAIN, EndSignals, is_in_compiler
 from persia_torchrec.parsing.decoding import parse_json
 from persia_torchrec.rpc.addresses import interface_of, local_address
-from persia_torchrec.wire import failures, processes
-from persia_torchrec.wire.address_book import AddressBook, JobState
-from persia_torchrec.wire.book_server import COMPILING
-from persia_torchrec.wire.member_record import MemberRecord
-from persia_torchrec.wire.processes import ProcessIdentity, Siblings
-from persia_torchrec.wire.signals import START_AGAIN, EndSignals, is_in_compiler
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ class JobMember:
         self._coordinator = self._find_coordinator()
         self._signals = EndSignals(self._hear, handler=self._interrupt)
         self._pid = os.getpid()
-        self._supervisor = processes.find_supervisor()
+        self._supervisor = process_identity.find_supervisor()
         self._parent = env.agent() or os.getppid()
         self._callbacks: Future[None] = Future()  # done: they have been called
         self._verdict: tuple[JobState, str] = ("running", "")  # set under _lock
@@ -186,7 +186,7 @@ class JobMember:
         if role == "trainer" and env.is_under_torchrun():
             self.record.tell_agent(self._parent)
         env.set_variable("PERSIA_MEMBER", f"{book.port} {role} {index} {self._pid}")
-        processes.tell_joined()
+        process_identity.tell_joined()
 
     def tell_checkpoint(self, path: str) -> None:
         """Make known in the job that a checkpoint is complete."""

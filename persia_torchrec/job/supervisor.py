@@ -1,6 +1,6 @@
 r"""Run a command, and start it again when it was killed.
 
-    python -m persia_torchrec.launch.supervisor --port 0 --memory-dir auto -- \
+    python -m persia_torchrec.job.supervisor --port 0 --memory-dir auto -- \
         python -m persia_torchrec.server
 
 Such a supervisor stands above each process of a job that may be killed. It opens what
@@ -52,6 +52,9 @@ from typing import NoReturn
 from persia_torchrec import env
 from persia_torchrec.env import MAX_PORT
 from persia_torchrec.errors import ConfigError, DiscoveryError, JobError, PersiaError
+from persia_torchrec.job import failures
+from persia_torchrec.job.signals import JOINED, START_AGAIN
+from persia_torchrec.job.survivable_memory import PRIVATE, open_memory
 from persia_torchrec.logger import get_default_logger
 from persia_torchrec.parsing.command_line import format_flags, parse_flags
 from persia_torchrec.rpc.addresses import (
@@ -60,11 +63,8 @@ from persia_torchrec.rpc.addresses import (
     open_listening,
     require_token,
 )
-from persia_torchrec.wire import failures
-from persia_torchrec.wire.shared_memory import PRIVATE, open_memory
-from persia_torchrec.wire.signals import JOINED, START_AGAIN
 
-logger = logging.getLogger("persia_torchrec.launch.supervisor")  # also as __main__
+logger = logging.getLogger("persia_torchrec.job.supervisor")  # also as __main__
 
 ALL = "all"  # value of host
 
@@ -262,7 +262,7 @@ _BY_SIGNAL = {128 + number: f"was ended by {number.name}" for number in signal.S
 
 def under_supervisor(command: Sequence[str], **flags: object) -> list[str]:
     """Return the words, after an interpreter's, of a command with a supervisor."""
-    module = "persia_torchrec.launch.supervisor"
+    module = "persia_torchrec.job.supervisor"
     return ["-m", module, *format_flags(**flags), "--", *command]
 
 
@@ -275,7 +275,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     end = words.index("--") if "--" in words else len(words)
-    prog = "python -m persia_torchrec.launch.supervisor"
+    prog = "python -m persia_torchrec.job.supervisor"
     config = parse_flags(SupervisorConfig, words[:end], prog=prog)
     command = words[end + 1 :]
     if not command:

@@ -15,8 +15,8 @@ from types import FunctionType
 
 from persia_torchrec import env
 from persia_torchrec.errors import JobError
-from persia_torchrec.launch import script
-from persia_torchrec.wire.address_book import AddressBook
+from persia_torchrec.job import script
+from persia_torchrec.job.registry import AddressBook
 
 logger = logging.getLogger(__name__)
 
