@@ -25,18 +25,17 @@ from typing import IO, Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.checkpoint import catalog
+from persia_torchrec.checkpoint import increment_log
 from persia_torchrec.checkpoint.background import BackgroundTask
 from persia_torchrec.checkpoint.catalog import (
-    Base,
     Loaded,
     LogPosition,
     Manifest,
     SavedShard,
     SavedTable,
-    Segment,
 )
 from persia_torchrec.checkpoint.folder import Folder, named_errors
+from persia_torchrec.checkpoint.increment_log import Base, Segment
 from persia_torchrec.checkpoint.row_file import (
     IncrementHead,
     RowFileReader,
@@ -50,8 +49,8 @@ from persia_torchrec.routing.shard import is_of_shard
 from persia_torchrec.store.columns import METADATA_WORDS, RowColumns
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.recency import classify_all
-from persia_torchrec.store.row_moves import RowImport, put_changes
-from persia_torchrec.store.tables import TableState
+from persia_torchrec.store.row_copy import RowImport, put_changes
+from persia_torchrec.store.table import TableState
 from persia_torchrec.table import TableSpec, names_of_shared
 
 T = TypeVar("T")
@@ -92,7 +91,7 @@ class Increment:
     @classmethod
     def read(cls, folder: Folder, number: int) -> "Increment":
         """Read an increment of the log in a folder, and check all of it."""
-        name = catalog.increment_name(number)
+        name = increment_log.increment_name(number)
         with folder.opened(name) as file:
             reader = RowFileReader(file, folder.file_path(name), IncrementHead)
             increment = cls(reader.head)
@@ -383,11 +382,11 @@ class ShardLoad(BackgroundTask):
     def _check_increments(self, logs: Folder) -> None:
         """Find and read all increments that follow the checkpoint."""
         manifest, until = self.manifest, self._until
-        lines = catalog.find_lines(logs, {})
+        lines = increment_log.find_lines(logs, {})
         if until is None:
-            end = catalog.find_end(lines, self._folder, manifest)
+            end = increment_log.find_end(lines, self._folder, manifest)
         else:
-            end = catalog.find_start_of(lines, until, (self._folder, manifest))
+            end = increment_log.find_start_of(lines, until, (self._folder, manifest))
         if end is None:
             raise CheckpointError(
                 f"{logs.url} must hold a log of every server that applies to "
@@ -412,7 +411,7 @@ class ShardLoad(BackgroundTask):
         log, (_, begin, stop) = logs.child(segment.log), segment
         numbers = [
             number
-            for number in catalog.list_increments(log)
+            for number in increment_log.list_increments(log)
             if number >= begin and (stop is None or number < stop)
         ]
         end = begin + len(numbers) if stop is None else stop
@@ -426,7 +425,7 @@ class ShardLoad(BackgroundTask):
         for number in numbers:
             self.require_not_cancelled()
             tables = Increment.read(log, number).head.tables
-            path = log.file_path(catalog.increment_name(number))
+            path = log.file_path(increment_log.increment_name(number))
             _require_same_rows(path, tables, known)
             self._increments.append((log, number))
 

@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import NamedTuple
 
-from persia_torchrec.checkpoint import catalog
-from persia_torchrec.checkpoint.catalog import Base, Line, LogPosition, Manifest
+from persia_torchrec.checkpoint import catalog, increment_log
+from persia_torchrec.checkpoint.catalog import LogPosition, Manifest
 from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.checkpoint.increment_log import Base, Line
 from persia_torchrec.checkpoint.load import (
     Increment,
     SeenIds,
@@ -66,7 +67,7 @@ def restore(
 
     ``run`` is the folder of the job's checkpoints, ``logs`` that of its increments.
     """
-    lines = [] if logs is None else catalog.find_lines(logs, {})
+    lines = [] if logs is None else increment_log.find_lines(logs, {})
     own = [line for line in lines if line.is_of(target.shard, target.num_shards)]
     store.is_loading, found = True, Restored()  # the next process begins again
     for plan in _plans(own[-1] if own else None, run):
@@ -126,7 +127,7 @@ def _carry_out(
     applied = _apply(plan.line, plan.position, store, target, logs)
     last_tick = applied.heads[-1].tick if applied.heads else 0
     if not applied.heads and plan.checkpoint is None:
-        path = logs.child(plan.position.log).file_path(catalog.increment_name(1))
+        path = logs.child(plan.position.log).file_path(increment_log.increment_name(1))
         raise CheckpointError(f"{path} must exist. Received: no such file.")
     # Else a follower lacks what the dump took after the last increment.
     is_exact = applied.is_all and last_tick >= dumped
@@ -155,7 +156,9 @@ def _apply(
     for name, first, stop in line.segments(position):
         log = logs.child(name)
         last = (
-            max(catalog.list_increments(log), default=0) if stop is None else stop - 1
+            max(increment_log.list_increments(log), default=0)
+            if stop is None
+            else stop - 1
         )
         for number in range(first, last + 1):
             try:

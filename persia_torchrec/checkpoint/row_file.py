@@ -38,7 +38,7 @@ from persia_torchrec.parsing.decoding import parse_json
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.store.columns import RowColumns, RowShape
 from persia_torchrec.store.memory import MAX_TABLES, Words
-from persia_torchrec.store.tables import TableState
+from persia_torchrec.store.table import TableState
 from persia_torchrec.table import TableSpec
 
 _VERSION = 2

@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from persia_torchrec.checkpoint import catalog
+from persia_torchrec.checkpoint import catalog, increment_log
 from persia_torchrec.checkpoint.catalog import (
     DumpResult,
     EndedIncrement,
@@ -178,9 +178,9 @@ class Checkpoints:
                     "Give them one, or save whole checkpoints."
                 )
             url, positions = ended[0].folder, tuple(end.position for end in ended)
-            lines = catalog.find_lines(Folder(url), {})
+            lines = increment_log.find_lines(Folder(url), {})
             found = checkpoint, Manifest.read(checkpoint)
-            if catalog.find_start_of(lines, positions, found) is None:
+            if increment_log.find_start_of(lines, positions, found) is None:
                 raise CheckpointError(
                     f"The increments in {url} must follow {checkpoint.url}. Received: "
                     "logs that do not lead from it to now. Save a whole checkpoint."

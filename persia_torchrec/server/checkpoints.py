@@ -44,7 +44,7 @@ from persia_torchrec.rpc.messages import ErrorReply, TaskState
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.increments import Increments
 from persia_torchrec.store.embedding_store import EmbeddingStore
-from persia_torchrec.store.row_moves import RawRows, RowExport, split_by_table
+from persia_torchrec.store.row_copy import RawRows, RowExport, split_by_table
 
 logger = logging.getLogger(__name__)
 

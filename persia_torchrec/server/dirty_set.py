@@ -14,10 +14,10 @@ import numpy.typing as npt
 from persia_torchrec.checkpoint.row_file import Block
 from persia_torchrec.embedding.setting import Sightings
 from persia_torchrec.jit.compiled import compiled
+from persia_torchrec.store.change_log import ChangedSlots, Changes
 from persia_torchrec.store.embedding_store import EmbeddingStore
-from persia_torchrec.store.journal import ChangedSlots, Changes
 from persia_torchrec.store.memory import MISSING, POSITION_BITS, Ids, Slots, Words
-from persia_torchrec.store.row_moves import gather_rows
+from persia_torchrec.store.row_copy import gather_rows
 
 Uses = npt.NDArray[np.uint64]
 Copy = Callable[[EmbeddingStore], Block]

@@ -30,10 +30,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from persia_torchrec.checkpoint import catalog
+from persia_torchrec.checkpoint import increment_log
 from persia_torchrec.checkpoint.background import Activity, BackgroundTask, CpuBudget
-from persia_torchrec.checkpoint.catalog import Base, Log, LogPosition
+from persia_torchrec.checkpoint.catalog import LogPosition
 from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.checkpoint.increment_log import Base, Log
+from persia_torchrec.checkpoint.retention import Retention
 from persia_torchrec.checkpoint.row_file import (
     Block,
     IncrementHead,
@@ -44,9 +46,8 @@ from persia_torchrec.checkpoint.row_file import (
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.dirty_set import Copy, DirtySet
-from persia_torchrec.server.retention import Retention
+from persia_torchrec.store.change_log import Changes
 from persia_torchrec.store.embedding_store import EmbeddingStore
-from persia_torchrec.store.journal import Changes
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +145,7 @@ class IncrementWriter(BackgroundTask):
     def _run(self) -> None:
         try:
             self._folder.make()
-            self._folder.write_json(catalog.LOG_FILE, self.log)
+            self._folder.write_json(increment_log.LOG_FILE, self.log)
             while True:
                 is_last = self.ending.is_set()
                 self._take_flushes(_CHECK_S)
@@ -158,7 +159,7 @@ class IncrementWriter(BackgroundTask):
         except CheckpointError:
             if self.cancelled.is_set() and self.number == 1:  # the log is empty
                 with contextlib.suppress(Exception):  # a leftover does no harm
-                    self._folder.remove(catalog.LOG_FILE)
+                    self._folder.remove(increment_log.LOG_FILE)
             raise
 
     def _begins(self) -> bool:
@@ -179,7 +180,7 @@ class IncrementWriter(BackgroundTask):
         head = msgspec.structs.replace(
             head, number=self.number, was_cleared=dirty.was_cleared
         )
-        with self._folder.created(catalog.increment_name(self.number)) as file:
+        with self._folder.created(increment_log.increment_name(self.number)) as file:
             writer = RowFileWriter(file, head)
             self._write_rows(writer, dirty, head)
             written = writer.end()
@@ -314,11 +315,11 @@ class Increments:
     def _continue(self) -> tuple[Base, str]:
         """Return base and history of a log that continues the previous process's."""
         tokens, changes = self._store.journal.previous()
-        lines = catalog.find_lines(self._folder, {})
+        lines = increment_log.find_lines(self._folder, {})
         logs = {line.logs[0].token: line.logs[0] for line in lines}
         for log in [logs[token] for token in tokens if token in logs]:
             folder = self._folder.child(log.name)
-            number = max(catalog.list_increments(folder), default=0) + 1
+            number = max(increment_log.list_increments(folder), default=0) + 1
             self._noted = changes
             return Base("log", parent=LogPosition(log.name, number)), log.history
         return Base("unknown"), ""

@@ -41,8 +41,8 @@ from persia_torchrec.server.shard import (
 from persia_torchrec.server.updates import Batch, Counts, Member, Update
 from persia_torchrec.store import memory
 from persia_torchrec.store.embedding_store import EmbeddingStore
-from persia_torchrec.store.row_moves import initial_rows
-from persia_torchrec.store.tables import TableState
+from persia_torchrec.store.row_copy import initial_rows
+from persia_torchrec.store.table import TableState
 from persia_torchrec.table import TableSpec, describe_tables
 
 logger = logging.getLogger(__name__)

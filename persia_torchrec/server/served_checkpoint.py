@@ -23,10 +23,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from persia_torchrec.checkpoint import catalog
+from persia_torchrec.checkpoint import catalog, increment_log
 from persia_torchrec.checkpoint.background import Activity, BackgroundTask, CpuBudget
-from persia_torchrec.checkpoint.catalog import Line, Log, LogPosition, Manifest
+from persia_torchrec.checkpoint.catalog import LogPosition, Manifest
 from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.checkpoint.increment_log import Line, Log
 from persia_torchrec.checkpoint.load import (
     Increment,
     ShardLoad,
@@ -148,7 +149,9 @@ class Follower(BackgroundTask):
 
     def _poll(self, folder: Folder) -> bool:
         """Hand over the next increment of each log; return whether there was one."""
-        lines = catalog.latest_lines(catalog.find_lines(folder, self._known_logs))
+        lines = increment_log.latest_lines(
+            increment_log.find_lines(folder, self._known_logs)
+        )
         is_lost = not self._continue(lines) and not self._switch(lines)
         has_read = False
         for number in self._target.select(range(len(self._positions))):
@@ -193,7 +196,7 @@ class Follower(BackgroundTask):
 
     def _switch(self, lines: Sequence[Line], beyond: LogPosition | None = None) -> bool:
         """Continue in some lines; return whether a checkpoint leads past ``beyond``."""
-        start = catalog.find_start(lines, self._list_checkpoints())
+        start = increment_log.find_start(lines, self._list_checkpoints())
         if start is None:
             return False
         if beyond is not None and start.leads_over(beyond):
@@ -237,14 +240,14 @@ class Follower(BackgroundTask):
 def _read_increment(logs: Folder, position: LogPosition) -> Increment | None:
     """Return the increment at a position; None if it does not exist yet."""
     folder = logs.child(position.log)
-    name = catalog.increment_name(position.number)
+    name = increment_log.increment_name(position.number)
     if folder.file_size(name) is None:
-        numbers = catalog.list_increments(folder)
+        numbers = increment_log.list_increments(folder)
         later = [number for number in numbers if number > position.number]
         if later and folder.file_size(name) is None:
             raise CheckpointError(
                 f"{folder.file_path(name)} is missing, and there is "
-                f"{catalog.increment_name(later[0])}. A dump deletes increments that "
+                f"{increment_log.increment_name(later[0])}. A dump deletes increments that "
                 "the previous dump does not need."
             )
         return None

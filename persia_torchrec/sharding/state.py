@@ -40,7 +40,7 @@ from persia_torchrec.sharding.stored_tensor import (
     local_shards,
 )
 from persia_torchrec.sharding.torchrec_api import ShardedTensor
-from persia_torchrec.store.row_moves import initial_rows
+from persia_torchrec.store.row_copy import initial_rows
 from persia_torchrec.table import TableSpec
 
 OptimizerState = Mapping[str, object]

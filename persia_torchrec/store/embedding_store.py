@@ -22,9 +22,9 @@ from persia_torchrec.errors import ConfigError, StoreError
 from persia_torchrec.jit.compiled import read_only
 from persia_torchrec.parsing.decoding import parse_json
 from persia_torchrec.store import loops, memory, table_states
+from persia_torchrec.store.change_log import ChangedSlots, ChangeJournal, Ring
 from persia_torchrec.store.fbgemm_engine import EngineChoice, OptimizerEngine
 from persia_torchrec.store.index import MAX_ROWS, Index
-from persia_torchrec.store.journal import ChangedSlots, ChangeJournal, Ring
 from persia_torchrec.store.memory import (
     Arenas,
     Counts,
@@ -38,11 +38,11 @@ from persia_torchrec.store.memory import (
 )
 from persia_torchrec.store.memory_file import MemoryFile
 from persia_torchrec.store.recency import NUM_LFU_CLASSES, RecencyLogs
-from persia_torchrec.store.recovery import Recovery
-from persia_torchrec.store.requests import CLEAR, STEP, WRITE, Change, Requests
-from persia_torchrec.store.requests import Request as Request
-from persia_torchrec.store.requests import UpdateResult as UpdateResult
-from persia_torchrec.store.tables import Published, TableState
+from persia_torchrec.store.table import Published, TableState
+from persia_torchrec.store.transaction import CLEAR, STEP, WRITE, Change, Requests
+from persia_torchrec.store.transaction import Request as Request
+from persia_torchrec.store.transaction import UpdateResult as UpdateResult
+from persia_torchrec.store.undo_log import Recovery
 from persia_torchrec.table import Metadata, TableSpec, with_parts
 
 Eviction = Literal["lru", "lfu"]

@@ -33,7 +33,7 @@ from persia_torchrec.errors import ConfigError
 from persia_torchrec.jit import intrinsics as cpu
 from persia_torchrec.jit.compiled import compiled, inlined
 from persia_torchrec.jit.float16 import FP32
-from persia_torchrec.store import memory, recovery
+from persia_torchrec.store import memory, undo_log
 from persia_torchrec.store.index import NOT_FOUND, index_at
 from persia_torchrec.store.loops import find_hinted, finish_row, prefetch_row
 from persia_torchrec.store.memory import Floats, Ids, Layout, Slots, TableAt, Words
@@ -239,7 +239,7 @@ def scatter_rows(table: TableAt, num: int, dense: DenseRows, bound: np.float32) 
     from_state = np.uint64(dense.state.ctypes.data)
     for row in range(num):
         address = rows.base + dense.slots[row] * rows.stride
-        recovery.keep_updated(memory.log_address(log), address, rows.stride)
+        undo_log.keep_updated(memory.log_address(log), address, rows.stride)
         new = weights
         if rows.dtype == FP32:
             new = address + rows.weights

@@ -33,7 +33,7 @@ from persia_torchrec.jit.compiled import (
 )
 from persia_torchrec.jit.float16 import FP32, round_stochastically
 from persia_torchrec.jit.kernel import NO_LOG
-from persia_torchrec.store import memory, recency, recovery
+from persia_torchrec.store import memory, recency, undo_log
 from persia_torchrec.store.index import (
     ENTRIES,
     NOT_FOUND,
@@ -131,7 +131,7 @@ def lookup_training(
         address = rows.base + slot * rows.stride
         is_first = memory.tick_at(address) != tick
         if is_first:
-            recovery.keep_use(store.log, address, rows.has_metadata)
+            undo_log.keep_use(store.log, address, rows.has_metadata)
         class_ = _ZERO
         if rows.has_metadata:
             count = np.uint64(counts_N[i]) if len(counts_N) else _ONE
@@ -517,7 +517,7 @@ def build_update(kernel: Kernel) -> Callable[..., tuple[int, int]]:
             elif not memory.is_finite(cpu.floats_at(grad), rows.dim):
                 num_refused += 1
             else:
-                recovery.keep_updated(log, address, rows.stride)
+                undo_log.keep_updated(log, address, rows.stride)
                 weights = address + rows.weights
                 if rows.dtype != FP32:
                     weights = layout[memory.SCRATCH]

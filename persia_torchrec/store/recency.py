@@ -36,7 +36,7 @@ from persia_torchrec.jit.compiled import compiled, inlined
 from persia_torchrec.jit.kernel import BEGIN, NO_LOG
 from persia_torchrec.store import memory
 from persia_torchrec.store.memory import WORD, RowsAt, StoreMemory, Words
-from persia_torchrec.store.recovery import Recovery
+from persia_torchrec.store.undo_log import Recovery
 
 NUM_LFU_CLASSES = 44
 """Classes of frequencies that fit 32 bits."""

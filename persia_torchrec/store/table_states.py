@@ -8,10 +8,10 @@ import numpy as np
 from persia_torchrec.embedding.dynamic import Doubles
 from persia_torchrec.errors import StoreError
 from persia_torchrec.store import memory
-from persia_torchrec.store.blocks import Blocks
 from persia_torchrec.store.memory import Words
-from persia_torchrec.store.shared_rows import SharedRows
-from persia_torchrec.store.tables import PublishedTable, TableState
+from persia_torchrec.store.table import PublishedTable, TableState
+from persia_torchrec.store.table_blocks import Blocks
+from persia_torchrec.store.table_shared import SharedRows
 from persia_torchrec.table import TableSpec
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import numpy as np
 from persia_torchrec.embedding import admission
 from persia_torchrec.embedding.eviction import Expiry
 from persia_torchrec.embedding.optim import Adagrad
-from persia_torchrec.store import memory, memory_file, row_moves
+from persia_torchrec.store import memory, memory_file, row_copy
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
 
@@ -58,16 +58,16 @@ def _run(store: EmbeddingStore) -> None:
         store.scan(table, 0, 1)
         store.remove(table, ids[:1])
     store.sweep(1)
-    export = row_moves.RowExport(store)
+    export = row_copy.RowExport(store)
     while not export.is_done:
         chunk = export.advance()
-        split = row_moves.split_by_table(chunk, export.tables) if chunk else []
+        split = row_copy.split_by_table(chunk, export.tables) if chunk else []
         for table, columns in split:
             uses, numbers = np.array([1], np.uint64), np.array([table], np.uint16)
-            moving = row_moves.RowImport(store, uses, numbers, counts)
+            moving = row_copy.RowImport(store, uses, numbers, counts)
             moving.add(table, columns, np.arange(len(columns)) == 0)
             moving.finish(1)
-    columns = row_moves.gather_rows(store, 0, store.find(0, ids), ids)
-    for _ in row_moves.put_changes(store, [(0, columns)]):
+    columns = row_copy.gather_rows(store, 0, store.find(0, ids), ids)
+    for _ in row_copy.put_changes(store, [(0, columns)]):
         pass
     store.update(0, ids, rows)

@@ -1,17 +1,15 @@
 """From where a training can be followed."""
 
-from persia_torchrec.checkpoint.catalog import (
+from persia_torchrec.checkpoint.catalog import LogPosition, Manifest, SavedShard
+from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.checkpoint.increment_log import (
     Base,
     Log,
-    LogPosition,
-    Manifest,
-    SavedShard,
     find_end,
     find_start,
     latest_lines,
     lines_of,
 )
-from persia_torchrec.checkpoint.folder import Folder
 
 ANYWHERE = Folder("/tmp")
 EMPTY = Base("empty")

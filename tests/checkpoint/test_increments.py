@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persia_torchrec import AdmitBloom, AdmitFrequency, Expiry
-from persia_torchrec.checkpoint.catalog import increment_name
 from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.checkpoint.increment_log import increment_name
 from persia_torchrec.checkpoint.load import (
     Increment,
     SeenIds,

@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from persia_torchrec.checkpoint.catalog import Manifest, find_lines
+from persia_torchrec.checkpoint.catalog import Manifest
 from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.checkpoint.increment_log import find_lines
 from persia_torchrec.checkpoint.load import Target
 from persia_torchrec.checkpoint.restore import Restored, restore
 from persia_torchrec.routing.shard import is_of_shard

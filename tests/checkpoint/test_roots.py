@@ -5,14 +5,9 @@ import os
 import numpy as np
 import pytest
 
-from persia_torchrec.checkpoint.catalog import (
-    Base,
-    Log,
-    Manifest,
-    SavedShard,
-    find_lines,
-)
+from persia_torchrec.checkpoint.catalog import Manifest, SavedShard
 from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.checkpoint.increment_log import Base, Log, find_lines
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import CheckpointError, ConfigError, RemoteError
 from persia_torchrec.server.config import ServerConfig

@@ -298,8 +298,8 @@ def test_files_are_as_long_as_their_rows(servers, path):
 
 def step_dumps(monkeypatch):
     """Hold dumps back: each release of the semaphore lets a slice of one go on."""
-    monkeypatch.setattr("persia_torchrec.store.row_moves._SLICE_RECORDS", 100)
-    monkeypatch.setattr("persia_torchrec.store.row_moves._SLICE_BYTES", 2**8)
+    monkeypatch.setattr("persia_torchrec.store.row_copy._SLICE_RECORDS", 100)
+    monkeypatch.setattr("persia_torchrec.store.row_copy._SLICE_BYTES", 2**8)
     slices, advance = threading.Semaphore(0), ShardDump.advance
 
     def advance_if_released(self):
@@ -393,12 +393,12 @@ def test_a_server_that_stops_during_a_dump_fails_it(servers, path, monkeypatch):
 
 
 def test_a_dump_that_takes_too_long_says_which_server(servers, path, monkeypatch):
-    monkeypatch.setattr("persia_torchrec.store.row_moves._SLICE_BYTES", 2**6)
+    monkeypatch.setattr("persia_torchrec.store.row_copy._SLICE_BYTES", 2**6)
     job = Job(servers, 1, [ADAM], capacity_rows=100_000)
     job.train(*range(50_000))
     with pytest.raises(TimeoutError, match=r"server 0 .*not done in time"):
         job.checkpoints.dump(path, timeout_s=0.01)
-    monkeypatch.setattr("persia_torchrec.store.row_moves._SLICE_BYTES", 2**18)
+    monkeypatch.setattr("persia_torchrec.store.row_copy._SLICE_BYTES", 2**18)
     assert job.checkpoints.dump(path).num_rows == 50_000
 
 
@@ -436,7 +436,7 @@ def test_a_load_that_fails_half_way_leaves_the_store_empty(servers, path, monkey
     def fail(*_):
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr("persia_torchrec.store.row_moves.RowImport.finish", fail)
+    monkeypatch.setattr("persia_torchrec.store.row_copy.RowImport.finish", fail)
     with pytest.raises(RemoteError, match="the disk is gone"):
         job.checkpoints.load(path)
     assert job.total("rows") == 0

@@ -19,16 +19,11 @@ import msgspec
 import numpy as np
 
 from persia_torchrec import AdmitBloom, AdmitFrequency, Expiry
-from persia_torchrec.checkpoint import catalog
-from persia_torchrec.checkpoint.catalog import (
-    Base,
-    Log,
-    LogPosition,
-    Manifest,
-    SavedTable,
-)
+from persia_torchrec.checkpoint import catalog, increment_log
+from persia_torchrec.checkpoint.catalog import LogPosition, Manifest, SavedTable
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.from_persia import Conversion, convert_checkpoint
+from persia_torchrec.checkpoint.increment_log import Base, Log
 from persia_torchrec.checkpoint.load import (
     Increment,
     SeenIds,
@@ -217,7 +212,7 @@ def increments() -> Format:
     rng, folder = np.random.default_rng(2), temporary_folder()
     heads = [increment_head(), increment_head(was_cleared=True)]
     store = filled_store()
-    file = folder / catalog.increment_name(1)
+    file = folder / increment_log.increment_name(1)
 
     def check(data: bytes) -> None:
         file.write_bytes(data)
@@ -257,10 +252,10 @@ def run_with_log(folder: Path) -> tuple[bytes, bytes, str]:
     manifest = Manifest(head.tables, (shard,), CREATED, 12)
     manifest.write(Folder(checkpoint))
     increment = row_file(increment_head(log=name), rng)
-    (log / catalog.increment_name(1)).write_bytes(increment)
+    (log / increment_log.increment_name(1)).write_bytes(increment)
     begun = Log(name, 0, 1, CREATED, Base("checkpoint", "x", CREATED), "0123")
-    Folder(log).write_json(catalog.LOG_FILE, begun)
-    texts = [checkpoint / catalog.MANIFEST, log / catalog.LOG_FILE]
+    Folder(log).write_json(increment_log.LOG_FILE, begun)
+    texts = [checkpoint / catalog.MANIFEST, log / increment_log.LOG_FILE]
     return *(path.read_bytes() for path in texts), name
 
 
@@ -270,10 +265,10 @@ def _restores(store: EmbeddingStore, folder: Path) -> None:
     target = Target(0, 1, CAPACITY, False)
     restore(store, target, Folder(folder / "run"), Folder(folder / "logs"))
     check_store(store)
-    lines = catalog.find_lines(Folder(folder / "logs"), {})
+    lines = increment_log.find_lines(Folder(folder / "logs"), {})
     found = catalog.find_checkpoint(folder / "run")
     manifest = Manifest.read(found)
-    end = catalog.find_end(lines, found, manifest)
+    end = increment_log.find_end(lines, found, manifest)
     if end is None:
         raise CheckpointError("nothing to follow")
     for line, position in zip(end.lines, end.positions, strict=True):
@@ -298,7 +293,7 @@ def manifests() -> Format:
 def logs() -> Format:
     folder = temporary_folder()
     _, text, name = run_with_log(folder)
-    file = folder / "logs" / name / catalog.LOG_FILE
+    file = folder / "logs" / name / increment_log.LOG_FILE
     store = filled_store()
 
     def check(data: bytes) -> None:

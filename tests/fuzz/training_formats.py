@@ -5,11 +5,12 @@ from collections.abc import Callable
 
 import torch
 
-from persia_torchrec.checkpoint import catalog
-from persia_torchrec.checkpoint.catalog import Delta, DenseHalf, Log, Manifest, Saved
+from persia_torchrec.checkpoint import catalog, increment_log
+from persia_torchrec.checkpoint.catalog import Delta, DenseHalf, Manifest, Saved
 from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.checkpoint.increment_log import Log
 from persia_torchrec.checkpoint.load import ShardLoad, Target
-from persia_torchrec.server.retention import Retention
+from persia_torchrec.checkpoint.retention import Retention
 from persia_torchrec.training.checkpoint import (
     apply_state,
     load_dense,
@@ -67,7 +68,7 @@ def runs_of_logs() -> Format:
     folder = temporary_folder()
     _, _, name = run_with_log(folder)
     logs = Folder(folder / "logs")
-    log: Log = logs.child(name).read_json(catalog.LOG_FILE, Log)
+    log: Log = logs.child(name).read_json(increment_log.LOG_FILE, Log)
     retention = Retention(logs, log)
     retention.begun.append(str(folder / "run" / "checkpoint-00000001"))
     retention.apply(counts_begun=True)
@@ -76,7 +77,7 @@ def runs_of_logs() -> Format:
     def check(data: bytes) -> None:
         logs.child(name).write(catalog.RUNS_FILE, data)
         Retention(logs, log).apply(counts_begun=True)
-        if catalog.list_increments(logs.child(name)) != [1]:
+        if increment_log.list_increments(logs.child(name)) != [1]:
             raise AssertionError("an increment that a checkpoint needs is deleted")
         logs.child(name).read_json(catalog.RUNS_FILE, list[str])
 

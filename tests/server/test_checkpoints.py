@@ -33,7 +33,7 @@ def clock(monkeypatch):
     monkeypatch.setattr(
         "persia_torchrec.server.checkpoints.time.thread_time", lambda: 0
     )
-    monkeypatch.setattr("persia_torchrec.store.row_moves._SLICE_BYTES", 2**8)
+    monkeypatch.setattr("persia_torchrec.store.row_copy._SLICE_BYTES", 2**8)
     return clock
 
 

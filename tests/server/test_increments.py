@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from persia_torchrec import Expiry
-from persia_torchrec.checkpoint.catalog import (
+from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.checkpoint.increment_log import (
     find_lines,
     increment_name,
     list_increments,
 )
-from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.load import ShardLoad
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.embedding.optim import Adagrad

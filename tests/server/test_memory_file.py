@@ -7,7 +7,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from persia_torchrec.checkpoint import catalog
+from persia_torchrec.checkpoint import increment_log
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import ConfigError, PersiaError
@@ -98,7 +98,7 @@ def test_increments_continue_with_the_next_process_of_the_file(servers, path, tm
         client.add_tables([SPEC])
         train(client, 0)
         server.stop()
-        newest = catalog.find_lines(Folder(str(folder)), {})[-1].logs[0]
+        newest = increment_log.find_lines(Folder(str(folder)), {})[-1].logs[0]
         assert kind in (None, newest.base.kind)
 
 

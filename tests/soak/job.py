@@ -21,7 +21,7 @@ from persia_torchrec.errors import ConfigError, RemoteError
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.rpc.messages import NO_GENERATION
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
-from persia_torchrec.store.journal import RING_WORDS
+from persia_torchrec.store.change_log import RING_WORDS
 from persia_torchrec.table import TableSpec
 
 NUM_SERVERS = 2

@@ -30,7 +30,7 @@ from persia_torchrec import AdmitBloom
 from persia_torchrec.embedding.optim import SGD, Adam
 from persia_torchrec.jit import intrinsics
 from persia_torchrec.server.streams import Streams
-from persia_torchrec.store import blocks, memory, memory_file, row_moves
+from persia_torchrec.store import memory, memory_file, row_copy, table_blocks
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.index import BOUNDARY
 from persia_torchrec.store.recency import TAIL, TRIGGER
@@ -307,8 +307,8 @@ def saved_rows(store):
     other = EmbeddingStore(8, eviction=eviction, optimizer_engine="fused")
     other.add_tables(store.tables)
     slots = look_up(other, 1, *range(40, 46), 1)
-    uses = np.arange(1, 8, dtype=np.uint64) << np.uint64(row_moves.POSITION_BITS)
-    return row_moves.gather_rows(other, 1, slots, uses)
+    uses = np.arange(1, 8, dtype=np.uint64) << np.uint64(row_copy.POSITION_BITS)
+    return row_copy.gather_rows(other, 1, slots, uses)
 
 
 def load_rows(store, streams):
@@ -316,7 +316,7 @@ def load_rows(store, streams):
     tables = np.ones(len(rows), np.uint16)
     store.is_loading = True
     store.clear()
-    load = row_moves.RowImport(store, rows.uses, tables, np.ones(7, np.uint32))
+    load = row_copy.RowImport(store, rows.uses, tables, np.ones(7, np.uint32))
     load.add(1, rows, np.ones(len(rows), np.bool_))
     load.finish(9)
     store.remove(1, ids_of(41))
@@ -324,7 +324,7 @@ def load_rows(store, streams):
 
 
 def put_changes(store, streams):
-    for _ in row_moves.put_changes(store, [(1, saved_rows(store))]):
+    for _ in row_copy.put_changes(store, [(1, saved_rows(store))]):
         pass
 
 
@@ -388,7 +388,7 @@ class Deaths:
 
     def __init__(self, path, case):
         self._path, self._case = path, case
-        blocks.GROUP_SLOTS = 4  # of this process: several groups
+        table_blocks.GROUP_SLOTS = 4  # of this process: several groups
         os.truncate(path, 0)
         store, streams = case.open(path)
         store.journal.begin(77)

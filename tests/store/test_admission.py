@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from persia_torchrec import AdmitAll, AdmitBloom, AdmitFrequency, AdmitProbability
 from persia_torchrec.embedding.setting import Admission
 from persia_torchrec.store.memory import reserve
-from persia_torchrec.store.tables import build_admission
+from persia_torchrec.store.table import build_admission
 from tests import reference
 from tests.strategies import id_arrays, ids
 

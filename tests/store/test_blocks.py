@@ -14,7 +14,7 @@ from persia_torchrec.embedding.optim import Adagrad, Adam
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.rpc.messages import Header, Kind, TableIds
 from persia_torchrec.server.updates import Update, build_gradients
-from persia_torchrec.store import blocks
+from persia_torchrec.store import table_blocks
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.memory import MISSING
 from persia_torchrec.table import TableSpec
@@ -348,7 +348,7 @@ def test_what_cannot_be_is_refused():
 
 
 def test_the_log_does_not_grow_with_the_blocks_that_a_period_frees(path, monkeypatch):
-    monkeypatch.setattr(blocks, "GROUP_SLOTS", 64)
+    monkeypatch.setattr(table_blocks, "GROUP_SLOTS", 64)
     store = EmbeddingStore(8000, memory_file=path)
     store.add_table(spec_of(2))
     ids = np.arange(4000, dtype=np.uint64)

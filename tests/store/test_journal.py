@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from persia_torchrec.errors import StoreError
-from persia_torchrec.store.journal import ChangedSlots, ChangeJournal, Ring
+from persia_torchrec.store.change_log import ChangedSlots, ChangeJournal, Ring
 from persia_torchrec.store.memory import NUM_TALLIES
 
 

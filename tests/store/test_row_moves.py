@@ -80,9 +80,9 @@ def value_of(store, row):
 
 
 def test_rows_of_many_slices_and_chunks_are_all_copied(monkeypatch):
-    monkeypatch.setattr("persia_torchrec.store.row_moves._CHUNK_BYTES", 4096)
-    monkeypatch.setattr("persia_torchrec.store.row_moves._SLICE_BYTES", 512)
-    monkeypatch.setattr("persia_torchrec.store.row_moves._SLICE_RECORDS", 100)
+    monkeypatch.setattr("persia_torchrec.store.row_copy._CHUNK_BYTES", 4096)
+    monkeypatch.setattr("persia_torchrec.store.row_copy._SLICE_BYTES", 512)
+    monkeypatch.setattr("persia_torchrec.store.row_copy._SLICE_RECORDS", 100)
     store = store_of(5000)
     for table in range(len(TABLES)):
         use(store, table, range(700 + table))

@@ -5,8 +5,9 @@ import time
 import numpy as np
 
 from persia_torchrec.checkpoint.background import Activity
-from persia_torchrec.checkpoint.catalog import Base, Manifest, merge_tables
+from persia_torchrec.checkpoint.catalog import Manifest, merge_tables
 from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.checkpoint.increment_log import Base
 from persia_torchrec.checkpoint.load import ShardLoad, Target
 from persia_torchrec.routing.shard import is_of_shard
 from persia_torchrec.server.checkpoints import ShardDump

@@ -16,7 +16,7 @@ from persia_torchrec import (
     load_checkpoint,
     recoverable,
 )
-from persia_torchrec.checkpoint import catalog
+from persia_torchrec.checkpoint import catalog, increment_log
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.embedding.optim import Adam
 from persia_torchrec.errors import CheckpointError, ConfigError
@@ -185,8 +185,10 @@ def checkpoints_of(job):
 def increments_of(job):
     """Return the numbers of increments that are there, by log, oldest first."""
     logs = Folder(job.servers[0].server.shard.config.incremental_dir)
-    lines = catalog.find_lines(logs, {})
-    return [catalog.list_increments(logs.child(line.logs[0].name)) for line in lines]
+    lines = increment_log.find_lines(logs, {})
+    return [
+        increment_log.list_increments(logs.child(line.logs[0].name)) for line in lines
+    ]
 
 
 def test_the_newest_checkpoints_stay_with_the_increments_that_they_need(start):
@@ -216,8 +218,8 @@ def test_logs_of_earlier_starts_are_deleted_when_nothing_needs_them(start):
         job.load()
     assert len(increments_of(job)) > 2
     logs = Folder(job.servers[0].server.shard.config.incremental_dir)
-    half_deleted = catalog.find_lines(logs, {})[0].logs[0].name
-    logs.child(half_deleted).remove(catalog.LOG_FILE)
+    half_deleted = increment_log.find_lines(logs, {})[0].logs[0].name
+    logs.child(half_deleted).remove(increment_log.LOG_FILE)
     job.train(1)
     job.save(keep=1)
     job.save(keep=1)

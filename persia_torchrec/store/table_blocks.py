@@ -33,11 +33,11 @@ from persia_torchrec.embedding.dynamic import KEPT, NUM_PERIODS, NUM_STATISTICS,
 from persia_torchrec.jit.compiled import read_only
 from persia_torchrec.store import loops, memory
 from persia_torchrec.store.memory import Counts, Floats, Ids, Slots, Words
-from persia_torchrec.store.recovery import ROW_BYTES
+from persia_torchrec.store.undo_log import ROW_BYTES
 
 if TYPE_CHECKING:
     from persia_torchrec.store.embedding_store import EmbeddingStore
-    from persia_torchrec.store.tables import TableState
+    from persia_torchrec.store.table import TableState
     from persia_torchrec.table import TableSpec
 
 _NO_COUNTS: Counts = np.empty(0, dtype=np.uint32)

@@ -10,9 +10,10 @@ import logging
 from collections import deque
 from collections.abc import Container, Iterable, Sequence
 
-from persia_torchrec.checkpoint import catalog
-from persia_torchrec.checkpoint.catalog import Line, Log, Manifest
+from persia_torchrec.checkpoint import catalog, increment_log
+from persia_torchrec.checkpoint.catalog import Manifest
 from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.checkpoint.increment_log import Line, Log
 from persia_torchrec.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -42,13 +43,13 @@ class Retention:
         num_shards = self._own.num_shards
         begun = {self.begun.popleft() for _ in range(len(self.begun))}
         try:
-            lines = catalog.find_lines(self._logs, self._known)
+            lines = increment_log.find_lines(self._logs, self._known)
             runs = self._read_runs({url.rpartition("/")[0] for url in begun})
             left_out = set() if counts_begun else begun
             kept = _continued_checkpoints(runs, left_out)
             needed = _needed_increments(lines, kept)
             for name in self._logs.names() if kept else ():
-                shard = catalog.shard_of_log(name)
+                shard = increment_log.shard_of_log(name)
                 if shard is not None and shard % num_shards == self._own.shard:
                     self._prune(name, needed)
         except CheckpointError as exc:
@@ -58,13 +59,13 @@ class Retention:
         folder = self._logs.child(name)
         if name not in needed and name != self._own.name:
             # First: what is half deleted is no log, and deleted the next time.
-            folder.remove(catalog.LOG_FILE)
+            folder.remove(increment_log.LOG_FILE)
             folder.remove_all()
             self._known.pop(name, None)
             return
-        for number in catalog.list_increments(folder):
+        for number in increment_log.list_increments(folder):
             if number < needed.get(name, 1):
-                folder.remove(catalog.increment_name(number))
+                folder.remove(increment_log.increment_name(number))
 
     def _read_runs(self, added: set[str]) -> set[str]:
         """Return the runs of all logs, and note those that are new."""

@@ -33,8 +33,8 @@ from persia_torchrec.store.memory import (
 from persia_torchrec.table import TableSpec
 
 if TYPE_CHECKING:
-    from persia_torchrec.store.blocks import Blocks
-    from persia_torchrec.store.shared_rows import SharedRows
+    from persia_torchrec.store.table_blocks import Blocks
+    from persia_torchrec.store.table_shared import SharedRows
 
 Bools = npt.NDArray[np.bool_]
 

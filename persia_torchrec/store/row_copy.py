@@ -52,8 +52,8 @@ from persia_torchrec.store.memory import (
     Words,
 )
 from persia_torchrec.store.recency import RecencyLogs
-from persia_torchrec.store.shared_rows import require_room
-from persia_torchrec.store.tables import TableState
+from persia_torchrec.store.table import TableState
+from persia_torchrec.store.table_shared import require_room
 from persia_torchrec.table import TableSpec
 
 Numbers = npt.NDArray[np.uint32]

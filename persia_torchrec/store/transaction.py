@@ -15,11 +15,11 @@ import numpy as np
 
 from persia_torchrec.errors import StoreError
 from persia_torchrec.jit.compiled import read_only
-from persia_torchrec.store import blocks, loops, memory
-from persia_torchrec.store.journal import ChangedSlots
+from persia_torchrec.store import loops, memory, table_blocks
+from persia_torchrec.store.change_log import ChangedSlots
 from persia_torchrec.store.memory import Floats, Ids, Slots, Words
-from persia_torchrec.store.recovery import ROW_BYTES, Recovery
-from persia_torchrec.store.tables import TableState
+from persia_torchrec.store.table import TableState
+from persia_torchrec.store.undo_log import ROW_BYTES, Recovery
 
 if TYPE_CHECKING:
     from persia_torchrec.store.embedding_store import EmbeddingStore
@@ -337,7 +337,7 @@ class Requests:
         num_bytes = ROW_BYTES + len(change.ids) * (row_bytes + ROW_BYTES)
         if change.kind == UPDATE and state.ends_period(change.step):
             num_bytes += 8 * state.thresholds.size + 2 * ROW_BYTES
-            num_bytes += blocks.GROUP_SLOTS * self._widest_row()
+            num_bytes += table_blocks.GROUP_SLOTS * self._widest_row()
         return num_bytes
 
     def _change(self, request: Request, change: Change, now_s: int) -> None:

@@ -26,15 +26,15 @@ import numpy as np
 from persia_torchrec.errors import StoreError
 from persia_torchrec.jit.compiled import compile_for, read_only, specialized
 from persia_torchrec.store import loops, memory
+from persia_torchrec.store.change_log import ChangedSlots
 from persia_torchrec.store.index import NOT_FOUND, find_slot, hash_id, index_at
-from persia_torchrec.store.journal import ChangedSlots
 from persia_torchrec.store.memory import Floats, Ids, Layout, Slots, Words
 
 if TYPE_CHECKING:
     from persia_torchrec.embedding.setting import Kernel
     from persia_torchrec.store.embedding_store import EmbeddingStore
-    from persia_torchrec.store.requests import Change
-    from persia_torchrec.store.tables import TableState
+    from persia_torchrec.store.table import TableState
+    from persia_torchrec.store.transaction import Change
 
 _NO_IDS = read_only(np.empty(0, dtype=np.uint64))
 _NO_COUNTS = read_only(np.empty(0, dtype=np.uint32))
