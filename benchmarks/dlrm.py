@@ -44,7 +44,7 @@ from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import StoreError
 from persia_torchrec.server.cluster import EmbeddingCluster
-from persia_torchrec.sharding.remote_lookup import ShardedRemoteCollection
+from persia_torchrec.sharding.sharded_module import ShardedRemoteCollection
 from persia_torchrec.sharding.sharder import RemoteEmbeddingBagCollectionSharder
 
 _RATE, _NUM_DENSE = 0.05, 13

@@ -13,10 +13,7 @@ from persia_torchrec import (
 from persia_torchrec.client.client import (
     EmbeddingClient as EmbeddingClient,
 )
-from persia_torchrec.client.transfer import (
-    RowBlock as RowBlock,
-    blocks_of as blocks_of,
-)
+from persia_torchrec.client.bulk import RowBlock as RowBlock, blocks_of as blocks_of
 from persia_torchrec.data.torchrec import (
     HostKeyedJaggedTensor as HostKeyedJaggedTensor,
 )
@@ -26,12 +23,8 @@ from persia_torchrec.embedding.admission import (
     AdmitFrequency as AdmitFrequency,
     AdmitProbability as AdmitProbability,
 )
-from persia_torchrec.embedding.dynamic import (
-    DynamicDim as DynamicDim,
-)
-from persia_torchrec.embedding.eviction import (
-    Expiry as Expiry,
-)
+from persia_torchrec.embedding.usage import DynamicDim as DynamicDim
+from persia_torchrec.embedding.usage import Expiry as Expiry
 from persia_torchrec.embedding.initializer import (
     Constant as Constant,
     InverseSqrtDim as InverseSqrtDim,
@@ -65,9 +58,7 @@ from persia_torchrec.sharding.mixed import (
 from persia_torchrec.sharding.multi_hash import (
     MultiHashEmbeddingBagCollection as MultiHashEmbeddingBagCollection,
 )
-from persia_torchrec.sharding.remote_tables import (
-    accumulate as accumulate,
-)
+from persia_torchrec.sharding.accumulate import accumulate as accumulate
 from persia_torchrec.sharding.all_sharders import (
     RemoteEmbeddingBagSharder as RemoteEmbeddingBagSharder,
     RemoteFeatureProcessedEmbeddingBagCollectionSharder as RemoteFeatureProcessedEmbeddingBagCollectionSharder,
@@ -85,10 +76,8 @@ from persia_torchrec.sharding.state import (
     plain_state_dict as plain_state_dict,
     read_table as read_table,
 )
-from persia_torchrec.sharding.whole_model import (
-    describe_placement as describe_placement,
-    join as join,
-)
+from persia_torchrec.sharding.checks import describe_placement as describe_placement
+from persia_torchrec.sharding.uneven_inputs import join as join
 from persia_torchrec.table import (
     TableSettings as TableSettings,
 )

@@ -15,11 +15,16 @@ import numpy.typing as npt
 
 from persia_torchrec.embedding import setting
 from persia_torchrec.embedding.admission import ADMISSIONS, AdmitAll
-from persia_torchrec.embedding.dynamic import DYNAMICS, NUM_STATISTICS, DynamicDim
-from persia_torchrec.embedding.eviction import EXPIRIES, Expiry
 from persia_torchrec.embedding.initializer import INITIALIZERS, Uniform
 from persia_torchrec.embedding.optim import OPTIMIZERS
 from persia_torchrec.embedding.setting import Admission, Initializer, Optimizer, Setting
+from persia_torchrec.embedding.usage import (
+    DYNAMICS,
+    EXPIRIES,
+    NUM_STATISTICS,
+    DynamicDim,
+    Expiry,
+)
 from persia_torchrec.errors import ConfigError
 
 MAX_DIM = 4096

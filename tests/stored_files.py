@@ -45,7 +45,7 @@ from persia_torchrec.embedding.initializer import (
     TruncatedNormal,
     Uniform,
 )
-from persia_torchrec.server.streams import Streams
+from persia_torchrec.server.dedup import Streams
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.memory_file import BOOT
 from persia_torchrec.table import TableSpec

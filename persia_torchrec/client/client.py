@@ -23,7 +23,15 @@ import numpy as np
 import numpy.typing as npt
 
 from persia_torchrec import env, timeouts
-from persia_torchrec.client.checkpoints import Checkpoints
+from persia_torchrec.client.bulk import (
+    BLOCK_ROWS,
+    Blocks,
+    RowBlock,
+    export_blocks,
+    find_ids,
+    rows_to_write,
+)
+from persia_torchrec.client.checkpoint_client import Checkpoints
 from persia_torchrec.client.codec import (
     AddedTable,
     KnownTable,
@@ -35,15 +43,7 @@ from persia_torchrec.client.codec import (
     staleness_histogram,
 )
 from persia_torchrec.client.codec import BatchNumber as BatchNumber
-from persia_torchrec.client.servers import Servers
-from persia_torchrec.client.transfer import (
-    BLOCK_ROWS,
-    Blocks,
-    RowBlock,
-    export_blocks,
-    find_ids,
-    rows_to_write,
-)
+from persia_torchrec.client.shards import Servers
 from persia_torchrec.errors import BatchError, ConfigError, RestartedError, WireError
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.routing.hashing import Ids

@@ -17,7 +17,7 @@ Where servers are started again, with ``recovery_s``, a request outlives its con
                        ^      without a reply are sent again in their order, then others
                        '--- NotReadyError: it is asked again
 
-The server recognises what it had applied before; see ``server/streams.py``.
+The server recognises what it had applied before; see ``server/dedup.py``.
 """
 
 import contextlib

@@ -63,7 +63,7 @@ The JSON values of an embedding server; those not named here are null:
                          {"do": "cancel", "task"}
     PROGRESS             {"task"}
     reply to CHECKPOINT  {"phase", "progress": in [0, 1], "error": null or as in ERROR,
-      and PROGRESS       "result"}; see server/checkpoints.py
+      and PROGRESS       "result"}; see server/checkpoint_service.py
     EXPORT               {"table": number, "start": 0, or "next" of the reply before,
                          "max_rows": rows at most}
     IDS                  {"table", "start": as of EXPORT, "first": the bound}
@@ -90,7 +90,7 @@ A server applies what changes it once: an UPDATE, a training LOOKUP, an ADD_TABL
 CLEAR, WRITE or STEP of a stream and number that it has answered before changes nothing,
 and gets the same answer; JOIN and LEAVE may be repeated anyway. In stream 0, each is
 another one. A stream of an older generation than the server has met is a FencedError;
-65535 is none and always accepted. See server/streams.py.
+65535 is none and always accepted. See server/dedup.py.
 
 A message of any other form is rejected with a FrameError, and nothing of it is applied.
 A frame holds at most 2**31 bytes: the sender of a larger one is disconnected.
@@ -268,7 +268,7 @@ class ErrorReply(msgspec.Struct):
 
 
 class TaskState(msgspec.Struct):
-    """Frame 1 of a reply to CHECKPOINT or PROGRESS; see ``server/checkpoints.py``."""
+    """Frame 1 of a reply to CHECKPOINT or PROGRESS; see ``server/checkpoint_service.py``."""
 
     phase: str
     progress: float  # the fraction of the work that is done, in [0, 1]

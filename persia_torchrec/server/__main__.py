@@ -42,7 +42,7 @@ from persia_torchrec.job.service import (
 from persia_torchrec.parsing.command_line import given_flags
 from persia_torchrec.rpc import float_codec
 from persia_torchrec.rpc.channel import keep_freed_memory
-from persia_torchrec.server.checkpoints import Checkpoints, KnownUpdates
+from persia_torchrec.server.checkpoint_service import Checkpoints, KnownUpdates
 from persia_torchrec.server.config import ServerConfig, apply_global_config
 from persia_torchrec.server.server import EmbeddingServer
 from persia_torchrec.store.warm_up import warm_up

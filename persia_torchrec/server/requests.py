@@ -30,7 +30,9 @@ from persia_torchrec.rpc.messages import (
     bytes_of,
     encode_json,
 )
-from persia_torchrec.server.checkpoints import CheckpointRequest, Checkpoints
+from persia_torchrec.server.checkpoint_service import CheckpointRequest, Checkpoints
+from persia_torchrec.server.joint_steps import Member, Update
+from persia_torchrec.server.open_batches import Batch, Counts
 from persia_torchrec.server.shard import (
     Request,
     RequestKind,
@@ -38,7 +40,6 @@ from persia_torchrec.server.shard import (
     describe_update,
     require_fits,
 )
-from persia_torchrec.server.updates import Batch, Counts, Member, Update
 from persia_torchrec.store import memory
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.row_copy import initial_rows

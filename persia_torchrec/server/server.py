@@ -18,7 +18,7 @@ from persia_torchrec.metrics.server import ServerReadings, Snapshots
 from persia_torchrec.rpc.auth import NO_JOB, Greeting
 from persia_torchrec.rpc.channel import Listener
 from persia_torchrec.rpc.messages import TRAINING, Header, Kind
-from persia_torchrec.server.checkpoints import Checkpoints, KnownUpdates
+from persia_torchrec.server.checkpoint_service import Checkpoints, KnownUpdates
 from persia_torchrec.server.config import ServerConfig as ServerConfig
 from persia_torchrec.server.requests import KINDS
 from persia_torchrec.server.shard import Request, RequestKind, Shard

@@ -25,18 +25,17 @@ from persia_torchrec.rpc import messages
 from persia_torchrec.rpc.channel import MAX_MESSAGE_BYTES, Listener
 from persia_torchrec.rpc.float_codec import Floats, decode_floats
 from persia_torchrec.rpc.messages import Frame, Frames, Header, Kind, TableIds
-from persia_torchrec.server.checkpoints import Checkpoints
+from persia_torchrec.server.checkpoint_service import Checkpoints
 from persia_torchrec.server.config import ServerConfig
-from persia_torchrec.server.served_checkpoint import ServedCheckpoint
-from persia_torchrec.server.streams import MAX_GROUPS_BYTES, REFUSED, Outcome, Streams
-from persia_torchrec.server.updates import (
-    Batch,
+from persia_torchrec.server.dedup import MAX_GROUPS_BYTES, REFUSED, Outcome, Streams
+from persia_torchrec.server.follower import ServedCheckpoint
+from persia_torchrec.server.joint_steps import (
     JointSteps,
-    OpenBatches,
     SavedGroup,
     Update,
     build_gradients,
 )
+from persia_torchrec.server.open_batches import Batch, OpenBatches
 
 logger = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from persia_torchrec import timeouts
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.sharding import remote_lookup, remote_tables
+from persia_torchrec.sharding import sharded_module, table_control
 from persia_torchrec.sharding.collection import TableCollection
 from persia_torchrec.sharding.sharder import (
     PlannedSharder,
@@ -138,7 +138,7 @@ class RemoteEmbeddingBagSharder(_HolderSharder):
             name=name,
             num_embeddings=module.num_embeddings,
             embedding_dim=module.embedding_dim,
-            feature_names=[remote_lookup.THE_FEATURE],
+            feature_names=[sharded_module.THE_FEATURE],
             pooling=PoolingType(module.mode.upper()),
         )
         bags = EmbeddingBagCollection(
@@ -151,7 +151,7 @@ class RemoteEmbeddingBagSharder(_HolderSharder):
             bags,
             env,
             device or torch.device("cpu"),
-            remote_lookup.ShardedRemoteEmbeddingBag,
+            sharded_module.ShardedRemoteEmbeddingBag,
         )
         sharded.module_sharding_plan = params
         return sharded
@@ -187,7 +187,7 @@ class RemoteFeatureProcessedEmbeddingBagCollectionSharder(_HolderSharder):
         self, module: nn.Module, env: types.ShardingEnv, device: torch.device
     ) -> Any:
         """Put the bags on the servers, with the processors before them."""
-        made = remote_lookup.ShardedRemoteFeatureProcessedEmbeddingBagCollection
+        made = sharded_module.ShardedRemoteFeatureProcessedEmbeddingBagCollection
         sharded = self._collections.put_on_servers(
             self.tables_in(module), env, device, made
         )
@@ -245,7 +245,7 @@ def remote_sharders(
     return RemoteSharders(bags, [*ours, *others])
 
 
-class RemoteSharders(remote_tables.TableControl, list[types.ModuleSharder[nn.Module]]):
+class RemoteSharders(table_control.TableControl, list[types.ModuleSharder[nn.Module]]):
     """A list of sharders, and what they do together; the first has all their tables."""
 
     def __init__(

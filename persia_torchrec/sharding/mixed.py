@@ -38,7 +38,10 @@ from persia_torchrec.data.torchrec import move
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.sharding import collection, sharder, state, torchrec_api
 from persia_torchrec.sharding.collection import TableCollection
-from persia_torchrec.sharding.remote_lookup import LazyOutput, ShardedRemoteCollection
+from persia_torchrec.sharding.sharded_module import (
+    LazyOutput,
+    ShardedRemoteCollection,
+)
 from persia_torchrec.table import require_known_tables
 
 

@@ -19,25 +19,25 @@ from torchrec.distributed import types
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 
 from persia_torchrec import timeouts
+from persia_torchrec.client.bulk import IdsOfRows
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.client.transfer import IdsOfRows
 from persia_torchrec.embedding.optim import Adagrad, Optimizer
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.lookup.sharded_lookup import SequenceLookup, ShardedLookup
 from persia_torchrec.pipeline.joint import Trainers
 from persia_torchrec.pipeline.pipeline import BatchPipeline
 from persia_torchrec.rpc.messages import Precision, Share
-from persia_torchrec.sharding import collection, remote_lookup, remote_tables
+from persia_torchrec.sharding import collection, sharded_module, table_control
+from persia_torchrec.sharding.checks import watch_models
 from persia_torchrec.sharding.collection import CollectionSpec, TableCollection
 from persia_torchrec.sharding.on_device import RowsOnDevice
-from persia_torchrec.sharding.remote_optimizer import RemoteOptimizer
+from persia_torchrec.sharding.optimizer import RemoteOptimizer
 from persia_torchrec.sharding.state import (
     CollectionState,
     OptimizerState,
     StateDictRows,
     load_tables,
 )
-from persia_torchrec.sharding.whole_model import watch_models
 from persia_torchrec.table import TableSettings, require_known_tables
 
 _PRECISIONS = {
@@ -112,14 +112,14 @@ class PlannedSharder(types.ModuleSharder[nn.Module]):
         return [EmbeddingComputeKernel.FUSED.value]
 
 
-class CollectionSharder(remote_tables.TableControl, PlannedSharder):
+class CollectionSharder(table_control.TableControl, PlannedSharder):
     """Replace a collection of TorchRec's by its remote counterpart."""
 
-    sharded_type: ClassVar[type[remote_lookup.ShardedRemoteCollection]]
+    sharded_type: ClassVar[type[sharded_module.ShardedRemoteCollection]]
 
     def __init__(self, *, gradient_division: bool) -> None:
         super().__init__()
-        self.remote_tables = remote_tables.RemoteTables()
+        self.remote_tables = table_control.RemoteTables()
         self._gradient_division = gradient_division
 
     @abstractmethod
@@ -140,7 +140,7 @@ class CollectionSharder(remote_tables.TableControl, PlannedSharder):
         module: TableCollection,
         env: types.ShardingEnv,
         device: torch.device,
-        sharded_type: type[remote_lookup.ShardedRemoteCollection] | None = None,
+        sharded_type: type[sharded_module.ShardedRemoteCollection] | None = None,
     ) -> Any:
         """Put the tables on the servers; return a module of ``sharded_type``."""
         _require_one_dimension(env)
@@ -351,7 +351,7 @@ class RemoteSharder(CollectionSharder):
         module: TableCollection,
         env: types.ShardingEnv,
         device: torch.device,
-        sharded_type: type[remote_lookup.ShardedRemoteCollection] | None = None,
+        sharded_type: type[sharded_module.ShardedRemoteCollection] | None = None,
     ) -> Any:
         """Put the tables on the servers, and their rows into state dicts."""
         sharded = super().put_on_servers(module, env, device, sharded_type)
@@ -421,7 +421,7 @@ class RemoteEmbeddingBagCollectionSharder(RemoteSharder):
     """
 
     module_type = EmbeddingBagCollection
-    sharded_type = remote_lookup.ShardedRemoteEmbeddingBagCollection
+    sharded_type = sharded_module.ShardedRemoteEmbeddingBagCollection
 
 
 class RemoteEmbeddingCollectionSharder(RemoteSharder):
@@ -436,5 +436,5 @@ class RemoteEmbeddingCollectionSharder(RemoteSharder):
     """
 
     module_type = EmbeddingCollection
-    sharded_type = remote_lookup.ShardedRemoteEmbeddingCollection
+    sharded_type = sharded_module.ShardedRemoteEmbeddingCollection
     host_lookup = SequenceLookup

@@ -23,9 +23,9 @@ import torch
 from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.distributed.types import ShardingEnv
 
-from persia_torchrec.client import transfer
+from persia_torchrec.client import bulk
+from persia_torchrec.client.bulk import IdsOfRows
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.client.transfer import IdsOfRows
 from persia_torchrec.errors import BatchError, ConfigError
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.rpc.float_codec import Floats
@@ -353,9 +353,9 @@ def load_tables(
         step_of_table = step
         if optimizer_state is not None and spec.num_state_floats:
             state, step_of_table = _find_state(table, optimizer_state, step)
-        how = (ids or {}).get(table), transfer.rows_per_block(spec)
+        how = (ids or {}).get(table), bulk.rows_per_block(spec)
         cut = partial(_cut, weight, state, *how)
-        num_rows[table] = client.fill(table, transfer.Blocks(cut))
+        num_rows[table] = client.fill(table, bulk.Blocks(cut))
         if step_of_table is not None:
             client.step(table, step_of_table)
     return num_rows
@@ -378,7 +378,7 @@ class _TensorRows:
 
 def _cut(
     weight: torch.Tensor, state: Sequence[torch.Tensor], ids: IdsOfRows, block_rows: int
-) -> Iterator[transfer.RowBlock]:
+) -> Iterator[bulk.RowBlock]:
     shards = [local_shards(tensor) for tensor in (weight, *state)]
     if len({len(of_tensor) for of_tensor in shards}) > 1:
         raise BatchError(
@@ -386,7 +386,7 @@ def _cut(
             f"{[len(of_tensor) for of_tensor in shards]} shards here."
         )
     for (first_row, weights), *of_state in zip(*shards, strict=True):
-        yield from transfer.blocks_of(
+        yield from bulk.blocks_of(
             _TensorRows([weights]),
             ids,
             _TensorRows([shard for _, shard in of_state]) if of_state else None,
@@ -469,7 +469,7 @@ def read_table(
         ServerError: a server failed, refused, or did not answer in time.
     """
     spec = client.table(table)
-    ids_N = transfer.ids_of_rows(ids, 0, num_rows)
+    ids_N = bulk.ids_of_rows(ids, 0, num_rows)
     order = np.argsort(ids_N, kind="stable")  # linear if they are sorted
     sorted_N = ids_N[order]
     repeated = sorted_N[1:][sorted_N[1:] == sorted_N[:-1]]
@@ -497,8 +497,8 @@ def read_table(
         is_present[numbers] = True
     if missing == "initial":
         absent = np.flatnonzero(~is_present)
-        for start in range(0, len(absent), transfer.BLOCK_ROWS):
-            numbers = absent[start : start + transfer.BLOCK_ROWS]
+        for start in range(0, len(absent), bulk.BLOCK_ROWS):
+            numbers = absent[start : start + bulk.BLOCK_ROWS]
             rows = initial_rows(spec, ids_N[numbers])
             weights[numbers], state[numbers] = np.split(rows, [spec.dim], axis=1)
             if spec.shared_rows:

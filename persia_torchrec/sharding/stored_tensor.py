@@ -24,7 +24,7 @@ import torch
 from torch.distributed.checkpoint import metadata, planner
 from torch.utils._pytree import tree_map_only
 
-from persia_torchrec.client import transfer
+from persia_torchrec.client import bulk
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import BatchError
 from persia_torchrec.routing.hashing import Ids
@@ -79,7 +79,7 @@ class StoredTable:
     @property
     def block_rows(self) -> int:
         """How many rows are read or written at once, at most."""
-        return transfer.rows_per_block(self.spec)
+        return bulk.rows_per_block(self.spec)
 
     def own_rows(self) -> tuple[int, int]:
         """Return the first row that this trainer saves and loads, and the end.
@@ -97,7 +97,7 @@ class StoredTable:
         width = len(range(*columns.indices(self.spec.dim + self.spec.num_state_floats)))
         floats = np.empty((stop - start, width), dtype=np.float32)
         for a, b in blocks(start, stop, self.block_rows):
-            ids = transfer.ids_of_rows(self.ids, a, b)
+            ids = bulk.ids_of_rows(self.ids, a, b)
             rows = self.client.read(self.name, ids, initial=True)
             floats[a - start : b - start] = rows[:, columns]
         return floats
@@ -212,7 +212,7 @@ class StoredIds(Stored):
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         """Return the ids of rows."""
-        ids = transfer.ids_of_rows(self.table.ids, start, stop)
+        ids = bulk.ids_of_rows(self.table.ids, start, stop)
         return torch.from_numpy(ids.view(np.int64).copy())
 
     def write(self, start: int, values: torch.Tensor) -> None:

@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.embedding.dynamic import Doubles
 from persia_torchrec.embedding.setting import Admission, Kernel, Sightings
+from persia_torchrec.embedding.usage import Doubles
 from persia_torchrec.errors import ConfigError, StoreError
 from persia_torchrec.jit.compiled import (
     compile_for,

@@ -29,7 +29,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.embedding.dynamic import KEPT, NUM_PERIODS, NUM_STATISTICS, Doubles
+from persia_torchrec.embedding.usage import (
+    KEPT,
+    NUM_PERIODS,
+    NUM_STATISTICS,
+    Doubles,
+)
 from persia_torchrec.jit.compiled import read_only
 from persia_torchrec.store import loops, memory
 from persia_torchrec.store.memory import Counts, Floats, Ids, Slots, Words

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from persia_torchrec.embedding.dynamic import Doubles
+from persia_torchrec.embedding.usage import Doubles
 from persia_torchrec.errors import StoreError
 from persia_torchrec.store import memory
 from persia_torchrec.store.memory import Words

@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 
 from persia_torchrec.embedding import admission
-from persia_torchrec.embedding.eviction import Expiry
 from persia_torchrec.embedding.optim import Adagrad
+from persia_torchrec.embedding.usage import Expiry
 from persia_torchrec.store import memory, memory_file, row_copy
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec

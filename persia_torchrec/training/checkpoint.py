@@ -45,11 +45,11 @@ from torchrec.optim.keyed import CombinedOptimizer
 from persia_torchrec import env, timeouts
 from persia_torchrec.checkpoint import catalog
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.client.checkpoints import SavedCheckpoint, Task, tell_job
+from persia_torchrec.client.checkpoint_client import SavedCheckpoint, Task, tell_job
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import CheckpointError, ConfigError, PersiaError
-from persia_torchrec.sharding.remote_tables import TableControl
 from persia_torchrec.sharding.state import is_state_entry, without_rows
+from persia_torchrec.sharding.table_control import TableControl
 from persia_torchrec.training.dense_reader import reader_of
 
 T = TypeVar("T")

@@ -51,7 +51,7 @@ from torchrec.distributed.types import ShardingEnv
 from persia_torchrec import distributed, env, timeouts
 from persia_torchrec.errors import ConfigError, DiscoveryError
 from persia_torchrec.rpc.addresses import open_listening
-from persia_torchrec.sharding.remote_tables import AnswersAtEnd
+from persia_torchrec.sharding.backward_pass import AnswersAtEnd
 
 logger = logging.getLogger(__name__)
 

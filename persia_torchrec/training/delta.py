@@ -16,9 +16,9 @@ from typing import Any
 from persia_torchrec import timeouts
 from persia_torchrec.checkpoint import catalog
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.client.checkpoints import SavedCheckpoint
+from persia_torchrec.client.checkpoint_client import SavedCheckpoint
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.sharding.remote_tables import TableControl
+from persia_torchrec.sharding.table_control import TableControl
 from persia_torchrec.training.checkpoint import (
     at_first,
     describe_dense,

@@ -43,12 +43,12 @@ from persia_torchrec.metrics.push import push_metrics
 from persia_torchrec.metrics.values import Reading
 from persia_torchrec.pipeline.pipeline import BatchPipeline, PrefetchedBatch
 from persia_torchrec.pipeline.worker_client import WAIT, RemoteBatch, RemoteWorkers
+from persia_torchrec.sharding.backward_pass import AnswersAtEnd
 from persia_torchrec.sharding.collection import CollectionSpec
-from persia_torchrec.sharding.remote_lookup import ShardedRemoteCollection
-from persia_torchrec.sharding.remote_tables import AnswersAtEnd
+from persia_torchrec.sharding.sharded_module import ShardedRemoteCollection
 from persia_torchrec.sharding.sharder import CollectionSharder
 from persia_torchrec.sharding.slot_tensors import Slots, run_dense, slot_tensors
-from persia_torchrec.sharding.whole_model import join
+from persia_torchrec.sharding.uneven_inputs import join
 from persia_torchrec.table import TableSettings, TableSpec
 from persia_torchrec.training import data_parallel
 from persia_torchrec.training.checkpoint import ContextCheckpoints, at_first

@@ -39,8 +39,8 @@ from persia_torchrec.data.datasets import RowDataset
 from persia_torchrec.data.loader import PersiaTrainingBatch
 from persia_torchrec.errors import CheckpointError, ConfigError
 from persia_torchrec.job.member import JobMember
-from persia_torchrec.sharding.remote_tables import TableControl
 from persia_torchrec.sharding.state import without_rows
+from persia_torchrec.sharding.table_control import TableControl
 from persia_torchrec.training.checkpoint import (
     at_first,
     is_first,
@@ -49,9 +49,9 @@ from persia_torchrec.training.checkpoint import (
     save_checkpoint,
     state_bytes,
 )
-from persia_torchrec.training.clock import CheckpointClock
 from persia_torchrec.training.data_state import key_of_any_trainer, state_of_data
 from persia_torchrec.training.delta import save_delta
+from persia_torchrec.training.schedule import CheckpointClock
 
 logger = logging.getLogger(__name__)
 

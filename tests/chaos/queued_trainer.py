@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from persia_torchrec import EmbeddingClient
-from persia_torchrec.training import clock
+from persia_torchrec.training import schedule
 from persia_torchrec.training.recovery import recoverable
 from tests.training.queued_trainers import make_data, make_model
 
@@ -34,7 +34,7 @@ def main():
     state = {"model": model, "optimizer": optimizer, "data": data}
     saves = {"interval_s": 0, "save_steps": 5}
     if os.environ["SAVES"] == "deltas":  # one after each step, and checkpoints between
-        clock._LEAST_INTERVAL = 0
+        schedule._LEAST_INTERVAL = 0
         saves = {"interval_s": 0, "save_steps": 20, "delta_interval_s": 1e-9}
     with (
         recoverable(None, state, client, sharder, **saves) as run,

@@ -12,7 +12,7 @@ from persia_torchrec import Uniform
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.embedding.optim import SGD, Adagrad, Adam
 from persia_torchrec.errors import CheckpointError, RemoteError, ServerError
-from persia_torchrec.server.checkpoints import ShardDump
+from persia_torchrec.server.checkpoint_service import ShardDump
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
 from tests.servers import DEADLINE_S, ids_of

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from persia_torchrec import RemoteEmbeddingBagCollectionSharder
+from persia_torchrec.client.bulk import Blocks, RowBlock
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
-from persia_torchrec.client.transfer import Blocks, RowBlock
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import RestartedError
 from persia_torchrec.rpc.messages import Share

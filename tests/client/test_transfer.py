@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from persia_torchrec import AdmitProbability
+from persia_torchrec.client.bulk import RowBlock, blocks_of
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
-from persia_torchrec.client.transfer import RowBlock, blocks_of
 from persia_torchrec.embedding.optim import SGD, Adagrad, Adam
 from persia_torchrec.errors import BatchError, ConfigError, FrameError, RemoteError
 from persia_torchrec.routing.hashing import farmhash64

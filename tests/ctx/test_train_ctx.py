@@ -494,7 +494,7 @@ class TestWhatUsersForget:
                 ctx.embeddings.flush()
                 assert warnings() == ["pipeline.staleness"]
             summary = ctx.summary()
-        assert warnings() == ["pipeline.staleness", "sharding.remote_tables"]
+        assert warnings() == ["pipeline.staleness", "sharding.table_control"]
         assert summary.num_gradients == 40 * 20
         assert summary.num_evicted == 40 * (20 - 8)  # two servers
         assert summary.share_evicted == 0.6

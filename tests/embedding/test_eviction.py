@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia_torchrec.embedding.eviction import EXPIRIES, Expiry
+from persia_torchrec.embedding.usage import EXPIRIES, Expiry
 from persia_torchrec.errors import ConfigError
 
 steps = st.integers(0, 2**48)

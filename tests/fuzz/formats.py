@@ -56,7 +56,7 @@ from persia_torchrec.lookup.bags import Bags, decode_bags, encode_bags
 from persia_torchrec.rpc import messages
 from persia_torchrec.rpc.float_codec import decode_floats
 from persia_torchrec.rpc.messages import Header, Kind, Share, TableIds
-from persia_torchrec.server.checkpoints import CheckpointRequest
+from persia_torchrec.server.checkpoint_service import CheckpointRequest
 from persia_torchrec.serving.http_server import parse_json_batch
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec

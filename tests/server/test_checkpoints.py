@@ -13,10 +13,7 @@ from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import CheckpointError, FrameError, PersiaError
 from persia_torchrec.rpc.messages import Kind, decode_json, encode_json
-from persia_torchrec.server.checkpoints import (
-    CheckpointRequest,
-    Checkpoints,
-)
+from persia_torchrec.server.checkpoint_service import CheckpointRequest, Checkpoints
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.requests import KINDS
 from persia_torchrec.store.embedding_store import EmbeddingStore
@@ -31,7 +28,7 @@ def clock(monkeypatch):
     clock = Clock()
     # The thread that writes lives in real time.
     monkeypatch.setattr(
-        "persia_torchrec.server.checkpoints.time.thread_time", lambda: 0
+        "persia_torchrec.server.checkpoint_service.time.thread_time", lambda: 0
     )
     monkeypatch.setattr("persia_torchrec.store.row_copy._SLICE_BYTES", 2**8)
     return clock

@@ -17,9 +17,9 @@ from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import CheckpointError, RemoteError
 from persia_torchrec.server.__main__ import main
-from persia_torchrec.server.checkpoints import CheckpointRequest, Checkpoints
+from persia_torchrec.server.checkpoint_service import CheckpointRequest, Checkpoints
 from persia_torchrec.server.config import ServerConfig
-from persia_torchrec.server.served_checkpoint import ServedCheckpoint
+from persia_torchrec.server.follower import ServedCheckpoint
 from persia_torchrec.table import TableSpec
 from tests.processes import Processes, wait_until
 from tests.servers import DEADLINE_S

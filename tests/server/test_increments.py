@@ -21,7 +21,7 @@ from persia_torchrec.checkpoint.load import ShardLoad
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.embedding.optim import Adagrad
 from persia_torchrec.errors import CheckpointError, ConfigError, PersiaError
-from persia_torchrec.server.checkpoints import Checkpoints
+from persia_torchrec.server.checkpoint_service import Checkpoints
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.server import EmbeddingServer
 from persia_torchrec.table import TableSpec

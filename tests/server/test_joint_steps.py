@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persia_torchrec.rpc.messages import Header, Kind, Share, TableIds
-from persia_torchrec.server.updates import JointSteps, Member, Update
+from persia_torchrec.server.joint_steps import JointSteps, Member, Update
 
 
 class Collected:

@@ -39,7 +39,7 @@ def rows_of(client):
 
 
 def test_a_dump_is_repeated_when_its_server_was_killed(server, servers, tmp_path):
-    owner = "persia_torchrec.server.checkpoints.RowFileWriter"
+    owner = "persia_torchrec.server.checkpoint_service.RowFileWriter"
     server.start(dies_in=(owner, "write"))
     with server.connect() as client:
         client.add_tables([SPEC])
@@ -115,7 +115,7 @@ def test_a_restore_is_repeated_when_the_server_was_killed_in_it(server, tmp_path
 
 
 def test_tables_are_added_once_when_the_server_was_killed_in_between(server):
-    server.start(dies_in=("persia_torchrec.server.streams.Streams", "settle"))
+    server.start(dies_in=("persia_torchrec.server.dedup.Streams", "settle"))
     with server.connect() as client, ThreadPoolExecutor(1) as pool:
         added = pool.submit(client.add_tables, [SPEC])  # and not noted as such
         server.dies()

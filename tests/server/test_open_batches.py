@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from persia_torchrec import SGD
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.rpc.messages import TableIds
-from persia_torchrec.server.updates import (
+from persia_torchrec.server.open_batches import (
     MAX_STALENESS,
     OpenBatches,
     find_watched,

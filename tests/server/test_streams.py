@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from persia_torchrec.client.codec import BatchNumber
 from persia_torchrec.errors import FencedError, FrameError
 from persia_torchrec.rpc.messages import NO_GENERATION
-from persia_torchrec.server import streams as module
-from persia_torchrec.server.streams import (
+from persia_torchrec.server import dedup as module
+from persia_torchrec.server.dedup import (
     NOTHING,
     NUM_OUTCOMES,
     REFUSED,

@@ -27,7 +27,7 @@ from persia_torchrec import (
 from persia_torchrec.pipeline.pipeline import BatchPipeline, PrefetchedBatch
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
 from persia_torchrec.sharding.mixed import MixedCollection
-from persia_torchrec.sharding.remote_lookup import ShardedRemoteCollection
+from persia_torchrec.sharding.sharded_module import ShardedRemoteCollection
 from persia_torchrec.sharding.stored_tensor import StoredTensor
 from tests.servers import DEADLINE_S
 

@@ -11,7 +11,8 @@ from torchrec.distributed.types import ShardingEnv
 
 from persia_torchrec import SGD, RemoteEmbeddingBagCollectionSharder
 from persia_torchrec.errors import ConfigError, JobError
-from persia_torchrec.sharding.remote_tables import Agreement, RemoteTables, TableControl
+from persia_torchrec.sharding.backward_pass import Agreement
+from persia_torchrec.sharding.table_control import RemoteTables, TableControl
 from tests.places import GPU_PLACES
 from tests.processes import Processes, wait_until
 from tests.sharding.remote_job import (

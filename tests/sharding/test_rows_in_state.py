@@ -31,7 +31,7 @@ from persia_torchrec import (
     load_tables,
     remote_sharders,
 )
-from persia_torchrec.client import transfer
+from persia_torchrec.client import bulk
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import BatchError, ConfigError
 from persia_torchrec.sharding.state import without_rows
@@ -74,7 +74,7 @@ class Model(nn.Module):
 @pytest.fixture
 def blocks(monkeypatch):
     """Let a block have three rows of four weights; count the rows that are read."""
-    monkeypatch.setattr(transfer, "_BLOCK_BYTES", 3 * 4 * 4)
+    monkeypatch.setattr(bulk, "_BLOCK_BYTES", 3 * 4 * 4)
     read, num_rows = EmbeddingClient.read, []
 
     def counted(self, table, ids, **settings):

@@ -161,7 +161,7 @@ class TestLoad:
     ):
         torch.save({"plain": matrix(50, 3)}, tmp_path / "model.pt")
         mapped = torch.load(tmp_path / "model.pt", mmap=True)
-        monkeypatch.setattr("persia_torchrec.client.transfer._BLOCK_BYTES", 7 * 3 * 4)
+        monkeypatch.setattr("persia_torchrec.client.bulk._BLOCK_BYTES", 7 * 3 * 4)
         load_tables(client, mapped, ["plain"])
         assert np.array_equal(client.read("plain", numbers(50)), matrix(50, 3).numpy())
         assert client.counters()[0]["requests_write"] == 8  # of seven rows each

@@ -97,13 +97,13 @@ def test_flush_logs_the_staleness(job, logged):
         held.pop().backward()
         loop.sharder.flush()
         loop.sharder.flush()  # has nothing more to tell
-    told = logged(logging.INFO, "sharding.remote_tables")
+    told = logged(logging.INFO, "sharding.table_control")
     summary = loop.sharder.summary()
     assert [args[1] for args in told] == [5, 12]
     assert told[1][2:4] == (summary.mean_staleness, 2)
     assert 10 / 12 <= summary.mean_staleness <= 2  # all but the first of each
     loop.sharder.close()
-    assert logged(logging.WARNING, "sharding.remote_tables") == []
+    assert logged(logging.WARNING, "sharding.table_control") == []
 
 
 def test_evicted_rows_are_logged_while_training_and_at_the_end(logged):
@@ -116,5 +116,5 @@ def test_evicted_rows_are_logged_while_training_and_at_the_end(logged):
         for _ in range(2):
             loop.sharder.close()
         evicted = (40 * 12, 100 * 0.75, 40 * 16)
-        assert logged(logging.WARNING, "sharding.remote_tables") == [evicted]
+        assert logged(logging.WARNING, "sharding.table_control") == [evicted]
         assert loop.sharder.summary().share_evicted == 0.75

@@ -30,7 +30,7 @@ from persia_torchrec import (
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import PersiaError
-from persia_torchrec.sharding.whole_model import join
+from persia_torchrec.sharding.uneven_inputs import join
 from tests.sharding.remote_job import (
     CPU,
     META,

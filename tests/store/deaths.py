@@ -29,7 +29,7 @@ import numpy as np
 from persia_torchrec import AdmitBloom
 from persia_torchrec.embedding.optim import SGD, Adam
 from persia_torchrec.jit import intrinsics
-from persia_torchrec.server.streams import Streams
+from persia_torchrec.server.dedup import Streams
 from persia_torchrec.store import memory, memory_file, row_copy, table_blocks
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.index import BOUNDARY

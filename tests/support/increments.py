@@ -19,8 +19,8 @@ WRITING = {"incremental_interval_s": 0.02}
 @pytest.fixture(autouse=True)
 def short_intervals(monkeypatch):
     """Poll often, so that tests wait for what happens and not for the next poll."""
-    monkeypatch.setattr("persia_torchrec.server.served_checkpoint.POLL_S", 0.02)
-    monkeypatch.setattr("persia_torchrec.server.served_checkpoint._CHECK_S", 0.005)
+    monkeypatch.setattr("persia_torchrec.server.follower.POLL_S", 0.02)
+    monkeypatch.setattr("persia_torchrec.server.follower._CHECK_S", 0.005)
     monkeypatch.setattr("persia_torchrec.server.increments._CHECK_S", 0.005)
 
 

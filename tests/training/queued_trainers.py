@@ -20,7 +20,7 @@ from persia_torchrec import (
     env,
 )
 from persia_torchrec.data import CsvDataset, IdColumn, LabelColumn, WorkQueue
-from persia_torchrec.sharding.whole_model import join
+from persia_torchrec.sharding.uneven_inputs import join
 from persia_torchrec.training.recovery import recoverable
 from tests.sharding.remote_job import META, shard
 from tests.training.recovering_trainers import die

@@ -16,7 +16,7 @@ from persia_torchrec.data import DataLoader
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.optim import SGD, Adagrad
 from persia_torchrec.logger import get_default_logger
-from persia_torchrec.training import clock
+from persia_torchrec.training import schedule as schedule_module
 from persia_torchrec.training.recovery import recoverable
 from tests.local_job import Batches, SumOfEmbeddings, batch_of
 from tests.sharding.two_trainers import ADAM, Trainer, batches, loss_of
@@ -42,7 +42,7 @@ class Model(nn.Module):
 
 def save_after_each_step() -> None:
     """Let checkpoints take more than a twentieth of the time."""
-    clock._LEAST_INTERVAL = 0
+    schedule_module._LEAST_INTERVAL = 0
     env.set_variable("PERSIA_CHECKPOINT_INTERVAL_S", 1e-9)
 
 
@@ -147,7 +147,7 @@ def count(folder: Path, last_saved: int, dies_at: int, resume: str) -> None:
 def run_torchrec(rank, addresses, folder: Path, dies_at: int) -> None:
     """Be one of two trainers of a TorchRec model, within ``recoverable``."""
     torch.set_num_threads(1)
-    clock._LEAST_INTERVAL = 0
+    schedule_module._LEAST_INTERVAL = 0
     life = env.num_group_restarts()
     store = dist.FileStore(str(folder / f"process group {dies_at} {life}"), 2)
     dist.init_process_group("gloo", rank=rank, world_size=2, store=store)

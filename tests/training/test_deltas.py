@@ -20,7 +20,7 @@ from persia_torchrec.checkpoint import catalog, increment_log
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.embedding.optim import Adam
 from persia_torchrec.errors import CheckpointError, ConfigError
-from persia_torchrec.training import clock
+from persia_torchrec.training import schedule
 from tests.processes import Processes, wait_until
 from tests.sharding.remote_job import kjt_of
 from tests.support.delta_job import DIM, SETTINGS, Job, Trainer
@@ -277,7 +277,7 @@ def train_recoverably(job, num):
 
 
 def test_recoverable_saves_deltas_and_resumes_from_the_last(start, monkeypatch):
-    monkeypatch.setattr(clock, "_LEAST_INTERVAL", 0)
+    monkeypatch.setattr(schedule, "_LEAST_INTERVAL", 0)
     job = start(2, names=PLAIN)
     _, resumed_from = train_recoverably(job, 6)
     assert resumed_from is None
@@ -294,7 +294,7 @@ def test_recoverable_saves_deltas_and_resumes_from_the_last(start, monkeypatch):
 def train_together(rank, folder, *jobs):
     """Be one of two trainers, on the servers of one job and then on those of others."""
     torch.set_num_threads(1)
-    clock._LEAST_INTERVAL = 0
+    schedule._LEAST_INTERVAL = 0
     store = dist.FileStore(str(folder / "process group"), 2)
     dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
     for addresses, num in jobs:

@@ -20,7 +20,7 @@ import numpy as np
 
 from persia_torchrec.errors import FencedError, FrameError, StoreError
 from persia_torchrec.rpc.messages import GENERATION_SHIFT, MAX_PARTS, NO_GENERATION
-from persia_torchrec.server.updates import Batch
+from persia_torchrec.server.open_batches import Batch
 from persia_torchrec.store.embedding_store import EmbeddingStore, Request
 
 Outcome = tuple[int, ...]

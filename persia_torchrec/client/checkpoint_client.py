@@ -30,7 +30,7 @@ from persia_torchrec.checkpoint.catalog import (
     Manifest,
 )
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.client.servers import Servers
+from persia_torchrec.client.shards import Servers
 from persia_torchrec.errors import (
     BusyError,
     CheckpointError,

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 
-from persia_torchrec.sharding.remote_tables import AnswersAtEnd
+from persia_torchrec.sharding.backward_pass import AnswersAtEnd
 from persia_torchrec.training.checkpoint import is_first
 
 _LEAST_INTERVAL = 20  # times what the last checkpoint took: at most 5 % of the time

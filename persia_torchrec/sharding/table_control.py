@@ -6,27 +6,26 @@ Learning rates change here, by hand or by a schedule, and other settings too:
       -> the queue of each pipeline, behind the pushes so far -> the servers
 """
 
-import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.profiler import record_function
 from torchrec.distributed.types import ShardingEnv
 
-from persia_torchrec.errors import ConfigError, JobError
+from persia_torchrec.errors import ConfigError
 from persia_torchrec.pipeline.pipeline import BatchPipeline
 from persia_torchrec.pipeline.staleness import TrainingSummary
 from persia_torchrec.sharding import torchrec_api
-from persia_torchrec.sharding.remote_optimizer import RemoteOptimizer, States
+from persia_torchrec.sharding.backward_pass import Agreement, AnswersAtEnd, BackwardPass
+from persia_torchrec.sharding.optimizer import RemoteOptimizer, States
 from persia_torchrec.table import TableChange, TableSpec
 
 logger = logging.getLogger(__name__)
@@ -34,114 +33,6 @@ logger = logging.getLogger(__name__)
 # Spans of the training thread in traces of torch.profiler: until the rows of a batch
 # are here; and until its gradients are queued, or at staleness 0 applied.
 WAIT_FOR_ROWS, WAIT_FOR_PUSH = "persia: wait for rows", "persia: wait for push"
-
-
-class AnswersAtEnd(Joinable, JoinHook):
-    """What a trainer at the end of its data answers to the others: torch's two in one.
-
-    ``trainers`` are those of the job by default, and communicate on ``device``.
-    """
-
-    trainers: dist.ProcessGroup | None = None
-    _own_group: dist.ProcessGroup | None = None
-    device = torch.device("cpu")
-
-    def join_hook(self, **_: object) -> JoinHook:
-        """Return what ``Join`` calls for a trainer at the end of its data."""
-        return self
-
-    @property
-    def join_device(self) -> torch.device:
-        """Where the tensors by which ``Join`` counts trainers are."""
-        return self.device
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        """All trainers."""
-        group = dist.group.WORLD if self.trainers is None else self.trainers
-        assert group is not None
-        return group
-
-    def cpu_group(self) -> dist.ProcessGroup:
-        """Return a group of its own, on CPUs; all call this together the first time."""
-        if self._own_group is None:
-            self._own_group = dist.new_group(
-                dist.get_process_group_ranks(self.join_process_group),
-                backend="gloo",
-                use_local_synchronization=True,
-            )
-        return self._own_group
-
-
-class Agreement(AnswersAtEnd):
-    """What trainers agree on: the loss scale; one per trainer and sharder.
-
-    Dense gradients are averaged over the trainers: an infinity on one of them reaches
-    all. Embedding gradients are not, so the trainers tell one another whether theirs
-    were finite:
-
-        backward pass   each pushed gradient: finite?
-        its end         one byte, the maximum over all trainers
-        scaler.step     all skip, or none; scaler.update: all scales stay equal
-
-    The byte has a process group of its own, on CPUs: collectives of one group must come
-    in the same order everywhere, and those of the dense gradients come when autograd is
-    ready for them. The thread that trains calls it, or that runs its backward pass.
-    """
-
-    def __init__(self, trainers: dist.ProcessGroup, device: torch.device) -> None:
-        super().__init__()
-        self.trainers, self.device = trainers, device
-        self.scaler: torch.amp.GradScaler | None = None
-
-    def any(self, is_true: bool) -> bool:
-        """Return whether it is true on any trainer; all of them call this together."""
-        if work := Join.notify_join_context(self):
-            work.wait()
-        return self._any(is_true)
-
-    def main_hook(self) -> None:
-        """Take part in the others' :meth:`any`."""
-        self._any(False)
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Take the loss scale of a trainer that trained last."""
-        assert self.scaler is not None  # without one, trainers join without this
-        state = self.scaler.state_dict()
-        mine = torch.tensor(
-            [is_last_joiner, state["scale"], state[torchrec_api.GROWTH_TRACKER]],
-            dtype=torch.float64,
-        )
-        of_all = [torch.empty_like(mine) for _ in range(self.join_process_group.size())]
-        dist.all_gather(of_all, mine, self.cpu_group())
-        scale, tracker = next(of[1:].tolist() for of in of_all if of[0])
-        state |= {"scale": scale, torchrec_api.GROWTH_TRACKER: int(tracker)}
-        self.scaler.load_state_dict(state)
-
-    def _any(self, is_true: bool) -> bool:
-        flag = torch.tensor([is_true], dtype=torch.uint8)
-        try:
-            dist.all_reduce(flag, dist.ReduceOp.MAX, self.cpu_group())
-        except RuntimeError as exc:
-            raise JobError(
-                "All trainers must take part when they agree on the loss scale, once "
-                f"per backward pass. Received: {exc}. Did one end, or run a backward "
-                "pass without any table of this sharder?"
-            ) from exc
-        return bool(flag)
-
-
-@dataclass(eq=False)
-class BackwardPass:
-    """What is left to do when a backward pass has run all its nodes.
-
-    ``checks`` push gradients that are finite, and return None of others; ``waits`` wait
-    for what was pushed. An exception within the pass leaves it out.
-    """
-
-    checks: list[Callable[[], Callable[[], None] | None]] = field(default_factory=list)
-    waits: list[Callable[[], None]] = field(default_factory=list)
-    agrees: bool = False
 
 
 class RemoteTables:
@@ -458,70 +349,3 @@ class TableControl:
                 f"{sorted(tables.optimizer.learning_rates())}."
             )
         return tables.optimizer
-
-
-@contextlib.contextmanager
-def accumulate(
-    sharders: TableControl | Iterable[TableControl], num_parts: int
-) -> Iterator[None]:
-    """Make every ``num_parts`` training batches one update of the tables.
-
-    Around a loop, or around one step. In it the gradients of that many batches, in the
-    order of their forward passes, are summed for each id, and the servers apply the
-    optimizer once: Adam's ``t`` counts one, and so do a step of several trainers, the
-    staleness and a permit. That is the update of one batch with all their samples,
-    if the mean loss of each part is scaled by its fraction of their samples (``1 /
-    num_parts`` for parts of one size only), and the dense optimizer steps when its
-    gradients are added up, as always in torch. A dataset with ``micro_batches`` yields
-    such parts, ``num_parts`` for every step, and each knows its ``batch.fraction``. An
-    admission decides with each part.
-
-    At the end of the block the parts of an update that has begun are one; if it is left
-    by an exception, updates that have begun are dropped. Between, a part without a
-    backward pass adds nothing; one whose gradients are not finite under a loss scale
-    drops its update. Batches of evaluation do not count. Checkpoints are for between
-    two updates.
-
-    Args:
-        sharders: what puts tables on the servers: ``remote_sharders(...)``, or the
-            sharders one by one; of models that are sharded.
-        num_parts: batches of an update, ``>= 1``.
-
-    Raises:
-        ConfigError: ``num_parts`` is not positive, nothing is sharded yet, blocks are
-            nested, or tables of the same collections are in this process, where
-            TorchRec updates them with every backward pass.
-
-    Example:
-        ``with accumulate(sharders, 4):``, in it ``(loss * batch.fraction).backward()``
-        for each of four parts, and then ``optimizer.step()``
-    """
-    given = [sharders] if isinstance(sharders, TableControl) else list(sharders)
-    of_all = {id(s.remote_tables): s.remote_tables for s in given}.values()
-    pipelines = [pipeline for tables in of_all for pipeline, _ in tables.pipelines]
-    for must, holds in (
-        ("num_parts must be an integer >= 1", num_parts >= 1),
-        ("the model must be sharded", pipelines),
-        ("blocks must not be nested", not any(t.accumulates for t in of_all)),
-        ("all tables must be on servers", not any(t.has_local for t in of_all)),
-    ):
-        if not holds:
-            raise ConfigError(
-                f"accumulate: {must}. Received: num_parts={num_parts!r}, "
-                f"{len(pipelines)} collections."
-            )
-    for tables in of_all:
-        tables.accumulates = True
-    try:
-        for pipeline in pipelines:
-            pipeline.accumulate(num_parts)
-        yield
-    except BaseException:
-        for pipeline in pipelines:
-            pipeline.drop_updates()
-        raise
-    finally:
-        for tables in of_all:
-            tables.accumulates = False
-        for pipeline in pipelines:
-            pipeline.accumulate(1)

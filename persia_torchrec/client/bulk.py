@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from persia_torchrec.client.codec import KnownTable
-from persia_torchrec.client.servers import Servers
+from persia_torchrec.client.shards import Servers
 from persia_torchrec.errors import BatchError, FrameError, RestartedError
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.rpc import messages

@@ -43,7 +43,7 @@ from persia_torchrec.sharding.on_device import (
     Tensors,
     pool_rows,
 )
-from persia_torchrec.sharding.remote_tables import (
+from persia_torchrec.sharding.table_control import (
     WAIT_FOR_PUSH,
     WAIT_FOR_ROWS,
     RemoteTables,

@@ -1,0 +1,119 @@
+"""What the trainers of one backward pass agree on: loss scale, loss, the end."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+
+from persia_torchrec.errors import JobError
+from persia_torchrec.sharding import torchrec_api
+
+
+class AnswersAtEnd(Joinable, JoinHook):
+    """What a trainer at the end of its data answers to the others: torch's two in one.
+
+    ``trainers`` are those of the job by default, and communicate on ``device``.
+    """
+
+    trainers: dist.ProcessGroup | None = None
+    _own_group: dist.ProcessGroup | None = None
+    device = torch.device("cpu")
+
+    def join_hook(self, **_: object) -> JoinHook:
+        """Return what ``Join`` calls for a trainer at the end of its data."""
+        return self
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where the tensors by which ``Join`` counts trainers are."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """All trainers."""
+        group = dist.group.WORLD if self.trainers is None else self.trainers
+        assert group is not None
+        return group
+
+    def cpu_group(self) -> dist.ProcessGroup:
+        """Return a group of its own, on CPUs; all call this together the first time."""
+        if self._own_group is None:
+            self._own_group = dist.new_group(
+                dist.get_process_group_ranks(self.join_process_group),
+                backend="gloo",
+                use_local_synchronization=True,
+            )
+        return self._own_group
+
+
+class Agreement(AnswersAtEnd):
+    """What trainers agree on: the loss scale; one per trainer and sharder.
+
+    Dense gradients are averaged over the trainers: an infinity on one of them reaches
+    all. Embedding gradients are not, so the trainers tell one another whether theirs
+    were finite:
+
+        backward pass   each pushed gradient: finite?
+        its end         one byte, the maximum over all trainers
+        scaler.step     all skip, or none; scaler.update: all scales stay equal
+
+    The byte has a process group of its own, on CPUs: collectives of one group must come
+    in the same order everywhere, and those of the dense gradients come when autograd is
+    ready for them. The thread that trains calls it, or that runs its backward pass.
+    """
+
+    def __init__(self, trainers: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__()
+        self.trainers, self.device = trainers, device
+        self.scaler: torch.amp.GradScaler | None = None
+
+    def any(self, is_true: bool) -> bool:
+        """Return whether it is true on any trainer; all of them call this together."""
+        if work := Join.notify_join_context(self):
+            work.wait()
+        return self._any(is_true)
+
+    def main_hook(self) -> None:
+        """Take part in the others' :meth:`any`."""
+        self._any(False)
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Take the loss scale of a trainer that trained last."""
+        assert self.scaler is not None  # without one, trainers join without this
+        state = self.scaler.state_dict()
+        mine = torch.tensor(
+            [is_last_joiner, state["scale"], state[torchrec_api.GROWTH_TRACKER]],
+            dtype=torch.float64,
+        )
+        of_all = [torch.empty_like(mine) for _ in range(self.join_process_group.size())]
+        dist.all_gather(of_all, mine, self.cpu_group())
+        scale, tracker = next(of[1:].tolist() for of in of_all if of[0])
+        state |= {"scale": scale, torchrec_api.GROWTH_TRACKER: int(tracker)}
+        self.scaler.load_state_dict(state)
+
+    def _any(self, is_true: bool) -> bool:
+        flag = torch.tensor([is_true], dtype=torch.uint8)
+        try:
+            dist.all_reduce(flag, dist.ReduceOp.MAX, self.cpu_group())
+        except RuntimeError as exc:
+            raise JobError(
+                "All trainers must take part when they agree on the loss scale, once "
+                f"per backward pass. Received: {exc}. Did one end, or run a backward "
+                "pass without any table of this sharder?"
+            ) from exc
+        return bool(flag)
+
+
+@dataclass(eq=False)
+class BackwardPass:
+    """What is left to do when a backward pass has run all its nodes.
+
+    ``checks`` push gradients that are finite, and return None of others; ``waits`` wait
+    for what was pushed. An exception within the pass leaves it out.
+    """
+
+    checks: list[Callable[[], Callable[[], None] | None]] = field(default_factory=list)
+    waits: list[Callable[[], None]] = field(default_factory=list)
+    agrees: bool = False
