@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from benchmarks.harness import Benchmark, Settings, Table, timed
-from persia_torchrec.data.columns import Column, IdColumn, LabelColumn
-from persia_torchrec.data.datasets import CsvDataset, ParquetDataset
-from persia_torchrec.data.files import write_parquet
-from persia_torchrec.data.torchrec import TorchRecBatch
+from persia_torchrec.datasets.batches import TorchRecBatch
+from persia_torchrec.datasets.columns import Column, IdColumn, LabelColumn
+from persia_torchrec.datasets.dataset import CsvDataset, ParquetDataset
+from persia_torchrec.datasets.files import write_parquet
 from persia_torchrec.errors import StoreError
 
 

@@ -14,7 +14,7 @@ from persia_torchrec.client.client import (
     EmbeddingClient as EmbeddingClient,
 )
 from persia_torchrec.client.bulk import RowBlock as RowBlock, blocks_of as blocks_of
-from persia_torchrec.data.torchrec import (
+from persia_torchrec.datasets.batches import (
     HostKeyedJaggedTensor as HostKeyedJaggedTensor,
 )
 from persia_torchrec.embedding.admission import (

@@ -1,15 +1,13 @@
-from persia_torchrec.data.columns import (
+from persia_torchrec.datasets.columns import (
     DenseColumn as DenseColumn,
     IdColumn as IdColumn,
     LabelColumn as LabelColumn,
 )
-from persia_torchrec.data.datasets import (
+from persia_torchrec.datasets.dataset import (
     CsvDataset as CsvDataset,
     ParquetDataset as ParquetDataset,
 )
-from persia_torchrec.data.files import (
-    write_parquet as write_parquet,
-)
+from persia_torchrec.datasets.files import write_parquet as write_parquet
 from persia_torchrec.data.loader import (
     DataLoader as DataLoader,
     IterableDataset as IterableDataset,
@@ -17,7 +15,7 @@ from persia_torchrec.data.loader import (
     PersiaTrainingBatch as PersiaTrainingBatch,
     StreamingDataset as StreamingDataset,
 )
-from persia_torchrec.data.work_queue import (
+from persia_torchrec.datasets.work_queue import (
     RowGroups as RowGroups,
     WorkQueue as WorkQueue,
     row_group_slices as row_group_slices,

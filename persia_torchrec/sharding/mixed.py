@@ -34,7 +34,7 @@ from torchrec.modules.embedding_configs import DATA_TYPE_NUM_BITS, BaseEmbedding
 from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.optim.keyed import CombinedOptimizer
 
-from persia_torchrec.data.torchrec import move
+from persia_torchrec.datasets.batches import move
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.sharding import collection, sharder, state, torchrec_api
 from persia_torchrec.sharding.collection import TableCollection

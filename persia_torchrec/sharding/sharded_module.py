@@ -32,7 +32,7 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
 from torchrec.optim.keyed import KeyedOptimizer
 
-from persia_torchrec.data.torchrec import JaggedBatch
+from persia_torchrec.datasets.batches import JaggedBatch
 from persia_torchrec.errors import BatchError, ConfigError
 from persia_torchrec.pipeline.pipeline import BatchPipeline, PrefetchedBatch
 from persia_torchrec.sharding import state, torchrec_api

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any
 
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.data.datasets import RowDataset
+from persia_torchrec.datasets.dataset import RowDataset
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.training.checkpoint import at_first, from_all, names_in
 

@@ -20,11 +20,9 @@ from persia_torchrec.data import (
     LabelColumn,
     ParquetDataset,
     WorkQueue,
-    columns,
-    files,
-    reading,
     write_parquet,
 )
+from persia_torchrec.datasets import columns, files, reading
 from persia_torchrec.errors import ConfigError, DataError
 
 COLUMNS = (

@@ -4,11 +4,7 @@ import torch
 from hypothesis import given
 from torchrec import KeyedJaggedTensor
 
-from persia_torchrec.data.torchrec import (
-    TorchRecBatch,
-    from_torchrec,
-    to_torchrec,
-)
+from persia_torchrec.datasets.batches import TorchRecBatch
 from persia_torchrec.embedding.data import (
     DTYPES,
     IDTypeFeature,
@@ -18,6 +14,7 @@ from persia_torchrec.embedding.data import (
     PersiaBatch,
 )
 from persia_torchrec.errors import BatchError
+from persia_torchrec.persia.kjt import from_torchrec, to_torchrec
 from tests.strategies import batches
 
 

@@ -19,7 +19,7 @@ from persia_torchrec.data import (
     WorkQueue,
     row_group_slices,
 )
-from persia_torchrec.data.work_queue import _Counter
+from persia_torchrec.datasets.work_queue import _Counter
 from persia_torchrec.errors import ConfigError, DataError, JobError
 from persia_torchrec.job.registry import AddressBook
 

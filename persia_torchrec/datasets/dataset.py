@@ -24,7 +24,9 @@ import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from persia_torchrec.data.columns import (
+from persia_torchrec.data.loader import require_at_least_1
+from persia_torchrec.datasets.batches import TorchRecBatch
+from persia_torchrec.datasets.columns import (
     AnyColumn,
     Columns,
     Floats,
@@ -32,9 +34,8 @@ from persia_torchrec.data.columns import (
     Rows,
     require,
 )
-from persia_torchrec.data.files import CsvFile, ParquetFile, differences
-from persia_torchrec.data.loader import require_at_least_1
-from persia_torchrec.data.reading import (
+from persia_torchrec.datasets.files import CsvFile, ParquetFile, differences
+from persia_torchrec.datasets.reading import (
     Group,
     Window,
     from_row,
@@ -43,8 +44,7 @@ from persia_torchrec.data.reading import (
     select,
     windows_of,
 )
-from persia_torchrec.data.torchrec import TorchRecBatch
-from persia_torchrec.data.work_queue import Item, WorkQueue
+from persia_torchrec.datasets.work_queue import Item, WorkQueue
 from persia_torchrec.errors import ConfigError, DataError
 
 _MAX_AHEAD = 256  # steps that may be yielded and not trained

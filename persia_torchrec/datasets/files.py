@@ -21,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from persia_torchrec.data.columns import (
+from persia_torchrec.datasets.columns import (
     AnyColumn,
     Column,
     Columns,

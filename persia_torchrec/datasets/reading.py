@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from persia_torchrec.data.columns import Int64s, Rows, join_rows
-from persia_torchrec.data.files import CsvFile, ParquetFile
+from persia_torchrec.datasets.columns import Int64s, Rows, join_rows
+from persia_torchrec.datasets.files import CsvFile, ParquetFile
 from persia_torchrec.errors import ConfigError
 
 SHUFFLE_ROWS = 262_144
