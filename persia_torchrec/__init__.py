@@ -5,6 +5,7 @@ The public names are those of ``__init__.pyi``. Each is imported on first use, s
 """
 
 import ast
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -17,7 +18,7 @@ def names_on_use(
     """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package, of its stub."""
     stub = ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))
     modules = {
-        alias.name: node.module
+        alias.asname or alias.name: (node.module, alias.name)
         for node in stub.body
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
@@ -25,14 +26,26 @@ def names_on_use(
     names = list(modules)
 
     def load(name: str) -> Any:
-        module = modules.get(name)
-        if module is None:
+        if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        module, own_name = modules[name]
         if module == package:
             return import_module(f"{package}.{name}")
-        return getattr(import_module(module), name)
+        return getattr(import_module(module), own_name)
 
     return load, lambda: names, names
 
 
+class MovedModules:
+    """Finds modules by their previous paths, where no other finder does."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> Any:
+        """Return the spec of a module that has moved, or None."""
+        if name.startswith(f"{__name__}."):
+            return import_module(f"{__name__}.moved").find(name)
+        return None
+
+
 __getattr__, __dir__, __all__ = names_on_use(__name__, __file__)
+sys.meta_path.append(MovedModules)

@@ -14,17 +14,17 @@ import torch.distributed as dist
 from torch import nn
 
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.config.embedding_config import load_embedding_config
 from persia_torchrec.ctx import DataCtx, TrainCtx
 from persia_torchrec.data import IterableDataset
-from persia_torchrec.embedding.data import IDTypeFeature, Label, PersiaBatch
 from persia_torchrec.embedding.optim import SGD, Optimizer
 from persia_torchrec.job.registry import AddressBook
-from persia_torchrec.lookup.slots import SlotsLookup, build_features
+from persia_torchrec.persia.batch import IDTypeFeature, Label, PersiaBatch
+from persia_torchrec.persia.config.embedding_config import load_embedding_config
+from persia_torchrec.persia.slots import SlotsLookup, build_features
+from persia_torchrec.persia.worker.process import IdBuffer, WorkerProcess
 from persia_torchrec.rpc.auth import Greeting
 from persia_torchrec.rpc.messages import Frames, Header, Kind
 from persia_torchrec.rpc.server import Service
-from persia_torchrec.worker.process import IdBuffer, WorkerProcess
 from tests.processes import Processes, wait_until
 from tests.servers import DEADLINE_S, Servers, ids_of, once_the_port_is_free
 

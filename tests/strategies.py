@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from persia_torchrec.embedding.data import (
+from persia_torchrec.persia.batch import (
     DTYPES,
     IDTypeFeature,
     IDTypeFeatureWithSingleID,

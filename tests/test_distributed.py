@@ -2,14 +2,14 @@ import inspect
 
 import pytest
 
-from persia_torchrec.distributed import (
+from persia_torchrec.errors import ConfigError
+from persia_torchrec.persia.distributed import (
     ALGORITHMS,
     REFUSED_ALGORITHMS,
     BaguaDistributedOption,
     DDPOption,
     get_default_distributed_option,
 )
-from persia_torchrec.errors import ConfigError
 
 
 def test_both_of_persias_names_say_how_trainers_meet():

@@ -5,7 +5,7 @@ import pytest
 import yaml
 from torchx.runner import get_runner
 
-from persia_torchrec import k8s_utils
+from persia_torchrec.persia import k8s_utils
 from tests.support.repository import ROOT
 
 JOB = """

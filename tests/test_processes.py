@@ -3,7 +3,7 @@ from tests.processes import Processes, run_script
 SCRIPT = """
 import logging, sys
 assert "torchrec" in sys.modules
-assert "persia_torchrec.worker.__main__" in sys.modules
+assert "persia_torchrec.persia.worker.__main__" in sys.modules
 assert logging.root.handlers == []
 """
 

@@ -1,7 +1,7 @@
 import pytest
 
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.service import get_embedding_worker_services
+from persia_torchrec.persia.utils import get_embedding_worker_services
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from persia_torchrec import prelude, utils
+from persia_torchrec import prelude
 from persia_torchrec.errors import BatchError, ConfigError
-from persia_torchrec.utils import dump_yaml, load_yaml, setup_seed
+from persia_torchrec.persia import utils
+from persia_torchrec.persia.utils import dump_yaml, load_yaml, setup_seed
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from persia_torchrec.datasets.dataset import (
     ParquetDataset as ParquetDataset,
 )
 from persia_torchrec.datasets.files import write_parquet as write_parquet
-from persia_torchrec.data.loader import (
+from persia_torchrec.persia.loader import (
     DataLoader as DataLoader,
     IterableDataset as IterableDataset,
     IterableDatasetBase as IterableDatasetBase,

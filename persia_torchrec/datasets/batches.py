@@ -27,11 +27,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from torchrec.streamable import Pipelineable
 
-from persia_torchrec.embedding import data
 from persia_torchrec.errors import BatchError
 from persia_torchrec.lookup.bags import Bags
+from persia_torchrec.persia import batch as persia_batch
 
-D = TypeVar("D", bound=data.NdarrayDataBase)
+D = TypeVar("D", bound=persia_batch.NdarrayDataBase)
 
 _ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 

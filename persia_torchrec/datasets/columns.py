@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.data.loader import require_at_least_1
 from persia_torchrec.datasets.hashing import MAX_SHORT, hash_short
 from persia_torchrec.errors import ConfigError, DataError
+from persia_torchrec.persia.loader import require_at_least_1
 
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]

@@ -32,11 +32,11 @@ import torch
 import torch.distributed as dist
 
 from persia_torchrec import env
-from persia_torchrec.data.loader import require_at_least_1
 from persia_torchrec.datasets.columns import require
 from persia_torchrec.datasets.files import require_file
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.registry import AddressBook
+from persia_torchrec.persia.loader import require_at_least_1
 from persia_torchrec.rpc.addresses import LOOPBACK
 
 

@@ -1,1 +1,1 @@
-"""Compiled loops that both a client and the store run."""
+"""Compiled loops: numba's decorators, instructions of the processor, kernels."""

@@ -26,7 +26,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from persia_torchrec import env, timeouts
-from persia_torchrec.config.global_config import refuse_inference
 from persia_torchrec.errors import ConfigError, PersiaError
 from persia_torchrec.job import failures, process_identity
 from persia_torchrec.job import member as membership
@@ -36,6 +35,7 @@ from persia_torchrec.job.registry import AddressBook, JobState
 from persia_torchrec.job.service import run_service
 from persia_torchrec.job.signals import EndSignals
 from persia_torchrec.parsing.command_line import parse_flags
+from persia_torchrec.persia.config.global_config import refuse_inference
 
 logger = logging.getLogger("persia_torchrec.job.coordinator")  # also as __main__
 

@@ -17,12 +17,12 @@ from functools import partial
 from pathlib import Path
 
 from persia_torchrec import env
-from persia_torchrec.config.global_config import refuse_inference
 from persia_torchrec.errors import JobError, PersiaError
 from persia_torchrec.job.member import JobMember
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.job.signals import end_by_signals
 from persia_torchrec.logger import get_default_logger
+from persia_torchrec.persia.config.global_config import refuse_inference
 from persia_torchrec.rpc.addresses import free_port, local_address
 
 logger = logging.getLogger("persia_torchrec.job.script")  # also as __main__

@@ -34,7 +34,6 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from persia_torchrec import env
-from persia_torchrec.config.global_config import refuse_inference
 from persia_torchrec.errors import ConfigError, JobError, JobMismatchError, PersiaError
 from persia_torchrec.job import failures, process_identity
 from persia_torchrec.job.member_record import MemberRecord
@@ -43,6 +42,7 @@ from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.job.signals import START_AGAIN
 from persia_torchrec.logger import get_default_logger
 from persia_torchrec.parsing.command_line import parse_flags
+from persia_torchrec.persia.config.global_config import refuse_inference
 from persia_torchrec.rpc.addresses import LOOPBACK, free_port, local_address
 
 logger = logging.getLogger("persia_torchrec.job.torchrun")  # also as __main__

@@ -1,1 +1,1 @@
-"""Starting a job: the roles for torchx, the coordinator, the user's scripts."""
+"""Roles of a job for torchx, the only modules of the package that import it."""

@@ -16,9 +16,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.embedding.data import IDFeature
 from persia_torchrec.errors import BatchError, FrameError
 from persia_torchrec.parsing.decoding import parse_json
+from persia_torchrec.persia.batch import IDFeature
 from persia_torchrec.rpc.messages import (
     Frame,
     Frames,

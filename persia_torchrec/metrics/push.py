@@ -28,9 +28,9 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from persia_torchrec import env
-from persia_torchrec.config.global_config import MetricsSettings
 from persia_torchrec.errors import PersiaError
 from persia_torchrec.metrics.values import Reading
+from persia_torchrec.persia.config.global_config import MetricsSettings
 from persia_torchrec.rpc.addresses import local_address
 
 logger = logging.getLogger(__name__)

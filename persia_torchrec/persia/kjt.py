@@ -17,9 +17,9 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from persia_torchrec.datasets.batches import D, TorchRecBatch, to_jagged_ids
-from persia_torchrec.embedding import data
-from persia_torchrec.embedding.data import IDTypeFeature, PersiaBatch
 from persia_torchrec.errors import BatchError
+from persia_torchrec.persia import batch as persia_batch
+from persia_torchrec.persia.batch import IDTypeFeature, PersiaBatch
 
 
 def to_torchrec(batch: PersiaBatch) -> TorchRecBatch:
@@ -72,16 +72,16 @@ def from_torchrec(batch: TorchRecBatch) -> PersiaBatch:
             "The ids of a PersiaBatch have no weights. Received: a KeyedJaggedTensor "
             "with weights. Give it without, or to TorchRec's modules."
         )
-    features: list[data.IDFeature] = [
-        data.IDTypeFeatureWithSingleID(name, bags.ids)
+    features: list[persia_batch.IDFeature] = [
+        persia_batch.IDTypeFeatureWithSingleID(name, bags.ids)
         if (bags.lengths == 1).all()
         else IDTypeFeature.from_flat(name, bags.ids, bags.lengths)
         for name, bags in to_jagged_ids(kjt, kjt.keys()).items()
     ]
     result = PersiaBatch(
         features,
-        _arrays(data.NonIDTypeFeature, batch.dense_features, batch.dense_names),
-        _arrays(data.Label, batch.labels, batch.label_names),
+        _arrays(persia_batch.NonIDTypeFeature, batch.dense_features, batch.dense_names),
+        _arrays(persia_batch.Label, batch.labels, batch.label_names),
         requires_grad=batch.requires_grad,
         meta=batch.meta,
     )

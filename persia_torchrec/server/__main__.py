@@ -23,11 +23,6 @@ from typing import Any
 from persia_torchrec import env
 from persia_torchrec.checkpoint import catalog
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.config.global_config import (
-    InferSettings,
-    inference_settings,
-    load_global_config,
-)
 from persia_torchrec.embedding.setting import import_settings, non_defaults
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.jit.compiled import telling_of_compilation
@@ -40,6 +35,11 @@ from persia_torchrec.job.service import (
     tell_ready,
 )
 from persia_torchrec.parsing.command_line import given_flags
+from persia_torchrec.persia.config.global_config import (
+    InferSettings,
+    inference_settings,
+    load_global_config,
+)
 from persia_torchrec.rpc import float_codec
 from persia_torchrec.rpc.channel import keep_freed_memory
 from persia_torchrec.server.checkpoint_service import Checkpoints, KnownUpdates

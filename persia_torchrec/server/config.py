@@ -5,10 +5,13 @@ from pathlib import Path
 from typing import Literal
 
 from persia_torchrec import env
-from persia_torchrec.config.global_config import GlobalSettings, MetricsSettings
 from persia_torchrec.env import MAX_PORT
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.parsing.command_line import ImportFlags
+from persia_torchrec.persia.config.global_config import (
+    GlobalSettings,
+    MetricsSettings,
+)
 from persia_torchrec.store.embedding_store import EmbeddingStore
 
 _AT_LEAST_ONE = (

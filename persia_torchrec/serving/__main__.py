@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from persia_torchrec import env, timeouts
-from persia_torchrec.config.embedding_config import load_embedding_config
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.member import JobMember
 from persia_torchrec.job.service import Lifetime, run_service, tell_ready
 from persia_torchrec.parsing.command_line import ImportFlags, parse_flags
-from persia_torchrec.pipeline.worker_client import RemoteWorkers
+from persia_torchrec.persia.config.embedding_config import load_embedding_config
+from persia_torchrec.persia.worker_client import RemoteWorkers
 from persia_torchrec.rpc.addresses import tcp_address
 from persia_torchrec.rpc.auth import Greeting
 from persia_torchrec.serving.embeddings import SlotsReader, host_checkpoint

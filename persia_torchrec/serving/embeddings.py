@@ -17,9 +17,6 @@ import torch
 
 from persia_torchrec import timeouts
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.config.embedding_config import EmbeddingSchema
-from persia_torchrec.data.loader import LookupSettings
-from persia_torchrec.embedding.data import PersiaBatch, ReferencedBatch
 from persia_torchrec.errors import (
     BatchError,
     NotReadyError,
@@ -29,14 +26,17 @@ from persia_torchrec.errors import (
     ServerError,
 )
 from persia_torchrec.jit.compiled import telling_of_compilation
-from persia_torchrec.lookup import slots
 from persia_torchrec.lookup.bags import build_bags
 from persia_torchrec.lookup.pooling import warm_up
 from persia_torchrec.lookup.sharded_lookup import Outputs, RoutedBatch
-from persia_torchrec.pipeline.worker_client import RemoteBatch, RemoteWorkers
+from persia_torchrec.persia import slots
+from persia_torchrec.persia.batch import PersiaBatch, ReferencedBatch
+from persia_torchrec.persia.config.embedding_config import EmbeddingSchema
+from persia_torchrec.persia.loader import LookupSettings
+from persia_torchrec.persia.slot_tensors import Slots, slot_tensors
+from persia_torchrec.persia.worker.serving import require_dims
+from persia_torchrec.persia.worker_client import RemoteBatch, RemoteWorkers
 from persia_torchrec.server.cluster import EmbeddingCluster
-from persia_torchrec.sharding.slot_tensors import Slots, slot_tensors
-from persia_torchrec.worker.serving import require_dims
 
 T = TypeVar("T")
 

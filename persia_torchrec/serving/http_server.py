@@ -39,7 +39,6 @@ import msgspec
 import numpy as np
 
 from persia_torchrec import env
-from persia_torchrec.embedding.data import IDTypeFeature, NonIDTypeFeature, PersiaBatch
 from persia_torchrec.env import MAX_PORT
 from persia_torchrec.errors import (
     BatchError,
@@ -49,6 +48,11 @@ from persia_torchrec.errors import (
     ServerError,
 )
 from persia_torchrec.parsing.decoding import KeyPath, convert
+from persia_torchrec.persia.batch import (
+    IDTypeFeature,
+    NonIDTypeFeature,
+    PersiaBatch,
+)
 from persia_torchrec.rpc.addresses import require_token
 from persia_torchrec.serving.predictor import Predictor
 

@@ -13,10 +13,10 @@ from torch import nn
 
 from persia_torchrec.checkpoint.catalog import complete_checkpoints, find_checkpoint
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.embedding.data import PersiaBatch
 from persia_torchrec.errors import BatchError, CheckpointError, PersiaError
+from persia_torchrec.persia.batch import PersiaBatch
+from persia_torchrec.persia.slot_tensors import dense_tensor
 from persia_torchrec.serving.embeddings import SlotsReader
-from persia_torchrec.sharding.slot_tensors import dense_tensor
 
 logger = logging.getLogger(__name__)
 

@@ -35,10 +35,10 @@ from persia_torchrec import env, timeouts
 from persia_torchrec.checkpoint import catalog
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.data.loader import PersiaTrainingBatch
 from persia_torchrec.datasets.dataset import RowDataset
 from persia_torchrec.errors import CheckpointError, ConfigError
 from persia_torchrec.job.member import JobMember
+from persia_torchrec.persia.loader import PersiaTrainingBatch
 from persia_torchrec.sharding.state import without_rows
 from persia_torchrec.sharding.table_control import TableControl
 from persia_torchrec.training.checkpoint import (

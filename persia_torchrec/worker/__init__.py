@@ -1,1 +1,1 @@
-"""The embedding worker as a process of its own."""
+"""``python -m persia_torchrec.worker``: an embedding worker, ``persia/worker/``."""

@@ -11,8 +11,8 @@ import pytest
 
 from persia_torchrec import env, k8s_utils
 from persia_torchrec.distributed import ALGORITHMS, REFUSED_ALGORITHMS
-from persia_torchrec.launch import persia_launcher
 from persia_torchrec.parsing.yaml_file import DIFFERENCES
+from persia_torchrec.persia import launcher
 from tests.support.repository import ROOT
 
 FOLDER = ROOT / "persia_torchrec"
@@ -143,7 +143,7 @@ def test_exactly_the_rejected_variables_are_listed_as_rejected():
         for name in re.findall(r"`(\w+)`", names)
     ]
     assert refused == list(env.REFUSED)
-    files = ("env.py", "service.py", "launch/persia_launcher.py")
+    files = ("env.py", "service.py", "persia/launcher.py")
     read = "".join((FOLDER / file).read_text() for file in files)
     for names, here in rows:
         if here.startswith("the same"):
@@ -158,7 +158,7 @@ def test_every_algorithm_of_bagua_is_documented():
 def test_the_commands_are_those_of_the_launcher():
     shown = re.findall(r"^persia-launcher ([\w-]+)", PAGE, re.M)
     listed = re.findall(r"^\| `([\w-]+)(?: \[FILE\])?` \| the same \|", PAGE, re.M)
-    usage = persia_launcher.parser().format_help()
+    usage = launcher.parser().format_help()
     commands = re.findall(r"^    ([\w-]+)", usage, re.M)
     assert sorted(shown) == sorted(commands)
     assert sorted(name for name in listed if name in commands) == sorted(

@@ -28,11 +28,11 @@ def test_an_unknown_name_is_an_attribute_error():
         (
             "persia_torchrec.server.server, persia_torchrec.server.__main__, "
             "persia_torchrec.store.embedding_store, persia_torchrec.client.client, "
-            "persia_torchrec.ctx.data_ctx, persia_torchrec.job.script",
+            "persia_torchrec.persia.ctx.data_ctx, persia_torchrec.job.script",
             "torch torchrec torchx fbgemm_gpu",
         ),
         (
-            "persia_torchrec.worker.__main__, persia_torchrec.serving.__main__",
+            "persia_torchrec.persia.worker.__main__, persia_torchrec.serving.__main__",
             "torchrec torchx fbgemm_gpu",
         ),
     ],
@@ -49,7 +49,7 @@ def test_a_module_imports_only_the_libraries_it_needs(modules, not_loaded):
 def test_a_trainer_does_not_import_torchx(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys, persia_torchrec.ctx.train_ctx; assert 'torchx' not in sys.modules"
+        "import sys, persia_torchrec.persia.ctx.train_ctx; assert 'torchx' not in sys.modules"
     )
     with Processes(tmp_path) as processes:
         running = processes.start("script", run_script, script)

@@ -39,7 +39,7 @@ RUN_BY = {
         "tests/integration/test_torchrec_job.py"
     ),
     "python -m benchmarks": "tests/bench/test_benchmarks.py",
-    "python -m persia_torchrec.checkpoint.from_persia": (
+    "python -m persia_torchrec.persia.convert": (
         "tests/checkpoint/test_from_persia.py"
     ),
     "python -m persia_torchrec.serving": "tests/serving/test_serving.py",

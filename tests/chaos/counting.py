@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from persia_torchrec.ctx import DataCtx
-from persia_torchrec.embedding.data import IDTypeFeature, Label, PersiaBatch
 from persia_torchrec.env import get_replica_index, get_replica_size
+from persia_torchrec.persia.batch import IDTypeFeature, Label, PersiaBatch
 
 CONFIG = """
 feature_index_prefix_bit: 8

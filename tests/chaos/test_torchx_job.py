@@ -22,7 +22,7 @@ NUM_BATCHES = 900
 NUM_IDS = 50
 BATCHES = f"""
 import numpy as np
-from persia_torchrec.embedding.data import IDTypeFeature, Label, PersiaBatch
+from persia_torchrec.persia.batch import IDTypeFeature, Label, PersiaBatch
 
 def ids_of(number):
     return np.random.default_rng(number).integers(0, {NUM_IDS}, (8, 3), np.uint64)

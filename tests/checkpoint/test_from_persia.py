@@ -12,19 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from persia_torchrec.checkpoint.catalog import Manifest, find_checkpoint
-from persia_torchrec.checkpoint.from_persia import (
-    Conversion,
-    convert_checkpoint,
-    main,
-)
 from persia_torchrec.client.client import BatchNumber
-from persia_torchrec.config.embedding_config import load_embedding_config
 from persia_torchrec.data import DataLoader
-from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.optim import SGD, Adagrad, Adam
 from persia_torchrec.errors import CheckpointError, ConfigError, RemoteError
 from persia_torchrec.lookup.bags import Bags
-from persia_torchrec.lookup.slots import SlotsLookup, build_features, build_tables
+from persia_torchrec.persia.config.embedding_config import load_embedding_config
+from persia_torchrec.persia.convert import Conversion, convert_checkpoint, main
+from persia_torchrec.persia.embedding import EmbeddingConfig
+from persia_torchrec.persia.slots import SlotsLookup, build_features, build_tables
 from tests import reference
 from tests.local_job import Batches, LocalJob, SumOfEmbeddings, batch_of
 from tests.persia_files import Row, file_bytes, prefixed, write_checkpoint

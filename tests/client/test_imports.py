@@ -31,8 +31,8 @@ client.close()
 
 STREAMS = """
 import numpy as np
-from persia_torchrec.data.stream import BatchSender, Inbox
-from persia_torchrec.embedding.data import IDTypeFeature, PersiaBatch
+from persia_torchrec.persia.stream import BatchSender, Inbox
+from persia_torchrec.persia.batch import IDTypeFeature, PersiaBatch
 
 inbox = Inbox(1, 0, 1)
 receiver = inbox.listen("127.0.0.1")
@@ -50,7 +50,7 @@ receiver.close()
 LOADS = """
 import numpy as np
 from persia_torchrec.ctx import DataCtx
-from persia_torchrec.embedding.data import IDTypeFeature, Label, PersiaBatch
+from persia_torchrec.persia.batch import IDTypeFeature, Label, PersiaBatch
 
 ids = IDTypeFeature("item", [np.arange(3, dtype=np.uint64)])
 label = Label(np.zeros((1, 1), dtype=np.float32))

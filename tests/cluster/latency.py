@@ -46,7 +46,7 @@ from model import DNN
 from persia_torchrec.ctx import TrainCtx
 from persia_torchrec.data import DataLoader, StreamingDataset
 from persia_torchrec.embedding.optim import Adagrad
-from persia_torchrec.utils import setup_seed
+from persia_torchrec.persia.utils import setup_seed
 
 setup_seed(3)
 model, loss_fn = DNN(), torch.nn.BCELoss()

@@ -5,10 +5,10 @@ import contextlib
 import pytest
 
 from persia_torchrec.ctx import EmbeddingCtx, PreprocessMode
-from persia_torchrec.data.stream import Inbox
 from persia_torchrec.errors import RemoteError
+from persia_torchrec.persia.engine import connect_to_job
+from persia_torchrec.persia.stream import Inbox
 from persia_torchrec.rpc.auth import Greeting
-from persia_torchrec.training.engine import connect_to_job
 from tests.local_job import LocalJob, batch_of
 
 THEIRS = Greeting("theirs")

@@ -15,7 +15,7 @@ from persia_torchrec.ctx import InferCtx, eval_ctx
 from persia_torchrec.data import DataLoader
 from persia_torchrec.embedding.optim import Adam
 from persia_torchrec.errors import CheckpointError, ConfigError
-from persia_torchrec.service import get_embedding_worker_services
+from persia_torchrec.persia.utils import get_embedding_worker_services
 from tests.local_job import ONE_SLOT, Batches, LocalJob, batch_of
 from tests.servers import DEADLINE_S
 

@@ -5,8 +5,8 @@ import pytest
 from persia_torchrec import timeouts
 from persia_torchrec.ctx import DataCtx
 from persia_torchrec.data import DataLoader, StreamingDataset
-from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.errors import ConfigError, DataflowError, RemoteError
+from persia_torchrec.persia.embedding import EmbeddingConfig
 from tests.local_job import LocalJob, Sending, batch_of
 from tests.servers import DEADLINE_S
 

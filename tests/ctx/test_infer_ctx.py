@@ -6,20 +6,20 @@ import torch
 
 from persia_torchrec.ctx import InferCtx, eval_ctx
 from persia_torchrec.data import DataLoader
-from persia_torchrec.embedding import EmbeddingConfig
-from persia_torchrec.embedding.data import (
-    IDTypeFeature,
-    Origin,
-    PersiaBatch,
-    decode_rest,
-    encode_rest,
-)
 from persia_torchrec.errors import (
     BatchError,
     ConfigError,
     RequestTimeoutError,
     ServerError,
 )
+from persia_torchrec.persia.batch import (
+    IDTypeFeature,
+    Origin,
+    PersiaBatch,
+    decode_rest,
+    encode_rest,
+)
+from persia_torchrec.persia.embedding import EmbeddingConfig
 from tests.local_job import Batches, LocalJob, SumOfEmbeddings, batch_of
 from tests.servers import DEADLINE_S, ids_of
 

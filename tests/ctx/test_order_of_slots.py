@@ -12,12 +12,12 @@ from torch import nn
 
 from persia_torchrec.ctx import EmbeddingCtx, InferCtx, PreprocessMode, eval_ctx
 from persia_torchrec.data import DataLoader, StreamingDataset
-from persia_torchrec.embedding import EmbeddingConfig
-from persia_torchrec.embedding.data import IDTypeFeature, Label, PersiaBatch
 from persia_torchrec.embedding.optim import SGD, Adam
 from persia_torchrec.errors import BatchError, RemoteError
-from persia_torchrec.lookup.slots import SlotsLookup, build_features
-from persia_torchrec.pipeline.worker_client import RemoteWorkers
+from persia_torchrec.persia.batch import IDTypeFeature, Label, PersiaBatch
+from persia_torchrec.persia.embedding import EmbeddingConfig
+from persia_torchrec.persia.slots import SlotsLookup, build_features
+from persia_torchrec.persia.worker_client import RemoteWorkers
 from persia_torchrec.serving.embeddings import SlotsReader
 from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
 from persia_torchrec.serving.predictor import Predictor

@@ -9,7 +9,6 @@ import torch
 from persia_torchrec import env
 from persia_torchrec.ctx import EmbeddingCtx, PreprocessMode, cnt_ctx, eval_ctx
 from persia_torchrec.data import DataLoader, StreamingDataset
-from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import (
     CheckpointError,
@@ -18,6 +17,7 @@ from persia_torchrec.errors import (
     RemoteError,
     RequestTimeoutError,
 )
+from persia_torchrec.persia.embedding import EmbeddingConfig
 from persia_torchrec.table import TableSpec
 from tests.ctx.readers import evaluate_elsewhere
 from tests.local_job import (

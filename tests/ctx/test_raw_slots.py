@@ -5,9 +5,9 @@ from torch import nn
 
 from persia_torchrec.ctx import eval_ctx
 from persia_torchrec.data import DataLoader
-from persia_torchrec.embedding import EmbeddingConfig
-from persia_torchrec.embedding.data import IDTypeFeature, Label, PersiaBatch
-from persia_torchrec.sharding.slot_tensors import pad_raw
+from persia_torchrec.persia.batch import IDTypeFeature, Label, PersiaBatch
+from persia_torchrec.persia.embedding import EmbeddingConfig
+from persia_torchrec.persia.slot_tensors import pad_raw
 from tests.local_job import Batches, LocalJob
 from tests.servers import ids_of
 

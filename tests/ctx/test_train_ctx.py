@@ -11,20 +11,21 @@ import torch
 from torch import nn
 
 from persia_torchrec import Constant, Uniform
-from persia_torchrec.ctx import TrainCtx, eval_ctx, train_ctx
+from persia_torchrec.ctx import TrainCtx, eval_ctx
 from persia_torchrec.data import DataLoader
-from persia_torchrec.embedding import EmbeddingConfig
-from persia_torchrec.embedding.data import (
+from persia_torchrec.embedding.optim import SGD
+from persia_torchrec.errors import BatchError, ConfigError
+from persia_torchrec.persia.batch import (
     IDTypeFeature,
     IDTypeFeatureWithSingleID,
     Label,
     NonIDTypeFeature,
     PersiaBatch,
 )
-from persia_torchrec.embedding.optim import SGD
-from persia_torchrec.errors import BatchError, ConfigError
+from persia_torchrec.persia.ctx import train_ctx
+from persia_torchrec.persia.embedding import EmbeddingConfig
+from persia_torchrec.persia.worker.serving import tell_slots
 from persia_torchrec.table import TableSettings
-from persia_torchrec.worker.serving import tell_slots
 from tests.local_job import Batches, LocalJob, SumOfEmbeddings, batch_of
 from tests.servers import DEADLINE_S, ids_of
 

@@ -3,7 +3,7 @@ import weakref
 
 import pytest
 
-from persia_torchrec.data.loader import in_background
+from persia_torchrec.persia.loader import in_background
 from tests.servers import DEADLINE_S
 
 

@@ -9,9 +9,9 @@ from persia_torchrec.data import (
     IterableDatasetBase,
     StreamingDataset,
 )
-from persia_torchrec.data.stream import BatchSender
 from persia_torchrec.errors import ConfigError, DataflowError, RemoteError
 from persia_torchrec.job.registry import AddressBook
+from persia_torchrec.persia.stream import BatchSender
 from persia_torchrec.rpc.auth import Greeting
 from tests.local_job import batch_of
 from tests.servers import DEADLINE_S

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from persia_torchrec.data.stream import Inbox
-from persia_torchrec.embedding.data import Origin
 from persia_torchrec.errors import DataflowError, FrameError
+from persia_torchrec.persia.batch import Origin
+from persia_torchrec.persia.stream import Inbox
 from persia_torchrec.rpc.messages import Header, Kind
 from tests.servers import DEADLINE_S
 

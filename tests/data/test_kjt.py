@@ -7,12 +7,12 @@ from tensordict import TensorDict
 from torchrec import KeyedJaggedTensor
 
 from persia_torchrec.datasets.batches import JaggedBatch, to_jagged_ids
-from persia_torchrec.embedding.data import (
+from persia_torchrec.errors import BatchError
+from persia_torchrec.persia.batch import (
     IDTypeFeature,
     IDTypeFeatureWithSingleID,
     PersiaBatch,
 )
-from persia_torchrec.errors import BatchError
 from persia_torchrec.persia.kjt import to_torchrec
 
 bags = st.lists(st.integers(0, 2**64 - 1), max_size=4)

@@ -3,12 +3,8 @@ from types import MappingProxyType
 import pytest
 
 from persia_torchrec.data import DataLoader, IterableDataset, PersiaTrainingBatch
-from persia_torchrec.data.loader import (
-    entered,
-    entered_context,
-    leave_context,
-)
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.persia.loader import entered, entered_context, leave_context
 from tests.local_job import batch_of
 
 

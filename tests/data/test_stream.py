@@ -5,16 +5,16 @@ import numpy as np
 import pytest
 import torch
 
-from persia_torchrec.data import stream
-from persia_torchrec.data.stream import BatchSender, Inbox
-from persia_torchrec.embedding.data import (
+from persia_torchrec.errors import DataflowError, RemoteError, ServerError
+from persia_torchrec.persia import stream
+from persia_torchrec.persia.batch import (
     IDTypeFeatureWithSingleID,
     Label,
     NonIDTypeFeature,
     PersiaBatch,
     encode_rest,
 )
-from persia_torchrec.errors import DataflowError, RemoteError, ServerError
+from persia_torchrec.persia.stream import BatchSender, Inbox
 from persia_torchrec.rpc.client import Connections
 from persia_torchrec.rpc.messages import Header, Kind, encode_json
 from persia_torchrec.rpc.server import Service

@@ -5,7 +5,8 @@ from hypothesis import given
 from torchrec import KeyedJaggedTensor
 
 from persia_torchrec.datasets.batches import TorchRecBatch
-from persia_torchrec.embedding.data import (
+from persia_torchrec.errors import BatchError
+from persia_torchrec.persia.batch import (
     DTYPES,
     IDTypeFeature,
     IDTypeFeatureWithSingleID,
@@ -13,7 +14,6 @@ from persia_torchrec.embedding.data import (
     NonIDTypeFeature,
     PersiaBatch,
 )
-from persia_torchrec.errors import BatchError
 from persia_torchrec.persia.kjt import from_torchrec, to_torchrec
 from tests.strategies import batches
 

@@ -7,12 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia_torchrec.embedding.data import (
-    Origin,
-    PersiaBatch,
-    decode_rest,
-)
 from persia_torchrec.errors import FrameError
+from persia_torchrec.persia.batch import Origin, PersiaBatch, decode_rest
 from tests.strategies import batches
 from tests.support.batches import content, small_batch
 

@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from persia_torchrec.embedding.data import (
+from persia_torchrec.errors import BatchError
+from persia_torchrec.persia.batch import (
     DTYPES,
     MAX_BATCH_SIZE,
     IDTypeFeature,
@@ -13,7 +14,6 @@ from persia_torchrec.embedding.data import (
     NonIDTypeFeature,
     PersiaBatch,
 )
-from persia_torchrec.errors import BatchError
 
 ids = hnp.arrays(np.uint64, st.integers(0, 5), elements=st.integers(0, 2**64 - 1))
 

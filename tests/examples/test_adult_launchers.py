@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from persia_torchrec import env
-from persia_torchrec.launch import persia_launcher
+from persia_torchrec.persia import launcher as launcher_module
 from tests.support.repository import ROOT
 
 EXAMPLE = ROOT / "examples/adult_income"
@@ -29,7 +29,7 @@ def test_the_coordinator_waits_for_the_processes_that_are_started(file):
     for command in COMMANDS[file]:
         launcher, *words = shlex.split(command)
         assert launcher == "persia-launcher"
-        given = vars(persia_launcher.parser().parse_args(words))
+        given = vars(launcher_module.parser().parse_args(words))
         name = given.pop("command").replace("-", "_") + "s"
         if name == "coordinators":
             counts = {**dict.fromkeys(persia_counts(), 1), **given}
@@ -44,7 +44,7 @@ def test_the_coordinator_waits_for_the_processes_that_are_started(file):
 
 
 def persia_counts():
-    fields = persia_launcher.Coordinator.__dataclass_fields__
+    fields = launcher_module.Coordinator.__dataclass_fields__
     return [name for name in fields if name[-1] == "s" and name[-2:] != "_s"]
 
 

@@ -8,14 +8,14 @@ import pytest
 import yaml
 
 from persia_torchrec.client.client import BatchNumber
-from persia_torchrec.config.embedding_config import load_embedding_config
-from persia_torchrec.config.global_config import MetricsSettings
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.metrics.server import ServerReadings
-from persia_torchrec.pipeline import worker_client as trainer
+from persia_torchrec.persia import worker_client as trainer
+from persia_torchrec.persia.config.embedding_config import load_embedding_config
+from persia_torchrec.persia.config.global_config import MetricsSettings
+from persia_torchrec.persia.worker.process import IdBuffer, WorkerProcess
+from persia_torchrec.persia.worker.serving import make_lookup, pushing_metrics
 from persia_torchrec.table import TableSpec
-from persia_torchrec.worker.process import IdBuffer, WorkerProcess
-from persia_torchrec.worker.serving import make_lookup, pushing_metrics
 from tests.gateway import Gateway
 from tests.lookup.one_feature import bags_of
 from tests.servers import DEADLINE_S

@@ -22,7 +22,6 @@ from persia_torchrec import AdmitBloom, AdmitFrequency, Expiry
 from persia_torchrec.checkpoint import catalog, increment_log
 from persia_torchrec.checkpoint.catalog import LogPosition, Manifest, SavedTable
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.checkpoint.from_persia import Conversion, convert_checkpoint
 from persia_torchrec.checkpoint.increment_log import Base, Log
 from persia_torchrec.checkpoint.load import (
     Increment,
@@ -39,7 +38,11 @@ from persia_torchrec.checkpoint.row_file import (
     ShardHead,
     shape_of,
 )
-from persia_torchrec.embedding.data import (
+from persia_torchrec.embedding.optim import SGD, Adagrad
+from persia_torchrec.errors import CheckpointError, PersiaError
+from persia_torchrec.job.registry_server import Journal
+from persia_torchrec.lookup.bags import Bags, decode_bags, encode_bags
+from persia_torchrec.persia.batch import (
     IDTypeFeature,
     IDTypeFeatureWithSingleID,
     Label,
@@ -49,10 +52,7 @@ from persia_torchrec.embedding.data import (
     decode_rest,
     encode_rest,
 )
-from persia_torchrec.embedding.optim import SGD, Adagrad
-from persia_torchrec.errors import CheckpointError, PersiaError
-from persia_torchrec.job.registry_server import Journal
-from persia_torchrec.lookup.bags import Bags, decode_bags, encode_bags
+from persia_torchrec.persia.convert import Conversion, convert_checkpoint
 from persia_torchrec.rpc import messages
 from persia_torchrec.rpc.float_codec import decode_floats
 from persia_torchrec.rpc.messages import Header, Kind, Share, TableIds

@@ -21,14 +21,15 @@ from torch import nn
 
 from persia_torchrec import env
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.config.embedding_config import load_embedding_config
-from persia_torchrec.data.stream import Inbox
-from persia_torchrec.embedding.data import PersiaBatch, encode_rest
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import FrameError
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.lookup.bags import Bags, encode_bags
-from persia_torchrec.lookup.slots import SlotsLookup, build_features
+from persia_torchrec.persia.batch import PersiaBatch, encode_rest
+from persia_torchrec.persia.config.embedding_config import load_embedding_config
+from persia_torchrec.persia.slots import SlotsLookup, build_features
+from persia_torchrec.persia.stream import Inbox
+from persia_torchrec.persia.worker.process import IdBuffer, WorkerProcess
 from persia_torchrec.rpc import messages
 from persia_torchrec.rpc.auth import NO_JOB, client_options
 from persia_torchrec.rpc.messages import Header, Kind, Share, TableIds, encode_json
@@ -38,7 +39,6 @@ from persia_torchrec.serving.embeddings import SlotsReader
 from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
 from persia_torchrec.serving.predictor import Predictor
 from persia_torchrec.table import TableSpec
-from persia_torchrec.worker.process import IdBuffer, WorkerProcess
 from tests.fuzz.mutations import change_frames, flip, mutate, oversize, pack, unpack
 from tests.local_job import ONE_SLOT, batch_of
 from tests.servers import ids_of

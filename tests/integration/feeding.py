@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from persia_torchrec.ctx import DataCtx
-from persia_torchrec.embedding import EmbeddingConfig
-from persia_torchrec.embedding.data import PersiaBatch
-from persia_torchrec.worker import __main__ as worker
+from persia_torchrec.persia.batch import PersiaBatch
+from persia_torchrec.persia.embedding import EmbeddingConfig
+from persia_torchrec.persia.worker import __main__ as worker
 from tests.local_job import LocalJob, batch_of
 from tests.processes import Processes
 

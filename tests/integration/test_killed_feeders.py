@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 
 from persia_torchrec.data import DataLoader, StreamingDataset
-from persia_torchrec.data.stream import Inbox
 from persia_torchrec.job.member import JobTimings
+from persia_torchrec.persia.stream import Inbox
 from tests.integration.feeding import (
     FROM_ZERO,
     NUM_BATCHES,

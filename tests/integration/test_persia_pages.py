@@ -31,7 +31,6 @@ import pytest
 import torch
 
 import persia_torchrec
-from persia_torchrec.config.global_config import load_global_config
 from persia_torchrec.ctx import (
     DataCtx,
     EmbeddingCtx,
@@ -41,16 +40,17 @@ from persia_torchrec.ctx import (
     eval_ctx,
 )
 from persia_torchrec.data import DataLoader, IterableDataset, StreamingDataset
-from persia_torchrec.distributed import BaguaDistributedOption, DDPOption
-from persia_torchrec.embedding import EmbeddingConfig
-from persia_torchrec.embedding.data import (
+from persia_torchrec.embedding.optim import SGD, Adagrad, Adam
+from persia_torchrec.persia.batch import (
     IDTypeFeature,
     IDTypeFeatureWithSingleID,
     Label,
     NonIDTypeFeature,
     PersiaBatch,
 )
-from persia_torchrec.embedding.optim import SGD, Adagrad, Adam
+from persia_torchrec.persia.config.global_config import load_global_config
+from persia_torchrec.persia.distributed import BaguaDistributedOption, DDPOption
+from persia_torchrec.persia.embedding import EmbeddingConfig
 from tests.integration.persia_page_scripts import Scripts
 from tests.local_job import LocalJob, Sending
 

@@ -12,14 +12,14 @@ from examples.adult_income import adult
 from examples.adult_income.model import DNN
 from persia_torchrec.ctx import eval_ctx
 from persia_torchrec.data import DataLoader
-from persia_torchrec.embedding.data import (
+from persia_torchrec.embedding.optim import Adagrad
+from persia_torchrec.persia.batch import (
     IDTypeFeatureWithSingleID,
     Label,
     NonIDTypeFeature,
     PersiaBatch,
 )
-from persia_torchrec.embedding.optim import Adagrad
-from persia_torchrec.utils import setup_seed
+from persia_torchrec.persia.utils import setup_seed
 from tests.local_job import Batches, LocalJob
 from tests.processes import Processes, wait_until
 from tests.serving.running import Serving, predict

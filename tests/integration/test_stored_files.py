@@ -12,12 +12,12 @@ from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.load import Target
 from persia_torchrec.checkpoint.restore import restore
 from persia_torchrec.client.codec import BatchNumber
-from persia_torchrec.embedding.data import Origin, decode_rest, encode_rest
 from persia_torchrec.errors import PersiaError, RemoteError
 from persia_torchrec.job.member_record import MemberRecord
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.job.registry_server import Journal
 from persia_torchrec.lookup.bags import decode_bags, encode_bags
+from persia_torchrec.persia.batch import Origin, decode_rest, encode_rest
 from persia_torchrec.rpc import messages
 from persia_torchrec.rpc.addresses import open_listening
 from persia_torchrec.rpc.client import Connections

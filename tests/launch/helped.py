@@ -9,9 +9,9 @@ import torch
 
 from persia_torchrec.ctx import DataCtx, TrainCtx
 from persia_torchrec.data import DataLoader, StreamingDataset
-from persia_torchrec.embedding.data import IDTypeFeature, Label, PersiaBatch
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.env import get_replica_index, get_replica_size
+from persia_torchrec.persia.batch import IDTypeFeature, Label, PersiaBatch
 
 NUM_BATCHES = 6
 SLOTS = {"slots_config": {"age": {"dim": 4}}}

@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from persia_torchrec.errors import ConfigError, JobError
-from persia_torchrec.helper import PersiaServiceCtx, ensure_persia_service
-from persia_torchrec.utils import dump_yaml
+from persia_torchrec.persia.helper import PersiaServiceCtx, ensure_persia_service
+from persia_torchrec.persia.utils import dump_yaml
 from tests.launch import failing, helped
 from tests.launch.jobs import draw_service_ports
 from tests.processes import DEADLINE_S, children_of_this_process

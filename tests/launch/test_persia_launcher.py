@@ -10,7 +10,7 @@ import tomllib
 import pytest
 
 from persia_torchrec import env
-from persia_torchrec.launch import persia_launcher
+from persia_torchrec.persia import launcher
 from tests.launch.jobs import INFER, Job
 from tests.processes import DEADLINE_S, Processes
 from tests.support.repository import ROOT
@@ -42,7 +42,7 @@ def _an_environment_of_its_own(monkeypatch, tmp_path):
 def becomes(*arguments):
     """Return the command that one of the launcher's turns into, as one line."""
     with pytest.raises(Became) as became:
-        persia_launcher.main(arguments)
+        launcher.main(arguments)
     return " ".join(became.value.command)
 
 
@@ -54,7 +54,7 @@ def configs():
 def refusal_of(arguments):
     """Return the message with which a command ends."""
     with pytest.raises(SystemExit) as refused:
-        persia_launcher.main(arguments)
+        launcher.main(arguments)
     return refused.value.code
 
 
@@ -211,7 +211,7 @@ def test_an_invalid_command_ends_with_the_reason(arguments, message):
 def test_the_installed_command_is_this_one():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     module, _, function = project["scripts"]["persia-launcher"].partition(":")
-    assert getattr(importlib.import_module(module), function) is persia_launcher.main
+    assert getattr(importlib.import_module(module), function) is launcher.main
 
 
 def test_the_module_runs_as_the_command(monkeypatch):
@@ -267,7 +267,7 @@ def test_an_unsupported_variable_is_rejected_with_the_reason(monkeypatch, name):
 
 def test_an_unknown_command_is_rejected_with_a_list_of_commands(capsys):
     with pytest.raises(SystemExit):
-        persia_launcher.main(["trainer", "train.py"])
+        launcher.main(["trainer", "train.py"])
     assert "'embedding-parameter-server'" in capsys.readouterr().err
 
 
@@ -295,7 +295,7 @@ def test_nn_workers_of_two_nodes_rendezvous(tmp_path, monkeypatch):
         nodes = [
             subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "persia_torchrec.launch.persia_launcher"),
+                    *(sys.executable, "-m", "persia_torchrec.persia.launcher"),
                     *("nn-worker", "train.py", "--nnodes", "2"),
                     *("--node-rank", str(node), "--nproc-per-node", str(2 - node)),
                 ],

@@ -10,12 +10,12 @@ import pytest
 import zmq
 from torchx.runner import get_runner
 
-from persia_torchrec.distributed import DDPOption
-from persia_torchrec.helper import PersiaServiceCtx
 from persia_torchrec.job.supervisor import main as supervise
 from persia_torchrec.job.survivable_memory import AUTO, open_memory
+from persia_torchrec.persia.data_parallel import _make_store
+from persia_torchrec.persia.distributed import DDPOption
+from persia_torchrec.persia.helper import PersiaServiceCtx
 from persia_torchrec.rpc import auth
-from persia_torchrec.training.data_parallel import _make_store
 from tests.launch import helped
 from tests.launch.jobs import draw_service_ports
 from tests.ports import draw_port

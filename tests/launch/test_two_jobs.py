@@ -7,10 +7,10 @@ import pytest
 from persia_torchrec.errors import RemoteError
 from persia_torchrec.job import coordinator, script
 from persia_torchrec.job.registry import AddressBook
+from persia_torchrec.persia.utils import dump_yaml
 from persia_torchrec.rpc.auth import Greeting
 from persia_torchrec.rpc.client import Connections
 from persia_torchrec.rpc.messages import Header, Kind, encode_json
-from persia_torchrec.utils import dump_yaml
 from tests.forked_jobs import ForkedJob
 from tests.launch import helped
 from tests.processes import DEADLINE_S, Processes, wait_until

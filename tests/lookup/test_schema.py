@@ -2,12 +2,12 @@ import numpy as np
 import pytest
 
 from persia_torchrec import AdmitAll, AdmitProbability, Uniform
-from persia_torchrec.config.embedding_config import load_embedding_config
-from persia_torchrec.embedding import EmbeddingConfig
-from persia_torchrec.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID
 from persia_torchrec.embedding.optim import SGD, Adam
 from persia_torchrec.lookup.bags import FeatureSpec, build_bags, check_bags
-from persia_torchrec.lookup.slots import build_features, build_tables
+from persia_torchrec.persia.batch import IDTypeFeature, IDTypeFeatureWithSingleID
+from persia_torchrec.persia.config.embedding_config import load_embedding_config
+from persia_torchrec.persia.embedding import EmbeddingConfig
+from persia_torchrec.persia.slots import build_features, build_tables
 from persia_torchrec.table import TableSpec
 from tests.servers import ids_of
 

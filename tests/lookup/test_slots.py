@@ -7,7 +7,7 @@ from persia_torchrec import Uniform
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.lookup.bags import Bags, FeatureSpec
-from persia_torchrec.lookup.slots import SlotsLookup, build_raw_ids
+from persia_torchrec.persia.slots import SlotsLookup, build_raw_ids
 from persia_torchrec.table import TableSpec
 from tests import reference
 from tests.servers import ids_of, missed

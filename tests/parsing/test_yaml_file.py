@@ -7,14 +7,17 @@ import msgspec
 import pytest
 import yaml
 
-from persia_torchrec.config.embedding_config import SlotConfig, load_embedding_config
-from persia_torchrec.config.global_config import (
+from persia_torchrec.errors import ConfigError
+from persia_torchrec.parsing.yaml_file import DIFFERENCES
+from persia_torchrec.persia.config.embedding_config import (
+    SlotConfig,
+    load_embedding_config,
+)
+from persia_torchrec.persia.config.global_config import (
     GlobalSettings,
     load_global_config,
     refuse_inference,
 )
-from persia_torchrec.errors import ConfigError
-from persia_torchrec.parsing.yaml_file import DIFFERENCES
 from tests.support.yaml_configs import GLOBAL, infer
 
 

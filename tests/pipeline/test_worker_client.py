@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from persia_torchrec.client.client import BatchNumber
-from persia_torchrec.embedding.data import NO_WORKER, Origin, ReferencedBatch
 from persia_torchrec.embedding.optim import SGD, Adagrad
 from persia_torchrec.errors import (
     BatchError,
@@ -18,12 +17,13 @@ from persia_torchrec.errors import (
     ServerError,
 )
 from persia_torchrec.lookup.bags import Bags, FeatureSpec, encode_bags
-from persia_torchrec.lookup.slots import SlotsLookup
-from persia_torchrec.pipeline.worker_client import RemoteWorkers
+from persia_torchrec.persia.batch import NO_WORKER, Origin, ReferencedBatch
+from persia_torchrec.persia.slots import SlotsLookup
+from persia_torchrec.persia.worker.process import IdBuffer, WorkerProcess
+from persia_torchrec.persia.worker_client import RemoteWorkers
 from persia_torchrec.rpc.messages import Precision, encode_json
 from persia_torchrec.rpc.server import Service
 from persia_torchrec.table import TableSpec
-from persia_torchrec.worker.process import IdBuffer, WorkerProcess
 from tests.lookup.one_feature import bags_of
 from tests.processes import wait_until
 from tests.servers import (

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from persia_torchrec.job import supervisor
 from persia_torchrec.lookup.pooling import warm_up as warm_up_worker
+from persia_torchrec.persia.worker import __main__ as worker
 from persia_torchrec.rpc import float_codec
 from persia_torchrec.server import __main__ as server
 from persia_torchrec.store.warm_up import warm_up as warm_up_store
-from persia_torchrec.worker import __main__ as worker
 from tests.ports import draw_port, draw_ports
 from tests.processes import Processes, Running, children_of, wait_until
 from tests.support.repository import ROOT

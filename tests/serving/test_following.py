@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from persia_torchrec.config.embedding_config import load_embedding_config
 from persia_torchrec.ctx import InferCtx, eval_ctx
 from persia_torchrec.data import DataLoader
-from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.optim import Adagrad
+from persia_torchrec.persia.config.embedding_config import load_embedding_config
+from persia_torchrec.persia.embedding import EmbeddingConfig
 from persia_torchrec.serving.embeddings import host_checkpoint
 from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
 from persia_torchrec.serving.predictor import Predictor, following_model, load_model

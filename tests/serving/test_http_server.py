@@ -16,7 +16,7 @@ from torch import nn
 from persia_torchrec import env
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.lookup.slots import SlotsLookup
+from persia_torchrec.persia.slots import SlotsLookup
 from persia_torchrec.serving.embeddings import SlotsReader
 from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
 from persia_torchrec.serving.predictor import Predictor

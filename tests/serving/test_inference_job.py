@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from persia_torchrec.ctx import InferCtx
-from persia_torchrec.launch import persia_launcher
+from persia_torchrec.persia import launcher
+from persia_torchrec.persia.worker import __main__ as worker
 from persia_torchrec.server import __main__ as server
-from persia_torchrec.worker import __main__ as worker
 from tests.servers import DEADLINE_S
 from tests.serving.inference_job import InferenceJob, address_of, comes_back, kill_below
 from tests.serving.running import Serving, ask, predict
@@ -70,9 +70,9 @@ def test_persias_commands_start_it_without_a_coordinator(processes, trained):
     for shard, port in enumerate(job.ports):
         number = ["--replica-index", str(shard), "--replica-size", "2"]
         command = ["embedding-parameter-server", "--port", str(port), *number]
-        processes.start(f"server-{shard}", persia_launcher.main, command, env=env)
+        processes.start(f"server-{shard}", launcher.main, command, env=env)
     command = ["embedding-worker", "--port", "0"]
-    worker = processes.start("worker", persia_launcher.main, command, env=env)
+    worker = processes.start("worker", launcher.main, command, env=env)
     with InferCtx([address_of(worker)]) as infer, InferCtx(trained.workers) as of_job:
         assert sum(infer.get_embedding_size()) == trained.num_rows
         for tensor, expected in zip(

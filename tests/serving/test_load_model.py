@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from persia_torchrec.lookup.slots import SlotsLookup
+from persia_torchrec.persia.slots import SlotsLookup
 from persia_torchrec.serving.embeddings import SlotsReader
 from persia_torchrec.serving.predictor import Predictor, following_model, load_model
 from tests.lookup.one_feature import FEATURE

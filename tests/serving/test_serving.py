@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from persia_torchrec.embedding.data import PersiaBatch
+from persia_torchrec.persia.batch import PersiaBatch
 from persia_torchrec.serving.__main__ import main
 from tests.processes import Processes
 from tests.serving.running import BYTES, JSON, Serving, ask

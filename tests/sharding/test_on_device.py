@@ -29,8 +29,8 @@ from persia_torchrec import (
     RemoteEmbeddingCollectionSharder,
 )
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.persia.data_parallel import average_as_bytes
 from persia_torchrec.sharding.on_device import Leaving
-from persia_torchrec.training.data_parallel import average_as_bytes
 from tests.places import CPU, CUDA, GPU_PLACES, ON_GPU, PLACES
 from tests.servers import DEADLINE_S
 from tests.sharding.remote_job import META, Bags, kjt_of, remote_modules

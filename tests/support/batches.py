@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from persia_torchrec.embedding.data import (
+from persia_torchrec.persia.batch import (
     IDTypeFeature,
     IDTypeFeatureWithSingleID,
     Label,

@@ -10,14 +10,14 @@ from torch import nn
 
 from persia_torchrec.ctx import eval_ctx
 from persia_torchrec.data import DataLoader
-from persia_torchrec.embedding import EmbeddingConfig
-from persia_torchrec.embedding.data import (
+from persia_torchrec.embedding.optim import Adagrad
+from persia_torchrec.persia.batch import (
     IDTypeFeature,
     Label,
     NonIDTypeFeature,
     PersiaBatch,
 )
-from persia_torchrec.embedding.optim import Adagrad
+from persia_torchrec.persia.embedding import EmbeddingConfig
 from tests.local_job import Batches, LocalJob
 from tests.servers import ids_of
 from tests.serving.running import predict

@@ -11,9 +11,9 @@ from torch import nn
 from persia_torchrec import env
 from persia_torchrec.ctx import TrainCtx
 from persia_torchrec.data import DataLoader
-from persia_torchrec.distributed import DistributedBaseOption
-from persia_torchrec.embedding.data import Label, NonIDTypeFeature, PersiaBatch
 from persia_torchrec.embedding.optim import SGD
+from persia_torchrec.persia.batch import Label, NonIDTypeFeature, PersiaBatch
+from persia_torchrec.persia.distributed import DistributedBaseOption
 from tests.local_job import Batches, batch_of
 from tests.ports import draw_port
 

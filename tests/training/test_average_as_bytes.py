@@ -3,11 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia_torchrec.training.data_parallel import (
-    BLOCK,
-    decode_blocks,
-    encode_blocks,
-)
+from persia_torchrec.persia.data_parallel import BLOCK, decode_blocks, encode_blocks
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(0, 2**31), st.floats(-6, 6))

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from persia_torchrec.distributed import BaguaDistributedOption, DDPOption
 from persia_torchrec.errors import ConfigError, DiscoveryError
+from persia_torchrec.persia.distributed import BaguaDistributedOption, DDPOption
 from tests.local_job import LocalJob, run_two_trainers
 from tests.ports import draw_port
 from tests.processes import Processes

@@ -6,15 +6,15 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from persia_torchrec.data.loader import LookupSettings
-from persia_torchrec.distributed import DDPOption
-from persia_torchrec.embedding import EmbeddingConfig
-from persia_torchrec.embedding.data import Origin, decode_rest, encode_rest
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import BatchError, ConfigError, PersiaError
 from persia_torchrec.lookup.bags import build_bags, encode_bags
-from persia_torchrec.pipeline.worker_client import RemoteWorkers
-from persia_torchrec.training.engine import Engine
+from persia_torchrec.persia.batch import Origin, decode_rest, encode_rest
+from persia_torchrec.persia.distributed import DDPOption
+from persia_torchrec.persia.embedding import EmbeddingConfig
+from persia_torchrec.persia.engine import Engine
+from persia_torchrec.persia.loader import LookupSettings
+from persia_torchrec.persia.worker_client import RemoteWorkers
 from tests.local_job import LocalJob, SumOfEmbeddings, batch_of
 
 SETTINGS = LookupSettings(forward_buffer_size=3, num_workers=1, embedding_staleness=1)

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from persia_torchrec.data import DataLoader
-from persia_torchrec.embedding.data import (
+from persia_torchrec.embedding.optim import SGD, Adagrad, Optimizer
+from persia_torchrec.persia.batch import (
     IDTypeFeature,
     IDTypeFeatureWithSingleID,
     Label,
     NonIDTypeFeature,
     PersiaBatch,
 )
-from persia_torchrec.embedding.optim import SGD, Adagrad, Optimizer
 from tests.local_job import Batches, LocalJob
 from tests.servers import ids_of
 

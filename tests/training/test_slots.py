@@ -2,14 +2,14 @@ import pytest
 import torch
 from torchrec.distributed.types import ShardingEnv
 
-from persia_torchrec.config.embedding_config import load_embedding_config
-from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import RemoteError
-from persia_torchrec.lookup.slots import build_features, build_tables
-from persia_torchrec.pipeline.worker_client import RemoteWorkers
+from persia_torchrec.persia.config.embedding_config import load_embedding_config
+from persia_torchrec.persia.embedding import EmbeddingConfig
+from persia_torchrec.persia.engine import SlotsSharder, make_collection
+from persia_torchrec.persia.slots import build_features, build_tables
+from persia_torchrec.persia.worker_client import RemoteWorkers
 from persia_torchrec.sharding.collection import CollectionSpec
-from persia_torchrec.training.engine import SlotsSharder, make_collection
 from tests.local_job import LocalJob
 
 CPU = torch.device("cpu")

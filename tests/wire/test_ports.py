@@ -5,6 +5,7 @@ import pytest
 
 from persia_torchrec.errors import ConfigError, WireError
 from persia_torchrec.job.registry import AddressBook
+from persia_torchrec.persia.utils import find_free_port
 from persia_torchrec.rpc.addresses import (
     free_port,
     free_port_from,
@@ -12,7 +13,6 @@ from persia_torchrec.rpc.addresses import (
     reserved_port_from,
 )
 from persia_torchrec.rpc.channel import Listener
-from persia_torchrec.utils import find_free_port
 from tests.ports import draw_port
 
 

@@ -7,11 +7,11 @@ import time
 
 import pytest
 
-from persia_torchrec.config.global_config import MetricsSettings
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.metrics import push as gateway_module
 from persia_torchrec.metrics.push import is_pushed, push_metrics
 from persia_torchrec.metrics.values import Means, Observations, Reading
+from persia_torchrec.persia.config.global_config import MetricsSettings
 from tests.processes import wait_until
 from tests.servers import DEADLINE_S
 

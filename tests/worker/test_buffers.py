@@ -12,7 +12,7 @@ from persia_torchrec.client.codec import NOTHING, PushOutcome
 from persia_torchrec.errors import DataflowError, LostBatchError
 from persia_torchrec.lookup.bags import Bags
 from persia_torchrec.lookup.sharded_lookup import BatchFeatures, RoutedBatch
-from persia_torchrec.worker.process import AwaitingGradient, IdBuffer
+from persia_torchrec.persia.worker.process import AwaitingGradient, IdBuffer
 from tests.servers import DEADLINE_S
 
 CAPACITY = 3

@@ -8,20 +8,17 @@ import numpy as np
 import pytest
 
 from persia_torchrec.client.client import BatchNumber
-from persia_torchrec.config.embedding_config import load_embedding_config
-from persia_torchrec.config.global_config import MetricsSettings
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import BatchError
 from persia_torchrec.lookup.bags import encode_bags
-from persia_torchrec.lookup.measures import LookupMeasures
-from persia_torchrec.lookup.slots import SlotsLookup
+from persia_torchrec.persia.config.embedding_config import load_embedding_config
+from persia_torchrec.persia.config.global_config import MetricsSettings
+from persia_torchrec.persia.measures import LookupMeasures
+from persia_torchrec.persia.slots import SlotsLookup
+from persia_torchrec.persia.worker.process import IdBuffer, WorkerProcess
+from persia_torchrec.persia.worker.serving import make_lookup, pushing_metrics
 from persia_torchrec.rpc.messages import TRAINING, Header, Kind, encode_json
 from persia_torchrec.table import TableSpec
-from persia_torchrec.worker.process import IdBuffer, WorkerProcess
-from persia_torchrec.worker.serving import (
-    make_lookup,
-    pushing_metrics,
-)
 from tests.lookup.one_feature import bags_of
 from tests.servers import DEADLINE_S
 

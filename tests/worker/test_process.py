@@ -10,7 +10,8 @@ from persia_torchrec.errors import (
     ServerError,
 )
 from persia_torchrec.lookup.bags import encode_bags
-from persia_torchrec.lookup.slots import SlotsLookup
+from persia_torchrec.persia.slots import SlotsLookup
+from persia_torchrec.persia.worker.process import IdBuffer, WorkerProcess
 from persia_torchrec.rpc.float_codec import decode_floats, encode_floats
 from persia_torchrec.rpc.messages import (
     AGAIN,
@@ -22,7 +23,6 @@ from persia_torchrec.rpc.messages import (
     encode_json,
 )
 from persia_torchrec.table import TableSpec
-from persia_torchrec.worker.process import IdBuffer, WorkerProcess
 from tests.lookup.one_feature import FEATURE, bags_of
 from tests.servers import ids_of
 

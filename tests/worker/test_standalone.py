@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.config.embedding_config import load_embedding_config
 from persia_torchrec.embedding.optim import Adam
 from persia_torchrec.errors import ConfigError, WireError
 from persia_torchrec.lookup.pooling import warm_up
-from persia_torchrec.pipeline.worker_client import RemoteWorkers
+from persia_torchrec.persia.config.embedding_config import load_embedding_config
+from persia_torchrec.persia.worker.__main__ import main
+from persia_torchrec.persia.worker.serving import ready_client, require_dims
+from persia_torchrec.persia.worker_client import RemoteWorkers
 from persia_torchrec.rpc.messages import Kind, decode_json, encode_json
 from persia_torchrec.table import TableSpec
-from persia_torchrec.worker.__main__ import main
-from persia_torchrec.worker.serving import ready_client, require_dims
 from tests.lookup.one_feature import bags_of
 from tests.processes import Processes, wait_until
 from tests.servers import DEADLINE_S, ids_of

@@ -2,12 +2,12 @@
 
 import pytest
 
-from persia_torchrec.config.global_config import (
+from persia_torchrec.errors import ConfigError
+from persia_torchrec.persia.config.global_config import (
     GlobalSettings,
     inference_settings,
     refuse_inference,
 )
-from persia_torchrec.errors import ConfigError
 from persia_torchrec.server.config import ServerConfig, apply_global_config
 from tests.support.yaml_configs import GLOBAL, infer
 

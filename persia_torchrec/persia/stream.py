@@ -4,7 +4,7 @@ The ids have gone to an embedding worker; what is left of the batch, and the num
 that worker, goes to the trainer whose turn it is:
 
     BATCH         1: JSON [worker, checksum of the ids]
-                  2: the rest of the batch (embedding/data.py)
+                  2: the rest of the batch (persia/batch.py)
     END_OF_DATA   1: JSON null
     POSITION      1: JSON {number: worker}: which batches had lost their ids, and who
                      has them again; at first null
@@ -31,9 +31,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from persia_torchrec.embedding import data
-from persia_torchrec.embedding.data import Origin, PersiaBatch, ReferencedBatch
 from persia_torchrec.errors import DataflowError, FrameError, RemoteError, ServerError
+from persia_torchrec.persia import batch as persia_batch
+from persia_torchrec.persia.batch import Origin, PersiaBatch, ReferencedBatch
 from persia_torchrec.rpc.auth import NO_JOB, Greeting
 from persia_torchrec.rpc.client import Connections
 from persia_torchrec.rpc.messages import (
@@ -259,7 +259,7 @@ class Inbox:
             worker, checksum = decode_json(frames[:2], tuple[int, int])
             origin = Origin(header.stream, header.batch, worker)
             # Copied: a frame is read-only, and torch wants memory that can be written.
-            batch = data.decode_rest(bytearray(frames[2]), origin)
+            batch = persia_batch.decode_rest(bytearray(frames[2]), origin)
             has_room = self.put(header, batch, _PUT_TIMEOUT_S, checksum)
         else:
             raise FrameError(f"A trainer answers no such message: {header}.")
@@ -336,7 +336,10 @@ class BatchSender:
         self, number: int, batch: PersiaBatch, worker: int, checksum: int = 0
     ) -> Position:
         """Send a batch but for its ids; its trainer may have no room for it."""
-        frames: Frames = [encode_json([worker, checksum]), data.encode_rest(batch)]
+        frames: Frames = [
+            encode_json([worker, checksum]),
+            persia_batch.encode_rest(batch),
+        ]
         return self._ask(self.trainer_of(number), Kind.BATCH, number, frames)
 
     def move(self, trainer: int, moved: Mapping[int, int]) -> Position:

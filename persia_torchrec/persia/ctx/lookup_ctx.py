@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.ctx.base_ctx import BaseCtx, PreprocessMode
-from persia_torchrec.data import loader
-from persia_torchrec.embedding.data import PersiaBatch, ReferencedBatch
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.persia import loader
+from persia_torchrec.persia.batch import PersiaBatch, ReferencedBatch
+from persia_torchrec.persia.ctx.base_ctx import BaseCtx, PreprocessMode
+from persia_torchrec.persia.engine import Engine
+from persia_torchrec.persia.slot_tensors import Slots, dense_tensor, run_dense
 from persia_torchrec.serving.embeddings import SlotsReader
-from persia_torchrec.sharding.slot_tensors import Slots, dense_tensor, run_dense
 from persia_torchrec.training import checkpoint
-from persia_torchrec.training.engine import Engine
 
 logger = logging.getLogger(__name__)
 

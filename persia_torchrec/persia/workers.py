@@ -2,7 +2,7 @@
 
 A data loader leaves the ids of a batch with a worker. Where something starts workers
 again (``recovery_s``), what one that ended has not answered is asked of it again, or of
-another one; ``pipeline/worker_client.py`` pulls and pushes.
+another one; ``persia/worker_client.py`` pulls and pushes.
 """
 
 import logging
@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from persia_torchrec import timeouts
-from persia_torchrec.embedding.data import NO_WORKER, Origin
 from persia_torchrec.errors import (
     DataflowError,
     LostBatchError,
@@ -22,6 +21,7 @@ from persia_torchrec.errors import (
     RequestTimeoutError,
     ServerError,
 )
+from persia_torchrec.persia.batch import NO_WORKER, Origin
 from persia_torchrec.rpc import messages
 from persia_torchrec.rpc.auth import NO_JOB, Greeting
 from persia_torchrec.rpc.messages import Frames, Header, Kind

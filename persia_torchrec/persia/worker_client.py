@@ -28,8 +28,6 @@ import numpy as np
 
 from persia_torchrec import timeouts
 from persia_torchrec.client.client import BatchNumber, Reply
-from persia_torchrec.data.workers import Workers, is_away, worker_of
-from persia_torchrec.embedding.data import Origin, ReferencedBatch
 from persia_torchrec.errors import (
     BatchError,
     ConfigError,
@@ -38,8 +36,10 @@ from persia_torchrec.errors import (
 )
 from persia_torchrec.lookup.bags import Bags, encode_bags
 from persia_torchrec.lookup.sharded_lookup import Outputs
-from persia_torchrec.lookup.slots import LookupHello
 from persia_torchrec.metrics.values import Observations
+from persia_torchrec.persia.batch import Origin, ReferencedBatch
+from persia_torchrec.persia.slots import LookupHello
+from persia_torchrec.persia.workers import Workers, is_away, worker_of
 from persia_torchrec.routing.shard import Positions
 from persia_torchrec.rpc import messages
 from persia_torchrec.rpc.auth import NO_JOB, Greeting

@@ -27,32 +27,34 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from persia_torchrec import env, timeouts
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.config import embedding_config
-from persia_torchrec.config.global_config import MetricsSettings, load_global_config
-from persia_torchrec.data.loader import LookupSettings
-from persia_torchrec.distributed import DistributedBaseOption
-from persia_torchrec.embedding import EmbeddingConfig
-from persia_torchrec.embedding.data import PersiaBatch, ReferencedBatch
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.implicit_member import join_job
 from persia_torchrec.job.registry import AddressBook
-from persia_torchrec.lookup import slots
 from persia_torchrec.lookup.bags import Bags
 from persia_torchrec.metrics.push import push_metrics
 from persia_torchrec.metrics.values import Reading
+from persia_torchrec.persia import data_parallel, slots
+from persia_torchrec.persia.batch import PersiaBatch, ReferencedBatch
+from persia_torchrec.persia.config import embedding_config
+from persia_torchrec.persia.config.global_config import (
+    MetricsSettings,
+    load_global_config,
+)
+from persia_torchrec.persia.distributed import DistributedBaseOption
+from persia_torchrec.persia.embedding import EmbeddingConfig
+from persia_torchrec.persia.loader import LookupSettings
+from persia_torchrec.persia.slot_tensors import Slots, run_dense, slot_tensors
+from persia_torchrec.persia.worker.serving import ask_for_slots
+from persia_torchrec.persia.worker_client import WAIT, RemoteBatch, RemoteWorkers
 from persia_torchrec.pipeline.pipeline import BatchPipeline, PrefetchedBatch
-from persia_torchrec.pipeline.worker_client import WAIT, RemoteBatch, RemoteWorkers
 from persia_torchrec.sharding.backward_pass import AnswersAtEnd
 from persia_torchrec.sharding.collection import CollectionSpec
 from persia_torchrec.sharding.sharded_module import ShardedRemoteCollection
 from persia_torchrec.sharding.sharder import CollectionSharder
-from persia_torchrec.sharding.slot_tensors import Slots, run_dense, slot_tensors
 from persia_torchrec.sharding.uneven_inputs import join
 from persia_torchrec.table import TableSettings, TableSpec
-from persia_torchrec.training import data_parallel
 from persia_torchrec.training.checkpoint import ContextCheckpoints, at_first
-from persia_torchrec.worker.serving import ask_for_slots
 
 Pull = PrefetchedBatch[RemoteBatch]
 SlotsPipeline = BatchPipeline[ReferencedBatch | Mapping[str, Bags], RemoteBatch]
@@ -101,7 +103,7 @@ class ShardedSlots(ShardedRemoteCollection):
         return self.compute(ctx, batch)
 
     def make_output(self, batch: PrefetchedBatch[Any]) -> Slots:
-        """Wait for the embeddings of each slot; see ``sharding/slot_tensors.py``."""
+        """Wait for the embeddings of each slot; see ``persia/slot_tensors.py``."""
         outputs, handle = self.pulled(self.wait(batch)), batch.handle
         of_config = [
             slots.Slot(name=feature.name, dim=dim, num_places=feature.num_places)

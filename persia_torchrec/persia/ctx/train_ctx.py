@@ -8,20 +8,21 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from persia_torchrec import distributed, env
-from persia_torchrec.ctx.base_ctx import BaseCtx, PreprocessMode
-from persia_torchrec.ctx.embedding_ctx import EmbeddingCtx
-from persia_torchrec.ctx.lookup_ctx import B, Tensors
-from persia_torchrec.data.loader import PersiaTrainingBatch, require_at_least_1
-from persia_torchrec.embedding import EmbeddingConfig
+from persia_torchrec import env
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.member import JobMember
+from persia_torchrec.persia import distributed
+from persia_torchrec.persia.ctx.base_ctx import BaseCtx, PreprocessMode
+from persia_torchrec.persia.ctx.embedding_ctx import EmbeddingCtx
+from persia_torchrec.persia.ctx.lookup_ctx import B, Tensors
+from persia_torchrec.persia.embedding import EmbeddingConfig
+from persia_torchrec.persia.engine import Engine
+from persia_torchrec.persia.loader import PersiaTrainingBatch, require_at_least_1
+from persia_torchrec.persia.slot_tensors import run_dense
 from persia_torchrec.pipeline.staleness import TrainingSummary
-from persia_torchrec.sharding.slot_tensors import run_dense
 from persia_torchrec.table import TableSettings
 from persia_torchrec.training.checkpoint import Target, read_state, state_bytes
-from persia_torchrec.training.engine import Engine
 from persia_torchrec.training.recovery import (
     Recovery,
     RecoveryConfig,

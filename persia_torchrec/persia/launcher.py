@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NoReturn
 
 from persia_torchrec import env
-from persia_torchrec.config.embedding_config import load_embedding_config
-from persia_torchrec.config.global_config import inference_settings, refuse_inference
 from persia_torchrec.errors import ConfigError, PersiaError
 from persia_torchrec.job.supervisor import ALL, under_supervisor
 from persia_torchrec.job.survivable_memory import AUTO, PRIVATE
@@ -23,6 +21,11 @@ from persia_torchrec.parsing.command_line import (
     add_flags,
     build,
     format_flags,
+)
+from persia_torchrec.persia.config.embedding_config import load_embedding_config
+from persia_torchrec.persia.config.global_config import (
+    inference_settings,
+    refuse_inference,
 )
 
 

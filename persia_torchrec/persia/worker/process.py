@@ -43,7 +43,7 @@ from persia_torchrec.client.codec import PushOutcome
 from persia_torchrec.errors import DataflowError, FrameError, LostBatchError
 from persia_torchrec.lookup.bags import Bags, decode_bags
 from persia_torchrec.lookup.sharded_lookup import RoutedBatch
-from persia_torchrec.lookup.slots import SlotsLookup
+from persia_torchrec.persia.slots import SlotsLookup
 from persia_torchrec.rpc import messages
 from persia_torchrec.rpc.float_codec import decode_floats, encode_floats
 from persia_torchrec.rpc.messages import (

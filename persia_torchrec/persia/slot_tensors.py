@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from persia_torchrec.lookup.slots import Slot, require_slots
+from persia_torchrec.persia.slots import Slot, require_slots
 from persia_torchrec.routing.shard import Positions
 
 Slots = dict[str, torch.Tensor]

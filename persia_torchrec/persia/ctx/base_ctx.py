@@ -5,8 +5,8 @@ import enum
 from collections.abc import Iterator
 from typing import Any, Self
 
-from persia_torchrec.data import loader
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.persia import loader
 
 
 class BaseCtx:

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast
 
 from persia_torchrec import env, timeouts
-from persia_torchrec.data.stream import Inbox
-from persia_torchrec.embedding import data
-from persia_torchrec.embedding.data import PersiaBatch, ReferencedBatch
 from persia_torchrec.errors import ConfigError, DataflowError
 from persia_torchrec.job.implicit_member import join_job
 from persia_torchrec.job.registry import AddressBook
+from persia_torchrec.persia import batch as persia_batch
+from persia_torchrec.persia.batch import PersiaBatch, ReferencedBatch
+from persia_torchrec.persia.stream import Inbox
 from persia_torchrec.rpc.addresses import local_address
 
 T = TypeVar("T")
@@ -173,8 +173,8 @@ class PersiaTrainingBatch:
     """
 
     pull: Any
-    non_id_type_features: tuple[data.NonIDTypeFeature, ...]
-    labels: tuple[data.Label, ...]
+    non_id_type_features: tuple[persia_batch.NonIDTypeFeature, ...]
+    labels: tuple[persia_batch.Label, ...]
     is_training: bool
     meta: bytes | None
     batch_id: int | None

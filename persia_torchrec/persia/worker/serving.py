@@ -14,21 +14,21 @@ from pathlib import Path
 
 from persia_torchrec import timeouts
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.config.embedding_config import (
-    EmbeddingSchema,
-    load_embedding_config,
-)
-from persia_torchrec.config.global_config import MetricsSettings
 from persia_torchrec.errors import ConfigError, PersiaError, ServerError
 from persia_torchrec.job.registry import AddressBook
-from persia_torchrec.lookup.measures import LookupMeasures
-from persia_torchrec.lookup.slots import SlotsLookup, build_features
 from persia_torchrec.metrics.push import is_pushed, push_metrics
 from persia_torchrec.metrics.values import Reading
 from persia_torchrec.parsing.yaml_file import read_text
+from persia_torchrec.persia.config.embedding_config import (
+    EmbeddingSchema,
+    load_embedding_config,
+)
+from persia_torchrec.persia.config.global_config import MetricsSettings
+from persia_torchrec.persia.measures import LookupMeasures
+from persia_torchrec.persia.slots import SlotsLookup, build_features
+from persia_torchrec.persia.worker.process import WorkerProcess
 from persia_torchrec.rpc.addresses import tcp_address
 from persia_torchrec.rpc.auth import NO_JOB, Greeting
-from persia_torchrec.worker.process import WorkerProcess
 
 logger = logging.getLogger(__name__)
 

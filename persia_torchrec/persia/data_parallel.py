@@ -48,8 +48,9 @@ from torchrec.distributed.model_parallel import (
 )
 from torchrec.distributed.types import ShardingEnv
 
-from persia_torchrec import distributed, env, timeouts
+from persia_torchrec import env, timeouts
 from persia_torchrec.errors import ConfigError, DiscoveryError
+from persia_torchrec.persia import distributed
 from persia_torchrec.rpc.addresses import open_listening
 from persia_torchrec.sharding.backward_pass import AnswersAtEnd
 

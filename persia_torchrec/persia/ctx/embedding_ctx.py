@@ -7,17 +7,17 @@ import torch
 from torch import nn
 
 from persia_torchrec import timeouts
-from persia_torchrec.ctx.base_ctx import PreprocessMode
-from persia_torchrec.ctx.lookup_ctx import LookupCtx
-from persia_torchrec.data.loader import entered_context
-from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.errors import ConfigError, RemoteError
-from persia_torchrec.lookup.slots import LookupHello, wait_until_ready
-from persia_torchrec.pipeline.worker_client import RemoteWorkers
+from persia_torchrec.persia.ctx.base_ctx import PreprocessMode
+from persia_torchrec.persia.ctx.lookup_ctx import LookupCtx
+from persia_torchrec.persia.embedding import EmbeddingConfig
+from persia_torchrec.persia.engine import Engine, connect_to_job, reconfigure
+from persia_torchrec.persia.loader import entered_context
+from persia_torchrec.persia.slots import LookupHello, wait_until_ready
+from persia_torchrec.persia.worker_client import RemoteWorkers
 from persia_torchrec.rpc.addresses import tcp_address
 from persia_torchrec.serving.embeddings import SlotsReader
 from persia_torchrec.training import checkpoint
-from persia_torchrec.training.engine import Engine, connect_to_job, reconfigure
 
 _NO_TABLES = (
     "Received: servers without any. They come with the first TrainCtx of the job, or "

@@ -17,15 +17,15 @@ import zlib
 from collections.abc import Iterator, Mapping
 
 from persia_torchrec import env, timeouts
-from persia_torchrec.ctx.base_ctx import BaseCtx
-from persia_torchrec.data.stream import BatchSender, Position
-from persia_torchrec.data.workers import Workers
-from persia_torchrec.embedding.data import NO_WORKER, Origin, PersiaBatch
 from persia_torchrec.errors import ConfigError, DataflowError
 from persia_torchrec.job.implicit_member import join_job
 from persia_torchrec.job.member_record import MemberRecord
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.lookup.bags import Bags, build_bags, encode_bags
+from persia_torchrec.persia.batch import NO_WORKER, Origin, PersiaBatch
+from persia_torchrec.persia.ctx.base_ctx import BaseCtx
+from persia_torchrec.persia.stream import BatchSender, Position
+from persia_torchrec.persia.workers import Workers
 from persia_torchrec.rpc.messages import Frames
 
 logger = logging.getLogger(__name__)

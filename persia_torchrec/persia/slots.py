@@ -26,15 +26,15 @@ import numpy.typing as npt
 from persia_torchrec import timeouts
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.client.codec import PushOutcome
-from persia_torchrec.config.embedding_config import EmbeddingSchema
-from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import BatchError, PersiaError, RequestTimeoutError
 from persia_torchrec.jit.compiled import compiled, read_only
 from persia_torchrec.lookup import sharded_lookup
 from persia_torchrec.lookup.bags import Bags, FeatureSpec, Lengths
-from persia_torchrec.lookup.measures import LookupMeasures
 from persia_torchrec.lookup.sharded_lookup import Outputs, RoutedBatch
+from persia_torchrec.persia.config.embedding_config import EmbeddingSchema
+from persia_torchrec.persia.embedding import EmbeddingConfig
+from persia_torchrec.persia.measures import LookupMeasures
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.routing.shard import Positions, unique_ids
 from persia_torchrec.table import TableSettings, TableSpec, require_known_tables

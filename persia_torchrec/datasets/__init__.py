@@ -1,0 +1,1 @@
+"""Files to batches: columns, row groups, a queue of work, a saved position."""

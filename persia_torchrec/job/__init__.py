@@ -1,0 +1,1 @@
+"""Who is in a job and alive: registry, coordinator, members, supervisors, scripts."""

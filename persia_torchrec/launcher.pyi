@@ -1,0 +1,1 @@
+"""The names of the door, and where they are; see the package's own stub."""

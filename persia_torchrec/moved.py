@@ -1,0 +1,100 @@
+"""Import paths that pages named once: each still leads to its module, with a warning.
+
+``python -m`` with one of them runs the module where it is now.
+"""
+
+import warnings
+from importlib import import_module
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import find_spec
+from types import CodeType, ModuleType
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader
+
+_PACKAGE = "persia_torchrec."
+
+MOVED: dict[str, tuple[str, ...]] = {
+    "checkpoint.from_persia": ("persia.convert",),
+    "client.transfer": ("client.bulk",),
+    "config": (),
+    "config.embedding_config": ("persia.config.embedding_config",),
+    "config.global_config": ("persia.config.global_config",),
+    "ctx.base_ctx": ("persia.ctx.base_ctx",),
+    "ctx.data_ctx": ("persia.ctx.data_ctx",),
+    "ctx.embedding_ctx": ("persia.ctx.embedding_ctx",),
+    "ctx.lookup_ctx": ("persia.ctx.lookup_ctx",),
+    "ctx.train_ctx": ("persia.ctx.train_ctx",),
+    "data.columns": ("datasets.columns",),
+    "data.datasets": ("datasets.dataset",),
+    "data.files": ("datasets.files",),
+    "data.loader": ("persia.loader",),
+    "data.stream": ("persia.stream",),
+    "data.torchrec": ("datasets.batches", "persia.kjt"),
+    "data.work_queue": ("datasets.work_queue",),
+    "embedding.kernel": ("jit.kernel",),
+    "intrinsics": ("jit.intrinsics",),
+    "launch.coordinator": ("job.coordinator",),
+    "launch.persia_launcher": ("persia.launcher",),
+    "launch.script": ("job.script",),
+    "launch.supervisor": ("job.supervisor",),
+    "launch.torchrun": ("job.torchrun",),
+    "sharding.remote_tables": ("sharding.table_control", "sharding.accumulate"),
+    "sharding.whole_model": ("sharding.checks", "sharding.uneven_inputs"),
+    "wire": (),
+    "wire.messages": ("rpc.messages",),
+}
+"""Previous module -> where its names are now, below ``persia_torchrec``; none: a folder
+whose modules are listed."""
+
+
+def find(fullname: str) -> ModuleSpec | None:
+    """Return how to load a module that has moved, or None."""
+    now = MOVED.get(fullname.removeprefix(_PACKAGE))
+    if now is None:
+        return None
+    found = find_spec(_PACKAGE + now[0]) if now else None
+    origin = found.origin if found is not None else None
+    loader = cast("Loader", MovedModule(now))
+    return ModuleSpec(fullname, loader, origin=origin, is_package=not now)
+
+
+class MovedModule:
+    """Loads a module by its previous path: it has the names of those that it is now."""
+
+    def __init__(self, now: tuple[str, ...]) -> None:
+        self._now = now
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Let Python make the module."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give the module its names."""
+        self._warn(module.__name__)
+
+        def load(name: str) -> Any:
+            for now in self._now:
+                found = import_module(_PACKAGE + now)
+                if hasattr(found, name):
+                    return getattr(found, name)
+            raise AttributeError(
+                f"module {module.__name__!r} has no attribute {name!r}"
+            )
+
+        vars(module)["__getattr__"] = load
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """Return what ``python -m`` runs."""
+        self._warn(fullname)
+        found = find_spec(_PACKAGE + self._now[0])
+        assert found is not None
+        assert isinstance(found.loader, SourceFileLoader)
+        return found.loader.get_code(found.name)
+
+    def _warn(self, fullname: str) -> None:
+        if self._now:
+            names = " and ".join(_PACKAGE + now for now in self._now)
+            warnings.warn(
+                f"{fullname} has moved: import {names}.", FutureWarning, stacklevel=3
+            )

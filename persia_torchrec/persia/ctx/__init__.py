@@ -1,0 +1,1 @@
+"""PERSIA's contexts: ``persia_torchrec.ctx`` has their names."""

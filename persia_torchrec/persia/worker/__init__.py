@@ -1,0 +1,1 @@
+"""The embedding worker as a process of its own."""

@@ -1,0 +1,164 @@
+r"""Run one embedding worker.
+
+    python -m persia_torchrec.worker --index 0 --num-workers 1 \
+        --embedding-config embedding_config.yml --global-config global_config.yml
+
+It is a member of a job: the environment says where the job's address book is, from
+which the worker learns the servers' addresses, and in which it registers its own.
+
+With ``--servers``, or with ``job_type: Infer`` in ``global_config.yml``, which then
+lists the servers, it does not belong to a job: it ends by SIGTERM. In each case it
+prints ``ready ADDRESS``.
+"""
+
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from persia_torchrec import env, timeouts
+from persia_torchrec.client.client import EmbeddingClient
+from persia_torchrec.embedding.setting import import_settings
+from persia_torchrec.errors import ConfigError
+from persia_torchrec.jit.compiled import telling_of_compilation
+from persia_torchrec.job.member import JobMember
+from persia_torchrec.job.service import Lifetime, run_service, tell_ready
+from persia_torchrec.lookup.pooling import warm_up
+from persia_torchrec.parsing.command_line import ImportFlags, parse_flags
+from persia_torchrec.persia.config import embedding_config, global_config
+from persia_torchrec.persia.worker.process import IdBuffer, WorkerProcess
+from persia_torchrec.persia.worker.serving import (
+    make_lookup,
+    pushing_metrics,
+    ready_client,
+    tell_slots,
+)
+from persia_torchrec.rpc.channel import keep_freed_memory
+from persia_torchrec.rpc.server import Service
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerFlags(ImportFlags):
+    """Run one embedding worker, in a job or without one."""
+
+    index: int = field(default_factory=env.get_replica_index)
+    """Which worker [REPLICA_INDEX]"""
+    num_workers: int = field(default_factory=env.get_replica_size)
+    """Of how many [REPLICA_SIZE]"""
+    servers: tuple[str, ...] = ()
+    """Serve lookups without a job: addresses of all embedding servers."""
+    learn_tables: bool = False
+    """The job's servers serve a checkpoint, and have the tables from it."""
+    host: str | None = None
+    """Address to listen on [in a job, the interface that leads to its coordinator]"""
+    port: int = 0
+    """Port to listen on; 0 takes a free one."""
+    embedding_config: str | None = field(default_factory=env.embedding_config_path)
+    """Path of embedding_config.yml [PERSIA_EMBEDDING_CONFIG]"""
+    global_config: str | None = field(default_factory=env.global_config_path)
+    """Path of global_config.yml [PERSIA_GLOBAL_CONFIG]"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the worker; return the process's exit status."""
+    keep_freed_memory()
+    prog = "python -m persia_torchrec.worker"
+    return run_service(
+        "persia_torchrec.worker",
+        lambda: _serve(parse_flags(WorkerFlags, argv, prog=prog)),
+    )
+
+
+def _serve(flags: WorkerFlags) -> None:
+    infer = global_config.inference_settings(flags.global_config)
+    if flags.servers:
+        with Lifetime() as life:
+            _run(flags, life, flags.servers)
+    elif infer is not None:
+        if flags.learn_tables:
+            raise ConfigError(
+                "--learn-tables is for workers of a job. Received: it, and job_type: "
+                "Infer, where they learn them anyway. Leave one of them out."
+            )
+        with Lifetime(infer.listen_host) as life:
+            _run(flags, life, infer.servers)
+    else:
+        store = env.require_job_store(
+            "An embedding worker",
+            ", or pass --servers, or a global_config.yml with job_type: Infer",
+        )
+        index, size = flags.index, flags.num_workers
+        with JobMember("worker", index, size, store=store) as member:
+            _run(flags, member, ())
+
+
+def _run(
+    flags: WorkerFlags, life: JobMember | Lifetime, servers: Sequence[str]
+) -> None:
+    """Serve until the end; the servers of a job are in its address book."""
+    import_settings(flags.imports)
+    slots_path = flags.embedding_config
+    if slots_path is None:
+        raise ConfigError("--embedding-config, or PERSIA_EMBEDDING_CONFIG, is needed.")
+    if isinstance(life, JobMember):
+        schema = tell_slots(life.book, Path(slots_path), warns=flags.index == 0)
+    else:
+        schema = embedding_config.load_embedding_config(slots_path)
+    settings = global_config.GlobalSettings()
+    if flags.global_config is not None:
+        path, warns = flags.global_config, bool(flags.servers)
+        settings = global_config.load_global_config(path, warns=warns)
+    with telling_of_compilation(life.tell_compiling):
+        warm_up()
+    metrics = settings.common.metrics
+    client = _connect(flags, life, servers, schema)
+    if client is None:
+        return
+    buffer = IdBuffer(
+        settings.embedding_worker.forward_buffer_size,
+        settings.embedding_worker.buffered_data_expired_sec,
+    )
+    process = WorkerProcess(make_lookup(client, schema, metrics), buffer)
+    if isinstance(life, JobMember):
+        life.progress = lambda: process.open.num_settled
+    with pushing_metrics(process, flags.index, metrics):
+        service = Service(
+            "embedding worker",
+            process.answer,
+            host=flags.host or life.host,
+            port=flags.port,
+            num_threads=8,
+            greeting=life.greeting,
+        )
+        life.register(service.address)
+        tell_ready(service.address)
+        life.wait_for_end()
+        service.close()
+    client.close()
+
+
+def _connect(
+    flags: WorkerFlags,
+    life: JobMember | Lifetime,
+    servers: Sequence[str],
+    schema: embedding_config.EmbeddingSchema,
+) -> EmbeddingClient | None:
+    """Connect to the servers; None if the process must end before they are ready."""
+    if isinstance(life, JobMember):
+        servers = life.book.addresses("server")
+        if not flags.learn_tables:  # the trainers create the tables
+            return EmbeddingClient.connect(
+                servers,
+                timeout_s=timeouts.REQUEST_S,
+                greeting=life.greeting,
+                recovery_s=life.book.recovery_s,
+            )
+    ending, awaits = threading.Event(), bool(flags.servers)
+    life.call_at_end(ending.set)
+    greeting = life.greeting
+    return ready_client(servers, schema, ending, await_tables=awaits, greeting=greeting)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

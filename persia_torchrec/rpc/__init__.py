@@ -1,0 +1,1 @@
+"""Requests over a channel: messages, client, server, authentication."""

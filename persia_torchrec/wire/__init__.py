@@ -1,1 +1,0 @@
-"""Bytes on the network: messages, transport, the job's address book."""
