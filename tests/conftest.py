@@ -30,9 +30,9 @@ from hypothesis import settings
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.lookup.pooling import warm_up as warm_up_worker
 from persia_torchrec.store.warm_up import warm_up as warm_up_store
-from tests.gateway import Gateway
-from tests.processes import Processes
-from tests.servers import Servers
+from tests.support.gateway import Gateway
+from tests.support.processes import Processes
+from tests.support.servers import Servers
 
 settings.register_profile(
     "ci",

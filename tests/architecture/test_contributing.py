@@ -15,8 +15,8 @@ from persia_torchrec.embedding.setting import Registry, Setting
 from persia_torchrec.server.requests import KINDS
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
-from tests.servers import ids_of
 from tests.support.repository import ROOT
+from tests.support.servers import ids_of
 
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 BLOCKS = {

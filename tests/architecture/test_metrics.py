@@ -10,9 +10,9 @@ from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.errors import RemoteError
 from persia_torchrec.pipeline.staleness import TrainingSummary
 from persia_torchrec.table import TableSpec
-from tests.processes import wait_until
-from tests.servers import ids_of
+from tests.support.processes import wait_until
 from tests.support.repository import ROOT
+from tests.support.servers import ids_of
 
 PAGE = ROOT / "docs/metrics.md"
 OF_SERVERS, _, OF_TRAINERS = PAGE.read_text().partition("## Trainer metrics")

@@ -4,7 +4,7 @@ import sys
 import pytest
 
 import persia_torchrec
-from tests.processes import Processes, run_script
+from tests.support.processes import Processes, run_script
 
 
 def test_every_public_name_is_listed_once_and_imports():

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.processes import Processes, run_script
+from tests.support.processes import Processes, run_script
 from tests.support.repository import ROOT
 
 README = ROOT / "README.md"
@@ -38,18 +38,16 @@ RUN_BY = {
     "torchx run components/torchrec_job.py:train": (
         "tests/integration/test_torchrec_job.py"
     ),
-    "python -m benchmarks": "tests/bench/test_benchmarks.py",
-    "python -m persia_torchrec.persia.convert": (
-        "tests/checkpoint/test_from_persia.py"
-    ),
-    "python -m persia_torchrec.serving": "tests/serving/test_serving.py",
+    "python -m benchmarks": "tests/benchmarks/test_benchmarks.py",
+    "python -m persia_torchrec.persia.convert": ("tests/persia/test_convert.py"),
+    "python -m persia_torchrec.serving": "tests/serving/test_main.py",
     "export PERSIA_": "tests/integration/test_persia_launcher_job.py",
     "persia-launcher coordinator": "tests/integration/test_persia_launcher_job.py",
     "persia-launcher data-loader": "tests/integration/test_persia_launcher_job.py",
     "persia-launcher nn-worker": "tests/integration/test_persia_launcher_job.py",
-    "persia-launcher embedding-parameter-server": "tests/serving/test_inference_job.py",
-    "persia-launcher embedding-worker": "tests/serving/test_inference_job.py",
-    "persia-k8s-utils convert": "tests/test_k8s_utils.py",
+    "persia-launcher embedding-parameter-server": "tests/integration/test_inference_job.py",
+    "persia-launcher embedding-worker": "tests/integration/test_inference_job.py",
+    "persia-k8s-utils convert": "tests/persia/test_k8s_utils.py",
 }
 RUN_HERE = ("python examples/quickstart.py", "unshare ")
 

@@ -140,3 +140,67 @@ def imported(tree):
             yield from (alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield node.module.partition(".")[0]
+
+
+# Folders of tests/ that are no room of the package: their files are about several
+# rooms, or about what stands beside the package.
+SUITES = {
+    *("architecture", "benchmarks", "chaos", "cluster", "components", "docs"),
+    *("examples", "fuzz", "gpu", "integration", "soak", "support"),
+}
+TEST_FILES = sorted(path.relative_to(ROOT) for path in (ROOT / "tests").rglob("*.py"))
+
+
+def modules_beside(path):
+    """Return the names of the modules of a test's room, ``__main__`` as ``main``."""
+    room = ROOT / "persia_torchrec" / path.parent.relative_to("tests")
+    return {module.stem.strip("_") for module in room.glob("*.py")} - {"init"}
+
+
+def imported_tests(path):
+    """Yield each file of tests/ that a file imports."""
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        match node:
+            case ast.ImportFrom(module=str(module)):
+                names = [module, *(f"{module}.{alias.name}" for alias in node.names)]
+            case ast.Import():
+                names = [alias.name for alias in node.names]
+            case _:
+                names = []
+        for name in names:
+            found = Path(*name.split(".")).with_suffix(".py")
+            if name.startswith("tests.") and (ROOT / found).exists():
+                yield found
+
+
+def test_a_test_file_is_named_after_a_module_of_its_room():
+    """As ``test_table_blocks.py`` of ``store/table_blocks.py``, or of ``table.py``."""
+    unnamed = []
+    for path in TEST_FILES:
+        if path.name.startswith("test_") and path.parts[1] not in SUITES:
+            words = path.stem.split("_")[1:]
+            names = {"_".join(words[:n]) for n in range(1, len(words) + 1)}
+            if not names & modules_beside(path):
+                unnamed.append(str(path))
+    assert unnamed == []
+
+
+def test_no_test_file_is_imported():
+    found = {
+        f"{path}: {other}"
+        for path in TEST_FILES
+        for other in imported_tests(path)
+        if other.name.startswith("test_")
+    }
+    assert found == set()
+
+
+def test_helpers_of_several_folders_stand_in_support():
+    """A file straight below tests/ is a folder of its own in this."""
+    found = {
+        f"{path}: {other}"
+        for path in TEST_FILES
+        for other in imported_tests(path)
+        if other.parts[1] not in ("support", path.parts[1])
+    }
+    assert found == set()

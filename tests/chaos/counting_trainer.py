@@ -24,7 +24,7 @@ from persia_torchrec.persia.config.embedding_config import load_embedding_config
 from persia_torchrec.persia.embedding import EmbeddingConfig
 from persia_torchrec.persia.engine import connect_to_job
 from tests.chaos.counting import all_ids
-from tests.processes import DEADLINE_S
+from tests.support.processes import DEADLINE_S
 
 LEARNS = int(os.environ.get("LEARNS", "0"))
 FLUSH_STEPS = 1 if LEARNS else 16

@@ -16,8 +16,8 @@ from persia_torchrec.errors import JobError
 from persia_torchrec.job.member_record import MemberRecord
 from persia_torchrec.job.process_identity import ProcessIdentity
 from persia_torchrec.job.registry import AddressBook
-from tests.forked_jobs import ForkedJob
-from tests.processes import wait_until
+from tests.support.forked_jobs import ForkedJob
+from tests.support.processes import wait_until
 from tests.support.repository import ROOT
 
 SUPERVISOR = "supervisor"  # of any member

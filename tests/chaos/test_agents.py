@@ -10,9 +10,9 @@ import pytest
 from persia_torchrec.job import supervisor
 from persia_torchrec.job.member_record import MemberRecord
 from persia_torchrec.job.registry import AddressBook
-from tests.launch.jobs import Job
-from tests.processes import Processes, is_running, parent_of, wait_until
+from tests.support.processes import Processes, is_running, parent_of, wait_until
 from tests.support.repository import ROOT
+from tests.support.script_jobs import Job
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 

@@ -14,9 +14,9 @@ from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.rpc.messages import NO_GENERATION
 from persia_torchrec.table import TableSpec
-from tests.processes import Processes
-from tests.servers import ids_of
 from tests.support.faults import Killed
+from tests.support.processes import Processes
+from tests.support.servers import ids_of
 
 IN_FLIGHT = 8
 IDS = ids_of(*range(50))

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.processes import wait_until
-from tests.servers import DEADLINE_S, Servers
 from tests.support.delta_job import Job
+from tests.support.processes import wait_until
+from tests.support.servers import DEADLINE_S, Servers
 
 _CHANGES = {"os.mkdir", "os.remove", "os.rename", "os.rmdir", "open"}
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT

@@ -25,11 +25,11 @@ from persia_torchrec.embedding.optim import Adagrad
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.server.cluster import EmbeddingCluster
 from persia_torchrec.table import TableSpec
-from tests.reference import ReferenceStore
-from tests.servers import DEADLINE_S, ids_of
-from tests.sharding.remote_job import shard
-from tests.sharding.two_trainers import NUM_IDS, TABLES, Model, batches, loss_of
+from tests.support.reference import ReferenceStore
+from tests.support.remote_job import shard
 from tests.support.restarted_servers import train_through_kills
+from tests.support.servers import DEADLINE_S, ids_of
+from tests.support.two_trainers import NUM_IDS, TABLES, Model, batches, loss_of
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 

@@ -18,22 +18,22 @@ from persia_torchrec.job.member import JobTimings
 from persia_torchrec.job.member_record import MemberRecord
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.server.cluster import EmbeddingCluster
-from tests.integration.feeding import (
+from tests.support.faults import Relay
+from tests.support.feeding import (
     FROM_ZERO,
     NUM_BATCHES,
     NUM_LOADERS,
     Feeders,
     counted,
 )
-from tests.integration.feeding import NUM_IDS as NUM_FED
-from tests.integration.persia_scripts import Scripts
-from tests.launch.jobs import WAIT_FOR_GO, Job
-from tests.local_job import LocalJob
-from tests.processes import DEADLINE_S, Processes, is_running, wait_until
-from tests.servers import ids_of
-from tests.support.faults import Relay
+from tests.support.feeding import NUM_IDS as NUM_FED
+from tests.support.local_job import LocalJob
+from tests.support.persia_scripts import Scripts
+from tests.support.processes import DEADLINE_S, Processes, is_running, wait_until
 from tests.support.repository import ROOT
 from tests.support.restarted_servers import NUM_IDS, Trainer
+from tests.support.script_jobs import WAIT_FOR_GO, Job
+from tests.support.servers import ids_of
 
 LOST_S = 6  # after which the kernel ends the connections of a network that is cut
 PAUSE_S, PERIOD_S = 2.0, 0.2  # between two networks that are cut, two stops of one

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from tests.processes import Processes, wait_until
-from tests.store import deaths
-from tests.store.kills import kill_again_and_again
+from tests.support import deaths
+from tests.support.kills import kill_again_and_again
+from tests.support.processes import Processes, wait_until
 
 ALL = 10**9
 NUM_KILLS = 1000

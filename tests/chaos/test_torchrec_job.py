@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from tests.forked_jobs import ForkedJob
-from tests.processes import Processes
+from tests.support.forked_jobs import ForkedJob
+from tests.support.processes import Processes
 from tests.support.repository import ROOT
 from tests.support.torchrec_job import SCRIPT, print_without_a_job, printed_by
 

@@ -10,11 +10,11 @@ import pytest
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.job.member_record import MemberRecord
 from persia_torchrec.job.registry import AddressBook
-from tests.integration.torchx_jobs import TorchxJob
-from tests.local_job import ONE_SLOT
-from tests.ports import draw_port
-from tests.processes import parent_of, wait_until
+from tests.support.local_job import ONE_SLOT
+from tests.support.ports import draw_port
+from tests.support.processes import parent_of, wait_until
 from tests.support.repository import ROOT
+from tests.support.torchx_jobs import TorchxJob
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 

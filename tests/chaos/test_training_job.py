@@ -14,9 +14,9 @@ from persia_torchrec.persia.config.embedding_config import load_embedding_config
 from persia_torchrec.routing.shard import is_of_shard
 from tests.chaos import counting
 from tests.chaos.killing import AGENT, RAISING, SUPERVISOR, Killer, recovering_job
-from tests.launch.jobs import Job, start_trainers
-from tests.processes import Processes, wait_until
+from tests.support.processes import Processes, wait_until
 from tests.support.repository import ROOT
+from tests.support.script_jobs import Job, start_trainers
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 

@@ -17,16 +17,16 @@ from persia_torchrec.job.member_record import MemberRecord
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.rpc.addresses import open_listening
 from persia_torchrec.table import TableSpec
-from tests.integration.torchx_jobs import TorchxJob
-from tests.local_job import ONE_SLOT
-from tests.ports import draw_port
-from tests.processes import (
+from tests.support.local_job import ONE_SLOT
+from tests.support.ports import draw_port
+from tests.support.processes import (
     DEADLINE_S,
     children_of,
     is_running,
     parent_of,
     wait_until,
 )
+from tests.support.torchx_jobs import TorchxJob
 
 NUM_ROUNDS = 60
 MEMBERS = [("server", 0), ("server", 1), ("worker", 0), ("coordinator", 0)]

@@ -9,10 +9,10 @@ import pytest
 
 from persia_torchrec.job.registry import AddressBook
 from tests.chaos.killing import SUPERVISOR, Killer
-from tests.forked_jobs import ForkedJob
-from tests.processes import wait_until
+from tests.support.forked_jobs import ForkedJob
+from tests.support.processes import wait_until
+from tests.support.queued_trainers import NUM_EPOCHS, write_files
 from tests.support.repository import ROOT
-from tests.training.queued_trainers import NUM_EPOCHS, write_files
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 

@@ -13,13 +13,13 @@ from persia_torchrec.checkpoint.load import Target
 from persia_torchrec.checkpoint.restore import Restored, restore
 from persia_torchrec.routing.shard import is_of_shard
 from persia_torchrec.server.config import ServerConfig
-from tests.processes import wait_until
-from tests.store.consistency import check_store
+from tests.support.consistency import check_store
 from tests.support.increments import (
     Training,
     is_quiet,
     short_intervals,  # noqa: F401  # a fixture
 )
+from tests.support.processes import wait_until
 
 IDS = np.arange(60, dtype=np.uint64)
 

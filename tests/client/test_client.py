@@ -23,9 +23,14 @@ from persia_torchrec.rpc.channel import Listener
 from persia_torchrec.rpc.messages import Header, Kind, Precision
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
 from persia_torchrec.table import TableSpec
-from tests.ports import draw_port
-from tests.reference import ReferenceStore, uniform_weights
-from tests.servers import DEADLINE_S, RunningServer, ids_of, once_the_port_is_free
+from tests.support.ports import draw_port
+from tests.support.reference import ReferenceStore, uniform_weights
+from tests.support.servers import (
+    DEADLINE_S,
+    RunningServer,
+    ids_of,
+    once_the_port_is_free,
+)
 
 TABLES = [
     TableSpec(name="item", dim=5, optimizer=Adagrad(0.1)),

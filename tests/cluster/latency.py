@@ -3,7 +3,7 @@
     python -m tests.cluster.latency --json latency.json
 
 The adult-income example trains on the loopback interface, and on hosts as of
-``tests/hosts.py``, in turn: the coordinator, the embedding worker and the data loader
+``tests/support/hosts.py``, in turn: the coordinator, the embedding worker and the data loader
 on one, the servers on another, the NN worker on a third. A packet takes half of a round
 trip. At 0 ms it shows what the switch costs, a process of its own.
 """
@@ -18,8 +18,8 @@ from statistics import median
 
 from benchmarks import harness
 from persia_torchrec import env
-from tests.forked_jobs import ForkedJob
-from tests.hosts import Hosts
+from tests.support.forked_jobs import ForkedJob
+from tests.support.hosts import Hosts
 from tests.support.repository import ROOT
 
 EXAMPLE = ROOT / "examples/adult_income"

@@ -15,12 +15,12 @@ import pytest
 import yaml
 from torchx.runner import get_runner
 
-from tests.hosts import Hosts
-from tests.integration.persia_scripts import Scripts
-from tests.processes import DEADLINE_S, Processes, wait_until
 from tests.support.components import COMPONENTS, ROLES_FILE, WORDS, load
+from tests.support.hosts import Hosts
+from tests.support.persia_scripts import Scripts
+from tests.support.processes import DEADLINE_S, Processes, wait_until
 from tests.support.repository import ROOT
-from tests.volcano import NAMESPACE, QUEUE, Cluster
+from tests.support.volcano import NAMESPACE, QUEUE, Cluster
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 

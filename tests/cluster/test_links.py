@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from tests.hosts import Hosts
-from tests.integration.persia_scripts import Scripts
-from tests.processes import wait_until
+from tests.support.hosts import Hosts
+from tests.support.persia_scripts import Scripts
+from tests.support.processes import wait_until
 from tests.support.repository import ROOT
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]

@@ -14,7 +14,11 @@ import numpy as np
 import pytest
 
 from persia_torchrec.rpc.addresses import open_listening
-from tests.launch.slurm import (
+from tests.support import served_model as serving
+from tests.support.ports import draw_port, draw_ports
+from tests.support.processes import DEADLINE_S, is_running, wait_until
+from tests.support.repository import ROOT
+from tests.support.slurm import (
     TORCHX_RUN,
     WAITING_TRAINER,
     SlurmJob,
@@ -22,10 +26,6 @@ from tests.launch.slurm import (
     private_slurm,
     waiting_job,
 )
-from tests.ports import draw_port, draw_ports
-from tests.processes import DEADLINE_S, is_running, wait_until
-from tests.support import served_model as serving
-from tests.support.repository import ROOT
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 

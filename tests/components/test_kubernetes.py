@@ -9,7 +9,7 @@ from torchx.runner import get_runner
 
 from persia_torchrec.errors import ConfigError
 from tests.support.components import COMPONENTS, ROLES_FILE, WORDS, load
-from tests.volcano_job import Job
+from tests.support.volcano_job import Job
 
 TRAIN = "job.py:train"
 SECRET = {"name": "persia-job-token", "key": "token"}

@@ -23,7 +23,7 @@ from persia_torchrec.embedding.optim import (
     RowwiseLAMB,
 )
 from persia_torchrec.errors import ConfigError
-from tests.optimizers import EVERY_OPTIMIZER, optimizers_by_kind
+from tests.support.optimizers import EVERY_OPTIMIZER, optimizers_by_kind
 
 EVERY_CLASS = [
     *(SGD, Adagrad, AdagradDecay, LARS, FTRL),

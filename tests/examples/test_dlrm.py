@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from examples.dlrm import criteo
-from tests.processes import Processes, run_script
+from tests.support.processes import Processes, run_script
 
 FOLDER = Path(criteo.__file__).parent
 README = (FOLDER / "README.md").read_text()

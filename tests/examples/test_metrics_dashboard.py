@@ -16,10 +16,10 @@ from persia_torchrec.persia.config.global_config import MetricsSettings
 from persia_torchrec.persia.worker.process import IdBuffer, WorkerProcess
 from persia_torchrec.persia.worker.serving import make_lookup, pushing_metrics
 from persia_torchrec.table import TableSpec
-from tests.gateway import Gateway
-from tests.lookup.one_feature import bags_of
-from tests.servers import DEADLINE_S
+from tests.support.gateway import Gateway
+from tests.support.one_feature import bags_of
 from tests.support.repository import ROOT
+from tests.support.servers import DEADLINE_S
 
 FOLDER = ROOT / "examples/metrics"
 DASHBOARD = json.loads((FOLDER / "persia_dashboard.json").read_text())

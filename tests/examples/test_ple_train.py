@@ -23,9 +23,9 @@ from persia_torchrec.data import IdColumn
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
-from tests.forked_jobs import ForkedJob
-from tests.processes import Processes
-from tests.sharding.pipelined import Counted
+from tests.support.forked_jobs import ForkedJob
+from tests.support.pipelined import Counted
+from tests.support.processes import Processes
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 

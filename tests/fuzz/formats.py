@@ -70,10 +70,10 @@ from tests.fuzz.mutations import (
     unpack,
 )
 from tests.fuzz.running import Format
-from tests.persia_files import Row, prefixed, write_checkpoint
-from tests.servers import ids_of
-from tests.store.consistency import check_store
+from tests.support.consistency import check_store
+from tests.support.persia_files import Row, prefixed, write_checkpoint
 from tests.support.row_files import SPECS
+from tests.support.servers import ids_of
 
 CAPACITY = 60
 CREATED = "2026-01-01T00:00:00+00:00"

@@ -40,8 +40,8 @@ from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
 from persia_torchrec.serving.predictor import Predictor
 from persia_torchrec.table import TableSpec
 from tests.fuzz.mutations import change_frames, flip, mutate, oversize, pack, unpack
-from tests.local_job import ONE_SLOT, batch_of
-from tests.servers import ids_of
+from tests.support.local_job import ONE_SLOT, batch_of
+from tests.support.servers import ids_of
 
 SPEC = TableSpec(name="item", dim=4, optimizer=SGD(1.0))
 ASK_S = 120.0

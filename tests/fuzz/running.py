@@ -24,7 +24,7 @@ import msgspec
 
 from persia_torchrec.errors import PersiaError
 from tests.fuzz.mutations import Structured, mutate
-from tests.processes import Processes, is_running, wait_until
+from tests.support.processes import Processes, is_running, wait_until
 
 CASES = Path(__file__).with_name("cases")
 MIB = 2**20

@@ -9,7 +9,7 @@ import pytest
 
 from tests.fuzz import ports
 from tests.fuzz.conftest import LEAST_OF_A_ROW
-from tests.processes import wait_until
+from tests.support.processes import wait_until
 
 MOST_GROWN_MIB = 64
 PORTS = {

@@ -28,7 +28,7 @@ from tests.fuzz.formats import (
 )
 from tests.fuzz.mutations import change_json, flip, oversize
 from tests.fuzz.running import Format
-from tests.store.consistency import check_store
+from tests.support.consistency import check_store
 
 
 def deltas() -> Format:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 SCRIPT = Path(__file__).parent / "run.sh"
-SOME_OF_IT = "tests/data/test_torchrec_batch.py"
+SOME_OF_IT = "tests/persia/test_kjt.py"
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_without_a_part_all_run_and_without_a_device_the_benchmarks_are_small(tm
     assert tests.startswith("-m pytest -p tests.gpu.table -m gpu tests/")
     assert {
         "tests/sharding/test_on_device.py",
-        "tests/ctx/test_base_ctx.py",
+        "tests/persia/ctx/test_base_ctx.py",
         "tests/integration/test_same_as_torchrec.py",
     } <= set(tests.split())
     assert lines == [

@@ -16,8 +16,8 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
 from persia_torchrec import SGD, Adagrad
 from tests.integration.twins import WithLoss
-from tests.sharding.remote_job import META
-from tests.sharding.two_trainers import Case
+from tests.support.remote_job import META
+from tests.support.two_trainers import Case
 
 NUM_IDS = 40
 NUM_SAMPLES = 32

@@ -7,7 +7,7 @@ more, when its training context is over.
 
 from pathlib import Path
 
-from tests.forked_jobs import ForkedJob
+from tests.support.forked_jobs import ForkedJob
 
 FILES = {
     "global_config.yml": """

@@ -28,9 +28,9 @@ from persia_torchrec.errors import (
     ServerError,
 )
 from persia_torchrec.server.config import ServerConfig
-from tests.ports import draw_port
-from tests.servers import DEADLINE_S, RunningServer, once_the_port_is_free
-from tests.sharding.remote_job import META, Bags, RemoteJob, kjt_of, remote_modules
+from tests.support.ports import draw_port
+from tests.support.remote_job import META, Bags, RemoteJob, kjt_of, remote_modules
+from tests.support.servers import DEADLINE_S, RunningServer, once_the_port_is_free
 
 TABLE = EmbeddingBagConfig(100, 4, name="term", feature_names=["ad", "query"])
 BATCH = {"ad": [[1, 2], []], "query": [[3], [1]]}

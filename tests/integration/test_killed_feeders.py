@@ -8,7 +8,7 @@ import pytest
 from persia_torchrec.data import DataLoader, StreamingDataset
 from persia_torchrec.job.member import JobTimings
 from persia_torchrec.persia.stream import Inbox
-from tests.integration.feeding import (
+from tests.support.feeding import (
     FROM_ZERO,
     NUM_BATCHES,
     NUM_IDS,
@@ -17,9 +17,9 @@ from tests.integration.feeding import (
     counted,
     load_and_stay,
 )
-from tests.local_job import LocalJob
-from tests.processes import Processes, wait_until
-from tests.servers import DEADLINE_S
+from tests.support.local_job import LocalJob
+from tests.support.processes import Processes, wait_until
+from tests.support.servers import DEADLINE_S
 
 pytestmark = pytest.mark.multiprocess
 

@@ -9,11 +9,11 @@ from torchx.runner import get_runner
 from torchx.specs import AppDef, AppState
 
 from persia_torchrec.launch import roles
-from tests.ports import draw_port
-from tests.processes import Processes, is_running, wait_until
 from tests.support.adult_income import TEST, TRAIN, write
+from tests.support.ports import draw_port
+from tests.support.processes import Processes, is_running, wait_until
 from tests.support.repository import ROOT
-from tests.volcano import NAMESPACE, QUEUE, Cluster
+from tests.support.volcano import NAMESPACE, QUEUE, Cluster
 
 pytestmark = [
     pytest.mark.multiprocess,

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from tests.forked_jobs import ForkedJob
-from tests.integration.torchx_jobs import TorchxJob
-from tests.ports import draw_port
 from tests.support.adult_income import DATA, LEAST_AUC, LEAST_STALE_AUC, NUM_WARNINGS
+from tests.support.forked_jobs import ForkedJob
+from tests.support.ports import draw_port
 from tests.support.repository import ROOT
+from tests.support.torchx_jobs import TorchxJob
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 

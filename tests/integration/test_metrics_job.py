@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.gateway import Gateway
-from tests.integration.persia_scripts import GLOBAL_CONFIG, Scripts
+from tests.support.gateway import Gateway
+from tests.support.persia_scripts import GLOBAL_CONFIG, Scripts
 
 pytestmark = [
     pytest.mark.multiprocess,

@@ -19,7 +19,7 @@ from torchrec.modules.mlp import MLP
 
 from persia_torchrec import Adagrad, RemoteEmbeddingBagCollectionSharder
 from tests.integration.twins import Twins, WithLoss
-from tests.sharding.remote_job import META, RemoteJob, remote_modules
+from tests.support.remote_job import META, RemoteJob, remote_modules
 
 FEATURES = ("user", "query", "ad", "place")
 NUM_IDS = 40

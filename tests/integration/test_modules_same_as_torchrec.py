@@ -47,8 +47,8 @@ from persia_torchrec import (
     RemoteFusedEmbeddingBagCollectionSharder,
 )
 from tests.integration.twins import Twins, WithLoss
-from tests.places import GPU_PLACES, require_kernels
-from tests.sharding.remote_job import CPU, META, RemoteJob
+from tests.support.places import GPU_PLACES, require_kernels
+from tests.support.remote_job import CPU, META, RemoteJob
 
 NUM_IDS = 40
 NUM_SAMPLES = 16

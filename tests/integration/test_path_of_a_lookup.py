@@ -30,7 +30,7 @@ from torchrec import EmbeddingBagConfig
 
 import persia_torchrec
 from persia_torchrec import SGD
-from tests.sharding.remote_job import Bags, RemoteJob, kjt_of
+from tests.support.remote_job import Bags, RemoteJob, kjt_of
 
 ROOT = Path(persia_torchrec.__file__).parent
 TABLES = [

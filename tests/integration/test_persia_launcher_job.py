@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ports import draw_port
-from tests.processes import DEADLINE_S
+from tests.support.ports import draw_port
+from tests.support.processes import DEADLINE_S
 from tests.support.repository import ROOT
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]

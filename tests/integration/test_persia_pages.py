@@ -52,7 +52,7 @@ from persia_torchrec.persia.config.global_config import load_global_config
 from persia_torchrec.persia.distributed import BaguaDistributedOption, DDPOption
 from persia_torchrec.persia.embedding import EmbeddingConfig
 from tests.integration.persia_page_scripts import Scripts
-from tests.local_job import LocalJob, Sending
+from tests.support.local_job import LocalJob, Sending
 
 TWO_SLOTS = """
 feature_index_prefix_bit: 8

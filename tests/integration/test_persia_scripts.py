@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.integration.persia_scripts import EMBEDDING_CONFIG, Scripts
+from tests.support.persia_scripts import EMBEDDING_CONFIG, Scripts
 
 pytestmark = [
     pytest.mark.multiprocess,

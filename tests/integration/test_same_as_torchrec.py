@@ -23,8 +23,8 @@ from tests.integration.dlrm import (
     tables,
 )
 from tests.integration.twins import Twins
-from tests.places import GPU_PLACES
-from tests.sharding.remote_job import CPU, RemoteJob
+from tests.support.places import GPU_PLACES
+from tests.support.remote_job import CPU, RemoteJob
 
 NUM_STEPS = 200
 

@@ -20,9 +20,9 @@ from persia_torchrec.persia.batch import (
     PersiaBatch,
 )
 from persia_torchrec.persia.utils import setup_seed
-from tests.local_job import Batches, LocalJob
-from tests.processes import Processes, wait_until
-from tests.serving.running import Serving, predict
+from tests.support.local_job import Batches, LocalJob
+from tests.support.processes import Processes, wait_until
+from tests.support.serving_process import Serving, predict
 
 pytestmark = [
     pytest.mark.multiprocess,

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from tests.hosts import Hosts
-from tests.integration.persia_scripts import Scripts
+from tests.support.hosts import Hosts
+from tests.support.persia_scripts import Scripts
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 

@@ -25,10 +25,11 @@ from persia_torchrec.rpc.float_codec import decode_floats, encode_floats
 from persia_torchrec.rpc.messages import Header, Kind, Precision, Share
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec, with_parts
-from tests.processes import wait_until
-from tests.servers import DEADLINE_S
-from tests.store import kills
-from tests.stored_files import (
+from tests.support import kills
+from tests.support.batches import content, small_batch
+from tests.support.processes import wait_until
+from tests.support.servers import DEADLINE_S
+from tests.support.stored_files import (
     CAPACITY_ROWS,
     FUSED,
     SPECS,
@@ -41,7 +42,6 @@ from tests.stored_files import (
     unpack_memory,
     unpacked,
 )
-from tests.support.batches import content, small_batch
 
 SMALL_ROWS = 14
 """Capacity of the stores that died in the middle of a request."""

@@ -13,8 +13,8 @@ from torch import nn
 
 from persia_torchrec import load_checkpoint, recoverable
 from persia_torchrec.training.checkpoint import ContextCheckpoints, read_state
-from tests.stored_files import FUSED, expected, hex_of, unpacked
-from tests.stored_training import (
+from tests.support.stored_files import FUSED, expected, hex_of, unpacked
+from tests.support.stored_training import (
     TABLES,
     Trainer,
     ids_in,

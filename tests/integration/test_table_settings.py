@@ -26,11 +26,11 @@ from persia_torchrec import (
     RemoteEmbeddingBagCollectionSharder,
     TableSettings,
 )
-from tests.optimizers import EVERY_OPTIMIZER
-from tests.processes import wait_until
-from tests.reference import Row, step
-from tests.servers import DEADLINE_S
-from tests.sharding.remote_job import Bags, ids_of, kjt_of, remote_modules
+from tests.support.optimizers import EVERY_OPTIMIZER
+from tests.support.processes import wait_until
+from tests.support.reference import Row, step
+from tests.support.remote_job import Bags, ids_of, kjt_of, remote_modules
+from tests.support.servers import DEADLINE_S
 
 pytestmark = [pytest.mark.multiprocess]
 

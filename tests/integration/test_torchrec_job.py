@@ -4,8 +4,8 @@ import pytest
 
 from persia_torchrec import EmbeddingClient
 from persia_torchrec.errors import ConfigError
-from tests.forked_jobs import ForkedJob
-from tests.processes import Processes
+from tests.support.forked_jobs import ForkedJob
+from tests.support.processes import Processes
 from tests.support.torchrec_job import SCRIPT, print_without_a_job, printed_by
 
 pytestmark = pytest.mark.multiprocess

@@ -43,7 +43,7 @@ from persia_torchrec import (
     remote_sharders,
 )
 from tests.integration.twins import FUSED
-from tests.sharding.remote_job import CPU, META, RemoteJob
+from tests.support.remote_job import CPU, META, RemoteJob
 
 NUM_ROWS, NUM_STEPS, NUM_SAMPLES = 40, 30, 16
 

@@ -21,7 +21,7 @@ from tests.integration.dlrm import (
     tables,
 )
 from tests.integration.twins import shard_plain
-from tests.sharding.remote_job import Bags, RemoteJob, kjt_of, shard
+from tests.support.remote_job import Bags, RemoteJob, kjt_of, shard
 
 NAMES = [table.name for table in tables()]
 

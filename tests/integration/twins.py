@@ -12,7 +12,7 @@ from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints
 
 from persia_torchrec.client.client import BatchNumber
-from tests.sharding.remote_job import CPU, RemoteJob, ids_of, shard
+from tests.support.remote_job import CPU, RemoteJob, ids_of, shard
 
 FUSED = ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"])
 

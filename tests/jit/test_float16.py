@@ -19,8 +19,8 @@ from persia_torchrec.jit.float16 import (
 from persia_torchrec.jit.intrinsics import floats_at, halves_at
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
-from tests.servers import ids_of
-from tests.store.consistency import check_store
+from tests.support.consistency import check_store
+from tests.support.servers import ids_of
 
 DTYPES = {"fp16": FP16, "bf16": BF16}
 LARGEST = {"fp16": 65504.0, "bf16": float(2**128 - 2**120)}

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from persia_torchrec.errors import BatchError, FrameError
 from persia_torchrec.lookup.bags import Bags, check_bags, decode_bags, encode_bags
-from tests.strategies import ids
+from tests.support.strategies import ids
 
 
 def bags_of(*samples):

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from persia_torchrec.lookup.bags import POOLINGS
 from persia_torchrec.lookup.pooling import FeatureBags, add_gradients, pool
-from tests import reference
+from tests.support import reference
 
 POOLING = st.sampled_from(POOLINGS)
 

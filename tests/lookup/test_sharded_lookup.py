@@ -11,9 +11,9 @@ from persia_torchrec.lookup.bags import Bags, FeatureSpec
 from persia_torchrec.lookup.sharded_lookup import ShardedLookup
 from persia_torchrec.rpc.messages import Precision
 from persia_torchrec.table import TableSpec
-from tests import reference
-from tests.reference import ReferenceStore
-from tests.servers import RecordingStore, ids_of, missed
+from tests.support import reference
+from tests.support.reference import ReferenceStore
+from tests.support.servers import RecordingStore, ids_of, missed
 
 TABLES = [
     TableSpec(name="things", dim=4, optimizer=Adagrad(0.1), initializer=Uniform(-1, 1)),

@@ -10,8 +10,8 @@ from persia_torchrec.lookup.sharded_lookup import ShardedLookup
 from persia_torchrec.pipeline.joint import Trainers
 from persia_torchrec.pipeline.pipeline import BatchPipeline
 from persia_torchrec.rpc.messages import Share
-from tests.servers import DEADLINE_S, ids_of
 from tests.support.count_table import COUNT, FEATURE, ONE_UPDATE, bags_of, wait_until
+from tests.support.servers import DEADLINE_S, ids_of
 
 
 class Trainer:

@@ -23,8 +23,8 @@ from persia_torchrec.errors import (
 from persia_torchrec.lookup.sharded_lookup import ShardedLookup
 from persia_torchrec.pipeline.pipeline import BatchPipeline
 from persia_torchrec.rpc.messages import Header, Kind
-from tests.servers import DEADLINE_S, ids_of
 from tests.support.count_table import COUNT, FEATURE, ONE_UPDATE, bags_of, wait_until
+from tests.support.servers import DEADLINE_S, ids_of
 
 AT_ONCE_S = DEADLINE_S / 2
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from persia_torchrec.errors import ConfigError, PersiaError, StalenessError
 from persia_torchrec.pipeline.staleness import Permit, StalenessSemaphore
-from tests.servers import DEADLINE_S
+from tests.support.servers import DEADLINE_S
 
 
 def take(permits):

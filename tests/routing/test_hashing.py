@@ -8,8 +8,8 @@ from persia_torchrec.routing.hashing import (
     farmhash64,
     hash_stack,
 )
-from tests import reference
-from tests.strategies import id_arrays
+from tests.support import reference
+from tests.support.strategies import id_arrays
 
 
 @pytest.mark.parametrize(

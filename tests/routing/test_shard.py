@@ -12,8 +12,8 @@ from persia_torchrec.routing.shard import (
     route_ids,
     unique_ids,
 )
-from tests import reference
-from tests.strategies import id_arrays
+from tests.support import reference
+from tests.support.strategies import id_arrays
 
 nums_shards = st.integers(1, 9)
 tables = st.lists(id_arrays(), min_size=1, max_size=5)

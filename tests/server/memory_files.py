@@ -5,7 +5,7 @@ import numpy as np
 from persia_torchrec.client.codec import BatchNumber
 from persia_torchrec.embedding.optim import Adagrad
 from persia_torchrec.table import TableSpec
-from tests.servers import ids_of, missed
+from tests.support.servers import ids_of, missed
 
 IDS = ids_of(*range(0, 2000, 7), 2**64 - 1)
 SPEC = TableSpec(name="item", dim=8, optimizer=Adagrad(0.1), keeps_metadata=True)

@@ -3,8 +3,8 @@
 import struct
 
 from persia_torchrec.rpc.messages import Header, Kind, decode_json
-from tests.servers import DEADLINE_S
-from tests.sockets import member_socket
+from tests.support.servers import DEADLINE_S
+from tests.support.sockets import member_socket
 
 
 class Stranger:

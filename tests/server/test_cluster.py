@@ -16,8 +16,8 @@ from persia_torchrec.rpc.messages import Header, Kind, encode_json
 from persia_torchrec.server.cluster import EmbeddingCluster, _wait_until_ready
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
 from persia_torchrec.table import TableSpec
-from tests.processes import is_running, wait_until
-from tests.servers import DEADLINE_S, Servers, ids_of
+from tests.support.processes import is_running, wait_until
+from tests.support.servers import DEADLINE_S, Servers, ids_of
 
 pytestmark = pytest.mark.multiprocess
 

@@ -25,8 +25,6 @@ from persia_torchrec.server.checkpoint_service import Checkpoints
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.server import EmbeddingServer
 from persia_torchrec.table import TableSpec
-from tests.processes import wait_until
-from tests.servers import DEADLINE_S, ids_of
 from tests.support.increments import (
     OTHER,
     WRITING,
@@ -38,6 +36,8 @@ from tests.support.increments import (
     short_intervals,  # noqa: F401  # a fixture
     weights_of,
 )
+from tests.support.processes import wait_until
+from tests.support.servers import DEADLINE_S, ids_of
 
 NEVER = Expiry(steps_to_live=1_000_000)
 

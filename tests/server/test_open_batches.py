@@ -13,7 +13,7 @@ from persia_torchrec.server.open_batches import (
     find_watched,
 )
 from persia_torchrec.table import TableSpec
-from tests.servers import ids_of
+from tests.support.servers import ids_of
 
 PER_ARRAY = 64
 """What the bound counts for a lookup, and for a table of it, besides the slots."""

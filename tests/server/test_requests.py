@@ -25,9 +25,9 @@ from persia_torchrec.server.server import EmbeddingServer, ServerConfig
 from persia_torchrec.server.shard import RequestKind
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
-from tests.processes import wait_until
 from tests.server.stranger import Stranger, one_segment
-from tests.servers import RecordingStore, ids_of
+from tests.support.processes import wait_until
+from tests.support.servers import RecordingStore, ids_of
 
 ITEM = TableSpec(name="item", dim=2, optimizer=SGD(1.0), initializer=Constant(0))
 WIDE = TableSpec(name="wide", dim=4096, optimizer=SGD(1.0))

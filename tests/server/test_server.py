@@ -22,8 +22,8 @@ from persia_torchrec.rpc.messages import (
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
 from persia_torchrec.table import TableSpec
 from tests.server.stranger import GRADS, Stranger, one_segment
-from tests.servers import DEADLINE_S, ids_of
-from tests.sockets import raw_member
+from tests.support.servers import DEADLINE_S, ids_of
+from tests.support.sockets import raw_member
 
 ITEM = TableSpec(name="item", dim=2, optimizer=SGD(1.0), initializer=Constant(0.0))
 ROWS = np.array([[1, 2], [3, 4]], dtype=np.float32)

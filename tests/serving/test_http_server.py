@@ -21,10 +21,10 @@ from persia_torchrec.serving.embeddings import SlotsReader
 from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
 from persia_torchrec.serving.predictor import Predictor
 from persia_torchrec.table import TableSpec
-from tests.local_job import batch_of
-from tests.lookup.one_feature import FEATURE
-from tests.servers import DEADLINE_S
-from tests.serving.running import ask
+from tests.support.local_job import batch_of
+from tests.support.one_feature import FEATURE
+from tests.support.servers import DEADLINE_S
+from tests.support.serving_process import ask
 
 HEAD = b"POST /predict HTTP/1.0\r\nContent-Type: application/json\r\n"
 BODY = batch_of([1], [2, 3], requires_grad=False).to_bytes()

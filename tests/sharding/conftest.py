@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tests.sharding.remote_job import RemoteJob
+from tests.support.remote_job import RemoteJob
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from persia_torchrec import SGD
 from persia_torchrec.errors import RemoteError
-from tests.sharding.two_trainers import Counting, Model, Trainer, batches, train
+from tests.support.two_trainers import Counting, Model, Trainer, batches, train
 
 NUM_STEPS = 3
 """Steps that both take."""

@@ -32,7 +32,7 @@ from persia_torchrec import (
 )
 from persia_torchrec.sharding import torchrec_api
 from persia_torchrec.sharding.sharder import RemoteSharder
-from tests.sharding.remote_job import META, RemoteJob, kjt_of, shard
+from tests.support.remote_job import META, RemoteJob, kjt_of, shard
 
 needs_mixed_sequences = pytest.mark.skipif(
     not torchrec_api.MIXES_SEQUENCES, reason="MixedSharder refuses sequences before 1.8"

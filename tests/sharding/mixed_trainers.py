@@ -27,7 +27,7 @@ from tests.sharding.mixed_model import (
     batches,
     train,
 )
-from tests.sharding.remote_job import ids_of, shard, tensors_of
+from tests.support.remote_job import ids_of, shard, tensors_of
 
 NUM_STEPS = 15
 

@@ -25,7 +25,7 @@ from tests.sharding.mixed_model import (
     batches,
     dense_optimizer,
 )
-from tests.sharding.remote_job import CPU, RemoteJob, shard
+from tests.support.remote_job import CPU, RemoteJob, shard
 
 NUM_STEPS = 12
 

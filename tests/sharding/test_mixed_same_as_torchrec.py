@@ -22,7 +22,7 @@ from tests.sharding.mixed_model import (
     tables,
     train,
 )
-from tests.sharding.remote_job import ids_of, shard, tensors_of
+from tests.support.remote_job import ids_of, shard, tensors_of
 
 NUM_STEPS = 200
 

@@ -13,7 +13,7 @@ from persia_torchrec import (
     describe_placement,
 )
 from tests.sharding.mixed_model import constraints, needs_mixed_sequences
-from tests.sharding.remote_job import META, kjt_of, remote_modules, shard, tensors_of
+from tests.support.remote_job import META, kjt_of, remote_modules, shard, tensors_of
 
 pytestmark = needs_mixed_sequences
 

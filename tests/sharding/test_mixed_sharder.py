@@ -60,7 +60,7 @@ from tests.sharding.mixed_model import (
     put_some_on_servers,
     train,
 )
-from tests.sharding.remote_job import (
+from tests.support.remote_job import (
     CPU,
     META,
     Bags,

@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
 
-from tests.processes import Processes
 from tests.sharding import mixed_trainers
 from tests.sharding.mixed_model import LOCAL, REMOTE
-from tests.sharding.remote_job import RemoteJob, Servers
+from tests.support.processes import Processes
+from tests.support.remote_job import RemoteJob, Servers
 
 pytestmark = pytest.mark.multiprocess
 

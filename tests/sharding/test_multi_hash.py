@@ -10,7 +10,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from persia_torchrec import SGD, MultiHashEmbeddingBagCollection, remote_sharders
 from persia_torchrec.errors import BatchError, ConfigError
-from tests.sharding.remote_job import CPU, META, RemoteJob, kjt_of
+from tests.support.remote_job import CPU, META, RemoteJob, kjt_of
 
 N, DIM, M = 90, 4, 10  # of the table "user"; M is the ceiling of the root of N
 BAGS = {

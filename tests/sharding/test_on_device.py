@@ -31,9 +31,9 @@ from persia_torchrec import (
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.persia.data_parallel import average_as_bytes
 from persia_torchrec.sharding.on_device import Leaving
-from tests.places import CPU, CUDA, GPU_PLACES, ON_GPU, PLACES
-from tests.servers import DEADLINE_S
-from tests.sharding.remote_job import META, Bags, kjt_of, remote_modules
+from tests.support.places import CPU, CUDA, GPU_PLACES, ON_GPU, PLACES
+from tests.support.remote_job import META, Bags, kjt_of, remote_modules
+from tests.support.servers import DEADLINE_S
 
 DIM = 4
 IDS = {"ad": [[1], [2, 2], []], "query": [[3, 1], [], [2]]}

@@ -14,8 +14,8 @@ from persia_torchrec import (
     RemoteEmbeddingBagCollectionSharder,
 )
 from persia_torchrec.errors import ConfigError
-from tests.sharding.remote_job import CPU, Bags, kjt_of, remote_modules, tensors_of
 from tests.sharding.two_towers import IDS, TABLES, Tower, TwoTowers, train
+from tests.support.remote_job import CPU, Bags, kjt_of, remote_modules, tensors_of
 
 
 def test_the_stock_planner_plans_every_table(job):

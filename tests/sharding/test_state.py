@@ -26,7 +26,7 @@ from persia_torchrec import (
 )
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.table import TableSettings
-from tests.sharding.remote_job import (
+from tests.support.remote_job import (
     CPU,
     META,
     Bags,

@@ -22,7 +22,7 @@ from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from persia_torchrec.sharding import torchrec_api
-from tests.sharding.remote_job import META, Bags, shard
+from tests.support.remote_job import META, Bags, shard
 
 CHECKED_WITH = {"torch": "2.11 to 2.14", "torchrec": "1.6 to 1.9"}
 

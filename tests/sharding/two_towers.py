@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torchrec import EmbeddingBagConfig, PoolingType
 
-from tests.sharding.remote_job import Bags, kjt_of
+from tests.support.remote_job import Bags, kjt_of
 
 TABLES = [
     EmbeddingBagConfig(100, 8, name="term", feature_names=["ad", "query"]),

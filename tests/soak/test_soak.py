@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from persia_torchrec.client.client import EmbeddingClient
-from tests.processes import wait_until
 from tests.soak import job
 from tests.soak.conftest import COLUMNS, LEAST_OF_A_TABLE, README
 from tests.soak.trend import trend_of
+from tests.support.processes import wait_until
 
 NUM_SAMPLES = 120
 LEAST_S = 0.02

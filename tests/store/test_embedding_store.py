@@ -29,11 +29,11 @@ from persia_torchrec.errors import ConfigError, StoreError
 from persia_torchrec.store.embedding_store import EmbeddingStore, UpdateResult
 from persia_torchrec.store.memory import MISSING
 from persia_torchrec.table import TableSpec
-from tests.reference import ReferenceStore, uniform_weights
-from tests.servers import ids_of
-from tests.store.consistency import check_store, ids_oldest_first
-from tests.store.kernels import draw
-from tests.strategies import id_arrays, ids_of_one_hash
+from tests.support.consistency import check_store, ids_oldest_first
+from tests.support.kernels import draw
+from tests.support.reference import ReferenceStore, uniform_weights
+from tests.support.servers import ids_of
+from tests.support.strategies import id_arrays, ids_of_one_hash
 
 # Rows of "momentum" and "adagrad" are of one width and share an arena; so do those of
 # "rowwise" and "adam".

@@ -24,9 +24,9 @@ from persia_torchrec.store.embedding_store import EmbeddingStore, UpdateResult
 from persia_torchrec.store.fbgemm_engine import BLOCK
 from persia_torchrec.store.memory import MISSING
 from persia_torchrec.table import TableSpec
-from tests.servers import ids_of
-from tests.store.consistency import check_store
-from tests.trained_elsewhere import NUM_ROWS, batches, train_with_fbgemm
+from tests.support.consistency import check_store
+from tests.support.servers import ids_of
+from tests.support.trained_elsewhere import NUM_ROWS, batches, train_with_fbgemm
 
 OPTIMIZERS = {
     "sgd": SGD(0.1),

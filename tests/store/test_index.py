@@ -39,8 +39,8 @@ from persia_torchrec.store.memory import (
     rows_at,
 )
 from persia_torchrec.table import TableSpec
-from tests.store.consistency import check_index
-from tests.strategies import ids_of_one_hash
+from tests.support.consistency import check_index
+from tests.support.strategies import ids_of_one_hash
 
 LAST_HASH = 2**32 - 1
 NUM_LINES = 32

@@ -13,10 +13,10 @@ from persia_torchrec.store import memory, memory_file
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.memory import MISSING
 from persia_torchrec.table import TableSpec
-from tests.processes import Processes
-from tests.servers import ids_of
-from tests.store.consistency import check_store, ids_oldest_first
 from tests.store.memory_use import MIB, resident_bytes
+from tests.support.consistency import check_store, ids_oldest_first
+from tests.support.processes import Processes
+from tests.support.servers import ids_of
 
 SGD_TABLE = TableSpec(name="sgd", dim=2, optimizer=SGD(1.0))
 TABLES = [

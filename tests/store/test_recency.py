@@ -34,7 +34,7 @@ from persia_torchrec.store.recency import (
     pop_oldest,
     touch,
 )
-from tests.store.consistency import rows_oldest_first
+from tests.support.consistency import rows_oldest_first
 
 NUM_SLOTS = 40
 NUM_CLASSES = 3

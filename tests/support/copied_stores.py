@@ -8,8 +8,8 @@ from persia_torchrec.embedding.optim import SGD, Adagrad, Adam
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.row_copy import RowExport, RowImport, split_by_table
 from persia_torchrec.table import TableSpec
-from tests.servers import ids_of
-from tests.store.consistency import check_store, ids_oldest_first
+from tests.support.consistency import check_store, ids_oldest_first
+from tests.support.servers import ids_of
 
 # "a" and "c" share an arena.
 TABLES = [

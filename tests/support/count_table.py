@@ -8,7 +8,7 @@ from persia_torchrec import Constant
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.lookup.bags import Bags, FeatureSpec
 from persia_torchrec.table import TableSpec
-from tests.servers import DEADLINE_S, ids_of
+from tests.support.servers import DEADLINE_S, ids_of
 
 # With these, the weight of an id is the number of updates it has seen.
 COUNT = TableSpec(name="count", dim=1, optimizer=SGD(1.0), initializer=Constant(0))

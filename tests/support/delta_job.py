@@ -21,10 +21,10 @@ from persia_torchrec import (
 )
 from persia_torchrec.embedding.optim import Adam
 from persia_torchrec.store.memory import MISSING
-from tests.processes import wait_until
-from tests.servers import ids_of
-from tests.sharding.remote_job import Bags, kjt_of, shard
-from tests.store.consistency import ids_oldest_first
+from tests.support.consistency import ids_oldest_first
+from tests.support.processes import wait_until
+from tests.support.remote_job import Bags, kjt_of, shard
+from tests.support.servers import ids_of
 
 NUM_IDS, DIM, NEVER_S = 60, 4, 1000.0
 SETTINGS = {

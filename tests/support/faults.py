@@ -10,8 +10,8 @@ from contextlib import closing
 
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.server import __main__ as server_main
-from tests.ports import draw_port
-from tests.servers import DEADLINE_S
+from tests.support.ports import draw_port
+from tests.support.servers import DEADLINE_S
 
 
 def serve_and_die(owner, function, flags):

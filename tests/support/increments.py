@@ -7,8 +7,8 @@ from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.embedding.optim import SGD, Adagrad
 from persia_torchrec.errors import PersiaError
 from persia_torchrec.table import TableSpec
-from tests.processes import wait_until
-from tests.servers import ids_of
+from tests.support.processes import wait_until
+from tests.support.servers import ids_of
 
 ITEM = TableSpec(name="item", dim=4, optimizer=Adagrad(0.1))
 OTHER = TableSpec(name="other", dim=2, optimizer=SGD(0.5))

@@ -16,9 +16,9 @@ from persia_torchrec.pipeline.pipeline import BatchPipeline
 from persia_torchrec.rpc.messages import Share
 from persia_torchrec.server.cluster import EmbeddingCluster
 from persia_torchrec.table import TableSpec
-from tests.processes import is_running
-from tests.servers import DEADLINE_S, ids_of
 from tests.support.count_table import COUNT, FEATURE, ONE_UPDATE, bags_of
+from tests.support.processes import is_running
+from tests.support.servers import DEADLINE_S, ids_of
 
 NUM_IDS = 300
 EXACT = TableSpec(

@@ -18,9 +18,9 @@ from persia_torchrec.persia.batch import (
     PersiaBatch,
 )
 from persia_torchrec.persia.embedding import EmbeddingConfig
-from tests.local_job import Batches, LocalJob
-from tests.servers import ids_of
-from tests.serving.running import predict
+from tests.support.local_job import Batches, LocalJob
+from tests.support.servers import ids_of
+from tests.support.serving_process import predict
 
 CONFIG = """
 feature_index_prefix_bit: 8

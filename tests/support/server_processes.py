@@ -12,9 +12,9 @@ from persia_torchrec.job.member import JobTimings
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.server.__main__ import main
 from persia_torchrec.table import TableSpec
-from tests.ports import draw_port
-from tests.processes import Processes, wait_until
-from tests.servers import DEADLINE_S
+from tests.support.ports import draw_port
+from tests.support.processes import Processes, wait_until
+from tests.support.servers import DEADLINE_S
 
 COUNT = TableSpec(name="count", dim=1, optimizer=SGD(1.0), initializer=Constant(0.0))
 NUM_IDS = 10  # of a batch, which no other has

@@ -5,10 +5,10 @@ import re
 import torch.distributed as dist
 
 from persia_torchrec import EmbeddingClient, EmbeddingCluster
-from tests.integration import torchrec_script
+from tests.support import torchrec_script
 from tests.support.repository import ROOT
 
-SCRIPT = ROOT / "tests/integration/torchrec_script.py"
+SCRIPT = ROOT / "tests/support/torchrec_script.py"
 
 
 def print_without_a_job(folder):

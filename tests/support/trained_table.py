@@ -4,7 +4,7 @@ import numpy as np
 
 from persia_torchrec.store.embedding_store import EmbeddingStore, UpdateResult
 from persia_torchrec.table import TableSpec
-from tests.trained_elsewhere import NUM_ROWS
+from tests.support.trained_elsewhere import NUM_ROWS
 
 EVERY_DIM = [1, 3, 8, 64]
 

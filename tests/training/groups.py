@@ -3,7 +3,7 @@
 import contextlib
 import signal
 
-from tests.ports import draw_port
+from tests.support.ports import draw_port
 
 
 def start_group(processes, name, life, target, *arguments, size=2, **variables):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.training.checkpoint import load_checkpoint, save_checkpoint
-from tests.sharding.two_trainers import ADAM, Model, Trainer, batches, loss_of
+from tests.support.two_trainers import ADAM, Model, Trainer, batches, loss_of
 
 NUM_STEPS = 6
 

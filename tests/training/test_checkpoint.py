@@ -17,8 +17,8 @@ from persia_torchrec import EmbeddingClient, RemoteEmbeddingBagCollectionSharder
 from persia_torchrec.embedding.optim import Adam
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.training.checkpoint import load_checkpoint, save_checkpoint
-from tests.servers import DEADLINE_S
-from tests.sharding.remote_job import Bags, Servers, kjt_of, shard
+from tests.support.remote_job import Bags, Servers, kjt_of, shard
+from tests.support.servers import DEADLINE_S
 
 TABLES = [
     EmbeddingBagConfig(

@@ -16,12 +16,12 @@ from persia_torchrec.training.recovery import (
     recoverable,
     set_random_state,
 )
-from tests.local_job import LocalJob
-from tests.processes import Processes
-from tests.sharding.remote_job import Servers
-from tests.training import recovering_trainers
+from tests.support import recovering_trainers
+from tests.support.local_job import LocalJob
+from tests.support.processes import Processes
+from tests.support.recovering_trainers import NUM_COUNTED, PASSES
+from tests.support.remote_job import Servers
 from tests.training.groups import run, run_through_a_kill
-from tests.training.recovering_trainers import NUM_COUNTED, PASSES
 
 
 def variables_of(job, folder):

@@ -1,0 +1,304 @@
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+
+import msgspec
+import pytest
+from msgspec import structs
+
+from persia_torchrec.errors import ConfigError
+from persia_torchrec.job import coordinator
+from persia_torchrec.job.coordinator import CoordinatorConfig
+from persia_torchrec.job.member_record import MemberRecord
+from persia_torchrec.job.process_identity import ProcessIdentity
+from persia_torchrec.job.registry import AddressBook
+from tests.support.ports import draw_port
+from tests.support.processes import wait_until
+from tests.support.script_jobs import (
+    WAIT_FOR_EVER,
+    WAIT_FOR_GO,
+    Job,
+    run_on_another_host,
+)
+
+multiprocess = pytest.mark.multiprocess
+
+
+def fails_as_one(job, why, failed, *others):
+    """Wait for the end: the coordinator says why in its last line, the others who."""
+    assert job.coordinator.status() == 1
+    last = job.coordinator.output().splitlines()[-1]
+    assert last.endswith(f" job failed: {why}; its log: {failed.log}")
+    assert job.coordinator.output().count(why) == 1
+    name = failed.log.stem.replace("-", " ")
+    for other in others:
+        assert other.status() == 1
+        assert f" ends: {name} has failed" in other.output()
+        assert why not in other.output()
+        assert "Traceback" not in other.output()
+
+
+@multiprocess
+def test_the_job_is_finished_when_all_trainers_are_done(processes):
+    job = Job(processes, loader=1, trainer=2)
+    loader = job.start("loader", "print('all sent')")
+    first = job.start("trainer", "print('trained')", index=0)
+    second = job.start("trainer", WAIT_FOR_GO, index=1)
+    for early in (loader, first):
+        early.has_printed("has ended, waiting")
+    second.has_printed("at work")
+    book = AddressBook.join("localhost", job.port)
+    beats = MemberRecord(book, "loader", 0)
+    now = beats.num_beats()
+    wait_until(lambda: beats.num_beats() >= now + 5, "the loader lives on")
+    assert book.state() == ("running", "")
+    # Slurm would end the job soon after the first process that ends.
+    assert loader.process.is_alive()
+    assert first.process.is_alive()
+    (job.folder / "go").touch()
+    members = [loader, first, second]
+    assert [member.status() for member in members] == [0, 0, 0]
+    assert job.coordinator.status() == 0
+
+
+@multiprocess
+def test_a_loader_is_ended_with_status_0_when_the_job_is_finished(processes):
+    job = Job(processes, loader=1, trainer=1)
+    loader = job.start("loader", WAIT_FOR_EVER)
+    loader.has_printed("at work")
+    trainer = job.start("trainer", "")
+    assert [trainer.status(), loader.status(), job.coordinator.status()] == [0, 0, 0]
+    assert "loader 0 is not needed any more" in loader.output()
+
+
+@multiprocess
+def test_an_exception_of_a_trainer_ends_every_process_and_is_told_once(
+    processes, tmp_path
+):
+    """And torchx finds it in the coordinator's file for errors."""
+    error_file = tmp_path / "error.json"
+    env = {"TORCHELASTIC_ERROR_FILE": str(error_file)}
+    job = Job(processes, env=env, loader=1, trainer=1)
+    loader = job.start("loader", WAIT_FOR_EVER)
+    trainer = job.start("trainer", "raise ValueError('the loss is not a number')")
+    why = "trainer 0: ValueError: the loss is not a number"
+    fails_as_one(job, why, trainer, loader)
+    assert trainer.status() == 1
+    assert trainer.output().count("Traceback") == 1
+    assert "trainer 0 ends: trainer 0 has failed" in trainer.output()
+    reply = json.loads(error_file.read_text())
+    assert reply["message"]["message"] == f"{why}; its log: {trainer.log}"
+
+
+@multiprocess
+def test_a_trainer_that_is_done_fails_with_the_job(processes):
+    job = Job(processes, trainer=2)
+    done = job.start("trainer", "print('trained')", index=0)
+    late = job.start("trainer", WAIT_FOR_GO + "raise ValueError('no data')", index=1)
+    done.has_printed("has ended, waiting")
+    (job.folder / "go").touch()
+    fails_as_one(job, "trainer 1: ValueError: no data", late, done)
+
+
+@multiprocess
+def test_a_killed_member_ends_the_job(processes):
+    job = Job(processes, loader=1, trainer=1)
+    loader = job.start("loader", WAIT_FOR_EVER)
+    trainer = job.start("trainer", WAIT_FOR_EVER)
+    trainer.has_printed("at work")
+    trainer.send(signal.SIGKILL)
+    why = f"trainer 0 (process {trainer.pid}) was killed"
+    fails_as_one(job, why, trainer, loader)
+
+
+@multiprocess
+def test_a_member_killed_on_another_host_is_named_by_its_lost_connection(processes):
+    job = Job(processes, "--silent-s", "600", loader=1, trainer=1)
+    loader = job.start("loader", WAIT_FOR_EVER)
+    trainer = job.start("trainer", WAIT_FOR_EVER, main=run_on_another_host)
+    trainer.has_printed("at work")
+    trainer.send(signal.SIGKILL)
+    why = (
+        f"trainer 0 was lost: its process (pid {trainer.pid}) was killed, or its host "
+        "does not answer"
+    )
+    fails_as_one(job, why, trainer, loader)
+
+
+@multiprocess
+def test_a_silent_member_ends_the_job_and_is_killed(processes):
+    job = Job(processes, "--silent-s", "1", "--leave-timeout-s", "1", trainer=1)
+    trainer = job.start("trainer", WAIT_FOR_EVER)
+    trainer.has_printed("at work")
+    trainer.send(signal.SIGSTOP)
+    assert job.coordinator.status() == 1
+    assert "trainer 0 was silent for 1 s" in job.coordinator.output()
+    assert "did not leave in time: trainer 0" in job.coordinator.output()
+    assert trainer.status() == -signal.SIGKILL  # torchx would wait for it
+
+
+@multiprocess
+def test_an_absent_member_ends_the_job(processes):
+    job = Job(
+        processes, *("--join-timeout-s", "3"), *("--leave-timeout-s", "1"), trainer=2
+    )
+    trainer = job.start("trainer", WAIT_FOR_EVER, index=1)
+    assert trainer.status() == 1
+    assert "trainer 1 ends: trainer 0 has failed" in trainer.output()
+    assert job.coordinator.status() == 1
+    assert "trainer 0 did not join within 3 s" in job.coordinator.output()
+    assert "1 of 2 roles: waiting for trainer 0\n" in job.coordinator.output()
+
+
+@multiprocess
+def test_a_process_that_ends_before_it_joins_ends_a_local_torchx_job(processes):
+    # The two processes have one parent, as those of torchx do.
+    by_torchx = {"TORCHX_JOB_ID": "local_cwd://x/y", "PERSIA_STORE_HOST_ENV": "HOST"}
+    job = Job(processes, env=by_torchx, loader=1, trainer=1)
+    loader = job.start("loader", WAIT_FOR_EVER)
+    loader.has_printed("at work")
+    processes.start("trainer", int).status()  # a trainer that ends at once
+    for running in (loader, job.coordinator):
+        assert running.status() == 1
+    assert "loader 0 ends: trainer 0 has failed" in loader.output()
+    why = "job failed: a process ended before it joined, of trainer 0"
+    assert why in job.coordinator.output()
+
+
+@multiprocess
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_coordinator_ends_the_job(processes, number):
+    job = Job(processes, loader=1, trainer=1)
+    running = [job.start(role, WAIT_FOR_EVER) for role in ("loader", "trainer")]
+    for member in running:
+        member.has_printed("at work")
+    job.coordinator.send(number)
+    for process in (*running, job.coordinator):
+        assert process.status() == 1
+    for member in running:
+        assert " 0 ends: see the coordinator's log" in member.output()
+    why = f"job failed: it was told to end ({number.name})"
+    assert job.coordinator.output().endswith(f"{why}\n")
+
+
+@multiprocess
+def test_a_coordinator_that_its_supervisor_ends_waits_for_none_who_never_came(
+    processes,
+):
+    job = Job(processes, "--leave-timeout-s", "3600", loader=1, trainer=1)
+    assert job.start("loader", "raise ValueError('no data')").status() == 1
+    job.coordinator.has_printed("all its processes end")
+    job.coordinator.send(signal.SIGTERM)
+    assert job.coordinator.status() == 1
+    assert "job failed: loader 0: ValueError: no data" in job.coordinator.output()
+
+
+@multiprocess
+def test_a_job_ends_with_the_process_that_started_its_coordinator(processes):
+    command = [sys.executable, "-m", "persia_torchrec.job.coordinator"]
+    flags = ["--port", str(draw_port()), "--num-trainers", "1", "--heartbeat-s", "0.1"]
+    flags += ["--leave-timeout-s", "0.1", "--linger-s", "0"]
+    parent = processes.start("parent", subprocess.run, [*command, *flags])
+    parent.has_printed("the address book of job")
+    parent.send(signal.SIGKILL)
+    wait_until(
+        lambda: "did not leave in time: trainer 0" in parent.output(),
+        "the coordinator ends",
+        details=parent.output,
+    )
+    wait_until(
+        lambda: "job failed: the process that started it is gone" in parent.output(),
+        "the coordinator says why",
+        details=parent.output,
+    )
+
+
+@multiprocess
+def test_a_member_that_joins_a_failed_job_logs_who_has_failed(processes):
+    job = Job(processes, loader=1, trainer=1)
+    trainer = job.start("trainer", "raise ValueError('the loss is not a number')")
+    assert trainer.status() == 1
+    loader = job.start("loader", WAIT_FOR_EVER)
+    assert loader.status() == 1
+    fails_as_one(
+        job, "trainer 0: ValueError: the loss is not a number", trainer, loader
+    )
+
+
+@multiprocess
+def test_a_port_in_use_ends_the_coordinator_with_an_error(processes):
+    other = AddressBook.host(0)
+    arguments = ["--port", str(other.port), "--num-trainers", "1"]
+    running = processes.start("coordinator", coordinator.main, arguments)
+    assert running.status() == 1
+    assert f"listen on port {other.port}" in running.output()
+    other.close()
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        ({}, r"num_trainers must be >= 1, or num_predictors, .* Received: 0 and 0"),
+        ({"num_trainers": 1, "num_predictors": 1}, r"one of them\. Received: 1 and 1"),
+        ({"num_trainers": -1}, r"num_trainers must be >= 0"),
+        ({"num_trainers": 1, "num_predictors": -1}, r"num_predictors must be >= 0"),
+        ({"num_trainers": 1, "num_servers": -1}, r"num_servers must be >= 0"),
+        ({"num_trainers": 1, "join_timeout_s": 0}, r"join_timeout_s must be > 0"),
+    ],
+)
+def test_an_invalid_setting_is_rejected(counts, message):
+    with pytest.raises(ConfigError, match=message):
+        CoordinatorConfig(port=0, **counts)
+
+
+@pytest.fixture
+def deaths():
+    """Say how often a member of a role has died, with how much progress of the job."""
+    book = AddressBook.host(0)
+    own = ProcessIdentity.of_this_process()
+    config = CoordinatorConfig(port=0, num_trainers=1, max_restarts=3)
+    members = {}
+
+    def die(role, progress, *, again=False):
+        record = MemberRecord(book, role, 0)
+        if role not in members or again:
+            members[role] = coordinator._Member(record, config)
+        dead = structs.replace(ProcessIdentity.of(2**22 + 1), supervisor=own)
+        book.put(f"member/{role}/0", msgspec.json.encode(dead).decode())
+        return members[role].failure(progress)
+
+    yield die
+    book.close()
+
+
+@pytest.mark.parametrize("role", ["server", "worker", "loader", "trainer"])
+def test_a_member_may_end_any_number_of_times_if_batches_are_trained_between(
+    deaths, role
+):
+    assert [deaths(role, progress) for progress in range(100)] == [None] * 100
+    assert deaths(role, 99) is None
+    assert "after 3 restarts without progress" in deaths(role, 99)
+    assert deaths(role, 100) is None
+
+
+def test_a_coordinator_may_end_any_number_of_times_if_batches_are_trained_between():
+    config = CoordinatorConfig(port=0, num_trainers=1, max_restarts=3)
+    with contextlib.closing(AddressBook.host(0)) as book:
+        own = MemberRecord(book, "coordinator", 0)
+        for progress in [*range(50), 49, 49]:
+            book.put("progress/trainer/0", str(progress))
+            coordinator.Coordinator(config, book)._count_restart(own)
+            assert book.state() == ("running", "")
+        coordinator.Coordinator(config, book)._count_restart(own)
+        why = (
+            "coordinator: the coordinator ended too often: 3 restarts without progress"
+        )
+        assert book.state() == ("failed", why)
+
+
+def test_the_next_coordinator_knows_how_often_a_member_has_ended(deaths):
+    assert [deaths("server", 7) for _ in range(3)] == [None] * 3
+    assert "after 3 restarts" in deaths("server", 7, again=True)
+    assert deaths("server", 8, again=True) is None

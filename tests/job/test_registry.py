@@ -1,0 +1,433 @@
+import os
+import socket
+import threading
+import time
+
+import pytest
+
+from persia_torchrec import timeouts
+from persia_torchrec.errors import (
+    ConfigError,
+    DiscoveryError,
+    FrameError,
+    JobError,
+    JobMismatchError,
+    RemoteError,
+)
+from persia_torchrec.job import registry_server
+from persia_torchrec.job.registry import AddressBook, Patience
+from persia_torchrec.job.registry_server import COMPILING
+from persia_torchrec.rpc.addresses import local_address, open_listening
+from persia_torchrec.rpc.client import Connections
+from persia_torchrec.rpc.messages import Header, Kind
+from persia_torchrec.rpc.server import Service
+from tests.support.ports import draw_port
+from tests.support.processes import wait_until
+from tests.support.servers import once_the_port_is_free
+
+TIMEOUT_S = 120.0
+
+
+@pytest.fixture
+def host():
+    book = AddressBook.host(0)
+    yield book
+    book.close()
+
+
+@pytest.fixture
+def book(host):
+    book = AddressBook.join("localhost", host.port, timeout_s=TIMEOUT_S)
+    yield book
+    book.close()
+
+
+def test_a_role_is_found_by_index_once_all_of_it_has_registered(host, book):
+    host.register("server", 1, 2, "tcp://127.0.0.1:2")
+    found = []
+    waiting = threading.Thread(
+        target=lambda: found.extend(book.addresses("server", timeout_s=TIMEOUT_S))
+    )
+    waiting.start()
+    host.register("server", 0, 2, "tcp://127.0.0.1:1")
+    waiting.join(TIMEOUT_S)
+    assert found == ["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"]
+
+
+def test_a_role_that_was_restarted_is_found_at_its_new_address(host, book):
+    book.register("worker", 0, 1, "tcp://127.0.0.1:1")
+    assert host.addresses("worker", timeout_s=TIMEOUT_S) == ["tcp://127.0.0.1:1"]
+    book.register("worker", 0, 1, "tcp://127.0.0.1:2")
+    assert host.addresses("worker", timeout_s=TIMEOUT_S) == ["tcp://127.0.0.1:2"]
+
+
+def test_processes_that_did_not_register_in_time_are_named(book):
+    book.register("server", 1, 4, "tcp://127.0.0.1:1")
+    with pytest.raises(DiscoveryError, match=r"Missing: server 0, server 2, server 3"):
+        book.addresses("server", timeout_s=0.2)
+
+
+def test_a_role_without_any_registration_is_named(book):
+    with pytest.raises(TimeoutError, match=r"Every worker must .* within 0\.1 s"):
+        book.addresses("worker", timeout_s=0.1)
+
+
+def test_a_wait_is_extended_while_a_process_of_the_job_compiles(host, book):
+    found = []
+    waiting = threading.Thread(
+        target=lambda: found.extend(book.addresses("server", timeout_s=1.0))
+    )
+    waiting.start()
+    compiled_at = time.monotonic() + 2.0
+
+    def compiles_on():
+        host.increase(COMPILING)
+        return time.monotonic() > compiled_at
+
+    wait_until(compiles_on, "it has compiled")
+    host.register("server", 0, 1, "tcp://127.0.0.1:1")
+    waiting.join(TIMEOUT_S)
+    assert found == ["tcp://127.0.0.1:1"]
+
+
+def test_a_wait_for_the_address_book_ends_when_its_look_raises():
+    def look():
+        raise JobError("The coordinator has ended.")
+
+    with pytest.raises(JobError, match=r"The coordinator has ended\."):
+        AddressBook.join("127.0.0.1", draw_port(), timeout_s=60.0, look=look)
+
+
+def test_an_address_without_a_listener_is_reported_within_the_deadline():
+    port = draw_port()
+    with pytest.raises(DiscoveryError, match=rf"127\.0\.0\.1:{port}.*refused"):
+        AddressBook.join("127.0.0.1", port, timeout_s=0.5)
+
+
+def test_a_port_that_is_held_without_a_listener_is_not_waited_for():
+    """As the coordinator cannot listen there, and has ended."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        port = holder.getsockname()[1]
+        with pytest.raises(DiscoveryError, match="holds the port, and does not listen"):
+            AddressBook.join("127.0.0.1", port, timeout_s=TIMEOUT_S)
+
+
+def test_a_long_wait_says_what_it_waits_for(host, monkeypatch, caplog):
+    monkeypatch.setattr(timeouts, "SAY_S", 0.01)
+    caplog.set_level("INFO")
+    host.register("server", 0, 2, "tcp://127.0.0.1:1")
+    port = draw_port()
+    for wait in (
+        lambda: host.addresses("server", timeout_s=0.2),
+        lambda: host.addresses("worker", timeout_s=0.2),
+        lambda: host.ask(["trainer/1/host"], timeout_s=0.2),
+        lambda: AddressBook.join("127.0.0.1", port, timeout_s=0.3),
+    ):
+        with pytest.raises(DiscoveryError):
+            wait()
+    assert {
+        "1 of 2 roles: waiting for server 1",
+        "1 of 1 roles: waiting for any worker",
+        "1 of 1 notes: waiting for trainer 1 host",
+        f"waiting for the coordinator at 127.0.0.1:{port}",
+    } <= set(caplog.messages)
+    many = [f"server {index}" for index in range(13)]
+    assert timeouts.waiting_for(many, 14).endswith("server 11, ...")
+
+
+def test_another_service_at_the_address_is_reported_within_the_deadline():
+    with socket.create_server(("127.0.0.1", 0)) as somebody:
+        port = somebody.getsockname()[1]
+        with pytest.raises(DiscoveryError, match="Something else listens there"):
+            AddressBook.join("127.0.0.1", port, timeout_s=0.5)
+
+
+def test_a_server_without_an_address_book_is_reported():
+    other = Service("other", lambda header, frames: [b"no JSON"])
+    port = int(other.address.rpartition(":")[2])
+    with pytest.raises(DiscoveryError, match=r"TOKEN.* Something else listens"):
+        AddressBook.join("127.0.0.1", port, timeout_s=TIMEOUT_S)
+    other.close()
+
+
+def test_an_unknown_host_is_reported_within_the_deadline():
+    with pytest.raises(DiscoveryError, match=r"no-such-host\.invalid:29400"):
+        AddressBook.join("no-such-host.invalid", 29400, timeout_s=0.3)
+
+
+def test_an_index_beyond_the_size_is_refused(book):
+    with pytest.raises(ConfigError, match=r"server must be in \[0, 2\)\. Received: 2"):
+        book.register("server", 2, 2, "tcp://127.0.0.1:1")
+
+
+def test_two_of_a_role_that_disagree_on_its_size_are_refused(book):
+    book.register("server", 0, 2, "tcp://127.0.0.1:1")
+    with pytest.raises(ConfigError, match=r"Received: 3 from server 1, 2 from another"):
+        book.register("server", 1, 3, "tcp://127.0.0.1:2")
+
+
+def test_a_client_without_an_id_joins_the_job_that_is_there(host, book):
+    assert book.greeting == host.greeting
+    assert host.greeting.job_id
+    other = AddressBook.host(0)
+    assert other.greeting != host.greeting
+    other.close()
+
+
+def test_a_client_of_another_job_is_told_the_port_and_both_ids():
+    host = AddressBook.host(0, job_id="ours")
+    AddressBook.join("localhost", host.port, "ours", timeout_s=TIMEOUT_S).close()
+    message = (
+        rf"A client of tcp://127.0.0.1:{host.port} must belong to job 'ours'\. "
+        r"Received: job 'theirs'\. .* \(--port, or PERSIA_STORE_PORT\)"
+    )
+    with pytest.raises(JobMismatchError, match=message):
+        AddressBook.join("localhost", host.port, "theirs", timeout_s=TIMEOUT_S)
+    host.fail("trainer 0", "its own bug")  # which is none of the other's business
+    with pytest.raises(JobMismatchError, match=message):
+        AddressBook.join("localhost", host.port, "theirs", timeout_s=TIMEOUT_S)
+    host.close()
+
+
+def test_an_id_that_no_job_can_have_is_refused(host):
+    with pytest.raises(ConfigError, match="PERSIA_JOB_ID"):
+        AddressBook.host(0, job_id="two words")
+    with pytest.raises(ConfigError, match="PERSIA_JOB_ID"):
+        AddressBook.join("localhost", host.port, "two words")
+
+
+def test_notes_are_returned_once_all_are_published(host, book):
+    host.tell("one", "1")
+    with pytest.raises(DiscoveryError, match=r"Missing: two, three"):
+        book.ask(["one", "two", "three"], timeout_s=0.1)
+    host.tell("two", "2")
+    assert book.ask(["two", "one"], timeout_s=TIMEOUT_S) == ["2", "1"]
+
+
+def test_the_first_failure_stands(host, book):
+    assert book.state() == ("running", "")
+    book.fail("trainer 0", "the loss is not a number")
+    book.fail("server 1", "lost trainer 0")
+    host.finish()
+    assert host.state() == ("failed", "trainer 0: the loss is not a number")
+
+
+def test_a_finished_job_does_not_fail_any_more(host, book):
+    host.finish()
+    book.fail("loader 0", "too late")
+    assert book.state() == ("finished", "")
+
+
+def test_a_wait_for_a_role_ends_when_the_job_has_failed(host, book):
+    host.fail("server 0", "out of memory")
+    with pytest.raises(JobError, match="server 0: out of memory"):
+        book.addresses("server", timeout_s=TIMEOUT_S)
+
+
+def test_a_closed_book_raises(book):
+    book.close()
+    with pytest.raises(JobError, match="a closed one"):
+        book.state()
+
+
+def test_a_book_whose_host_has_ended_raises(host, book):
+    host.close()
+    with pytest.raises(JobError, match=rf"localhost:{host.port} must answer"):
+        book.state()
+
+
+def test_a_book_whose_port_another_job_has_taken_raises():
+    host = AddressBook.host(0, job_id="ours")
+    book = AddressBook.join("localhost", host.port, "ours", timeout_s=TIMEOUT_S)
+    host.close()
+    other = once_the_port_is_free(lambda: AddressBook.host(host.port, job_id="theirs"))
+    with pytest.raises(JobError, match=r"must belong to job 'theirs'\. .*'ours'"):
+        book.state()
+    book.close()
+    other.close()
+
+
+def test_a_request_of_another_kind_is_refused(host):
+    address = f"tcp://127.0.0.1:{host.port}"
+    server = Connections("address book", [address], encrypts=True)
+    forward = Header(Kind.FORWARD)
+    reply = server.submit(0, forward, [b"{}"], timeout_s=TIMEOUT_S, what="a request")
+    with pytest.raises(RemoteError, match=r"of kind BOOK\. Received: FORWARD"):
+        reply.frames()
+    server.close()
+
+
+def test_a_value_that_is_too_large_is_refused(host, book):
+    with pytest.raises(JobError, match=r"at most 1048576 bytes\. Received: 10486"):
+        book.tell("large", "x" * 2**20)
+    with pytest.raises(DiscoveryError, match="Missing: large"):
+        host.ask(["large"], timeout_s=0.0)
+
+
+def test_only_a_number_is_increased(book):
+    book.put("note/text", "twelve")
+    with pytest.raises(JobError, match=r"must be a number\. Received: 'twelve'"):
+        book.increase("note/text")
+    assert book.peek("note/text") == "twelve"
+
+
+def test_a_full_book_refuses_new_keys_only(host, book, monkeypatch):
+    monkeypatch.setattr(registry_server, "_MAX_KEYS", 2)  # one is the job's id
+    book.tell("first", "1")
+    with pytest.raises(JobError, match="at most 2 keys"):
+        book.tell("second", "2")
+    book.tell("first", "one")
+    assert host.ask(["first"], timeout_s=TIMEOUT_S) == ["one"]
+
+
+def test_an_answer_is_bounded(host, book):
+    host.put("large", "x" * 2**19)
+    with pytest.raises(JobError, match="An answer must have at most"):
+        book._call(registry_server.Get(["large"] * 3))
+    assert book.peek("large") == "x" * 2**19
+
+
+def test_a_book_is_bounded_by_its_characters(host, book, monkeypatch):
+    monkeypatch.setattr(registry_server, "_MAX_BOOK", 2000)
+    book.put("a", "x" * 1000)
+    with pytest.raises(JobError, match="keys, and 2000 characters"):
+        book.put("b", "x" * 1000)
+    book.put("a", "x")
+    book.put("b", "x" * 1000)
+
+
+def test_the_members_of_a_job_are_bounded(host, book, monkeypatch):
+    monkeypatch.setattr(registry_server, "_MAX_MEMBERS", 1)
+    assert book.claim("member/server/0", "x") == "x"
+    with pytest.raises(JobError, match="must have at most 1 members"):
+        book.claim("member/server/1", "x")
+    assert book.claim("member/server/0", "y", "x") == "y"
+
+
+def test_a_number_that_is_too_long_is_not_increased(book):
+    book.put("number", "9" * 5000)
+    with pytest.raises(JobError, match="must be a number"):
+        book.increase("number")
+
+
+def test_what_a_host_has_left_must_be_lines_of_three_texts():
+    for text in (b'["a", "b", "xy"]\n', b'["a", 7, ""]\n', b"a\n", b"[]\n"):
+        memory = os.memfd_create("book")
+        os.write(memory, text)
+        with pytest.raises(FrameError, match=r"address book.* must|must be JSON"):
+            registry_server.Journal(memory)
+        os.close(memory)
+
+
+def test_a_port_that_is_taken_is_refused(host):
+    with pytest.raises(JobError, match=rf"port {host.port}\. .*another job"):
+        AddressBook.host(host.port)
+
+
+def test_a_book_for_all_interfaces_takes_a_free_port_too():
+    host = AddressBook.host(0, everywhere=True)
+    assert host.port > 0
+    host.close()
+
+
+def test_an_impossible_port_is_refused():
+    with pytest.raises(ConfigError, match=r"\[0, 65535\]\. Received: 65536"):
+        AddressBook.host(65_536)
+
+
+def test_the_address_towards_this_machine_is_the_loopback():
+    assert local_address("localhost") == "127.0.0.1"
+    assert local_address("127.0.1.3") == "127.0.0.1"
+
+
+def test_there_is_no_address_towards_an_unknown_machine():
+    with pytest.raises(DiscoveryError, match=r"'no-such-host\.invalid'"):
+        local_address("no-such-host.invalid")
+
+
+def test_time_runs_out_at_the_deadline_where_no_process_compiles():
+    patience = Patience(10.0, 0.0)
+    assert [patience.is_over(3, now) for now in (0.0, 9.9, 10.0)] == [
+        *(False, False),
+        True,
+    ]
+
+
+def test_the_time_in_which_a_process_compiles_does_not_count():
+    patience = Patience(10.0, 0.0)
+    assert not patience.is_over(0, 9.0)
+    for second in range(1, 100):
+        assert not patience.is_over(second, 9.0 + second)
+    assert not patience.is_over(99, 109.0)  # the last heartbeat holds for a while
+    assert patience.is_over(99, 200.0)
+
+
+def test_a_process_that_compiles_for_ever_extends_a_deadline_only_so_far():
+    patience = Patience(10.0, 0.0)
+    overs = [patience.is_over(second, float(second)) for second in range(2000)]
+    assert overs.index(True) == 10 + timeouts.COMPILING_S
+
+
+@pytest.fixture
+def inherited(monkeypatch):
+    """The socket and the memory of a process that has a supervisor."""
+    memory = os.memfd_create("book")
+    with open_listening() as listener:
+        monkeypatch.setenv("PERSIA_LISTEN_FD", str(listener.fileno()))
+        yield memory
+    os.close(memory)
+
+
+def host_again(memory):
+    return AddressBook.host(0, memory=memory, recovery_s=TIMEOUT_S)
+
+
+def test_the_next_host_of_a_book_finds_what_the_one_before_had(inherited):
+    before = host_again(inherited)
+    before.tell("text", "two\nlines")
+    before.claim("member/server/0", "{}")
+    before.increase("beats/server/0")
+    for number in range(300):  # in one place
+        before.put("progress/trainer/0", str(number))
+    before.fail("trainer 0", "no data")
+    before.close()
+    os.pwrite(inherited, b'["note/half', os.fstat(inherited).st_size)
+    after = host_again(inherited)
+    assert (after.greeting, after.port) == (before.greeting, before.port)
+    assert after.ask(["text"], timeout_s=TIMEOUT_S) == ["two\nlines"]
+    assert after.state() == ("failed", "trainer 0: no data")
+    assert after.peek("beats/server/0") is None  # they only have to grow
+    assert after.peek("progress/trainer/0") == "299"
+    assert os.fstat(inherited).st_size < 2000
+    after.tell("more", "1")
+    after.close()
+    last = host_again(inherited)
+    assert last.ask(["text", "more"], timeout_s=TIMEOUT_S) == ["two\nlines", "1"]
+    last.close()
+
+
+def test_a_request_waits_for_the_next_host_of_the_book(inherited):
+    host = host_again(inherited)
+    book = AddressBook.join("localhost", host.port, timeout_s=TIMEOUT_S)
+    book.tell("first", "1")
+    host.close()
+    waiting = threading.Thread(target=book.tell, args=("second", "2"))
+    waiting.start()
+    host = host_again(inherited)
+    waiting.join(TIMEOUT_S)
+    assert not waiting.is_alive()
+    assert host.ask(["first", "second"], timeout_s=TIMEOUT_S) == ["1", "2"]
+    book.close()
+    host.close()
+
+
+def test_a_member_that_is_back_is_not_lost(host):
+    book = AddressBook.join("localhost", host.port, timeout_s=TIMEOUT_S)
+    book.claim("member/server/0", "{}")
+    book.close()
+    wait_until(lambda: host.peek("lost/server/0") == "{}", "it is lost")
+    again = AddressBook.join("localhost", host.port, timeout_s=TIMEOUT_S)
+    again.claim("member/server/0", "{}")
+    wait_until(lambda: host.peek("lost/server/0") is None, "it is back")
+    again.close()

@@ -1,0 +1,59 @@
+import os
+import signal
+
+import pytest
+
+from persia_torchrec.job.signals import EndSignals
+from tests.support.processes import Processes
+
+pytestmark = pytest.mark.multiprocess
+
+
+def fail_at_each_signal():
+    read, write = os.pipe()
+
+    def react(name):
+        os.write(write, name.encode())
+        raise ValueError("the signal is round")
+
+    with EndSignals(react):
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+            assert os.read(read, 64) == number.name.encode()
+
+
+def test_signals_are_received_after_one_whose_reaction_failed(tmp_path):
+    with Processes(tmp_path) as processes:
+        process = processes.start("process", fail_at_each_signal)
+        assert process.status() == 0, process.output()
+        assert process.output().count("ValueError: the signal is round") == 2
+
+
+def fork_a_child_that_leaves():
+    before = signal.getsignal(signal.SIGTERM)
+    with EndSignals(print):
+        child = os.fork()
+    if child == 0:
+        os._exit(3 if signal.getsignal(signal.SIGTERM) is before else 4)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_forked_child_leaves_the_block_with_the_previous_handlers(tmp_path):
+    with Processes(tmp_path) as processes:
+        assert processes.start("process", fork_a_child_that_leaves).status() == 3
+
+
+def handle_by_itself():
+    heard = []
+    signal.signal(signal.SIGTERM, lambda *_: heard.append("script"))
+    with EndSignals(heard.append) as signals:
+        os.kill(os.getpid(), signal.SIGTERM)
+        signals.ignore()
+    os.kill(os.getpid(), signal.SIGINT)
+    assert heard == ["script"]
+
+
+def test_the_handler_of_a_script_stays_and_what_is_ignored_ends_nothing(tmp_path):
+    with Processes(tmp_path) as processes:
+        process = processes.start("process", handle_by_itself)
+        assert process.status() == 0, process.output()

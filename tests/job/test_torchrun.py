@@ -1,0 +1,77 @@
+"""Trainers of a job that torchrun starts again, all of them when one fails."""
+
+import contextlib
+
+import pytest
+
+from persia_torchrec.errors import ConfigError, JobMismatchError
+from persia_torchrec.job import torchrun
+from persia_torchrec.job.registry import AddressBook
+from tests.support.processes import Processes
+from tests.support.script_jobs import Job, start_trainers
+
+pytestmark = pytest.mark.multiprocess
+
+KILLED = """
+import os, signal
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()  # until torchrun ends this one, too
+print("trained by", os.environ["RANK"])
+"""
+
+RAISES = """
+raise ValueError("a bug of its own")
+"""
+
+
+def meet(book, node_rank, nnodes=2):
+    """Return where an agent meets those of the other machines."""
+    config = torchrun.AgentConfig(node_rank=node_rank, nnodes=nnodes)
+    return torchrun.Agent(config, book)._meet().rdzv_endpoint
+
+
+def test_agents_meet_at_the_first_one_and_only_once(monkeypatch):
+    with contextlib.closing(AddressBook.host(0)) as book:
+        place = meet(book, 0)
+        assert place.startswith("127.0.0.1:")
+        assert meet(book, 1) == place
+        for node in range(2):
+            must = f"--node-rank {node} must be started once in a job. Received: job"
+            with pytest.raises(JobMismatchError, match=must):
+                meet(book, node)
+        with pytest.raises(ConfigError, match="3 from machine of NN workers 2, 2"):
+            meet(book, 2, nnodes=3)
+        monkeypatch.setenv("PERSIA_RESTARTS", "1")
+        assert meet(book, 0) == place  # that of an agent before it
+
+
+def test_the_agent_of_a_single_machine_opens_no_port():
+    with contextlib.closing(AddressBook.host(0)) as book:
+        config = torchrun.Agent(torchrun.AgentConfig(nnodes=1), book)._meet()
+    assert config.rdzv_endpoint == ""  # a file in the folder of its logs
+    assert config.rdzv_configs["store_type"] == "file"
+
+
+def test_a_job_waits_for_trainers_that_torchrun_starts_again(tmp_path):
+    with Processes(tmp_path) as processes:
+        job = Job(processes, trainer=2)
+        torchrun = start_trainers(processes, job, KILLED, 2, max_restarts=1)
+        assert torchrun.status() == 0, torchrun.output()
+        assert job.coordinator.status() == 0, job.coordinator.output()
+        assert torchrun.output().count("trained by") == 2
+        told = job.coordinator.output()
+    assert "trainer 1 (process" in told
+    assert "the job waits for its return" in told
+
+
+def test_a_script_that_always_raises_fails_the_job_and_says_why_once(tmp_path):
+    with Processes(tmp_path) as processes:
+        job = Job(processes, trainer=1)
+        torchrun = start_trainers(processes, job, RAISES, 1, max_restarts=2)
+        assert torchrun.status() != 0
+        assert job.coordinator.status() == 1
+        assert torchrun.output().count('    raise ValueError("a bug') == 1
+        told = job.coordinator.output()
+    assert "job failed: trainer 0: ValueError: a bug of its own" in told

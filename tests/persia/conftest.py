@@ -1,0 +1,10 @@
+import pytest
+
+from tests.support.local_job import LocalJob
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """Return a job whose embedding config has one slot, ``item``."""
+    with LocalJob(tmp_path, monkeypatch) as job:
+        yield job

@@ -1,0 +1,250 @@
+import threading
+
+import pytest
+
+from persia_torchrec import timeouts
+from persia_torchrec.ctx import DataCtx
+from persia_torchrec.data import DataLoader, StreamingDataset
+from persia_torchrec.errors import ConfigError, DataflowError, RemoteError
+from persia_torchrec.persia.embedding import EmbeddingConfig
+from tests.support.local_job import LocalJob, Sending, batch_of
+from tests.support.servers import DEADLINE_S
+
+NUM_BATCHES = 60
+
+
+@pytest.fixture
+def sending():
+    sending = Sending()
+    yield sending
+    sending.join()
+
+
+def share(loader, num_loaders, num=NUM_BATCHES, **more):
+    """Make the batches of one loader; batch ``n`` has the id ``n`` and says so."""
+    for number in range(loader, num, num_loaders):
+        yield batch_of([number], meta=b"%d" % number, **more)
+
+
+def train(ctx, batches):
+    """Take a step on each batch; return their numbers in the order they came."""
+    numbers = []
+    for batch in batches:
+        assert int(batch.meta) == batch.batch_id
+        output, _ = ctx.forward(batch)
+        ctx.backward(output.sum())
+        numbers.append(batch.batch_id)
+    return numbers
+
+
+@pytest.mark.parametrize("num_loaders", [1, 2, 3])
+def test_batches_of_all_loaders_come_in_the_order_of_their_numbers(
+    tmp_path, monkeypatch, sending, num_loaders
+):
+    with LocalJob(tmp_path, monkeypatch, num_workers=2) as job, job.train_ctx() as ctx:
+        loader = DataLoader(
+            StreamingDataset(4), reproducible=True, embedding_staleness=1
+        )
+        batches = iter(loader)
+        for index in range(num_loaders):
+            data_ctx = job.data_ctx(index, num_loaders)
+            sending.start(data_ctx, share(index, num_loaders))
+        assert train(ctx, batches) == list(range(NUM_BATCHES))
+        assert job.num_rows() == NUM_BATCHES
+
+
+def test_small_buffers_make_the_loaders_wait_and_lose_nothing(
+    tmp_path, monkeypatch, sending
+):
+    most = []
+
+    def note(_):
+        most.append(len(job.buffers[0]))
+
+    job = LocalJob(tmp_path, monkeypatch, forward_buffer_size=2)
+    with job, job.train_ctx() as ctx:
+        loader = DataLoader(
+            StreamingDataset(1), forward_buffer_size=1, embedding_staleness=1
+        )
+        batches = iter(loader)
+        for index in range(2):
+            sending.start(job.data_ctx(index, 2), share(index, 2), note)
+        assert sorted(train(ctx, batches)) == list(range(NUM_BATCHES))
+        # Two of each loader, as the buffer says.
+        assert max(most) <= 4
+        assert len(job.buffers[0]) == 0
+
+
+def test_a_loader_sends_and_keeps_no_more_than_the_trainer_takes(
+    recovering_job, sending
+):
+    job, sent = recovering_job, threading.Semaphore(0)
+    with job.train_ctx() as ctx:
+        loader = DataLoader(StreamingDataset(2), forward_buffer_size=1)
+        batches, data_ctx = iter(loader), job.data_ctx()
+        thread = sending.start(
+            data_ctx, share(0, 1), after_each=lambda _: sent.release()
+        )
+        first = next(batches)
+        # Two wait to be looked up, one waits for the loop, one for its place.
+        for _ in range(5):
+            assert sent.acquire(timeout=DEADLINE_S)
+        assert not sent.acquire(timeout=0.3)
+        assert thread.is_alive()
+        assert 5 <= len(data_ctx._kept) <= 6
+        ctx.backward(ctx.forward(first)[0].sum())
+        train(ctx, batches)
+    sending.join()
+    assert data_ctx._kept == {}
+
+
+def test_batches_without_gradients_come_through_as_well(job, sending):
+    with job.train_ctx() as ctx:
+        batches = iter(DataLoader(StreamingDataset(), embedding_staleness=1))
+        sending.start(job.data_ctx(), share(0, 1, num=10, requires_grad=False))
+        assert sum(not ctx.forward(batch)[0].isnan().any() for batch in batches) == 10
+    assert job.num_rows() == 0
+
+
+def test_a_refused_batch_names_the_features_and_leaves_no_gap(job):
+    with job.train_ctx() as ctx:
+        batches = iter(DataLoader(StreamingDataset(), reproducible=True))
+        with job.data_ctx() as data_ctx:
+            good = list(share(0, 1, num=3))
+            data_ctx.send_data(good[0])
+            message = r"embedding worker 0 at .*one of \['item'\].*unknown \['itme'\]"
+            with pytest.raises(RemoteError, match=message) as raised:
+                data_ctx.send_data(batch_of([1], name="itme"))
+            assert raised.value.kind == "BatchError"
+            data_ctx.send_data(good[1])
+            data_ctx.send_data(good[2])
+        assert train(ctx, batches) == [0, 1, 2]
+
+
+def test_a_crashed_loader_does_not_count_as_ended(job):
+    with job.train_ctx() as ctx:
+        batches = iter(DataLoader(StreamingDataset(), timeout_ms=300))
+        data_ctx = job.data_ctx()
+        data_ctx.send_data(batch_of([1], meta=b"0"))
+        with pytest.raises(ZeroDivisionError), data_ctx:
+            raise ZeroDivisionError
+        message = r"must send a batch within 0\.3 s.*Ended: 0 of 1 loaders"
+        with pytest.raises(DataflowError, match=message):
+            train(ctx, batches)
+
+
+def test_a_trainer_that_stops_early_leaves_no_loader_behind(job):
+    with job.train_ctx() as ctx:
+        batches = iter(DataLoader(StreamingDataset(4)))
+        data_ctx = job.data_ctx()
+        for batch in share(0, 1, num=4):
+            data_ctx.send_data(batch)
+        ctx.backward(ctx.forward(next(batches))[0].sum())
+        batches.close()
+    assert (job.read("item", 0) < 0).all()
+    with data_ctx:
+        pass
+
+
+def test_a_buffer_that_stays_full_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(timeouts, "SEND_BATCH_S", 0)
+    job = LocalJob(tmp_path, monkeypatch, forward_buffer_size=1)
+    message = "The (embedding worker|trainer) must take the batch within 0 s.*stayed"
+    with job, job.train_ctx():
+        batches = iter(DataLoader(StreamingDataset(1), forward_buffer_size=1))
+        data_ctx = job.data_ctx()
+        with pytest.raises(DataflowError, match=message), data_ctx:
+            list(map(data_ctx.send_data, share(0, 1)))
+        batches.close()
+
+
+def test_outside_a_job_there_is_no_trainer_to_send_to(monkeypatch):
+    monkeypatch.delenv("PERSIA_STORE_PORT", raising=False)
+    with pytest.raises(ConfigError, match=r"PERSIA_STORE_PORT is not set.*torchx"):
+        DataCtx()
+
+
+def test_a_loader_that_is_not_one_of_them_is_refused(job):
+    message = r"REPLICA_INDEX must be in \[0, 2\).*Received: 2"
+    with pytest.raises(ConfigError, match=message):
+        job.data_ctx(index=2, size=2)
+
+
+FROM_ZERO = EmbeddingConfig((0, 0), weight_bound=0)
+
+
+@pytest.fixture
+def recovering_job(tmp_path, monkeypatch):
+    with LocalJob(tmp_path, monkeypatch, num_workers=2, recovery_s=DEADLINE_S) as job:
+        yield job
+
+
+def crash(data_ctx):
+    with pytest.raises(ZeroDivisionError), data_ctx:
+        raise ZeroDivisionError
+
+
+def times_trained(job):
+    return (-job.read("item", *range(NUM_BATCHES))).tolist()
+
+
+def test_ids_that_workers_lose_are_sent_again_and_trained_once(recovering_job, sending):
+    job = recovering_job
+    with job.train_ctx(embedding_config=FROM_ZERO) as ctx:
+        batches = iter(DataLoader(StreamingDataset(4), embedding_staleness=3))
+        sending.start(job.data_ctx(), share(0, 1))
+        for number, batch in enumerate(batches):
+            if number % 20 == 10:
+                job.restart_worker()
+            ctx.backward(ctx.forward(batch)[0].sum())
+    assert times_trained(job) == [[1.0] * 4] * NUM_BATCHES
+    assert [len(buffer) for buffer in job.buffers] == [0, 0]
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_loader_that_starts_again_sends_what_has_not_arrived(
+    recovering_job, sending, asks
+):
+    job = recovering_job
+    with job.train_ctx(embedding_config=FROM_ZERO) as ctx:
+        batches = iter(DataLoader(StreamingDataset(4), embedding_staleness=3))
+        first, all_batches = job.data_ctx(), list(share(0, 1))
+        assert first.position == 0
+        for batch in all_batches[:3]:
+            first.send_data(batch)
+        crash(first)
+        if not asks:
+            job.restart_worker()  # some ids of what has arrived are lost, too
+        again = job.data_ctx()
+        position = again.position if asks else 0
+        assert position == 3 * asks
+        sending.start(again, all_batches[position:])
+        for batch in batches:
+            ctx.backward(ctx.forward(batch)[0].sum())
+    assert times_trained(job) == [[1.0] * 4] * NUM_BATCHES
+
+
+def test_other_ids_of_a_batch_that_has_arrived_are_reported(
+    recovering_job, sending, caplog
+):
+    job = recovering_job
+    with job.train_ctx(embedding_config=FROM_ZERO) as ctx, caplog.at_level("INFO"):
+        batches = iter(DataLoader(StreamingDataset(4), embedding_staleness=3))
+        first = job.data_ctx()
+        for batch in share(0, 1, num=2):
+            first.send_data(batch)
+        crash(first)
+        again = job.data_ctx()
+        others = [batch_of([n]) for n in (0, 7, 2)]
+        sending.start(again, others)
+        ids = [batch.batch_id for batch in batches if train_on(ctx, batch)]
+        sending.join()
+    assert sorted(ids) == [0, 1, 2]
+    assert times_trained(job)[:3] == [[1.0] * 4] * 3
+    assert "batch 2 of data loader 0 has arrived with other ids" in caplog.text
+    assert "batches=3, of which had arrived before=2, with other ids=1" in caplog.text
+
+
+def train_on(ctx, batch):
+    ctx.backward(ctx.forward(batch)[0].sum())
+    return True

@@ -1,0 +1,169 @@
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from persia_torchrec.embedding.optim import SGD
+from persia_torchrec.errors import BatchError, ConfigError, PersiaError
+from persia_torchrec.lookup.bags import build_bags, encode_bags
+from persia_torchrec.persia.batch import Origin, decode_rest, encode_rest
+from persia_torchrec.persia.distributed import DDPOption
+from persia_torchrec.persia.embedding import EmbeddingConfig
+from persia_torchrec.persia.engine import Engine
+from persia_torchrec.persia.loader import LookupSettings
+from persia_torchrec.persia.worker_client import RemoteWorkers
+from tests.support.local_job import LocalJob, SumOfEmbeddings, batch_of
+
+SETTINGS = LookupSettings(forward_buffer_size=3, num_workers=1, embedding_staleness=1)
+
+
+@contextmanager
+def engine_of(model=None):
+    engine = Engine(
+        model or SumOfEmbeddings(),
+        torch.device("cpu"),
+        DDPOption(backend="gloo"),
+        SGD(1.0),
+        EmbeddingConfig(emb_initialization=(5, 5), weight_bound=0),
+        {},
+    )
+    engine.backward_buffer_size = 2
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(job):
+    with engine_of() as engine:
+        yield engine
+
+
+def step(engine, batch, *, settings=SETTINGS):
+    """Train on one batch, its loss the sum of the outputs."""
+    pull = engine.start_pull(batch, is_training=True, settings=settings)
+    engine.run([], pull).sum().backward()
+    engine.flush()
+
+
+def scaled_step(engine, batch, factor):
+    """Train under a loss scale of 1024; return whether gradients were left out."""
+    pull = engine.start_pull(batch, is_training=True, settings=SETTINGS)
+    has_skipped = engine.backward(engine.run([], pull).sum() * factor, 1024.0)
+    engine.flush()
+    return has_skipped
+
+
+def test_the_dense_half_is_replicated_and_the_rows_are_on_the_servers(job, engine):
+    assert isinstance(engine.dmp._dmp_wrapped_module, DistributedDataParallel)
+    names = [name for name, _ in engine.dmp.named_parameters()]
+    assert names == ["never_used", "dense.bias"]
+    assert dist.get_world_size() == 1
+    step(engine, batch_of([1], [2]))
+    assert sum(engine.client.num_rows()) == 2
+
+
+def test_a_batch_is_pulled_from_where_its_ids_wait(job, engine):
+    loader = RemoteWorkers([job.workers[0].address])
+    batch = batch_of([1], [1, 2])
+    bags = build_bags({feature.name: feature for feature in batch.id_type_features})
+    origin = Origin(loader=4, number=1, worker=0)
+    assert loader.buffer(0, origin, encode_bags(bags))
+    referenced = decode_rest(bytearray(encode_rest(batch)), origin)
+    pull = engine.start_pull(referenced, is_training=False)
+    assert engine.embed(pull)["item"].tolist() == [[0.0] * 4] * 2
+    assert len(job.buffers[0]) == 0
+    loader.close()
+
+
+def test_the_scale_of_the_loss_is_taken_out_again(job, engine):
+    assert not scaled_step(engine, batch_of([1], [1]), factor=1024.0)
+    assert job.read("item", 1).tolist() == [[3.0] * 4]
+
+
+@pytest.mark.parametrize("factor", [float("inf"), float("nan")])
+def test_under_a_scale_a_gradient_that_is_not_finite_is_left_out(job, engine, factor):
+    assert scaled_step(engine, batch_of([1]), factor=factor)
+    assert job.read("item", 1).tolist() == [[5.0] * 4]
+    assert not scaled_step(engine, batch_of([1]), factor=1024.0)
+    assert job.read("item", 1).tolist() == [[4.0] * 4]
+
+
+def test_gradients_whose_rows_are_gone_are_counted(tmp_path, monkeypatch):
+    with (
+        LocalJob(tmp_path, monkeypatch, capacity_rows=4) as job,
+        engine_of() as engine,
+    ):
+        settings = SETTINGS._replace(embedding_staleness=2)
+        late, other = (
+            engine.start_pull(batch, is_training=True, settings=settings)
+            for batch in (batch_of([1, 2]), batch_of(list(range(100, 140))))
+        )
+        for pull in (late, other):
+            engine.run([], pull).sum().backward()
+        engine.flush()
+        assert job.total("gradients_missed") >= 2
+
+
+def test_without_a_bound_as_many_batches_are_under_way_as_the_buffers_hold(job, engine):
+    settings = SETTINGS._replace(embedding_staleness=None)
+    pulls = [
+        engine.start_pull(batch_of([number]), is_training=True, settings=settings)
+        for number in range(5)  # 3 forward and 2 backward
+    ]
+    losses = [engine.run([], pull).sum() for pull in pulls]
+    sum(losses).backward()
+    engine.flush()
+    assert max(c["open_batches_max"] for c in engine.client.counters()) == 5
+
+
+def test_the_bound_does_not_change_while_a_batch_is_under_way(engine):
+    pull = engine.start_pull(batch_of([1]), is_training=True, settings=SETTINGS)
+    pull.wait()
+    wider = SETTINGS._replace(embedding_staleness=7)
+    with pytest.raises(ConfigError, match=r"while no batch is in flight\. Received: 1"):
+        engine.start_pull(batch_of([1]), is_training=True, settings=wider)
+    engine.run([], pull).sum().backward()
+    step(engine, batch_of([1]), settings=wider)
+
+
+def test_settings_of_a_loader_for_evaluation_do_not_touch_the_training(engine):
+    pull = engine.start_pull(batch_of([1]), is_training=True, settings=SETTINGS)
+    pull.wait()
+    other = SETTINGS._replace(embedding_staleness=7, num_workers=3)
+    engine.embed(engine.start_pull(batch_of([1]), is_training=False, settings=other))
+    engine.run([], pull).sum().backward()
+    assert engine._settings == SETTINGS
+
+
+def test_features_that_are_not_slots_are_refused(job, engine):
+    message = r"\['item'\]\. Received: \['itme'\], unknown \['itme'\]"
+    for is_training in (True, False):
+        with pytest.raises(BatchError, match=message):
+            engine.start_pull(batch_of([1], name="itme"), is_training=is_training)
+    assert job.num_rows() == 0
+
+
+def test_outside_a_job_there_is_nothing_to_train_with(job, monkeypatch):
+    monkeypatch.delenv("PERSIA_STORE_PORT")
+    with (
+        pytest.raises(ConfigError, match=r"PERSIA_STORE_PORT is not set"),
+        engine_of(),
+    ):
+        pass
+
+
+def test_closing_twice_does_nothing_and_nothing_works_afterwards(engine):
+    engine.close()
+    engine.close()
+    with pytest.raises(PersiaError, match="closed"):
+        engine.start_pull(batch_of([1]), is_training=True)
+
+
+def test_two_engines_one_after_the_other_find_the_same_rows(job):
+    for expected in (4.0, 3.0):
+        with engine_of() as engine:
+            step(engine, batch_of([1]))
+        np.testing.assert_array_equal(job.read("item", 1), [[expected] * 4])

@@ -1,0 +1,332 @@
+"""What each command turns into; whole jobs are in tests/integration."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from persia_torchrec import env
+from persia_torchrec.persia import launcher
+from tests.support.processes import DEADLINE_S, Processes
+from tests.support.repository import ROOT
+from tests.support.script_jobs import INFER, Job
+
+SLOTS = "slots_config: {item: {dim: 4}}"
+CONFIGS = ["--embedding-config", "e.yml", "--global-config", "g.yml"]
+
+
+class Became(Exception):  # noqa: N818  # not an error
+    """Raised where a command would turn into a process."""
+
+    def __init__(self, command: list[str]) -> None:
+        super().__init__(command)
+        self.command = command
+
+
+@pytest.fixture(autouse=True)
+def _an_environment_of_its_own(monkeypatch, tmp_path):
+    def become(file, command):
+        assert file == command[0] == sys.executable
+        raise Became(command[1:])
+
+    monkeypatch.setattr(os, "environ", {"PERSIA_STORE_PORT": "29400"})
+    monkeypatch.setattr(os, "execv", become)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "e.yml").write_text(SLOTS)
+
+
+def becomes(*arguments):
+    """Return the command that one of the launcher's turns into, as one line."""
+    with pytest.raises(Became) as became:
+        launcher.main(arguments)
+    return " ".join(became.value.command)
+
+
+def configs():
+    """Return the paths that the process finds in its environment."""
+    return env.embedding_config_path(), env.global_config_path()
+
+
+def refusal_of(arguments):
+    """Return the message with which a command ends."""
+    with pytest.raises(SystemExit) as refused:
+        launcher.main(arguments)
+    return refused.value.code
+
+
+def test_a_parameter_server_has_persias_default_port_and_index():
+    command = "embedding-parameter-server"
+    assert becomes(command, *CONFIGS) == "-m persia_torchrec.server --port 8888"
+    assert configs() == ("e.yml", "g.yml")
+    assert (env.get_replica_index(), env.get_replica_size()) == (0, 1)
+    others = ["--port", "10001", "--replica-index", "1", "--replica-size", "3"]
+    assert "--port 10001" in becomes(command, *CONFIGS, *others)
+    assert (env.get_replica_index(), env.get_replica_size()) == (1, 3)
+
+
+def test_an_embedding_worker_has_persias_default_port_and_index():
+    assert becomes("embedding-worker", *CONFIGS, "--replica-size", "2") == (
+        "-m persia_torchrec.worker --port 8887"
+    )
+    assert configs() == ("e.yml", "g.yml")
+    assert (env.get_replica_index(), env.get_replica_size()) == (0, 2)
+
+
+def test_all_commands_may_have_a_supervisor():
+    def supervised(flags, command):
+        supervisor = f"-m persia_torchrec.job.supervisor {flags}"
+        return f"{supervisor} -- {sys.executable} -m persia_torchrec.{command}"
+
+    server = becomes("embedding-parameter-server", *CONFIGS, "--recover")
+    flags = "--port 8888 --memory-dir auto"
+    assert server == supervised(flags, "server --port 8888")
+    worker = becomes("embedding-worker", *CONFIGS, "--recover", "--port", "9000")
+    flags = "--port 9000 --memory-dir private"
+    assert worker == supervised(flags, "worker --port 9000")
+    loader = becomes("data-loader", "load.py", "--recover")
+    command = "job.script loader load.py"
+    assert loader == supervised("--memory-dir private", command)
+    trainers = becomes("nn-worker", "train.py", "--recover")
+    flags = "--nproc-per-node 1 --nnodes 1 --node-rank 0 --max-restarts 3"
+    command = f"job.torchrun {flags} -- train.py"
+    assert trainers == supervised("--memory-dir private", command)
+    coordinator = becomes("coordinator", "--recover")
+    command = "job.coordinator --port 29400"
+    assert coordinator.startswith(supervised("--host all --port 29400", command))
+
+
+def test_a_data_loader_runs_the_script_named_before_its_options_or_after():
+    runs = "-m persia_torchrec.job.script loader load.py"
+    assert becomes("data-loader", "load.py") == runs
+    options = ["--replica-index", "1", "--replica-size", "2"]
+    assert becomes("data-loader", "load.py", *options) == runs
+    assert becomes("data-loader", *options, "load.py") == runs
+    assert (env.get_replica_index(), env.get_replica_size()) == (1, 2)
+
+
+def test_nn_workers_are_started_by_torchrun():
+    of_node = ["--nproc-per-node", "2", "--nnodes", "2", "--node-rank", "1"]
+    assert becomes("nn-worker", "train.py", *of_node) == (
+        f"-m persia_torchrec.job.torchrun {' '.join(of_node)} --max-restarts 3 "
+        "-- train.py"
+    )
+
+
+def test_files_may_be_given_by_the_environment(monkeypatch):
+    for name, value in {
+        "PERSIA_EMBEDDING_CONFIG": "e.yml",
+        "PERSIA_GLOBAL_CONFIG": "g.yml",
+        "PERSIA_NN_WORKER_ENTRY": "train.py",
+        "PERSIA_DATALOADER_ENTRY": "load.py",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert becomes("nn-worker").endswith(" -- train.py")
+    assert becomes("nn-worker", "other.py").endswith(" -- other.py")
+    assert becomes("data-loader").endswith(" loader load.py")
+    assert becomes("embedding-worker").endswith("worker --port 8887")
+    assert becomes("embedding-parameter-server").endswith("server --port 8888")
+    assert configs() == ("e.yml", "g.yml")
+    becomes("embedding-worker", "--global-config", "other.yml")
+    assert configs() == ("e.yml", "other.yml")
+
+
+def test_the_coordinator_is_given_the_number_of_processes_per_role():
+    assert becomes("coordinator") == (
+        "-m persia_torchrec.job.coordinator --port 29400 --num-servers 1 "
+        "--num-workers 1 --num-loaders 1 --num-trainers 1"
+    )
+    assert env.join_timeout_s() == 600
+    counts = [
+        "--join-timeout-s",
+        "3",
+        "--embedding-parameter-servers",
+        "4",
+        "--embedding-workers",
+        "3",
+    ]
+    counts += ["--data-loaders", "0", "--nn-workers", "2", "--port", "1234"]
+    assert becomes("coordinator", *counts) == (
+        "-m persia_torchrec.job.coordinator --port 1234 --num-servers 4 "
+        "--num-workers 3 --num-loaders 0 --num-trainers 2"
+    )
+    assert env.join_timeout_s() == 3  # the process reads it there
+    becomes("data-loader", "load.py")
+    assert env.join_timeout_s() == 3
+
+
+def test_a_job_is_on_this_machine_unless_a_host_is_named(monkeypatch, capsys):
+    becomes("coordinator")
+    assert env.is_local_job()
+    assert "listens for this machine only" in capsys.readouterr().err
+    monkeypatch.setenv("PERSIA_STORE_HOST", "node7")
+    becomes("coordinator")
+    assert capsys.readouterr().err == ""
+    assert env.job_store() == ("node7", 29400, "")
+    assert not env.is_local_job()
+
+
+def test_a_verbose_launcher_shows_what_it_starts(monkeypatch, capsys):
+    monkeypatch.setenv("PERSIA_LAUNCHER_VERBOSE", "1")
+    becomes("data-loader", "load.py")
+    assert "persia_torchrec.job.script loader load.py" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nn-worker"], "FILE, or PERSIA_NN_WORKER_ENTRY, must name the file"),
+        (["data-loader"], "FILE, or PERSIA_DATALOADER_ENTRY, must name the file"),
+        (["coordinator", "--join-timeout-s", "0"], "(--join-timeout-s) must be a numb"),
+        (["embedding-worker"], "--embedding-config, or PERSIA_EMBEDDING_CONFIG, must"),
+        (
+            ["embedding-parameter-server", "--embedding-config", "e.yml"],
+            "--global-config, or PERSIA_GLOBAL_CONFIG, must name the file",
+        ),
+        (
+            ["embedding-worker", *CONFIGS, "--replica-index", "1"],
+            "--replica-index must be in [0, 1), below --replica-size. Received: 1",
+        ),
+        (
+            ["nn-worker", "train.py", "--nproc-per-node", "0"],
+            "--nproc-per-node must be >= 1. Received: 0",
+        ),
+        (
+            ["nn-worker", "train.py", "--node-rank", "2", "--nnodes", "2"],
+            "--node-rank must be in [0, 2), below --nnodes. Received: 2",
+        ),
+        (
+            ["embedding-parameter-server", *CONFIGS, "--embedding-config", "no.yml"],
+            "no.yml must be a text file that can be read",
+        ),
+    ],
+)
+def test_an_invalid_command_ends_with_the_reason(arguments, message):
+    assert message in refusal_of(arguments)
+
+
+def test_the_installed_command_is_this_one():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    module, _, function = project["scripts"]["persia-launcher"].partition(":")
+    assert getattr(importlib.import_module(module), function) is launcher.main
+
+
+def test_the_module_runs_as_the_command(monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.delenv("PERSIA_STORE_PORT", raising=False)
+    command = [sys.executable, "-m", "persia_torchrec.launcher"]
+    ended = subprocess.run(
+        [*command, "coordinator"],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("persia-launcher: The coordinator, without --port")
+
+
+def test_without_a_coordinator_nothing_starts(monkeypatch):
+    monkeypatch.delenv("PERSIA_STORE_PORT")
+    for arguments in (["nn-worker", "a.py"], ["data-loader", "a.py"], ["coordinator"]):
+        assert "PERSIA_STORE_PORT is not set" in refusal_of(arguments)
+
+
+def test_inference_needs_no_coordinator(monkeypatch, tmp_path):
+    monkeypatch.delenv("PERSIA_STORE_PORT")
+    for command in ("embedding-worker", "embedding-parameter-server"):
+        (tmp_path / "g.yml").write_text("")
+        assert "PERSIA_STORE_PORT is not set" in refusal_of([command, *CONFIGS])
+        (tmp_path / "g.yml").write_text(INFER)
+        becomes(command, *CONFIGS)
+        (tmp_path / "g.yml").write_text("zzz: 1")
+        assert "zzz is unknown" in refusal_of([command, *CONFIGS])
+
+
+@pytest.mark.parametrize("command", ["coordinator", "nn-worker", "data-loader"])
+def test_training_roles_are_rejected_for_inference(monkeypatch, tmp_path, command):
+    (tmp_path / "g.yml").write_text(INFER)
+    monkeypatch.setenv("PERSIA_GLOBAL_CONFIG", "g.yml")
+    arguments = [command] if command == "coordinator" else [command, "script.py"]
+    assert "must belong to a job that trains. Received: job_t" in refusal_of(arguments)
+
+
+@pytest.mark.parametrize("name", env.REFUSED)
+def test_an_unsupported_variable_is_rejected_with_the_reason(monkeypatch, name):
+    harmless, reason = env.REFUSED[name]
+    monkeypatch.setenv(name, harmless)
+    becomes("data-loader", "load.py")
+    monkeypatch.setenv(name, "nats://0.0.0.0:4222")
+    error = refusal_of(["data-loader", "load.py"])
+    assert f"{name} must not be set. Received: 'nats://0.0.0.0:4222'" in error
+    assert reason in error
+
+
+def test_an_unknown_command_is_rejected_with_a_list_of_commands(capsys):
+    with pytest.raises(SystemExit):
+        launcher.main(["trainer", "train.py"])
+    assert "'embedding-parameter-server'" in capsys.readouterr().err
+
+
+TELL = """
+import json, os
+import torch.distributed as dist
+dist.init_process_group("gloo")
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+ranks = [None] * dist.get_world_size()
+dist.all_gather_object(ranks, {name: int(os.environ[name]) for name in names})
+if dist.get_rank() == 0:
+    print(json.dumps(ranks))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_nn_workers_of_two_nodes_rendezvous(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    (tmp_path / "train.py").write_text(TELL)
+    with Processes(tmp_path) as processes:
+        job = Job(processes, trainer=3)
+        nodes = [
+            subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "persia_torchrec.persia.launcher"),
+                    *("nn-worker", "train.py", "--nnodes", "2"),
+                    *("--node-rank", str(node), "--nproc-per-node", str(2 - node)),
+                ],
+                cwd=tmp_path,
+                env={
+                    "PATH": os.defpath,
+                    "PYTHONPATH": str(ROOT),
+                    "PERSIA_STORE_PORT": str(job.port),
+                    "PERSIA_JOB_TOKEN_FILE": os.environ["PERSIA_JOB_TOKEN_FILE"],
+                    "OMP_NUM_THREADS": "1",
+                },
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for node in (1, 0)
+        ]
+        try:
+            output = "".join(node.communicate(timeout=DEADLINE_S)[0] for node in nodes)
+        finally:
+            for node in nodes:
+                node.kill()
+        assert [node.returncode for node in nodes] == [0, 0]
+        assert job.coordinator.status() == 0
+    (line,) = [line for line in output.splitlines() if line.startswith("[")]
+    keys = ["RANK", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"]
+    found = [[rank[key] for key in keys] for rank in json.loads(line)]
+    pair, single = [(0, 2), (1, 2)], [(0, 1)]  # torchrun orders the nodes itself
+    nodes = [pair, single] if found[1][1] == 0 else [single, pair]
+    assert found == [
+        [rank, node, local, size, 3]
+        for rank, (node, (local, size)) in enumerate(
+            (node, place) for node, places in enumerate(nodes) for place in places
+        )
+    ]

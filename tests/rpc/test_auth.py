@@ -1,0 +1,181 @@
+"""Who may connect: mechanisms, refusals, and the errors of clients."""
+
+import contextlib
+import time
+
+import pytest
+import zmq
+
+from persia_torchrec.errors import ConfigError, DiscoveryError, ServerError, TokenError
+from persia_torchrec.job.registry import AddressBook
+from persia_torchrec.rpc import auth
+from persia_torchrec.rpc.auth import VALID_S, Doorkeeper, client_options
+from persia_torchrec.rpc.client import Connections
+from persia_torchrec.rpc.messages import Header, Kind, encode_json
+from persia_torchrec.rpc.server import Service
+from tests.support.ports import draw_port
+from tests.support.processes import DEADLINE_S
+from tests.support.sockets import ending_of
+
+OURS, THEIRS = "our token, of the job", "their token, of another"
+
+
+def set_token(monkeypatch, token, encrypt="0"):
+    for name in ("PERSIA_JOB_TOKEN", "PERSIA_JOB_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PERSIA_ENCRYPT", encrypt)
+    if token is not None:
+        monkeypatch.setenv("PERSIA_JOB_TOKEN", token.replace(" ", "-"))
+
+
+def options_of(token, *, encrypts=False):
+    token = None if token is None else token.replace(" ", "-")
+    return client_options(token, encrypts=encrypts)
+
+
+@contextlib.contextmanager
+def serving(**settings):
+    service = Service("service", lambda *_: [encode_json("answer")], **settings)
+    yield service.address
+    service.close()
+
+
+def ask(address):
+    with contextlib.closing(Connections("service", [address])) as connections:
+        return submit(connections)
+
+
+def submit(connections):
+    hello, body = Header(Kind.HELLO), [encode_json(None)]
+    reply = connections.submit(0, hello, body, timeout_s=DEADLINE_S, what="a request")
+    return bytes(reply.frames()[1])
+
+
+@pytest.mark.parametrize("encrypt", ["0", "1"])
+@pytest.mark.parametrize("token", [OURS, None])
+def test_who_has_the_same_token_is_answered(monkeypatch, token, encrypt):
+    set_token(monkeypatch, token, encrypt if token else "0")
+    with serving() as address:
+        assert ask(address) == b'"answer"'
+        mine = options_of(token, encrypts=encrypt == "1")
+        assert ending_of(address, mine, DEADLINE_S) == zmq.EVENT_HANDSHAKE_SUCCEEDED
+
+
+@pytest.mark.parametrize("encrypt", ["0", "1"])
+@pytest.mark.parametrize("encrypts", [False, True])
+@pytest.mark.parametrize("token", [None, THEIRS])
+def test_a_stranger_is_not_answered(monkeypatch, encrypt, token, encrypts):
+    set_token(monkeypatch, OURS, encrypt)
+    with serving() as address:
+        theirs = options_of(token, encrypts=encrypts)
+        ended = ending_of(address, theirs, DEADLINE_S)
+        assert ended != zmq.EVENT_HANDSHAKE_SUCCEEDED
+        assert ask(address) == b'"answer"'
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "received"),
+    [
+        (OURS, None, "no token here|a token there"),
+        (OURS, THEIRS, f"another token there, or clocks that differ by {VALID_S:g} s"),
+        (None, OURS, "a token, or PERSIA_ENCRYPT=1, at one end only|another token"),
+    ],
+)
+def test_the_error_says_what_to_set(monkeypatch, there, here, received):
+    set_token(monkeypatch, there)
+    must = r"PERSIA_JOB_TOKEN_FILE, or PERSIA_JOB_TOKEN, must be the same for all"
+    with serving() as address:
+        set_token(monkeypatch, here)
+        message = (
+            rf"service 0 at {address}: a request: {must}.*Received: .*({received})"
+        )
+        with pytest.raises(TokenError, match=message) as refusal:
+            ask(address)
+        assert isinstance(refusal.value, PermissionError)
+
+
+def test_the_address_book_is_encrypted_and_says_what_to_set(monkeypatch):
+    set_token(monkeypatch, OURS)
+    with contextlib.closing(AddressBook.host(0)) as book:
+        address = f"tcp://127.0.0.1:{book.port}"
+        plain, curve = (options_of(OURS, encrypts=on) for on in (False, True))
+        for options in (plain, {}, options_of(THEIRS, encrypts=True)):
+            ended = ending_of(address, options, DEADLINE_S)
+            assert ended != zmq.EVENT_HANDSHAKE_SUCCEEDED
+        assert ending_of(address, curve, DEADLINE_S) == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        set_token(monkeypatch, THEIRS)
+        with pytest.raises(DiscoveryError, match="PERSIA_JOB_TOKEN_FILE, or"):
+            AddressBook.join("127.0.0.1", book.port, timeout_s=DEADLINE_S)
+
+
+def test_a_proof_is_accepted_once(monkeypatch):
+    set_token(monkeypatch, OURS)
+    with serving() as address:
+        proof = options_of(OURS)
+        assert ending_of(address, proof, DEADLINE_S) == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        assert ending_of(address, proof, DEADLINE_S) == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+
+def test_a_proof_is_accepted_while_it_is_new():
+    now = [time.time()]
+    context = zmq.Context()
+    keeper = Doorkeeper(context, OURS.replace(" ", "-"), lambda: now[0])
+    proofs = [tuple(options_of(OURS).values()) for _ in range(3)]
+    assert keeper.refusal(*proofs[0]) == ""
+    assert keeper.refusal(*proofs[0]) == "its proof was used before"
+    now[0] += VALID_S - 2
+    assert keeper.refusal(*proofs[1]) == ""
+    now[0] += 4
+    assert "s old, or the clocks differ" in keeper.refusal(*proofs[2])
+    name, digest = options_of(OURS).values()
+    assert keeper.refusal(b"0" + name, digest) == "it has another token"
+    context.term()
+
+
+def test_a_client_whose_proof_is_too_old_proves_itself_anew(monkeypatch):
+    set_token(monkeypatch, OURS)
+    port, now_s = draw_port(), time.time()
+    with monkeypatch.context() as before:
+        before.setattr(auth.time, "time", lambda: now_s - 2 * VALID_S)
+        connections = Connections("service", [f"tcp://127.0.0.1:{port}"])
+    with contextlib.closing(connections), serving(port=port):
+        assert submit(connections) == b'"answer"'
+
+
+@pytest.mark.parametrize("encrypt", ["0", "1"])
+def test_a_client_proves_itself_to_a_restarted_server(monkeypatch, encrypt):
+    set_token(monkeypatch, OURS, encrypt)
+    port = draw_port()
+    address = f"tcp://127.0.0.1:{port}"
+    with contextlib.closing(Connections("service", [address])) as connections:
+        for _ in range(3):
+            with serving(port=port):
+                deadline = time.monotonic() + DEADLINE_S
+                while True:
+                    try:
+                        assert submit(connections) == b'"answer"'
+                        break
+                    except TokenError:
+                        raise
+                    except ServerError:  # of the connection before
+                        assert time.monotonic() < deadline
+                        time.sleep(0.01)
+
+
+def test_without_a_token_only_the_loopback_is_served(monkeypatch):
+    set_token(monkeypatch, None)
+    message = r"PERSIA_JOB_TOKEN_FILE, or PERSIA_JOB_TOKEN, must be set to listen on "
+    for host in ("0.0.0.0", "*"):
+        with pytest.raises(ConfigError, match=rf"{message}.*Received: 0\.0\.0\.0, and"):
+            Service("service", lambda *_: [], host=host)
+    with pytest.raises(ConfigError, match=message):
+        AddressBook.host(0, everywhere=True)
+    set_token(monkeypatch, OURS)
+    with serving(host="0.0.0.0") as address:
+        assert ask(address.replace("0.0.0.0", "127.0.0.1")) == b'"answer"'
+
+
+def test_encryption_needs_a_token(monkeypatch):
+    set_token(monkeypatch, None, encrypt="1")
+    with pytest.raises(ConfigError, match="PERSIA_ENCRYPT=1 needs the job's token"):
+        Connections("service", ["tcp://127.0.0.1:1"])

@@ -1,0 +1,289 @@
+"""A server that serves a checkpoint for inference."""
+
+import json
+import logging
+import re
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from persia_torchrec import Expiry
+from persia_torchrec.checkpoint.background import Activity
+from persia_torchrec.checkpoint.load import ShardLoad
+from persia_torchrec.client.client import BatchNumber
+from persia_torchrec.embedding.optim import Adagrad
+from persia_torchrec.errors import (
+    CheckpointError,
+    PersiaError,
+    RemoteError,
+)
+from persia_torchrec.server.config import ServerConfig
+from persia_torchrec.server.follower import ServedCheckpoint
+from persia_torchrec.table import TableSpec
+from tests.support.ports import draw_port
+from tests.support.processes import wait_until
+from tests.support.servers import (
+    DEADLINE_S,
+    RunningServer,
+    ids_of,
+    once_the_port_is_free,
+)
+
+ITEM = TableSpec(name="item", dim=4, optimizer=Adagrad(0.1))
+NUMBER = BatchNumber(1, 0)
+IDS = np.arange(40, dtype=np.uint64)
+
+
+@pytest.fixture
+def trained(servers, tmp_path):
+    """Return the folder of a checkpoint of two servers, and the weights in it."""
+    client = servers.client(servers.start(2))
+    client.add_tables([ITEM])
+    split = client.split(IDS)
+    [rows] = client.pull([("item", split)], batch=NUMBER)
+    client.outcome(client.push([("item", split)], [rows], NUMBER))
+    client.checkpoints.dump(tmp_path / "run")
+    return str(tmp_path / "run"), client.read("item", IDS)[:, :4]
+
+
+def weights_of(client, ids=IDS):
+    """Look ids up as inference does."""
+    split = client.split(ids)
+    [rows] = client.pull([("item", split)])
+    return rows[split.inverse]
+
+
+def is_ready(client):
+    try:
+        return bool(client.num_rows())
+    except PersiaError:
+        return False
+
+
+def client_of(servers, running):
+    """Connect to servers, and wait until they have loaded their checkpoint."""
+    client = servers.client(running)
+    wait_until(lambda: is_ready(client), "the servers are ready")
+    client.learn_tables()
+    return client
+
+
+def serve(checkpoint, capacity_rows=100):
+    """Return what serves a checkpoint, and the store of its rows."""
+    config = ServerConfig(checkpoint=checkpoint, capacity_rows=capacity_rows)
+    store = config.make_store()
+    return ServedCheckpoint(config, store, Activity()), store
+
+
+def finish(served):
+    """Have a checkpoint loaded."""
+
+    def loads():
+        served.work(100)
+        return not served.is_loading
+
+    wait_until(loads, "the load ends")
+
+
+@pytest.mark.parametrize("num_servers", [1, 2, 3])
+def test_any_number_of_servers_serves_what_was_trained(servers, trained, num_servers):
+    folder, expected = trained
+    client = client_of(servers, servers.start(num_servers, checkpoint=folder))
+    assert weights_of(client).tobytes() == expected.tobytes()
+    assert sum(client.num_rows()) == len(IDS)
+    assert not weights_of(client, ids_of(1000)).any()
+    assert sum(client.num_rows()) == len(IDS)
+
+
+def test_nothing_that_belongs_to_a_training_is_answered(servers, trained, tmp_path):
+    folder, expected = trained
+    client = client_of(servers, servers.start(2, checkpoint=folder))
+    split = client.split(IDS)
+    of_training = {
+        "training LOOKUP": lambda: client.pull([("item", split)], batch=NUMBER),
+        "UPDATE": lambda: client.outcome(
+            client.push([("item", split)], [np.ones((40, 4), np.float32)], NUMBER)
+        ),
+        "WRITE": lambda: client.write("item", IDS, np.ones((40, 4), np.float32)),
+        "ADD_TABLES": lambda: client.add_tables([ITEM]),
+        "CLEAR": client.clear,
+        "CHECKPOINT": lambda: client.checkpoints.load(folder),
+    }
+    for what, request in of_training.items():
+        with pytest.raises(PersiaError, match=f"serves inference.*Received: {what}"):
+            request()
+    assert weights_of(client).tobytes() == expected.tobytes()
+    assert client.read("item", IDS)[:, :4].tobytes() == expected.tobytes()
+
+
+def test_lookups_are_refused_until_the_rows_are_loaded(trained):
+    served, _ = serve(trained[0])
+    assert served.is_loading
+    assert re.search(r"loads .*run.*, 0% of it .*Wait until", str(served.not_loaded()))
+    finish(served)
+    assert not served.is_loading
+    served.close()
+
+
+def test_a_client_connects_before_the_rows_are_loaded(servers, trained, monkeypatch):
+    may_load, check = threading.Event(), ShardLoad.check
+
+    def wait_and_check(load):
+        assert may_load.wait(DEADLINE_S)
+        check(load)
+
+    monkeypatch.setattr(ShardLoad, "check", wait_and_check)
+    client = servers.client(servers.start(checkpoint=trained[0]))
+    assert client.learn_tables() == []
+    with pytest.raises(RemoteError, match=r"NotReadyError: It loads .*, 0% of it"):
+        client.counters()
+    may_load.set()
+    wait_until(lambda: is_ready(client), "the server is ready")
+
+
+def test_it_polls_often_while_it_loads_and_seldom_afterwards(trained):
+    served, _ = serve(trained[0])
+    assert served.work(100) < 100
+    finish(served)
+    assert served.work(100) == 100
+
+
+def test_rows_that_do_not_fit_are_left_out_with_a_warning(trained, caplog):
+    served, store = serve(trained[0], capacity_rows=30)
+    with caplog.at_level(logging.WARNING):
+        finish(served)
+    assert store.counters()["rows"] == 30
+    assert "10 of the 40 rows for this server were left out" in caplog.text
+    kept = np.empty((40, 4), np.float32)
+    store.lookup(0, IDS, kept, training=False)
+    # Of one request, the first were used first, and leave first.
+    assert kept.any(axis=1).sum() == 30
+
+
+def test_a_checkpoint_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="must be a checkpoint, or hold one"):
+        serve(str(tmp_path))
+
+
+def test_a_damaged_checkpoint_ends_the_server(trained, tmp_path):
+    (file,) = (tmp_path / "run").rglob("shard-00000-*.rows")
+    content = bytearray(file.read_bytes())
+    content[-20] ^= 1
+    file.write_bytes(content)
+    served, store = serve(trained[0])
+    with pytest.raises(CheckpointError):
+        finish(served)
+    assert store.counters()["rows"] == 0
+
+
+def test_a_server_that_restarts_is_the_same_to_its_clients(servers, trained):
+    folder, expected = trained
+    config = ServerConfig(checkpoint=folder, capacity_rows=100, port=draw_port())
+    running = RunningServer(config)
+    client = client_of(servers, [running])
+    running.stop()
+    running = once_the_port_is_free(lambda: RunningServer(config))
+    try:
+        wait_until(lambda: is_ready(client), "the server is back")
+        assert weights_of(client).tobytes() == expected.tobytes()
+    finally:
+        running.stop()
+
+
+def test_a_server_may_be_stopped_before_it_is_ready(trained):
+    running = RunningServer(ServerConfig(checkpoint=trained[0], capacity_rows=100))
+    running.stop()
+    assert not running.is_running()
+
+
+def test_a_row_of_a_served_checkpoint_does_not_expire(servers, tmp_path):
+    spec = TableSpec(
+        name="item",
+        dim=4,
+        optimizer=Adagrad(0.1),
+        expiry=Expiry(min_l2_norm=1000.0, spared_steps=1),
+    )
+    client = servers.client(servers.start())
+    client.add_tables([spec])
+    client.write("item", IDS, np.ones((40, 4), np.float32))
+    client.checkpoints.dump(tmp_path)
+    (manifest,) = tmp_path.rglob("manifest.json")
+    grown_old = json.loads(manifest.read_text())
+    grown_old["tables"][0]["num_updates"] = 1000
+    manifest.write_text(json.dumps(grown_old))
+    serving = client_of(servers, servers.start(checkpoint=str(tmp_path)))
+    client.checkpoints.load(tmp_path)
+    wait_until(lambda: client.num_rows() == [0], "the rows of a training expire")
+    for _ in range(64):  # a busy server takes out expired rows every 16 requests
+        assert serving.num_rows() == [40]
+
+
+def test_a_file_that_is_not_the_one_of_its_manifest_ends_the_server(trained, tmp_path):
+    (manifest,) = (tmp_path / "run").rglob("manifest.json")
+    other = json.loads(manifest.read_text())
+    other["shards"][1]["checksum"] ^= 1
+    manifest.write_text(json.dumps(other))
+    served, store = serve(trained[0])
+    with pytest.raises(
+        CheckpointError, match=r"must be the file of its manifest, .*Rec"
+    ):
+        finish(served)
+    assert store.counters()["rows"] == 0
+
+
+@pytest.fixture
+def behind(servers, tmp_path, caplog, monkeypatch):
+    """Return what follows a training of another table than it has loaded, unread."""
+    monkeypatch.setattr("persia_torchrec.server.follower.POLL_S", 0.02)
+    caplog.set_level(logging.INFO)
+    run, logs = str(tmp_path / "run"), str(tmp_path / "increments")
+    client = servers.client(servers.start())
+    client.add_tables([replace(ITEM, name="other")])
+    client.checkpoints.dump(run)
+    config = ServerConfig(checkpoint=run, incremental_dir=logs)
+    served = ServedCheckpoint(config, config.make_store(), Activity())
+    assert served.work(100) < 100
+    wait_until(lambda: "num_rows=0" in caplog.text, "the checkpoint is read")
+    training = servers.client(servers.start(incremental_dir=logs))
+    training.add_tables([ITEM])
+    training.write("item", ids_of(1), np.ones((1, 4), np.float32))
+    yield served, lambda: training.checkpoints.dump(run)
+    served.close()
+
+
+def test_a_follower_stops_at_tables_that_clients_know_by_other_numbers(behind, caplog):
+    served, dump_next = behind
+    dump_next()
+    wait_until(lambda: "num_rows=1" in caplog.text, "the next checkpoint is read")
+
+    def has_stopped():
+        served.work(100)
+        return served.counters().get("following_stopped") == 1
+
+    wait_until(has_stopped, "the follower stops")
+    assert not served.is_active
+    assert re.search(
+        r"tables must begin with \['other'\]\. Received: \['item'\]\. "
+        r"Lookups read the previous rows: restart the server\.",
+        caplog.text,
+    )
+
+
+def test_a_follower_ends_while_it_reads_a_checkpoint(behind, caplog, monkeypatch):
+    served, dump_next = behind
+    is_read, check = threading.Event(), ShardLoad.check
+
+    def checks_once_cancelled(load):
+        is_read.set()
+        assert load.cancelled.wait(DEADLINE_S)
+        check(load)
+
+    monkeypatch.setattr(ShardLoad, "check", checks_once_cancelled)
+    dump_next()
+    assert is_read.wait(DEADLINE_S)
+    num_errors = served.counters()["following_errors"]
+    served.close()
+    assert served.counters()["following_errors"] == num_errors
+    assert "continuing from" not in caplog.text

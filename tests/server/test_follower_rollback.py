@@ -1,0 +1,69 @@
+"""A training goes back to older rows, and followers go with it."""
+
+from pathlib import Path
+
+from persia_torchrec.server.config import ServerConfig
+from tests.support.increments import (
+    ITEM,
+    OTHER,
+    WRITING,
+    Training,
+    become_equal,
+    follow,
+    is_quiet,
+    short_intervals,  # noqa: F401  # a fixture
+)
+from tests.support.processes import wait_until
+from tests.support.servers import RunningServer
+
+
+def written(training):
+    wait_until(lambda: is_quiet(training), "all is written")
+
+
+def test_followers_of_a_training_that_resumes_from_an_older_checkpoint_load_anew(
+    servers, tmp_path
+):
+    training = Training(servers, tmp_path)
+    training.train(*range(20))
+    older = training.dump().path
+    training.train(*range(10, 30))
+    training.dump()
+    training.train(*range(40, 50))
+    client = follow(servers, training)
+    become_equal(client, training)
+    for reloads in (1, 2):  # the second time from the same checkpoint
+        training.client.checkpoints.load(older)
+        training.train(*range(reloads, reloads + 5))
+        become_equal(client, training)
+        assert client.counters()[0]["following_reloads"] == reloads
+    training.dump()
+    training.train(*range(30, 60))
+    become_equal(client, training)
+    assert client.counters()[0]["following_reloads"] == 2
+
+
+def test_followers_that_read_an_increment_which_is_torn_later_load_anew(
+    servers, tmp_path
+):
+    training = Training(servers, tmp_path, 1)
+    training.train(*range(20))
+    training.dump()
+    for _ in range(2):
+        training.train(*range(10, 30))
+        written(training)
+    client = follow(servers, training)
+    become_equal(client, training)
+    training.running[0].stop()
+    *_, last = sorted(Path(training.logs).glob("*/*.increment"))
+    last.write_bytes(last.read_bytes()[:-1])
+    config = ServerConfig(capacity_rows=1000, incremental_dir=training.logs, **WRITING)
+    again = RunningServer(config, before=lambda server: server.restore(training.run))
+    try:
+        training.client = servers.client([again])
+        training.client.add_tables([ITEM, OTHER])
+        training.train(*range(5))
+        become_equal(client, training)
+        assert client.counters()[0]["following_reloads"] == 1
+    finally:
+        again.stop()

@@ -1,0 +1,153 @@
+"""Servers that are killed in the middle of what is more than one change."""
+
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import pytest
+
+from persia_torchrec.client.client import BatchNumber
+from persia_torchrec.errors import RequestTimeoutError
+from persia_torchrec.rpc import client as rpc_client
+from tests.server.memory_files import IDS, SPEC, train
+from tests.support.faults import Killed
+from tests.support.processes import Processes
+from tests.support.servers import DEADLINE_S
+
+pytestmark = pytest.mark.multiprocess
+
+LOAD = "persia_torchrec.checkpoint.load"
+
+
+@pytest.fixture
+def server(tmp_path):
+    with Processes(tmp_path) as processes, closing(Killed(processes)) as server:
+        yield server
+
+
+@pytest.fixture
+def source(servers):
+    """A client of another server, which has trained a batch."""
+    source = servers.client(servers.start())
+    source.add_tables([SPEC])
+    train(source, 0)
+    return source
+
+
+def rows_of(client):
+    return client.read("item", IDS).tobytes()
+
+
+def test_a_dump_is_repeated_when_its_server_was_killed(server, servers, tmp_path):
+    owner = "persia_torchrec.server.checkpoint_service.RowFileWriter"
+    server.start(dies_in=(owner, "write"))
+    with server.connect() as client:
+        client.add_tables([SPEC])
+        train(client, 0)
+        task = client.checkpoints.start_dump(tmp_path / "run")
+        server.dies()
+        server.start()
+        assert task.wait(DEADLINE_S).num_rows == len(IDS)
+        copy = servers.client(servers.start())
+        copy.checkpoints.load(tmp_path / "run")
+        copy.add_tables([SPEC])
+        assert rows_of(copy) == rows_of(client)
+        assert train(client, 1) == train(copy, 1)
+
+
+def test_a_load_is_repeated_when_its_server_was_killed(server, source, tmp_path):
+    source.checkpoints.dump(tmp_path / "run")
+    server.start(dies_in=(f"{LOAD}.ShardLoad", "check"))
+    with server.connect() as client:
+        client.add_tables([SPEC])
+        train(client, 7)
+        task = client.checkpoints.start_load(tmp_path / "run")
+        for function in ("__init__", "finish"):  # without rows, and in the middle
+            server.dies()
+            server.start(dies_in=(f"{LOAD}.RowImport", function))
+        server.dies()
+        server.start()
+        assert task.wait(DEADLINE_S).num_rows == len(IDS)
+        assert rows_of(client) == rows_of(source)
+        assert train(client, 1) == train(source, 1)
+
+
+def test_half_a_load_is_never_served(server, source, tmp_path):
+    before, after = str(tmp_path / "before"), str(tmp_path / "after")
+    source.checkpoints.dump(before)
+    expected = rows_of(source)
+    train(source, 1)
+    source.checkpoints.dump(after)
+    server.start(dies_in=(f"{LOAD}.RowImport", "__init__"))
+    with server.connect() as client:
+        task = client.checkpoints.start_load(after)
+        server.dies()
+        task.cancel()  # so that nobody repeats it
+    server.start("--resume-dir", before)
+    with server.connect() as client:
+        client.learn_tables()
+        assert rows_of(client) == expected
+        assert client.step("item") == 1
+
+
+def test_a_restore_is_repeated_when_the_server_was_killed_in_it(server, tmp_path):
+    run, logs = str(tmp_path / "run"), str(tmp_path / "increments")
+    flags = "--incremental-dir", logs, "--incremental-interval-s", "0.02"
+    flags = *flags, "--resume-dir", run
+    server.start(*flags)
+    with server.connect() as client:
+        client.add_tables([SPEC])
+        train(client, 0)
+        client.checkpoints.dump(run)
+        train(client, 1)
+        expected = rows_of(client)
+        client.shut_down_servers()  # which writes all increments
+    assert server.process.status() == 0
+    server.lose_memory()
+    restore = "persia_torchrec.checkpoint.restore"
+    server.start(*flags, dies_in=(restore, "apply_increment"), PERSIA_RESTARTS="1")
+    server.dies()
+    server.start(*flags)
+    with server.connect() as client:
+        client.learn_tables()
+        assert rows_of(client) == expected
+        assert client.counters()[0]["restored_increments"] > 0
+
+
+def test_tables_are_added_once_when_the_server_was_killed_in_between(server):
+    server.start(dies_in=("persia_torchrec.server.dedup.Streams", "settle"))
+    with server.connect() as client, ThreadPoolExecutor(1) as pool:
+        added = pool.submit(client.add_tables, [SPEC])  # and not noted as such
+        server.dies()
+        server.start()
+        added.result(DEADLINE_S)
+        assert client.learn_tables() == [SPEC]
+        train(client, 0)
+
+
+def test_a_server_that_hangs_is_named_and_no_request_waits_for_ever(
+    server, monkeypatch, caplog
+):
+    monkeypatch.setattr(rpc_client, "SAY_S", 0.05)
+    monkeypatch.setattr(rpc_client, "_LOOK_S", 0.05)
+    server.start()
+    with server.connect() as client:
+        client.add_tables([SPEC])
+        train(client, 0)
+        split = client.split(IDS)
+        [rows] = client.pull([("item", split)], batch=BatchNumber(1, 1))
+        server.process.send(signal.SIGSTOP)
+        client.timeout_s = client.recovery_s = 0.1
+        [update] = client.push([("item", split)], [rows], BatchNumber(1, 1))
+        late = (
+            r"^embedding server 0 at \S+: update of table 'item': no reply within 0.2"
+        )
+        with pytest.raises(RequestTimeoutError, match=late):
+            update.frames()
+        assert "has not answered for 0 s; waiting: update of table" in caplog.text
+        client.timeout_s = client.recovery_s = DEADLINE_S
+        update = client.push([("item", split)], [rows], BatchNumber(1, 1))
+        server.process.send(signal.SIGCONT)
+        assert client.outcome(update).num_gradients == len(IDS)
+        assert client.step("item") == 2
+        assert "answers again" in caplog.text

@@ -1,0 +1,147 @@
+"""The inference server as a process, asked over HTTP."""
+
+import json
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from persia_torchrec.persia.batch import PersiaBatch
+from persia_torchrec.serving.__main__ import main
+from tests.support.processes import Processes
+from tests.support.served_model import EVALUATION
+from tests.support.serving_process import BYTES, JSON, Serving, ask
+
+pytestmark = pytest.mark.multiprocess
+
+
+def to_json(batch):
+    """Return a batch as JSON."""
+    ids = {
+        feature.name: [sample.tolist() for sample in feature.data]
+        for feature in batch.id_type_features
+    }
+    dense = [feature.data.tolist() for feature in batch.non_id_type_features]
+    value = {"id_type_features": ids, "non_id_type_features": dense}
+    return json.dumps(value).encode()
+
+
+@pytest.fixture(scope="module", params=["own servers", "workers"])
+def serving(request, trained, tmp_path_factory):
+    arguments = ["--checkpoint", str(trained.checkpoint), "--max-body-bytes", "20000"]
+    if request.param == "workers":
+        arguments += ["--workers", *trained.workers]
+    else:
+        arguments += ["--embedding-config", str(trained.embedding_config)]
+    with Processes(tmp_path_factory.mktemp("serving")) as processes:
+        serving = Serving(processes, *arguments)
+        yield serving
+        serving.process.send(signal.SIGTERM)
+        assert serving.process.status() == 0
+
+
+def test_predictions_are_those_of_an_evaluation_in_the_job(serving, trained):
+    for batch, expected in zip(EVALUATION, trained.expected, strict=True):
+        for body, kind in ((batch.to_bytes(), BYTES), (to_json(batch), JSON)):
+            status, answer = ask(serving.address, "/predict", body, kind)
+            assert status == 200
+            np.testing.assert_allclose(answer["predictions"], expected, atol=1e-6)
+    assert np.ptp(trained.expected) > 0.01
+
+
+def test_the_health_page_shows_rows_and_model(serving, trained):
+    status, health = ask(serving.address, "/health")
+    assert status == 200
+    assert health["ready"] is True
+    assert health["rows"] == trained.num_rows > 0
+    assert health["model"].endswith("/run/jit_dense.pt")
+    assert health["uptime_s"] >= 0
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "status", "message"),
+    [
+        (b"nonsense", BYTES, 400, "FrameError"),
+        (EVALUATION[0].to_bytes()[:-1], BYTES, 400, "FrameError"),
+        (b"{", JSON, 400, "must be JSON"),
+        (b"{}", "text/plain", 400, "Content-Type must be one of"),
+        (b"x" * 20_001, BYTES, 413, "may have 20000 bytes"),
+        (
+            b'{"id_type_features": {"item": [[1]], "lats": [[1]]}}',
+            JSON,
+            400,
+            r"one of \['item', 'last'\]\. .*unknown \['lats'\]",
+        ),
+        (
+            b'{"id_type_features": {"item": [[1]]}}',
+            JSON,
+            400,
+            r"model must be able to take the batch.*item \(1, 4\) as embeddings",
+        ),
+        (
+            b'{"id_type_features": {"item": [[1]], "last": [[1]]}}',
+            JSON,
+            400,
+            "model must be able to take the batch",
+        ),
+    ],
+)
+def test_an_invalid_request_is_rejected(serving, body, kind, status, message):
+    received, answer = ask(serving.address, "/predict", body, kind)
+    assert received == status
+    assert answer.keys() == {"error"}
+    assert re.search(message, answer["error"])
+    assert ask(serving.address, "/health")[0] == 200
+
+
+def test_an_unknown_path_is_not_found(serving):
+    assert ask(serving.address, "/")[0] == 404
+    status, answer = ask(serving.address, "/predictions", b"")
+    assert status == 404
+    assert "/predict (POST)" in answer["error"]
+
+
+def test_sigterm_ends_the_server_and_its_embedding_servers(trained, tmp_path):
+    with Processes(tmp_path) as processes:
+        serving = Serving(
+            processes,
+            *("--checkpoint", str(trained.checkpoint)),
+            *("--embedding-config", str(trained.embedding_config)),
+            *("--num-servers", "2"),
+        )
+        body = PersiaBatch.to_bytes(EVALUATION[0])
+        _, answer = ask(serving.address, "/predict", body)
+        np.testing.assert_allclose(
+            answer["predictions"], trained.expected[0], atol=1e-6
+        )
+        # To the process, by way of a thread that is not the main one.
+        threads = Path(f"/proc/{serving.process.pid}/task").iterdir()
+        os.kill(max(int(thread.name) for thread in threads), signal.SIGTERM)
+        assert serving.process.status() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "absent.pt"], "must be a TorchScript model. .* no such file"),
+        (["--model", "manifest.json"], "must be a TorchScript model, as"),
+        (["--max-requests", "0"], "max_requests must be > 0"),
+        (["--workers-of-job"], "must belong to a job: PERSIA_STORE_PORT is not set"),
+        ([], "--embedding-config, or PERSIA_EMBEDDING_CONFIG, is needed"),
+        (
+            ["--workers", "127.0.0.1:1", "--follow", "increments"],
+            r"--follow is for servers of its own\. Received: embedding workers too",
+        ),
+    ],
+)
+def test_invalid_settings_are_rejected(trained, monkeypatch, capfd, arguments, message):
+    monkeypatch.delenv("PERSIA_EMBEDDING_CONFIG", raising=False)
+    monkeypatch.delenv("PERSIA_STORE_PORT", raising=False)
+    command = ["serving", "--checkpoint", str(trained.checkpoint), *arguments]
+    monkeypatch.setattr(sys, "argv", command)
+    assert main() == 1
+    assert re.search(message, capfd.readouterr().err)

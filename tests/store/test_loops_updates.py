@@ -1,0 +1,149 @@
+"""How tables of a store are updated, with weights of 32 and of 16 bits.
+
+In float32 sums may be taken in another order: ``RTOL`` and ``ATOL`` say how near the
+weights must be after all steps. Weights kept in 16 bits must be as near as their last
+bit lets them be. ``test_steps.py`` has the steps of all optimizers, of tables too.
+"""
+
+import numpy as np
+import pytest
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+
+from persia_torchrec.embedding.optim import (
+    LAMB,
+    SGD,
+    Adagrad,
+    Adam,
+    RowwiseAdam,
+)
+from persia_torchrec.store.embedding_store import UpdateResult
+from tests.support.optimizers import EVERY_OPTIMIZER
+from tests.support.servers import ids_of
+from tests.support.trained_elsewhere import NUM_ROWS, batches, train_with_fbgemm
+from tests.support.trained_table import EVERY_DIM, OneTable, train_table
+
+RTOL = ATOL = 4e-6
+
+LAST_BITS = {"fp32": 0.0, "fp16": 2.0**-10, "bf16": 2.0**-7}
+"""Of a weight in [1, 2), the distance to the next one; or a little more than that."""
+
+
+@pytest.mark.parametrize("dim", EVERY_DIM)
+def test_a_shared_accumulator_takes_the_mean_of_the_decayed_squares(dim):
+    # Not left to fbgemm, which ignores the weight decay of this optimizer on CPUs.
+    weights, [(rows, grads), *_] = batches(dim, some_rows=False)
+    optimizer = Adagrad(0.1, 0.5, 0.3, g_square_momentum=0.25, vectorwise_shared=True)
+    table = OneTable(optimizer, weights)
+    table.step(rows, grads)
+    decayed = grads.astype(np.float64) + 0.3 * weights[rows]
+    kept = 0.25 * 0.5 + (decayed**2).mean(axis=1, keepdims=True)
+    np.testing.assert_allclose(table.state[rows], kept, rtol=RTOL)
+    expected = weights[rows] - 0.1 * decayed / np.sqrt(kept)
+    np.testing.assert_allclose(table.weights[rows], expected, rtol=RTOL, atol=ATOL)
+
+
+def test_an_accumulator_forgets_at_the_rate_of_its_momentum():
+    optimizer = Adagrad(1.0, 2.0, g_square_momentum=0.5, eps=0)
+    table = OneTable(optimizer, np.zeros((1, 2), dtype=np.float32))
+    table.step([0], np.array([[1, 2]], dtype=np.float32))
+    table.step([0], np.array([[0, 0]], dtype=np.float32))
+    assert table.state.tolist() == [[1.0, 2.5]]
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        SGD(1.0),
+        SGD(1.0, momentum=0.5),
+        Adagrad(9.0),
+        Adagrad(9.0, vectorwise_shared=True),
+        Adam(9.0),
+    ],
+)
+def test_the_weight_bound_clamps_the_weights_and_not_the_state(optimizer):
+    grads = np.array([[-3, 3, 0]], dtype=np.float32)
+    weights = np.array([[0, 0, 0.5]], dtype=np.float32)
+    bounded = OneTable(optimizer, weights, weight_bound=0.25)
+    free = OneTable(optimizer, weights)
+    for table in (bounded, free):
+        table.step([0], grads)
+    assert bounded.weights.tolist() == [[0.25, -0.25, 0.25]]
+    assert np.abs(free.weights).max() > 0.25
+    assert np.array_equal(bounded.state, free.state)
+
+
+@pytest.mark.parametrize("name", EVERY_OPTIMIZER)
+def test_a_gradient_that_is_not_finite_is_refused_and_the_others_are_applied(name):
+    weights = np.ones((3, 3), dtype=np.float32)
+    table, other = (OneTable(EVERY_OPTIMIZER[name], weights) for _ in range(2))
+    before = table.store.read(0, table.ids)
+    bad = [[1, np.nan, 1], [1, 1, 1], [-np.inf, 0, 0]]
+    result = table.store.update(0, table.ids, np.array(bad, dtype=np.float32))
+    assert result == UpdateResult(0, 2)
+    after = table.store.read(0, table.ids)
+    assert np.array_equal(after[[0, 2]], before[[0, 2]])
+    other.step([1], np.ones((1, 3), dtype=np.float32))
+    assert np.array_equal(after[1], other.store.read(0, table.ids)[1])
+    assert not np.array_equal(after[1], before[1])
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("name", EVERY_OPTIMIZER)
+def test_one_step_of_16_bits_is_that_of_32_rounded_to_a_neighbour(name, dtype):
+    weights, [(rows, grads), *_] = batches(8, some_rows=True)
+    halves = OneTable(EVERY_OPTIMIZER[name], weights, weight_dtype=dtype)
+    # The same weights to begin with: those that 16 bits can hold.
+    whole = OneTable(EVERY_OPTIMIZER[name], halves.weights)
+    for table in (halves, whole):
+        table.step(rows, grads)
+    assert np.array_equal(halves.state, whole.state)
+    error = np.abs(halves.weights - whole.weights)
+    size = np.maximum(np.abs(whole.weights), 2.0**-14)
+    assert (error < LAST_BITS[dtype] * size).all()
+    others = np.setdiff1d(np.arange(NUM_ROWS), rows)
+    assert np.array_equal(halves.weights[others], whole.weights[others])
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize(
+    ("optimizer", "fbgemms", "settings"),
+    [
+        (SGD(0.1), EmbOptimType.EXACT_SGD, {}),
+        (Adagrad(0.1, 0, eps=1e-3), EmbOptimType.EXACT_ADAGRAD, {"eps": 1e-3}),
+    ],
+)
+def test_a_table_of_16_bits_trains_nearly_as_one_of_32_on_fbgemm(
+    optimizer, fbgemms, settings, dtype
+):
+    weights, steps = batches(64, some_rows=True)
+    expected, _ = train_with_fbgemm(
+        weights, steps, fbgemms, learning_rate=0.1, **settings
+    )
+    table = train_table(weights, steps, optimizer, weight_dtype=dtype)
+    error = table.weights - expected
+    # Weights stay below 2; each of nine roundings errs by less than the last bit.
+    last_bit = 2 * LAST_BITS[dtype]
+    assert np.abs(expected).max() < 2
+    assert np.abs(error).max() < 9 * last_bit
+    assert np.sqrt((error**2).mean()) < 1.5 * last_bit
+    assert abs(error.mean()) < last_bit / 8
+    assert error.any()
+
+
+@pytest.mark.parametrize("optimizer", [Adam(0.1), RowwiseAdam(0.1), LAMB(0.1)])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_state_is_kept_beside_weights_of_any_dtype(optimizer, dtype):
+    weights, steps = batches(3, some_rows=True)
+    table = train_table(weights, steps, optimizer, weight_dtype=dtype)
+    whole = train_table(weights, steps, optimizer)
+    # The state of these follows from the gradients alone.
+    assert np.array_equal(table.state, whole.state)
+    assert table.state.all()
+
+
+def test_the_correction_of_adams_means_does_not_run_out_of_digits():
+    # 1 - 0.999999 ** t has two digits in float32; the first step must be lr.
+    optimizer = Adam(0.5, (0.9, 0.999999), eps=0)
+    table = OneTable(optimizer, np.zeros((1, 1), dtype=np.float32))
+    table.step([0], np.ones((1, 1), dtype=np.float32))
+    assert table.store.read(0, ids_of(0))[0, 0] == pytest.approx(-0.5, rel=1e-3)
