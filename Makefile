@@ -102,7 +102,7 @@ lint: $(STAMP)  ## format, lint, types, import rules
 
 # Tests wait for processes half of the time: there are more of them than cores.
 WORKERS = $(shell expr $$(env -u OMP_NUM_THREADS nproc) \* 3 / 2)
-unit: $(STAMP)  ## the tests, benchmarks included; ARGS="-k wire" chooses
+unit: $(STAMP)  ## the tests, benchmarks included; ARGS="-k rpc" chooses
 	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # The oldest and the newest torch, each in an environment of its own. VERSIONS="2.12"
@@ -138,7 +138,7 @@ quality: $(STAMP)  ## AUC of the PLE example against its bars; ARGS="--data_loca
 speed: $(STAMP)  ## steps a second of the PLE example; ARGS="--data_location DIR"
 	OMP_NUM_THREADS=1 $(BIN)/python examples/ple/measure.py speed $(ARGS)
 
-coverage: $(STAMP)  ## lines that no test runs, in any process; ARGS="tests/wire" chooses
+coverage: $(STAMP)  ## lines that no test runs, in any process; ARGS="tests/rpc" chooses
 	rm -rf $(COVERAGE)
 	mkdir -p $(COVERAGE)
 	PATH="$(BIN):$$PATH" COVERAGE_FILE=$(COVERAGE)/data $(BIN)/python -m coverage run -m pytest --numprocesses logical --dist loadfile --no-loadscope-reorder $(ARGS)

@@ -18,7 +18,7 @@ def names_on_use(
     """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package, of its stub."""
     stub = ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))
     modules = {
-        alias.asname or alias.name: (node.module, alias.name)
+        alias.name: node.module
         for node in stub.body
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
@@ -26,12 +26,12 @@ def names_on_use(
     names = list(modules)
 
     def load(name: str) -> Any:
-        if name not in modules:
+        module = modules.get(name)
+        if module is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module, own_name = modules[name]
         if module == package:
             return import_module(f"{package}.{name}")
-        return getattr(import_module(module), own_name)
+        return getattr(import_module(module), name)
 
     return load, lambda: names, names
 

@@ -1,17 +1,10 @@
-"""The checkpoints and logs of increments of a run, and what each consists of.
+"""The checkpoints of a run: their names, manifests, deltas, and what each consists of.
 
     run-7/checkpoint-00000001/{manifest.json, shard-00000-of-00002.rows, ..., dense/}
     run-7/checkpoint-00000002/     without a manifest: not complete, never loaded
 
-    incremental_dir/shard-00000-of-00002-6f1c03b95a2e/     a log of one server
-      log.json                  what its first increment applies to
-      000000000001.increment    applies to the result of the previous one
-
-A dump takes a new number, a server begins a new log when its rows are replaced, and
-when a write failed. A log may continue another one: they are a line. Lines are followed
-from a checkpoint whose manifest names a position in every one of them, or that is the
-base of every one of them, in one history: a mixture would combine two runs.
-docs/formats/checkpoint.md describes the files.
+A dump takes a new number. A manifest names a position in each server's log of
+increments (``increment_log.py``). docs/formats/checkpoint.md describes the files.
 """
 
 import os

@@ -7,7 +7,8 @@
 A server begins a new log when its rows are replaced, and when a write failed. A log may
 continue another one: they are a line. Lines are followed from a checkpoint whose
 manifest names a position in every one of them, or that is the base of every one of
-them, in one history: a mixture would combine two runs. FORMAT.md describes the files.
+them, in one history: a mixture would combine two runs. docs/formats/checkpoint.md
+describes the files.
 """
 
 import re

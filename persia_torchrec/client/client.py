@@ -51,10 +51,10 @@ from persia_torchrec.routing.shard import Counts, ShardedIds, unique_ids
 from persia_torchrec.rpc import messages
 from persia_torchrec.rpc.auth import NO_JOB, Greeting
 from persia_torchrec.rpc.channel import MAX_MESSAGE_BYTES
+from persia_torchrec.rpc.channel import Reply as Reply
 from persia_torchrec.rpc.float_codec import Floats
 from persia_torchrec.rpc.messages import Header, Kind, Precision, Share, decode_json
 from persia_torchrec.rpc.peers import Peers
-from persia_torchrec.rpc.pending import Reply as Reply
 from persia_torchrec.table import Metadata as Metadata
 from persia_torchrec.table import TableSpec
 

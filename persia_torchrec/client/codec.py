@@ -24,7 +24,7 @@ from persia_torchrec.errors import (
 from persia_torchrec.parsing.decoding import parse_json
 from persia_torchrec.routing.shard import Counts, ShardedIds
 from persia_torchrec.rpc import messages
-from persia_torchrec.rpc.channel import MAX_MESSAGE_BYTES
+from persia_torchrec.rpc.channel import MAX_MESSAGE_BYTES, Reply
 from persia_torchrec.rpc.float_codec import (
     Floats,
     decode_floats,
@@ -33,7 +33,6 @@ from persia_torchrec.rpc.float_codec import (
 )
 from persia_torchrec.rpc.messages import Frames, Precision, Share, TableIds
 from persia_torchrec.rpc.peers import body_of
-from persia_torchrec.rpc.pending import Reply
 from persia_torchrec.table import TableSpec
 
 _NO_ROWS = np.empty(0, dtype=np.float32)

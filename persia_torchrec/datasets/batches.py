@@ -1,13 +1,7 @@
-"""Batches between PERSIA's world and TorchRec's.
+"""Batches of TorchRec's: ids of all features, dense features and labels.
 
-    PersiaBatch               TorchRecBatch
-    id_type_features     ->   id_features      KeyedJaggedTensor, the same 64 bits
-    non_id_type_features ->   dense_features   a tensor each, in order
-    labels               ->   labels           a tensor each, in order
-
-PERSIA's ids are uint64, torch's int64: the same 64 bits, so that the id 2**64 - 1 is -1
-on torch's side. Ids of fewer bits are int64 ids of the same value first. Both ways give
-equal batches. The tensors share the arrays' memory where they can.
+Servers have uint64 ids, torch int64: the same 64 bits, so that the id 2**64 - 1 is -1
+on torch's side. Ids of fewer bits are int64 ids of the same value first.
 
 Dimension key:
     B: samples
@@ -17,7 +11,6 @@ Dimension key:
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,9 +22,6 @@ from torchrec.streamable import Pipelineable
 
 from persia_torchrec.errors import BatchError
 from persia_torchrec.lookup.bags import Bags
-from persia_torchrec.persia import batch as persia_batch
-
-D = TypeVar("D", bound=persia_batch.NdarrayDataBase)
 
 _ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 

@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from persia_torchrec.datasets.hashing import MAX_SHORT, hash_short
 from persia_torchrec.errors import ConfigError, DataError
-from persia_torchrec.persia.loader import require_at_least_1
+from persia_torchrec.parsing.decoding import require_at_least_1
 
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]

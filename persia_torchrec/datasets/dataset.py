@@ -45,7 +45,7 @@ from persia_torchrec.datasets.reading import (
 )
 from persia_torchrec.datasets.work_queue import Item, WorkQueue
 from persia_torchrec.errors import ConfigError, DataError
-from persia_torchrec.persia.loader import require_at_least_1
+from persia_torchrec.parsing.decoding import require_at_least_1
 
 _MAX_AHEAD = 256  # steps that may be yielded and not trained
 

@@ -36,7 +36,7 @@ from persia_torchrec.datasets.columns import require
 from persia_torchrec.datasets.files import require_file
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.registry import AddressBook
-from persia_torchrec.persia.loader import require_at_least_1
+from persia_torchrec.parsing.decoding import require_at_least_1
 from persia_torchrec.rpc.addresses import LOOPBACK
 
 

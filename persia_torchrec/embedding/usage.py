@@ -1,6 +1,7 @@
-"""How many weights a row has, by how often its id is seen.
+"""What the use of a row decides: how many weights it has, and when it leaves.
 
-Which rows of a table leave although the server is not full.
+A dynamic dim gives frequent ids more weights. An expiry removes rows although the
+server is not full.
 """
 
 from dataclasses import dataclass

@@ -28,7 +28,7 @@ on the job stands. The book is a store of strings by key, served by one thread:
     left/<role>/<index>         the member/ value of one that has left
     lost/<role>/<index>         the member/ value of one whose connection is lost
 
-``book_server.py`` has the requests, and what a book becomes when its host is killed.
+``registry_server.py`` has the requests, and what a book becomes when its host dies.
 """
 
 import concurrent.futures

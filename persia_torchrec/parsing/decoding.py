@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from persia_torchrec.errors import ConfigError
+
 T = TypeVar("T")
 Error = Callable[[str], Exception]
 
@@ -91,3 +93,10 @@ def _describe(exc: msgspec.ValidationError, content: Any, at: KeyPath) -> str:
     for key, index in re.findall(r"\.([^.\[]+)|\[(\d+)\]", path):
         content = content[int(index)] if index else content[key]
     return f"{subject} must be {must}. Received: {content!r:.100}."
+
+
+def require_at_least_1(**numbers: int | None) -> None:
+    """Refuse a number below 1; the message names it."""
+    for name, number in numbers.items():
+        if number is not None and number < 1:
+            raise ConfigError(f"{name} must be >= 1. Received: {number}.")

@@ -7,7 +7,7 @@ PERSIA's folder, written by R servers of K internal shards::
 
     embedding_dump_done               written last; YAML: num_shards R, and K
     s0/embedding_dump_done            the same, of one server
-    s0/replica_0_shard_0.emb          rows, see ``persia_rows.py``
+    s0/replica_0_shard_0.emb          rows, see ``stored_rows.py``
     s0/replica_0_shard_1.emb
     s1/...
     dense.pt, opt.pt, jit_dense.pt    what torch wrote, if the model was saved too

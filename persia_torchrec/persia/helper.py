@@ -20,9 +20,9 @@ from persia_torchrec.job.children import Children, Watch, Work
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.job.script import PROXY
 from persia_torchrec.parsing.command_line import format_flags
+from persia_torchrec.parsing.decoding import require_at_least_1
 from persia_torchrec.persia.config.embedding_config import load_embedding_config
 from persia_torchrec.persia.config.global_config import refuse_inference
-from persia_torchrec.persia.loader import require_at_least_1
 from persia_torchrec.persia.utils import dump_yaml
 from persia_torchrec.rpc.addresses import LOOPBACK, reserved_port_from
 from persia_torchrec.rpc.auth import Greeting

@@ -11,15 +11,18 @@ where they can.
 """
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from persia_torchrec.datasets.batches import D, TorchRecBatch, to_jagged_ids
+from persia_torchrec.datasets.batches import TorchRecBatch, to_jagged_ids
 from persia_torchrec.errors import BatchError
 from persia_torchrec.persia import batch as persia_batch
 from persia_torchrec.persia.batch import IDTypeFeature, PersiaBatch
+
+D = TypeVar("D", bound=persia_batch.NdarrayDataBase)
 
 
 def to_torchrec(batch: PersiaBatch) -> TorchRecBatch:
@@ -27,7 +30,7 @@ def to_torchrec(batch: PersiaBatch) -> TorchRecBatch:
 
     Example:
         >>> ids = np.array([7, 2**64 - 1], dtype=np.uint64)
-        >>> features = [data.IDTypeFeatureWithSingleID("ads", ids)]
+        >>> features = [persia_batch.IDTypeFeatureWithSingleID("ads", ids)]
         >>> tensors = to_torchrec(PersiaBatch(features, requires_grad=False))
         >>> tensors.id_features["ads"].values().tolist()
         [7, -1]

@@ -271,5 +271,7 @@ def _require_index(name: str, index: int, size_name: str, size: int) -> None:
         )
 
 
+cli = main  # under PERSIA's name
+
 if __name__ == "__main__":
     main()

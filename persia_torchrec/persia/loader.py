@@ -22,6 +22,7 @@ from persia_torchrec import env, timeouts
 from persia_torchrec.errors import ConfigError, DataflowError
 from persia_torchrec.job.implicit_member import join_job
 from persia_torchrec.job.registry import AddressBook
+from persia_torchrec.parsing.decoding import require_at_least_1
 from persia_torchrec.persia import batch as persia_batch
 from persia_torchrec.persia.batch import PersiaBatch, ReferencedBatch
 from persia_torchrec.persia.stream import Inbox
@@ -31,13 +32,6 @@ T = TypeVar("T")
 
 _Entry = tuple[T] | BaseException | None
 """An item, or how the items end."""
-
-
-def require_at_least_1(**numbers: int | None) -> None:
-    """Refuse a number below 1; the message names it."""
-    for name, number in numbers.items():
-        if number is not None and number < 1:
-            raise ConfigError(f"{name} must be >= 1. Received: {number}.")
 
 
 class PersiaBatchDataSender:

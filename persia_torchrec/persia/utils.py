@@ -1,6 +1,6 @@
 """Small helpers for the user's scripts, under PERSIA's names.
 
-Where the embedding workers of an inference job are, under PERSIA's name.
+``persia_torchrec.utils`` and ``persia_torchrec.service`` are the doors to them.
 """
 
 import random
@@ -20,6 +20,8 @@ from persia_torchrec.env import MAX_PORT, PERSIA_LAUNCHER_VERBOSE, set_variable
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.parsing.yaml_file import parse_yaml, read_text
 from persia_torchrec.rpc.addresses import free_port_from
+
+is_cuda_feature_available = torch.backends.cuda.is_built  # under PERSIA's name
 
 MAX_SEED = 2**32 - 1  # of NumPy's global generator
 MAXIMUM_LOCAL_PORT_NUM = MAX_PORT  # under PERSIA's name

@@ -48,6 +48,10 @@ from persia_torchrec.errors import (
 from persia_torchrec.rpc import auth
 from persia_torchrec.rpc.auth import NO_JOB, Greeting
 from persia_torchrec.rpc.channel import (
+    Away,
+    Reply,
+    Silence,
+    Told,
     Wakeup,
     open_socket,
     receive_frames,
@@ -63,7 +67,6 @@ from persia_torchrec.rpc.messages import (
     decode_json,
     encode_json,
 )
-from persia_torchrec.rpc.pending import Away, Reply, Silence, Told
 from persia_torchrec.timeouts import SAY_S
 
 logger = logging.getLogger(__name__)
@@ -90,7 +93,7 @@ class Connections:
     away for ``recovery_s`` seconds, and must come back as the start that
     ``incarnations`` says, where 0 is any. If it does not, ``when_restarted`` is called
     in the I/O thread, which must not wait. Each connection proves the job's token; with
-    ``encrypts`` it is encrypted then, see ``handshake.py``.
+    ``encrypts`` it is encrypted then, see ``auth.py``.
     """
 
     def __init__(

@@ -68,7 +68,7 @@ The JSON values of an embedding server; those not named here are null:
                          "max_rows": rows at most}
     IDS                  {"table", "start": as of EXPORT, "first": the bound}
     reply to JOIN        text: which other trainers of the group are gone, and why
-    BOOK                 a request to the job's address book, see address_book.py
+    BOOK                 a request to the job's address book, see registry.py
     STEP                 {"table": number, "step": how many updates the table shall
                          have had, or null to only ask}
     reply to STEP        how many updates the table has had
@@ -268,7 +268,7 @@ class ErrorReply(msgspec.Struct):
 
 
 class TaskState(msgspec.Struct):
-    """Frame 1 of a reply to CHECKPOINT or PROGRESS; see ``server/checkpoint_service.py``."""
+    """Frame 1 of a reply to CHECKPOINT or PROGRESS: see ``checkpoint_service.py``."""
 
     phase: str
     progress: float  # the fraction of the work that is done, in [0, 1]

@@ -6,9 +6,9 @@ from typing import Any, TypeVar
 from persia_torchrec.errors import FrameError, WireError
 from persia_torchrec.parsing.decoding import parse_json
 from persia_torchrec.rpc.auth import Greeting
+from persia_torchrec.rpc.channel import Reply
 from persia_torchrec.rpc.client import Connections
 from persia_torchrec.rpc.messages import Frame, Frames, Header, Kind, encode_json
-from persia_torchrec.rpc.pending import Reply
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ ADDRESS``, and ends with that process or by SIGTERM.
 
 With ``job_type: Infer`` in ``global_config.yml`` it does not belong to a job. It loads
 its shard of the checkpoint that the file names, however many servers wrote it, and
-answers lookups until SIGTERM: see ``served_checkpoint.py``.
+answers lookups until SIGTERM: see ``follower.py``.
 """
 
 import logging

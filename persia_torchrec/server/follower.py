@@ -247,8 +247,8 @@ def _read_increment(logs: Folder, position: LogPosition) -> Increment | None:
         if later and folder.file_size(name) is None:
             raise CheckpointError(
                 f"{folder.file_path(name)} is missing, and there is "
-                f"{increment_log.increment_name(later[0])}. A dump deletes increments that "
-                "the previous dump does not need."
+                f"{increment_log.increment_name(later[0])}. A dump deletes increments "
+                "that the previous dump does not need."
             )
         return None
     increment = Increment.read(folder, position.number)

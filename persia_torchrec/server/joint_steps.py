@@ -1,7 +1,4 @@
-"""What becomes of a batch's gradients: open batches, updates that wait, joint steps.
-
-    lookup of a batch   it is open: the slots of its rows are kept for its update
-    update of a batch   applied alone, or as one trainer's share of a joint step:
+"""Joint steps: one update of the shares of all trainers.
 
     share of rank 0 --.
     share of rank 1 ---+--> complete --> applied as one update --> all acknowledged
@@ -13,135 +10,26 @@ without gradients gives an empty update. A step that waits for a trainer whose
 connection is lost, or longer than its timeout, is refused, and so are all later shares
 of its group. What is known of the groups outlives the server, which then waits for the
 shares again: their trainers send them until they are acknowledged.
-
-Dimension key:
-    N: ids of one table in one request, or those of them that are watched
-    U: ids of one table in a joint update, each once
-    D: its embedding dim
 """
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import msgspec
-import numpy as np
 
 from persia_torchrec.errors import BatchError, PersiaError, StoreError
-from persia_torchrec.jit.compiled import compiled, read_only
-from persia_torchrec.routing.hashing import Ids
-from persia_torchrec.routing.shard import Positions, unique_ids
-from persia_torchrec.rpc.float_codec import Floats
-from persia_torchrec.rpc.messages import Header, Share, TableIds
-from persia_torchrec.server.open_batches import Batch, Slots, TableSlots
-from persia_torchrec.store.memory import MISSING
+from persia_torchrec.rpc.messages import Share
+from persia_torchrec.server.open_batches import (
+    Batch,
+    Update,
+)
 
-_OBJECT_BYTES = 2048  # what an update takes besides its ids and gradients
 _MAX_GROUPS = 1024  # groups remembered
 _CHECK_S = 0.5  # how often a step checks the trainers that it waits for
 _GRACE_S = 1.0  # a connection may be away for so long, and come back
 _MAX_UNREAD_S = 4.0  # a busy server waits so long for the last shares of a lost trainer
-
-
-class Update(NamedTuple):
-    """One trainer's update, read and checked; ``peer`` gets the acknowledgement.
-
-    ``tables`` is empty when the trainer gives up its batch. ``grads`` are float32
-    ``(N, D)`` per table; views of the message, where possible.
-    """
-
-    peer: bytes
-    header: Header
-    tables: list[TableIds]
-    grads: list[Floats]
-
-    @property
-    def batch(self) -> Batch:
-        """Whose gradients they are."""
-        return self.header.stream, self.header.batch
-
-    @property
-    def size_bytes(self) -> int:
-        """Memory that it takes, at least."""
-        ids = sum(t.ids.nbytes for t in self.tables)
-        return _OBJECT_BYTES + ids + sum(grads_ND.nbytes for grads_ND in self.grads)
-
-
-class TableGradients(NamedTuple):
-    """What the store applies to one table, with the slots of its rows if known."""
-
-    table: int
-    ids: Ids
-    grads: Floats
-    hints: Slots | None
-
-
-def build_gradients(
-    updates: Sequence[Update], slots: Sequence[list[TableSlots]]
-) -> Iterator[TableGradients]:
-    """Yield what is applied together, by table; use each lookup in ``slots`` once."""
-    pieces: dict[int, list[TableGradients]] = {}
-    for update, kept in zip(updates, slots, strict=True):
-        for t, grads_ND in zip(update.tables, update.grads, strict=True):
-            hints_N = None
-            for i, (table, slots_N) in enumerate(kept):
-                if table == t.table and len(slots_N) == len(t.ids):
-                    hints_N = slots_N
-                    del kept[i]
-                    break
-            piece = TableGradients(t.table, t.ids, grads_ND, hints_N)
-            if len(updates) == 1:
-                yield piece
-            else:
-                pieces.setdefault(t.table, []).append(piece)
-    for to_add in pieces.values():
-        yield to_add[0] if len(to_add) == 1 else _add_up(to_add)
-
-
-def _add_up(pieces: Sequence[TableGradients]) -> TableGradients:
-    """Return the gradients of one table as one, each id once.
-
-    Of a table with blocks, those of blocks that a lookup has not found are left out.
-    """
-    unique = unique_ids(np.concatenate([piece.ids for piece in pieces]))
-    num_unique, dim = len(unique.ids), pieces[0].grads.shape[1]
-    grads_UD = np.zeros((num_unique, dim), dtype=np.float32)
-    hinted = [piece.hints for piece in pieces if piece.hints is not None]
-    shape = hinted[0].shape[1:] if hinted else ()
-    hints_U = np.full((num_unique, *shape), MISSING, dtype=np.uint32)
-    start = 0
-    for piece in pieces:
-        inverse_N = unique.inverse[start : start + len(piece.ids)]
-        start += len(piece.ids)
-        grads_ND = piece.grads
-        if piece.hints is not None:
-            hints_U[inverse_N] = np.minimum(hints_U[inverse_N], piece.hints)
-            if shape:
-                grads_ND = _of_found_blocks(grads_ND, piece.hints)
-        elif shape:
-            hints_U[inverse_N] = 0  # wrong, perhaps; but it leaves no block out
-        _add(read_only(inverse_N), read_only(grads_ND), grads_UD)
-    return TableGradients(pieces[0].table, unique.ids, grads_UD, hints_U)
-
-
-def _of_found_blocks(grads_ND: Floats, slots_NB: Slots) -> Floats:
-    """Return gradients with zeros for further blocks that a lookup has not found."""
-    num, num_blocks = slots_NB.shape
-    is_found_NB = slots_NB != MISSING
-    is_found_NB[:, 0] = True
-    width = grads_ND.shape[1] // num_blocks
-    of_blocks = grads_ND.reshape(num, num_blocks, width)
-    left: Floats = of_blocks * is_found_NB[:, :, None]  # NaN stays NaN
-    return left.reshape(grads_ND.shape)
-
-
-@compiled
-def _add(inverse_N: Positions, grads_ND: Floats, out_UD: Floats) -> None:
-    for i in range(len(inverse_N)):
-        for d in range(out_UD.shape[1]):
-            out_UD[inverse_N[i], d] += grads_ND[i, d]
 
 
 @dataclass(slots=True)

@@ -31,8 +31,8 @@ from persia_torchrec.rpc.messages import (
     encode_json,
 )
 from persia_torchrec.server.checkpoint_service import CheckpointRequest, Checkpoints
-from persia_torchrec.server.joint_steps import Member, Update
-from persia_torchrec.server.open_batches import Batch, Counts
+from persia_torchrec.server.joint_steps import Member
+from persia_torchrec.server.open_batches import Batch, Counts, Update
 from persia_torchrec.server.shard import (
     Request,
     RequestKind,

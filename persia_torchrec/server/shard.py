@@ -2,7 +2,7 @@
 
 Updates are applied in the order in which they came, and acknowledged then. A request
 that changes tables or drops rows waits for all earlier updates. What is sent again is
-recognised, and answered as before: see ``streams.py``.
+recognised, and answered as before: see ``dedup.py``.
 
 Dimension key:
     N: ids of one table in a request
@@ -32,10 +32,13 @@ from persia_torchrec.server.follower import ServedCheckpoint
 from persia_torchrec.server.joint_steps import (
     JointSteps,
     SavedGroup,
+)
+from persia_torchrec.server.open_batches import (
+    Batch,
+    OpenBatches,
     Update,
     build_gradients,
 )
-from persia_torchrec.server.open_batches import Batch, OpenBatches
 
 logger = logging.getLogger(__name__)
 

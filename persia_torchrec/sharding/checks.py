@@ -56,7 +56,7 @@ def _require_sharders(model: nn.Module, taken: set[type[nn.Module]]) -> None:
     Collections of the types ``taken`` may stay as they are if the plan says so. Managed
     collision modules, of which each trainer has its own, are refused too.
     """
-    if not _remote_collections(model):
+    if not remote_collections(model):
         return
     num_trainers = dist.get_world_size() if dist.is_initialized() else 1
     for path, module in model.named_modules():
@@ -72,7 +72,7 @@ def _require_sharders(model: nn.Module, taken: set[type[nn.Module]]) -> None:
         collides = isinstance(
             module, mc_embedding_modules.BaseManagedCollisionEmbeddingCollection
         )
-        if collides and num_trainers > 1 and _remote_collections(module):
+        if collides and num_trainers > 1 and remote_collections(module):
             raise ConfigError(
                 "Ids of tables on the servers must mean the same on all trainers. "
                 f"Received: {received}, which maps ids on each trainer by itself, and "
@@ -81,7 +81,8 @@ def _require_sharders(model: nn.Module, taken: set[type[nn.Module]]) -> None:
             )
 
 
-def _remote_collections(model: nn.Module) -> list[ShardedRemoteCollection]:
+def remote_collections(model: nn.Module) -> list[ShardedRemoteCollection]:
+    """Return the collections of a model whose tables are on the servers, each once."""
     found = map(_remote_of, model.modules())
     return list(dict.fromkeys(remote for remote in found if remote is not None))
 

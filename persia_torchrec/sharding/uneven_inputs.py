@@ -10,7 +10,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.sharding.checks import _remote_collections
+from persia_torchrec.sharding.checks import remote_collections
 
 
 @contextlib.contextmanager
@@ -39,7 +39,7 @@ def join(model: nn.Module) -> Iterator[None]:
         made with ``data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=
         False)``.
     """
-    collections = _remote_collections(model)
+    collections = remote_collections(model)
     replicas = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
     if any(replica.static_graph for replica in replicas):
         raise ConfigError(

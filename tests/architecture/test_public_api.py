@@ -49,7 +49,8 @@ def test_a_module_imports_only_the_libraries_it_needs(modules, not_loaded):
 def test_a_trainer_does_not_import_torchx(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys, persia_torchrec.persia.ctx.train_ctx; assert 'torchx' not in sys.modules"
+        "import sys, persia_torchrec.persia.ctx.train_ctx\n"
+        "assert 'torchx' not in sys.modules"
     )
     with Processes(tmp_path) as processes:
         running = processes.start("script", run_script, script)

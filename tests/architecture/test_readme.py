@@ -45,7 +45,9 @@ RUN_BY = {
     "persia-launcher coordinator": "tests/integration/test_persia_launcher_job.py",
     "persia-launcher data-loader": "tests/integration/test_persia_launcher_job.py",
     "persia-launcher nn-worker": "tests/integration/test_persia_launcher_job.py",
-    "persia-launcher embedding-parameter-server": "tests/integration/test_inference_job.py",
+    "persia-launcher embedding-parameter-server": (
+        "tests/integration/test_inference_job.py"
+    ),
     "persia-launcher embedding-worker": "tests/integration/test_inference_job.py",
     "persia-k8s-utils convert": "tests/persia/test_k8s_utils.py",
 }

@@ -42,7 +42,9 @@ def run(path, *argv):
     """Run a benchmark; return the report in its file, by table."""
     assert main([*argv, "--tiny", "--json", str(path)]) == 0
     report = json.loads(path.read_text())
-    assert report["command"].endswith(f"bench {' '.join(argv)} --tiny --json {path}")
+    assert report["command"].endswith(
+        f"benchmarks {' '.join(argv)} --tiny --json {path}"
+    )
     return report, report["results"][argv[0]]["tables"]
 
 

@@ -3,9 +3,9 @@
     python -m tests.cluster.latency --json latency.json
 
 The adult-income example trains on the loopback interface, and on hosts as of
-``tests/support/hosts.py``, in turn: the coordinator, the embedding worker and the data loader
-on one, the servers on another, the NN worker on a third. A packet takes half of a round
-trip. At 0 ms it shows what the switch costs, a process of its own.
+``tests/support/hosts.py``, in turn: the coordinator, the embedding worker and the data
+loader on one, the servers on another, the NN worker on a third. A packet takes half of
+a round trip. At 0 ms it shows what the switch costs, a process of its own.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Real processes for tests, quickly: forked from one that has imported TorchRec.
 
-Each worker of pytest-xdist has a forkserver, which imports ``tests/support/preloaded.py``.
+Each worker of pytest-xdist has a forkserver, which imports ``preloaded.py``.
 """
 
 import contextlib

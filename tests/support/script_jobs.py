@@ -99,7 +99,7 @@ class Job:
     def start_member(
         self, main: str, *, name: str = "server-0", port: int | None = None
     ) -> Running:
-        """Start server 0 with a supervisor: a function of ``wire/members.py``.
+        """Start server 0 with a supervisor: a function of ``support/members.py``.
 
         ``port`` is what it takes for that of the job.
         """

@@ -51,8 +51,9 @@ from persia_torchrec.store.memory_file import BOOT
 from persia_torchrec.table import TableSpec
 from tests.support.consistency import check_store, ids_oldest_first
 from tests.support.optimizers import EVERY_OPTIMIZER
+from tests.support.repository import ROOT
 
-STORED = Path(__file__).parent / "stored" / "7774c3f"
+STORED = ROOT / "tests/stored/7774c3f"
 CAPACITY_ROWS = 40
 FUSED = {"capacity_rows": CAPACITY_ROWS, "optimizer_engine": "fused"}
 """Settings of the servers that wrote the files."""

@@ -9,7 +9,7 @@ assert logging.root.handlers == []
 
 
 def test_a_process_starts_with_torchrec_imported_and_without_log_handlers(tmp_path):
-    """The forkserver ignores it when ``tests/support/preloaded.py`` cannot be imported."""
+    """The forkserver ignores it when ``preloaded.py`` cannot be imported."""
     (tmp_path / "script.py").write_text(SCRIPT)
     with Processes(tmp_path) as processes:
         running = processes.start("script", run_script, tmp_path / "script.py")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, Self
 
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.parsing.decoding import require_at_least_1
 from persia_torchrec.persia import loader
 
 
@@ -22,7 +23,7 @@ class BaseCtx:
     def __init__(
         self, threadpool_worker_size: int = 10, device_id: int | None = None
     ) -> None:
-        loader.require_at_least_1(threadpool_worker_size=threadpool_worker_size)
+        require_at_least_1(threadpool_worker_size=threadpool_worker_size)
         self.threadpool_worker_size = threadpool_worker_size
         self.device_id = device_id
         if device_id is not None:

@@ -12,13 +12,14 @@ from persia_torchrec import env
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.member import JobMember
+from persia_torchrec.parsing.decoding import require_at_least_1
 from persia_torchrec.persia import distributed
 from persia_torchrec.persia.ctx.base_ctx import BaseCtx, PreprocessMode
 from persia_torchrec.persia.ctx.embedding_ctx import EmbeddingCtx
 from persia_torchrec.persia.ctx.lookup_ctx import B, Tensors
 from persia_torchrec.persia.embedding import EmbeddingConfig
 from persia_torchrec.persia.engine import Engine
-from persia_torchrec.persia.loader import PersiaTrainingBatch, require_at_least_1
+from persia_torchrec.persia.loader import PersiaTrainingBatch
 from persia_torchrec.persia.slot_tensors import run_dense
 from persia_torchrec.pipeline.staleness import TrainingSummary
 from persia_torchrec.table import TableSettings

@@ -510,7 +510,7 @@ class TestWhatUsersForget:
         assert summary.num_lookups == 30
         assert 0 < summary.mean_staleness <= 2
         assert 0 <= summary.share_waited <= 1
-        (told,) = [r for r in caplog.records if r.name.endswith("remote_tables")]
+        (told,) = [r for r in caplog.records if r.name.endswith("table_control")]
         assert told.levelno == logging.INFO
         assert told.args[:4] == (rows, 30, summary.mean_staleness, 2)
 
