@@ -55,7 +55,8 @@ def python_that(folder, *, says="", fails=""):
     python = folder / "python"
     cases = f"*{fails}*) exit 3 ;;" if fails else ""
     python.write_text(
-        f'#!/bin/sh\ncase "$*" in {cases} -m\\ [pb]*) echo "$@" ;; -) {says} ;; esac\n'
+        f'#!/bin/sh\ncase "$*" in {cases} -m\\ pip*) ;; -m*) echo "$@" ;; '
+        f"-) {says} ;; esac\n"
     )
     python.chmod(0o755)
     return python

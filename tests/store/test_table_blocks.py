@@ -13,7 +13,7 @@ from persia_torchrec.client.codec import BatchNumber
 from persia_torchrec.embedding.optim import Adagrad, Adam
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.rpc.messages import Header, Kind, TableIds
-from persia_torchrec.server.joint_steps import Update, build_gradients
+from persia_torchrec.server.open_batches import Update, build_gradients
 from persia_torchrec.store import table_blocks
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.memory import MISSING

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persia_torchrec.rpc.messages import Header, Kind, TableIds
-from persia_torchrec.server.joint_steps import Update, build_gradients
+from persia_torchrec.server.open_batches import Update, build_gradients
 from persia_torchrec.store.memory import MISSING
 
 DIMS = {3: 2, 5: 4}
