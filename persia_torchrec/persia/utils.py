@@ -10,6 +10,7 @@ import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,6 +42,9 @@ def setup_seed(seed: int) -> None:
     torch.manual_seed(seed)
     set_variable("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
+    # Else all unfilled memory is filled with NaN first, buffers of every copy included.
+    deterministic: Any = torch.utils.deterministic  # a module with a property
+    deterministic.fill_uninitialized_memory = False
 
 
 def load_yaml(filepath: str | Path) -> object:

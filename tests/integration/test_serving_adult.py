@@ -68,6 +68,7 @@ def deterministic():
     state = torch.get_rng_state()
     yield
     torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
     torch.set_rng_state(state)
 
 

@@ -17,8 +17,10 @@ from persia_torchrec.persia.utils import dump_yaml, load_yaml, setup_seed
 def _determinism_is_put_back(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     before = torch.are_deterministic_algorithms_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory
     yield
     torch.use_deterministic_algorithms(before)
+    torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
 def draw():
@@ -41,6 +43,15 @@ def test_torch_allows_no_random_kernel_afterwards():
     setup_seed(3)
     assert torch.are_deterministic_algorithms_enabled()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+@pytest.mark.usefixtures("_determinism_is_put_back")
+def test_memory_is_not_filled_before_it_is_used():
+    """As torch does in deterministic mode: all buffers would be written twice."""
+    setup_seed(3)
+    assert not torch.utils.deterministic.fill_uninitialized_memory
+    many = [torch.empty(10) for _ in range(3)]
+    assert not all(tensor.isnan().all() for tensor in many)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32])
