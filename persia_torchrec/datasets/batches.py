@@ -20,6 +20,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from torchrec.streamable import Pipelineable
 
+from persia_torchrec.datasets.transfer import pin
 from persia_torchrec.errors import BatchError
 from persia_torchrec.lookup.bags import Bags
 
@@ -156,6 +157,13 @@ def _copy(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
     )
 
 
+def _pin_ids(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Return the ids in pinned memory, unless they are to stay on the host."""
+    if isinstance(kjt, HostKeyedJaggedTensor) or kjt.values().device.type != "cpu":
+        return kjt
+    return kjt.pin_memory()
+
+
 def to_jagged_ids(kjt: KeyedJaggedTensor, keys: Iterable[str]) -> dict[str, Bags]:
     """Take the ids of some features out of a ``KeyedJaggedTensor``.
 
@@ -263,6 +271,19 @@ class TorchRecBatch(Pipelineable):  # type: ignore[misc]  # TorchRec's are Any t
         ids = self.id_features.to(device, non_blocking)
         return dataclasses.replace(
             self, id_features=ids, dense_features=dense, labels=labels
+        )
+
+    def pin_memory(self) -> "TorchRecBatch":
+        """Return the batch in pinned memory, from where it goes to a GPU by itself.
+
+        ``torch.utils.data.DataLoader(pin_memory=True)`` calls it. Ids that stay on the
+        host, of a :class:`HostKeyedJaggedTensor`, are as they were.
+        """
+        return dataclasses.replace(
+            self,
+            id_features=_pin_ids(self.id_features),
+            dense_features=tuple(map(pin, self.dense_features)),
+            labels=tuple(map(pin, self.labels)),
         )
 
     def record_stream(self, stream: torch.Stream) -> None:

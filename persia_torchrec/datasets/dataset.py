@@ -16,7 +16,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -43,6 +43,7 @@ from persia_torchrec.datasets.reading import (
     select,
     windows_of,
 )
+from persia_torchrec.datasets.transfer import join_arrays, uses_gpu
 from persia_torchrec.datasets.work_queue import Item, WorkQueue
 from persia_torchrec.errors import ConfigError, DataError
 from persia_torchrec.parsing.decoding import require_at_least_1
@@ -73,6 +74,7 @@ class _Settings(NamedTuple):
     min_batch_size: int
     micro_batches: int
     rows: Int64s | None
+    pin_memory: bool | None
 
     @property
     def min_rows(self) -> int:
@@ -128,6 +130,8 @@ class RowDataset:
             needs two. Of a ``WorkQueue`` each trainer takes no row, or enough.
         micro_batches: batches that each step is yielded as, also the last one.
         rows: int64, numbers of the rows that are read, over all files; None: all.
+        pin_memory: whether batches are in pinned memory, from where they go to a GPU
+            while the trainer continues. None: if this process uses one by then.
 
     Raises:
         ConfigError: an argument is out of range, pyarrow or xxhash is missing, or
@@ -153,6 +157,7 @@ class RowDataset:
         min_batch_size: int = 1,
         micro_batches: int = 1,
         rows: Int64s | None = None,
+        pin_memory: bool | None = None,
     ) -> None:
         if rows is not None:
             rows = np.asarray(rows, np.int64)
@@ -167,6 +172,7 @@ class RowDataset:
             min_batch_size,
             micro_batches,
             rows,
+            pin_memory,
         )
         settings.check()
         for library in ("pyarrow", "xxhash"):
@@ -455,7 +461,11 @@ class RowDataset:
         rows = read_ahead(windows, self._settings.num_parallel_reads)
         for parts in _in_steps(rows, self._settings):
             num_rows = sum(span.num_rows for part in parts for span in part)
-            batches = [_batch(part, num_rows, self._columns) for part in parts]
+            is_pinned = self._settings.pin_memory
+            if is_pinned is None:
+                is_pinned = uses_gpu()
+            given = num_rows, self._columns
+            batches = [_batch(part, *given, is_pinned=is_pinned) for part in parts]
             yield from batches[:-1]
             with self._lock:
                 if iteration == self._iteration:
@@ -551,8 +561,11 @@ def _in_steps(
         yield parts(taken)
 
 
-def _batch(spans: Sequence[_Span], num_rows: int, columns: Columns) -> TorchRecBatch:
+def _batch(
+    spans: Sequence[_Span], num_rows: int, columns: Columns, *, is_pinned: bool
+) -> TorchRecBatch:
     """Return the rows, of so many of a step, as tensors."""
+    join = partial(join_arrays, is_pinned=is_pinned)
     values, lengths = [], []
     for f in range(len(columns.ids)):
         for rows, start, stop in spans:
@@ -562,14 +575,14 @@ def _batch(spans: Sequence[_Span], num_rows: int, columns: Columns) -> TorchRecB
 
     def numbers(column: int, of_rows: Callable[[Rows], list[Floats]]) -> torch.Tensor:
         arrays = [of_rows(rows)[column][start:stop] for rows, start, stop in spans]
-        return torch.from_numpy(np.concatenate(arrays))
+        return join(arrays)
 
     labels, dense = range(len(columns.labels)), range(len(columns.dense))
     return TorchRecBatch(
         id_features=KeyedJaggedTensor(
             keys=[column.name for column in columns.ids],
-            values=torch.from_numpy(np.concatenate(values)),
-            lengths=torch.from_numpy(np.concatenate(lengths)),
+            values=join(values),
+            lengths=join(lengths),
         ),
         labels=tuple(numbers(i, lambda rows: rows.labels) for i in labels),
         label_names=tuple(column.name for column in columns.labels),

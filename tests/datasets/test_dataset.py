@@ -47,6 +47,12 @@ ROWS = st.tuples(
     st.sampled_from(["yes", "no", ""]),
 )
 
+FEW_ROWS = [
+    ("1", "u", "", "a|b", "x", "7", "1.25", "yes"),
+    ("0", "v", "", "a", "y", "8", "-3", "no"),
+    ("0.5", "w", "", "", "z", "9", "1.25", ""),
+]
+
 
 def hash_of(token):
     """The reference: one token at a time, as int64."""
@@ -530,3 +536,31 @@ def test_a_missing_library_is_named_with_the_extra(tmp_path, monkeypatch, librar
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(ConfigError, match=rf"need {library}.*persia_torchrec\[data\]"):
         CsvDataset(numbered(tmp_path, 9), 4, NUMBERED)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "uses_a_gpu", "is_pinned"),
+    [(True, False, True), (None, True, True), (None, False, False)],
+)
+def test_batches_are_pinned_where_they_go_to_a_gpu(
+    folder, monkeypatch, wanted, uses_a_gpu, is_pinned
+):
+    path = write_csv(folder / "pinned.csv", FEW_ROWS)
+    plain = [bytes_of(b) for b in CsvDataset(path, 2, COLUMNS, pin_memory=False)]
+    pinned, empty = [], torch.empty
+
+    def empty_noted(*args, pin_memory=False, **kwargs):
+        tensor = empty(*args, **kwargs)
+        if pin_memory:
+            pinned.append(tensor.data_ptr())
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", empty_noted)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: uses_a_gpu)
+    found = list(CsvDataset(path, 2, COLUMNS, pin_memory=wanted))
+    assert [bytes_of(batch) for batch in found] == plain
+    for batch in found:
+        ids = batch.id_features
+        tensors = ids.values(), ids.lengths(), *batch.labels, *batch.dense_features
+        are_pinned = {tensor.data_ptr() in pinned for tensor in tensors}
+        assert are_pinned == {is_pinned}

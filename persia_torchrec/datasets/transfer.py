@@ -1,0 +1,172 @@
+"""What goes between host and device through pinned memory, for which no thread waits.
+
+    Staging   arrays -> one pinned buffer a dtype -> device, on a stream of its own
+    ToHost    a small tensor -> pinned memory; there when it is there
+
+Pinned memory is torch's, which keeps a block while a copy of it is under way, and uses
+it again. Where there is none left to pin, pageable memory does: copies then wait.
+"""
+
+import contextlib
+import functools
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+logger = logging.getLogger(__name__)
+
+Array = npt.NDArray[Any]
+
+_ALIGNED_BYTES = 512
+"""Where a tensor of torch's allocator begins; kernels read wide words from there."""
+
+
+def empty_pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return pinned memory, unfilled; pageable memory where it cannot be pinned."""
+    try:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+    except RuntimeError as exc:
+        _tell_once(str(exc).partition("\n")[0])
+        return torch.empty(shape, dtype=dtype)
+
+
+def pin(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the host in pinned memory; others as they are."""
+    if tensor.device.type != "cpu" or tensor.is_pinned():
+        return tensor
+    return empty_pinned(tensor.shape, tensor.dtype).copy_(tensor)
+
+
+def uses_gpu() -> bool:
+    """Return whether this process has used a GPU; does not begin to."""
+    return torch.cuda.is_initialized()
+
+
+def join_arrays(arrays: Sequence[Array], *, is_pinned: bool) -> torch.Tensor:
+    """Return arrays of one dtype one after the other; each is copied once."""
+    if not is_pinned:
+        return torch.from_numpy(np.concatenate(arrays))
+    joined = empty_pinned((sum(map(len, arrays)),), _dtype_of(arrays[0]))
+    np.concatenate(arrays, out=joined.numpy())
+    return joined
+
+
+def _dtype_of(array: Array) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, array.dtype)).dtype
+
+
+@functools.cache
+def _tell_once(why: str) -> None:
+    logger.warning(
+        "memory cannot be pinned, so that copies to a device wait: %s. Is there a CUDA "
+        "device, and do `ulimit -l` and the container's limits allow it?",
+        why,
+    )
+
+
+class Staged:
+    """Arrays on their way to a device; the thread that uses them waits by a stream."""
+
+    def __init__(
+        self,
+        arrays: Sequence[Array],
+        device: torch.device,
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        by_dtype: dict[np.dtype[Any], list[int]] = {}
+        for number, array in enumerate(arrays):
+            by_dtype.setdefault(array.dtype, []).append(number)
+        self._device = device
+        self._came: torch.cuda.Event | None = None
+        self._buffers: list[torch.Tensor] = []
+        found: dict[int, torch.Tensor] = {}
+        with torch.cuda.stream(stream):  # does nothing for None
+            for numbers in by_dtype.values():
+                views = self._copy([arrays[n] for n in numbers], stream is not None)
+                found.update(zip(numbers, views, strict=True))
+            if stream is not None:
+                self._came = stream.record_event()
+        self._tensors = [found[number] for number in range(len(arrays))]
+
+    def wait(self) -> tuple[torch.Tensor, ...]:
+        """Make the current stream wait for the copy; return the arrays as tensors."""
+        if self._came is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(self._came)
+            for buffer in self._buffers:
+                buffer.record_stream(stream)  # it was made on the side stream
+        # Tensors of their own: those that autograd is given refer to this batch.
+        return tuple([tensor.detach() for tensor in self._tensors])
+
+    def _copy(self, arrays: Sequence[Array], is_pinned: bool) -> list[torch.Tensor]:
+        """Begin to copy arrays of one dtype, each aligned; return them there."""
+        aligned = _ALIGNED_BYTES // arrays[0].itemsize
+        starts, stop = [], 0
+        for array in arrays:
+            starts.append(stop)
+            stop += math.ceil(array.size / aligned) * aligned
+        make = empty_pinned if is_pinned else torch.empty
+        host = make((stop,), dtype=_dtype_of(arrays[0]))
+        on_host = host.numpy()
+        for start, array in zip(starts, arrays, strict=True):
+            on_host[start : start + array.size] = array.reshape(-1)
+        buffer = host.to(self._device, non_blocking=True)
+        self._buffers.append(buffer)
+        return [
+            buffer[start : start + array.size].view(array.shape)
+            for start, array in zip(starts, arrays, strict=True)
+        ]
+
+
+class Staging:
+    """Begins copies to one device, on a stream of its own; any thread may."""
+
+    DEVICES: ClassVar[frozenset[str]] = frozenset({"cuda"})
+    """Types of devices to which it pays."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+
+    def start(self, arrays: Sequence[Array]) -> Staged:
+        """Begin to copy arrays; they may be changed when this returns."""
+        here: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if self._device.type == "cuda":
+            # A thread begins at device 0, where it would make a context of CUDA's.
+            here = torch.cuda.device(self._device)
+        with here:
+            return Staged(arrays, self._device, self._stream)
+
+
+class ToHost:
+    """A small tensor's copy on the host, which comes when it comes.
+
+    Args:
+        tensor: of any device; on the CPU it is its own copy.
+        until_then: what :meth:`read` returns, everywhere, before the copy is there.
+    """
+
+    def __init__(self, tensor: torch.Tensor, *, until_then: float) -> None:
+        self._came: torch.cuda.Event | None = None
+        self._copy = tensor.detach()
+        if tensor.device.type != "cpu":
+            host = empty_pinned(tensor.shape, tensor.dtype).fill_(until_then)
+            self._copy = host.copy_(tensor.detach(), non_blocking=True)
+            self._came = torch.cuda.Event()
+            self._came.record(torch.cuda.current_stream(tensor.device))
+
+    def is_here(self) -> bool:
+        """Return whether the copy is there; waits for nothing."""
+        return self._came is None or self._came.query()
+
+    def read(self) -> Array:
+        """Return what is there now."""
+        array: Array = self._copy.numpy()
+        return array
