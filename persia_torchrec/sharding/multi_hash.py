@@ -15,6 +15,7 @@ Dimensions: B samples, L ids of one feature, D embedding dim.
 """
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -34,6 +35,7 @@ from torchrec import (
 )
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 
+from persia_torchrec.datasets.transfer import ToHost
 from persia_torchrec.errors import BatchError, ConfigError
 
 Combine = Literal["add", "mul", "concat"]
@@ -76,7 +78,8 @@ class MultiHashEmbeddingBagCollection(nn.Module):
     Raises:
         ConfigError: no tables, another ``combine``, no rows, an odd dim for "concat",
             or a pooling that is neither SUM nor MEAN.
-        BatchError: by a batch, an id outside of ``[0, N)``.
+        BatchError: by a batch, an id outside of ``[0, N)``; of a GPU's ids, by a later
+            batch.
 
     Example:
         ``MultiHashEmbeddingBagCollection([EmbeddingBagConfig(10**12, 16, name="user",
@@ -183,20 +186,26 @@ def _num_rows(num_ids: int, which: str) -> int:
 
 
 class _SplitIds(nn.Module):
-    """Ids to quotients and remainders, in integers."""
+    """Ids to quotients and remainders, in integers.
+
+    Ids of a GPU are checked there, for which no thread waits: the error comes with a
+    later batch. Until then a wrong id has a row on servers, and in a table of the GPU's
+    torch's own assertion.
+    """
 
     def __init__(self, features: Sequence[_Feature]) -> None:
         super().__init__()
         self._features = features
+        self._checks: deque[tuple[ToHost, Sequence[_Feature]]] = deque()
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return the halves of every feature, in its bags."""
         bags: Mapping[str, JaggedTensor] = features.to_dict()
+        self._check({key: of_key.values() for key, of_key in bags.items()})
         keys, values, lengths = [], [], []
         for feature in self._features:
             of_key = bags[feature.key]
             ids = of_key.values()
-            _require_known(feature, ids)
             quotients = torch.div(ids, feature.divisor, rounding_mode="floor")
             halves = quotients, ids - quotients * feature.divisor
             for which, half in zip(_HALVES, halves, strict=True):
@@ -205,11 +214,23 @@ class _SplitIds(nn.Module):
                 lengths.append(of_key.lengths())
         return KeyedJaggedTensor(keys, torch.cat(values), lengths=torch.cat(lengths))
 
+    def _check(self, ids: Mapping[str, torch.Tensor]) -> None:
+        """Look at the ids of a batch; raise what is known of it and earlier ones."""
+        seen = [feature for feature in self._features if ids[feature.key].numel()]
+        if seen:
+            of_keys = {f.key: torch.aminmax(ids[f.key]) for f in seen}
+            bounds = [bound for f in seen for bound in of_keys[f.key]]
+            check = ToHost(torch.stack(bounds), until_then=0)
+            self._checks.append((check, seen))
+        while self._checks and self._checks[0][0].is_here():
+            bounds_F2, of_batch = self._checks.popleft()
+            for feature, (low, high) in zip(
+                of_batch, bounds_F2.read().reshape(-1, 2).tolist(), strict=True
+            ):
+                _require_known(feature, low, high)
 
-def _require_known(feature: _Feature, ids: torch.Tensor) -> None:
-    if not ids.numel():
-        return
-    low, high = (int(bound) for bound in torch.aminmax(ids))
+
+def _require_known(feature: _Feature, low: int, high: int) -> None:
     if low < 0 or high >= feature.num_ids:
         raise BatchError(
             f"Feature {feature.key!r}: ids must be in [0, {feature.num_ids}), the "
@@ -256,7 +277,9 @@ def _pool_products(
     rows_LD = quotient.values() * remainder.values()
     lengths_B = quotient.lengths().to(torch.int64)
     bags_L = torch.repeat_interleave(
-        torch.arange(len(lengths_B), device=lengths_B.device), lengths_B
+        torch.arange(len(lengths_B), device=lengths_B.device),
+        lengths_B,
+        output_size=len(rows_LD),  # else a GPU is asked for the sum
     )
     pooled_BD = rows_LD.new_zeros(len(lengths_B), rows_LD.shape[1])
     pooled_BD = pooled_BD.index_add(0, bags_L, rows_LD)

@@ -9,6 +9,7 @@ from torchrec import EmbeddingBagConfig, PoolingType
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from persia_torchrec import SGD, MultiHashEmbeddingBagCollection, remote_sharders
+from persia_torchrec.datasets.transfer import ToHost
 from persia_torchrec.errors import BatchError, ConfigError
 from tests.support.remote_job import CPU, META, RemoteJob, kjt_of
 
@@ -169,6 +170,20 @@ def test_an_id_out_of_range_is_refused_with_its_feature(id_, bags):
         match=rf"Feature 'user': ids must be in \[0, 90\).*Received: {id_}\.",
     ):
         module(kjt_of({"user": bags}))
+
+
+def test_ids_of_a_gpu_are_looked_at_later_and_waited_for_by_no_thread(monkeypatch):
+    """The error comes with a later batch, when the copy of the bounds is there."""
+    are_here = [False]
+    monkeypatch.setattr(ToHost, "is_here", lambda _: are_here[0])
+    module = MultiHashEmbeddingBagCollection(tables()[:1], device=CPU).split_ids
+    module(kjt_of({"user": [[89]]}))
+    module(kjt_of({"user": [[-1, 3]]}))
+    module(kjt_of({"user": [[4]]}))
+    are_here[0] = True
+    with pytest.raises(BatchError, match=r"Feature 'user'.*Received: -1\."):
+        module(kjt_of({"user": [[5]]}))
+    module(kjt_of({"user": [[5]]}))
 
 
 def test_an_empty_batch_reads_zeros():
