@@ -44,7 +44,6 @@ from torchrec.distributed.model_parallel import (
     DataParallelWrapper,
     DefaultDataParallelWrapper,
     DistributedModelParallel,
-    get_module,
 )
 from torchrec.distributed.types import ShardingEnv
 
@@ -82,18 +81,44 @@ class ReducedGradients(DefaultDataParallelWrapper):
         self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device
     ) -> None:
         """Replicate what is not sharded; TorchRec calls this."""
-        # A model that uses all parameters would make DistributedDataParallel warn of
-        # find_unused_parameters at each start.
-        unused = nn.Parameter(torch.zeros(1, device=device))
-        get_module(dmp).register_parameter("never_used", unused)
+        if not any(parameter.requires_grad for parameter in dmp.parameters()):
+            return  # which DistributedDataParallel takes for a mistake
         with warnings.catch_warnings():
             deprecated = "`broadcast_buffers` is deprecated"  # TorchRec's own argument
             warnings.filterwarnings("ignore", deprecated, FutureWarning)
             super().wrap(dmp, env, device)
-        if self._is_coded and dist.get_world_size() > 1:
-            for module in dmp.modules():
-                if isinstance(module, DistributedDataParallel):
+        for module in dmp.modules():
+            if isinstance(module, DistributedDataParallel):
+                _use_up_warning(module)
+                if self._is_coded and dist.get_world_size() > 1:
                     module.register_comm_hook(module.process_group, average_as_bytes)
+
+
+def _use_up_warning(replica: DistributedDataParallel) -> None:
+    """Let torch warn now that ``find_unused_parameters`` is not needed, unseen.
+
+    It does so once per process, at the first step that uses all parameters, on stderr.
+    Within a function of autograd's it is a warning of Python's, which can be filtered.
+    A parameter that is never used would silence it too: for that a GPU is waited for at
+    the end of each backward pass, to learn whether other trainers used it.
+    """
+    with warnings.catch_warnings():
+        needless = "find_unused_parameters=True was specified"
+        warnings.filterwarnings("ignore", needless, UserWarning)
+        _Prepare.apply(torch.zeros(0), replica)
+
+
+class _Prepare(torch.autograd.Function):
+    """Prepares a backward pass, which never comes, of all parameters of a replica."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, replica: DistributedDataParallel
+    ) -> torch.Tensor:
+        with torch.enable_grad():
+            used = [p.flatten()[:1].sum() for p in replica.parameters()]
+            replica.reducer.prepare_for_backward(used)
+        return anchor
 
 
 class AveragedWeights(DataParallelWrapper, AnswersAtEnd):

@@ -70,10 +70,18 @@ class HybridModel(nn.Module):
         super().__init__()
         self.embeddings = embeddings
         self.dense = dense
+        self.register_load_state_dict_pre_hook(_without_never_used)
 
     def forward(self, non_id_tensors: list[torch.Tensor], pull: Pull) -> object:
         """Run the whole model on one batch."""
         return run_dense(self.dense, non_id_tensors, self.embeddings(pull))
+
+
+def _without_never_used(
+    _: nn.Module, state: dict[str, Any], prefix: str, *__: object
+) -> None:
+    """Drop a parameter that states of version 0.1.0 have."""
+    state.pop(f"{prefix}never_used", None)
 
 
 def make_collection(spec: CollectionSpec) -> EmbeddingBagCollection:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from persia_torchrec.embedding.optim import SGD
@@ -12,10 +13,11 @@ from persia_torchrec.lookup.bags import build_bags, encode_bags
 from persia_torchrec.persia.batch import Origin, decode_rest, encode_rest
 from persia_torchrec.persia.distributed import DDPOption
 from persia_torchrec.persia.embedding import EmbeddingConfig
-from persia_torchrec.persia.engine import Engine
+from persia_torchrec.persia.engine import Engine, HybridModel
 from persia_torchrec.persia.loader import LookupSettings
 from persia_torchrec.persia.worker_client import RemoteWorkers
 from tests.support.local_job import LocalJob, SumOfEmbeddings, batch_of
+from tests.support.processes import Processes
 
 SETTINGS = LookupSettings(forward_buffer_size=3, num_workers=1, embedding_staleness=1)
 
@@ -59,7 +61,7 @@ def scaled_step(engine, batch, factor):
 def test_the_dense_half_is_replicated_and_the_rows_are_on_the_servers(job, engine):
     assert isinstance(engine.dmp._dmp_wrapped_module, DistributedDataParallel)
     names = [name for name, _ in engine.dmp.named_parameters()]
-    assert names == ["never_used", "dense.bias"]
+    assert names == ["dense.bias"]
     assert dist.get_world_size() == 1
     step(engine, batch_of([1], [2]))
     assert sum(engine.client.num_rows()) == 2
@@ -88,6 +90,43 @@ def test_under_a_scale_a_gradient_that_is_not_finite_is_left_out(job, engine, fa
     assert scaled_step(engine, batch_of([1]), factor=factor)
     assert job.read("item", 1).tolist() == [[5.0] * 4]
     assert not scaled_step(engine, batch_of([1]), factor=1024.0)
+    assert job.read("item", 1).tolist() == [[4.0] * 4]
+
+
+@pytest.mark.parametrize("has_key", [True, False])
+def test_a_state_with_the_parameter_of_version_0_1_0_loads(job, engine, has_key):
+    state = engine.dmp.state_dict()
+    assert "never_used" not in state
+    if has_key:
+        state["never_used"] = torch.zeros(1)
+    state["dense.bias"] = torch.full((1,), 7.0)
+    found = engine.dmp.load_state_dict(state)
+    assert found.unexpected_keys == found.missing_keys == []
+    assert engine.dmp.module.dense.bias.item() == 7.0
+    model = HybridModel(nn.Module(), SumOfEmbeddings())
+    model.load_state_dict({"never_used": torch.zeros(1), "dense.bias": torch.ones(1)})
+    assert model.dense.bias.item() == 1.0
+
+
+def take_two_steps():
+    with engine_of() as engine:
+        for _ in range(2):
+            step(engine, batch_of([1]))
+
+
+@pytest.mark.multiprocess
+def test_a_model_that_uses_all_parameters_is_not_told_of_it(job, tmp_path):
+    """Torch does so once per process, past Python's filters of warnings."""
+    with Processes(tmp_path) as processes:
+        trainer = processes.start("trainer", take_two_steps)
+        assert trainer.status() == 0, trainer.output()
+        assert "find_unused_parameters" not in trainer.output()
+
+
+def test_embeddings_train_under_a_dense_model_that_does_not(job):
+    frozen = SumOfEmbeddings().requires_grad_(False)
+    with engine_of(frozen) as engine:
+        step(engine, batch_of([1]))
     assert job.read("item", 1).tolist() == [[4.0] * 4]
 
 
