@@ -286,7 +286,7 @@ class Engine:
         slots: Slots = self._sharded(pull)
         return slots
 
-    def backward(self, scaled_loss: torch.Tensor, scale: float) -> bool:
+    def backward(self, scaled_loss: torch.Tensor, scale: torch.Tensor) -> bool:
         """Run the backward pass of a loss times ``scale``; gradients leave unscaled.
 
         Those that are not finite are left out, unless the scale is 1. Returns whether
@@ -297,7 +297,16 @@ class Engine:
         num_skipped = self._sharded.num_skipped
         scaled_loss.backward()
         has_skipped = self._sharded.num_skipped > num_skipped
-        return self._agreement.any(has_skipped) if self._agreement else has_skipped
+        if self._agreement is not None:
+            has_skipped = self._agreement.any(has_skipped)
+        self.sharder.remote_tables.count_skipped(is_skipped=has_skipped)
+        return has_skipped
+
+    def mark_skipped(self, scaler: torch.amp.GradScaler) -> None:
+        """Let a scaler know, before its update, that gradients were left out."""
+        self.sharder.remote_tables.mark(are_finite=False)
+        scaler.unscale_(self.sharder.optimizer)
+        self.sharder.optimizer.zero_grad()
 
     def configure(self, config: EmbeddingConfig) -> None:
         """Change how rows start and weights are bounded, but as ``tables`` has it."""

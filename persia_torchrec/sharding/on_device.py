@@ -93,7 +93,8 @@ class Leaving:
         """Return whether all are finite, True unchecked; waits for the check alone."""
         if self._checked is not None:
             self._checked.synchronize()
-        return self._is_finite is None or bool(self._is_finite)
+        # By NumPy, which reads memory of the host only.
+        return self._is_finite is None or bool(self._is_finite.numpy())
 
     def wait(self) -> Outputs:
         """Wait until the gradients are on the host, and return them; any thread."""

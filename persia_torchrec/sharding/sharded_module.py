@@ -47,6 +47,7 @@ from persia_torchrec.sharding.table_control import (
     WAIT_FOR_PUSH,
     WAIT_FOR_ROWS,
     RemoteTables,
+    loss_scale,
 )
 
 THE_FEATURE = "ids"
@@ -122,7 +123,7 @@ class ShardedRemoteCollection(
         super().__init__()
         self.remote_tables = tables
         self.pipeline = pipeline
-        self.gradient_scale = gradient_scale
+        self.gradient_scale: float | torch.Tensor = gradient_scale
         self.skip_non_finite = False
         self.num_skipped = 0
         self.spec = spec
@@ -220,11 +221,12 @@ class ShardedRemoteCollection(
         is_scaled = scaler is not None and scaler.is_enabled()
         factor: Any = self.gradient_scale
         if scaler is not None and is_scaled:
-            factor = factor / self._loss_scale(scaler)
+            factor = factor / loss_scale(scaler, self._device)
         # Another thread may read the gradients themselves after the backward pass:
         # autograd reuses the memory of one, as a parameter's ``grad``, only if no other
         # reference to the tensor is held, as an array made of it without ``detach`` is.
-        if is_scaled or factor != 1 or any(grad.requires_grad for grad in grads):
+        is_one = not isinstance(factor, torch.Tensor) and factor == 1
+        if not is_one or any(grad.requires_grad for grad in grads):
             grads = [grad.detach().to(torch.float32) * factor for grad in grads]
         is_checked = self.skip_non_finite or is_scaled
         leaving = Leaving(grads, self._leaving, check=is_checked)
@@ -246,12 +248,6 @@ class ShardedRemoteCollection(
         self.num_skipped += 1
         batch.give_up()  # the graph, and with it the batch, may live on
         return None
-
-    def _loss_scale(self, scaler: torch.amp.GradScaler) -> float | torch.Tensor:
-        """Return the loss scale; on a GPU a tensor there, for which no thread waits."""
-        if self._device.type == "cpu":
-            return scaler.get_scale()
-        return scaler.scale(torch.ones((), device=self._device))
 
     def add_placeholders(self) -> None:
         """Register the modules and parameters of the tables, which hold no rows.

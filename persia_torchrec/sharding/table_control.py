@@ -35,6 +35,18 @@ logger = logging.getLogger(__name__)
 WAIT_FOR_ROWS, WAIT_FOR_PUSH = "persia: wait for rows", "persia: wait for push"
 
 
+_MANY_SKIPPED = 20
+"""Backward passes in a row without finite gradients of which there is a warning."""
+
+
+def loss_scale(scaler: torch.amp.GradScaler, device: torch.device) -> torch.Tensor:
+    """Return the loss scale, float32 on a device; no thread waits for it.
+
+    A tensor, also since one may divide by it when it is 0.
+    """
+    return scaler.scale(torch.ones((), device=device))
+
+
 class RemoteTables:
     """Tables on the servers, and the pipelines of the collections that use them.
 
@@ -57,6 +69,7 @@ class RemoteTables:
         self.agreement: Agreement | None = None
         self.clock: AnswersAtEnd | None = None  # of automatic checkpoints
         self._cannot_agree = False
+        self._num_skipped = 0  # backward passes in a row that were not finite
         # Current backward passes, by number; torch holds them until they end.
         self._current: weakref.WeakValueDictionary[int, BackwardPass]
         self._current = weakref.WeakValueDictionary()
@@ -114,6 +127,22 @@ class RemoteTables:
     def _note_finite(self, are_finite: bool) -> None:
         if self.agreement is not None:
             are_finite = not self.agreement.any(not are_finite)
+        self.count_skipped(is_skipped=not are_finite)
+        self.mark(are_finite=are_finite)
+
+    def count_skipped(self, *, is_skipped: bool) -> None:
+        """Note whether a backward pass pushed nothing; warn once of 20 in a row."""
+        self._num_skipped = self._num_skipped + 1 if is_skipped else 0
+        if self._num_skipped == _MANY_SKIPPED:
+            logger.warning(
+                "the gradients of the embeddings were not finite in %d backward passes "
+                "in a row, and moved no row: is the loss finite, and the loss scale "
+                "above 0?",
+                _MANY_SKIPPED,
+            )
+
+    def mark(self, *, are_finite: bool) -> None:
+        """Let a scaler find in the placeholders whether gradients were finite."""
         for group in self.groups.values():
             (placeholder,) = group["params"]
             if placeholder.grad is None or not are_finite:

@@ -50,10 +50,11 @@ def step(engine, batch, *, settings=SETTINGS):
     engine.flush()
 
 
-def scaled_step(engine, batch, factor):
-    """Train under a loss scale of 1024; return whether gradients were left out."""
+def scaled_step(engine, batch, factor, scale=1024.0):
+    """Train under a loss scale; return whether gradients were left out."""
     pull = engine.start_pull(batch, is_training=True, settings=SETTINGS)
-    has_skipped = engine.backward(engine.run([], pull).sum() * factor, 1024.0)
+    loss = engine.run([], pull).sum() * factor
+    has_skipped = engine.backward(loss, torch.tensor(scale))
     engine.flush()
     return has_skipped
 
@@ -91,6 +92,18 @@ def test_under_a_scale_a_gradient_that_is_not_finite_is_left_out(job, engine, fa
     assert job.read("item", 1).tolist() == [[5.0] * 4]
     assert not scaled_step(engine, batch_of([1]), factor=1024.0)
     assert job.read("item", 1).tolist() == [[4.0] * 4]
+
+
+@pytest.mark.parametrize("factor", [0.0, 1.0])
+def test_under_a_scale_of_0_all_gradients_are_left_out(job, engine, factor):
+    """As torch's ``GradScaler.step`` does, which divides by it too."""
+    assert scaled_step(engine, batch_of([1]), factor=factor, scale=0.0)
+    assert job.read("item", 1).tolist() == [[5.0] * 4]
+
+
+def test_at_a_scale_of_1_too_gradients_that_are_not_finite_are_left_out(job, engine):
+    assert scaled_step(engine, batch_of([1]), factor=float("nan"), scale=1.0)
+    assert engine.pipeline.tally.total.num_refused == 0
 
 
 @pytest.mark.parametrize("has_key", [True, False])

@@ -239,6 +239,34 @@ def test_a_backward_pass_that_fails_leaves_the_next_one_alone(trainer):
     assert overflow_and_recover(trainer, trainer.scaler) == [2.0, 1.0, 1.0, 2.0]
 
 
+@pytest.mark.parametrize("factor", [torch.nan, 0.0, 1.0])
+def test_at_a_scale_of_0_steps_are_skipped_as_in_plain_torch(trainer, caplog, factor):
+    """Which has no floor either, and divides by 0 without an error."""
+    trainer.use(init_scale=0.0)
+    for _ in range(45):
+        assert not trainer.moves_of(factor=factor).any()
+    assert trainer.module.num_skipped == 45
+    assert trainer.scaler.get_scale() == 0.0
+    lines = [r.message for r in caplog.records if "moved no row" in r.message]
+    assert len(lines) == 1
+
+
+def test_skipped_steps_that_are_not_in_a_row_are_nothing_to_warn_of(trainer, caplog):
+    trainer.use(init_scale=2.0)
+    for number in range(40):
+        trainer.step(factor=1.0 if number % 20 == 19 else torch.nan)
+    assert not [r for r in caplog.records if "moved no row" in r.message]
+
+
+def test_a_loss_scale_is_not_read_in_a_step(trainer, monkeypatch):
+    def read(_):
+        raise AssertionError("a GPU would be waited for")
+
+    trainer.use(init_scale=8.0)
+    monkeypatch.setattr(torch.amp.GradScaler, "get_scale", read)
+    trainer.step()
+
+
 def test_without_a_scaler_a_bad_gradient_is_the_servers_to_refuse(trainer):
     pooled = trainer.model.module.embeddings(IDS).values()
     (pooled[0].sum() * torch.inf).backward()

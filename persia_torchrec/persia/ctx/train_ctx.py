@@ -17,11 +17,13 @@ from persia_torchrec.persia import distributed
 from persia_torchrec.persia.ctx.base_ctx import BaseCtx, PreprocessMode
 from persia_torchrec.persia.ctx.embedding_ctx import EmbeddingCtx
 from persia_torchrec.persia.ctx.lookup_ctx import B, Tensors
+from persia_torchrec.persia.ctx.non_finite import NonFiniteWatch
 from persia_torchrec.persia.embedding import EmbeddingConfig
 from persia_torchrec.persia.engine import Engine
 from persia_torchrec.persia.loader import PersiaTrainingBatch
 from persia_torchrec.persia.slot_tensors import run_dense
 from persia_torchrec.pipeline.staleness import TrainingSummary
+from persia_torchrec.sharding.table_control import loss_scale
 from persia_torchrec.table import TableSettings
 from persia_torchrec.training.checkpoint import Target, read_state, state_bytes
 from persia_torchrec.training.recovery import (
@@ -32,6 +34,7 @@ from persia_torchrec.training.recovery import (
 )
 
 _TRAINING = "training.pt"
+_MIN_SCALE = 1.0  # of the loss; gradients that overflow at 1 do so at any scale
 
 _numbers = itertools.count(1)  # of the contexts of this process
 
@@ -58,7 +61,11 @@ class TrainCtx(EmbeddingCtx):
         lookup_emb_directly: whether batches of this process are looked up, of an
             ``IterableDataset`` or by ``get_embedding_from_data``. If not, they are
             refused: all come from data loaders.
-        mixed_precision: run the model under autocast with a scaled loss; CUDA only.
+        mixed_precision: scale the loss, so that small gradients of a model in half
+            precision are not lost, and divide gradients by the scale again; CUDA only.
+            The scale falls while gradients are not finite, to 1 at least. As PERSIA's
+            it puts nothing under autocast: use ``torch.autocast`` around
+            :meth:`forward`, or in the model.
         distributed_option: how several trainers keep their dense models alike;
             ``get_default_distributed_option(device_id)`` by default.
         model: the dense model, already on its device; it must be given. Its ``forward``
@@ -149,22 +156,25 @@ class TrainCtx(EmbeddingCtx):
         engine.lookup_emb_directly = lookup_emb_directly
         engine.pipeline.bound(held=grad_update_buffer_size, sent=backward_workers_size)
         self.embedding_optimizer = engine.sharder.optimizer
+        self._watch = NonFiniteWatch()
         self._own_state: dict[str, Any] = {}
         given = engine.job_id, checkpoint_interval_s, resume
         self._recovery_config = _configure_recovery(*given)
 
     def forward(self, batch: PersiaTrainingBatch) -> tuple[Any, Tensors | None]:
-        """Run the model on a batch; return its output and the labels, or None."""
+        """Run the model on a batch; return its output and the labels, or None.
+
+        A ``torch.autocast`` of the caller holds, in ``eval_ctx`` too, and the output is
+        as the model gives it. Of an output and a loss that are not finite a warning
+        names the step, once per run of such steps; on a GPU one step later.
+        """
         non_id_tensors, labels = self._dense_tensors(batch)
-        enabled = self._scaler is not None
-        with torch.autocast(self.embeddings.device.type, enabled=enabled):
-            if batch.is_training:
-                output = self.embeddings.run(non_id_tensors, batch.pull)
-            else:
-                slots = self.embeddings.embed(batch.pull)
-                output = run_dense(self.model, non_id_tensors, slots)
-        # Loss functions such as BCELoss take no half precision.
-        return _in_full_precision(output) if enabled else output, labels
+        if not batch.is_training:
+            slots = self.embeddings.embed(batch.pull)
+            return run_dense(self.model, non_id_tensors, slots), labels
+        output = self.embeddings.run(non_id_tensors, batch.pull)
+        self._watch.note(self._num_steps + 1, "output", output)
+        return output, labels
 
     def backward(
         self, loss: torch.Tensor, embedding_gradient_check_frequency: int = 20
@@ -186,14 +196,12 @@ class TrainCtx(EmbeddingCtx):
         require_at_least_1(
             embedding_gradient_check_frequency=embedding_gradient_check_frequency
         )
+        self._watch.note(self._num_steps + 1, "loss", loss)
         if self._scaler is None:
             loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             self.dense_optimizer.step()
         else:
-            loss, scale = self._scaler.scale(loss), self._scaler.get_scale()
-            has_skipped = self.embeddings.backward(loss, scale)
-            self._scaler.step(self.dense_optimizer)
-            self._scaler.update(scale / self._update_factor if has_skipped else None)
+            loss = self._step_scaled(loss, self._scaler)
         weights = self.embeddings.weights
         have_met = weights is None or weights.after_step()
         self.embedding_optimizer.step()
@@ -201,6 +209,26 @@ class TrainCtx(EmbeddingCtx):
         self._num_steps += 1
         if self._recovery is not None:
             self._recovery.step(may_save=have_met)
+        return loss
+
+    def _step_scaled(
+        self, loss: torch.Tensor, scaler: torch.amp.GradScaler
+    ) -> torch.Tensor:
+        """Update both halves under a loss scale; return the scaled loss.
+
+        The scale stays a tensor: to read it would make this thread wait for a GPU.
+        """
+        scale = loss_scale(scaler, self.embeddings.device).clamp(min=_MIN_SCALE)
+        scaler.update(scale)  # while all overflows it falls without end
+        loss = scaler.scale(loss)
+        has_skipped = self.embeddings.backward(loss, scale)
+        scaler.step(self.dense_optimizer)
+        backoff_factor = scaler.get_backoff_factor()
+        if has_skipped:
+            self.embeddings.mark_skipped(scaler)
+            scaler.set_backoff_factor(1 / self._update_factor)
+        scaler.update()
+        scaler.set_backoff_factor(backoff_factor)
         return loss
 
     def register_state(self, **state: Any) -> None:
@@ -299,8 +327,11 @@ class TrainCtx(EmbeddingCtx):
             if (member := JobMember.current) is not None:
                 member.progress = lambda: self._num_steps
             clock = None if recovery is None else recovery.clock
-            with engine.in_step(self._scaler, clock):
-                yield
+            try:
+                with engine.in_step(self._scaler, clock):
+                    yield
+            finally:  # it may be why the block ends
+                self._watch.tell(is_over=True)
             engine.flush()
             engine.checkpoints.wait_for_dump()
             engine.sharder.report_at_end(self.get_embedding_size())
@@ -341,16 +372,3 @@ def _configure_recovery(
         interval_s=interval_s,
         resume=resume or cast("Resume", env.resume() or "exact"),
     )
-
-
-def _in_full_precision(output: Any) -> Any:
-    """Turn half precision in a tensor, or in a tuple, list or dict, to float32."""
-    if isinstance(output, torch.Tensor):
-        is_half = output.dtype in (torch.float16, torch.bfloat16)
-        return output.float() if is_half else output
-    if isinstance(output, dict):
-        return {key: _in_full_precision(value) for key, value in output.items()}
-    if isinstance(output, tuple | list):
-        make = getattr(output, "_make", type(output))  # a named tuple has one
-        return make(map(_in_full_precision, output))
-    return output

@@ -22,7 +22,6 @@ from persia_torchrec.persia.batch import (
     NonIDTypeFeature,
     PersiaBatch,
 )
-from persia_torchrec.persia.ctx import train_ctx
 from persia_torchrec.persia.embedding import EmbeddingConfig
 from persia_torchrec.persia.worker.serving import tell_slots
 from persia_torchrec.table import TableSettings
@@ -548,18 +547,3 @@ def three_slots():
     features = [IDTypeFeature(name, [ids_of(1)]) for name in ("user", "item", "basket")]
     label = Label(np.zeros((1, 1), dtype=np.float32))
     return PersiaBatch(features, labels=[label])
-
-
-class TwoTasks(NamedTuple):
-    clicks: torch.Tensor
-    others: dict[str, list[torch.Tensor]]
-
-
-def test_mixed_precision_returns_float32_in_every_structure_of_an_output():
-    half, whole = torch.ones(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.int64)
-    output = train_ctx._in_full_precision((TwoTasks(half, {"a": [half, whole]}), "b"))
-    ((clicks, others), name) = output
-    assert isinstance(output[0], TwoTasks)
-    assert name == "b"
-    found = [tensor.dtype for tensor in (clicks, *others["a"])]
-    assert found == [torch.float32, torch.float32, torch.int64]
