@@ -11,7 +11,7 @@ by its main thread; only :meth:`Engine.start_pull` may be called by another.
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,7 +26,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from persia_torchrec import env, timeouts
-from persia_torchrec.client.client import EmbeddingClient
+from persia_torchrec.client.client import BatchNumber, EmbeddingClient
+from persia_torchrec.datasets.transfer import Array, Staging
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.implicit_member import join_job
@@ -48,6 +49,7 @@ from persia_torchrec.persia.slot_tensors import Slots, run_dense, slot_tensors
 from persia_torchrec.persia.worker.serving import ask_for_slots
 from persia_torchrec.persia.worker_client import WAIT, RemoteBatch, RemoteWorkers
 from persia_torchrec.pipeline.pipeline import BatchPipeline, PrefetchedBatch
+from persia_torchrec.routing.shard import Positions
 from persia_torchrec.sharding.backward_pass import AnswersAtEnd
 from persia_torchrec.sharding.collection import CollectionSpec
 from persia_torchrec.sharding.sharded_module import ShardedRemoteCollection
@@ -112,12 +114,66 @@ class ShardedSlots(ShardedRemoteCollection):
 
     def make_output(self, batch: PrefetchedBatch[Any]) -> Slots:
         """Wait for the embeddings of each slot; see ``persia/slot_tensors.py``."""
-        outputs, handle = self.pulled(self.wait(batch)), batch.handle
+        tensors, handle = self.pulled(self.wait(batch)), batch.handle
         of_config = [
             slots.Slot(name=feature.name, dim=dim, num_places=feature.num_places)
             for feature, dim in zip(self.spec.features, self._dims, strict=True)
         ]
-        return slot_tensors(of_config, handle.slots, outputs, handle.places)
+        places: Sequence[Positions | torch.Tensor] = handle.places
+        if isinstance(batch.outputs, StagedSlots):
+            places = batch.outputs.places()
+        return slot_tensors(of_config, handle.slots, tensors, places)
+
+    def on_device(self, batch: PrefetchedBatch[Any]) -> tuple[torch.Tensor, ...]:
+        """Return what was pulled; if it is on its way to a GPU, its stream waits."""
+        if isinstance(batch.outputs, StagedSlots):
+            return batch.outputs.embeddings()
+        return super().on_device(batch)
+
+
+class StagedSlots:
+    """The embeddings of a batch on their way to a device, and the places of raw ids."""
+
+    def __init__(
+        self,
+        staging: Staging,
+        outputs: Sequence[Array],
+        places: Sequence[Positions],
+    ) -> None:
+        self._num = len(outputs)
+        self._staged = staging.start([*outputs, *places])
+
+    def embeddings(self) -> tuple[torch.Tensor, ...]:
+        """Make the current stream wait; return float32 as the worker gave it."""
+        return self._staged.wait()[: self._num]
+
+    def places(self) -> tuple[torch.Tensor, ...]:
+        """Make the current stream wait; return int32 ``(B, F)`` of each raw slot."""
+        return self._staged.wait()[self._num :]
+
+
+class StagingWorkers:
+    """Embedding workers whose batches go to a device in the thread that pulls them."""
+
+    def __init__(self, workers: RemoteWorkers, device: torch.device) -> None:
+        self._staging = Staging(device)
+        self._pull = workers.pull
+        self.push, self.again = workers.push, workers.again
+        self.abandon, self.change_tables = workers.abandon, workers.change_tables
+
+    def pull(
+        self,
+        source: ReferencedBatch | Mapping[str, Bags],
+        number: BatchNumber | None,
+    ) -> tuple[Any, RemoteBatch]:
+        """Have a batch pulled, and begin to copy it."""
+        outputs, handle = self._pull(source, number)
+        try:
+            return StagedSlots(self._staging, outputs, handle.places), handle
+        except BaseException:  # such as a GPU without memory
+            if number is not None:
+                self.abandon(handle)  # the worker awaits its gradients
+            raise
 
 
 class SlotsSharder(CollectionSharder):
@@ -149,7 +205,10 @@ class SlotsSharder(CollectionSharder):
         """Return the pipeline, its tables known to workers and servers."""
         self._workers.add_tables(spec.tables)
         timeout_s = timeouts.TRAINING_REQUEST_S + self._workers.recovery_s
-        return BatchPipeline(self._workers, staleness=1, timeout_s=timeout_s)
+        lookup: RemoteWorkers | StagingWorkers = self._workers
+        if device.type in Staging.DEVICES:
+            lookup = StagingWorkers(self._workers, device)
+        return BatchPipeline(lookup, staleness=1, timeout_s=timeout_s)
 
 
 class Engine:
@@ -289,11 +348,12 @@ class Engine:
     def backward(self, scaled_loss: torch.Tensor, scale: torch.Tensor) -> bool:
         """Run the backward pass of a loss times ``scale``; gradients leave unscaled.
 
-        Those that are not finite are left out, unless the scale is 1. Returns whether
-        some were, on any trainer that averages dense gradients: these call it together.
+        Those that are not finite are left out. Returns whether some were, on any
+        trainer that averages dense gradients: these call it together. ``scale`` is
+        float32 on the device of the loss; it may be 0, which leaves no gradient finite.
         """
-        self._sharded.gradient_scale = 1 / scale
-        self._sharded.skip_non_finite = scale != 1
+        self._sharded.gradient_scale = scale.reciprocal()
+        self._sharded.skip_non_finite = True
         num_skipped = self._sharded.num_skipped
         scaled_loss.backward()
         has_skipped = self._sharded.num_skipped > num_skipped

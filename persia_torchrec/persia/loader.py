@@ -162,8 +162,9 @@ class PersiaTrainingBatch:
     """A batch as the trainer gets it; a context makes tensors of it.
 
     ``pull`` is its rows on their way, ``is_training`` whether a backward pass is
-    expected, and ``loader`` the data loader that sent it; the other attributes are
-    those of the ``PersiaBatch``.
+    expected, and ``loader`` the data loader that sent it; ``staged`` are features
+    without ids, and labels behind them, on their way to a GPU, if there is one. The
+    other attributes are those of the ``PersiaBatch``.
     """
 
     pull: Any
@@ -173,6 +174,7 @@ class PersiaTrainingBatch:
     meta: bytes | None
     batch_id: int | None
     loader: int | None = None
+    staged: Any = None
 
     def consume_all_meta_data(self) -> bytes | None:
         """Return ``meta``, as often as it is asked for."""

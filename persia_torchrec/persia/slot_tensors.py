@@ -34,7 +34,7 @@ def slot_tensors(
     slots: Sequence[Slot],
     names: Sequence[str],
     outputs: Sequence[torch.Tensor],
-    places: Sequence[Positions],
+    places: Sequence[Positions | torch.Tensor],
 ) -> Slots:
     """Give each slot of a batch its tensor, in the batch's order and autograd graph.
 
@@ -49,8 +49,10 @@ def slot_tensors(
     tensors = {}
     for slot in slots:
         if slot.num_places:
-            rows_ND, of_slot = next(rows)
-            places_BF = torch.from_numpy(of_slot).to(rows_ND.device, non_blocking=True)
+            rows_ND, places_BF = next(rows)
+            if not isinstance(places_BF, torch.Tensor):
+                places_BF = torch.from_numpy(places_BF)
+                places_BF = places_BF.to(rows_ND.device, non_blocking=True)
             tensors[slot.name] = pad_raw(rows_ND, places_BF)
         else:
             tensors[slot.name] = next(columns)

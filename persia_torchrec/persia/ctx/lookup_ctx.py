@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.datasets.transfer import Staged, Staging
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.persia import loader
 from persia_torchrec.persia.batch import PersiaBatch, ReferencedBatch
@@ -32,6 +33,7 @@ class LookupCtx(BaseCtx):
     preprocess_mode: PreprocessMode
     model: nn.Module | None
     embeddings: Engine | SlotsReader
+    _staging: Staging | None = None
 
     @property
     def _device(self) -> torch.device:
@@ -66,6 +68,7 @@ class LookupCtx(BaseCtx):
             meta=batch.meta,
             batch_id=batch.batch_id,
             loader=batch.origin.loader if isinstance(batch, ReferencedBatch) else None,
+            staged=self._stage(batch),
         )
 
     trained: Mapping[int, int] = {}
@@ -198,10 +201,25 @@ class LookupCtx(BaseCtx):
                 tensor.requires_grad_()
         return embeddings
 
+    def _stage(self, batch: PersiaBatch | ReferencedBatch) -> Staged | None:
+        """Begin to copy what has no ids to a GPU, if there is one."""
+        device = self.embeddings.device
+        if device.type not in Staging.DEVICES:
+            return None
+        if self._staging is None:
+            self._staging = Staging(device)
+        arrays = [feature.data for feature in batch.non_id_type_features]
+        if self.preprocess_mode is not PreprocessMode.INFERENCE:
+            arrays += [label.data for label in batch.labels]
+        return self._staging.start(arrays)
+
     def _dense_tensors(
         self, batch: loader.PersiaTrainingBatch
     ) -> tuple[Tensors, Tensors | None]:
-        device = self.embeddings.device
+        device, num = self.embeddings.device, len(batch.non_id_type_features)
+        if batch.staged is not None:
+            tensors = list(batch.staged.wait())
+            return tensors[:num], tensors[num:] or None
         non_id = [dense_tensor(f.data, device) for f in batch.non_id_type_features]
         if self.preprocess_mode is PreprocessMode.INFERENCE:
             return non_id, None
