@@ -1,5 +1,6 @@
 """The optimizer of tables on the servers, as TorchRec has one of fused tables."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
@@ -13,6 +14,39 @@ from persia_torchrec.sharding.state import CollectionState
 
 States: TypeAlias = dict[str, CollectionState]
 """The rows of the collections, by table."""
+
+
+def set_values(group: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Set values of a parameter group; what is a tensor there gets its number.
+
+    The tensor itself stays, on its device: a compiled or captured step reads that one.
+    """
+    for name, value in values.items():
+        group[name] = _set(group.get(name), value)
+
+
+@contextlib.contextmanager
+def keeping_tensors(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Keep the tensors of parameter groups, as ``lr``, while a state is loaded."""
+    held = [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+    yield
+    for before, group in zip(held, optimizer.param_groups, strict=False):
+        loaded = {name: group[name] for name in before.keys() & group.keys()}
+        group.update(before)
+        set_values(group, loaded)
+
+
+def _set(held: Any, value: Any) -> Any:
+    """Return a value of a group, in the tensors that the group held before."""
+    if isinstance(held, torch.Tensor):
+        with torch.no_grad():
+            return held.copy_(torch.as_tensor(value))
+    if isinstance(held, tuple) and len(held) == len(value):  # betas
+        return tuple(map(_set, held, value))
+    return value
 
 
 class RemoteOptimizer(FusedOptimizer):

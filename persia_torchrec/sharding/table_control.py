@@ -25,7 +25,7 @@ from persia_torchrec.pipeline.pipeline import BatchPipeline
 from persia_torchrec.pipeline.staleness import TrainingSummary
 from persia_torchrec.sharding import torchrec_api
 from persia_torchrec.sharding.backward_pass import Agreement, AnswersAtEnd, BackwardPass
-from persia_torchrec.sharding.optimizer import RemoteOptimizer, States
+from persia_torchrec.sharding.optimizer import RemoteOptimizer, States, set_values
 from persia_torchrec.table import TableChange, TableSpec
 
 logger = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ class RemoteTables:
                 pipeline.flush()
         for name in changed:
             if specs[name].optimizer.lr != self.specs[name].optimizer.lr:
-                self.groups[name]["lr"] = specs[name].optimizer.lr
+                set_values(self.groups[name], {"lr": specs[name].optimizer.lr})
         self.specs = specs
         return [pipeline.change_tables(change) for pipeline in users]
 
@@ -223,7 +223,7 @@ class TableControl:
         for done in tables.change(lambda spec: specs.get(spec.name, spec)):
             done.result(timeout_s)
         for name, group in tables.groups.items():
-            group["lr"] = rates.get(name, group["lr"])
+            set_values(group, {"lr": rates.get(name, group["lr"])})
 
     def close(self) -> None:
         """Stop the threads of the collections sharded so far. May be called twice."""

@@ -48,6 +48,7 @@ from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.client.checkpoint_client import SavedCheckpoint, Task, tell_job
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import CheckpointError, ConfigError, PersiaError
+from persia_torchrec.sharding.optimizer import keeping_tensors
 from persia_torchrec.sharding.state import is_state_entry, without_rows
 from persia_torchrec.sharding.table_control import TableControl
 from persia_torchrec.training.dense_reader import reader_of
@@ -265,7 +266,11 @@ def _load_dense(state: dict[str, Any], folder: Folder, begun: Iterable[str]) -> 
     reader = reader_of(folder)
     reader.read_metadata()  # of what is wrong with it, torch 2.11 says nothing
     load = partial(state_dict_loader.load, storage_reader=reader)
-    _let_torch(load, state, _LoadPlanner(), folder)
+    with contextlib.ExitStack() as stack:
+        for value in state.values():
+            if isinstance(value, torch.optim.Optimizer):
+                stack.enter_context(keeping_tensors(value))
+        _let_torch(load, state, _LoadPlanner(), folder)
 
 
 def _let_torch(
@@ -512,7 +517,10 @@ def read_state(folder: Folder, name: str, map_location: str | None = None) -> An
 def apply_state(target: Target, state: Any, path: str) -> None:
     """Load a state dictionary into a model or an optimizer."""
     try:
-        target.load_state_dict(state)
+        with contextlib.ExitStack() as stack:
+            if isinstance(target, torch.optim.Optimizer):
+                stack.enter_context(keeping_tensors(target))
+            target.load_state_dict(state)
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as exc:
         raise CheckpointError(
             f"{path} must fit the {type(target).__name__}. Received: {exc}."

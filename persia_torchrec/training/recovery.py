@@ -39,6 +39,7 @@ from persia_torchrec.datasets.dataset import RowDataset
 from persia_torchrec.errors import CheckpointError, ConfigError
 from persia_torchrec.job.member import JobMember
 from persia_torchrec.persia.loader import PersiaTrainingBatch
+from persia_torchrec.sharding.optimizer import set_values
 from persia_torchrec.sharding.state import without_rows
 from persia_torchrec.sharding.table_control import TableControl
 from persia_torchrec.training.checkpoint import (
@@ -364,7 +365,7 @@ class Recovery:
             for group, previous in zip(
                 shared[name].param_groups if groups else (), groups, strict=True
             ):
-                group.update(previous)
+                set_values(group, previous)
         for sharder in self._sharders:
             sharder.restore(self._tables, saved["rates"], _SETTINGS_S)
 

@@ -9,6 +9,9 @@ import torch
 from persia_torchrec import SGD, RemoteEmbeddingBagCollectionSharder
 from persia_torchrec.data import CsvDataset, IdColumn
 from persia_torchrec.errors import ConfigError, RemoteError
+from persia_torchrec.sharding.optimizer import set_values
+from persia_torchrec.table import TableSpec
+from persia_torchrec.training.checkpoint import apply_state
 from persia_torchrec.training.recovery import (
     CheckpointClock,
     RecoveryConfig,
@@ -199,6 +202,51 @@ def test_a_loop_that_calls_no_step_is_an_error(servers, tmp_path, parts):
         taken.extend(run.skip(data))
     assert len(taken) == most
     sharder.close()
+
+
+def test_a_rate_that_is_a_tensor_stays_the_one_that_a_compiled_step_reads(
+    servers, tmp_path
+):
+    client = servers.client(servers.start(1))
+    client.add_tables([TableSpec(name="item", dim=4, optimizer=SGD(1.0))])
+
+    def train(lr, num_steps):
+        rate, weight = torch.tensor(lr), torch.nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.Adam([weight], lr=rate)
+        state = {"optimizer": optimizer}
+        with recoverable(tmp_path, state, client, (), interval_s=0) as run:
+            for _ in run.skip(range(num_steps)):
+                weight.grad = torch.ones(2)
+                optimizer.step()
+                rate.mul_(0.5)
+                run.step()
+            run.save()
+        assert optimizer.param_groups[0]["lr"] is rate
+        return float(rate)
+
+    assert train(0.5, 2) == 0.5 / 4
+    assert train(0.75, 5) == 0.5 / 32
+
+
+@pytest.mark.parametrize("lr", [0.25, torch.tensor(0.25)])
+def test_a_loaded_state_is_set_in_the_tensors_of_the_optimizer(lr):
+    def make(lr, beta):
+        weight = torch.nn.Parameter(torch.ones(2))
+        betas = torch.tensor(beta), torch.tensor(0.9)
+        given = {"betas": betas, "foreach": False, "capturable": True}
+        return torch.optim.Adam([weight], lr=lr, **given)
+
+    optimizer, saved = make(torch.tensor(1.0), 0.5), make(lr, 0.75)
+    (group,) = optimizer.param_groups
+    held = group["lr"], *group["betas"]
+    apply_state(optimizer, saved.state_dict(), "opt.pt")
+    (group,) = optimizer.param_groups
+    for one, other in zip(held, (group["lr"], *group["betas"]), strict=True):
+        assert one is other
+    assert [float(one) for one in held] == pytest.approx([0.25, 0.75, 0.9])
+    set_values(group, {"lr": lr, "weight_decay": 0.5, "new": 3})
+    assert group["lr"] is held[0]
+    assert (group["weight_decay"], group["new"]) == (0.5, 3)
 
 
 def test_settings_that_cannot_be_are_refused():

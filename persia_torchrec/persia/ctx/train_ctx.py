@@ -23,6 +23,7 @@ from persia_torchrec.persia.engine import Engine
 from persia_torchrec.persia.loader import PersiaTrainingBatch
 from persia_torchrec.persia.slot_tensors import run_dense
 from persia_torchrec.pipeline.staleness import TrainingSummary
+from persia_torchrec.sharding.optimizer import set_values
 from persia_torchrec.sharding.table_control import loss_scale
 from persia_torchrec.table import TableSettings
 from persia_torchrec.training.checkpoint import Target, read_state, state_bytes
@@ -310,7 +311,7 @@ class TrainCtx(EmbeddingCtx):
         training = read_state(folder, _TRAINING)
         for group in self.embedding_optimizer.param_groups:
             rates = training["learning_rates"]
-            group["lr"] = rates.get(group["table"], group["lr"])
+            set_values(group, {"lr": rates.get(group["table"], group["lr"])})
         self.embedding_optimizer.step()
         if self._scaler is not None and training["grad_scaler"]:
             self._scaler.load_state_dict(training["grad_scaler"])
