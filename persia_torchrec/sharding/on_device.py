@@ -33,6 +33,7 @@ from persia_torchrec.lookup.sharded_lookup import (
 )
 from persia_torchrec.rpc.float_codec import Floats
 from persia_torchrec.rpc.messages import Precision
+from persia_torchrec.sharding.torchrec_api import require_no_capture
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -50,6 +51,7 @@ class DeviceBatch:
     def wait(self) -> Tensors:
         """Make the current stream wait for the copy; return the rows."""
         if self.came is not None:
+            require_no_capture()
             stream = torch.cuda.current_stream(self.rows[0].device)
             stream.wait_event(self.came)
             for tensor in (*self.rows, *self.inverses, *self.offsets):

@@ -20,6 +20,8 @@ from torchrec.distributed.embedding_kernel import BaseEmbedding
 from torchrec.distributed.embedding_types import BaseEmbeddingSharder
 from torchrec.optim.fused import EmptyFusedOptimizer
 
+from persia_torchrec.errors import ConfigError
+
 __all__ = ["Shard", "ShardedTensor"]
 
 T = TypeVar("T", bound=torch.Tensor)
@@ -115,6 +117,17 @@ def embedding_kernels(sharded: Any) -> list[BaseEmbedding]:
     """Return what holds the tables of a sharded collection on this trainer."""
     modules = (m for lookup in sharded._lookups for m in lookup.modules())
     return [module for module in modules if isinstance(module, BaseEmbedding)]
+
+
+def require_no_capture() -> None:
+    """Refuse to wait for rows while the current stream captures a CUDA graph."""
+    if torch.cuda.is_current_stream_capturing():
+        raise ConfigError(
+            "Rows of tables on the servers must be looked up outside of a CUDA graph: "
+            "other threads bring them, others each time. Received: a lookup while the "
+            "current stream is captured. Capture the dense half alone, by "
+            'torch.cuda.graph(..., capture_error_mode="thread_local").'
+        )
 
 
 class ParametersInTurn(dict[str, nn.Parameter]):

@@ -30,7 +30,7 @@ from persia_torchrec import (
 )
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.persia.data_parallel import average_as_bytes
-from persia_torchrec.sharding.on_device import Leaving
+from persia_torchrec.sharding.on_device import DeviceBatch, Leaving
 from tests.support.places import CPU, CUDA, GPU_PLACES, ON_GPU, PLACES
 from tests.support.remote_job import META, Bags, kjt_of, remote_modules
 from tests.support.servers import DEADLINE_S
@@ -356,6 +356,14 @@ def test_a_gpu_must_be_the_current_one(job, monkeypatch):
     env = ShardingEnv.from_local(1, 0)
     with pytest.raises(ConfigError, match=r"Received: cuda:1, and cuda:0 is current"):
         sharder.put_on_servers(Bags(BAG_TABLES).bags, env, torch.device("cuda", 1))
+
+
+def test_rows_are_no_part_of_a_cuda_graph(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    batch = DeviceBatch(None, (), (), (), came=object())
+    must = r"looked up outside of a CUDA graph.*while the current stream is captured"
+    with pytest.raises(ConfigError, match=must):
+        batch.wait()
 
 
 @pytest.mark.gpu
