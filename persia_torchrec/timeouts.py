@@ -23,11 +23,21 @@ PERMIT_S = 3600.0  # a staleness permit is free: the trainer takes steps meanwhi
 SEND_BATCH_S = 900.0  # a loader's batch is taken; full buffers make it wait
 RECOVERY_S = 600.0  # a member with a supervisor is back after it was killed
 JOINT_UPDATE_S = 900.0  # all trainers have sent their gradients of a joint step
-COLLECTIVE_S = 900.0  # all trainers take part in an operation of their process group
 COMPILING_S = 900.0  # the longest extension while a process compiles its loops
 CHECKPOINT_S = 3600.0  # all servers have written or loaded a checkpoint
 
 _MAX_NAMES = 12
+
+
+def exchange_s(
+    recovery_s: float = RECOVERY_S, checkpoint_s: float = CHECKPOINT_S
+) -> float:
+    """Return how long trainers wait for one of them that waits for servers.
+
+    These may write a checkpoint, and be away before and meanwhile.
+    """
+    away_s = 2 * max(recovery_s, RECOVERY_S)
+    return max(checkpoint_s, CHECKPOINT_S) + TRAINING_REQUEST_S + away_s
 
 
 @contextlib.contextmanager

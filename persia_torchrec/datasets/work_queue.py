@@ -28,14 +28,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-import torch
 import torch.distributed as dist
 
-from persia_torchrec import env
+from persia_torchrec import env, timeouts
 from persia_torchrec.datasets.columns import require
 from persia_torchrec.datasets.files import require_file
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.registry import AddressBook
+from persia_torchrec.job.trainer_group import exchange_group, gather
 from persia_torchrec.parsing.decoding import require_at_least_1
 from persia_torchrec.rpc.addresses import LOOPBACK
 
@@ -376,7 +376,7 @@ def _file(item: Path | RowGroups) -> Path:
 
 def _from_first(*numbers: int) -> list[int]:
     """Return the numbers of rank 0 on every trainer."""
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    told = torch.tensor(numbers, dtype=torch.int64, device=device)
-    dist.broadcast(told, 0)
-    return [int(number) for number in told.tolist()]
+    group = exchange_group(timeouts.exchange_s())
+    told = gather(msgspec.json.encode(numbers), group)
+    first: list[int] = msgspec.json.decode(told[0], type=list[int])
+    return first

@@ -222,14 +222,14 @@ def init_process_group(
 ) -> None:
     """Join the trainers to torch's process group, unless the script has done so.
 
-    Its operations wait longer than another process of the job may be away.
+    Its operations wait longer than another process of the job may be away, and than
+    rank 0 may wait for servers that write a checkpoint, while the others train on.
     """
     if dist.is_initialized():
         return
     backend = option.backend_for(device.type)
     rank, world_size = env.get_rank(), env.get_world_size()
-    longest_s = recovery_s + timeouts.TRAINING_REQUEST_S
-    most_s = max(timeouts.COLLECTIVE_S, env.join_timeout_s(), longest_s)
+    most_s = max(timeouts.exchange_s(recovery_s), env.join_timeout_s())
     what = f"waiting for the other NN workers of {world_size}"
     with timeouts.saying(logger, lambda: what):
         store = _make_store(option, rank, world_size)

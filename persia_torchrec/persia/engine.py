@@ -192,6 +192,7 @@ class SlotsSharder(CollectionSharder):
     ) -> None:
         super().__init__(gradient_division=False)
         self.remote_tables.lost = lost
+        self.remote_tables.recovery_s = workers.recovery_s
         self._workers = workers
         self._spec = spec
 

@@ -7,17 +7,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
+from persia_torchrec import timeouts
 from persia_torchrec.errors import JobError
+from persia_torchrec.job import trainer_group
 from persia_torchrec.sharding import torchrec_api
 
 
 class AnswersAtEnd(Joinable, JoinHook):
     """What a trainer at the end of its data answers to the others: torch's two in one.
 
-    ``trainers`` are those of the job by default, and communicate on ``device``.
+    ``trainers`` are those of the job by default, and communicate on ``device``, or on
+    one that their group has; in the group of its own they wait for one another for
+    ``timeout_s``.
     """
 
     trainers: dist.ProcessGroup | None = None
+    timeout_s = timeouts.exchange_s()
     _own_group: dist.ProcessGroup | None = None
     device = torch.device("cpu")
 
@@ -28,7 +33,7 @@ class AnswersAtEnd(Joinable, JoinHook):
     @property
     def join_device(self) -> torch.device:
         """Where the tensors by which ``Join`` counts trainers are."""
-        return self.device
+        return trainer_group.device_in(self.join_process_group, self.device)
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
@@ -40,10 +45,8 @@ class AnswersAtEnd(Joinable, JoinHook):
     def cpu_group(self) -> dist.ProcessGroup:
         """Return a group of its own, on CPUs; all call this together the first time."""
         if self._own_group is None:
-            self._own_group = dist.new_group(
-                dist.get_process_group_ranks(self.join_process_group),
-                backend="gloo",
-                use_local_synchronization=True,
+            self._own_group = trainer_group.make_cpu_group(
+                self.join_process_group, self.timeout_s
             )
         return self._own_group
 

@@ -20,6 +20,7 @@ from torch import nn
 from torch.profiler import record_function
 from torchrec.distributed.types import ShardingEnv
 
+from persia_torchrec import timeouts
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.pipeline.pipeline import BatchPipeline
 from persia_torchrec.pipeline.staleness import TrainingSummary
@@ -62,6 +63,7 @@ class RemoteTables:
         self.optimizer: RemoteOptimizer | None = None  # of all, once it is asked for
         self.reported = TrainingSummary()
         self.lost: Mapping[str, int] = {}  # that of the client
+        self.recovery_s = 0.0  # that of the client, too
         self.has_ended = False  # the last report is made
         self.accumulates = False
         self.has_local = False  # tables of the same collections under TorchRec
@@ -96,6 +98,7 @@ class RemoteTables:
         elif env.world_size > 1 and self.agreement is None:
             self.agreement = Agreement(env.process_group, device)
             self.agreement.scaler = self.grad_scaler
+            self.agreement.timeout_s = timeouts.exchange_s(self.recovery_s)
         return [spec.name for spec in added]
 
     def current_backward(self, *, agrees: bool = False) -> BackwardPass:

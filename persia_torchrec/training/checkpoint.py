@@ -48,6 +48,7 @@ from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.client.checkpoint_client import SavedCheckpoint, Task, tell_job
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import CheckpointError, ConfigError, PersiaError
+from persia_torchrec.job import trainer_group
 from persia_torchrec.sharding.optimizer import keeping_tensors
 from persia_torchrec.sharding.state import is_state_entry, without_rows
 from persia_torchrec.sharding.table_control import TableControl
@@ -105,8 +106,9 @@ def save_checkpoint(
         client.checkpoints.end_increments(timeout_s=timeout_s)
         return catalog.begin_checkpoint(path).url
 
+    limit_s = timeouts.exchange_s(client.recovery_s, timeout_s)
     flush_all(sharders)
-    folder = Folder(at_first(begin, str))
+    folder = Folder(at_first(begin, str, limit_s))
     servers = None
     if _rank() == 0:
         servers = client.checkpoints.start_files(folder, step=step, timeout_s=timeout_s)
@@ -122,7 +124,7 @@ def save_checkpoint(
             client.checkpoints.prune()
         return SavedCheckpoint.of(folder, manifest)
 
-    return at_first(complete, SavedCheckpoint)
+    return at_first(complete, SavedCheckpoint, limit_s)
 
 
 def flush_all(sharders: TableControl | Iterable[TableControl]) -> None:
@@ -196,7 +198,8 @@ def load_checkpoint(
             return saved
         return dataclasses.replace(saved, path=found.folder.url, step=delta.step)
 
-    saved = at_first(load_servers, SavedCheckpoint)
+    limit_s = timeouts.exchange_s(client.recovery_s, timeout_s)
+    saved = at_first(load_servers, SavedCheckpoint, limit_s)
     load_dense(Folder(saved.path), state)
     return saved
 
@@ -277,11 +280,12 @@ def _let_torch(
     act: Callable[..., object], state: dict[str, Any], planner: _DenseOnly, at: Folder
 ) -> None:
     """Let torch save or load the dense half; raise its errors as ours."""
-    no_dist = not dist.is_initialized()
+    how: dict[str, Any] = {"no_dist": not dist.is_initialized()}
+    how["process_group"] = trainer_group.exchange_group(timeouts.exchange_s())
     try:
         with without_rows(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            act(state, planner=planner, checkpoint_id=at.url, no_dist=no_dist)
+            act(state, planner=planner, checkpoint_id=at.url, **how)
     except CheckpointException as exc:  # no Exception, and of all trainers
         raise CheckpointError(f"The dense half in {at.url}: {exc}") from exc
 
@@ -321,21 +325,28 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def at_first(work: Callable[[], T], kind: Any = None) -> T:
+def at_first(
+    work: Callable[[], T], kind: Any = None, limit_s: float = timeouts.exchange_s()
+) -> T:
     """Let rank 0 do something; every trainer returns its result or raises its error.
 
-    The result travels as JSON, and is a ``kind``.
+    The result travels as JSON, and is a ``kind``. The others wait for ``limit_s``
+    seconds at most.
     """
-    result: T = everywhere(lambda: work() if _rank() == 0 else None, kind)
+    result: T = everywhere(lambda: work() if _rank() == 0 else None, kind, limit_s)
     return result
 
 
-def everywhere(work: Callable[[], object], kind: Any = None) -> Any:
+def everywhere(
+    work: Callable[[], object],
+    kind: Any = None,
+    limit_s: float = timeouts.exchange_s(),
+) -> Any:
     """Do something at every trainer; return rank 0's result, or raise all errors.
 
     The result of a ``kind`` travels as JSON, without one it does not.
     """
-    return msgspec.json.decode(_outcomes(work, kind)[0], type=kind)
+    return msgspec.json.decode(_outcomes(work, kind, limit_s)[0], type=kind)
 
 
 def from_all(work: Callable[[], T], kind: Any) -> list[T]:
@@ -343,36 +354,27 @@ def from_all(work: Callable[[], T], kind: Any) -> list[T]:
 
     The results travel as JSON, and are each a ``kind``.
     """
-    return [msgspec.json.decode(one, type=kind) for one in _outcomes(work, kind)]
+    told = _outcomes(work, kind, timeouts.exchange_s())
+    return [msgspec.json.decode(one, type=kind) for one in told]
 
 
-def _outcomes(work: Callable[[], object], kind: Any) -> list[msgspec.Raw]:
+def _outcomes(
+    work: Callable[[], object], kind: Any, limit_s: float
+) -> list[msgspec.Raw]:
+    group = trainer_group.exchange_group(limit_s)
     result, error = None, None
     try:
         result = work()
     except Exception as exc:  # noqa: BLE001  # raised by every trainer
         error = f"{type(exc).__name__}: {exc}"
     told = msgspec.json.encode((None if kind is None else result, error))
-    texts = _gather(told) if dist.is_initialized() else [told]
+    texts = trainer_group.gather(told, group)
     outcome = tuple[msgspec.Raw, str | None]
     outcomes = [msgspec.json.decode(text, type=outcome) for text in texts]
     failed = [f"trainer {r}: {error}" for r, (_, error) in enumerate(outcomes) if error]
     if failed:
         raise CheckpointError(" ".join(failed))
     return [result for result, _ in outcomes]
-
-
-def _gather(text: bytes) -> list[bytes]:
-    """Return the texts of all trainers by rank, as tensors: nothing is pickled."""
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=device)
-    sizes[dist.get_rank()] = len(text)
-    dist.all_reduce(sizes)
-    longest = int(sizes.max())
-    own = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
-    texts = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in sizes]
-    dist.all_gather(texts, own.to(device))
-    return [bytes(one.tolist())[:size] for one, size in zip(texts, sizes, strict=True)]
 
 
 class ContextCheckpoints:

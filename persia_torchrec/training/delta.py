@@ -58,6 +58,7 @@ def save_delta(
         CheckpointError: there is no new delta, as a trainer or a server failed, or no
             checkpoint from which increments lead to now: save a whole one.
     """
+    limit_s = timeouts.exchange_s(client.recovery_s, timeout_s)
     flush_all(sharders)
     checkpoint = Folder(at_first(lambda: catalog.find_checkpoint(path).url, str))
     folder = Folder(at_first(lambda: catalog.begin_delta(checkpoint).url, str))
@@ -82,4 +83,4 @@ def save_delta(
         saved = SavedCheckpoint.of(checkpoint, manifest)
         return dataclasses.replace(saved, path=folder.url, step=step)
 
-    return at_first(complete, SavedCheckpoint)
+    return at_first(complete, SavedCheckpoint, limit_s)

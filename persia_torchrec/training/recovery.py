@@ -267,6 +267,7 @@ class Recovery:
         tables = [sharder.remote_tables for sharder in self._sharders]
         for of_sharder in tables if self._config.saves else ():
             of_sharder.clock = self.clock
+            self.clock.timeout_s = timeouts.exchange_s(self._client.recovery_s)
             if of_sharder.agreement is not None:
                 self.clock.trainers = of_sharder.agreement.trainers
         try:

@@ -1,0 +1,37 @@
+"""Trainers wait for one that waits for servers, whatever their own group allows."""
+
+import os
+import signal
+
+import pytest
+import torch.distributed as dist
+
+from persia_torchrec.errors import JobError
+from persia_torchrec.training.checkpoint import at_first
+from tests.training import exchanging_trainers, groups
+
+WORKS = ("tell", "resume", "load", "save", "ask_the_clock", "share_a_queue")
+
+
+@pytest.mark.multiprocess
+def test_trainers_wait_for_longer_than_their_group_allows(processes, tmp_path):
+    exchange = exchanging_trainers.exchange, str(tmp_path / "run")
+    for output in groups.run(processes, "trainer", *exchange):
+        for work in WORKS:
+            assert f"{work} is done" in output
+
+
+def end_while_others_wait(rank):
+    dist.init_process_group("gloo")
+    at_first(lambda: None)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(JobError, match="All trainers must take"):
+        at_first(lambda: None)
+
+
+@pytest.mark.multiprocess
+def test_a_trainer_that_has_ended_is_noticed_at_once(processes):
+    groups.run_group_to_a_kill(
+        processes, "trainer", end_while_others_wait, lambda rank: rank
+    )
