@@ -89,8 +89,8 @@ def main() -> None:
     model = DNN()
     device_id = None
     if torch.cuda.is_available():
-        device_id = get_local_rank()
-        torch.cuda.set_device(device_id)
+        # Where each process sees its own GPU only, that has index 0.
+        device_id = get_local_rank() % torch.cuda.device_count()
         model.cuda(device_id)
 
     with TrainCtx(

@@ -23,6 +23,7 @@ from persia_torchrec.client.bulk import IdsOfRows
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.embedding.optim import Adagrad, Optimizer
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.job.trainer_group import device_in, require_own_gpu
 from persia_torchrec.lookup.sharded_lookup import SequenceLookup, ShardedLookup
 from persia_torchrec.pipeline.joint import Trainers
 from persia_torchrec.pipeline.pipeline import BatchPipeline
@@ -144,8 +145,11 @@ class CollectionSharder(table_control.TableControl, PlannedSharder):
     ) -> Any:
         """Put the tables on the servers; return a module of ``sharded_type``."""
         _require_one_dimension(env)
-        _require_current(device)
+        _require_device(device)
         spec, tables = self.describe(module), self.remote_tables
+        if tables.agreement is None:  # the first collection's
+            limit_s = timeouts.exchange_s(tables.recovery_s)
+            require_own_gpu(device, env.process_group, limit_s)
         pipeline = self.make_pipeline(spec, env, device)
         added = tables.add(pipeline, spec.tables, env, device)
         scale = 1 / env.world_size if self._gradient_division else 1.0
@@ -171,8 +175,14 @@ def _require_one_dimension(env: types.ShardingEnv) -> None:
         )
 
 
-def _require_current(device: torch.device) -> None:
-    """Refuse a GPU that is not the current one, on which NCCL exchanges objects."""
+def _require_device(device: torch.device) -> None:
+    """Refuse what is neither the CPU nor the current GPU, which NCCL uses."""
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(
+            "A model with tables on the servers must be on the CPU or on a CUDA device."
+            f" Received: device {device}. Give DistributedModelParallel device="
+            'torch.device("cpu"), or "cuda"; collections alone may be on meta.'
+        )
     if device.type == "cuda" and device.index is not None:
         current = torch.cuda.current_device()
         if device.index != current:
@@ -296,6 +306,7 @@ class RemoteSharder(CollectionSharder):
         super().__init__(gradient_division=gradient_division)
         self._client = client
         self.remote_tables.lost = client.lost
+        self.remote_tables.recovery_s = client.recovery_s
         self._optimizer = optimizer if optimizer is not None else Adagrad()
         self._staleness = staleness
         self._precision = _PRECISIONS[wire_dtype]
@@ -397,6 +408,7 @@ class RemoteSharder(CollectionSharder):
                 f"{env.world_size} trainers that update jointly must have a process "
                 'group. Received: none. Give one, or update="each" to the sharder.'
             )
+        device = device_in(env.process_group, device)
         group = torch.tensor([secrets.randbits(62)], device=device)
         dist.broadcast(group, group_src=0, group=env.process_group)
         timeout_ms = round(1000 * self._joint_timeout_s)

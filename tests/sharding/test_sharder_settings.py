@@ -1,6 +1,7 @@
 """Settings of single tables, from the sharder to the servers."""
 
 import pytest
+import torch
 from torchrec import EmbeddingBagConfig
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv
@@ -98,8 +99,10 @@ def test_a_table_config_of_half_precision_keeps_weights_in_half(job):
 
 
 def test_what_waits_for_others_outlasts_the_time_that_these_may_be_away():
-    longest_s = min(timeouts.JOINT_UPDATE_S, timeouts.COLLECTIVE_S)
-    assert timeouts.TRAINING_REQUEST_S < timeouts.RECOVERY_S < longest_s
+    assert timeouts.TRAINING_REQUEST_S < timeouts.RECOVERY_S < timeouts.JOINT_UPDATE_S
+    least_s = timeouts.CHECKPOINT_S + timeouts.RECOVERY_S
+    assert least_s < timeouts.exchange_s()
+    assert timeouts.exchange_s(recovery_s=7200, checkpoint_s=9000) > 16_200
 
 
 def test_a_joint_timeout_below_the_time_that_a_server_may_be_away_is_refused(
@@ -109,3 +112,13 @@ def test_a_joint_timeout_below_the_time_that_a_server_may_be_away_is_refused(
     must = r"joint_timeout_s must be finite and > 600\. Received: 600"
     with pytest.raises(ConfigError, match=must):
         RemoteEmbeddingBagCollectionSharder(job.client, joint_timeout_s=600.0)
+
+
+@pytest.mark.parametrize("kind", ["mps", "xpu", "hpu", "meta"])
+def test_a_device_that_is_neither_the_cpu_nor_a_gpu_is_refused(job, kind):
+    sharder = RemoteEmbeddingBagCollectionSharder(job.client, SGD(1.0))
+    env, device = ShardingEnv.from_local(1, 0), torch.device(kind)
+    must = rf"must be on the CPU or on a CUDA device\. Received: device {kind}\."
+    with pytest.raises(ConfigError, match=must):
+        sharder.put_on_servers(Bags(TABLES).bags, env, device)
+    sharder.close()

@@ -30,10 +30,13 @@ class BaseCtx:
             import torch  # for a device only: a data loader starts without it
 
             num_devices = torch.cuda.device_count()
-            if not 0 <= device_id < num_devices:
+            if not isinstance(device_id, int) or not 0 <= device_id < num_devices:
                 raise ConfigError(
-                    "device_id must be a CUDA device of this machine, in "
-                    f"[0, {num_devices}). Received: {device_id}."
+                    "device_id must be the index of a CUDA device that this process "
+                    f"sees, in [0, {num_devices}), or None for the CPU: no other "
+                    f"device is supported. Received: {device_id!r}. Where "
+                    "CUDA_VISIBLE_DEVICES gives each process its own GPU, that is 0: "
+                    "take LOCAL_RANK % torch.cuda.device_count()."
                 )
             torch.cuda.set_device(device_id)
 

@@ -83,11 +83,20 @@ def test_the_settings_are_kept_and_checked(monkeypatch):
     assert BaseCtx(3, None).device_id is None
     with pytest.raises(ConfigError, match=r"threadpool_worker_size must be >= 1.*: 0"):
         BaseCtx(0)
-    with pytest.raises(ConfigError, match=r"device_id must be a CUDA device.*: 0"):
+    must = r"device_id must be the index of a CUDA device.* Received: "
+    with pytest.raises(ConfigError, match=must + "0"):
         BaseCtx(device_id=0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match=must + "1.*CUDA_VISIBLE_DEVICES"):
+        BaseCtx(device_id=1)
+    for other in ("mps", torch.device("mps")):
+        with pytest.raises(ConfigError, match=r"no other device.* Received: .*'mps'"):
+            BaseCtx(device_id=other)
+    monkeypatch.undo()
     with pytest.raises(ConfigError, match=r"threadpool_worker_size must be >= 1"):
         DataCtx(0)
-    with pytest.raises(ConfigError, match=r"device_id must be a CUDA device"):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ConfigError, match=must + "0"):
         DataCtx(10, 0)
 
 
