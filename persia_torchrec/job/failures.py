@@ -8,15 +8,38 @@ import contextlib
 import json
 import re
 import sys
+import sysconfig
+import traceback
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
 from persia_torchrec import env
 from persia_torchrec.errors import (
+    BatchError,
+    ConfigError,
+    DataError,
     PersiaError,
     RemoteError,
     RequestTimeoutError,
     ServerError,
+)
+
+_PACKAGE = str(Path(env.__file__).parent)
+_LIBRARIES = (_PACKAGE, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
+_OF_DISTRIBUTED = str(Path("torch", "distributed"))
+
+# What the script of a process causes, of what others may cause as well.
+_OF_SCRIPT = (BatchError, ConfigError, DataError)
+_OF_FILES = (
+    *(FileNotFoundError, FileExistsError, PermissionError),
+    *(IsADirectoryError, NotADirectoryError),
+)
+_PASSING_KINDS = re.compile("connect|timeout|network|unavailable", re.IGNORECASE)
+_PASSING_TEXTS = re.compile(
+    r"\b(gloo|nccl|timed out|time-out|socket|broken pipe|rendezvous|killed by signal|"
+    r"out of memory|allocate memory|terminated abruptly)\b|connection|closed by peer",
+    re.IGNORECASE,
 )
 
 
@@ -48,6 +71,48 @@ def may_be_consequence(exc: BaseException | None) -> bool:
     """Return whether the failure of another process may be why one ends like this."""
     of_job = PersiaError | ConnectionError | SystemExit | KeyboardInterrupt
     return exc is None or isinstance(exc, of_job) or is_of_connection(exc)
+
+
+def find_place(exc: BaseException | None) -> str | None:
+    """Return type and line of what a script has raised; None: it may pass by itself.
+
+    That are errors of servers, the network, collectives and memory, and what ends a
+    process from outside. The line is the innermost one of no library.
+    """
+    if not isinstance(exc, Exception) or any(map(_may_pass, _with_causes(exc))):
+        return None
+    frames = traceback.extract_tb(exc.__traceback__)
+    if not frames or _OF_DISTRIBUTED in str(Path(frames[-1].filename).parent):
+        return None
+    own = [f for f in frames if not f.filename.startswith(("<", *_LIBRARIES))]
+    place = (own or frames)[-1]
+    return f"{type(exc).__name__} at {place.filename}:{place.lineno}"
+
+
+def _with_causes(exc: BaseException) -> Iterator[BaseException]:
+    """Yield an exception, and those that it was raised from, or while handling."""
+    current: BaseException | None = exc
+    while current is not None:
+        yield current
+        hidden = None if current.__suppress_context__ else current.__context__
+        current = current.__cause__ or hidden
+
+
+def _may_pass(exc: BaseException) -> bool:
+    """Return whether an exception may not come again, though nothing is mended."""
+    if isinstance(exc, PersiaError):
+        return not isinstance(exc, _OF_SCRIPT)
+    if isinstance(exc, OSError):
+        return not isinstance(exc, _OF_FILES)
+    torch = sys.modules.get("torch")
+    is_of_memory = torch is not None and isinstance(exc, torch.OutOfMemoryError)
+    if isinstance(exc, MemoryError) or is_of_memory or not isinstance(exc, Exception):
+        return True
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and isinstance(exc, distributed.DistError):
+        return True
+    is_known = isinstance(exc, RuntimeError) and _PASSING_TEXTS.search(str(exc))
+    return bool(is_known or _PASSING_KINDS.search(type(exc).__name__))
 
 
 def find_member(reason: str) -> str | None:

@@ -20,7 +20,10 @@ job is finished or has failed, and then ends, whatever its main thread does:
 With a supervisor (``job/supervisor.py``) this is otherwise:
 
     this process raised       the coordinator is told why, and the process ends with
-                              START_AGAIN. Not if the exception is a ConfigError.
+                              START_AGAIN. Not if the exception is a ConfigError, nor if
+                              a script has raised it at the same line and step at an
+                              earlier start, and it is of the script's own:
+                              ``failures.find_place``.
     the supervisor has ended  the kernel has killed this process, too.
 
 That of a trainer under torchrun is torchrun, as long as it may start all of them again.
@@ -137,6 +140,7 @@ class JobMember:
     watches_parent = True
     current: "ClassVar[JobMember | None]" = None  # of this process, once it is entered
     progress: Callable[[], int] | None = None
+    _repeat = ""  # what a failure says that would only repeat
 
     def __init__(
         self,
@@ -238,11 +242,12 @@ class JobMember:
         is_known = False  # the exception is on the console, from an earlier start
         if is_needless:
             logger.info("the job is finished, %s ends: %s", self.who, cause)
-        elif has_raised and self._may_start_again(exc):
+        elif has_raised and self._may_start_again(exc) and not self._find_repeat(exc):
             self._end_and_start_again(str(cause), exc)
         elif has_raised or self._verdict[0] == "running":
             is_known = self._is_known(cause)
-            self._fail(cause or "it left before the job had ended")
+            reason = cause or "it left before the job had ended"
+            self._fail(f"{reason}{self._repeat}")
         self._leave()
         if self._verdict[0] == "finished":  # no signal makes that a failure
             self._signals.ignore()
@@ -307,6 +312,30 @@ class JobMember:
         return not (
             self._supervisor is None or is_final or self._verdict[0] != "running"
         )
+
+    def _find_repeat(self, exc: BaseException | None) -> str:
+        """Return what a failure of a script says that it would only repeat; or "".
+
+        It has raised there at an earlier start, and no step was trained since.
+        """
+        role, _, _ = self._replica
+        place = failures.find_place(exc) if role in ("trainer", "loader") else None
+        if place is not None:
+            with contextlib.suppress(JobError):  # the coordinator has ended
+                if self.record.report_raise(place, self._num_trained()):
+                    self._repeat = (
+                        f"; the second {place} at the same step, so that the script is "
+                        "not started again"
+                    )
+        return self._repeat
+
+    def _num_trained(self) -> int:
+        """Return steps of this trainer; or of all, as they have reported it."""
+        if self._replica[0] == "trainer":
+            return 0 if self.progress is None else self.progress()
+        size = int(self.book.peek("address/trainer/size") or 0)
+        trainers = (MemberRecord(self.book, "trainer", i) for i in range(size))
+        return sum(trainer.progress() for trainer in trainers)
 
     def _is_known(self, cause: str | None) -> bool:
         """Return whether this member has failed with a cause before; note the cause."""

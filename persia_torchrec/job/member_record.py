@@ -79,6 +79,20 @@ class MemberRecord:
         self._book.put(key, f"{os.getpid()} {cause}")
         return previous.partition(" ")[2] != cause
 
+    def report_raise(self, place: str, progress: int) -> bool:
+        """Report where a script has raised; return whether it did so before a restart.
+
+        It did if as much was trained then. All trainers are of one script.
+        """
+        role = self.who.split()[0]
+        key = f"raised/{role if role == 'trainer' else self._key}"
+        start = env.num_group_restarts()
+        then, trained, where = (self._book.peek(key) or "-1 -1 ").split(" ", 2)
+        if (where, int(trained)) == (place, progress):
+            return int(then) < start
+        self._book.put(key, f"{start} {progress} {place}")
+        return False
+
     def report_done(self) -> None:
         """Report the work as done; the job is finished when all trainers do."""
         self._book.put(f"done/{self._key}", "1")

@@ -20,6 +20,9 @@ on the job stands. The book is a store of strings by key, served by one thread:
     progress/<role>/<index>     number that grows with its trained batches
     failed/<role>/<index>       process number of one that its supervisor starts again
                                 because it has raised, and why
+    raised/<role>/<index>       how often it had been started again when its script has
+                                raised, what was trained then, and at which line;
+                                raised/trainer is that of all trainers
     restarts/<role>/<index>     how often it was started again without progress of the
                                 job, and how much there was when it was last
     job/recovery_s              how long its members wait for the coordinator; absent:

@@ -1,9 +1,13 @@
 import socket
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch.distributed import DistNetworkError
 
 from persia_torchrec.errors import (
+    BatchError,
+    CheckpointError,
     DataflowError,
     RemoteError,
     RequestTimeoutError,
@@ -113,3 +117,67 @@ class TestWhereALogIs:
         assert MemberRecord(book, "server", 1).find_log() == ""
         monkeypatch.setattr(failures, "find_own_log", str)
         assert MemberRecord(book, "server", 0).find_log() == ""
+
+
+def raised(exc, cause=None):
+    """Return an exception as one that has been raised here."""
+    with pytest.raises(type(exc)) as caught:
+        raise exc from cause
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "exc",
+    [
+        ValueError("the table is round"),
+        KeyError("user"),
+        FileNotFoundError("train.npz"),
+        BatchError("ids must be flat"),
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+        RuntimeError("CUDA error: device-side assert triggered"),
+        RuntimeError("all elements of input should be between 0 and 1"),
+    ],
+)
+def test_what_a_script_causes_comes_again_at_its_line(exc):
+    place = failures.find_place(raised(exc))
+    assert place.startswith(f"{type(exc).__name__} at {__file__}:")
+
+
+def test_the_line_is_that_of_the_script_and_not_of_a_library():
+    with pytest.raises(RuntimeError) as caught:
+        torch.nn.Linear(2, 2)(torch.ones(3))
+    assert failures.find_place(caught.value).startswith(f"RuntimeError at {__file__}:")
+
+
+@pytest.mark.parametrize(
+    "exc",
+    [
+        None,
+        SystemExit(1),
+        KeyboardInterrupt(),
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
+        RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."),
+        RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer"),
+        RuntimeError("Timed out waiting 4000ms for send operation to complete"),
+        RuntimeError("NCCL error: unhandled system error"),
+        DistNetworkError("gone"),
+        BrokenPipeError(),
+        TimeoutError(),
+        OSError(5, "Input/output error"),
+        ServerError("it is gone", server="server 0"),
+        RemoteError("rows", server="worker 0", kind="BatchError"),
+        CheckpointError("trainer 1: disk full"),
+    ],
+)
+def test_what_may_pass_by_itself_has_no_line(exc):
+    assert failures.find_place(exc and raised(exc)) is None
+    if exc is not None:  # nor has what is raised from it
+        assert failures.find_place(raised(ValueError("no rows"), exc)) is None
+
+
+def test_an_error_of_a_collective_has_no_line():
+    with pytest.raises(ValueError, match="not been initialized") as caught:
+        dist.all_reduce(torch.zeros(1))
+    assert failures.find_place(caught.value) is None

@@ -4,13 +4,16 @@ import contextlib
 import os
 import re
 import signal
+import sys
 
 import pytest
 
+from persia_torchrec.job import supervisor
 from persia_torchrec.job.member import LAST_CHECKPOINT
 from persia_torchrec.job.member_record import MemberRecord
 from persia_torchrec.job.registry import AddressBook
 from tests.support.processes import is_running, parent_of, wait_until
+from tests.support.repository import ROOT
 from tests.support.script_jobs import WAIT_FOR_EVER, WAIT_FOR_GO, Job
 
 pytestmark = pytest.mark.multiprocess
@@ -89,6 +92,24 @@ def test_a_member_that_always_raises_fails_the_job_and_is_shown_once(processes):
     assert (
         server.output().count("ValueError") == server.output().count("Traceback") == 1
     )
+
+
+def test_a_data_loader_that_only_repeats_its_error_is_not_started_a_third_time(
+    processes,
+):
+    job = Job(processes, "--max-restarts", "9", trainer=1, loader=1)
+    trainer = job.start("trainer", WAIT_FOR_EVER)
+    path = processes.folder / "load.py"
+    path.write_text("print('it reads', flush=True)\nraise KeyError('user')\n")
+    code = f"from persia_torchrec.job import script; script.main(['loader', '{path}'])"
+    variables = {"PERSIA_STORE_PORT": str(job.port), "PYTHONPATH": str(ROOT)}
+    command = ["--", sys.executable, "-c", code]
+    loader = processes.start("loader-0", supervisor.main, command, env=variables)
+    assert [p.status() for p in (job.coordinator, trainer, loader)] == [1, 1, 1]
+    assert loader.output().count("it reads") == 2
+    told = job.coordinator.output().splitlines()[-1]
+    why = f"loader 0: KeyError: 'user'; the second KeyError at {path}:2 at the same"
+    assert f"job failed: {why} step" in told
 
 
 def stop_supervisor_and_kill(process):

@@ -1,6 +1,7 @@
 """Trainers of a job that torchrun starts again, all of them when one fails."""
 
 import contextlib
+import re
 
 import pytest
 
@@ -75,3 +76,43 @@ def test_a_script_that_always_raises_fails_the_job_and_says_why_once(tmp_path):
         assert torchrun.output().count('    raise ValueError("a bug') == 1
         told = job.coordinator.output()
     assert "job failed: trainer 0: ValueError: a bug of its own" in told
+
+
+STARTS = """
+import os, pathlib, sys
+from persia_torchrec.job.member import JobMember
+rank, start = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+pathlib.Path(sys.argv[0]).with_name(f"start {start} of {rank}").touch()
+"""
+
+MEETS = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+"""
+
+
+@pytest.mark.parametrize(
+    ("num", "text", "num_starts"),
+    [
+        (1, RAISES, 2),
+        (2, MEETS + RAISES, 2),
+        (1, "JobMember.current.progress = lambda: int(start)" + RAISES, 4),
+        (1, "raise ConnectionResetError", 4),
+    ],
+)
+def test_a_script_that_only_repeats_its_error_is_not_started_a_third_time(
+    tmp_path, num, text, num_starts
+):
+    with Processes(tmp_path) as processes:
+        job = Job(processes, "--max-restarts", "9", trainer=num)
+        torchrun = start_trainers(processes, job, STARTS + text, num, max_restarts=3)
+        assert torchrun.status() != 0
+        assert job.coordinator.status() == 1
+        starts = {path.name.split()[1] for path in tmp_path.glob("start *")}
+        told = job.coordinator.output().splitlines()[-1]
+    assert len(starts) == num_starts
+    assert ("so that the script is not started again" in told) == (num_starts == 2)
+    if num_starts == 2:
+        line = rf"the second ValueError at {tmp_path}/train\.py:\d+ at the same step"
+        assert re.search(rf"job failed: .* ValueError: a bug of its own; {line}", told)
