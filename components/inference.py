@@ -22,6 +22,7 @@ def serve(
     http_host: str = "127.0.0.1",
     http_port: int = 8080,
     follow_model: bool = False,
+    device: str = "auto",
     **shared: Any,
 ) -> specs.AppDef:
     """Predict over HTTP from a checkpoint, whose embeddings are sharded over servers.
@@ -38,6 +39,8 @@ def serve(
         http_host: address that inference servers listen on; 0.0.0.0 for all
         http_port: port of the first inference server; the next one has the next
         follow_model: load the dense model of each later checkpoint
+        device: where inference servers predict: cpu, cuda, or auto, a GPU where there
+            is one; those of one host take its GPUs in turn
     """
     job = roles.JobSettings(**shared)
     return roles.app(
@@ -56,5 +59,6 @@ def serve(
             host=http_host,
             port=http_port,
             follow_model=follow_model,
+            device=device,
         ),
     )

@@ -453,10 +453,15 @@ def predictors(
     *,
     host: str,
     port: int,
-    follow_model: bool = False,
+    **flags_of_each: object,
 ) -> specs.Role:
-    """Build the role of the inference servers; the i-th listens on ``port + i``."""
+    """Build the role of the inference servers; the i-th listens on ``port + i``.
+
+    ``flags_of_each`` are others of ``python -m persia_torchrec.serving``.
+    """
     _require_text("http_host", host)
+    if (device := flags_of_each.get("device", "auto")) not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device must be auto, cpu or cuda. Received: {device!r}.")
     num_predictors = job.num_replicas("predictor", num_predictors)
     if port < 1 or port + num_predictors - 1 > MAX_PORT:
         raise ConfigError(
@@ -464,7 +469,7 @@ def predictors(
             f"other predictors. Received: {port}, and {num_predictors} predictors."
         )
     flags = format_flags(checkpoint=checkpoint, host=host, port=port)
-    flags += format_flags(workers_of_job=True, follow_model=follow_model)
+    flags += format_flags(workers_of_job=True, **flags_of_each)
     tokens = _TOKENS[: 1 if is_loopback(host) else 2]
     return job.role("predictor", "serving", flags, num_predictors, tokens=tokens)
 

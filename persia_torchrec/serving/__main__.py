@@ -14,6 +14,9 @@ import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
 
 from persia_torchrec import env, timeouts
 from persia_torchrec.errors import ConfigError
@@ -26,7 +29,12 @@ from persia_torchrec.rpc.addresses import tcp_address
 from persia_torchrec.rpc.auth import Greeting
 from persia_torchrec.serving.embeddings import SlotsReader, host_checkpoint
 from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
-from persia_torchrec.serving.predictor import Predictor, following_model, load_model
+from persia_torchrec.serving.predictor import (
+    Predictor,
+    choose_device,
+    following_model,
+    load_model,
+)
 
 logger = logging.getLogger("persia_torchrec.serving")
 
@@ -39,6 +47,8 @@ class ServingFlags(ImportFlags):
     """Folder of a checkpoint, or its URL."""
     model: str = "jit_dense.pt"
     """File in that folder: the dense model as TorchScript."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where it predicts; auto is a GPU where there is one."""
     embedding_config: str | None = field(default_factory=env.embedding_config_path)
     """Path of embedding_config.yml [PERSIA_EMBEDDING_CONFIG]"""
     workers: tuple[str, ...] = ()
@@ -70,6 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _serve(flags: ServingFlags) -> None:
     ending = threading.Event()
     http, addresses = flags.http, flags.workers
+    device = choose_device(
+        flags.device, env.get_replica_index() if flags.workers_of_job else 0
+    )
     life: JobMember | Lifetime
     with contextlib.ExitStack() as stack:
         if flags.workers_of_job:
@@ -81,15 +94,16 @@ def _serve(flags: ServingFlags) -> None:
             addresses = tuple(life.book.addresses("worker"))
         else:
             life = stack.enter_context(Lifetime())
-        model, path = load_model(flags.checkpoint, flags.model)
-        reader = _open_reader(flags, addresses, life.greeting, stack)
+        model, path = load_model(flags.checkpoint, flags.model, device)
+        reader = _open_reader(flags, device, addresses, life.greeting, stack)
         predictor = Predictor(reader, model, path)
         if flags.follow_model or flags.follow is not None:
             run = flags.checkpoint
             stack.enter_context(following_model(predictor, run, flags.model))
         server = PredictionServer(predictor, http)
         stack.callback(server.close)
-        logger.info("serving model=%s address=%s", path, server.address)
+        what = path, device, server.address
+        logger.info("serving model=%s device=%s address=%s", *what)
         life.call_at_end(ending.set)
         tell_ready(server.address)
         ending.wait()
@@ -97,6 +111,7 @@ def _serve(flags: ServingFlags) -> None:
 
 def _open_reader(
     flags: ServingFlags,
+    device: torch.device,
     addresses: Sequence[str],
     greeting: Greeting,
     stack: contextlib.ExitStack,
@@ -110,6 +125,7 @@ def _open_reader(
         hosting = host_checkpoint(
             flags.checkpoint,
             load_embedding_config(flags.embedding_config),
+            device=device,
             num_servers=flags.num_servers,
             incremental_dir=flags.follow,
             imports=flags.imports,
@@ -123,7 +139,7 @@ def _open_reader(
         )
     workers = RemoteWorkers(list(map(tcp_address, addresses)), greeting=greeting)
     stack.callback(workers.close)
-    reader = SlotsReader(workers, patience_s=flags.patience_s)
+    reader = SlotsReader(workers, device, patience_s=flags.patience_s)
     reader.wait_until_ready(timeouts.READY_S)
     return reader
 

@@ -184,6 +184,7 @@ def host_checkpoint(
     path: str | os.PathLike[str],
     schema: EmbeddingSchema,
     *,
+    device: torch.device = _CPU,
     num_servers: int = 1,
     incremental_dir: str | None = None,
     imports: Sequence[str] = (),
@@ -201,7 +202,7 @@ def host_checkpoint(
         client.learn_tables()
         lookup = slots.SlotsLookup(client, slots.build_features(schema))
         status = partial(_following, client) if incremental_dir else dict
-        reader = SlotsReader(lookup, status=status)
+        reader = SlotsReader(lookup, device, status)
         require_dims(client, schema)
         yield reader
 

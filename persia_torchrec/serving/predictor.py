@@ -13,7 +13,12 @@ from torch import nn
 
 from persia_torchrec.checkpoint.catalog import complete_checkpoints, find_checkpoint
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.errors import BatchError, CheckpointError, PersiaError
+from persia_torchrec.errors import (
+    BatchError,
+    CheckpointError,
+    ConfigError,
+    PersiaError,
+)
 from persia_torchrec.persia.batch import PersiaBatch
 from persia_torchrec.persia.slot_tensors import dense_tensor
 from persia_torchrec.serving.embeddings import SlotsReader
@@ -22,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_S = 10.0
 _RETRY_S = 10.0
+
+_CPU = torch.device("cpu")
 
 Predictions = list[float] | list[list[float]]
 
@@ -106,14 +113,41 @@ def _load_latest(predictor: Predictor, run: Folder, name: str) -> None:
     for folder in complete_checkpoints(run):
         if name in folder.names():
             if folder.file_path(name) != predictor.name:
-                model, path = load_model(folder.url, name)
+                model, path = load_model(folder.url, name, predictor.reader.device)
                 predictor.use(model, path)
                 logger.info("serving model=%s", path)
             return
 
 
-def load_model(path: str | os.PathLike[str], name: str) -> tuple[nn.Module, str]:
-    """Load a TorchScript model and its path, of the latest checkpoint or the folder."""
+def choose_device(kind: str, replica: int = 0) -> torch.device:
+    """Return the device to predict on; replicas of a host take its GPUs in turn.
+
+    Args:
+        kind: "cpu"; "cuda"; or "auto", which is a GPU where there is one.
+        replica: index of this server among those of a job.
+
+    Raises:
+        ConfigError: there is no GPU, and it must be one.
+    """
+    if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
+        return _CPU
+    num_devices = torch.cuda.device_count()
+    if kind not in ("auto", "cuda") or num_devices == 0:
+        raise ConfigError(
+            "device must be cpu, cuda or auto, and cuda one that this process sees. "
+            f"Received: {kind}, and {num_devices} CUDA devices. Look at "
+            "CUDA_VISIBLE_DEVICES and nvidia-smi, or take the CPU."
+        )
+    return torch.device("cuda", replica % num_devices)
+
+
+def load_model(
+    path: str | os.PathLike[str], name: str, device: torch.device = _CPU
+) -> tuple[nn.Module, str]:
+    """Load a TorchScript model and its path, of the latest checkpoint or the folder.
+
+    Its parameters are on the device, wherever they were when it was saved.
+    """
     run = Folder(path)
     latest = next(complete_checkpoints(run), run)
     folder = next((f for f in (latest, run) if name in f.names()), None)
@@ -127,7 +161,7 @@ def load_model(path: str | os.PathLike[str], name: str) -> tuple[nn.Module, str]
         )
     try:
         data = io.BytesIO(folder.read(name))
-        model = torch.jit.load(data, map_location="cpu")  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        model = torch.jit.load(data, map_location=device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     except RuntimeError as exc:
         raise CheckpointError(
             f"{file} must be a TorchScript model, as torch.jit.script(model).save() "

@@ -321,7 +321,10 @@ def test_an_inference_job_has_no_trainers():
     assert roles["predictor"].args[1:] == [
         *("persia_torchrec.serving", "--checkpoint", "runs/7"),
         *("--host", "127.0.0.1", "--port", "8080", "--workers-of-job"),
+        *("--device", "auto"),
     ]
+    on_gpu = serve(device="cuda")["predictor"]
+    assert on_gpu.args[-2:] == ["--device", "cuda"]
 
 
 @pytest.mark.parametrize(
@@ -332,6 +335,7 @@ def test_an_inference_job_has_no_trainers():
         ({"http_port": 0}, r"http_port must be in \[1, 65535\], with"),
         ({"http_port": 65_535, "predictors": 2}, "Received: 65535, and 2 predictors"),
         ({"http_host": ""}, "http_host must name"),
+        ({"device": "mps"}, "device must be auto, cpu or cuda. Received: 'mps'"),
     ],
 )
 def test_invalid_settings_of_an_inference_job_are_rejected(changes, message):

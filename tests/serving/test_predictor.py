@@ -1,11 +1,18 @@
 """Where a dense model may lie."""
 
+import pytest
 import torch
 from torch import nn
 
+from persia_torchrec.errors import ConfigError
 from persia_torchrec.persia.slots import SlotsLookup
 from persia_torchrec.serving.embeddings import SlotsReader
-from persia_torchrec.serving.predictor import Predictor, following_model, load_model
+from persia_torchrec.serving.predictor import (
+    Predictor,
+    choose_device,
+    following_model,
+    load_model,
+)
 from tests.support.one_feature import FEATURE
 from tests.support.processes import wait_until
 
@@ -52,3 +59,45 @@ def test_the_previous_model_stays_where_a_later_one_cannot_be_loaded(
         wait_until(lambda: "the previous model stays" in caplog.text, "it is logged")
     assert "checkpoint-00000002/jit_dense.pt must be a TorchScript model" in caplog.text
     assert predictor.name == str(first / "jit_dense.pt")
+
+
+def sees(monkeypatch, num_devices):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_devices > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
+
+
+def test_a_gpu_predicts_where_there_is_one(monkeypatch):
+    sees(monkeypatch, 2)
+    devices = [str(choose_device("auto", replica)) for replica in range(3)]
+    assert devices == ["cuda:0", "cuda:1", "cuda:0"]
+    assert str(choose_device("cuda")) == "cuda:0"
+    assert str(choose_device("cpu")) == "cpu"
+    sees(monkeypatch, 0)
+    assert str(choose_device("auto", 1)) == "cpu"
+    must = r"cuda one that this process sees\. Received: cuda, and 0 CUDA devices"
+    with pytest.raises(ConfigError, match=must):
+        choose_device("cuda")
+    with pytest.raises(ConfigError, match=r"must be cpu, cuda or auto.* Received: mps"):
+        choose_device("mps")
+
+
+def test_a_model_is_loaded_to_the_device_of_the_reader(tmp_path, servers, monkeypatch):
+    wanted = []
+    load = torch.jit.load
+
+    def note(data, map_location):
+        wanted.append(str(map_location))
+        return load(data, map_location="cpu")
+
+    monkeypatch.setattr(torch.jit, "load", note)
+    save(tmp_path / "checkpoint-00000001", 1.0)
+    (tmp_path / "checkpoint-00000001" / "manifest.json").touch()
+    gpu = torch.device("cuda", 1)
+    model, file = load_model(tmp_path, "jit_dense.pt", gpu)
+    lookup = SlotsLookup(servers.client(servers.start(1)), [FEATURE])
+    predictor = Predictor(SlotsReader(lookup, gpu), model, file)
+    with following_model(predictor, tmp_path, "jit_dense.pt", poll_s=0.01):
+        save(tmp_path / "checkpoint-00000002", 2.0)
+        (tmp_path / "checkpoint-00000002" / "manifest.json").touch()
+        wait_until(lambda: predictor.name != file, "the later model")
+    assert wanted == ["cuda:1", "cuda:1"]
