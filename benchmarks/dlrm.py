@@ -1,420 +1,493 @@
 """How fast does DLRM train on this machine's GPU, its tables on server processes?
 
-The same batches train
+The same batches train TorchRec's DLRM by TorchRec's own pipeline, from the same
+weights, by rowwise Adagrad and Adam, its tables
 
-    on the servers                 rows go to the device; one pull ahead
-    plain TorchRec, on the device  needs fbgemm's CUDA build
-    torch.nn.EmbeddingBag          on the device, and in the host's memory
+    plain       in the memory of the GPU, or of the host, with a cache on the GPU or not
+    on servers  some number of them, a bound on staleness, ids on the host or the GPU
 
-from the same weights, by SGD. The first losses of all must agree. Servers and trainer
-share the cores of this machine. Without a GPU everything is on the CPU.
+The first losses of all must agree. Each further value of a setting is measured with the
+first one of the others. Servers and trainer share the cores of this machine, by TCP. A
+CPU trains what it can: plain in its memory, and on servers.
+
+What an H100 or H200 with 16 cores must reach is a table of its own.
 """
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import partial
-from importlib import metadata
 from itertools import cycle
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.datasets.utils import Batch
-from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.types import ParameterConstraints
-from torchrec.models.dlrm import DenseArch, InteractionArch, OverArch
+from torchrec.models.dlrm import DLRM, DLRMTrain
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from benchmarks.harness import Benchmark, Settings, Table
-from benchmarks.reference import Numbers
+from benchmarks.trace import GpuStep, gpu_step
 from benchmarks.training import (
     TABLES,
     TrainingSettings,
     draw_batches,
     ids_by_table,
 )
+from persia_torchrec import HostKeyedJaggedTensor
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.embedding.optim import SGD
+from persia_torchrec.embedding.optim import Adagrad
 from persia_torchrec.errors import StoreError
 from persia_torchrec.server.cluster import EmbeddingCluster
-from persia_torchrec.sharding.sharded_module import ShardedRemoteCollection
 from persia_torchrec.sharding.sharder import RemoteEmbeddingBagCollectionSharder
 
-_RATE, _NUM_DENSE = 0.05, 13
-_NUM_CHECKED, _NUM_WARM = 3, 3
+Kernel = Literal["fused", "fused_uvm_caching", "fused_uvm"]
+Place = Literal["host", "device"]
+
+_RATE, _EPS, _DENSE_RATE, _NUM_DENSE = 0.05, 1e-8, 1e-3, 13
+_CACHED = 0.1
+_NUM_CHECKED, _NUM_WARM_PASSES, _NUM_PROFILED, _SYNC_EVERY = 3, 3, 20, 8
+_RESERVED, _HBM, _DDR = 10 << 30, 70 << 30, 100 << 30
 _CPU, _META = torch.device("cpu"), torch.device("meta")
+_NAMES: dict[str, str] = {
+    "fused": "plain",
+    "fused_uvm_caching": "plain, on the host, cached",
+    "fused_uvm": "plain, on the host",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DlrmSettings(Settings):
-    """What to measure."""
+    """What to measure: each further value with the first one of the others."""
 
-    dims: Annotated[tuple[int, ...], "embedding dims"] = (64, 128)
+    dims: Annotated[tuple[int, ...], "embedding dims"] = (64, 16, 128)
     batch_sizes: Annotated[tuple[int, ...], "samples per batch"] = (8192, 65_536)
-    servers: Annotated[int, "server processes"] = 8
-    staleness: Annotated[int, "bound of the model on the servers"] = 4
-    table_rows: Annotated[int, "rows per table of the other models"] = 400_000
-    batches: Annotated[int, "different batches, used again and again"] = 6
-    seconds: Annotated[float, "of steps of each model"] = 6.0
+    servers: Annotated[tuple[int, ...], "server processes"] = (8, 2)
+    staleness: Annotated[tuple[int, ...], "bounds of models on servers"] = (4, 0, 8)
+    ids: Annotated[tuple[Place, ...], "where ids of batches are"] = ("host", "device")
+    kernels: Annotated[tuple[Kernel, ...], "of plain TorchRec's tables"] = (
+        "fused",
+        "fused_uvm_caching",
+        "fused_uvm",
+    )
+    table_rows: Annotated[int, "rows per table of plain TorchRec"] = 400_000
+    batches: Annotated[int, "different batches, used again and again"] = 16
+    seconds: Annotated[float, "of steps of each model, at least"] = 4.0
+    memory_steps: Annotated[int, "steps of the first on servers, at least"] = 1000
+
+
+class Point(NamedTuple):
+    """A model: its sizes, and where its tables and the ids of its batches are."""
+
+    dim: int
+    batch: int
+    kernel: str | None = None  # of plain TorchRec; None is on servers
+    servers: int = 0
+    staleness: int = 0
+    ids: str = "device"
+
+    @property
+    def name(self) -> str:
+        """What the table calls it."""
+        if self.kernel is not None:
+            return _NAMES[self.kernel]
+        return f"{self.servers} servers, staleness {self.staleness}"
+
+
+def points(settings: DlrmSettings, *, has_gpu: bool) -> list[Point]:
+    """Return what is measured, those of equal batches and of equal servers together."""
+    kernels = settings.kernels if has_gpu else settings.kernels[:1]
+    places: Sequence[str] = settings.ids if has_gpu else ("host",)
+    dim, batch, first = settings.dims[0], settings.batch_sizes[0], settings.servers[0]
+    base = Point(dim, batch, None, first, settings.staleness[0], places[0])
+    sizes = [(dim, batch), *((d, batch) for d in settings.dims[1:])]
+    sizes += [(dim, b) for b in settings.batch_sizes[1:]]
+    plain = [Point(d, b, kernels[0]) for d, b in sizes]
+    plain += [Point(dim, batch, kernel) for kernel in kernels[1:]]
+    remote = [base._replace(dim=d, batch=b) for d, b in sizes]
+    remote += [base._replace(staleness=s) for s in settings.staleness[1:]]
+    remote += [base._replace(ids=place) for place in places[1:]]
+    remote += [base._replace(servers=num) for num in settings.servers[1:]]
+    return [p for size in sizes for p in (*plain, *remote) if p[:2] == size]
+
+
+class Speed(NamedTuple):
+    """What a model's steps took; memory in MB, at first and in the end."""
+
+    num_steps: int
+    samples_per_s: float
+    ms: float
+    trainer_ms: float
+    gpu: GpuStep | None
+    gpu_mb: tuple[float, float] | None
+    pinned_mb: tuple[float, float] | None
+
+
+class Arm:
+    """One of the models that are compared, with its pipeline."""
+
+    def __init__(self, settings: DlrmSettings, at: Point, sharder: Any) -> None:
+        torch.manual_seed(20_240)
+        self.model = _dlrm(settings, at, sharder)
+        self._sharder, self._at, self._device = sharder, at, _device()
+        dense = dict(in_backward_optimizer_filter(self.model.named_parameters()))
+        optimizer = torch.optim.Adam(dense.values(), _DENSE_RATE)
+        self._pipeline: Any = TrainPipelineSparseDist(
+            self.model, optimizer, self._device
+        )
+
+    def tables(self) -> Iterator[torch.Tensor]:
+        """Yield the weights of plain TorchRec's tables."""
+        state, path = self.model.state_dict(), "sparse_arch.embedding_bag_collection"
+        for name in TABLES:
+            weight = state[f"model.{path}.embedding_bags.{name}.weight"]
+            yield weight.local_shards()[0].tensor
+
+    def flush(self) -> None:
+        """Wait for every update, and for the GPU."""
+        if self._at.kernel is None:
+            self._sharder.flush()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def checked(self, batches: Sequence[Batch]) -> list[float]:
+        """Return the losses of steps, each of which sees all updates before it."""
+        losses = []
+        for batch in batches[:_NUM_CHECKED]:
+            losses.append(self._loss(self._pipeline.progress(iter([batch]))))
+            self.flush()
+        return losses
+
+    def measure(
+        self, batches: Sequence[Batch], seconds: float, num_steps: int
+    ) -> Speed:
+        """Train for so long, and so many steps, at least."""
+        endless = cycle(batches)
+        for _ in range(_NUM_WARM_PASSES * len(batches)):
+            self._pipeline.progress(endless)
+        self.flush()
+        memory_mb, num = [_memory_mb()], 0
+        start_s, start_cpu_s = time.perf_counter(), time.process_time()
+        while num < num_steps or time.perf_counter() - start_s < seconds:
+            self._pipeline.progress(endless)
+            num += 1
+            if num % _SYNC_EVERY == 0 and self._device.type == "cuda":
+                torch.cuda.synchronize()  # as a script that looks at its loss
+        self.flush()
+        took_s = time.perf_counter() - start_s
+        cpu_s = time.process_time() - start_cpu_s
+        memory_mb.append(_memory_mb())
+
+        def some() -> int:
+            for _ in range(_NUM_PROFILED):
+                self._pipeline.progress(endless)
+            self.flush()
+            return _NUM_PROFILED
+
+        gpu_mb, pinned_mb = zip(*memory_mb, strict=True)
+        return Speed(
+            num,
+            num * len(batches[0].labels) / took_s,
+            1e3 * took_s / num,
+            1e3 * cpu_s / num,
+            gpu_step(some),
+            gpu_mb if self._device.type == "cuda" else None,
+            pinned_mb if self._device.type == "cuda" else None,
+        )
+
+    def close(self) -> None:
+        """Stop threads, and give up the memory of the GPU."""
+        self._pipeline.detach()
+        if self._at.kernel is None:
+            self._sharder.close()
+        del self._pipeline, self.model
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @staticmethod
+    def _loss(output: Any) -> float:
+        return float(output[0])
 
 
 def _device() -> torch.device:
     return torch.device("cuda", 0) if torch.cuda.is_available() else _CPU
 
 
-class Dense(nn.Module):
-    """DLRM but for its embeddings."""
-
-    def __init__(self, dim: int, device: torch.device) -> None:
-        super().__init__()
-        num = len(TABLES)
-        self.below = DenseArch(_NUM_DENSE, [512, 256, dim], device=device)
-        self.interaction = InteractionArch(num)
-        width = dim + num + num * (num - 1) // 2
-        self.over = OverArch(width, [512, 512, 256, 1], device=device)
-
-    def forward(self, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
-        """Return logits ``(B,)`` of dense features and pooled rows ``(B, 26, D)``."""
-        logits: torch.Tensor = self.over(self.interaction(self.below(dense), pooled))
-        return logits.squeeze(1)
+def _memory_mb() -> tuple[float, float]:
+    """Return megabytes of the GPU that torch has reserved, and pinned ones it holds."""
+    if not torch.cuda.is_available():
+        return 0.0, 0.0
+    pinned = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+    return torch.cuda.memory_reserved() / 1e6, pinned / 1e6
 
 
-class OfTorch(nn.Module):
-    """26 tables of torch's; ids are one a feature."""
-
-    def __init__(self, num_rows: int, dim: int, device: torch.device) -> None:
-        super().__init__()
-        # Not initialised, which takes longer than all else.
-        settings: dict[str, Any] = {"freeze": False, "mode": "sum", "sparse": True}
-        empty = partial(torch.empty, num_rows, dim, device=device)
-        bags = [nn.EmbeddingBag.from_pretrained(empty(), **settings) for _ in TABLES]
-        self.bags = nn.ModuleList(bags)
-        self.device = device
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return rows ``(B, 26, D)`` of ids ``(26, B)``."""
-        pairs = zip(self.bags, ids.unsqueeze(2), strict=True)
-        return torch.stack([bag(of_table) for bag, of_table in pairs], dim=1)
-
-
-class Step(NamedTuple):
-    """What a step took: seconds that it waited for rows, and bytes over PCIe."""
-
-    loss: torch.Tensor
-    waited_s: float
-    num_bytes: int
-
-
-class Arm:
-    """One of the models that are compared.
-
-    ``embed`` gives, for batches of ids, pooled rows ``(B, 26, D)`` on the device,
-    seconds that it waited for them, and bytes that go over PCIe for them.
-    """
-
-    def __init__(self, name: str, dim: int) -> None:
-        torch.manual_seed(20_240)
-        self.name, self.device = name, _device()
-        self.dense = Dense(dim, self.device).to(self.device)
-        self.optimizers = [torch.optim.SGD(self.dense.parameters(), _RATE)]
-
-    def flush(self) -> None:
-        """Wait for every update."""
-
-    def embed(
-        self, ids: KeyedJaggedTensor, later: KeyedJaggedTensor | None
-    ) -> tuple[torch.Tensor, float, int]:
-        """Return the rows of a batch; ``later`` is the one after it."""
-        raise NotImplementedError
-
-    def fill(self, weights: torch.Tensor, ids: Sequence[Numbers]) -> None:
-        """Begin with the same weights in every table."""
-        for table in self.tables():
-            table.copy_(weights)
-
-    def tables(self) -> list[torch.Tensor]:
-        """Return the weights of the tables that are here."""
-        return []
-
-    def close(self) -> None:
-        """End what it has started."""
-
-    def step(self, batch: Batch, later: Batch | None = None) -> Step:
-        """Train on a batch."""
-        pooled, waited_s, num_bytes = self.embed(
-            batch.sparse_features, later and later.sparse_features
-        )
-        dense, labels = (
-            tensor.to(self.device, non_blocking=True)
-            for tensor in (batch.dense_features, batch.labels)
-        )
-        logits = self.dense(dense, pooled)
-        loss = nn.functional.binary_cross_entropy_with_logits(logits, labels)
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        for optimizer in self.optimizers:
-            optimizer.step()
-        num_bytes += batch.dense_features.nbytes + batch.labels.nbytes
-        return Step(loss.detach(), waited_s, num_bytes)
-
-    def checked(self, batches: Sequence[Batch]) -> list[float]:
-        """Return the losses of steps, each of which sees all updates before it."""
-        losses = []
-        for batch in batches[:_NUM_CHECKED]:
-            losses.append(float(self.step(batch).loss))
-            self.flush()
-        return losses
-
-    def measure(self, batches: Sequence[Batch], seconds: float) -> list[object]:
-        """Return samples/s, ms of a step, share of waiting, and MB over PCIe a step."""
-        endless = cycle(batches)
-        following = next(endless)
-        steps: list[Step] = []
-        start_s = stop_s = time.perf_counter()
-        while len(steps) < _NUM_WARM + 2 or stop_s - start_s < seconds:
-            batch, following = following, next(endless)
-            steps.append(self.step(batch, following))
-            if len(steps) == _NUM_WARM:
-                self._synchronize()
-                start_s = time.perf_counter()
-            stop_s = time.perf_counter()
-        self.flush()
-        self._synchronize()
-        took_s = time.perf_counter() - start_s
-        counted = steps[_NUM_WARM:]
-        samples = len(counted) * len(batches[0].labels)
-        waited_s = sum(step.waited_s for step in counted)
-        num_bytes = sum(step.num_bytes for step in counted) / len(counted)
-        on_gpu = self.device.type == "cuda"
-        return [
-            samples / took_s,
-            1e3 * took_s / len(counted),
-            waited_s / took_s,
-            num_bytes / 1e6 if on_gpu else None,
-        ]
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
-
-class OnServers(Arm):
-    """Tables on the servers."""
-
-    def __init__(
-        self, settings: DlrmSettings, dim: int, client: EmbeddingClient
-    ) -> None:
-        super().__init__(f"servers, staleness {settings.staleness}", dim)
-        sharder = RemoteEmbeddingBagCollectionSharder(
-            client, SGD(_RATE), settings.staleness
-        )
-        model = _shard(settings, dim, sharder, self.device)
-        (self._module,) = (
-            m for m in model.modules() if isinstance(m, ShardedRemoteCollection)
-        )
-        self._model, self._sharder, self._client = model, sharder, client
-        self._started: dict[int, Any] = {}
-
-    def fill(self, weights: torch.Tensor, ids: Sequence[Numbers]) -> None:
-        """Give the servers the rows of the ids that batches have."""
-        for name, ids_N in zip(TABLES, ids, strict=True):
-            rows = weights[torch.from_numpy(ids_N)].numpy()
-            self._client.write(name, ids_N.view(np.uint64), rows)
-
-    def flush(self) -> None:
-        """Wait for every update, and give up what was begun ahead."""
-        self._started.clear()
-        self._sharder.flush()
-
-    def close(self) -> None:
-        """Stop the threads."""
-        self._sharder.close()
-
-    def embed(
-        self, ids: KeyedJaggedTensor, later: KeyedJaggedTensor | None
-    ) -> tuple[torch.Tensor, float, int]:
-        """Wait for rows; begin with those of the batch after it."""
-        batch = self._started.pop(id(ids), None) or self._start(ids)
-        if later is not None:
-            self._started[id(later)] = self._start(later)
-        start_s = time.perf_counter()
-        batch.wait()
-        waited_s = time.perf_counter() - start_s
-        pooled_BT = self._model(batch).values()
-        num_bytes = 0
-        if self.device.type == "cuda":
-            came, rows = batch.outputs, batch.outputs.rows
-            num_bytes = 2 * sum(tensor.nbytes for tensor in rows)  # and their gradients
-            num_bytes += sum(t.nbytes for t in (*came.inverses, *came.offsets))
-        return pooled_BT.unflatten(1, (len(TABLES), -1)), waited_s, num_bytes
-
-    def _start(self, ids: KeyedJaggedTensor) -> Any:
-        return self._module.start(ids, is_training=True)
-
-
-class InTorchRec(Arm):
-    """Plain TorchRec, its tables fused on the device."""
-
-    def __init__(self, settings: DlrmSettings, dim: int) -> None:
-        super().__init__(f"plain TorchRec, {_device().type}", dim)
-        params = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": _RATE}
-        sharder = EmbeddingBagCollectionSharder(fused_params=params)
-        self.model = _shard(settings, dim, sharder, self.device)
-
-    def embed(
-        self, ids: KeyedJaggedTensor, later: KeyedJaggedTensor | None
-    ) -> tuple[torch.Tensor, float, int]:
-        """Look rows up on the device."""
-        moved = ids.to(self.device, non_blocking=True)
-        pooled_BT = self.model(moved).values()
-        num_bytes = ids.values().nbytes + ids.lengths().nbytes
-        return pooled_BT.unflatten(1, (len(TABLES), -1)), 0.0, num_bytes
-
-    def tables(self) -> list[torch.Tensor]:
-        """Return the weights."""
-        state = self.model.state_dict()
-        weights = [state[f"0.embedding_bags.{name}.weight"] for name in TABLES]
-        return [weight.local_shards()[0].tensor for weight in weights]
-
-
-class InTorch(Arm):
-    """``torch.nn.EmbeddingBag`` in the memory of a device."""
-
-    def __init__(self, settings: DlrmSettings, dim: int, where: torch.device) -> None:
-        super().__init__(f"torch.nn.EmbeddingBag, {where.type}", dim)
-        self._bags: Any = OfTorch(settings.table_rows, dim, where)
-        self.optimizers.append(torch.optim.SGD(self._bags.parameters(), _RATE))
-
-    def embed(
-        self, ids: KeyedJaggedTensor, later: KeyedJaggedTensor | None
-    ) -> tuple[torch.Tensor, float, int]:
-        """Look rows up where they are, and pass them on to the device."""
-        of_features = ids.values().view(len(TABLES), -1)
-        there = of_features.to(self._bags.device, non_blocking=True)
-        pooled = self._bags(there)
-        crossed = of_features.nbytes
-        if self._bags.device != self.device:
-            crossed = 2 * pooled.nbytes  # and their gradients
-        return pooled.to(self.device, non_blocking=True), 0.0, crossed
-
-    def tables(self) -> list[torch.Tensor]:
-        """Return the weights."""
-        return [bag.weight.detach() for bag in self._bags.bags]
-
-
-def _shard(
-    settings: DlrmSettings, dim: int, sharder: Any, device: torch.device
-) -> DistributedModelParallel:
-    """Return the tables, sharded, alone."""
-    num = settings.table_rows
-    configs = [
-        EmbeddingBagConfig(num, dim, name, feature_names=[name]) for name in TABLES
+def _dlrm(settings: DlrmSettings, at: Point, sharder: Any) -> DistributedModelParallel:
+    """Return DLRM, sharded, its first dense weights always the same."""
+    device = _device()
+    tables = [
+        EmbeddingBagConfig(settings.table_rows, at.dim, name, feature_names=[name])
+        for name in TABLES
     ]
-    fused = dict.fromkeys(TABLES, ParameterConstraints(["table_wise"], ["fused"]))
-    is_plain = isinstance(sharder, EmbeddingBagCollectionSharder)
-    planner = EmbeddingShardingPlanner(
-        topology=Topology(world_size=1, compute_device=device.type),
-        constraints=fused if is_plain else None,
+    dlrm = DLRM(
+        EmbeddingBagCollection(tables=tables, device=_META),
+        dense_in_features=_NUM_DENSE,
+        dense_arch_layer_sizes=[512, 256, at.dim],
+        over_arch_layer_sizes=[512, 512, 256, 1],
+        dense_device=device,
     )
-    model = nn.Sequential(EmbeddingBagCollection(tables=configs, device=_META))
+    model, has_gpu = DLRMTrain(dlrm), device.type == "cuda"
+    constraints = None
+    if at.kernel is not None:
+        constraints = dict.fromkeys(
+            TABLES, ParameterConstraints(["table_wise"], [at.kernel])
+        )
+    topology = Topology(
+        world_size=1,
+        compute_device=device.type,
+        hbm_cap=_hbm() if has_gpu else None,
+        ddr_cap=_DDR,
+    )
+    planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
     plan = planner.plan(model, [sharder])
     return DistributedModelParallel(model, sharders=[sharder], plan=plan, device=device)
 
 
-def _has_cuda_fbgemm() -> bool:
-    with suppress(metadata.PackageNotFoundError):
-        return bool(metadata.version("fbgemm-gpu"))
-    return False
+def _hbm() -> int:
+    """Return the bytes of the GPU that tables may have."""
+    whole = torch.cuda.get_device_properties(_device()).total_memory
+    return max(int(whole) - _RESERVED, int(whole) // 2)
 
 
-def _arms(
-    settings: DlrmSettings, dim: int, client: EmbeddingClient
-) -> Iterator[Callable[[], Arm]]:
-    device = _device()
-    yield partial(InTorch, settings, dim, _CPU)
-    if device != _CPU:
-        yield partial(InTorch, settings, dim, device)
-    if device == _CPU or _has_cuda_fbgemm():
-        yield partial(InTorchRec, settings, dim)
-    yield partial(OnServers, settings, dim, client)
+def _placed(batches: Sequence[Batch], place: str) -> list[Batch]:
+    """Return batches whose ids stay on the host, or go to the device with the rest."""
+    if place == "device":
+        return list(batches)
+    return [
+        Batch(
+            batch.dense_features,
+            HostKeyedJaggedTensor.of(batch.sparse_features),
+            batch.labels,
+        )
+        for batch in batches
+    ]
 
 
-def _missing() -> list[str]:
-    """Say what is not measured, and why."""
-    if _device() == _CPU:
-        return ["No CUDA device: all is on the CPU, and no bytes go over PCIe."]
-    if not _has_cuda_fbgemm():
-        return ["No plain TorchRec on the GPU: this build of fbgemm is the CPU's."]
-    return []
+class Group:
+    """The points of one size: batches, weights, and what the first losses must be."""
+
+    def __init__(self, settings: DlrmSettings, dim: int, batch: int) -> None:
+        drawn = TrainingSettings(
+            batch_size=batch, batches=settings.batches, table_rows=settings.table_rows
+        )
+        self._settings, self._batches = settings, draw_batches(drawn)
+        self._ids = ids_by_table(self._batches)
+        if torch.cuda.is_available():
+            self._batches = [batch.pin_memory() for batch in self._batches]
+        self._weights = torch.empty(settings.table_rows, dim)
+        generator = torch.Generator().manual_seed(1)
+        self._weights.uniform_(-0.05, 0.05, generator=generator)
+        self._expected: list[float] | None = None
+
+    def plain(self, at: Point) -> Speed:
+        """Measure plain TorchRec."""
+        params = {
+            "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+            "learning_rate": _RATE,
+            "eps": _EPS,
+        }
+        if at.kernel == "fused_uvm_caching":
+            params["cache_load_factor"] = _CACHED
+        arm = Arm(self._settings, at, EmbeddingBagCollectionSharder(params))
+        weights = self._weights.to(_device())
+        with torch.no_grad():
+            for table in arm.tables():
+                table.copy_(weights)
+        del weights
+        return self._measure(arm, at)
+
+    def on_servers(self, at: Point, client: EmbeddingClient) -> Speed:
+        """Measure tables on the servers of a client, which lose what they hold."""
+        adagrad = Adagrad(_RATE, 0, eps=_EPS, vectorwise_shared=True)
+        sharder = RemoteEmbeddingBagCollectionSharder(client, adagrad, at.staleness)
+        arm = Arm(self._settings, at, sharder)
+        client.clear()
+        for name, ids_N in zip(TABLES, self._ids, strict=True):
+            rows = self._weights[torch.from_numpy(ids_N)].numpy()
+            client.write(name, ids_N.view(np.uint64), rows)
+        return self._measure(arm, at)
+
+    def capacity(self) -> int:
+        """Return how many rows all servers together must hold."""
+        return sum(map(len, self._ids))
+
+    def _measure(self, arm: Arm, at: Point) -> Speed:
+        settings, batches = self._settings, _placed(self._batches, at.ids)
+        losses = arm.checked(batches)
+        self._expected = self._expected or losses
+        if not np.allclose(losses, self._expected, rtol=1e-3, atol=0):
+            raise StoreError(
+                f"{at.name}: the losses must be {self._expected}. Received: {losses}."
+            )
+        is_first = at.kernel is None and at == _base(settings)
+        num_steps = settings.memory_steps if is_first else 1
+        speed = arm.measure(batches, settings.seconds, num_steps)
+        arm.close()
+        return speed
 
 
-def _measure_one(
-    settings: DlrmSettings, dim: int, batch_size: int
-) -> Iterator[list[object]]:
-    """Train each model on the same batches, one model after the other."""
-    drawn = TrainingSettings(
-        batch_size=batch_size, batches=settings.batches, table_rows=settings.table_rows
-    )
-    batches, expected = draw_batches(drawn), None
-    ids = ids_by_table(batches)
-    if _device() != _CPU:
-        batches = [batch.pin_memory() for batch in batches]
-    weights = torch.empty(settings.table_rows, dim)
-    weights.uniform_(-0.05, 0.05, generator=torch.Generator().manual_seed(1))
-    local = EmbeddingCluster.local(settings.servers, sum(map(len, ids)))
-    with (
-        local as cluster,
-        closing(EmbeddingClient.connect(cluster.addresses)) as client,
-    ):
-        for make in _arms(settings, dim, client):
-            arm = make()
-            arm.fill(weights, ids)
-            losses = arm.checked(batches)
-            expected = expected or losses
-            if not np.allclose(losses, expected, rtol=1e-3, atol=0):
-                raise StoreError(
-                    f"{arm.name}: the losses must be {expected}. Received: {losses}."
-                )
-            yield [dim, batch_size, arm.name, *arm.measure(batches, settings.seconds)]
-            arm.close()
+def _base(settings: DlrmSettings) -> Point:
+    """Return the first point on servers."""
+    every = points(settings, has_gpu=torch.cuda.is_available())
+    return next(point for point in every if point.kernel is None)
+
+
+def _measure_all(settings: DlrmSettings) -> dict[Point, Speed]:
+    """Train each model, one after the other."""
+    speeds: dict[Point, Speed] = {}
+    every = points(settings, has_gpu=torch.cuda.is_available())
+    for dim, batch in dict.fromkeys(point[:2] for point in every):
+        group = Group(settings, dim, batch)
+        own = [point for point in every if point[:2] == (dim, batch)]
+        for at in own:
+            if at.kernel is not None:
+                speeds[at] = group.plain(at)
+        for num in dict.fromkeys(p.servers for p in own if p.kernel is None):
+            local = EmbeddingCluster.local(num, group.capacity())
+            with ExitStack() as stack:
+                addresses = stack.enter_context(local).addresses
+                for at in (p for p in own if p.kernel is None and p.servers == num):
+                    with closing(EmbeddingClient.connect(addresses)) as client:
+                        speeds[at] = group.on_servers(at, client)
+    return speeds
+
+
+def _rows(speeds: dict[Point, Speed]) -> list[list[object]]:
+    rows = []
+    for at, speed in speeds.items():
+        gpu = list(speed.gpu) if speed.gpu else [None] * len(GpuStep._fields)
+        memory = [*(speed.gpu_mb or (None, None)), *(speed.pinned_mb or (None, None))]
+        row = [at.dim, at.batch, at.name, at.ids, speed.samples_per_s]
+        row += [_of_plain(speeds, at), speed.ms, speed.trainer_ms, *gpu, *memory]
+        rows.append([*row, speed.num_steps])
+    return rows
+
+
+def _of_plain(speeds: dict[Point, Speed], at: Point) -> float:
+    """Return samples/s as a part of those of plain TorchRec in the GPU's memory."""
+    plain = next(p for p in speeds if p.kernel is not None and p[:2] == at[:2])
+    return speeds[at].samples_per_s / speeds[plain].samples_per_s
+
+
+_HEADER = (
+    "D | batch | tables | ids | samples/s | of plain | ms per step | trainer's "
+    "processor ms | GPU busy | launches | copies to the GPU | to the host | MB of "
+    "both | waits | GPU MB, start | end | pinned MB, start | end of it | steps"
+)
+
+
+class Bar(NamedTuple):
+    """A bound that a quotient of two measured values must reach."""
+
+    text: str
+    at: Callable[[Point], Point]
+    value: Callable[[dict[Point, Speed], Point], float]
+    least: float | None = None
+    most: float | None = None
+
+
+def _least(text: str, least: float, **changes: Any) -> Bar:
+    return Bar(text, lambda base: base._replace(**changes), _of_plain, least=least)
+
+
+def _of_two_servers(speeds: dict[Point, Speed], base: Point) -> float:
+    two = speeds[base._replace(servers=2)]
+    return speeds[base].samples_per_s / two.samples_per_s
+
+
+def _growth(speeds: dict[Point, Speed], base: Point) -> float:
+    both = [m for m in (speeds[base].gpu_mb, speeds[base].pinned_mb) if m]
+    return max(end / max(start, 1.0) for start, end in both)
+
+
+def _itself(base: Point) -> Point:
+    return base
+
+
+BARS = (
+    _least("of plain", 0.45),
+    _least("of plain, D = 16", 0.60, dim=16),
+    _least("of plain, D = 128", 0.30, dim=128),
+    _least("of plain, batch 65,536", 0.35, batch=65_536),
+    _least("of plain, staleness 0", 0.25, staleness=0),
+    Bar("8 servers of 2", _itself, _of_two_servers, least=1.0),
+    Bar("trainer's ms a step", _itself, lambda s, p: s[p].trainer_ms, most=18.0),
+    Bar("memory, end of start", _itself, _growth, most=1.05),
+)
+"""With 8 servers, staleness 4, D = 64, batch 8192, but for what is said."""
+
+_BAR_BASE = Point(64, 8192, None, 8, 4, "host")
+
+
+def _bars(speeds: dict[Point, Speed]) -> list[list[object]]:
+    """Return the bars that what was measured can tell, and whether they hold."""
+    rows: list[list[object]] = []
+    for bar in BARS:
+        try:
+            value = bar.value(speeds, bar.at(_BAR_BASE))
+        except (KeyError, StopIteration):
+            continue
+        holds = value >= bar.least if bar.least else value <= (bar.most or 0)
+        bound = f">= {bar.least}" if bar.least else f"<= {bar.most}"
+        rows.append([bar.text, value, bound, "yes" if holds else "NO"])
+    return rows
 
 
 def _measure(settings: DlrmSettings) -> list[Table]:
     device, store = _device(), dist.HashStore()  # type: ignore[attr-defined]  # public, not in __all__
-    backend = "gloo" if device == _CPU else "cpu:gloo,cuda:nccl"
+    has_gpu = device != _CPU
+    if has_gpu:
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"
     dist.init_process_group(backend, rank=0, world_size=1, store=store)
     try:
-        rows = [
-            row
-            for dim in settings.dims
-            for batch_size in settings.batch_sizes
-            for row in _measure_one(settings, dim, batch_size)
-        ]
+        speeds = _measure_all(settings)
     finally:
         dist.destroy_process_group()
-    where = torch.cuda.get_device_name() if device != _CPU else "the CPU"
+    where = torch.cuda.get_device_name() if has_gpu else "the CPU"
     question = (
-        f"DLRM on {where}, {len(TABLES)} tables, SGD; {settings.servers} server "
-        f"processes and {torch.get_num_threads()} torch threads on the host."
+        f"DLRM on {where}, {len(TABLES)} tables, rowwise Adagrad and Adam, by "
+        f"TorchRec's TrainPipelineSparseDist; {torch.get_num_threads()} torch threads. "
+        "All but samples/s and memory are of a step."
     )
-    header = "D | batch | tables | samples/s | ms per step | share that waits for rows"
-    header += " | MB over PCIe per step"
-    return [Table("dlrm", question, header, rows, _missing())]
+    notes = [] if has_gpu else ["No CUDA device: all is on the CPU."]
+    tables = [Table("dlrm", question, _HEADER, _rows(speeds), notes)]
+    if has_gpu and (rows := _bars(speeds)):
+        asked = "What an H100 or H200 with 16 cores must reach."
+        tables.append(Table("bars", asked, "what | reached | bound | holds", rows))
+    return tables
 
 
 BENCHMARK = Benchmark(
     name="dlrm",
     normal=DlrmSettings(),
     tiny=DlrmSettings(
-        dims=(4,), batch_sizes=(32,), servers=1, table_rows=99, batches=2, seconds=0.1
+        dims=(4,),
+        batch_sizes=(32,),
+        servers=(1,),
+        staleness=(4, 0),
+        table_rows=99,
+        batches=2,
+        seconds=0.1,
+        memory_steps=2,
     ),
     figures={"dlrm": _measure},
 )

@@ -18,6 +18,7 @@ import shlex
 import sys
 import time
 import typing
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -42,6 +43,7 @@ Rows = Sequence[Sequence[object]]
 
 _PACKAGES = ("numpy", "numba", "pyzmq", "torch", "torchrec", "redis", "persia-torchrec")
 _FBGEMM = ("fbgemm-gpu", "fbgemm-gpu-cpu")
+_NOISY = ("torch", "torchrec", "fbgemm_gpu", "tensordict")
 _PROC = Path("/proc")
 
 
@@ -232,7 +234,8 @@ class Benchmark(Generic[S]):
         given = vars(parser.parse_args(argv))
         try:
             command = f"{prog} {shlex.join(argv)}"
-            report = {"command": command, **self._run(*self.settings(given))}
+            with quiet_frameworks():
+                report = {"command": command, **self._run(*self.settings(given))}
             sys.stdout.write(f"command: `{command}`\n")
             if "json" in given:
                 text = json.dumps(report, indent=2, default=str)
@@ -307,6 +310,27 @@ def _cores() -> list[int]:
 
 
 _ALLOWED_CORES = _cores()
+
+
+@contextmanager
+def quiet_frameworks() -> Iterator[None]:
+    """Keep back what torch, TorchRec and fbgemm warn of, and not their errors.
+
+    What is measured is what users have; none of it is for who reads the tables.
+    """
+    names = [n for n in logging.root.manager.loggerDict if n.split(".")[0] in _NOISY]
+    loggers = [logging.getLogger(name) for name in (*_NOISY, *names)]
+    levels = [each.level for each in loggers]
+    for each in loggers:
+        each.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            for name in _NOISY:
+                warnings.filterwarnings("ignore", module=rf"{name}(\.|$)")
+            yield
+    finally:
+        for each, level in zip(loggers, levels, strict=True):
+            each.setLevel(level)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """The script for machines with a GPU, run here with a folder of one small wheel."""
 
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -63,7 +64,7 @@ def python_that(folder, *, says="", fails=""):
 
 
 def test_its_status_is_that_of_the_part_that_failed(tmp_path):
-    for fails in ("pytest", "benchmarks\\ servers"):
+    for fails in ("pytest", "benchmarks\\ dlrm"):
         result = run(tmp_path, python=python_that(tmp_path, fails=fails))
         assert result.returncode == 3, result
     assert run(tmp_path, "dlrm", python=python_that(tmp_path)).returncode == 0
@@ -71,25 +72,61 @@ def test_its_status_is_that_of_the_part_that_failed(tmp_path):
 
 def test_without_a_part_all_run_and_without_a_device_the_benchmarks_are_small(tmp_path):
     tests, *lines = run(tmp_path, python=python_that(tmp_path)).stdout.splitlines()
-    assert tests.startswith("-m pytest -p tests.gpu.table -m gpu tests/")
+    assert tests.startswith("-m pytest -p tests.gpu.table -m gpu --tb short tests/")
     assert {
+        "tests/gpu/test_device.py",
         "tests/sharding/test_on_device.py",
         "tests/persia/ctx/test_base_ctx.py",
         "tests/integration/test_same_as_torchrec.py",
     } <= set(tests.split())
     assert lines == [
+        "-m tests.gpu.job",
         "-m benchmarks dlrm --tiny",
-        "-m benchmarks servers --tiny",
+        "-m pytest -p tests.gpu.table -p tests.gpu.sanitizer -m gpu --tb short"
+        " tests/sharding/test_on_device.py",
     ]
     python = python_that(tmp_path, says="echo 1")
     *_, line = run(tmp_path, "dlrm", "--dims", "64", python=python).stdout.splitlines()
     assert line == "-m benchmarks dlrm --dims 64"
+    *_, line = run(tmp_path, "servers", python=python).stdout.splitlines()
+    assert line == "-m benchmarks servers"
+
+
+def test_packages_are_installed_once_into_a_folder_that_stays(
+    wheels, tmp_path, monkeypatch
+):
+    archive = tmp_path / "carried"
+    shutil.copytree(wheels, archive)
+    (tmp_path / "fbgemm_gpu.py").write_text("print('of the archive')")
+    pack = ["tar", "-C", tmp_path, "-cJf", archive / "fbgemm.tar.xz", "fbgemm_gpu.py"]
+    subprocess.run(pack, check=True)
+    # Of the same name as the archive's, which is taken.
+    shutil.copy(*archive.glob("*.whl"), archive / "fbgemm_gpu_cpu-1-py3-none-any.whl")
+    monkeypatch.setenv("PACKAGES", str(tmp_path / "packages"))
+    for _ in range(2):
+        result = run(archive, "setup")
+        assert result.returncode == 0, result.stderr
+        installed = {path.name for path in (tmp_path / "packages").iterdir()}
+        assert {"carried.py", "fbgemm_gpu.py", "complete"} <= installed
+        shutil.rmtree(archive)  # the second run needs nothing of it
+        archive.mkdir()
+
+
+def test_what_a_part_prints_is_in_its_log(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOGS", str(tmp_path / "logs"))
+    assert run(tmp_path, "job", python=python_that(tmp_path)).returncode == 0
+    assert (tmp_path / "logs/job.log").read_text() == "-m tests.gpu.job\n"
+    python = python_that(tmp_path, fails="gpu.job")
+    assert run(tmp_path, "job", python=python).returncode == 3
 
 
 def test_an_unknown_part_is_an_error(tmp_path):
     result = run(tmp_path, "training")
     assert (result.returncode, result.stdout) == (2, "")
-    assert "must be one of tests dlrm servers. Received: training." in result.stderr
+    expected = (
+        "must be one of tests job dlrm sanitizer servers setup. Received: training"
+    )
+    assert expected in result.stderr
 
 
 def test_a_python_without_torch_is_an_error(tmp_path):
@@ -104,3 +141,19 @@ def test_a_python_without_torch_is_an_error(tmp_path):
 def test_it_must_be_told_where_the_wheels_are():
     result = run()
     assert (result.returncode, result.stderr[:6]) == (2, "usage:")
+
+
+@pytest.mark.parametrize(
+    ("arch", "arguments", "says"),
+    [("90", [], "usage:"), ("sm_90", ["folder"], "ARCH must be none or a number")],
+)
+def test_what_is_collected_must_be_said(arch, arguments, says, tmp_path):
+    result = subprocess.run(
+        ["bash", SCRIPT.with_name("collect.sh"), *arguments],
+        check=False,
+        cwd=tmp_path,
+        env={**os.environ, "ARCH": arch},
+        text=True,
+        capture_output=True,
+    )
+    assert (result.returncode, result.stderr[: len(says)]) == (2, says)
