@@ -128,9 +128,9 @@ def _is_kept(path: Path, data: mmap, kernel: Kernel, arch: int) -> bool:
 
 
 def pack(folder: Path, archive: Path) -> None:
-    """Write all of a folder to an archive, zeros as holes."""
+    """Write all of a folder to an archive."""
     names = sorted(path.name for path in folder.iterdir())
-    command = ["tar", "--sparse", "--owner=0", "--group=0", "-I", "xz -9e -T1"]
+    command = ["tar", "--owner=0", "--group=0", "-I", "xz -9e -T1"]
     subprocess.run([*command, "-C", folder, "-cf", archive, *names], check=True)
 
 

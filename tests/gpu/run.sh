@@ -99,15 +99,21 @@ DEVICES
 # Only these are imported: others need packages that are not in FOLDER.
 mapfile -t marked < <(grep -rlE 'mark\.gpu|^from tests\.[a-z.]*places' tests --include 'test_*.py' | sort)
 
+# The versions there have warnings of their own.
+pytest=(-m pytest -q -m gpu --timeout 120 --tb short -W default -p tests.gpu.table)
+
 # Set the command of a part, with the arguments that it is given.
 command_of() {
     local part=$1
     shift
     case $part in
-    tests) command=(-m pytest -p tests.gpu.table -m gpu --tb short "${@:-${marked[@]}}") ;;
+    tests) # an error of a wait that torch forbids names its operator by its C++ stack
+        export TORCH_SHOW_CPP_STACKTRACES=1
+        command=("${pytest[@]}" "${@:-${marked[@]}}")
+        ;;
     sanitizer)
         export TORCH_CUDA_SANITIZER=1
-        command=(-m pytest -p tests.gpu.table -p tests.gpu.sanitizer -m gpu --tb short
+        command=("${pytest[@]}" -p tests.gpu.sanitizer
             "${@:-tests/sharding/test_on_device.py}")
         ;;
     job) command=(-m tests.gpu.job "$@") ;;

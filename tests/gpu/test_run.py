@@ -72,19 +72,16 @@ def test_its_status_is_that_of_the_part_that_failed(tmp_path):
 
 def test_without_a_part_all_run_and_without_a_device_the_benchmarks_are_small(tmp_path):
     tests, *lines = run(tmp_path, python=python_that(tmp_path)).stdout.splitlines()
-    assert tests.startswith("-m pytest -p tests.gpu.table -m gpu --tb short tests/")
+    assert tests.startswith("-m pytest -q -m gpu ")
     assert {
         "tests/gpu/test_device.py",
         "tests/sharding/test_on_device.py",
         "tests/persia/ctx/test_base_ctx.py",
         "tests/integration/test_same_as_torchrec.py",
     } <= set(tests.split())
-    assert lines == [
-        "-m tests.gpu.job",
-        "-m benchmarks dlrm --tiny",
-        "-m pytest -p tests.gpu.table -p tests.gpu.sanitizer -m gpu --tb short"
-        " tests/sharding/test_on_device.py",
-    ]
+    *lines, sanitized = lines
+    assert lines == ["-m tests.gpu.job", "-m benchmarks dlrm --tiny"]
+    assert sanitized.endswith("-p tests.gpu.sanitizer tests/sharding/test_on_device.py")
     python = python_that(tmp_path, says="echo 1")
     *_, line = run(tmp_path, "dlrm", "--dims", "64", python=python).stdout.splitlines()
     assert line == "-m benchmarks dlrm --dims 64"
