@@ -80,7 +80,7 @@ class DlrmSettings(Settings):
     )
     table_rows: Annotated[int, "rows per table of plain TorchRec"] = 400_000
     batches: Annotated[int, "different batches, used again and again"] = 16
-    seconds: Annotated[float, "of steps of each model, at least"] = 4.0
+    seconds: Annotated[float, "of steps of each model, at least"] = 3.0
     memory_steps: Annotated[int, "steps of the first on servers, at least"] = 1000
 
 

@@ -42,9 +42,8 @@ def run(path, *argv):
     """Run a benchmark; return the report in its file, by table."""
     assert main([*argv, "--tiny", "--json", str(path)]) == 0
     report = json.loads(path.read_text())
-    assert report["command"].endswith(
-        f"benchmarks {' '.join(argv)} --tiny --json {path}"
-    )
+    words = f"{' '.join(argv)} --tiny --json {path}"
+    assert report["command"].endswith(f"benchmarks {words}")
     return report, report["results"][argv[0]]["tables"]
 
 
