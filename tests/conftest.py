@@ -17,6 +17,8 @@ from pathlib import Path
 
 # Before torch is imported: two tests at a time, on as many cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# By NVML torch counts GPUs without beginning with CUDA, after which nothing can fork.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 # All processes of all tests are of one user, whose jobs have a token.
 if "PERSIA_JOB_TOKEN_FILE" not in os.environ:  # else a worker of pytest-xdist
     _file, os.environ["PERSIA_JOB_TOKEN_FILE"] = tempfile.mkstemp("token")

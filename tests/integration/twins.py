@@ -12,6 +12,7 @@ from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints
 
 from persia_torchrec.client.client import BatchNumber
+from tests.support.places import move
 from tests.support.remote_job import CPU, RemoteJob, ids_of, shard
 
 FUSED = ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"])
@@ -71,8 +72,7 @@ class Twins:
         torch.manual_seed(0)
         model = make_model()
         dense = {k: v.clone() for k, v in model.state_dict().items() if not v.is_meta}
-        model = model.to(device) if device != CPU else model
-        self.remote = job.shard(model, sharders, device=device)
+        self.remote = job.shard(move(model, device), sharders, device=device)
         plain = make_model()
         plain.load_state_dict(dense, strict=False)
         self.plain = shard_plain(plain, plain_sharder, dims)

@@ -22,7 +22,8 @@ def train(names, folder, backend="gloo", place=None):
         arguments = (2, addresses, folder, backend, place)
         trainers = [
             processes.start(
-                f"trainer {rank}", two_trainers.run_trainer, rank, *arguments
+                *(f"trainer {rank}", two_trainers.run_trainer, rank, *arguments),
+                is_spawned="cuda" in backend,
             )
             for rank in range(2)
         ]
@@ -174,14 +175,25 @@ def test_a_trainer_at_the_end_of_its_data_keeps_the_others_loss_scale(learnt, na
     assert second["scales"][-1] > 512  # they went on
 
 
+BACKENDS = [
+    pytest.param("gloo", id="one GPU"),
+    pytest.param(
+        "nccl",
+        marks=pytest.mark.skipif(
+            torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each trainer"
+        ),
+        id="a GPU each",
+    ),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("device", "place"), GPU_PLACES)
-def test_trainers_on_gpus_train_as_those_on_cpus_do(tmp_path, device, place):
-    # NCCL wants a device for each of its ranks.
-    cuda = "nccl" if torch.cuda.device_count() > 1 else "gloo"
+def test_trainers_on_gpus_train_as_those_on_cpus_do(tmp_path, device, place, backend):
     learnt = train(
         ["Adagrad", "uneven"],
         tmp_path,
-        f"cpu:gloo,cuda:{cuda}",
+        f"cpu:gloo,cuda:{backend}",
         place=None if place == device else place,
     )
     expected = alone(CASES["Adagrad"].optimizer, EPOCHS)

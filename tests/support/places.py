@@ -19,6 +19,11 @@ GPU_PLACES = [
 PLACES = [pytest.param(CPU, CPU, id="on the CPU"), *GPU_PLACES]
 
 
+def move(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """Move a model whose tables are on the meta device; these stay there."""
+    return model._apply(lambda one: one if one.is_meta else one.to(device))
+
+
 def require_kernels(device: torch.device, operator: str = "offsets_range") -> None:
     """Skip what TorchRec does on a device by an operator of fbgemm that lacks it."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key

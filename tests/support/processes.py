@@ -12,11 +12,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerProcess, SpawnProcess
 from pathlib import Path
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["__main__", "tests.support.preloaded"])
+SPAWN = multiprocessing.get_context("spawn")
 
 DEADLINE_S = 240.0
 """When a test gives up waiting; so long that a busy machine does not fail it."""
@@ -80,7 +81,7 @@ def _stat(pid: int) -> list[str]:
 class Running:
     """One process of a test, with all that it printed."""
 
-    def __init__(self, process: ForkServerProcess, log: Path) -> None:
+    def __init__(self, process: ForkServerProcess | SpawnProcess, log: Path) -> None:
         self.process = process
         self.log = log
 
@@ -138,6 +139,7 @@ class Processes:
         env: Mapping[str, str] | None = None,
         inherits: bool = True,
         cwd: Path | None = None,
+        is_spawned: bool = False,
     ) -> Running:
         """Start ``sys.exit(target(*args))``.
 
@@ -148,10 +150,11 @@ class Processes:
             env: further variables.
             inherits: whether the process has the variables of this one, too.
             cwd: its working directory, the tests' folder by default.
+            is_spawned: whether it is not forked, which a trainer on a GPU must not be.
         """
         log = self.folder / f"{name}.log"
         variables = {**os.environ, **(env or {})} if inherits else dict(env or {})
-        process = CONTEXT.Process(
+        process = (SPAWN if is_spawned else CONTEXT).Process(
             target=_run, args=(log, cwd or self.folder, variables, target, args)
         )
         process.start()

@@ -169,14 +169,15 @@ def run_trainer(
 
     Args:
         addresses: of the servers of each training, by its name.
-        backend: of the process group; if it names CUDA, the models are there.
+        backend: of the process group; if it names CUDA, the models are there, on one
+            GPU unless it is NCCL's, which wants one for each rank.
         place: where the ids of batches are; by default with the model.
     """
     global PLACE  # of this process
     torch.set_num_threads(1)
     device, PLACE = CPU, place
     if "cuda" in backend:
-        device = torch.device("cuda", rank % torch.cuda.device_count())
+        device = torch.device("cuda", rank if "nccl" in backend else 0)
         torch.cuda.set_device(device)
     dist.init_process_group(
         backend,
