@@ -1,22 +1,18 @@
 """Train a small TorchRec model whose tables live on two embedding servers.
 
-    python examples/quickstart.py
+    python examples/quickstart.py [--device cpu]
 
-Everything runs on this machine; the servers are child processes and end with the
-``with`` block. Only the lines marked (*) differ from plain TorchRec.
+Servers are child processes. Only the lines marked (*) differ from plain TorchRec.
 """
+
+import argparse
 
 import torch
 import torch.distributed as dist
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
 
-from persia_torchrec import (  # (*)
-    Adagrad,
-    EmbeddingClient,
-    EmbeddingCluster,
-    RemoteEmbeddingBagCollectionSharder,
-)
+import persia_torchrec as persia  # (*)
 
 
 class Model(torch.nn.Module):
@@ -39,18 +35,22 @@ def make_batch(size: int = 512) -> tuple[KeyedJaggedTensor, torch.Tensor]:
 
 
 if __name__ == "__main__":
+    parser, has_gpu = argparse.ArgumentParser(), torch.cuda.is_available()
+    parser.add_argument("--device", default="cuda:0" if has_gpu else "cpu")
+    device = torch.device(parser.parse_args().device)
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
     torch.manual_seed(0)
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     batches = [make_batch() for _ in range(5)]
-    with EmbeddingCluster.local(num_servers=2) as cluster:  # (*)
-        client = EmbeddingClient.connect(cluster.addresses)  # (*)
-        sharder = RemoteEmbeddingBagCollectionSharder(client, Adagrad(lr=0.1))  # (*)
-        model = DistributedModelParallel(Model(), sharders=[sharder])
+    with persia.EmbeddingCluster.local(num_servers=2) as cluster:  # (*)
+        client = persia.EmbeddingClient.connect(cluster.addresses)  # (*)
+        adagrad = persia.Adagrad(lr=0.1)  # (*)
+        sharder = persia.RemoteEmbeddingBagCollectionSharder(client, adagrad)  # (*)
+        model = DistributedModelParallel(Model(), device=device, sharders=[sharder])
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        loss_fn = torch.nn.BCEWithLogitsLoss()
         for step in range(100):
             ids, labels = batches[step % 5]
-            loss = loss_fn(model(ids), labels)
+            loss = torch.nn.BCEWithLogitsLoss()(model(ids), labels.to(device))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

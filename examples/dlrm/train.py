@@ -29,6 +29,7 @@ from persia_torchrec import (
     Adagrad,
     EmbeddingClient,
     EmbeddingCluster,
+    HostKeyedJaggedTensor,
     RemoteEmbeddingBagCollectionSharder,
 )
 
@@ -38,12 +39,10 @@ NUM_EMBEDDINGS = 100_000
 TEST_EVERY = 20
 """Without ``--test``, one batch of this many is kept for the test."""
 
-CPU = torch.device("cpu")
-
 logger = logging.getLogger("dlrm")
 
 
-def make_model(dim: int, *, is_dcn: bool) -> DLRMTrain:
+def make_model(dim: int, device: torch.device, *, is_dcn: bool) -> DLRMTrain:
     """Return TorchRec's DLRM or DLRM-DCN with a loss, its tables without memory yet."""
     tables = [
         EmbeddingBagConfig(NUM_EMBEDDINGS, dim, name=name, feature_names=[name])
@@ -52,25 +51,32 @@ def make_model(dim: int, *, is_dcn: bool) -> DLRMTrain:
     embeddings = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
     layers = (embeddings, NUM_COUNTS, [512, 256, dim], [512, 512, 256, 1])
     if is_dcn:
-        return DLRMTrain(DLRM_DCN(*layers, dcn_num_layers=3, dcn_low_rank_dim=128))
-    return DLRMTrain(DLRM(*layers))
+        dcn = {"dcn_num_layers": 3, "dcn_low_rank_dim": 128}
+        return DLRMTrain(DLRM_DCN(*layers, **dcn, dense_device=device))
+    return DLRMTrain(DLRM(*layers, dense_device=device))
 
 
-def in_this_process(model: DLRMTrain, lr: float) -> DistributedModelParallel:
-    """Plain TorchRec: tables of a fixed length, in the memory of this process."""
+def in_this_process(
+    model: DLRMTrain, lr: float, device: torch.device
+) -> DistributedModelParallel:
+    """Plain TorchRec: tables of a fixed length, in the memory of the device."""
     adagrad = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": lr}
     sharder = EmbeddingBagCollectionSharder(fused_params=adagrad)
-    return DistributedModelParallel(model, sharders=[sharder])
+    return DistributedModelParallel(model, device=device, sharders=[sharder])
 
 
 def on_servers(
-    model: DLRMTrain, lr: float, addresses: list[str], staleness: int
+    model: DLRMTrain,
+    lr: float,
+    device: torch.device,
+    addresses: list[str],
+    staleness: int,
 ) -> DistributedModelParallel:
     """Put the tables on embedding servers: a row per raw id, created by its lookup."""
     adagrad = Adagrad(lr, initial_accumulator_value=0, vectorwise_shared=True)
     client = EmbeddingClient.connect(addresses)
     sharder = RemoteEmbeddingBagCollectionSharder(client, adagrad, staleness)
-    return DistributedModelParallel(model, sharders=[sharder])
+    return DistributedModelParallel(model, device=device, sharders=[sharder])
 
 
 def within_tables(data: Iterator[Batch]) -> Iterator[Batch]:
@@ -80,11 +86,23 @@ def within_tables(data: Iterator[Batch]) -> Iterator[Batch]:
         yield batch
 
 
-def train(model: DistributedModelParallel, data: Iterator[Batch], lr: float) -> None:
+def with_ids_on_host(data: Iterator[Batch]) -> Iterator[Batch]:
+    """Leave the ids where the servers want them when a pipeline moves the batch."""
+    for batch in data:
+        ids = HostKeyedJaggedTensor.of(batch.sparse_features)
+        yield Batch(batch.dense_features, ids, batch.labels)
+
+
+def train(
+    model: DistributedModelParallel,
+    data: Iterator[Batch],
+    lr: float,
+    device: torch.device,
+) -> None:
     """Take one step per batch; the lookup of the next one overlaps."""
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     optimizer = torch.optim.Adam(dense.values(), lr)
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU)
+    pipeline = TrainPipelineSparseDist(model, optimizer, device)
     start, num_samples, step = time.monotonic(), 0, 0
     while True:
         try:
@@ -98,11 +116,13 @@ def train(model: DistributedModelParallel, data: Iterator[Batch], lr: float) -> 
     pipeline.detach()
 
 
-def evaluate(model: DistributedModelParallel, data: Iterator[Batch]) -> float:
+def evaluate(
+    model: DistributedModelParallel, data: Iterator[Batch], device: torch.device
+) -> float:
     """Return the AUC; ids that were never trained read zeros."""
     model.eval()
     with torch.no_grad():
-        outputs = [model(batch)[1] for batch in data]
+        outputs = [model(batch.to(device))[1] for batch in data]
     _, logits, labels = zip(*outputs, strict=True)
     return float(binary_auroc(torch.cat(logits), torch.cat(labels).int()))
 
@@ -121,7 +141,16 @@ def open_batches(arguments: argparse.Namespace, *, is_test: bool) -> Iterator[Ba
             size,
             lambda number: (number % TEST_EVERY == TEST_EVERY - 1) == is_test,
         )
-    return within_tables(data) if arguments.plain else data
+    return within_tables(data) if arguments.plain else with_ids_on_host(data)
+
+
+def join_alone(device: torch.device) -> None:
+    """Be the only trainer."""
+    backend = "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
 
 
 def main() -> None:
@@ -129,19 +158,22 @@ def main() -> None:
     logging.basicConfig(level="INFO", format="%(message)s")
     arguments = parser().parse_args()
     torch.manual_seed(arguments.seed)
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    device = torch.device(arguments.device)
+    join_alone(device)
     with ExitStack() as stack:
-        model = make_model(arguments.dim, is_dcn=arguments.dcn)
+        model = make_model(arguments.dim, device, is_dcn=arguments.dcn)
         if arguments.plain:
-            model = in_this_process(model, arguments.lr)
+            model = in_this_process(model, arguments.lr, device)
         else:
             addresses = arguments.servers
             if not addresses:
                 cluster = EmbeddingCluster.local(2, capacity=arguments.capacity)
                 addresses = stack.enter_context(cluster).addresses
-            model = on_servers(model, arguments.lr, addresses, arguments.staleness)
-        train(model, open_batches(arguments, is_test=False), arguments.dense_lr)
-        auc = evaluate(model, open_batches(arguments, is_test=True))
+            at = addresses, arguments.staleness
+            model = on_servers(model, arguments.lr, device, *at)
+        data = open_batches(arguments, is_test=False)
+        train(model, data, arguments.dense_lr, device)
+        auc = evaluate(model, open_batches(arguments, is_test=True), device)
     dist.destroy_process_group()
     print(f"test AUC {auc:.6f}", flush=True)
 
@@ -161,6 +193,8 @@ def parser() -> argparse.ArgumentParser:
     add("--servers", nargs="+", help="tcp://HOST:PORT of each [two, started here]")
     add("--capacity", type=int, default=10_000_000, help="rows per server [10000000]")
     add("--staleness", type=int, default=8, help="batches in flight at most [8]")
+    best = "cuda:0" if torch.cuda.is_available() else "cpu"
+    add("--device", default=best, help="of the dense layers [a GPU if there is one]")
     add("--seed", type=int, default=0, help="of the dense weights [0]")
     add("--plain", action="store_true", help="plain TorchRec, tables in this process")
     return parser

@@ -289,7 +289,7 @@ class Losses(nn.Module):
         """Return float32 ``(B, T)`` of the pooled columns, ``(B, W)``."""
         is_compiled = self.training and len(x) == self.compiled_batch
         run = self.dense_model if is_compiled else self.dense_model.forward
-        with torch.autocast("cpu", torch.bfloat16, enabled=self._bf16):
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self._bf16):
             logits = run(x)
         return logits.float()
 

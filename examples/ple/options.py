@@ -106,6 +106,12 @@ class Options:
     keep_checkpoint_max: int = option(1, "newest checkpoints that stay", FREE, OURS)
     incremental_ckpt: float = option(0.0, "seconds between deltas", FREE, OURS)
     no_eval: bool = option(False, "train only", FREE)
+    device: str | None = option(
+        None,
+        "of the dense layers; by default a GPU where there is one",
+        FREE,
+        choices=("cpu", "cuda"),
+    )
     timeline: int = option(0, "a trace of every n-th step; 0: none", FREE)
     inter: int = option(0, "threads between operations; 0: torch's", FREE)
     intra: int = option(0, "threads within operations; 0: torch's", FREE)

@@ -75,7 +75,7 @@ class Progress:
         self.num_timed += 1
         self.num_samples += num_samples
         self._point_samples += num_samples
-        self._sum += losses
+        self._sum = self._sum.to(losses.device) + losses
         self._num += 1
         self._bar.update(1)
         if self._num == EVERY:

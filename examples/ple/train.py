@@ -15,6 +15,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from math import ceil, sqrt
@@ -55,7 +56,6 @@ LEAST_INTERVAL_S = 60.0  # of increments, where deltas end them
 DYNAMIC = persia.DynamicDim(blocks=2, period=5000)
 """Rows of one or two blocks of 8 weights."""
 
-CPU = torch.device("cpu")
 COMPILERS = ("g++", "c++", "clang++")
 
 logger = logging.getLogger("ple")
@@ -152,7 +152,7 @@ class OnServers:
         self.model = DistributedModelParallel(
             model,
             sharders=self.sharders,
-            device=CPU,
+            device=device_of(options),
             # Without a static graph, data may end unevenly.
             data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=False),
         )
@@ -213,6 +213,14 @@ class OnServers:
         """Wait until every update is applied."""
         self.sharders.flush()
 
+    def placed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Leave ids on the host, where the servers want them, when batches move."""
+        # Those of several tables an id are computed where the others are.
+        if device_of(self._options).type == "cpu" or self._options.multihash:
+            return batches
+        of = persia.HostKeyedJaggedTensor.of
+        return (replace(each, id_features=of(each.id_features)) for each in batches)
+
     def num_rows(self) -> int:
         """Return how many rows the servers hold."""
         return sum(self.client.num_rows())
@@ -221,8 +229,8 @@ class OnServers:
 class InProcess:
     """The model with its tables, as plain TorchRec; see ``OnServers``."""
 
-    def __init__(self, model: MultiTaskModel) -> None:
-        self.model = model
+    def __init__(self, model: MultiTaskModel, device: torch.device) -> None:
+        self.model = model.to(device)
 
     def optimizer(self, options: Options) -> Any:
         """Return what steps the rows."""
@@ -243,6 +251,10 @@ class InProcess:
     def flush(self) -> None:
         """Nothing is under way."""
 
+    def placed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Return batches, all of which goes to the device."""
+        return batches
+
     def num_rows(self) -> int:
         """Return the length of all tables."""
         return sum(len(table) for table in self.model.collections.parameters())
@@ -251,12 +263,14 @@ class InProcess:
 class Loop:
     """A train pipeline with nothing ahead: one batch after the other."""
 
-    def __init__(self, model: nn.Module, optimizer: Steps) -> None:
-        self._model, self._optimizer = model, optimizer
+    def __init__(
+        self, model: nn.Module, optimizer: Steps, device: torch.device
+    ) -> None:
+        self._model, self._optimizer, self._device = model, optimizer, device
 
     def progress(self, batches: Iterator[Any]) -> Any:
         """Train the next batch; StopIteration after the last one."""
-        batch = next(batches)
+        batch = next(batches).to(self._device)
         self._optimizer.zero_grad()
         loss, output = self._model(batch)
         loss.backward()
@@ -304,8 +318,10 @@ class Training:
     ) -> None:
         self._options, self.num_steps = options, num_steps(options, data)
         self._data = data.train
-        self.half: OnServers | InProcess = InProcess(model)
-        if not options.tf:
+        self.half: OnServers | InProcess
+        if options.tf:
+            self.half = InProcess(model, device_of(options))
+        else:
             self.half = OnServers(options, spec, model, stack)
         dense = dense_optimizer(options, model.losses.parameters())
         rows = self.half.optimizer(options)
@@ -326,18 +342,19 @@ class Training:
         options, run = self._options, self._run
         make = partial(
             TrainPipelineSparseDist,
-            device=CPU,
             pipeline_postproc=bool(options.multihash),  # which splits ids
         )
         model = self.half.model
         model.train()
-        pipeline = (make if options.pulls_ahead else Loop)(model, self._steps)
+        kind = make if options.pulls_ahead else Loop
+        pipeline = kind(model, self._steps, device=device_of(options))
         with self.half.together():
             # A queue gives the rows of all epochs in one pass.
             num_passes = 1 if options.workqueue else options.epochs or EPOCHS
             for _ in range(num_passes):
                 left = (self.num_steps - run.num_steps) * options.num_parts
-                yield from self._pass(pipeline, islice(run.skip(self._data), left))
+                batches = self.half.placed(islice(run.skip(self._data), left))
+                yield from self._pass(pipeline, batches)
                 if run.num_steps >= self.num_steps:
                     break
         self.half.flush()
@@ -383,7 +400,8 @@ def traced(options: Options, step: int) -> Iterator[None]:
     if env.get_rank() or not options.timeline or step % options.timeline:
         yield
         return
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as p:
+    activities = torch.profiler.supported_activities()
+    with torch.profiler.profile(activities=activities) as p:
         yield
     p.export_chrome_trace(str(Path(options.output_dir, f"timeline-{step}.json")))
 
@@ -398,12 +416,12 @@ def num_steps(options: Options, data: Data) -> int:
 
 
 def evaluate(
-    model: nn.Module, batches: Iterator[Any]
+    model: nn.Module, batches: Iterator[Any], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return logits and labels, ``(N, T)`` each, of all rows of the test."""
     model.eval()
     with torch.no_grad():
-        outputs = [model(batch)[1] for batch in batches]
+        outputs = [model(batch.to(device))[1] for batch in batches]
     return tuple(torch.cat([out[k] for out in outputs]) for k in (1, 2))
 
 
@@ -421,7 +439,8 @@ def compile_dense(losses: Losses, options: Options) -> float:
     losses.compiled_batch = options.part_size
     dense.compile(options={"fallback_random": True})  # dropout is that of torch
     before = {name: buffer.clone() for name, buffer in dense.named_buffers()}
-    x = torch.zeros(options.part_size, dense.width, requires_grad=True)
+    size = options.part_size, dense.width
+    x = torch.zeros(size, device=device_of(options), requires_grad=True)
     try:
         with torch.random.fork_rng():
             losses.logits(x).sum().backward()
@@ -469,6 +488,19 @@ def read_data(options: Options, spec: DatasetSpec) -> Data:
     )
 
 
+def device_of(options: Options) -> torch.device:
+    """Return where the dense layers of this trainer are."""
+    num = torch.cuda.device_count()
+    if options.device == "cuda" and not num:
+        raise ConfigError(
+            "--device cuda needs a GPU that torch can use. Received: a machine, or a "
+            "torch, without one. Give --device cpu."
+        )
+    if options.device == "cpu" or not num:
+        return torch.device("cpu")
+    return torch.device("cuda", env.get_local_rank() % num)
+
+
 def start_torch(options: Options, stack: contextlib.ExitStack) -> None:
     """Set threads and seed, and join the other trainers."""
     if options.intra:
@@ -476,10 +508,16 @@ def start_torch(options: Options, stack: contextlib.ExitStack) -> None:
     if options.inter:
         torch.set_num_interop_threads(options.inter)
     torch.manual_seed(options.seed)
+    device, backend = device_of(options), "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        # NCCL wants a GPU for each trainer.
+        has_each = torch.cuda.device_count() >= env.get_world_size()
+        backend = f"cpu:gloo,cuda:{'nccl' if has_each else 'gloo'}"
     if env.master()[0] is not None:
-        dist.init_process_group("gloo")
+        dist.init_process_group(backend)
     else:
-        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
     stack.callback(dist.destroy_process_group)
 
 
@@ -501,6 +539,7 @@ def run(options: Options) -> dict[str, Any]:
         start_torch(options, stack)
         data = read_data(options, spec)
         model = make_model(options, spec)
+        model.losses.to(device_of(options))
         results: dict[str, Any] = {}
         if options.op_fusion:
             results["compile_s"] = compile_dense(model.losses, options)
@@ -522,7 +561,8 @@ def finish(
     progress, half = training.progress, training.half
     results: dict[str, Any] = {}
     if not options.no_eval:
-        results |= measure(spec.labels, *evaluate(half.model, iter(data.test)))
+        test = half.placed(iter(data.test)), device_of(options)
+        results |= measure(spec.labels, *evaluate(half.model, *test))
     results |= {
         "steps": progress.num_steps,
         "train_s": progress.seconds,

@@ -331,3 +331,17 @@ def num_ids(folder):
     assert batches.num_rows == NUM_TRAINED
     bags = chain.from_iterable(b.id_features.to_dict().items() for b in batches)
     return len({(name, one) for name, ids in bags for one in ids.values().tolist()})
+
+
+def test_trainers_of_a_machine_take_its_gpus_in_turn(tmp_path, monkeypatch):
+    train = of_example("train")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    for words in ([], ["--device", "cuda"]):
+        assert train.device_of(parse(tmp_path, *words)) == torch.device("cuda", 1)
+    cpu = torch.device("cpu")
+    assert train.device_of(parse(tmp_path, "--device", "cpu")) == cpu
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert train.device_of(parse(tmp_path)) == cpu
+    with pytest.raises(ConfigError, match="--device cuda needs a GPU"):
+        train.device_of(parse(tmp_path, "--device", "cuda"))
