@@ -112,7 +112,7 @@ command_of() {
         command=("${pytest[@]}" "${@:-${marked[@]}}")
         ;;
     sanitizer)
-        export TORCH_CUDA_SANITIZER=1
+        [[ $has_device != 1 ]] || export TORCH_CUDA_SANITIZER=1
         command=("${pytest[@]}" -p tests.gpu.sanitizer
             "${@:-tests/sharding/test_on_device.py}")
         ;;

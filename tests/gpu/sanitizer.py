@@ -40,5 +40,5 @@ def pytest_collection_modifyitems(
 ) -> None:
     """Leave out what the sanitizer would change the meaning of."""
     left_out = [item for item in items if any(part in item.name for part in LEFT_OUT)]
-    config.hook.pytest_deselected(left_out)
+    config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
