@@ -29,6 +29,7 @@ TABLES = {
     "data": "files 2",
     "dlrm": "dlrm 3",
     "servers": "servers 1",
+    "trainer": "trainer 1",
 }
 """The tables of each benchmark, and how many rows they have."""
 
