@@ -4,10 +4,8 @@ The ids of a request are grouped by shard; each server is sent its part of every
 in one message, and the replies are merged in the order of the grouped ids. Every server
 gets one, also when none of the ids are its own: so all count the same batches.
 
-Dimension key:
-    U: unique ids of one table
-    D: its embedding dim
-    S: its optimizer-state floats per row
+Dimension key: U unique ids of one table, D its embedding dim, S its optimizer-state
+floats per row.
 """
 
 import contextlib
@@ -17,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,12 +32,17 @@ from persia_torchrec.client.bulk import (
 from persia_torchrec.client.checkpoint_client import Checkpoints
 from persia_torchrec.client.codec import (
     AddedTable,
+    Asked,
     KnownTable,
     KnownTables,
     PushOutcome,
+    RowRequest,
     ServerHello,
-    TableRequest,
+    TableList,
+    Tables,
     check_counts,
+    check_gradients,
+    groups_of,
     staleness_histogram,
 )
 from persia_torchrec.client.codec import BatchNumber as BatchNumber
@@ -47,7 +50,7 @@ from persia_torchrec.client.shards import Servers
 from persia_torchrec.errors import BatchError, ConfigError, RestartedError, WireError
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.routing.hashing import Ids
-from persia_torchrec.routing.shard import Counts, ShardedIds, unique_ids
+from persia_torchrec.routing.shard import Counts, IdGroup, ShardedIds, unique_ids
 from persia_torchrec.rpc import messages
 from persia_torchrec.rpc.auth import NO_JOB, Greeting
 from persia_torchrec.rpc.channel import MAX_MESSAGE_BYTES
@@ -62,8 +65,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_GROUPS = 2  # of joint steps, of one collection, that are known
 
-_BLOCKS_IN_FLIGHT = 2
-"""One that the servers write while the next is cut and encoded."""
+_MAX_LISTS = 64  # of tables, that are looked up once
+_BLOCKS_IN_FLIGHT = 2  # one that servers write while the next is cut and encoded
 
 
 class _Joined(NamedTuple):
@@ -98,6 +101,7 @@ class EmbeddingClient:
         self.num_servers = len(servers)
         self.timeout_s, self.recovery_s = servers.timeout_s, servers.recovery_s
         self.tables = KnownTables()
+        self._lists: dict[tuple[tuple[str, ...], ...], TableList] = {}
         servers.renewal = self._renew
         self._renewing = threading.Lock()
         self._joined: dict[int, _Joined] = {}  # by group. guarded by _renewing
@@ -227,19 +231,20 @@ class EmbeddingClient:
 
     def pull(
         self,
-        tables: Sequence[tuple[str, ShardedIds]],
+        tables: Tables,
         *,
         batch: BatchNumber | None = None,
         precision: Precision = Precision.FP32,
         counts: Sequence[Counts | None] | None = None,
         part: int = 0,
     ) -> list[Floats]:
-        """Fetch the weights of ids, grouped by :meth:`split`, of several tables.
+        """Fetch the weights of ids of several tables.
 
-        With a ``batch``, for training, missing rows are made and all count as used.
-        Without, a missing row reads zeros and nothing changes. ``precision`` is that of
-        the rows on their way. ``counts``, uint32 ``(U,)`` per table, tell how often
-        each id occurs in the batch, for tables that want them; None counts 1 each.
+        Ids are grouped by :meth:`split`, or are those of all tables of one dim. With a
+        ``batch``, for training, missing rows are made and all count as used. Without, a
+        missing row reads zeros and nothing changes. ``precision`` is that of the rows
+        on their way. ``counts``, uint32 ``(U,)`` per table, tell how often each id
+        occurs in the batch, for tables that want them; None counts 1 each.
         Several pulls of one batch have different ``part``, 7 at most, from 0 on: a
         server that has answered one before answers it again, and changes nothing; a row
         that has left since reads what it began with.
@@ -248,28 +253,35 @@ class EmbeddingClient:
             float32 ``(U, D)`` per table, in the order of its grouped ids, as counts;
             read-only, as they may be views of the message.
         """
-        known = [self.tables[name] for name, _ in tables]
-        if batch is None or not any(table.wants_counts for table in known):
+        return self.begin_pull(tables, batch, precision, counts, part).rows()
+
+    def begin_pull(
+        self,
+        tables: Tables,
+        batch: BatchNumber | None,
+        precision: Precision,
+        counts: Sequence[Counts | None] | None,
+        part: int = 0,
+    ) -> Asked:
+        """Ask for the rows of a :meth:`pull`, and return what waits for them."""
+        known = self._table_list(groups := groups_of(tables))
+        if batch is None or not known.wants_counts:
             counts = None
         flags = part << messages.PART_SHIFT
         if batch is not None:
             flags |= messages.TRAINING
         if counts is not None:
             flags |= messages.COUNTS
-            check_counts(tables, counts)
-        stream, number, _ = batch or BatchNumber(0, 0)
-        header = Header(Kind.LOOKUP, 0, 0, stream, number, precision, flags)
-        request = TableRequest(
-            known,
-            [split for _, split in tables],
-            [table.spec.dim for table in known],
-            counts=counts,
-        )
-        return self._fetch(header, request)
+            check_counts(groups, counts)
+        number = (batch or BatchNumber(0, 0))[:2]
+        header = Header(Kind.LOOKUP, 0, 0, *number, precision, flags)
+        request = RowRequest(groups, known.dims, counts=counts)
+        send = partial(self._send, header, request)
+        return Asked(self._servers.repeat, send, request, precision)
 
     def push(
         self,
-        tables: Sequence[tuple[str, ShardedIds]],
+        tables: Tables,
         grads: Sequence[Floats],
         batch: BatchNumber,
         *,
@@ -278,28 +290,16 @@ class EmbeddingClient:
         """Send gradients; the servers apply the tables' optimizers.
 
         ``tables`` and ``batch`` are those of the :meth:`pull`; no tables give the batch
-        up. ``grads`` are float32 ``(U, D)`` per table, in the order of its grouped ids.
+        up. ``grads`` are float32 ``(U, D)`` per table, in the order of its grouped ids;
+        they must not change until the replies have come, as they may be sent again.
         A share of a joint step is applied with the shares of the other trainers.
         Returns a reply per server, when the update is applied; for :meth:`outcome`.
         """
-        known = [self.tables[name] for name, _ in tables]
-        for table, (_, ids), grads_UD in zip(known, tables, grads, strict=True):
-            expected = (len(ids.ids), table.spec.dim)
-            if grads_UD.shape != expected:
-                raise BatchError(
-                    f"Table {table.spec.name!r}: gradients must have the shape "
-                    f"{expected}. Received: {grads_UD.shape}."
-                )
-        stream, number, share = batch
-        flags = messages.SHARE if share else 0
-        header = Header(Kind.UPDATE, 0, 0, stream, number, precision, flags)
-        request = TableRequest(
-            known,
-            [split for _, split in tables],
-            [table.spec.dim for table in known],
-            rows=grads,
-            share=share,
-        )
+        dims = self._table_list(groups := groups_of(tables)).dims
+        check_gradients(groups, dims, grads)
+        flags = 0 if batch.share is None else messages.SHARE
+        header = Header(Kind.UPDATE, 0, 0, *batch[:2], precision, flags)
+        request = RowRequest(groups, dims, rows=grads, share=(share := batch.share))
         if share is None:
             return self._send(header, request)
         with self._renewing:  # whose share is the first that a restarted server gets
@@ -392,7 +392,8 @@ class EmbeddingClient:
         ids = self.split(block.ids, table.spec.name)
         grouped = np.empty_like(rows)
         grouped[ids.inverse] = rows
-        request = TableRequest([table], [ids], [rows.shape[1]], rows=[grouped])
+        group = IdGroup.of(table.spec.name, ids)
+        request = RowRequest([group], [rows.shape[1]], rows=[grouped])
         return self._send(Header(Kind.WRITE, flags=flags), request)
 
     def export(self, table: str, *, block_rows: int = BLOCK_ROWS) -> Iterable[RowBlock]:
@@ -453,17 +454,14 @@ class EmbeddingClient:
         row. The table must keep metadata, by its settings or because the servers evict
         the least frequently used.
         """
-        columns = self.read_numbers(
-            Kind.METADATA, table, ids, messages.METADATA_COLUMNS
-        )
+        width = messages.METADATA_COLUMNS
+        columns = self.read_numbers(Kind.METADATA, table, ids, width)
         return Metadata(*np.ascontiguousarray(columns.view(np.uint32).T))
 
     def counters(self, timeout_s: float | None = None) -> list[dict[str, int]]:
         """Return each server's counters: rows, hits, misses, evictions and others."""
-        what, numbers = "counters", dict[str, int]
-        return self._servers.ask(
-            Kind.COUNTERS, None, what, answer=numbers, timeout_s=timeout_s
-        )
+        given: Any = {"answer": dict[str, int], "timeout_s": timeout_s}
+        return self._servers.ask(Kind.COUNTERS, None, "counters", **given)
 
     def staleness(self) -> npt.NDArray[np.int64]:
         """Return how stale rows were: element k counts gradients of staleness k.
@@ -502,41 +500,39 @@ class EmbeddingClient:
         self._joined.pop(joined.share.group - _MAX_GROUPS, None)
         self._joined[joined.share.group] = joined
 
-    def _send(self, header: Header, request: TableRequest) -> list[Reply]:
+    def _table_list(self, groups: Sequence[IdGroup]) -> TableList:
+        """Return what is known of the tables of a request; it is looked up once."""
+        names = tuple([group.tables for group in groups])
+        known, version = self._lists.get(names), self.tables.version
+        if known is None or known.version != version:
+            if len(self._lists) >= _MAX_LISTS:
+                self._lists.clear()
+            known = TableList.of(self.tables, names, self.num_servers)
+            self._lists[names] = known
+        return known
+
+    def _send(self, header: Header, request: RowRequest) -> list[Reply]:
         """Send every server its part of a request, unless a part is too large."""
-        names = ", ".join([repr(table.spec.name) for table in request.tables])
-        what = f"{header.kind.name.lower()} of table {names}"
-        precision, share = header.precision, request.share
-        max_ids = self._servers.max_request_ids
-        num_ids = sum([len(split.ids) for split in request.ids])
+        # In this order: a server refuses the numbers of tables of another start.
+        servers, starts = self._servers, list(self._servers.incarnations)
+        known, share = self._table_list(request.groups), request.share
+        what = f"{header.kind.name.lower()} of table {known.names}"
+        precision, max_ids = header.precision, servers.max_request_ids
+        num_ids = sum([len(group.ids) for group in request.groups])
         num_bytes = 4 * num_ids * max(request.widths, default=0)
         if num_ids > min(max_ids) or num_bytes > MAX_MESSAGE_BYTES:
             request.require_room(what, precision, max_ids)  # one part may be less
         # A joint step waits for the other trainers as well.
         joint_s = share.timeout_ms / 1000 if share else 0.0
         timeout_s = self.timeout_s + self.recovery_s + joint_s
-        # In this order: a server refuses the numbers of tables of another start.
-        starts = list(self._servers.incarnations)
-        tables = [self.tables[table.spec.name] for table in request.tables]
-        send, encode = self._servers.send, request._replace(tables=tables).encode
         return [
-            send(
-                server,
-                header._replace(incarnation=starts[server]),
-                encode(server, precision),
+            servers.send(
+                *(server, header._replace(incarnation=starts[server])),
+                request.encode(server, known.numbers[server], precision),
                 *(what, timeout_s),
             )
             for server in range(self.num_servers)
         ]
-
-    def _fetch(self, header: Header, request: TableRequest) -> list[Floats]:
-        """Send every server its part of a request for rows; return them merged."""
-
-        def ask() -> list[Floats]:
-            replies = [reply.frames() for reply in self._send(header, request)]
-            return request.merge(replies, header.precision)
-
-        return self._servers.repeat(ask)
 
     def _renew(self, server: int) -> None:
         """Continue with a server that came back without the rows that it had.
@@ -595,6 +591,8 @@ class EmbeddingClient:
         self, kind: Kind, table: str, ids: Ids, width: int, flags: int = 0
     ) -> Floats:
         """Return ``width`` numbers of 4 bytes per id; a float32 view ``(U, width)``."""
-        request = TableRequest([self.tables[table]], [self.split(ids, table)], [width])
-        (rows,) = self._fetch(Header(kind, flags=flags), request)
-        return rows[request.ids[0].inverse]
+        split = self.split(ids, table)
+        request = RowRequest([IdGroup.of(table, split)], [width])
+        send = partial(self._send, Header(kind, flags=flags), request)
+        (rows,) = Asked(self._servers.repeat, send, request, Precision.FP32).rows()
+        return rows[split.inverse]

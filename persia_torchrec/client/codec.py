@@ -1,14 +1,20 @@
 """Requests to embedding servers as frames, and their replies, read and checked.
 
+What a server has of a group of tables is one range of its ids, of its rows and of its
+gradients. So a reply is written into the rows of a batch with one copy, and gradients
+leave as a slice without any. Only a message of several groups, whose tables have
+several dims, has their pieces joined first.
+
 Dimension key:
-    U: unique ids of one table
+    P: servers; T: tables
+    U: unique ids of one group of tables
     W: floats per row: weights, or weights and optimizer state
 """
 
 import itertools
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -22,16 +28,17 @@ from persia_torchrec.errors import (
     RestartedError,
 )
 from persia_torchrec.parsing.decoding import parse_json
-from persia_torchrec.routing.shard import Counts, ShardedIds
+from persia_torchrec.routing.shard import Counts, IdGroup, ShardedIds
 from persia_torchrec.rpc import messages
 from persia_torchrec.rpc.channel import MAX_MESSAGE_BYTES, Reply
 from persia_torchrec.rpc.float_codec import (
     Floats,
-    decode_floats,
     encode_floats,
+    read_numbers,
     size_of,
+    write_floats,
 )
-from persia_torchrec.rpc.messages import Frames, Precision, Share, TableIds
+from persia_torchrec.rpc.messages import Frames, Precision, Share
 from persia_torchrec.rpc.peers import body_of
 from persia_torchrec.table import TableSpec
 
@@ -69,7 +76,12 @@ class KnownTable(NamedTuple):
 
 
 class KnownTables(dict[str, KnownTable]):
-    """Tables by name; to ask for another one is a ConfigError."""
+    """Tables by name; to ask for another one is a ConfigError.
+
+    ``version`` grows with each change, after it.
+    """
+
+    version = 0
 
     def __missing__(self, name: str) -> KnownTable:
         raise ConfigError(
@@ -77,35 +89,90 @@ class KnownTables(dict[str, KnownTable]):
             "Call add_tables first."
         )
 
+    def __setitem__(self, name: str, table: KnownTable) -> None:
+        super().__setitem__(name, table)
+        self.version += 1
 
-class TableRequest(NamedTuple):
-    """A request for ids of tables, for all servers.
 
-    Per table: its ids, grouped by server; the width W of its rows in the request or in
-    the reply; if they are sent, rows, float32 ``(U, W)``, and counts, uint32 ``(U,)``,
-    in the order of the ids; None counts 1 each.
+class TableList(NamedTuple):
+    """What a client knows of the tables of a request, in their order.
+
+    Attributes:
+        version: that of the known tables, or an older one.
+        numbers: int64 ``(P, T)``: of each on each server.
+        dims: of each group of tables.
+        names: in quotes, for errors.
+        wants_counts: whether a table does.
     """
 
-    tables: Sequence[KnownTable]
-    ids: Sequence[ShardedIds]
+    version: int
+    numbers: npt.NDArray[np.int64]
+    dims: tuple[int, ...]
+    names: str
+    wants_counts: bool
+
+    @classmethod
+    def of(
+        cls, known: KnownTables, groups: Sequence[tuple[str, ...]], num_servers: int
+    ) -> "TableList":
+        """Look the tables of groups up; each group has one dim."""
+        version, names = known.version, list(itertools.chain(*groups))
+        tables = [known[name] for name in names]
+        numbers = np.array([table.numbers for table in tables], dtype=np.int64)
+        return cls(
+            version,
+            np.ascontiguousarray(numbers.reshape(-1, num_servers).T),
+            tuple([known[group[0]].spec.dim for group in groups]),
+            ", ".join(map(repr, names)),
+            any(table.wants_counts for table in tables),
+        )
+
+
+Tables = Sequence[tuple[str, ShardedIds]] | Sequence[IdGroup]
+"""Ids of a request: of each table, or of all tables of one dim together."""
+
+
+def groups_of(tables: Tables) -> list[IdGroup]:
+    """Return ids as groups: those of a table are one."""
+    return [
+        given if isinstance(given, IdGroup) else IdGroup.of(*given) for given in tables
+    ]
+
+
+class RowRequest(NamedTuple):
+    """A request for ids of tables, for all servers.
+
+    Per group of tables: its ids; the width W of its rows in the request or in the
+    reply; if they are sent, rows, float32 ``(U, W)``, and counts, uint32 ``(U,)``, in
+    the order of the ids; None counts 1 each.
+    """
+
+    groups: Sequence[IdGroup]
     widths: Sequence[int]
     rows: Sequence[Floats] | None = None
     counts: Sequence[Counts | None] | None = None
     share: Share | None = None
 
-    def encode(self, server: int, precision: Precision) -> Frames:
-        """Return the frames after the header of one server's message."""
-        slices = [slice(*ids.offsets[server : server + 2]) for ids in self.ids]
-        frames = messages.encode_segments(
-            [
-                TableIds(table.numbers[server], ids.ids[piece])
-                for table, ids, piece in zip(self.tables, self.ids, slices, strict=True)
-            ]
-        )
+    def encode(
+        self, server: int, numbers_T: npt.NDArray[np.int64], precision: Precision
+    ) -> Frames:
+        """Return the frames after the header of one server's message.
+
+        The ids, rows and counts of one group are slices of what is given.
+        """
+        slices = [slice(*group.offsets[server : server + 2]) for group in self.groups]
+        counts_T = [group.num_ids[server] for group in self.groups]
+        segments_T2 = np.empty((len(numbers_T), 2), dtype=np.int64)
+        segments_T2[:, 0] = numbers_T
+        segments_T2[:, 1] = np.concatenate(counts_T) if counts_T else ()
+        pairs = list(zip(self.groups, slices, strict=True))
+        ids = [group.ids[piece] for group, piece in pairs]
+        frames = messages.encode_segments(segments_T2, ids)
         if self.rows is not None:
             rows = zip(self.rows, slices, strict=True)
             floats = [rows_UW[piece].reshape(-1) for rows_UW, piece in rows]
-            frames.append(encode_floats(_joined(floats), precision))
+            whole = floats[0] if len(floats) == 1 else _joined(floats)
+            frames.append(encode_floats(whole, precision))
         if self.counts is not None:
             counts = [
                 np.ones(piece.stop - piece.start, dtype=np.uint32)
@@ -123,7 +190,7 @@ class TableRequest(NamedTuple):
     ) -> None:
         """Refuse what one of the servers would, before any of them gets its part."""
         row_bytes = size_of(precision) * np.array(self.widths, dtype=np.int64)
-        num_ids = np.stack([np.diff(ids.offsets) for ids in self.ids], axis=1)
+        num_ids = np.stack([np.diff(group.offsets) for group in self.groups], axis=1)
         totals = zip(num_ids.sum(axis=1), num_ids @ row_bytes, strict=True)
         for server, (num, num_bytes) in enumerate(totals):
             max_ids = max_request_ids[server]
@@ -134,61 +201,142 @@ class TableRequest(NamedTuple):
                     f"{num_bytes} bytes for server {server}. Use smaller batches."
                 )
 
+    def read(self, server: int, reply: Frames, precision: Precision) -> "_Received":
+        """Return the rows of one server, of all groups, as they travelled."""
+        bounds = [group.offsets[server : server + 2].tolist() for group in self.groups]
+        sizes = [
+            (stop - start) * width
+            for (start, stop), width in zip(bounds, self.widths, strict=True)
+        ]
+        numbers, exponent = read_numbers(body_of(reply), sum(sizes), precision)
+        stops = itertools.accumulate(sizes)
+        pieces = [
+            numbers[stop - size : stop] for size, stop in zip(sizes, stops, strict=True)
+        ]
+        return _Received([slice(*pair) for pair in bounds], pieces, exponent)
+
     def merge(self, replies: Sequence[Frames], precision: Precision) -> list[Floats]:
-        """Merge the rows of all servers: float32 ``(U, W)`` per table, read-only.
+        """Merge the rows of all servers: float32 ``(U, W)`` per group, read-only.
 
         They are views of the reply if there is one.
         """
         sizes = [
-            (len(ids.ids), w) for ids, w in zip(self.ids, self.widths, strict=True)
+            (len(group.ids), width)
+            for group, width in zip(self.groups, self.widths, strict=True)
         ]
-        if len(replies) == 1:
-            num = sum([num * width for num, width in sizes])
-            flat = decode_floats(body_of(replies[0]), num, precision)
-            if not flat.flags.aligned:  # a small frame may begin anywhere in memory
-                flat = flat.copy()
-            rows = _cut(flat, sizes)
+        if len(replies) == 1 and precision is Precision.FP32:
+            _, pieces, _ = self.read(0, replies[0], precision)
+            rows = [
+                piece.view(np.float32).reshape(size)
+                if piece.flags.aligned  # a small frame may begin anywhere in memory
+                else piece.copy().view(np.float32).reshape(size)
+                for piece, size in zip(pieces, sizes, strict=True)
+            ]
         else:
             rows = [np.empty(size, dtype=np.float32) for size in sizes]
-            for server, reply in enumerate(replies):
-                parts = [
-                    rows_UW[slice(*ids.offsets[server : server + 2])]
-                    for rows_UW, ids in zip(rows, self.ids, strict=True)
-                ]
-                num = sum([part.size for part in parts])
-                flat = decode_floats(body_of(reply), num, precision)
-                shapes = [part.shape for part in parts]
-                for part, received in zip(parts, _cut(flat, shapes), strict=True):
-                    part[:] = received
+            self.merge_into(rows, replies, precision)
         for rows_UW in rows:
             rows_UW.flags.writeable = False
         return rows
 
+    def merge_into(
+        self,
+        rows: Sequence[npt.NDArray[np.generic]],
+        replies: Sequence[Frames],
+        precision: Precision,
+    ) -> list[int]:
+        """Write the rows of all servers, once, into ``(U, W)`` per group.
 
-def _cut(flat: Floats, shapes: Sequence[tuple[int, ...]]) -> list[Floats]:
-    """Cut a flat array into matrices of these shapes."""
-    stops = itertools.accumulate([num * width for num, width in shapes])
-    return [
-        flat[stop - num * width : stop].reshape(num, width)
-        for stop, (num, width) in zip(stops, shapes, strict=True)
-    ]
+        These are float32; or uint16, which halves stay in: then a row is the half
+        times 2 to the power of minus the exponent of its server, which are returned.
+        """
+        exponents = []
+        for server, reply in enumerate(replies):
+            slices, pieces, exponent = self.read(server, reply, precision)
+            exponents.append(exponent)
+            for rows_UW, piece, numbers in zip(rows, slices, pieces, strict=True):
+                if rows_UW.dtype == numbers.dtype:
+                    rows_UW[piece].reshape(-1)[:] = numbers
+                else:
+                    out: Any = rows_UW[piece].reshape(-1)
+                    write_floats(numbers, exponent, out)
+        return exponents
+
+
+class Asked:
+    """A request for rows that every server has been sent; one thread uses it.
+
+    ``send`` sends it. If a server loses its rows meanwhile, it is sent again, as
+    ``repeat`` of ``Servers`` does.
+    """
+
+    def __init__(
+        self,
+        repeat: Callable[[Callable[[], list[Frames]]], list[Frames]],
+        send: Callable[[], list[Reply]],
+        request: RowRequest,
+        precision: Precision,
+    ) -> None:
+        self._repeat, self._send = repeat, send
+        self._request, self._precision = request, precision
+        self._replies = send()
+
+    def rows(self) -> list[Floats]:
+        """Wait for the rows: float32 ``(U, W)`` per group, read-only."""
+        return self._request.merge(self._frames(), self._precision)
+
+    def write(self, rows: Sequence[npt.NDArray[np.generic]]) -> list[int]:
+        """Wait for the rows, and write them; see :meth:`RowRequest.merge_into`."""
+        return self._request.merge_into(rows, self._frames(), self._precision)
+
+    def _frames(self) -> list[Frames]:
+        def ask() -> list[Frames]:
+            replies, self._replies = self._replies or self._send(), []
+            return [reply.frames() for reply in replies]
+
+        return self._repeat(ask)
+
+
+class _Received(NamedTuple):
+    """Rows of a server: where each group's belong, numbers, and their exponent."""
+
+    slices: list[slice]
+    pieces: list[npt.NDArray[np.generic]]
+    exponent: int
 
 
 def _joined(pieces: Sequence[Floats]) -> Floats:
-    """Concatenate flat arrays; a view where they follow one another in memory."""
-    pieces = [piece for piece in pieces if len(piece)]
-    if not pieces:
-        return _NO_ROWS
-    whole = pieces[0].base
-    if isinstance(whole, np.ndarray) and all(piece.base is whole for piece in pieces):
-        starts = [piece.ctypes.data for piece in pieces]
-        stops = [
-            start + piece.nbytes for start, piece in zip(starts, pieces, strict=True)
-        ]
-        if starts[1:] == stops[:-1] and whole.flags.c_contiguous:
-            first = (starts[0] - whole.ctypes.data) // pieces[0].itemsize
-            return whole.reshape(-1)[first : first + sum(map(len, pieces))]
-    return np.concatenate(pieces)
+    """Concatenate the rows of groups, of which a message has one frame."""
+    return np.concatenate([_NO_ROWS, *pieces])
+
+
+def check_counts(groups: Sequence[IdGroup], counts: Sequence[Counts | None]) -> None:
+    """Check that counts are one per id."""
+    for group, counts_U in zip(groups, counts, strict=True):
+        if counts_U is None:
+            continue
+        if counts_U.dtype != np.uint32 or counts_U.shape != group.ids.shape:
+            raise BatchError(
+                f"Table {_named(group)}: counts must be uint32 of the shape "
+                f"{group.ids.shape}. Received: {counts_U.dtype} {counts_U.shape}."
+            )
+
+
+def check_gradients(
+    groups: Sequence[IdGroup], dims: Sequence[int], grads: Sequence[Floats]
+) -> None:
+    """Check that there is one gradient per id."""
+    for group, dim, grads_UD in zip(groups, dims, grads, strict=True):
+        expected = (len(group.ids), dim)
+        if grads_UD.shape != expected:
+            raise BatchError(
+                f"Table {_named(group)}: gradients must have the shape "
+                f"{expected}. Received: {grads_UD.shape}."
+            )
+
+
+def _named(group: IdGroup) -> str:
+    return ", ".join(map(repr, group.tables))
 
 
 class AddedTable(msgspec.Struct):
@@ -251,20 +399,6 @@ class PushOutcome(msgspec.Struct, frozen=True):
 
 NOTHING = PushOutcome(0, 0, 0, 0)
 _LOST = PushOutcome(0, 0, 0, 0, 1)
-
-
-def check_counts(
-    tables: Sequence[tuple[str, ShardedIds]], counts: Sequence[Counts | None]
-) -> None:
-    """Check that counts are one per id."""
-    for (name, split), counts_U in zip(tables, counts, strict=True):
-        if counts_U is None:
-            continue
-        if counts_U.dtype != np.uint32 or counts_U.shape != split.ids.shape:
-            raise BatchError(
-                f"Table {name!r}: counts must be uint32 of the shape "
-                f"{split.ids.shape}. Received: {counts_U.dtype} {counts_U.shape}."
-            )
 
 
 _STALENESS = "staleness_"

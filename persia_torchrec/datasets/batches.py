@@ -9,7 +9,7 @@ Dimension key:
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,23 +20,34 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from torchrec.streamable import Pipelineable
 
-from persia_torchrec.datasets.transfer import pin
+from persia_torchrec.datasets.transfer import empty_pinned, pin
 from persia_torchrec.errors import BatchError
-from persia_torchrec.lookup.bags import Bags
+from persia_torchrec.lookup.bags import Bags, JaggedIds, Lengths
 
 _ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-@dataclass(frozen=True, slots=True)
 class JaggedBatch:
     """A copy of a ``KeyedJaggedTensor``, and ids of the features that are wanted of it.
 
     A copy, as it is read again when the rows are there: the caller may change his own
-    until then, and TorchRec's pipelines may free its memory.
+    until then, and TorchRec's pipelines may free its memory. Ids that are on a GPU
+    begin to come to the host with the caller's stream; :meth:`take` waits for them.
+
+    Attributes:
+        kjt: the copy, on the same device.
     """
 
-    kjt: KeyedJaggedTensor
-    features: dict[str, Bags]
+    def __init__(self, kjt: KeyedJaggedTensor, keys: Sequence[str]) -> None:
+        self.kjt, self._keys = kjt, keys
+        self._weights: torch.Tensor | None = None
+        self._features: Mapping[str, Bags] | None = None
+        self._host, self._came = kjt, None
+        if kjt.values().device.type == "cuda":
+            require_ids(kjt)
+            self._host, self._came = _to_host(kjt)
+        else:
+            self._features = to_jagged_ids(kjt, keys)
 
     @classmethod
     def of(
@@ -52,8 +63,29 @@ class JaggedBatch:
                 )
         if isinstance(batch, TensorDict):
             batch = maybe_td_to_kjt(batch, list(keys))
-        batch = _copy(batch)
-        return cls(batch, to_jagged_ids(batch, keys))
+        return cls(_copy(batch), keys)
+
+    @property
+    def features(self) -> Mapping[str, Bags]:
+        """The ids of the features, on the host."""
+        return self.take()
+
+    def take(self, *, pins_weights: bool = False) -> Mapping[str, Bags]:
+        """Wait for the ids, and return them; the pulling thread calls it first.
+
+        With ``pins_weights``, weights that are on the host are copied to memory from
+        which a GPU takes them without a thread that waits.
+        """
+        if self._features is None:
+            if self._came is not None:
+                self._came.synchronize()
+            self._features = to_jagged_ids(self._host, self._keys)
+            self._host = self.kjt
+        weights = self.kjt.weights_or_none()
+        if pins_weights and weights is not None and not weights.requires_grad:
+            is_host = weights.device.type == "cpu"
+            self._weights = weights.pin_memory() if is_host else None
+        return self._features
 
     def on(self, device: torch.device) -> KeyedJaggedTensor:
         """Return the whole batch on a device."""
@@ -66,7 +98,9 @@ class JaggedBatch:
 
     def weights(self) -> torch.Tensor:
         """Return the weights of all ids, in their order, in the autograd graph."""
-        weights: torch.Tensor | None = self.kjt.weights_or_none()
+        weights: torch.Tensor | None = self._weights
+        if weights is None:
+            weights = self.kjt.weights_or_none()
         if weights is None:
             raise BatchError(
                 "A weighted collection must be given a KeyedJaggedTensor with weights, "
@@ -164,13 +198,30 @@ def _pin_ids(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
     return kjt.pin_memory()
 
 
-def to_jagged_ids(kjt: KeyedJaggedTensor, keys: Iterable[str]) -> dict[str, Bags]:
-    """Take the ids of some features out of a ``KeyedJaggedTensor``.
+def _to_host(
+    kjt: KeyedJaggedTensor,
+) -> tuple[KeyedJaggedTensor, torch.cuda.Event]:
+    """Begin to copy ids and lengths of a GPU, behind what its stream does already."""
+    parts = [
+        empty_pinned(part.shape, part.dtype).copy_(part, non_blocking=True)
+        for part in (kjt.values().detach(), kjt.lengths().detach())
+    ]
+    came: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    came.record()
+    is_variable = kjt.variable_stride_per_key()
+    host = KeyedJaggedTensor(
+        kjt.keys(),
+        parts[0],
+        lengths=parts[1],
+        stride=None if is_variable else kjt.stride(),
+        stride_per_key_per_rank=kjt.stride_per_key_per_rank() if is_variable else None,
+        inverse_indices=kjt.inverse_indices_or_none(),
+    )
+    return host, came
 
-    Samples that are kept once are repeated as ``inverse_indices`` says: then all
-    features have B. The ids are views of an int64 tensor on the CPU; the lengths, which
-    the backward pass needs again, are copies.
-    """
+
+def require_ids(kjt: KeyedJaggedTensor) -> None:
+    """Refuse values that are no ids, and keys that come twice."""
     values = kjt.values()
     if values.dtype not in _ID_DTYPES:
         raise BatchError(
@@ -183,25 +234,52 @@ def to_jagged_ids(kjt: KeyedJaggedTensor, keys: Iterable[str]) -> dict[str, Bags
             "A KeyedJaggedTensor's keys must be unique, or it is not known which "
             f"ids a key means. Received: {kjt.keys()}."
         )
-    ids_L = values.detach().cpu().long().numpy().view(np.uint64)
-    flat = kjt.lengths().detach().to("cpu", torch.int32, copy=True).numpy()
-    lengths = np.split(flat, np.cumsum(kjt.stride_per_key())[:-1])
-    stops = np.cumsum([of_key.sum(dtype=np.int64) for of_key in lengths])
-    total = int(flat.sum(dtype=np.int64))
-    if total != len(ids_L):
+
+
+def to_jagged_ids(kjt: KeyedJaggedTensor, keys: Iterable[str]) -> Mapping[str, Bags]:
+    """Take the ids of some features out of a ``KeyedJaggedTensor``.
+
+    Samples that are kept once are repeated as ``inverse_indices`` says: then all
+    features have B. The ids are views of an int64 tensor on the CPU; the lengths, which
+    the backward pass needs again, are copies.
+    """
+    require_ids(kjt)
+    ids_L = kjt.values().to("cpu", torch.int64).numpy().view(np.uint64)
+    flat = kjt.lengths().to("cpu", torch.int32, copy=True).numpy()
+    num_bags_K = np.array(kjt.stride_per_key(), dtype=np.int64)
+    bag_starts = np.concatenate([[0], np.cumsum(num_bags_K)])
+    num_ids_K = _sums(flat, num_bags_K, bag_starts)
+    id_starts = np.concatenate([[0], np.cumsum(num_ids_K)])
+    if id_starts[-1] != len(ids_L):
         raise BatchError(
             "A KeyedJaggedTensor's lengths must sum up to the number of ids, "
-            f"{len(ids_L)}. Received: a sum of {total}."
+            f"{len(ids_L)}. Received: a sum of {id_starts[-1]}."
         )
-    repeats = _repeats(kjt) if kjt.variable_stride_per_key() else {}
-    positions = {key: f for f, key in enumerate(kjt.keys())}
-    features = {}
-    for key in keys:
-        f = positions[key]
-        indices = slice(0 if f == 0 else int(stops[f - 1]), int(stops[f]))
-        jagged = Bags(ids_L[indices], lengths[f], indices)
-        features[key] = _repeated(key, jagged, repeats[key]) if repeats else jagged
-    return features
+    if len(flat) and flat.min() < 0:
+        k = int(np.searchsorted(bag_starts, int(flat.argmin()), side="right")) - 1
+        raise BatchError(
+            f"Feature {kjt.keys()[k]!r}: lengths must not be negative. "
+            f"Received: {flat.min()}."
+        )
+    positions = {key: k for k, key in enumerate(kjt.keys())}
+    jagged = JaggedIds(keys, positions, ids_L, flat, id_starts, bag_starts)
+    if not kjt.variable_stride_per_key():
+        return jagged
+    repeats = _repeats(kjt)
+    return {key: _repeated(key, bags, repeats[key]) for key, bags in jagged.items()}
+
+
+def _sums(
+    lengths: Lengths, num_bags_K: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """Return the sum of each key's lengths."""
+    num_keys = len(num_bags_K)
+    if num_keys and (num_bags_K == num_bags_K[0]).all():
+        sums: npt.NDArray[np.int64]
+        sums = lengths.reshape(num_keys, -1).sum(axis=1, dtype=np.int64)
+        return sums
+    pieces = np.split(lengths, starts[1:-1]) if num_keys else []
+    return np.array([of_key.sum(dtype=np.int64) for of_key in pieces], dtype=np.int64)
 
 
 def _repeats(kjt: KeyedJaggedTensor) -> dict[str, npt.NDArray[np.int64]]:

@@ -112,12 +112,10 @@ def to_bfloat16(bits_N: Words) -> Halves:
 
 
 @compiled_as_written
-def from_bfloat16(halves_N: Halves) -> Floats:
-    """Return BF16 as float32."""
-    out_N = np.empty(len(halves_N), dtype=np.float32)
+def from_bfloat16(halves_N: Halves, out_N: Floats) -> None:
+    """Write BF16 as float32."""
     for i in range(len(halves_N)):
         out_N[i] = cpu.from_bits(np.uint32(np.uint32(halves_N[i]) << _S16))
-    return out_N
 
 
 @compiled_as_written
@@ -131,12 +129,10 @@ def to_float16(values_N: Floats, scale: np.float32, out_N: Halves) -> None:
 
 
 @compiled_as_written
-def from_float16(halves_N: Halves, scale: np.float32) -> Floats:
-    """Return FP16 as float32, times ``scale``."""
-    out_N = np.empty(len(halves_N), dtype=np.float32)
+def from_float16(halves_N: Halves, scale: np.float32, out_N: Floats) -> None:
+    """Write FP16 as float32, times ``scale``."""
     for i in range(len(halves_N)):
         out_N[i] = cpu.widen_half(halves_N[i]) * scale
-    return out_N
 
 
 @compiled_as_written

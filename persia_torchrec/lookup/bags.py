@@ -10,7 +10,7 @@ of all features; the ids of all features.
 Dimensions: B samples, L ids of one feature in a batch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -61,6 +61,66 @@ class Bags(NamedTuple):
     lengths: Lengths  # int32 (B,), not negative, summing up to L
     # Of the ids in the values of the KeyedJaggedTensor that they come from, if they do.
     indices: slice | npt.NDArray[np.int64] | None = None
+
+
+class JaggedIds(Mapping[str, Bags]):
+    """The ids of all keys of a batch, side by side: what one compiled call takes.
+
+    Attributes:
+        ids: uint64, those of key ``k`` from ``id_starts[k]`` to ``id_starts[k + 1]``.
+        lengths: int32, likewise by ``bag_starts``; not negative, summing up to the
+            number of ids of the key.
+        positions: which ``k`` a key is; there may be ids of other keys.
+        num_samples: of the first key.
+        sources: of each id, its position in what the caller gave; None: the same.
+    """
+
+    def __init__(
+        self,
+        keys: Iterable[str],
+        positions: Mapping[str, int],
+        ids: Ids,
+        lengths: Lengths,
+        id_starts: npt.NDArray[np.int64],
+        bag_starts: npt.NDArray[np.int64],
+    ) -> None:
+        self.positions = {key: positions[key] for key in keys}
+        self.ids, self.lengths = ids, lengths
+        self.id_starts, self.bag_starts = id_starts, bag_starts
+        self.sources: npt.NDArray[np.int64] | None = None
+        self.num_samples = int(bag_starts[1]) if len(bag_starts) > 1 else 0
+
+    @classmethod
+    def of(cls, bags: Mapping[str, Bags]) -> "JaggedIds":
+        """Put the bags of keys side by side; their numbers of samples may differ."""
+        none = Bags(np.empty(0, dtype=np.uint64), np.empty(0, dtype=np.int32))
+        each = none, *bags.values()
+        positions = {key: k for k, key in enumerate(bags)}
+        jagged = cls(
+            bags,
+            positions,
+            np.concatenate([bag.ids for bag in each]),
+            np.concatenate([bag.lengths for bag in each]),
+            np.cumsum([len(bag.ids) for bag in each]),
+            np.cumsum([len(bag.lengths) for bag in each]),
+        )
+        given = [bag.indices for bag in bags.values()]
+        indices = [of_key for of_key in given if isinstance(of_key, np.ndarray)]
+        if indices and len(indices) == len(given):
+            jagged.sources = np.concatenate(indices)
+        return jagged
+
+    def __getitem__(self, key: str) -> Bags:
+        k = self.positions[key]
+        own = slice(int(self.id_starts[k]), int(self.id_starts[k + 1]))
+        bags = slice(int(self.bag_starts[k]), int(self.bag_starts[k + 1]))
+        return Bags(self.ids[own], self.lengths[bags], own)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.positions)
+
+    def __len__(self) -> int:
+        return len(self.positions)
 
 
 def build_bags(features: Mapping[str, IDFeature]) -> dict[str, Bags]:

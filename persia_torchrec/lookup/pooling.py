@@ -28,7 +28,7 @@ import numpy.typing as npt
 from persia_torchrec.jit.compiled import compiled, inlined, read_only
 from persia_torchrec.jit.intrinsics import floats_at, load_u32, prefetch
 from persia_torchrec.lookup.bags import POOLINGS, Lengths, Pooling
-from persia_torchrec.routing.shard import Positions, count_repeats, unique_ids
+from persia_torchrec.routing.shard import Positions, unique_ids
 from persia_torchrec.rpc import float_codec
 from persia_torchrec.rpc.float_codec import Floats
 
@@ -91,7 +91,6 @@ def warm_up() -> None:
     """Compile, or load, the loops of a lookup; the first time on a machine is slow."""
     float_codec.warm_up()
     unique = unique_ids(np.array([1, 2, 1], dtype=np.uint64), num_shards=2)
-    count_repeats(unique.inverse, len(unique.ids))
     rows = np.zeros((2, 4), dtype=np.float32)
     lengths = np.array([3], dtype=np.int32)
     bags = [FeatureBags(rows, unique.inverse, lengths, "sum")]

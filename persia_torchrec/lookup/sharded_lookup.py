@@ -1,7 +1,7 @@
 """Lookup and gradient of a whole batch, over all servers.
 
     bags of every feature
-      -> prefix, unique ids per table, grouped by server    (route)
+      -> prefix, unique ids per table, by dim and server    (route)
       -> rows of the unique ids, from the servers           (client.pull)
       -> what the model is given                            (outputs_of)
     gradients of that
@@ -21,21 +21,59 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient, Reply
+from persia_torchrec.client.codec import KnownTables, Tables, groups_of
 from persia_torchrec.errors import BatchError, ConfigError
 from persia_torchrec.jit.compiled import telling_of_compilation
 from persia_torchrec.lookup import pooling
-from persia_torchrec.lookup.bags import Bags, FeatureSpec, Lengths, check_bags
+from persia_torchrec.lookup.bags import (
+    Bags,
+    FeatureSpec,
+    JaggedIds,
+    Lengths,
+    check_bags,
+)
 from persia_torchrec.routing import shard
-from persia_torchrec.routing.hashing import add_prefix, hash_stack
-from persia_torchrec.routing.shard import Counts, Positions, ShardedIds
+from persia_torchrec.routing.hashing import Ids
+from persia_torchrec.routing.shard import (
+    Counts,
+    FeatureColumns,
+    IdGroup,
+    Positions,
+    ShardedIds,
+)
 from persia_torchrec.rpc.float_codec import Floats
 from persia_torchrec.rpc.messages import Precision
 from persia_torchrec.table import TableChange, TableSpec, changed_tables
 
 Outputs = tuple[Floats, ...]
 """What a lookup gives for a batch; it takes back gradients of the same shapes."""
+
+
+class RoutePlan(NamedTuple):
+    """How the ids of features become those of groups, which are tables of one dim.
+
+    Attributes:
+        version: of what the client knew of the tables.
+        groups: the tables of each; all of them have this order in arrays.
+        dims: of each group.
+        group_of: of each feature.
+        columns: what the compiled call needs of features; ``keys`` are those of
+            ``positions``.
+        table_groups: int64, the group of each table.
+        table_shared_rows: uint64, the shared rows of each table.
+    """
+
+    version: int
+    positions: Mapping[str, int]
+    groups: tuple[tuple[str, ...], ...]
+    dims: tuple[int, ...]
+    group_of: tuple[int, ...]
+    columns: FeatureColumns
+    table_groups: npt.NDArray[np.int64]
+    table_shared_rows: Ids
 
 
 class BatchFeatures:
@@ -46,80 +84,170 @@ class BatchFeatures:
     ) -> None:
         self.specs = tuple(specs)
         self.outputs = outputs  # indices of the features in each
-        self.tables = list(dict.fromkeys(spec.table for spec in self.specs))
-        self.table_of = [self.tables.index(spec.table) for spec in self.specs]
-        # Indices of the features in the order of their tables.
-        self.by_table = sorted(range(len(self.specs)), key=self.table_of.__getitem__)
+        self._plan: RoutePlan | None = None
+
+    def plan(self, tables: KnownTables, positions: Mapping[str, int]) -> RoutePlan:
+        """Return how to route a batch whose keys have these positions."""
+        plan = self._plan
+        if plan is None or (plan.version, plan.positions) != (
+            tables.version,
+            positions,
+        ):
+            plan = self._plan = _make_plan(self.specs, tables, positions)
+        return plan
+
+
+def _make_plan(
+    specs: Sequence[FeatureSpec], known: KnownTables, positions: Mapping[str, int]
+) -> RoutePlan:
+    version = known.version
+    names = list(dict.fromkeys(spec.table for spec in specs))
+    dim_of = {name: known[name].spec.dim for name in names}
+    dims = tuple(dict.fromkeys(dim_of.values()))
+    groups = tuple(tuple(n for n in names if dim_of[n] == dim) for dim in dims)
+    ordered = list(itertools.chain(*groups))
+    shared = [known[name].spec.shared_rows for name in ordered]
+    rows = [
+        (
+            positions[spec.key],
+            ordered.index(spec.table),
+            spec.hash_stack_rounds,
+            spec.hash_stack_size,
+            2 ** (64 - spec.prefix_bits) - 1 if spec.prefix else 0,
+            spec.prefix,
+        )
+        for spec in specs
+    ]
+    columns = np.array(rows, dtype=np.uint64).reshape(-1, 6).T.copy()
+    return RoutePlan(
+        version,
+        dict(positions),
+        groups,
+        dims,
+        tuple(dims.index(dim_of[spec.table]) for spec in specs),
+        FeatureColumns(*columns),
+        np.array([dims.index(dim_of[n]) for n in ordered], dtype=np.int64),
+        np.array(shared, dtype=np.uint64),
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedBatch:
     """A batch's ids, unique and grouped by server; what its gradient needs again."""
 
-    number: BatchNumber | None  # None when the batch is not for training
-    features: BatchFeatures  # only their tables are asked and updated
-    tables: list[tuple[str, ShardedIds]]
-    row_shapes: list[tuple[int, int]]  # (U, D) of each table
-    inverses: list[Positions]  # int32 (L,) a feature: which of its table's ids each is
-    lengths: list[Lengths]  # int32 (B,) a feature: ids per bag
-    num_bags: list[int]  # the length of each output
-    counts: list[Counts | None]  # uint32 (U,) a table: how often each id comes
-    places: Sequence[Positions]  # int32 (B, F) a raw feature, see RawIds
-    slots: tuple[str, ...]  # keys of its features, in its order
+    plan: RoutePlan
+    groups: list[IdGroup]  # of tables of one dim; only they are asked and updated
+    occurrences: list[Counts]  # uint32 (U,) a group: how often each id comes
+    inverse: Positions  # int32: which of its group's each id is, feature by feature
+    starts: npt.NDArray[np.int64]  # (F + 1,) where a feature begins in it
+    lengths: Lengths  # int32: ids per bag, before hashing, by key
+    bag_starts: npt.NDArray[np.int64]  # where a key begins in lengths
+    id_starts: npt.NDArray[np.int64]  # where a key begins in the ids of the batch
+    sources: npt.NDArray[np.int64] | None  # see JaggedIds
+    features: BatchFeatures
+    num_bags: Sequence[int] = ()  # the length of each output
+    number: BatchNumber | None = None  # None when the batch is not for training
+    places: Sequence[Positions] = ()  # int32 (B, F) a raw feature, see RawIds
+    slots: tuple[str, ...] = ()  # keys of its features, in its order
+
+    @property
+    def counts(self) -> list[Counts | None]:
+        """What servers are told of how often ids come: of training batches only."""
+        is_training = self.number is not None
+        return [counts_U if is_training else None for counts_U in self.occurrences]
+
+    @property
+    def row_shapes(self) -> list[tuple[int, int]]:
+        """The shape (U, D) of the rows of each group, and of their gradients."""
+        pairs = zip(self.groups, self.plan.dims, strict=True)
+        return [(len(group.ids), dim) for group, dim in pairs]
+
+    def dim_of(self, feature: int) -> int:
+        """Return the dim of the feature of an index."""
+        return self.plan.dims[self.plan.group_of[feature]]
+
+    def inverse_of(self, feature: int) -> Positions:
+        """Return which row of its group each id of a feature is."""
+        return self.inverse[self.starts[feature] : self.starts[feature + 1]]
+
+    def ids_of(self, feature: int) -> Ids:
+        """Return the unique ids of a feature's table, by server."""
+        name = self.features.specs[feature].table
+        group = self.groups[self.plan.group_of[feature]]
+        ranges = group.ranges_of(group.tables.index(name))
+        return np.concatenate([group.ids[start:stop] for start, stop in ranges])
 
     def bags(
-        self, rows: Sequence[Floats], features: Iterable[int]
+        self, rows: Sequence[Floats], features: Iterable[int], *, each_id: bool
     ) -> list[pooling.FeatureBags]:
-        """Return the bags of some features over rows or sums of gradients."""
-        specs, table_of = self.features.specs, self.features.table_of
+        """Return the bags of some features over rows, or sums of gradients, by group.
+
+        With ``each_id`` every id is a bag of its own.
+        """
+        specs, group_of, keys = self.features.specs, self.plan.group_of, self._keys()
         return [
             pooling.FeatureBags(
-                rows[table_of[f]], self.inverses[f], self.lengths[f], specs[f].pooling
+                rows[group_of[f]],
+                self.inverse_of(f),
+                self._lengths_of(f, keys[f], each_id=each_id),
+                specs[f].pooling,
             )
             for f in features
         ]
 
+    def _keys(self) -> list[int]:
+        keys: list[int] = self.plan.columns.keys.tolist()
+        return keys
+
+    def _lengths_of(self, feature: int, key: int, *, each_id: bool) -> Lengths:
+        if each_id:
+            num = int(self.starts[feature + 1] - self.starts[feature])
+            return np.ones(num, dtype=np.int32)
+        lengths = self.lengths[self.bag_starts[key] : self.bag_starts[key + 1]]
+        rounds = self.features.specs[feature].hash_stack_rounds
+        return lengths * np.int32(rounds) if rounds else lengths
+
 
 class RowGradients(NamedTuple):
-    """Gradients of rows: ids of each table, grouped by server; float32 ``(U, D)``."""
+    """Gradients of rows: ids of tables, grouped by server; float32 ``(U, D)``."""
 
-    tables: Sequence[tuple[str, ShardedIds]]
+    tables: Tables
     grads: Sequence[Floats]
 
 
 def add_up(parts: Sequence[RowGradients]) -> RowGradients:
     """Return the gradients of several batches as one, each id of a table once."""
-    of_tables: dict[str, list[tuple[ShardedIds, Floats]]] = {}
+    of_tables: dict[str, list[list[tuple[Ids, Floats]]]] = {}
     for part in parts:
-        for (table, ids), grads_UD in zip(part.tables, part.grads, strict=True):
-            of_tables.setdefault(table, []).append((ids, grads_UD))
+        for group, grads_UD in zip(groups_of(part.tables), part.grads, strict=True):
+            for index, table in enumerate(group.tables):
+                pieces = [
+                    (group.ids[start:stop], grads_UD[start:stop])
+                    for start, stop in group.ranges_of(index)
+                ]
+                of_tables.setdefault(table, []).append(pieces)
     added = [_add_up_table(of_table) for of_table in of_tables.values()]
     tables = [(name, ids) for name, (ids, _) in zip(of_tables, added, strict=True)]
     return RowGradients(tables, [grads_UD for _, grads_UD in added])
 
 
 def _add_up_table(
-    pieces: Sequence[tuple[ShardedIds, Floats]],
+    parts: Sequence[Sequence[tuple[Ids, Floats]]],
 ) -> tuple[ShardedIds, Floats]:
     """Add up one table. An id keeps its server, which is not computed again."""
-    num_servers = len(pieces[0][0].offsets) - 1
-    ids, grads, num_ids = [], [], []
-    for server in range(num_servers):
-        bounds = [split.offsets[server : server + 2] for split, _ in pieces]
-        for (split, grads_UD), (start, stop) in zip(pieces, bounds, strict=True):
-            ids.append(split.ids[start:stop])
-            grads.append(grads_UD[start:stop])
-        num_ids.append(int(sum(stop - start for start, stop in bounds)))
-    of_servers, inverse_L = shard.route_ids(np.concatenate(ids), num_ids, 1)
-    starts = np.cumsum([0, *(len(split.ids) for split in of_servers)])
+    of_servers = list(zip(*parts, strict=True))
+    ids = [ids_N for pieces in of_servers for ids_N, _ in pieces]
+    grads_LD = np.concatenate([g_ND for pieces in of_servers for _, g_ND in pieces])
+    num_ids = [sum([len(ids_N) for ids_N, _ in pieces]) for pieces in of_servers]
+    found, inverse_L = shard.route_ids(np.concatenate(ids), num_ids, 1)
+    starts = np.cumsum([0, *(len(split.ids) for split in found)])
     for server, start in enumerate(np.cumsum([0, *num_ids[:-1]]).tolist()):
         inverse_L[start : start + num_ids[server]] += np.int32(starts[server])
-    grads_LD = np.concatenate(grads)
     sums_UD = np.zeros((int(starts[-1]), grads_LD.shape[1]), dtype=np.float32)
     ones_L = np.ones(len(grads_LD), dtype=np.int32)
     bags = pooling.FeatureBags(sums_UD, inverse_L, ones_L, "sum")
     pooling.add_gradients(grads_LD, [bags])
-    ids_U = np.concatenate([split.ids for split in of_servers])
+    ids_U = np.concatenate([split.ids for split in found])
     return ShardedIds(ids_U, starts, inverse_L), sums_UD
 
 
@@ -130,6 +258,8 @@ class ShardedLookup:
     may repeat. Any thread may call any method. The lookup does not close its client.
     """
 
+    each_id: bool = False  # whether every id is a bag of its own
+
     def __init__(
         self,
         client: EmbeddingClient,
@@ -139,6 +269,7 @@ class ShardedLookup:
         timed: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self._all = BatchFeatures(features, self.group(features))
+        self._tables = list(dict.fromkeys(feature.table for feature in features))
         self.features = self._all.specs
         self._keys = {feature.key for feature in self.features}
         different = [feature.name for feature in dict.fromkeys(self.features)]
@@ -154,7 +285,7 @@ class ShardedLookup:
 
     def add_tables(self, specs: Sequence[TableSpec]) -> None:
         """Make the tables known to the servers; see ``EmbeddingClient.add_tables``."""
-        missing = set(self._all.tables) - {spec.name for spec in specs}
+        missing = set(self._tables) - {spec.name for spec in specs}
         if missing:
             raise ConfigError(
                 f"No table {sorted(missing)[0]!r}, which a feature names."
@@ -170,7 +301,7 @@ class ShardedLookup:
 
     def change_tables(self, change: TableChange) -> None:
         """Change the settings of this lookup's tables on the servers."""
-        known = [self.client.table(name) for name in self._all.tables]
+        known = [self.client.table(name) for name in self._tables]
         if changed := changed_tables(known, change):
             self.client.add_tables(changed)
 
@@ -184,17 +315,16 @@ class ShardedLookup:
 
     def shapes(self, batch: RoutedBatch) -> list[tuple[int, int]]:
         """Return the shape of each output, and of its gradient."""
-        features, rows = batch.features, batch.row_shapes
         return [
-            (num, sum([rows[features.table_of[f]][1] for f in output]))
-            for num, output in zip(batch.num_bags, features.outputs, strict=True)
+            (num, sum([batch.dim_of(f) for f in output]))
+            for num, output in zip(batch.num_bags, batch.features.outputs, strict=True)
         ]
 
     def outputs_of(self, rows: Sequence[Floats], batch: RoutedBatch) -> Outputs:
-        """Make what the model is given out of the read-only rows, per table."""
+        """Make what the model is given out of the read-only rows, per group."""
         return tuple(
             [
-                pooling.pool(batch.bags(rows, output), num)
+                pooling.pool(batch.bags(rows, output, each_id=self.each_id), num)
                 for num, output in zip(
                     batch.num_bags, batch.features.outputs, strict=True
                 )
@@ -202,15 +332,11 @@ class ShardedLookup:
         )
 
     def row_gradients(self, grads: Outputs, batch: RoutedBatch) -> Sequence[Floats]:
-        """Return the gradient of each table's rows ``(U, D)``: slices of one array."""
-        stops = list(itertools.accumulate([num * dim for num, dim in batch.row_shapes]))
-        pieces = np.split(np.zeros(stops[-1], dtype=np.float32), stops[:-1])
-        sums = [
-            piece.reshape(shape)
-            for piece, shape in zip(pieces, batch.row_shapes, strict=True)
-        ]
+        """Return the gradient of each group's rows ``(U, D)``."""
+        sums = [np.zeros(shape, dtype=np.float32) for shape in batch.row_shapes]
         for grad, output in zip(grads, batch.features.outputs, strict=True):
-            pooling.add_gradients(grad, batch.bags(sums, output))
+            bags = batch.bags(sums, output, each_id=self.each_id)
+            pooling.add_gradients(grad, bags)
         return sums
 
     def pull(
@@ -230,7 +356,7 @@ class ShardedLookup:
         """Fetch the rows of a batch; to do so twice changes no more than once."""
         with self._timed("lookup_rpc_time_cost_sec"):
             rows = self.client.pull(
-                batch.tables,
+                batch.groups,
                 batch=batch.number,
                 precision=self.precision,
                 counts=batch.counts,
@@ -250,7 +376,7 @@ class ShardedLookup:
             raise BatchError(
                 f"The gradients must have the shapes {expected}. Received: {received}."
             )
-        return RowGradients(batch.tables, self.row_gradients(grads, batch))
+        return RowGradients(batch.groups, self.row_gradients(grads, batch))
 
     def send(self, gradients: RowGradients, number: BatchNumber) -> list[Reply]:
         """Send gradients of rows; without any the batch is given up."""
@@ -267,88 +393,85 @@ class ShardedLookup:
 
     def select(
         self, bags: Mapping[str, Bags]
-    ) -> tuple[BatchFeatures, Sequence[Bags], Sequence[Positions]]:
-        """Return the features of a batch, the bags of each, and places of raw ones."""
+    ) -> tuple[BatchFeatures, JaggedIds, Sequence[Positions]]:
+        """Return the features of a batch, its ids, and places of raw ones."""
         if bags.keys() != self._keys:
             raise BatchError(
                 f"A batch must have the features {sorted(self._keys)}. Received: "
                 f"missing {sorted(self._keys - bags.keys())}, unknown "
                 f"{sorted(bags.keys() - self._keys)}."
             )
-        return self._all, [bags[feature.key] for feature in self.features], ()
+        return self._all, bags if isinstance(bags, JaggedIds) else _checked(bags), ()
 
     def route(
         self, given: Mapping[str, Bags], number: BatchNumber | None
     ) -> RoutedBatch:
         """Make the ids unique per table, and group them by server; see :meth:`pull`."""
-        num_samples = check_bags(given)
-        features, bags, places = self.select(given)
-        specs = features.specs
-        bags = [
-            _hashed(bag, spec) if spec.prefix or spec.hash_stack_rounds else bag
-            for bag, spec in zip(bags, specs, strict=True)
-        ]
-        pieces = [bags[f].ids for f in features.by_table]
-        num_ids = [0] * len(features.tables)
-        for f, piece in zip(features.by_table, pieces, strict=True):
-            num_ids[features.table_of[f]] += len(piece)
-        ids_L, num_servers = np.concatenate(pieces), self.client.num_servers
-        known = [self.client.tables[table] for table in features.tables]
-        shared_rows = [table.spec.shared_rows for table in known]
-        tables, inverse_L = shard.route_ids(ids_L, num_ids, num_servers, shared_rows)
-        inverses, stop = [inverse_L] * len(specs), 0
-        for f, piece in zip(features.by_table, pieces, strict=True):
-            start, stop = stop, stop + len(piece)
-            inverses[f] = inverse_L[start:stop]
-        return RoutedBatch(
-            number,
-            features,
-            list(zip(features.tables, tables, strict=True)),
-            [
-                (len(ids.ids), table.spec.dim)
-                for table, ids in zip(known, tables, strict=True)
-            ],
-            inverses,
-            [bag.lengths for bag in bags],
-            [len(bags[o[0]].lengths) if o else num_samples for o in features.outputs],
-            [
-                shard.count_repeats(ids.inverse, len(ids.ids))
-                if number is not None and table.wants_counts
-                else None
-                for table, ids in zip(known, tables, strict=True)
-            ],
-            places,
-            tuple(given),
+        features, jagged, places = self.select(given)
+        plan = features.plan(self.client.tables, jagged.positions)
+        routed = route_batch(jagged, features, plan, self.client.num_servers)
+        if self.each_id:
+            num_F = np.diff(routed.starts)
+        else:
+            num_F = np.diff(jagged.bag_starts)[plan.columns.keys.astype(np.int64)]
+        num, num_samples = num_F.tolist(), jagged.num_samples
+        return replace(
+            routed,
+            number=number,
+            num_bags=[num[o[0]] if o else num_samples for o in features.outputs],
+            places=places,
+            slots=tuple(given),
         )
 
 
-def _hashed(bags: Bags, feature: FeatureSpec) -> Bags:
-    """Return a feature's bags, prefixed, the buckets of its hash stack for its ids."""
-    ids, lengths = bags.ids, bags.lengths
-    if rounds := feature.hash_stack_rounds:
-        ids = hash_stack(ids, rounds, feature.hash_stack_size)
-        lengths = lengths * np.int32(rounds)
-    if feature.prefix:
-        ids = add_prefix(ids, feature.prefix, feature.prefix_bits)
-    return Bags(ids, lengths)
+def route_batch(
+    jagged: JaggedIds, features: BatchFeatures, plan: RoutePlan, num_servers: int
+) -> RoutedBatch:
+    """Make the ids of a batch unique per table, and group them by dim and server."""
+    ids = jagged.ids, jagged.id_starts, plan.columns
+    tables = plan.table_groups, plan.table_shared_rows
+    route = shard.route_features(*ids, *tables, num_servers)
+    groups, occurrences = [], []
+    first_table = first = 0
+    for names in plan.groups:
+        last_table = first_table + len(names)
+        num_PT = route.num_ids[:, first_table:last_table]
+        offsets = np.zeros(num_servers + 1, dtype=np.int64)
+        np.cumsum(num_PT.sum(axis=1), out=offsets[1:])
+        last = first + int(offsets[-1])
+        groups.append(IdGroup(names, route.ids[first:last], offsets, num_PT))
+        occurrences.append(route.counts[first:last])
+        first_table, first = last_table, last
+    return RoutedBatch(
+        plan,
+        groups,
+        occurrences,
+        route.inverse,
+        route.starts,
+        jagged.lengths,
+        jagged.bag_starts,
+        jagged.id_starts,
+        jagged.sources,
+        features,
+    )
+
+
+def _checked(bags: Mapping[str, Bags]) -> JaggedIds:
+    """Check that the features of a batch fit together; put them side by side."""
+    check_bags(bags)
+    return JaggedIds.of(bags)
 
 
 class SequenceLookup(ShardedLookup):
     """Gives a row for each id; its outputs are float32 ``(L, D)``, one per feature."""
 
+    each_id = True
+
     def group(self, specs: Sequence[FeatureSpec]) -> list[list[int]]:
         """Return an output for each feature."""
         return [[f] for f in range(len(specs))]
 
-    def select(
-        self, bags: Mapping[str, Bags]
-    ) -> tuple[BatchFeatures, Sequence[Bags], Sequence[Positions]]:
-        """Return the features of a batch, with a bag for each id."""
-        features, selected, _ = super().select(bags)
-        ids = [bag.ids for bag in selected]
-        return features, [Bags(i, np.ones(len(i), dtype=np.int32)) for i in ids], ()
-
     def outputs_of(self, rows: Sequence[Floats], batch: RoutedBatch) -> Outputs:
         """Return the row of each id; faster than to pool bags of one id."""
-        each = zip(batch.features.table_of, batch.inverses, strict=True)
-        return tuple([rows[table].take(inverse_L, axis=0) for table, inverse_L in each])
+        each = enumerate(batch.plan.group_of)
+        return tuple([rows[g].take(batch.inverse_of(f), axis=0) for f, g in each])

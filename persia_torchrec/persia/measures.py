@@ -66,17 +66,19 @@ class LookupMeasures(Observations):
 
     def note_ids(self, bags: Mapping[str, Bags], batch: RoutedBatch) -> None:
         """Take down the ids of a batch, and which of them are different."""
-        table_of = batch.features.table_of
+        tables = [feature.table for feature in batch.features.specs]
         for f, feature in enumerate(batch.features.specs):
             ids = bags[feature.key].ids
             if len(ids) == 0:
                 continue
             rounds = feature.hash_stack_rounds
-            unique_U = batch.tables[table_of[f]][1].ids
-            if table_of.count(table_of[f]) > 1:
-                is_used_U = np.zeros(len(unique_U), dtype=np.bool_)
-                is_used_U[batch.inverses[f]] = True
-                unique_U = unique_U[is_used_U]
+            if tables.count(feature.table) > 1:
+                ids_U = batch.groups[batch.plan.group_of[f]].ids
+                is_used_U = np.zeros(len(ids_U), dtype=np.bool_)
+                is_used_U[batch.inverse_of(f)] = True
+                unique_U = ids_U[is_used_U]
+            else:
+                unique_U = batch.ids_of(f)
             # Where buckets stand for ids, the ids themselves are those of the batch.
             self._distinct[feature.name].add(ids if rounds else unique_U)
             rate = len(unique_U) / (len(ids) * max(rounds, 1))
@@ -88,7 +90,7 @@ class LookupMeasures(Observations):
         for output, grad in zip(features.outputs, grads, strict=True):
             start = 0
             for f in output:
-                stop = start + batch.row_shapes[features.table_of[f]][1]
+                stop = start + batch.dim_of(f)
                 is_bad = ~np.isfinite(grad[:, start:stop])
                 start, name = stop, features.specs[f].name
                 if num := int(np.count_nonzero(is_bad)):

@@ -30,7 +30,13 @@ from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import BatchError, PersiaError, RequestTimeoutError
 from persia_torchrec.jit.compiled import compiled, read_only
 from persia_torchrec.lookup import sharded_lookup
-from persia_torchrec.lookup.bags import Bags, FeatureSpec, Lengths
+from persia_torchrec.lookup.bags import (
+    Bags,
+    FeatureSpec,
+    JaggedIds,
+    Lengths,
+    check_bags,
+)
 from persia_torchrec.lookup.sharded_lookup import Outputs, RoutedBatch
 from persia_torchrec.persia.config.embedding_config import EmbeddingSchema
 from persia_torchrec.persia.embedding import EmbeddingConfig
@@ -218,21 +224,24 @@ class SlotsLookup(sharded_lookup.ShardedLookup):
 
     def select(
         self, bags: Mapping[str, Bags]
-    ) -> tuple[sharded_lookup.BatchFeatures, Sequence[Bags], Sequence[Positions]]:
+    ) -> tuple[sharded_lookup.BatchFeatures, JaggedIds, Sequence[Positions]]:
         """Return the slots of a batch, a bag for each id of the raw ones."""
         require_slots(list(bags), [feature.key for feature in self.features])
+        num_samples = check_bags(bags)
         spec_of = {feature.key: feature for feature in self.features}
         specs = [spec_of[key] for key in bags]
-        selected, places = [], []
+        selected, places = dict[str, Bags](), []
         for spec in specs:
             of_slot = bags[spec.key]
             if spec.num_places:
                 raw = build_raw_ids(of_slot, spec.num_places)
                 places.append(raw.places)
                 of_slot = Bags(raw.ids, np.ones(len(raw.ids), dtype=np.int32))
-            selected.append(of_slot)
+            selected[spec.key] = of_slot
         features = sharded_lookup.BatchFeatures(specs, self.group(specs))
-        return features, selected, places
+        jagged = JaggedIds.of(selected)
+        jagged.num_samples = num_samples  # also where all slots are raw
+        return features, jagged, places
 
     def hello(self, timeout_s: float | None = None) -> LookupHello:
         """Tell all slots, and how many rows the servers hold."""

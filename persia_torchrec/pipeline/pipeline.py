@@ -47,7 +47,8 @@ class PrefetchedBatch(Generic[Handle]):
         started -> here -> pushed | given up
                `-> failed
 
-    ``ids`` are the batch as the lookup takes it, ``given`` as the caller does. When it
+    ``ids`` are the batch as the lookup takes it, or what returns that in the thread
+    that pulls; ``given`` is the batch as the caller has it. When it
     has ``arrived``, ``outputs`` are what the lookup gave, ``handle`` what a push needs.
     """
 
@@ -148,6 +149,7 @@ class PrefetchedBatch(Generic[Handle]):
         ids, self._ids = self._ids, None
         pipeline, number, permit = self._pipeline, self._number, self.permit
         try:
+            ids = ids() if callable(ids) else ids
             self.outputs, self.handle = pipeline.lookup.pull(ids, number)
         except BaseException:
             if number is not None:

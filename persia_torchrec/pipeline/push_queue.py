@@ -113,6 +113,7 @@ class PushQueue(Generic[Source, Handle]):
         self._sent: set[Future[None]] = set()  # of these. guarded by _lock
         self._in_flight: set[Future[None]] = set()  # guarded by _lock
         self._is_closed = False  # guarded by _lock
+        self._awaits_gradients = False  # the pushing thread sets it
         self._changes: deque[Future[None]] = deque()  # of the thread that changes
         # Bounded by the permits (a push needs one, and a pull waits for one), and by
         # the changes that may wait.
@@ -230,8 +231,14 @@ class PushQueue(Generic[Source, Handle]):
         except PersiaError:
             raise
         except TimeoutError:
+            why = "."
+            if self._awaits_gradients:
+                why = (
+                    ": the device has not computed its gradients. Is another trainer "
+                    "gone, for whose collective it waits?"
+                )
             raise StalenessError(
-                f"A push was not acknowledged within {timeout_s:g} s."
+                f"A push was not acknowledged within {timeout_s:g} s{why}"
             ) from None
 
     def _await_update(self, permit: Permit) -> None:
@@ -278,8 +285,16 @@ class PushQueue(Generic[Source, Handle]):
                 ):
                     raise self._no_room()
                 self._sent.add(push.done)
-            replies = self.lookup.push(push.handle, push.grads())
+            replies = self.lookup.push(push.handle, self._gradients(push.grads))
         self._settle_by(replies, push)
+
+    def _gradients(self, grads: Callable[[], Outputs]) -> Outputs:
+        """Wait for gradients, which may be on their way from a device."""
+        self._awaits_gradients = True
+        try:
+            return grads()
+        finally:
+            self._awaits_gradients = False
 
     def _take_part(self, push: Push[Handle]) -> Push[Handle]:
         """Keep the gradients of a part for its update; return what is to be given up.
@@ -289,7 +304,8 @@ class PushQueue(Generic[Source, Handle]):
         gradients = None
         if push.grads is not None:
             self.tally.pushed()
-            gradients = self._adding().gradients_of(push.handle, push.grads())
+            grads = self._gradients(push.grads)
+            gradients = self._adding().gradients_of(push.handle, grads)
         assert isinstance(push.permit, Update)
         self._settle_part(push.permit, gradients)
         return replace(push, grads=None)

@@ -1,24 +1,26 @@
 """The ids of a batch on their way: each once in its table, grouped by server.
 
 A batch repeats popular ids many times. A lookup asks for each id once and spreads the
-answer out again; a gradient goes the other way, summed over the repeats. The unique ids
-come in the order of their first appearance, so that the same batch is always asked for
-in the same order. Shard of an id = farmhash64(id) % num_shards, or, in a table with
-shared rows, farmhash64(id % shared_rows) % num_shards: then an id is where its shared
-row is. Within a shard, the ids keep their order (a counting sort):
+answer out again; a gradient goes the other way, summed over the repeats. Shard of an id
+= farmhash64(id) % num_shards, or, in a table with shared rows, farmhash64(id %
+shared_rows) % num_shards: then an id is where its shared row is.
 
-    ids       7   3   9   3   4
-    unique    7   3   9   4
-    shard     1   0   1   0
-    by shard  3   4 | 7   9       offsets = [0, 2, 4]
-    inverse   2   0   3   0   1   by_shard[inverse] are the ids
+One call serves all tables. The unique ids stand in the order group, shard, table, and
+there in the order of their first appearance (a counting sort), so that the same batch
+is always asked for in the same order. A group is all tables of one dim, so that what
+one shard has of a group is one range of ids, of rows and of gradients:
 
-One call serves all tables: a batch has many, with little work on each.
+    table a   7  3  9  3        shard of 3, 4, 5 is 0, of 7, 9 is 1
+    table b   4  9  5
+
+    ids       3  4  5 | 7  9  9       shard 0: a has 3, b has 4 and 5
+    inverse   3  0  4  0   1  5  2    ids[inverse] are the ids that were given
 
 Dimension key:
-    L: ids in the batch, repeats included
+    L: ids in the batch, repeats included, and the buckets that stand for hashed ones
+    K: keys of a batch; F: features, which may share keys and tables
     T: tables
-    U: unique ids of one table, U <= L
+    U: unique ids of one group, U <= L
     P: shards
 """
 
@@ -58,6 +60,90 @@ class ShardedIds(NamedTuple):
     inverse: Positions
 
 
+class IdGroup(NamedTuple):
+    """Unique ids of tables whose rows have one width, by shard and then by table.
+
+    Attributes:
+        tables: the names of the tables, in their order.
+        ids: uint64 ``(U,)``; shard ``p`` holds ``ids[offsets[p]:offsets[p + 1]]``.
+        offsets: int64 ``(P + 1,)``.
+        num_ids: int64 ``(P, T)``: how many of them each table has there.
+    """
+
+    tables: tuple[str, ...]
+    ids: Ids
+    offsets: Offsets
+    num_ids: Offsets
+
+    @classmethod
+    def of(cls, table: str, ids: ShardedIds) -> "IdGroup":
+        """Return the ids of one table as a group."""
+        num_ids = np.diff(ids.offsets).reshape(-1, 1)
+        return cls((table,), ids.ids, ids.offsets, num_ids)
+
+    def ranges_of(self, index: int) -> list[tuple[int, int]]:
+        """Return where the ids of one of the tables stand, a range for each shard."""
+        starts = self.offsets[:-1] + self.num_ids[:, :index].sum(axis=1)
+        stops = starts + self.num_ids[:, index]
+        return list(zip(starts.tolist(), stops.tolist(), strict=True))
+
+
+class FeatureColumns(NamedTuple):
+    """What a route must know of each feature, uint64 ``(F,)``, in their order.
+
+    A feature takes the ids of a key, which are ``hash_stack``-ed if it has rounds, and
+    moved by ``add_prefix`` if it has a modulus.
+    """
+
+    keys: Ids
+    tables: Ids
+    rounds: Ids
+    sizes: Ids
+    moduli: Ids
+    prefixes: Ids
+
+
+class Route(NamedTuple):
+    """Where the ids of a batch go.
+
+    Attributes:
+        ids: uint64, of all groups, one after the other.
+        counts: uint32, how often each of them occurs in the batch.
+        num_ids: int64 ``(P, T)``: how many of them each table has on each shard.
+        inverse: int32 ``(L,)``: which of its group's each id is, feature by feature.
+        starts: int64 ``(F + 1,)``: where a feature begins in ``inverse``.
+    """
+
+    ids: Ids
+    counts: Counts
+    num_ids: Offsets
+    inverse: Positions
+    starts: Offsets
+
+
+def route_features(
+    ids_L: Ids,
+    starts_K: Offsets,
+    features: FeatureColumns,
+    groups_T: Offsets,
+    shared_T: Ids,
+    num_shards: int,
+) -> Route:
+    """Find the unique ids of each table, by group and shard.
+
+    ``ids_L`` are uint64, those of key ``k`` from ``starts_K[k]`` to ``starts_K[k +
+    1]``. ``groups_T`` are ascending numbers of the tables' groups from 0, ``shared_T``
+    how many shared rows each has.
+    """
+    if ids_L.dtype != np.uint64 or ids_L.ndim != 1 or len(ids_L) > _MAX_IDS:
+        raise BatchError(
+            f"ids must be a flat uint64 array of at most {_MAX_IDS}. "
+            f"Received: dtype={ids_L.dtype}, shape={ids_L.shape}."
+        )
+    given = read_only(ids_L), read_only(starts_K)
+    return Route(*_route(*given, features, groups_T, shared_T, num_shards))
+
+
 def route_ids(
     ids_L: Ids,
     num_ids: Sequence[int],
@@ -75,36 +161,27 @@ def route_ids(
         >>> [split.ids.tolist() for split in tables], inverse.tolist()
         ([[7, 3], [7]], [0, 1, 0, 0])
     """
-    if ids_L.dtype != np.uint64 or ids_L.ndim != 1 or len(ids_L) > _MAX_IDS:
-        raise BatchError(
-            f"ids must be a flat uint64 array of at most {_MAX_IDS}. "
-            f"Received: dtype={ids_L.dtype}, shape={ids_L.shape}."
-        )
-    shared_T = np.array(shared_rows or [0] * len(num_ids), dtype=np.uint64)
-    unique, starts, offsets, inverse_L = _route(
-        read_only(ids_L), np.array(num_ids, dtype=np.int64), shared_T, num_shards
-    )
-    tables, first, begin = [], 0, 0
-    for last, num, offsets_P1 in zip(starts.tolist(), num_ids, offsets, strict=True):
-        inverse = inverse_L[begin : begin + num]
-        tables.append(ShardedIds(unique[first:last], offsets_P1, inverse))
-        first, begin = last, begin + num
-    return tables, inverse_L
+    num = len(num_ids)
+    starts = np.concatenate([[0], np.cumsum(num_ids, dtype=np.int64)])
+    each, none = np.arange(num, dtype=np.uint64), np.zeros(num, dtype=np.uint64)
+    shared_T = np.array(shared_rows or [0] * num, dtype=np.uint64)
+    columns = FeatureColumns(each, each, none, none, none, none)
+    groups_T = np.arange(num, dtype=np.int64)
+    route = route_features(ids_L, starts, columns, groups_T, shared_T, num_shards)
+    tables, first = [], 0
+    for t, num_P in enumerate(route.num_ids.T):
+        offsets = np.concatenate([[0], np.cumsum(num_P)])
+        last = first + int(offsets[-1])
+        inverse = route.inverse[starts[t] : starts[t + 1]]
+        tables.append(ShardedIds(route.ids[first:last], offsets, inverse))
+        first = last
+    return tables, route.inverse
 
 
 def unique_ids(ids_L: Ids, num_shards: int = 1, shared_rows: int = 0) -> ShardedIds:
     """Find the unique ids of one table, uint64; see :func:`route_ids`."""
     (table,), _ = route_ids(ids_L, [ids_L.size], num_shards, [shared_rows])
     return table
-
-
-@compiled
-def count_repeats(inverse_L: Positions, num_unique: int) -> Counts:
-    """Count how often each unique id occurs; uint32 ``(num_unique,)``."""
-    counts = np.zeros(num_unique, dtype=np.uint32)
-    for i in range(len(inverse_L)):
-        counts[inverse_L[i]] += np.uint32(1)
-    return counts
 
 
 def is_of_shard(
@@ -133,28 +210,50 @@ def _shard_of(id_: np.uint64, shared_rows: np.uint64, num_shards: int) -> np.uin
 
 @compiled
 def _route(
-    ids_L: Ids, num_ids_T: Offsets, shared_T: Ids, num_shards: int
-) -> tuple[Ids, Offsets, Offsets, Positions]:
-    """Return the unique ids of all tables, their ends, offsets, and the inverse."""
-    num_tables = len(num_ids_T)
-    unique = np.empty(len(ids_L), dtype=np.uint64)
-    inverse_L = np.empty(len(ids_L), dtype=np.int32)
-    offsets = np.zeros((num_tables, num_shards + 1), dtype=np.int64)
-    ends_T = np.empty(num_tables, dtype=np.int64)
+    ids_L: Ids,
+    starts_K: Offsets,
+    features: FeatureColumns,
+    groups_T: Offsets,
+    shared_T: Ids,
+    num_shards: int,
+) -> tuple[Ids, Counts, Offsets, Positions, Offsets]:
+    num_features, num_tables = len(features.keys), len(groups_T)
+    starts_F = np.zeros(num_features + 1, dtype=np.int64)
+    totals_T = np.zeros(num_tables, dtype=np.int64)
+    for f in range(num_features):
+        k = np.int64(features.keys[f])
+        num = starts_K[k + 1] - starts_K[k]
+        num *= max(np.int64(features.rounds[f]), 1)
+        starts_F[f + 1] = starts_F[f] + num
+        totals_T[np.int64(features.tables[f])] += num
+    unique = np.empty(starts_F[-1], dtype=np.uint64)
+    counts = np.empty(starts_F[-1], dtype=np.uint32)
+    inverse_L = np.empty(starts_F[-1], dtype=np.int32)
     longest = 0
     for t in range(num_tables):
-        longest = max(longest, num_ids_T[t])
+        longest = max(longest, totals_T[t])
     buckets = np.empty(_num_buckets(longest), dtype=np.int32)
-    first = begin = 0
+    firsts_T = np.zeros(num_tables + 1, dtype=np.int64)
     for t in range(num_tables):
-        end = begin + num_ids_T[t]
-        inverse = inverse_L[begin:end]
-        used = buckets[: _num_buckets(num_ids_T[t])]
-        last = first + _find_repeats(ids_L[begin:end], used, unique[first:], inverse)
-        ids_U = unique[first:last]
-        _group_by_shard(ids_U, inverse, shared_T[t], num_shards, offsets[t])
-        first, begin, ends_T[t] = last, end, last
-    return unique[:first], ends_T, offsets, inverse_L
+        used, first = buckets[: _num_buckets(totals_T[t])], firsts_T[t]
+        used[:] = -1
+        found, count = (used, unique[first:], counts[first:]), 0
+        for f in range(num_features):
+            if np.int64(features.tables[f]) == t:
+                k = np.int64(features.keys[f])
+                of_key = ids_L[starts_K[k] : starts_K[k + 1]]
+                inverse = inverse_L[starts_F[f] : starts_F[f + 1]]
+                count = _find_repeats(of_key, features, f, found, inverse, count)
+        firsts_T[t + 1] = first + count
+    num_unique = firsts_T[-1]
+    num_PT = np.zeros((num_shards, num_tables), dtype=np.int64)
+    ids, counted = unique[:num_unique], counts[:num_unique]
+    place_U = _group(ids, counted, firsts_T, groups_T, shared_T, num_PT)
+    for f in range(num_features):
+        first = firsts_T[np.int64(features.tables[f])]
+        for j in range(starts_F[f], starts_F[f + 1]):
+            inverse_L[j] = place_U[first + inverse_L[j]]
+    return ids, counted, num_PT, inverse_L, starts_F
 
 
 @compiled
@@ -168,60 +267,107 @@ def _num_buckets(num_ids: int) -> int:
 
 @compiled
 def _find_repeats(
-    ids_L: Ids, buckets: Positions, unique_L: Ids, inverse_L: Positions
+    ids_L: Ids,
+    features: FeatureColumns,
+    f: int,
+    found: tuple[Positions, Ids, Counts],
+    inverse_L: Positions,
+    count: int,
 ) -> int:
     """Write the unique ids, and which of them each id is; return how many there are.
 
-    ``buckets`` are a hash table, overwritten: indices into ``unique_L``, or -1.
+    ``found`` are, of a table: a hash table, indices of unique ids, or -1; the unique
+    ids; how often each occurs. ``count`` of them are there from other features.
     """
-    buckets[:] = -1
+    buckets, unique, counts = found
+    rounds, size = int(features.rounds[f]), features.sizes[f]
+    modulus, prefix = features.moduli[f], features.prefixes[f]
     shift = _64  # multiplicative hashing takes the top bits
     while (_ONE << (_64 - shift)) < np.uint64(len(buckets)):
         shift -= _ONE
     last = np.uint64(len(buckets) - 1)
-    count = 0
+    j = 0
     for i in range(len(ids_L)):
-        id_ = ids_L[i]
-        bucket = ((id_ ^ (id_ >> np.uint64(32))) * _GOLDEN) >> shift
-        while True:
-            found = buckets[bucket]
-            if found < 0:
-                buckets[bucket] = count
-                unique_L[count] = id_
-                inverse_L[i] = count
-                count += 1
-                break
-            if unique_L[found] == id_:
-                inverse_L[i] = found
-                break
-            bucket = (bucket + _ONE) & last
+        hash_ = ids_L[i]
+        for r in range(max(rounds, 1)):
+            id_ = hash_
+            if rounds > 0:
+                hash_ = farmhash64_of(hash_)
+                id_ = hash_ % size + np.uint64(r) * size
+            if modulus != _ZERO:
+                id_ = id_ % modulus + prefix
+            bucket = ((id_ ^ (id_ >> np.uint64(32))) * _GOLDEN) >> shift
+            while True:
+                u = buckets[bucket]
+                if u < 0:
+                    buckets[bucket] = u = count
+                    unique[u], counts[u] = id_, 0
+                    count += 1
+                    break
+                if unique[u] == id_:
+                    break
+                bucket = (bucket + _ONE) & last
+            counts[u] += np.uint32(1)
+            inverse_L[j] = u
+            j += 1
     return count
 
 
 @compiled
-def _group_by_shard(
-    ids_U: Ids,
-    inverse_L: Positions,
-    shared_rows: np.uint64,
-    num_shards: int,
-    offsets_P1: Offsets,
-) -> None:
-    """Reorder unique ids and their inverse; ``offsets_P1`` are zeros, overwritten."""
+def _group(
+    ids: Ids,
+    counts: Counts,
+    firsts_T: Offsets,
+    groups_T: Offsets,
+    shared_T: Ids,
+    num_PT: Offsets,
+) -> Positions:
+    """Reorder ids and counts, table by table, to group, shard, table.
+
+    ``num_PT`` are zeros, overwritten. Returns the place of each in its group.
+    """
+    num_shards, num_tables = num_PT.shape
+    place_U = np.zeros(len(ids), dtype=np.int32)  # at first the shard
+    for t in range(num_tables):
+        if num_shards == 1:
+            num_PT[0, t] = firsts_T[t + 1] - firsts_T[t]
+            continue
+        for u in range(firsts_T[t], firsts_T[t + 1]):
+            p = np.int64(_shard_of(ids[u], shared_T[t], num_shards))
+            place_U[u] = p
+            num_PT[p, t] += 1
+    cursor_PT, base_T = _starts(num_PT, groups_T)
     if num_shards == 1:
-        offsets_P1[1] = len(ids_U)
-        return
-    given_U = ids_U.copy()
-    place_U = np.empty(len(ids_U), dtype=np.int32)
-    for u in range(len(ids_U)):
-        place_U[u] = np.int32(_shard_of(ids_U[u], shared_rows, num_shards))
-        offsets_P1[place_U[u] + 1] += 1
-    for p in range(num_shards):
-        offsets_P1[p + 1] += offsets_P1[p]
-    cursor = offsets_P1[:-1].copy()
-    for u in range(len(ids_U)):
-        shard = place_U[u]
-        place_U[u] = cursor[shard]
-        ids_U[cursor[shard]] = given_U[u]
-        cursor[shard] += 1
-    for i in range(len(inverse_L)):
-        inverse_L[i] = place_U[inverse_L[i]]
+        for t in range(num_tables):
+            for u in range(firsts_T[t], firsts_T[t + 1]):
+                place_U[u] = u - base_T[t]
+        return place_U
+    given_U, given_counts = ids.copy(), counts.copy()
+    for t in range(num_tables):
+        for u in range(firsts_T[t], firsts_T[t + 1]):
+            p = place_U[u]
+            at = cursor_PT[p, t]
+            cursor_PT[p, t] = at + 1
+            ids[at], counts[at] = given_U[u], given_counts[u]
+            place_U[u] = at - base_T[t]
+    return place_U
+
+
+@compiled
+def _starts(num_PT: Offsets, groups_T: Offsets) -> tuple[Offsets, Offsets]:
+    """Return where each table begins on each shard, and where its group begins."""
+    num_shards, num_tables = num_PT.shape
+    starts_PT = np.empty((num_shards, num_tables), dtype=np.int64)
+    base_T = np.empty(num_tables, dtype=np.int64)
+    at = first = 0
+    while first < num_tables:
+        last = first
+        while last < num_tables and groups_T[last] == groups_T[first]:
+            base_T[last] = at
+            last += 1
+        for p in range(num_shards):
+            for t in range(first, last):
+                starts_PT[p, t] = at
+                at += num_PT[p, t]
+        first = last
+    return starts_PT, base_T

@@ -37,6 +37,9 @@ from persia_torchrec.rpc.messages import Frame, Precision, array_of, bytes_of
 
 Floats = npt.NDArray[np.float32]
 
+BRAIN = 2**15
+"""Stands for the exponent of numbers that travel as BF16, which have none."""
+
 _LARGEST_EXPONENT = 126  # 2**126 and its inverse are float32 of full precision
 
 
@@ -56,7 +59,22 @@ def encode_floats(values: Floats, precision: Precision) -> memoryview:
 
 def decode_floats(frame: Frame, num: int, precision: Precision) -> Floats:
     """Read ``num`` numbers from a frame of that length; float32 is not copied."""
-    size_bytes = 4 * num if precision is Precision.FP32 else 2 * num
+    numbers_N, exponent = read_numbers(frame, num, precision)
+    if precision is Precision.FP32:
+        return numbers_N.view(np.float32)
+    out_N = np.empty(num, dtype=np.float32)
+    write_floats(numbers_N, exponent, out_N)
+    return out_N
+
+
+def read_numbers(
+    frame: Frame, num: int, precision: Precision
+) -> tuple[npt.NDArray[np.generic], int]:
+    """View ``num`` numbers of a frame as they travelled, with their exponent.
+
+    They are float32, or uint16 with the bits of halves; see :func:`write_floats`.
+    """
+    size_bytes = size_of(precision) * num
     if precision is Precision.FP16:
         size_bytes += 2  # the exponent
     if len(frame) != size_bytes:
@@ -65,17 +83,30 @@ def decode_floats(frame: Frame, num: int, precision: Precision) -> Floats:
             f"Received: {len(frame)} bytes."
         )
     if precision is Precision.FP32:
-        return np.frombuffer(frame, np.float32)
-    halves = read_only(array_of(frame, np.uint16))
+        return np.frombuffer(frame, np.float32), 0
+    halves = array_of(frame, np.uint16)
     if precision is Precision.BF16:
-        return from_bfloat16(halves)
+        return halves, BRAIN
     exponent = int(halves[:1].view(np.int16)[0])
     if abs(exponent) > _LARGEST_EXPONENT:
         raise FrameError(
             f"The exponent of FP16 must be in [-{_LARGEST_EXPONENT}, "
             f"{_LARGEST_EXPONENT}]. Received: {exponent}."
         )
-    return from_float16(halves[1:], np.float32(2.0**-exponent))
+    return halves[1:], exponent
+
+
+def write_floats(
+    numbers_N: npt.NDArray[np.generic], exponent: int, out_N: Floats
+) -> None:
+    """Write numbers of :func:`read_numbers`, or some of them, as float32."""
+    if numbers_N.dtype == np.float32:
+        np.copyto(out_N, numbers_N)
+    elif exponent == BRAIN:
+        from_bfloat16(read_only(numbers_N.view(np.uint16)), out_N)
+    else:
+        halves = read_only(numbers_N.view(np.uint16))
+        from_float16(halves, np.float32(2.0**-exponent), out_N)
 
 
 def warm_up() -> None:

@@ -301,13 +301,12 @@ def error_frames(error: BaseException) -> Frames:
     return [msgspec.json.encode(ErrorReply(kind, str(error)))]
 
 
-def encode_segments(tables: Sequence[TableIds]) -> Frames:
-    """Return frames 1 and 2 of a request: segments and ids."""
-    numbers = [number for t in tables for number in (t.table, len(t.ids))]
-    pieces = [t.ids for t in tables]
+def encode_segments(
+    segments_T2: npt.NDArray[np.int64], pieces: Sequence[Ids]
+) -> Frames:
+    """Return frames 1 and 2 of a request: segments, and the ids of all of them."""
     ids = pieces[0] if len(pieces) == 1 else np.concatenate([_NO_IDS, *pieces])
-    segments = struct.pack(f"<{len(numbers)}q", *numbers)
-    return [segments, ids.view(np.uint8).data]
+    return [segments_T2.tobytes(), bytes_of(ids)]
 
 
 def decode_segments(frames: Sequence[Frame], *, num_frames: int) -> list[TableIds]:

@@ -1,63 +1,211 @@
 """Unique rows on the device of the model, and the pooling of them there.
 
-    pulling thread   rows, inverse indices -> pinned memory -> device, on a side stream
-    compute          the model's stream waits for that copy; pools; autograd
+    pulling thread   rows, index of bags -> pinned memory -> device, on a side stream
+    compute          the model's stream waits for that copy, and pools
     backward pass    gradient of the rows -> pinned memory, on another side stream
     pushing thread   waits for that copy, and sends
 
 On a GPU the trainer's thread never blocks: the streams wait for one another, and the
-pipeline's threads for the copies, asleep. Nothing waits within the backward pass. Bags
-are pooled by torch's operators; the gradients of weighted ones on the CPU come from a
-faster loop of ``lookup/pooling.py``.
+pipeline's threads for the copies, asleep. Nothing waits within the backward pass. All
+tables of one dim are one matrix of rows, pooled by one ``embedding_bag``; the gradient
+of its rows is another one over the transposed index (``lookup/transposed.py``). Rows
+that travel in 16 bits become float32 there.
 
-Dimensions: B samples, L ids of one feature, U unique ids of its table, D embedding dim.
+Dimensions: B samples, F features of one dim D, L ids of them, U unique rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.nn import functional
 
-from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.lookup import pooling as host
-from persia_torchrec.lookup.bags import FeatureSpec, Pooling
+from persia_torchrec.client.client import BatchNumber, EmbeddingClient
+from persia_torchrec.datasets.transfer import empty_pinned
+from persia_torchrec.lookup.bags import Bags, FeatureSpec
 from persia_torchrec.lookup.sharded_lookup import (
     Outputs,
     RoutedBatch,
     RowGradients,
     ShardedLookup,
 )
-from persia_torchrec.rpc.float_codec import Floats
+from persia_torchrec.lookup.transposed import IndexSizes, Wanted, build_index
+from persia_torchrec.routing.shard import Positions
 from persia_torchrec.rpc.messages import Precision
-from persia_torchrec.sharding.torchrec_api import require_no_capture
+from persia_torchrec.sharding import torchrec_api
 
 Tensors = tuple[torch.Tensor, ...]
+
+_DTYPES = {
+    Precision.FP32: torch.float32,
+    Precision.FP16: torch.float16,
+    Precision.BF16: torch.bfloat16,
+}
+
+
+class DeviceIndex:
+    """Which rows make up the bags of a group, on a device; int32 but for the scales.
+
+    The parts are those of ``IndexSizes``, and of ``further`` arrays behind them.
+    """
+
+    def __init__(
+        self, flat: torch.Tensor, sizes: IndexSizes, further: Sequence[int]
+    ) -> None:
+        self.flat = flat
+        parts = flat.split([*sizes.parts, *sizes.levels, *further])
+        self.offsets, self.rows, self.bags, self.starts = parts[:4]
+        self.scales, self.chunk_scales = parts[4:6]
+        self.sources, self.chunk_sources, self.bag_of = parts[6:9]
+        behind = 9 + len(sizes.levels)
+        self.levels, self.further = parts[9:behind], parts[behind:]
+
+    def weights(self, weights: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the factor of each of ``rows``, if any; ``weights`` are of all ids."""
+        if weights is None:
+            return self.scales.view(torch.float32) if len(self.scales) else None
+        chosen = weights.index_select(0, self.sources)
+        return chosen * self.scales.view(torch.float32) if len(self.scales) else chosen
+
+    def add_up(
+        self, grads: torch.Tensor, weights_L: torch.Tensor | None, num_rows: int
+    ) -> torch.Tensor:
+        """Return the gradient of the rows, ``(U, D)``; those of all bags are given.
+
+        ``weights_L`` are those of :meth:`weights`.
+        """
+        of_chunks = None
+        if weights_L is not None and len(self.chunk_sources):
+            of_chunks = weights_L.index_select(0, self.chunk_sources)
+        elif weights_L is not None:
+            of_chunks = self.chunk_scales.view(torch.float32)
+        sums = _sum_bags(grads, self.bags, self.starts, of_chunks)
+        self._add_chunks(sums, self.levels)
+        return sums if len(sums) == num_rows else sums[:num_rows]
+
+    def _add_chunks(self, sums: torch.Tensor, levels: Tensors) -> None:
+        """Replace the first chunks of rows of several by the sums of all of them."""
+        if levels:
+            chunks, starts, replaced = levels[:3]
+            whole = _sum_bags(sums, chunks, starts, None)
+            self._add_chunks(whole, levels[3:])
+            sums.index_copy_(0, replaced.long(), whole[: len(replaced)])
+
+    def weights_gradient(
+        self, grads: torch.Tensor, rows_UD: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the gradient of the weights of all ids."""
+        bags = self.rows, self.offsets, self.bag_of
+        of_ids = torchrec_api.weights_gradient(grads, rows_UD, *bags)
+        if len(self.scales):
+            of_ids = of_ids * self.scales.view(torch.float32)
+        return torch.zeros_like(weights).index_add_(0, self.sources, of_ids)
+
+
+def _sum_bags(
+    matrix: torch.Tensor,
+    rows: torch.Tensor,
+    starts: torch.Tensor,
+    weights: torch.Tensor | None,
+) -> torch.Tensor:
+    return functional.embedding_bag(
+        rows,
+        matrix,
+        starts,
+        mode="sum",
+        include_last_offset=True,
+        per_sample_weights=weights,
+    )
+
+
+class Pooled(NamedTuple):
+    """What a batch gave, per group, and what its backward pass needs."""
+
+    outputs: Tensors  # float32 (B, F * D), or of each id a row (L, D)
+    rows: Tensors  # float32 (U, D)
+    weights: tuple[torch.Tensor | None, ...]  # (L,)
 
 
 @dataclass(slots=True)
 class DeviceBatch:
-    """A batch's unique rows on a device, and which of them each id is."""
+    """A batch's unique rows on a device, and the bags that they make up."""
 
     batch: RoutedBatch  # on the host
-    rows: Tensors  # float32 (U, D), one per table
-    inverses: Tensors  # int32 (L,), one per feature
-    offsets: Tensors  # int32 (B + 1,), one per feature: where its bags begin, and L
+    rows: Tensors  # (U, D) per group, as they travelled
+    indices: tuple[DeviceIndex, ...]  # one per group
+    each_id: bool  # whether every id is a bag of its own
     came: torch.cuda.Event | None  # ends when all of that is there; None on the CPU
 
-    def wait(self) -> Tensors:
-        """Make the current stream wait for the copy; return the rows."""
+    def wait(self) -> None:
+        """Make the current stream wait for the copy."""
         if self.came is not None:
-            require_no_capture()
+            torchrec_api.require_no_capture()
             stream = torch.cuda.current_stream(self.rows[0].device)
             stream.wait_event(self.came)
-            for tensor in (*self.rows, *self.inverses, *self.offsets):
+            for tensor in (*self.rows, *[index.flat for index in self.indices]):
                 tensor.record_stream(stream)  # it was made on the side stream
-        # Tensors of their own: those that autograd is given refer to this batch.
-        return tuple(rows_UD.detach() for rows_UD in self.rows)
+
+    def pool(self, weights: torch.Tensor | None) -> Pooled:
+        """Pool all bags; ``weights`` are of all ids of the batch, on the device."""
+        self.wait()
+        outputs, rows, of_ids = [], [], []
+        plan = self.batch.plan
+        for group, (raw_UD, index) in enumerate(
+            zip(self.rows, self.indices, strict=True)
+        ):
+            rows_UD = _widened(raw_UD, index)
+            weights_L = index.weights(weights)
+            if self.each_id:
+                pooled = rows_UD.index_select(0, index.rows)
+            else:
+                pooled = _sum_bags(rows_UD, index.rows, index.offsets, weights_L)
+                num_columns = plan.group_of.count(group) * plan.dims[group]
+                pooled = pooled.view(-1, num_columns)
+            outputs.append(pooled)
+            rows.append(rows_UD)
+            of_ids.append(weights_L)
+        return Pooled(tuple(outputs), tuple(rows), tuple(of_ids))
+
+    def gradients(self, pooled: Pooled, grads: Sequence[torch.Tensor]) -> Tensors:
+        """Return the gradient of each group's rows; those of the outputs are given."""
+        return tuple(
+            [
+                index.add_up(_by_bag(grad, rows_UD), weights_L, len(rows_UD))
+                for index, grad, rows_UD, weights_L in zip(
+                    self.indices, grads, pooled.rows, pooled.weights, strict=True
+                )
+            ]
+        )
+
+    def weights_gradient(
+        self, pooled: Pooled, grads: Sequence[torch.Tensor], weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the gradient of the weights of all ids."""
+        parts = [
+            index.weights_gradient(_by_bag(grad, rows_UD), rows_UD, weights)
+            for index, grad, rows_UD in zip(
+                self.indices, grads, pooled.rows, strict=True
+            )
+        ]
+        return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+
+
+def _by_bag(grad: torch.Tensor, rows_UD: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of an output, a line for each bag."""
+    return grad.reshape(-1, rows_UD.shape[1])
+
+
+def _widened(rows_UD: torch.Tensor, index: DeviceIndex) -> torch.Tensor:
+    """Return rows as float32, as :func:`write_floats` does on the host."""
+    if rows_UD.dtype == torch.float32:
+        return rows_UD
+    if rows_UD.dtype == torch.float16:
+        scales_U1 = index.further[0].view(torch.float32).unsqueeze(1)
+        return rows_UD.to(torch.float32).mul_(scales_U1)
+    return rows_UD.to(torch.float32)
 
 
 class Leaving:
@@ -76,11 +224,12 @@ class Leaving:
         check: bool,
     ) -> None:
         self._grads: Sequence[torch.Tensor] = grads
+        self._device = None if stream is None else stream.device
         self._is_finite: torch.Tensor | None = None
         self._checked = self._left = None
         if check:
             each = [torch.isfinite(grad).all() for grad in grads]
-            self._is_finite = torch.stack(each).all()
+            self._is_finite = each[0] if len(each) == 1 else torch.stack(each).all()
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
             with torch.cuda.stream(stream):
@@ -94,23 +243,34 @@ class Leaving:
     def is_finite(self) -> bool:
         """Return whether all are finite, True unchecked; waits for the check alone."""
         if self._checked is not None:
+            use_device(self._device)
             self._checked.synchronize()
         # By NumPy, which reads memory of the host only.
         return self._is_finite is None or bool(self._is_finite.numpy())
 
     def wait(self) -> Outputs:
-        """Wait until the gradients are on the host, and return them; any thread."""
+        """Wait until the gradients are on the host, and return them; any thread.
+
+        Their memory is not written again: it may be sent more than once.
+        """
         if self._left is not None:
+            use_device(self._device)
             self._left.synchronize()
         self._grads = ()
         return self._arrays
 
 
+def use_device(device: torch.device | None) -> None:
+    """Make a GPU the current one of this thread, or its first call makes another's."""
+    if device is not None and device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def _copied(tensor: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
     """Begin to copy to pinned memory, on the stream, which is current."""
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    staged = empty_pinned(tensor.shape, tensor.dtype)
     tensor.record_stream(stream)  # it may be forgotten before
-    return pinned.copy_(tensor, non_blocking=True)
+    return staged.copy_(tensor, non_blocking=True)
 
 
 def _end_of_work(stream: torch.cuda.Stream) -> torch.cuda.Event:
@@ -124,6 +284,7 @@ class RowsOnDevice(ShardedLookup):
     """Gives each row to a device once, which pools; it gives a ``DeviceBatch``.
 
     A push needs nothing of it, so that its rows leave the device with the graph.
+    ``each_id`` gives a row for each id instead; ``has_weights``: ids have weights.
     """
 
     def __init__(
@@ -133,93 +294,116 @@ class RowsOnDevice(ShardedLookup):
         *,
         precision: Precision,
         device: torch.device,
+        each_id: bool = False,
+        has_weights: bool = False,
     ) -> None:
         super().__init__(client, features, precision=precision)
+        self.each_id, self._has_weights = each_id, has_weights
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def outputs_of(self, rows: Sequence[Floats], batch: RoutedBatch) -> Any:
-        """Begin to copy rows to the device; return the ``DeviceBatch``."""
-        offsets = [np.append(np.int32(0), np.cumsum(n)) for n in batch.lengths]
-        indices, num = [*batch.inverses, *offsets], len(batch.inverses)
+    def pull(
+        self, bags: Mapping[str, Bags], number: BatchNumber | None
+    ) -> tuple[Any, RoutedBatch]:
+        """Fetch the rows of a batch to the device."""
+        use_device(self._device)
+        return super().pull(bags, number)
+
+    def fetch(self, batch: RoutedBatch) -> Any:
+        """Fetch the rows of a batch; begin to copy them; return the ``DeviceBatch``."""
+        asked = self.client.begin_pull(
+            batch.groups, batch.number, self.precision, batch.counts
+        )
+        groups = range(len(batch.groups))
+        indices = [self._index(batch, group) for group in groups]  # meanwhile
+        dtype = _DTYPES[self.precision]
+        rows = [self._staged(shape, dtype) for shape in batch.row_shapes]
+        exponents = asked.write([_bits_of(rows_UD) for rows_UD in rows])
+        if self.precision is Precision.FP16:
+            scales_P = np.exp2(-np.array(exponents, dtype=np.float32))
+            for group, index in zip(batch.groups, indices, strict=True):
+                scales_U = np.repeat(scales_P, np.diff(group.offsets))
+                index.further[0][:] = torch.from_numpy(scales_U).view(torch.int32)
         with torch.cuda.stream(self._stream):  # does nothing for None
-            on_device = tuple(
-                [self._copy([of_table], torch.float32) for of_table in rows]
-            )
-            flat = self._copy(indices, torch.int32)
+            device = self._device
+            on_device = tuple([r_UD.to(device, non_blocking=True) for r_UD in rows])
+            moved = tuple([index.to(device) for index in indices])
             came = None if self._stream is None else self._stream.record_event()
-        tensors = torch.split(flat, [len(index) for index in indices])
-        return DeviceBatch(batch, on_device, tensors[:num], tensors[num:], came)
+        return DeviceBatch(batch, on_device, moved, self.each_id, came)
 
     def gradients_of(self, batch: RoutedBatch, grads: Outputs) -> RowGradients:
         """Return the gradients of the rows, which are given."""
-        return RowGradients(batch.tables, grads)
+        return RowGradients(batch.groups, grads)
 
-    def _copy(
-        self, arrays: Sequence[npt.NDArray[np.generic]], dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Return arrays on the device, one after the other."""
-        shape = (sum([len(array) for array in arrays]), *arrays[0].shape[1:])
-        is_pinned = self._stream is not None
-        staged = torch.empty(shape, dtype=dtype, pin_memory=is_pinned)
-        np.concatenate(arrays, out=staged.numpy())
-        return staged.to(self._device, non_blocking=True)
+    def _staged(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        if self._stream is None:
+            return torch.empty(shape, dtype=dtype)
+        return empty_pinned(shape, dtype)
+
+    def _index(self, batch: RoutedBatch, group: int) -> "_HostIndex":
+        """Build the index of a group in memory from which it is copied at once."""
+        further = self._further(batch, group)
+        staged: list[torch.Tensor] = []
+
+        def allocate(num: int) -> Positions:
+            total = num + sum([len(array) for array in further])
+            staged.append(self._staged([total], torch.int32))
+            array: Positions = staged[0].numpy()
+            return array
+
+        has_scales = not self.each_id and any(
+            spec.pooling != "sum"
+            for spec, g in zip(batch.features.specs, batch.plan.group_of, strict=True)
+            if g == group
+        )
+        wanted = Wanted(self.each_id, has_scales, self._has_weights)
+        array, sizes = build_index(batch, group, wanted, allocate)
+        if wanted.sources and batch.sources is not None:
+            start = sum(sizes.parts[:6])
+            sources_L = array[start : start + sizes.parts[6]]
+            sources_L[:] = batch.sources[sources_L]
+        stop = sizes.total
+        views = []
+        for behind in further:
+            start, stop = stop, stop + len(behind)
+            array[start:stop] = behind
+            views.append(staged[0][start:stop])
+        return _HostIndex(staged[0][:stop], sizes, views)
+
+    def _further(self, batch: RoutedBatch, group: int) -> list[Positions]:
+        """Return what follows an index: scales of halves; lengths and offsets of ids.
+
+        The lengths are ``(F * B,)``, the offsets ``(F * (B + 1),)``.
+        """
+        num_rows = len(batch.groups[group].ids) * (self.precision is Precision.FP16)
+        further = [np.zeros(num_rows, dtype=np.int32)]
+        if self.each_id:
+            chosen = [f for f, g in enumerate(batch.plan.group_of) if g == group]
+            keys = batch.plan.columns.keys.astype(np.int64)[chosen]
+            num_keys = len(batch.bag_starts) - 1
+            lengths_FB = batch.lengths.reshape(num_keys, -1)[keys]
+            offsets = np.zeros((len(keys), lengths_FB.shape[1] + 1), dtype=np.int32)
+            np.cumsum(lengths_FB, axis=1, out=offsets[:, 1:])
+            further += [lengths_FB.reshape(-1), offsets.reshape(-1)]
+        return further
 
 
-def pool_rows(
-    rows_UD: torch.Tensor,
-    weights_L: torch.Tensor | None,
-    batch: DeviceBatch,
-    feature: int,
-    pooling: Pooling,
-) -> torch.Tensor:
-    """Pool the bags of the feature of an index; float32 ``(B, D)``."""
-    pool = pool_by_torch
-    if weights_L is not None and rows_UD.device.type == "cpu":
-        pool = _WeightedBags.apply
-    pooled_BD: torch.Tensor = pool(rows_UD, weights_L, batch, feature, pooling)
-    return pooled_BD
+class _HostIndex(NamedTuple):
+    """An index on the host, and views of what follows it."""
+
+    flat: torch.Tensor
+    sizes: IndexSizes
+    further: list[torch.Tensor]
+
+    def to(self, device: torch.device) -> DeviceIndex:
+        flat = self.flat.to(device, non_blocking=True)
+        further = [len(tensor) for tensor in self.further]
+        return DeviceIndex(flat, self.sizes, further)
 
 
-def pool_by_torch(
-    rows_UD: torch.Tensor,
-    weights_L: torch.Tensor | None,
-    batch: DeviceBatch,
-    feature: int,
-    pooling: Pooling,
-) -> torch.Tensor:
-    """Pool the bags of a feature with torch's operators."""
-    offsets = batch.offsets[feature]
-    pooled_BD = functional.embedding_bag(
-        batch.inverses[feature],
-        rows_UD,
-        offsets,
-        mode="sum",
-        include_last_offset=True,
-        per_sample_weights=weights_L,
-    )
-    if pooling == "sum":
-        return pooled_BD
-    lengths_B1 = offsets.diff().clamp(min=1).to(torch.float32).unsqueeze(1)
-    return pooled_BD / (lengths_B1 if pooling == "mean" else lengths_B1.sqrt())
-
-
-class _WeightedBags(torch.autograd.Function):
-    """Weighted bags on the CPU, where torch is slow in the backward pass alone."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows_UD: torch.Tensor, weights_L: torch.Tensor, *bags: Any
-    ) -> torch.Tensor:
-        batch, feature, pooling = bags
-        on_host = batch.batch
-        ctx.bags = on_host.inverses[feature], on_host.lengths[feature], pooling
-        ctx.save_for_backward(rows_UD, weights_L)
-        return pool_by_torch(rows_UD, weights_L, *bags)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows_UD, weights_L = (tensor.numpy() for tensor in ctx.saved_tensors)
-        bags = host.FeatureBags(rows_UD, *ctx.bags)
-        both = host.weighted_gradients(grads[0].numpy(), bags, weights_L)
-        return *map(torch.from_numpy, both), None, None, None
+def _bits_of(rows_UD: torch.Tensor) -> npt.NDArray[np.generic]:
+    """Return rows of the host as an array; halves as uint16."""
+    if rows_UD.dtype == torch.float32:
+        array: npt.NDArray[np.generic] = rows_UD.numpy()
+        return array
+    return rows_UD.view(torch.int16).numpy().view(np.uint16)

@@ -17,13 +17,15 @@ Dimensions: B samples, L ids of one feature, T sum of all dims, D embedding dim.
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any, ClassVar, NoReturn
 
+import numpy as np
 import torch
 import torchrec
 from tensordict import TensorDict
 from torch import nn
-from torch.nn import functional
+from torch.autograd.function import once_differentiable
 from torch.profiler import record_function
 from torchrec.distributed import types
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
@@ -37,12 +39,7 @@ from persia_torchrec.errors import BatchError, ConfigError
 from persia_torchrec.pipeline.pipeline import BatchPipeline, PrefetchedBatch
 from persia_torchrec.sharding import state, torchrec_api
 from persia_torchrec.sharding.collection import CollectionSpec
-from persia_torchrec.sharding.on_device import (
-    DeviceBatch,
-    Leaving,
-    Tensors,
-    pool_rows,
-)
+from persia_torchrec.sharding.on_device import DeviceBatch, Leaving, Tensors
 from persia_torchrec.sharding.table_control import (
     WAIT_FOR_PUSH,
     WAIT_FOR_ROWS,
@@ -80,15 +77,35 @@ class _Embeddings(torch.autograd.Function):
     """What was pulled for a batch; its gradients are pushed when they come."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, batch: Any, module: Any) -> Tensors:
-        ctx.batch, ctx.module = batch, module
-        tensors: Tensors = module.on_device(batch)
-        return tensors
+    def forward(
+        ctx: Any,
+        anchor: torch.Tensor,
+        weights: torch.Tensor | None,
+        batch: Any,
+        module: Any,
+    ) -> Tensors:
+        ctx.batch, ctx.module, ctx.pooled = batch, module, None
+        if not isinstance(batch.outputs, DeviceBatch):
+            tensors: Tensors = module.on_device(batch)
+            return tensors
+        ctx.save_for_backward(*([] if weights is None else [weights]))
+        pooled = batch.outputs.pool(weights)
+        ctx.pooled = pooled._replace(outputs=())
+        return pooled.outputs
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None]:
-        ctx.module.push(ctx.batch, grads)  # autograd gives zeros for those unused
-        return None, None, None
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        batch, pooled, of_weights = ctx.batch, ctx.pooled, None
+        given: Sequence[torch.Tensor] = grads  # autograd gives zeros for those unused
+        if pooled is not None:
+            pulled = batch.outputs
+            given = pulled.gradients(pooled, grads)
+            if ctx.needs_input_grad[1]:
+                (weights,) = ctx.saved_tensors
+                of_weights = pulled.weights_gradient(pooled, grads, weights)
+        ctx.module.push(batch, given)
+        return None, of_weights, None, None
 
 
 class ShardedRemoteCollection(
@@ -138,6 +155,7 @@ class ShardedRemoteCollection(
         self._device = device
         # By which gradients leave. What comes has another: both copy at a time.
         self._leaving = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._column_order: torch.Tensor | None = None  # where dims alternate
         # Autograd calls a function's backward only if an input wants a gradient.
         self._anchor = torch.zeros(0, requires_grad=True)
         self.register_state_dict_post_hook(state.add_entries)
@@ -152,7 +170,10 @@ class ShardedRemoteCollection(
         if not isinstance(batch, torchrec.KeyedJaggedTensor | TensorDict):
             return self.pipeline.start(batch, training=is_training)
         given = JaggedBatch.of(batch, self._keys)
-        return self.pipeline.start(given.features, training=is_training, given=given)
+        ids: Any = partial(given.take, pins_weights=True)
+        if self._leaving is None:  # without a GPU the ids are here
+            ids = given.features
+        return self.pipeline.start(ids, training=is_training, given=given)
 
     def input_dist(
         self, ctx: object, *input: Any, **kwargs: Any
@@ -190,19 +211,30 @@ class ShardedRemoteCollection(
     def wait(self, batch: PrefetchedBatch[Any]) -> PrefetchedBatch[Any]:
         """Wait for the rows of a batch, as a span of ``torch.profiler``."""
         with record_function(WAIT_FOR_ROWS):
-            return batch.wait()
+            batch.wait()
+        if self._leaving is not None:
+            # Not every caller does: a MixedSharder's module is no part of a pipeline's
+            # context, and ids and weights were copied on another stream.
+            batch.record_stream(torch.cuda.current_stream(self._device))
+        return batch
 
-    def pulled(self, batch: PrefetchedBatch[Any]) -> Tensors:
-        """Return what was pulled, in the autograd graph of a training batch."""
+    def pulled(
+        self, batch: PrefetchedBatch[Any], weights: torch.Tensor | None = None
+    ) -> Tensors:
+        """Return what was pulled, in the autograd graph of a training batch.
+
+        Where the device pools, it does so with ``weights`` of all ids, if any.
+        """
         if not (batch.is_training and torch.is_grad_enabled()):
+            if isinstance(batch.outputs, DeviceBatch):
+                return batch.outputs.pool(weights).outputs
             return self.on_device(batch)
-        tensors: Tensors = _Embeddings.apply(self._anchor, batch, self)
+        given = weights, batch, self
+        tensors: Tensors = _Embeddings.apply(self._anchor, *given)
         return tensors
 
     def on_device(self, batch: PrefetchedBatch[Any]) -> Tensors:
-        """Return what was pulled as tensors on the module's device."""
-        if isinstance(batch.outputs, DeviceBatch):
-            return batch.outputs.wait()
+        """Return what was pulled and pooled on the host, on the module's device."""
         return tuple(
             [
                 torch.from_numpy(output).to(self._device, non_blocking=True)
@@ -226,7 +258,10 @@ class ShardedRemoteCollection(
         # autograd reuses the memory of one, as a parameter's ``grad``, only if no other
         # reference to the tensor is held, as an array made of it without ``detach`` is.
         is_one = not isinstance(factor, torch.Tensor) and factor == 1
-        if not is_one or any(grad.requires_grad for grad in grads):
+        if isinstance(batch.outputs, DeviceBatch):
+            if not is_one:  # they were made for this push alone
+                grads = [grad.mul_(factor) for grad in grads]
+        elif not is_one or any(grad.requires_grad for grad in grads):
             grads = [grad.detach().to(torch.float32) * factor for grad in grads]
         is_checked = self.skip_non_finite or is_scaled
         leaving = Leaving(grads, self._leaving, check=is_checked)
@@ -307,19 +342,29 @@ class ShardedRemoteEmbeddingBagCollection(ShardedRemoteCollection):
         """Wait for the embeddings, float32 ``(B, T)``; by default with own weights."""
         if weights is None and self.spec.is_weighted:
             weights = batch.source.weights()
-        tensors, pulled = self.pulled(self.wait(batch)), batch.outputs
+        self.wait(batch)
         if weights is not None:
             weights = weights.to(self._device, torch.float32, non_blocking=True)
-        if isinstance(pulled, DeviceBatch):
-            rows, pooled = tensors, []
-            for f, feature in enumerate(self.spec.features):
-                weights_L = weights
-                if weights is not None:
-                    weights_L = batch.source.of_feature(feature.key, weights)
-                rows_UD = rows[pulled.batch.features.table_of[f]]
-                pooled.append(pool_rows(rows_UD, weights_L, pulled, f, feature.pooling))
-            tensors = (torch.cat(pooled, dim=1),)
-        return torchrec.KeyedTensor(self._names, self._dims, *tensors)
+        tensors = self.pulled(batch, weights)
+        values = tensors[0]
+        if len(tensors) > 1:  # one of each dim
+            plan = batch.outputs.batch.plan
+            values = torch.cat(tensors, dim=1)
+            if list(plan.group_of) != sorted(plan.group_of):
+                values = values.index_select(1, self._columns(plan.group_of))
+        return torchrec.KeyedTensor(self._names, self._dims, values)
+
+    def _columns(self, group_of: Sequence[int]) -> torch.Tensor:
+        """Return the columns of the features in their order; they stand by group."""
+        if self._column_order is None:
+            dims = np.array(self._dims)
+            order = np.argsort(group_of, kind="stable")
+            starts = np.empty(len(dims), dtype=np.int64)
+            starts[order] = np.cumsum(dims[order]) - dims[order]
+            each = [np.arange(s, s + d) for s, d in zip(starts, dims, strict=True)]
+            columns = torch.from_numpy(np.concatenate(each))
+            self._column_order = columns.to(self._device)
+        return self._column_order
 
 
 class ShardedRemoteEmbeddingBag(ShardedRemoteEmbeddingBagCollection):
@@ -409,26 +454,50 @@ class ShardedRemoteEmbeddingCollection(ShardedRemoteCollection):
     ) -> dict[str, torchrec.JaggedTensor]:
         """Wait for the embeddings of each feature."""
         tensors, pulled = self.pulled(self.wait(batch)), batch.outputs
+        if isinstance(pulled, DeviceBatch):
+            values, lengths, offsets = _by_feature(pulled, tensors)
+        else:
+            values, offsets = list(tensors), [None] * len(tensors)
+            lengths = [
+                torch.from_numpy(batch.source.features[feature.key].lengths).to(
+                    self._device, non_blocking=True
+                )
+                for feature in self.spec.features
+            ]
         sequences: dict[str, torchrec.JaggedTensor] = {}
         for f, feature in enumerate(self.spec.features):
-            offsets = None
-            if isinstance(pulled, DeviceBatch):
-                rows_UD = tensors[pulled.batch.features.table_of[f]]
-                rows_LD = functional.embedding(pulled.inverses[f], rows_UD)
-                # Both, so that no kernel of fbgemm computes one of the other.
-                offsets = pulled.offsets[f]
-                lengths = offsets.diff()
-            else:
-                rows_LD = tensors[f]
-                lengths = torch.from_numpy(batch.source.features[feature.key].lengths)
+            rows_LD = values[f]
             if feature.name in sequences:
                 previous = sequences[feature.name].values()
                 rows_LD = torch.cat([previous, rows_LD], dim=1)
             ids = batch.source.ids(feature.key) if self.spec.needs_ids else None
             sequences[feature.name] = torchrec.JaggedTensor(
                 values=rows_LD,
-                lengths=lengths.to(self._device, non_blocking=True),
-                offsets=offsets,
+                lengths=lengths[f],
+                offsets=offsets[f],
                 weights=ids if ids is None else ids.to(self._device, non_blocking=True),
             )
         return sequences
+
+
+def _by_feature(
+    pulled: DeviceBatch, tensors: Tensors
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor | None]]:
+    """Return the rows of each feature, lengths, and offsets of its bags.
+
+    Both, so that no kernel of fbgemm computes one of the other.
+    """
+    batch, by_feature = pulled.batch, list[tuple[int, tuple[Any, Any, Any]]]()
+    num_ids = np.diff(batch.starts).tolist()
+    for group, (rows_LD, index) in enumerate(zip(tensors, pulled.indices, strict=True)):
+        chosen = [f for f, g in enumerate(batch.plan.group_of) if g == group]
+        _, lengths, offsets = index.further
+        of_features = (
+            rows_LD.split([num_ids[f] for f in chosen]),
+            lengths.view(len(chosen), -1).unbind(),
+            offsets.view(len(chosen), -1).unbind(),
+        )
+        by_feature += zip(chosen, zip(*of_features, strict=True), strict=True)
+    ordered = [of_feature for _, of_feature in sorted(by_feature, key=itemgetter(0))]
+    values, lengths, offsets = zip(*ordered, strict=True)
+    return list(values), list(lengths), list(offsets)

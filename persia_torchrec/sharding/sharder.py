@@ -391,6 +391,8 @@ class RemoteSharder(CollectionSharder):
         settings: dict[str, Any] = {"precision": self._precision}
         kind = self.host_lookup
         if spec.is_weighted or device.type in self.POOLS_ON:
+            settings["each_id"] = kind.each_id
+            settings["has_weights"] = spec.is_weighted
             kind, settings["device"] = RowsOnDevice, device
         lookup = kind(self._client, spec.features, **settings)
         lookup.add_tables(spec.tables)

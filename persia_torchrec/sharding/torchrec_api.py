@@ -75,6 +75,19 @@ def after_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
+def weights_gradient(
+    grads: torch.Tensor,
+    rows_UD: torch.Tensor,
+    rows_L: torch.Tensor,
+    offsets: torch.Tensor,
+    bag_of_L: torch.Tensor,
+) -> torch.Tensor:
+    """Return the gradient of each weight of bags that were summed; needs no sort."""
+    operator = torch.ops.aten._embedding_bag_per_sample_weights_backward
+    of_ids: torch.Tensor = operator(grads, rows_UD, rows_L, offsets, bag_of_L, 0)
+    return of_ids
+
+
 def optimizers_in_backward(
     parameter: nn.Parameter,
 ) -> list[tuple[type[torch.optim.Optimizer], Mapping[str, Any]]]:

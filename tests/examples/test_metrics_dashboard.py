@@ -82,7 +82,7 @@ def pushed(servers, monkeypatch):
             outputs, batch = lookup.pull(bags_of([1]), BatchNumber(1, 1))
             lookup.update(batch, outputs)
             lookup.pull(bags_of([1]), None)
-            client.write("item", batch.tables[0][1].ids, np.ones((1, 2), np.float32))
+            client.write("item", batch.groups[0].ids, np.ones((1, 2), np.float32))
         (of_worker,) = gateway.wait()
     of_server = ServerReadings(lambda _: running.server.snapshots.ask(DEADLINE_S))
     of_follower = ServerReadings(lambda _: {"increment_delay_ms": 7})

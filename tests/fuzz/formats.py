@@ -55,7 +55,7 @@ from persia_torchrec.persia.batch import (
 from persia_torchrec.persia.convert import Conversion, convert_checkpoint
 from persia_torchrec.rpc import messages
 from persia_torchrec.rpc.float_codec import decode_floats
-from persia_torchrec.rpc.messages import Header, Kind, Share, TableIds
+from persia_torchrec.rpc.messages import Header, Kind, Share
 from persia_torchrec.server.checkpoint_service import CheckpointRequest
 from persia_torchrec.serving.http_server import parse_json_batch
 from persia_torchrec.store.embedding_store import EmbeddingStore
@@ -419,7 +419,7 @@ def _extents(file: int) -> Any:
 def wire_messages() -> Format:
     ids = ids_of(1, 2, 3)
     header = Header(Kind.LOOKUP, 5, flags=messages.TRAINING).encode()
-    lookup = messages.encode_segments([TableIds(0, ids), TableIds(1, ids[:1])])
+    lookup = messages.encode_segments(np.array([[0, 3], [1, 1]]), [ids, ids[:1]])
     counts = np.ones(4, dtype=np.uint32).tobytes()
     share = Share(1, 2, 0, 2, 1000).encode()
     bags = encode_bags({"x": Bags(ids, np.array([2, 1], dtype=np.int32))})

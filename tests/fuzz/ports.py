@@ -32,7 +32,7 @@ from persia_torchrec.persia.stream import Inbox
 from persia_torchrec.persia.worker.process import IdBuffer, WorkerProcess
 from persia_torchrec.rpc import messages
 from persia_torchrec.rpc.auth import NO_JOB, client_options
-from persia_torchrec.rpc.messages import Header, Kind, Share, TableIds, encode_json
+from persia_torchrec.rpc.messages import Header, Kind, Share, encode_json
 from persia_torchrec.rpc.server import Service
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
 from persia_torchrec.serving.embeddings import SlotsReader
@@ -110,7 +110,7 @@ def _tell(address: str) -> None:
 
 def server_messages() -> list[list[bytes]]:
     ids, floats = ids_of(1, 2, 3), np.ones((3, 4), dtype=np.float32).tobytes()
-    segments = list(map(bytes, messages.encode_segments([TableIds(0, ids)])))
+    segments = list(map(bytes, messages.encode_segments(np.array([[0, 3]]), [ids])))
     share = Share(1, 2, 0, 2, 1000).encode()
     training = {"flags": messages.TRAINING, "stream": 77, "batch": 3}
 

@@ -147,7 +147,7 @@ def test_an_id_of_two_features_is_pulled_once_and_updated_once(start):
         "user": bags_of([]),
     }
     (pooled,), batch = worker.pull(bags, BatchNumber(1, 1))
-    assert batch.tables[0][1].ids.tolist() == [7]
+    assert batch.groups[0].ids.tolist() == [7]
     before = pooled[0, 7:11]
     grads = np.zeros((1, NUM_COLUMNS), dtype=np.float32)
     grads[0, :4], grads[0, 7:11] = 1, 2
@@ -280,7 +280,7 @@ def test_tables_that_want_counts_learn_how_often_an_id_is_in_a_batch(
     worker.add_tables([counting])
     bags = {"a": bags_of([5, 7, 5], [5]), "b": bags_of([7], [9, 9])}
     _, batch = worker.pull(bags, BatchNumber(1, 1))
-    [(_, split)], [counts_U] = batch.tables, batch.counts
+    [split], [counts_U] = batch.groups, batch.counts
     counted = dict(zip(split.ids.tolist(), counts_U.tolist(), strict=True))
     assert counted == {5: 3, 7: 2, 9: 2}
     received = [server.server.shard.store.counts for server in running]

@@ -83,12 +83,14 @@ def test_unique_rows_come_with_the_place_of_each_id(start):
     found, batch = worker.pull(BAGS, BatchNumber(1, 1))
     rows = [tensor.numpy() for tensor in found.rows]
     assert batch.row_shapes == [(3, 4), (2, 3)] == [array.shape for array in rows]
-    assert batch.features.table_of == [0, 1, 0]
+    assert batch.plan.group_of == (0, 1, 0)
     expected = rows_of(worker, "things", 5, 7, 5)
-    np.testing.assert_array_equal(rows[0][batch.inverses[0]], expected)
+    np.testing.assert_array_equal(rows[0][batch.inverse_of(0)], expected)
     before = rows_of(worker, "users", 1, 2)
-    (_, place) = batch.tables[1]
-    grads = (np.zeros_like(rows[0]), place.ids[:, None] * np.ones((2, 3), np.float32))
+    grads = (
+        np.zeros_like(rows[0]),
+        batch.groups[1].ids[:, None] * np.ones((2, 3), np.float32),
+    )
     grads = (grads[0], grads[1].astype(np.float32))
     with pytest.raises(BatchError, match=r"must have the shape .* Received: \("):
         worker.push(batch, (grads[0], grads[1][:, :-1]))

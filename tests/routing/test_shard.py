@@ -6,9 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persia_torchrec.errors import BatchError
+from persia_torchrec.routing.hashing import add_prefix, hash_stack
 from persia_torchrec.routing.shard import (
-    count_repeats,
+    FeatureColumns,
     is_of_shard,
+    route_features,
     route_ids,
     unique_ids,
 )
@@ -44,15 +46,6 @@ def test_a_shard_gets_the_ids_whose_hash_names_it_in_their_order(ids_L, num_shar
             for id_ in dict.fromkeys(ids_L.tolist())
             if reference.farmhash64(id_) % num_shards == shard
         ]
-
-
-@given(id_arrays(), nums_shards)
-def test_counts_say_how_often_each_id_occurs(ids_L, num_shards):
-    unique = unique_ids(ids_L, num_shards)
-    counts = count_repeats(unique.inverse, len(unique.ids))
-    assert counts.dtype == np.uint32
-    counted = zip(unique.ids.tolist(), counts.tolist(), strict=True)
-    assert dict(counted) == Counter(ids_L.tolist())
 
 
 @given(st.integers(0, 63))
@@ -110,3 +103,57 @@ def test_tables_may_be_of_very_different_lengths():
     short, long_ = np.arange(3, dtype=np.uint64), np.arange(100_000, dtype=np.uint64)
     routed, _ = route_ids(np.concatenate([short, long_, short]), [3, 100_000, 3], 2)
     assert [len(split.ids) for split in routed] == [3, 100_000, 3]
+
+
+@st.composite
+def routes(draw):
+    """Draw keys, features of some of them, and which group each table is in."""
+    keys = draw(st.lists(id_arrays(), min_size=1, max_size=4))
+    groups = sorted(draw(st.lists(st.integers(0, 2), min_size=1, max_size=4)))
+    groups = np.unique(groups, return_inverse=True)[1].astype(np.int64)
+    features = st.tuples(
+        st.integers(0, len(keys) - 1),
+        st.integers(0, len(groups) - 1),
+        st.sampled_from([(0, 0), (1, 7), (3, 5)]),
+        st.sampled_from([(0, 0), (2**56 - 1, 3 << 56)]),
+    )
+    return keys, groups, draw(st.lists(features, min_size=1, max_size=5))
+
+
+@given(routes(), st.integers(1, 4))
+def test_a_group_stands_by_shard_and_then_by_table(given, num_shards):
+    keys, groups, features = given
+    starts = np.cumsum([0, *map(len, keys)])
+    columns = [(k, t, *stack, *prefix) for k, t, stack, prefix in features]
+    columns = FeatureColumns(*np.array(columns, dtype=np.uint64).T.copy())
+    shared = np.zeros(len(groups), dtype=np.uint64)
+    route = route_features(
+        np.concatenate(keys), starts, columns, groups, shared, num_shards
+    )
+    hashed = []
+    for k, _, (rounds, size), (modulus, prefix) in features:
+        ids = hash_stack(keys[k], rounds, size) if rounds else keys[k]
+        hashed.append(add_prefix(ids, prefix, 8) if modulus else ids)
+    ids, counts = [], []
+    bases = np.zeros(len(groups), dtype=np.int64)
+    for group in range(int(groups[-1]) + 1):
+        members = np.flatnonzero(groups == group)
+        bases[members] = len(ids)
+        for shard in range(num_shards):
+            for t in members:
+                pieces = [h for h, f in zip(hashed, features, strict=True) if f[1] == t]
+                counted = Counter(i for piece in pieces for i in piece.tolist())
+                own = [
+                    id_
+                    for id_ in counted
+                    if reference.farmhash64(id_) % num_shards == shard
+                ]
+                assert route.num_ids[shard, t] == len(own)
+                ids += own
+                counts += [counted[id_] for id_ in own]
+    assert route.ids.tolist() == ids
+    assert route.counts.tolist() == counts
+    for f, expected in enumerate(hashed):
+        places = route.inverse[route.starts[f] : route.starts[f + 1]]
+        found = route.ids[bases[features[f][1]] + places]
+        assert np.array_equal(found, expected)

@@ -84,7 +84,9 @@ def test_random_bytes_are_not_a_header(data):
 
 @given(requests)
 def test_the_ids_of_each_table_round_trip(tables):
-    frames = [b"", *encode_segments(tables)]
+    segments = [(t.table, len(t.ids)) for t in tables]
+    segments = np.array(segments, dtype=np.int64).reshape(-1, 2)
+    frames = [b"", *encode_segments(segments, [t.ids for t in tables])]
     decoded = decode_segments(frames, num_frames=3)
     assert [t.table for t in decoded] == [t.table for t in tables]
     for mine, yours in zip(decoded, tables, strict=True):
@@ -93,7 +95,7 @@ def test_the_ids_of_each_table_round_trip(tables):
 
 def test_segments_are_laid_out_as_the_protocol_says():
     ids = np.array([5, 2**64 - 1, 6], dtype=np.uint64)
-    segments, body = encode_segments([TableIds(3, ids[:2]), TableIds(1, ids[2:])])
+    segments, body = encode_segments(np.array([[3, 2], [1, 1]]), [ids[:2], ids[2:]])
     assert bytes(segments) == struct.pack("<qqqq", 3, 2, 1, 1)
     assert bytes(body) == struct.pack("<QQQ", 5, 2**64 - 1, 6)
 

@@ -25,11 +25,16 @@ from torchrec.streamable import Pipelineable
 from persia_torchrec import (
     SGD,
     HostKeyedJaggedTensor,
+    MixedSharder,
+    Placement,
     RemoteEmbeddingBagCollectionSharder,
     RemoteEmbeddingCollectionSharder,
 )
+from persia_torchrec.datasets.batches import JaggedBatch
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.lookup.sharded_lookup import ShardedLookup
 from persia_torchrec.persia.data_parallel import average_as_bytes
+from persia_torchrec.sharding.mixed import MixedCollection
 from persia_torchrec.sharding.on_device import DeviceBatch, Leaving
 from tests.support.places import CPU, CUDA, GPU_PLACES, ON_GPU, PLACES
 from tests.support.remote_job import META, Bags, kjt_of, remote_modules
@@ -173,10 +178,8 @@ def test_rows_leave_the_device_with_the_graph(job, device, place):
     pooled.sum().backward()
     del batch, pooled
     gc.collect()
-    assert [row() for row in rows] == [
-        None,
-        None,
-    ]  # although no server has acknowledged
+    # Although no server has acknowledged.
+    assert [row() for row in rows] == [None] * len(rows) != []
     assert job.total("requests_update") == 0
     gate.is_open.set()
     module.pipeline.flush()
@@ -328,6 +331,41 @@ def test_a_pipeline_leaves_ids_on_the_host_that_are_to_stay(job, device, stays):
         assert isinstance(ids, HostKeyedJaggedTensor) is stays
     sharder.flush()
     assert losses[-1] < losses[0]
+
+
+def test_the_remote_half_of_a_mixed_collection_tells_which_stream_uses_its_batch(
+    job, monkeypatch
+):
+    """As ids and weights may have been copied on another one."""
+    used = []
+    monkeypatch.setattr(JaggedBatch, "record_stream", lambda _, s: used.append(s))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "compute")
+    remote = RemoteEmbeddingBagCollectionSharder(job.client, SGD(1.0))
+    placement = Placement(remote=["term"], local=["user"])
+    model = job.shard(Bags(BAG_TABLES), [MixedSharder(remote, placement)])
+    (module,) = [m for m in model.modules() if isinstance(m, MixedCollection)]
+    module.remote._leaving = object()  # that there is a GPU
+    with torch.no_grad():
+        model(kjt_of(IDS)).values()
+    assert used == ["compute"]
+
+
+def test_a_pulling_thread_makes_the_gpu_of_the_trainer_its_own(job, monkeypatch):
+    model, _ = put(job, CPU)
+    (module,) = remote_modules(model)
+    lookup, seen = module.pipeline.lookup, []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda d: seen.append(d))
+    pull = ShardedLookup.pull
+
+    def noted(self, *given):
+        seen.append(threading.current_thread().name)
+        lookup._device = CPU
+        return pull(self, *given)
+
+    monkeypatch.setattr(ShardedLookup, "pull", noted)
+    lookup._device = torch.device("cuda", 1)
+    model(kjt_of(IDS)).values()
+    assert seen == [torch.device("cuda", 1), "training pulls 0"]
 
 
 def test_a_batch_that_stays_is_the_same_batch(job):

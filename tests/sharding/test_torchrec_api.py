@@ -46,6 +46,7 @@ def feature_processed():
 OWNERS = {
     "torch._C": lambda: torch._C,
     "torch.Tensor": lambda: torch.Tensor,
+    "the operators of torch": lambda: torch.ops.aten,
     "an operator of torch": lambda: torch.ops.aten.copy_.default,
     "torch.autograd.Variable": lambda: torch.autograd.Variable,
     "torch.distributed": lambda: torch.distributed,
@@ -57,6 +58,7 @@ OWNERS = {
 }
 
 TAKEN = {
+    "_embedding_bag_per_sample_weights_backward": "the operators of torch",
     "_current_graph_task_id": "torch._C",
     "_execution_engine": "torch.autograd.Variable",
     "_make_wrapper_subclass": "torch.Tensor",

@@ -152,7 +152,7 @@ def test_of_a_batch_that_comes_again_the_last_ids_are_kept():
 
 
 def routed(number):
-    return RoutedBatch(number, BatchFeatures([]), [], [], [], [], [], [], (), ())
+    return RoutedBatch(*[None] * 9, BatchFeatures([]), number=number)
 
 
 def test_a_batch_that_awaits_its_gradient_is_settled_once():

@@ -1,0 +1,320 @@
+"""Which bags have each row: what makes the gradient of rows a sum over bags.
+
+    forward    bag k = rows[rows_L[offsets[k] : offsets[k + 1]]]        summed
+    backward   row u = gradients[bags_L[...]], over the bags that have it
+
+So both ways are the same operator, ``embedding_bag``, which sums rows of a matrix; the
+backward pass sorts nothing and gives the same result each time. One bag is one serial
+thread per column on a GPU. So no bag of the backward pass has more than ``LONGEST``: a
+row that occurs more often is summed in chunks, and further levels sum the chunks:
+
+    level 0    the first chunk of each row, U of them; then all other chunks
+    level 1    of each row of several chunks, these chunks; its sums replace the first
+    ...        in the same way, until no row has several chunks
+
+All of it is int32 and stands in one array, part after part, so that it reaches a device
+by one copy. Scales are float32 of the same bits.
+
+Dimensions: B samples, F features of one dim, L ids of these, U unique rows, E chunks
+that are not the first of their row, H rows of several chunks.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from persia_torchrec.jit.compiled import compiled, read_only
+from persia_torchrec.lookup.bags import POOLINGS, Lengths
+from persia_torchrec.lookup.pooling import scale_of
+from persia_torchrec.lookup.sharded_lookup import RoutedBatch
+from persia_torchrec.routing.shard import Counts, Offsets, Positions
+from persia_torchrec.rpc.float_codec import Floats
+
+LONGEST = 128
+"""Rows that one bag of the backward pass has at most."""
+
+_ONE = np.float32(1)
+
+
+class Wanted(NamedTuple):
+    """What an index has beside bags and rows.
+
+    ``each_id``: every id is a bag of its own, feature by feature. ``scales``: of each
+    id, by the pooling of its bag. ``sources``: what is needed for weights of ids.
+    """
+
+    each_id: bool
+    scales: bool
+    sources: bool
+
+
+class IndexSizes(NamedTuple):
+    """The lengths of the parts of an index, in their order.
+
+    Attributes:
+        parts: of those below; 0 where one is not wanted.
+
+            offsets        B * F + 1: where each bag begins, in the order sample,
+                           feature; none if each id is a bag
+            rows           L: the row of each id, in the order of the bags
+            bags           L: the bags of each row, chunk by chunk
+            starts         U + E + 1: where each chunk begins in ``bags``
+            scales         L: float32, of each of ``rows``
+            chunk_scales   L: float32, of each of ``bags``
+            sources        L: the position of each of ``rows`` in the batch's ids
+            chunk_sources  L: the position of each of ``bags`` in ``rows``
+            bag_of         L: the bag of each of ``rows``
+        levels: of each further level, three parts: the chunks that are summed, where
+            each sum begins, and H: which sums of the previous level these replace.
+    """
+
+    parts: tuple[int, ...]
+    levels: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        """How long all parts are."""
+        return sum(self.parts) + sum(self.levels)
+
+
+class _Batch(NamedTuple):
+    """Ids of a batch, as in a ``RoutedBatch``."""
+
+    inverse: Positions
+    starts: Offsets
+    lengths: Lengths
+    bag_starts: Offsets
+    id_starts: Offsets
+    num_bags: int
+
+
+class _Features(NamedTuple):
+    """Of the features of one group: index, key, pooling, and rounds or 1."""
+
+    indices: Offsets
+    keys: Offsets
+    poolings: Offsets
+    rounds: Offsets
+
+
+def build_index(
+    batch: RoutedBatch,
+    group: int,
+    wanted: Wanted,
+    allocate: Callable[[int], Positions],
+) -> tuple[Positions, IndexSizes]:
+    """Return the index of a group's rows in an array of ``allocate``, and its sizes.
+
+    The features of a group stand in their order. ``allocate`` is given a bound on the
+    length.
+    """
+    specs, plan = batch.features.specs, batch.plan
+    chosen = [f for f, of_group in enumerate(plan.group_of) if of_group == group]
+    keys = plan.columns.keys.astype(np.int64)[chosen]
+    poolings = [POOLINGS.index(specs[f].pooling) for f in chosen]
+    rounds = np.maximum(plan.columns.rounds.astype(np.int64)[chosen], 1)
+    features = _Features(
+        np.array(chosen, dtype=np.int64), keys, np.array(poolings, np.int64), rounds
+    )
+    num_bags = int(np.diff(batch.bag_starts)[keys[0]]) if len(keys) else 0
+    of_batch = _Batch(
+        batch.inverse,
+        batch.starts,
+        batch.lengths,
+        batch.bag_starts,
+        batch.id_starts,
+        num_bags,
+    )
+    num_ids = int((batch.starts[1:] - batch.starts[:-1])[chosen].sum())
+    counts_U = batch.occurrences[group]
+    parts = 2 + 2 * wanted.scales + 3 * wanted.sources
+    most_chunks = num_ids // LONGEST + 1
+    bound = parts * num_ids + len(counts_U) + 8 * most_chunks + 64
+    bound += 0 if wanted.each_id else num_bags * len(chosen) + 1
+    out = allocate(bound)
+    found = _build(of_batch, features, wanted, read_only(counts_U), out).tolist()
+    levels = found[10 : 10 + 3 * found[9]]
+    return out, IndexSizes(tuple(found[:9]), tuple(levels))
+
+
+@compiled
+def _build(
+    batch: _Batch,
+    features: _Features,
+    wanted: Wanted,
+    counts_U: Counts,
+    out: Positions,
+) -> Offsets:
+    num_ids = np.int64(0)
+    for f in features.indices:
+        num_ids += batch.starts[f + 1] - batch.starts[f]
+    num_extra = 0
+    for u in range(len(counts_U)):
+        num_extra += (int(counts_U[u]) - 1) // LONGEST
+    sizes = np.zeros(10 + 3 * 6, dtype=np.int64)
+    sizes[0] = 0 if wanted.each_id else batch.num_bags * len(features.indices) + 1
+    sizes[1] = sizes[2] = num_ids
+    sizes[3] = len(counts_U) + num_extra + 1
+    sizes[4] = sizes[5] = num_ids if wanted.scales else 0
+    sizes[6] = sizes[7] = sizes[8] = num_ids if wanted.sources else 0
+    ends = np.cumsum(sizes[:9])
+    starts = out[ends[2] : ends[3]]
+    cursor_U, extra_U = _start_chunks(counts_U, starts)
+    parts = (
+        out[: ends[0]],
+        out[ends[0] : ends[1]],
+        out[ends[1] : ends[2]],
+        out[ends[5] : ends[6]],
+        out[ends[6] : ends[7]],
+        out[ends[7] : ends[8]],
+    )
+    floats = out.view(np.float32)
+    scales = floats[ends[3] : ends[4]], floats[ends[4] : ends[5]]
+    state = cursor_U, extra_U, starts
+    _fill(batch, features, wanted, parts, scales, state)
+    _build_levels(counts_U, num_extra, sizes, out[ends[8] :])
+    return sizes
+
+
+@compiled
+def _start_chunks(counts_U: Counts, starts: Positions) -> tuple[Positions, Positions]:
+    """Write where chunks begin; return that of each row's first and of its others."""
+    num_rows = len(counts_U)
+    cursor_U = np.empty(num_rows, dtype=np.int32)
+    extra_U = np.empty(num_rows, dtype=np.int32)
+    at = 0
+    for u in range(num_rows):
+        cursor_U[u] = starts[u] = at
+        at += min(int(counts_U[u]), LONGEST)
+    chunk = num_rows
+    starts[chunk] = at
+    for u in range(num_rows):
+        left = int(counts_U[u]) - LONGEST
+        extra_U[u] = at
+        while left > 0:
+            at += min(left, LONGEST)
+            left -= LONGEST
+            chunk += 1
+            starts[chunk] = at
+    return cursor_U, extra_U
+
+
+@compiled
+def _fill(
+    batch: _Batch,
+    features: _Features,
+    wanted: Wanted,
+    parts: tuple[Positions, Positions, Positions, Positions, Positions, Positions],
+    scales: tuple[Floats, Floats],
+    state: tuple[Positions, Positions, Positions],
+) -> None:
+    """Write each id where its bag is, and where its row is; a counting sort."""
+    each_id, with_scales, with_sources = wanted
+    offsets, rows_L, bags_L, sources_L, chunk_sources_L, bag_of_L = parts
+    scales_L, chunk_scales_L = scales
+    cursor_U, extra_U, starts = state
+    num_features = len(features.indices)
+    cursor_F = batch.starts[features.indices]
+    num_bags = 1 if each_id else batch.num_bags
+    k, bag, scale = 0, 0, _ONE
+    for b in range(num_bags):
+        for n in range(num_features):
+            f, key = features.indices[n], features.keys[n]
+            if each_id:
+                length = batch.starts[f + 1] - batch.starts[f]
+            else:
+                offsets[bag] = k
+                of_bag = batch.lengths[batch.bag_starts[key] + b]
+                length = of_bag * features.rounds[n]
+                if with_scales and length > 0:
+                    scale = scale_of(np.int32(length), features.poolings[n])
+            first = cursor_F[n]
+            cursor_F[n] = first + length
+            for j in range(first, first + length):
+                u = batch.inverse[j]
+                at = cursor_U[u]
+                rows_L[k] = u
+                bags_L[at] = k if each_id else bag
+                if with_scales:
+                    scales_L[k] = chunk_scales_L[at] = scale
+                if with_sources:
+                    sources_L[k] = batch.id_starts[key] + j - batch.starts[f]
+                    chunk_sources_L[at] = k
+                    bag_of_L[k] = bag
+                k += 1
+                at += 1
+                if at == starts[u + 1]:  # a row without further chunks has all its bags
+                    at = extra_U[u]
+                cursor_U[u] = at
+            bag += 1
+    if not each_id:
+        offsets[bag] = k
+
+
+@compiled
+def _build_levels(
+    counts_U: Counts, num_extra: int, sizes: Offsets, out: Positions
+) -> None:
+    """Write the levels that sum chunks; their number and sizes into ``sizes``."""
+    num_hot, chunk = 0, len(counts_U)
+    hot = np.empty((num_extra, 3), dtype=np.int64)  # sum, other chunks: first, number
+    for u in range(len(counts_U)):
+        num = (int(counts_U[u]) - 1) // LONGEST
+        if num > 0:
+            hot[num_hot, 0], hot[num_hot, 1], hot[num_hot, 2] = u, chunk, num
+            num_hot += 1
+            chunk += num
+    at = 0
+    while num_hot > 0:
+        level = sizes[9]
+        num_chunks = extra = 0
+        for h in range(num_hot):
+            num_chunks += 1 + hot[h, 2]
+            extra += hot[h, 2] // LONGEST
+        chunks = out[at : at + num_chunks]
+        at += num_chunks
+        starts = out[at : at + num_hot + extra + 1]
+        at += num_hot + extra + 1
+        replaced = out[at : at + num_hot]
+        at += num_hot
+        sizes[10 + 3 * level] = len(chunks)
+        sizes[11 + 3 * level] = len(starts)
+        sizes[12 + 3 * level] = len(replaced)
+        sizes[9] = level + 1
+        num_hot = _fill_level(hot, num_hot, chunks, starts, replaced)
+
+
+@compiled
+def _fill_level(
+    hot: npt.NDArray[np.int64],
+    num_hot: int,
+    chunks: Positions,
+    starts: Positions,
+    replaced: Positions,
+) -> int:
+    """Write one level; replace ``hot`` by what the next one sums, return its number."""
+    at = 0
+    for h in range(num_hot):
+        starts[h], replaced[h] = at, hot[h, 0]
+        chunks[at] = hot[h, 0]
+        at += 1
+        for i in range(min(hot[h, 2], LONGEST - 1)):
+            chunks[at] = hot[h, 1] + i
+            at += 1
+    num_next, chunk = 0, num_hot
+    for h in range(num_hot):
+        first, begun = hot[h, 1], LONGEST - 1
+        num = hot[h, 2] // LONGEST
+        for i in range(begun, hot[h, 2]):
+            if (i - begun) % LONGEST == 0:
+                starts[chunk + (i - begun) // LONGEST] = at
+            chunks[at] = first + i
+            at += 1
+        if num > 0:
+            hot[num_next, 0], hot[num_next, 1], hot[num_next, 2] = h, chunk, num
+            num_next += 1
+            chunk += num
+    starts[chunk] = at
+    return num_next
