@@ -1,12 +1,10 @@
 """From rows to one vector per bag, and from its gradient back to the rows.
 
-    pooled[b]            = scale(b) * sum of w[j] * rows[inverse[j]] for j in bag b
-    gradient of rows[u]  = sum over every occurrence j of u of scale(b) * w[j] * grad[b]
-    gradient of w[j]     = scale(b) * (rows[inverse[j]] . grad[b])
+    pooled[b]            = scale(b) * sum of rows[inverse[j]] for j in bag b
+    gradient of rows[u]  = sum over every occurrence j of u of scale(b) * grad[b]
 
-scale is 1 (sum), 1 / n (mean) or 1 / sqrt(n) (sqrt) for a bag of n ids, weighted or
-not, as fbgemm's; w[j] is 1 without weights. All features of a batch stand side by side
-in one array, each in its own columns:
+scale is 1 (sum), 1 / n (mean) or 1 / sqrt(n) (sqrt) for a bag of n ids, as fbgemm's.
+All features of a batch stand side by side in one array, each in its own columns:
 
     sample 0  | feature 0 | feature 1 | ...         a block of samples
     sample 1  |           |           |             is walked feature by feature
@@ -25,7 +23,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.jit.compiled import compiled, inlined, read_only
+from persia_torchrec.jit.compiled import compiled, inlined
 from persia_torchrec.jit.intrinsics import floats_at, load_u32, prefetch
 from persia_torchrec.lookup.bags import POOLINGS, Lengths, Pooling
 from persia_torchrec.routing.shard import Positions, unique_ids
@@ -71,20 +69,6 @@ def add_gradients(grads_BT: Floats, features: Sequence[FeatureBags]) -> None:
     """Add the gradient of each bag, float32 ``(B, T)``, to the ``rows`` in it."""
     plan_F7, _kept = _plan(features)
     _add_gradients(np.ascontiguousarray(grads_BT), plan_F7)
-
-
-def weighted_gradients(
-    grads_BD: Floats, bags: FeatureBags, weights_L: Floats
-) -> tuple[Floats, Floats]:
-    """Return the gradients of the rows, ``(U, D)``, and of the weights, ``(L,)``."""
-    return _weighted_gradients(
-        read_only(grads_BD),
-        read_only(bags.rows),
-        read_only(weights_L),
-        read_only(bags.inverse),
-        read_only(bags.lengths),
-        POOLINGS.index(bags.pooling),
-    )
 
 
 def warm_up() -> None:
@@ -206,31 +190,3 @@ def _add_gradients(grads_BT: Floats, plan_F7: Plan) -> None:
                     for d in range(dim):
                         row[d] += scale * grad[d]
             cursors_F[f] = j
-
-
-@compiled
-def _weighted_gradients(
-    grads_BD: Floats,
-    rows_UD: Floats,
-    weights_L: Floats,
-    inverse_L: Positions,
-    lengths_B: Lengths,
-    pooling: int,
-) -> tuple[Floats, Floats]:
-    dim = rows_UD.shape[1]
-    of_rows_UD = np.zeros(rows_UD.shape, dtype=np.float32)
-    of_weights_L = np.empty(len(inverse_L), dtype=np.float32)
-    j = 0
-    for b in range(len(lengths_B)):
-        grad = grads_BD[b]
-        scale = scale_of(lengths_B[b], pooling)
-        for _ in range(lengths_B[b]):
-            u, factor = inverse_L[j], scale * weights_L[j]
-            row, out = rows_UD[u], of_rows_UD[u]
-            dot = np.float32(0)
-            for d in range(dim):
-                dot += row[d] * grad[d]
-                out[d] += factor * grad[d]
-            of_weights_L[j] = scale * dot
-            j += 1
-    return of_rows_UD, of_weights_L
