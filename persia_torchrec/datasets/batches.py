@@ -20,7 +20,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from torchrec.streamable import Pipelineable
 
-from persia_torchrec.datasets.transfer import empty_pinned, pin
+from persia_torchrec.datasets.transfer import copy_of, empty_pinned, pin
 from persia_torchrec.errors import BatchError
 from persia_torchrec.lookup.bags import Bags, JaggedIds, Lengths
 
@@ -179,11 +179,11 @@ def _copy(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """Return a copy on the same device; of the weights in the autograd graph."""
     parts = kjt.weights_or_none(), kjt.lengths_or_none(), kjt.offsets_or_none()
     with torch.enable_grad():  # pipelines begin pulls without
-        copies = [part if part is None else part.clone() for part in parts]
+        copies = [part if part is None else copy_of(part) for part in parts]
     strides = kjt.stride_per_key_per_rank() if kjt.variable_stride_per_key() else None
     return KeyedJaggedTensor(
         kjt.keys(),
-        kjt.values().clone(),
+        copy_of(kjt.values()),
         *copies,
         stride=None if strides is not None else kjt.stride(),
         stride_per_key_per_rank=strides,
@@ -245,7 +245,7 @@ def to_jagged_ids(kjt: KeyedJaggedTensor, keys: Iterable[str]) -> Mapping[str, B
     """
     require_ids(kjt)
     ids_L = kjt.values().to("cpu", torch.int64).numpy().view(np.uint64)
-    flat = kjt.lengths().to("cpu", torch.int32, copy=True).numpy()
+    flat = kjt.lengths().to("cpu").numpy().astype(np.int32)
     num_bags_K = np.array(kjt.stride_per_key(), dtype=np.int64)
     bag_starts = np.concatenate([[0], np.cumsum(num_bags_K)])
     num_ids_K = _sums(flat, num_bags_K, bag_starts)

@@ -8,10 +8,11 @@ it again. Where there is none left to pin, pageable memory does: copies then wai
 """
 
 import contextlib
+import ctypes
 import functools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -39,7 +40,27 @@ def pin(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the host in pinned memory; others as they are."""
     if tensor.device.type != "cpu" or tensor.is_pinned():
         return tensor
-    return empty_pinned(tensor.shape, tensor.dtype).copy_(tensor)
+    return _copied(tensor, empty_pinned)
+
+
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy on the same device, in the autograd graph if the tensor is."""
+    if tensor.device.type != "cpu" or tensor.requires_grad:
+        return tensor.clone()
+    return _copied(tensor, torch.empty)
+
+
+def _copied(tensor: torch.Tensor, make: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """Copy a tensor of the host by one thread.
+
+    Those of torch's pool spin for milliseconds when they have copied a part of it, on
+    cores that servers of the same host need.
+    """
+    copy = make(tensor.shape, dtype=tensor.dtype)
+    if tensor.is_contiguous():
+        ctypes.memmove(copy.data_ptr(), tensor.data_ptr(), tensor.nbytes)
+        return copy
+    return copy.copy_(tensor.detach())
 
 
 def uses_gpu() -> bool:
