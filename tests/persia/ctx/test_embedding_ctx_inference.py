@@ -180,7 +180,9 @@ def test_settings_that_cannot_work_are_refused():
         InferCtx([])
     with pytest.raises(ConfigError, match=r"'tcp://host:port'.*tcp://nonsense"):
         InferCtx(["nonsense"])
-    with pytest.raises(ConfigError, match="device_id must be a CUDA device"):
+    with pytest.raises(
+        ConfigError, match="device_id must be the index of a CUDA device"
+    ):
         InferCtx(["127.0.0.1:1"], device_id=99)
     with pytest.raises(ConfigError, match="timeout_s must be > 0"):
         InferCtx(["127.0.0.1:1"], timeout_s=0)

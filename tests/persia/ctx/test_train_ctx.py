@@ -344,7 +344,10 @@ class TestSettings:
         ("settings", "message"),
         [
             ({"mixed_precision": True}, r"mixed_precision must be False on the CPU"),
-            ({"device_id": 99}, r"device_id must be a CUDA device.*Received: 99"),
+            (
+                {"device_id": 99},
+                r"device_id must be the index of a CUDA device.*Received: 99",
+            ),
             ({"grad_scalar_update_factor": 1}, r"factor must be > 1.*Received: 1"),
             ({"backward_buffer_size": 0}, r"ward_buffer_size must be >= 1.*: 0"),
             ({"backward_workers_size": 0}, r"workers_size must be >= 1.*: 0"),
