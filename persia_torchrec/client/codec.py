@@ -283,18 +283,16 @@ class Asked:
 
     def rows(self) -> list[Floats]:
         """Wait for the rows: float32 ``(U, W)`` per group, read-only."""
-        return self._request.merge(self._frames(), self._precision)
+        return self._request.merge(self._repeat(self._frames), self._precision)
 
     def write(self, rows: Sequence[npt.NDArray[np.generic]]) -> list[int]:
         """Wait for the rows, and write them; see :meth:`RowRequest.merge_into`."""
-        return self._request.merge_into(rows, self._frames(), self._precision)
+        frames = self._repeat(self._frames)
+        return self._request.merge_into(rows, frames, self._precision)
 
     def _frames(self) -> list[Frames]:
-        def ask() -> list[Frames]:
-            replies, self._replies = self._replies or self._send(), []
-            return [reply.frames() for reply in replies]
-
-        return self._repeat(ask)
+        replies, self._replies = self._replies or self._send(), []
+        return [reply.frames() for reply in replies]
 
 
 class _Received(NamedTuple):

@@ -213,12 +213,15 @@ def watched(walk: Walk, loop):
 def test_a_lookup_passes_few_files_and_functions(walks):
     walk, _ = walks
     assert walk.num_hand_overs() == 2
-    assert len(walk.files) <= 28  # two keep requests whole, and know those repeated
-    assert len(walk.hops) <= 56  # three repeat what a server has lost, one has blocks
+    # Two keep requests whole, and know those repeated; one copies without torch's pool.
+    assert len(walk.files) <= 29
+    # Three repeat what a server has lost, one has blocks; three ask before they wait, so
+    # that an index is built meanwhile; routes, copies and replies are of all tables.
+    assert len(walk.hops) <= 68
 
 
 def test_a_gradient_passes_few_files_and_functions(walks):
     _, walk = walks
     assert walk.num_hand_overs() == 2
     assert len(walk.files) <= 31  # gradients leave a device on their way
-    assert len(walk.hops) <= 55
+    assert len(walk.hops) <= 60  # what shapes and bags a group has, not each table

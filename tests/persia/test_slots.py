@@ -167,15 +167,15 @@ def test_the_slots_of_a_batch_alone_are_asked_for_in_its_order(lookup, keys):
     for output, other in zip(outputs, expected, strict=True):
         np.testing.assert_array_equal(output, other)
     tables = {f.table for f in FEATURES if f.key in keys}
-    assert {name for name, _ in handle.tables} == tables
+    assert {name for group in handle.groups for name in group.tables} == tables
     assert missed(lookup.push(handle, outputs)) == 0
 
 
 def test_ids_beyond_the_places_are_not_looked_up(lookup):
     batch = {f.key: [[1, 2, 3, 4, 5]] for f in FEATURES} | {"pooled": [[]]}
     _, handle = pull(lookup, batch | {"alone": [[]]}, BatchNumber(1, 1))
-    (shared, _) = (ids.ids for _, ids in handle.tables)
-    assert sorted(shared.tolist()) == [id_ + PREFIX["prefix"] for id_ in (1, 2)]
+    shared, _ = handle.groups  # of one dim each
+    assert sorted(shared.ids.tolist()) == [id_ + PREFIX["prefix"] for id_ in (1, 2)]
 
 
 @pytest.mark.parametrize("num_samples", [0, 2])
