@@ -220,24 +220,37 @@ class RowRequest(NamedTuple):
 
         They are views of the reply if there is one.
         """
-        sizes = [
-            (len(group.ids), width)
-            for group, width in zip(self.groups, self.widths, strict=True)
-        ]
         if len(replies) == 1 and precision is Precision.FP32:
-            _, pieces, _ = self.read(0, replies[0], precision)
-            rows = [
-                piece.view(np.float32).reshape(size)
-                if piece.flags.aligned  # a small frame may begin anywhere in memory
-                else piece.copy().view(np.float32).reshape(size)
-                for piece, size in zip(pieces, sizes, strict=True)
-            ]
+            rows = [of_group[0] for of_group in self.pieces(replies, precision)]
         else:
-            rows = [np.empty(size, dtype=np.float32) for size in sizes]
+            rows = [
+                np.empty((len(group.ids), width), dtype=np.float32)
+                for group, width in zip(self.groups, self.widths, strict=True)
+            ]
             self.merge_into(rows, replies, precision)
         for rows_UW in rows:
             rows_UW.flags.writeable = False
         return rows
+
+    def pieces(
+        self, replies: Sequence[Frames], precision: Precision
+    ) -> list[list[Floats]]:
+        """Return the rows of each group as arrays ``(N, W)``, one after the other.
+
+        They are views of the replies where these are float32, one of each server.
+        """
+        if precision is not Precision.FP32:
+            return [[rows_UW] for rows_UW in self.merge(replies, precision)]
+        of_servers = [
+            self.read(server, reply, precision).pieces
+            for server, reply in enumerate(replies)
+        ]
+        return [
+            [_as_rows(piece, width) for piece in of_group]
+            for of_group, width in zip(
+                zip(*of_servers, strict=True), self.widths, strict=True
+            )
+        ]
 
     def merge_into(
         self,
@@ -285,6 +298,10 @@ class Asked:
         """Wait for the rows: float32 ``(U, W)`` per group, read-only."""
         return self._request.merge(self._repeat(self._frames), self._precision)
 
+    def pieces(self) -> list[list[Floats]]:
+        """Wait for the rows where they are; see :meth:`RowRequest.pieces`."""
+        return self._request.pieces(self._repeat(self._frames), self._precision)
+
     def write(self, rows: Sequence[npt.NDArray[np.generic]]) -> list[int]:
         """Wait for the rows, and write them; see :meth:`RowRequest.merge_into`."""
         frames = self._repeat(self._frames)
@@ -301,6 +318,14 @@ class _Received(NamedTuple):
     slices: list[slice]
     pieces: list[npt.NDArray[np.generic]]
     exponent: int
+
+
+def _as_rows(numbers: npt.NDArray[np.generic], width: int) -> Floats:
+    """View float32 of a reply as rows; a small frame may begin anywhere in memory."""
+    if not numbers.flags.aligned:
+        numbers = numbers.copy()
+    rows: Floats = numbers.view(np.float32).reshape(-1, width)
+    return rows
 
 
 def _joined(pieces: Sequence[Floats]) -> Floats:

@@ -10,7 +10,8 @@ All features of a batch stand side by side in one array, each in its own columns
     sample 1  |           |           |             is walked feature by feature
 
 The array is larger than the caches. So the loops walk it in its own order, a few
-samples at a time, with a cursor into the ids of each feature, and prefetch rows.
+samples at a time, with a cursor into the ids of each feature, and prefetch rows. Rows
+are found by address, and so lie where the replies of servers have them.
 
 Dimensions: B samples, F features, L ids of one feature, U unique ids of its table, D
 embedding dim, T sum of the dims of all features.
@@ -24,7 +25,14 @@ import numpy as np
 import numpy.typing as npt
 
 from persia_torchrec.jit.compiled import compiled, inlined
-from persia_torchrec.jit.intrinsics import floats_at, load_u32, prefetch
+from persia_torchrec.jit.intrinsics import (
+    copy_bytes,
+    floats_at,
+    load_u32,
+    load_u64,
+    prefetch,
+    store_u64,
+)
 from persia_torchrec.lookup.bags import POOLINGS, Lengths, Pooling
 from persia_torchrec.routing.shard import Positions, unique_ids
 from persia_torchrec.rpc import float_codec
@@ -43,14 +51,55 @@ _BYTES_AHEAD = 512  # of rows that are on their way at once
 # Columns of a plan, a row per feature; the first, second and fourth are addresses.
 _ROWS, _INVERSE, _NUM_IDS, _LENGTHS, _ROW_BYTES, _POOLING, _COLUMN_BYTES = range(7)
 _ONE = np.uint64(1)
-_4 = np.uint64(4)
+_4, _8 = np.uint64(4), np.uint64(8)
 _LINE = np.uint64(64)
+_UNWRITTEN = _ONE  # a bit of an address that float32 leave free
+
+
+class Rows(NamedTuple):
+    """Rows of one dim in the order of their ids, in one array or several.
+
+    Attributes:
+        dim: float32 per row.
+        addresses: uint64 ``(U,)``: where each row is; odd for one that has not been
+            written, which the first gradient overwrites.
+        pieces: the arrays, which must outlive the addresses.
+    """
+
+    dim: int
+    addresses: npt.NDArray[np.uint64]
+    pieces: Sequence[Floats]
+
+    @classmethod
+    def of(cls, pieces: Sequence[Floats], *, written: bool = True) -> "Rows":
+        """Find the rows of float32 ``(N, D)``, C-contiguous, one after the other."""
+        dim = pieces[0].shape[1]
+        starts, nums = [], []
+        for piece in pieces:
+            assert piece.flags.c_contiguous, "rows follow one another"
+            starts.append(_address(piece))
+            nums.append(len(piece))
+        addresses_U = np.empty(sum(nums), dtype=np.uint64)
+        of_pieces = np.array(starts, dtype=np.uint64), np.array(nums, dtype=np.uint64)
+        tag = np.uint64(0) if written else _UNWRITTEN
+        _find_rows(*of_pieces, np.uint64(4 * dim), tag, addresses_U)
+        return cls(dim, addresses_U, pieces)
+
+    def take(self, inverse_L: Positions) -> Floats:
+        """Return the row of each id, float32 ``(L, D)``."""
+        out_LD = np.empty((len(inverse_L), self.dim), dtype=np.float32)
+        _take(self.addresses, np.ascontiguousarray(inverse_L), out_LD)
+        return out_LD
+
+    def clear_unwritten(self) -> None:
+        """Write zeros where no gradient came."""
+        _clear_unwritten(self.addresses, self.dim)
 
 
 class FeatureBags(NamedTuple):
     """The bags of one feature, and the rows in them, or the sums of their gradients."""
 
-    rows: Floats  # float32 (U, D), C-contiguous, of the feature's table
+    rows: Rows  # (U, D), of the feature's table
     inverse: Positions  # int32 (L,): which row each id is
     lengths: Lengths  # int32 (B,): ids per bag, of the sum L
     pooling: Pooling
@@ -58,7 +107,7 @@ class FeatureBags(NamedTuple):
 
 def pool(features: Sequence[FeatureBags], num_samples: int) -> Floats:
     """Pool the bags of all features, in their order; float32 ``(B, T)``."""
-    width = sum([feature.rows.shape[1] for feature in features])
+    width = sum([feature.rows.dim for feature in features])
     out_BT = np.empty((num_samples, width), dtype=np.float32)
     plan_F7, _kept = _plan(features)
     _pool(plan_F7, out_BT)
@@ -66,7 +115,10 @@ def pool(features: Sequence[FeatureBags], num_samples: int) -> Floats:
 
 
 def add_gradients(grads_BT: Floats, features: Sequence[FeatureBags]) -> None:
-    """Add the gradient of each bag, float32 ``(B, T)``, to the ``rows`` in it."""
+    """Add the gradient of each bag, float32 ``(B, T)``, to the ``rows`` in it.
+
+    Of rows that were not written, the first gradient is the sum so far.
+    """
     plan_F7, _kept = _plan(features)
     _add_gradients(np.ascontiguousarray(grads_BT), plan_F7)
 
@@ -75,7 +127,9 @@ def warm_up() -> None:
     """Compile, or load, the loops of a lookup; the first time on a machine is slow."""
     float_codec.warm_up()
     unique = unique_ids(np.array([1, 2, 1], dtype=np.uint64), num_shards=2)
-    rows = np.zeros((2, 4), dtype=np.float32)
+    rows = Rows.of([np.zeros((2, 4), dtype=np.float32)], written=False)
+    rows.clear_unwritten()
+    rows.take(unique.inverse)
     lengths = np.array([3], dtype=np.int32)
     bags = [FeatureBags(rows, unique.inverse, lengths, "sum")]
     add_gradients(pool(bags, 1), bags)
@@ -83,26 +137,68 @@ def warm_up() -> None:
 
 def _plan(features: Sequence[FeatureBags]) -> tuple[Plan, list[object]]:
     """Return what the loops need to know of each feature, and what must outlive it."""
-    plan = np.empty((len(features), 7), dtype=np.uint64)
+    plan: list[tuple[int, ...]] = []
     kept: list[object] = []
     column_bytes = 0
-    for f, (rows_UD, inverse_L, lengths_B, pooling) in enumerate(features):
-        assert rows_UD.flags.c_contiguous, "rows follow one another"
+    for rows, inverse_L, lengths_B, pooling in features:
         inverse_L = np.ascontiguousarray(inverse_L)
         lengths_B = np.ascontiguousarray(lengths_B)
         kept += inverse_L, lengths_B
-        row_bytes = 4 * rows_UD.shape[1]
-        plan[f] = (
-            rows_UD.ctypes.data,
-            inverse_L.ctypes.data,
-            len(inverse_L),
-            lengths_B.ctypes.data,
-            row_bytes,
-            POOLINGS.index(pooling),
-            column_bytes,
+        row_bytes = 4 * rows.dim
+        plan.append(
+            (
+                _address(rows.addresses),
+                _address(inverse_L),
+                len(inverse_L),
+                _address(lengths_B),
+                row_bytes,
+                POOLINGS.index(pooling),
+                column_bytes,
+            )
         )
         column_bytes += row_bytes
-    return plan, kept
+    return np.array(plan, dtype=np.uint64).reshape(-1, 7), kept
+
+
+def _address(array: npt.NDArray[np.generic]) -> int:
+    """Return where an array begins; faster than by ``ctypes``."""
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+@compiled
+def _find_rows(
+    starts_N: Plan, nums_N: Plan, row_bytes: np.uint64, tag: np.uint64, out_U: Plan
+) -> None:
+    u = 0
+    for n in range(len(starts_N)):
+        address = starts_N[n] | tag
+        for _ in range(nums_N[n]):
+            out_U[u] = address
+            address += row_bytes
+            u += 1
+
+
+@compiled
+def _clear_unwritten(addresses_U: Plan, dim: int) -> None:
+    for u in range(len(addresses_U)):
+        if addresses_U[u] & _UNWRITTEN:
+            addresses_U[u] ^= _UNWRITTEN
+            row = numba.carray(floats_at(addresses_U[u]), (dim,))
+            for d in range(dim):
+                row[d] = np.float32(0)
+
+
+@compiled
+def _take(addresses_U: Plan, inverse_L: Positions, out_LD: Floats) -> None:
+    dim = out_LD.shape[1]
+    row_bytes = np.uint64(4 * dim)
+    out, ahead = np.uint64(out_LD.ctypes.data), max(_BYTES_AHEAD // (4 * dim), 1)
+    for j in range(len(inverse_L)):
+        if j + ahead < len(inverse_L):
+            _prefetch(addresses_U[inverse_L[j + ahead]], row_bytes)
+        copy_bytes(out, addresses_U[inverse_L[j]], row_bytes)
+        out += row_bytes
 
 
 @compiled
@@ -117,20 +213,23 @@ def scale_of(length: np.int32, pooling: int) -> np.float32:
 
 @inlined
 def _row_at(plan_F7: Plan, f: int, j: np.uint64) -> np.uint64:
-    """Return the address of the row of a feature's ``j``-th id."""
-    row = load_u32(plan_F7[f, _INVERSE] + _4 * j)
-    return plan_F7[f, _ROWS] + row * plan_F7[f, _ROW_BYTES]
+    """Return where the address of the row of a feature's ``j``-th id is."""
+    return plan_F7[f, _ROWS] + _8 * load_u32(plan_F7[f, _INVERSE] + _4 * j)
+
+
+@inlined
+def _prefetch(address: np.uint64, num_bytes: np.uint64) -> None:
+    end = address + num_bytes
+    while address < end:
+        prefetch(address)
+        address += _LINE
 
 
 @inlined
 def _prefetch_row(plan_F7: Plan, f: int, j: np.uint64) -> None:
     """Prefetch the row of a feature's ``j``-th id, if there are so many."""
     if j < plan_F7[f, _NUM_IDS]:
-        address = _row_at(plan_F7, f, j)
-        end = address + plan_F7[f, _ROW_BYTES]
-        while address < end:
-            prefetch(address)
-            address += _LINE
+        _prefetch(load_u64(_row_at(plan_F7, f, j)), plan_F7[f, _ROW_BYTES])
 
 
 @compiled
@@ -151,7 +250,8 @@ def _pool(plan_F7: Plan, out_BT: Floats) -> None:
                 pooled = numba.carray(floats_at(target), (dim,))
                 for i in range(length):
                     _prefetch_row(plan_F7, f, j + ahead)
-                    row = numba.carray(floats_at(_row_at(plan_F7, f, j)), (dim,))
+                    address = load_u64(_row_at(plan_F7, f, j))
+                    row = numba.carray(floats_at(address), (dim,))
                     j += _ONE
                     for d in range(dim):
                         pooled[d] = row[d] if i == 0 else pooled[d] + row[d]
@@ -163,6 +263,22 @@ def _pool(plan_F7: Plan, out_BT: Floats) -> None:
                     for d in range(dim):
                         pooled[d] *= scale
             cursors_F[f] = j
+
+
+@inlined
+def _add_row(at: np.uint64, scale: np.float32, grad_D: Floats) -> None:
+    """Add a gradient to the row whose address is at ``at``, or write it there."""
+    address = load_u64(at)
+    if address & _UNWRITTEN:
+        address ^= _UNWRITTEN
+        store_u64(at, address)
+        row = numba.carray(floats_at(address), grad_D.shape)
+        for d in range(len(grad_D)):
+            row[d] = np.float32(0) + scale * grad_D[d]
+    else:
+        row = numba.carray(floats_at(address), grad_D.shape)
+        for d in range(len(grad_D)):
+            row[d] += scale * grad_D[d]
 
 
 @compiled
@@ -185,8 +301,7 @@ def _add_gradients(grads_BT: Floats, plan_F7: Plan) -> None:
                 scale = scale_of(np.int32(length), pooling)
                 for _ in range(length):
                     _prefetch_row(plan_F7, f, j + ahead)
-                    row = numba.carray(floats_at(_row_at(plan_F7, f, j)), (dim,))
+                    at = _row_at(plan_F7, f, j)
                     j += _ONE
-                    for d in range(dim):
-                        row[d] += scale * grad[d]
+                    _add_row(at, scale, grad)
             cursors_F[f] = j

@@ -178,7 +178,7 @@ class RoutedBatch:
         return np.concatenate([group.ids[start:stop] for start, stop in ranges])
 
     def bags(
-        self, rows: Sequence[Floats], features: Iterable[int], *, each_id: bool
+        self, rows: Sequence[pooling.Rows], features: Iterable[int], *, each_id: bool
     ) -> list[pooling.FeatureBags]:
         """Return the bags of some features over rows, or sums of gradients, by group.
 
@@ -243,9 +243,10 @@ def _add_up_table(
     starts = np.cumsum([0, *(len(split.ids) for split in found)])
     for server, start in enumerate(np.cumsum([0, *num_ids[:-1]]).tolist()):
         inverse_L[start : start + num_ids[server]] += np.int32(starts[server])
-    sums_UD = np.zeros((int(starts[-1]), grads_LD.shape[1]), dtype=np.float32)
+    sums_UD = np.empty((int(starts[-1]), grads_LD.shape[1]), dtype=np.float32)
     ones_L = np.ones(len(grads_LD), dtype=np.int32)
-    bags = pooling.FeatureBags(sums_UD, inverse_L, ones_L, "sum")
+    rows = pooling.Rows.of([sums_UD], written=False)
+    bags = pooling.FeatureBags(rows, inverse_L, ones_L, "sum")
     pooling.add_gradients(grads_LD, [bags])
     ids_U = np.concatenate([split.ids for split in found])
     return ShardedIds(ids_U, starts, inverse_L), sums_UD
@@ -320,7 +321,7 @@ class ShardedLookup:
             for num, output in zip(batch.num_bags, batch.features.outputs, strict=True)
         ]
 
-    def outputs_of(self, rows: Sequence[Floats], batch: RoutedBatch) -> Outputs:
+    def outputs_of(self, rows: Sequence[pooling.Rows], batch: RoutedBatch) -> Outputs:
         """Make what the model is given out of the read-only rows, per group."""
         return tuple(
             [
@@ -333,10 +334,13 @@ class ShardedLookup:
 
     def row_gradients(self, grads: Outputs, batch: RoutedBatch) -> Sequence[Floats]:
         """Return the gradient of each group's rows ``(U, D)``."""
-        sums = [np.zeros(shape, dtype=np.float32) for shape in batch.row_shapes]
+        sums = [np.empty(shape, dtype=np.float32) for shape in batch.row_shapes]
+        rows = [pooling.Rows.of([sums_UD], written=False) for sums_UD in sums]
         for grad, output in zip(grads, batch.features.outputs, strict=True):
-            bags = batch.bags(sums, output, each_id=self.each_id)
+            bags = batch.bags(rows, output, each_id=self.each_id)
             pooling.add_gradients(grad, bags)
+        for of_group in rows:
+            of_group.clear_unwritten()
         return sums
 
     def pull(
@@ -355,14 +359,12 @@ class ShardedLookup:
     def fetch(self, batch: RoutedBatch) -> Outputs:
         """Fetch the rows of a batch; to do so twice changes no more than once."""
         with self._timed("lookup_rpc_time_cost_sec"):
-            rows = self.client.pull(
-                batch.groups,
-                batch=batch.number,
-                precision=self.precision,
-                counts=batch.counts,
+            asked = self.client.begin_pull(
+                batch.groups, batch.number, self.precision, batch.counts
             )
+            pieces = asked.pieces()
         with self._timed("lookup_postprocess_time_cost_sec"):
-            return self.outputs_of(rows, batch)
+            return self.outputs_of([*map(pooling.Rows.of, pieces)], batch)
 
     def push(self, batch: RoutedBatch, grads: Outputs) -> list[Reply]:
         """Send the gradients of a training batch; returns before they are applied."""
@@ -471,7 +473,7 @@ class SequenceLookup(ShardedLookup):
         """Return an output for each feature."""
         return [[f] for f in range(len(specs))]
 
-    def outputs_of(self, rows: Sequence[Floats], batch: RoutedBatch) -> Outputs:
+    def outputs_of(self, rows: Sequence[pooling.Rows], batch: RoutedBatch) -> Outputs:
         """Return the row of each id; faster than to pool bags of one id."""
         each = enumerate(batch.plan.group_of)
-        return tuple([rows[g].take(batch.inverse_of(f), axis=0) for f, g in each])
+        return tuple([rows[g].take(batch.inverse_of(f)) for f, g in each])

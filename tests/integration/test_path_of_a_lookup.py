@@ -213,10 +213,10 @@ def watched(walk: Walk, loop):
 def test_a_lookup_passes_few_files_and_functions(walks):
     walk, _ = walks
     assert walk.num_hand_overs() == 2
-    # Two keep requests whole, and know those repeated; one copies without torch's pool.
+    # Two keep requests whole, and know those repeated; one copies by one thread.
     assert len(walk.files) <= 29
-    # Three repeat what a server has lost, one has blocks; three ask before they wait, so
-    # that an index is built meanwhile; routes, copies and replies are of all tables.
+    # Three repeat what a server has lost, one has blocks; three ask before they wait,
+    # so that an index is built meanwhile; routes, copies and replies are of all tables.
     assert len(walk.hops) <= 68
 
 

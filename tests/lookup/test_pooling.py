@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persia_torchrec.lookup.bags import POOLINGS
-from persia_torchrec.lookup.pooling import FeatureBags, add_gradients, pool
+from persia_torchrec.lookup.pooling import FeatureBags, Rows, add_gradients, pool
 from tests.support import reference
 
 POOLING = st.sampled_from(POOLINGS)
@@ -22,8 +22,14 @@ def batches(draw):
         longest = draw(st.sampled_from([1, 4]))
         lengths = rng.integers(0, longest + 1, num_samples, dtype=np.int32)
         inverse = rng.integers(0, len(rows), lengths.sum(), dtype=np.int32)
-        features.append(FeatureBags(rows, inverse, lengths, draw(POOLING)))
+        pieces = np.split(rows, [rng.integers(0, len(rows) + 1)])  # of two servers
+        features.append(FeatureBags(Rows.of(pieces), inverse, lengths, draw(POOLING)))
     return features, num_samples
+
+
+def matrix(feature):
+    """The rows of a feature as one array."""
+    return np.concatenate(feature.rows.pieces)
 
 
 @given(batches())
@@ -31,7 +37,7 @@ def test_bags_are_pooled_as_the_reference_says(batch):
     features, num_samples = batch
     pooled = pool(features, num_samples)
     expected = [
-        reference.pool(f.rows[f.inverse], f.lengths, f.pooling) for f in features
+        reference.pool(matrix(f)[f.inverse], f.lengths, f.pooling) for f in features
     ]
     assert pooled.dtype == np.float32
     assert pooled.flags.c_contiguous
@@ -40,29 +46,36 @@ def test_bags_are_pooled_as_the_reference_says(batch):
     )
 
 
-@given(batches())
-def test_gradients_are_summed_over_every_occurrence_of_a_row(batch):
+@pytest.mark.parametrize("written", [True, False])
+@given(batch=batches())
+def test_gradients_are_summed_over_every_occurrence_of_a_row(batch, written):
     features, num_samples = batch
-    dims = [f.rows.shape[1] for f in features]
+    dims = [f.rows.dim for f in features]
     rng = np.random.default_rng(num_samples)
     grads = rng.standard_normal((num_samples, sum(dims))).astype(np.float32)
-    sums = [f._replace(rows=np.ones_like(f.rows)) for f in features]
+    ones = [np.ones_like(matrix(f)) for f in features]
+    sums = [
+        f._replace(rows=Rows.of([one], written=written))
+        for f, one in zip(features, ones, strict=True)
+    ]
     add_gradients(grads, sums)
+    for f in sums:
+        f.rows.clear_unwritten()
     of_features = np.split(grads, np.cumsum(dims)[:-1], axis=1)
-    for f, of_feature, added in zip(features, of_features, sums, strict=True):
-        expected = np.ones(f.rows.shape)
+    for f, of_feature, added in zip(features, of_features, ones, strict=True):
+        expected = np.full(added.shape, float(written))
         bag_of = np.repeat(np.arange(num_samples), f.lengths)
         for row, b in zip(f.inverse, bag_of, strict=True):
             expected[row] += reference.scale(f.lengths[b], f.pooling) * of_feature[b]
-        np.testing.assert_allclose(added.rows, expected, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(added, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_features_that_share_a_table_add_to_the_same_rows():
     rows = np.zeros((2, 1), dtype=np.float32)
     inverse, lengths = np.array([0, 1, 1], dtype=np.int32), np.ones(3, dtype=np.int32)
     features = [
-        FeatureBags(rows, inverse, lengths, "sum"),
-        FeatureBags(rows, inverse[::-1], lengths, "sum"),
+        FeatureBags(Rows.of([rows]), inverse, lengths, "sum"),
+        FeatureBags(Rows.of([rows]), inverse[::-1], lengths, "sum"),
     ]
     add_gradients(np.array([[1, 8], [2, 16], [4, 32]], dtype=np.float32), features)
     assert rows.tolist() == [[1 + 32], [2 + 4 + 8 + 16]]
@@ -72,7 +85,7 @@ def test_arrays_that_are_parts_of_others_are_read_right():
     rows = np.arange(12, dtype=np.float32).reshape(6, 2)
     inverse = np.arange(12, dtype=np.int32)[::4]  # 0, 4, 8
     lengths = np.array([[1, 9], [0, 9], [1, 9]], dtype=np.int32)[:, 0]
-    features = [FeatureBags(rows, inverse[:2], lengths, "mean")]
+    features = [FeatureBags(Rows.of([rows]), inverse[:2], lengths, "mean")]
     assert pool(features, 3).tolist() == [[0, 1], [0, 0], [8, 9]]
     grads = np.arange(12, dtype=np.float32).reshape(3, 4)[:, ::2]
     add_gradients(grads, features)
@@ -93,4 +106,11 @@ def test_an_id_counts_as_often_as_it_comes_and_an_empty_bag_gives_zeros(
     rows = np.array([[1, 2]], dtype=np.float32)
     inverse = np.zeros(5, dtype=np.int32)
     lengths = np.array([4, 0, 1], dtype=np.int32)
-    assert pool([FeatureBags(rows, inverse, lengths, pooling)], 3).tolist() == pooled
+    bags = FeatureBags(Rows.of([rows]), inverse, lengths, pooling)
+    assert pool([bags], 3).tolist() == pooled
+
+
+def test_a_row_is_taken_from_the_piece_that_has_it():
+    pieces = np.arange(4, dtype=np.float32).reshape(2, 2), np.full((1, 2), 9, "f4")
+    taken = Rows.of(pieces).take(np.array([2, 0, 1, 2], dtype=np.int32))
+    assert taken.tolist() == [[9, 9], [0, 1], [2, 3], [9, 9]]
