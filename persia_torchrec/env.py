@@ -15,6 +15,7 @@ empty variable counts as unset, for launchers that write out every variable.
     PERSIA_HTTP_TOKEN_FILE, PERSIA_HTTP_TOKEN  the same of clients of HTTP, another one
     PERSIA_ENCRYPT                             1: all connections of the job are
                                                encrypted
+    PERSIA_IO_THREADS                          threads of each ZeroMQ context; 1
     TORCHX_JOB_ID                              scheduler and id of the job (torchx)
     PERSIA_JOIN_TIMEOUT_S                      seconds for each wait of a start; 600
     PERSIA_CHECKPOINT_INTERVAL_S               seconds between automatic checkpoints
@@ -55,6 +56,7 @@ from typing import NamedTuple
 from persia_torchrec.errors import ConfigError
 
 MAX_PORT = 65_535
+MAX_IO_THREADS = 16
 JOIN_TIMEOUT_S = 600.0  # a cold compile, after an image has been pulled
 CHECKPOINT_INTERVAL_S = 600.0
 CHECKPOINT_DIR = "persia_checkpoints"
@@ -206,6 +208,17 @@ def encrypts() -> bool:
             ": none. Set PERSIA_JOB_TOKEN_FILE, or PERSIA_JOB_TOKEN."
         )
     return value == "1"
+
+
+def io_threads() -> int:
+    """Return how many I/O threads each ZeroMQ context of this process gets."""
+    value = text("PERSIA_IO_THREADS") or "1"
+    if value not in map(str, range(1, MAX_IO_THREADS + 1)):
+        raise ConfigError(
+            f"PERSIA_IO_THREADS must be an integer from 1 to {MAX_IO_THREADS}. "
+            f"Received: {value!r}."
+        )
+    return int(value)
 
 
 def draw_token() -> None:

@@ -74,7 +74,8 @@ class Listener:
     ) -> None:
         self._greeting = greeting
         self._known: set[bytes] = set()  # routing ids of admitted peers
-        self._context = zmq.Context()  # of its own: it has one doorkeeper
+        # Of its own: it has one doorkeeper.
+        self._context = zmq.Context(env.io_threads())
         self._next_log_s = 0.0
         # A client reconnects under its routing id, maybe before its loss is seen.
         options = {zmq.LINGER: 1000, zmq.ROUTER_HANDOVER: 1}
@@ -268,8 +269,12 @@ def open_socket(
     options: Mapping[zmq.SocketOption, int | bytes],
     context: "zmq.Context[zmq.Socket[bytes]] | None" = None,
 ) -> "zmq.Socket[bytes]":
-    """Return a socket with the limits of all connections, and other options."""
-    context = context or zmq.Context.instance()
+    """Return a socket with the limits of all connections, and other options.
+
+    Without a context it is of the process's, whose first socket fixes the number of I/O
+    threads. All bytes of one connection pass through one of them.
+    """
+    context = context or zmq.Context.instance(env.io_threads())
     socket: zmq.Socket[bytes] = context.socket(kind)
     for option, value in {**_LIMITS, **options}.items():
         socket.setsockopt(option, value)
