@@ -38,12 +38,13 @@ class Training:
         self._num_batches = 0
         self._rng = np.random.default_rng(7)
 
-    def train(self, *ids, table="item"):
+    def train(self, *ids, table="item", before_push=lambda: None):
         """Look ids up, and update them by random gradients."""
         number = BatchNumber(1, self._num_batches)
         self._num_batches += 1
         split = self.client.split(ids_of(*ids))
         [rows] = self.client.pull([(table, split)], batch=number)
+        before_push()
         grads = self._rng.standard_normal(rows.shape).astype(np.float32)
         self.client.outcome(self.client.push([(table, split)], [grads], number))
 
