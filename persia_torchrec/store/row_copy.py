@@ -394,8 +394,8 @@ class RowImport:
         ``tick`` is the last request's before the checkpoint, as its server counted.
         """
         store = self._store
-        layouts_T = np.stack([state.layout for state in store.states])
         for start in range(0, len(self._order), _TOUCHES):
+            layouts_T = np.stack([state.layout for state in store.states])
             some = self._order[start : start + _TOUCHES]
             num_words = (1 + recency.MARK_WORDS) * len(some)
             store.logs.make_room(store.arenas.directory, num_words)

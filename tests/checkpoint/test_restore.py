@@ -15,6 +15,8 @@ from persia_torchrec.routing.shard import is_of_shard
 from persia_torchrec.server.config import ServerConfig
 from tests.support.consistency import check_store
 from tests.support.increments import (
+    ITEM,
+    OTHER,
     Training,
     is_quiet,
     short_intervals,  # noqa: F401  # a fixture
@@ -163,6 +165,21 @@ def test_without_increments_the_newest_checkpoint_is_restored(training):
     assert store.num_rows == manifest.shards[0].num_rows
     assert found.base.created == manifest.created
     assert found.num_increments == 0
+
+
+def test_a_checkpoint_without_tables_is_restored_with_what_came_later(
+    servers, tmp_path
+):
+    training = Training(servers, tmp_path, specs=())
+    training.dump()
+    store, found = restored(training)
+    assert found.checkpoint.endswith("checkpoint-00000001")
+    assert store.num_rows == 0
+    training.client.add_tables([ITEM, OTHER])
+    train_on(training)
+    store, found = restored(training)
+    assert found.checkpoint.endswith("checkpoint-00000001")
+    assert has_rows_of(store, training)
 
 
 def test_without_anything_a_server_begins_anew(servers, tmp_path):

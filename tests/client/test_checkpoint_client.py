@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from persia_torchrec import Uniform
+from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.embedding.optim import SGD, Adagrad, Adam
 from persia_torchrec.errors import CheckpointError, RemoteError, ServerError
@@ -282,6 +283,28 @@ def test_empty_servers_can_be_dumped_and_loaded(servers, path):
     other.train(1)
     other.checkpoints.load(path)
     assert other.total("rows") == 0
+
+
+@pytest.mark.parametrize("num_servers", [1, 2, 3])
+def test_servers_without_tables_can_be_dumped_and_loaded(servers, path, num_servers):
+    job, other = Job(servers, 2, []), Job(servers, num_servers, [])
+    job.checkpoints.dump(path)
+    for replace in (True, False):
+        assert other.checkpoints.load(path, replace=replace).num_rows == 0
+    other.client.add_tables([SEEN])
+    other.checkpoints.load(path, replace=False)
+    other.train(1, 2, tables=[SEEN])
+    assert other.total("rows") == 2
+
+
+def test_a_delta_of_no_tables_is_written_and_loaded(servers, tmp_path):
+    logs = str(tmp_path / "logs")
+    job, other = Job(servers, 2, [], incremental_dir=logs), Job(servers, 1, [])
+    saved = job.checkpoints.dump(tmp_path / "run")
+    delta = job.checkpoints.start_delta(Folder(saved.path), timeout_s=DEADLINE_S)
+    assert [of_server.tables for of_server in delta.wait()] == [(), ()]
+    loaded = other.checkpoints.load(saved.path, increments=logs)
+    assert (loaded.num_rows, loaded.num_increments) == (0, 2)
 
 
 def test_files_are_as_long_as_their_rows(servers, path):

@@ -97,6 +97,13 @@ def test_any_number_of_servers_serves_what_was_trained(servers, trained, num_ser
     assert sum(client.num_rows()) == len(IDS)
 
 
+def test_a_checkpoint_without_tables_is_served(servers, tmp_path):
+    servers.client(servers.start(2)).checkpoints.dump(tmp_path / "run")
+    client = client_of(servers, servers.start(1, checkpoint=str(tmp_path / "run")))
+    assert client.learn_tables() == []
+    assert client.num_rows() == [0]
+
+
 def test_nothing_that_belongs_to_a_training_is_answered(servers, trained, tmp_path):
     folder, expected = trained
     client = client_of(servers, servers.start(2, checkpoint=folder))
