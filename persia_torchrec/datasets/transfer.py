@@ -43,6 +43,16 @@ def pin(tensor: torch.Tensor) -> torch.Tensor:
     return _copied(tensor, empty_pinned)
 
 
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor on a device, from the host by pinned memory: no thread waits.
+
+    It comes with the current stream. A copy from there to the host is waited for.
+    """
+    if device.type == "cpu":
+        return tensor.to(device)
+    return pin(tensor).to(device, non_blocking=True)
+
+
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy on the same device, in the autograd graph if the tensor is."""
     if tensor.device.type != "cpu" or tensor.requires_grad:

@@ -27,7 +27,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from persia_torchrec import env, timeouts
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
-from persia_torchrec.datasets.transfer import Array, Staging
+from persia_torchrec.datasets.transfer import Staging
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.implicit_member import join_job
@@ -45,11 +45,15 @@ from persia_torchrec.persia.config.global_config import (
 from persia_torchrec.persia.distributed import DistributedBaseOption
 from persia_torchrec.persia.embedding import EmbeddingConfig
 from persia_torchrec.persia.loader import LookupSettings
-from persia_torchrec.persia.slot_tensors import Slots, run_dense, slot_tensors
+from persia_torchrec.persia.slot_tensors import (
+    Slots,
+    StagedSlots,
+    run_dense,
+    slot_tensors,
+)
 from persia_torchrec.persia.worker.serving import ask_for_slots
 from persia_torchrec.persia.worker_client import WAIT, RemoteBatch, RemoteWorkers
 from persia_torchrec.pipeline.pipeline import BatchPipeline, PrefetchedBatch
-from persia_torchrec.routing.shard import Positions
 from persia_torchrec.sharding.backward_pass import AnswersAtEnd
 from persia_torchrec.sharding.collection import CollectionSpec
 from persia_torchrec.sharding.sharded_module import ShardedRemoteCollection
@@ -119,7 +123,7 @@ class ShardedSlots(ShardedRemoteCollection):
             slots.Slot(name=feature.name, dim=dim, num_places=feature.num_places)
             for feature, dim in zip(self.spec.features, self._dims, strict=True)
         ]
-        places: Sequence[Positions | torch.Tensor] = handle.places
+        places: Sequence[Any] = handle.places
         if isinstance(batch.outputs, StagedSlots):
             places = batch.outputs.places()
         return slot_tensors(of_config, handle.slots, tensors, places)
@@ -129,27 +133,6 @@ class ShardedSlots(ShardedRemoteCollection):
         if isinstance(batch.outputs, StagedSlots):
             return batch.outputs.embeddings()
         return super().on_device(batch)
-
-
-class StagedSlots:
-    """The embeddings of a batch on their way to a device, and the places of raw ids."""
-
-    def __init__(
-        self,
-        staging: Staging,
-        outputs: Sequence[Array],
-        places: Sequence[Positions],
-    ) -> None:
-        self._num = len(outputs)
-        self._staged = staging.start([*outputs, *places])
-
-    def embeddings(self) -> tuple[torch.Tensor, ...]:
-        """Make the current stream wait; return float32 as the worker gave it."""
-        return self._staged.wait()[: self._num]
-
-    def places(self) -> tuple[torch.Tensor, ...]:
-        """Make the current stream wait; return int32 ``(B, F)`` of each raw slot."""
-        return self._staged.wait()[self._num :]
 
 
 class StagingWorkers:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from persia_torchrec.datasets.transfer import Array, Staging, to_device
 from persia_torchrec.persia.slots import Slot, require_slots
 from persia_torchrec.routing.shard import Positions
 
@@ -27,7 +28,28 @@ Slots = dict[str, torch.Tensor]
 def dense_tensor(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     """Return an array as a tensor on a device; on the CPU it shares writable memory."""
     writable = array if array.flags.writeable else array.copy()
-    return torch.from_numpy(writable).to(device, non_blocking=True)
+    return to_device(torch.from_numpy(writable), device)
+
+
+class StagedSlots:
+    """The embeddings of a batch on their way to a device, and the places of raw ids."""
+
+    def __init__(
+        self,
+        staging: Staging,
+        outputs: Sequence[Array],
+        places: Sequence[Positions],
+    ) -> None:
+        self._num = len(outputs)
+        self._staged = staging.start([*outputs, *places])
+
+    def embeddings(self) -> tuple[torch.Tensor, ...]:
+        """Make the current stream wait; return float32 as the worker gave it."""
+        return self._staged.wait()[: self._num]
+
+    def places(self) -> tuple[torch.Tensor, ...]:
+        """Make the current stream wait; return int32 ``(B, F)`` of each raw slot."""
+        return self._staged.wait()[self._num :]
 
 
 def slot_tensors(
@@ -51,8 +73,7 @@ def slot_tensors(
         if slot.num_places:
             rows_ND, places_BF = next(rows)
             if not isinstance(places_BF, torch.Tensor):
-                places_BF = torch.from_numpy(places_BF)
-                places_BF = places_BF.to(rows_ND.device, non_blocking=True)
+                places_BF = to_device(torch.from_numpy(places_BF), rows_ND.device)
             tensors[slot.name] = pad_raw(rows_ND, places_BF)
         else:
             tensors[slot.name] = next(columns)

@@ -17,6 +17,7 @@ import torch
 
 from persia_torchrec import timeouts
 from persia_torchrec.client.client import EmbeddingClient
+from persia_torchrec.datasets.transfer import Staging
 from persia_torchrec.errors import (
     BatchError,
     NotReadyError,
@@ -33,7 +34,7 @@ from persia_torchrec.persia import slots
 from persia_torchrec.persia.batch import PersiaBatch, ReferencedBatch
 from persia_torchrec.persia.config.embedding_config import EmbeddingSchema
 from persia_torchrec.persia.loader import LookupSettings
-from persia_torchrec.persia.slot_tensors import Slots, slot_tensors
+from persia_torchrec.persia.slot_tensors import Slots, StagedSlots, slot_tensors
 from persia_torchrec.persia.worker.serving import require_dims
 from persia_torchrec.persia.worker_client import RemoteBatch, RemoteWorkers
 from persia_torchrec.server.cluster import EmbeddingCluster
@@ -44,8 +45,9 @@ _CPU = torch.device("cpu")
 _RETRY_S = 0.05
 _AWAY = {ServerError.__name__, NotReadyError.__name__}  # of what a worker asks
 
-Pulled = tuple[Outputs, RoutedBatch | RemoteBatch]
-"""The embeddings of a batch, on the CPU, and which of its slots they are for."""
+Pulled = tuple[Outputs | StagedSlots, RoutedBatch | RemoteBatch]
+"""The embeddings of a batch, on the CPU or on their way to a GPU, and which of its
+slots they are for."""
 
 
 class SlotsReader:
@@ -76,6 +78,7 @@ class SlotsReader:
         self._lock = threading.Lock()
         self._num_threads = 1  # guarded by _lock
         self._pool = ThreadPoolExecutor(1, "lookups")  # guarded by _lock
+        self._staging: Staging | None = None  # made under _lock
 
     def hello(
         self, timeout_s: float | None = None, *, of_any: bool = False
@@ -101,7 +104,7 @@ class SlotsReader:
         return self._slots or self._persist(partial(self.hello, of_any=True)).slots
 
     def look_up(self, batch: PersiaBatch | ReferencedBatch) -> Pulled:
-        """Look a batch up, or raise BatchError or ServerError."""
+        """Look a batch up, or raise BatchError or ServerError; begin to copy it."""
         source: Any = batch
         names = [slot.name for slot in self.all_slots()]
         if isinstance(batch, PersiaBatch):
@@ -113,17 +116,20 @@ class SlotsReader:
                 "A batch for inference must have its ids. Received: a batch of a "
                 "StreamingDataset, whose ids an embedding worker of a job holds."
             )
-        pulled: Pulled = self._persist(lambda: self._lookup.pull(source, None))
-        return pulled
+        outputs, handle = self._persist(lambda: self._lookup.pull(source, None))
+        if self.device.type not in Staging.DEVICES:
+            return outputs, handle
+        with self._lock:
+            staging = self._staging = self._staging or Staging(self.device)
+        return StagedSlots(staging, outputs, handle.places), handle
 
     def to_tensors(self, pulled: Pulled) -> Slots:
         """Return a tensor per slot, in the batch's order; see ``slot_tensors.py``."""
         outputs, handle = pulled
-        on_device = [
-            torch.from_numpy(output).to(self.device, non_blocking=True)
-            for output in outputs
-        ]
-        return slot_tensors(self.all_slots(), handle.slots, on_device, handle.places)
+        slots = self.all_slots(), handle.slots
+        if isinstance(outputs, StagedSlots):
+            return slot_tensors(*slots, outputs.embeddings(), outputs.places())
+        return slot_tensors(*slots, list(map(torch.from_numpy, outputs)), handle.places)
 
     def start_pull(
         self,

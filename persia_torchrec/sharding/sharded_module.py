@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any, ClassVar, NoReturn
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -35,6 +36,7 @@ from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
 from torchrec.optim.keyed import KeyedOptimizer
 
 from persia_torchrec.datasets.batches import JaggedBatch
+from persia_torchrec.datasets.transfer import to_device
 from persia_torchrec.errors import BatchError, ConfigError
 from persia_torchrec.pipeline.pipeline import BatchPipeline, PrefetchedBatch
 from persia_torchrec.sharding import state, torchrec_api
@@ -368,10 +370,18 @@ class ShardedRemoteEmbeddingBagCollection(ShardedRemoteCollection):
 
 
 class ShardedRemoteEmbeddingBag(ShardedRemoteEmbeddingBagCollection):
-    """A ``torch.nn.EmbeddingBag``: ids and offsets in, float32 ``(B, D)`` out."""
+    """A ``torch.nn.EmbeddingBag``: ids and offsets in, float32 ``(B, D)`` out.
+
+    Offsets end with the number of ids, or with the last bag's. Which of both is not
+    asked of a device: they get one more bag, which is dropped if it came out empty.
+    """
 
     weights_in: ClassVar[str] = ""  # its weight is the module's own
     unsharded_module_type = nn.EmbeddingBag
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._with_one_more: WeakSet[PrefetchedBatch[Any]] = WeakSet()
 
     def input_dist(
         self,
@@ -383,16 +393,18 @@ class ShardedRemoteEmbeddingBag(ShardedRemoteEmbeddingBagCollection):
         """Begin to pull flat ids with the offsets of their bags, or a bag per line."""
         if isinstance(input, PrefetchedBatch):
             return super().input_dist(ctx, input)
-        if input.dim() == 2 and offsets is None:
-            offsets = torch.arange(len(input) + 1) * input.shape[1]
+        has_lines = input.dim() == 2 and offsets is None
+        if has_lines:
+            starts = torch.arange(len(input) + 1, device=input.device)
+            offsets = starts * input.shape[1]
         if input.dim() > 2 or offsets is None:
             raise BatchError(
                 "An EmbeddingBag must be given ids (L,) with offsets, or (B, L). "
                 f"Received: {tuple(input.shape)}, offsets: {offsets}."
             )
-        input, offsets = input.reshape(-1), offsets.to(input.device)
-        if not len(offsets) or int(offsets[-1]) != len(input):  # torch's convention
-            offsets = torch.cat([offsets, offsets.new_tensor([len(input)])])
+        input, offsets = input.reshape(-1), to_device(offsets, input.device)
+        if not has_lines:
+            offsets = torch.cat([offsets, offsets.new_full((1,), len(input))])
         weights = per_sample_weights
         if self.spec.is_weighted:
             ones = torch.ones_like(input, dtype=torch.float32)
@@ -400,12 +412,25 @@ class ShardedRemoteEmbeddingBag(ShardedRemoteEmbeddingBagCollection):
         kjt = torchrec.KeyedJaggedTensor(
             [THE_FEATURE], input, weights=weights, offsets=offsets
         )
-        return super().input_dist(ctx, kjt)
+        return super().input_dist(ctx, self._begin(kjt, has_one_more=not has_lines))
 
+    @torch.compiler.disable
+    def _begin(
+        self, kjt: torchrec.KeyedJaggedTensor, *, has_one_more: bool
+    ) -> PrefetchedBatch[Any]:
+        batch = self.start(kjt, is_training=self.training and torch.is_grad_enabled())
+        if has_one_more:
+            self._with_one_more.add(batch)
+        return batch
+
+    @torch.compiler.disable
     def compute(self, ctx: object, batch: PrefetchedBatch[Any]) -> torch.Tensor:
         """Return the pooled rows alone."""
         pooled: torch.Tensor = super().compute(ctx, batch).values()
-        return pooled
+        if batch not in self._with_one_more:
+            return pooled
+        lengths_B = batch.source.features[THE_FEATURE].lengths  # on the host by now
+        return pooled if lengths_B[-1:].all() else pooled[:-1]
 
 
 class ShardedRemoteFeatureProcessedEmbeddingBagCollection(
@@ -475,7 +500,7 @@ class ShardedRemoteEmbeddingCollection(ShardedRemoteCollection):
                 values=rows_LD,
                 lengths=lengths[f],
                 offsets=offsets[f],
-                weights=ids if ids is None else ids.to(self._device, non_blocking=True),
+                weights=ids if ids is None else to_device(ids, self._device),
             )
         return sequences
 

@@ -13,8 +13,16 @@ from torchrec import KeyedJaggedTensor
 
 from persia_torchrec.datasets import transfer
 from persia_torchrec.datasets.batches import HostKeyedJaggedTensor, TorchRecBatch
-from persia_torchrec.datasets.transfer import Staging, ToHost, empty_pinned, join_arrays
+from persia_torchrec.datasets.transfer import (
+    Staging,
+    ToHost,
+    empty_pinned,
+    join_arrays,
+    to_device,
+)
+from persia_torchrec.persia.slot_tensors import dense_tensor
 from tests.support.places import CPU, CUDA, ON_GPU
+from tests.support.remote_job import META
 
 ARRAYS = [
     np.arange(6, dtype=np.float32).reshape(3, 2),
@@ -202,6 +210,17 @@ def test_a_batch_is_pinned_and_ids_that_stay_are_not(pinned, torchs_pins):
     stays = batch(HostKeyedJaggedTensor.of(kjt()))
     assert stays.pin_memory().id_features is stays.id_features
     assert len(torchs_pins) == 3
+
+
+def test_a_tensor_of_the_host_goes_to_a_device_by_pinned_memory(pinned):
+    tensor = torch.tensor([1, 2])
+    assert to_device(tensor, CPU) is tensor
+    assert not pinned
+    moved = to_device(tensor, META)
+    assert moved.device == META
+    assert to_device(moved, META) is moved
+    assert dense_tensor(np.zeros((2, 1), dtype=np.float32), META).device == META
+    assert [len(tensor) for tensor in pinned] == [2, 2]
 
 
 @pytest.mark.gpu

@@ -28,12 +28,15 @@ from persia_torchrec import (
     MultiHashEmbeddingBagCollection,
     Placement,
     RemoteEmbeddingBagCollectionSharder,
+    RemoteEmbeddingBagSharder,
     RemoteEmbeddingCollectionSharder,
     remote_sharders,
 )
 from persia_torchrec.data import DataLoader
 from persia_torchrec.datasets.transfer import Staging
 from persia_torchrec.persia.batch import IDTypeFeature, Label, PersiaBatch
+from persia_torchrec.persia.slots import SlotsLookup, build_features
+from persia_torchrec.serving.embeddings import SlotsReader
 from tests.support.local_job import Batches, LocalJob
 from tests.support.places import CPU
 from tests.support.remote_job import META, kjt_of
@@ -166,6 +169,22 @@ def test_a_collection_waits_for_no_device(job, case, is_scaled):
     assert spy.found == []
 
 
+@pytest.mark.parametrize("num_offsets", [3, 4])
+def test_an_embedding_bag_waits_for_no_device(job, num_offsets):
+    sharder = RemoteEmbeddingBagCollectionSharder(job.client, SGD(1.0), staleness=4)
+    bag = nn.Sequential(nn.EmbeddingBag(100, 4, mode="sum", device=META))
+    model = job.shard(bag, [RemoteEmbeddingBagSharder(sharder)]).module[0]
+    ids, offsets = torch.tensor([3, 1, 1, 7]), torch.tensor([0, 2, 2, 4])[:num_offsets]
+    (model(ids, offsets) + 0).sum().backward()
+    with Spy() as spy:
+        output = model(ids, offsets) + 0
+        output.sum().backward()
+    assert output.shape == (3, 4)
+    assert spy.num_operators > 10
+    assert spy.found == []
+    sharder.close()
+
+
 SLOTS = """
 feature_index_prefix_bit: 8
 slots_config:
@@ -181,6 +200,29 @@ class OverSlots(nn.Module):
 
     def forward(self, non_id_tensors, embeddings):
         return self.over(torch.cat([e.flatten(1) for e in embeddings], dim=1))
+
+
+def test_a_reader_of_slots_waits_for_no_device(tmp_path, monkeypatch):
+    monkeypatch.setattr(Staging, "DEVICES", {META.type})
+    samples = [ids_of(1, 2), ids_of(3)]
+    batch = PersiaBatch(
+        [IDTypeFeature(name, samples) for name in ("raw", "a")], requires_grad=False
+    )
+    with (
+        LocalJob(tmp_path, monkeypatch, SLOTS) as job,
+        job.train_ctx(OverSlots()),  # it adds the tables
+    ):
+        job.client.learn_tables()
+        lookup = SlotsLookup(job.client, build_features(job.schema))
+        reader = SlotsReader(lookup, META)
+        pulled = reader.look_up(batch)
+        with Spy() as spy:
+            tensors = reader.to_tensors(pulled)
+        reader.close()
+    assert [tuple(tensor.shape) for tensor in tensors.values()] == [(2, 2, 4), (2, 4)]
+    assert {tensor.device for tensor in tensors.values()} == {META}
+    assert spy.num_operators > 4
+    assert spy.found == []
 
 
 def asked_by_torch(stack):
@@ -225,6 +267,12 @@ def test_a_trainer_of_persias_waits_for_no_device(tmp_path, monkeypatch, is_scal
 def test_the_spy_finds_what_reads_a_device(operation):
     with Spy() as spy:
         operation(torch.tensor([1.0, 2.0], device=CPU))
+    assert len(spy.found) == 1
+
+
+def test_the_spy_finds_what_goes_to_a_device_from_pageable_memory():
+    with Spy() as spy:
+        torch.tensor([1.0]).to(META, non_blocking=True)
     assert len(spy.found) == 1
 
 

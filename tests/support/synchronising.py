@@ -63,7 +63,7 @@ def _synchronises(func: Any, args: Any, kwargs: Any) -> bool:
     if name == "repeat_interleave":
         return kwargs.get("output_size") is None
     if name in ("_to_copy", "copy_"):
-        return _comes_to_the_host(name, args, kwargs)
+        return _is_waited_for(name, args, kwargs)
     return False
 
 
@@ -73,12 +73,14 @@ def _is_of_replicas(args: Any, stack: list[str]) -> bool:
     return is_backward and args[0].dtype == torch.int32 and args[0].dim() == 0
 
 
-def _comes_to_the_host(name: str, args: Any, kwargs: Any) -> bool:
-    """Return whether a copy comes from a device, and is waited for."""
+def _is_waited_for(name: str, args: Any, kwargs: Any) -> bool:
+    """Return whether a copy comes from a device, or from pageable memory to one."""
     if name == "_to_copy":
         source, waits = args[0], not kwargs.get("non_blocking")
         target = torch.device(kwargs.get("device") or source.device)
     else:
         target, source, *rest = args[0].device, *args[1:]
         waits = not (rest and rest[0])
-    return waits and source.device.type != "cpu" and target.type == "cpu"
+    if source.device.type == "cpu":
+        return target.type != "cpu" and not source.is_pinned()
+    return waits and target.type == "cpu"

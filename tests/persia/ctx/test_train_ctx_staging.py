@@ -19,7 +19,7 @@ from persia_torchrec.persia.batch import (
     NonIDTypeFeature,
     PersiaBatch,
 )
-from persia_torchrec.persia.engine import StagedSlots
+from persia_torchrec.persia.slot_tensors import StagedSlots
 from tests.support.local_job import Batches, LocalJob
 from tests.support.processes import wait_until
 from tests.support.servers import ids_of
