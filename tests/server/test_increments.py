@@ -299,7 +299,8 @@ def test_many_changes_begin_an_increment_before_the_interval_ends(servers, tmp_p
         training.train(*range(25))
     assert training.total("increments") == 0
     training.train(*range(25, 55))
-    wait_until(lambda: training.total("increments") == 1, "an increment is written")
+    # Or two: rows are made by a lookup, and an increment may be cut before the push.
+    wait_until(lambda: training.total("increments") >= 1, "an increment is written")
 
 
 def test_training_continues_when_increments_cannot_be_written(
