@@ -144,26 +144,3 @@ def test_half_wires_may_differ_by_what_they_round():
         ways.compare(plain, plain)
         on_device.choose_way([ways], bool)
         assert ways.is_plain is is_plain
-
-
-@pytest.mark.parametrize(
-    ("one", "plain", "is_plain"),
-    [
-        (torch.inf, torch.inf, False),
-        (torch.nan, torch.inf, False),
-        (torch.nan, 1.0, True),
-        (1.0, torch.inf, True),
-    ],
-)
-def test_what_is_finite_in_neither_way_is_no_difference(one, plain, is_plain):
-    ways = Ways(is_decided=False, tolerance=1e-5)
-    ways.compare(torch.tensor([one, 2.0]), torch.tensor([plain, 2.0]))
-    on_device.choose_way([ways], bool)
-    assert ways.is_plain is is_plain
-
-
-def test_a_loss_scale_that_overflows_at_first_leaves_the_faster_way(job, caplog):
-    model = job.put_on_servers(Bags(BAG_TABLES), SGD(0.1))
-    values = model(batch()).values()
-    values.backward(torch.full_like(values, torch.inf))
-    assert WARNING not in caplog.text
