@@ -127,10 +127,13 @@ class DeviceIndex:
         self, rows_UD: torch.Tensor, weights_L: torch.Tensor | None
     ) -> torch.Tensor:
         """Return the sum of each bag, ``(B * F, D)``, from each id by itself."""
+        bag_of, num_bags = self._bag_of_each(), len(self.offsets) - 1
         each_LD = rows_UD.index_select(0, self.rows)
         if weights_L is not None:
             each_LD = each_LD * weights_L.unsqueeze(1)
-        return _added_to(self._bag_of_each(), each_LD, len(self.offsets) - 1)
+        return rows_UD.new_zeros(num_bags, rows_UD.shape[1]).index_add_(
+            0, bag_of, each_LD
+        )
 
     def add_up_plainly(
         self, grads: torch.Tensor, weights_L: torch.Tensor | None, num_rows: int
@@ -139,7 +142,8 @@ class DeviceIndex:
         each_LD = grads.index_select(0, self._bag_of_each())
         if weights_L is not None:
             each_LD = each_LD * weights_L.unsqueeze(1)
-        return _added_to(self.rows, each_LD, num_rows)
+        sums_UD = grads.new_zeros(num_rows, grads.shape[1])
+        return sums_UD.index_add_(0, self.rows, each_LD)
 
     def _bag_of_each(self) -> torch.Tensor:
         """Return the bag of each of ``rows``; each is its own without offsets."""
@@ -167,15 +171,6 @@ class DeviceIndex:
         if len(self.scales):
             of_ids = of_ids * self.scales.view(torch.float32)
         return torch.zeros_like(weights).index_add_(0, self.sources, of_ids)
-
-
-def _added_to(
-    places_L: torch.Tensor, each_LD: torch.Tensor, num_sums: int
-) -> torch.Tensor:
-    """Add lines up by their place; in float64, as 100,000 of them may be of one row."""
-    shape, kind = (num_sums, each_LD.shape[1]), torch.float64
-    sums = torch.zeros(shape, dtype=kind, device=each_LD.device)
-    return sums.index_add_(0, places_L, each_LD.to(kind)).to(torch.float32)
 
 
 def _sum_bags(

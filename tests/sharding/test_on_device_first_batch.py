@@ -3,8 +3,6 @@
 The way of a GPU runs on the CPU here.
 """
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
@@ -12,7 +10,6 @@ from torchrec import EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
 
 from persia_torchrec import SGD, RemoteEmbeddingCollectionSharder
 from persia_torchrec.sharding import on_device
-from persia_torchrec.sharding.backward_pass import BackwardPass
 from persia_torchrec.sharding.on_device import DeviceIndex, RowsOnDevice, Ways
 from persia_torchrec.sharding.sharder import RemoteEmbeddingBagCollectionSharder
 from persia_torchrec.sharding.table_control import RemoteTables
@@ -119,21 +116,16 @@ def test_all_trainers_change_if_a_result_differs_on_one(caplog):
     assert caplog.text.count(WARNING) == 1
 
 
-@pytest.mark.parametrize(
-    ("trainers", "ends_unevenly", "expected"),
-    [(object(), False, [False]), (object(), True, []), (None, False, [])],
-)
-def test_trainers_that_step_together_agree_at_the_end_of_the_backward_pass(
-    monkeypatch, trainers, ends_unevenly, expected
-):
-    tables, asked = RemoteTables(), []
-    tables.pipelines = [(SimpleNamespace(trainers=trainers), frozenset())]
-    tables.ends_unevenly = ends_unevenly
-    monkeypatch.setattr(tables, "_any", asked.append)
-    way = Ways(is_decided=False, tolerance=1e-5)
-    tables._end_backward(BackwardPass(ways=[way]))
-    assert asked == expected
-    assert way.is_decided
+def test_trainers_agree_on_the_way_after_the_first_backward_pass(job, monkeypatch):
+    asked = []
+
+    def any_trainer(self, is_true):
+        asked.append(is_true)
+        return is_true
+
+    monkeypatch.setattr(RemoteTables, "_any", any_trainer)
+    trained(job, 3)
+    assert asked == [False]
 
 
 def test_half_wires_may_differ_by_what_they_round():
