@@ -67,7 +67,6 @@ class RemoteTables:
         self.recovery_s = 0.0  # that of the client, too
         self.has_ended = False  # the last report is made
         self.accumulates = False
-        self.ends_unevenly = False  # in a block of join(), where trainers may be away
         self.has_local = False  # tables of the same collections under TorchRec
         self.grad_scaler: torch.amp.GradScaler | None = None
         self.agreement: Agreement | None = None
@@ -129,9 +128,7 @@ class RemoteTables:
             for wait in [*ended.waits, *filter(None, pushed)]:
                 wait()
         if ended.ways:
-            is_joint = any(p.trainers is not None for p, _ in self.pipelines)
-            together = is_joint and not self.ends_unevenly
-            choose_way(ended.ways, self._any if together else bool)
+            choose_way(ended.ways, self._any)
 
     def _any(self, is_true: bool) -> bool:
         """Return whether it is true on any trainer; all of them call this together."""

@@ -59,10 +59,6 @@ def join(model: nn.Module) -> Iterator[None]:
             # that one trainer could not evaluate alone.
             stack.callback(start, enable=False)
             stack.enter_context(start())
-        for collection in collections:
-            tables = collection.remote_tables
-            stack.callback(setattr, tables, "ends_unevenly", tables.ends_unevenly)
-            tables.ends_unevenly = True
         yield
         for collection in collections:
             collection.pipeline.leave()
