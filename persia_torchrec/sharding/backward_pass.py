@@ -11,7 +11,6 @@ from persia_torchrec import timeouts
 from persia_torchrec.errors import JobError
 from persia_torchrec.job import trainer_group
 from persia_torchrec.sharding import torchrec_api
-from persia_torchrec.sharding.on_device import Ways
 
 
 class AnswersAtEnd(Joinable, JoinHook):
@@ -104,8 +103,7 @@ class Agreement(AnswersAtEnd):
         except RuntimeError as exc:
             raise JobError(
                 "All trainers must take part when they agree on the loss scale, once "
-                "per backward pass, and on how a GPU pools, after the first one. "
-                f"Received: {exc}. Did one end, or run a backward "
+                f"per backward pass. Received: {exc}. Did one end, or run a backward "
                 "pass without any table of this sharder?"
             ) from exc
         return bool(flag)
@@ -116,11 +114,9 @@ class BackwardPass:
     """What is left to do when a backward pass has run all its nodes.
 
     ``checks`` push gradients that are finite, and return None of others; ``waits`` wait
-    for what was pushed; ``ways`` are of lookups whose first it is. An exception within
-    the pass leaves it out.
+    for what was pushed. An exception within the pass leaves it out.
     """
 
     checks: list[Callable[[], Callable[[], None] | None]] = field(default_factory=list)
     waits: list[Callable[[], None]] = field(default_factory=list)
-    ways: list[Ways] = field(default_factory=list)
     agrees: bool = False

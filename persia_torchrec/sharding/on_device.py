@@ -9,16 +9,14 @@ On a GPU the trainer's thread never blocks: the streams wait for one another, an
 pipeline's threads for the copies, asleep. Nothing waits within the backward pass. All
 tables of one dim are one matrix of rows, pooled by one ``embedding_bag``; the gradient
 of its rows is another one over the transposed index (``lookup/transposed.py``). Rows
-that travel in 16 bits become float32 there. The first training batch on a GPU is also
-pooled plainly, id by id, and compared: see :class:`Ways`.
+that travel in 16 bits become float32 there.
 
 Dimensions: B samples, F features of one dim D, L ids of them, U unique rows.
 """
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,8 +37,6 @@ from persia_torchrec.routing.shard import Positions
 from persia_torchrec.rpc.messages import Precision
 from persia_torchrec.sharding import torchrec_api
 
-logger = logging.getLogger(__name__)
-
 Tensors = tuple[torch.Tensor, ...]
 
 _DTYPES = {
@@ -48,39 +44,6 @@ _DTYPES = {
     Precision.FP16: torch.float16,
     Precision.BF16: torch.bfloat16,
 }
-
-
-class Ways:
-    """By which kernels a lookup pools: one for all bags, or plain ones, id by id.
-
-    Until its first training batch has had its gradient, batches are pooled both ways,
-    and the plain results are used. All trainers decide together, at the end of that
-    backward pass; its thread and that of the forward pass use this.
-
-    Attributes:
-        is_decided: whether one way is enough.
-        is_plain: whether it is the plain one.
-    """
-
-    def __init__(self, *, is_decided: bool, tolerance: float) -> None:
-        self.is_decided, self.is_plain = is_decided, False
-        self._tolerance = tolerance  # of the largest value
-        self._differences: list[torch.Tensor] = []
-
-    def compare(self, one: torch.Tensor, plain: torch.Tensor) -> None:
-        """Note by which part of the largest value two results differ; do not wait."""
-        if len(plain):
-            apart = (one - plain).abs().max() / plain.abs().max().clamp_min(1e-30)
-            self._differences.append(torch.nan_to_num(apart, nan=torch.inf))
-
-    def difference(self) -> float:
-        """Return the largest difference, in tolerances; waits for the device."""
-        found, self._differences = self._differences, []
-        return float(torch.stack(found).max()) / self._tolerance if found else 0.0
-
-    def decide(self, *, is_plain: bool) -> None:
-        """Pool one way from now on."""
-        self.is_decided, self.is_plain = True, is_plain
 
 
 class DeviceIndex:
@@ -122,37 +85,6 @@ class DeviceIndex:
         sums = _sum_bags(grads, self.bags, self.starts, of_chunks)
         self._add_chunks(sums, self.levels)
         return sums if len(sums) == num_rows else sums[:num_rows]
-
-    def pool_plainly(
-        self, rows_UD: torch.Tensor, weights_L: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return the sum of each bag, ``(B * F, D)``, from each id by itself."""
-        bag_of, num_bags = self._bag_of_each(), len(self.offsets) - 1
-        each_LD = rows_UD.index_select(0, self.rows)
-        if weights_L is not None:
-            each_LD = each_LD * weights_L.unsqueeze(1)
-        return rows_UD.new_zeros(num_bags, rows_UD.shape[1]).index_add_(
-            0, bag_of, each_LD
-        )
-
-    def add_up_plainly(
-        self, grads: torch.Tensor, weights_L: torch.Tensor | None, num_rows: int
-    ) -> torch.Tensor:
-        """Return what :meth:`add_up` does, from each id by itself."""
-        each_LD = grads.index_select(0, self._bag_of_each())
-        if weights_L is not None:
-            each_LD = each_LD * weights_L.unsqueeze(1)
-        sums_UD = grads.new_zeros(num_rows, grads.shape[1])
-        return sums_UD.index_add_(0, self.rows, each_LD)
-
-    def _bag_of_each(self) -> torch.Tensor:
-        """Return the bag of each of ``rows``; each is its own without offsets."""
-        num_ids, device = len(self.rows), self.rows.device
-        if not len(self.offsets):
-            return torch.arange(num_ids, device=device)
-        bags = torch.arange(len(self.offsets) - 1, device=device)
-        lengths = self.offsets.diff().long()
-        return torch.repeat_interleave(bags, lengths, output_size=num_ids)
 
     def _add_chunks(self, sums: torch.Tensor, levels: Tensors) -> None:
         """Replace the first chunks of rows of several by the sums of all of them."""
@@ -206,7 +138,6 @@ class DeviceBatch:
     indices: tuple[DeviceIndex, ...]  # one per group
     each_id: bool  # whether every id is a bag of its own
     came: torch.cuda.Event | None  # ends when all of that is there; None on the CPU
-    ways: Ways
 
     def wait(self) -> None:
         """Make the current stream wait for the copy."""
@@ -230,7 +161,7 @@ class DeviceBatch:
             if self.each_id:
                 pooled = rows_UD.index_select(0, index.rows)
             else:
-                pooled = self._sums(index, rows_UD, weights_L)
+                pooled = _sum_bags(rows_UD, index.rows, index.offsets, weights_L)
                 num_columns = plan.group_of.count(group) * plan.dims[group]
                 pooled = pooled.view(-1, num_columns)
             outputs.append(pooled)
@@ -238,45 +169,11 @@ class DeviceBatch:
             of_ids.append(weights_L)
         return Pooled(tuple(outputs), tuple(rows), tuple(of_ids))
 
-    def _sums(
-        self,
-        index: DeviceIndex,
-        rows_UD: torch.Tensor,
-        weights_L: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return the sum of each bag of a group."""
-        if self.ways.is_plain:
-            return index.pool_plainly(rows_UD, weights_L)
-        sums = _sum_bags(rows_UD, index.rows, index.offsets, weights_L)
-        if self.ways.is_decided or self.batch.number is None:
-            return sums
-        plain = index.pool_plainly(rows_UD, weights_L)
-        self.ways.compare(sums, plain)
-        return plain
-
-    def _added_up(
-        self,
-        index: DeviceIndex,
-        grads: torch.Tensor,
-        weights_L: torch.Tensor | None,
-        num_rows: int,
-    ) -> torch.Tensor:
-        """Return the gradient of the rows of a group."""
-        given = grads, weights_L, num_rows
-        if self.ways.is_plain:
-            return index.add_up_plainly(*given)
-        sums = index.add_up(*given)
-        if self.ways.is_decided:
-            return sums
-        plain = index.add_up_plainly(*given)
-        self.ways.compare(sums, plain)
-        return plain
-
     def gradients(self, pooled: Pooled, grads: Sequence[torch.Tensor]) -> Tensors:
         """Return the gradient of each group's rows; those of the outputs are given."""
         return tuple(
             [
-                self._added_up(index, _by_bag(grad, rows_UD), weights_L, len(rows_UD))
+                index.add_up(_by_bag(grad, rows_UD), weights_L, len(rows_UD))
                 for index, grad, rows_UD, weights_L in zip(
                     self.indices, grads, pooled.rows, pooled.weights, strict=True
                 )
@@ -309,25 +206,6 @@ def _widened(rows_UD: torch.Tensor, index: DeviceIndex) -> torch.Tensor:
         scales_U1 = index.further[0].view(torch.float32).unsqueeze(1)
         return rows_UD.to(torch.float32).mul_(scales_U1)
     return rows_UD.to(torch.float32)
-
-
-def choose_way(ways: Sequence[Ways], agree: Callable[[bool], bool]) -> None:
-    """Decide how lookups pool, after the first backward pass of them all.
-
-    ``agree`` is given whether a result differed here, and returns whether one differed
-    on any trainer.
-    """
-    difference = max(way.difference() for way in ways)
-    is_plain = agree(difference > 1)
-    if is_plain:
-        logger.warning(
-            "Pooling by one kernel gives other results than id by id, on this trainer "
-            "or another one. Received: a difference of %.3g times the tolerance here. "
-            "Rows are pooled id by id from now on, which is slower.",
-            difference,
-        )
-    for way in ways:
-        way.decide(is_plain=is_plain)
 
 
 class Leaving:
@@ -409,9 +287,6 @@ class RowsOnDevice(ShardedLookup):
     ``each_id`` gives a row for each id instead; ``has_weights``: ids have weights.
     """
 
-    # Types of devices whose first training batch is pooled both ways.
-    CHECKED_ON: ClassVar[frozenset[str]] = frozenset({"cuda"})
-
     def __init__(
         self,
         client: EmbeddingClient,
@@ -426,10 +301,6 @@ class RowsOnDevice(ShardedLookup):
         self.each_id, self._has_weights = each_id, has_weights
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._ways = Ways(
-            is_decided=device.type not in self.CHECKED_ON,
-            tolerance=1e-5 if precision is Precision.FP32 else 1e-2,
-        )
 
     def pull(
         self, bags: Mapping[str, Bags], number: BatchNumber | None
@@ -458,7 +329,7 @@ class RowsOnDevice(ShardedLookup):
             on_device = tuple([r_UD.to(device, non_blocking=True) for r_UD in rows])
             moved = tuple([index.to(device) for index in indices])
             came = None if self._stream is None else self._stream.record_event()
-        return DeviceBatch(batch, on_device, moved, self.each_id, came, self._ways)
+        return DeviceBatch(batch, on_device, moved, self.each_id, came)
 
     def gradients_of(self, batch: RoutedBatch, grads: Outputs) -> RowGradients:
         """Return the gradients of the rows, which are given."""

@@ -261,8 +261,6 @@ class ShardedRemoteCollection(
         # reference to the tensor is held, as an array made of it without ``detach`` is.
         is_one = not isinstance(factor, torch.Tensor) and factor == 1
         if isinstance(batch.outputs, DeviceBatch):
-            if not batch.outputs.ways.is_decided:
-                tables.current_backward().ways.append(batch.outputs.ways)
             if not is_one:  # they were made for this push alone
                 grads = [grad.mul_(factor) for grad in grads]
         elif not is_one or any(grad.requires_grad for grad in grads):

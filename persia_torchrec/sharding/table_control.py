@@ -26,7 +26,6 @@ from persia_torchrec.pipeline.pipeline import BatchPipeline
 from persia_torchrec.pipeline.staleness import TrainingSummary
 from persia_torchrec.sharding import torchrec_api
 from persia_torchrec.sharding.backward_pass import Agreement, AnswersAtEnd, BackwardPass
-from persia_torchrec.sharding.on_device import choose_way
 from persia_torchrec.sharding.optimizer import RemoteOptimizer, States, set_values
 from persia_torchrec.table import TableChange, TableSpec
 
@@ -127,15 +126,10 @@ class RemoteTables:
         with record_function(WAIT_FOR_PUSH):
             for wait in [*ended.waits, *filter(None, pushed)]:
                 wait()
-        if ended.ways:
-            choose_way(ended.ways, self._any)
-
-    def _any(self, is_true: bool) -> bool:
-        """Return whether it is true on any trainer; all of them call this together."""
-        return is_true if self.agreement is None else self.agreement.any(is_true)
 
     def _note_finite(self, are_finite: bool) -> None:
-        are_finite = not self._any(not are_finite)
+        if self.agreement is not None:
+            are_finite = not self.agreement.any(not are_finite)
         self.count_skipped(is_skipped=not are_finite)
         self.mark(are_finite=are_finite)
 

@@ -398,7 +398,7 @@ def test_a_gpu_must_be_the_current_one(job, monkeypatch):
 
 def test_rows_are_no_part_of_a_cuda_graph(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    batch = DeviceBatch(None, (), (), (), came=object(), ways=None)
+    batch = DeviceBatch(None, (), (), (), came=object())
     must = r"looked up outside of a CUDA graph.*while the current stream is captured"
     with pytest.raises(ConfigError, match=must):
         batch.wait()

@@ -11,7 +11,7 @@ from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.lookup.bags import POOLINGS, Bags, FeatureSpec, JaggedIds
 from persia_torchrec.lookup.sharded_lookup import BatchFeatures, route_batch
 from persia_torchrec.lookup.transposed import LONGEST, Wanted, build_index
-from persia_torchrec.sharding.on_device import DeviceBatch, DeviceIndex, Ways
+from persia_torchrec.sharding.on_device import DeviceBatch, DeviceIndex
 from persia_torchrec.table import TableSpec
 from tests.support import reference
 from tests.support.servers import ids_of
@@ -53,13 +53,11 @@ def rows_for(routed, dim):
     return torch.from_numpy(rows), rng
 
 
-def pool(routed, index, rows, weights, each_id, *, is_plain=False):
+def pool(routed, index, rows, weights, each_id):
     """Return what is pooled, gradients of rows and weights, and that of the output."""
     plan = routed.plan._replace(dims=(rows.shape[1],))
     object.__setattr__(routed, "plan", plan)
-    ways = Ways(is_decided=True, tolerance=1e-5)
-    ways.decide(is_plain=is_plain)
-    batch = DeviceBatch(routed, (rows,), (index,), each_id, None, ways)
+    batch = DeviceBatch(routed, (rows,), (index,), each_id, None)
     pooled = batch.pool(weights)
     (output,) = pooled.outputs
     scales = torch.arange(1.0, output.numel() + 1).view_as(output) / 7
@@ -106,10 +104,9 @@ def batches(draw):
     return samples, tables, poolings, draw(st.integers(1, 3))
 
 
-@pytest.mark.parametrize("is_plain", [False, True])
 @settings(deadline=None)
-@given(given=batches(), dim=st.sampled_from([1, 4, 9]), weighted=st.booleans())
-def test_bags_are_pooled_as_the_reference_says(given, dim, weighted, is_plain):
+@given(batches(), st.sampled_from([1, 4, 9]), st.booleans())
+def test_bags_are_pooled_as_the_reference_says(given, dim, weighted):
     samples, tables, poolings, num_servers = given
     routed, index, _ = batch_of(
         samples, tables, poolings, num_servers, weighted=weighted
@@ -119,9 +116,7 @@ def test_bags_are_pooled_as_the_reference_says(given, dim, weighted, is_plain):
     if weighted:
         weights = rng.standard_normal(len(routed.inverse)).astype(np.float32)
         weights = torch.from_numpy(weights)
-    output, of_rows, of_weights, grads = pool(
-        routed, index, rows, weights, False, is_plain=is_plain
-    )
+    output, of_rows, of_weights, grads = pool(routed, index, rows, weights, False)
     by_hand = expected(routed, samples, rows, weights, poolings, grads)
     for found, right in zip((output, of_rows, of_weights), by_hand, strict=True):
         if found is not None:
@@ -129,14 +124,13 @@ def test_bags_are_pooled_as_the_reference_says(given, dim, weighted, is_plain):
             np.testing.assert_allclose(found.numpy(), right, rtol=0, atol=2e-5 * size)
 
 
-@pytest.mark.parametrize("is_plain", [False, True])
 @settings(deadline=None)
-@given(given=batches(), dim=st.sampled_from([1, 4]))
-def test_a_sequence_has_the_row_of_each_id(given, dim, is_plain):
+@given(batches(), st.sampled_from([1, 4]))
+def test_a_sequence_has_the_row_of_each_id(given, dim):
     samples, tables, poolings, num_servers = given
     routed, index, _ = batch_of(samples, tables, poolings, num_servers, each_id=True)
     rows, _ = rows_for(routed, dim)
-    output, of_rows, _, grads = pool(routed, index, rows, None, True, is_plain=is_plain)
+    output, of_rows, _, grads = pool(routed, index, rows, None, True)
     np.testing.assert_array_equal(output.numpy(), rows.numpy()[routed.inverse])
     right = np.zeros(rows.shape)
     np.add.at(right, routed.inverse, grads.numpy().astype(np.float64))
