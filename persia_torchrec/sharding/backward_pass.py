@@ -1,4 +1,4 @@
-"""What the trainers of one backward pass agree on: loss scale, loss, the end."""
+"""What the trainers of one backward pass agree on: loss scale, first batch, the end."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,6 +11,7 @@ from persia_torchrec import timeouts
 from persia_torchrec.errors import JobError
 from persia_torchrec.job import trainer_group
 from persia_torchrec.sharding import torchrec_api
+from persia_torchrec.sharding.first_batch import FirstBatch
 
 
 class AnswersAtEnd(Joinable, JoinHook):
@@ -52,39 +53,60 @@ class AnswersAtEnd(Joinable, JoinHook):
 
 
 class Agreement(AnswersAtEnd):
-    """What trainers agree on: the loss scale; one per trainer and sharder.
+    """What trainers agree on: the loss scale, and at first how the device pools.
+
+    There is one per trainer and sharder.
 
     Dense gradients are averaged over the trainers: an infinity on one of them reaches
     all. Embedding gradients are not, so the trainers tell one another whether theirs
     were finite:
 
         backward pass   each pushed gradient: finite?
-        its end         one byte, the maximum over all trainers
+        its end         two numbers, the maxima over all trainers
         scaler.step     all skip, or none; scaler.update: all scales stay equal
 
-    The byte has a process group of its own, on CPUs: collectives of one group must come
-    in the same order everywhere, and those of the dense gradients come when autograd is
-    ready for them. The thread that trains calls it, or that runs its backward pass.
+    The other number is what the two ways differ by in which ``first_batch`` is pooled;
+    the first exchange settles it, also for a trainer at the end of its data.
+
+    The numbers have a process group of their own, on CPUs: collectives of one group
+    must come in the same order everywhere, and those of the dense gradients come when
+    autograd is ready for them. The thread that trains calls it, or that runs its
+    backward pass.
     """
 
     def __init__(self, trainers: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__()
         self.trainers, self.device = trainers, device
         self.scaler: torch.amp.GradScaler | None = None
+        self.first_batch = FirstBatch()
 
-    def any(self, is_true: bool) -> bool:
-        """Return whether it is true on any trainer; all of them call this together."""
+    @property
+    def is_needed(self) -> bool:
+        """Whether the next backward pass needs it; the same on all trainers."""
+        return self._is_scaled or self.first_batch.is_open
+
+    @property
+    def _is_scaled(self) -> bool:
+        return self.scaler is not None and self.scaler.is_enabled()
+
+    def any(self, is_true: bool, difference: float = 0.0) -> bool:
+        """Return whether it is true on any trainer; all of them call this together.
+
+        ``difference`` is that of this trainer's first batch.
+        """
         if work := Join.notify_join_context(self):
             work.wait()
-        return self._any(is_true)
+        return self._any(is_true, difference)
 
     def main_hook(self) -> None:
         """Take part in the others' :meth:`any`."""
-        self._any(False)
+        if self.is_needed:
+            self._any(False, 0.0)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take the loss scale of a trainer that trained last."""
-        assert self.scaler is not None  # without one, trainers join without this
+        if self.scaler is None or not self._is_scaled:
+            return
         state = self.scaler.state_dict()
         mine = torch.tensor(
             [is_last_joiner, state["scale"], state[torchrec_api.GROWTH_TRACKER]],
@@ -96,17 +118,20 @@ class Agreement(AnswersAtEnd):
         state |= {"scale": scale, torchrec_api.GROWTH_TRACKER: int(tracker)}
         self.scaler.load_state_dict(state)
 
-    def _any(self, is_true: bool) -> bool:
-        flag = torch.tensor([is_true], dtype=torch.uint8)
+    def _any(self, is_true: bool, difference: float) -> bool:
+        told = torch.tensor([is_true, difference], dtype=torch.float64)
         try:
-            dist.all_reduce(flag, dist.ReduceOp.MAX, self.cpu_group())
+            dist.all_reduce(told, dist.ReduceOp.MAX, self.cpu_group())
         except RuntimeError as exc:
             raise JobError(
                 "All trainers must take part when they agree on the loss scale, once "
-                f"per backward pass. Received: {exc}. Did one end, or run a backward "
+                "per backward pass, and on a GPU's first batch. "
+                f"Received: {exc}. Did one end, or run a backward "
                 "pass without any table of this sharder?"
             ) from exc
-        return bool(flag)
+        is_any, largest = told.tolist()
+        self.first_batch.settle(largest)
+        return bool(is_any)
 
 
 @dataclass(eq=False)

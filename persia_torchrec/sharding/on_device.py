@@ -126,7 +126,7 @@ class Pooled(NamedTuple):
 
     outputs: Tensors  # float32 (B, F * D), or of each id a row (L, D)
     rows: Tensors  # float32 (U, D)
-    weights: tuple[torch.Tensor | None, ...]  # (L,)
+    weights: tuple[torch.Tensor | None, ...]  # (L,), per feature where pooled plainly
 
 
 @dataclass(slots=True)
@@ -148,15 +148,17 @@ class DeviceBatch:
             for tensor in (*self.rows, *[index.flat for index in self.indices]):
                 tensor.record_stream(stream)  # it was made on the side stream
 
+    def wide_rows(self) -> Tensors:
+        """Return the rows as float32, once they are there."""
+        self.wait()
+        pairs = zip(self.rows, self.indices, strict=True)
+        return tuple([_widened(rows_UD, index) for rows_UD, index in pairs])
+
     def pool(self, weights: torch.Tensor | None) -> Pooled:
         """Pool all bags; ``weights`` are of all ids of the batch, on the device."""
-        self.wait()
-        outputs, rows, of_ids = [], [], []
+        outputs, of_ids, rows = [], [], self.wide_rows()
         plan = self.batch.plan
-        for group, (raw_UD, index) in enumerate(
-            zip(self.rows, self.indices, strict=True)
-        ):
-            rows_UD = _widened(raw_UD, index)
+        for group, (rows_UD, index) in enumerate(zip(rows, self.indices, strict=True)):
             weights_L = index.weights(weights)
             if self.each_id:
                 pooled = rows_UD.index_select(0, index.rows)
@@ -165,9 +167,8 @@ class DeviceBatch:
                 num_columns = plan.group_of.count(group) * plan.dims[group]
                 pooled = pooled.view(-1, num_columns)
             outputs.append(pooled)
-            rows.append(rows_UD)
             of_ids.append(weights_L)
-        return Pooled(tuple(outputs), tuple(rows), tuple(of_ids))
+        return Pooled(tuple(outputs), rows, tuple(of_ids))
 
     def gradients(self, pooled: Pooled, grads: Sequence[torch.Tensor]) -> Tensors:
         """Return the gradient of each group's rows; those of the outputs are given."""

@@ -86,27 +86,28 @@ class _Embeddings(torch.autograd.Function):
         batch: Any,
         module: Any,
     ) -> Tensors:
-        ctx.batch, ctx.module, ctx.pooled = batch, module, None
+        ctx.batch, ctx.module, ctx.pulled = batch, module, None
         if not isinstance(batch.outputs, DeviceBatch):
             tensors: Tensors = module.on_device(batch)
             return tensors
         ctx.save_for_backward(*([] if weights is None else [weights]))
-        pooled = batch.outputs.pool(weights)
+        first = module.remote_tables.first_batch
+        ctx.pulled = first.way_of(batch.outputs, is_training=True)
+        pooled = ctx.pulled.pool(weights)
         ctx.pooled = pooled._replace(outputs=())
         return pooled.outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        batch, pooled, of_weights = ctx.batch, ctx.pooled, None
+        pulled, of_weights = ctx.pulled, None
         given: Sequence[torch.Tensor] = grads  # autograd gives zeros for those unused
-        if pooled is not None:
-            pulled = batch.outputs
-            given = pulled.gradients(pooled, grads)
+        if pulled is not None:
+            given = pulled.gradients(ctx.pooled, grads)
             if ctx.needs_input_grad[1]:
                 (weights,) = ctx.saved_tensors
-                of_weights = pulled.weights_gradient(pooled, grads, weights)
-        ctx.module.push(batch, given)
+                of_weights = pulled.weights_gradient(ctx.pooled, grads, weights)
+        ctx.module.push(ctx.batch, given)
         return None, of_weights, None, None
 
 
@@ -229,7 +230,9 @@ class ShardedRemoteCollection(
         """
         if not (batch.is_training and torch.is_grad_enabled()):
             if isinstance(batch.outputs, DeviceBatch):
-                return batch.outputs.pool(weights).outputs
+                first = self.remote_tables.first_batch
+                way = first.way_of(batch.outputs, is_training=False)
+                return way.pool(weights).outputs
             return self.on_device(batch)
         given = weights, batch, self
         tensors: Tensors = _Embeddings.apply(self._anchor, *given)
@@ -268,6 +271,8 @@ class ShardedRemoteCollection(
         is_checked = self.skip_non_finite or is_scaled
         leaving = Leaving(grads, self._leaving, check=is_checked)
         tables.send_rates()
+        if tables.first_batch.is_open:
+            tables.current_backward()  # at whose end trainers agree on it
         if is_checked:
             backward = tables.current_backward(agrees=is_scaled)
             backward.checks.append(partial(self._push_if_finite, batch, leaving))

@@ -50,7 +50,7 @@ def join(model: nn.Module) -> Iterator[None]:
     agreements = dict.fromkeys(c.remote_tables.agreement for c in collections)
     clocks = dict.fromkeys(c.remote_tables.clock for c in collections)
     joinables: list[Joinable] = [*replicas[:1]]
-    joinables += [a for a in agreements if a and a.scaler and a.scaler.is_enabled()]
+    joinables += [a for a in agreements if a and a.is_needed]
     joinables += filter(None, clocks)
     start = functools.partial(Join, joinables, divide_by_initial_world_size=True)
     with contextlib.ExitStack() as stack:
