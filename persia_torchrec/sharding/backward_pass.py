@@ -94,9 +94,16 @@ class Agreement(AnswersAtEnd):
 
         ``difference`` is that of this trainer's first batch.
         """
+        self.tell_others()
+        return self._any(is_true, difference)
+
+    def tell_others(self) -> None:
+        """Tell trainers at the end of their data that this one trains; once a pass.
+
+        Dense replicas do so, where there are some.
+        """
         if work := Join.notify_join_context(self):
             work.wait()
-        return self._any(is_true, difference)
 
     def main_hook(self) -> None:
         """Take part in the others' :meth:`any`."""

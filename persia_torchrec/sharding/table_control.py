@@ -129,6 +129,8 @@ class RemoteTables:
             if ended.agrees:
                 self.count_skipped(is_skipped=not are_finite)
                 self.mark(are_finite=are_finite)
+        elif self.agreement is not None:
+            self.agreement.tell_others()
         with record_function(WAIT_FOR_PUSH):
             for wait in [*ended.waits, *filter(None, pushed)]:
                 wait()

@@ -9,6 +9,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torchrec import (
     EmbeddingBagCollection,
@@ -27,6 +28,7 @@ from persia_torchrec import (
 )
 from persia_torchrec.sharding import first_batch, on_device
 from persia_torchrec.sharding.first_batch import PlainBatch
+from persia_torchrec.sharding.uneven_inputs import join
 from tests.support import two_trainers
 from tests.support.places import CPU, GPU_PLACES
 from tests.support.processes import Processes
@@ -293,10 +295,26 @@ def be_trainer(rank, addresses, folder):
         sharder.POOLS_ON = sharder.COMPARES_ON = {"cpu"}
     if rank == 1:
         on_device._sum_bags = lambda *given: 1.5 * Faulty.right(*given)
+    two_trainers.TRAININGS["tables alone"] = without_dense_half
     two_trainers.run_trainer(rank, 2, addresses, folder)
 
 
-TRAININGS = ["uneven", "Adam", "scaled", "scaled, uneven"]
+def without_dense_half(addresses, _):
+    """Train tables alone; rank 0 has no data, and answers each pass of rank 1."""
+    with two_trainers.Counting(addresses) as trainer:
+        (module,) = remote_modules(trainer.model)
+        module.skip_non_finite = True  # as on a GPU, a pass has an end of its own
+        agreement = module.remote_tables.agreement
+        answered, answer = [], agreement.main_hook
+        agreement.main_hook = lambda: answered.append(answer())
+        with join(trainer.model):
+            for _ in range(3 * dist.get_rank()):
+                trainer.step()
+        trainer.learnt()
+        return {"num_steps": trainer.num_steps(), "num_answered": len(answered)}
+
+
+TRAININGS = ["uneven", "Adam", "scaled", "scaled, uneven", "tables alone"]
 
 
 @pytest.fixture(scope="module")
@@ -355,3 +373,12 @@ def test_the_loss_scale_and_the_first_batch_are_agreed_on_together(learnt, name)
     first, second = (files[name, rank]["scales"] for rank in range(2))
     assert second.tolist()[:5] == [1024.0, 1024.0, 512.0, 512.0, 512.0]
     np.testing.assert_array_equal(first[:4], second[:4])
+
+
+@pytest.mark.multiprocess
+def test_without_a_dense_half_a_trainer_without_data_answers_each_pass(learnt):
+    files, _ = learnt
+    for rank in range(2):
+        of_trainer = files["tables alone", rank]
+        assert of_trainer["num_steps"] == 3 / 2  # of one trainer of two
+        assert of_trainer["num_answered"] == (3 if rank == 0 else 0)
