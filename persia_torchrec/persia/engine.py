@@ -70,17 +70,24 @@ _GENERATION = "generation"  # note of how often the trainers were started
 
 
 class HybridModel(nn.Module):
-    """A user's dense model behind its embeddings."""
+    """A user's dense model behind its embeddings.
+
+    Attributes:
+        slots: names of the slots of the last batch, in its order.
+    """
 
     def __init__(self, embeddings: nn.Module, dense: nn.Module) -> None:
         super().__init__()
         self.embeddings = embeddings
         self.dense = dense
+        self.slots: tuple[str, ...] = ()
         self.register_load_state_dict_pre_hook(_without_never_used)
 
     def forward(self, non_id_tensors: list[torch.Tensor], pull: Pull) -> object:
         """Run the whole model on one batch."""
-        return run_dense(self.dense, non_id_tensors, self.embeddings(pull))
+        slots: Slots = self.embeddings(pull)
+        self.slots = tuple(slots)
+        return run_dense(self.dense, non_id_tensors, slots)
 
 
 def _without_never_used(
@@ -240,7 +247,7 @@ class Engine:
         data_parallel.init_process_group(distributed, device, self.client.recovery_s)
         self.job_id, generation = self._begin_generation(store)
         self.sharder = SlotsSharder(self._workers, self._spec, self.client.lost)
-        hybrid = HybridModel(make_collection(self._spec), model)
+        self.hybrid = hybrid = HybridModel(make_collection(self._spec), model)
         self.weights: data_parallel.AveragedWeights | None = None
         if distributed.period is not None:
             self.weights = data_parallel.AveragedWeights(model, distributed.period)

@@ -130,6 +130,7 @@ class EmbeddingCluster:
         incremental_dir: str | None = None,
         imports: Sequence[str] = (),
         start_timeout_s: float = 600.0,
+        restarts: bool = False,
     ) -> "EmbeddingCluster":
         """Start servers on this machine that serve a checkpoint for inference.
 
@@ -143,13 +144,16 @@ class EmbeddingCluster:
             incremental_dir: follow what a training writes there.
             imports: as for :meth:`local`, if the training needed them.
             start_timeout_s: seconds until all must be ready.
+            restarts: start a server that was killed again, which loads the same
+                checkpoint again, or follows.
 
         Raises:
             CheckpointError: there is no complete checkpoint.
             ConfigError: ``num_servers`` or ``capacity`` is out of its range.
             ServerError: a server ended, or was not ready in time.
         """
-        manifest = Manifest.read(find_checkpoint(checkpoint))
+        folder = find_checkpoint(checkpoint)
+        manifest = Manifest.read(folder)
         if capacity is None:
             # Ids are spread by a hash: a server may get more than an equal fraction.
             most = None if incremental_dir is None else manifest.capacity_rows
@@ -162,11 +166,11 @@ class EmbeddingCluster:
         config = ServerConfig(
             num_shards=num_servers,
             capacity_rows=min(max(capacity, 1), MAX_ROWS),
-            checkpoint=checkpoint,
+            checkpoint=checkpoint if incremental_dir is not None else folder.url,
             incremental_dir=incremental_dir,
             imports=tuple(imports),
         )
-        return cls._start_all(config, start_timeout_s)
+        return cls._start_all(config, start_timeout_s, restarts=restarts)
 
     @classmethod
     def _start_all(

@@ -5,7 +5,7 @@ r"""Run an inference server.
 
 It loads the embeddings into servers of its own, or asks embedding workers for them. It
 prints ``ready ADDRESS`` when it can predict, and ends by SIGTERM, or with its job, when
-the requests in progress are answered. See ``http_server.py`` for the requests.
+the requests in progress are answered. See ``app.py`` for the requests.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -29,11 +30,14 @@ from persia_torchrec.rpc.addresses import tcp_address
 from persia_torchrec.rpc.auth import Greeting
 from persia_torchrec.serving.embeddings import SlotsReader, host_checkpoint
 from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
+from persia_torchrec.serving.models import Models, Version, following_checkpoints
 from persia_torchrec.serving.predictor import (
     Predictor,
+    checkpoint_of,
     choose_device,
     following_model,
     load_model,
+    newest_version,
 )
 
 logger = logging.getLogger("persia_torchrec.serving")
@@ -47,6 +51,8 @@ class ServingFlags(ImportFlags):
     """Folder of a checkpoint, or its URL."""
     model: str = "jit_dense.pt"
     """File in that folder: the dense model as TorchScript."""
+    model_name: str = "model"
+    """Name of the model in the paths of the Open Inference Protocol."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where it predicts; auto is a GPU where there is one."""
     embedding_config: str | None = field(default_factory=env.embedding_config_path)
@@ -62,7 +68,8 @@ class ServingFlags(ImportFlags):
     """Folder of increments of a training that its own servers follow; implies
     ``--follow-model``."""
     follow_model: bool = False
-    """Load the dense model of each later checkpoint once it is complete."""
+    """Load each later checkpoint once it is complete; of embedding workers, whose
+    servers follow by themselves, the dense model alone."""
     patience_s: float = timeouts.AWAY_S
     """Seconds that a request waits for embedding workers, or their servers, that are
     away, as one that is started again."""
@@ -94,14 +101,23 @@ def _serve(flags: ServingFlags) -> None:
             addresses = tuple(life.book.addresses("worker"))
         else:
             life = stack.enter_context(Lifetime())
-        model, path = load_model(flags.checkpoint, flags.model, device)
-        reader = _open_reader(flags, device, addresses, life.greeting, stack)
-        predictor = Predictor(reader, model, path)
-        if flags.follow_model or flags.follow is not None:
-            run = flags.checkpoint
-            stack.enter_context(following_model(predictor, run, flags.model))
-        server = PredictionServer(predictor, http)
+        models = Models(flags.model_name)
+        stack.callback(models.close)
+        if addresses:
+            _add_workers(flags, device, addresses, life.greeting, models, stack)
+        else:
+            _add_checkpoint(flags, device, models, stack)
+        server = PredictionServer(models, http)
         stack.callback(server.close)
+        if http.grpc_port is not None:
+            from persia_torchrec.serving.grpc_server import (  # needs grpcio
+                GrpcServer,
+            )
+
+            grpc_server = GrpcServer(models, http)
+            stack.callback(grpc_server.close)
+            logger.info("serving gRPC port=%d", grpc_server.port)
+        path = models.health().get("model")
         what = path, device, server.address
         logger.info("serving model=%s device=%s address=%s", *what)
         life.call_at_end(ending.set)
@@ -109,28 +125,56 @@ def _serve(flags: ServingFlags) -> None:
         ending.wait()
 
 
-def _open_reader(
+def _add_checkpoint(
+    flags: ServingFlags,
+    device: torch.device,
+    models: Models,
+    stack: contextlib.ExitStack,
+) -> None:
+    """Serve the rows of a checkpoint by servers of its own."""
+    run = flags.checkpoint
+    load_model(run, flags.model, device)  # its errors come before servers are started
+    if flags.embedding_config is None:
+        raise ConfigError("--embedding-config, or PERSIA_EMBEDDING_CONFIG, is needed.")
+    schema = load_embedding_config(flags.embedding_config)
+
+    def open_version(number: str | None) -> Version:
+        path = run if number is None else checkpoint_of(run, number).url
+        model = load_model(path, flags.model, device)
+        rows = path if flags.follow is not None else checkpoint_of(path, None).url
+        with contextlib.ExitStack() as opening:
+            hosting = host_checkpoint(
+                rows,
+                schema,
+                device=device,
+                num_servers=flags.num_servers,
+                incremental_dir=flags.follow,
+                imports=flags.imports,
+            )
+            predictor = Predictor(opening.enter_context(hosting), model)
+            predictor.health()
+            return Version(predictor, opening.pop_all().close)
+
+    models.open = open_version
+    models.load()
+    if flags.follow is not None:
+        with models.using(flags.model_name, None) as version:
+            predictor = version.predictor
+        stack.enter_context(following_model(predictor, run, flags.model))
+    elif flags.follow_model:
+        newest = partial(newest_version, run, flags.model)
+        stack.enter_context(following_checkpoints(models, newest))
+
+
+def _add_workers(
     flags: ServingFlags,
     device: torch.device,
     addresses: Sequence[str],
     greeting: Greeting,
+    models: Models,
     stack: contextlib.ExitStack,
-) -> SlotsReader:
-    """Open a reader over embedding workers, or over servers of its own."""
-    if not addresses:
-        if flags.embedding_config is None:
-            raise ConfigError(
-                "--embedding-config, or PERSIA_EMBEDDING_CONFIG, is needed."
-            )
-        hosting = host_checkpoint(
-            flags.checkpoint,
-            load_embedding_config(flags.embedding_config),
-            device=device,
-            num_servers=flags.num_servers,
-            incremental_dir=flags.follow,
-            imports=flags.imports,
-        )
-        return stack.enter_context(hosting)
+) -> None:
+    """Serve the rows that embedding workers look up."""
     if flags.follow is not None:
         raise ConfigError(
             "--follow is for servers of its own. Received: embedding workers too. "
@@ -140,8 +184,13 @@ def _open_reader(
     workers = RemoteWorkers(list(map(tcp_address, addresses)), greeting=greeting)
     stack.callback(workers.close)
     reader = SlotsReader(workers, device, patience_s=flags.patience_s)
+    model = load_model(flags.checkpoint, flags.model, device)
     reader.wait_until_ready(timeouts.READY_S)
-    return reader
+    predictor = Predictor(reader, model)
+    models.add(Version(predictor))
+    if flags.follow_model:
+        run = flags.checkpoint
+        stack.enter_context(following_model(predictor, run, flags.model))
 
 
 if __name__ == "__main__":

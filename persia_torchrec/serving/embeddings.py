@@ -195,9 +195,16 @@ def host_checkpoint(
     incremental_dir: str | None = None,
     imports: Sequence[str] = (),
 ) -> Iterator[SlotsReader]:
-    """Load a checkpoint, or the latest of a folder, into servers for a block."""
+    """Load a checkpoint, or the latest of a folder, into servers for a block.
+
+    A server that is killed is started again, and loads the same one again.
+    """
     cluster = EmbeddingCluster.of_checkpoint(
-        os.fspath(path), num_servers, incremental_dir=incremental_dir, imports=imports
+        os.fspath(path),
+        num_servers,
+        incremental_dir=incremental_dir,
+        imports=imports,
+        restarts=True,
     )
     with contextlib.ExitStack() as stack:
         addresses = stack.enter_context(cluster).addresses

@@ -4,10 +4,14 @@ import contextlib
 import io
 import logging
 import os
+import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -19,7 +23,13 @@ from persia_torchrec.errors import (
     ConfigError,
     PersiaError,
 )
-from persia_torchrec.persia.batch import PersiaBatch
+from persia_torchrec.persia.batch import NonIDTypeFeature, PersiaBatch
+from persia_torchrec.persia.signature import (
+    EXTRA_FILE,
+    DenseInput,
+    ModelSignature,
+    distinct_names,
+)
 from persia_torchrec.persia.slot_tensors import dense_tensor
 from persia_torchrec.serving.embeddings import SlotsReader
 
@@ -30,34 +40,106 @@ _RETRY_S = 10.0
 
 _CPU = torch.device("cpu")
 
-Predictions = list[float] | list[list[float]]
+Floats = npt.NDArray[np.float32]
+
+
+class DenseModel(NamedTuple):
+    """A dense model that was loaded.
+
+    Attributes:
+        module: TorchScript, in evaluation mode.
+        path: its file.
+        signature: its inputs by name; None in a file without, as one of before.
+    """
+
+    module: nn.Module
+    path: str
+    signature: ModelSignature | None = None
+
+    @property
+    def version(self) -> str:
+        """The number of its checkpoint; 1 of a file that is in none."""
+        return read_version(self.path)
+
+
+def checkpoint_of(run: str | os.PathLike[str], number: str | None) -> Folder:
+    """Return a complete checkpoint of a folder by number, or the latest for None."""
+    if number is None:
+        return find_checkpoint(run)
+    for folder in complete_checkpoints(Folder(run)):
+        if read_version(folder.file_path("")) == number:
+            return folder
+    raise CheckpointError(
+        f"{os.fspath(run)} must hold a complete checkpoint of this number. "
+        f"Received: {number!r:.40}."
+    )
+
+
+def newest_version(run: str | os.PathLike[str], model: str) -> str | None:
+    """Return the number of the latest complete checkpoint with a model, or None."""
+    for folder in complete_checkpoints(Folder(run)):
+        if model in folder.names():
+            return read_version(folder.file_path(model))
+    return None
+
+
+def read_version(path: str) -> str:
+    """Return the number of the checkpoint of a file; 1 if it is in none."""
+    found = re.search(r"checkpoint-(\d+)/[^/]*$", path)
+    return str(int(found[1])) if found else "1"
 
 
 class Predictor:
     """Predicts. Any thread may call any method.
 
     The model takes a list of dense tensors and a list of embedding tensors, in the
-    order of the batch's ID features; it returns a float tensor ``(B, ...)``.
+    order of its signature, or else of the batch; it returns a float tensor
+    ``(B, ...)``.
+
+    Attributes:
+        reader: looks the embeddings up.
+        model: what it predicts with; a call in progress keeps the previous one.
     """
 
-    def __init__(self, reader: SlotsReader, model: nn.Module, name: str) -> None:
+    def __init__(self, reader: SlotsReader, model: DenseModel) -> None:
         self.reader = reader
         self._started_s = time.monotonic()
-        self.use(model, name)
+        self.use(model)
 
-    def use(self, model: nn.Module, name: str) -> None:
+    def use(self, model: DenseModel) -> None:
         """Predict with another model from now on, put into evaluation mode."""
-        self._model, self.name = model.eval(), name
+        model.module.eval()
+        self.model = model
 
-    def predict(self, batch: PersiaBatch) -> Predictions:
-        """Return a number for each sample, or where the model gives several, a list."""
+    def predict(self, batch: PersiaBatch, *, is_text: bool = False) -> Floats:
+        """Return what the model gives for each sample, float32 ``(B, ...)``.
+
+        With ``is_text`` the batch was JSON: its features have no order, and its dense
+        ones are float32, whatever the model takes.
+
+        Raises:
+            BatchError: the features are not those of the model, or a dense one has a
+                number that is not finite.
+            ServerError: the embeddings do not answer.
+            PersiaError: the model gives no finite tensor of the batch's size.
+        """
+        model = self.model
+        if model.signature is not None:
+            batch = arrange(batch, model.signature, converts=is_text)
+        elif is_text and len(batch.id_type_features) > 1:
+            raise BatchError(
+                f"{model.path} must say in which order it takes its ID features, as "
+                "files of dump_checkpoint(with_jit_model=True) do. Received: one "
+                "without. Write the checkpoint again, or send PersiaBatch.to_bytes()."
+            )
+        require_finite(batch)
         pulled = self.reader.look_up(batch)
         device = self.reader.device
         dense = [dense_tensor(f.data, device) for f in batch.non_id_type_features]
         with torch.inference_mode():
             slots = self.reader.to_tensors(pulled)
             try:
-                output = self._model(dense, list(slots.values()))
+                output = model.module(dense, list(slots.values()))
             except (RuntimeError, IndexError) as exc:
                 reason = str(exc).strip().splitlines()[-1:]
                 shapes = [f"{name} {tuple(slots[name].shape)}" for name in slots]
@@ -67,7 +149,7 @@ class Predictor:
                     f"{', '.join(shapes)} as embeddings; "
                     f"{type(exc).__name__}: {''.join(reason)}"
                 ) from exc
-        return _read_predictions(output, batch.batch_size)
+        return _read_output(output, batch.batch_size)
 
     def health(self) -> dict[str, object]:
         """Return readiness, rows on the servers, model and uptime."""
@@ -78,7 +160,86 @@ class Predictor:
         except PersiaError as exc:
             health = {"ready": False, "error": str(exc)}
         uptime_s = round(time.monotonic() - self._started_s, 3)
-        return {**health, "model": self.name, "uptime_s": uptime_s}
+        return {**health, "model": self.model.path, "uptime_s": uptime_s}
+
+
+def arrange(
+    batch: PersiaBatch, signature: ModelSignature, *, converts: bool = False
+) -> PersiaBatch:
+    """Return a batch with the features of a model, in its order.
+
+    Dense features are found by name, or, where none of the batch has a name of the
+    model, by their order. With ``converts`` they get the dtypes of the model.
+
+    Raises:
+        BatchError: a feature is missing or unknown, or a dense one has another dtype or
+            shape.
+    """
+    features = {feature.name: feature for feature in batch.id_type_features}
+    _require_names("ID feature", signature.slots, features)
+    names = distinct_names([f.name for f in batch.non_id_type_features])
+    expected = [dense.name for dense in signature.dense]
+    if len(names) == len(expected) and not set(names).intersection(expected):
+        names = expected
+    dense = dict(zip(names, batch.non_id_type_features, strict=True))
+    _require_names("dense feature", expected, dense)
+    for due in signature.dense:
+        if converts:
+            dense[due.name] = _convert(dense[due.name], due)
+        data = dense[due.name].data
+        if (str(data.dtype), data.shape[1:]) != (due.dtype, due.shape):
+            raise BatchError(
+                f"Dense feature {due.name!r} must be {due.dtype} of shape "
+                f"{('batch', *due.shape)}. Received: {data.dtype} of {data.shape}."
+            )
+    return PersiaBatch(
+        [features[name] for name in signature.slots],
+        [dense[name] for name in expected],
+        batch_size=batch.batch_size,
+        requires_grad=False,
+    )
+
+
+def _convert(feature: NonIDTypeFeature, due: DenseInput) -> NonIDTypeFeature:
+    """Give a feature the dtype of the model, and a column the model's shape."""
+    data = feature.data
+    if data.ndim == 1 and due.shape == (1,):
+        data = data[:, np.newaxis]
+    with np.errstate(invalid="ignore"):
+        converted = data.astype(due.dtype)
+    if np.dtype(due.dtype).kind != "f" and (converted != data).any():
+        raise BatchError(
+            f"Dense feature {due.name!r} must have numbers of {due.dtype}. Received: "
+            f"{data[converted != data][0]}."
+        )
+    return NonIDTypeFeature(converted, feature.name)
+
+
+def _require_names(
+    kind: str, expected: Sequence[str], received: Collection[str]
+) -> None:
+    missing = [name for name in expected if name not in received]
+    unknown = [name for name in received if name not in expected]
+    if missing or unknown:
+        found = []
+        if missing:
+            found.append(f"none for {', '.join(map(repr, missing))}")
+        if unknown:
+            found.append(f"unknown {', '.join(map(repr, unknown))}")
+        raise BatchError(
+            f"A batch must have each {kind} of the model, {list(expected)}. "
+            f"Received: {'; '.join(found)}."
+        )
+
+
+def require_finite(batch: PersiaBatch) -> None:
+    """Check that no dense feature has infinity or NaN, or raise BatchError."""
+    for feature in batch.non_id_type_features:
+        if feature.data.dtype.kind == "f" and not np.isfinite(feature.data).all():
+            raise BatchError(
+                f"Dense feature {feature.name!r} must have finite numbers. Received: "
+                "infinity or NaN."
+            )
 
 
 @contextlib.contextmanager
@@ -112,10 +273,9 @@ def following_model(
 def _load_latest(predictor: Predictor, run: Folder, name: str) -> None:
     for folder in complete_checkpoints(run):
         if name in folder.names():
-            if folder.file_path(name) != predictor.name:
-                model, path = load_model(folder.url, name, predictor.reader.device)
-                predictor.use(model, path)
-                logger.info("serving model=%s", path)
+            if folder.file_path(name) != predictor.model.path:
+                predictor.use(load_model(folder.url, name, predictor.reader.device))
+                logger.info("serving model=%s", predictor.model.path)
             return
 
 
@@ -143,8 +303,8 @@ def choose_device(kind: str, replica: int = 0) -> torch.device:
 
 def load_model(
     path: str | os.PathLike[str], name: str, device: torch.device = _CPU
-) -> tuple[nn.Module, str]:
-    """Load a TorchScript model and its path, of the latest checkpoint or the folder.
+) -> DenseModel:
+    """Load a TorchScript model, of the latest checkpoint or the folder.
 
     Its parameters are on the device, wherever they were when it was saved.
     """
@@ -159,28 +319,30 @@ def load_model(
             f"{file} must be a TorchScript model. Received: no such file. Save the "
             "dense model there: torch.jit.script(model).save(path)."
         )
+    extra = {EXTRA_FILE: b""}  # torch puts in what the file has
     try:
         data = io.BytesIO(folder.read(name))
-        model = torch.jit.load(data, map_location=device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        model = torch.jit.load(data, device, extra)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     except RuntimeError as exc:
         raise CheckpointError(
             f"{file} must be a TorchScript model, as torch.jit.script(model).save() "
             f"writes it ({str(exc).splitlines()[0]})."
         ) from exc
-    return model, file
+    text = extra[EXTRA_FILE]
+    signature = ModelSignature.decode(text, file) if text else None
+    return DenseModel(model, file, signature)
 
 
-def _read_predictions(output: object, batch_size: int) -> Predictions:
+def _read_output(output: object, batch_size: int) -> Floats:
     if not isinstance(output, torch.Tensor) or output.shape[:1] != (batch_size,):
         what = output.shape if isinstance(output, torch.Tensor) else type(output)
         raise PersiaError(
             f"The model must return a tensor whose first dimension is that of the "
             f"batch, {batch_size}. Received: {what}."
         )
-    flat = output.to("cpu", torch.float32).reshape(batch_size, -1)
-    if not bool(torch.isfinite(flat).all()):
+    output = output.to("cpu", torch.float32)
+    if not bool(torch.isfinite(output).all()):
         raise PersiaError(
             "The model must return finite numbers. Received: infinity or NaN."
         )
-    values: Predictions = (flat[:, 0] if flat.shape[1] == 1 else flat).tolist()
-    return values
+    return output.numpy()

@@ -482,14 +482,20 @@ def state_bytes(state: object) -> bytes:
     return buffer.getvalue()
 
 
-def script_bytes(model: Target) -> bytes:
-    """Return a model as TorchScript, for ``torch.jit.load``; others are refused."""
+def script_bytes(
+    model: Target, extra_files: Mapping[str, bytes] | None = None
+) -> bytes:
+    """Return a model as TorchScript, for ``torch.jit.load``, or raise ConfigError.
+
+    ``extra_files`` are kept in it by name, as ``torch.jit.save`` does.
+    """
     buffer = io.BytesIO()
     try:
         with warnings.catch_warnings():
             # torch deprecates TorchScript; PERSIA's file is TorchScript all the same.
             warnings.filterwarnings("ignore", ".*torch.jit.*")
-            torch.jit.save(torch.jit.script(model), buffer)
+            script = torch.jit.script(model)
+            torch.jit.save(script, buffer, _extra_files=dict(extra_files or {}))
     except Exception as exc:  # the compiler raises a class for each kind of mistake
         raise ConfigError(
             "The dense model must be one that torch.jit.script takes; annotate the "

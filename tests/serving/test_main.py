@@ -30,6 +30,14 @@ def to_json(batch):
     return json.dumps(value).encode()
 
 
+def reordered(batch):
+    """Return a batch as JSON, its ID features in another order."""
+    value = json.loads(to_json(batch))
+    ids = value["id_type_features"]
+    value["id_type_features"] = dict(reversed(ids.items()))
+    return json.dumps(value).encode()
+
+
 @pytest.fixture(scope="module", params=["own servers", "workers"])
 def serving(request, trained, tmp_path_factory):
     arguments = ["--checkpoint", str(trained.checkpoint), "--max-body-bytes", "20000"]
@@ -46,7 +54,8 @@ def serving(request, trained, tmp_path_factory):
 
 def test_predictions_are_those_of_an_evaluation_in_the_job(serving, trained):
     for batch, expected in zip(EVALUATION, trained.expected, strict=True):
-        for body, kind in ((batch.to_bytes(), BYTES), (to_json(batch), JSON)):
+        bodies = (batch.to_bytes(), BYTES), (to_json(batch), JSON)
+        for body, kind in (*bodies, (reordered(batch), JSON)):
             status, answer = ask(serving.address, "/predict", body, kind)
             assert status == 200
             np.testing.assert_allclose(answer["predictions"], expected, atol=1e-6)
@@ -74,19 +83,33 @@ def test_the_health_page_shows_rows_and_model(serving, trained):
             b'{"id_type_features": {"item": [[1]], "lats": [[1]]}}',
             JSON,
             400,
-            r"one of \['item', 'last'\]\. .*unknown \['lats'\]",
+            r"\['item', 'last'\]\. Received: none for 'last'; unknown 'lats'",
+        ),
+        (
+            b'{"id_type_features": {"item": [[1]], "last": [[1]]}, '
+            b'"non_id_type_features": [[[NaN, 1]]]}',
+            JSON,
+            400,
+            "must have finite numbers",
+        ),
+        (
+            b'{"id_type_features": {"item": [[1]], "last": [[1]]}, '
+            b'"non_id_type_features": [[[1, 1, 1]]]}',
+            JSON,
+            400,
+            r"must be float32 of shape \('batch', 2\)\. Received: .* of \(1, 3\)",
         ),
         (
             b'{"id_type_features": {"item": [[1]]}}',
             JSON,
             400,
-            r"model must be able to take the batch.*item \(1, 4\) as embeddings",
+            r"must have each ID feature of the model.*Received: none for 'last'",
         ),
         (
             b'{"id_type_features": {"item": [[1]], "last": [[1]]}}',
             JSON,
             400,
-            "model must be able to take the batch",
+            "each dense feature of the model.*Received: none for",
         ),
     ],
 )

@@ -26,8 +26,8 @@ def save(folder, weight):
 
 
 def loaded(path):
-    model, file = load_model(path, "jit_dense.pt")
-    return model(torch.ones(1)).item(), file
+    model = load_model(path, "jit_dense.pt")
+    return model.module(torch.ones(1)).item(), model.path
 
 
 def test_the_model_of_the_latest_complete_checkpoint_or_of_the_run_is_loaded(tmp_path):
@@ -51,14 +51,14 @@ def test_the_previous_model_stays_where_a_later_one_cannot_be_loaded(
     save(first, 1.0)
     (first / "manifest.json").touch()
     reader = SlotsReader(SlotsLookup(servers.client(servers.start(1)), [FEATURE]))
-    predictor = Predictor(reader, *load_model(tmp_path, "jit_dense.pt"))
+    predictor = Predictor(reader, load_model(tmp_path, "jit_dense.pt"))
     later.mkdir()
     (later / "jit_dense.pt").write_bytes(b"no model")
     (later / "manifest.json").touch()
     with following_model(predictor, tmp_path, "jit_dense.pt", poll_s=0.001):
         wait_until(lambda: "the previous model stays" in caplog.text, "it is logged")
     assert "checkpoint-00000002/jit_dense.pt must be a TorchScript model" in caplog.text
-    assert predictor.name == str(first / "jit_dense.pt")
+    assert predictor.model.path == str(first / "jit_dense.pt")
 
 
 def sees(monkeypatch, num_devices):
@@ -85,7 +85,7 @@ def test_a_model_is_loaded_to_the_device_of_the_reader(tmp_path, servers, monkey
     wanted = []
     load = torch.jit.load
 
-    def note(data, map_location):
+    def note(data, map_location, extra_files):
         wanted.append(str(map_location))
         return load(data, map_location="cpu")
 
@@ -93,11 +93,11 @@ def test_a_model_is_loaded_to_the_device_of_the_reader(tmp_path, servers, monkey
     save(tmp_path / "checkpoint-00000001", 1.0)
     (tmp_path / "checkpoint-00000001" / "manifest.json").touch()
     gpu = torch.device("cuda", 1)
-    model, file = load_model(tmp_path, "jit_dense.pt", gpu)
+    model = load_model(tmp_path, "jit_dense.pt", gpu)
     lookup = SlotsLookup(servers.client(servers.start(1)), [FEATURE])
-    predictor = Predictor(SlotsReader(lookup, gpu), model, file)
+    predictor = Predictor(SlotsReader(lookup, gpu), model)
     with following_model(predictor, tmp_path, "jit_dense.pt", poll_s=0.01):
         save(tmp_path / "checkpoint-00000002", 2.0)
         (tmp_path / "checkpoint-00000002" / "manifest.json").touch()
-        wait_until(lambda: predictor.name != file, "the later model")
+        wait_until(lambda: predictor.model != model, "the later model")
     assert wanted == ["cuda:1", "cuda:1"]

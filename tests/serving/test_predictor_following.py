@@ -13,6 +13,7 @@ from persia_torchrec.persia.config.embedding_config import load_embedding_config
 from persia_torchrec.persia.embedding import EmbeddingConfig
 from persia_torchrec.serving.embeddings import host_checkpoint
 from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
+from persia_torchrec.serving.models import Models, Version
 from persia_torchrec.serving.predictor import Predictor, following_model, load_model
 from tests.support.inference_job import InferenceJob, address_of
 from tests.support.local_job import Batches, LocalJob
@@ -104,10 +105,11 @@ def test_predictions_follow_a_training(tmp_path, monkeypatch):
         schema = load_embedding_config(job.config_path)
         hosting = host_checkpoint(run, schema, num_servers=2, incremental_dir=logs)
         with hosting as reader, contextlib.ExitStack() as stack:
-            script, name = load_model(run, "jit_dense.pt")
-            predictor = Predictor(reader, script, name)
+            predictor = Predictor(reader, load_model(run, "jit_dense.pt"))
             stack.enter_context(following_model(predictor, run, "jit_dense.pt", 0.1))
-            server = PredictionServer(predictor, HttpConfig())
+            models = Models("model")
+            models.add(Version(predictor))
+            server = PredictionServer(models, HttpConfig())
             stack.callback(server.close)
             assert are_close(predict_all(server.address), first)
 
@@ -134,4 +136,4 @@ def test_predictions_follow_a_training(tmp_path, monkeypatch):
                 lambda: are_close(predict_all(server.address), third),
                 "the model is that of the latest checkpoint",
             )
-            assert predictor.name.endswith("checkpoint-00000002/jit_dense.pt")
+            assert predictor.model.path.endswith("checkpoint-00000002/jit_dense.pt")

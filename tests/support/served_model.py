@@ -99,7 +99,8 @@ def trained(tmp_path_factory):
                     for batch in DataLoader(Batches(EVALUATION))
                 ]
             job.client.checkpoints.dump(folder / "run")
-            torch.jit.script(model).save(folder / "run" / "jit_dense.pt")
+            run = str(folder / "run")
+            ctx.dump_torch_state_dict(model, run, "jit_dense.pt", is_jit=True)
             yield Trained(
                 folder / "run",
                 folder / "embedding_config.yml",

@@ -197,7 +197,7 @@ class EmbeddingCtx(LookupCtx):
         model = self._require_model()
         files = {dense: checkpoint.state_bytes(model.state_dict())}
         if jit is not None:
-            files[jit] = checkpoint.script_bytes(model)
+            files[jit] = checkpoint.script_bytes(model, self._extra_files())
         return files
 
     @contextlib.contextmanager

@@ -4,7 +4,7 @@ Unlike the base, and ``DataCtx``, this needs torch and TorchRec.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +17,7 @@ from persia_torchrec.persia import loader
 from persia_torchrec.persia.batch import PersiaBatch, ReferencedBatch
 from persia_torchrec.persia.ctx.base_ctx import BaseCtx, PreprocessMode
 from persia_torchrec.persia.engine import Engine
+from persia_torchrec.persia.signature import EXTRA_FILE, ModelSignature
 from persia_torchrec.persia.slot_tensors import Slots, dense_tensor, run_dense
 from persia_torchrec.serving.embeddings import SlotsReader
 from persia_torchrec.training import checkpoint
@@ -34,6 +35,7 @@ class LookupCtx(BaseCtx):
     model: nn.Module | None
     embeddings: Engine | SlotsReader
     _staging: Staging | None = None
+    _signature: ModelSignature | None = None
 
     @property
     def _device(self) -> torch.device:
@@ -112,7 +114,10 @@ class LookupCtx(BaseCtx):
         """Run the model on a batch; return its output and the labels, or None."""
         model = self._require_model()
         non_id_tensors, labels = self._dense_tensors(batch)
-        return run_dense(model, non_id_tensors, self._embed(batch)), labels
+        slots = self._embed(batch)
+        output = run_dense(model, non_id_tensors, slots)
+        self._learn_signature([*slots], batch, output)
+        return output, labels
 
     def get_embedding_from_data(
         self, persia_batch: PersiaBatch, device_id: int | None = None
@@ -152,7 +157,7 @@ class LookupCtx(BaseCtx):
         if not checkpoint.is_first():
             return
         if is_jit:
-            data = checkpoint.script_bytes(torch_instance)
+            data = checkpoint.script_bytes(torch_instance, self._extra_files())
         else:
             data = checkpoint.state_bytes(torch_instance.state_dict())
         folder = Folder(dst_dir)
@@ -177,6 +182,12 @@ class LookupCtx(BaseCtx):
         state = checkpoint.read_state(Folder(path or "."), name, map_location)
         checkpoint.apply_state(torch_instance, state, src_dir)
 
+    def _extra_files(self) -> dict[str, bytes]:
+        """Return what a TorchScript file of the model has beside the model."""
+        if self._signature is None:
+            return {}
+        return {EXTRA_FILE: self._signature.encode()}
+
     def _is_skipped(self, call: str) -> bool:
         """Return whether a call would undo what training resumes from; log it then."""
         engine = self.embeddings
@@ -184,6 +195,14 @@ class LookupCtx(BaseCtx):
         if path is not None:
             logger.info("%s is skipped: training resumes from %s", call, path)
         return path is not None
+
+    def _learn_signature(
+        self, slots: Sequence[str], batch: loader.PersiaTrainingBatch, output: object
+    ) -> None:
+        """Take down the model's inputs, of the first batch that it has run on."""
+        if self._signature is None:
+            dense = batch.non_id_type_features
+            self._signature = ModelSignature.of(slots, dense, output)
 
     def _require_model(self) -> nn.Module:
         if self.model is None:

@@ -172,8 +172,11 @@ class TrainCtx(EmbeddingCtx):
         non_id_tensors, labels = self._dense_tensors(batch)
         if not batch.is_training:
             slots = self.embeddings.embed(batch.pull)
-            return run_dense(self.model, non_id_tensors, slots), labels
+            output = run_dense(self.model, non_id_tensors, slots)
+            self._learn_signature([*slots], batch, output)
+            return output, labels
         output = self.embeddings.run(non_id_tensors, batch.pull)
+        self._learn_signature(self.embeddings.hybrid.slots, batch, output)
         self._watch.note(self._num_steps + 1, "output", output)
         return output, labels
 

@@ -1,0 +1,497 @@
+"""What an inference server answers over HTTP, an ASGI application.
+
+    GET  /healthz, /v2/health/live      the process answers; to anybody
+    GET  /readyz, /v2/health/ready      it can predict; to anybody
+    GET  /health                        {"ready": true, "rows": ..., "model": ...}
+    GET  /metrics                       Prometheus
+    POST /predict                       application/octet-stream: PersiaBatch.to_bytes()
+                                        application/json: json_batch.py
+                                        answer: {"predictions": [...]}
+    GET  /v2, /v2/models/M, .../ready, .../config, .../stats
+    POST /v2/models/M/infer             inference_protocol.py
+    POST /v2/repository/index, /v2/repository/models/M/load and /unload
+
+Each path of a model may have ``/versions/V``. An error is ``{"error": text}``: 400 for
+what cannot be predicted, 401 without the token, 404, 408 for a body that comes too
+slowly, 413 for one that is too large, 429 while too many requests are in progress, and
+503 while embeddings are away; both with ``Retry-After``.
+"""
+
+import asyncio
+import hmac
+import logging
+import time
+import zlib
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from persia_torchrec.errors import (
+    BatchError,
+    FrameError,
+    PersiaError,
+    ServerError,
+)
+from persia_torchrec.persia.batch import PersiaBatch
+from persia_torchrec.serving import inference_protocol as protocol
+from persia_torchrec.serving.json_batch import parse_json_batch
+from persia_torchrec.serving.models import Models, UnknownModelError, Version
+from persia_torchrec.version import __version__
+
+logger = logging.getLogger(__name__)
+access = logging.getLogger("persia_torchrec.serving.access")
+
+T = TypeVar("T")
+Handler = Callable[[Request], Awaitable[Response]]
+
+_RETRY_AFTER = {"Retry-After": "1"}
+_EXTENSIONS = (
+    "binary_tensor_data",
+    "model_configuration",
+    "model_repository",
+    "model_repository(unload_dependents)",
+    "statistics",
+)
+_NOT_SUPPORTED = {
+    "systemsharedmemory": "shared memory",
+    "cudasharedmemory": "shared memory",
+    "trace": "tracing",
+    "logging": "log settings",
+}
+_HEADER_LENGTH = "Inference-Header-Content-Length"
+
+
+class TooLargeError(BatchError):
+    """A body, or the number of its samples, is above the limit."""
+
+
+class TooManyRequestsError(PersiaError):
+    """As many requests as are allowed are in progress."""
+
+
+STATUSES: tuple[tuple[type[Exception], int], ...] = (
+    (TooLargeError, 413),
+    (UnknownModelError, 404),
+    (TooManyRequestsError, 429),
+    (BatchError, 400),
+    (FrameError, 400),
+    (ServerError, 503),
+    (TimeoutError, 408),
+    (Exception, 500),
+)
+"""The status of each error: of the first class that fits."""
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What a request may take."""
+
+    max_requests: int
+    max_body_bytes: int
+    max_samples: int
+    receive_timeout_s: float
+
+
+class Application:
+    """The application, for an ASGI server: ``app``.
+
+    Handlers run in one event loop; predictions in threads, as many as requests may be
+    in progress.
+    """
+
+    def __init__(self, models: Models, limits: Limits, token: str | None) -> None:
+        self.models = models
+        self.limits = limits
+        self._token = token
+        self._num_in_progress = 0
+        self._pool = ThreadPoolExecutor(limits.max_requests, "predict")
+        self._probes = ThreadPoolExecutor(1, "probe")
+        self._loads = ThreadPoolExecutor(1, "load")
+        self.app = Starlette(routes=self._routes())
+
+    def close(self) -> None:
+        """Wait for the predictions in progress. May be called twice."""
+        for pool in (self._pool, self._probes, self._loads):
+            pool.shutdown(wait=True)
+
+    def _routes(self) -> list[Route]:
+        model = "/v2/models/{model}"
+        of_version = model + "/versions/{version}"
+        routes: list[Route] = []
+
+        def add(paths: str | tuple[str, ...], method: str, handler: Handler) -> None:
+            is_open = handler in (self._live, self._ready)
+            for path in (paths,) if isinstance(paths, str) else paths:
+                answer = self._answering(handler, is_open=is_open)
+                routes.append(Route(path, answer, methods=[method]))
+
+        def both(end: str) -> tuple[str, str]:
+            return model + end, of_version + end
+
+        add(("/healthz", "/v2/health/live"), "GET", self._live)
+        add(("/readyz", "/v2/health/ready"), "GET", self._ready)
+        add("/health", "GET", self._health)
+        add("/metrics", "GET", self._metrics)
+        add("/predict", "POST", self._predict)
+        add("/v2", "GET", self._server)
+        add("/v2/models/stats", "GET", self._stats)
+        add(both("/ready"), "GET", self._model_ready)
+        add(both("/config"), "GET", self._config)
+        add(both("/stats"), "GET", self._stats)
+        add(both("/infer"), "POST", self._infer)
+        add(both(""), "GET", self._model)
+        add("/v2/repository/index", "POST", self._index)
+        add("/v2/repository/models/{model}/load", "POST", self._load)
+        add("/v2/repository/models/{model}/unload", "POST", self._unload)
+        methods = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+        answer = self._answering(self._unknown, is_open=False)
+        routes.append(Route("/{path:path}", answer, methods=methods))
+        return routes
+
+    def _answering(self, handler: Handler, *, is_open: bool) -> Handler:
+        """Return what answers a request: by a handler, or with its error."""
+
+        async def answer(request: Request) -> Response:
+            start = time.perf_counter()
+            try:
+                if not is_open and not self._is_allowed(request):
+                    response = _error(
+                        "The header 'Authorization: Bearer TOKEN' must have the "
+                        "server's PERSIA_HTTP_TOKEN.",
+                        *(401, {"WWW-Authenticate": "Bearer"}),
+                    )
+                else:
+                    response = await handler(request)
+            except ClientDisconnect:
+                logger.debug("the client of %s is gone", request.url.path)
+                response = Response(status_code=499)
+            except Exception as exc:  # noqa: BLE001  # the client gets the error
+                response = _answer_error(exc)
+            self.models.statistics.count("http", str(response.status_code))
+            access.info(
+                "%s %s %s %d %.1f ms",
+                *(request.client and request.client.host, request.method),
+                *(request.url.path, response.status_code),
+                (time.perf_counter() - start) * 1e3,
+            )
+            return response
+
+        return answer
+
+    def _is_allowed(self, request: Request) -> bool:
+        given = request.headers.get("Authorization", "").encode()
+        return self._token is None or hmac.compare_digest(
+            given, f"Bearer {self._token}".encode()
+        )
+
+    async def _live(self, request: Request) -> Response:
+        return Response("ok", media_type="text/plain")
+
+    async def _ready(self, request: Request) -> Response:
+        health = await self._run(self._probes, self.models.health)
+        if health["ready"]:
+            return Response("ok", media_type="text/plain")
+        return _error(str(health["error"]), 503, _RETRY_AFTER)
+
+    async def _health(self, request: Request) -> Response:
+        health = await self._run(self._probes, self.models.health)
+        return _json(health, 200 if health["ready"] else 503)
+
+    async def _metrics(self, request: Request) -> Response:
+        text = self.models.statistics.exposition()
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _predict(self, request: Request) -> Response:
+        kind = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+        if kind not in _READERS:
+            raise BatchError(
+                f"Content-Type must be one of {', '.join(_READERS)}. "
+                f"Received: {kind!r:.100}."
+            )
+        body = await self._receive(request)
+        is_text = kind == "application/json"
+
+        def work() -> list[Any]:
+            batch = _READERS[kind](bytes(body))
+            with self.models.using(self.models.name, None) as version:
+                self._require_samples(batch)
+                output = self.models.predict(version, batch, is_text=is_text)
+            flat = output.reshape(len(output), -1)
+            values: list[Any] = (flat[:, 0] if flat.shape[1] == 1 else flat).tolist()
+            return values
+
+        return _json({"predictions": await self._work(work)})
+
+    async def _infer(self, request: Request) -> Response:
+        name, number = _named(request)
+        length = request.headers.get(_HEADER_LENGTH)
+        if length is not None and not (length.isascii() and length.isdigit()):
+            raise BatchError(
+                f"{_HEADER_LENGTH} must be a number. Received: {length!r:.40}."
+            )
+        body = await self._receive(request)
+
+        def work() -> tuple[list[bytes], int | None]:
+            with self.models.using(name, number) as version:
+                size = None if length is None else int(length[:20])
+                signature = self.models.signature(name, version.number)
+                asked = protocol.parse_request(memoryview(body), size, signature)
+                self._require_samples(asked.batch)
+                output = self.models.predict(version, asked.batch)
+                model = {"model_name": name, "model_version": version.number}
+                about = describe_version(version)
+                return protocol.encode_answer(asked, model, about, output)
+
+        parts, json_bytes = await self._work(work)
+        if json_bytes is None:
+            return Response(parts[0], media_type="application/json")
+        headers = {_HEADER_LENGTH: str(json_bytes)}
+        return Response(b"".join(parts), 200, headers, "application/octet-stream")
+
+    async def _server(self, request: Request) -> Response:
+        return _json(describe_server())
+
+    async def _model(self, request: Request) -> Response:
+        name, number = _named(request)
+        return _json(describe_model(self.models, name, number))
+
+    async def _model_ready(self, request: Request) -> Response:
+        name, number = _named(request)
+        with self.models.using(name, number):
+            pass
+        await self._run(self._probes, self.models.require_ready)
+        return _json({"name": name, "ready": True})
+
+    async def _config(self, request: Request) -> Response:
+        name, number = _named(request)
+        return _json(describe_config(self.models, name, number))
+
+    async def _stats(self, request: Request) -> Response:
+        name, number = _named(request)
+        versions = [number] if number else self.models.versions()
+        if name:
+            with self.models.using(name, number):
+                pass
+        found = self.models.statistics.of_versions(self.models.name, versions)
+        return _json({"model_stats": found})
+
+    async def _index(self, request: Request) -> Response:
+        await self._receive(request)
+        return _json(
+            [
+                {
+                    "name": self.models.name,
+                    "version": number,
+                    "state": "READY",
+                    "reason": "",
+                }
+                for number in self.models.versions()
+            ]
+        )
+
+    async def _load(self, request: Request) -> Response:
+        return await self._change(request, self.models.load)
+
+    async def _unload(self, request: Request) -> Response:
+        return await self._change(request, self.models.unload)
+
+    async def _change(
+        self, request: Request, change: Callable[[str | None], object]
+    ) -> Response:
+        """Load or unload; the request may name a version, ``parameters.version``."""
+        body = bytes(await self._receive(request)) or b"{}"
+        self.models.require_name(_named(request)[0])
+        try:
+            parameters = msgspec.json.decode(body, type=_Change).parameters
+        except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+            raise BatchError(f"The body must be a JSON object ({exc}).") from exc
+        number = parameters.get("version")
+        if not isinstance(number, str | None):
+            raise BatchError(f"version must be text. Received: {number!r:.40}.")
+        found = await self._run(self._loads, lambda: change(number))
+        return _json({} if found is None else {"version": found})
+
+    async def _unknown(self, request: Request) -> Response:
+        parts = request.url.path.strip("/").split("/")
+        for part in parts:
+            if part in _NOT_SUPPORTED:
+                return _error(f"{_NOT_SUPPORTED[part]} is not supported.", 404)
+        return _error(
+            "The path must be /predict (POST), /health, /healthz, /readyz, /metrics "
+            "(GET), or one below /v2 of the Open Inference Protocol. Received: "
+            f"{request.method} {request.url.path!r:.100}.",
+            404,
+        )
+
+    async def _receive(self, request: Request) -> bytes:
+        """Receive a body within the limits of size and time, and decompress it.
+
+        What comes after it has been rejected is discarded, so that a client which
+        reads only when it has sent all gets its answer.
+        """
+        limit = self.limits.max_body_bytes
+        length = request.headers.get("Content-Length", "")
+        body = bytearray()
+        is_large = length.isdigit() and _exceeds(length, limit)
+        async with asyncio.timeout(self.limits.receive_timeout_s):
+            if not is_large:
+                async for chunk in request.stream():
+                    is_large = len(body) + len(chunk) > limit
+                    if is_large:
+                        break
+                    body += chunk
+        if is_large:
+            raise TooLargeError(
+                f"A body may have {limit} bytes. Received: {length or 'more'}. Send "
+                "smaller batches, or raise --max-body-bytes."
+            )
+        encoding = request.headers.get("Content-Encoding", "identity").lower()
+        return _decompress(bytes(body), encoding, limit)
+
+    def _require_samples(self, batch: PersiaBatch) -> None:
+        if batch.batch_size > self.limits.max_samples:
+            raise TooLargeError(
+                f"A batch may have {self.limits.max_samples} samples. Received: "
+                f"{batch.batch_size}. Send smaller batches, or raise --max-samples."
+            )
+
+    async def _work(self, work: Callable[[], T]) -> T:
+        """Run a prediction in a thread, unless too many are in progress."""
+        if self._num_in_progress >= self.limits.max_requests:
+            raise TooManyRequestsError(
+                f"{self.limits.max_requests} requests are in progress."
+            )
+        self._num_in_progress += 1
+        self.models.statistics.in_progress.set(self._num_in_progress)
+        try:
+            return await self._run(self._pool, work)
+        finally:
+            self._num_in_progress -= 1
+            self.models.statistics.in_progress.set(self._num_in_progress)
+
+    async def _run(self, pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(pool, work)
+
+
+class _Change(msgspec.Struct):
+    parameters: dict[str, Any] = {}
+
+
+_READERS: dict[str, Callable[[bytes], PersiaBatch]] = {
+    "application/octet-stream": PersiaBatch.from_bytes,
+    "application/json": parse_json_batch,
+}
+
+
+def describe_server() -> dict[str, Any]:
+    """Return the server's metadata of the protocol."""
+    return {
+        "name": "persia_torchrec",
+        "version": __version__,
+        "extensions": list(_EXTENSIONS),
+    }
+
+
+def describe_model(models: Models, name: str, number: str | None) -> dict[str, Any]:
+    """Return a model's metadata of the protocol."""
+    signature = models.signature(name, number)
+    return {
+        "name": name,
+        "versions": models.versions(),
+        "platform": "persia_torchrec_torchscript",
+        "inputs": protocol.describe_inputs(signature),
+        "outputs": [protocol.describe_output(signature)],
+    }
+
+
+def describe_config(models: Models, name: str, number: str | None) -> dict[str, Any]:
+    """Return a model's configuration of the protocol's extension."""
+    metadata = describe_model(models, name, number)
+
+    def tensors(of: str) -> list[dict[str, Any]]:
+        return [
+            {
+                "name": tensor["name"],
+                "data_type": f"TYPE_{tensor['datatype']}",
+                "dims": tensor["shape"],
+                "optional": tensor["name"].endswith(protocol.LENGTHS),
+            }
+            for tensor in metadata[of]
+        ]
+
+    return {
+        "name": name,
+        "platform": metadata["platform"],
+        "max_batch_size": 0,
+        "input": tensors("inputs"),
+        "output": tensors("outputs"),
+    }
+
+
+def describe_version(version: Version) -> dict[str, Any]:
+    """Return of which checkpoint an answer is."""
+    return {"checkpoint": version.predictor.model.path.rpartition("/")[0]}
+
+
+def status_of(exc: Exception) -> int:
+    """Return the HTTP status of an error."""
+    return next(status for kind, status in STATUSES if isinstance(exc, kind))
+
+
+def _answer_error(exc: Exception) -> Response:
+    status = status_of(exc)
+    if status == 500:
+        logger.error("a request failed", exc_info=exc)
+    text = str(exc) or "The body must come within the time limit."
+    headers = _RETRY_AFTER if status in (429, 503) else {}
+    if status == 408:
+        headers = {"Connection": "close"}
+    return _error(f"{type(exc).__name__}: {text}", status, headers)
+
+
+def _error(
+    text: str, status: int, headers: Mapping[str, str] | None = None
+) -> Response:
+    return _json({"error": text}, status, headers)
+
+
+def _json(
+    value: object, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    data = msgspec.json.encode(value)
+    return Response(data, status, dict(headers or {}), "application/json")
+
+
+def _named(request: Request) -> tuple[str, str | None]:
+    """Return the model and the version that a path names."""
+    parameters = request.path_params
+    return parameters.get("model", ""), parameters.get("version")
+
+
+def _exceeds(length: str, limit: int) -> bool:
+    return len(length) > len(str(limit)) or int(length) > limit
+
+
+def _decompress(body: bytes, encoding: str, limit: int) -> bytes:
+    """Undo the encoding of a body, as long as what comes is within a limit."""
+    if encoding == "identity":
+        return body
+    if encoding not in ("gzip", "deflate"):
+        raise BatchError(
+            f"Content-Encoding must be gzip or deflate. Received: {encoding!r:.40}."
+        )
+    decoder = zlib.decompressobj(zlib.MAX_WBITS | 32)  # of either
+    try:
+        data = decoder.decompress(body, limit + 1)
+    except zlib.error as exc:
+        raise BatchError(f"The body must be {encoding} ({exc}).") from exc
+    if len(data) > limit:
+        raise TooLargeError(f"A body may have {limit} bytes. Received: more.")
+    if not decoder.eof:
+        raise BatchError(f"The body must be {encoding} to its end.")
+    return data

@@ -1,0 +1,343 @@
+"""Requests and answers of the Open Inference Protocol, version 2.
+
+    <slot>            INT64 or UINT64   ids of all samples, one sample after the other
+    <slot>.lengths    INT32  [B]        how many each sample has; may be left out where
+                                        each has as many: (B,) or (B, k)
+    <dense feature>   its own dtype     [B, ...]
+    predictions       FP32   [B, ...]   the answer
+
+Over HTTP a tensor is a JSON list, or bytes behind the JSON: little-endian, row by row,
+in the order of the inputs (the extension of binary tensors). Over gRPC it is in
+``contents`` or in ``raw_input_contents``.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from persia_torchrec.errors import BatchError
+from persia_torchrec.persia.batch import (
+    IDFeature,
+    IDTypeFeature,
+    NonIDTypeFeature,
+    PersiaBatch,
+)
+from persia_torchrec.persia.signature import ModelSignature
+
+Array = npt.NDArray[Any]
+
+DTYPES = {
+    "BOOL": np.dtype(np.bool_),
+    "UINT8": np.dtype("<u1"),
+    "UINT16": np.dtype("<u2"),
+    "UINT32": np.dtype("<u4"),
+    "UINT64": np.dtype("<u8"),
+    "INT8": np.dtype("<i1"),
+    "INT16": np.dtype("<i2"),
+    "INT32": np.dtype("<i4"),
+    "INT64": np.dtype("<i8"),
+    "FP16": np.dtype("<f2"),
+    "FP32": np.dtype("<f4"),
+    "FP64": np.dtype("<f8"),
+}
+OUTPUT = "predictions"
+LENGTHS = ".lengths"
+
+_NAMES = {str(dtype): name for name, dtype in DTYPES.items()}
+_KINDS: dict[str, type] = {"b": bool, "u": int, "i": int, "f": float}
+_NOT_SUPPORTED = {
+    "shared_memory_region": "shared memory",
+    "sequence_id": "sequences",
+    "classification": "classification",
+}
+_MAX_ELEMENTS = 2**31
+
+
+class InputTensor(NamedTuple):
+    """A tensor of a request."""
+
+    name: str
+    datatype: str
+    array: Array
+
+
+class InferRequest(NamedTuple):
+    """A request.
+
+    Attributes:
+        batch: in the order of the model.
+        id: to be repeated in the answer; empty if the caller gave none.
+        is_binary: whether the answer has its tensor as bytes behind the JSON.
+        has_output: whether the answer has the tensor at all.
+    """
+
+    batch: PersiaBatch
+    id: str = ""
+    is_binary: bool = False
+    has_output: bool = True
+
+
+class _Input(msgspec.Struct):
+    name: str
+    shape: list[int]
+    datatype: str
+    parameters: dict[str, Any] = {}
+    data: Any = msgspec.UNSET
+
+
+class _Output(msgspec.Struct):
+    name: str
+    parameters: dict[str, Any] = {}
+
+
+class _Request(msgspec.Struct):
+    inputs: list[_Input]
+    id: str = ""
+    parameters: dict[str, Any] = {}
+    outputs: list[_Output] = []
+
+
+def parse_request(
+    body: memoryview, json_bytes: int | None, signature: ModelSignature
+) -> InferRequest:
+    """Read a request over HTTP.
+
+    Args:
+        body: JSON, and tensors behind it.
+        json_bytes: size of the JSON, by the header ``Inference-Header-Content-Length``;
+            None is the whole body.
+        signature: the inputs of the model.
+
+    Raises:
+        BatchError: it is no valid request, or not of this model.
+    """
+    size = len(body) if json_bytes is None else json_bytes
+    if not 0 <= size <= len(body):
+        raise BatchError(
+            "Inference-Header-Content-Length must be at most the size of the body, "
+            f"{len(body)}. Received: {size}."
+        )
+    try:
+        request = msgspec.json.decode(body[:size], type=_Request)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+        raise BatchError(f"A request must be as the protocol says ({exc}).") from exc
+    reject_extensions(request.parameters)
+    tensors, rest = [], body[size:]
+    for tensor in request.inputs:
+        reject_extensions(tensor.parameters)
+        num_bytes = tensor.parameters.get("binary_data_size")
+        if num_bytes is None:
+            array = read_list(tensor.name, tensor.datatype, tensor.shape, tensor.data)
+        else:
+            if not isinstance(num_bytes, int) or not 0 <= num_bytes <= len(rest):
+                raise BatchError(
+                    f"Input {tensor.name!r} must have binary_data_size within the "
+                    f"{len(rest)} bytes that are left. Received: {num_bytes!r:.40}."
+                )
+            part, rest = rest[:num_bytes], rest[num_bytes:]
+            array = read_bytes(tensor.name, tensor.datatype, tensor.shape, part)
+        tensors.append(InputTensor(tensor.name, tensor.datatype, array))
+    if len(rest):
+        raise BatchError(
+            f"The tensors of a request must fill its body. Received: {len(rest)} more "
+            "bytes."
+        )
+    names = [output.name for output in request.outputs]
+    require_outputs(names)
+    is_binary = bool(request.parameters.get("binary_data_output", False))
+    for output in request.outputs:
+        reject_extensions(output.parameters)
+        is_binary = bool(output.parameters.get("binary_data", is_binary))
+    return InferRequest(build_batch(tensors, signature), request.id, is_binary)
+
+
+def encode_answer(
+    request: InferRequest,
+    model: Mapping[str, str],
+    parameters: Mapping[str, Any],
+    output: npt.NDArray[np.float32],
+) -> tuple[list[bytes], int | None]:
+    """Return the body of an answer over HTTP, and the size of its JSON if more follows.
+
+    ``model`` has ``model_name`` and ``model_version``.
+    """
+    tensor: dict[str, Any] = {
+        "name": OUTPUT,
+        "datatype": "FP32",
+        "shape": list(output.shape),
+    }
+    if request.is_binary:
+        tensor["parameters"] = {"binary_data_size": output.nbytes}
+    else:
+        tensor["data"] = output.reshape(-1).tolist()
+    value: dict[str, Any] = {**model, "parameters": parameters, "outputs": [tensor]}
+    if request.id:
+        value["id"] = request.id
+    head = msgspec.json.encode(value)
+    if not request.is_binary:
+        return [head], None
+    return [head, np.ascontiguousarray(output, "<f4").tobytes()], len(head)
+
+
+def describe_inputs(signature: ModelSignature) -> list[dict[str, Any]]:
+    """Return name, datatype and shape of each input; -1 is a size that varies."""
+    inputs = []
+    for slot in signature.slots:
+        inputs.append({"name": slot, "datatype": "INT64", "shape": [-1]})
+        lengths = slot + LENGTHS
+        inputs.append({"name": lengths, "datatype": "INT32", "shape": [-1]})
+    for dense in signature.dense:
+        datatype = _NAMES[dense.dtype]
+        inputs.append(
+            {"name": dense.name, "datatype": datatype, "shape": [-1, *dense.shape]}
+        )
+    return inputs
+
+
+def describe_output(signature: ModelSignature) -> dict[str, Any]:
+    """Return name, datatype and shape of the output."""
+    shape = [-1, *(signature.output or ())]
+    return {"name": OUTPUT, "datatype": "FP32", "shape": shape}
+
+
+def reject_extensions(parameters: Mapping[str, Any]) -> None:
+    """Raise BatchError for parameters of an extension that is not supported."""
+    for name, extension in _NOT_SUPPORTED.items():
+        if parameters.get(name):
+            raise BatchError(
+                f"The parameter {name!r} must not be given: {extension} is not "
+                "supported. Send tensors in the request, as JSON or binary."
+            )
+
+
+def require_outputs(names: Sequence[str]) -> None:
+    """Check the outputs that a request names."""
+    for name in names:
+        if name != OUTPUT:
+            raise BatchError(
+                f"An output must be {OUTPUT!r}, the only one. Received: {name!r:.100}."
+            )
+
+
+def read_dtype(name: str, datatype: str) -> np.dtype[Any]:
+    """Return the dtype of an input, or raise BatchError."""
+    dtype = DTYPES.get(datatype)
+    if dtype is None:
+        raise BatchError(
+            f"Input {name!r} must have one of the datatypes {', '.join(DTYPES)}. "
+            f"Received: {datatype!r:.40}."
+        )
+    return dtype
+
+
+def read_list(name: str, datatype: str, shape: Sequence[int], data: Any) -> Array:
+    """Return a tensor that is a list, flat or nested, or raise BatchError."""
+    dtype, size = read_dtype(name, datatype), _num_elements(name, shape)
+    while isinstance(data, list) and data and isinstance(data[0], list):
+        if not all(isinstance(part, list) for part in data):
+            raise BatchError(f"Input {name!r} must have lists of one depth.")
+        data = list(chain.from_iterable(data))
+    kind = _KINDS[dtype.kind]
+    try:
+        values = msgspec.convert(data, list[kind])  # type: ignore[valid-type]
+        with np.errstate(over="raise"):
+            array = np.array(values, dtype=dtype)
+    except (msgspec.ValidationError, OverflowError, FloatingPointError) as exc:
+        raise BatchError(
+            f"Input {name!r} must have numbers of {datatype} ({exc})."
+        ) from exc
+    if len(array) != size:
+        raise BatchError(
+            f"Input {name!r} of shape {list(shape)} must have {size} numbers. "
+            f"Received: {len(array)}."
+        )
+    return array.reshape(shape)
+
+
+def read_bytes(
+    name: str, datatype: str, shape: Sequence[int], data: memoryview | bytes
+) -> Array:
+    """Return a tensor that is bytes, or raise BatchError; it shares their memory."""
+    dtype, size = read_dtype(name, datatype), _num_elements(name, shape)
+    if len(data) != size * dtype.itemsize:
+        raise BatchError(
+            f"Input {name!r} of {datatype} and shape {list(shape)} must have "
+            f"{size * dtype.itemsize} bytes. Received: {len(data)}."
+        )
+    if dtype == np.bool_ and max(bytes(data), default=0) > 1:
+        raise BatchError(f"Input {name!r} must have bytes 0 or 1, as it is BOOL.")
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+def _num_elements(name: str, shape: Sequence[int]) -> int:
+    num = math.prod(shape)
+    if not shape or min(shape) < 0 or num > _MAX_ELEMENTS:
+        raise BatchError(
+            f"Input {name!r} must have a shape of sizes >= 0, the batch first. "
+            f"Received: {list(shape)!r:.100}."
+        )
+    return num
+
+
+def build_batch(
+    tensors: Sequence[InputTensor], signature: ModelSignature
+) -> PersiaBatch:
+    """Return the batch of a request; all inputs are found by name.
+
+    Raises:
+        BatchError: an input is missing, unknown or there twice, or ids and lengths do
+            not fit.
+    """
+    by_name = {tensor.name: tensor for tensor in tensors}
+    if len(by_name) < len(tensors):
+        raise BatchError("Each input of a request must be there once.")
+    lengths = [slot + LENGTHS for slot in signature.slots]
+    required = [*signature.slots, *(dense.name for dense in signature.dense)]
+    missing = [name for name in required if name not in by_name]
+    unknown = [name for name in by_name if name not in {*required, *lengths}]
+    if missing or unknown:
+        raise BatchError(
+            f"A request must have the inputs {required}. Received: "
+            f"{f'none for {missing}' if missing else ''}"
+            f"{'; ' if missing and unknown else ''}"
+            f"{f'unknown {unknown}' if unknown else ''}."
+        )
+    features: list[IDFeature] = []
+    for slot in signature.slots:
+        given = by_name.get(slot + LENGTHS)
+        features.append(_build_feature(by_name[slot], given))
+    dense = [
+        NonIDTypeFeature(_native(by_name[one.name].array), one.name)
+        for one in signature.dense
+    ]
+    return PersiaBatch(features, dense, requires_grad=False)
+
+
+def _build_feature(ids: InputTensor, lengths: InputTensor | None) -> IDFeature:
+    if ids.datatype not in ("INT64", "UINT64"):
+        raise BatchError(
+            f"Input {ids.name!r} must be INT64 or UINT64, as it has ids. Received: "
+            f"{ids.datatype}."
+        )
+    flat = _native(ids.array).reshape(-1).view(np.uint64)
+    if lengths is None:
+        num, each = ids.array.shape[0], ids.array.shape[1:]
+        lengths_B = np.full(num, math.prod(each), dtype=np.int32)
+    else:
+        if lengths.datatype != "INT32" or lengths.array.ndim != 1:
+            raise BatchError(
+                f"Input {lengths.name!r} must be INT32 of shape [batch]. Received: "
+                f"{lengths.datatype} of {list(lengths.array.shape)}."
+            )
+        lengths_B = _native(lengths.array)
+    return IDTypeFeature.from_flat(ids.name, flat, lengths_B)
+
+
+def _native(array: Array) -> Array:
+    """Return an array in the byte order of this machine, contiguous."""
+    return np.ascontiguousarray(array, array.dtype.newbyteorder("="))

@@ -1,0 +1,245 @@
+"""The models of an inference server, by name, each with its versions.
+
+    load     opens a version beside those there are, predicts once, and makes it current
+    unload   takes a version out; requests in progress end with it, then it is closed
+
+A version is a dense model and the rows of the same checkpoint, so that an answer never
+joins two. Its number is that of the checkpoint.
+"""
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from persia_torchrec.errors import BatchError, PersiaError, ServerError
+from persia_torchrec.persia.batch import PersiaBatch
+from persia_torchrec.persia.signature import ModelSignature
+from persia_torchrec.serving.predictor import Floats, Predictor
+from persia_torchrec.serving.statistics import Statistics
+
+logger = logging.getLogger(__name__)
+
+_READY_S = 1.0
+_DRAIN_S = 60.0
+_RETRY_S = 10.0
+
+
+class UnknownModelError(PersiaError):
+    """A request names a model or a version that is not loaded."""
+
+
+@dataclass
+class Version:
+    """One version of a model; ``close`` frees its rows."""
+
+    predictor: Predictor
+    close: Callable[[], None] = lambda: None
+    num_users: int = 0
+    is_leaving: bool = False
+
+    @property
+    def number(self) -> str:
+        """The number of the checkpoint."""
+        return self.predictor.model.version
+
+
+Open = Callable[[str | None], Version]
+"""Opens a version: of the checkpoint of a number, or the latest one for None."""
+
+
+@dataclass
+class Models:
+    """One name with its versions. Any thread may call any method.
+
+    Attributes:
+        name: of the model.
+        statistics: of all predictions.
+    """
+
+    name: str
+    open: Open | None = None
+    statistics: Statistics = field(default_factory=Statistics)
+    _versions: dict[str, Version] = field(default_factory=dict)
+    _current: str | None = None
+    _ready: tuple[float, dict[str, object]] | None = None
+
+    def __post_init__(self) -> None:
+        self._changed = threading.Condition()  # guards all of it
+        self._loading = threading.Lock()
+
+    def add(self, version: Version) -> None:
+        """Make a version the current one, beside the others."""
+        with self._changed:
+            number = version.number
+            previous = self._versions.get(number)
+            self._versions[number] = version
+            self._current, self._ready = number, None
+        if previous is not None:
+            self._drain(previous)
+        logger.info("model %s: version %s is current", self.name, number)
+
+    def load(self, number: str | None = None) -> str:
+        """Open a version, the latest for None, and make it current; return its number.
+
+        Raises:
+            PersiaError: it cannot be opened; the current one stays.
+        """
+        if self.open is None:
+            raise BatchError(
+                "A model must have servers of its own to be loaded by a request. "
+                "Received: embedding workers, whose rows stay."
+            )
+        with self._loading:  # two at once would need the memory of two
+            version = self.open(number)
+            self.add(version)
+            return version.number
+
+    def unload(self, number: str | None = None) -> None:
+        """Take a version out, or all; requests in progress end with it."""
+        with self._changed:
+            numbers = [*self._versions] if number is None else [number]
+            leaving = [self._require(n) for n in numbers]
+            for n in numbers:
+                del self._versions[n]
+            if self._current not in self._versions:
+                self._current = max(self._versions, key=_order, default=None)
+            self._ready = None
+        for version in leaving:
+            self._drain(version)
+        logger.info("model %s: version %s is unloaded", self.name, ", ".join(numbers))
+
+    def close(self) -> None:
+        """Unload all. May be called twice."""
+        if self.versions():
+            self.unload()
+
+    def versions(self) -> list[str]:
+        """Return the numbers of all versions, ascending."""
+        with self._changed:
+            return sorted(self._versions, key=_order)
+
+    @contextlib.contextmanager
+    def using(self, name: str, number: str | None) -> Iterator[Version]:
+        """Hold a version, the current one for None, until the end of a block."""
+        self.require_name(name)
+        with self._changed:
+            version = self._require(number)
+            version.num_users += 1
+        try:
+            yield version
+        finally:
+            with self._changed:
+                version.num_users -= 1
+                self._changed.notify_all()
+
+    def require_name(self, name: str) -> None:
+        """Raise UnknownModelError for another name than the model's."""
+        if name != self.name:
+            raise UnknownModelError(
+                f"The model must be {self.name!r}. Received: {name!r:.100}."
+            )
+
+    def signature(self, name: str, number: str | None = None) -> ModelSignature:
+        """Return the inputs of a version by name, or raise BatchError if unknown."""
+        with self.using(name, number) as version:
+            return require_signature(version)
+
+    def predict(
+        self, version: Version, batch: PersiaBatch, *, is_text: bool = False
+    ) -> Floats:
+        """Predict with a version that is held."""
+        with self.statistics.timed(self.name, version.number, batch.batch_size):
+            return version.predictor.predict(batch, is_text=is_text)
+
+    def health(self) -> dict[str, object]:
+        """Return readiness, model and rows; asks the servers once a second at most."""
+        with self._changed:
+            if self._ready is not None and time.monotonic() < self._ready[0]:
+                return self._ready[1]
+        try:
+            with self.using(self.name, None) as version:
+                health = version.predictor.health()
+                health["version"] = version.number
+        except UnknownModelError as exc:
+            health = {"ready": False, "error": str(exc)}
+        with self._changed:
+            previous = self._ready
+            self._ready = time.monotonic() + _READY_S, health
+        if previous is not None and previous[1]["ready"] != health["ready"]:
+            what = "ready" if health["ready"] else f"not ready: {health['error']}"
+            logger.warning("model %s is %s", self.name, what)
+        return health
+
+    def require_ready(self) -> None:
+        """Raise ServerError unless it is ready."""
+        health = self.health()
+        if not health["ready"]:
+            raise ServerError(str(health["error"]), server=f"model {self.name}")
+
+    def _require(self, number: str | None) -> Version:
+        number = self._current if number is None else number
+        if number is None or number not in self._versions:
+            raise UnknownModelError(
+                f"Model {self.name!r} must have this version; it has "
+                f"{sorted(self._versions, key=_order) or 'none'}. Received: "
+                f"{number if number is not None else 'none that is current'}."
+            )
+        return self._versions[number]
+
+    def _drain(self, version: Version) -> None:
+        """Close a version when the requests in progress have ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: version.num_users == 0, _DRAIN_S)
+        version.close()
+
+
+@contextlib.contextmanager
+def following_checkpoints(
+    models: Models, newest: Callable[[], str | None], poll_s: float = 1.0
+) -> Iterator[None]:
+    """Load each later checkpoint, rows and dense model together, during a block.
+
+    ``newest`` returns the number of the latest complete one; None if there is none. The
+    previous version is unloaded when the new one is current.
+    """
+    ending = threading.Event()
+
+    def follow() -> None:
+        while not ending.wait(poll_s):
+            try:
+                number, held = newest(), models.versions()
+                if number is not None and number not in held:
+                    models.load(number)
+                    for previous in held:
+                        models.unload(previous)
+            except Exception as exc:  # the previous version stays
+                has_bug = not isinstance(exc, PersiaError)
+                logger.warning("the previous version stays: %s", exc, exc_info=has_bug)
+                ending.wait(_RETRY_S)
+
+    thread = threading.Thread(target=follow, name="versions", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ending.set()
+        thread.join(_DRAIN_S)
+
+
+def require_signature(version: Version) -> ModelSignature:
+    """Return the inputs of a version by name, or raise BatchError if unknown."""
+    model = version.predictor.model
+    if model.signature is None:
+        raise BatchError(
+            f"{model.path} must have the names of its inputs, as files of "
+            "dump_checkpoint(with_jit_model=True) do. Received: one without. Write the "
+            "checkpoint again, or send PersiaBatch.to_bytes() to /predict."
+        )
+    return model.signature
+
+
+def _order(number: str) -> tuple[int, str]:
+    return int(number) if number.isdigit() else 0, number

@@ -1,0 +1,358 @@
+"""The Open Inference Protocol over HTTP and gRPC."""
+
+import json
+import struct
+import urllib.error
+import urllib.request
+
+import grpc
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from persia_torchrec.embedding.optim import SGD
+from persia_torchrec.persia.batch import (
+    IDTypeFeature,
+    NonIDTypeFeature,
+    PersiaBatch,
+)
+from persia_torchrec.persia.signature import DenseInput, ModelSignature
+from persia_torchrec.persia.slots import SlotsLookup
+from persia_torchrec.serving.embeddings import SlotsReader
+from persia_torchrec.serving.grpc_server import MESSAGES, GrpcServer
+from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
+from persia_torchrec.serving.models import Models, Version
+from persia_torchrec.serving.predictor import DenseModel, Predictor
+from persia_torchrec.table import TableSpec
+from tests.support.one_feature import FEATURE
+from tests.support.servers import DEADLINE_S, Servers
+
+SIGNATURE = ModelSignature(
+    ("item",),
+    (DenseInput("age", "float64", ()), DenseInput("x", "float32", (2,))),
+    (1,),
+)
+IDS = [7, 2**64 - 1, 8]
+LENGTHS = [2, 0, 1]
+AGES, XS = [0.5, 1.5, 2.5], [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]
+
+
+class Model(nn.Module):
+    """Adds up all that it is given."""
+
+    def forward(self, dense, embeddings):
+        age, x = dense
+        return (age + x.sum(1) + embeddings[0].sum(1)).unsqueeze(1)
+
+
+@pytest.fixture(scope="module")
+def server():
+    """Return an HTTP server, a gRPC server, and the predictions to be had."""
+    with Servers() as servers:
+        client = servers.client(servers.start(1))
+        client.add_tables([TableSpec(name="item", dim=2, optimizer=SGD(1.0))])
+        rows = np.float32([[1, 2], [10, 20], [100, 200]])
+        client.write("item", np.array(IDS, dtype=np.uint64), rows)
+        models = Models("adult")
+        reader = SlotsReader(SlotsLookup(client, [FEATURE]), torch.device("cpu"))
+        model = DenseModel(Model(), "/runs/checkpoint-00000003/m.pt", SIGNATURE)
+        models.add(Version(Predictor(reader, model)))
+        config = HttpConfig(grpc_port=0, max_samples=5)
+        http, rpc = PredictionServer(models, config), GrpcServer(models, config)
+        yield http, rpc, models
+        rpc.close()
+        http.close()
+
+
+EXPECTED = [[0.5 + 3 + 33], [1.5 + 7], [2.5 + 11 + 300]]
+
+
+def tensor(name, datatype, array, **parameters):
+    value = {"name": name, "datatype": datatype, "shape": list(np.shape(array))}
+    if parameters:
+        return {**value, "parameters": parameters}
+    return {**value, "data": array}
+
+
+def request_of(*changed, **more):
+    """Return a request; an input that is given takes the place of its name's."""
+    inputs = [
+        tensor("x", "FP32", XS),
+        tensor("item", "UINT64", IDS),
+        tensor("age", "FP64", AGES),
+        tensor("item.lengths", "INT32", LENGTHS),
+    ]
+    by_name = {one["name"]: one for one in (*inputs, *changed)}
+    return {"inputs": list(by_name.values()), **more}
+
+
+def ask(server, path, value=None, **headers):
+    """Return status, headers and body of an answer."""
+    body = value if isinstance(value, bytes | None) else json.dumps(value).encode()
+    request = urllib.request.Request(server[0].address + path, body, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
+            return answer.status, answer.headers, answer.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.headers, error.read()
+
+
+def infer(server, value, **headers):
+    status, _, body = ask(server, "/v2/models/adult/infer", value, **headers)
+    return status, json.loads(body)
+
+
+def call(server, method, *, metadata=(), **fields):
+    """Return the answer of gRPC."""
+    address = f"127.0.0.1:{server[1].port}"
+    with grpc.insecure_channel(address) as channel:
+        ask_for = channel.unary_unary(
+            f"/inference.GRPCInferenceService/{method}",
+            MESSAGES[f"{method}Request"].SerializeToString,
+            MESSAGES[f"{method}Response"].FromString,
+        )
+        request = MESSAGES[f"{method}Request"](**fields)
+        return ask_for(request, timeout=DEADLINE_S, metadata=metadata)
+
+
+@pytest.mark.parametrize("version", ["", "/versions/3"])
+def test_inputs_are_found_by_name(server, version):
+    path = f"/v2/models/adult{version}/infer"
+    _, _, body = ask(server, path, request_of(id="a request"))
+    answer = json.loads(body)
+    assert answer["id"] == "a request"
+    assert (answer["model_name"], answer["model_version"]) == ("adult", "3")
+    assert answer["parameters"] == {"checkpoint": "/runs/checkpoint-00000003"}
+    (output,) = answer["outputs"]
+    assert (output["name"], output["datatype"]) == ("predictions", "FP32")
+    assert output["shape"] == [3, 1]
+    assert output["data"] == [value for (value,) in EXPECTED]
+
+
+def test_lengths_may_be_left_out_where_each_sample_has_as_many_ids(server):
+    for ids in ([7, 7, 7], [[7], [7], [7]], [[7, 7]] * 3):
+        request = request_of(tensor("item", "INT64", ids))
+        request["inputs"] = [
+            one for one in request["inputs"] if one["name"] != "item.lengths"
+        ]
+        _, answer = infer(server, request)
+        num = np.size(ids) // 3
+        due = [a + sum(x) + 3 * num for a, x in zip(AGES, XS, strict=True)]
+        assert answer["outputs"][0]["data"] == due
+
+
+def test_binary_tensors_are_equal_to_lists(server):
+    arrays = {
+        "x": np.array(XS, "<f4"),
+        "item": np.array(IDS, "<u8"),
+        "age": np.array(AGES, "<f8"),
+        "item.lengths": np.array(LENGTHS, "<i4"),
+    }
+    plain = {one["name"]: one for one in request_of()["inputs"]}
+    inputs = [
+        tensor(name, plain[name]["datatype"], array, binary_data_size=array.nbytes)
+        for name, array in arrays.items()
+    ]
+    value = {"inputs": inputs, "parameters": {"binary_data_output": True}}
+    head = json.dumps(value).encode()
+    body = head + b"".join(array.tobytes() for array in arrays.values())
+    length = {"Inference-Header-Content-Length": str(len(head))}
+    status, headers, answer = ask(server, "/v2/models/adult/infer", body, **length)
+    assert status == 200
+    size = int(headers["Inference-Header-Content-Length"])
+    (output,) = json.loads(answer[:size])["outputs"]
+    assert output["parameters"] == {"binary_data_size": 12}
+    np.testing.assert_array_equal(
+        np.frombuffer(answer[size:], "<f4").reshape(output["shape"]), EXPECTED
+    )
+    status, answer = infer(server, body[:-1], **length)
+    assert status == 400
+    assert "binary_data_size within the 11 bytes" in answer["error"]
+    status, answer = infer(server, body + b"x", **length)
+    assert "must fill its body. Received: 1 more" in answer["error"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (tensor("item", "FP32", IDS), "must be INT64 or UINT64"),
+        (tensor("item", "INT64", [2**64]), "must have numbers of INT64"),
+        (tensor("item", "INT64", [1.5]), "must have numbers of INT64"),
+        (tensor("item", "INT65", [1]), "one of the datatypes"),
+        (tensor("item.lengths", "INT32", [1, 1]), "sum up to the number of ids"),
+        (tensor("item.lengths", "INT64", LENGTHS), "INT32 of shape"),
+        (tensor("item.lengths", "INT32", [4, -1, 0]), "lengths must be >= 0"),
+        (tensor("age", "FP32", AGES), "'age' must be float64 of shape"),
+        (tensor("x", "FP32", [[1.0]] * 3), r"of shape \('batch', 2\)"),
+        (tensor("x", "FP32", XS[:2]), "must have its 3 samples"),
+        (tensor("y", "FP32", AGES), "unknown.*'y'"),
+        ({**tensor("age", "FP64", AGES), "shape": [4]}, "must have 4 numbers"),
+        ({**tensor("age", "FP64", AGES), "shape": [-3]}, "shape of sizes >= 0"),
+        ({**tensor("age", "FP64", AGES), "data": [[1], 2, 3]}, "lists of one depth"),
+        ({**tensor("age", "FP64", AGES), "data": None}, "numbers of FP64"),
+        (
+            tensor("age", "FP64", AGES, shared_memory_region="region"),
+            "shared memory is not supported",
+        ),
+    ],
+)
+def test_an_invalid_input_is_named(server, changed, message):
+    status, answer = infer(server, request_of(changed))
+    assert status == 400
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(answer["error"])
+
+
+def test_other_requests_that_cannot_be_answered_say_why(server):
+    request = request_of()
+    request["inputs"] = request["inputs"][1:]
+    assert "none for ['x']" in infer(server, request)[1]["error"]
+    twice = {"inputs": request_of()["inputs"] * 2}
+    assert "there once" in infer(server, twice)[1]["error"]
+    named = request_of(outputs=[{"name": "score"}])
+    assert "must be 'predictions'" in infer(server, named)[1]["error"]
+    asked = [{"name": "predictions", "parameters": {"classification": 3}}]
+    error = infer(server, request_of(outputs=asked))[1]["error"]
+    assert "classification is not supported" in error
+    error = infer(server, request_of(parameters={"sequence_id": 3}))[1]["error"]
+    assert "sequences is not supported" in error
+    status, _, body = ask(server, "/v2/models/adult/versions/4/infer", request_of())
+    assert status == 404
+    assert "it has ['3']. Received: 4" in json.loads(body)["error"]
+    assert ask(server, "/v2/models/other")[0] == 404
+    status, _, body = ask(server, "/v2/systemsharedmemory/status")
+    assert (status, json.loads(body)["error"]) == (
+        404,
+        "shared memory is not supported.",
+    )
+    large = request_of(tensor("item.lengths", "INT32", [3, 0, 0, 0, 0, 0]))
+    assert ask(server, "/v2/models/adult/infer", large)[0] == 400  # it is invalid first
+    status, answer = infer(server, b"{}", **{"Inference-Header-Content-Length": "x"})
+    assert "must be a number" in answer["error"]
+
+
+def test_a_batch_above_the_limit_of_samples_is_rejected(server):
+    request = request_of(
+        tensor("x", "FP32", [[0, 0]] * 6),
+        tensor("age", "FP64", [0.0] * 6),
+        tensor("item.lengths", "INT32", [3, 0, 0, 0, 0, 0]),
+    )
+    status, answer = infer(server, request)
+    assert status == 413
+    assert "may have 5 samples. Received: 6" in answer["error"]
+
+
+def test_server_and_model_describe_themselves(server):
+    assert ask(server, "/v2/health/live")[0] == 200
+    assert ask(server, "/v2/health/ready")[0] == 200
+    assert ask(server, "/v2/models/adult/ready")[0] == 200
+    about = json.loads(ask(server, "/v2")[2])
+    assert "binary_tensor_data" in about["extensions"]
+    model = json.loads(ask(server, "/v2/models/adult")[2])
+    assert model["versions"] == ["3"]
+    assert model["inputs"] == [
+        {"name": "item", "datatype": "INT64", "shape": [-1]},
+        {"name": "item.lengths", "datatype": "INT32", "shape": [-1]},
+        {"name": "age", "datatype": "FP64", "shape": [-1]},
+        {"name": "x", "datatype": "FP32", "shape": [-1, 2]},
+    ]
+    due = [{"name": "predictions", "datatype": "FP32", "shape": [-1, 1]}]
+    assert model["outputs"] == due
+    config = json.loads(ask(server, "/v2/models/adult/config")[2])
+    assert config["max_batch_size"] == 0
+    index = json.loads(ask(server, "/v2/repository/index", b"{}")[2])
+    assert index == [{"name": "adult", "version": "3", "state": "READY", "reason": ""}]
+
+
+def test_predictions_are_counted(server):
+    def count():
+        (stats,) = json.loads(ask(server, "/v2/models/adult/stats")[2])["model_stats"]
+        return stats["execution_count"], stats["inference_count"]
+
+    executed, predicted = count()
+    infer(server, request_of())
+    assert count() == (executed + 1, predicted + 3)
+    metrics = ask(server, "/metrics")[2].decode()
+    assert 'persia_serving_samples_total{model="adult",version="3"}' in metrics
+    assert "persia_serving_predict_seconds_bucket" in metrics
+
+
+def test_the_order_of_a_batch_of_persia_means_nothing(server):
+    batch = PersiaBatch(
+        [IDTypeFeature("item", [np.array([7], dtype=np.uint64)])],
+        [
+            NonIDTypeFeature(np.float32([[1, 2]]), "x"),
+            NonIDTypeFeature(np.float64([0.5]), "age"),
+        ],
+        requires_grad=False,
+    )
+    kind = {"Content-Type": "application/octet-stream"}
+    _, _, body = ask(server, "/predict", batch.to_bytes(), **kind)
+    assert json.loads(body) == {"predictions": [6.5]}
+    value = {
+        "id_type_features": {"item": [[7]]},
+        "non_id_type_features": {"x": [[1, 2]], "age": [0.5]},
+    }
+    kind = {"Content-Type": "application/json"}
+    assert json.loads(ask(server, "/predict", value, **kind)[2])["predictions"] == [6.5]
+
+
+def inputs_of_grpc(*, raw):
+    values = [("item", "INT64", np.array(IDS, "u8").view("i8")), ("age", "FP64", AGES)]
+    values += [("x", "FP32", np.float32(XS)), ("item.lengths", "INT32", LENGTHS)]
+    types = {"INT64": "<i8", "FP64": "<f8", "FP32": "<f4", "INT32": "<i4"}
+    fields = {"INT64": "int64", "FP64": "fp64", "FP32": "fp32", "INT32": "int"}
+    inputs, contents = [], []
+    for name, datatype, value in values:
+        array = np.asarray(value, types[datatype])
+        about = {"name": name, "datatype": datatype, "shape": array.shape}
+        if raw:
+            contents.append(array.tobytes())
+        else:
+            flat = array.reshape(-1).tolist()
+            about["contents"] = {f"{fields[datatype]}_contents": flat}
+        inputs.append(about)
+    return {"inputs": inputs, "raw_input_contents": contents}
+
+
+@pytest.mark.parametrize("raw", [True, False])
+def test_grpc_gives_the_same_predictions(server, raw):
+    answer = call(
+        server, "ModelInfer", model_name="adult", id="7", **inputs_of_grpc(raw=raw)
+    )
+    assert (answer.model_version, answer.id) == ("3", "7")
+    assert answer.outputs[0].shape == [3, 1]
+    (content,) = answer.raw_output_contents
+    assert struct.unpack("<3f", content) == tuple(value for (value,) in EXPECTED)
+    checkpoint = answer.parameters["checkpoint"].string_param
+    assert checkpoint == "/runs/checkpoint-00000003"
+
+
+def test_grpc_describes_server_and_model(server):
+    assert call(server, "ServerLive").live
+    assert call(server, "ServerReady").ready
+    assert call(server, "ModelReady", name="adult").ready
+    assert "statistics" in call(server, "ServerMetadata").extensions
+    model = call(server, "ModelMetadata", name="adult")
+    assert [one.name for one in model.inputs] == ["item", "item.lengths", "age", "x"]
+    config = call(server, "ModelConfig", name="adult").config
+    assert config.input[0].data_type == 9  # TYPE_INT64
+    assert call(server, "RepositoryIndex").models[0].state == "READY"
+    stats = call(server, "ModelStatistics", name="adult").model_stats[0]
+    assert stats.execution_count == stats.inference_stats.success.count > 0
+
+
+def test_errors_of_grpc_have_the_statuses_of_the_protocol(server):
+    inputs = inputs_of_grpc(raw=True)
+    short = {**inputs, "inputs": inputs["inputs"][:3]}
+    for method, fields, status in (
+        ("ModelInfer", {"model_name": "other", **inputs}, "NOT_FOUND"),
+        ("ModelInfer", {"model_name": "adult", **short}, "INVALID_ARGUMENT"),
+        ("ModelMetadata", {"name": "adult", "version": "9"}, "NOT_FOUND"),
+        ("RepositoryModelLoad", {"model_name": "adult"}, "INVALID_ARGUMENT"),
+    ):
+        with pytest.raises(grpc.RpcError) as caught:
+            call(server, method, **fields)
+        assert caught.value.code().name == status
