@@ -29,7 +29,6 @@ from persia_torchrec.persia.worker_client import RemoteWorkers
 from persia_torchrec.rpc.addresses import tcp_address
 from persia_torchrec.rpc.auth import Greeting
 from persia_torchrec.serving.embeddings import SlotsReader, host_checkpoint
-from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
 from persia_torchrec.serving.models import Models, Version, following_checkpoints
 from persia_torchrec.serving.predictor import (
     Predictor,
@@ -39,6 +38,14 @@ from persia_torchrec.serving.predictor import (
     load_model,
     newest_version,
 )
+
+try:
+    from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
+except ModuleNotFoundError as exc:
+    raise SystemExit(
+        "An inference server needs Starlette and uvicorn. Received: "
+        f"{exc}. Run: pip install 'persia-torchrec[serving]'"
+    ) from exc
 
 logger = logging.getLogger("persia_torchrec.serving")
 

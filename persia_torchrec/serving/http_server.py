@@ -1,7 +1,7 @@
 """The HTTP server of predictions: ``app.py`` on uvicorn, in a thread of its own.
 
 Connections are kept alive. One that does not send a request's head within the time
-limit is closed, so that half-sent requests cost nobody else anything. Without
+limit is closed, so that half-sent requests cost the other clients nothing. Without
 ``PERSIA_HTTP_TOKEN`` it listens on the loopback, or where ``--open`` says.
 """
 

@@ -49,7 +49,7 @@ class DenseModel(NamedTuple):
     Attributes:
         module: TorchScript, in evaluation mode.
         path: its file.
-        signature: its inputs by name; None in a file without, as one of before.
+        signature: its inputs by name; None in a file without, as of earlier versions.
     """
 
     module: nn.Module

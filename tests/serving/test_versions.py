@@ -1,0 +1,124 @@
+"""Versions of a model, and servers that are killed, while requests come."""
+
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.processes import Processes, wait_until
+from tests.support.served_model import EVALUATION
+from tests.support.serving_process import Serving, ask
+
+pytestmark = pytest.mark.multiprocess
+
+BODY = EVALUATION[0].to_bytes()
+
+
+@pytest.fixture(scope="module")
+def run(trained, tmp_path_factory):
+    """Return a folder with two checkpoints of one number of rows, the second copied."""
+    folder = tmp_path_factory.mktemp("run")
+    first = folder / "checkpoint-00000001"
+    (source,) = trained.checkpoint.glob("checkpoint-*")
+    shutil.copytree(source, first)
+    shutil.copy(trained.checkpoint / "jit_dense.pt", first)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def serving(run, trained, tmp_path_factory):
+    arguments = "--checkpoint", str(run), "--model-name", "adult"
+    config = "--embedding-config", str(trained.embedding_config)
+    with Processes(tmp_path_factory.mktemp("serving")) as processes:
+        serving = Serving(processes, *arguments, *config)
+        yield serving
+        serving.process.send(signal.SIGTERM)
+        assert serving.process.status() == 0
+
+
+class Load:
+    """Requests one after the other, in a thread, until the end of a block."""
+
+    def __init__(self, address, expected):
+        self.statuses, self.wrong = Counter(), 0
+        self._address, self._expected = address, expected
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._ask)
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._ending.set()
+        self._thread.join()
+
+    def _ask(self):
+        while not self._ending.is_set():
+            status, answer = ask(self._address, "/predict", BODY)
+            self.statuses[status] += 1
+            if status == 200:
+                self.wrong += not np.allclose(
+                    answer["predictions"], self._expected, atol=1e-6
+                )
+
+
+def servers_of(pid):
+    """Return the embedding servers of a process, which any of its threads started."""
+    files = Path(f"/proc/{pid}/task").glob("*/children")
+    pids = [int(child) for file in files for child in file.read_text().split()]
+    commands = {p: Path(f"/proc/{p}/cmdline").read_bytes() for p in pids}
+    return [p for p in pids if b"persia_torchrec.server" in commands[p]]
+
+
+def versions(serving):
+    return ask(serving.address, "/v2/models/adult")[1]["versions"]
+
+
+def change(serving, what, version=None):
+    parameters = {} if version is None else {"version": version}
+    path = f"/v2/repository/models/adult/{what}"
+    return ask(serving.address, path, json.dumps({"parameters": parameters}).encode())
+
+
+def test_a_version_is_loaded_and_unloaded_without_a_failed_request(
+    serving, run, trained
+):
+    assert versions(serving) == ["1"]
+    shutil.copytree(run / "checkpoint-00000001", run / "checkpoint-00000002")
+    with Load(serving.address, trained.expected[0]) as load:
+        assert change(serving, "load") == (200, {"version": "2"})
+        assert versions(serving) == ["1", "2"]
+        assert change(serving, "unload", "1")[0] == 200
+        assert versions(serving) == ["2"]
+        assert change(serving, "load", "1") == (200, {"version": "1"})  # roll back
+        assert change(serving, "unload", "2")[0] == 200
+    assert set(load.statuses) == {200}
+    assert load.wrong == 0
+    status, answer = change(serving, "load", "7")
+    assert status >= 400
+    assert "complete checkpoint of this number" in answer["error"]
+    assert change(serving, "unload", "7")[0] == 404
+    assert versions(serving) == ["1"]
+
+
+def test_a_killed_server_is_started_again_with_the_same_checkpoint(serving, trained):
+    (server,) = servers_of(serving.process.pid)
+    began = time.monotonic()
+    with Load(serving.address, trained.expected[0]) as load:
+        os.kill(server, signal.SIGKILL)
+
+        wait_until(lambda: ask(serving.address, "/predict", BODY)[0] != 200, "a 503")
+        seen = load.statuses[200]
+        wait_until(lambda: load.statuses[200] > seen, "it predicts again")
+    assert time.monotonic() - began < 60
+    assert set(load.statuses) == {200, 503}
+    assert load.wrong == 0
+    assert ask(serving.address, "/health")[1]["ready"]
