@@ -53,7 +53,7 @@ def measure(settings: EngineSettings) -> list[Table]:
 
 
 def _measure(settings: EngineSettings, spec: TableSpec) -> Measured:
-    fused = EmbeddingStore(settings.rows, optimizer_engine="fused")
+    fused = EmbeddingStore(settings.rows, optimizer_engine="compiled")
     fbgemm = EmbeddingStore(settings.rows, optimizer_engine="fbgemm")
     stores, rng = {"fused": fused, "fbgemm": fbgemm}, np.random.default_rng(20_234)
     for store in stores.values():

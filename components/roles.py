@@ -17,7 +17,7 @@ from persia_torchrec.parsing.command_line import offers
 _SHARED = ("embedding_config", "global_config", *roles.OF_ROLE)
 
 
-@offers(roles.JobSettings, *_SHARED, "imports", "memory_dir")
+@offers(roles.JobSettings, *_SHARED, "imports", "memory_dir", "optimizer_engine")
 def embedding_server(
     host: str, port: int, replicas: int = 1, eviction: str = "lru", **shared: Any
 ) -> specs.AppDef:

@@ -14,7 +14,10 @@ from persia_torchrec.launch import roles
 from persia_torchrec.parsing.command_line import offers
 
 
-@offers(roles.JobSettings, "nproc_per_node", *roles.OF_JOB, "memory_dir", "resume_dir")
+@offers(
+    roles.JobSettings,
+    *("nproc_per_node", *roles.OF_JOB, "memory_dir", "resume_dir", "optimizer_engine"),
+)
 def train(
     script: str,
     embedding_servers: int = 1,

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from msgspec import Meta, Struct, structs
 from torchx import specs
@@ -34,8 +34,11 @@ from persia_torchrec.job.survivable_memory import AUTO, PRIVATE
 from persia_torchrec.parsing.command_line import format_flags
 from persia_torchrec.parsing.decoding import KeyPath
 from persia_torchrec.parsing.yaml_file import parse_yaml, read_section, read_text
+from persia_torchrec.persia.config.global_config import require_engine
 from persia_torchrec.rpc.addresses import free_port
 from persia_torchrec.timeouts import RECOVERY_S
+
+T = TypeVar("T")
 
 _SETTINGS = {  # how components call the number of processes of a role
     "server": "embedding_servers",
@@ -133,12 +136,23 @@ class RoleSettings(Struct, frozen=True, kw_only=True):
         return mounts
 
 
+class ServerSettings(RoleSettings, frozen=True, kw_only=True):
+    """What each embedding server asks for, and how it applies gradients."""
+
+    optimizer_engine: str | None = None  # unset: that of global_config.yml
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.optimizer_engine is not None:
+            require_engine(self.optimizer_engine)
+
+
 class RolesFile(Struct, frozen=True, kw_only=True):
     """The file; a job takes the sections of the roles that it has."""
 
     all: RoleSettings = RoleSettings()  # of each role; what its own section says holds
     coordinator: RoleSettings = RoleSettings()
-    server: RoleSettings = RoleSettings()
+    server: ServerSettings = ServerSettings()
     worker: RoleSettings = RoleSettings()
     loader: RoleSettings = RoleSettings()
     trainer: RoleSettings = RoleSettings()
@@ -163,7 +177,7 @@ def read_settings(roles_file: str, words: str) -> dict[str, RoleSettings]:
         layers.append(read_section(RolesFile, _parse_words(words), KeyPath("set")))
     settings = {}
     for name in RolesFile.__struct_fields__[1:]:
-        settings[name] = RoleSettings()
+        settings[name] = getattr(RolesFile(), name)
         for section in ("all", name):
             for layer in layers:
                 settings[name] = getattr(layer, section).over(settings[name])
@@ -260,6 +274,10 @@ class JobSettings:
     max_retries: int = 3
     """how often Slurm or Kubernetes may start the whole job again, as if a host was
     lost; Kubernetes does once less. 0: never"""
+    optimizer_engine: str = ""
+    """what applies gradients on servers: compiled (loops), fbgemm (its CPU kernels, for
+    SGD and Adagrad), or auto, what was measured to be faster; by default what
+    global_config.yml says"""
     resume_dir: str = ""
     """folder of the automatic checkpoints. A job that is started with that of another
     continues it. By default each job has one of its own"""
@@ -319,6 +337,14 @@ class JobSettings:
             "REPLICA_SIZE": str(num_replicas),
             "PYTHONUNBUFFERED": "1",
         }
+
+    def engine_of_servers(self) -> str | None:
+        """Return what applies gradients; None: what ``global_config.yml`` says."""
+        given = require_engine(self.optimizer_engine) if self.optimizer_engine else None
+        own = self.settings["server"]
+        assert isinstance(own, ServerSettings)
+        what = "optimizer_engine", given, None, "server.optimizer_engine"
+        return _agree(*what, own.optimizer_engine)
 
     def imported_modules(self) -> list[str]:
         """Return the modules of ``imports``."""
@@ -433,6 +459,7 @@ def embedding_servers(
     imports = job.imported_modules()
     flags = format_flags(eviction=eviction, checkpoint=checkpoint, import_=imports)
     flags += format_flags(capacity=capacity, incremental_dir=incremental_dir)
+    flags += format_flags(optimizer_engine=job.engine_of_servers())
     if job.recover and checkpoint is None and not job.host:
         flags += format_flags(resume_dir=job.run_dir())
     return job.role("server", "server", flags, num_servers)
@@ -550,16 +577,14 @@ def _split(name: str, kind: str, text: str) -> list[str]:
         ) from exc
 
 
-def _agree(
-    argument: str, number: int, default: int, setting: str, given: int | None
-) -> int:
+def _agree(argument: str, value: T, default: T, setting: str, given: T | None) -> T:
     """Return what an argument, or a setting of the role in its place, says."""
     if given is None:
-        return number
-    if number not in (default, given):
+        return value
+    if value not in (default, given):
         raise ConfigError(
             f"{argument} and {setting} must be the same, or one of them left out. "
-            f"Received: {number} and {given}."
+            f"Received: {value} and {given}."
         )
     return given
 

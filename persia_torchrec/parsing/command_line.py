@@ -26,7 +26,16 @@ import types
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from itertools import pairwise
-from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 T = TypeVar("T")
 Component = TypeVar("Component", bound=Callable[..., Any])
@@ -146,7 +155,7 @@ def offers(kind: type, *names: str) -> Callable[[Component], Component]:
 
 def _options(kind: Any, *, repeat: bool) -> dict[str, Any]:
     """Return what ``add_argument`` must know of a field's type."""
-    if isinstance(kind, types.UnionType):  # X | None
+    if get_origin(kind) in (types.UnionType, Union):  # X | None
         kind = get_args(kind)[0]
     if kind is bool:
         return {"action": "store_true"}

@@ -24,6 +24,7 @@ from persia_torchrec.parsing.command_line import (
 )
 from persia_torchrec.persia.config.embedding_config import load_embedding_config
 from persia_torchrec.persia.config.global_config import (
+    OptimizerEngine,
     inference_settings,
     refuse_inference,
 )
@@ -180,11 +181,15 @@ class _Service(_Replica, ImportFlags, _Recovering):
         env.set_variable("PERSIA_GLOBAL_CONFIG", self.global_config)
         flags = format_flags(port=self.port, import_=list(self.imports))
         return self._command(
-            ["-m", self.module, *flags],
+            ["-m", self.module, *flags, *self.flags()],
             host=infer and infer.listen_host,
             port=self.port,
             memory_dir=self.memory(),
         )
+
+    def flags(self) -> list[str]:
+        """Return further flags of the process."""
+        return []
 
     def memory(self) -> str:
         """Return where memory is that outlives the process."""
@@ -208,10 +213,18 @@ class EmbeddingParameterServer(_Service):
     """With --recover, where the rows are: "auto" for the fastest memory there is, or a
     folder; "private": they end with the process."""
 
+    optimizer_engine: OptimizerEngine | None = None
+    """What applies gradients: compiled loops, fbgemm's CPU kernels, or what was
+    measured to be faster [that of global_config.yml]"""
+
     def words(self) -> list[str]:
         """Reject a mistake in the slots, as PERSIA does; trainers tell the tables."""
         load_embedding_config(self.embedding_config, warns=False)
         return super().words()
+
+    def flags(self) -> list[str]:
+        """Return the flag of the engine, if it is given."""
+        return format_flags(optimizer_engine=self.optimizer_engine)
 
     def memory(self) -> str:
         """Return the flag."""

@@ -22,6 +22,7 @@ from persia_torchrec.checkpoint.catalog import Manifest, find_checkpoint
 from persia_torchrec.errors import ConfigError, ServerError
 from persia_torchrec.job.survivable_memory import AUTO, open_memory
 from persia_torchrec.parsing.command_line import format_flags
+from persia_torchrec.persia.config.global_config import OptimizerEngine
 from persia_torchrec.rpc.addresses import open_listening
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.store.index import MAX_ROWS
@@ -73,7 +74,7 @@ class EmbeddingCluster:
         capacity: int = 1_000_000,
         *,
         eviction: Literal["lru", "lfu"] = "lru",
-        optimizer_engine: Literal["auto", "fused", "fbgemm"] = "auto",
+        optimizer_engine: OptimizerEngine = "auto",
         incremental_dir: str | None = None,
         incremental_interval_s: float = 2.0,
         imports: Sequence[str] = (),
@@ -87,7 +88,9 @@ class EmbeddingCluster:
             capacity: rows per server, of all tables together.
             eviction: which row of a full server is evicted: the least recently ("lru"),
                 or the least frequently ("lfu") used.
-            optimizer_engine: what applies gradients, see ``EmbeddingStore``.
+            optimizer_engine: what applies gradients: loops that are "compiled", the CPU
+                kernels of "fbgemm", or "auto", what was measured to be faster. fbgemm
+                has SGD and Adagrad without decay there; another table is an error.
             incremental_dir: a folder to which the servers write what changes, for
                 :meth:`of_checkpoint`, and for a restart that loses little.
             incremental_interval_s: how often they do, in seconds. What is lost with the

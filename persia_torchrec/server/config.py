@@ -11,6 +11,8 @@ from persia_torchrec.parsing.command_line import ImportFlags
 from persia_torchrec.persia.config.global_config import (
     GlobalSettings,
     MetricsSettings,
+    OptimizerEngine,
+    require_engine,
 )
 from persia_torchrec.store.embedding_store import EmbeddingStore
 
@@ -36,8 +38,9 @@ class ServerConfig(ImportFlags):
     """Rows of all tables together; beyond that, rows are evicted."""
     eviction: Literal["lru", "lfu"] = "lru"
     """Which row is evicted: the least recently, or the least frequently used."""
-    optimizer_engine: Literal["auto", "fused", "fbgemm"] = "auto"
-    """What applies gradients: see ``EmbeddingStore``."""
+    optimizer_engine: OptimizerEngine = "auto"
+    """What applies gradients: compiled loops, fbgemm's CPU kernels, or for each table
+    what was measured to be faster."""
     memory_file: str | None = None
     """File in which a server that trains keeps its rows and all that belongs to them: a
     server that is started with the file of a killed one continues with them. It stays
@@ -127,6 +130,7 @@ def apply_global_config(config: ServerConfig, settings: GlobalSettings) -> Serve
     return replace(
         config,
         capacity_rows=of_servers.capacity,
+        optimizer_engine=require_engine(of_servers.optimizer_engine),
         metrics=settings.common.metrics,
         incremental_dir=of_servers.incremental_dir if is_on else None,
         incremental_interval_s=float(of_servers.incremental_interval_seconds),

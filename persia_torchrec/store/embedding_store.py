@@ -21,9 +21,10 @@ import numpy as np
 from persia_torchrec.errors import ConfigError, StoreError
 from persia_torchrec.jit.compiled import read_only
 from persia_torchrec.parsing.decoding import parse_json
+from persia_torchrec.persia.config.global_config import OptimizerEngine
 from persia_torchrec.store import loops, memory, table_states
 from persia_torchrec.store.change_log import ChangedSlots, ChangeJournal, Ring
-from persia_torchrec.store.fbgemm_engine import EngineChoice, OptimizerEngine
+from persia_torchrec.store.fbgemm_engine import EngineChoice
 from persia_torchrec.store.index import MAX_ROWS, Index
 from persia_torchrec.store.memory import (
     Arenas,

@@ -18,12 +18,12 @@ it by ``python -m benchmarks engines --json engine_measurements.json``.
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,22 +33,20 @@ from persia_torchrec.errors import ConfigError
 from persia_torchrec.jit import intrinsics as cpu
 from persia_torchrec.jit.compiled import compiled, inlined
 from persia_torchrec.jit.float16 import FP32
+from persia_torchrec.persia.config.global_config import OptimizerEngine, require_engine
 from persia_torchrec.store import memory, undo_log
 from persia_torchrec.store.index import NOT_FOUND, index_at
 from persia_torchrec.store.loops import find_hinted, finish_row, prefetch_row
 from persia_torchrec.store.memory import Floats, Ids, Layout, Slots, TableAt, Words
 from persia_torchrec.table import TableSpec
 
-OptimizerEngine = Literal["auto", "fbgemm", "fused"]
-"""The fused loop, fbgemm's kernels, or whichever was measured to be faster."""
-
 MEASUREMENTS = Path(__file__).with_name("engine_measurements.json")
 """The measurements that ``auto`` takes."""
 
 _DIM_STEP = 4
 _WORTH = 0.9
-"""Fraction of the fused loop's time below which fbgemm is chosen: torch costs a server
-memory (230 MB with torch 2.13 and fbgemm 1.8) and a longer start."""
+"""Fraction of the loop's time below which fbgemm is chosen: torch costs a server memory
+(230 MB with torch 2.13 and fbgemm 1.8) and a longer start."""
 
 _BLOCK_FLOATS = 2**16
 _LEAST_ROWS, _MOST_ROWS = 64, 8192
@@ -78,7 +76,7 @@ class FbgemmEngine:
             raise ConfigError(
                 "The optimizer engine fbgemm needs torch and fbgemm_gpu. Received: "
                 f"{exc}. Install fbgemm-gpu-cpu in the version that fits torch, or "
-                'choose optimizer_engine="fused".'
+                'choose optimizer_engine="compiled".'
             ) from exc
         self._torch = torch
         self._indices = torch.arange(_MOST_ROWS + 1)
@@ -278,54 +276,72 @@ class Measured:
 class EngineChoice:
     """Decide for each table which engine applies its updates.
 
-    ``auto`` is fused where fbgemm lacks the optimizer or is not installed. ``measured``
-    is None for the measurements of this package.
+    ``auto`` is the compiled loop where fbgemm lacks the optimizer or is not installed.
+    ``measured`` is None for the measurements of this package.
     """
 
     def __init__(
         self, engine: OptimizerEngine, measured: tuple[Measured, ...] | None = None
     ) -> None:
-        if engine not in get_args(OptimizerEngine):
-            raise ConfigError(
-                f"optimizer_engine must be one of {sorted(get_args(OptimizerEngine))}. "
-                f"Received: {engine!r}."
-            )
-        self._choice = engine
+        self._choice = require_engine(engine)
         self._measured = measurements() if measured is None else measured
         self._fbgemm = FbgemmEngine() if engine == "fbgemm" else None
 
     def choose(self, spec: TableSpec) -> FbgemmEngine | None:
         """Return fbgemm's engine if it updates this table, None if the loop does."""
-        if not self._is_for_fbgemm(spec):
+        is_fbgemm, _ = self.explain(spec)
+        if not is_fbgemm:
             return None
         if self._fbgemm is None:
             self._fbgemm = FbgemmEngine()
         return self._fbgemm
 
-    def _is_for_fbgemm(self, spec: TableSpec) -> bool:
-        reason = spec.optimizer.fbgemm_cpu_arguments()
-        if not isinstance(reason, str):
-            wrong_dim = f"dims must be multiples of {_DIM_STEP}"
-            reason = wrong_dim if spec.dim % _DIM_STEP else ""
-        if spec.dynamic.is_on:
-            reason = "fbgemm has no dynamic dim"
-        if self._choice == "fbgemm" and reason:
+    def describe(self, specs: Iterable[TableSpec]) -> str:
+        """Return which engine updates which tables, and why, for a log."""
+        names: dict[str, list[str]] = {}
+        for spec in specs:
+            is_fbgemm, why = self.explain(spec)
+            line = f"{'fbgemm' if is_fbgemm else 'compiled'} ({why})"
+            names.setdefault(line, []).append(spec.name)
+        return "; ".join(f"{line} for {', '.join(of)}" for line, of in names.items())
+
+    def explain(self, spec: TableSpec) -> tuple[bool, str]:
+        """Return whether fbgemm updates this table, and why, in a few words."""
+        lacks = self._lacks(spec)
+        if self._choice == "fbgemm" and lacks:
             raise ConfigError(
                 "With optimizer_engine=fbgemm every table needs an optimizer and a dim "
                 f"that fbgemm has on CPU. Received: table {spec.name!r}, dim "
-                f"{spec.dim}, {spec.optimizer!r}: {reason}. Choose auto or fused."
+                f"{spec.dim}, {spec.optimizer!r}: {lacks}. Choose auto or compiled."
             )
         if self._choice != "auto":
-            return self._choice == "fbgemm"
-        is_worth = not reason and self._is_worth(spec)
-        return is_worth and find_spec("fbgemm_gpu") is not None
+            return self._choice == "fbgemm", "as it was set"
+        if lacks:
+            return False, lacks
+        nearest = self._nearest(spec)
+        if nearest is None:
+            return False, "fbgemm was not measured here"
+        of_loop = nearest.fbgemm_ns / nearest.fused_ns
+        why = f"fbgemm was measured at {of_loop:.2g} times the loop's time"
+        if of_loop < _WORTH and find_spec("fbgemm_gpu") is None:
+            return False, f"{why}, and is not installed"
+        return of_loop < _WORTH, why
 
-    def _is_worth(self, spec: TableSpec) -> bool:
-        """Return whether fbgemm was faster at the nearest dim, the smaller of two."""
+    def _lacks(self, spec: TableSpec) -> str:
+        """Return why fbgemm cannot update a table; empty if it can."""
+        if spec.dynamic.is_on:
+            return "fbgemm has no dynamic dim"
+        reason = spec.optimizer.fbgemm_cpu_arguments()
+        if isinstance(reason, str):
+            return reason
+        return f"dims must be multiples of {_DIM_STEP}" if spec.dim % _DIM_STEP else ""
+
+    def _nearest(self, spec: TableSpec) -> Measured | None:
+        """Return what was measured at the nearest dim, the smaller of two."""
         kind = spec.optimizer.fbgemm_name, spec.weight_dtype
         found = [m for m in self._measured if (m.optimizer, m.weight_dtype) == kind]
-        found.sort(key=lambda m: (abs(math.log2(m.dim / spec.dim)), m.dim))
-        return bool(found) and found[0].fbgemm_ns < _WORTH * found[0].fused_ns
+        order = {m: (abs(math.log2(m.dim / spec.dim)), m.dim) for m in found}
+        return min(found, key=order.__getitem__, default=None)
 
 
 @cache

@@ -225,7 +225,7 @@ def initial_rows(spec: TableSpec, ids_N: Ids, *, has_all: bool = False) -> Float
     if shared := spec.table_of_shared_rows:
         spec, ids_N = shared, ids_N % np.uint64(spec.shared_rows)
     store = EmbeddingStore(
-        max(spec.dynamic.blocks * len(ids_N), 1), optimizer_engine="fused"
+        max(spec.dynamic.blocks * len(ids_N), 1), optimizer_engine="compiled"
     )
     [table] = store.add_tables([replace(spec, admission=AdmitAll())])
     weights_ND = np.empty((len(ids_N), spec.dim), dtype=np.float32)

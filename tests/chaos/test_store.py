@@ -39,7 +39,7 @@ def die(tmp_path, path, record_property):
 
 @pytest.mark.parametrize(
     ("eviction", "tables"),
-    [("lru", "fused"), ("lfu", "fused"), ("lru", "parts"), ("lfu", "parts")],
+    [("lru", "compiled"), ("lfu", "compiled"), ("lru", "parts"), ("lfu", "parts")],
     ids=["lru", "lfu", "lru with parts", "lfu with parts"],
 )
 def test_sigkill_at_any_moment_leaves_whole_requests(die, kills, eviction, tables):

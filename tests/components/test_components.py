@@ -144,6 +144,24 @@ def test_servers_and_workers_have_their_index():
         assert roles[name].env["REPLICA_SIZE"] == size
 
 
+def test_servers_apply_gradients_as_an_argument_or_the_roles_file_says(tmp_path):
+    flags = ["--optimizer-engine", "fbgemm"]
+    file = tmp_path / "roles.yml"
+    file.write_text("server: {optimizer_engine: fbgemm}")
+    for given in (
+        {"optimizer_engine": "fbgemm"},
+        {"roles_file": str(file)},
+        {"set": "server.optimizer_engine=fbgemm", "optimizer_engine": "fbgemm"},
+    ):
+        roles = train(**given)
+        assert roles["server"].args[-2:] == flags
+        assert not any("engine" in word for word in roles["trainer"].args)
+    assert flags[0] not in train()["server"].args  # what global_config.yml says holds
+    name = "roles.py:embedding_server"
+    (role,) = load(name)(**COMPONENTS[name], optimizer_engine="fbgemm").roles
+    assert role.args[-2:] == flags
+
+
 def test_roles_that_recover_have_a_supervisor():
     changes = {"python": "python3.12", "port": 29400}
     roles = train(recover=True, memory_dir="/fast", **changes)
@@ -244,13 +262,14 @@ def test_a_component_has_the_arguments_of_its_roles_alone():
     whole = shared - {"host"}
     assert offered["job.py:train"] == whole
     assert offered["torchrec_job.py:train"] == whole - CONFIGS.keys()
-    of_training = {"memory_dir", "resume_dir", "nproc_per_node"}
+    of_training = {"memory_dir", "resume_dir", "nproc_per_node", "optimizer_engine"}
     assert offered["inference.py:serve"] == whole - of_training
     of_jobs = {"recovery_timeout_s", "max_restarts", "max_retries", "resume_dir"}
     single = {name: found for name, found in offered.items() if "roles.py" in name}
     for name, found in single.items():
         assert found & of_jobs == set()
         assert ("memory_dir" in found) == name.endswith("server")
+        assert ("optimizer_engine" in found) == name.endswith("server")
         assert ("imports" in found) == name.startswith("roles.py:embedding")
 
 
@@ -281,6 +300,15 @@ def test_a_single_role_has_the_host():
     ("changes", "message"),
     [
         ({"embedding_servers": 0}, r"embedding_servers must be >= 1\. Received: 0"),
+        (
+            {"optimizer_engine": "fast"},
+            r"must be one of auto, compiled, fbgemm\. Received: 'fast'",
+        ),
+        (
+            {"optimizer_engine": "auto", "set": "server.optimizer_engine=fbgemm"},
+            r"must be the same, or one .* left out\. Received: auto and fbgemm",
+        ),
+        ({"set": "trainer.optimizer_engine=fbgemm"}, "optimizer_engine"),
         ({"eviction": "fifo"}, r"eviction must be lru or lfu\. Received: 'fifo'"),
         ({"embedding_workers": 0}, "embedding_workers must be >= 1"),
         ({"data_loaders": -1}, "data_loaders must be >= 1"),

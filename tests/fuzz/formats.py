@@ -83,7 +83,7 @@ slots_config:
   user: {dim: 3}
   item: {dim: 2}
 """
-SETTINGS: dict[str, Any] = {"optimizer_engine": "fused", "clock": lambda: 7.0}
+SETTINGS: dict[str, Any] = {"optimizer_engine": "compiled", "clock": lambda: 7.0}
 
 
 def filled_store(specs: Sequence[TableSpec] = SPECS, **settings: Any) -> EmbeddingStore:

@@ -56,6 +56,7 @@ def test_plain_torchx_run_is_equal_to_a_second_run_to_the_last_bit(tmp_path):
     if torch.__version__ >= (2, 13):  # before, TorchRec and fbgemm warn of each other
         assert len(noise) == NUM_WARNINGS, noise
     assert sum("new tables on all servers" in line for line in lines) == 1
+    assert sum("optimizer engine: compiled (" in line for line in lines) == 1
 
 
 def test_a_run_with_stale_rows_reaches_the_same_auc(tmp_path):

@@ -71,7 +71,7 @@ def test_a_server_without_memory_restores_its_rows_from_increments(
 ):
     """Behind the checkpoint, or from the first one on; a second log continues each."""
     folder = unpacked("increments", tmp_path)
-    store = EmbeddingStore(CAPACITY_ROWS, eviction="lfu", optimizer_engine="fused")
+    store = EmbeddingStore(CAPACITY_ROWS, eviction="lfu", optimizer_engine="compiled")
     target = Target(shard, 2, CAPACITY_ROWS, True)
     logs = Folder(folder / "logs")
     restored = restore(store, target, run and Folder(folder / run), logs)
@@ -172,7 +172,7 @@ def test_settings_of_every_kind_are_read_and_written():
 
 
 def test_a_stored_conversation_with_a_server_is_answered_alike(servers):
-    [running] = servers.start(capacity_rows=100, optimizer_engine="fused")
+    [running] = servers.start(capacity_rows=100, optimizer_engine="compiled")
     running.server.shard.store.clock = lambda: 7.0
     with closing(Connections("server", [running.address])) as connections:
         for message in expected("messages.json")["conversation"]:

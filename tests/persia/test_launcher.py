@@ -99,6 +99,12 @@ def test_all_commands_may_have_a_supervisor():
     assert coordinator.startswith(supervised("--host all --port 29400", command))
 
 
+def test_a_server_is_told_what_applies_gradients():
+    flags = ("--optimizer-engine", "fbgemm")
+    server = becomes("embedding-parameter-server", *CONFIGS, *flags)
+    assert server == "-m persia_torchrec.server --port 8888 --optimizer-engine fbgemm"
+
+
 def test_a_data_loader_runs_the_script_named_before_its_options_or_after():
     runs = "-m persia_torchrec.job.script loader load.py"
     assert becomes("data-loader", "load.py") == runs

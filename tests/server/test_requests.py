@@ -487,11 +487,11 @@ def test_settings_of_the_store_reach_it(setting):
 
 @pytest.mark.multiprocess
 def test_a_cluster_hands_the_settings_of_the_store_on():
-    settings = {"eviction": "lfu", "optimizer_engine": "fused"}
+    settings = {"eviction": "lfu", "optimizer_engine": "compiled"}
     with EmbeddingCluster.local(1, 10, **settings) as cluster:
         command = cluster.processes[0].args
         assert command[command.index("--eviction") + 1] == "lfu"
-        assert command[command.index("--optimizer-engine") + 1] == "fused"
+        assert command[command.index("--optimizer-engine") + 1] == "compiled"
 
     def test_what_can_wait_is_done_once_when_requests_leave_time_for_it(
         self, recording

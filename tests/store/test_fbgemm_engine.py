@@ -47,7 +47,7 @@ class Both:
             EmbeddingStore(
                 capacity_rows, optimizer_engine=engine, clock=lambda: self.now_s
             )
-            for engine in ("fused", "fbgemm")
+            for engine in ("compiled", "fbgemm")
         ]
         self.dim = spec.dim
         for store in self.stores:
@@ -284,7 +284,7 @@ def test_what_fbgemm_lacks_is_refused_where_it_is_chosen(optimizer, dim, reason)
     with pytest.raises(ConfigError, match=rf"'item', dim {dim}, .*: {reason}\. Choose"):
         store.add_table(make_spec(optimizer, dim))
     assert store.tables == []
-    EmbeddingStore(2, optimizer_engine="fused").add_table(make_spec(optimizer, dim))
+    EmbeddingStore(2, optimizer_engine="compiled").add_table(make_spec(optimizer, dim))
     EmbeddingStore(2).add_table(make_spec(optimizer, dim))
 
 
@@ -310,7 +310,7 @@ def test_a_store_loads_no_torch_unless_fbgemm_is_chosen():
         "from persia_torchrec.embedding.optim import SGD\n"
         "from persia_torchrec.store.embedding_store import EmbeddingStore\n"
         "from persia_torchrec.table import TableSpec\n"
-        "for engine, is_loaded in (('fused', False), ('fbgemm', True)):\n"
+        "for engine, is_loaded in (('compiled', False), ('fbgemm', True)):\n"
         "    store = EmbeddingStore(2, optimizer_engine=engine)\n"
         "    store.add_table(TableSpec(name='item', dim=4, optimizer=SGD(0.1)))\n"
         "    ids = np.array([1], dtype=np.uint64)\n"

@@ -61,8 +61,29 @@ def test_auto_takes_the_loop_for_what_was_not_measured_or_fbgemm_lacks(spec):
 
 
 def test_a_chosen_engine_is_taken_whatever_was_measured():
-    assert not is_fbgemm((FASTER,), SGD_16, "fused")
+    assert not is_fbgemm((FASTER,), SGD_16, "compiled")
     assert is_fbgemm((SLOWER,), SGD_16, "fbgemm")
+
+
+def test_a_log_says_which_engine_updates_which_tables_and_why():
+    specs = [
+        SGD_16,
+        replace(SGD_16, name="user"),
+        replace(SGD_16, name="ad", dim=64),
+        replace(SGD_16, name="day", optimizer=Adam()),
+        replace(SGD_16, name="page", dim=18),
+        replace(SGD_16, name="shop", weight_dtype="bf16"),
+    ]
+    assert EngineChoice("auto", (FASTER, SLOWER)).describe(specs) == (
+        "fbgemm (fbgemm was measured at 0.5 times the loop's time) for item, user; "
+        "compiled (fbgemm was measured at 2 times the loop's time) for ad; "
+        "compiled (fbgemm has adam on CUDA devices only) for day; "
+        "compiled (dims must be multiples of 4) for page; "
+        "compiled (fbgemm was not measured here) for shop"
+    )
+    for engine in ("compiled", "fbgemm"):
+        line = EngineChoice(engine).describe(specs[:1])
+        assert line == f"{engine} (as it was set) for item"
 
 
 def test_tables_of_one_store_share_the_engine():
@@ -72,7 +93,7 @@ def test_tables_of_one_store_share_the_engine():
 
 def test_an_unknown_engine_is_refused():
     with pytest.raises(
-        ConfigError, match=r"must be one of \['auto', 'fbgemm', 'fused'\]\. .*: 'cuda'"
+        ConfigError, match=r"must be one of auto, compiled, fbgemm\. .*: 'cuda'"
     ):
         EmbeddingStore(2, optimizer_engine="cuda")
 

@@ -30,7 +30,7 @@ TABLES = [
         expiry=Expiry(steps_to_live=30),
     ),
 ]
-SETTINGS = {"optimizer_engine": "fused", "clock": lambda: 7.0}
+SETTINGS = {"optimizer_engine": "compiled", "clock": lambda: 7.0}
 
 
 def store_of(capacity_rows=100, path=None, **settings):

@@ -25,7 +25,7 @@ OTHER = TableSpec(
 
 
 def store_of(path=None, capacity_rows=8, **settings):
-    settings = {"optimizer_engine": "fused", "clock": lambda: 7.0, **settings}
+    settings = {"optimizer_engine": "compiled", "clock": lambda: 7.0, **settings}
     store = EmbeddingStore(capacity_rows, memory_file=path, **settings)
     if not store.tables:
         store.add_tables([TABLE, OTHER])
@@ -112,7 +112,7 @@ def test_death_before_any_store_leaves_a_whole_request(tmp_path, path):
 
 @pytest.mark.parametrize(
     ("eviction", "engine", "num_kills"),
-    [("lru", "fused", 10), ("lfu", "fused", 6), ("lru", "fbgemm", 6)],
+    [("lru", "compiled", 10), ("lfu", "compiled", 6), ("lru", "fbgemm", 6)],
     ids=["lru", "lfu", "fbgemm"],
 )
 def test_sigkill_at_any_moment_leaves_whole_requests(

@@ -223,7 +223,7 @@ class Case(NamedTuple):
 
     action: Callable[..., None]
     eviction: str = "lru"
-    engine: str = "fused"
+    engine: str = "compiled"
     capacity_rows: int = 14
     prepare: Callable[..., None] = fill
 
@@ -304,7 +304,7 @@ def grow(store, streams):
 def saved_rows(store):
     """Return rows to load, of another store."""
     eviction = "lfu" if store.is_lfu else "lru"
-    other = EmbeddingStore(8, eviction=eviction, optimizer_engine="fused")
+    other = EmbeddingStore(8, eviction=eviction, optimizer_engine="compiled")
     other.add_tables(store.tables)
     slots = look_up(other, 1, *range(40, 46), 1)
     uses = np.arange(1, 8, dtype=np.uint64) << np.uint64(row_copy.POSITION_BITS)
@@ -447,7 +447,7 @@ class Deaths:
 
 def die_now_and_then(path):
     """Do a little of all below."""
-    cases = [case for case in CASES if case.engine == "fused"]
+    cases = [case for case in CASES if case.engine == "compiled"]
     some = [cases[-1], *cases[::2]]
     die_before_any_store(path, some, 3)
     die_within_recovery(path, some[:3], 1, 4)

@@ -84,19 +84,19 @@ PART_TABLES = [
     ),
 ]
 """With shared rows, and with blocks; their metadata is kept."""
-TABLES_OF = {"fused": TABLES, "fbgemm": FBGEMM_TABLES, "parts": PART_TABLES}
+TABLES_OF = {"compiled": TABLES, "fbgemm": FBGEMM_TABLES, "parts": PART_TABLES}
 
 CAPACITY_ROWS = 300
 NUM_IDS = 1000
 _DEADLINE_S = 60.0
 
 
-def store_of(path=None, eviction="lru", engine="fused"):
+def store_of(path=None, eviction="lru", engine="compiled"):
     store = EmbeddingStore(
         CAPACITY_ROWS,
         memory_file=path,
         eviction=eviction,
-        optimizer_engine="fbgemm" if engine == "fbgemm" else "fused",
+        optimizer_engine="fbgemm" if engine == "fbgemm" else "compiled",
         clock=lambda: 7.0,
     )
     notes = store.notes(4)

@@ -55,7 +55,7 @@ from tests.support.repository import ROOT
 
 STORED = ROOT / "tests/stored/7774c3f"
 CAPACITY_ROWS = 40
-FUSED = {"capacity_rows": CAPACITY_ROWS, "optimizer_engine": "fused"}
+FUSED = {"capacity_rows": CAPACITY_ROWS, "optimizer_engine": "compiled"}
 """Settings of the servers that wrote the files."""
 
 SPECS = [
@@ -238,6 +238,6 @@ def open_store(path, capacity_rows=CAPACITY_ROWS, eviction="lru"):
         capacity_rows,
         memory_file=path,
         eviction=eviction,
-        optimizer_engine="fused",
+        optimizer_engine="compiled",
         clock=lambda: 7.0,
     )

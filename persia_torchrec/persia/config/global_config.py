@@ -14,7 +14,7 @@
 import contextlib
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, cast, get_args
 
 from msgspec import Meta, Struct, field
 
@@ -25,6 +25,19 @@ from persia_torchrec.parsing.yaml_file import parse_file, read_text
 
 Positive = Annotated[int, Meta(ge=1)]
 Text = Annotated[str, Meta(min_length=1)]
+OptimizerEngine = Literal["auto", "compiled", "fbgemm"]
+"""What applies gradients: compiled loops, fbgemm's CPU kernels, or the faster one."""
+
+
+def require_engine(engine: str) -> OptimizerEngine:
+    """Return the name of an engine, or raise ConfigError."""
+    for known in get_args(OptimizerEngine):
+        if engine == known:
+            return cast("OptimizerEngine", known)
+    raise ConfigError(
+        f"optimizer_engine must be one of {', '.join(get_args(OptimizerEngine))}. "
+        f"Received: {engine!r}."
+    )
 
 
 class MetricsSettings(Struct, frozen=True, kw_only=True):
@@ -123,6 +136,10 @@ class ServerSettings(Struct, frozen=True, kw_only=True):
     # Increments that may wait while they cannot be written.
     incremental_channel_capacity: Positive = 1000
     incremental_interval_seconds: Positive = 2  # from one increment to the next
+    optimizer_engine: str = "auto"  # what applies gradients
+
+    def __post_init__(self) -> None:
+        require_engine(self.optimizer_engine)
 
 
 class GlobalSettings(Struct, frozen=True, kw_only=True, rename="{}_config".format):

@@ -24,6 +24,7 @@ def test_an_empty_global_config_gives_persias_defaults(global_config):
     assert settings.embedding_worker.forward_buffer_size == 1000
     assert settings.embedding_worker.buffered_data_expired_sec == 1000
     assert settings.embedding_parameter_server.capacity == 1_000_000_000
+    assert settings.embedding_parameter_server.optimizer_engine == "auto"
     assert global_config("common_config:\n") == settings
 
 
@@ -54,6 +55,10 @@ def test_a_whole_global_config_is_read(global_config):
         (
             "embedding_parameter_server_config: {capacity: 1e9}",
             "capacity must be an integer. Received: '1e9'",
+        ),
+        (
+            "embedding_parameter_server_config: {optimizer_engine: gpu}",
+            "optimizer_engine must be one of auto, compiled, fbgemm. Received: 'gpu'",
         ),
         (
             "embedding_worker_config: {forward_buffer_size: 0}",
@@ -200,9 +205,10 @@ def test_servers_write_increments_where_the_file_says_so(
 ):
     text = GLOBAL.replace("job_type: Train", f"job_type: {job_type}")
     text = text.replace("update: false", f"update: {is_on}")
-    text += "  incremental_interval_seconds: 3\n"
+    text += "  incremental_interval_seconds: 3\n  optimizer_engine: fbgemm\n"
     config = apply_global_config(ServerConfig(), global_config(text))
     assert config.incremental_dir == expected
+    assert config.optimizer_engine == "fbgemm"
     assert config.capacity_rows == 1_000_000
     assert config.incremental_buffer_rows == 5
     assert config.incremental_queue == 7
