@@ -2,12 +2,13 @@
 
 The options are those of DeepRec's example, and some of this project's. Each works, or
 is refused with the reason: ``Options.parse`` raises before anything is read or started.
+Of those that would change nothing here a warning says so: ``Options.warnings``.
 """
 
 import argparse
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args
@@ -20,6 +21,13 @@ EPOCHS = 1000
 FREE = "may change when a run is resumed"
 OURS = "is of the embedding servers"
 """Marks of options; ``OURS`` are refused beside ``--tf``."""
+
+
+BARE = "true"
+"""What an option with choices, given without one, or as ``True``, may stand for."""
+
+NONE = ("none", "false")
+"""Values by which an option that is none by default may be left out, in any case."""
 
 
 def option(default: Any, text: str, *marks: str, choices: Sequence[str] = ()) -> Any:
@@ -64,7 +72,7 @@ class Options:
         None,
         "two small tables a column, by quotient and remainder",
         OURS,
-        choices=("add", "mul", "concat"),
+        choices=("add", "mul", "concat", BARE),
     )
     optimizer: str = option(
         "adam",
@@ -78,7 +86,9 @@ class Options:
     l2_regularization: float = option(0.0, "l / 2 times the squares of dense kernels")
     bf16: bool = option(False, "dense layers in bfloat16")
     emb_fusion: bool = option(True, "one collection of all tables, or one a table")
-    op_fusion: bool = option(True, "dense layers compiled by torch", FREE)
+    op_fusion: bool = option(
+        True, "dense layers compiled by torch; with --tf only if it is said", FREE
+    )
     smartstaged: bool = option(
         True, "reading, hashing and pulls ahead, staleness 8; else 0", OURS
     )
@@ -130,6 +140,8 @@ class Options:
             ConfigError: a value, or a combination, cannot be; the message says why.
         """
         values = vars(make_parser().parse_args(words))
+        if values.get("multihash") == BARE:
+            values["multihash"] = "add"  # which MultiHashEmbeddingBagCollection takes
         options = cls(**values, given=frozenset(values))
         for problem in _problems(options):
             raise ConfigError(problem)
@@ -139,6 +151,11 @@ class Options:
     def has_raw_ids(self) -> bool:
         """Whether ids are 64 bits, and not cut to the buckets."""
         return self.ev or self.adaptive_emb or self.dynamic_ev
+
+    @property
+    def compiles(self) -> bool:
+        """Whether dense layers are compiled; with ``--tf`` one must ask for it."""
+        return self.op_fusion and (not self.tf or "op_fusion" in self.given)
 
     @property
     def pulls_ahead(self) -> bool:
@@ -161,6 +178,24 @@ class Options:
         if self.staleness is not None:
             return self.staleness
         return 8 if self.pulls_ahead else 0
+
+    def warnings(self) -> Iterator[str]:
+        """Return what options say that has no counterpart, and changes nothing."""
+        if self.protocol != "grpc":
+            yield (
+                f"--protocol {self.protocol} has no effect: the embedding servers have "
+                "one transport, which is ZeroMQ's."
+            )
+        if self.input_layer_partitioner:
+            yield (
+                f"--input_layer_partitioner {self.input_layer_partitioner} has no "
+                "effect: rows are always spread over all servers by a hash of their id."
+            )
+        if self.dense_layer_partitioner:
+            yield (
+                f"--dense_layer_partitioner {self.dense_layer_partitioner} has no "
+                "effect: the dense layers are replicated at every trainer."
+            )
 
     def require_same_as(self, folder: Path) -> None:
         """Note the options in a folder of checkpoints, or compare with those noted."""
@@ -213,17 +248,31 @@ def make_parser() -> argparse.ArgumentParser:
                 name, nargs="?", const=True, type=_truth, help=f"{text} [{shown}]"
             )
             continue
+        kind: Callable[[str], Any] = next(k for k in kinds if k is not type(None))
+        choices, bare = about["choices"], {}
+        if BARE in choices:
+            bare = {"nargs": "?", "const": BARE}
+        if choices and default is None:
+            kind, choices = _or_none, (*choices, None)
+            named = [one for one in about["choices"] if one != BARE]
+            bare["metavar"] = f"{{{','.join(named)},none}}"
         parser.add_argument(
             name,
-            type=next(kind for kind in kinds if kind is not type(None)),
-            choices=about["choices"] or None,
+            type=kind,
+            choices=choices or None,
             help=f"{text} [{shown}]",
+            **bare,
         )
     return parser
 
 
 def _declared() -> list[Any]:
     return [f for f in fields(Options) if "help" in f.metadata]
+
+
+def _or_none(text: str) -> str | None:
+    """Return a choice in lower case; None for what leaves an option out."""
+    return None if text.lower() in NONE else text.lower()
 
 
 def _truth(text: str) -> bool:
@@ -235,7 +284,6 @@ def _truth(text: str) -> bool:
 
 def _problems(options: Options) -> Iterator[str]:
     yield from _out_of_range(options)
-    yield from _without_counterpart(options)
     yield from _beside_plain(options)
     yield from _of_rows(options)
 
@@ -261,25 +309,6 @@ def _out_of_range(options: Options) -> Iterator[str]:
         yield (
             "--steps and --epochs both say when training ends. Received: "
             f"{options.steps} and {options.epochs}. Leave one of them out."
-        )
-
-
-def _without_counterpart(options: Options) -> Iterator[str]:
-    if options.protocol != "grpc":
-        yield (
-            "--protocol must be left out: the embedding servers have one transport, "
-            f"which is ZeroMQ's. Received: {options.protocol!r}."
-        )
-    if options.input_layer_partitioner:
-        yield (
-            "--input_layer_partitioner must be 0: rows are always spread over all "
-            f"servers by a hash of their id. Received: "
-            f"{options.input_layer_partitioner}."
-        )
-    if options.dense_layer_partitioner:
-        yield (
-            "--dense_layer_partitioner must be 0: the dense layers are replicated at "
-            f"every trainer. Received: {options.dense_layer_partitioner}."
         )
 
 

@@ -523,6 +523,8 @@ def start_torch(options: Options, stack: contextlib.ExitStack) -> None:
 
 def run(options: Options) -> dict[str, Any]:
     """Train, evaluate and write the results; return them."""
+    for line in options.warnings():
+        logger.warning(line)
     if options.tf and env.get_world_size() > 1:
         raise ConfigError(
             "--tf trains in one process, which has all tables. Received: "
@@ -541,7 +543,7 @@ def run(options: Options) -> dict[str, Any]:
         model = make_model(options, spec)
         model.losses.to(device_of(options))
         results: dict[str, Any] = {}
-        if options.op_fusion:
+        if options.compiles:
             results["compile_s"] = compile_dense(model.losses, options)
             logger.info("compiled the dense layers in %.0f s", results["compile_s"])
         folder.mkdir(parents=True, exist_ok=True)
@@ -570,6 +572,9 @@ def finish(
         "samples_per_s": progress.num_samples / progress.seconds,
         "rows": half.num_rows(),
     }
+    for column, number in data.train.num_beyond_buckets.items():
+        results[f"beyond_buckets_{column}"] = number
+        logger.warning("%d values of %s beyond its buckets", number, column)
     write(Path(options.output_dir), progress, results, options.as_dict())
     return results
 

@@ -20,6 +20,9 @@ Dimension key:
 """
 
 import dataclasses
+import logging
+import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -31,6 +34,8 @@ import numpy.typing as npt
 from persia_torchrec.datasets.hashing import MAX_SHORT, hash_short
 from persia_torchrec.errors import ConfigError, DataError
 from persia_torchrec.parsing.decoding import require_at_least_1
+
+logger = logging.getLogger(__name__)
 
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -61,7 +66,8 @@ class IdColumn:
 
     name: str
     num_buckets: int | None = None
-    """The id is taken modulo this, as an unsigned number. None: all 64 bits."""
+    """The id is taken modulo this, as an unsigned number. None: all 64 bits. Integers
+    that are not below it are counted, and a warning names the first."""
     separator: str | None = None
     """Splits text into tokens. None: each row has one."""
     is_text: bool = True
@@ -103,11 +109,16 @@ class Columns:
     Args:
         columns: of a CSV file all, in the order of a line.
 
+    ``num_beyond`` counts the integers that are not below their ``num_buckets``, by
+    column; several threads decode. guarded by _lock
+
     Raises:
         ConfigError: two have the same name, or none is an ``IdColumn``.
     """
 
     def __init__(self, columns: Sequence[AnyColumn]) -> None:
+        self.num_beyond = Counter[str]()
+        self._lock = threading.Lock()
         self.columns = list(columns)
         self.names = [c if isinstance(c, str) else c.name for c in columns]
         self.ids = [c for c in columns if isinstance(c, IdColumn)]
@@ -118,6 +129,24 @@ class Columns:
             raise ConfigError(
                 "columns must have different names, and at least one IdColumn. "
                 f"Received: {'twice ' + str(twice) if twice else 'none'}."
+            )
+
+    def count_beyond(self, spec: IdColumn, ids_L: npt.NDArray[np.uint64]) -> None:
+        """Count ids that the buckets of a column of integers cut; warn of the first."""
+        if spec.is_text or spec.num_buckets is None:
+            return
+        is_beyond_L = ids_L >= np.uint64(spec.num_buckets)
+        if not is_beyond_L.any():
+            return
+        with self._lock:
+            is_first = spec.name not in self.num_beyond
+            self.num_beyond[spec.name] += int(is_beyond_L.sum())
+        if is_first:
+            logger.warning(
+                "column %s has values that are not below its %d buckets, as %d: they "
+                "are taken modulo %d",
+                *(spec.name, spec.num_buckets),
+                *(ids_L[is_beyond_L.argmax()], spec.num_buckets),
             )
 
     @property
@@ -221,12 +250,14 @@ def hash_texts(texts: Any) -> npt.NDArray[np.uint64]:
 Fail = Callable[[int, str, object], DataError]
 """Given a row of a table, what must hold and what is there, returns what to raise."""
 
+Count = Callable[[IdColumn, npt.NDArray[np.uint64]], None]
+
 
 def decode(table: Any, columns: Columns, fail: Fail) -> Rows:
     """Return an Arrow table as ids and numbers."""
     return Rows(
         table.num_rows,
-        [decode_ids(table[c.name], c, fail) for c in columns.ids],
+        [decode_ids(table[c.name], c, fail, columns.count_beyond) for c in columns.ids],
         [_decode_label(table[c.name], c, fail) for c in columns.labels],
         [_decode_numbers(table[c.name], c.name, fail) for c in columns.dense],
     )
@@ -237,8 +268,13 @@ def row_error(at: str, must: str, received: object) -> DataError:
     return DataError(f"{at}: {must} Received: {received!r:.100}.")
 
 
-def decode_ids(column: Any, spec: IdColumn, fail: Fail) -> Ids:
-    """Return a column's ids, of a chunked Arrow array of text, integers or lists."""
+def decode_ids(
+    column: Any, spec: IdColumn, fail: Fail, count: Count | None = None
+) -> Ids:
+    """Return a column's ids, of a chunked Arrow array of text, integers or lists.
+
+    ``count`` is told them before buckets cut them.
+    """
     values, sizes, start = [np.empty(0, np.uint64)], [np.empty(0, np.int64)], 0
     for chunk in column.chunks:
         rows = np.arange(start, start + len(chunk))
@@ -254,6 +290,8 @@ def decode_ids(column: Any, spec: IdColumn, fail: Fail) -> Ids:
         sizes.append(sizes_N)
     ids_L = np.concatenate(values)
     if spec.num_buckets is not None:
+        if count is not None:
+            count(spec, ids_L)
         ids_L %= np.uint64(spec.num_buckets)
     offsets = None if spec.separator is None else _offsets(np.concatenate(sizes))
     return Ids(ids_L.view(np.int64), offsets)

@@ -227,6 +227,11 @@ class RowDataset:
         return [column.name for column in self._columns.labels]
 
     @property
+    def num_beyond_buckets(self) -> dict[str, int]:
+        """How many integers ``num_buckets`` has cut so far, by column."""
+        return dict(self._columns.num_beyond)
+
+    @property
     def micro_batches(self) -> int:
         """Batches that each step is yielded as."""
         return self._settings.micro_batches

@@ -531,6 +531,25 @@ def test_a_setting_that_cannot_work_is_an_error(tmp_path, wrong, message):
         IdColumn("a", num_buckets=0)
 
 
+def test_integers_beyond_their_buckets_are_counted_and_the_first_is_named(
+    tmp_path, caplog
+):
+    path = tmp_path / "rows.csv"
+    path.write_text("".join(f"{price},{price}\n" for price in (3, 173, 49, -1, 50)))
+    cut = IdColumn("price", num_buckets=50, is_text=False)
+    dataset = CsvDataset(path, 5, (cut, IdColumn("text", num_buckets=2)))
+    [batch] = dataset
+    ids = [3, 173 % 50, 49, (2**64 - 1) % 50, 0]
+    assert batch.id_features["price"].values().tolist() == ids
+    assert dataset.num_beyond_buckets == {"price": 3}  # hashes are always cut
+    list(dataset)
+    [line] = [r.message for r in caplog.records if "buckets" in r.message]
+    assert line == (
+        "column price has values that are not below its 50 buckets, as 173: they are "
+        "taken modulo 50"
+    )
+
+
 @pytest.mark.parametrize("library", ["pyarrow", "xxhash"])
 def test_a_missing_library_is_named_with_the_extra(tmp_path, monkeypatch, library):
     monkeypatch.setitem(sys.modules, library, None)

@@ -56,9 +56,6 @@ def test_a_flag_may_have_a_value_as_in_the_original(words):
         ("--tf --ev", "--tf is plain TorchRec.*--ev"),
         ("--tf --smartstaged true --save_steps 5", "--save_steps, --smartstaged"),
         ("--tf --optimizer adagrad", r"Adam.*--optimizer adagrad"),
-        ("--protocol star_server", r"one transport.*'star_server'"),
-        ("--input_layer_partitioner 8", "spread over all servers"),
-        ("--dense_layer_partitioner 16", "replicated at every trainer"),
         ("--micro_batch 3", r"equal parts.*3 parts of 512"),
         ("--micro_batch 4 --batch_size 4", "at least two samples"),
         ("--batch_size 1", r"--batch_size must be >= 2\. Received: 1"),
@@ -70,6 +67,53 @@ def test_a_flag_may_have_a_value_as_in_the_original(words):
 def test_what_cannot_be_is_refused_with_the_reason(words, message):
     with pytest.raises(ConfigError, match=message):
         Options.parse(words.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "combine"),
+    [
+        ("--multihash", "add"),
+        ("--multihash True", "add"),
+        ("--multihash mul", "mul"),
+        ("--multihash false", None),
+        ("--multihash None", None),
+    ],
+)
+def test_multihash_may_be_a_flag_as_in_the_original(words, combine):
+    assert Options.parse([*words.split(), "--seed", "1"]).multihash == combine
+
+
+@pytest.mark.parametrize("name", ["ev_filter", "ev_elimination", "schedule"])
+def test_none_leaves_an_option_out(name):
+    assert getattr(Options.parse([f"--{name}", "None"]), name) is None
+
+
+def test_a_choice_that_is_none_of_them_is_an_error_that_lists_them(capsys):
+    with pytest.raises(SystemExit):
+        Options.parse(["--multihash", "max"])
+    told = capsys.readouterr().err
+    assert all(f"'{one}'" in told for one in ("max", "add", "mul", "concat"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--protocol star_server", r"--protocol star_server has no effect: .*ZeroMQ"),
+        ("--input_layer_partitioner 8", "8 has no effect: rows are always spread"),
+        ("--dense_layer_partitioner 16", "16 has no effect: the dense .* replicated"),
+    ],
+)
+def test_what_changes_nothing_is_warned_of(words, message):
+    (line,) = Options.parse(words.split()).warnings()
+    assert re.match(f".*{message}", line)
+    assert list(Options.parse([]).warnings()) == []
+
+
+def test_plain_torchrec_compiles_only_what_it_is_asked_to():
+    assert Options.parse([]).compiles
+    assert not Options.parse(["--tf"]).compiles
+    assert Options.parse(["--tf", "--op_fusion"]).compiles
+    assert not Options.parse(["--op_fusion", "false"]).compiles
 
 
 def test_plain_torchrec_needs_no_option_switched_off():
