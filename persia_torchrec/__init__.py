@@ -28,10 +28,15 @@ def names_on_use(
     def load(name: str) -> Any:
         module = modules.get(name)
         if module is None:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            raise import_module(f"{__name__}.moved").unknown(package, name, names)
         if module == package:
             return import_module(f"{package}.{name}")
-        return getattr(import_module(module), name)
+        try:
+            return getattr(import_module(module), name)
+        except ModuleNotFoundError as exc:
+            if (exc.name or "").partition(".")[0] in ("torchrec", "fbgemm_gpu"):
+                import_module(f"{__name__}.version").require_set_that_fits()
+            raise
 
     return load, lambda: names, names
 

@@ -1,8 +1,12 @@
 """Import paths that pages named once: each still leads to its module, with a warning.
 
-``python -m`` with one of them runs the module where it is now.
+``python -m`` with one of them runs the module where it is now. A name that there never
+was is an error with the one that is nearest.
 """
 
+import difflib
+import dis
+import inspect
 import warnings
 from importlib import import_module
 from importlib.machinery import ModuleSpec, SourceFileLoader
@@ -47,6 +51,29 @@ MOVED: dict[str, tuple[str, ...]] = {
 }
 """Previous module -> where its names are now, below ``persia_torchrec``; none: a folder
 whose modules are listed."""
+
+
+_MEANT = {"PersiaDataset": "IterableDataset"}
+"""Names of PERSIA's pages that never were, and are not near to what they mean."""
+
+
+def unknown(package: str, name: str, names: list[str]) -> Exception:
+    """Return the error for a name that a package lacks, with the nearest one it has.
+
+    Within ``from package import name`` Python would replace an AttributeError by an
+    ImportError of its own, without the hint: there it is an ImportError at once.
+    """
+    near = difflib.get_close_matches(name, names, n=1)
+    meant = _MEANT.get(name, near[0] if near else None)
+    hint = f" Did you mean {meant!r}?" if meant in names else ""
+    frame = inspect.currentframe()
+    caller = frame and frame.f_back and frame.f_back.f_back  # behind names_on_use
+    if hint and caller is not None and not name.startswith("_"):
+        instruction = caller.f_code.co_code[caller.f_lasti]
+        if instruction == dis.opmap["IMPORT_FROM"]:
+            text = f"cannot import name {name!r} from {package!r}."
+            return ImportError(f"{text}{hint}", name=package)
+    return AttributeError(f"module {package!r} has no attribute {name!r}")
 
 
 def find(fullname: str) -> ModuleSpec | None:

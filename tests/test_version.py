@@ -2,13 +2,13 @@ import re
 import subprocess
 import sys
 from importlib import metadata
-from pathlib import Path
 
 import pytest
 
-from persia_torchrec.version import __version__, require_set_that_fits
+from persia_torchrec.version import NEEDS, __version__, require_set_that_fits
+from tests.support.repository import ROOT
 
-CHANGELOG = (Path(__file__).parents[1] / "CHANGELOG.md").read_text()
+CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
 
 
 @pytest.fixture
@@ -37,10 +37,67 @@ def test_a_torch_has_its_torchrec_and_its_fbgemm(install, minor):
     require_set_that_fits()
 
 
-def test_what_is_not_installed_is_not_looked_at(install):
-    for versions in ({}, {"torch": "2.13.0"}, {"torchrec": "1.9.0"}):
+def test_without_torch_nothing_is_looked_at(install):
+    for versions in ({}, {"torchrec": "1.9.0"}):
         install(**versions)
         require_set_that_fits()
+
+
+@pytest.mark.parametrize(
+    ("torch", "missing", "command"),
+    [
+        (
+            "2.13.0+cpu",
+            ("torchrec", "fbgemm_gpu"),
+            f"pip install 'fbgemm-gpu-cpu==1.8.*' && pip install {NEEDS} && "
+            "pip install --no-deps 'torchrec==1.8.*'",
+        ),
+        ("2.14.1+cu130", ("fbgemm_gpu",), "pip install 'fbgemm-gpu==1.9.*'"),
+        (
+            "2.11.0",
+            ("torchrec",),
+            f"pip install {NEEDS} iopath && pip install --no-deps 'torchrec==1.6.*'",
+        ),
+    ],
+)
+def test_what_is_missing_is_named_with_the_command_that_fits_the_torch_there(
+    install, monkeypatch, torch, missing, command
+):
+    install(torch=torch)
+    for name in missing:
+        monkeypatch.setitem(sys.modules, name, None)
+    no = " and no ".join(missing)
+    message = f"beside torch {torch}. Received: no {no}. Run: {command}"
+    with pytest.raises(ImportError, match=re.escape(message) + "$"):
+        require_set_that_fits()
+
+
+def test_torchrec_needs_what_make_install_installs():
+    makefile = (ROOT / "Makefile").read_text()
+    [line] = re.findall("^TORCHREC_NEEDS := (.*)$", makefile, re.MULTILINE)
+    words = line.partition("$")[0].split()
+    assert set(words) == set(NEEDS.replace("'", "").split())
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from persia_torchrec.ctx import TrainCtx",
+        "import persia_torchrec.data as d; d.CsvDataset",
+    ],
+)
+def test_each_door_to_torchrec_tells_that_it_is_missing(statement):
+    code = (
+        "import sys\n"
+        "sys.modules['torchrec'] = None\n"
+        "try:\n"
+        f"    {statement}\n"
+        "except ImportError as exc:\n"
+        "    assert 'Received: no torchrec. Run: pip install' in str(exc), exc\n"
+        "else:\n"
+        "    raise AssertionError\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize(

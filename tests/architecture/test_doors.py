@@ -77,6 +77,30 @@ def test_a_previous_command_runs_with_a_warning(command):
     assert "usage: python -m persia_torchrec." in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("door", "name", "meant"),
+    [
+        ("data", "Dataloder", "DataLoader"),
+        ("data", "Dataloader", "DataLoader"),
+        ("data", "DataLoder", "DataLoader"),
+        ("data", "StreamDataset", "StreamingDataset"),
+        ("data", "PersiaDataset", "IterableDataset"),
+        ("embedding.data", "PersiaBatches", "PersiaBatch"),
+        ("ctx", "TrainCTX", "TrainCtx"),
+    ],
+)
+def test_a_name_that_is_misspelt_is_told_what_is_meant(door, name, meant):
+    with pytest.raises(ImportError, match=rf"{name}.*Did you mean '{meant}'\?"):
+        exec(f"from persia_torchrec.{door} import {name}")
+    assert not hasattr(importlib.import_module(f"persia_torchrec.{door}"), name)
+
+
+def test_a_name_that_is_near_to_none_is_missing():
+    with pytest.raises(ImportError, match="cannot import name 'nothing'") as missing:
+        from persia_torchrec.data import nothing  # noqa: F401
+    assert "mean" not in str(missing.value)
+
+
 def test_the_benchmarks_say_where_they_are():
     done = run("-m", "persia_torchrec.bench", "dlrm", "--tiny")
     assert done.returncode == 2
