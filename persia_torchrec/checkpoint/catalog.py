@@ -116,7 +116,10 @@ class DenseHalf:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A complete checkpoint; ``created`` is ISO 8601, ``step`` as the user gave it."""
+    """A complete checkpoint; ``created`` is ISO 8601, ``step`` as the user gave it.
+
+    ``num_batches`` says behind which number the batches of a trainer continue.
+    """
 
     tables: tuple[SavedTable, ...]
     shards: tuple[SavedShard, ...]
@@ -125,6 +128,7 @@ class Manifest:
     dense: DenseHalf | None = None
     format: Literal["persia_torchrec checkpoint"] = "persia_torchrec checkpoint"
     version: Literal[1] = 1
+    num_batches: Count = 0
 
     def __post_init__(self) -> None:
         for table in self.tables:
@@ -187,6 +191,7 @@ class Delta:
     step: int | None = None
     format: Literal["persia_torchrec delta"] = "persia_torchrec delta"
     version: Literal[1] = 1
+    num_batches: Count = 0
 
 
 class Saved(NamedTuple):
@@ -201,6 +206,11 @@ class Saved(NamedTuple):
     def dense(self) -> DenseHalf | None:
         """The dense half that belongs to it."""
         return self.manifest.dense if self.delta is None else self.delta.dense
+
+    @property
+    def num_batches(self) -> int:
+        """How many batches of a trainer were trained then."""
+        return (self.manifest if self.delta is None else self.delta).num_batches
 
     @property
     def tables(self) -> tuple[SavedTable, ...]:

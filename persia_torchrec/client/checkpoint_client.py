@@ -30,6 +30,7 @@ from persia_torchrec.checkpoint.catalog import (
     Manifest,
 )
 from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.client.codec import BatchCount
 from persia_torchrec.client.shards import Servers
 from persia_torchrec.errors import (
     BusyError,
@@ -61,6 +62,7 @@ class SavedCheckpoint:
     A load tells how many rows the servers had no room for, how many files of
     increments were put on it, and whose tables' admissions count from 0 again, since
     they were saved by another kind of admission, or with a filter of another size.
+    ``num_batches`` is what :class:`BatchCount` had ``trained``.
     """
 
     path: str
@@ -70,11 +72,14 @@ class SavedCheckpoint:
     num_left_out: int = 0
     num_increments: int = 0
     forgotten: tuple[str, ...] = ()
+    num_batches: int = 0
 
     @classmethod
     def of(cls, folder: Folder, manifest: Manifest) -> "SavedCheckpoint":
         """Describe the checkpoint in a folder."""
-        return cls(folder.url, manifest.step, manifest.num_rows, manifest.size_bytes)
+        sizes = manifest.num_rows, manifest.size_bytes
+        num_batches = manifest.num_batches
+        return cls(folder.url, manifest.step, *sizes, num_batches=num_batches)
 
 
 class Task(Generic[T]):
@@ -131,8 +136,9 @@ class Checkpoints:
     ``timeout_s`` seconds.
     """
 
-    def __init__(self, servers: Servers) -> None:
+    def __init__(self, servers: Servers, batches: BatchCount) -> None:
         self._servers = servers
+        self._batches = batches
 
     def dump(
         self, path: Path, *, step: int | None = None, timeout_s: float = CHECKPOINT_S
@@ -211,9 +217,11 @@ class Checkpoints:
         """
         run, folder = Folder(path), catalog.begin_checkpoint(path)
         _write(files, folder)
+        num_batches = self._batches.trained
 
         def work(task: Task[SavedCheckpoint]) -> SavedCheckpoint:
             manifest = self._write_files(task, folder, step, timeout_s)
+            manifest = dataclasses.replace(manifest, num_batches=num_batches)
             manifest.write(folder)
             tell_job(folder)
             _write(files, run)
@@ -224,7 +232,10 @@ class Checkpoints:
     def start_files(
         self, folder: Folder, *, step: int | None, timeout_s: float
     ) -> Task[Manifest]:
-        """Begin to write the servers' files only, whose manifest the task returns."""
+        """Begin to write the servers' files only, whose manifest the task returns.
+
+        The manifest lacks the dense half, and how many batches are trained.
+        """
         return Task("dump", lambda t: self._write_files(t, folder, step, timeout_s))
 
     def start_load(
@@ -267,6 +278,7 @@ class Checkpoints:
 
         def work(task: Task[SavedCheckpoint]) -> SavedCheckpoint:
             results = self._run_steps(task, steps, what, timeout_s, Loaded)
+            self._batches.continue_after(manifest.num_batches)
             return dataclasses.replace(
                 SavedCheckpoint.of(folder, manifest),
                 num_left_out=sum(loaded.num_left_out for loaded in results),

@@ -33,6 +33,7 @@ from persia_torchrec.client.checkpoint_client import Checkpoints
 from persia_torchrec.client.codec import (
     AddedTable,
     Asked,
+    BatchCount,
     KnownTable,
     KnownTables,
     PushOutcome,
@@ -64,7 +65,6 @@ from persia_torchrec.table import TableSpec
 logger = logging.getLogger(__name__)
 
 _MAX_GROUPS = 2  # of joint steps, of one collection, that are known
-
 _MAX_LISTS = 64  # of tables, that are looked up once
 _BLOCKS_IN_FLIGHT = 2  # one that servers write while the next is cut and encoded
 
@@ -85,6 +85,7 @@ class EmbeddingClient:
     refuses or does not answer in time is a ServerError that names it.
 
     Attributes:
+        batches: how far those of this trainer are numbered.
         checkpoints: dumps and loads of what all servers hold.
         lost: ``lost_updates`` and ``lost_rows`` of all servers that lost their memory,
             see ``docs/metrics.md``.
@@ -96,7 +97,8 @@ class EmbeddingClient:
 
     def __init__(self, servers: Servers) -> None:
         self._servers = servers
-        self.checkpoints = Checkpoints(servers)
+        self.batches = BatchCount()
+        self.checkpoints = Checkpoints(servers, self.batches)
         self.lost = Counter[str]()
         self.num_servers = len(servers)
         self.timeout_s, self.recovery_s = servers.timeout_s, servers.recovery_s

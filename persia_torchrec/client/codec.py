@@ -63,6 +63,41 @@ class BatchNumber(NamedTuple):
         return generation % 2**16 << 47 | secrets.randbits(47)
 
 
+_RANK_SHIFT = 47
+_IN_TRAINER = (1 << _RANK_SHIFT) - 1
+
+
+class BatchCount:
+    """How far the training batches of one trainer are numbered.
+
+    The number of a batch has the trainer's rank in its upper 16 bits, and below them
+    how many training batches of its collection were begun, from 1 on. Servers draw by
+    it which ids get a row: so the next start of a training continues with the numbers
+    behind those of its checkpoint. Any thread may call any method.
+
+    Attributes:
+        first: batches of the checkpoint that was loaded last.
+        trained: those of any collection, and of that checkpoint, up to the last one
+            whose gradients were sent; kept in checkpoints.
+    """
+
+    def __init__(self) -> None:
+        self.first = self.trained = 0
+
+    @staticmethod
+    def number(rank: int, begun: int) -> int:
+        """Return the number of a batch: of a rank in ``[0, 2**16)``."""
+        return rank << _RANK_SHIFT | begun
+
+    def has_trained(self, number: int) -> None:
+        """Note that the gradients of a batch are sent."""
+        self.trained = max(self.trained, number & _IN_TRAINER)
+
+    def continue_after(self, num_batches: int) -> None:
+        """Number the batches from now on behind those of a checkpoint."""
+        self.first = self.trained = num_batches
+
+
 class KnownTable(NamedTuple):
     """A table that all servers have, with its number on each of them.
 

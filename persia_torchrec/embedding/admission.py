@@ -38,6 +38,8 @@ def _admit_drawn(
     memory: Words, p: Words, ids_N: Words, counts_N: Counts, is_admitted_N: Bools
 ) -> None:
     seed, threshold = splitmix64(p[0] + GOLDEN), p[1]
+    if p[2] == 0:  # not once: by the batch, too
+        seed = splitmix64((seed ^ p[5]) + GOLDEN)
     for i in range(len(ids_N)):
         is_admitted_N[i] = splitmix64(ids_N[i] ^ seed) >> _ONE < threshold
 
@@ -334,23 +336,35 @@ class AdmitAll(setting.Admission):
 
 @dataclass(frozen=True)
 class AdmitProbability(setting.Admission):
-    """Give a fraction of the ids a row, drawn by id.
+    """Give an id a row with a probability, drawn at each training batch that has it.
 
-    An id is in or out for good: the draw follows from the id and the table's seed, so
-    that it does not depend on the number of servers, the order of the ids or the
-    process. PERSIA draws again at each lookup, so that there a frequent id gets a row
-    sooner or later; ``AdmitFrequency`` does that here, and better. ``probability`` is
-    the fraction of the ids, in ``[0, 1]``.
+    As in PERSIA: a frequent id gets a row soon, of those that come once a fraction of
+    ``probability``, in ``[0, 1]``, does. The draw follows from the id, the table's
+    seed, the number of the batch and the rank of its trainer: not from the number of
+    servers, the order of the ids or the process, so that a batch that is sent again is
+    admitted as before. Batches are numbered on after a checkpoint that is loaded.
+    Nothing is kept of ids without a row.
+
+    With ``once`` the draw follows from id and seed alone: an id is in or out for good,
+    and ``probability`` is the fraction of all ids that get a row.
     """
 
     kind: ClassVar[str] = "probability"
     kernel = staticmethod(_admit_drawn)
 
     probability: setting.Fraction
+    once: setting.Flag = False
+
+    def to_json(self) -> dict[str, object]:
+        """Describe it; without ``once`` as earlier versions do."""
+        described = super().to_json()
+        if not self.once:
+            del described["once"]
+        return described
 
     def kernel_numbers(self, seed: int) -> tuple[int, ...]:
-        """Return the seed, and how many of ``2**63`` draws win."""
-        return seed, round(self.probability * 2**63)
+        """Return the seed, how many of ``2**63`` draws win, whether there is one."""
+        return seed, round(self.probability * 2**63), int(self.once)
 
 
 @dataclass(frozen=True)

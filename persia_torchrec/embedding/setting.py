@@ -259,8 +259,9 @@ class Admission(Setting, ABC):
     def kernel_numbers(self, seed: int) -> tuple[int, ...]:
         """Return ``p``, what the kernel needs, for a table of this seed.
 
-        Two numbers follow them: that of ``keep_words``, see :meth:`num_kept_bytes`, and
-        the use of the first id; see :class:`Sightings`.
+        Three numbers follow them: that of ``keep_words``, see :meth:`num_kept_bytes`;
+        the use of the first id, see :class:`Sightings`; and the number of the batch,
+        with the rank of its trainer in the upper bits.
         """
         return (seed,)
 

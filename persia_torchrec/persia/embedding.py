@@ -17,9 +17,9 @@ class EmbeddingConfig(setting.Setting):
     Args:
         emb_initialization: ``(lower, upper)``, both finite, ``lower <= upper``; the
             weights of a new row are drawn uniformly from ``[lower, upper)``.
-        admit_probability: fraction of the ids that get a row, in ``[0, 1]``, drawn by
-            id (see ``AdmitProbability``: an id is in or out for good, where PERSIA
-            draws again at each lookup); the others read zeros.
+        admit_probability: with which an id gets a row, in ``[0, 1]``, drawn at each
+            training batch that has it, until it has one (see ``AdmitProbability``);
+            without a row it reads zeros.
         weight_bound: after an update each weight is clamped to
             ``[-weight_bound, weight_bound]``; ``>= 0``, and 0 switches the bound off.
     """

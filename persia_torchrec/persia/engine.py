@@ -170,20 +170,20 @@ class SlotsSharder(CollectionSharder):
     """Put PERSIA's slots on the servers, through the embedding workers of the job.
 
     ``spec`` has what a collection cannot say, such as prefixes. As in PERSIA, embedding
-    gradients add up over trainers, while the dense ones are averaged. ``lost`` is that
-    of the client of the servers.
+    gradients add up over trainers, while the dense ones are averaged. ``client`` is
+    that of the servers, which counts lost rows and batches.
     """
 
     module_type = EmbeddingBagCollection
     sharded_type = ShardedSlots
 
     def __init__(
-        self, workers: RemoteWorkers, spec: CollectionSpec, lost: Mapping[str, int]
+        self, workers: RemoteWorkers, spec: CollectionSpec, client: EmbeddingClient
     ) -> None:
         super().__init__(gradient_division=False)
-        self.remote_tables.lost = lost
+        self.remote_tables.lost = client.lost
         self.remote_tables.recovery_s = workers.recovery_s
-        self._workers = workers
+        self._workers, self._batches = workers, client.batches
         self._spec = spec
 
     def describe(self, module: EmbeddingBagCollection) -> CollectionSpec:
@@ -199,7 +199,10 @@ class SlotsSharder(CollectionSharder):
         lookup: RemoteWorkers | StagingWorkers = self._workers
         if device.type in Staging.DEVICES:
             lookup = StagingWorkers(self._workers, device)
-        return BatchPipeline(lookup, staleness=1, timeout_s=timeout_s)
+        pipeline: SlotsPipeline
+        pipeline = BatchPipeline(lookup, staleness=1, timeout_s=timeout_s)
+        pipeline.set_count(env.rank, self._batches)
+        return pipeline
 
 
 class Engine:
@@ -246,7 +249,7 @@ class Engine:
         self.client, self._workers = connect_to_job()
         data_parallel.init_process_group(distributed, device, self.client.recovery_s)
         self.job_id, generation = self._begin_generation(store)
-        self.sharder = SlotsSharder(self._workers, self._spec, self.client.lost)
+        self.sharder = SlotsSharder(self._workers, self._spec, self.client)
         self.hybrid = hybrid = HybridModel(make_collection(self._spec), model)
         self.weights: data_parallel.AveragedWeights | None = None
         if distributed.period is not None:

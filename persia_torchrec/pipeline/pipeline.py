@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, Generic, Self
 
 from persia_torchrec.client.client import BatchNumber
+from persia_torchrec.client.codec import BatchCount
 from persia_torchrec.errors import BatchError, ConfigError, PersiaError, StalenessError
 from persia_torchrec.lookup.sharded_lookup import Outputs
 from persia_torchrec.pipeline.accumulation import AddingLookup, Update
@@ -132,6 +133,8 @@ class PrefetchedBatch(Generic[Handle]):
             return self._pipeline.send_again(self.handle, grads)
         permit = self.permit
         permit.let_go()
+        if self._number is not None:
+            self._pipeline.batches.has_trained(self._number.batch)
         return self._pipeline.put(Push(self.handle, grads, permit, is_part=is_part))
 
     def give_up(self) -> None:
@@ -253,6 +256,7 @@ class BatchPipeline(PushQueue[Source, Handle]):
 
     Attributes:
         trainers: those that this one updates with, if it does.
+        batches: how far those of this trainer are numbered.
         training: the pulls of training batches.
         evaluation: the pulls of others.
     """
@@ -261,6 +265,7 @@ class BatchPipeline(PushQueue[Source, Handle]):
         self, lookup: Lookup[Source, Handle], *, staleness: int, timeout_s: float
     ) -> None:
         super().__init__(lookup, timeout_s)
+        self._rank, self.batches = 0, BatchCount()
         self.trainers: Trainers | None = None  # guarded by _starting, set before use
         self._stream = BatchNumber.new_stream(NO_GENERATION)
         self._starting = threading.Lock()
@@ -290,6 +295,11 @@ class BatchPipeline(PushQueue[Source, Handle]):
         with self._starting:
             self._stream = BatchNumber.new_stream(generation)
 
+    def set_count(self, rank: int, batches: BatchCount) -> None:
+        """Number batches as those of a trainer; before the first."""
+        with self._starting:
+            self._rank, self.batches = rank, batches
+
     def set_trainers(self, trainers: Trainers) -> None:
         """Make every update a share of a joint step; before the first batch."""
         with self._starting:
@@ -314,10 +324,11 @@ class BatchPipeline(PushQueue[Source, Handle]):
         return batch
 
     def _next_number(self, *, is_step: bool) -> BatchNumber:
-        self._num_started += 1
+        self._num_started = max(self._num_started, self.batches.first) + 1
         joins = is_step and self.trainers is not None
         share = self.trainers.next_share() if self.trainers and joins else None
-        return BatchNumber(self._stream, self._num_started, share)
+        number = self.batches.number(self._rank, self._num_started)
+        return BatchNumber(self._stream, number, share)
 
     def _next_update(self) -> Update | None:
         """Return the update that the next batch is a part of, if it is one."""
@@ -380,7 +391,9 @@ class BatchPipeline(PushQueue[Source, Handle]):
         All trainers that update jointly do so at the same place among their batches.
         """
         with self._starting:
-            again = self.lookup.again(handle, self._next_number(is_step=True))
+            number = self._next_number(is_step=True)
+            again = self.lookup.again(handle, number)
+        self.batches.has_trained(number.batch)
         permit = Permit()
         self.semaphore.add(permit)
         return self.put(Push(again, grads, permit))

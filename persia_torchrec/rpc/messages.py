@@ -10,7 +10,8 @@ A message is a list of frames. Frame 0 is a header of 48 bytes, little-endian:
     16      8     incarnation: which start of the server is meant; 0 for any
     24      8     stream of batches, or of other requests that change the server: 47
                   random bits, above them 16 of the generation; 0: see below
-    32      8     batch: number within its stream
+    32      8     batch: number within its stream; of a training batch the rank of its
+                  trainer is above the lower 47 bits
     40      4     precision of rows and gradients, see Precision
     44      4     flags: bit 0, the lookup is for training; bit 1, it carries counts;
                   bit 2, the update is one trainer's share of a joint step; bit 3, the

@@ -69,13 +69,18 @@ def _answer_lookup(shard: Shard, request: Request) -> Frames:
         shard.counts["requests_lookup_inference"] += 1
         shard.stages.lap("inference")
     elif shard.streams.was_looked_up(batch, part):
-        _repeat_lookup(store, pieces)
+        _repeat_lookup(store, pieces, header.batch)
         shard.counts["requests_repeated"] += 1
         shard.stages.lap("inference")
     else:
         with store.request() as change:
             slots = [
-                store.lookup(table, ids_N, out_ND, training=True, counts_N=counts_N)
+                store.lookup(
+                    *(table, ids_N, out_ND),
+                    training=True,
+                    counts_N=counts_N,
+                    batch=header.batch,
+                )
                 for table, ids_N, out_ND, counts_N in pieces
             ]
             shard.streams.look_up(change, batch, part)
@@ -122,7 +127,7 @@ def _read_rows(store: EmbeddingStore, pieces: Sequence[_Piece]) -> None:
         store.lookup(table, ids_N, out_ND, training=False, counts_N=counts_N)
 
 
-def _repeat_lookup(store: EmbeddingStore, pieces: Sequence[_Piece]) -> None:
+def _repeat_lookup(store: EmbeddingStore, pieces: Sequence[_Piece], batch: int) -> None:
     """Answer a training lookup once more, and change nothing.
 
     A row that has left since then reads what it began with. That is what it gave if it
@@ -142,7 +147,7 @@ def _repeat_lookup(store: EmbeddingStore, pieces: Sequence[_Piece]) -> None:
         state = store.states[table]
         gone = np.flatnonzero(store.find(table, ids_N) == memory.MISSING)
         if len(gone) and state.shared is None:
-            gone = gone[state.was_admitted(ids_N[gone])]
+            gone = gone[state.was_admitted(ids_N[gone], batch)]
             out_ND[gone] = initial_rows(state.spec, ids_N[gone])[:, : state.spec.dim]
 
 

@@ -240,6 +240,7 @@ class EmbeddingStore:
         *,
         training: bool,
         counts_N: Counts | None = None,
+        batch: int = 0,
     ) -> Slots:
         """Copy the weights of ids, in any order and with repeats, to ``out_ND``.
 
@@ -247,17 +248,22 @@ class EmbeddingStore:
         of the ids, evicting if need be. An id that is not admitted, and without
         ``training`` every id that has no row, reads the table's ``unadmitted_value``.
         ``out_ND`` is C-contiguous. ``counts_N`` is how often each id is in the batch;
-        once each if not given. Returns the slots, hints for :meth:`update`, in
-        training only; of a table with blocks those of all, ``(N, blocks)``.
+        once each if not given. ``batch`` is the batch's number, see ``BatchCount``.
+        Returns the slots, hints for :meth:`update`, in training only; of a table with
+        blocks those of all, ``(N, blocks)``.
         """
         state = self.states[table]
         if state.blocks is None:
             return self.look_up_rows(
-                state, ids_N, out_ND, training=training, counts_N=counts_N
+                *(state, ids_N, out_ND),
+                training=training,
+                counts_N=counts_N,
+                batch=batch,
             )
+        ids_N = read_only(ids_N)
         if training:
-            return state.blocks.look_up(self, state, read_only(ids_N), out_ND, counts_N)
-        state.blocks.read_only(self, state, read_only(ids_N), out_ND)
+            return state.blocks.look_up(self, state, ids_N, out_ND, counts_N, batch)
+        state.blocks.read_only(self, state, ids_N, out_ND)
         return _NO_SLOTS
 
     def look_up_rows(
@@ -268,6 +274,7 @@ class EmbeddingStore:
         *,
         training: bool,
         counts_N: Counts | None = None,
+        batch: int = 0,
     ) -> Slots:
         """Do :meth:`lookup` of rows that have one block."""
         layout = state.layout
@@ -295,7 +302,7 @@ class EmbeddingStore:
         missing = admitted = _NO_INDICES
         if num_missing:
             missing = missing_N[:num_missing]
-            admitted = self._make_missing(state, missing, *arguments[1:5])
+            admitted = self._make_missing(state, batch, missing, arguments[1:5])
         if self.journal.is_on:
             at = state.number, int(layout[memory.ARENA])
             self.journal.used(
@@ -309,16 +316,15 @@ class EmbeddingStore:
     def _make_missing(
         self,
         state: TableState,
+        batch: int,
         missing: loops.Indices,
-        ids_N: Ids,
-        counts_N: Counts,
-        out_ND: Floats,
-        slots_N: Slots,
+        arrays: tuple[Ids, Counts, Floats, Slots],
     ) -> loops.Indices:
         """Make the rows of those missing ids that are admitted; return which."""
+        ids_N, counts_N, out_ND, slots_N = arrays
         self._requests.keep_admission(state, len(missing))
-        arrays = ids_N, counts_N, missing, out_ND
-        chosen = admitted, _ = state.admit(*arrays, self.tick)
+        now = self.tick, batch
+        chosen = admitted, _ = state.admit(ids_N, counts_N, missing, out_ND, now)
         self.tally[memory.REJECTED] += len(missing) - len(admitted)
         state.layout[memory.NOW_S] = max(int(self.clock()), 0)
         shared = state.shared if state.admission is not None else None

@@ -41,10 +41,10 @@ Bools = npt.NDArray[np.bool_]
 ROW_COLUMNS = [memory.WEIGHTS, memory.STATE, memory.NUM_STATE]
 """Columns of a layout that say what the rows look like."""
 
-Admit: TypeAlias = Callable[[Ids, npt.NDArray[np.int64], int], Bools]
+Admit: TypeAlias = Callable[[Ids, npt.NDArray[np.int64], int, int], Bools]
 """Counts ids that have no row, and returns which of them get one. The second array is
 how often the batch holds each, ``>= 1``; how often each has been seen overwrites it.
-Repeats are decided one after the other. The number is the request's tick."""
+Repeats are decided one after the other. Then the request's tick, and its batch."""
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -104,13 +104,15 @@ def build_admission(
     if kernel is None:
         return None
     loop = _build_admit(kernel)
-    p = np.array([*admission.kernel_numbers(seed), int(log), 0], dtype=np.uint64)
+    p = np.array([*admission.kernel_numbers(seed), int(log), 0, 0], dtype=np.uint64)
     numbers, none = read_only(p), np.empty(0, dtype=np.bool_)
     compile_for(loop, remembered, numbers, _NO_IDS, _NO_INDICES, none)
 
-    def admit(ids_N: Ids, counts_N: npt.NDArray[np.int64], tick: int) -> Bools:
+    def admit(
+        ids_N: Ids, counts_N: npt.NDArray[np.int64], tick: int, batch: int
+    ) -> Bools:
         is_admitted_N = np.empty(len(ids_N), dtype=np.bool_)
-        p[-1] = tick << POSITION_BITS
+        p[-2:] = tick << POSITION_BITS, batch
         loop(remembered, numbers, read_only(ids_N), counts_N, is_admitted_N)
         return is_admitted_N
 
@@ -232,12 +234,13 @@ class TableState:
         counts_N: Counts,
         missing: loops.Indices,
         out_ND: Floats,
-        tick: int,
+        now: tuple[int, int],
     ) -> tuple[loops.Indices, Counts]:
         """Return which of the missing ids get a row, and how often they had waited.
 
         Writes what the others read. ``counts_N`` is how often each id is in the batch,
-        or empty. No ids have waited if the second array is empty.
+        or empty; ``now`` the request's tick and batch. No ids have waited if the second
+        array is empty.
         """
         if self.admission is None:
             return missing, _NO_COUNTS
@@ -245,18 +248,18 @@ class TableState:
             counts_N[missing] if len(counts_N) else np.ones(len(missing), np.uint32)
         )
         seen = counts.astype(np.int64)
-        is_admitted = self.admission(ids_N[missing], seen, tick)
+        is_admitted = self.admission(ids_N[missing], seen, *now)
         out_ND[missing[~is_admitted]] = self.spec.admission.unadmitted_value
         waited = (seen - counts)[is_admitted].astype(np.uint32)
         return missing[is_admitted], read_only(waited)
 
-    def was_admitted(self, ids_N: Ids) -> Bools:
-        """Return which ids were admitted when they were seen last."""
+    def was_admitted(self, ids_N: Ids, batch: int) -> Bools:
+        """Return which ids were admitted when they were seen last, in a batch."""
         rule = self.spec.admission, self.spec.seed, self.remembered
         recall = build_admission(*rule, recalls=True)
         if recall is None:
             return np.ones(len(ids_N), dtype=np.bool_)
-        return recall(ids_N, np.zeros(len(ids_N), dtype=np.int64), 0)
+        return recall(ids_N, np.zeros(len(ids_N), dtype=np.int64), 0, batch)
 
     def step_rows(
         self, ids_N: Ids, hints_N: Slots, grads_ND: Floats, *, step: int, now_s: int

@@ -70,6 +70,7 @@ class Blocks:
         ids_N: Ids,
         out_ND: Floats,
         counts_N: Counts | None,
+        batch: int,
     ) -> Slots:
         """Do a training lookup; return the slots of all blocks, ``(N, blocks)``."""
         first_NW = np.empty((len(ids_N), self._dim), dtype=np.float32)
@@ -77,7 +78,7 @@ class Blocks:
             counts_N = np.ones(len(ids_N), dtype=np.uint32)
         with store.request():
             slots_N = store.look_up_rows(
-                table, ids_N, first_NW, training=True, counts_N=counts_N
+                table, ids_N, first_NW, training=True, counts_N=counts_N, batch=batch
             )
             num_N = self._count(store, table, ids_N, counts_N)
             self._spread(first_NW, out_ND)

@@ -116,7 +116,11 @@ def save_checkpoint(
 
     def complete() -> SavedCheckpoint:
         assert servers is not None  # rank 0 does this
-        manifest = dataclasses.replace(servers.wait(), dense=describe_dense(state))
+        manifest = dataclasses.replace(
+            servers.wait(),
+            dense=describe_dense(state),
+            num_batches=client.batches.trained,
+        )
         manifest.write(folder)
         tell_job(folder)
         if keep:
@@ -196,10 +200,13 @@ def load_checkpoint(
         )
         if delta is None:
             return saved
-        return dataclasses.replace(saved, path=found.folder.url, step=delta.step)
+        of_delta, step = found.folder.url, delta.step
+        num = delta.num_batches
+        return dataclasses.replace(saved, path=of_delta, step=step, num_batches=num)
 
     limit_s = timeouts.exchange_s(client.recovery_s, timeout_s)
     saved = at_first(load_servers, SavedCheckpoint, limit_s)
+    client.batches.continue_after(saved.num_batches)
     load_dense(Folder(saved.path), state)
     return saved
 
@@ -433,6 +440,7 @@ class ContextCheckpoints:
                 "TrainCtx, or call torch.distributed.init_process_group before."
             )
         folder = Folder(at_first(lambda: catalog.find_checkpoint(path).url, str))
+        num_batches = at_first(lambda: catalog.Manifest.read(folder).num_batches, int)
         states: dict[str, Any] = {}
         reads = ((name, read_state(folder, name, map_location)) for name in targets)
 
@@ -449,6 +457,7 @@ class ContextCheckpoints:
         everywhere(self._flush)
         self._is_loading = True
         at_first(start)
+        self._client.batches.continue_after(num_batches)
         if blocking:
             self.wait_for_load()
         everywhere(apply)

@@ -77,6 +77,7 @@ def save_delta(
             describe_dense(state),
             datetime.now(UTC).isoformat(),
             step,
+            num_batches=client.batches.trained,
         )
         folder.write_json(catalog.DELTA, delta)
         manifest = catalog.Manifest.read(checkpoint)

@@ -351,8 +351,9 @@ class Recovery:
         self._set_own(saved)
         self.num_steps = self.clock.num_trained = saved["num_steps"]
         self.last_numbers = saved["last"]
-        tables = catalog.Saved.read(folder).tables
-        self._tables = {table.name: table.spec for table in tables}
+        found = catalog.Saved.read(folder)
+        self._client.batches.continue_after(found.num_batches)
+        self._tables = {table.name: table.spec for table in found.tables}
 
     def _restore(self, saved: dict[str, Any]) -> None:
         """Set the own state again, and rates and settings that the script changed."""

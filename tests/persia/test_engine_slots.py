@@ -1,7 +1,10 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torchrec.distributed.types import ShardingEnv
 
+from persia_torchrec.client.codec import BatchCount
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import RemoteError
 from persia_torchrec.persia.config.embedding_config import load_embedding_config
@@ -15,6 +18,7 @@ from tests.support.local_job import LocalJob
 CPU = torch.device("cpu")
 PLAIN_SGD = SGD(1.0)
 ENV = ShardingEnv.from_local(1, 0)
+CLIENT = SimpleNamespace(lost={}, batches=BatchCount())  # what a sharder needs of it
 YAML = """
 slots_config:
   user: {dim: 4}
@@ -61,7 +65,7 @@ def test_every_group_is_a_table_without_memory(schema):
 
 
 def test_the_columns_have_the_order_of_the_file(schema, workers):
-    sharder = SlotsSharder(workers, spec_of(schema), {})
+    sharder = SlotsSharder(workers, spec_of(schema), CLIENT)
     spec = sharder.describe(make_collection(spec_of(schema)))
     assert [f.name for f in spec.features] == ["user", "item", "basket"]
     dim_of = {table.name: table.dim for table in spec.tables}
@@ -69,7 +73,7 @@ def test_the_columns_have_the_order_of_the_file(schema, workers):
 
 
 def test_a_pipeline_makes_the_tables_known_everywhere(schema, job, workers):
-    sharder = SlotsSharder(workers, spec_of(schema), {})
+    sharder = SlotsSharder(workers, spec_of(schema), CLIENT)
     pipeline = sharder.make_pipeline(
         sharder.describe(make_collection(spec_of(schema))), ENV, CPU
     )
@@ -78,11 +82,11 @@ def test_a_pipeline_makes_the_tables_known_everywhere(schema, job, workers):
 
 
 def test_a_table_that_is_another_one_already_is_refused(schema, job, workers):
-    sharder = SlotsSharder(workers, spec_of(schema), {})
+    sharder = SlotsSharder(workers, spec_of(schema), CLIENT)
     spec = sharder.describe(make_collection(spec_of(schema)))
     sharder.make_pipeline(spec, ENV, CPU).close()
     other = SlotsSharder(
-        *(workers, spec_of(schema, optimizer=SGD(1.0, momentum=0.5))), {}
+        *(workers, spec_of(schema, optimizer=SGD(1.0, momentum=0.5))), CLIENT
     )
     message = r"embedding worker 0 at .*embedding server 0 at .*'things'"
     with pytest.raises(RemoteError, match=message):

@@ -10,7 +10,7 @@ import pytest
 
 from persia_torchrec import AdmitFrequency
 from persia_torchrec.client.client import Reply
-from persia_torchrec.client.codec import NOTHING
+from persia_torchrec.client.codec import NOTHING, BatchCount
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import (
     BatchError,
@@ -252,6 +252,24 @@ def test_a_batch_that_is_only_pulled_ahead_waits_for_those_that_are_held(train):
     ahead.wait(DEADLINE_S).push(ONE_UPDATE)
     trainer.pipeline.flush()
     assert trainer.counters("open_batches_max") == [1]
+
+
+def test_batches_have_the_rank_in_their_numbers_and_go_on_after_a_checkpoint(train):
+    trainer = train(4)
+    count = trainer.client.batches
+    trainer.pipeline.set_count(3, count)
+    batch, ahead = trainer.pull(), trainer.pull()
+    number = BatchCount.number
+    numbers = [each.handle.number.batch for each in (batch, ahead)]
+    assert numbers == [number(3, 1), number(3, 2)]
+    assert number(2**16 - 1, 2**47 - 1) == 2**63 - 1  # the largest that servers take
+    batch.push(ONE_UPDATE)
+    assert count.trained == 1  # the other is not, yet
+    batch.push(ONE_UPDATE)  # one more step, the third
+    assert count.trained == 3
+    count.continue_after(10)
+    assert trainer.pull().handle.number.batch == number(3, 11)
+    assert trainer.pull().handle.number.batch == number(3, 12)
 
 
 def test_a_batch_of_another_thread_waits_for_those_that_are_held(train):

@@ -44,12 +44,12 @@ def looked_up(client, number, table, ids, count):
     return split.ids.tolist(), rows.copy()
 
 
-def expected_again(slow, number, id_):
+def expected_again(slow, number, id_, batch):
     """Return what an id reads: its row, or what it began with if it had one."""
     table, row = slow.tables[number], slow.rows.get((number, id_))
     if row is not None:
         return row.weights
-    drawn = table.name != "probability" or is_drawn(id_, table.seed, 0.5)
+    drawn = table.name != "probability" or is_drawn(id_, table.seed, 0.5, batch)
     if drawn and not slow.seen[number, id_]:
         return initial_weights(table.initializer, id_ ^ table.seed, table.dim)
     return np.full(table.dim, table.admission.unadmitted_value)
@@ -66,7 +66,7 @@ def test_a_lookup_that_is_sent_again_is_that_of_the_reference(batches, eviction)
             table = TABLES[which]
             had_row = {id_ for id_ in ids if (which, id_) in slow.rows}
             order, rows = looked_up(client, number, table, ids, count)
-            given = {"training": True, "counts": [count] * len(order)}
+            given = {"training": True, "counts": [count] * len(order), "batch": number}
             np.testing.assert_allclose(rows, slow.lookup(which, order, **given))
             _, again = looked_up(client, number, table, ids, count)
             is_new = [id_ not in had_row for id_ in order]
@@ -74,7 +74,7 @@ def test_a_lookup_that_is_sent_again_is_that_of_the_reference(batches, eviction)
             done.append((number, which, ids, count))
             earlier, which_, ids_, count_ = done[max(number - back, 0)]
             order_, again = looked_up(client, earlier, TABLES[which_], ids_, count_)
-            expected = [expected_again(slow, which_, id_) for id_ in order_]
+            expected = [expected_again(slow, which_, id_, earlier) for id_ in order_]
             np.testing.assert_allclose(again, expected, rtol=1e-6)
             if is_updated:
                 split = client.split(ids_of(*sorted(ids)))

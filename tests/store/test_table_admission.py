@@ -4,12 +4,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persia_torchrec import AdmitAll, AdmitBloom, AdmitFrequency, AdmitProbability
+from persia_torchrec.client.codec import BatchCount
 from persia_torchrec.embedding.setting import Admission
 from persia_torchrec.store.memory import reserve
 from persia_torchrec.store.table import build_admission
 from tests.support import reference
 from tests.support.strategies import id_arrays, ids
 
+BATCHES = st.sampled_from([0, 1, 2**47, 2**63 - 2])
 SEEDS = st.sampled_from([0, 1, 2**63, 2**64 - 1])
 
 
@@ -17,10 +19,10 @@ def admitting(admission, seed):
     return build_admission(admission, seed, reserve(admission.num_memory_words()))
 
 
-def admit(state, ids_, counts=None):
+def admit(state, ids_, counts=None, batch=0):
     counts = [1] * len(ids_) if counts is None else counts
     ids_N = np.array(ids_, dtype=np.uint64)
-    admitted = state(ids_N, np.array(counts, dtype=np.int64), 1)
+    admitted = state(ids_N, np.array(counts, dtype=np.int64), 1, batch)
     assert admitted.dtype == np.bool_
     return admitted.tolist()
 
@@ -39,20 +41,57 @@ def test_a_probability_of_zero_admits_none_and_of_one_all(ids_N, seed):
 @pytest.mark.parametrize("seed", [0, 2**64 - 1])
 def test_a_probability_of_zero_does_not_admit_the_id_of_the_lowest_draw(seed):
     lowest = reference.mixed((seed + 0x9E3779B97F4A7C15) % 2**64)
-    assert admit(admitting(AdmitProbability(0.0), seed), [lowest]) == [False]
-    assert admit(admitting(AdmitProbability(2.0**-60), seed), [lowest]) == [True]
+    never, seldom = (AdmitProbability(p, once=True) for p in (0.0, 2.0**-60))
+    assert admit(admitting(never, seed), [lowest]) == [False]
+    assert admit(admitting(seldom, seed), [lowest]) == [True]
 
 
-@given(id_arrays(), SEEDS, st.sampled_from([0.1, 0.5, 0.9]))
-def test_a_draw_follows_from_id_and_seed_alone(ids_N, seed, probability):
+@given(id_arrays(), SEEDS, st.sampled_from([0.1, 0.5, 0.9]), BATCHES)
+def test_a_draw_follows_from_id_seed_and_batch_alone(ids_N, seed, probability, batch):
     admission = AdmitProbability(probability)
     state = admitting(admission, seed)
-    once = admit(state, ids_N)
-    assert admit(state, ids_N) == once
-    assert admit(admitting(admission, seed), ids_N[::-1]) == once[::-1]
+    drawn = admit(state, ids_N, batch=batch)
+    admit(state, ids_N, batch=batch + 1)
+    assert admit(state, ids_N, batch=batch) == drawn
+    other = admitting(admission, seed)
+    assert admit(other, ids_N[::-1], batch=batch) == drawn[::-1]
+    draw = reference.is_drawn
+    assert drawn == [draw(int(id_), seed, probability, batch) for id_ in ids_N]
+
+
+@given(id_arrays(), SEEDS, st.sampled_from([0.1, 0.5, 0.9]), BATCHES)
+def test_a_draw_once_follows_from_id_and_seed_alone(ids_N, seed, probability, batch):
+    state = admitting(AdmitProbability(probability, once=True), seed)
+    drawn = admit(state, ids_N, batch=batch)
+    assert admit(state, ids_N, batch=batch + 1) == drawn
     mixed = reference.mixed((seed + 0x9E3779B97F4A7C15) % 2**64)
     draws = [reference.mixed(int(id_) ^ mixed) >> 1 for id_ in ids_N]
-    assert once == [draw < round(probability * 2**63) for draw in draws]
+    assert drawn == [draw < round(probability * 2**63) for draw in draws]
+
+
+@pytest.mark.parametrize("probability", [0.2, 0.5, 0.8])
+def test_an_id_gets_a_row_after_as_many_batches_as_the_probability_says(probability):
+    num_ids, num_batches = 20_000, 4
+    ids_N = np.arange(num_ids, dtype=np.uint64)
+    state = admitting(AdmitProbability(probability), 3)
+    for rank in (0, 5):
+        has_row = np.zeros(num_ids, dtype=bool)
+        for begun in range(1, num_batches + 1):
+            drawn = admit(state, ids_N, batch=BatchCount.number(rank, begun))
+            has_row |= drawn
+            expected = 1 - (1 - probability) ** begun
+            deviation = (expected * (1 - expected) / num_ids) ** 0.5
+            assert has_row.mean() == pytest.approx(expected, abs=4 * deviation)
+
+
+def test_trainers_draw_other_ids_in_the_same_batch():
+    ids_N = np.arange(10_000, dtype=np.uint64)
+    state = admitting(AdmitProbability(0.5), 1)
+    one, other = (
+        np.array(admit(state, ids_N, batch=BatchCount.number(rank, 7)))
+        for rank in (0, 1)
+    )
+    assert np.mean(one & other) == pytest.approx(0.25, abs=0.02)
 
 
 @given(ids, SEEDS, st.floats(0, 1), st.floats(0, 1))

@@ -13,7 +13,12 @@ from torch.distributed.checkpoint import FileSystemReader, save
 from torchrec import EmbeddingBagConfig
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
-from persia_torchrec import EmbeddingClient, RemoteEmbeddingBagCollectionSharder
+from persia_torchrec import (
+    AdmitProbability,
+    EmbeddingClient,
+    RemoteEmbeddingBagCollectionSharder,
+    TableSettings,
+)
 from persia_torchrec.embedding.optim import Adam
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.training.checkpoint import load_checkpoint, save_checkpoint
@@ -41,7 +46,9 @@ class Model(nn.Module):
 class Run:
     """One trainer's model on servers of its own."""
 
-    def __init__(self, num_servers, *, seed, staleness=0, is_combined=False):
+    def __init__(
+        self, num_servers, *, seed, staleness=0, is_combined=False, admission=None
+    ):
         self.servers = Servers(num_servers)
         self.servers.__enter__()
         self.client = EmbeddingClient.connect(
@@ -49,7 +56,8 @@ class Run:
         )
         torch.manual_seed(seed)
         self.sharder = RemoteEmbeddingBagCollectionSharder(
-            self.client, Adam(0.1), staleness
+            *(self.client, Adam(0.1), staleness),
+            tables={t.name: TableSettings(admission=admission) for t in TABLES},
         )
         self.model = shard(Model(), self.sharder)
         dense = dict(self.model.module.top.named_parameters())
@@ -136,6 +144,26 @@ def test_a_resumed_run_has_the_losses_of_one_that_was_not_interrupted(
     assert resumed.train(5) == expected
     rates = {group["lr"] for group in resumed.optimizer.param_groups}
     assert list(rates - {0.1}) == [pytest.approx(0.05 * 0.9**10)]
+
+
+def test_a_resumed_run_draws_the_ids_of_one_that_was_not_interrupted(start, tmp_path):
+    admission = AdmitProbability(0.4)
+    run = start(1, seed=0, admission=admission)
+    run.train(2)
+    saved = run.save(tmp_path)
+    expected = run.train(3)
+    resumed = start(3, seed=1, admission=admission)
+    assert resumed.load(tmp_path) == saved
+    assert saved.num_batches == 2
+    assert resumed.train(3) == expected
+    assert sum(resumed.client.num_rows()) == sum(run.client.num_rows())
+    assert sum(run.client.num_rows()) < sum(len(table) for table in ids_seen(5))
+
+
+def ids_seen(num_batches):
+    """Return the different ids of each table in the first batches."""
+    batches = [batch_of(seed).to_dict() for seed in range(num_batches)]
+    return [{i for b in batches for i in b[f].values().tolist()} for f in batches[0]]
 
 
 def test_without_the_dense_optimizers_state_the_losses_would_differ(start, tmp_path):

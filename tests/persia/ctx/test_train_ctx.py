@@ -435,6 +435,15 @@ class TestSettingsThatChange:
             assert job.num_rows() == 1
             assert job.total("rejected") == 2
 
+    def test_a_frequent_id_gets_a_row_sooner_or_later_and_rare_ones_seldom(self, job):
+        config, rare = EmbeddingConfig((5, 5), admit_probability=0.2), range(100, 130)
+        with job.train_ctx(optimizer=SGD(0.0), embedding_config=config) as ctx:
+            train(ctx, [batch_of([1, one]) for one in rare])
+        assert job.read("item", 1).all()
+        num_rare = job.read("item", *rare).all(axis=1).sum()
+        assert 1 <= num_rare <= 12  # 6 of 30 are expected
+        assert job.num_rows() == 1 + num_rare
+
     def test_a_new_config_leaves_the_scheduled_rate_alone(self, job):
         with job.train_ctx(embedding_config=EmbeddingConfig((0, 0))) as ctx:
             ctx.embedding_optimizer.param_groups[0]["lr"] = 3.0

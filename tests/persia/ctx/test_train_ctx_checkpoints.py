@@ -13,6 +13,7 @@ from torch import nn
 
 from persia_torchrec.ctx import InferCtx, eval_ctx
 from persia_torchrec.data import DataLoader
+from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.optim import Adam
 from persia_torchrec.errors import CheckpointError, ConfigError
 from persia_torchrec.persia.utils import get_embedding_worker_services
@@ -56,11 +57,11 @@ def start(tmp_path, monkeypatch):
     end()
 
 
-def ctx_of(job, *, seed=0, model=None, dense_lr=0.05, lr=0.1):
+def ctx_of(job, *, seed=0, model=None, dense_lr=0.05, lr=0.1, **settings):
     torch.manual_seed(seed)
     model = model or Dense()
     optimizer = torch.optim.Adam(model.parameters(), lr=dense_lr)
-    ctx = job.train_ctx(model, Adam(lr))
+    ctx = job.train_ctx(model, Adam(lr), **settings)
     ctx.dense_optimizer = optimizer
     return ctx
 
@@ -82,18 +83,20 @@ def step_batch(step):
     return batch_of(*ids, label=step % 2)
 
 
-@pytest.mark.parametrize("num_servers", [1, 3])
+@pytest.mark.parametrize(("num_servers", "probability"), [(1, 1.0), (3, 1.0), (2, 0.4)])
 def test_a_resumed_run_has_the_losses_of_one_that_was_not_interrupted(
-    start, tmp_path, num_servers
+    start, tmp_path, num_servers, probability
 ):
     folder = str(tmp_path / "run")
-    with ctx_of(start()) as ctx:
+    config = EmbeddingConfig(admit_probability=probability)  # drawn batch by batch
+    with ctx_of(start(), embedding_config=config) as ctx:
         train(ctx, range(5))
         ctx.embedding_optimizer.param_groups[0]["lr"] = 0.02
         ctx.dense_optimizer.param_groups[0]["lr"] = 0.01
         ctx.dump_checkpoint(folder)
         expected = train(ctx, range(5, 10))
-    with ctx_of(start(num_servers=num_servers), seed=1) as ctx:
+    job = start(num_servers=num_servers)
+    with ctx_of(job, seed=1, embedding_config=config) as ctx:
         train(ctx, range(3))
         ctx.load_checkpoint(folder)
         assert train(ctx, range(5, 10)) == pytest.approx(expected, rel=1e-5)
