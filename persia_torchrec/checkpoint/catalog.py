@@ -88,14 +88,17 @@ class DumpResult:
 class Loaded(msgspec.Struct, frozen=True):
     """What a server has loaded: rows in its store, and increments applied to them.
 
-    For ``num_left_out`` rows, those that would be evicted first, there was no room. The
-    admissions of the tables in ``forgotten`` count from 0 again.
+    For ``num_left_out`` rows, those that would be evicted first, there was no room in
+    the ``capacity_rows`` of the server; a row that increments make twice, and that is
+    evicted twice, counts twice. The admissions of the tables in ``forgotten`` count
+    from 0 again.
     """
 
     num_rows: int
     num_left_out: int
     num_increments: int
     forgotten: list[str] = []
+    capacity_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,9 @@ class Manifest:
     created: str
     step: int | None = None
     dense: DenseHalf | None = None
+    lacks_rows_of: str | None = None
+    """Name of a checkpoint beside it that has rows which this one lacks: they did not
+    fit when it was loaded."""
     format: Literal["persia_torchrec checkpoint"] = "persia_torchrec checkpoint"
     version: Literal[1] = 1
 
@@ -302,14 +308,20 @@ def delete_older(run: Folder, num_kept: int) -> None:
     """Delete what is older than the ``num_kept`` latest complete checkpoints of a run.
 
     Call it once a newer one is complete. Each loses its manifest first, so that none
-    that is half deleted is loaded. Dumps that were given up are deleted, too.
+    that is half deleted is loaded. Dumps that were given up are deleted, too. One stays
+    whose rows the latest lacks, as they did not fit when it was loaded.
     """
-    complete = [folder.url for folder in complete_checkpoints(run)]
-    kept = complete[:num_kept]
-    for number in run.numbers(_NAME) if len(kept) == num_kept else ():
+    complete = list(complete_checkpoints(run))
+    kept = [folder.url for folder in complete[:num_kept]]
+    if len(kept) < num_kept:
+        return
+    fuller = Manifest.read(complete[0]).lacks_rows_of
+    for number in run.numbers(_NAME):
         folder = run.child(f"checkpoint-{number:08d}")
         if folder.url == kept[-1]:
             return
+        if fuller == folder.url.rpartition("/")[2]:
+            continue
         folder.remove(MANIFEST)
         folder.remove_all()
 

@@ -46,6 +46,7 @@ from persia_torchrec.embedding.setting import Sightings
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.routing.shard import is_of_shard
+from persia_torchrec.store import memory
 from persia_torchrec.store.columns import METADATA_WORDS, RowColumns
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.recency import classify_all
@@ -346,6 +347,7 @@ class ShardLoad(BackgroundTask):
 
     def _fill(self) -> None:
         store = self._store
+        num_evicted = -int(store.tally[memory.EVICTED])
         saved = self.manifest.tables
         numbers = _add_tables(store, saved, follows=False)
         if self._replaces:
@@ -375,9 +377,10 @@ class ShardLoad(BackgroundTask):
             for _ in apply_increment(store, part, seen):
                 pass
         seen.put()
-        num_left_out = len(self._uses) - rows_in.num_kept
+        num_evicted += int(store.tally[memory.EVICTED])
+        num_left_out = len(self._uses) - rows_in.num_kept + num_evicted
         counts = rows_in.num_kept, num_left_out, len(self._increments)
-        self.result = Loaded(*counts, sorted(seen.forgotten))
+        self.result = Loaded(*counts, sorted(seen.forgotten), store.capacity_rows)
 
     def _check_increments(self, logs: Folder) -> None:
         """Find and read all increments that follow the checkpoint."""

@@ -133,6 +133,7 @@ class Checkpoints:
 
     def __init__(self, servers: Servers) -> None:
         self._servers = servers
+        self._fuller = ""  # URL of a checkpoint that has rows for which was no room
 
     def dump(
         self, path: Path, *, step: int | None = None, timeout_s: float = CHECKPOINT_S
@@ -267,9 +268,23 @@ class Checkpoints:
 
         def work(task: Task[SavedCheckpoint]) -> SavedCheckpoint:
             results = self._run_steps(task, steps, what, timeout_s, Loaded)
+            num_left_out = sum(loaded.num_left_out for loaded in results)
+            if num_left_out:
+                self._fuller = folder.url
+                logger.warning(
+                    "%s: %d rows were left out, those that would be evicted first. It "
+                    "has %d rows, and the servers have room for %d. Raise --capacity, "
+                    "or add servers, and load it again.",
+                    *(folder.url, num_left_out, manifest.num_rows),
+                    sum(loaded.capacity_rows for loaded in results),
+                )
+            elif replace:
+                run, _, _ = folder.url.rpartition("/")
+                name = manifest.lacks_rows_of
+                self._fuller = f"{run}/{name}" if name else ""
             return dataclasses.replace(
                 SavedCheckpoint.of(folder, manifest),
-                num_left_out=sum(loaded.num_left_out for loaded in results),
+                num_left_out=num_left_out,
                 num_increments=sum(loaded.num_increments for loaded in results),
                 forgotten=tuple(
                     sorted({t for found in results for t in found.forgotten})
@@ -312,7 +327,10 @@ class Checkpoints:
         steps = {"dumped": {"do": "dump", "folder": folder.url}}
         results = self._run_steps(task, steps, what, timeout_s, DumpResult)
         tables = catalog.merge_tables([result.tables for result in results])
-        return Manifest(tables, tuple(r.shard for r in results), created, step)
+        shards = tuple(result.shard for result in results)
+        run, _, name = self._fuller.rpartition("/")
+        fuller = name if run == folder.url.rpartition("/")[0] else None
+        return Manifest(tables, shards, created, step, lacks_rows_of=fuller)
 
     def _run_steps(
         self,

@@ -428,6 +428,13 @@ class Checkpoints:
         if load.phase != "loading":
             self.is_loading = False
             self._increments.begin_log(load.base, f"{self._task:x}")
+            if load.result is not None and load.result.num_left_out:
+                logger.warning(
+                    "%s: %d rows were left out, those that would be evicted first; %d "
+                    "are loaded, and there is room for %d",
+                    *(self._url, load.result.num_left_out, self._store.num_rows),
+                    self._store.capacity_rows,
+                )
             if load.cancelled.is_set():
                 self._load, self._task = None, -1
 

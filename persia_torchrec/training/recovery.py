@@ -177,7 +177,7 @@ class Recovery:
         )
         for path in found:
             try:
-                self._load(Folder(path), is_exact=is_exact)
+                num_left_out = self._load(Folder(path), is_exact=is_exact)
             except CheckpointError as exc:
                 if path == found[-1]:
                     raise
@@ -185,7 +185,10 @@ class Recovery:
             else:
                 self.resumed_from = path
                 self._may_continue = True
-                logger.info("training resumes from %s (%s)", path, self._config.resume)
+                how: str = self._config.resume
+                if num_left_out:
+                    how = f"without {num_left_out} rows, for which was no room"
+                logger.info("training resumes from %s (%s)", path, how)
                 return
         if is_restart and is_exact:
             at_first(self._client.clear)
@@ -336,7 +339,9 @@ class Recovery:
                 own[f"buffers of {name}"] = _Buffers(value)
         return shared, own
 
-    def _load(self, folder: Folder, *, is_exact: bool) -> None:
+    def _load(self, folder: Folder, *, is_exact: bool) -> int:
+        """Load a checkpoint; return how many rows did not fit."""
+        num_left_out = 0
         shared, own = self._split()
         key = self._key
         datasets = (value for value in own.values() if isinstance(value, RowDataset))
@@ -344,7 +349,8 @@ class Recovery:
             key = key_of_any_trainer(folder, self._rank)
         state = {**shared, key: b""}
         if is_exact:
-            load_checkpoint(folder.url, state, self._client)
+            loaded = load_checkpoint(folder.url, state, self._client)
+            num_left_out = loaded.num_left_out
         else:
             load_dense(folder, state)
         self._saved = saved = _unpack(state[key])
@@ -353,6 +359,7 @@ class Recovery:
         self.last_numbers = saved["last"]
         tables = catalog.Saved.read(folder).tables
         self._tables = {table.name: table.spec for table in tables}
+        return num_left_out
 
     def _restore(self, saved: dict[str, Any]) -> None:
         """Set the own state again, and rates and settings that the script changed."""
