@@ -194,7 +194,8 @@ class Metadata:
     ``frequency`` counts how often the id was in training batches since its row was
     made, and while it waited for that, repeats included; it saturates. ``first_step``
     and ``last_step`` are the table's steps when the row was made and last updated,
-    ``last_s`` the second (since 1970) of the latter.
+    ``last_s`` the second of the latter: since 1970, but that with a ``seconds_to_live``
+    by running time pauses do not count.
     """
 
     frequency: Counts

@@ -39,6 +39,8 @@ class SavedTable(msgspec.Struct, frozen=True):
     num_updates: Count
     has_metadata: bool
     thresholds: list[float] = []
+    now_s: float = 0.0
+    """The second of its rows then (see ``store/expiry.py``); 0: unknown."""
 
     @property
     def name(self) -> str:

@@ -17,8 +17,7 @@ Dimension key:
 
 import contextlib
 import math
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import IO, Any, NamedTuple, TypeVar
 
@@ -34,6 +33,14 @@ from persia_torchrec.checkpoint.catalog import (
     SavedShard,
     SavedTable,
 )
+from persia_torchrec.checkpoint.fitting import (
+    add_tables,
+    continue_seconds,
+    require_same_rows,
+    set_thresholds,
+    with_metadata,
+    written_s,
+)
 from persia_torchrec.checkpoint.folder import Folder, named_errors
 from persia_torchrec.checkpoint.increment_log import Base, Segment
 from persia_torchrec.checkpoint.row_file import (
@@ -47,11 +54,10 @@ from persia_torchrec.errors import CheckpointError
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.routing.shard import is_of_shard
 from persia_torchrec.store import memory
-from persia_torchrec.store.columns import METADATA_WORDS, RowColumns
+from persia_torchrec.store.columns import RowColumns
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.recency import classify_all
 from persia_torchrec.store.row_copy import RowImport, put_changes
-from persia_torchrec.store.table import TableState
 from persia_torchrec.table import TableSpec, names_of_shared
 
 T = TypeVar("T")
@@ -189,8 +195,8 @@ def apply_increment(
     """
     head = increment.head
     where = f"increment {head.number} of {head.log}"
-    _require_same_rows(where, head.tables, store.tables)
-    numbers = _add_tables(store, head.tables, follows=seen is None)
+    require_same_rows(where, head.tables, store.tables)
+    numbers = add_tables(store, head.tables, follows=seen is None)
     states = store.states
     for number in range(len(states)) if head.was_cleared else ():
         start: int | None = 0
@@ -202,7 +208,9 @@ def apply_increment(
             store.remove(number, found.ids[is_dropped_N])
             start = found.next_slot
             yield 0
+    moved_s: dict[str, int] = {}
     if seen is not None:
+        moved_s = continue_seconds(store, head.tables, head.created_s)
         if head.was_cleared:
             seen.clear(head.shard, head.num_shards)
         for table, sightings in increment.seen:
@@ -214,7 +222,7 @@ def apply_increment(
     yield from put_changes(
         store,
         (
-            (numbers[table], _with_metadata(rows, states[numbers[table]]))
+            (numbers[table], with_metadata(rows, store, numbers[table], moved_s))
             for table, rows in increment.rows
         ),
     )
@@ -222,7 +230,7 @@ def apply_increment(
     for number, saved in zip(numbers, head.tables, strict=True):
         previous = 0 if head.was_cleared else states[number].num_updates
         states[number].num_updates = max(previous, saved.num_updates)
-        _set_thresholds(states[number], saved)
+        set_thresholds(states[number], saved)
 
 
 class ShardLoad(BackgroundTask):
@@ -306,7 +314,7 @@ class ShardLoad(BackgroundTask):
                 replace(spec, shared_rows=0) if spec.name in plain else spec
                 for spec in expected
             ]
-        _require_same_rows(self._folder.url, manifest.tables, expected)
+        require_same_rows(self._folder.url, manifest.tables, expected)
         saved_names = {table.name for table in manifest.tables}
         missing = {spec.name for spec in expected} - saved_names
         missing -= names_of_shared(known.values()) - names_of_shared(expected)
@@ -349,14 +357,17 @@ class ShardLoad(BackgroundTask):
         store = self._store
         num_evicted = -int(store.tally[memory.EVICTED])
         saved = self.manifest.tables
-        numbers = _add_tables(store, saved, follows=False)
+        numbers = add_tables(store, saved, follows=False)
         if self._replaces:
             store.clear()
             store.tick = 0
+        moved_s = continue_seconds(
+            store, saved, written_s(self.manifest.created), goes_back=self._replaces
+        )
         for table, number in zip(saved, numbers, strict=True):
             state = store.states[number]
             state.num_updates = max(state.num_updates, table.num_updates)
-            _set_thresholds(state, self._ranked.get(table.name, table))
+            set_thresholds(state, self._ranked.get(table.name, table))
         rows_in = RowImport(
             store,
             self._uses,
@@ -365,7 +376,7 @@ class ShardLoad(BackgroundTask):
         )
         for index, rows, is_own_N in self._read_rows():
             number = numbers[index]
-            fitting = _with_metadata(rows, store.states[number])
+            fitting = with_metadata(rows, store, number, moved_s)
             rows_in.add(number, fitting, is_own_N)
         rows_in.finish(max((shard.tick for shard in self.manifest.shards), default=0))
         seen = SeenIds(store, self._target)
@@ -429,7 +440,7 @@ class ShardLoad(BackgroundTask):
             self.require_not_cancelled()
             tables = Increment.read(log, number).head.tables
             path = log.file_path(increment_log.increment_name(number))
-            _require_same_rows(path, tables, known)
+            require_same_rows(path, tables, known)
             self._increments.append((log, number))
 
     def _read_rows(self) -> Iterator[tuple[int, RowColumns, Bools]]:
@@ -442,7 +453,7 @@ class ShardLoad(BackgroundTask):
             with named_errors("read", path):
                 file.seek(0)
                 reader = RowFileReader(file, path, ShardHead)
-                _require_same_rows(path, reader.head.tables, specs, all_known=True)
+                require_same_rows(path, reader.head.tables, specs, all_known=True)
                 for table in reader.head.tables:
                     self._ranked.setdefault(table.name, table)
                 previous = self._num_read
@@ -461,59 +472,6 @@ class ShardLoad(BackgroundTask):
                         f"{path} must be the file of its manifest, {expected}. "
                         f"Received: {reader.written}."
                     )
-
-
-def _add_tables(
-    store: EmbeddingStore, tables: Sequence[SavedTable], *, follows: bool
-) -> list[int]:
-    """Add unknown tables; return the number of each. Known settings stay.
-
-    With ``follows``, known tables take over the admission.
-    """
-    known = {spec.name: spec for spec in store.tables}
-    specs = []
-    for spec in (table.spec for table in tables):
-        known_spec = known.get(spec.name, spec)
-        admission = spec.admission if follows else known_spec.admission
-        specs.append(replace(known_spec, admission=admission))
-    return store.add_tables(specs)
-
-
-def _set_thresholds(state: TableState, saved: SavedTable) -> None:
-    """Let a table count blocks as one did that ranked the ids of its server."""
-    if len(saved.thresholds) == state.thresholds.size:
-        state.thresholds[:] = saved.thresholds
-
-
-def _require_same_rows(
-    where: str,
-    tables: Sequence[SavedTable],
-    known_specs: Iterable[TableSpec],
-    *,
-    all_known: bool = False,
-) -> None:
-    """Refuse tables whose rows differ; with ``all_known``, unknown tables, too."""
-    known = {spec.name: spec.describe_rows() for spec in known_specs}
-    for spec in (table.spec for table in tables):
-        received = spec.describe_rows()
-        expected = known.get(spec.name, "no rows there" if all_known else received)
-        if received != expected:
-            raise CheckpointError(
-                f"{where}: table {spec.name!r} must have {expected}. "
-                f"Received: {received}."
-            )
-
-
-def _with_metadata(rows: RowColumns, state: TableState) -> RowColumns:
-    """Return rows with metadata if the table keeps them; missing ones are current."""
-    if not state.has_metadata:
-        return replace(rows, metadata=rows.metadata[:, :0])
-    if rows.metadata.shape[1]:
-        return rows
-    step, now_s = state.num_updates, int(time.time())  # noqa: TID251  # kept in rows
-    metadata = np.empty((len(rows), METADATA_WORDS), dtype=np.uint32)
-    metadata[:] = np.array([1, step, step, now_s], dtype=np.uint32)
-    return replace(rows, metadata=metadata)
 
 
 def _frequencies(rows: RowColumns) -> npt.NDArray[np.uint32]:

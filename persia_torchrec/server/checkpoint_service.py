@@ -115,7 +115,7 @@ class DeltaEnd:
         self.result: EndedIncrement | None = None
         self._folder = "" if logs is None else Folder(logs).url
         self._increments = increments
-        self._tables = saved_tables(store.states)
+        self._tables = saved_tables(store.states, store.seconds)
         self._cut: int | None = None
 
     def advance(self) -> None:
@@ -197,7 +197,7 @@ class ShardDump(BackgroundTask):
 
     def _describe_tables(self) -> tuple[SavedTable, ...]:
         states = self._store.states[: len(self._export.tables)]
-        return saved_tables(states)
+        return saved_tables(states, self._store.seconds)
 
     def _write(self) -> None:
         config = self._config

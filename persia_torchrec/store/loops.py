@@ -69,8 +69,8 @@ NO_ROOM = -1
 CHUNK = 32
 """Ids for which the index makes room, and which are prefetched, at a time."""
 
-STEPS_TO_LIVE, SECONDS_TO_LIVE, MIN_L2_NORM, SPARED_STEPS = range(4)
-"""Columns of the rules of expiry: the fields of ``Expiry``."""
+STEPS_TO_LIVE, SECONDS_TO_LIVE, MIN_L2_NORM, SPARED_STEPS, NOW_OF_ROWS = range(5)
+"""Columns of the rules of expiry: the limits of ``Expiry``, the current second."""
 
 _FAR = 24
 _NEAR = 8
@@ -436,12 +436,11 @@ def sweep_slots(
     where: tuple[int, int, int],
     layouts_T: Layout,
     rules_T: Rules,
-    now_s: float,
     log: Log,
 ) -> None:
     """Take out the expired rows of ``where``: an arena, its first slot, the end slot.
 
-    ``rules_T`` is float64 ``(T, 4)``: see ``STEPS_TO_LIVE`` and the others.
+    ``rules_T`` is float64 ``(T, 5)``: see ``STEPS_TO_LIVE`` and the others.
     """
     store = memory.changing_store_at(layouts_T[0], memory.log_address(log))
     arena, index = np.uint64(where[0]), index_at(store)
@@ -456,7 +455,7 @@ def sweep_slots(
             continue
         step = np.int64(layout[memory.STEP])
         age_steps = step - np.int64(cpu.load_u32(address + memory.LAST_STEP))
-        age_s = now_s - np.float64(cpu.load_u32(address + memory.LAST_S))
+        age_s = rules[NOW_OF_ROWS] - np.float64(cpu.load_u32(address + memory.LAST_S))
         if 0 < rules[STEPS_TO_LIVE] < age_steps:
             store.tally[memory.EXPIRED_STEPS] += 1
         elif 0 < rules[SECONDS_TO_LIVE] < age_s:

@@ -3,13 +3,15 @@
 import json
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from persia_torchrec import Uniform
+from persia_torchrec import Expiry, Uniform
 from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.checkpoint.load import ShardLoad, Target
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.embedding.optim import SGD, Adagrad, Adam
 from persia_torchrec.errors import CheckpointError, RemoteError, ServerError
@@ -289,8 +291,8 @@ def test_empty_servers_can_be_dumped_and_loaded(servers, path):
 def test_servers_without_tables_can_be_dumped_and_loaded(servers, path, num_servers):
     job, other = Job(servers, 2, []), Job(servers, num_servers, [])
     job.checkpoints.dump(path)
-    for replace in (True, False):
-        assert other.checkpoints.load(path, replace=replace).num_rows == 0
+    for replaces in (True, False):
+        assert other.checkpoints.load(path, replace=replaces).num_rows == 0
     other.client.add_tables([SEEN])
     other.checkpoints.load(path, replace=False)
     other.train(1, 2, tables=[SEEN])
@@ -472,3 +474,26 @@ def wait_for(condition):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
+
+
+@pytest.mark.parametrize(("clock", "num_left"), [("running", 3), ("wall", 0)])
+def test_rows_are_not_older_after_a_pause_between_dump_and_load(
+    servers, path, clock, num_left
+):
+    spec = replace(SEEN, expiry=Expiry(seconds_to_live=100, clock=clock))
+    job = Job(servers, 1, [spec])
+    job.train(1, 2, 3)
+    saved = job.checkpoints.dump(path)
+    later_s = time.time() + 604_800.0
+    store = EmbeddingStore(10, clock=lambda: later_s)
+    load = ShardLoad(Folder(saved.path), Target(0, 1, 10, is_lfu=False), store)
+    load.check()
+    load.load()
+    assert store.num_rows == 3
+    while store.sweep(100):
+        pass
+    assert store.num_rows == num_left
+    later_s += 101
+    while store.sweep(100):
+        pass
+    assert store.num_rows == 0

@@ -63,7 +63,11 @@ TABLES = [
         optimizer=Adagrad(0.5),
         initializer=Uniform(-0.5, 0.5),
         expiry=Expiry(
-            steps_to_live=3, seconds_to_live=7, min_l2_norm=0.6, spared_steps=2
+            steps_to_live=3,
+            seconds_to_live=7,
+            min_l2_norm=0.6,
+            spared_steps=2,
+            clock="wall",
         ),
     ),
     TableSpec(name="fading", dim=2, optimizer=SGD(0.2), expiry=Expiry(min_l2_norm=0.1)),
