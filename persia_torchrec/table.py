@@ -75,6 +75,8 @@ class TableSpec(Setting):
 
     dynamic: Annotated[DynamicDim, DYNAMICS] = field(default_factory=DynamicDim)
     """How many of its weights a row has."""
+    resets_non_finite: setting.Flag = False
+    """Whether a row with a NaN or an infinity begins anew when it is loaded."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -167,6 +169,8 @@ class TableSpec(Setting):
     def to_json(self) -> dict[str, object]:
         """Describe the table in plain JSON values."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
+        if not self.resets_non_finite:
+            del values["resets_non_finite"]  # which earlier versions do not know
         return {
             name: value.to_json() if isinstance(value, Setting) else value
             for name, value in values.items()
@@ -221,6 +225,7 @@ class TableSettings:
     is_frozen: bool | None = None
     shared_rows: int | None = None
     dynamic: DynamicDim | None = None
+    resets_non_finite: bool | None = None
     seed: int | None = None
 
     def apply_to(self, spec: TableSpec) -> TableSpec:

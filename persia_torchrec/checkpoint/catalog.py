@@ -10,7 +10,7 @@ increments (``increment_log.py``). docs/formats/checkpoint.md describes the file
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -85,6 +85,8 @@ class DumpResult:
 
     tables: tuple[SavedTable, ...]
     shard: SavedShard
+    not_finite: Mapping[str, int] = field(default_factory=dict)
+    """By table, how many rows have a NaN or an infinity."""
 
 
 class Loaded(msgspec.Struct, frozen=True):
@@ -93,7 +95,8 @@ class Loaded(msgspec.Struct, frozen=True):
     For ``num_left_out`` rows, those that would be evicted first, there was no room in
     the ``capacity_rows`` of the server; a row that increments make twice, and that is
     evicted twice, counts twice. The admissions of the tables in ``forgotten`` count
-    from 0 again.
+    from 0 again. In ``not_finite`` are the rows of tables that have a NaN or an
+    infinity, or had one, where they begin anew.
     """
 
     num_rows: int
@@ -101,6 +104,7 @@ class Loaded(msgspec.Struct, frozen=True):
     num_increments: int
     forgotten: list[str] = []
     capacity_rows: int = 0
+    not_finite: dict[str, int] = {}
 
 
 @dataclass(frozen=True, slots=True)

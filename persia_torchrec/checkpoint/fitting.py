@@ -4,18 +4,27 @@ Dimension key:
     N: rows of a block
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 
 import numpy as np
+import numpy.typing as npt
 
 from persia_torchrec.checkpoint.catalog import SavedTable
+from persia_torchrec.embedding.admission import AdmitAll
+from persia_torchrec.embedding.usage import DynamicDim
 from persia_torchrec.errors import CheckpointError
+from persia_torchrec.store import memory
 from persia_torchrec.store.columns import METADATA_WORDS, RowColumns
 from persia_torchrec.store.embedding_store import EmbeddingStore
+from persia_torchrec.store.row_copy import initial_rows
 from persia_torchrec.store.table import TableState
 from persia_torchrec.table import TableSpec
+
+Bools = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float32]
 
 
 def add_tables(
@@ -97,7 +106,73 @@ def written_s(created: str) -> float:
         return 0.0
 
 
-def with_metadata(
+def fitted(
+    rows: RowColumns,
+    store: EmbeddingStore,
+    number: int,
+    moved_s: Mapping[str, int],
+    not_finite: Counter[str],
+) -> RowColumns:
+    """Return rows as a table of the store takes them; count those that are not finite.
+
+    ``moved_s`` is what :func:`continue_seconds` returned.
+    """
+    state = store.states[number]
+    is_bad_N = find_not_finite(rows, state.spec)
+    if is_bad_N.any():
+        not_finite[state.spec.name] += int(np.count_nonzero(is_bad_N))
+        if state.spec.resets_non_finite:
+            rows = _reset(rows, state.spec, is_bad_N)
+    if not _are_moderate(rows, state.spec):
+        store.tally[memory.HAS_LARGE] = 1
+    return _with_metadata(rows, store, number, moved_s)
+
+
+def find_not_finite(rows: RowColumns, spec: TableSpec) -> Bools:
+    """Return which rows have a NaN or an infinity; bool ``(N,)``."""
+    weights, state = _floats_of(rows, spec)
+    has_bad_N = np.zeros(len(rows), dtype=np.bool_)
+    for floats in (weights, state):
+        has_bad_N |= np.any(~np.isfinite(floats), axis=1)
+    return has_bad_N
+
+
+def _floats_of(rows: RowColumns, spec: TableSpec) -> tuple[Floats, Floats]:
+    """Return weights as floats, and the optimizer's part of the state."""
+    weights = rows.weights
+    if spec.weight_dtype == "bf16":
+        weights = (weights.astype(np.uint32) << 16).view(np.float32)
+    elif spec.weight_dtype == "fp16":
+        weights = weights.view(np.float16).astype(np.float32)
+    num_state = len(spec.optimizer.initial_state(spec.row_dim))
+    return weights, rows.state[:, :num_state]
+
+
+def _are_moderate(rows: RowColumns, spec: TableSpec) -> bool:
+    largest = memory.MODERATE_WEIGHT, memory.MODERATE_STATE
+    pairs = zip(_floats_of(rows, spec), largest, strict=True)
+    return all(np.abs(x).max(initial=0) <= limit for x, limit in pairs)
+
+
+def _reset(rows: RowColumns, spec: TableSpec, is_reset_N: Bools) -> RowColumns:
+    """Return rows some of which have initial weights and optimizer state."""
+    ids_K = np.ascontiguousarray(rows.ids[is_reset_N])
+    plain = replace(spec, shared_rows=0, admission=AdmitAll(), dynamic=DynamicDim())
+    plain = replace(plain, dim=spec.row_dim, weight_dtype="fp32")
+    weights_KD = initial_rows(plain, ids_K)[:, : spec.row_dim]
+    weights, state = rows.weights.copy(), rows.state.copy()
+    if spec.weight_dtype == "bf16":
+        weights[is_reset_N] = (weights_KD.view(np.uint32) >> 16).astype(np.uint16)
+    elif spec.weight_dtype == "fp16":
+        weights[is_reset_N] = weights_KD.astype(np.float16).view(weights.dtype)
+    else:
+        weights[is_reset_N] = weights_KD
+    initial = spec.optimizer.initial_state(spec.row_dim)
+    state[is_reset_N, : len(initial)] = initial
+    return replace(rows, weights=weights, state=state)
+
+
+def _with_metadata(
     rows: RowColumns, store: EmbeddingStore, number: int, moved_s: Mapping[str, int]
 ) -> RowColumns:
     """Return rows with metadata if the table keeps them; missing ones are current."""

@@ -17,6 +17,7 @@ Dimension key:
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import IO, Any, NamedTuple, TypeVar
@@ -36,9 +37,9 @@ from persia_torchrec.checkpoint.catalog import (
 from persia_torchrec.checkpoint.fitting import (
     add_tables,
     continue_seconds,
+    fitted,
     require_same_rows,
     set_thresholds,
-    with_metadata,
     written_s,
 )
 from persia_torchrec.checkpoint.folder import Folder, named_errors
@@ -186,12 +187,16 @@ class SeenIds:
 
 
 def apply_increment(
-    store: EmbeddingStore, increment: Increment, seen: SeenIds | None
+    store: EmbeddingStore,
+    increment: Increment,
+    seen: SeenIds | None,
+    not_finite: Counter[str] | None = None,
 ) -> Iterator[int]:
     """Apply a server's part of an increment to its store; the store's owner runs it.
 
     Yields how many rows each slice of the work has written. ``seen`` is None if the
     store follows a training: then its tables take over what an id without a row reads.
+    Rows that are not finite are counted by table.
     """
     head = increment.head
     where = f"increment {head.number} of {head.log}"
@@ -209,6 +214,7 @@ def apply_increment(
             start = found.next_slot
             yield 0
     moved_s: dict[str, int] = {}
+    not_finite = Counter() if not_finite is None else not_finite
     if seen is not None:
         moved_s = continue_seconds(store, head.tables, head.created_s)
         if head.was_cleared:
@@ -222,7 +228,7 @@ def apply_increment(
     yield from put_changes(
         store,
         (
-            (numbers[table], with_metadata(rows, store, numbers[table], moved_s))
+            (numbers[table], fitted(rows, store, numbers[table], moved_s, not_finite))
             for table, rows in increment.rows
         ),
     )
@@ -368,6 +374,7 @@ class ShardLoad(BackgroundTask):
             state = store.states[number]
             state.num_updates = max(state.num_updates, table.num_updates)
             set_thresholds(state, self._ranked.get(table.name, table))
+        not_finite = Counter[str]()
         rows_in = RowImport(
             store,
             self._uses,
@@ -376,7 +383,7 @@ class ShardLoad(BackgroundTask):
         )
         for index, rows, is_own_N in self._read_rows():
             number = numbers[index]
-            fitting = with_metadata(rows, store, number, moved_s)
+            fitting = fitted(rows, store, number, moved_s, not_finite)
             rows_in.add(number, fitting, is_own_N)
         rows_in.finish(max((shard.tick for shard in self.manifest.shards), default=0))
         seen = SeenIds(store, self._target)
@@ -385,13 +392,14 @@ class ShardLoad(BackgroundTask):
         for log, number in self._increments:
             self.require_not_cancelled()
             part = Increment.read(log, number).select(self._target)
-            for _ in apply_increment(store, part, seen):
+            for _ in apply_increment(store, part, seen, not_finite):
                 pass
         seen.put()
         num_evicted += int(store.tally[memory.EVICTED])
         num_left_out = len(self._uses) - rows_in.num_kept + num_evicted
         counts = rows_in.num_kept, num_left_out, len(self._increments)
-        self.result = Loaded(*counts, sorted(seen.forgotten), store.capacity_rows)
+        last = sorted(seen.forgotten), store.capacity_rows, dict(not_finite)
+        self.result = Loaded(*counts, *last)
 
     def _check_increments(self, logs: Folder) -> None:
         """Find and read all increments that follow the checkpoint."""

@@ -12,7 +12,8 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -59,8 +60,9 @@ class SavedCheckpoint:
     """A complete checkpoint: its URL and step, the rows and bytes of all servers.
 
     A load tells how many rows the servers had no room for, how many files of
-    increments were put on it, and whose tables' admissions count from 0 again, since
-    they were saved by another kind of admission, or with a filter of another size.
+    increments were put on it, whose tables' admissions count from 0 again, since they
+    were saved by another kind of admission, or with a filter of another size, and how
+    many rows have a NaN or an infinity, or had one and begin anew.
     """
 
     path: str
@@ -70,6 +72,7 @@ class SavedCheckpoint:
     num_left_out: int = 0
     num_increments: int = 0
     forgotten: tuple[str, ...] = ()
+    num_not_finite: int = 0
 
     @classmethod
     def of(cls, folder: Folder, manifest: Manifest) -> "SavedCheckpoint":
@@ -282,8 +285,10 @@ class Checkpoints:
                 run, _, _ = folder.url.rpartition("/")
                 name = manifest.lacks_rows_of
                 self._fuller = f"{run}/{name}" if name else ""
+            of_tables = [loaded.not_finite for loaded in results]
             return dataclasses.replace(
                 SavedCheckpoint.of(folder, manifest),
+                num_not_finite=_tell_not_finite(folder, of_tables),
                 num_left_out=num_left_out,
                 num_increments=sum(loaded.num_increments for loaded in results),
                 forgotten=tuple(
@@ -328,6 +333,7 @@ class Checkpoints:
         results = self._run_steps(task, steps, what, timeout_s, DumpResult)
         tables = catalog.merge_tables([result.tables for result in results])
         shards = tuple(result.shard for result in results)
+        _tell_not_finite(folder, [result.not_finite for result in results])
         run, _, name = self._fuller.rpartition("/")
         fuller = name if run == folder.url.rpartition("/")[0] else None
         return Manifest(tables, shards, created, step, lacks_rows_of=fuller)
@@ -423,3 +429,19 @@ def tell_job(folder: Folder) -> None:
 def _write(files: Mapping[str, bytes] | None, folder: Folder) -> None:
     for name, data in (files or {}).items():
         folder.write(name, data)
+
+
+def _tell_not_finite(folder: Folder, of_servers: Iterable[Mapping[str, int]]) -> int:
+    """Warn of rows with a NaN or an infinity; return how many there are."""
+    found = sum(map(Counter, of_servers), Counter[str]())
+    if found:
+        logger.warning(
+            "%s: %d rows have a NaN or an infinity in their weights or optimizer "
+            "state, and do not learn: %s. With TableSettings(resets_non_finite=True) "
+            "for these tables, they begin anew when they are loaded.",
+            *(folder.url, found.total()),
+            ", ".join(
+                f"{num} of table {name!r}" for name, num in sorted(found.items())
+            ),
+        )
+    return found.total()

@@ -20,11 +20,12 @@ import logging
 import queue
 import secrets
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
+import numpy as np
 
 from persia_torchrec.checkpoint.background import Activity, BackgroundTask, CpuBudget
 from persia_torchrec.checkpoint.catalog import (
@@ -34,6 +35,7 @@ from persia_torchrec.checkpoint.catalog import (
     SavedShard,
     SavedTable,
 )
+from persia_torchrec.checkpoint.fitting import find_not_finite
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.load import ShardLoad, Target
 from persia_torchrec.checkpoint.restore import restore
@@ -204,11 +206,15 @@ class ShardDump(BackgroundTask):
         head = ShardHead(
             shard=config.shard, num_shards=config.num_shards, tables=self._tables
         )
+        not_finite = Counter[str]()
         with self._folder.created(self._name) as file:
             writer = RowFileWriter(file, head)
             while (chunk := self._next_chunk()) is not None:
                 if isinstance(chunk, RawRows):
                     for table, rows in split_by_table(chunk, self._export.tables):
+                        spec = self._export.tables[table].spec
+                        num_bad = np.count_nonzero(find_not_finite(rows, spec))
+                        not_finite[spec.name] += int(num_bad)
                         writer.write(table, rows)
                 else:
                     self._write_sightings(writer, *chunk)
@@ -217,7 +223,7 @@ class ShardDump(BackgroundTask):
             written = writer.end()
         server = msgspec.to_builtins(config)
         saved = SavedShard(self._name, *written, self._tick, server, self.log)
-        self.result = DumpResult(self._tables, saved)
+        self.result = DumpResult(self._tables, saved, +not_finite)
 
     def _copy_remembered(self) -> Iterator[Remembered]:
         """Yield what the admission of each table remembers."""

@@ -531,7 +531,8 @@ class EmbeddingStore:
         for number, state in enumerate(self.states):
             state.forget(self.memory)
             self.steps[number] = 0
-        self.tally[memory.ROWS] = self.tally[memory.PINNED_ROWS] = 0
+        empty = [memory.ROWS, memory.PINNED_ROWS, memory.HAS_LARGE]
+        self.tally[empty] = 0
         self._set_addresses()
         self.journal.cleared()
 

@@ -1,7 +1,7 @@
 """The seconds by which rows expire, and sweeps that take out those that have expired.
 
-    running   goes on while a server runs, by the monotonic clock: from where the memory
-              file, or the checkpoint that was loaded, left off
+    running   while a server runs, by the monotonic clock: it continues from where the
+              memory file, or the checkpoint that was loaded, ended
     wall      seconds since 1970: the time between two runs counts, and a jump does
 
 Both begin alike, so that rows have one kind of time. A step of the wall clock, as when

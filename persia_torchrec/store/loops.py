@@ -15,6 +15,8 @@ An update takes as hints the slots that the lookup of the same ids returned. Eac
 checked against the row's header, which the update touches anyway; a row that has moved
 or left since is looked up in the index. So no gradient reaches another id. A gradient
 that holds NaN or an infinity would ruin its row for good: it is refused and counted.
+So is one whose step leaves the row not finite. Where that may be, because numbers are
+large or the optimizer is such, a copy of the row is kept until the step is looked at.
 """
 
 from collections.abc import Callable
@@ -80,7 +82,7 @@ _RING = 31
 _AHEAD = 10
 """How far ahead an update prefetches rows."""
 
-_INFINITE = np.float32(np.inf)
+_INFINITE, _NONE = np.float32(np.inf), np.float32(-1)
 _LARGEST_COUNT = np.uint64(2**32 - 1)
 _LINE = np.uint64(64)
 _MANY_LINES = np.uint64(640)
@@ -488,7 +490,9 @@ def build_update(kernel: Kernel) -> Callable[..., tuple[int, int]]:
     """Compile the loop that applies one step of an optimizer to the row of each id.
 
     ``slots_N`` are hints, or ``MISSING``. ``numbers`` are the largest magnitude of a
-    weight after the update (inf for none), then the optimizer's. The loop returns how
+    weight after the update (inf for none), the largest sum of squares of a gradient
+    after whose step a row is not looked at, the floats of the optimizer's state, and
+    then the optimizer's numbers. The loop returns how
     many ids have no row, and how many gradients were refused.
     """
     step_row = inlined_kernel(kernel)
@@ -501,7 +505,9 @@ def build_update(kernel: Kernel) -> Callable[..., tuple[int, int]]:
         store = memory.store_at(layout)
         rows, index = memory.rows_at(store, layout), index_at(store)
         bound = numbers[0]
-        p = cpu.floats_at(np.uint64(numbers.ctypes.data) + np.uint64(4))
+        moderate = numbers[1] if store.tally[memory.HAS_LARGE] == 0 else _NONE
+        num_state = np.int64(numbers[2])
+        p = cpu.floats_at(np.uint64(numbers.ctypes.data) + np.uint64(12))
         grad, grad_bytes = np.uint64(grads_ND.ctypes.data), np.uint64(4 * rows.dim)
         num_missed = num_refused = 0
         for i in range(len(ids_N)):
@@ -513,7 +519,10 @@ def build_update(kernel: Kernel) -> Callable[..., tuple[int, int]]:
             address = rows.base + slot * rows.stride
             if slot == NOT_FOUND:
                 num_missed += 1
-            elif not memory.is_finite(cpu.floats_at(grad), rows.dim):
+                grad += grad_bytes
+                continue
+            is_sure = memory.squares(cpu.floats_at(grad), rows.dim) <= moderate
+            if not is_sure and not memory.is_finite(cpu.floats_at(grad), rows.dim):
                 num_refused += 1
             else:
                 undo_log.keep_updated(log, address, rows.stride)
@@ -522,8 +531,19 @@ def build_update(kernel: Kernel) -> Callable[..., tuple[int, int]]:
                     weights = layout[memory.SCRATCH]
                     memory.read_weights(rows, address, weights)
                 w, s = cpu.floats_at(weights), cpu.floats_at(address + rows.state)
+                if not is_sure:
+                    memory.keep_row_floats(layout, rows, address)
                 step_row(p, w, s, cpu.floats_at(grad), rows.dim)
-                finish_row(layout, rows, address, weights, bound)
+                state = address + rows.state
+                if is_sure or memory.are_floats_finite(
+                    rows, weights, state, num_state, bound, store.tally
+                ):
+                    finish_row(layout, rows, address, weights, bound)
+                else:
+                    memory.undo_step(layout, rows, address)
+                    num_refused += 1
+                if not is_sure and store.tally[memory.HAS_LARGE]:
+                    moderate = _NONE
             grad += grad_bytes
         return num_missed, num_refused
 

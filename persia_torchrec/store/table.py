@@ -174,14 +174,21 @@ class TableState:
         state_S[: len(optimizer_S)] = optimizer_S
         fill = spec.initializer.fill_numbers(spec.row_dim)
         self._kept = {
-            memory.SCRATCH: np.empty(spec.row_dim, dtype=np.float32),
+            memory.SCRATCH: np.empty(
+                2 * spec.row_dim + spec.num_row_floats + 2, dtype=np.float32
+            ),
             memory.FILL: np.array(fill, dtype=np.float32),
             memory.INITIAL_STATE: state_S,
         }
         for column, array in self._kept.items():
             layout[column] = array.ctypes.data
         layout[memory.SEED] = spec.seed
-        self._bound = np.float32(spec.weight_bound or np.inf)
+        bound = np.float32(spec.weight_bound or np.inf)
+        begin = np.abs(self._kept[memory.FILL]).max(initial=0)
+        is_sure = spec.optimizer.stays_finite and begin <= memory.MODERATE_WEIGHT
+        is_sure &= bool(state_S.max(initial=0) <= memory.MODERATE_STATE)
+        moderate = memory.MODERATE_SQUARES if is_sure else -1.0
+        self._checks = bound, moderate, len(optimizer_S)
         self.insert = loops.build_insert(spec.initializer.kernel)
         no_rows, slots = np.empty((0, spec.row_dim), np.float32), _NO_COUNTS.copy()
         used = at, _NO_IDS, _NO_COUNTS
@@ -337,7 +344,7 @@ class TableState:
         self.admission = build_admission(*rule, self.remembered, self._log)
 
     def _step_numbers(self) -> Floats:
-        """Return the bound of the weights, and the optimizer's numbers of a step."""
+        """Return the bound of the weights, that of gradients, and the optimizer's."""
         spec, step = self.spec, max(self.num_updates, 1)
         numbers = spec.optimizer.step_numbers(spec.row_dim, step)
-        return np.array((self._bound, *numbers), dtype=np.float32)
+        return np.array((*self._checks, *numbers), dtype=np.float32)

@@ -346,6 +346,8 @@ class Requests:
             if recovery is not None:
                 recovery.keep_rows(state.layout, slots_N)
             memory.write_rows(state.layout, slots_N, values_NK)
+            if not np.abs(values_NK).max(initial=0) <= memory.MODERATE_WEIGHT:
+                self._store.tally[memory.HAS_LARGE] = 1
             return
         if recovery is not None:
             recovery.keep(state.step)

@@ -1,6 +1,7 @@
 """Dump and load of whole servers: what is kept, and what is refused."""
 
 import json
+import re
 import threading
 import time
 from dataclasses import replace
@@ -497,3 +498,31 @@ def test_rows_are_not_older_after_a_pause_between_dump_and_load(
     while store.sweep(100):
         pass
     assert store.num_rows == 0
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
+@pytest.mark.parametrize("resets", [False, True])
+def test_rows_that_are_not_finite_are_counted_and_may_begin_anew(
+    servers, path, table, resets, caplog
+):
+    job = Job(servers, 2, [table])
+    job.train(*range(20))
+    bad = np.full((3, table.dim), np.nan, dtype=np.float32)
+    job.client.write(table.name, ids_of(3, 4, 5), bad)
+    caplog.clear()
+    job.checkpoints.dump(path)
+    told = f"3 rows have a NaN or an infinity.*3 of table '{table.name}'"
+    assert re.search(told, caplog.text)
+    caplog.clear()
+    other = Job(servers, 1, [replace(table, resets_non_finite=resets)])
+    assert other.checkpoints.load(path).num_not_finite == 3
+    assert re.search(told, caplog.text)
+    (before,), (rows,) = job.rows(20), other.rows(20)
+    if resets:
+        assert np.isfinite(rows).all()
+        initial = Job(servers, 1, [table]).client.read(
+            table.name, ids_of(3, 4, 5), initial=True
+        )
+        np.testing.assert_allclose(rows[3:6], initial, rtol=2.0**-7)
+        before[3:6] = rows[3:6] = 0
+    np.testing.assert_array_equal(before, rows)
