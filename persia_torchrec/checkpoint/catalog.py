@@ -12,12 +12,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import msgspec
 
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.errors import CheckpointError
+from persia_torchrec.errors import CheckpointError, ConfigError
 from persia_torchrec.table import TableSpec
 
 MANIFEST = "manifest.json"  # name of the file that makes a checkpoint complete
@@ -89,6 +89,35 @@ class DumpResult:
     """By table, how many rows have a NaN or an infinity."""
 
 
+Missing = Literal["add", "error", "skip"]
+"""What becomes of tables that the model lacks: they are added to the servers, they are
+an error, or they are left out."""
+OnChange = Literal["error", "reset state", "reset table"]
+"""What becomes of a table with another dim or optimizer: it is an error; its optimizer
+state begins anew, if the dim is the same; or all of it does."""
+
+
+class LoadRules(msgspec.Struct, frozen=True):
+    """How a checkpoint is loaded whose tables are not those of the model.
+
+    ``rename`` says by names of the checkpoint's tables what the model calls them.
+    ``tables`` are those of the model; none: all that the servers have.
+    """
+
+    missing: Missing = "add"
+    on_change: OnChange = "error"
+    rename: dict[str, str] = {}
+    tables: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, kind in (("missing", Missing), ("on_change", OnChange)):
+            if getattr(self, name) not in get_args(kind):
+                raise ConfigError(
+                    f"{name} must be one of {get_args(kind)}. "
+                    f"Received: {getattr(self, name)!r}."
+                )
+
+
 class Loaded(msgspec.Struct, frozen=True):
     """What a server has loaded: rows in its store, and increments applied to them.
 
@@ -96,7 +125,8 @@ class Loaded(msgspec.Struct, frozen=True):
     the ``capacity_rows`` of the server; a row that increments make twice, and that is
     evicted twice, counts twice. The admissions of the tables in ``forgotten`` count
     from 0 again. In ``not_finite`` are the rows of tables that have a NaN or an
-    infinity, or had one, where they begin anew.
+    infinity, or had one, where they begin anew. ``notes`` tell which tables begin anew,
+    are left out, or are converted.
     """
 
     num_rows: int
@@ -105,6 +135,7 @@ class Loaded(msgspec.Struct, frozen=True):
     forgotten: list[str] = []
     capacity_rows: int = 0
     not_finite: dict[str, int] = {}
+    notes: list[str] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +258,25 @@ class Saved(NamedTuple):
         checkpoint = Folder(folder.url.rpartition("/")[0])
         delta: Delta = folder.read_json(DELTA, Delta)
         return cls(folder, checkpoint, Manifest.read(checkpoint), delta)
+
+
+def renamed(
+    tables: Iterable[SavedTable], rename: Mapping[str, str]
+) -> tuple[SavedTable, ...]:
+    """Return tables, and the parts of tables, under the model's names."""
+
+    def name_of(name: str) -> str:
+        for old, new in rename.items():
+            if name == old or name.startswith((f"{old}/shared", f"{old}/block ")):
+                return new + name[len(old) :]
+        return name
+
+    return tuple(
+        msgspec.structs.replace(
+            table, description={**table.description, "name": name_of(table.name)}
+        )
+        for table in tables
+    )
 
 
 def merge_tables(servers: Iterable[Sequence[SavedTable]]) -> tuple[SavedTable, ...]:

@@ -8,14 +8,17 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.checkpoint.catalog import SavedTable
+from persia_torchrec.checkpoint.catalog import LoadRules, SavedTable
 from persia_torchrec.embedding.admission import AdmitAll
 from persia_torchrec.embedding.usage import DynamicDim
 from persia_torchrec.errors import CheckpointError
+from persia_torchrec.jit.compiled import read_only
+from persia_torchrec.jit.float16 import to_bfloat16
 from persia_torchrec.store import memory
 from persia_torchrec.store.columns import METADATA_WORDS, RowColumns
 from persia_torchrec.store.embedding_store import EmbeddingStore
@@ -23,24 +26,53 @@ from persia_torchrec.store.row_copy import initial_rows
 from persia_torchrec.store.table import TableState
 from persia_torchrec.table import TableSpec
 
+_WHERE = (
+    "These are arguments of load_checkpoint, recoverable and TrainCtx, and of "
+    "LoadRules, for client.checkpoints.load(rules=...)."
+)
+
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float32]
 
 
-def add_tables(
-    store: EmbeddingStore, tables: Sequence[SavedTable], *, follows: bool
-) -> list[int]:
-    """Add unknown tables; return the number of each. Known settings stay.
+class TablePlan(NamedTuple):
+    """What a load takes of a saved table: its rows, and their optimizer state."""
 
-    With ``follows``, known tables take over the admission.
+    spec: TableSpec
+    """As it was saved, under the model's name."""
+    has_rows: bool = True
+    has_state: bool = True
+
+
+def add_tables(
+    store: EmbeddingStore,
+    tables: Sequence[SavedTable],
+    plans: Mapping[str, TablePlan],
+    *,
+    follows: bool,
+) -> list[int]:
+    """Add unknown tables; return the number of each, -1 for those that are left out.
+
+    Known settings stay. With ``follows``, known tables take over the admission.
     """
     known = {spec.name: spec for spec in store.tables}
-    specs = []
-    for spec in (table.spec for table in tables):
-        known_spec = known.get(spec.name, spec)
-        admission = spec.admission if follows else known_spec.admission
-        specs.append(replace(known_spec, admission=admission))
-    return store.add_tables(specs)
+    specs, taken = [], []
+    for table in tables:
+        plan = plans.get(table.name)
+        taken.append(plan is None or plan.has_rows)
+        if taken[-1]:
+            spec = table.spec
+            known_spec = known.get(spec.name, spec)
+            admission = spec.admission if follows else known_spec.admission
+            specs.append(replace(known_spec, admission=admission))
+    numbers = iter(store.add_tables(specs))
+    return [next(numbers) if is_taken else -1 for is_taken in taken]
+
+
+def continues(plans: Mapping[str, TablePlan], saved: SavedTable) -> bool:
+    """Return whether a table continues with the step of a saved one."""
+    plan = plans.get(saved.name)
+    return plan is None or (plan.has_rows and plan.has_state)
 
 
 def set_thresholds(state: TableState, saved: SavedTable) -> None:
@@ -106,26 +138,154 @@ def written_s(created: str) -> float:
         return 0.0
 
 
-def fitted(
-    rows: RowColumns,
-    store: EmbeddingStore,
-    number: int,
-    moved_s: Mapping[str, int],
-    not_finite: Counter[str],
-) -> RowColumns:
-    """Return rows as a table of the store takes them; count those that are not finite.
+def plan_tables(
+    where: str,
+    tables: Sequence[SavedTable],
+    known: Mapping[str, TableSpec],
+    rules: LoadRules,
+    *,
+    may_share: bool = True,
+    replaces: bool = True,
+) -> tuple[dict[str, TablePlan], list[str]]:
+    """Return by name what is loaded of saved tables, and lines on what is not.
+
+    ``known`` are the tables of the servers; without any, all are added. With
+    ``may_share`` a table may get shared rows, with ``replaces`` those of the servers
+    that were not saved lose their rows.
+
+    Raises:
+        CheckpointError: the tables differ, and no rule says what becomes of them.
+    """
+    specs = {table.name: table.spec for table in tables}
+    parts = {p.name: spec.name for spec in specs.values() for p in spec.parts()}
+    own = {p.name for spec in known.values() for p in spec.parts()}
+    more = sorted(known.keys() - own - specs.keys())
+    of_model = known.keys() & set(rules.tables) if rules.tables else known.keys()
+    fewer = sorted(specs.keys() - parts.keys() - of_model) if known else []
+    if fewer and rules.missing != "skip":
+        _require_named(where, rules, more if replaces else [], fewer)
+    notes = []
+    if replaces:
+        notes = [f"table {name!r} begins anew: it is in no file" for name in more]
+    plans: dict[str, TablePlan] = {}
+    for name, spec in specs.items():
+        if name not in known or name in fewer:
+            is_skipped = name in fewer and rules.missing == "skip"
+            if is_skipped:
+                notes.append(f"table {name!r} is left out: the model does not have it")
+            plans[name] = TablePlan(spec, has_rows=not is_skipped)
+            continue
+        expected = known[name]
+        if may_share and not spec.shared_rows:
+            expected = replace(expected, shared_rows=0)
+        plans[name], note = _plan(where, spec, expected, rules)
+        notes += [note] if note else []
+    for name, whole in parts.items():
+        if name in plans and not plans[whole].has_rows:
+            plans[name] = plans[name]._replace(has_rows=False)
+    return plans, notes
+
+
+def _require_named(
+    where: str, rules: LoadRules, more: Sequence[str], fewer: Sequence[str]
+) -> None:
+    """Refuse tables that the model lacks, if others may be meant by them."""
+    skip = f'missing="skip" leaves {list(fewer)} out'
+    if more:
+        raise CheckpointError(
+            f"{where} must have the tables of the model. Received: {list(more)} of the "
+            f"model that it lacks, and {list(fewer)} that the model lacks. If a table "
+            f"was renamed, give rename={{{fewer[0]!r}: {more[0]!r}}}; else {skip}, and "
+            f"{list(more)} begin anew. {_WHERE}"
+        )
+    if rules.missing == "error":
+        raise CheckpointError(
+            f"{where} must have tables of the model only. Received: {list(fewer)} "
+            f"besides. Add them to the model, or {skip}. {_WHERE}"
+        )
+
+
+def _plan(
+    where: str, saved: TableSpec, expected: TableSpec, rules: LoadRules
+) -> tuple[TablePlan, str]:
+    """Return what is loaded of a table that the model has, and a line if not all."""
+    plan, on_change = TablePlan(saved), rules.on_change
+    told = f"it has {expected.describe_rows()}, and had {saved.describe_rows()}"
+    if saved.describe_rows() == expected.describe_rows():
+        return plan, ""
+    alike = replace(saved, weight_dtype=expected.weight_dtype)
+    if alike.describe_rows() == expected.describe_rows():
+        dtypes = f"from {saved.weight_dtype} to {expected.weight_dtype}"
+        return plan, f"table {saved.name!r}: weights are converted {dtypes}"
+    alike = replace(alike, optimizer=expected.optimizer)
+    fits = alike.describe_rows() == expected.describe_rows()
+    if fits and on_change == "reset state":
+        note = f"the optimizer state of table {saved.name!r} begins anew: {told}"
+        return plan._replace(has_state=False), note
+    if on_change == "reset table":
+        return plan._replace(has_rows=False), (
+            f"table {saved.name!r} begins anew: {told}"
+        )
+    keeps = ' on_change="reset state" keeps its weights,' if fits else ""
+    raise CheckpointError(
+        f"{where}: table {saved.name!r} must have {expected.describe_rows()}. "
+        f"Received: {saved.describe_rows()}.{keeps} "
+        f'on_change="reset table" begins it anew. {_WHERE}'
+    )
+
+
+class Fitting(NamedTuple):
+    """Fits rows of files to a store; counts those that are not finite by table.
 
     ``moved_s`` is what :func:`continue_seconds` returned.
     """
-    state = store.states[number]
-    is_bad_N = find_not_finite(rows, state.spec)
-    if is_bad_N.any():
-        not_finite[state.spec.name] += int(np.count_nonzero(is_bad_N))
-        if state.spec.resets_non_finite:
-            rows = _reset(rows, state.spec, is_bad_N)
-    if not _are_moderate(rows, state.spec):
-        store.tally[memory.HAS_LARGE] = 1
-    return _with_metadata(rows, store, number, moved_s)
+
+    store: EmbeddingStore
+    moved_s: Mapping[str, int]
+    not_finite: Counter[str]
+    plans: Mapping[str, TablePlan] = {}
+
+    def rows(self, number: int, rows: RowColumns) -> RowColumns:
+        """Return rows as a table of the store takes them."""
+        spec = self.store.states[number].spec
+        if (plan := self.plans.get(spec.name)) is not None:
+            rows = _converted(rows, plan, spec)
+        is_bad_N = find_not_finite(rows, spec)
+        if is_bad_N.any():
+            self.not_finite[spec.name] += int(np.count_nonzero(is_bad_N))
+            if spec.resets_non_finite:
+                rows = _reset(rows, spec, is_bad_N)
+        if not _are_moderate(rows, spec):
+            self.store.tally[memory.HAS_LARGE] = 1
+        return _with_metadata(rows, self.store, number, self.moved_s)
+
+
+def _converted(rows: RowColumns, plan: TablePlan, spec: TableSpec) -> RowColumns:
+    """Return rows in a table's weight dtype, with initial state if planned so."""
+    if plan.spec.weight_dtype != spec.weight_dtype:
+        weights, _ = _floats_of(rows, plan.spec)
+        rows = replace(rows, weights=_narrowed(weights, spec.weight_dtype))
+    if not plan.has_state:
+        state = np.empty((len(rows), spec.num_row_floats), dtype=np.float32)
+        initial = spec.optimizer.initial_state(spec.row_dim)
+        state[:, : len(initial)] = initial
+        num_counted = spec.num_row_floats - len(initial)
+        if num_counted:
+            state[:, -num_counted:] = rows.state[:, -num_counted:]
+        rows = replace(rows, state=state)
+    return rows
+
+
+def _narrowed(weights: Floats, dtype: str) -> npt.NDArray[Any]:
+    """Return weights in a dtype, as files have them, rounded to the nearest."""
+    if dtype == "fp32":
+        return weights
+    if dtype == "fp16":
+        largest = np.finfo(np.float16).max
+        return weights.clip(-largest, largest).astype(np.float16).view(np.uint16)
+    bits = read_only(np.ascontiguousarray(weights).view(np.uint32).ravel())
+    halves: npt.NDArray[Any] = to_bfloat16(bits)
+    return halves.reshape(weights.shape)
 
 
 def find_not_finite(rows: RowColumns, spec: TableSpec) -> Bools:
@@ -161,12 +321,7 @@ def _reset(rows: RowColumns, spec: TableSpec, is_reset_N: Bools) -> RowColumns:
     plain = replace(plain, dim=spec.row_dim, weight_dtype="fp32")
     weights_KD = initial_rows(plain, ids_K)[:, : spec.row_dim]
     weights, state = rows.weights.copy(), rows.state.copy()
-    if spec.weight_dtype == "bf16":
-        weights[is_reset_N] = (weights_KD.view(np.uint32) >> 16).astype(np.uint16)
-    elif spec.weight_dtype == "fp16":
-        weights[is_reset_N] = weights_KD.astype(np.float16).view(weights.dtype)
-    else:
-        weights[is_reset_N] = weights_KD
+    weights[is_reset_N] = _narrowed(weights_KD, spec.weight_dtype)
     initial = spec.optimizer.initial_state(spec.row_dim)
     state[is_reset_N, : len(initial)] = initial
     return replace(rows, weights=weights, state=state)

@@ -18,10 +18,11 @@ Dimension key:
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import IO, Any, NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -29,15 +30,20 @@ from persia_torchrec.checkpoint import increment_log
 from persia_torchrec.checkpoint.background import BackgroundTask
 from persia_torchrec.checkpoint.catalog import (
     Loaded,
+    LoadRules,
     LogPosition,
     Manifest,
     SavedShard,
     SavedTable,
+    renamed,
 )
 from persia_torchrec.checkpoint.fitting import (
+    Fitting,
+    TablePlan,
     add_tables,
     continue_seconds,
-    fitted,
+    continues,
+    plan_tables,
     require_same_rows,
     set_thresholds,
     written_s,
@@ -191,30 +197,24 @@ def apply_increment(
     increment: Increment,
     seen: SeenIds | None,
     not_finite: Counter[str] | None = None,
+    plans: Mapping[str, TablePlan] | None = None,
 ) -> Iterator[int]:
     """Apply a server's part of an increment to its store; the store's owner runs it.
 
     Yields how many rows each slice of the work has written. ``seen`` is None if the
     store follows a training: then its tables take over what an id without a row reads.
-    Rows that are not finite are counted by table.
+    Rows that are not finite are counted by table. ``plans`` say what is taken of tables
+    that differ from those of the store.
     """
-    head = increment.head
+    head, plans = increment.head, plans or {}
     where = f"increment {head.number} of {head.log}"
-    require_same_rows(where, head.tables, store.tables)
-    numbers = add_tables(store, head.tables, follows=seen is None)
+    if not plans:
+        require_same_rows(where, head.tables, store.tables)
+    numbers = add_tables(store, head.tables, plans, follows=seen is None)
     states = store.states
-    for number in range(len(states)) if head.was_cleared else ():
-        start: int | None = 0
-        while start is not None:
-            found = store.scan(number, start, _SLICE_ROWS)
-            shared_rows = states[number].spec.shared_rows
-            written_by = head.shard, head.num_shards, shared_rows
-            is_dropped_N = is_of_shard(found.ids, *written_by)
-            store.remove(number, found.ids[is_dropped_N])
-            start = found.next_slot
-            yield 0
+    if head.was_cleared:
+        yield from _drop_rows_of(store, head)
     moved_s: dict[str, int] = {}
-    not_finite = Counter() if not_finite is None else not_finite
     if seen is not None:
         moved_s = continue_seconds(store, head.tables, head.created_s)
         if head.was_cleared:
@@ -225,18 +225,35 @@ def apply_increment(
         for first in range(0, len(ids_N), _SLICE_ROWS):
             store.remove(numbers[table], ids_N[first : first + _SLICE_ROWS])
             yield 0
+    fit = Fitting(
+        store, moved_s, Counter() if not_finite is None else not_finite, plans
+    )
     yield from put_changes(
         store,
         (
-            (numbers[table], fitted(rows, store, numbers[table], moved_s, not_finite))
+            (numbers[table], fit.rows(numbers[table], rows))
             for table, rows in increment.rows
         ),
     )
     store.tick = max(store.tick, head.tick)
     for number, saved in zip(numbers, head.tables, strict=True):
-        previous = 0 if head.was_cleared else states[number].num_updates
-        states[number].num_updates = max(previous, saved.num_updates)
-        set_thresholds(states[number], saved)
+        if continues(plans, saved):
+            previous = 0 if head.was_cleared else states[number].num_updates
+            states[number].num_updates = max(previous, saved.num_updates)
+            set_thresholds(states[number], saved)
+
+
+def _drop_rows_of(store: EmbeddingStore, head: IncrementHead) -> Iterator[int]:
+    """Drop the rows of the server that wrote an increment, in slices."""
+    for number, state in enumerate(store.states):
+        start: int | None = 0
+        while start is not None:
+            found = store.scan(number, start, _SLICE_ROWS)
+            written_by = head.shard, head.num_shards, state.spec.shared_rows
+            is_dropped_N = is_of_shard(found.ids, *written_by)
+            store.remove(number, found.ids[is_dropped_N])
+            start = found.next_slot
+            yield 0
 
 
 class ShardLoad(BackgroundTask):
@@ -245,7 +262,8 @@ class ShardLoad(BackgroundTask):
     :meth:`check` and :meth:`load` may take long: call them in a thread of their own,
     which owns the store while it loads. With ``replaces``, a load drops what the store
     holds; with the ``logs`` of the training, it applies all increments, or those before
-    ``until``, a position for each server that wrote them.
+    ``until``, a position for each server that wrote them. ``rules`` may be set before
+    :meth:`check`.
     """
 
     def __init__(
@@ -265,6 +283,10 @@ class ShardLoad(BackgroundTask):
         self._replaces = replaces
         self._logs = logs
         self._until = until
+        self.rules = LoadRules()
+        self._tables: tuple[SavedTable, ...] = ()  # under the names of the store
+        self._plans: dict[str, TablePlan] = {}
+        self._notes: list[str] = []
         self._increments: list[tuple[Folder, int]] = []
         self._end: LogPosition | None = None  # of the log of this server
         self._files: list[tuple[SavedShard, IO[bytes]]] = []
@@ -311,25 +333,14 @@ class ShardLoad(BackgroundTask):
     def _check(self) -> None:
         manifest = self.manifest = Manifest.read(self._folder)
         known = {spec.name: spec for spec in self._store.tables}
-        saved_specs = [table.spec for table in manifest.tables]
+        self._tables = renamed(manifest.tables, self.rules.rename)
+        saved_specs = [table.spec for table in self._tables]
         self._routed = [known.get(spec.name, spec).shared_rows for spec in saved_specs]
-        expected = list(known.values())
-        if self._logs is None:  # a table may get shared rows
-            plain = {spec.name for spec in saved_specs if not spec.shared_rows}
-            expected = [
-                replace(spec, shared_rows=0) if spec.name in plain else spec
-                for spec in expected
-            ]
-        require_same_rows(self._folder.url, manifest.tables, expected)
-        saved_names = {table.name for table in manifest.tables}
-        missing = {spec.name for spec in expected} - saved_names
-        missing -= names_of_shared(known.values()) - names_of_shared(expected)
-        if missing and self._replaces:
-            raise CheckpointError(
-                f"{self._folder.url} must have all tables of this server. It lacks "
-                f"{sorted(missing)}; it has {sorted(saved_names)}. To load it all the "
-                "same, and leave the others as they are, use replace=False."
-            )
+        may_share = self._logs is None
+        given = self._folder.url, self._tables, known, self.rules
+        self._plans, self._notes = plan_tables(
+            *given, may_share=may_share, replaces=self._replaces
+        )
         if self._logs is not None:
             self._check_increments(self._logs)
         files = self._target.select(manifest.shards)
@@ -362,8 +373,8 @@ class ShardLoad(BackgroundTask):
     def _fill(self) -> None:
         store = self._store
         num_evicted = -int(store.tally[memory.EVICTED])
-        saved = self.manifest.tables
-        numbers = add_tables(store, saved, follows=False)
+        saved = self._tables
+        numbers = add_tables(store, saved, self._plans, follows=False)
         if self._replaces:
             store.clear()
             store.tick = 0
@@ -371,20 +382,21 @@ class ShardLoad(BackgroundTask):
             store, saved, written_s(self.manifest.created), goes_back=self._replaces
         )
         for table, number in zip(saved, numbers, strict=True):
-            state = store.states[number]
-            state.num_updates = max(state.num_updates, table.num_updates)
-            set_thresholds(state, self._ranked.get(table.name, table))
+            if continues(self._plans, table):
+                state = store.states[number]
+                state.num_updates = max(state.num_updates, table.num_updates)
+                set_thresholds(state, self._ranked.get(table.name, table))
         not_finite = Counter[str]()
+        fit = Fitting(store, moved_s, not_finite, self._plans)
         rows_in = RowImport(
             store,
             self._uses,
-            np.array(numbers, dtype=np.uint16)[self._table_of],
+            np.maximum(numbers, 0).astype(np.uint16)[self._table_of],
             self._frequencies,
         )
         for index, rows, is_own_N in self._read_rows():
             number = numbers[index]
-            fitting = fitted(rows, store, number, moved_s, not_finite)
-            rows_in.add(number, fitting, is_own_N)
+            rows_in.add(number, fit.rows(number, rows), is_own_N)
         rows_in.finish(max((shard.tick for shard in self.manifest.shards), default=0))
         seen = SeenIds(store, self._target)
         for index, sightings in self._seen:
@@ -392,14 +404,15 @@ class ShardLoad(BackgroundTask):
         for log, number in self._increments:
             self.require_not_cancelled()
             part = Increment.read(log, number).select(self._target)
-            for _ in apply_increment(store, part, seen, not_finite):
+            part = self._planned(part)
+            for _ in apply_increment(store, part, seen, not_finite, self._plans):
                 pass
         seen.put()
         num_evicted += int(store.tally[memory.EVICTED])
         num_left_out = len(self._uses) - rows_in.num_kept + num_evicted
         counts = rows_in.num_kept, num_left_out, len(self._increments)
         last = sorted(seen.forgotten), store.capacity_rows, dict(not_finite)
-        self.result = Loaded(*counts, *last)
+        self.result = Loaded(*counts, *last, self._notes)
 
     def _check_increments(self, logs: Folder) -> None:
         """Find and read all increments that follow the checkpoint."""
@@ -415,7 +428,7 @@ class ShardLoad(BackgroundTask):
                 f"{self._folder.url}. Received: {len(logs.names())} folders, none for "
                 "some server. Load the checkpoint without increments."
             )
-        known = [*(table.spec for table in manifest.tables), *self._store.tables]
+        known = {spec.name: spec for spec in self._store.tables}
         stops = [None] * len(end.lines) if until is None else [u.number for u in until]
         followed = list(zip(end.lines, end.positions, stops, strict=True))
         for line, position, stop in self._target.select(followed):
@@ -427,7 +440,7 @@ class ShardLoad(BackgroundTask):
             self._end = LogPosition(log.url.rpartition("/")[2], number + 1)
 
     def _check_segment(
-        self, logs: Folder, segment: Segment, known: Sequence[TableSpec]
+        self, logs: Folder, segment: Segment, known: Mapping[str, TableSpec]
     ) -> None:
         """Read the increments of one log that follow the checkpoint."""
         log, (_, begin, stop) = logs.child(segment.log), segment
@@ -446,14 +459,33 @@ class ShardLoad(BackgroundTask):
             )
         for number in numbers:
             self.require_not_cancelled()
-            tables = Increment.read(log, number).head.tables
+            tables = self._renamed(Increment.read(log, number).head).tables
             path = log.file_path(increment_log.increment_name(number))
-            require_same_rows(path, tables, known)
+            require_same_rows(path, tables, [p.spec for p in self._plans.values()])
+            if not self._plans.keys() >= {table.name for table in tables}:
+                plans, _ = plan_tables(path, tables, known, self.rules, replaces=False)
+                self._plans = plans | self._plans
             self._increments.append((log, number))
+
+    def _planned(self, part: Increment) -> Increment:
+        """Return what is loaded of an increment, with the names of the store."""
+        head = self._renamed(part.head)
+        has_rows = [self._plans[table.name].has_rows for table in head.tables]
+        return Increment(
+            head,
+            [(table, rows) for table, rows in part.rows if has_rows[table]],
+            [(table, ids_N) for table, ids_N in part.gone if has_rows[table]],
+            [(table, seen) for table, seen in part.seen if has_rows[table]],
+        )
+
+    def _renamed(self, head: IncrementHead) -> IncrementHead:
+        """Return the head of an increment with the names of the store's tables."""
+        tables = renamed(head.tables, self.rules.rename)
+        return msgspec.structs.replace(head, tables=tables)
 
     def _read_rows(self) -> Iterator[tuple[int, RowColumns, Bools]]:
         """Yield of all blocks the table's index, rows, and which are this server's."""
-        specs = [table.spec for table in self.manifest.tables]
+        specs = [table.spec for table in self._tables]
         index_of = {spec.name: index for index, spec in enumerate(specs)}
         self._seen = []
         for saved, file in self._files:
@@ -461,14 +493,17 @@ class ShardLoad(BackgroundTask):
             with named_errors("read", path):
                 file.seek(0)
                 reader = RowFileReader(file, path, ShardHead)
-                require_same_rows(path, reader.head.tables, specs, all_known=True)
-                for table in reader.head.tables:
+                tables = renamed(reader.head.tables, self.rules.rename)
+                require_same_rows(path, tables, specs, all_known=True)
+                for table in tables:
                     self._ranked.setdefault(table.name, table)
                 previous = self._num_read
                 for number, block in reader.blocks():
                     self.require_not_cancelled()
                     self._num_read = previous + reader.num_bytes
-                    index = index_of[reader.head.tables[number].name]
+                    index = index_of[tables[number].name]
+                    if not self._plans[tables[number].name].has_rows:
+                        continue
                     if isinstance(block, RowColumns):
                         of_shard = *self._target[:2], self._routed[index]
                         yield index, block, is_of_shard(block.ids, *of_shard)

@@ -27,6 +27,7 @@ from persia_torchrec.checkpoint.catalog import (
     DumpResult,
     EndedIncrement,
     Loaded,
+    LoadRules,
     LogPosition,
     Manifest,
 )
@@ -151,6 +152,7 @@ class Checkpoints:
         replace: bool = True,
         increments: Path | None = None,
         until: Sequence[LogPosition] | None = None,
+        rules: LoadRules | None = None,
         timeout_s: float = CHECKPOINT_S,
     ) -> SavedCheckpoint:
         """Load a checkpoint, and wait for it: :meth:`start_load`."""
@@ -159,6 +161,7 @@ class Checkpoints:
             replace=replace,
             increments=increments,
             until=until,
+            rules=rules,
             timeout_s=timeout_s,
         ).wait()
 
@@ -238,6 +241,7 @@ class Checkpoints:
         replace: bool = True,
         increments: Path | None = None,
         until: Sequence[LogPosition] | None = None,
+        rules: LoadRules | None = None,
         timeout_s: float = CHECKPOINT_S,
     ) -> Task[SavedCheckpoint]:
         """Begin to load a checkpoint, of any number of servers.
@@ -258,12 +262,16 @@ class Checkpoints:
                 ended. A load without it begins such a training.
             until: positions in these logs, as of a delta, one for each server that
                 wrote them: only what is before them is put on it.
+            rules: what becomes of tables that the servers lack, by default they are
+                added, and of those that have changed, by default an error. A table
+                that is not in the checkpoint begins anew, with a line.
             timeout_s: seconds that it may take.
         """
         folder = catalog.find_checkpoint(path)
         manifest = Manifest.read(folder)
         logs = None if increments is None else Folder(increments).url
         request: dict[str, object] = {"folder": folder.url, "replace": replace}
+        request["rules"] = msgspec.to_builtins(rules or LoadRules())
         request |= {"increments": logs, "until": msgspec.to_builtins(until)}
         steps = {"checked": {**request, "do": "check"}}
         steps["loaded"] = {**request, "do": "load"}
@@ -271,6 +279,8 @@ class Checkpoints:
 
         def work(task: Task[SavedCheckpoint]) -> SavedCheckpoint:
             results = self._run_steps(task, steps, what, timeout_s, Loaded)
+            for note in sorted({note for loaded in results for note in loaded.notes}):
+                logger.warning("%s: %s", folder.url, note)
             num_left_out = sum(loaded.num_left_out for loaded in results)
             if num_left_out:
                 self._fuller = folder.url

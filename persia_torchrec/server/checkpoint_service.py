@@ -31,6 +31,7 @@ from persia_torchrec.checkpoint.background import Activity, BackgroundTask, CpuB
 from persia_torchrec.checkpoint.catalog import (
     DumpResult,
     EndedIncrement,
+    LoadRules,
     LogPosition,
     SavedShard,
     SavedTable,
@@ -83,6 +84,7 @@ class CheckpointRequest(msgspec.Struct, kw_only=True):
     replace: bool = True
     increments: str | None = None
     until: tuple[LogPosition, ...] | None = None
+    rules: LoadRules = LoadRules()
 
     def __post_init__(self) -> None:
         if self.do in ("dump", "check", "load") and not self.folder:
@@ -368,6 +370,7 @@ class Checkpoints:
             logs=None if logs is None else Folder(logs, self.roots),
             until=request.until,
         )
+        self._load.rules = request.rules
         self._load.start("checking", self._load.check, "checked")
         self._dump = None
 

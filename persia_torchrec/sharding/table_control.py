@@ -234,9 +234,15 @@ class TableControl:
     ) -> None:
         """Go back to earlier settings and rates; wait until the servers have these."""
         tables = self.remote_tables
-        for done in tables.change(lambda spec: specs.get(spec.name, spec)):
+        same = {  # others have begun anew, with the settings of the script
+            name: specs[name]
+            for name, spec in tables.specs.items()
+            if name in specs and specs[name].describe_rows() == spec.describe_rows()
+        }
+        for done in tables.change(lambda spec: same.get(spec.name, spec)):
             done.result(timeout_s)
-        for name, group in tables.groups.items():
+        for name in same:
+            group = tables.groups[name]
             set_values(group, {"lr": rates.get(name, group["lr"])})
 
     def close(self) -> None:

@@ -120,6 +120,7 @@ class StoreMachine(RuleBasedStateMachine):
         has_file=st.sampled_from([False, False, True]),
     )
     def begin(self, capacity_rows, eviction, *, has_file):
+        self.slow = ReferenceStore(capacity_rows, eviction)
         self.file = os.memfd_create("store") if has_file else None
         self.make_store = partial(
             EmbeddingStore,
@@ -129,7 +130,6 @@ class StoreMachine(RuleBasedStateMachine):
             memory_file=f"/proc/self/fd/{self.file}" if has_file else None,
         )
         self.fast = self.make_store()
-        self.slow = ReferenceStore(capacity_rows, eviction)
         for number, table in enumerate(TABLES):
             assert self.fast.add_table(table) == number
         self.slow.tables = list(TABLES)
