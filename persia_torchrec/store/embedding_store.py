@@ -502,7 +502,8 @@ class EmbeddingStore:
 
     def now_s(self, state: TableState) -> int:
         """Return the second that rows of a table note now."""
-        return max(int(self.seconds.now_s(state.spec.expiry)), 0)
+        is_running = state.is_by_running_time
+        return max(int(self.seconds.running_s if is_running else self.clock()), 0)
 
     def remove(self, table: int, ids_N: Ids) -> None:
         """Drop the rows of ids; those that have none are skipped."""

@@ -161,6 +161,7 @@ class TableState:
         self.layout = layout = at[0]
         self.has_metadata = bool(layout[memory.HAS_METADATA])
         self.remembered, self.step = remembered, step
+        self.is_by_running_time = spec.expiry.is_by_running_time
         self.shared: SharedRows | None = None
         self.blocks: Blocks | None = None
         self.is_part = False
