@@ -76,7 +76,7 @@ class TableSpec(Setting):
     dynamic: Annotated[DynamicDim, DYNAMICS] = field(default_factory=DynamicDim)
     """How many of its weights a row has."""
     resets_non_finite: setting.Flag = False
-    """Whether a row with a NaN or an infinity begins anew when it is loaded."""
+    """Whether a row with a NaN or an infinity begins again when it is loaded."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

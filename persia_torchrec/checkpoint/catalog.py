@@ -94,7 +94,7 @@ Missing = Literal["add", "error", "skip"]
 an error, or they are left out."""
 OnChange = Literal["error", "reset state", "reset table"]
 """What becomes of a table with another dim or optimizer: it is an error; its optimizer
-state begins anew, if the dim is the same; or all of it does."""
+state begins again, if the dim is the same; or all of it does."""
 
 
 class LoadRules(msgspec.Struct, frozen=True):
@@ -125,8 +125,8 @@ class Loaded(msgspec.Struct, frozen=True):
     the ``capacity_rows`` of the server; a row that increments make twice, and that is
     evicted twice, counts twice. The admissions of the tables in ``forgotten`` count
     from 0 again. In ``not_finite`` are the rows of tables that have a NaN or an
-    infinity, or had one, where they begin anew. ``notes`` tell which tables begin anew,
-    are left out, or are converted.
+    infinity, or had one, where they begin again. ``notes`` tell which tables begin
+    again, are left out, or are converted.
     """
 
     num_rows: int

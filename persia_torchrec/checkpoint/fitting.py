@@ -19,7 +19,7 @@ from persia_torchrec.embedding.usage import DynamicDim
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.jit.compiled import read_only
 from persia_torchrec.jit.float16 import to_bfloat16
-from persia_torchrec.store import memory
+from persia_torchrec.store import finite, memory
 from persia_torchrec.store.columns import METADATA_WORDS, RowColumns
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.row_copy import initial_rows
@@ -166,7 +166,7 @@ def plan_tables(
         _require_named(where, rules, more if replaces else [], fewer)
     notes = []
     if replaces:
-        notes = [f"table {name!r} begins anew: it is in no file" for name in more]
+        notes = [f"table {name!r} begins again: it is in no file" for name in more]
     plans: dict[str, TablePlan] = {}
     for name, spec in specs.items():
         if name not in known or name in fewer:
@@ -196,7 +196,7 @@ def _require_named(
             f"{where} must have the tables of the model. Received: {list(more)} of the "
             f"model that it lacks, and {list(fewer)} that the model lacks. If a table "
             f"was renamed, give rename={{{fewer[0]!r}: {more[0]!r}}}; else {skip}, and "
-            f"{list(more)} begin anew. {_WHERE}"
+            f"{list(more)} begin again. {_WHERE}"
         )
     if rules.missing == "error":
         raise CheckpointError(
@@ -220,17 +220,17 @@ def _plan(
     alike = replace(alike, optimizer=expected.optimizer)
     fits = alike.describe_rows() == expected.describe_rows()
     if fits and on_change == "reset state":
-        note = f"the optimizer state of table {saved.name!r} begins anew: {told}"
+        note = f"the optimizer state of table {saved.name!r} begins again: {told}"
         return plan._replace(has_state=False), note
     if on_change == "reset table":
         return plan._replace(has_rows=False), (
-            f"table {saved.name!r} begins anew: {told}"
+            f"table {saved.name!r} begins again: {told}"
         )
     keeps = ' on_change="reset state" keeps its weights,' if fits else ""
     raise CheckpointError(
         f"{where}: table {saved.name!r} must have {expected.describe_rows()}. "
         f"Received: {saved.describe_rows()}.{keeps} "
-        f'on_change="reset table" begins it anew. {_WHERE}'
+        f'on_change="reset table" begins it again. {_WHERE}'
     )
 
 
@@ -309,7 +309,7 @@ def _floats_of(rows: RowColumns, spec: TableSpec) -> tuple[Floats, Floats]:
 
 
 def _are_moderate(rows: RowColumns, spec: TableSpec) -> bool:
-    largest = memory.MODERATE_WEIGHT, memory.MODERATE_STATE
+    largest = finite.MODERATE_WEIGHT, finite.MODERATE_STATE
     pairs = zip(_floats_of(rows, spec), largest, strict=True)
     return all(np.abs(x).max(initial=0) <= limit for x, limit in pairs)
 

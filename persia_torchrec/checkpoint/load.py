@@ -398,6 +398,16 @@ class ShardLoad(BackgroundTask):
             number = numbers[index]
             rows_in.add(number, fit.rows(number, rows), is_own_N)
         rows_in.finish(max((shard.tick for shard in self.manifest.shards), default=0))
+        seen = self._put_increments(not_finite)
+        num_evicted += int(store.tally[memory.EVICTED])
+        num_left_out = len(self._uses) - rows_in.num_kept + num_evicted
+        counts = rows_in.num_kept, num_left_out, len(self._increments)
+        last = sorted(seen.forgotten), store.capacity_rows, dict(not_finite)
+        self.result = Loaded(*counts, *last, self._notes)
+
+    def _put_increments(self, not_finite: Counter[str]) -> SeenIds:
+        """Apply the increments, and what admissions remember, which is returned."""
+        store, saved = self._store, self._tables
         seen = SeenIds(store, self._target)
         for index, sightings in self._seen:
             seen.add(saved[index], sightings)
@@ -408,11 +418,7 @@ class ShardLoad(BackgroundTask):
             for _ in apply_increment(store, part, seen, not_finite, self._plans):
                 pass
         seen.put()
-        num_evicted += int(store.tally[memory.EVICTED])
-        num_left_out = len(self._uses) - rows_in.num_kept + num_evicted
-        counts = rows_in.num_kept, num_left_out, len(self._increments)
-        last = sorted(seen.forgotten), store.capacity_rows, dict(not_finite)
-        self.result = Loaded(*counts, *last, self._notes)
+        return seen
 
     def _check_increments(self, logs: Folder) -> None:
         """Find and read all increments that follow the checkpoint."""

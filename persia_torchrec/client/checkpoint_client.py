@@ -63,7 +63,7 @@ class SavedCheckpoint:
     A load tells how many rows the servers had no room for, how many files of
     increments were put on it, whose tables' admissions count from 0 again, since they
     were saved by another kind of admission, or with a filter of another size, and how
-    many rows have a NaN or an infinity, or had one and begin anew.
+    many rows have a NaN or an infinity, or had one and begin again.
     """
 
     path: str
@@ -264,7 +264,7 @@ class Checkpoints:
                 wrote them: only what is before them is put on it.
             rules: what becomes of tables that the servers lack, by default they are
                 added, and of those that have changed, by default an error. A table
-                that is not in the checkpoint begins anew, with a line.
+                that is not in the checkpoint begins again, with a line.
             timeout_s: seconds that it may take.
         """
         folder = catalog.find_checkpoint(path)
@@ -448,7 +448,7 @@ def _tell_not_finite(folder: Folder, of_servers: Iterable[Mapping[str, int]]) ->
         logger.warning(
             "%s: %d rows have a NaN or an infinity in their weights or optimizer "
             "state, and do not learn: %s. With TableSettings(resets_non_finite=True) "
-            "for these tables, they begin anew when they are loaded.",
+            "for these tables, they begin again when they are loaded.",
             *(folder.url, found.total()),
             ", ".join(
                 f"{num} of table {name!r}" for name, num in sorted(found.items())

@@ -234,7 +234,7 @@ class TableControl:
     ) -> None:
         """Go back to earlier settings and rates; wait until the servers have these."""
         tables = self.remote_tables
-        same = {  # others have begun anew, with the settings of the script
+        same = {  # others have begun again, with the settings of the script
             name: specs[name]
             for name, spec in tables.specs.items()
             if name in specs and specs[name].describe_rows() == spec.describe_rows()

@@ -33,9 +33,10 @@ from persia_torchrec.errors import ConfigError
 from persia_torchrec.jit import intrinsics as cpu
 from persia_torchrec.jit.compiled import compiled, inlined
 from persia_torchrec.jit.float16 import FP32
-from persia_torchrec.store import memory, undo_log
+from persia_torchrec.store import finite, memory, undo_log
+from persia_torchrec.store.finite import finish_row
 from persia_torchrec.store.index import NOT_FOUND, index_at
-from persia_torchrec.store.loops import find_hinted, finish_row, prefetch_row
+from persia_torchrec.store.loops import find_hinted, prefetch_row
 from persia_torchrec.store.memory import Floats, Ids, Layout, Slots, TableAt, Words
 from persia_torchrec.table import TableSpec
 
@@ -224,7 +225,7 @@ def gather_rows(
             break
         else:
             address = rows.base + slot * rows.stride
-            is_sure = memory.squares(cpu.floats_at(grad), rows.dim) <= moderate
+            is_sure = finite.squares(cpu.floats_at(grad), rows.dim) <= moderate
             progress[UNSURE] += not is_sure
             cpu.copy_bytes(to_grads, grad, row_bytes)
             cpu.copy_bytes(to_state, address + rows.state, rows.state_bytes)
@@ -254,7 +255,7 @@ def scatter_rows(table: TableAt, num: int, dense: DenseRows, bound: np.float32) 
     from_state = np.uint64(dense.state.ctypes.data)
     for row in range(num):
         address = rows.base + dense.slots[row] * rows.stride
-        if is_sure or memory.are_floats_finite(
+        if is_sure or finite.are_floats_finite(
             rows, weights, from_state, num_state, bound, store.tally
         ):
             undo_log.keep_updated(memory.log_address(log), address, rows.stride)

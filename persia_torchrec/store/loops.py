@@ -15,8 +15,7 @@ An update takes as hints the slots that the lookup of the same ids returned. Eac
 checked against the row's header, which the update touches anyway; a row that has moved
 or left since is looked up in the index. So no gradient reaches another id. A gradient
 that holds NaN or an infinity would ruin its row for good: it is refused and counted.
-So is one whose step leaves the row not finite. Where that may be, because numbers are
-large or the optimizer is such, a copy of the row is kept until the step is looked at.
+So is one whose step leaves the row not finite (``finite.py``).
 """
 
 from collections.abc import Callable
@@ -33,9 +32,9 @@ from persia_torchrec.jit.compiled import (
     inlined_kernel,
     specialized,
 )
-from persia_torchrec.jit.float16 import FP32, round_stochastically
+from persia_torchrec.jit.float16 import FP32
 from persia_torchrec.jit.kernel import NO_LOG
-from persia_torchrec.store import memory, recency, undo_log
+from persia_torchrec.store import finite, memory, recency, undo_log
 from persia_torchrec.store.index import (
     ENTRIES,
     NOT_FOUND,
@@ -82,7 +81,7 @@ _RING = 31
 _AHEAD = 10
 """How far ahead an update prefetches rows."""
 
-_INFINITE, _NONE = np.float32(np.inf), np.float32(-1)
+_INFINITE = np.float32(np.inf)
 _LARGEST_COUNT = np.uint64(2**32 - 1)
 _LINE = np.uint64(64)
 _MANY_LINES = np.uint64(640)
@@ -495,7 +494,7 @@ def build_update(kernel: Kernel) -> Callable[..., tuple[int, int]]:
     then the optimizer's numbers. The loop returns how
     many ids have no row, and how many gradients were refused.
     """
-    step_row = inlined_kernel(kernel)
+    step = finite.build_step(kernel)
 
     def update(
         table: TableAt, ids_N: Ids, slots_N: Slots, grads_ND: Floats, numbers: Floats
@@ -504,10 +503,8 @@ def build_update(kernel: Kernel) -> Callable[..., tuple[int, int]]:
         layout, log = cpu.unowned(table[0]), memory.log_address(table[1])
         store = memory.store_at(layout)
         rows, index = memory.rows_at(store, layout), index_at(store)
-        bound = numbers[0]
-        moderate = numbers[1] if store.tally[memory.HAS_LARGE] == 0 else _NONE
-        num_state = np.int64(numbers[2])
-        p = cpu.floats_at(np.uint64(numbers.ctypes.data) + np.uint64(12))
+        table_at, numbers_at = (layout, store.tally), finite.read_numbers(numbers)
+        moderate = finite.moderate_squares(numbers[1], store.tally)
         grad, grad_bytes = np.uint64(grads_ND.ctypes.data), np.uint64(4 * rows.dim)
         num_missed = num_refused = 0
         for i in range(len(ids_N)):
@@ -516,35 +513,20 @@ def build_update(kernel: Kernel) -> Callable[..., tuple[int, int]]:
                 _prefetch_updated(rows, ahead, log)
             hint = np.uint64(slots_N[i])
             slot = find_hinted(index, rows, ids_N[i], hint)
-            address = rows.base + slot * rows.stride
+            address, g = rows.base + slot * rows.stride, cpu.floats_at(grad)
+            grad += grad_bytes
             if slot == NOT_FOUND:
                 num_missed += 1
-                grad += grad_bytes
                 continue
-            is_sure = memory.squares(cpu.floats_at(grad), rows.dim) <= moderate
-            if not is_sure and not memory.is_finite(cpu.floats_at(grad), rows.dim):
+            is_sure = finite.squares(g, rows.dim) <= moderate
+            if not is_sure and not memory.is_finite(g, rows.dim):
                 num_refused += 1
-            else:
-                undo_log.keep_updated(log, address, rows.stride)
-                weights = address + rows.weights
-                if rows.dtype != FP32:
-                    weights = layout[memory.SCRATCH]
-                    memory.read_weights(rows, address, weights)
-                w, s = cpu.floats_at(weights), cpu.floats_at(address + rows.state)
-                if not is_sure:
-                    memory.keep_row_floats(layout, rows, address)
-                step_row(p, w, s, cpu.floats_at(grad), rows.dim)
-                state = address + rows.state
-                if is_sure or memory.are_floats_finite(
-                    rows, weights, state, num_state, bound, store.tally
-                ):
-                    finish_row(layout, rows, address, weights, bound)
-                else:
-                    memory.undo_step(layout, rows, address)
-                    num_refused += 1
-                if not is_sure and store.tally[memory.HAS_LARGE]:
-                    moderate = _NONE
-            grad += grad_bytes
+                continue
+            undo_log.keep_updated(log, address, rows.stride)
+            if not step(table_at, rows, address, numbers_at, g, is_sure):
+                num_refused += 1
+            if not is_sure:
+                moderate = finite.moderate_squares(numbers[1], store.tally)
         return num_missed, num_refused
 
     return specialized(update, kernel)
@@ -568,34 +550,3 @@ def find_hinted(
     if memory.is_row_of(rows, hint, id_):
         return hint
     return find_slot(index, rows, id_, hash_id(id_, rows.owner))
-
-
-@inlined
-def finish_row(
-    layout: Layout,
-    rows: RowsAt,
-    address: np.uint64,
-    weights: np.uint64,
-    bound: np.float32,
-) -> None:
-    """Clamp the new weights of a row, round them if it keeps 16 bits, and note when.
-
-    ``weights`` is the address of float32: the row's own if it keeps 32 bits.
-    """
-    if bound < _INFINITE:
-        bound_weights(cpu.floats_at(weights), rows.dim, bound)
-    if rows.dtype != FP32:
-        seed = hash_id(cpu.load_u64(address), layout[memory.STEP])
-        halves = cpu.halves_at(address + rows.weights)
-        round_stochastically(cpu.floats_at(weights), halves, rows.dim, rows.dtype, seed)
-    if rows.has_metadata:
-        cpu.store_u32(address + memory.LAST_STEP, layout[memory.STEP])
-        cpu.store_u32(address + memory.LAST_S, layout[memory.NOW_S])
-
-
-@inlined
-def bound_weights(w: cpu.Pointer, dim: np.int64, bound: np.float32) -> None:
-    """Clamp weights to ``[-bound, bound]``; NaN stays NaN."""
-    for d in range(dim):
-        weight = bound if w[d] > bound else w[d]
-        w[d] = -bound if weight < -bound else weight

@@ -38,7 +38,7 @@ from persia_torchrec.errors import StoreError
 from persia_torchrec.jit import intrinsics as cpu
 from persia_torchrec.jit import kernel
 from persia_torchrec.jit.compiled import compiled, inlined, inlined_kernel
-from persia_torchrec.jit.float16 import BF16, FP32, round_to_nearest, widen
+from persia_torchrec.jit.float16 import FP32, round_to_nearest, widen
 from persia_torchrec.table import TableSpec
 
 Ids = npt.NDArray[np.uint64]
@@ -83,13 +83,7 @@ that the store may hold; gradients without a row, and with NaN or an infinity; w
 change is in progress (see ``NO_CHANGE``); arena and slot where the next slice of a
 sweep begins; whether the rows of a checkpoint, and of increments, are being loaded;
 rows that stay when the store is full; the running time (see ``expiry.py``); whether
-rows may hold numbers that are not moderate (see ``MODERATE_SQUARES``)."""
-
-MODERATE_SQUARES = np.float32(1e20)
-MODERATE_WEIGHT, MODERATE_STATE = np.float32(1e15), np.float32(1e30)
-"""What is moderate: a gradient, by its sum of squares, weights, and optimizer state. As
-long as all are, a step of most optimizers leaves a row finite
-(``Optimizer.stays_finite``), and is not checked."""
+rows may hold numbers that are not moderate (see ``finite.py``)."""
 
 NO_CHANGE, REQUEST, LOAD, CLEAR = range(4)
 """What changes the store right now: nothing; a request that would be undone; a load; a
@@ -109,8 +103,6 @@ TICK_MASK = np.uint64(2**48 - 1)
 WORD = np.uint64(8)
 
 _HEADER_BYTES = _METADATA_BYTES = 16
-_INFINITE, _LARGEST = np.float32(np.inf), np.finfo(np.float32).max
-_LARGEST_BRAIN = np.float32(3.3895314e38)
 _DTYPES = ("fp32", "fp16", "bf16")
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named from Python 3.13 on
 _MANY = 2**40
@@ -558,60 +550,3 @@ def is_finite(values: cpu.Pointer, dim: np.int64) -> bool:
     for d in range(dim):
         total += values[d] * np.float32(0)
     return total == np.float32(0)
-
-
-@inlined
-def squares(values: cpu.Pointer, dim: np.int64) -> np.float32:
-    """Return the sum of squares of ``dim`` float32; NaN or inf if it is not finite."""
-    total = np.float32(0)
-    for d in range(dim):
-        total += values[d] * values[d]
-    return total
-
-
-@inlined
-def are_within(values: cpu.Pointer, num: np.int64, limit: np.float32) -> bool:
-    """Return whether ``num`` float32 are within ``[-limit, limit]``; NaN is not."""
-    num_within = np.int64(0)
-    for d in range(num):
-        num_within += np.int64(abs(values[d]) <= limit)
-    return num_within == num
-
-
-@inlined
-def keep_row_floats(layout: Layout, rows: RowsAt, address: np.uint64) -> None:
-    """Copy weights and state of a row to the scratch, before a step that may fail."""
-    kept = layout[SCRATCH] + np.uint64(4 * rows.dim)
-    cpu.copy_bytes(kept, address + rows.weights, rows.stride - rows.weights)
-
-
-@inlined
-def undo_step(layout: Layout, rows: RowsAt, address: np.uint64) -> None:
-    """Copy weights and state of a row back from the scratch."""
-    kept = layout[SCRATCH] + np.uint64(4 * rows.dim)
-    cpu.copy_bytes(address + rows.weights, kept, rows.stride - rows.weights)
-
-
-@inlined
-def are_floats_finite(
-    rows: RowsAt,
-    weights: np.uint64,
-    state: np.uint64,
-    num_state: np.int64,
-    bound: np.float32,
-    tally: Tally,
-) -> bool:
-    """Return whether new weights and the optimizer's state are finite, by address.
-
-    Weights are float32, and are clamped to ``bound`` later. Numbers that are not
-    moderate are noted in the tally.
-    """
-    w, s = cpu.floats_at(weights), cpu.floats_at(state)
-    largest = _LARGEST_BRAIN if rows.dtype == BF16 else _LARGEST
-    largest = _INFINITE if bound < _INFINITE else largest  # NaN is not within it
-    if not (are_within(w, rows.dim, largest) and are_within(s, num_state, _LARGEST)):
-        return False
-    is_moderate = are_within(w, rows.dim, MODERATE_WEIGHT)
-    if not (is_moderate and are_within(s, num_state, MODERATE_STATE)):
-        tally[HAS_LARGE] = 1
-    return True

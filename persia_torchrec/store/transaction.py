@@ -15,7 +15,7 @@ import numpy as np
 
 from persia_torchrec.errors import StoreError
 from persia_torchrec.jit.compiled import read_only
-from persia_torchrec.store import loops, memory, table_blocks
+from persia_torchrec.store import finite, loops, memory, table_blocks
 from persia_torchrec.store.change_log import ChangedSlots
 from persia_torchrec.store.memory import Floats, Ids, Slots, Words
 from persia_torchrec.store.table import TableState
@@ -346,7 +346,7 @@ class Requests:
             if recovery is not None:
                 recovery.keep_rows(state.layout, slots_N)
             memory.write_rows(state.layout, slots_N, values_NK)
-            if not np.abs(values_NK).max(initial=0) <= memory.MODERATE_WEIGHT:
+            if not np.abs(values_NK).max(initial=0) <= finite.MODERATE_WEIGHT:
                 self._store.tally[memory.HAS_LARGE] = 1
             return
         if recovery is not None:

@@ -184,10 +184,10 @@ def load_checkpoint(
             may be fresh: their state is made first.
         client: of the servers.
         missing: what becomes of tables that the model does not have: "error", "skip"
-            leaves them out. Tables that the checkpoint does not have begin anew, each
+            leaves them out. Tables that the checkpoint does not have begin again, each
             with a line in the log.
         on_change: what becomes of a table with another dim or optimizer, and of dense
-            parameters that are new or have another shape: "error", or they begin anew.
+            parameters that are new or have another shape: "error", or they begin again.
             With "reset state" a table keeps its weights, if the dim is the same; with
             "reset table" it does not. Another weight dtype is converted.
         rename: by names of the checkpoint's tables, what the model calls them.
@@ -300,10 +300,10 @@ class _LoadPlanner(_DenseOnly, default_planner.DefaultLoadPlanner):
             raise CheckpointError(
                 "The model's parameters must be those of the checkpoint. Received: "
                 f'{told}. With on_change="reset state" of load_checkpoint, recoverable '
-                "or TrainCtx, these begin anew."
+                "or TrainCtx, these begin again."
             )
         if is_first():
-            logger.warning("the dense half: these begin anew: %s", told)
+            logger.warning("the dense half: these begin again: %s", told)
         state = self.state_dict.items()
         self.state_dict = {k: v for k, v in state if k not in changed}
         self.mappings = {key: self.mappings[key] for key in self.state_dict}

@@ -95,7 +95,7 @@ def test_a_model_with_a_table_more_begins_that_anew(saved, start, tmp_path, capl
     for name in "ab":
         assert np.array_equal(run.rows(name), saved.rows(name))
     assert not run.rows("c").any()
-    assert "table 'c' begins anew: it is in no file" in caplog.text
+    assert "table 'c' begins again: it is in no file" in caplog.text
     run.train()
     assert run.rows("c").any()
 
@@ -112,7 +112,7 @@ def test_a_training_with_a_table_more_resumes(saved, start, tmp_path, caplog):
     with recoverable(*args) as again:
         assert list(again.skip(range(3))) == [2]
         assert np.array_equal(run.rows("a"), first.rows("a"))
-    assert "table 'c' begins anew" in caplog.text
+    assert "table 'c' begins again" in caplog.text
 
 
 def test_a_model_with_a_table_less_says_so(saved, start, tmp_path, caplog):
@@ -148,7 +148,7 @@ def test_a_table_with_another_optimizer(saved, start, tmp_path, caplog, rule):
     if rule == "reset state":
         assert np.array_equal(run.weights("a"), saved.weights("a"))
         assert not run.rows("a")[:, 4:].any()
-        assert "the optimizer state of table 'a' begins anew" in caplog.text
+        assert "the optimizer state of table 'a' begins again" in caplog.text
     else:
         assert not run.rows("a").any()
     assert run.client.step("a") == 0
@@ -158,11 +158,11 @@ def test_a_table_with_another_optimizer(saved, start, tmp_path, caplog, rule):
 def test_a_table_with_another_dim(saved, start, tmp_path, caplog):
     run = start("ab", dim=6)
     for rules in ({}, {"on_change": "reset state"}):
-        with pytest.raises(CheckpointError, match=r"\"reset table\" begins it anew"):
+        with pytest.raises(CheckpointError, match=r"\"reset table\" begins it again"):
             run.load(tmp_path, **rules)
     run.load(tmp_path, on_change="reset table")
     assert run.client.num_rows() == [0]
-    assert "table 'a' begins anew: it has dim 6" in caplog.text
+    assert "table 'a' begins again: it has dim 6" in caplog.text
 
 
 @pytest.mark.parametrize(("dtype", "rtol"), [("fp16", 2.0**-11), ("bf16", 2.0**-8)])
@@ -188,7 +188,7 @@ def test_changed_parameters_of_the_dense_half(saved, start, tmp_path, caplog):
     top = run.model.module.top
     assert torch.equal(top.weight, before)
     assert torch.equal(top.bias, saved.model.module.top.bias)
-    assert "these begin anew" in caplog.text
+    assert "these begin again" in caplog.text
     top(torch.ones(12)).sum().backward()
     run.optimizer.step()
 

@@ -89,7 +89,7 @@ class TrainCtx(EmbeddingCtx):
             keep the updates since. None: ``PERSIA_RESUME``, or else "exact".
         missing: what becomes of the checkpoint's tables that the model does not have
             when training resumes: "error" or "skip". Tables that the checkpoint does
-            not have begin anew.
+            not have begin again.
         on_change: what becomes of a table with another dim or optimizer, and of changed
             parameters of the model: "error", "reset state" or "reset table".
         rename: by names of the checkpoint's tables, what they are called now.
@@ -171,10 +171,8 @@ class TrainCtx(EmbeddingCtx):
         self._watch = NonFiniteWatch()
         self._own_state: dict[str, Any] = {}
         given = engine.job_id, checkpoint_interval_s, resume
-        self._recovery_config = replace(
-            _configure_recovery(*given),
-            rules=LoadRules(missing, on_change, dict(rename or {})),
-        )
+        rules = LoadRules(missing, on_change, dict(rename or {}))
+        self._recovery_config = replace(_configure_recovery(*given), rules=rules)
 
     def forward(self, batch: PersiaTrainingBatch) -> tuple[Any, Tensors | None]:
         """Run the model on a batch; return its output and the labels, or None.
