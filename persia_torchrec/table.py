@@ -75,6 +75,8 @@ class TableSpec(Setting):
 
     dynamic: Annotated[DynamicDim, DYNAMICS] = field(default_factory=DynamicDim)
     """How many of its weights a row has."""
+    resets_non_finite: setting.Flag = False
+    """Whether a row with a NaN or an infinity begins again when it is loaded."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -167,6 +169,8 @@ class TableSpec(Setting):
     def to_json(self) -> dict[str, object]:
         """Describe the table in plain JSON values."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
+        if not self.resets_non_finite:
+            del values["resets_non_finite"]  # which earlier versions do not know
         return {
             name: value.to_json() if isinstance(value, Setting) else value
             for name, value in values.items()
@@ -194,7 +198,8 @@ class Metadata:
     ``frequency`` counts how often the id was in training batches since its row was
     made, and while it waited for that, repeats included; it saturates. ``first_step``
     and ``last_step`` are the table's steps when the row was made and last updated,
-    ``last_s`` the second (since 1970) of the latter.
+    ``last_s`` the second of the latter: since 1970, but that with a ``seconds_to_live``
+    by running time pauses do not count.
     """
 
     frequency: Counts
@@ -220,6 +225,7 @@ class TableSettings:
     is_frozen: bool | None = None
     shared_rows: int | None = None
     dynamic: DynamicDim | None = None
+    resets_non_finite: bool | None = None
     seed: int | None = None
 
     def apply_to(self, spec: TableSpec) -> TableSpec:

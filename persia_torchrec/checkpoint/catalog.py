@@ -10,14 +10,14 @@ increments (``increment_log.py``). docs/formats/checkpoint.md describes the file
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import msgspec
 
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.errors import CheckpointError
+from persia_torchrec.errors import CheckpointError, ConfigError
 from persia_torchrec.table import TableSpec
 
 MANIFEST = "manifest.json"  # name of the file that makes a checkpoint complete
@@ -39,6 +39,8 @@ class SavedTable(msgspec.Struct, frozen=True):
     num_updates: Count
     has_metadata: bool
     thresholds: list[float] = []
+    now_s: float = 0.0
+    """The second of its rows then (see ``store/expiry.py``); 0: unknown."""
 
     @property
     def name(self) -> str:
@@ -83,19 +85,57 @@ class DumpResult:
 
     tables: tuple[SavedTable, ...]
     shard: SavedShard
+    not_finite: Mapping[str, int] = field(default_factory=dict)
+    """By table, how many rows have a NaN or an infinity."""
+
+
+Missing = Literal["add", "error", "skip"]
+"""What becomes of tables that the model lacks: they are added to the servers, they are
+an error, or they are left out."""
+OnChange = Literal["error", "reset state", "reset table"]
+"""What becomes of a table with another dim or optimizer: it is an error; its optimizer
+state begins again, if the dim is the same; or all of it does."""
+
+
+class LoadRules(msgspec.Struct, frozen=True):
+    """How a checkpoint is loaded whose tables are not those of the model.
+
+    ``rename`` says by names of the checkpoint's tables what the model calls them.
+    ``tables`` are those of the model; none: all that the servers have.
+    """
+
+    missing: Missing = "add"
+    on_change: OnChange = "error"
+    rename: dict[str, str] = {}
+    tables: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, kind in (("missing", Missing), ("on_change", OnChange)):
+            if getattr(self, name) not in get_args(kind):
+                raise ConfigError(
+                    f"{name} must be one of {get_args(kind)}. "
+                    f"Received: {getattr(self, name)!r}."
+                )
 
 
 class Loaded(msgspec.Struct, frozen=True):
     """What a server has loaded: rows in its store, and increments applied to them.
 
-    For ``num_left_out`` rows, those that would be evicted first, there was no room. The
-    admissions of the tables in ``forgotten`` count from 0 again.
+    For ``num_left_out`` rows, those that would be evicted first, there was no room in
+    the ``capacity_rows`` of the server; a row that increments make twice, and that is
+    evicted twice, counts twice. The admissions of the tables in ``forgotten`` count
+    from 0 again. In ``not_finite`` are the rows of tables that have a NaN or an
+    infinity, or had one, where they begin again. ``notes`` tell which tables begin
+    again, are left out, or are converted.
     """
 
     num_rows: int
     num_left_out: int
     num_increments: int
     forgotten: list[str] = []
+    capacity_rows: int = 0
+    not_finite: dict[str, int] = {}
+    notes: list[str] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +166,9 @@ class Manifest:
     created: str
     step: int | None = None
     dense: DenseHalf | None = None
+    lacks_rows_of: str | None = None
+    """Name of a checkpoint beside it that has rows which this one lacks: they did not
+    fit when it was loaded."""
     format: Literal["persia_torchrec checkpoint"] = "persia_torchrec checkpoint"
     version: Literal[1] = 1
     num_batches: Count = 0
@@ -227,6 +270,25 @@ class Saved(NamedTuple):
         return cls(folder, checkpoint, Manifest.read(checkpoint), delta)
 
 
+def renamed(
+    tables: Iterable[SavedTable], rename: Mapping[str, str]
+) -> tuple[SavedTable, ...]:
+    """Return tables, and the parts of tables, under the model's names."""
+
+    def name_of(name: str) -> str:
+        for old, new in rename.items():
+            if name == old or name.startswith((f"{old}/shared", f"{old}/block ")):
+                return new + name[len(old) :]
+        return name
+
+    return tuple(
+        msgspec.structs.replace(
+            table, description={**table.description, "name": name_of(table.name)}
+        )
+        for table in tables
+    )
+
+
 def merge_tables(servers: Iterable[Sequence[SavedTable]]) -> tuple[SavedTable, ...]:
     """Return the tables of all servers, each once, with its largest step.
 
@@ -312,14 +374,20 @@ def delete_older(run: Folder, num_kept: int) -> None:
     """Delete what is older than the ``num_kept`` latest complete checkpoints of a run.
 
     Call it once a newer one is complete. Each loses its manifest first, so that none
-    that is half deleted is loaded. Dumps that were given up are deleted, too.
+    that is half deleted is loaded. Dumps that were given up are deleted, too. One stays
+    whose rows the latest lacks, as they did not fit when it was loaded.
     """
-    complete = [folder.url for folder in complete_checkpoints(run)]
-    kept = complete[:num_kept]
-    for number in run.numbers(_NAME) if len(kept) == num_kept else ():
+    complete = list(complete_checkpoints(run))
+    kept = [folder.url for folder in complete[:num_kept]]
+    if len(kept) < num_kept:
+        return
+    fuller = Manifest.read(complete[0]).lacks_rows_of
+    for number in run.numbers(_NAME):
         folder = run.child(f"checkpoint-{number:08d}")
         if folder.url == kept[-1]:
             return
+        if fuller == folder.url.rpartition("/")[2]:
+            continue
         folder.remove(MANIFEST)
         folder.remove_all()
 

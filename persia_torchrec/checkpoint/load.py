@@ -17,11 +17,12 @@ Dimension key:
 
 import contextlib
 import math
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import IO, Any, NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -29,10 +30,23 @@ from persia_torchrec.checkpoint import increment_log
 from persia_torchrec.checkpoint.background import BackgroundTask
 from persia_torchrec.checkpoint.catalog import (
     Loaded,
+    LoadRules,
     LogPosition,
     Manifest,
     SavedShard,
     SavedTable,
+    renamed,
+)
+from persia_torchrec.checkpoint.fitting import (
+    Fitting,
+    TablePlan,
+    add_tables,
+    continue_seconds,
+    continues,
+    plan_tables,
+    require_same_rows,
+    set_thresholds,
+    written_s,
 )
 from persia_torchrec.checkpoint.folder import Folder, named_errors
 from persia_torchrec.checkpoint.increment_log import Base, Segment
@@ -46,11 +60,11 @@ from persia_torchrec.embedding.setting import Sightings
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.routing.shard import is_of_shard
-from persia_torchrec.store.columns import METADATA_WORDS, RowColumns
+from persia_torchrec.store import memory
+from persia_torchrec.store.columns import RowColumns
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.recency import classify_all
 from persia_torchrec.store.row_copy import RowImport, put_changes
-from persia_torchrec.store.table import TableState
 from persia_torchrec.table import TableSpec, names_of_shared
 
 T = TypeVar("T")
@@ -179,29 +193,30 @@ class SeenIds:
 
 
 def apply_increment(
-    store: EmbeddingStore, increment: Increment, seen: SeenIds | None
+    store: EmbeddingStore,
+    increment: Increment,
+    seen: SeenIds | None,
+    not_finite: Counter[str] | None = None,
+    plans: Mapping[str, TablePlan] | None = None,
 ) -> Iterator[int]:
     """Apply a server's part of an increment to its store; the store's owner runs it.
 
     Yields how many rows each slice of the work has written. ``seen`` is None if the
     store follows a training: then its tables take over what an id without a row reads.
+    Rows that are not finite are counted by table. ``plans`` say what is taken of tables
+    that differ from those of the store.
     """
-    head = increment.head
+    head, plans = increment.head, plans or {}
     where = f"increment {head.number} of {head.log}"
-    _require_same_rows(where, head.tables, store.tables)
-    numbers = _add_tables(store, head.tables, follows=seen is None)
+    if not plans:
+        require_same_rows(where, head.tables, store.tables)
+    numbers = add_tables(store, head.tables, plans, follows=seen is None)
     states = store.states
-    for number in range(len(states)) if head.was_cleared else ():
-        start: int | None = 0
-        while start is not None:
-            found = store.scan(number, start, _SLICE_ROWS)
-            shared_rows = states[number].spec.shared_rows
-            written_by = head.shard, head.num_shards, shared_rows
-            is_dropped_N = is_of_shard(found.ids, *written_by)
-            store.remove(number, found.ids[is_dropped_N])
-            start = found.next_slot
-            yield 0
+    if head.was_cleared:
+        yield from _drop_rows_of(store, head)
+    moved_s: dict[str, int] = {}
     if seen is not None:
+        moved_s = continue_seconds(store, head.tables, head.created_s)
         if head.was_cleared:
             seen.clear(head.shard, head.num_shards)
         for table, sightings in increment.seen:
@@ -210,18 +225,35 @@ def apply_increment(
         for first in range(0, len(ids_N), _SLICE_ROWS):
             store.remove(numbers[table], ids_N[first : first + _SLICE_ROWS])
             yield 0
+    fit = Fitting(
+        store, moved_s, Counter() if not_finite is None else not_finite, plans
+    )
     yield from put_changes(
         store,
         (
-            (numbers[table], _with_metadata(rows, states[numbers[table]]))
+            (numbers[table], fit.rows(numbers[table], rows))
             for table, rows in increment.rows
         ),
     )
     store.tick = max(store.tick, head.tick)
     for number, saved in zip(numbers, head.tables, strict=True):
-        previous = 0 if head.was_cleared else states[number].num_updates
-        states[number].num_updates = max(previous, saved.num_updates)
-        _set_thresholds(states[number], saved)
+        if continues(plans, saved):
+            previous = 0 if head.was_cleared else states[number].num_updates
+            states[number].num_updates = max(previous, saved.num_updates)
+            set_thresholds(states[number], saved)
+
+
+def _drop_rows_of(store: EmbeddingStore, head: IncrementHead) -> Iterator[int]:
+    """Drop the rows of the server that wrote an increment, in slices."""
+    for number, state in enumerate(store.states):
+        start: int | None = 0
+        while start is not None:
+            found = store.scan(number, start, _SLICE_ROWS)
+            written_by = head.shard, head.num_shards, state.spec.shared_rows
+            is_dropped_N = is_of_shard(found.ids, *written_by)
+            store.remove(number, found.ids[is_dropped_N])
+            start = found.next_slot
+            yield 0
 
 
 class ShardLoad(BackgroundTask):
@@ -230,7 +262,8 @@ class ShardLoad(BackgroundTask):
     :meth:`check` and :meth:`load` may take long: call them in a thread of their own,
     which owns the store while it loads. With ``replaces``, a load drops what the store
     holds; with the ``logs`` of the training, it applies all increments, or those before
-    ``until``, a position for each server that wrote them.
+    ``until``, a position for each server that wrote them. ``rules`` may be set before
+    :meth:`check`.
     """
 
     def __init__(
@@ -250,6 +283,10 @@ class ShardLoad(BackgroundTask):
         self._replaces = replaces
         self._logs = logs
         self._until = until
+        self.rules = LoadRules()
+        self._tables: tuple[SavedTable, ...] = ()  # under the names of the store
+        self._plans: dict[str, TablePlan] = {}
+        self._notes: list[str] = []
         self._increments: list[tuple[Folder, int]] = []
         self._end: LogPosition | None = None  # of the log of this server
         self._files: list[tuple[SavedShard, IO[bytes]]] = []
@@ -296,25 +333,14 @@ class ShardLoad(BackgroundTask):
     def _check(self) -> None:
         manifest = self.manifest = Manifest.read(self._folder)
         known = {spec.name: spec for spec in self._store.tables}
-        saved_specs = [table.spec for table in manifest.tables]
+        self._tables = renamed(manifest.tables, self.rules.rename)
+        saved_specs = [table.spec for table in self._tables]
         self._routed = [known.get(spec.name, spec).shared_rows for spec in saved_specs]
-        expected = list(known.values())
-        if self._logs is None:  # a table may get shared rows
-            plain = {spec.name for spec in saved_specs if not spec.shared_rows}
-            expected = [
-                replace(spec, shared_rows=0) if spec.name in plain else spec
-                for spec in expected
-            ]
-        _require_same_rows(self._folder.url, manifest.tables, expected)
-        saved_names = {table.name for table in manifest.tables}
-        missing = {spec.name for spec in expected} - saved_names
-        missing -= names_of_shared(known.values()) - names_of_shared(expected)
-        if missing and self._replaces:
-            raise CheckpointError(
-                f"{self._folder.url} must have all tables of this server. It lacks "
-                f"{sorted(missing)}; it has {sorted(saved_names)}. To load it all the "
-                "same, and leave the others as they are, use replace=False."
-            )
+        may_share = self._logs is None
+        given = self._folder.url, self._tables, known, self.rules
+        self._plans, self._notes = plan_tables(
+            *given, may_share=may_share, replaces=self._replaces
+        )
         if self._logs is not None:
             self._check_increments(self._logs)
         files = self._target.select(manifest.shards)
@@ -346,38 +372,53 @@ class ShardLoad(BackgroundTask):
 
     def _fill(self) -> None:
         store = self._store
-        saved = self.manifest.tables
-        numbers = _add_tables(store, saved, follows=False)
+        num_evicted = -int(store.tally[memory.EVICTED])
+        saved = self._tables
+        numbers = add_tables(store, saved, self._plans, follows=False)
         if self._replaces:
             store.clear()
             store.tick = 0
+        moved_s = continue_seconds(
+            store, saved, written_s(self.manifest.created), goes_back=self._replaces
+        )
         for table, number in zip(saved, numbers, strict=True):
-            state = store.states[number]
-            state.num_updates = max(state.num_updates, table.num_updates)
-            _set_thresholds(state, self._ranked.get(table.name, table))
+            if continues(self._plans, table):
+                state = store.states[number]
+                state.num_updates = max(state.num_updates, table.num_updates)
+                set_thresholds(state, self._ranked.get(table.name, table))
+        not_finite = Counter[str]()
+        fit = Fitting(store, moved_s, not_finite, self._plans)
         rows_in = RowImport(
             store,
             self._uses,
-            np.array(numbers, dtype=np.uint16)[self._table_of],
+            np.maximum(numbers, 0).astype(np.uint16)[self._table_of],
             self._frequencies,
         )
         for index, rows, is_own_N in self._read_rows():
             number = numbers[index]
-            fitting = _with_metadata(rows, store.states[number])
-            rows_in.add(number, fitting, is_own_N)
+            rows_in.add(number, fit.rows(number, rows), is_own_N)
         rows_in.finish(max((shard.tick for shard in self.manifest.shards), default=0))
+        seen = self._put_increments(not_finite)
+        num_evicted += int(store.tally[memory.EVICTED])
+        num_left_out = len(self._uses) - rows_in.num_kept + num_evicted
+        counts = rows_in.num_kept, num_left_out, len(self._increments)
+        last = sorted(seen.forgotten), store.capacity_rows, dict(not_finite)
+        self.result = Loaded(*counts, *last, self._notes)
+
+    def _put_increments(self, not_finite: Counter[str]) -> SeenIds:
+        """Apply the increments, and what admissions remember, which is returned."""
+        store, saved = self._store, self._tables
         seen = SeenIds(store, self._target)
         for index, sightings in self._seen:
             seen.add(saved[index], sightings)
         for log, number in self._increments:
             self.require_not_cancelled()
             part = Increment.read(log, number).select(self._target)
-            for _ in apply_increment(store, part, seen):
+            part = self._planned(part)
+            for _ in apply_increment(store, part, seen, not_finite, self._plans):
                 pass
         seen.put()
-        num_left_out = len(self._uses) - rows_in.num_kept
-        counts = rows_in.num_kept, num_left_out, len(self._increments)
-        self.result = Loaded(*counts, sorted(seen.forgotten))
+        return seen
 
     def _check_increments(self, logs: Folder) -> None:
         """Find and read all increments that follow the checkpoint."""
@@ -393,7 +434,7 @@ class ShardLoad(BackgroundTask):
                 f"{self._folder.url}. Received: {len(logs.names())} folders, none for "
                 "some server. Load the checkpoint without increments."
             )
-        known = [*(table.spec for table in manifest.tables), *self._store.tables]
+        known = {spec.name: spec for spec in self._store.tables}
         stops = [None] * len(end.lines) if until is None else [u.number for u in until]
         followed = list(zip(end.lines, end.positions, stops, strict=True))
         for line, position, stop in self._target.select(followed):
@@ -405,7 +446,7 @@ class ShardLoad(BackgroundTask):
             self._end = LogPosition(log.url.rpartition("/")[2], number + 1)
 
     def _check_segment(
-        self, logs: Folder, segment: Segment, known: Sequence[TableSpec]
+        self, logs: Folder, segment: Segment, known: Mapping[str, TableSpec]
     ) -> None:
         """Read the increments of one log that follow the checkpoint."""
         log, (_, begin, stop) = logs.child(segment.log), segment
@@ -424,14 +465,33 @@ class ShardLoad(BackgroundTask):
             )
         for number in numbers:
             self.require_not_cancelled()
-            tables = Increment.read(log, number).head.tables
+            tables = self._renamed(Increment.read(log, number).head).tables
             path = log.file_path(increment_log.increment_name(number))
-            _require_same_rows(path, tables, known)
+            require_same_rows(path, tables, [p.spec for p in self._plans.values()])
+            if not self._plans.keys() >= {table.name for table in tables}:
+                plans, _ = plan_tables(path, tables, known, self.rules, replaces=False)
+                self._plans = plans | self._plans
             self._increments.append((log, number))
+
+    def _planned(self, part: Increment) -> Increment:
+        """Return what is loaded of an increment, with the names of the store."""
+        head = self._renamed(part.head)
+        has_rows = [self._plans[table.name].has_rows for table in head.tables]
+        return Increment(
+            head,
+            [(table, rows) for table, rows in part.rows if has_rows[table]],
+            [(table, ids_N) for table, ids_N in part.gone if has_rows[table]],
+            [(table, seen) for table, seen in part.seen if has_rows[table]],
+        )
+
+    def _renamed(self, head: IncrementHead) -> IncrementHead:
+        """Return the head of an increment with the names of the store's tables."""
+        tables = renamed(head.tables, self.rules.rename)
+        return msgspec.structs.replace(head, tables=tables)
 
     def _read_rows(self) -> Iterator[tuple[int, RowColumns, Bools]]:
         """Yield of all blocks the table's index, rows, and which are this server's."""
-        specs = [table.spec for table in self.manifest.tables]
+        specs = [table.spec for table in self._tables]
         index_of = {spec.name: index for index, spec in enumerate(specs)}
         self._seen = []
         for saved, file in self._files:
@@ -439,14 +499,17 @@ class ShardLoad(BackgroundTask):
             with named_errors("read", path):
                 file.seek(0)
                 reader = RowFileReader(file, path, ShardHead)
-                _require_same_rows(path, reader.head.tables, specs, all_known=True)
-                for table in reader.head.tables:
+                tables = renamed(reader.head.tables, self.rules.rename)
+                require_same_rows(path, tables, specs, all_known=True)
+                for table in tables:
                     self._ranked.setdefault(table.name, table)
                 previous = self._num_read
                 for number, block in reader.blocks():
                     self.require_not_cancelled()
                     self._num_read = previous + reader.num_bytes
-                    index = index_of[reader.head.tables[number].name]
+                    index = index_of[tables[number].name]
+                    if not self._plans[tables[number].name].has_rows:
+                        continue
                     if isinstance(block, RowColumns):
                         of_shard = *self._target[:2], self._routed[index]
                         yield index, block, is_of_shard(block.ids, *of_shard)
@@ -458,59 +521,6 @@ class ShardLoad(BackgroundTask):
                         f"{path} must be the file of its manifest, {expected}. "
                         f"Received: {reader.written}."
                     )
-
-
-def _add_tables(
-    store: EmbeddingStore, tables: Sequence[SavedTable], *, follows: bool
-) -> list[int]:
-    """Add unknown tables; return the number of each. Known settings stay.
-
-    With ``follows``, known tables take over the admission.
-    """
-    known = {spec.name: spec for spec in store.tables}
-    specs = []
-    for spec in (table.spec for table in tables):
-        known_spec = known.get(spec.name, spec)
-        admission = spec.admission if follows else known_spec.admission
-        specs.append(replace(known_spec, admission=admission))
-    return store.add_tables(specs)
-
-
-def _set_thresholds(state: TableState, saved: SavedTable) -> None:
-    """Let a table count blocks as one did that ranked the ids of its server."""
-    if len(saved.thresholds) == state.thresholds.size:
-        state.thresholds[:] = saved.thresholds
-
-
-def _require_same_rows(
-    where: str,
-    tables: Sequence[SavedTable],
-    known_specs: Iterable[TableSpec],
-    *,
-    all_known: bool = False,
-) -> None:
-    """Refuse tables whose rows differ; with ``all_known``, unknown tables, too."""
-    known = {spec.name: spec.describe_rows() for spec in known_specs}
-    for spec in (table.spec for table in tables):
-        received = spec.describe_rows()
-        expected = known.get(spec.name, "no rows there" if all_known else received)
-        if received != expected:
-            raise CheckpointError(
-                f"{where}: table {spec.name!r} must have {expected}. "
-                f"Received: {received}."
-            )
-
-
-def _with_metadata(rows: RowColumns, state: TableState) -> RowColumns:
-    """Return rows with metadata if the table keeps them; missing ones are current."""
-    if not state.has_metadata:
-        return replace(rows, metadata=rows.metadata[:, :0])
-    if rows.metadata.shape[1]:
-        return rows
-    step, now_s = state.num_updates, int(time.time())  # noqa: TID251  # kept in rows
-    metadata = np.empty((len(rows), METADATA_WORDS), dtype=np.uint32)
-    metadata[:] = np.array([1, step, step, now_s], dtype=np.uint32)
-    return replace(rows, metadata=metadata)
 
 
 def _frequencies(rows: RowColumns) -> npt.NDArray[np.uint32]:

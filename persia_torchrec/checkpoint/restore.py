@@ -26,6 +26,7 @@ from persia_torchrec.checkpoint.load import (
 )
 from persia_torchrec.checkpoint.row_file import IncrementHead
 from persia_torchrec.errors import CheckpointError
+from persia_torchrec.store import memory
 from persia_torchrec.store.embedding_store import EmbeddingStore
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,12 @@ def restore(
             logger.warning("not restored, but something older: %s", exc)
             store.clear()
     store.is_loading = False
+    if num_evicted := int(store.tally[memory.EVICTED]):
+        logger.warning(
+            "%d rows were restored and had to leave, as the server has room for %d: "
+            "raise --capacity, or add servers",
+            *(num_evicted, store.capacity_rows),
+        )
     return found
 
 

@@ -37,6 +37,7 @@ from persia_torchrec.jit.compiled import compiled, read_only
 from persia_torchrec.parsing.decoding import parse_json
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.store.columns import RowColumns, RowShape
+from persia_torchrec.store.expiry import ExpiryClock
 from persia_torchrec.store.memory import MAX_TABLES, Words
 from persia_torchrec.store.table import TableState
 from persia_torchrec.table import TableSpec
@@ -89,7 +90,9 @@ Block: TypeAlias = RowColumns | Ids | Sightings
 """Rows of one table, ids whose rows are gone, or what its admission remembers."""
 
 
-def saved_tables(states: Iterable[TableState]) -> tuple[SavedTable, ...]:
+def saved_tables(
+    states: Iterable[TableState], seconds: ExpiryClock
+) -> tuple[SavedTable, ...]:
     """Describe tables of a store, for the head of a file."""
     return tuple(
         SavedTable(
@@ -97,6 +100,7 @@ def saved_tables(states: Iterable[TableState]) -> tuple[SavedTable, ...]:
             state.num_updates,
             state.has_metadata,
             state.thresholds.tolist(),
+            seconds.now_s(state.spec.expiry),
         )
         for state in states
     )

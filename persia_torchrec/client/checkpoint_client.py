@@ -12,7 +12,8 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -26,6 +27,7 @@ from persia_torchrec.checkpoint.catalog import (
     DumpResult,
     EndedIncrement,
     Loaded,
+    LoadRules,
     LogPosition,
     Manifest,
 )
@@ -60,9 +62,10 @@ class SavedCheckpoint:
     """A complete checkpoint: its URL and step, the rows and bytes of all servers.
 
     A load tells how many rows the servers had no room for, how many files of
-    increments were put on it, and whose tables' admissions count from 0 again, since
-    they were saved by another kind of admission, or with a filter of another size.
-    ``num_batches`` is what :class:`BatchCount` had ``trained``.
+    increments were put on it, whose tables' admissions count from 0 again, since they
+    were saved by another kind of admission, or with a filter of another size, and how
+    many rows have a NaN or an infinity, or had one and begin again. ``num_batches`` is
+    what :class:`BatchCount` had ``trained``.
     """
 
     path: str
@@ -73,6 +76,7 @@ class SavedCheckpoint:
     num_increments: int = 0
     forgotten: tuple[str, ...] = ()
     num_batches: int = 0
+    num_not_finite: int = 0
 
     @classmethod
     def of(cls, folder: Folder, manifest: Manifest) -> "SavedCheckpoint":
@@ -139,6 +143,7 @@ class Checkpoints:
     def __init__(self, servers: Servers, batches: BatchCount) -> None:
         self._servers = servers
         self._batches = batches
+        self._fuller = ""  # URL of a checkpoint that has rows for which was no room
 
     def dump(
         self, path: Path, *, step: int | None = None, timeout_s: float = CHECKPOINT_S
@@ -153,6 +158,7 @@ class Checkpoints:
         replace: bool = True,
         increments: Path | None = None,
         until: Sequence[LogPosition] | None = None,
+        rules: LoadRules | None = None,
         timeout_s: float = CHECKPOINT_S,
     ) -> SavedCheckpoint:
         """Load a checkpoint, and wait for it: :meth:`start_load`."""
@@ -161,6 +167,7 @@ class Checkpoints:
             replace=replace,
             increments=increments,
             until=until,
+            rules=rules,
             timeout_s=timeout_s,
         ).wait()
 
@@ -245,6 +252,7 @@ class Checkpoints:
         replace: bool = True,
         increments: Path | None = None,
         until: Sequence[LogPosition] | None = None,
+        rules: LoadRules | None = None,
         timeout_s: float = CHECKPOINT_S,
     ) -> Task[SavedCheckpoint]:
         """Begin to load a checkpoint, of any number of servers.
@@ -265,12 +273,16 @@ class Checkpoints:
                 ended. A load without it begins such a training.
             until: positions in these logs, as of a delta, one for each server that
                 wrote them: only what is before them is put on it.
+            rules: what becomes of tables that the servers lack, by default they are
+                added, and of those that have changed, by default an error. A table
+                that is not in the checkpoint begins again, with a line.
             timeout_s: seconds that it may take.
         """
         folder = catalog.find_checkpoint(path)
         manifest = Manifest.read(folder)
         logs = None if increments is None else Folder(increments).url
         request: dict[str, object] = {"folder": folder.url, "replace": replace}
+        request["rules"] = msgspec.to_builtins(rules or LoadRules())
         request |= {"increments": logs, "until": msgspec.to_builtins(until)}
         steps = {"checked": {**request, "do": "check"}}
         steps["loaded"] = {**request, "do": "load"}
@@ -279,9 +291,27 @@ class Checkpoints:
         def work(task: Task[SavedCheckpoint]) -> SavedCheckpoint:
             results = self._run_steps(task, steps, what, timeout_s, Loaded)
             self._batches.continue_after(manifest.num_batches)
+            for note in sorted({note for loaded in results for note in loaded.notes}):
+                logger.warning("%s: %s", folder.url, note)
+            num_left_out = sum(loaded.num_left_out for loaded in results)
+            if num_left_out:
+                self._fuller = folder.url
+                logger.warning(
+                    "%s: %d rows were left out, those that would be evicted first. It "
+                    "has %d rows, and the servers have room for %d. Raise --capacity, "
+                    "or add servers, and load it again.",
+                    *(folder.url, num_left_out, manifest.num_rows),
+                    sum(loaded.capacity_rows for loaded in results),
+                )
+            elif replace:
+                run, _, _ = folder.url.rpartition("/")
+                name = manifest.lacks_rows_of
+                self._fuller = f"{run}/{name}" if name else ""
+            of_tables = [loaded.not_finite for loaded in results]
             return dataclasses.replace(
                 SavedCheckpoint.of(folder, manifest),
-                num_left_out=sum(loaded.num_left_out for loaded in results),
+                num_not_finite=_tell_not_finite(folder, of_tables),
+                num_left_out=num_left_out,
                 num_increments=sum(loaded.num_increments for loaded in results),
                 forgotten=tuple(
                     sorted({t for found in results for t in found.forgotten})
@@ -324,7 +354,11 @@ class Checkpoints:
         steps = {"dumped": {"do": "dump", "folder": folder.url}}
         results = self._run_steps(task, steps, what, timeout_s, DumpResult)
         tables = catalog.merge_tables([result.tables for result in results])
-        return Manifest(tables, tuple(r.shard for r in results), created, step)
+        shards = tuple(result.shard for result in results)
+        _tell_not_finite(folder, [result.not_finite for result in results])
+        run, _, name = self._fuller.rpartition("/")
+        fuller = name if run == folder.url.rpartition("/")[0] else None
+        return Manifest(tables, shards, created, step, lacks_rows_of=fuller)
 
     def _run_steps(
         self,
@@ -417,3 +451,19 @@ def tell_job(folder: Folder) -> None:
 def _write(files: Mapping[str, bytes] | None, folder: Folder) -> None:
     for name, data in (files or {}).items():
         folder.write(name, data)
+
+
+def _tell_not_finite(folder: Folder, of_servers: Iterable[Mapping[str, int]]) -> int:
+    """Warn of rows with a NaN or an infinity; return how many there are."""
+    found = sum(map(Counter, of_servers), Counter[str]())
+    if found:
+        logger.warning(
+            "%s: %d rows have a NaN or an infinity in their weights or optimizer "
+            "state, and do not learn: %s. With TableSettings(resets_non_finite=True) "
+            "for these tables, they begin again when they are loaded.",
+            *(folder.url, found.total()),
+            ", ".join(
+                f"{num} of table {name!r}" for name, num in sorted(found.items())
+            ),
+        )
+    return found.total()

@@ -25,7 +25,14 @@ from persia_torchrec.embedding.optim_adam import (
     RowwiseAdam,
     RowwiseLAMB,
 )
-from persia_torchrec.embedding.setting import Kernel, Optimizer, Registry, Rule
+from persia_torchrec.embedding.setting import (
+    MODERATE_EPS,
+    MODERATE_LR,
+    Kernel,
+    Optimizer,
+    Registry,
+    Rule,
+)
 from persia_torchrec.jit.kernel import ONE, ZERO, Pointer, divide, sum_of_squares
 
 __all__ = [
@@ -100,6 +107,11 @@ class SGD(Optimizer):
     def step_numbers(self, dim: int, step: int) -> tuple[float, ...]:
         """Return lr, momentum, weight decay."""
         return self.lr, self.momentum, self.weight_decay
+
+    @property
+    def stays_finite(self) -> bool:
+        """Whether each step leaves a row finite while all numbers are moderate."""
+        return self.lr <= MODERATE_LR and self.lr * self.weight_decay <= 1
 
     def fbgemm_cpu_arguments(self) -> tuple[float, ...] | str:
         """Return nothing, or why fbgemm cannot step these rows."""
@@ -183,6 +195,12 @@ class Adagrad(Optimizer):
         return self.lr, self.weight_decay, self.g_square_momentum, self.eps, 1 / dim
 
     @property
+    def stays_finite(self) -> bool:
+        """Whether each step leaves a row finite while all numbers are moderate."""
+        is_moderate = self.lr <= MODERATE_LR and self.weight_decay <= 1
+        return is_moderate and self.eps >= MODERATE_EPS
+
+    @property
     def fbgemm_name(self) -> str:
         """The name in fbgemm with one accumulator per row, or per weight."""
         return "rowwise_adagrad" if self.vectorwise_shared else "adagrad"
@@ -251,6 +269,12 @@ class AdagradDecay(Optimizer):
         """Return accumulators at their start, in period 0."""
         initial = [self.initial_accumulator_value] * dim
         return np.array([*initial, 0], dtype=np.float32)
+
+    @property
+    def stays_finite(self) -> bool:
+        """Whether each step leaves a row finite while all numbers are moderate."""
+        begin = self.initial_accumulator_value
+        return self.lr <= MODERATE_LR and begin >= MODERATE_EPS
 
     def step_numbers(self, dim: int, step: int) -> tuple[float, ...]:
         """Return lr, initial accumulator, decay rate, the current period."""

@@ -11,7 +11,15 @@ from typing import Annotated, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.embedding.setting import Flag, Kernel, NonNegative, Optimizer, Rule
+from persia_torchrec.embedding.setting import (
+    MODERATE_EPS,
+    MODERATE_LR,
+    Flag,
+    Kernel,
+    NonNegative,
+    Optimizer,
+    Rule,
+)
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.jit.kernel import ONE, ZERO, Pointer, divide, sum_of_squares
 
@@ -119,6 +127,13 @@ def _means(
     return numbers, 1 / (1 - beta1**step), 1 / sqrt(1 - beta2**step)
 
 
+def _stays_finite(optimizer: "_Moments | AdamAsync") -> bool:
+    """Return whether quotients of the means stay moderate: ``v`` is kept longer."""
+    beta1, beta2 = optimizer.betas
+    is_moderate = optimizer.lr <= MODERATE_LR and optimizer.eps >= MODERATE_EPS
+    return is_moderate and beta1**2 <= beta2
+
+
 @dataclass(frozen=True)
 class _Moments(Optimizer):
     """What those share that have Adam's arguments; all but ``lr`` are given by name."""
@@ -134,6 +149,11 @@ class _Moments(Optimizer):
     betas: Betas = (0.9, 0.999)
     weight_decay: NonNegative = 0.0
     eps: NonNegative = 1e-8
+
+    @property
+    def stays_finite(self) -> bool:
+        """Whether each step leaves a row finite while all numbers are moderate."""
+        return _stays_finite(self) and self.lr * self.weight_decay <= 1
 
     def initial_state(self, dim: int) -> Floats:
         """Return ``m`` and ``v``, both 0."""
@@ -256,6 +276,7 @@ class LAMB(_Moments):
 
     kind: ClassVar[str] = "lamb"
     kernel = staticmethod(_step_lamb)
+    stays_finite: ClassVar[bool] = False  # a step is as long as the row
     fbgemm_name = "lamb"
     torch_twins: ClassVar = {"torchrec.optim.LAMB": _TWIN}
     adds_decay: ClassVar[bool] = True
@@ -339,6 +360,11 @@ class AdamAsync(Optimizer):
         if self.apply_sparse_rmsprop:
             return _step_rmsprop
         return _step_nesterov if self.use_nesterov else _step_adam
+
+    @property
+    def stays_finite(self) -> bool:
+        """Whether each step leaves a row finite while all numbers are moderate."""
+        return _stays_finite(self)
 
     def initial_state(self, dim: int) -> Floats:
         """Return ``m`` and ``v``, both 0."""

@@ -27,6 +27,10 @@ from persia_torchrec.errors import ConfigError
 
 _FLOAT32_RANGE = 2.0**127
 
+MODERATE_LR, MODERATE_EPS = 1e3, 1e-12
+"""The largest learning rate, and the least that is added to a divisor, of an optimizer
+that says that rows stay finite: a step of a gradient of 1e10 is 1e25 at most."""
+
 Words = npt.NDArray[np.uint64]
 
 Kernel = Callable[..., Any]
@@ -176,6 +180,16 @@ class Optimizer(Setting, ABC):
     def initial_state(self, dim: int) -> npt.NDArray[np.float32]:
         """Return the state of a new row of ``dim`` weights; float32, flat."""
         return np.zeros(0, dtype=np.float32)
+
+    @property
+    def stays_finite(self) -> bool:
+        """Whether each step leaves a row finite while all numbers are moderate.
+
+        That are gradients up to 1e10, weights up to 1e15, state up to 1e30, over any
+        number of steps that a job makes. Rows are not looked at then; else they are,
+        after each step, which takes some nanoseconds.
+        """
+        return False
 
     @property
     def fbgemm_name(self) -> str:

@@ -10,7 +10,13 @@ from typing import Annotated, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.embedding.setting import NonNegative, Registry, Setting, integer_in
+from persia_torchrec.embedding.setting import (
+    NonNegative,
+    Registry,
+    Rule,
+    Setting,
+    integer_in,
+)
 
 Doubles = npt.NDArray[np.float64]
 
@@ -100,6 +106,7 @@ DYNAMICS: Registry[DynamicDim] = Registry(DynamicDim, DynamicDim)
 
 
 Steps = Annotated[int, integer_in(0, 2**48)]
+_CLOCKS = "running", "wall"
 
 
 @dataclass(frozen=True)
@@ -117,6 +124,11 @@ class Expiry(Setting):
         min_l2_norm:      sqrt(sum(w**2)) < min_l2_norm
                           and now - created >= spared_steps           in steps
 
+    ``clock`` says what time is. "running": that in which servers run; it stands still
+    between a dump and its load, and between two runs on a memory file, and a jump of
+    the machine's clock changes nothing. "wall": seconds since 1970, so that a
+    checkpoint which is loaded after a pause may lose its rows at once.
+
     Lookups keep no row alive. Optimizer state does not count towards the norm.
     ``spared_steps`` needs ``min_l2_norm``.
 
@@ -132,6 +144,7 @@ class Expiry(Setting):
     seconds_to_live: NonNegative = 0.0
     min_l2_norm: NonNegative = 0.0
     spared_steps: Steps = 0
+    clock: Annotated[str, Rule("running or wall", lambda c: c in _CLOCKS)] = "running"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -141,10 +154,28 @@ class Expiry(Setting):
             "0 without min_l2_norm, from which it spares young rows",
         )
 
+    def to_json(self) -> dict[str, object]:
+        """Describe the setting; without the clock if it is the default."""
+        described = super().to_json()
+        if self.clock == Expiry.clock:
+            del described["clock"]
+        return described
+
     @property
     def is_on(self) -> bool:
         """Whether any row can expire."""
         return any((self.steps_to_live, self.seconds_to_live, self.min_l2_norm))
+
+    @property
+    def limits(self) -> tuple[float, float, float, float]:
+        """The numbers of the conditions, in their order."""
+        limits = self.steps_to_live, self.seconds_to_live, self.min_l2_norm
+        return *limits, self.spared_steps
+
+    @property
+    def is_by_running_time(self) -> bool:
+        """Whether rows expire by the time in which servers run."""
+        return self.seconds_to_live > 0 and self.clock == "running"
 
 
 EXPIRIES: Registry[Expiry] = Registry(Expiry, Expiry)

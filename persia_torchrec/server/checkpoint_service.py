@@ -20,20 +20,23 @@ import logging
 import queue
 import secrets
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
+import numpy as np
 
 from persia_torchrec.checkpoint.background import Activity, BackgroundTask, CpuBudget
 from persia_torchrec.checkpoint.catalog import (
     DumpResult,
     EndedIncrement,
+    LoadRules,
     LogPosition,
     SavedShard,
     SavedTable,
 )
+from persia_torchrec.checkpoint.fitting import find_not_finite
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.load import ShardLoad, Target
 from persia_torchrec.checkpoint.restore import restore
@@ -81,6 +84,7 @@ class CheckpointRequest(msgspec.Struct, kw_only=True):
     replace: bool = True
     increments: str | None = None
     until: tuple[LogPosition, ...] | None = None
+    rules: LoadRules = LoadRules()
 
     def __post_init__(self) -> None:
         if self.do in ("dump", "check", "load") and not self.folder:
@@ -115,7 +119,7 @@ class DeltaEnd:
         self.result: EndedIncrement | None = None
         self._folder = "" if logs is None else Folder(logs).url
         self._increments = increments
-        self._tables = saved_tables(store.states)
+        self._tables = saved_tables(store.states, store.seconds)
         self._cut: int | None = None
 
     def advance(self) -> None:
@@ -197,18 +201,22 @@ class ShardDump(BackgroundTask):
 
     def _describe_tables(self) -> tuple[SavedTable, ...]:
         states = self._store.states[: len(self._export.tables)]
-        return saved_tables(states)
+        return saved_tables(states, self._store.seconds)
 
     def _write(self) -> None:
         config = self._config
         head = ShardHead(
             shard=config.shard, num_shards=config.num_shards, tables=self._tables
         )
+        not_finite = Counter[str]()
         with self._folder.created(self._name) as file:
             writer = RowFileWriter(file, head)
             while (chunk := self._next_chunk()) is not None:
                 if isinstance(chunk, RawRows):
                     for table, rows in split_by_table(chunk, self._export.tables):
+                        spec = self._export.tables[table].spec
+                        num_bad = np.count_nonzero(find_not_finite(rows, spec))
+                        not_finite[spec.name] += int(num_bad)
                         writer.write(table, rows)
                 else:
                     self._write_sightings(writer, *chunk)
@@ -217,7 +225,7 @@ class ShardDump(BackgroundTask):
             written = writer.end()
         server = msgspec.to_builtins(config)
         saved = SavedShard(self._name, *written, self._tick, server, self.log)
-        self.result = DumpResult(self._tables, saved)
+        self.result = DumpResult(self._tables, saved, +not_finite)
 
     def _copy_remembered(self) -> Iterator[Remembered]:
         """Yield what the admission of each table remembers."""
@@ -362,6 +370,7 @@ class Checkpoints:
             logs=None if logs is None else Folder(logs, self.roots),
             until=request.until,
         )
+        self._load.rules = request.rules
         self._load.start("checking", self._load.check, "checked")
         self._dump = None
 
@@ -428,6 +437,13 @@ class Checkpoints:
         if load.phase != "loading":
             self.is_loading = False
             self._increments.begin_log(load.base, f"{self._task:x}")
+            if load.result is not None and load.result.num_left_out:
+                logger.warning(
+                    "%s: %d rows were left out, those that would be evicted first; %d "
+                    "are loaded, and there is room for %d",
+                    *(self._url, load.result.num_left_out, self._store.num_rows),
+                    self._store.capacity_rows,
+                )
             if load.cancelled.is_set():
                 self._load, self._task = None, -1
 

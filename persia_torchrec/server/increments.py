@@ -485,7 +485,7 @@ class Increments:
             created_s=time.time(),  # noqa: TID251  # others compare it with their clock
             tick=store.tick,
             was_cleared=False,
-            tables=saved_tables(store.states),
+            tables=saved_tables(store.states, store.seconds),
         )
         changes = store.journal.cut()
         self._cuts.append((changes.number, now_s))

@@ -14,7 +14,7 @@ import itertools
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from persia_torchrec.checkpoint.background import Activity
@@ -39,6 +39,7 @@ from persia_torchrec.server.open_batches import (
     Update,
     build_gradients,
 )
+from persia_torchrec.server.room import Room
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ class Shard:
         self._queued: set[Batch] = set()  # of the updates
         self.num_overtaking = 0
         self.must_drop = False
+        self.room = Room(self.store, config.shard)
         self.num_updates = self.num_updated_rows = 0  # of tables, by this process
         self.stopping = threading.Event()
         self._listener = listener
@@ -138,6 +140,11 @@ class Shard:
         for update in updates:
             self.open_batches.end(update.batch)
             ack = Header(Kind.REPLY, update.header.request)
+            if self.room.text and (untold := self.room.untold(update.peer)):
+                self._listener.send(
+                    update.peer, ack, [describe_update(outcome, untold)]
+                )
+                continue
             self._listener.send(update.peer, ack, [frame])
         self.stages.lap("send")
 
@@ -248,14 +255,15 @@ class Shard:
         return rows
 
 
-def describe_update(outcome: Outcome) -> bytes:
-    """Return the reply to an update."""
+def describe_update(outcome: Outcome, full: Mapping[str, str] | None = None) -> bytes:
+    """Return the reply to an update, which may tell that a server is full."""
     if outcome == REFUSED:
         raise StoreError(
             "An update must not have been refused before. Received: one that was sent "
             "again; see the log of the server, or of the trainer that sent it first."
         )
-    return messages.encode_json(dict(zip(_COUNTS, outcome, strict=True)))
+    counts: dict[str, object] = dict(zip(_COUNTS, outcome, strict=True))
+    return messages.encode_json(counts | {"full": full} if full else counts)
 
 
 def require_fits(num_bytes: int) -> None:

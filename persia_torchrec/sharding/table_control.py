@@ -8,6 +8,7 @@ Learning rates change here, by hand or by a schedule, and other settings too:
 
 import logging
 import weakref
+from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -233,9 +234,15 @@ class TableControl:
     ) -> None:
         """Go back to earlier settings and rates; wait until the servers have these."""
         tables = self.remote_tables
-        for done in tables.change(lambda spec: specs.get(spec.name, spec)):
+        same = {  # others have begun again, with the settings of the script
+            name: specs[name]
+            for name, spec in tables.specs.items()
+            if name in specs and specs[name].describe_rows() == spec.describe_rows()
+        }
+        for done in tables.change(lambda spec: same.get(spec.name, spec)):
             done.result(timeout_s)
-        for name, group in tables.groups.items():
+        for name in same:
+            group = tables.groups[name]
             set_values(group, {"lr": rates.get(name, group["lr"])})
 
     def close(self) -> None:
@@ -294,6 +301,10 @@ class TableControl:
                 100 * summary.share_waited,
             )
             self.remote_tables.reported = summary
+            pipelines = [pipeline for pipeline, _ in self.remote_tables.pipelines]
+            full = ChainMap(*(pipeline.tally.total.full for pipeline in pipelines))
+            for text in full.values():
+                logger.warning("%s", text)
         return summary
 
     def set_learning_rate(self, lr: float, tables: Iterable[str] | None = None) -> None:

@@ -12,7 +12,7 @@ In a memory file every change is all or nothing: see ``recovery.py``.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -24,6 +24,7 @@ from persia_torchrec.parsing.decoding import parse_json
 from persia_torchrec.persia.config.global_config import OptimizerEngine
 from persia_torchrec.store import loops, memory, table_states
 from persia_torchrec.store.change_log import ChangedSlots, ChangeJournal, Ring
+from persia_torchrec.store.expiry import ExpiryClock, Sweeps
 from persia_torchrec.store.fbgemm_engine import EngineChoice
 from persia_torchrec.store.index import MAX_ROWS, Index
 from persia_torchrec.store.memory import (
@@ -96,7 +97,9 @@ class EmbeddingStore:
         capacity_rows: rows of all tables together, in ``[1, 2**32 - 2]``.
         eviction: ``lfu`` costs 16 bytes per row for the frequency.
         optimizer_engine: all engines compute the same.
-        clock: returns the current second, by which rows expire.
+        clock: returns the current second.
+        monotonic: returns seconds that never jump; by default those of ``clock``, if
+            that is another than the system's.
         memory_file: a file that keeps all of it (see ``docs/formats/memory.md``). If it
             is that of an earlier store, whose process may have been killed at any
             instruction, this one continues with its tables and rows. None: private
@@ -110,6 +113,7 @@ class EmbeddingStore:
         eviction: Eviction = "lru",
         optimizer_engine: OptimizerEngine = "auto",
         clock: Callable[[], float] = time.time,  # noqa: TID251  # kept in rows
+        monotonic: Callable[[], float] | None = None,
         memory_file: str | None = None,
     ) -> None:
         if not 1 <= capacity_rows <= MAX_ROWS:
@@ -122,6 +126,8 @@ class EmbeddingStore:
         self.is_lfu = eviction == "lfu"
         self.engine_choice = EngineChoice(optimizer_engine)
         self.clock = clock
+        is_system = clock is time.time  # noqa: TID251  # as above
+        self.monotonic = monotonic or (time.monotonic if is_system else clock)
         self.memory: StoreMemory = PrivateMemory()
         num_classes = NUM_LFU_CLASSES if self.is_lfu else 1
         if memory_file is not None:
@@ -144,6 +150,7 @@ class EmbeddingStore:
         is_load = self.tally[memory.CHANGE] == memory.LOAD
         self.was_loading = bool(is_load or self.is_loading)
         self.tally[memory.CAPACITY] = self.capacity_rows
+        self.seconds, self._sweeps = ExpiryClock(self), Sweeps(self)
         self.steps = self.memory.area(memory.STEPS)
         self.index = Index(self.capacity_rows, self.memory)
         self.logs = RecencyLogs(self.capacity_rows, num_classes, self.memory)
@@ -326,7 +333,7 @@ class EmbeddingStore:
         now = self.tick, batch
         chosen = admitted, _ = state.admit(ids_N, counts_N, missing, out_ND, now)
         self.tally[memory.REJECTED] += len(missing) - len(admitted)
-        state.layout[memory.NOW_S] = max(int(self.clock()), 0)
+        state.layout[memory.NOW_S] = self.now_s(state)
         shared = state.shared if state.admission is not None else None
         if shared is not None:
             shared.make(self, ids_N, np.setdiff1d(missing, admitted))
@@ -476,28 +483,34 @@ class EmbeddingStore:
 
         Returns False at the end of a pass, and where no table has an expiry.
         """
-        expiries = [state.spec.expiry for state in self.states]
-        if not any(expiry.is_on for expiry in expiries):
+        if (rules_T := self._sweeps.rules()) is None:
             return False
         self.journal.make_room(max_rows)
         layouts_T = np.stack([state.layout for state in self.states])
-        rules_T = np.array(list(map(astuple, expiries)), dtype=np.float64)
         directory, log = self.arenas.directory, self._requests.log
         next_ = [memory.SWEPT_ARENA, memory.SWEPT_SLOT]
         arena, slot = self.tally[next_].tolist()
+        self._sweeps.begin_slice(is_first=not (arena or slot))
         with self.changing():
             self._requests.make_room(max_rows)
             while max_rows > 0 and arena < len(directory):
                 num_used = int(directory[arena, memory.USED])
                 stop = min(slot + max_rows, num_used)
                 where = arena, slot, stop
-                loops.sweep_slots(where, layouts_T, rules_T, self.clock(), log)
+                loops.sweep_slots(where, layouts_T, rules_T, log)
                 # The store may have been cleared since the last slice.
                 max_rows -= max(stop - slot, 0)
                 arena, slot = (arena, stop) if stop < num_used else (arena + 1, 0)
             is_over = arena == len(directory)
             self.tally[next_] = (0, 0) if is_over else (arena, slot)
+        if is_over:
+            self._sweeps.end_pass()
         return not is_over
+
+    def now_s(self, state: TableState) -> int:
+        """Return the second that rows of a table note now."""
+        is_running = state.is_by_running_time
+        return max(int(self.seconds.running_s if is_running else self.clock()), 0)
 
     def remove(self, table: int, ids_N: Ids) -> None:
         """Drop the rows of ids; those that have none are skipped."""
@@ -511,6 +524,7 @@ class EmbeddingStore:
         """Take over the tables and rows of another store, which is not used again."""
         vars(self).update(vars(other))
         self._requests = Requests(self, self.recovery)
+        self.seconds, self._sweeps = ExpiryClock(self), Sweeps(self)
 
     def clear(self) -> None:
         """Drop all rows and their optimizer state; the tables stay known."""
@@ -525,7 +539,8 @@ class EmbeddingStore:
         for number, state in enumerate(self.states):
             state.forget(self.memory)
             self.steps[number] = 0
-        self.tally[memory.ROWS] = self.tally[memory.PINNED_ROWS] = 0
+        empty = [memory.ROWS, memory.PINNED_ROWS, memory.HAS_LARGE]
+        self.tally[empty] = 0
         self._set_addresses()
         self.journal.cleared()
 

@@ -34,9 +34,10 @@ from persia_torchrec.jit import intrinsics as cpu
 from persia_torchrec.jit.compiled import compiled, inlined
 from persia_torchrec.jit.float16 import FP32
 from persia_torchrec.persia.config.global_config import OptimizerEngine, require_engine
-from persia_torchrec.store import memory, undo_log
+from persia_torchrec.store import finite, memory, undo_log
+from persia_torchrec.store.finite import finish_row
 from persia_torchrec.store.index import NOT_FOUND, index_at
-from persia_torchrec.store.loops import find_hinted, finish_row, prefetch_row
+from persia_torchrec.store.loops import find_hinted, prefetch_row
 from persia_torchrec.store.memory import Floats, Ids, Layout, Slots, TableAt, Words
 from persia_torchrec.table import TableSpec
 
@@ -56,9 +57,10 @@ _AHEAD = 10
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _S32, _ONE = np.uint64(32), np.uint64(1)
 
-NEXT, BLOCK, MISSED, REFUSED = range(4)
+NEXT, BLOCK, MISSED, REFUSED, UNSURE = range(5)
 """Columns of ``DenseRows.progress``: the first id of the next block, the number of the
-last block, ids without a row, gradients refused."""
+last block, ids without a row, gradients refused, gradients of the block that are not
+moderate."""
 
 
 class FbgemmEngine:
@@ -87,7 +89,8 @@ class FbgemmEngine:
     ) -> Callable[..., tuple[int, int]]:
         """Return what updates rows as the loop of :func:`build_update` does.
 
-        Of the numbers it reads the first: the largest magnitude of a weight.
+        Of the numbers it reads the first two: the largest magnitude of a weight, and
+        the largest sum of squares of a gradient whose row is not looked at.
         """
         shape = dim, len(optimizer.initial_state(dim))
         dense = self.dense.setdefault(shape, DenseRows.allocate(*shape))
@@ -106,7 +109,7 @@ class FbgemmEngine:
                 progress[BLOCK] = dense.seen[:] = 0
             progress[[NEXT, MISSED, REFUSED]] = 0
             while progress[NEXT] < len(ids_N):
-                num = gather_rows(layout, ids_N, slots_N, grads_ND, dense)
+                num = gather_rows(layout, ids_N, slots_N, grads_ND, dense, numbers[1])
                 if num:
                     step(num)
                     scatter_rows(table, num, dense, numbers[0])
@@ -162,7 +165,7 @@ class DenseRows(NamedTuple):
     """Room for the rows of one block: ``(U, D)``, ``(U, S)``, ``(U, D)``; their slots.
 
     ``seen`` ``(Z,)`` says which slots are in the block whose number is in the upper
-    half of a word; ``progress`` ``(4,)``: see ``NEXT`` and the others.
+    half of a word; ``progress`` ``(5,)``: see ``NEXT`` and the others.
     """
 
     weights: Floats
@@ -182,13 +185,18 @@ class DenseRows(NamedTuple):
             np.zeros((num_rows, dim), dtype=np.float32),
             np.zeros(num_rows, dtype=np.uint64),
             np.zeros(4 << (num_rows - 1).bit_length(), dtype=np.uint64),
-            np.zeros(4, dtype=np.int64),
+            np.zeros(5, dtype=np.int64),
         )
 
 
 @compiled
 def gather_rows(
-    layout: Layout, ids_N: Ids, hints_N: Slots, grads_ND: Floats, dense: DenseRows
+    layout: Layout,
+    ids_N: Ids,
+    hints_N: Slots,
+    grads_ND: Floats,
+    dense: DenseRows,
+    moderate: np.float32,
 ) -> int:
     """Copy the rows and gradients of the next ids into ``dense``; return how many."""
     store, progress = memory.store_at(layout), cpu.unowned(dense.progress)
@@ -198,6 +206,7 @@ def gather_rows(
     to_state = np.uint64(dense.state.ctypes.data)
     to_grads = np.uint64(dense.grads.ctypes.data)
     progress[BLOCK] += 1
+    progress[UNSURE] = store.tally[memory.HAS_LARGE]
     block, num, i = np.uint64(progress[BLOCK]), 0, progress[NEXT]
     grad = np.uint64(grads_ND.ctypes.data) + np.uint64(i) * row_bytes
     while i < len(ids_N) and num < len(dense.slots):
@@ -214,6 +223,8 @@ def gather_rows(
             break
         else:
             address = rows.base + slot * rows.stride
+            is_sure = finite.squares(cpu.floats_at(grad), rows.dim) <= moderate
+            progress[UNSURE] += not is_sure
             cpu.copy_bytes(to_grads, grad, row_bytes)
             cpu.copy_bytes(to_state, address + rows.state, rows.state_bytes)
             memory.read_weights(rows, address, to_weights)
@@ -230,20 +241,30 @@ def gather_rows(
 
 @compiled
 def scatter_rows(table: TableAt, num: int, dense: DenseRows, bound: np.float32) -> None:
-    """Clamp the first ``num`` rows, and copy them back to where they came from."""
+    """Clamp the first ``num`` rows, and copy them back to where they came from.
+
+    Those that a step has left not finite are not copied.
+    """
     layout, log = table
-    rows = memory.rows_at(memory.store_at(layout), layout)
+    store, is_sure = memory.store_at(layout), dense.progress[UNSURE] == 0
+    num_state = np.int64(dense.state.shape[1])
+    rows = memory.rows_at(store, layout)
     weights = np.uint64(dense.weights.ctypes.data)
     from_state = np.uint64(dense.state.ctypes.data)
     for row in range(num):
         address = rows.base + dense.slots[row] * rows.stride
-        undo_log.keep_updated(memory.log_address(log), address, rows.stride)
-        new = weights
-        if rows.dtype == FP32:
-            new = address + rows.weights
-            cpu.copy_bytes(new, weights, rows.weight_bytes)
-        finish_row(layout, rows, address, new, bound)
-        cpu.copy_bytes(address + rows.state, from_state, rows.state_bytes)
+        if is_sure or finite.are_floats_finite(
+            rows, weights, from_state, num_state, bound, store.tally
+        ):
+            undo_log.keep_updated(memory.log_address(log), address, rows.stride)
+            new = weights
+            if rows.dtype == FP32:
+                new = address + rows.weights
+                cpu.copy_bytes(new, weights, rows.weight_bytes)
+            finish_row(layout, rows, address, new, bound)
+            cpu.copy_bytes(address + rows.state, from_state, rows.state_bytes)
+        else:
+            dense.progress[REFUSED] += 1
         weights += np.uint64(4 * rows.dim)
         from_state += rows.state_bytes
 

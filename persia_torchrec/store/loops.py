@@ -15,6 +15,7 @@ An update takes as hints the slots that the lookup of the same ids returned. Eac
 checked against the row's header, which the update touches anyway; a row that has moved
 or left since is looked up in the index. So no gradient reaches another id. A gradient
 that holds NaN or an infinity would ruin its row for good: it is refused and counted.
+So is one whose step leaves the row not finite (``finite.py``).
 """
 
 from collections.abc import Callable
@@ -31,9 +32,9 @@ from persia_torchrec.jit.compiled import (
     inlined_kernel,
     specialized,
 )
-from persia_torchrec.jit.float16 import FP32, round_stochastically
+from persia_torchrec.jit.float16 import FP32
 from persia_torchrec.jit.kernel import NO_LOG
-from persia_torchrec.store import memory, recency, undo_log
+from persia_torchrec.store import finite, memory, recency, undo_log
 from persia_torchrec.store.index import (
     ENTRIES,
     NOT_FOUND,
@@ -69,8 +70,8 @@ NO_ROOM = -1
 CHUNK = 32
 """Ids for which the index makes room, and which are prefetched, at a time."""
 
-STEPS_TO_LIVE, SECONDS_TO_LIVE, MIN_L2_NORM, SPARED_STEPS = range(4)
-"""Columns of the rules of expiry: the fields of ``Expiry``."""
+STEPS_TO_LIVE, SECONDS_TO_LIVE, MIN_L2_NORM, SPARED_STEPS, NOW_OF_ROWS = range(5)
+"""Columns of the rules of expiry: the limits of ``Expiry``, the current second."""
 
 _FAR = 24
 _NEAR = 8
@@ -436,12 +437,11 @@ def sweep_slots(
     where: tuple[int, int, int],
     layouts_T: Layout,
     rules_T: Rules,
-    now_s: float,
     log: Log,
 ) -> None:
     """Take out the expired rows of ``where``: an arena, its first slot, the end slot.
 
-    ``rules_T`` is float64 ``(T, 4)``: see ``STEPS_TO_LIVE`` and the others.
+    ``rules_T`` is float64 ``(T, 5)``: see ``STEPS_TO_LIVE`` and the others.
     """
     store = memory.changing_store_at(layouts_T[0], memory.log_address(log))
     arena, index = np.uint64(where[0]), index_at(store)
@@ -456,7 +456,7 @@ def sweep_slots(
             continue
         step = np.int64(layout[memory.STEP])
         age_steps = step - np.int64(cpu.load_u32(address + memory.LAST_STEP))
-        age_s = now_s - np.float64(cpu.load_u32(address + memory.LAST_S))
+        age_s = rules[NOW_OF_ROWS] - np.float64(cpu.load_u32(address + memory.LAST_S))
         if 0 < rules[STEPS_TO_LIVE] < age_steps:
             store.tally[memory.EXPIRED_STEPS] += 1
         elif 0 < rules[SECONDS_TO_LIVE] < age_s:
@@ -489,10 +489,12 @@ def build_update(kernel: Kernel) -> Callable[..., tuple[int, int]]:
     """Compile the loop that applies one step of an optimizer to the row of each id.
 
     ``slots_N`` are hints, or ``MISSING``. ``numbers`` are the largest magnitude of a
-    weight after the update (inf for none), then the optimizer's. The loop returns how
+    weight after the update (inf for none), the largest sum of squares of a gradient
+    after whose step a row is not looked at, the floats of the optimizer's state, and
+    then the optimizer's numbers. The loop returns how
     many ids have no row, and how many gradients were refused.
     """
-    step_row = inlined_kernel(kernel)
+    step = finite.build_step(kernel)
 
     def update(
         table: TableAt, ids_N: Ids, slots_N: Slots, grads_ND: Floats, numbers: Floats
@@ -501,8 +503,8 @@ def build_update(kernel: Kernel) -> Callable[..., tuple[int, int]]:
         layout, log = cpu.unowned(table[0]), memory.log_address(table[1])
         store = memory.store_at(layout)
         rows, index = memory.rows_at(store, layout), index_at(store)
-        bound = numbers[0]
-        p = cpu.floats_at(np.uint64(numbers.ctypes.data) + np.uint64(4))
+        table_at, numbers_at = (layout, store.tally), finite.read_numbers(numbers)
+        moderate = finite.moderate_squares(numbers[1], store.tally)
         grad, grad_bytes = np.uint64(grads_ND.ctypes.data), np.uint64(4 * rows.dim)
         num_missed = num_refused = 0
         for i in range(len(ids_N)):
@@ -511,21 +513,20 @@ def build_update(kernel: Kernel) -> Callable[..., tuple[int, int]]:
                 _prefetch_updated(rows, ahead, log)
             hint = np.uint64(slots_N[i])
             slot = find_hinted(index, rows, ids_N[i], hint)
-            address = rows.base + slot * rows.stride
+            address, g = rows.base + slot * rows.stride, cpu.floats_at(grad)
+            grad += grad_bytes
             if slot == NOT_FOUND:
                 num_missed += 1
-            elif not memory.is_finite(cpu.floats_at(grad), rows.dim):
+                continue
+            is_sure = finite.squares(g, rows.dim) <= moderate
+            if not is_sure and not memory.is_finite(g, rows.dim):
                 num_refused += 1
-            else:
-                undo_log.keep_updated(log, address, rows.stride)
-                weights = address + rows.weights
-                if rows.dtype != FP32:
-                    weights = layout[memory.SCRATCH]
-                    memory.read_weights(rows, address, weights)
-                w, s = cpu.floats_at(weights), cpu.floats_at(address + rows.state)
-                step_row(p, w, s, cpu.floats_at(grad), rows.dim)
-                finish_row(layout, rows, address, weights, bound)
-            grad += grad_bytes
+                continue
+            undo_log.keep_updated(log, address, rows.stride)
+            if not step(table_at, rows, address, numbers_at, g, is_sure):
+                num_refused += 1
+            if not is_sure:
+                moderate = finite.moderate_squares(numbers[1], store.tally)
         return num_missed, num_refused
 
     return specialized(update, kernel)
@@ -549,34 +550,3 @@ def find_hinted(
     if memory.is_row_of(rows, hint, id_):
         return hint
     return find_slot(index, rows, id_, hash_id(id_, rows.owner))
-
-
-@inlined
-def finish_row(
-    layout: Layout,
-    rows: RowsAt,
-    address: np.uint64,
-    weights: np.uint64,
-    bound: np.float32,
-) -> None:
-    """Clamp the new weights of a row, round them if it keeps 16 bits, and note when.
-
-    ``weights`` is the address of float32: the row's own if it keeps 32 bits.
-    """
-    if bound < _INFINITE:
-        bound_weights(cpu.floats_at(weights), rows.dim, bound)
-    if rows.dtype != FP32:
-        seed = hash_id(cpu.load_u64(address), layout[memory.STEP])
-        halves = cpu.halves_at(address + rows.weights)
-        round_stochastically(cpu.floats_at(weights), halves, rows.dim, rows.dtype, seed)
-    if rows.has_metadata:
-        cpu.store_u32(address + memory.LAST_STEP, layout[memory.STEP])
-        cpu.store_u32(address + memory.LAST_S, layout[memory.NOW_S])
-
-
-@inlined
-def bound_weights(w: cpu.Pointer, dim: np.int64, bound: np.float32) -> None:
-    """Clamp weights to ``[-bound, bound]``; NaN stays NaN."""
-    for d in range(dim):
-        weight = bound if w[d] > bound else w[d]
-        w[d] = -bound if weight < -bound else weight

@@ -73,7 +73,8 @@ HITS, MISSES, INSERTED, REJECTED, ROWS, TICK = range(6)
 EVICTED, EXPIRED_STEPS, EXPIRED_SECONDS, EXPIRED_NORM = range(6, 10)
 LEFT_AT, LEFT_ROOM, CAPACITY, MISSED, REFUSED = range(10, 15)
 CHANGE, SWEPT_ARENA, SWEPT_SLOT, LOADING, PINNED_ROWS = range(15, 20)
-NUM_TALLIES = 20
+RUNNING_S, HAS_LARGE = 20, 21
+NUM_TALLIES = 22
 """Columns of the tally: ids found, ids not found, rows made, ids refused a row, rows
 in use, tick of the current request; rows that left because the store was full, because
 of their age in steps, in seconds, because of their norm; address at which the next row
@@ -81,7 +82,8 @@ to leave is noted, or 0, and for how many there is room (see ``change_log.py``);
 that the store may hold; gradients without a row, and with NaN or an infinity; what
 change is in progress (see ``NO_CHANGE``); arena and slot where the next slice of a
 sweep begins; whether the rows of a checkpoint, and of increments, are being loaded;
-rows that stay when the store is full."""
+rows that stay when the store is full; the running time (see ``expiry.py``); whether
+rows may hold numbers that are not moderate (see ``finite.py``)."""
 
 NO_CHANGE, REQUEST, LOAD, CLEAR = range(4)
 """What changes the store right now: nothing; a request that would be undone; a load; a

@@ -82,13 +82,13 @@ _2, _4, _8, _16 = (np.uint64(num) for num in (2, 4, 8, 16))
 class RawRows:
     """Slots of an arena, used and free, and the position of each in its last use.
 
-    ``steps`` of all tables, and ``now_s``, are those when the first slot was copied.
+    ``steps`` and ``seconds`` of tables are those when the first slot was copied.
     """
 
     words: Words
     positions: Numbers
     steps: list[int]
-    now_s: float
+    seconds: list[float]
 
 
 class RowExport:
@@ -100,7 +100,7 @@ class RowExport:
     def __init__(self, store: EmbeddingStore) -> None:
         self.tables = list(store.states)
         self.is_done = False
-        self._clock = store.clock
+        self._seconds = store.seconds
         self._num_copied = 0
         self._directory = store.arenas.directory
         num_used = self._directory[:, memory.USED].tolist()
@@ -133,7 +133,11 @@ class RowExport:
             slice_rows = max(_SLICE_BYTES // words.strides[0], 1)
             for first in range(0, num_used, chunk_rows):
                 end = min(first + chunk_rows, num_used)
-                now = [table.num_updates for table in self.tables], self._clock()
+                expiries = [table.spec.expiry for table in self.tables]
+                now = (
+                    [table.num_updates for table in self.tables],
+                    [self._seconds.now_s(expiry) for expiry in expiries],
+                )
                 copied = np.empty((end - first, words.shape[1]), dtype=np.uint64)
                 for start in range(first, end, slice_rows):
                     stop = min(start + slice_rows, end)
@@ -179,7 +183,8 @@ def split_by_table(
         positions_K = chunk.positions[slots_K]
         copy_columns(chunk.words, slots_K, positions_K, table.layout, rows.addresses())
         if table.spec.expiry.is_on:
-            is_kept = ~_find_expired(rows, table.spec, chunk.steps[number], chunk.now_s)
+            now = chunk.steps[number], chunk.seconds[number]
+            is_kept = ~_find_expired(rows, table.spec, *now)
             rows = RowColumns(*(column[is_kept] for column in rows.columns()))
         split.append((number, rows))
     return split

@@ -1,7 +1,7 @@
 """The tables of a store: settings, compiled loops, and what is kept beside the rows."""
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import msgspec
@@ -18,7 +18,7 @@ from persia_torchrec.jit.compiled import (
     specialized,
 )
 from persia_torchrec.jit.kernel import NO_LOG
-from persia_torchrec.store import loops, memory
+from persia_torchrec.store import finite, loops, memory
 from persia_torchrec.store.fbgemm_engine import FbgemmEngine
 from persia_torchrec.store.memory import (
     POSITION_BITS,
@@ -176,14 +176,16 @@ class TableState:
         state_S[: len(optimizer_S)] = optimizer_S
         fill = spec.initializer.fill_numbers(spec.row_dim)
         self._kept = {
-            memory.SCRATCH: np.empty(spec.row_dim, dtype=np.float32),
+            memory.SCRATCH: np.empty(
+                2 * spec.row_dim + spec.num_row_floats + 2, dtype=np.float32
+            ),
             memory.FILL: np.array(fill, dtype=np.float32),
             memory.INITIAL_STATE: state_S,
         }
         for column, array in self._kept.items():
             layout[column] = array.ctypes.data
         layout[memory.SEED] = spec.seed
-        self._bound = np.float32(spec.weight_bound or np.inf)
+        self._checks = _checks(spec, self._kept[memory.FILL], state_S)
         self.insert = loops.build_insert(spec.initializer.kernel)
         no_rows, slots = np.empty((0, spec.row_dim), np.float32), _NO_COUNTS.copy()
         used = at, _NO_IDS, _NO_COUNTS
@@ -194,6 +196,11 @@ class TableState:
         else:
             self._update = loops.build_update(spec.optimizer.kernel)
             compile_for(self._update, *used, read_only(no_rows), self._step_numbers())
+
+    @cached_property
+    def is_by_running_time(self) -> bool:
+        """Whether rows expire by the time in which servers run."""
+        return self.spec.expiry.is_by_running_time
 
     @property
     def number(self) -> int:
@@ -340,7 +347,22 @@ class TableState:
         self.admission = build_admission(*rule, self.remembered, self._log)
 
     def _step_numbers(self) -> Floats:
-        """Return the bound of the weights, and the optimizer's numbers of a step."""
+        """Return the bound of the weights, that of gradients, and the optimizer's."""
         spec, step = self.spec, max(self.num_updates, 1)
         numbers = spec.optimizer.step_numbers(spec.row_dim, step)
-        return np.array((self._bound, *numbers), dtype=np.float32)
+        return np.array((*self._checks, *numbers), dtype=np.float32)
+
+
+def _checks(
+    spec: TableSpec, fill: Floats, state_S: Floats
+) -> tuple[np.float32, float, int]:
+    """Return the bound of weights, what gradients are moderate, floats of the state.
+
+    The second is a sum of squares; -1: rows are looked at after each step.
+    """
+    num_state = len(spec.optimizer.initial_state(spec.row_dim))
+    is_sure = spec.optimizer.stays_finite
+    is_sure &= bool(np.abs(fill).max(initial=0) <= finite.MODERATE_WEIGHT)
+    is_sure &= bool(state_S[:num_state].max(initial=0) <= finite.MODERATE_STATE)
+    moderate = float(finite.MODERATE_SQUARES) if is_sure else -1.0
+    return np.float32(spec.weight_bound or np.inf), moderate, num_state

@@ -15,7 +15,7 @@ import numpy as np
 
 from persia_torchrec.errors import StoreError
 from persia_torchrec.jit.compiled import read_only
-from persia_torchrec.store import loops, memory, table_blocks
+from persia_torchrec.store import finite, loops, memory, table_blocks
 from persia_torchrec.store.change_log import ChangedSlots
 from persia_torchrec.store.memory import Floats, Ids, Slots, Words
 from persia_torchrec.store.table import TableState
@@ -282,16 +282,14 @@ class Requests:
         ):
             self._set_notes(request.notes)
             return
-        store = self._store
         if recovery is not None:
             self.begin()
             num_notes = len(request.notes) + 3 * len(request.results_at)
             recovery.make_room(sum(map(self._count_bytes, changes)) + 16 * num_notes)
         is_clear = bool(changes) and changes[-1].kind == CLEAR
         if changes:
-            now_s = max(int(store.clock()), 0)
             for change in changes[:-1] if is_clear else changes:
-                self._change(request, change, now_s)
+                self._change(request, change)
         self._sum_up(request)
         for offset in request.results_at:
             request.notes += enumerate(request.totals, offset)
@@ -340,7 +338,7 @@ class Requests:
             num_bytes += table_blocks.GROUP_SLOTS * self._widest_row()
         return num_bytes
 
-    def _change(self, request: Request, change: Change, now_s: int) -> None:
+    def _change(self, request: Request, change: Change) -> None:
         kind, table, step, ids_N, hints_N, values_NK = change
         state, recovery = self._store.states[table], self.recovery
         if kind == WRITE:
@@ -348,12 +346,15 @@ class Requests:
             if recovery is not None:
                 recovery.keep_rows(state.layout, slots_N)
             memory.write_rows(state.layout, slots_N, values_NK)
+            if not np.abs(values_NK).max(initial=0) <= finite.MODERATE_WEIGHT:
+                self._store.tally[memory.HAS_LARGE] = 1
             return
         if recovery is not None:
             recovery.keep(state.step)
         if kind == STEP:
             state.num_updates = step
             return
+        now_s = self._store.now_s(state)
         if state.shared is None:
             counts = state.step_rows(ids_N, hints_N, values_NK, step=step, now_s=now_s)
         else:

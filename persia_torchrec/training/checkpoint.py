@@ -26,6 +26,7 @@ server fails, all trainers raise, and the previous checkpoint is still the lates
 import contextlib
 import dataclasses
 import io
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -54,6 +55,8 @@ from persia_torchrec.sharding.state import is_state_entry, without_rows
 from persia_torchrec.sharding.table_control import TableControl
 from persia_torchrec.training.dense_reader import reader_of
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 Target = nn.Module | torch.optim.Optimizer
@@ -62,6 +65,7 @@ _CANCEL_S = 30.0
 """What a failed save waits for the servers to end theirs."""
 
 _CLOSE_S = 10.0
+_WHOLE = torch.Tensor, nn.Parameter  # others may be a part, and have their own checks
 
 
 def save_checkpoint(
@@ -166,6 +170,9 @@ def load_checkpoint(
     state: dict[str, Any],
     client: EmbeddingClient,
     *,
+    missing: catalog.Missing = "error",
+    on_change: catalog.OnChange = "error",
+    rename: Mapping[str, str] | None = None,
     timeout_s: float = timeouts.CHECKPOINT_S,
 ) -> SavedCheckpoint:
     """Load both halves, with any number of trainers and servers.
@@ -180,12 +187,22 @@ def load_checkpoint(
             values are replaced in the dictionary. Names may be left out. Optimizers
             may be fresh: their state is made first.
         client: of the servers.
+        missing: what becomes of tables that the model does not have: "error", "skip"
+            leaves them out. Tables that the checkpoint does not have begin again, each
+            with a line in the log.
+        on_change: what becomes of a table with another dim or optimizer, and of dense
+            parameters that are new or have another shape: "error", or they begin again.
+            With "reset state" a table keeps its weights, if the dim is the same; with
+            "reset table" it does not. Another weight dtype is converted.
+        rename: by names of the checkpoint's tables, what the model calls them.
         timeout_s: seconds that the servers may take.
 
     Raises:
         CheckpointError: there is no complete checkpoint, it is damaged, or it does not
             fit model or tables. Unless the dense half is at fault, nothing has changed.
     """
+    own = tuple(name for name, table in client.tables.items() if table.is_own)
+    rules = catalog.LoadRules(missing, on_change, dict(rename or {}), own)
 
     def load_servers() -> SavedCheckpoint:
         folder = next(catalog.saved_states(path), None)
@@ -196,6 +213,7 @@ def load_checkpoint(
             found.checkpoint.url,
             increments=None if delta is None else delta.increments,
             until=None if delta is None else delta.positions,
+            rules=rules,
             timeout_s=timeout_s,
         )
         if delta is None:
@@ -207,15 +225,18 @@ def load_checkpoint(
     limit_s = timeouts.exchange_s(client.recovery_s, timeout_s)
     saved = at_first(load_servers, SavedCheckpoint, limit_s)
     client.batches.continue_after(saved.num_batches)
-    load_dense(Folder(saved.path), state)
+    load_dense(Folder(saved.path), state, resets=on_change != "error")
     return saved
 
 
-def load_dense(folder: Folder, state: dict[str, Any]) -> None:
-    """Load the dense half of a checkpoint only; every trainer calls it."""
+def load_dense(folder: Folder, state: dict[str, Any], *, resets: bool = False) -> None:
+    """Load the dense half of a checkpoint only; every trainer calls it.
+
+    With ``resets`` what it lacks, or has in another shape, stays as it is.
+    """
     begun = at_first(lambda: _dense_of(folder).begun, tuple[str, ...])
     dense = folder.child(catalog.DENSE)
-    everywhere(lambda: _load_dense(state, dense, begun))
+    everywhere(lambda: _load_dense(state, dense, begun, resets=resets))
 
 
 def _dense_of(folder: Folder) -> catalog.DenseHalf:
@@ -249,6 +270,51 @@ class _SavePlanner(_DenseOnly, default_planner.DefaultSavePlanner):
 
 
 class _LoadPlanner(_DenseOnly, default_planner.DefaultLoadPlanner):
+    """Loads what the checkpoint has in the same shape; other things are an error.
+
+    With ``resets`` they stay as they are, and are named.
+    """
+
+    resets = False
+    _leaves_out = False
+
+    def create_local_plan(self) -> Any:
+        """Plan what is loaded; torch would look for a key that is left out."""
+        if not self._leaves_out or self.metadata is None:
+            return super().create_local_plan()
+        given = self.state_dict, self.metadata
+        return default_planner.create_default_local_load_plan(*given)
+
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        """Leave out what cannot be loaded, or raise an error that names all of it."""
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        saved = storage_meta.state_dict_metadata
+        changed = {}
+        for key, value in self.state_dict.items():
+            received = getattr(saved.get(key), "size", None)
+            if key not in saved:
+                changed[key] = "is new"
+            elif type(value) in _WHOLE and value.shape != received:
+                size = "no tensor" if received is None else list(received)
+                changed[key] = f"has shape {list(value.shape)}, and had {size}"
+        self._leaves_out = bool(changed)
+        if not changed:
+            return
+        told = "; ".join(f"{key} {what}" for key, what in sorted(changed.items()))
+        if not self.resets:
+            raise CheckpointError(
+                "The model's parameters must be those of the checkpoint. Received: "
+                f'{told}. With on_change="reset state" of load_checkpoint, recoverable '
+                "or TrainCtx, these begin again."
+            )
+        if is_first():
+            logger.warning("the dense half: these begin again: %s", told)
+        state = self.state_dict.items()
+        self.state_dict = {k: v for k, v in state if k not in changed}
+        self.mappings = {key: self.mappings[key] for key in self.state_dict}
+
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         """Read what is no tensor, without running anything that a file names."""
         torch.load(value, weights_only=True)  # torch's own reader runs what it finds
@@ -269,7 +335,9 @@ def names_in(folder: Folder) -> list[str]:
     )
 
 
-def _load_dense(state: dict[str, Any], folder: Folder, begun: Iterable[str]) -> None:
+def _load_dense(
+    state: dict[str, Any], folder: Folder, begun: Iterable[str], *, resets: bool
+) -> None:
     for name in begun:
         if isinstance(optimizer := state.get(name), torch.optim.Optimizer):
             _make_state(optimizer)
@@ -280,7 +348,9 @@ def _load_dense(state: dict[str, Any], folder: Folder, begun: Iterable[str]) -> 
         for value in state.values():
             if isinstance(value, torch.optim.Optimizer):
                 stack.enter_context(keeping_tensors(value))
-        _let_torch(load, state, _LoadPlanner(), folder)
+        planner = _LoadPlanner()
+        planner.resets = resets
+        _let_torch(load, state, planner, folder)
 
 
 def _let_torch(

@@ -22,8 +22,8 @@ import os
 import random
 import time
 from collections import ChainMap
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
@@ -82,6 +82,11 @@ class RecoveryConfig:
     delta_interval_s: float = 0.0
     """Seconds between two deltas, or 20 times what the last one took if that is more;
     0: there are none."""
+
+    rules: catalog.LoadRules = field(
+        default_factory=lambda: catalog.LoadRules(missing="error")
+    )
+    """What becomes of tables that have changed since."""
 
     def __post_init__(self) -> None:
         for name, least in (("save_steps", 0), ("keep", 1)):
@@ -177,7 +182,7 @@ class Recovery:
         )
         for path in found:
             try:
-                self._load(Folder(path), is_exact=is_exact)
+                num_left_out = self._load(Folder(path), is_exact=is_exact)
             except CheckpointError as exc:
                 if path == found[-1]:
                     raise
@@ -185,7 +190,10 @@ class Recovery:
             else:
                 self.resumed_from = path
                 self._may_continue = True
-                logger.info("training resumes from %s (%s)", path, self._config.resume)
+                how: str = self._config.resume
+                if num_left_out:
+                    how = f"without {num_left_out} rows, for which was no room"
+                logger.info("training resumes from %s (%s)", path, how)
                 return
         if is_restart and is_exact:
             at_first(self._client.clear)
@@ -336,7 +344,9 @@ class Recovery:
                 own[f"buffers of {name}"] = _Buffers(value)
         return shared, own
 
-    def _load(self, folder: Folder, *, is_exact: bool) -> None:
+    def _load(self, folder: Folder, *, is_exact: bool) -> int:
+        """Load a checkpoint; return how many rows did not fit."""
+        num_left_out, rules = 0, self._config.rules
         shared, own = self._split()
         key = self._key
         datasets = (value for value in own.values() if isinstance(value, RowDataset))
@@ -344,16 +354,24 @@ class Recovery:
             key = key_of_any_trainer(folder, self._rank)
         state = {**shared, key: b""}
         if is_exact:
-            load_checkpoint(folder.url, state, self._client)
+            loaded = load_checkpoint(
+                *(folder.url, state, self._client),
+                missing=rules.missing,
+                on_change=rules.on_change,
+                rename=rules.rename,
+            )
+            num_left_out = loaded.num_left_out
         else:
-            load_dense(folder, state)
+            load_dense(folder, state, resets=rules.on_change != "error")
         self._saved = saved = _unpack(state[key])
         self._set_own(saved)
         self.num_steps = self.clock.num_trained = saved["num_steps"]
         self.last_numbers = saved["last"]
         found = catalog.Saved.read(folder)
         self._client.batches.continue_after(found.num_batches)
-        self._tables = {table.name: table.spec for table in found.tables}
+        tables = catalog.renamed(found.tables, rules.rename)
+        self._tables = {table.name: table.spec for table in tables}
+        return num_left_out
 
     def _restore(self, saved: dict[str, Any]) -> None:
         """Set the own state again, and rates and settings that the script changed."""
@@ -447,6 +465,9 @@ def recoverable(
     save_steps: int = 0,
     keep: int = 2,
     delta_interval_s: float = 0.0,
+    missing: catalog.Missing = "error",
+    on_change: catalog.OnChange = "error",
+    rename: Mapping[str, str] | None = None,
 ) -> Iterator[Run]:
     """Make a training loop continue where it was, when its trainers start again.
 
@@ -475,6 +496,9 @@ def recoverable(
         delta_interval_s: seconds between two deltas (:func:`save_delta`), at least 20
             times what the last one took; the servers must write increments. 0: there
             are none.
+        missing: "error" or "skip", as of :func:`load_checkpoint`.
+        on_change: "error", "reset state" or "reset table", likewise.
+        rename: by names of the checkpoint's tables, those of the model.
 
     Raises:
         CheckpointError: there are complete checkpoints, and none can be loaded.
@@ -494,6 +518,7 @@ def recoverable(
         save_steps=save_steps,
         keep=keep,
         delta_interval_s=delta_interval_s,
+        rules=catalog.LoadRules(missing, on_change, dict(rename or {})),
     )
     recovery = Recovery(config, client, sharders, state)
     recovery.begin_generation()

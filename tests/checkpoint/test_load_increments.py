@@ -106,7 +106,7 @@ class Journaled:
             "num_shards": 1,
             "created_s": 7.0,
             "tick": store.tick,
-            "tables": saved_tables(states),
+            "tables": saved_tables(states, store.seconds),
         }
         dirty.add(store.journal.cut())
         increment = Increment(IncrementHead(was_cleared=dirty.was_cleared, **head))

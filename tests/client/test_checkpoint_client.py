@@ -1,15 +1,18 @@
 """Dump and load of whole servers: what is kept, and what is refused."""
 
 import json
+import re
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from persia_torchrec import Uniform
+from persia_torchrec import Expiry, Uniform
 from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.checkpoint.load import ShardLoad, Target
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.embedding.optim import SGD, Adagrad, Adam
 from persia_torchrec.errors import CheckpointError, RemoteError, ServerError
@@ -149,7 +152,7 @@ def test_rows_can_be_put_over_those_that_are_there(servers, path):
     other.train(3, 4)
     (before, _), (mine, _) = other.rows(5), (job.rows(5)[2], None)
     other.client.add_tables([TableSpec(name="new", dim=2, optimizer=SGD(0.1))])
-    with pytest.raises(RemoteError, match=r"lacks \['new'\].*use replace=False"):
+    with pytest.raises(RemoteError, match=r"\['new'\] of the model.*rename={'half': "):
         other.checkpoints.load(path)
     assert np.array_equal(other.rows(5)[0], before)
     other.checkpoints.load(path, replace=False)
@@ -173,7 +176,6 @@ def test_a_server_without_tables_takes_those_of_the_checkpoint(servers, path):
     "changed",
     [
         {"dim": 4},
-        {"weight_dtype": "fp16"},
         {"optimizer": SGD(0.1)},
         {"optimizer": Adagrad(0.1, vectorwise_shared=True)},
     ],
@@ -289,8 +291,8 @@ def test_empty_servers_can_be_dumped_and_loaded(servers, path):
 def test_servers_without_tables_can_be_dumped_and_loaded(servers, path, num_servers):
     job, other = Job(servers, 2, []), Job(servers, num_servers, [])
     job.checkpoints.dump(path)
-    for replace in (True, False):
-        assert other.checkpoints.load(path, replace=replace).num_rows == 0
+    for replaces in (True, False):
+        assert other.checkpoints.load(path, replace=replaces).num_rows == 0
     other.client.add_tables([SEEN])
     other.checkpoints.load(path, replace=False)
     other.train(1, 2, tables=[SEEN])
@@ -472,3 +474,54 @@ def wait_for(condition):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
+
+
+@pytest.mark.parametrize(("clock", "num_left"), [("running", 3), ("wall", 0)])
+def test_rows_are_not_older_after_a_pause_between_dump_and_load(
+    servers, path, clock, num_left
+):
+    spec = replace(SEEN, expiry=Expiry(seconds_to_live=100, clock=clock))
+    job = Job(servers, 1, [spec])
+    job.train(1, 2, 3)
+    saved = job.checkpoints.dump(path)
+    later_s = time.time() + 604_800.0
+    store = EmbeddingStore(10, clock=lambda: later_s)
+    load = ShardLoad(Folder(saved.path), Target(0, 1, 10, is_lfu=False), store)
+    load.check()
+    load.load()
+    assert store.num_rows == 3
+    while store.sweep(100):
+        pass
+    assert store.num_rows == num_left
+    later_s += 101
+    while store.sweep(100):
+        pass
+    assert store.num_rows == 0
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
+@pytest.mark.parametrize("resets", [False, True])
+def test_rows_that_are_not_finite_are_counted_and_may_begin_anew(
+    servers, path, table, resets, caplog
+):
+    job = Job(servers, 2, [table])
+    job.train(*range(20))
+    bad = np.full((3, table.dim), np.nan, dtype=np.float32)
+    job.client.write(table.name, ids_of(3, 4, 5), bad)
+    caplog.clear()
+    job.checkpoints.dump(path)
+    told = f"3 rows have a NaN or an infinity.*3 of table '{table.name}'"
+    assert re.search(told, caplog.text)
+    caplog.clear()
+    other = Job(servers, 1, [replace(table, resets_non_finite=resets)])
+    assert other.checkpoints.load(path).num_not_finite == 3
+    assert re.search(told, caplog.text)
+    (before,), (rows,) = job.rows(20), other.rows(20)
+    if resets:
+        assert np.isfinite(rows).all()
+        initial = Job(servers, 1, [table]).client.read(
+            table.name, ids_of(3, 4, 5), initial=True
+        )
+        np.testing.assert_allclose(rows[3:6], initial, rtol=2.0**-7)
+        before[3:6] = rows[3:6] = 0
+    np.testing.assert_array_equal(before, rows)

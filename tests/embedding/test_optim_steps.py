@@ -32,7 +32,7 @@ from persia_torchrec.embedding.optim import (
 )
 from persia_torchrec.jit.compiled import compiled, inlined_kernel, specialized
 from persia_torchrec.jit.intrinsics import floats_at
-from persia_torchrec.store.loops import bound_weights
+from persia_torchrec.store.finite import bound_weights
 from tests.support.optimizers import EVERY_OPTIMIZER, optimizers_by_kind
 from tests.support.reference import Row, step
 from tests.support.toy_optimizer import SignWithMemory

@@ -39,6 +39,7 @@ def test_an_expiry_is_on_when_one_of_its_conditions_is(expiry, is_on):
         ({"steps_to_live": 1.5}, "Expiry: steps_to_live must be an integer in"),
         ({"seconds_to_live": -1}, "seconds_to_live must be finite and >= 0"),
         ({"seconds_to_live": math.inf}, "seconds_to_live must be finite and >= 0"),
+        ({"clock": "sun"}, "clock must be running or wall"),
         ({"min_l2_norm": math.nan}, "min_l2_norm must be finite and >= 0"),
         ({"min_l2_norm": 1, "spared_steps": -1}, "spared_steps must be an integer"),
         ({"spared_steps": 5}, r"spared_steps must be 0 without min_l2_norm.*: 5\."),

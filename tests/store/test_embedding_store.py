@@ -63,7 +63,11 @@ TABLES = [
         optimizer=Adagrad(0.5),
         initializer=Uniform(-0.5, 0.5),
         expiry=Expiry(
-            steps_to_live=3, seconds_to_live=7, min_l2_norm=0.6, spared_steps=2
+            steps_to_live=3,
+            seconds_to_live=7,
+            min_l2_norm=0.6,
+            spared_steps=2,
+            clock="wall",
         ),
     ),
     TableSpec(name="fading", dim=2, optimizer=SGD(0.2), expiry=Expiry(min_l2_norm=0.1)),
@@ -116,6 +120,7 @@ class StoreMachine(RuleBasedStateMachine):
         has_file=st.sampled_from([False, False, True]),
     )
     def begin(self, capacity_rows, eviction, *, has_file):
+        self.slow = ReferenceStore(capacity_rows, eviction)
         self.file = os.memfd_create("store") if has_file else None
         self.make_store = partial(
             EmbeddingStore,
@@ -125,7 +130,6 @@ class StoreMachine(RuleBasedStateMachine):
             memory_file=f"/proc/self/fd/{self.file}" if has_file else None,
         )
         self.fast = self.make_store()
-        self.slow = ReferenceStore(capacity_rows, eviction)
         for number, table in enumerate(TABLES):
             assert self.fast.add_table(table) == number
         self.slow.tables = list(TABLES)

@@ -10,12 +10,24 @@ from tests.support.servers import ids_of
 
 
 class Stores:
-    """A store, and the seconds that it sees."""
+    """A store, and the seconds that it sees; ``jumped_s`` are those of a jump."""
 
-    def __init__(self, *expiries, capacity_rows=1000, eviction="lru", **settings):
-        self.now_s = 100.0
+    def __init__(
+        self,
+        *expiries,
+        capacity_rows=1000,
+        eviction="lru",
+        now_s=100.0,
+        memory_file=None,
+        **settings,
+    ):
+        self.now_s, self.jumped_s = now_s, 0.0
         self.store = EmbeddingStore(
-            capacity_rows, eviction=eviction, clock=lambda: self.now_s
+            capacity_rows,
+            eviction=eviction,
+            clock=lambda: self.now_s + self.jumped_s,
+            monotonic=lambda: self.now_s,
+            memory_file=memory_file,
         )
         settings = {"dim": 2, "optimizer": SGD(1.0), **settings}
         settings.setdefault("initializer", Constant(1.0))
@@ -243,3 +255,58 @@ def test_many_rows_that_expire_and_come_back_leave_the_store_as_it_should_be():
     assert num_seconds > 100
     gone = num_steps + num_seconds + counters["evictions"]
     assert counters["inserted"] - gone == counters["rows"]
+
+
+@pytest.mark.parametrize(("clock", "num_left"), [("running", 3), ("wall", 0)])
+def test_a_jump_of_the_clock_is_named_and_not_believed(clock, num_left, caplog):
+    stores = Stores(Expiry(seconds_to_live=10, clock=clock))
+    stores.use(0, 1, 2, 3)
+    stores.now_s += 1
+    stores.jumped_s = 172_800.0
+    stores.sweep()
+    assert len(stores.rows(0)) == num_left
+    assert "the clock of this machine jumped by +172800 s" in caplog.text
+    caplog.clear()
+    stores.sweep()
+    assert not caplog.text
+    stores.now_s += 10
+    stores.sweep()
+    assert stores.rows(0) == []
+
+
+@pytest.mark.parametrize(("clock", "num_left"), [("running", 3), ("wall", 0)])
+def test_time_between_two_processes_on_a_memory_file_does_not_count(
+    tmp_path, clock, num_left
+):
+    settings = {"memory_file": str(tmp_path / "store")}
+    stores = Stores(Expiry(seconds_to_live=10, clock=clock), **settings)
+    stores.use(0, 1, 2, 3)
+    stores.now_s += 6
+    stores.sweep()
+    stores.store.close()
+    later = Stores(now_s=10_000.0, **settings)
+    later.now_s += 3
+    later.sweep()
+    assert len(later.rows(0)) == num_left
+    later.now_s += 2
+    later.sweep()
+    assert later.rows(0) == []
+    later.store.close()
+
+
+def test_many_rows_that_expire_at_once_are_named_once(caplog):
+    stores = Stores(Expiry(), Expiry(seconds_to_live=5), Expiry(steps_to_live=1))
+    stores.use(1, *range(150))
+    stores.sweep()
+    assert not caplog.text
+    stores.now_s += 6
+    stores.sweep()
+    assert (
+        "150 of 150 rows expired at once: 0 by steps_to_live, 150 by seconds_to_live, "
+        "0 by min_l2_norm; tables with an expiry: 1, 2."
+    ) in caplog.text
+    stores.use(1, *range(150))
+    caplog.clear()
+    stores.now_s += 6
+    stores.sweep()
+    assert not caplog.text  # once a minute

@@ -9,14 +9,18 @@ import numpy as np
 import pytest
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 
+from persia_torchrec.embedding.initializer import Constant
 from persia_torchrec.embedding.optim import (
+    FTRL,
     LAMB,
     SGD,
     Adagrad,
     Adam,
     RowwiseAdam,
 )
-from persia_torchrec.store.embedding_store import UpdateResult
+from persia_torchrec.store import memory
+from persia_torchrec.store.embedding_store import EmbeddingStore, UpdateResult
+from persia_torchrec.table import TableSpec
 from tests.support.optimizers import EVERY_OPTIMIZER
 from tests.support.servers import ids_of
 from tests.support.trained_elsewhere import NUM_ROWS, batches, train_with_fbgemm
@@ -147,3 +151,86 @@ def test_the_correction_of_adams_means_does_not_run_out_of_digits():
     table = OneTable(optimizer, np.zeros((1, 1), dtype=np.float32))
     table.step([0], np.ones((1, 1), dtype=np.float32))
     assert table.store.read(0, ids_of(0))[0, 0] == pytest.approx(-0.5, rel=1e-3)
+
+
+def stepped(optimizer, dtype, engine="compiled", **settings):
+    """Return a store with rows 0 and 1, which were stepped once."""
+    spec = TableSpec(
+        name="a",
+        dim=8,
+        optimizer=optimizer,
+        weight_dtype=dtype,
+        initializer=Constant(0.5),
+        **settings,
+    )
+    store = EmbeddingStore(10, optimizer_engine=engine)
+    store.add_table(spec)
+    out = np.empty((2, 8), dtype=np.float32)
+    store.lookup(0, ids_of(0, 1), out, training=True)
+    store.update(0, ids_of(0, 1), np.full((2, 8), 0.1, dtype=np.float32))
+    return store
+
+
+@pytest.mark.parametrize("dtype", LAST_BITS)
+@pytest.mark.parametrize("name", EVERY_OPTIMIZER)
+def test_a_step_that_would_leave_a_row_not_finite_moves_nothing(name, dtype):
+    store, num_refused = stepped(EVERY_OPTIMIZER[name], dtype), 0
+    for size in (1e20, -3e38, 3e38):
+        before = store.read(0, ids_of(0, 1))
+        grads = np.full((2, 8), 0.1, dtype=np.float32)
+        grads[0] = size
+        refused = store.update(0, ids_of(0, 1), grads).num_refused
+        after = store.read(0, ids_of(0, 1))
+        assert np.isfinite(after).all()
+        assert not refused or (after[0] == before[0]).all()
+        num_refused += refused
+    assert store.counters()["gradients_refused"] == num_refused
+    store.update(0, ids_of(0, 1), np.full((2, 8), -0.3, dtype=np.float32))
+    later = store.read(0, ids_of(0, 1))
+    assert num_refused < 3 or (later[0] != after[0]).any()
+    assert (later[1] != after[1]).any()
+
+
+@pytest.mark.parametrize("settings", [{}, {"weight_bound": 2.0}])
+@pytest.mark.parametrize("dtype", LAST_BITS)
+@pytest.mark.parametrize(
+    "optimizer", [SGD(9.0), Adagrad(0.1), Adagrad(0.1, vectorwise_shared=True)]
+)
+def test_fbgemm_leaves_rows_finite_too(optimizer, dtype, settings):
+    fused, fbgemm = (
+        stepped(optimizer, dtype, engine, **settings) for engine in ("compiled", "fbgemm")
+    )
+    for size in (1e20, -3e38, 3e38, 0.1):
+        grads = np.full((2, 8), 0.1, dtype=np.float32)
+        grads[0] = size
+        results = [s.update(0, ids_of(0, 1), grads) for s in (fused, fbgemm)]
+        assert results[0] == results[1]
+        rows = [s.read(0, ids_of(0, 1)) for s in (fused, fbgemm)]
+        assert np.isfinite(rows).all()
+        np.testing.assert_allclose(*rows, rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [Adagrad(0.1, 0, eps=0), FTRL(0.1, initial_accumulator_value=0), Adam(eps=0)],
+)
+@pytest.mark.parametrize("size", [0.0, 1e-30])
+def test_a_division_by_zero_moves_nothing(optimizer, size):
+    spec = TableSpec(name="a", dim=2, optimizer=optimizer, initializer=Constant(0.5))
+    store = EmbeddingStore(10)
+    store.add_table(spec)
+    store.lookup(0, ids_of(1), np.empty((1, 2), np.float32), training=True)
+    store.update(0, ids_of(1), np.full((1, 2), size, dtype=np.float32))
+    assert np.isfinite(store.read(0, ids_of(1))).all()
+
+
+@pytest.mark.parametrize("engine", ["compiled", "fbgemm"])
+def test_rows_that_were_written_large_are_looked_at(engine):
+    store = stepped(SGD(1.0), "fp32", engine)
+    store.write(0, ids_of(0), np.full((1, 8), 3e38, dtype=np.float32))
+    grads = np.full((2, 8), -1e9, dtype=np.float32)
+    store.update(0, ids_of(0, 1), grads)
+    store.write(0, ids_of(0), np.full((1, 8), np.nan, dtype=np.float32))
+    assert store.update(0, ids_of(0, 1), grads).num_refused == 1
+    store.clear()
+    assert store.tally[memory.HAS_LARGE] == 0

@@ -1,5 +1,6 @@
 """Trainers that are killed continue, when they are started again, where they were."""
 
+import logging
 import random
 
 import numpy as np
@@ -7,6 +8,8 @@ import pytest
 import torch
 
 from persia_torchrec import SGD, RemoteEmbeddingBagCollectionSharder
+from persia_torchrec.checkpoint import catalog
+from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.data import CsvDataset, IdColumn
 from persia_torchrec.errors import ConfigError, RemoteError
 from persia_torchrec.sharding.optimizer import set_values
@@ -226,6 +229,43 @@ def test_a_rate_that_is_a_tensor_stays_the_one_that_a_compiled_step_reads(
 
     assert train(0.5, 2) == 0.5 / 4
     assert train(0.75, 5) == 0.5 / 32
+
+
+def test_a_resume_into_less_room_says_so_and_keeps_the_fuller_checkpoint(
+    servers, tmp_path, caplog
+):
+    caplog.set_level(logging.INFO)
+
+    def run(capacity, num_saves):
+        client = servers.client(servers.start(1, capacity_rows=capacity))
+        client.add_tables([TableSpec(name="item", dim=4, optimizer=SGD(1.0))])
+        with recoverable(tmp_path, {}, client, (), interval_s=0) as training:
+            if not training.resumed_from:
+                client.write(
+                    "item", np.arange(100, dtype="u8"), np.ones((100, 4), "f4")
+                )
+            for _ in range(num_saves):
+                training.save()
+        return sum(client.num_rows())
+
+    assert run(100, 1) == 100
+    caplog.clear()
+    assert run(30, 5) == 30
+    assert "70 rows were left out" in caplog.text
+    assert "has 100 rows, and the servers have room for 30" in caplog.text
+    assert "without 70 rows" in caplog.text
+    assert "(exact)" not in caplog.text
+    kept = [
+        f.url.rpartition("-")[2] for f in catalog.complete_checkpoints(Folder(tmp_path))
+    ]
+    assert kept == ["00000006", "00000005", "00000001"]
+    caplog.clear()
+    assert run(30, 3) == 30  # which continues those that lack rows
+    assert "(exact)" in caplog.text
+    kept = [
+        f.url.rpartition("-")[2] for f in catalog.complete_checkpoints(Folder(tmp_path))
+    ]
+    assert kept == ["00000009", "00000008", "00000001"]
 
 
 @pytest.mark.parametrize("lr", [0.25, torch.tensor(0.25)])

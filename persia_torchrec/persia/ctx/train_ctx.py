@@ -3,12 +3,14 @@
 import contextlib
 import itertools
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from persia_torchrec import env
+from persia_torchrec.checkpoint.catalog import LoadRules, Missing, OnChange
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.member import JobMember
@@ -85,6 +87,12 @@ class TrainCtx(EmbeddingCtx):
             ``PERSIA_CHECKPOINT_DIR``, which trainers and servers share.
         resume: "exact" takes the servers back to the checkpoint; with "rows_ahead" rows
             keep the updates since. None: ``PERSIA_RESUME``, or else "exact".
+        missing: what becomes of the checkpoint's tables that the model does not have
+            when training resumes: "error" or "skip". Tables that the checkpoint does
+            not have begin again.
+        on_change: what becomes of a table with another dim or optimizer, and of changed
+            parameters of the model: "error", "reset state" or "reset table".
+        rename: by names of the checkpoint's tables, what they are called now.
 
     Attributes:
         embedding_optimizer: the learning rates of the embeddings, for
@@ -121,6 +129,9 @@ class TrainCtx(EmbeddingCtx):
         tables: Mapping[str, TableSettings] | None = None,
         checkpoint_interval_s: float | None = None,
         resume: Resume | None = None,
+        missing: Missing = "error",
+        on_change: OnChange = "error",
+        rename: Mapping[str, str] | None = None,
     ) -> None:
         self._update_factor = grad_scalar_update_factor
         if grad_scalar_update_factor <= 1:
@@ -160,7 +171,8 @@ class TrainCtx(EmbeddingCtx):
         self._watch = NonFiniteWatch()
         self._own_state: dict[str, Any] = {}
         given = engine.job_id, checkpoint_interval_s, resume
-        self._recovery_config = _configure_recovery(*given)
+        rules = LoadRules(missing, on_change, dict(rename or {}))
+        self._recovery_config = replace(_configure_recovery(*given), rules=rules)
 
     def forward(self, batch: PersiaTrainingBatch) -> tuple[Any, Tensors | None]:
         """Run the model on a batch; return its output and the labels, or None.

@@ -1,0 +1,114 @@
+"""The seconds by which rows expire, and sweeps that take out those that have expired.
+
+    running   while a server runs, by the monotonic clock: it continues from where the
+              memory file, or the checkpoint that was loaded, ended
+    wall      seconds since 1970: the time between two runs counts, and a jump does
+
+Both begin alike, so that rows have one kind of time. A step of the wall clock, as when
+a machine was suspended, is noticed by the monotonic one; rows that go by the running
+time keep their age.
+"""
+
+import logging
+import weakref
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from persia_torchrec.embedding.usage import Expiry
+from persia_torchrec.store import loops, memory
+
+if TYPE_CHECKING:
+    from persia_torchrec.store.embedding_store import EmbeddingStore
+
+logger = logging.getLogger(__name__)
+
+JUMP_S = 60.0
+"""A step of the wall clock that is named; less may be a correction of the time."""
+
+_MANY_FRACTION, _MANY_ROWS = 0.1, 100
+"""Of the rows at the beginning of a pass: how many that expire in it are named."""
+
+_WARNED_S = 60.0  # between two warnings of many rows
+_CAUSES = [memory.EXPIRED_STEPS, memory.EXPIRED_SECONDS, memory.EXPIRED_NORM]
+
+
+class ExpiryClock:
+    """The seconds of a store's rows. The store's thread owns it."""
+
+    def __init__(self, store: "EmbeddingStore") -> None:
+        self._store: EmbeddingStore = weakref.proxy(store)  # which owns this
+        self.running_s = float(store.tally[memory.RUNNING_S]) or store.clock()
+        self._offset_s = store.clock() - store.monotonic()
+
+    @property
+    def running_s(self) -> float:
+        """The running time: a load of a checkpoint sets it to that of the dump."""
+        return self._begin_s + self._store.monotonic() - self._began_at_s
+
+    @running_s.setter
+    def running_s(self, seconds: float) -> None:
+        self._begin_s, self._began_at_s = seconds, self._store.monotonic()
+        self._store.tally[memory.RUNNING_S] = int(seconds)
+
+    def now_s(self, expiry: Expiry) -> float:
+        """Return the current second of rows with an expiry."""
+        return self.running_s if expiry.is_by_running_time else self._store.clock()
+
+    def note(self) -> None:
+        """Keep the running time for the next process, and look for a jump."""
+        self._store.tally[memory.RUNNING_S] = int(self.running_s)
+        offset_s = self._store.clock() - self._store.monotonic()
+        jump_s, self._offset_s = offset_s - self._offset_s, offset_s
+        if abs(jump_s) > JUMP_S:
+            logger.warning(
+                "the clock of this machine jumped by %+.0f s: rows keep their age, but "
+                'those of tables with Expiry(clock="wall") age by it',
+                jump_s,
+            )
+
+
+class Sweeps:
+    """Takes expired rows out, a slice at a time. The store's thread owns it."""
+
+    def __init__(self, store: "EmbeddingStore") -> None:
+        self._store: EmbeddingStore = weakref.proxy(store)
+        self._num_before, self._num_rows = np.zeros(3, np.int64), 0  # at a pass's begin
+        self._warned_at_s = -_WARNED_S
+
+    def rules(self) -> loops.Rules | None:
+        """Return the rules of all tables; None if no row can expire."""
+        states = self._store.states
+        if not any(state.spec.expiry.is_on for state in states):
+            return None
+        rules_T = np.zeros((len(states), 5), dtype=np.float64)
+        for table, state in enumerate(states):
+            expiry = state.spec.expiry
+            if expiry.is_on:
+                now_s = self._store.seconds.now_s(expiry)
+                rules_T[table] = *expiry.limits, now_s
+        return rules_T
+
+    def begin_slice(self, *, is_first: bool) -> None:
+        """Note the time, and what there is at the beginning of a pass."""
+        self._store.seconds.note()
+        if is_first:
+            self._num_before = self._store.tally[_CAUSES]
+            self._num_rows = self._store.num_rows
+
+    def end_pass(self) -> None:
+        """Name many rows that have expired in one pass."""
+        store = self._store
+        causes = store.tally[_CAUSES] - self._num_before
+        num, now_s = int(causes.sum()), store.monotonic()
+        is_much = num >= max(_MANY_ROWS, _MANY_FRACTION * self._num_rows)
+        if not is_much or now_s - self._warned_at_s < _WARNED_S:
+            return
+        self._warned_at_s = now_s
+        names = [state.spec.name for state in store.states if state.spec.expiry.is_on]
+        logger.warning(
+            "%d of %d rows expired at once: %d by steps_to_live, %d by "
+            "seconds_to_live, %d by min_l2_norm; tables with an expiry: %s. Let rows "
+            "live longer if they are wanted.",
+            *(num, self._num_rows, *causes.tolist(), ", ".join(names)),
+        )

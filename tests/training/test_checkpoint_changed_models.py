@@ -1,0 +1,198 @@
+"""A checkpoint of a model that has changed since: what is loaded, and what is said."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec import EmbeddingBagConfig
+
+from persia_torchrec import RemoteEmbeddingBagCollectionSharder
+from persia_torchrec.embedding.optim import Adagrad, Adam
+from persia_torchrec.errors import CheckpointError
+from persia_torchrec.table import TableSettings
+from persia_torchrec.training.checkpoint import load_checkpoint, save_checkpoint
+from persia_torchrec.training.recovery import recoverable
+from tests.support.remote_job import Bags, kjt_of, shard
+
+IDS = np.arange(20, dtype=np.uint64)
+
+
+class Model(nn.Module):
+    def __init__(self, tables, num_top):
+        super().__init__()
+        self.bags = Bags(tables)
+        self.top = nn.Linear(num_top, 1)
+
+    def forward(self, ids):
+        return self.bags(ids).values()
+
+
+class Run:
+    """A model of some tables on servers of its own."""
+
+    def __init__(self, servers, names, dim=4, optimizer=None, num_top=8, dtype="fp32"):
+        self.client = servers.client(servers.start(1))
+        self.names = names
+        self.sharder = RemoteEmbeddingBagCollectionSharder(
+            self.client,
+            optimizer or Adagrad(0.1),
+            tables=dict.fromkeys(names, TableSettings(weight_dtype=dtype)),
+        )
+        tables = [EmbeddingBagConfig(50, dim, n, feature_names=[n]) for n in names]
+        self.model = shard(Model(tables, num_top), self.sharder)
+        top = self.model.module.top
+        self.optimizer = torch.optim.Adam(top.parameters(), lr=0.1)
+        self.state = {"model": self.model, "optimizer": self.optimizer}
+
+    def train(self):
+        bags = [[id_] for id_ in IDS.tolist()]
+        out = self.model(kjt_of(dict.fromkeys(self.names, bags)))
+        out.square().sum().backward()
+        self.sharder.flush()
+
+    def load(self, path, **rules):
+        return load_checkpoint(path, self.state, self.client, **rules)
+
+    def rows(self, name):
+        return self.client.read(name, IDS)
+
+    def weights(self, name):
+        return self.rows(name)[:, : self.client.table(name).dim]
+
+
+@pytest.fixture
+def start(servers):
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    runs = []
+
+    def start(*args, **settings):
+        runs.append(Run(servers, *args, **settings))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.sharder.close()
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def saved(start, tmp_path):
+    """A checkpoint of tables a and b, and its run."""
+    run = start("ab")
+    for parameter in run.model.module.top.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    run.optimizer.step()
+    run.train()
+    save_checkpoint(tmp_path, run.state, run.client, [run.sharder])
+    return run
+
+
+def test_a_model_with_a_table_more_begins_that_anew(saved, start, tmp_path, caplog):
+    run = start("abc")
+    run.train()
+    run.load(tmp_path)
+    for name in "ab":
+        assert np.array_equal(run.rows(name), saved.rows(name))
+    assert not run.rows("c").any()
+    assert "table 'c' begins again: it is in no file" in caplog.text
+    run.train()
+    assert run.rows("c").any()
+
+
+def test_a_training_with_a_table_more_resumes(saved, start, tmp_path, caplog):
+    first = start("ab")
+    with recoverable(tmp_path / "run", first.state, first.client, first.sharder) as one:
+        for _ in one.skip(range(2)):
+            first.train()
+            one.step()
+        one.save()
+    run = start("abc")
+    args = tmp_path / "run", run.state, run.client, run.sharder
+    with recoverable(*args) as again:
+        assert list(again.skip(range(3))) == [2]
+        assert np.array_equal(run.rows("a"), first.rows("a"))
+    assert "table 'c' begins again" in caplog.text
+
+
+def test_a_model_with_a_table_less_says_so(saved, start, tmp_path, caplog):
+    run = start("a")
+    run.train()
+    before = run.rows("a")
+    with pytest.raises(CheckpointError, match=r"\['b'\] besides.*missing=\"skip\""):
+        run.load(tmp_path)
+    assert np.array_equal(run.rows("a"), before)
+    run.load(tmp_path, missing="skip")
+    assert np.array_equal(run.rows("a"), saved.rows("a"))
+    assert "table 'b' is left out: the model does not have it" in caplog.text
+    assert run.client.num_rows() == [len(IDS)]
+
+
+def test_a_table_that_was_renamed_keeps_its_rows(saved, start, tmp_path):
+    run = start(["a", "new"])
+    with pytest.raises(CheckpointError, match=r"rename=\{'b': 'new'\}.*missing=\"skip"):
+        run.load(tmp_path)
+    run.load(tmp_path, rename={"b": "new"})
+    assert np.array_equal(run.rows("a"), saved.rows("a"))
+    assert np.array_equal(run.rows("new"), saved.rows("b"))
+    run.load(tmp_path, missing="skip")
+    assert not run.rows("new").any()
+
+
+@pytest.mark.parametrize("rule", ["reset state", "reset table"])
+def test_a_table_with_another_optimizer(saved, start, tmp_path, caplog, rule):
+    run = start("ab", optimizer=Adam(0.1))
+    with pytest.raises(CheckpointError, match=r"reset state\" keeps.*\"reset table\""):
+        run.load(tmp_path)
+    run.load(tmp_path, on_change=rule)
+    if rule == "reset state":
+        assert np.array_equal(run.weights("a"), saved.weights("a"))
+        assert not run.rows("a")[:, 4:].any()
+        assert "the optimizer state of table 'a' begins again" in caplog.text
+    else:
+        assert not run.rows("a").any()
+    assert run.client.step("a") == 0
+    run.train()
+
+
+def test_a_table_with_another_dim(saved, start, tmp_path, caplog):
+    run = start("ab", dim=6)
+    for rules in ({}, {"on_change": "reset state"}):
+        with pytest.raises(CheckpointError, match=r"\"reset table\" begins it again"):
+            run.load(tmp_path, **rules)
+    run.load(tmp_path, on_change="reset table")
+    assert run.client.num_rows() == [0]
+    assert "table 'a' begins again: it has dim 6" in caplog.text
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [("fp16", 2.0**-11), ("bf16", 2.0**-8)])
+def test_weights_are_converted_both_ways(saved, start, tmp_path, caplog, dtype, rtol):
+    run = start("ab", dtype=dtype)
+    run.load(tmp_path)
+    np.testing.assert_allclose(run.weights("a"), saved.weights("a"), rtol=rtol)
+    assert np.array_equal(run.rows("a")[:, 4:], saved.rows("a")[:, 4:])
+    assert f"weights are converted from fp32 to {dtype}" in caplog.text
+    save_checkpoint(tmp_path, run.state, run.client, [run.sharder])
+    back = start("ab")
+    back.load(tmp_path)
+    assert np.array_equal(back.rows("a"), run.rows("a"))
+
+
+def test_changed_parameters_of_the_dense_half(saved, start, tmp_path, caplog):
+    run = start("ab", num_top=12)
+    before = run.model.module.top.weight.detach().clone()
+    message = r"top\.weight has shape \[1, 12\], and had \[1, 8\].*on_change"
+    with pytest.raises(CheckpointError, match=message):
+        run.load(tmp_path)
+    run.load(tmp_path, on_change="reset state")
+    top = run.model.module.top
+    assert torch.equal(top.weight, before)
+    assert torch.equal(top.bias, saved.model.module.top.bias)
+    assert "these begin again" in caplog.text
+    top(torch.ones(12)).sum().backward()
+    run.optimizer.step()
+
+
+def test_what_no_rule_can_be_is_refused(saved, tmp_path):
+    with pytest.raises(Exception, match="on_change must be one of"):
+        saved.load(tmp_path, on_change="drop")
