@@ -6,7 +6,8 @@
 
 Training pulls happen in the order of ``start``, each under a permit of the staleness
 bound (see ``staleness.py``); evaluation pulls take none and have threads of their own,
-so that they never wait for one. A training batch whose embeddings are dropped without a
+so that they never wait for one. They wait for the pushes before them, and so read what
+was trained. A training batch whose embeddings are dropped without a
 push (no backward pass came, or it raised) is given up: the servers are told, and the
 permit comes back.
 """
@@ -14,7 +15,7 @@ permit comes back.
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Generic, Self
 
@@ -71,6 +72,7 @@ class PrefetchedBatch(Generic[Handle]):
         self.permit = permit or Permit()
         self.arrived = threading.Event()
         self.error: BaseException | None = None
+        self.after: Sequence[Callable[[], None]] = ()  # waits, before the pull
         self._give_up: Any = None
 
     @property
@@ -147,6 +149,9 @@ class PrefetchedBatch(Generic[Handle]):
     def pull(self) -> None:
         """Pull the batch; a thread of the pipeline calls this."""
         ids, self._ids = self._ids, None
+        after, self.after = self.after, ()
+        for wait in after:
+            wait()
         pipeline, number, permit = self._pipeline, self._number, self.permit
         try:
             ids = ids() if callable(ids) else ids
@@ -255,7 +260,12 @@ class BatchPipeline(PushQueue[Source, Handle]):
         trainers: those that this one updates with, if it does.
         training: the pulls of training batches.
         evaluation: the pulls of others.
+        trains_rows: what evaluation pulls wait for, by what was pushed when they were
+            started: this pipeline, and others of this trainer with the same tables.
+        evaluation_waits: whether they do.
     """
+
+    evaluation_waits = True
 
     def __init__(
         self, lookup: Lookup[Source, Handle], *, staleness: int, timeout_s: float
@@ -268,6 +278,7 @@ class BatchPipeline(PushQueue[Source, Handle]):
         self._num_parts = 1  # of an update. guarded by _starting
         self._update: Update | None = None  # the latest. guarded by _starting
         self._incomplete: list[Update] = []  # guarded by _starting
+        self.trains_rows = weakref.WeakSet[BatchPipeline[Any, Any]]([self])
         self.training = Pulls("training pulls", self.semaphore)
         self.evaluation = Pulls("evaluation pulls", None)
         self.set_staleness(staleness)
@@ -304,6 +315,9 @@ class BatchPipeline(PushQueue[Source, Handle]):
         batch: PrefetchedBatch[Handle]
         if not training:
             batch = PrefetchedBatch(self, ids, given)
+            if self.evaluation_waits:
+                trains = self.trains_rows
+                batch.after = [wait for p in trains for wait in p.pushes_so_far()]
             self.evaluation.submit(batch)
             return batch
         with self._starting:

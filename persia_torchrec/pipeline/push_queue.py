@@ -111,7 +111,8 @@ class PushQueue(Generic[Source, Handle]):
         self._max_sent: float = math.inf
         self._held: set[Future[None]] = set()  # with gradients. guarded by _lock
         self._sent: set[Future[None]] = set()  # of these. guarded by _lock
-        self._in_flight: set[Future[None]] = set()  # guarded by _lock
+        # With the permit of a push. guarded by _lock
+        self._in_flight: dict[Future[None], Permit | None] = {}
         self._is_closed = False  # guarded by _lock
         self._awaits_gradients = False  # the pushing thread sets it
         self._changes: deque[Future[None]] = deque()  # of the thread that changes
@@ -147,7 +148,7 @@ class PushQueue(Generic[Source, Handle]):
             if len(self._held) >= self._max_held:
                 raise self._no_room()
             self._held.add(push.done)
-            self._in_flight.add(push.done)
+            self._in_flight[push.done] = push.permit
             self._queue.put(push)
 
         def wait() -> None:
@@ -202,6 +203,20 @@ class PushQueue(Generic[Source, Handle]):
                 self._await(done)
         self.raise_error()
 
+    def pushes_so_far(self) -> list[Callable[[], None]]:
+        """Return waits for what is pushed, and not applied yet; each has a deadline.
+
+        Parts of an update are waited for where the update is complete.
+        """
+        with self._lock:
+            pushes = list(self._in_flight.items())
+
+        def wait(done: "Future[None]", permit: Permit) -> None:
+            self._await(done)
+            self._await_update(permit)
+
+        return [partial(wait, done, permit) for done, permit in pushes if permit]
+
     def raise_error(self) -> None:
         """Raise the first error of a push so far, or that of closing, if any."""
         with self._lock:
@@ -219,7 +234,7 @@ class PushQueue(Generic[Source, Handle]):
         with self._lock:
             if self._is_closed and waits_for_acks:
                 raise PersiaError(CLOSED)
-            self._in_flight.add(task.done)
+            self._in_flight[task.done] = None
             self._queue.put(task)
         return task.done
 
@@ -325,7 +340,7 @@ class PushQueue(Generic[Source, Handle]):
     def _send_update(self, update: Update) -> None:
         push: Push[Any] = Push(None, tuple, update)
         with self._lock:
-            self._in_flight.add(push.done)
+            self._in_flight[push.done] = update
         update.sent = push.done
         kept, update.kept = update.kept, []
         try:
@@ -367,7 +382,7 @@ class PushQueue(Generic[Source, Handle]):
             if error is not None and self._error is None and not self._is_closed:
                 logger.error("a push failed: %s", error)
                 self._error = error  # raised by the next caller
-            self._in_flight.discard(task.done)
+            self._in_flight.pop(task.done, None)
             self._held.discard(task.done)
             self._sent.discard(task.done)
             self._settled.notify_all()

@@ -206,6 +206,7 @@ def remote_sharders(
     update: Literal["joint", "each"] = "joint",
     joint_timeout_s: float = timeouts.JOINT_UPDATE_S,
     state_dict_rows: StateDictRows = "auto",
+    evaluation_waits: bool = True,
 ) -> "RemoteSharders":
     """Return the sharders that put every collection of a model on the servers.
 
@@ -226,6 +227,7 @@ def remote_sharders(
         "update": update,
         "joint_timeout_s": joint_timeout_s,
         "state_dict_rows": state_dict_rows,
+        "evaluation_waits": evaluation_waits,
     }
     common = client, optimizer, staleness, wire_dtype
     bags = RemoteEmbeddingBagCollectionSharder(*common, **settings)

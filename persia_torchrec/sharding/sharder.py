@@ -254,6 +254,10 @@ class RemoteSharder(CollectionSharder):
             ``NAME.ids``. "ids" has ids always, as a model must whose checkpoint with
             ids is loaded by ``torch.distributed.checkpoint`` before it has rows.
             "none" leaves rows out: ``save_checkpoint`` alone keeps them.
+        evaluation_waits: a lookup for evaluation waits until the updates of this
+            trainer's backward passes so far are applied, so that it reads what was
+            trained. False reads rows at once, which may lack updates; from staleness 2
+            on.
 
     Raises:
         ConfigError: an argument is out of its range. When the model is sharded, or at
@@ -279,27 +283,30 @@ class RemoteSharder(CollectionSharder):
         update: Literal["joint", "each"] = "joint",
         joint_timeout_s: float = timeouts.JOINT_UPDATE_S,
         state_dict_rows: StateDictRows = "auto",
+        evaluation_waits: bool = True,
     ) -> None:
         is_joint, precisions = update == "joint", list(_PRECISIONS)
-        least_s = client.recovery_s
+        least_s, kinds = client.recovery_s, get_args(StateDictRows)
         fits_joint = not is_joint or least_s < joint_timeout_s < math.inf
-        fits_dtype = wire_dtype in precisions
+        finite = f"finite and > {least_s:g}"
+        must_wait = "True at staleness 0 and 1, where each lookup sees all updates"
         for name, value, fits, must in (
             ("update", update, update in ("joint", "each"), '"joint" or "each"'),
+            ("joint_timeout_s", joint_timeout_s, fits_joint, finite),
             (
-                "joint_timeout_s",
-                joint_timeout_s,
-                fits_joint,
-                f"finite and > {least_s:g}",
+                "wire_dtype",
+                wire_dtype,
+                wire_dtype in precisions,
+                f"one of {precisions}",
             ),
-            ("wire_dtype", wire_dtype, fits_dtype, f"one of {precisions}"),
             ("staleness", staleness, staleness >= 0, ">= 0"),
             (
                 "state_dict_rows",
                 state_dict_rows,
-                state_dict_rows in get_args(StateDictRows),
-                f"one of {get_args(StateDictRows)}",
+                state_dict_rows in kinds,
+                f"one of {kinds}",
             ),
+            ("evaluation_waits", False, evaluation_waits or staleness > 1, must_wait),
         ):
             if not fits:
                 raise ConfigError(f"{name} must be {must}. Received: {value!r}.")
@@ -311,6 +318,7 @@ class RemoteSharder(CollectionSharder):
         self.remote_tables.recovery_s = client.recovery_s
         self._optimizer = optimizer if optimizer is not None else Adagrad()
         self._staleness = staleness
+        self._evaluation_waits = evaluation_waits
         self._precision = _PRECISIONS[wire_dtype]
         self._settings = dict(tables or {})
         # Names of tables that a planner, or this sharder, has found in a collection.
@@ -403,6 +411,7 @@ class RemoteSharder(CollectionSharder):
         # A server may be silent, and then away.
         timeout_s = self._client.timeout_s + 2 * self._client.recovery_s
         pipeline = BatchPipeline(lookup, staleness=self._staleness, timeout_s=timeout_s)
+        pipeline.evaluation_waits = self._evaluation_waits
         if self._joint_timeout_s and env.world_size > 1:
             pipeline.set_trainers(self._meet(env, device))
         return pipeline

@@ -86,7 +86,12 @@ class RemoteTables:
         device: torch.device,
     ) -> list[str]:
         """Add a collection's pipeline; return the tables that no earlier one has."""
-        self.pipelines.append((pipeline, frozenset(spec.name for spec in specs)))
+        names = frozenset(spec.name for spec in specs)
+        for other, of_other in self.pipelines:
+            if names & of_other:
+                pipeline.trains_rows.add(other)
+                other.trains_rows.add(pipeline)
+        self.pipelines.append((pipeline, names))
         self.specs.update((spec.name, spec) for spec in specs)
         added = [spec for spec in specs if spec.name not in self.groups]
         for spec in added:

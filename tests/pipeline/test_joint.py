@@ -101,6 +101,20 @@ def test_evaluation_is_no_part_of_a_step(two):
     assert first.num_updates(5) == 1
 
 
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_trainers_that_evaluate_between_the_same_steps_read_the_same_rows(
+    two, staleness
+):
+    first, second = two(staleness)
+    batches = [first.pull(5), second.pull(5)]
+    batches[0].push(ONE_UPDATE)
+    looked = [first.pipeline.start(bags_of(5), training=False)]
+    assert not looked[0].arrived.wait(0.05)
+    batches[1].push(ONE_UPDATE)
+    looked.append(second.pipeline.start(bags_of(5), training=False))
+    assert [b.wait(DEADLINE_S).outputs[0][0, 0] for b in looked] == [2, 2]
+
+
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_trainers_that_have_left_come_together_again(two, staleness):
     first, second = two(staleness)
