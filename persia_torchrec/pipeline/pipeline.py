@@ -134,17 +134,30 @@ class PrefetchedBatch(Generic[Handle]):
             return self._pipeline.send_again(self.handle, grads)
         permit = self.permit
         permit.let_go()
-        return self._pipeline.put(Push(self.handle, grads, permit, is_part=is_part))
+        handle = self.handle if is_part else self._step()
+        return self._pipeline.put(Push(handle, grads, permit, is_part=is_part))
 
     def give_up(self) -> None:
         """Give up: no gradients will come, nor an update that this is a part of.
 
-        Does nothing after a push.
+        It is a step all the same, of which the other trainers have their gradients, as
+        where a backward pass gave some that are not finite. Does nothing after a push.
         """
         if self._give_up is not None and self._give_up.detach():
+            handle = self.handle
             if isinstance(self.permit, Update):
-                self.permit.is_dropped = True
-            self._pipeline.give_up(self.handle, self.permit)
+                self.permit.is_dropped = self.permit.is_step = True
+            else:
+                handle = self._step()
+            self._pipeline.give_up(handle, self.permit)
+
+    def _step(self) -> Handle:
+        """Return what a push needs, as a share of a joint step if there are some."""
+        pipeline = self._pipeline
+        if pipeline.trainers is None:
+            return self.handle
+        assert self._number is not None, "a training batch"
+        return pipeline.lookup.again(self.handle, pipeline.number_step(self._number))
 
     def pull(self) -> None:
         """Pull the batch; a thread of the pipeline calls this."""
@@ -158,7 +171,7 @@ class PrefetchedBatch(Generic[Handle]):
             self.outputs, self.handle = pipeline.lookup.pull(ids, number)
         except BaseException:
             if number is not None:
-                pipeline.fail(number, permit)
+                pipeline.fail(permit)
             raise
         if number is not None:
             # Runs at most once: when this object is no longer used, unless push() came.
@@ -304,7 +317,7 @@ class BatchPipeline(PushQueue[Source, Handle]):
     def set_trainers(self, trainers: Trainers) -> None:
         """Make every update a share of a joint step; before the first batch."""
         with self._starting:
-            self.trainers = trainers
+            self.trainers, self.tally.is_joint = trainers, True
             self.timeout_s += trainers.timeout_s
 
     def start(
@@ -322,16 +335,21 @@ class BatchPipeline(PushQueue[Source, Handle]):
             return batch
         with self._starting:
             update = self._next_update()
-            number = self._next_number(is_step=update is None)
+            number = self._next_number()
             batch = PrefetchedBatch(self, ids, given, number, update)
             self.training.submit(batch)
         return batch
 
-    def _next_number(self, *, is_step: bool) -> BatchNumber:
+    def _next_number(self) -> BatchNumber:
         self._num_started += 1
-        joins = is_step and self.trainers is not None
-        share = self.trainers.next_share() if self.trainers and joins else None
-        return BatchNumber(self._stream, self._num_started, share)
+        return BatchNumber(self._stream, self._num_started)
+
+    def number_step(self, number: BatchNumber) -> BatchNumber:
+        """Return the number of an update, with this trainer's next share, if any."""
+        if self.trainers is None:
+            return number
+        with self._starting:
+            return number._replace(share=self.trainers.next_share())
 
     def _next_update(self) -> Update | None:
         """Return the update that the next batch is a part of, if it is one."""
@@ -340,21 +358,19 @@ class BatchPipeline(PushQueue[Source, Handle]):
         if self._update is None or self._update.is_full:
             if self._update is not None:
                 self.close_update(self._update)
-            number = self._next_number(is_step=True)
+            number = self._next_number()
             self._update = Update(number, self._num_parts)
             begun = [u for u in self._incomplete if not u.is_complete]
             self._incomplete = [*begun, self._update]
         self._update.num_started += 1
         return self._update
 
-    def fail(self, number: BatchNumber, permit: Permit) -> None:
+    def fail(self, permit: Permit) -> None:
         """Settle a training batch that could not be pulled."""
         if isinstance(permit, Update):
             self.fail_part(permit)
-            return
-        if self.trainers is not None:
-            self.trainers.give_up(number)  # the others wait for its share
-        self.semaphore.give_back(permit)
+        else:
+            self.semaphore.give_back(permit)
 
     def accumulate(self, num_parts: int) -> None:
         """Make one update of every ``num_parts`` training batches started from now on.
@@ -394,7 +410,8 @@ class BatchPipeline(PushQueue[Source, Handle]):
         All trainers that update jointly do so at the same place among their batches.
         """
         with self._starting:
-            again = self.lookup.again(handle, self._next_number(is_step=True))
+            number = self._next_number()
+        again = self.lookup.again(handle, self.number_step(number))
         permit = Permit()
         self.semaphore.add(permit)
         return self.put(Push(again, grads, permit))
@@ -402,8 +419,8 @@ class BatchPipeline(PushQueue[Source, Handle]):
     def leave(self) -> None:
         """Let the joint steps of other trainers proceed without this one, from now on.
 
-        Batches so far count still. Later ones belong to the joint steps of a new group,
-        in which all trainers take part again.
+        Backward passes so far count still. Later ones belong to the joint steps of a
+        new group, in which all trainers take part again.
         """
         self.raise_error()
         self.end_update()

@@ -164,13 +164,17 @@ class PushQueue(Generic[Source, Handle]):
     ) -> None:
         """Give a pulled batch up; takes no lock, as garbage collection may call it."""
         was_dropped = is_forgotten and permit.was_held  # not only pulled ahead
-        permit.let_go()
+        permit.let_go(is_forgotten=is_forgotten)
         is_part = isinstance(permit, Update)
         self._queue.put(Push(handle, None, permit, was_dropped, is_part))
 
+    def number_step(self, number: BatchNumber) -> BatchNumber:
+        """Return the number of an update, which may be a share of a joint step."""
+        return number
+
     def fail_part(self, update: Update) -> None:
         """Settle a part that could not be pulled."""
-        update.let_go()
+        update.let_go(is_forgotten=True)
         settle = partial(self._settle_part, update, None)
         self._put_call(settle, waits_for_acks=False)
 
@@ -345,7 +349,10 @@ class PushQueue(Generic[Source, Handle]):
         kept, update.kept = update.kept, []
         try:
             gradients = add_up([] if update.is_dropped else kept)
-            replies = self._adding().send(gradients, update.number)
+            number = update.number
+            if update.is_step:
+                number = self.number_step(number)
+            replies = self._adding().send(gradients, number)
         except Exception as exc:  # noqa: BLE001  # raised by the next caller
             self._end(push, exc)
         else:
