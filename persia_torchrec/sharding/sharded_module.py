@@ -40,6 +40,7 @@ from persia_torchrec.datasets.transfer import to_device
 from persia_torchrec.errors import BatchError, ConfigError
 from persia_torchrec.pipeline.pipeline import BatchPipeline, PrefetchedBatch
 from persia_torchrec.sharding import state, torchrec_api
+from persia_torchrec.sharding.backward_pass import own_memory
 from persia_torchrec.sharding.collection import CollectionSpec
 from persia_torchrec.sharding.on_device import DeviceBatch, Leaving, Tensors
 from persia_torchrec.sharding.table_control import (
@@ -107,6 +108,8 @@ class _Embeddings(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 (weights,) = ctx.saved_tensors
                 of_weights = pulled.weights_gradient(ctx.pooled, grads, weights)
+        elif not ctx.module.pipeline.waits_for_ack:
+            given = own_memory(grads)
         ctx.module.push(ctx.batch, given)
         return None, of_weights, None, None
 
