@@ -14,6 +14,7 @@ Modules that are, or hold, bags go through the sharder of bags, with its setting
 those of sequences.
 """
 
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -154,6 +155,7 @@ class RemoteEmbeddingBagSharder(_HolderSharder):
             sharded_module.ShardedRemoteEmbeddingBag,
         )
         sharded.module_sharding_plan = params
+        sharded.replaced = weakref.ref(module)
         return sharded
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any, ClassVar, NoReturn
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import numpy as np
 import torch
@@ -132,6 +132,7 @@ class ShardedRemoteCollection(
     # The rows, for state dicts; without it, these say that the rows are elsewhere.
     collection_state: state.CollectionState | None = None
     module_sharding_plan: types.EmbeddingModuleShardingPlan  # which it was made by
+    replaced: "ref[nn.Module] | None" = None  # the collection in whose place it is
     create_context = types.NullShardedModuleContext
 
     def __init__(

@@ -7,6 +7,7 @@ names of sharding type and kernel that it knows ("row_wise", "fused").
 
 import math
 import secrets
+import weakref
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, get_args
@@ -87,6 +88,7 @@ class PlannedSharder(types.ModuleSharder[nn.Module]):
                 )
         sharded = self.put_on_servers(module, env, device or torch.device("cpu"))
         sharded.module_sharding_plan = params
+        sharded.replaced = weakref.ref(module)
         return sharded
 
     def reshard(self, module: Any, *_: object) -> Any:
