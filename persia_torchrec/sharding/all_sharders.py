@@ -209,6 +209,7 @@ def remote_sharders(
     joint_timeout_s: float = timeouts.JOINT_UPDATE_S,
     state_dict_rows: StateDictRows = "auto",
     evaluation_waits: bool = True,
+    namespace: str = "",
 ) -> "RemoteSharders":
     """Return the sharders that put every collection of a model on the servers.
 
@@ -230,6 +231,7 @@ def remote_sharders(
         "joint_timeout_s": joint_timeout_s,
         "state_dict_rows": state_dict_rows,
         "evaluation_waits": evaluation_waits,
+        "namespace": namespace,
     }
     common = client, optimizer, staleness, wire_dtype
     bags = RemoteEmbeddingBagCollectionSharder(*common, **settings)

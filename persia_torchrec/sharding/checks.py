@@ -57,7 +57,7 @@ def _replace_other_names(model: nn.Module) -> None:
     TorchRec replaces the first one only, and would leave a dense collection with rows
     of its own under the others, as of a tower whose tables are another tower's.
     """
-    places = {}
+    places: dict[nn.Module, nn.Module] = {}
     for module in model.modules():
         remote = _remote_of(module)
         if remote is not None and remote.replaced and (given := remote.replaced()):

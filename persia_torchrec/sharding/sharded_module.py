@@ -156,7 +156,8 @@ class ShardedRemoteCollection(
         dim_of = {table.name: table.dim for table in spec.tables}
         self._dims = [dim_of[feature.table] for feature in spec.features]
         # The tables' names, by the keys that TorchRec gives their weights.
-        keys = (f"{self.weights_in}.{n}.weight" for n in dim_of)
+        own = [name.removeprefix(spec.prefix) for name in dim_of]
+        keys = (f"{self.weights_in}.{n}.weight" for n in own)
         keys = keys if self.weights_in else ("weight" for _ in dim_of)  # it is the one
         self.tables_by_key = dict(zip(keys, dim_of, strict=True))
         self._device = device
@@ -300,7 +301,8 @@ class ShardedRemoteCollection(
 
         They are where TorchRec has those of its own tables. Gradients never reach them.
         """
-        for key, table in self.tables_by_key.items():
+        for key, full_name in self.tables_by_key.items():
+            table = full_name.removeprefix(self.spec.prefix)
             weight = nn.Parameter(torch.empty(0, device=self._device))
             torchrec_api.mark_in_backward(weight)
             owner: nn.Module = self

@@ -38,6 +38,7 @@ from persia_torchrec.sharding.state import (
     CollectionState,
     OptimizerState,
     StateDictRows,
+    find_entry,
     load_tables,
 )
 from persia_torchrec.table import TableSettings, require_known_tables
@@ -152,6 +153,7 @@ class CollectionSharder(table_control.TableControl, PlannedSharder):
         if tables.agreement is None:  # the first collection's
             limit_s = timeouts.exchange_s(tables.recovery_s)
             require_own_gpu(device, env.process_group, limit_s)
+        tables.require_one_optimizer(spec.tables)
         pipeline = self.make_pipeline(spec, env, device)
         added = tables.add(pipeline, spec.tables, env, device)
         scale = 1 / env.world_size if self._gradient_division else 1.0
@@ -226,7 +228,7 @@ class RemoteSharder(CollectionSharder):
     """Put every collection of one kind on the embedding servers.
 
     On the servers a table is its name: collections, and models, that name the same
-    table share its rows.
+    table share its rows, which is one warning. ``namespace`` parts them.
 
     Args:
         client: of the servers; it must live as long as the model.
@@ -260,6 +262,9 @@ class RemoteSharder(CollectionSharder):
             trainer's backward passes so far are applied, so that it reads what was
             trained. False reads rows at once, which may lack updates; from staleness 2
             on.
+        namespace: of the tables: "teacher" names table "t" "teacher/t" on the servers,
+            in their checkpoints, and wherever tables are read or changed by name. State
+            dicts, and ``tables`` here, have the collection's names all the same.
 
     Raises:
         ConfigError: an argument is out of its range. When the model is sharded, or at
@@ -286,6 +291,7 @@ class RemoteSharder(CollectionSharder):
         joint_timeout_s: float = timeouts.JOINT_UPDATE_S,
         state_dict_rows: StateDictRows = "auto",
         evaluation_waits: bool = True,
+        namespace: str = "",
     ) -> None:
         is_joint, precisions = update == "joint", list(_PRECISIONS)
         least_s, kinds = client.recovery_s, get_args(StateDictRows)
@@ -318,9 +324,11 @@ class RemoteSharder(CollectionSharder):
         self._client = client
         self.remote_tables.lost = client.lost
         self.remote_tables.recovery_s = client.recovery_s
+        self.remote_tables.users = client.tables.users
         self._optimizer = optimizer if optimizer is not None else Adagrad()
         self._staleness = staleness
         self._evaluation_waits = evaluation_waits
+        self._namespace = namespace
         self._precision = _PRECISIONS[wire_dtype]
         self._settings = dict(tables or {})
         # Names of tables that a planner, or this sharder, has found in a collection.
@@ -341,7 +349,7 @@ class RemoteSharder(CollectionSharder):
         self.described.update(names)
         if names <= self.planned:  # and so the planner has seen all collections
             require_known_tables(self._settings, self.planned)
-        return spec
+        return spec.in_namespace(self._namespace) if self._namespace else spec
 
     def load_weights(
         self,
@@ -366,6 +374,16 @@ class RemoteSharder(CollectionSharder):
                 "DistributedModelParallel(model, sharders=...)."
             )
         self.flush()
+        if self._namespace:
+            own = {name: name.removeprefix(f"{self._namespace}/") for name in names}
+            if optimizer_state is not None:
+                state: Any = optimizer_state.get("state", {})
+                found = {n: find_entry(own[n], state, "optimizer_state") for n in names}
+                optimizer_state = {"state": found}
+            ids = {name: (ids or {}).get(own[name]) for name in names}
+            state_dict = {
+                n: find_entry(own[n], state_dict, "state_dict") for n in names
+            }
         given: Any = {"optimizer_state": optimizer_state, "ids": ids, "step": step}
         return load_tables(self._client, state_dict, names, **given)
 
@@ -378,15 +396,17 @@ class RemoteSharder(CollectionSharder):
     ) -> Any:
         """Put the tables on the servers, and their rows into state dicts."""
         sharded = super().put_on_servers(module, env, device, sharded_type)
-        tables = self.remote_tables
+        tables, prefix = self.remote_tables, sharded.spec.prefix
+        configs = collection.table_configs(module)
         sharded.collection_state = CollectionState(
             self._client,
-            {c.name: c.num_embeddings for c in collection.table_configs(module)},
+            {prefix + config.name: config.num_embeddings for config in configs},
             env,
             self._state_dict_rows,
             flush=tables.flush,
             meet=tables.meet,
         )
+        sharded.collection_state.prefix = prefix
         for name in sharded.tables_by_key.values():
             tables.states.setdefault(name, sharded.collection_state)
         sharded.add_placeholders()

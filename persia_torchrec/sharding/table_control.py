@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -57,10 +58,14 @@ class RemoteTables:
 
     def __init__(self) -> None:
         self.specs: dict[str, TableSpec] = {}  # with their current settings
+        self._optimizers: dict[str, object] = {}  # at first, by table
+        self.users: WeakSet[RemoteTables] = WeakSet()  # of the same client, if any
         # Each with the names of its tables.
         self.pipelines: list[tuple[BatchPipeline[Any, Any], frozenset[str]]] = []
         self.groups: dict[str, dict[str, Any]] = {}  # of parameters, by table
         self.states: States = {}  # the rows, by table
+        # What was loaded last, by table: for which collection, and the tensor.
+        self.loaded: dict[str, tuple[object, ref[torch.Tensor]]] = {}
         self.optimizer: RemoteOptimizer | None = None  # of all, once it is asked for
         self.reported = TrainingSummary()
         self.lost: Mapping[str, int] = {}  # that of the client
@@ -87,7 +92,9 @@ class RemoteTables:
     ) -> list[str]:
         """Add a collection's pipeline; return the tables that no earlier one has."""
         names = frozenset(spec.name for spec in specs)
-        for other, of_other in self.pipelines:
+        self._tell_of_shared(names)
+        self.users.add(self)
+        for other, of_other in [p for user in self.users for p in user.pipelines]:
             if names & of_other:
                 pipeline.trains_rows.add(other)
                 other.trains_rows.add(pipeline)
@@ -108,6 +115,34 @@ class RemoteTables:
             self.agreement.first_batch = self.first_batch
             self.agreement.timeout_s = timeouts.exchange_s(self.recovery_s)
         return [spec.name for spec in added]
+
+    def require_one_optimizer(self, specs: Iterable[TableSpec]) -> None:
+        """Refuse a table of two collections, each with an optimizer of its own."""
+        for spec in specs:
+            first = self._optimizers.setdefault(spec.name, spec.optimizer)
+            if spec.optimizer != first:
+                raise ConfigError(
+                    f"Table {spec.name!r} must have one optimizer, as collections with "
+                    f"tables of one name share its rows. Received: {first}, and "
+                    f"{spec.optimizer}. Give both the same one, or other names."
+                )
+
+    def _tell_of_shared(self, names: frozenset[str]) -> None:
+        """Log which tables a collection shares with others, which may not be meant."""
+        others = [user for user in self.users if user is not self]
+        if shared := sorted(names & self.specs.keys()):
+            logger.warning(
+                "tables %s are in several collections: on the servers a table is its "
+                "name, and they share its rows. If that is not meant, give the tables "
+                "other names.",
+                shared,
+            )
+        elif shared := sorted(n for n in names if any(n in o.specs for o in others)):
+            logger.warning(
+                "tables %s are those of another model too, and both train the same "
+                'rows. If that is not meant, give the sharders of one namespace="...".',
+                shared,
+            )
 
     def current_backward(self, *, agrees: bool = False) -> BackwardPass:
         """Return the backward pass that runs in this thread.
