@@ -12,6 +12,7 @@ push (no backward pass came, or it raised) is given up: the servers are told, an
 permit comes back.
 """
 
+import os
 import threading
 import weakref
 from collections import deque
@@ -439,6 +440,8 @@ class BatchPipeline(PushQueue[Source, Handle]):
 
     def close(self) -> None:
         """Stop the threads; pushes that were begun are sent. May be called twice."""
+        if self._pid != os.getpid():
+            return  # a forked child
         with self._lock:
             if self._is_closed:
                 return

@@ -28,6 +28,7 @@ from persia_torchrec.errors import ConfigError, PersiaError, StalenessError
 from persia_torchrec.lookup.sharded_lookup import Outputs, RowGradients, add_up
 from persia_torchrec.pipeline.accumulation import AddingLookup, Update
 from persia_torchrec.pipeline.staleness import CLOSED, Permit, StalenessSemaphore, Tally
+from persia_torchrec.rpc.channel import OwnProcess
 from persia_torchrec.table import TableChange
 
 logger = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ class _Call:
     done: "Future[None]" = field(default_factory=Future)
 
 
-class PushQueue(Generic[Source, Handle]):
+class PushQueue(OwnProcess, Generic[Source, Handle]):
     """Sends the pushes of one collection. Any thread may call any method.
 
     Only :meth:`change_tables` is for one thread at a time. A wait for an
@@ -99,6 +100,7 @@ class PushQueue(Generic[Source, Handle]):
     """
 
     def __init__(self, lookup: Lookup[Source, Handle], timeout_s: float) -> None:
+        self.own()
         self.timeout_s = timeout_s
         self.tally = Tally()
         self.semaphore = StalenessSemaphore(1, timeouts.PERMIT_S)
@@ -137,6 +139,7 @@ class PushQueue(Generic[Source, Handle]):
         What it returns waits for the acknowledgement, with ``waits_for_ack``, and
         raises the error of a push so far.
         """
+        self.require_own_process()
         with self._lock:
             if len(self._held) >= self._max_held:
                 self._settled.wait_for(
@@ -200,6 +203,7 @@ class PushQueue(Generic[Source, Handle]):
 
     def flush(self) -> None:
         """Wait until everything so far is applied, complete updates of parts too."""
+        self.require_own_process()
         for _ in ("pushes", "updates that these have completed"):
             with self._lock:
                 waiting = list(self._in_flight)
@@ -223,6 +227,7 @@ class PushQueue(Generic[Source, Handle]):
 
     def raise_error(self) -> None:
         """Raise the first error of a push so far, or that of closing, if any."""
+        self.require_own_process()
         with self._lock:
             error = self._error
             if error is None and self._is_closed:

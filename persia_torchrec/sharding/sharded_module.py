@@ -337,8 +337,10 @@ class ShardedRemoteCollection(
     def copy(self, _: object) -> NoReturn:
         """Refuse, by whichever way: a copy would push the same batches twice."""
         raise ConfigError(
-            "A collection with tables on the embedding servers cannot be copied to "
-            "another device. Build a second DistributedModelParallel there."
+            "A collection with tables on the embedding servers cannot be copied, nor "
+            "moved to another device: it would be the same rows. Received: a copy, as "
+            "of copy.deepcopy. Build a second DistributedModelParallel, whose sharders "
+            "have a namespace=, and load model.state_dict() into it."
         )
 
     __deepcopy__ = copy  # DistributedModelParallel.copy begins with it

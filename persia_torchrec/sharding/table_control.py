@@ -25,6 +25,7 @@ from persia_torchrec import timeouts
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.pipeline.pipeline import BatchPipeline
 from persia_torchrec.pipeline.staleness import TrainingSummary
+from persia_torchrec.rpc.channel import OwnProcess
 from persia_torchrec.sharding import torchrec_api
 from persia_torchrec.sharding.backward_pass import Agreement, AnswersAtEnd, BackwardPass
 from persia_torchrec.sharding.first_batch import FirstBatch
@@ -50,7 +51,7 @@ def loss_scale(scaler: torch.amp.GradScaler, device: torch.device) -> torch.Tens
     return scaler.scale(torch.ones((), device=device))
 
 
-class RemoteTables:
+class RemoteTables(OwnProcess):
     """Tables on the servers, and the pipelines of the collections that use them.
 
     Owned by the thread that trains, or that runs its backward pass.
