@@ -100,7 +100,9 @@ class PrefetchedBatch(Generic[Handle]):
         if not self.arrived.wait(timeout_s):
             raise StalenessError(
                 f"The rows of a batch must come within {timeout_s:g} s. "
-                "Does every training batch before it get its backward pass?"
+                "Does every training batch before it get its backward pass? A train "
+                "pipeline may have pulled a later batch: train it first, or give the "
+                "sharder a larger staleness."
             )
         if self.error is not None:
             raise self.error

@@ -12,6 +12,7 @@ which the pushing thread waits.
 import itertools
 import logging
 import math
+import os
 import queue
 import threading
 from collections import deque
@@ -100,7 +101,6 @@ class PushQueue(OwnProcess, Generic[Source, Handle]):
     """
 
     def __init__(self, lookup: Lookup[Source, Handle], timeout_s: float) -> None:
-        self.own()
         self.timeout_s = timeout_s
         self.tally = Tally()
         self.semaphore = StalenessSemaphore(1, timeouts.PERMIT_S)
@@ -139,7 +139,8 @@ class PushQueue(OwnProcess, Generic[Source, Handle]):
         What it returns waits for the acknowledgement, with ``waits_for_ack``, and
         raises the error of a push so far.
         """
-        self.require_own_process()
+        if self._pid != os.getpid():
+            self.require_own_process()
         with self._lock:
             if len(self._held) >= self._max_held:
                 self._settled.wait_for(
@@ -203,7 +204,8 @@ class PushQueue(OwnProcess, Generic[Source, Handle]):
 
     def flush(self) -> None:
         """Wait until everything so far is applied, complete updates of parts too."""
-        self.require_own_process()
+        if self._pid != os.getpid():
+            self.require_own_process()
         for _ in ("pushes", "updates that these have completed"):
             with self._lock:
                 waiting = list(self._in_flight)
@@ -227,7 +229,8 @@ class PushQueue(OwnProcess, Generic[Source, Handle]):
 
     def raise_error(self) -> None:
         """Raise the first error of a push so far, or that of closing, if any."""
-        self.require_own_process()
+        if self._pid != os.getpid():
+            self.require_own_process()
         with self._lock:
             error = self._error
             if error is None and self._is_closed:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, Self
 
 import msgspec
 import zmq
@@ -183,11 +183,13 @@ class OwnProcess:
     To pickle or copy it is a ConfigError.
     """
 
-    _pid: int | None = None
+    _pid: int
 
-    def own(self) -> None:
-        """Note that this process has made it."""
-        self._pid = os.getpid()
+    def __new__(cls, *_: object, **__: object) -> Self:
+        """Note which process makes it."""
+        made = super().__new__(cls)
+        made._pid = os.getpid()
+        return made
 
     def require_own_process(self) -> None:
         """Refuse a call in a forked child, which would wait for threads it lacks."""

@@ -115,7 +115,6 @@ class Connections(OwnProcess):
         self._routing_ids = [greeting.encode() for _ in addresses]
         self._proofs = [auth.Proof(encrypts=encrypts) for _ in addresses]
         self._recovery_s, self._when_restarted = recovery_s, when_restarted
-        self.own()
         self._slots = threading.BoundedSemaphore(_MAX_PENDING)
         self._lock = threading.Lock()
         self._outgoing: list[tuple[int, list[Frame]]] = []  # guarded by _lock
@@ -167,7 +166,8 @@ class Connections(OwnProcess):
         The memory of ``frames`` must not change until the reply. ``what`` is the
         request in words, for errors: ``"lookup of table 'ads'"``.
         """
-        self.require_own_process()
+        if self._pid != os.getpid():
+            self.require_own_process()
         require_sendable(frames, what)
         name, wait_s = self.names[server], timeout_s + self._recovery_s
         if not self._slots.acquire(timeout=wait_s):

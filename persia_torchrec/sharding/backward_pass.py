@@ -193,7 +193,7 @@ def _references(grads: Sequence[torch.Tensor]) -> list[int]:
 
 @functools.cache
 def _references_alone() -> int:
-    """Count those that hold a gradient which nobody else has; it is Python's matter."""
+    """Count what holds a gradient that is autograd's alone, by an example."""
     with torch.enable_grad():
         _Probe.apply(torch.zeros(0, requires_grad=True)).square().sum().backward()
     return _Probe.num_references

@@ -296,7 +296,7 @@ class RemoteSharder(CollectionSharder):
         is_joint, precisions = update == "joint", list(_PRECISIONS)
         least_s, kinds = client.recovery_s, get_args(StateDictRows)
         fits_joint = not is_joint or least_s < joint_timeout_s < math.inf
-        finite = f"finite and > {least_s:g}"
+        has_kind, finite = state_dict_rows in kinds, f"finite and > {least_s:g}"
         must_wait = "True at staleness 0 and 1, where each lookup sees all updates"
         for name, value, fits, must in (
             ("update", update, update in ("joint", "each"), '"joint" or "each"'),
@@ -308,12 +308,7 @@ class RemoteSharder(CollectionSharder):
                 f"one of {precisions}",
             ),
             ("staleness", staleness, staleness >= 0, ">= 0"),
-            (
-                "state_dict_rows",
-                state_dict_rows,
-                state_dict_rows in kinds,
-                f"one of {kinds}",
-            ),
+            ("state_dict_rows", state_dict_rows, has_kind, f"one of {kinds}"),
             ("evaluation_waits", False, evaluation_waits or staleness > 1, must_wait),
         ):
             if not fits:
@@ -322,12 +317,11 @@ class RemoteSharder(CollectionSharder):
         self._state_dict_rows = state_dict_rows
         super().__init__(gradient_division=gradient_division)
         self._client = client
-        self.remote_tables.lost = client.lost
-        self.remote_tables.recovery_s = client.recovery_s
-        self.remote_tables.users = client.tables.users
+        tables_of = self.remote_tables
+        tables_of.lost, tables_of.recovery_s = client.lost, client.recovery_s
+        tables_of.users = client.tables.users
         self._optimizer = optimizer if optimizer is not None else Adagrad()
-        self._staleness = staleness
-        self._evaluation_waits = evaluation_waits
+        self._staleness, self._evaluation_waits = staleness, evaluation_waits
         self._namespace = namespace
         self._precision = _PRECISIONS[wire_dtype]
         self._settings = dict(tables or {})

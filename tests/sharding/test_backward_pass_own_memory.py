@@ -8,8 +8,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from persia_torchrec import SGD, remote_sharders
 from persia_torchrec.sharding.backward_pass import own_memory
-from tests.sharding.test_sharded_module_evaluation import Held
-from tests.support.remote_job import META, RemoteJob, kjt_of
+from tests.support.remote_job import META, HeldPushes, RemoteJob, kjt_of
 
 
 class Rows(torch.autograd.Function):
@@ -106,7 +105,7 @@ def test_a_gradient_may_be_written_right_after_the_backward_pass(staleness):
     bags = EmbeddingBagCollection(tables=[config], device=META)
     with RemoteJob() as job:
         model = job.shard(bags, remote_sharders(job.client, SGD(1.0), staleness))
-        held, grad = Held(model), torch.ones(1, 4)
+        held, grad = HeldPushes(model), torch.ones(1, 4)
         model(kjt_of({"f": [[3]]})).values().backward(grad)
         grad.zero_()
         held.may_push.set()

@@ -1,6 +1,5 @@
 """An evaluation right after a training step reads rows that have its update."""
 
-import threading
 from dataclasses import dataclass
 
 import pytest
@@ -24,8 +23,7 @@ from persia_torchrec import (
     remote_sharders,
 )
 from persia_torchrec.errors import ConfigError
-from tests.support.remote_job import CPU, META, RemoteJob, kjt_of, remote_modules
-from tests.support.servers import DEADLINE_S
+from tests.support.remote_job import CPU, META, HeldPushes, RemoteJob, kjt_of
 
 ZEROS = nn.init.zeros_
 
@@ -101,24 +99,6 @@ def job():
         yield job
 
 
-class Held:
-    """Lets no push of a model's collections go until it is told to."""
-
-    def __init__(self, model):
-        self.may_push = threading.Event()
-        for module in remote_modules(model):
-            self.hold(module.pipeline.lookup)
-
-    def hold(self, lookup):
-        push = lookup.push
-
-        def held(*args):
-            assert self.may_push.wait(DEADLINE_S)
-            return push(*args)
-
-        lookup.push = held
-
-
 def a_batch():
     kjt = kjt_of({"f": [[3]], "g": [[]]})
     return KeyedJaggedTensor(
@@ -130,7 +110,7 @@ def a_batch():
 def test_an_evaluation_waits_for_the_updates_before_it(job, name):
     job.client.clear()
     model = job.shard(*MODELS[name](job))
-    held = Held(model)
+    held = HeldPushes(model)
     sum_of(model(a_batch())).backward()
     model.eval()
     looked = model(a_batch())
@@ -142,7 +122,7 @@ def test_an_evaluation_may_read_at_once(job):
     job.client.clear()
     sharders = remote_sharders(job.client, SGD(1.0), 2, evaluation_waits=False)
     model = job.shard(Looks(bags()), sharders)
-    held = Held(model)
+    held = HeldPushes(model)
     sum_of(model(a_batch())).backward()
     model.eval()
     assert sum_of(model(a_batch())).item() == 0
