@@ -54,7 +54,7 @@ from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.routing.shard import Counts, IdGroup, ShardedIds, unique_ids
 from persia_torchrec.rpc import messages
 from persia_torchrec.rpc.auth import NO_JOB, Greeting
-from persia_torchrec.rpc.channel import MAX_MESSAGE_BYTES
+from persia_torchrec.rpc.channel import MAX_MESSAGE_BYTES, OwnProcess
 from persia_torchrec.rpc.channel import Reply as Reply
 from persia_torchrec.rpc.float_codec import Floats
 from persia_torchrec.rpc.messages import Header, Kind, Precision, Share, decode_json
@@ -77,7 +77,7 @@ class _Joined(NamedTuple):
     has_left: bool = False
 
 
-class EmbeddingClient:
+class EmbeddingClient(OwnProcess):
     """Pull rows from the servers and push gradients to them.
 
     Any thread may call any method. Use :meth:`connect`. A table that has not been added

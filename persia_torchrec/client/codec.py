@@ -16,6 +16,7 @@ import secrets
 from collections import ChainMap, Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import msgspec
 import numpy as np
@@ -113,10 +114,15 @@ class KnownTable(NamedTuple):
 class KnownTables(dict[str, KnownTable]):
     """Tables by name; to ask for another one is a ConfigError.
 
-    ``version`` grows with each change, after it.
+    ``version`` grows with each change, after it. ``users`` are the models of this
+    process that train them, as long as they live.
     """
 
     version = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users: WeakSet[Any] = WeakSet()
 
     def __missing__(self, name: str) -> KnownTable:
         raise ConfigError(

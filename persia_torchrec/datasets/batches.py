@@ -24,7 +24,9 @@ from persia_torchrec.datasets.transfer import copy_of, empty_pinned, pin
 from persia_torchrec.errors import BatchError
 from persia_torchrec.lookup.bags import Bags, JaggedIds, Lengths
 
-_ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_SIGNED = torch.int64, torch.int32, torch.int16, torch.int8
+_UNSIGNED = torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool
+_ID_DTYPES = {*_SIGNED, *_UNSIGNED}
 
 
 class JaggedBatch:
@@ -221,12 +223,15 @@ def _to_host(
 
 
 def require_ids(kjt: KeyedJaggedTensor) -> None:
-    """Refuse values that are no ids, and keys that come twice."""
+    """Refuse values that are no ids, and keys that come twice.
+
+    A batch without ids may have any dtype: ``torch.tensor([])`` is float32.
+    """
     values = kjt.values()
-    if values.dtype not in _ID_DTYPES:
+    if values.dtype not in _ID_DTYPES and len(values):
         raise BatchError(
             "A KeyedJaggedTensor's ids must be int64, the same 64 bits as PERSIA's "
-            f"uint64, or int32, int16, int8 or uint8. Received: {values.dtype}. Use "
+            f"uint64, or integers of another size. Received: {values.dtype}. Use "
             "values.long()."
         )
     if len(set(kjt.keys())) < len(kjt.keys()):

@@ -1,7 +1,8 @@
 """Several training batches whose gradients are one update of the servers.
 
     started     the parts of an update have one permit, and each a number of its own,
-                by which its rows are looked up
+                by which its rows are looked up; one that is forgotten without a
+                backward pass makes room for another
     settled     a part has its gradients, or will get none: those of its rows are kept,
                 and the servers are told that its number gets no update
     complete    when the last part is settled: what is kept is added up, each id once,
@@ -47,6 +48,7 @@ class Update(Permit):
         num_started: parts so far.
         is_over: training has gone on with the next one, or has ended.
         is_dropped: the update is given up, whatever its parts get.
+        is_step: a backward pass has run through a part.
         kept: gradients of the rows of settled parts.
         sent: ends when the update is acknowledged; None until it is complete.
     """
@@ -54,39 +56,45 @@ class Update(Permit):
     def __init__(self, number: BatchNumber, num_parts: int) -> None:
         self.number = number
         self.num_started = 0
-        self.is_over = self.is_dropped = False
+        self.is_over = self.is_dropped = self.is_step = False
         self.kept: list[RowGradients] = []
         self.sent: Future[None] | None = None
         self._num_parts = num_parts
-        self._gone: deque[None] = deque()  # a lock would not do, see let_go
+        # Locks would not do, see let_go.
+        self._gone, self._forgotten = deque[None](), deque[None]()
+        self._is_closed = False
         self._num_settled = 0
 
     @property
     def is_full(self) -> bool:
         """Whether no further part can be started."""
-        return self.num_started >= self._num_parts
+        num_forgotten = len(self._forgotten)
+        return self._is_closed or self.num_started - num_forgotten >= self._num_parts
 
     @property
     def is_complete(self) -> bool:
         """Whether all parts are settled."""
-        return self._num_settled >= self._num_parts
+        return self.is_full and self._num_settled >= self.num_started
 
-    def let_go(self) -> None:
+    def let_go(self, *, is_forgotten: bool = False) -> None:
         """Note that a part is pushed or dropped; finalizers call it: no lock."""
+        if is_forgotten:
+            self._forgotten.append(None)
         self._gone.append(None)
         self._let_go_if_full()
 
     def close(self) -> None:
         """Start no further part."""
-        self._num_parts = self.num_started
+        self._is_closed = True
         self._let_go_if_full()
 
     def settle(self, gradients: RowGradients | None) -> None:
         """Keep the gradients of a part, or note that it gets none."""
         self._num_settled += 1
+        self.is_step |= gradients is not None
         if gradients is not None and not self.is_dropped:
             self.kept.append(gradients)
 
     def _let_go_if_full(self) -> None:
-        if len(self._gone) >= self._num_parts:
+        if self.is_full and len(self._gone) >= self.num_started:
             super().let_go()

@@ -1,21 +1,20 @@
 """This trainer's number in the joint steps of several.
 
-Every trainer numbers its training batches in the order in which it starts them; the
-batches of the same number make up a joint step, as in TorchRec, where the n-th forward
-pass of each rank is one collective. So every trainer must start as many, or leave.
+Every trainer numbers its backward passes in their order; those of the same number make
+up a joint step, as do the all-reduces of the dense half. So every trainer must run as
+many, or leave. A training batch that is looked up and gets no backward pass is no step.
 Trainers that have left come together again in the next group, where all begin at step
 1. The servers notice when the connection of a trainer is lost; a process that ends by
 itself tells them why, so that the others hear it too.
 """
 
 import atexit
-import contextlib
 import logging
 import os
 import platform
 import sys
 
-from persia_torchrec.client.client import BatchNumber, EmbeddingClient
+from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import PersiaError
 from persia_torchrec.rpc.messages import Share
 
@@ -75,8 +74,3 @@ class Trainers:
         share = self._next
         self._next = share._replace(group=share.group + 1, step=1)
         return share
-
-    def give_up(self, batch: BatchNumber) -> None:
-        """Tell the servers that a batch gets no gradients; returns at once."""
-        with contextlib.suppress(PersiaError):  # they notice it by themselves in time
-            self.client.push([], [], batch)

@@ -6,15 +6,17 @@
 
 Training pulls happen in the order of ``start``, each under a permit of the staleness
 bound (see ``staleness.py``); evaluation pulls take none and have threads of their own,
-so that they never wait for one. A training batch whose embeddings are dropped without a
+so that they never wait for one. They wait for the pushes before them, and so read what
+was trained. A training batch whose embeddings are dropped without a
 push (no backward pass came, or it raised) is given up: the servers are told, and the
 permit comes back.
 """
 
+import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Generic, Self
 
@@ -72,6 +74,7 @@ class PrefetchedBatch(Generic[Handle]):
         self.permit = permit or Permit()
         self.arrived = threading.Event()
         self.error: BaseException | None = None
+        self.after: Sequence[Callable[[], None]] = ()  # waits, before the pull
         self._give_up: Any = None
 
     @property
@@ -98,7 +101,9 @@ class PrefetchedBatch(Generic[Handle]):
         if not self.arrived.wait(timeout_s):
             raise StalenessError(
                 f"The rows of a batch must come within {timeout_s:g} s. "
-                "Does every training batch before it get its backward pass?"
+                "Does every training batch before it get its backward pass? A train "
+                "pipeline may have pulled a later batch: train it first, or give the "
+                "sharder a larger staleness."
             )
         if self.error is not None:
             raise self.error
@@ -135,28 +140,44 @@ class PrefetchedBatch(Generic[Handle]):
         permit.let_go()
         if self._number is not None:
             self._pipeline.batches.has_trained(self._number.batch)
-        return self._pipeline.put(Push(self.handle, grads, permit, is_part=is_part))
+        handle = self.handle if is_part else self._step()
+        return self._pipeline.put(Push(handle, grads, permit, is_part=is_part))
 
     def give_up(self) -> None:
         """Give up: no gradients will come, nor an update that this is a part of.
 
-        Does nothing after a push.
+        It is a step all the same, of which the other trainers have their gradients, as
+        where a backward pass gave some that are not finite. Does nothing after a push.
         """
         if self._give_up is not None and self._give_up.detach():
+            handle = self.handle
             if isinstance(self.permit, Update):
-                self.permit.is_dropped = True
-            self._pipeline.give_up(self.handle, self.permit)
+                self.permit.is_dropped = self.permit.is_step = True
+            else:
+                handle = self._step()
+            self._pipeline.give_up(handle, self.permit)
+
+    def _step(self) -> Handle:
+        """Return what a push needs, as a share of a joint step if there are some."""
+        pipeline = self._pipeline
+        if pipeline.trainers is None:
+            return self.handle
+        assert self._number is not None, "a training batch"
+        return pipeline.lookup.again(self.handle, pipeline.number_step(self._number))
 
     def pull(self) -> None:
         """Pull the batch; a thread of the pipeline calls this."""
         ids, self._ids = self._ids, None
+        after, self.after = self.after, ()
+        for wait in after:
+            wait()
         pipeline, number, permit = self._pipeline, self._number, self.permit
         try:
             ids = ids() if callable(ids) else ids
             self.outputs, self.handle = pipeline.lookup.pull(ids, number)
         except BaseException:
             if number is not None:
-                pipeline.fail(number, permit)
+                pipeline.fail(permit)
             raise
         if number is not None:
             # Runs at most once: when this object is no longer used, unless push() came.
@@ -259,7 +280,12 @@ class BatchPipeline(PushQueue[Source, Handle]):
         batches: how far those of this trainer are numbered.
         training: the pulls of training batches.
         evaluation: the pulls of others.
+        trains_rows: what evaluation pulls wait for, by what was pushed when they were
+            started: this pipeline, and others of this trainer with the same tables.
+        evaluation_waits: whether they do.
     """
+
+    evaluation_waits = True
 
     def __init__(
         self, lookup: Lookup[Source, Handle], *, staleness: int, timeout_s: float
@@ -273,6 +299,7 @@ class BatchPipeline(PushQueue[Source, Handle]):
         self._num_parts = 1  # of an update. guarded by _starting
         self._update: Update | None = None  # the latest. guarded by _starting
         self._incomplete: list[Update] = []  # guarded by _starting
+        self.trains_rows = weakref.WeakSet[BatchPipeline[Any, Any]]([self])
         self.training = Pulls("training pulls", self.semaphore)
         self.evaluation = Pulls("evaluation pulls", None)
         self.set_staleness(staleness)
@@ -303,7 +330,7 @@ class BatchPipeline(PushQueue[Source, Handle]):
     def set_trainers(self, trainers: Trainers) -> None:
         """Make every update a share of a joint step; before the first batch."""
         with self._starting:
-            self.trainers = trainers
+            self.trainers, self.tally.is_joint = trainers, True
             self.timeout_s += trainers.timeout_s
 
     def start(
@@ -314,21 +341,29 @@ class BatchPipeline(PushQueue[Source, Handle]):
         batch: PrefetchedBatch[Handle]
         if not training:
             batch = PrefetchedBatch(self, ids, given)
+            if self.evaluation_waits:
+                trains = self.trains_rows
+                batch.after = [wait for p in trains for wait in p.pushes_so_far()]
             self.evaluation.submit(batch)
             return batch
         with self._starting:
             update = self._next_update()
-            number = self._next_number(is_step=update is None)
+            number = self._next_number()
             batch = PrefetchedBatch(self, ids, given, number, update)
             self.training.submit(batch)
         return batch
 
-    def _next_number(self, *, is_step: bool) -> BatchNumber:
+    def _next_number(self) -> BatchNumber:
         self._num_started = max(self._num_started, self.batches.first) + 1
-        joins = is_step and self.trainers is not None
-        share = self.trainers.next_share() if self.trainers and joins else None
         number = self.batches.number(self._rank, self._num_started)
-        return BatchNumber(self._stream, number, share)
+        return BatchNumber(self._stream, number)
+
+    def number_step(self, number: BatchNumber) -> BatchNumber:
+        """Return the number of an update, with this trainer's next share, if any."""
+        if self.trainers is None:
+            return number
+        with self._starting:
+            return number._replace(share=self.trainers.next_share())
 
     def _next_update(self) -> Update | None:
         """Return the update that the next batch is a part of, if it is one."""
@@ -337,21 +372,19 @@ class BatchPipeline(PushQueue[Source, Handle]):
         if self._update is None or self._update.is_full:
             if self._update is not None:
                 self.close_update(self._update)
-            number = self._next_number(is_step=True)
+            number = self._next_number()
             self._update = Update(number, self._num_parts)
             begun = [u for u in self._incomplete if not u.is_complete]
             self._incomplete = [*begun, self._update]
         self._update.num_started += 1
         return self._update
 
-    def fail(self, number: BatchNumber, permit: Permit) -> None:
+    def fail(self, permit: Permit) -> None:
         """Settle a training batch that could not be pulled."""
         if isinstance(permit, Update):
             self.fail_part(permit)
-            return
-        if self.trainers is not None:
-            self.trainers.give_up(number)  # the others wait for its share
-        self.semaphore.give_back(permit)
+        else:
+            self.semaphore.give_back(permit)
 
     def accumulate(self, num_parts: int) -> None:
         """Make one update of every ``num_parts`` training batches started from now on.
@@ -391,8 +424,8 @@ class BatchPipeline(PushQueue[Source, Handle]):
         All trainers that update jointly do so at the same place among their batches.
         """
         with self._starting:
-            number = self._next_number(is_step=True)
-            again = self.lookup.again(handle, number)
+            number = self._next_number()
+        again = self.lookup.again(handle, self.number_step(number))
         self.batches.has_trained(number.batch)
         permit = Permit()
         self.semaphore.add(permit)
@@ -401,8 +434,8 @@ class BatchPipeline(PushQueue[Source, Handle]):
     def leave(self) -> None:
         """Let the joint steps of other trainers proceed without this one, from now on.
 
-        Batches so far count still. Later ones belong to the joint steps of a new group,
-        in which all trainers take part again.
+        Backward passes so far count still. Later ones belong to the joint steps of a
+        new group, in which all trainers take part again.
         """
         self.raise_error()
         self.end_update()
@@ -421,6 +454,8 @@ class BatchPipeline(PushQueue[Source, Handle]):
 
     def close(self) -> None:
         """Stop the threads; pushes that were begun are sent. May be called twice."""
+        if self._pid != os.getpid():
+            return  # a forked child
         with self._lock:
             if self._is_closed:
                 return

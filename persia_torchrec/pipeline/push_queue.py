@@ -12,6 +12,7 @@ which the pushing thread waits.
 import itertools
 import logging
 import math
+import os
 import queue
 import threading
 from collections import deque
@@ -28,6 +29,7 @@ from persia_torchrec.errors import ConfigError, PersiaError, StalenessError
 from persia_torchrec.lookup.sharded_lookup import Outputs, RowGradients, add_up
 from persia_torchrec.pipeline.accumulation import AddingLookup, Update
 from persia_torchrec.pipeline.staleness import CLOSED, Permit, StalenessSemaphore, Tally
+from persia_torchrec.rpc.channel import OwnProcess
 from persia_torchrec.table import TableChange
 
 logger = logging.getLogger(__name__)
@@ -90,7 +92,7 @@ class _Call:
     done: "Future[None]" = field(default_factory=Future)
 
 
-class PushQueue(Generic[Source, Handle]):
+class PushQueue(OwnProcess, Generic[Source, Handle]):
     """Sends the pushes of one collection. Any thread may call any method.
 
     Only :meth:`change_tables` is for one thread at a time. A wait for an
@@ -111,7 +113,8 @@ class PushQueue(Generic[Source, Handle]):
         self._max_sent: float = math.inf
         self._held: set[Future[None]] = set()  # with gradients. guarded by _lock
         self._sent: set[Future[None]] = set()  # of these. guarded by _lock
-        self._in_flight: set[Future[None]] = set()  # guarded by _lock
+        # With the permit of a push. guarded by _lock
+        self._in_flight: dict[Future[None], Permit | None] = {}
         self._is_closed = False  # guarded by _lock
         self._awaits_gradients = False  # the pushing thread sets it
         self._changes: deque[Future[None]] = deque()  # of the thread that changes
@@ -136,6 +139,8 @@ class PushQueue(Generic[Source, Handle]):
         What it returns waits for the acknowledgement, with ``waits_for_ack``, and
         raises the error of a push so far.
         """
+        if self._pid != os.getpid():
+            self.require_own_process()
         with self._lock:
             if len(self._held) >= self._max_held:
                 self._settled.wait_for(
@@ -147,7 +152,7 @@ class PushQueue(Generic[Source, Handle]):
             if len(self._held) >= self._max_held:
                 raise self._no_room()
             self._held.add(push.done)
-            self._in_flight.add(push.done)
+            self._in_flight[push.done] = push.permit
             self._queue.put(push)
 
         def wait() -> None:
@@ -163,13 +168,17 @@ class PushQueue(Generic[Source, Handle]):
     ) -> None:
         """Give a pulled batch up; takes no lock, as garbage collection may call it."""
         was_dropped = is_forgotten and permit.was_held  # not only pulled ahead
-        permit.let_go()
+        permit.let_go(is_forgotten=is_forgotten)
         is_part = isinstance(permit, Update)
         self._queue.put(Push(handle, None, permit, was_dropped, is_part))
 
+    def number_step(self, number: BatchNumber) -> BatchNumber:
+        """Return the number of an update, which may be a share of a joint step."""
+        return number
+
     def fail_part(self, update: Update) -> None:
         """Settle a part that could not be pulled."""
-        update.let_go()
+        update.let_go(is_forgotten=True)
         settle = partial(self._settle_part, update, None)
         self._put_call(settle, waits_for_acks=False)
 
@@ -195,6 +204,8 @@ class PushQueue(Generic[Source, Handle]):
 
     def flush(self) -> None:
         """Wait until everything so far is applied, complete updates of parts too."""
+        if self._pid != os.getpid():
+            self.require_own_process()
         for _ in ("pushes", "updates that these have completed"):
             with self._lock:
                 waiting = list(self._in_flight)
@@ -202,8 +213,24 @@ class PushQueue(Generic[Source, Handle]):
                 self._await(done)
         self.raise_error()
 
+    def pushes_so_far(self) -> list[Callable[[], None]]:
+        """Return waits for what is pushed, and not applied yet; each has a deadline.
+
+        Parts of an update are waited for where the update is complete.
+        """
+        with self._lock:
+            pushes = list(self._in_flight.items())
+
+        def wait(done: "Future[None]", permit: Permit) -> None:
+            self._await(done)
+            self._await_update(permit)
+
+        return [partial(wait, done, permit) for done, permit in pushes if permit]
+
     def raise_error(self) -> None:
         """Raise the first error of a push so far, or that of closing, if any."""
+        if self._pid != os.getpid():
+            self.require_own_process()
         with self._lock:
             error = self._error
             if error is None and self._is_closed:
@@ -219,7 +246,7 @@ class PushQueue(Generic[Source, Handle]):
         with self._lock:
             if self._is_closed and waits_for_acks:
                 raise PersiaError(CLOSED)
-            self._in_flight.add(task.done)
+            self._in_flight[task.done] = None
             self._queue.put(task)
         return task.done
 
@@ -325,12 +352,15 @@ class PushQueue(Generic[Source, Handle]):
     def _send_update(self, update: Update) -> None:
         push: Push[Any] = Push(None, tuple, update)
         with self._lock:
-            self._in_flight.add(push.done)
+            self._in_flight[push.done] = update
         update.sent = push.done
         kept, update.kept = update.kept, []
         try:
             gradients = add_up([] if update.is_dropped else kept)
-            replies = self._adding().send(gradients, update.number)
+            number = update.number
+            if update.is_step:
+                number = self.number_step(number)
+            replies = self._adding().send(gradients, number)
         except Exception as exc:  # noqa: BLE001  # raised by the next caller
             self._end(push, exc)
         else:
@@ -367,7 +397,7 @@ class PushQueue(Generic[Source, Handle]):
             if error is not None and self._error is None and not self._is_closed:
                 logger.error("a push failed: %s", error)
                 self._error = error  # raised by the next caller
-            self._in_flight.discard(task.done)
+            self._in_flight.pop(task.done, None)
             self._held.discard(task.done)
             self._sent.discard(task.done)
             self._settled.notify_all()

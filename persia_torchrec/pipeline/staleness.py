@@ -60,7 +60,7 @@ class Permit:
     asked_s: float | None = None
     arrived_s: float | None = None
 
-    def let_go(self) -> None:
+    def let_go(self, *, is_forgotten: bool = False) -> None:
         """Note that the batch is pushed or dropped; finalizers call it: no lock."""
         self.has_left = True
         self.holder = None
@@ -286,11 +286,13 @@ class Tally:
     """Counts of one pipeline, and its warnings. Any thread may call any method.
 
     Attributes:
+        is_joint: several trainers update jointly.
         total: what became of all updates so far.
         num_dropped: batches that a model used, and that got no backward pass.
     """
 
     def __init__(self) -> None:
+        self.is_joint = False
         self._lock = threading.Lock()  # of all below; the public ones may be read
         self.total = self._before_window = NOTHING
         self.num_dropped = 0
@@ -308,6 +310,12 @@ class Tally:
 
     def dropped(self) -> None:
         """Count a batch that a model used, and that got no backward pass."""
+        if self.is_joint and not self.num_dropped:
+            logger.warning(
+                "a training batch got no backward pass, and is no step of the trainers "
+                "that update jointly: the next batch that gets one takes its number. "
+                "To look rows up, use model.eval() or torch.no_grad()."
+            )
         with self._lock:
             self.num_dropped += 1
             self._num_in_row += 1

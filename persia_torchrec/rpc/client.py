@@ -25,6 +25,7 @@ import heapq
 import itertools
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -49,6 +50,7 @@ from persia_torchrec.rpc import auth
 from persia_torchrec.rpc.auth import NO_JOB, Greeting
 from persia_torchrec.rpc.channel import (
     Away,
+    OwnProcess,
     Reply,
     Silence,
     Told,
@@ -85,7 +87,7 @@ _CHANGES = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | auth.REFUSAL
 _monitor_numbers = itertools.count()
 
 
-class Connections:
+class Connections(OwnProcess):
     """Connections to several servers. Any thread may call any method.
 
     ``role`` is what the servers are called in errors, as ``"embedding server"``. They
@@ -164,6 +166,8 @@ class Connections:
         The memory of ``frames`` must not change until the reply. ``what`` is the
         request in words, for errors: ``"lookup of table 'ads'"``.
         """
+        if self._pid != os.getpid():
+            self.require_own_process()
         require_sendable(frames, what)
         name, wait_s = self.names[server], timeout_s + self._recovery_s
         if not self._slots.acquire(timeout=wait_s):
@@ -194,6 +198,8 @@ class Connections:
 
     def close(self) -> None:
         """Close all connections; pending requests fail. May be called twice."""
+        if self._pid != os.getpid():
+            return  # a forked child
         with self._lock:
             if self._closed:
                 return

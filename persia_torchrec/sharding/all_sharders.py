@@ -14,6 +14,7 @@ Modules that are, or hold, bags go through the sharder of bags, with its setting
 those of sequences.
 """
 
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -154,6 +155,7 @@ class RemoteEmbeddingBagSharder(_HolderSharder):
             sharded_module.ShardedRemoteEmbeddingBag,
         )
         sharded.module_sharding_plan = params
+        sharded.replaced = weakref.ref(module)
         return sharded
 
 
@@ -206,6 +208,8 @@ def remote_sharders(
     update: Literal["joint", "each"] = "joint",
     joint_timeout_s: float = timeouts.JOINT_UPDATE_S,
     state_dict_rows: StateDictRows = "auto",
+    evaluation_waits: bool = True,
+    namespace: str = "",
 ) -> "RemoteSharders":
     """Return the sharders that put every collection of a model on the servers.
 
@@ -226,6 +230,8 @@ def remote_sharders(
         "update": update,
         "joint_timeout_s": joint_timeout_s,
         "state_dict_rows": state_dict_rows,
+        "evaluation_waits": evaluation_waits,
+        "namespace": namespace,
     }
     common = client, optimizer, staleness, wire_dtype
     bags = RemoteEmbeddingBagCollectionSharder(*common, **settings)

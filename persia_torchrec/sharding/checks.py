@@ -45,9 +45,27 @@ def watch_models() -> None:
             isinstance(parent, model_parallel.DistributedModelParallel)
             and child is not None
         ):
+            _replace_other_names(child)
             _require_sharders(child, {s.module_type for s in parent.sharders})
 
     register_module_module_registration_hook(check)
+
+
+def _replace_other_names(model: nn.Module) -> None:
+    """Put a sharded collection under all names that the collection itself had.
+
+    TorchRec replaces the first one only, and would leave a dense collection with rows
+    of its own under the others, as of a tower whose tables are another tower's.
+    """
+    places: dict[nn.Module, nn.Module] = {}
+    for module in model.modules():
+        remote = _remote_of(module)
+        if remote is not None and remote.replaced and (given := remote.replaced()):
+            places.setdefault(given, module)  # a MixedCollection comes before its part
+    for path, module in list(model.named_modules(remove_duplicate=False)):
+        if module in places:
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, places[module])
 
 
 def _require_sharders(model: nn.Module, taken: set[type[nn.Module]]) -> None:

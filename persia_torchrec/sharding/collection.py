@@ -18,7 +18,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pkgutil import resolve_name
 from typing import Any, TypeAlias, get_args
 
@@ -92,6 +92,19 @@ class CollectionSpec:
     features: tuple[FeatureSpec, ...]
     is_weighted: bool = False  # a batch has a weight for each id, which pooling uses
     needs_ids: bool = False  # sequences come with their ids
+    prefix: str = ""  # of the names of tables on the servers, before the collection's
+
+    def in_namespace(self, namespace: str) -> "CollectionSpec":
+        """Return the collection with tables of a namespace, ``"NAMESPACE/TABLE"``."""
+        prefix = f"{namespace}/"
+        tables = [
+            replace(table, name=prefix + table.name, seed=_seed(prefix + table.name))
+            for table in self.tables
+        ]
+        features = [f._replace(table=prefix + f.table) for f in self.features]
+        return replace(
+            self, tables=tuple(tables), features=tuple(features), prefix=prefix
+        )
 
 
 def table_configs(collection: TableCollection) -> list[BaseEmbeddingConfig]:
@@ -181,17 +194,22 @@ def _describe_table(
             f"Table {config.name!r}: data_type must be FP32, FP16 or BF16, in which "
             f"the servers hold weights. Received: data_type={config.data_type}."
         )
-    digest = hashlib.blake2b(config.name.encode(), digest_size=8).digest()
     return settings.apply_to(
         TableSpec(
             name=config.name,
             dim=config.embedding_dim,
             optimizer=optimizer,
             initializer=settings.initializer or _initializer(config),
-            seed=int.from_bytes(digest, "little"),  # by name, and so the same anywhere
+            seed=_seed(config.name),
             weight_dtype=weight_dtype,
         )
     )
+
+
+def _seed(name: str) -> int:
+    """Return a table's seed: by its name, and so the same anywhere."""
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 def _initializer(config: BaseEmbeddingConfig) -> Initializer:

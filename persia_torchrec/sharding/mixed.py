@@ -13,6 +13,7 @@ the other tables goes with it through the same three calls:
 The remote module's state of a batch travels in TorchRec's own context of that batch.
 """
 
+import weakref
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -382,6 +383,7 @@ class MixedSharder(BaseEmbeddingSharder[TableCollection]):
         )
         where = device or torch.device("cpu")
         sharded.add_remote(sharded_remote, module, local, remote, where)
+        sharded_remote.replaced = weakref.ref(module)
         return sharded
 
     def reshard(self, *_: object) -> NoReturn:

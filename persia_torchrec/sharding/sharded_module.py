@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any, ClassVar, NoReturn
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import numpy as np
 import torch
@@ -40,6 +40,7 @@ from persia_torchrec.datasets.transfer import to_device
 from persia_torchrec.errors import BatchError, ConfigError
 from persia_torchrec.pipeline.pipeline import BatchPipeline, PrefetchedBatch
 from persia_torchrec.sharding import state, torchrec_api
+from persia_torchrec.sharding.backward_pass import own_memory
 from persia_torchrec.sharding.collection import CollectionSpec
 from persia_torchrec.sharding.on_device import DeviceBatch, Leaving, Tensors
 from persia_torchrec.sharding.table_control import (
@@ -107,6 +108,8 @@ class _Embeddings(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 (weights,) = ctx.saved_tensors
                 of_weights = pulled.weights_gradient(ctx.pooled, grads, weights)
+        elif not ctx.module.pipeline.waits_for_ack:
+            given = own_memory(grads)
         ctx.module.push(ctx.batch, given)
         return None, of_weights, None, None
 
@@ -129,6 +132,7 @@ class ShardedRemoteCollection(
     # The rows, for state dicts; without it, these say that the rows are elsewhere.
     collection_state: state.CollectionState | None = None
     module_sharding_plan: types.EmbeddingModuleShardingPlan  # which it was made by
+    replaced: "ref[nn.Module] | None" = None  # the collection in whose place it is
     create_context = types.NullShardedModuleContext
 
     def __init__(
@@ -152,7 +156,8 @@ class ShardedRemoteCollection(
         dim_of = {table.name: table.dim for table in spec.tables}
         self._dims = [dim_of[feature.table] for feature in spec.features]
         # The tables' names, by the keys that TorchRec gives their weights.
-        keys = (f"{self.weights_in}.{n}.weight" for n in dim_of)
+        own = [name.removeprefix(spec.prefix) for name in dim_of]
+        keys = (f"{self.weights_in}.{n}.weight" for n in own)
         keys = keys if self.weights_in else ("weight" for _ in dim_of)  # it is the one
         self.tables_by_key = dict(zip(keys, dim_of, strict=True))
         self._device = device
@@ -296,7 +301,8 @@ class ShardedRemoteCollection(
 
         They are where TorchRec has those of its own tables. Gradients never reach them.
         """
-        for key, table in self.tables_by_key.items():
+        for key, full_name in self.tables_by_key.items():
+            table = full_name.removeprefix(self.spec.prefix)
             weight = nn.Parameter(torch.empty(0, device=self._device))
             torchrec_api.mark_in_backward(weight)
             owner: nn.Module = self
@@ -331,8 +337,10 @@ class ShardedRemoteCollection(
     def copy(self, _: object) -> NoReturn:
         """Refuse, by whichever way: a copy would push the same batches twice."""
         raise ConfigError(
-            "A collection with tables on the embedding servers cannot be copied to "
-            "another device. Build a second DistributedModelParallel there."
+            "A collection with tables on the embedding servers cannot be copied, nor "
+            "moved to another device: it would be the same rows. Received: a copy, as "
+            "of copy.deepcopy. Build a second DistributedModelParallel, whose sharders "
+            "have a namespace=, and load model.state_dict() into it."
         )
 
     __deepcopy__ = copy  # DistributedModelParallel.copy begins with it

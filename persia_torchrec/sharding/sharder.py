@@ -7,6 +7,7 @@ names of sharding type and kernel that it knows ("row_wise", "fused").
 
 import math
 import secrets
+import weakref
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, get_args
@@ -37,6 +38,7 @@ from persia_torchrec.sharding.state import (
     CollectionState,
     OptimizerState,
     StateDictRows,
+    find_entry,
     load_tables,
 )
 from persia_torchrec.table import TableSettings, require_known_tables
@@ -87,6 +89,7 @@ class PlannedSharder(types.ModuleSharder[nn.Module]):
                 )
         sharded = self.put_on_servers(module, env, device or torch.device("cpu"))
         sharded.module_sharding_plan = params
+        sharded.replaced = weakref.ref(module)
         return sharded
 
     def reshard(self, module: Any, *_: object) -> Any:
@@ -150,6 +153,7 @@ class CollectionSharder(table_control.TableControl, PlannedSharder):
         if tables.agreement is None:  # the first collection's
             limit_s = timeouts.exchange_s(tables.recovery_s)
             require_own_gpu(device, env.process_group, limit_s)
+        tables.require_one_optimizer(spec.tables)
         pipeline = self.make_pipeline(spec, env, device)
         added = tables.add(pipeline, spec.tables, env, device)
         scale = 1 / env.world_size if self._gradient_division else 1.0
@@ -224,7 +228,7 @@ class RemoteSharder(CollectionSharder):
     """Put every collection of one kind on the embedding servers.
 
     On the servers a table is its name: collections, and models, that name the same
-    table share its rows.
+    table share its rows, which is one warning. ``namespace`` parts them.
 
     Args:
         client: of the servers; it must live as long as the model.
@@ -254,6 +258,13 @@ class RemoteSharder(CollectionSharder):
             ``NAME.ids``. "ids" has ids always, as a model must whose checkpoint with
             ids is loaded by ``torch.distributed.checkpoint`` before it has rows.
             "none" leaves rows out: ``save_checkpoint`` alone keeps them.
+        evaluation_waits: a lookup for evaluation waits until the updates of this
+            trainer's backward passes so far are applied, so that it reads what was
+            trained. False reads rows at once, which may lack updates; from staleness 2
+            on.
+        namespace: of the tables: "teacher" names table "t" "teacher/t" on the servers,
+            in their checkpoints, and wherever tables are read or changed by name. State
+            dicts, and ``tables`` here, have the collection's names all the same.
 
     Raises:
         ConfigError: an argument is out of its range. When the model is sharded, or at
@@ -279,27 +290,26 @@ class RemoteSharder(CollectionSharder):
         update: Literal["joint", "each"] = "joint",
         joint_timeout_s: float = timeouts.JOINT_UPDATE_S,
         state_dict_rows: StateDictRows = "auto",
+        evaluation_waits: bool = True,
+        namespace: str = "",
     ) -> None:
         is_joint, precisions = update == "joint", list(_PRECISIONS)
-        least_s = client.recovery_s
+        least_s, kinds = client.recovery_s, get_args(StateDictRows)
         fits_joint = not is_joint or least_s < joint_timeout_s < math.inf
-        fits_dtype = wire_dtype in precisions
+        has_kind, finite = state_dict_rows in kinds, f"finite and > {least_s:g}"
+        must_wait = "True at staleness 0 and 1, where each lookup sees all updates"
         for name, value, fits, must in (
             ("update", update, update in ("joint", "each"), '"joint" or "each"'),
+            ("joint_timeout_s", joint_timeout_s, fits_joint, finite),
             (
-                "joint_timeout_s",
-                joint_timeout_s,
-                fits_joint,
-                f"finite and > {least_s:g}",
+                "wire_dtype",
+                wire_dtype,
+                wire_dtype in precisions,
+                f"one of {precisions}",
             ),
-            ("wire_dtype", wire_dtype, fits_dtype, f"one of {precisions}"),
             ("staleness", staleness, staleness >= 0, ">= 0"),
-            (
-                "state_dict_rows",
-                state_dict_rows,
-                state_dict_rows in get_args(StateDictRows),
-                f"one of {get_args(StateDictRows)}",
-            ),
+            ("state_dict_rows", state_dict_rows, has_kind, f"one of {kinds}"),
+            ("evaluation_waits", False, evaluation_waits or staleness > 1, must_wait),
         ):
             if not fits:
                 raise ConfigError(f"{name} must be {must}. Received: {value!r}.")
@@ -307,10 +317,12 @@ class RemoteSharder(CollectionSharder):
         self._state_dict_rows = state_dict_rows
         super().__init__(gradient_division=gradient_division)
         self._client = client
-        self.remote_tables.lost = client.lost
-        self.remote_tables.recovery_s = client.recovery_s
+        tables_of = self.remote_tables
+        tables_of.lost, tables_of.recovery_s = client.lost, client.recovery_s
+        tables_of.users = client.tables.users
         self._optimizer = optimizer if optimizer is not None else Adagrad()
-        self._staleness = staleness
+        self._staleness, self._evaluation_waits = staleness, evaluation_waits
+        self._namespace = namespace
         self._precision = _PRECISIONS[wire_dtype]
         self._settings = dict(tables or {})
         # Names of tables that a planner, or this sharder, has found in a collection.
@@ -331,7 +343,7 @@ class RemoteSharder(CollectionSharder):
         self.described.update(names)
         if names <= self.planned:  # and so the planner has seen all collections
             require_known_tables(self._settings, self.planned)
-        return spec
+        return spec.in_namespace(self._namespace) if self._namespace else spec
 
     def load_weights(
         self,
@@ -356,6 +368,16 @@ class RemoteSharder(CollectionSharder):
                 "DistributedModelParallel(model, sharders=...)."
             )
         self.flush()
+        if self._namespace:
+            own = {name: name.removeprefix(f"{self._namespace}/") for name in names}
+            if optimizer_state is not None:
+                state: Any = optimizer_state.get("state", {})
+                found = {n: find_entry(own[n], state, "optimizer_state") for n in names}
+                optimizer_state = {"state": found}
+            ids = {name: (ids or {}).get(own[name]) for name in names}
+            state_dict = {
+                n: find_entry(own[n], state_dict, "state_dict") for n in names
+            }
         given: Any = {"optimizer_state": optimizer_state, "ids": ids, "step": step}
         return load_tables(self._client, state_dict, names, **given)
 
@@ -368,15 +390,17 @@ class RemoteSharder(CollectionSharder):
     ) -> Any:
         """Put the tables on the servers, and their rows into state dicts."""
         sharded = super().put_on_servers(module, env, device, sharded_type)
-        tables = self.remote_tables
+        tables, prefix = self.remote_tables, sharded.spec.prefix
+        configs = collection.table_configs(module)
         sharded.collection_state = CollectionState(
             self._client,
-            {c.name: c.num_embeddings for c in collection.table_configs(module)},
+            {prefix + config.name: config.num_embeddings for config in configs},
             env,
             self._state_dict_rows,
             flush=tables.flush,
             meet=tables.meet,
         )
+        sharded.collection_state.prefix = prefix
         for name in sharded.tables_by_key.values():
             tables.states.setdefault(name, sharded.collection_state)
         sharded.add_placeholders()
@@ -404,6 +428,7 @@ class RemoteSharder(CollectionSharder):
         timeout_s = self._client.timeout_s + 2 * self._client.recovery_s
         pipeline = BatchPipeline(lookup, staleness=self._staleness, timeout_s=timeout_s)
         pipeline.set_count(env.rank, self._client.batches)
+        pipeline.evaluation_waits = self._evaluation_waits
         if self._joint_timeout_s and env.world_size > 1:
             pipeline.set_trainers(self._meet(env, device))
         return pipeline

@@ -17,6 +17,7 @@ import contextvars
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
+from weakref import ref
 
 import numpy as np
 import torch
@@ -77,7 +78,12 @@ class CollectionState:
         rows: as of ``RemoteSharder``.
         flush: waits for this trainer's updates of a table on their way.
         meet: returns when all trainers have called it.
+
+    Attributes:
+        prefix: of the tables' names on the servers, which names of tensors leave out.
     """
+
+    prefix = ""
 
     def __init__(
         self,
@@ -127,7 +133,7 @@ class CollectionState:
         """Return the state of a table's optimizer, with TorchRec's names and shapes."""
         if not self._client.table(name).num_state_floats:
             return {}
-        table = self.table(name)
+        table, name = self.table(name), name.removeprefix(self.prefix)
         tensors: dict[str, torch.Tensor] = {}
         if table.ids is not None:
             tensors[f"{name}.ids"] = StoredTensor(StoredIds(table))
@@ -290,10 +296,36 @@ def take_entries(
                 f"{prefix + key!r} must be a tensor of the rows of table {table!r}, "
                 f"of a model whose sharder has a client. Received: {type(entry)}."
             )
+        _require_same(module, table, entry)
         module.collection_state.load(table, prefix + key, entry, ids)
         num_loaded += 1
     if num_loaded:
         module.collection_state.meet()
+
+
+def _require_same(module: Any, table: str, weights: torch.Tensor) -> None:
+    """Refuse other weights of a table than another collection has just loaded.
+
+    Plain collections whose tables have one name have rows of their own; here the last
+    ones would stay.
+    """
+    loaded = module.remote_tables.loaded
+    other, before = loaded.get(table, (module.spec, lambda: None))
+    loaded[table], held = (module.spec, ref(weights)), before()
+    if other is module.spec or held is None or held is weights:
+        return
+    are_plain = not isinstance(weights, ShardedTensor | StoredTensor)
+    if are_plain and type(held) is type(weights) and not torch.equal(held, weights):
+        keys = [
+            [f.key for f in s.features if f.table == table]
+            for s in (other, module.spec)
+        ]
+        raise ConfigError(
+            f"All weights that are loaded into table {table!r} must be equal: on the "
+            "servers a table is its name. Received: others for the collection with the "
+            f"features {keys[0]} than for that with {keys[1]}. Give the tables other "
+            "names in the model, and in the state."
+        )
 
 
 def load_tables(
@@ -343,7 +375,7 @@ def load_tables(
         spec = client.table(table)
         if spec.dynamic.is_on:
             raise _more_than_rows(spec)
-        weight = _find(table, state_dict, "state_dict")
+        weight = find_entry(table, state_dict, "state_dict")
         if not isinstance(weight, torch.Tensor):
             raise ConfigError(
                 f"Table {table!r}: state_dict must hold a tensor. "
@@ -395,7 +427,7 @@ def _cut(
         )
 
 
-def _find(table: str, entries: Mapping[str, Any], where: str) -> Any:
+def find_entry(table: str, entries: Mapping[str, Any], where: str) -> Any:
     """Return the only entry of a table, by any of the keys that it may have."""
     own = f"embedding_bags.{table}.weight", f"embeddings.{table}.weight"
     keys = [key for key in entries if key.endswith(tuple(f".{name}" for name in own))]
@@ -420,7 +452,7 @@ def _find_state(
             f"'state'. Received: {sorted(optimizer_state)}."
         )
     tensors = []
-    for name, value in _find(table, entries, "optimizer_state").items():
+    for name, value in find_entry(table, entries, "optimizer_state").items():
         if name.rpartition(".")[2] == "step":
             step = int(value) if step is None else step
         else:
@@ -515,6 +547,7 @@ def plain_state_dict(
     *,
     ids: Mapping[str, IdsOfRows] | None = None,
     missing: Literal["initial", "zeros"] = "initial",
+    namespace: str = "",
 ) -> dict[str, torch.Tensor]:
     """Return the weights of a model's tables, for its ``load_state_dict``.
 
@@ -524,6 +557,7 @@ def plain_state_dict(
             device, also meta.
         ids: of the rows of single tables, by name; by default a row's number.
         missing: as of :func:`read_table`.
+        namespace: that of the sharder, if it has one.
 
     Returns:
         float32 ``(num_embeddings, D)`` per table, by its key in ``model.state_dict()``.
@@ -540,5 +574,6 @@ def plain_state_dict(
         for key, _ in module.named_parameters(prefix=path):
             table = key.split(".")[-2]  # "embedding_bags.TABLE.weight"
             given: Any = {"ids": (ids or {}).get(table), "missing": missing}
-            tensors[key] = read_table(client, table, num_rows[table], **given).weights
+            name = f"{namespace}/{table}" if namespace else table
+            tensors[key] = read_table(client, name, num_rows[table], **given).weights
     return tensors

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from persia_torchrec import timeouts
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.pipeline.pipeline import BatchPipeline
 from persia_torchrec.pipeline.staleness import TrainingSummary
+from persia_torchrec.rpc.channel import OwnProcess
 from persia_torchrec.sharding import torchrec_api
 from persia_torchrec.sharding.backward_pass import Agreement, AnswersAtEnd, BackwardPass
 from persia_torchrec.sharding.first_batch import FirstBatch
@@ -50,7 +52,7 @@ def loss_scale(scaler: torch.amp.GradScaler, device: torch.device) -> torch.Tens
     return scaler.scale(torch.ones((), device=device))
 
 
-class RemoteTables:
+class RemoteTables(OwnProcess):
     """Tables on the servers, and the pipelines of the collections that use them.
 
     Owned by the thread that trains, or that runs its backward pass.
@@ -58,10 +60,14 @@ class RemoteTables:
 
     def __init__(self) -> None:
         self.specs: dict[str, TableSpec] = {}  # with their current settings
+        self._optimizers: dict[str, object] = {}  # at first, by table
+        self.users: WeakSet[RemoteTables] = WeakSet()  # of the same client, if any
         # Each with the names of its tables.
         self.pipelines: list[tuple[BatchPipeline[Any, Any], frozenset[str]]] = []
         self.groups: dict[str, dict[str, Any]] = {}  # of parameters, by table
         self.states: States = {}  # the rows, by table
+        # What was loaded last, by table: for which collection, and the tensor.
+        self.loaded: dict[str, tuple[object, ref[torch.Tensor]]] = {}
         self.optimizer: RemoteOptimizer | None = None  # of all, once it is asked for
         self.reported = TrainingSummary()
         self.lost: Mapping[str, int] = {}  # that of the client
@@ -87,7 +93,14 @@ class RemoteTables:
         device: torch.device,
     ) -> list[str]:
         """Add a collection's pipeline; return the tables that no earlier one has."""
-        self.pipelines.append((pipeline, frozenset(spec.name for spec in specs)))
+        names = frozenset(spec.name for spec in specs)
+        self._tell_of_shared(names)
+        self.users.add(self)
+        for other, of_other in [p for user in self.users for p in user.pipelines]:
+            if names & of_other:
+                pipeline.trains_rows.add(other)
+                other.trains_rows.add(pipeline)
+        self.pipelines.append((pipeline, names))
         self.specs.update((spec.name, spec) for spec in specs)
         added = [spec for spec in specs if spec.name not in self.groups]
         for spec in added:
@@ -104,6 +117,34 @@ class RemoteTables:
             self.agreement.first_batch = self.first_batch
             self.agreement.timeout_s = timeouts.exchange_s(self.recovery_s)
         return [spec.name for spec in added]
+
+    def require_one_optimizer(self, specs: Iterable[TableSpec]) -> None:
+        """Refuse a table of two collections, each with an optimizer of its own."""
+        for spec in specs:
+            first = self._optimizers.setdefault(spec.name, spec.optimizer)
+            if spec.optimizer != first:
+                raise ConfigError(
+                    f"Table {spec.name!r} must have one optimizer, as collections with "
+                    f"tables of one name share its rows. Received: {first}, and "
+                    f"{spec.optimizer}. Give both the same one, or other names."
+                )
+
+    def _tell_of_shared(self, names: frozenset[str]) -> None:
+        """Log which tables a collection shares with others, which may not be meant."""
+        others = [user for user in self.users if user is not self]
+        if shared := sorted(names & self.specs.keys()):
+            logger.warning(
+                "tables %s are in several collections: on the servers a table is its "
+                "name, and they share its rows. If that is not meant, give the tables "
+                "other names.",
+                shared,
+            )
+        elif shared := sorted(n for n in names if any(n in o.specs for o in others)):
+            logger.warning(
+                "tables %s are those of another model too, and both train the same "
+                'rows. If that is not meant, give the sharders of one namespace="...".',
+                shared,
+            )
 
     def current_backward(self, *, agrees: bool = False) -> BackwardPass:
         """Return the backward pass that runs in this thread.

@@ -75,6 +75,17 @@ def after_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor of which one is a view, if it is one."""
+    return tensor._base
+
+
+def num_tensors(tensor: torch.Tensor) -> int:
+    """Return how many tensors have a tensor's memory, itself included."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) - 1  # storage is one more
+
+
 def weights_gradient(
     grads: torch.Tensor,
     rows_UD: torch.Tensor,

@@ -1,6 +1,7 @@
 """Pipelines of several trainers that update jointly, in one process."""
 
 import re
+import threading
 
 import numpy as np
 import pytest
@@ -73,22 +74,37 @@ def test_no_trainer_runs_ahead_of_the_slowest_by_more_than_the_bound(two):
     assert (fast.num_updates(5), fast.num_updates(6)) == (4, 4)
 
 
-def test_a_batch_without_a_backward_pass_does_not_hold_up_the_others(two):
-    first, second = two(staleness=0)
-    batch = first.pull(5)
-    second.pull(6)  # dropped at once
-    batch.push(ONE_UPDATE)
-    assert (first.num_updates(5), first.num_updates(6)) == (1, 0)
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_lookup_without_a_backward_pass_is_no_step(two, staleness, caplog):
+    first, second = two(staleness)
+    for _ in range(3):
+        second.pull(6)  # dropped at once
+    for step in range(1, 5):
+        batches = [first.pull(5), second.pull(6)]
+        second.pull(6)  # while another is open
+        threads = [threading.Thread(target=b.push, args=(ONE_UPDATE,)) for b in batches]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(DEADLINE_S)
+        for trainer in (first, second):
+            trainer.pipeline.flush()
+        assert (first.num_updates(5), first.num_updates(6)) == (step, step)
+    warnings = [r for r in caplog.records if r.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert "is no step of the trainers" in warnings[0].message
 
 
-def test_a_batch_that_cannot_be_looked_up_does_not_hold_up_the_others(two):
-    first, second = two(staleness=0)
-    batch = first.pull(5)
+def test_a_batch_that_cannot_be_looked_up_is_no_step(two):
+    first, second = two(staleness=1)
     bags = {**bags_of(6), "unknown": bags_of(6)["count"]}
     with pytest.raises(BatchError, match="unknown"):
         second.pipeline.start(bags, training=True).wait(DEADLINE_S)
-    batch.push(ONE_UPDATE)
-    assert first.num_updates(5) == 1
+    for trainer, id_ in ((first, 5), (second, 6)):
+        trainer.pull(id_).push(ONE_UPDATE)
+    for trainer in (first, second):
+        trainer.pipeline.flush()
+    assert (first.num_updates(5), first.num_updates(6)) == (1, 1)
 
 
 def test_evaluation_is_no_part_of_a_step(two):
@@ -99,6 +115,20 @@ def test_evaluation_is_no_part_of_a_step(two):
     batches[1].give_up()
     batches[0].push(ONE_UPDATE)
     assert first.num_updates(5) == 1
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_trainers_that_evaluate_between_the_same_steps_read_the_same_rows(
+    two, staleness
+):
+    first, second = two(staleness)
+    batches = [first.pull(5), second.pull(5)]
+    batches[0].push(ONE_UPDATE)
+    looked = [first.pipeline.start(bags_of(5), training=False)]
+    assert not looked[0].arrived.wait(0.05)
+    batches[1].push(ONE_UPDATE)
+    looked.append(second.pipeline.start(bags_of(5), training=False))
+    assert [b.wait(DEADLINE_S).outputs[0][0, 0] for b in looked] == [2, 2]
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
@@ -116,13 +146,13 @@ def test_trainers_that_have_left_come_together_again(two, staleness):
     assert first.num_updates(5) == 9
 
 
-def test_batches_on_their_way_count_when_their_trainer_has_left(two):
+def test_pushes_on_their_way_count_when_their_trainer_has_left(two):
     first, second = two(staleness=2)
     batches = [first.pull(5), second.pull(6)]
-    second.pipeline.leave()
-    batches[0].push(ONE_UPDATE)
-    assert first.num_updates(5) == 0
     batches[1].push(ONE_UPDATE)
+    second.pipeline.leave()
+    assert first.num_updates(6) == 0
+    batches[0].push(ONE_UPDATE)
     first.pipeline.flush()
     assert (first.num_updates(5), first.num_updates(6)) == (1, 1)
 

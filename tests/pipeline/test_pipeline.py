@@ -230,6 +230,47 @@ def test_an_evaluation_does_not_wait_behind_a_training_pull_without_permit(train
     assert waiting.wait(DEADLINE_S).outputs[0][0, 0] == 1
 
 
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_an_evaluation_reads_what_was_pushed_before_it(train, staleness):
+    trainer = train(staleness)
+    trainer.worker.may_push.clear()
+    trainer.pull().push(ONE_UPDATE)
+    looked = [trainer.start(training=False) for _ in range(2)]
+    assert not looked[0].arrived.wait(0.05)
+    trainer.worker.may_push.set()
+    assert [b.wait(DEADLINE_S).outputs[0][0, 0] for b in looked] == [1, 1]
+
+
+def test_an_evaluation_does_not_wait_for_later_pushes_or_open_batches(train):
+    trainer = train(3, worker=HeldBack)
+    first, second, _ = [trainer.pull() for _ in range(3)]
+    first.push(ONE_UPDATE)
+    looked = trainer.start(training=False)
+    second.push(ONE_UPDATE)
+    wait_until(lambda: len(trainer.worker.held_back) == 2)
+    assert not looked.arrived.is_set()
+    trainer.worker.acknowledge()
+    assert looked.wait(DEADLINE_S).outputs[0][0, 0] >= 1
+    trainer.worker.acknowledge()
+
+
+def test_an_evaluation_that_shall_not_wait_reads_at_once(train):
+    trainer = train(3)
+    trainer.pipeline.evaluation_waits = False
+    trainer.worker.may_push.clear()
+    trainer.pull().push(ONE_UPDATE)
+    assert trainer.start(training=False).wait(DEADLINE_S).outputs[0][0, 0] == 0
+    trainer.worker.may_push.set()
+
+
+def test_the_wait_of_an_evaluation_ends_in_time(train, monkeypatch):
+    monkeypatch.setattr("persia_torchrec.pipeline.push_queue._MARGIN_S", 0.1)
+    trainer = train(2, worker=HeldBack, timeout_s=0.5)
+    trainer.pull().push(ONE_UPDATE)
+    with pytest.raises(StalenessError, match=r"not acknowledged within 0\.6 s"):
+        trainer.start(training=False).wait(DEADLINE_S)
+
+
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 def test_a_thread_may_hold_several_batches_for_one_backward_pass(train, staleness):
     trainer = train(staleness)

@@ -229,14 +229,20 @@ def test_batches_of_evaluation_do_not_count(job):
     assert (trainer.num_updates, trainer.rows(5)) == (2, [-4])
 
 
-def test_a_part_without_a_backward_pass_adds_nothing(job):
-    trainer = Counting(job)
-    with accumulate(trainer.sharders, 3):
-        trainer.part(5)
-        trainer.model(kjt_of({"f": [[5]]})).values()
-        gc.collect()
-        trainer.part(5)
-    assert (trainer.num_updates, trainer.rows(5)) == (1, [-2])
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_lookup_without_a_backward_pass_is_no_part(job, staleness):
+    trainer = Counting(job, staleness)
+    with accumulate(trainer.sharders, 2):
+        for num_looks in (1, 3, 0):
+            for _ in range(num_looks):
+                trainer.model(kjt_of({"f": [[5]]})).values()
+                gc.collect()
+            for _ in range(2):
+                trainer.part(5)
+                trainer.model(kjt_of({"f": [[5]]})).values()
+                gc.collect()
+            trainer.sharders.flush()
+    assert (trainer.num_updates, trainer.rows(5)) == (3, [-6])
 
 
 def test_a_part_that_is_not_finite_drops_its_update(job):

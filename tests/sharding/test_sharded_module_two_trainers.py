@@ -105,6 +105,12 @@ def test_a_trainer_that_closes_its_tables_does_not_hold_up_the_others(learnt):
     assert learnt["ended", 1]["num_steps"] == 2 + 3 / 2  # of one trainer of two
 
 
+def test_a_lookup_without_a_backward_pass_is_no_step(learnt):
+    for rank in range(2):
+        rows = learnt["looks", rank]["rows"]
+        assert sorted(set(rows)) == [-4, 0]
+
+
 def test_a_trainer_that_vanishes_is_named(learnt):
     assert "none of rank 1 within 0.5 s" in str(learnt["vanished", 0]["error"])
 

@@ -49,6 +49,7 @@ OWNERS = {
     "the operators of torch": lambda: torch.ops.aten,
     "an operator of torch": lambda: torch.ops.aten.copy_.default,
     "torch.autograd.Variable": lambda: torch.autograd.Variable,
+    "the memory of a tensor": lambda: torch.ones(1).untyped_storage(),
     "torch.distributed": lambda: torch.distributed,
     "a parameter of apply_optimizer_in_backward": weight_with_optimizer,
     "an EmbeddingBagCollection": bags,
@@ -58,6 +59,9 @@ OWNERS = {
 }
 
 TAKEN = {
+    "_base": "torch.Tensor",
+    "_cdata": "the memory of a tensor",
+    "_storage_Use_Count": "torch._C",
     "_embedding_bag_per_sample_weights_backward": "the operators of torch",
     "_current_graph_task_id": "torch._C",
     "_execution_engine": "torch.autograd.Variable",

@@ -198,7 +198,8 @@ def test_a_step_that_would_leave_a_row_not_finite_moves_nothing(name, dtype):
 )
 def test_fbgemm_leaves_rows_finite_too(optimizer, dtype, settings):
     fused, fbgemm = (
-        stepped(optimizer, dtype, engine, **settings) for engine in ("compiled", "fbgemm")
+        stepped(optimizer, dtype, engine, **settings)
+        for engine in ("compiled", "fbgemm")
     )
     for size in (1e20, -3e38, 3e38, 0.1):
         grads = np.full((2, 8), 0.1, dtype=np.float32)

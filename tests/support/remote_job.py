@@ -250,6 +250,24 @@ def remote_modules(model: nn.Module) -> list[ShardedRemoteCollection]:
     return [part for part in parts if isinstance(part, ShardedRemoteCollection)]
 
 
+class HeldPushes:
+    """Lets no push of a model's collections go until it is told to."""
+
+    def __init__(self, model):
+        self.may_push = threading.Event()
+        for module in remote_modules(model):
+            self.hold(module.pipeline.lookup)
+
+    def hold(self, lookup):
+        push = lookup.push
+
+        def held(*args):
+            assert self.may_push.wait(DEADLINE_S)
+            return push(*args)
+
+        lookup.push = held
+
+
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return a model's state without the tables on the servers."""
     state, tables = model.state_dict().items(), str | StoredTensor

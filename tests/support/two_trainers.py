@@ -468,6 +468,17 @@ def with_one_that_ends(addresses, _):
         return {"num_steps": trainer.num_steps()}
 
 
+def with_a_look(addresses, _):
+    """Look rows up once without a backward pass, on one trainer alone."""
+    with Counting(addresses) as trainer:
+        for step in range(4):
+            if step == 2 and dist.get_rank() == 1:
+                ids = kjt_of({"ad": [[7]], "query": [[8]], "user": [[9]]})
+                trainer.model(ids).values()
+            trainer.step()
+        return trainer.learnt()
+
+
 def with_one_that_vanishes(addresses, _):
     """Wait in vain for the other trainer, which neither trains nor closes."""
     with Counting(addresses, joint_timeout_s=0.5) as trainer:
@@ -549,6 +560,7 @@ TRAININGS = {
     "saved": with_saved_state,
     "two passes": with_two_passes,
     "ended": with_one_that_ends,
+    "looks": with_a_look,
     "vanished": with_one_that_vanishes,
     "scaled": under_a_loss_scale((10, 10), overflows=[2], static_graph=True),
     "scaled, accumulated": under_a_loss_scale((5, 5), overflows=[2], num_passes=2),
