@@ -123,6 +123,8 @@ class Manifest:
     created: str
     step: int | None = None
     dense: DenseHalf | None = None
+    job: str = ""
+    """Id of the job that has written it; empty: of a process of no job."""
     format: Literal["persia_torchrec checkpoint"] = "persia_torchrec checkpoint"
     version: Literal[1] = 1
 

@@ -21,7 +21,8 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from persia_torchrec.checkpoint import catalog, increment_log
+from persia_torchrec import env
+from persia_torchrec.checkpoint import catalog, increment_log, writer
 from persia_torchrec.checkpoint.catalog import (
     DumpResult,
     EndedIncrement,
@@ -30,6 +31,7 @@ from persia_torchrec.checkpoint.catalog import (
     Manifest,
 )
 from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.checkpoint.writer import FolderWriter, name_of_process
 from persia_torchrec.client.shards import Servers
 from persia_torchrec.errors import (
     BusyError,
@@ -134,6 +136,24 @@ class Checkpoints:
     def __init__(self, servers: Servers) -> None:
         self._servers = servers
 
+    @property
+    def job(self) -> str:
+        """Id of the job whose servers these are, or of this process."""
+        return self._servers.job_id or name_of_process(os.getpid())
+
+    def own(self, path: Path) -> FolderWriter:
+        """Be the only job that writes in a folder, until it is released.
+
+        Raises:
+            ConfigError: another job writes there, or this process cannot.
+        """
+        pid, is_forced = env.agent() or env.supervisor(), env.takes_over()
+        return FolderWriter(Folder(path), self.job, pid=pid, takes_over=is_forced)
+
+    def require_free(self, path: Path) -> None:
+        """Raise ConfigError if another job, which lives, writes in a folder."""
+        writer.require_free(Folder(path), self.job)
+
     def dump(
         self, path: Path, *, step: int | None = None, timeout_s: float = CHECKPOINT_S
     ) -> SavedCheckpoint:
@@ -209,6 +229,7 @@ class Checkpoints:
         ``files`` belong to it too: they are written before the servers begin, and once
         more into ``path`` itself when the checkpoint is complete, one by one.
         """
+        self.require_free(path)
         run, folder = Folder(path), catalog.begin_checkpoint(path)
         _write(files, folder)
 
@@ -312,7 +333,8 @@ class Checkpoints:
         steps = {"dumped": {"do": "dump", "folder": folder.url}}
         results = self._run_steps(task, steps, what, timeout_s, DumpResult)
         tables = catalog.merge_tables([result.tables for result in results])
-        return Manifest(tables, tuple(r.shard for r in results), created, step)
+        shards = tuple(result.shard for result in results)
+        return Manifest(tables, shards, created, step, job=self._servers.job_id)
 
     def _run_steps(
         self,

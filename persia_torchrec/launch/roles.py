@@ -51,7 +51,7 @@ OF_ROLE = ("python", "image", "env", "roles_file", "set", "join_timeout_s", "rec
 
 OF_JOB = (
     *(*OF_ROLE, "port", "imports", "recovery_timeout_s", "max_restarts", "max_retries"),
-    "grace_s",
+    *("grace_s", "take_over"),
 )
 """Those that components of whole jobs offer."""
 
@@ -264,6 +264,9 @@ class JobSettings:
     max_retries: int = 3
     """how often Slurm or Kubernetes may start the whole job again, as if a host was
     lost; Kubernetes does once less. 0: never"""
+    take_over: bool = False
+    """write in folders of checkpoints and increments though another job may do so, too:
+    without it, that job is waited for until it is silent, or this one is rejected"""
     resume_dir: str = ""
     """folder of the automatic checkpoints. A job that is started with that of another
     continues it. By default each job has one of its own"""
@@ -313,6 +316,8 @@ class JobSettings:
             }
         if self.resume_dir:
             job["PERSIA_RESUME_DIR"] = self.resume_dir
+        if self.take_over:
+            job["PERSIA_TAKE_OVER"] = "1"
         if self.embedding_config is not None:
             job["PERSIA_EMBEDDING_CONFIG"] = self.embedding_config
         if self.global_config is not None:

@@ -43,6 +43,7 @@ from persia_torchrec.checkpoint.row_file import (
     saved_tables,
     shape_of,
 )
+from persia_torchrec.checkpoint.writer import FolderWriter
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.dirty_set import Copy, DirtySet
@@ -248,6 +249,7 @@ class Increments:
         self._failed: IncrementWriter | None = None  # the last one that did
         self._begin_s = -math.inf  # when the next log begins, if there is none
         self.next_log = Base("empty"), ""
+        self._owner: FolderWriter | None = None
         self._noted: Changes | None = None  # by the previous process
         self._flushed_s = 0.0
         self._waits_for_more = False  # what was handed over, until the next is due
@@ -262,6 +264,13 @@ class Increments:
             return
         self._folder = Folder(config.incremental_dir)
         self._folder.make()
+        if config.writer:
+            self._owner = FolderWriter(
+                self._folder,
+                config.writer,
+                pid=os.getppid(),  # which starts this one again
+                takes_over=config.take_over,
+            )
         if store.states:  # in a memory file
             self.next_log = self._continue()
 
@@ -342,6 +351,9 @@ class Increments:
     def work(self, idle_ms: int) -> int:
         """Flush, copy some rows, begin a log; return how long to wait for a message."""
         writer, config, now_s = self._writer, self._config, self._activity.clock()
+        if self._owner is not None and self._owner.lost is not None:
+            self.suspend()  # for good; the owner has logged it
+            return idle_ms
         if writer is not None:
             self._note_written(writer, now_s)
             self._charge(writer)
@@ -428,6 +440,12 @@ class Increments:
 
     def close(self) -> None:
         """Write what is left, for ten seconds at most. May be called twice."""
+        with contextlib.ExitStack() as stack:
+            if self._owner is not None:
+                stack.callback(self._owner.release)
+            self._write_rest()
+
+    def _write_rest(self) -> None:
         writer = self._writer
         if writer is None:
             return

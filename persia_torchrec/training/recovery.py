@@ -24,7 +24,7 @@ import os
 import random
 import time
 from collections import ChainMap
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import numpy as np
@@ -109,6 +109,8 @@ class Recovery:
             must_end=_must_end,
         )
         self._may_continue = False  # a checkpoint, by a delta
+        self._release: Callable[[], None] = lambda: None  # the folder
+        self._require_folder: Callable[[], None] = lambda: None  # of rank 0
         self._num_saved = 0  # steps that a checkpoint has
         self.resumed_from: str | None = None
         self.num_batches = 0
@@ -131,6 +133,8 @@ class Recovery:
         A restart without one starts again without rows, or with ``rows_ahead``.
         """
         is_restart = at_first(lambda: is_restart, bool)  # one of others may join late
+        if self._config.saves and (why := at_first(self._own_folder, str)):
+            raise ConfigError(why)  # which no restart mends
         if self._config.delta_interval_s:
             self._require_increments()
         run, is_exact = Folder(self._config.folder), self._config.resume == "exact"
@@ -252,6 +256,16 @@ class Recovery:
         finally:
             if member is not None:
                 member.saves_at_end = False
+            self._release()
+
+    def _own_folder(self) -> str:
+        """Become the writer of the folder; return why that is not possible, or ""."""
+        try:
+            folder = self._client.checkpoints.own(self._config.folder)
+        except ConfigError as exc:
+            return str(exc)
+        self._require_folder, self._release = folder.require, folder.release
+        return ""
 
     def _has_news(self) -> bool:
         return self.num_steps > self._num_saved
@@ -277,6 +291,7 @@ class Recovery:
 
     def _save(self, *, is_delta: bool) -> None:
         began_s = time.monotonic()
+        at_first(self._require_folder)
         shared, own = self._parts()
         if not self._is_checked:  # at the first time, not when it is needed
             _unpack(own)

@@ -62,6 +62,7 @@ def all_below(pid):
 def test_servers_stay_until_a_trainer_that_is_interrupted_has_saved(processes):
     job = Job(processes, loader=1, trainer=1, server=1)
     server = processes.start("server-0", members.serve, job.port)
+    server.has_printed("serving")
     loader = job.start("loader", WAIT_FOR_EVER)
     trainer = job.start("trainer", SAVES)
     for member in (loader, trainer):
