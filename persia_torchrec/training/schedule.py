@@ -118,13 +118,12 @@ class CheckpointClock(AnswersAtEnd):
         self._num_steps += 1
         self.num_trained += is_training
         self._left -= 1
-        has_others = dist.is_initialized() and dist.get_world_size() > 1
-        if self._left > 0 and (has_others or not self._must_end()):
+        if self._left > 0 and (_has_others() or not self._must_end()):
             return False
         answer = torch.tensor([_MAX_STEPS, is_training, not self._must_end()])
         if is_first() and is_training:
             answer[0] = self._steps_to_wait()
-        if has_others:
+        if _has_others():
             dist.all_reduce(answer, dist.ReduceOp.MIN, self.cpu_group())
         steps, all_train, all_continue = answer.tolist()
         self.is_last = not all_continue
@@ -145,5 +144,11 @@ class CheckpointClock(AnswersAtEnd):
         if now_s >= due_s:
             return 0
         step_s = (now_s - self._began_s) / self._num_steps
-        steps = min(due_s - now_s, 2 * _MAX_S) / max(2 * step_s, 1e-6)
+        # One that is alone looks at each step whether it is told to end.
+        most_s = 2 * _MAX_S if _has_others() else math.inf
+        steps = min(due_s - now_s, most_s) / max(2 * step_s, 1e-6)
         return max(int(min(steps, _MAX_STEPS)), 1)
+
+
+def _has_others() -> bool:
+    return dist.is_initialized() and dist.get_world_size() > 1

@@ -25,8 +25,8 @@ import sys, time
 sys.path.insert(0, {str(ROOT)!r})
 from persia_torchrec.job.member import JobMember
 from persia_torchrec.job.member_record import MemberRecord
-print('at work', flush=True)
 try:
+    print('at work', flush=True)
     time.sleep(600)
 except BaseException:
     time.sleep(1)  # for longer than a heartbeat
