@@ -22,6 +22,7 @@ empty variable counts as unset, for launchers that write out every variable.
     PERSIA_CHECKPOINT_DIR                      their folder; ./persia_checkpoints
     PERSIA_RESUME_DIR                          that of a job, and of those that
                                                continue it; one for each in the former
+    PERSIA_TAKE_OVER                           1: write in folders of another job
     PERSIA_RESUME                              what a restart goes back to: exact
     TORCHELASTIC_RESTART_COUNT, _MAX_RESTARTS  how often it started the NN workers
                                                before, and may at most (torchrun)
@@ -148,6 +149,11 @@ error_file = partial(text, "TORCHELASTIC_ERROR_FILE")
 # "exact" or "rows_ahead", and a path; None when unset.
 resume = partial(text, "PERSIA_RESUME")
 resume_dir = partial(text, "PERSIA_RESUME_DIR")
+
+
+def takes_over() -> bool:
+    """Return whether folders are taken over from a job that may still write there."""
+    return text("PERSIA_TAKE_OVER") not in (None, "0")
 
 
 def number(name: str) -> int | None:

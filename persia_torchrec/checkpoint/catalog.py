@@ -169,6 +169,8 @@ class Manifest:
     lacks_rows_of: str | None = None
     """Name of a checkpoint beside it that has rows which this one lacks: they did not
     fit when it was loaded."""
+    job: str = ""
+    """Id of the job that has written it; empty: of a process of no job."""
     format: Literal["persia_torchrec checkpoint"] = "persia_torchrec checkpoint"
     version: Literal[1] = 1
     num_batches: Count = 0

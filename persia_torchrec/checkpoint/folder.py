@@ -11,6 +11,7 @@ import io
 import mmap
 import os
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
@@ -107,6 +108,26 @@ class Folder:
                 return int(self._fs.size(self._within(name)))
             except FileNotFoundError:
                 return None
+
+    def age_s(self, name: str) -> float:
+        """Return the seconds since a file was written, by the file system's clock.
+
+        0 where that is unknown: behind a URL, or without the file.
+        """
+        if not self._is_local or self.file_size(name) is None:
+            return 0.0
+        probe = f".probe-{os.getpid()}-{threading.get_ident()}"
+        with named_errors("look at", self.file_path(name)):
+            try:
+                self.read(name)  # NFS asks its server then
+                written_s = Path(self._within(name)).stat().st_mtime
+                Path(self._within(probe)).touch()
+                now_s = Path(self._within(probe)).stat().st_mtime
+            except FileNotFoundError:
+                return 0.0
+            finally:
+                Path(self._within(probe)).unlink(missing_ok=True)
+        return max(now_s - written_s, 0.0)
 
     def read(self, name: str) -> bytes:
         """Return a file's bytes."""

@@ -22,7 +22,8 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from persia_torchrec.checkpoint import catalog, increment_log
+from persia_torchrec import env
+from persia_torchrec.checkpoint import catalog, increment_log, writer
 from persia_torchrec.checkpoint.catalog import (
     DumpResult,
     EndedIncrement,
@@ -32,6 +33,7 @@ from persia_torchrec.checkpoint.catalog import (
     Manifest,
 )
 from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.checkpoint.writer import FolderWriter, name_of_process
 from persia_torchrec.client.codec import BatchCount
 from persia_torchrec.client.shards import Servers
 from persia_torchrec.errors import (
@@ -145,6 +147,24 @@ class Checkpoints:
         self._batches = batches
         self._fuller = ""  # URL of a checkpoint that has rows for which was no room
 
+    @property
+    def job(self) -> str:
+        """Id of the job whose servers these are, or of this process."""
+        return self._servers.job_id or name_of_process(os.getpid())
+
+    def own(self, path: Path) -> FolderWriter:
+        """Be the only job that writes in a folder, until it is released.
+
+        Raises:
+            ConfigError: another job writes there, or this process cannot.
+        """
+        pid, is_forced = env.agent() or env.supervisor(), env.takes_over()
+        return FolderWriter(Folder(path), self.job, pid=pid, takes_over=is_forced)
+
+    def require_free(self, path: Path) -> None:
+        """Raise ConfigError if another job, which lives, writes in a folder."""
+        writer.require_free(Folder(path), self.job)
+
     def dump(
         self, path: Path, *, step: int | None = None, timeout_s: float = CHECKPOINT_S
     ) -> SavedCheckpoint:
@@ -222,6 +242,7 @@ class Checkpoints:
         ``files`` belong to it too: they are written before the servers begin, and once
         more into ``path`` itself when the checkpoint is complete, one by one.
         """
+        self.require_free(path)
         run, folder = Folder(path), catalog.begin_checkpoint(path)
         _write(files, folder)
         num_batches = self._batches.trained
@@ -358,7 +379,11 @@ class Checkpoints:
         _tell_not_finite(folder, [result.not_finite for result in results])
         run, _, name = self._fuller.rpartition("/")
         fuller = name if run == folder.url.rpartition("/")[0] else None
-        return Manifest(tables, shards, created, step, lacks_rows_of=fuller)
+        return Manifest(
+            *(tables, shards, created, step),
+            lacks_rows_of=fuller,
+            job=self._servers.job_id,
+        )
 
     def _run_steps(
         self,

@@ -62,6 +62,7 @@ class Servers(Peers):
         generation: int = NO_GENERATION,
     ) -> None:
         self._greeting = greeting
+        self.job_id = greeting.job_id
         self._closing = threading.Event()
         self._stream = BatchNumber.new_stream(generation)
         self._numbers = itertools.count(1)

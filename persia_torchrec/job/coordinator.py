@@ -10,6 +10,10 @@ A member on the coordinator's host that does not leave in time, as a stopped one
 killed, since torchx waits for every process. A finished job stays finished all the
 same: what comes after the verdict is in the log only.
 
+A job of trainers that is told to end from outside, by a signal to any of its members,
+has ``grace_s`` for a last checkpoint. It ends when all trainers have saved, as one that
+has failed, since it was not finished; a second signal ends it at once.
+
 A member with a supervisor may be killed, raise, be lost or be silent: the job waits for
 it. The job fails if it is not back within ``recovery_timeout_s``, was started again
 ``max_restarts`` times without progress, or lost its supervisor, too, so that nothing
@@ -20,6 +24,7 @@ address book as it was, and watches on.
 import logging
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -33,7 +38,7 @@ from persia_torchrec.job.member_record import Ending, MemberRecord
 from persia_torchrec.job.process_identity import Siblings
 from persia_torchrec.job.registry import AddressBook, JobState
 from persia_torchrec.job.service import run_service
-from persia_torchrec.job.signals import EndSignals
+from persia_torchrec.job.signals import SAME_S, EndSignals
 from persia_torchrec.parsing.command_line import parse_flags
 from persia_torchrec.persia.config.global_config import refuse_inference
 
@@ -207,6 +212,16 @@ class _Member:
             return None
         return self.record.ending(self.process)
 
+    def has_saved(self) -> bool:
+        """Return whether nothing is left to save here, in a job that is told to end."""
+        ending = self.ending()
+        return (
+            self.process is None
+            or ending is not None
+            or self.record.has_ended()
+            or self.record.is_done()
+        )
+
     def is_gone(self) -> bool:
         """Return whether the member has ended, and its process and supervisor too."""
         ending = self.ending()
@@ -235,14 +250,21 @@ class Coordinator:
         self._parent = os.getppid()
         self._siblings = Siblings()
         self._lacking_since: float | None = None
-        self._end_signal = ""
+        self._end_signal = self._first_signal = ""
+        self._signal_s = self._ends_since_s = -math.inf
+        self._is_hasty = False  # a second signal has come
 
     def end(self, signal_name: str) -> None:
-        """End the job by a signal: a failure of one that trains. From any thread."""
-        self._end_signal = signal_name
+        """End the job by a signal; a second one ends it at once. From any thread."""
+        now_s = time.monotonic()
+        if now_s - self._signal_s < SAME_S:
+            return
+        self._is_hasty = bool(self._first_signal)
+        self._first_signal = self._first_signal or signal_name
+        self._end_signal, self._signal_s = signal_name, now_s
 
-    def run(self) -> JobState:
-        """Watch the job until it has ended and all members have left."""
+    def run(self) -> int:
+        """Watch the job until all members have left; return the exit status."""
         timings = self._config.timings
         for role, size in self._config.sizes().items():
             if size:
@@ -259,8 +281,10 @@ class Coordinator:
         logger.info("the address book of job %s is open at port %d", job_id, port)
         state, reason = self._watch()
         self._end_signal = ""  # a later one is that of a supervisor in a hurry
+        was_told = failures.was_told(reason)
         if state == "failed":
-            logger.error("the job has failed, and all its processes end")
+            if not was_told:
+                logger.error("the job has failed, and all its processes end")
             failures.tell_launcher(self._cause(reason))
         else:
             logger.info("the job is finished")
@@ -270,9 +294,19 @@ class Coordinator:
         linger_s = 0 if self._end_signal else self._config.linger_s / 2
         time.sleep(linger_s)
         if state == "failed":  # the last line of all
-            logger.error("job failed: %s", self._cause(reason))
+            line = "job ended: %s" if was_told else "job failed: %s"
+            logger.error(line, self._cause(reason))
         time.sleep(linger_s)
-        return state
+        return self._status(state, was_told=was_told)
+
+    def _status(self, state: JobState, *, was_told: bool) -> int:
+        """Return the exit status of a job: that of a signal to this process, if any.
+
+        By that of another process's its supervisor would start it again.
+        """
+        if was_told and self._first_signal:
+            return 128 + signal.Signals[self._first_signal]
+        return 0 if state == "finished" else 1
 
     def _count_restart(self, own: MemberRecord) -> None:
         """Fail the job if this process ends again and again, without progress."""
@@ -324,8 +358,8 @@ class Coordinator:
                 time.sleep(self._tick_s)
 
     def _failure(self, joining_is_over: bool) -> str | None:
-        if self._end_signal and self._config.num_trainers:
-            return f"it was told to end ({self._end_signal})"
+        if self._config.num_trainers and (name := self._find_signal()):
+            return self._end_as_told(name)
         if os.getppid() != self._parent:
             return "the process that started it is gone"
         progress = self._progress()
@@ -344,6 +378,32 @@ class Coordinator:
                 "logs. (To start one by hand, give JobSettings a host.)"
             )
         return None
+
+    def _find_signal(self) -> str:
+        """Return the signal by which the job is told to end, if it is; say so once."""
+        if self._end_signal:
+            self._book.tell_to_end(self._end_signal, "the coordinator")
+        name, who = self._book.ending()
+        if name and self._ends_since_s == -math.inf:
+            self._ends_since_s = time.monotonic()
+            logger.warning(
+                "the job is told to end (%s to %s): within %g s trainers save, and "
+                "the others end after them. A second signal ends it at once.",
+                *(name, who, self._config.timings.grace_s),
+            )
+        return name
+
+    def _end_as_told(self, name: str) -> str | None:
+        """Return why a job that is told to end has ended; None while trainers save."""
+        told, grace_s = f"{failures.TOLD} ({name})", self._config.timings.grace_s
+        if self._is_hasty:
+            return f"{told}, twice"
+        late = [member for member in self._trainers if not member.has_saved()]
+        if late and time.monotonic() - self._ends_since_s > grace_s:
+            names = ", ".join(member.record.who for member in late)
+            return f"{told}, and {names} did not end within grace_s={grace_s:g}"
+        is_done = all(member.record.is_done() for member in self._trainers)
+        return None if late or is_done else told
 
     def _progress(self) -> int:
         """Return a number that grows with trained batches, or with time without ends.
@@ -432,7 +492,7 @@ def _serve(argv: Sequence[str] | None) -> int:
         raise
     coordinator = Coordinator(config, book)
     with EndSignals(coordinator.end):
-        return 0 if coordinator.run() == "finished" else 1
+        return coordinator.run()
 
 
 if __name__ == "__main__":

@@ -35,6 +35,9 @@ _OF_FILES = (
     *(FileNotFoundError, FileExistsError, PermissionError),
     *(IsADirectoryError, NotADirectoryError),
 )
+TOLD = "it was told to end"
+"""With this begins why a job has ended that was told to, from outside."""
+
 _PASSING_KINDS = re.compile("connect|timeout|network|unavailable", re.IGNORECASE)
 _PASSING_TEXTS = re.compile(
     r"\b(gloo|nccl|timed out|time-out|socket|broken pipe|rendezvous|killed by signal|"
@@ -119,6 +122,11 @@ def find_member(reason: str) -> str | None:
     """Return the member that the reason of a failed job names first, if it does."""
     found = re.search(r"\b[a-z]+ \d+\b", reason)
     return found and found[0]
+
+
+def was_told(reason: str) -> bool:
+    """Return whether a job has ended because it was told to, from outside."""
+    return reason.removeprefix("coordinator: ").startswith(TOLD)
 
 
 def find_own_log() -> str:

@@ -10,12 +10,19 @@ job is finished or has failed, and then ends, whatever its main thread does:
                               others have left. Trainers are the first to leave, see
                               ``job/coordinator.py``.
     the job has failed, the   who failed is logged; ``call_at_end``; the main thread
-    coordinator or the        is interrupted by SIGTERM; after ``grace_s`` the process
+    coordinator or the        is interrupted by SIGTERM; after ``leave_s`` the process
     parent process has ended  ends with status 1, even if its main thread is stuck.
     this process raised       the others are told why, and the exception propagates.
-    this process got SIGTERM  the main thread is interrupted, by SystemExit or by
-    or SIGINT                 KeyboardInterrupt. If it has not left the block after
-                              ``grace_s``, the job has failed, and so on as above.
+    the job is told to end:   trainers save and end, as below. Then the job has failed
+    a process got SIGTERM,    for this reason, and the others end. A process that has
+    SIGINT, SIGUSR1, SIGUSR2  got the signal N ends with status 128 + N. A second signal
+                              ends the job at once.
+
+In a job that is told to end a trainer saves after its current step, where it is
+``recoverable`` or in a ``TrainCtx`` that saves; any other is interrupted, or has a
+handler of its own. Data loaders end when trainers need no more batches; servers and
+embedding workers, when trainers have ended, or after ``grace_s``. A job of no trainers
+ends at once.
 
 With a supervisor (``job/supervisor.py``) this is otherwise:
 
@@ -27,7 +34,8 @@ With a supervisor (``job/supervisor.py``) this is otherwise:
     the supervisor has ended  the kernel has killed this process, too.
 
 That of a trainer under torchrun is torchrun, as long as it may start all of them again.
-Before it does, it ends those that are left by SIGTERM, which is no failure then.
+Before it does, it ends those that are left by SIGTERM, which is no failure then: for a
+trainer under torchrun SIGTERM counts if the job is told to end by another process, too.
 
 A coordinator with a supervisor is waited for, up to ``recovery_timeout_s``.
 
@@ -42,8 +50,8 @@ coordinator that has ended, nor the coordinator for one that ended before it joi
 """
 
 import contextlib
-import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -51,72 +59,35 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from functools import partial
 from types import FrameType
-from typing import ClassVar, Self
+from typing import ClassVar, NoReturn, Self
 
-from persia_torchrec import env, timeouts
-from persia_torchrec.errors import ConfigError, FrameError, JobError
+from persia_torchrec import env
+from persia_torchrec.errors import ConfigError, JobError
 from persia_torchrec.job import failures, process_identity
+from persia_torchrec.job.job_timings import JobTimings as JobTimings
 from persia_torchrec.job.member_record import MemberRecord
 from persia_torchrec.job.process_identity import ProcessIdentity, Siblings
 from persia_torchrec.job.registry import AddressBook, JobState
 from persia_torchrec.job.registry_server import COMPILING
-from persia_torchrec.job.signals import START_AGAIN, EndSignals, is_in_compiler
-from persia_torchrec.parsing.decoding import parse_json
-from persia_torchrec.rpc.addresses import interface_of, local_address
+from persia_torchrec.job.signals import (
+    SAME_S,
+    START_AGAIN,
+    WARNINGS,
+    EndSignals,
+    is_in_compiler,
+)
+from persia_torchrec.rpc.addresses import bind_gloo, local_address
 
 logger = logging.getLogger(__name__)
 
-_TIMINGS = "timings"
 LAST_CHECKPOINT = "checkpoint"  # note that names the last complete one
 _LEAVE_TIMEOUT_S = 2.0
 _VOLUNTARY_S = 0.5
 _RETRY_S = 0.1
-_VERDICT_S = 2.0  # how long an interrupted main thread waits for the job's state
+_AGENT_S = 1.0  # within which a torchrun that is told to end says so
 _CAUSE_S = 4.0  # how long an error of a connection waits for one that caused it
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobTimings:
-    """Heartbeat intervals and timeouts of a job, set by the coordinator for all."""
-
-    heartbeat_s: float = 1.0
-    """Seconds between two heartbeats of a member."""
-
-    silent_s: float = 20.0
-    """A member, or the coordinator, without heartbeats for longer counts as dead."""
-
-    grace_s: float = 3.0
-    """What an interrupted main thread has to end by itself."""
-
-    finish_s: float = 20.0
-    """What a member has to leave after the job is finished."""
-
-    recovery_timeout_s: float = timeouts.RECOVERY_S
-    """How long the job waits for a member with a supervisor, or the coordinator, that
-    was killed, is lost or silent. Then it fails."""
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if not value > 0:
-                raise ConfigError(f"{name} must be > 0. Received: {value}.")
-        if self.silent_s < 2 * self.heartbeat_s:
-            raise ConfigError(
-                "silent_s must be at least two heartbeats. "
-                f"Received: {self.silent_s} with heartbeat_s={self.heartbeat_s}."
-            )
-
-    def publish(self, book: AddressBook) -> None:
-        """Make these the timings of the job; the coordinator calls it first."""
-        book.tell(_TIMINGS, json.dumps(asdict(self)))
-
-    @classmethod
-    def read(cls, book: AddressBook) -> "JobTimings":
-        """Return the timings of the job, once the coordinator has published them."""
-        (text,) = book.ask([_TIMINGS])
-        timings: JobTimings = parse_json(text, cls, "note 'timings'", FrameError)
-        return timings
 
 
 class JobMember:
@@ -140,6 +111,12 @@ class JobMember:
     watches_parent = True
     current: "ClassVar[JobMember | None]" = None  # of this process, once it is entered
     progress: Callable[[], int] | None = None
+    saves_at_end = False  # in a block that saves when it ``is_ending``
+    _is_compiling = False
+    _has_asked = False  # for the verdict, since a signal came
+    _told = ""  # the signal by which the job is told to end
+    _own_signal = 0  # number of one that has come here
+    _ends_since_s = math.inf  # guarded by _lock
     _repeat = ""  # what a failure says that would only repeat
 
     def __init__(
@@ -174,8 +151,8 @@ class JobMember:
         self._lock = threading.Lock()  # no handler of signals takes it
         self._waiting = threading.Event()
         self._leaving = threading.Event()
-        self._is_compiling = False
-        self._has_asked = False  # for the verdict, since a signal came
+        self._must_leave = threading.Event()  # the main thread, by a signal
+        self._is_hasty = threading.Event()  # a second signal has come
         self._is_deferred = False  # whether the last signal interrupted nothing
         self._num_beats = 0  # written by the heartbeat thread only
         self._beating = threading.Thread(
@@ -186,9 +163,9 @@ class JobMember:
             # Also where torchrun counts no restart, as none of its own has failed.
             env.set_variable("PERSIA_RESTARTS", max(env.num_restarts(), 1))
         if role == "trainer":
-            _bind_gloo(self.host)
-        if role == "trainer" and env.is_under_torchrun():
-            self.record.tell_agent(self._parent)
+            bind_gloo(self.host)
+            if env.is_under_torchrun():
+                self.record.tell_agent(self._parent)
         env.set_variable("PERSIA_MEMBER", f"{book.port} {role} {index} {self._pid}")
         process_identity.tell_joined()
 
@@ -216,6 +193,22 @@ class JobMember:
         self.ended.wait()
         self._raise_failure()
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether a script without a handler of its own must :meth:`end_as_told`."""
+        told = self._told
+        return bool(told) and not self._signals.is_foreign(signal.Signals[told])
+
+    def tell_last_step(self) -> None:
+        """Make known that the trainers of a job that is told to end train no more."""
+        with contextlib.suppress(JobError):  # the coordinator has ended
+            self.book.tell_last_step()
+
+    def end_as_told(self) -> NoReturn:
+        """Leave the block, once all is saved, as the job is told to end."""
+        self._waiting.set()  # not to be interrupted any more
+        sys.exit(f"the job is told to end ({self._told})")
+
     def is_consequence(self, exc: BaseException) -> bool:
         """Return whether the end of the job may be why this member has raised."""
         self._ask_for_cause(exc)
@@ -242,6 +235,8 @@ class JobMember:
         is_known = False  # the exception is on the console, from an earlier start
         if is_needless:
             logger.info("the job is finished, %s ends: %s", self.who, cause)
+        elif has_raised and self._told:
+            self._leave_as_told(exc)
         elif has_raised and self._may_start_again(exc) and not self._find_repeat(exc):
             self._end_and_start_again(str(cause), exc)
         elif has_raised or self._verdict[0] == "running":
@@ -253,6 +248,8 @@ class JobMember:
             self._signals.ignore()
         self._signals.__exit__()
         state, reason = self._verdict
+        if has_raised and self._told and state != "finished":
+            raise SystemExit(self._told_status())
         is_own = has_raised and reason.startswith(f"{self.who}: ") and not is_known
         is_consequence = not is_own and failures.may_be_consequence(exc)
         if state == "failed" and (is_known or is_consequence):
@@ -260,47 +257,112 @@ class JobMember:
             raise SystemExit(1)  # without a traceback
         return is_needless
 
+    def _leave_as_told(self, exc: BaseException | None) -> None:
+        """Wait until the others have saved, but for a data loader.
+
+        Else torchrun would take the end of one trainer for a failure.
+        """
+        error = None if isinstance(exc, SystemExit | KeyboardInterrupt) else exc
+        logger.info("%s ends, as the job is told to", self.who, exc_info=error)
+        with contextlib.suppress(JobError):  # the coordinator has ended
+            self.record.report_ended()
+        if not self.expendable:
+            self._waiting.set()
+            self.ended.wait(self._timings.grace_s + self._timings.leave_s)
+
+    def _told_status(self) -> int:
+        return 128 + self._own_signal if self._own_signal else 1
+
     def _hear(self, name: str) -> None:
-        """Make the process end, in the thread that receives signals."""
+        """Begin to end, or end at once; in the thread that receives signals."""
+        if self._must_leave.is_set():
+            return  # it may be of this process, to interrupt the main thread
+        self._own_signal = self._own_signal or signal.Signals[name]
+        if time.monotonic() - self._begin_to_end(name) > SAME_S:
+            self._is_hasty.set()
+
+    def _begin_to_end(self, name: str) -> float:
+        """End by a signal, in a thread of its own; return since when it does."""
+        with self._lock:
+            since_s, now_s = self._ends_since_s, time.monotonic()
+            self._ends_since_s = min(since_s, now_s)
+        if since_s == math.inf:
+            end = partial(self._end_by, name)
+            threading.Thread(target=end, name="job-ending", daemon=True).start()
+        return min(since_s, now_s)
+
+    def _end_by(self, name: str) -> None:
+        """Make the process end by a signal, which it or another member has got."""
         self.book.recovery_s = 0.0
         self._ask_for_verdict()
-        self._has_asked = True
         if self._verdict[0] == "finished":
             self.ended.set()
-        deadline = time.monotonic() + self._timings.grace_s
-        while time.monotonic() < deadline:
+        elif self._verdict[0] == "running":
+            self._tell_to_end(name)
+        self._has_asked = True
+        timings, number = self._timings, signal.Signals[name]
+        until_s = time.monotonic() + timings.leave_s
+        until_s += timings.grace_s if self._told else 0.0
+        while time.monotonic() < until_s and not self._is_hasty.is_set():
+            is_free = self._is_deferred or not self._must_leave.is_set()
+            if is_free and not self._continues(number):  # again, if it had no effect
+                self._must_leave.set()
+                self._signals.interrupt(number)
             if self.ended.is_set() or self._leaving.wait(_RETRY_S):
                 return
-            if self._is_deferred:  # interrupt the main thread again
-                self._signals.interrupt(signal.Signals[name])
         self._ask_for_verdict()
         if self._may_start_again(None):
             os._exit(START_AGAIN)
         if self._verdict[0] == "running":
-            self._fail(f"ended from outside ({name})")
-        else:
-            self._end(*self._verdict)
+            twice = ", twice" if self._is_hasty.is_set() else ""
+            self._fail(f"ended from outside ({name}){twice}")
+        self._end(*self._verdict)
+
+    def _tell_to_end(self, name: str) -> None:
+        """Have the job end, if it is one of trainers, and note whether it is told to.
+
+        torchrun ends trainers by SIGTERM before it starts them again.
+        """
+        is_of_torchrun = self._replica[0] == "trainer" and env.is_under_torchrun()
+        with contextlib.suppress(JobError):  # the coordinator has ended
+            if self.book.peek("address/trainer/size") is None:
+                return
+            if not is_of_torchrun or signal.Signals[name] in WARNINGS:
+                self.book.tell_to_end(name, self.who)
+            until_s = time.monotonic() + _AGENT_S
+            while not (told := self.book.ending()[0]) and time.monotonic() < until_s:
+                time.sleep(_RETRY_S)
+            self._told = told
+
+    def _continues(self, number: signal.Signals) -> bool:
+        """Return whether the main thread continues, though it is told to end."""
+        if not self._told:
+            return False
+        if self._waiting.is_set():  # its work is done
+            return True
+        if self._replica[0] == "trainer":
+            return self.saves_at_end or self._signals.has_passed(number)
+        if self.expendable:
+            half_s = self._ends_since_s + self._timings.grace_s / 2
+            with contextlib.suppress(JobError):
+                return time.monotonic() < half_s and not self.book.is_after_last_step()
+        return True
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         """Make the main thread leave the block; the handler of signals."""
         self._is_deferred = is_in_compiler(frame)
         if self._is_deferred:
             return
-        # Slurm sends the signal as soon as another process has failed: ask why. The
-        # thread that receives signals does: this one may hold the locks of a request.
-        deadline = time.monotonic() + _VERDICT_S
-        while not self._has_asked and time.monotonic() < deadline:
-            if self._verdict[0] != "running":
-                break
-            time.sleep(_RETRY_S / 10)
         state, _ = self._verdict
         if state == "running":
+            if not self._must_leave.is_set():
+                return  # another thread asks why first: the job may have failed
             why = f"ended from outside ({signal.Signals(number).name})"
             if number == signal.SIGINT:
                 raise KeyboardInterrupt(why)
             sys.exit(why)
         if state == "failed":
-            raise SystemExit(1)
+            raise SystemExit(self._told_status() if self._told else 1)
         if self.expendable and not self._waiting.is_set():
             raise SystemExit(0)
 
@@ -309,9 +371,8 @@ class JobMember:
         is_final = isinstance(exc, ConfigError) or (
             self._has_asked and not env.is_under_torchrun()
         )
-        return not (
-            self._supervisor is None or is_final or self._verdict[0] != "running"
-        )
+        is_final |= bool(self._told) or self._verdict[0] != "running"
+        return self._supervisor is not None and not is_final
 
     def _find_repeat(self, exc: BaseException | None) -> str:
         """Return what a failure of a script says that it would only repeat; or "".
@@ -352,7 +413,7 @@ class JobMember:
             is_new = self.record.report_failure(cause)
         traceback = exc if is_new and not self._has_asked else None  # of a signal
         logger.info("%s ends, and is started again", self.who, exc_info=traceback)
-        end = threading.Timer(self._timings.grace_s, os._exit, (START_AGAIN,))
+        end = threading.Timer(self._timings.leave_s, os._exit, (START_AGAIN,))
         end.daemon = True
         end.start()
         self._leave()
@@ -388,6 +449,8 @@ class JobMember:
             raise JobError(f"The job failed: {reason}")
         if state == "finished":
             raise SystemExit(0)
+        if told := self.book.ending()[0]:
+            raise JobError(f"The job is told to end ({told}): nothing starts again.")
 
     def _require_place(self) -> None:
         """End this process at once if another one is this member by now.
@@ -409,6 +472,7 @@ class JobMember:
         """Read the state of the job, without waiting for the next heartbeat."""
         with contextlib.suppress(JobError):  # the coordinator has ended
             self._note(*self.book.state())
+            self._told = self._told or self.book.ending()[0]
 
     def _ask_for_cause(self, exc: BaseException) -> None:
         """Ask whether the job has failed, which may be the reason for an exception."""
@@ -433,7 +497,10 @@ class JobMember:
                 who = failures.find_member(reason)
                 why = f"{who} has failed" if who else "see the coordinator's log"
                 why = why if is_known else reason
-                logger.error("%s ends: %s", self.who, why)
+                level = logging.ERROR
+                if failures.was_told(reason):
+                    level, why = logging.INFO, "the job was told to end"
+                logger.log(level, "%s ends: %s", self.who, why)
                 if env.is_under_torchrun():
                     failures.tell_launcher(reason)
 
@@ -458,13 +525,18 @@ class JobMember:
                 state, reason = self.book.state()
                 self._num_beats += 1  # first: another one was not silent
                 self._coordinator = coordinator
+                if told := self.book.ending()[0]:
+                    self._told = told
+                    self._begin_to_end(told)
                 is_first = self._replica[0] == "trainer"  # to leave a finished job
                 if state == "finished" and not is_first and not self.book.is_over():
                     self._note(state, reason)
                     self._leaving.wait(_RETRY_S)
                 else:
                     self._end(state, reason)
-                    self._leaving.wait(self._timings.heartbeat_s)
+                    is_quick = bool(self._told) and state == "running"
+                    interval_s = self._timings.heartbeat_s
+                    self._leaving.wait(_RETRY_S if is_quick else interval_s)
             self.record.leave()
         except JobError as exc:
             self._fail_alone(f"{self.who} lost the coordinator: {exc}")
@@ -512,10 +584,11 @@ class JobMember:
         has_failed = self._verdict[0] == "failed"
         seconds, status = self._timings.finish_s, 1
         if has_failed or (self.expendable and not self._waiting.is_set()):
-            seconds, status = self._timings.grace_s, int(has_failed)
+            seconds, status = self._timings.leave_s, int(has_failed)
             if not has_failed:
                 logger.info("the job is finished, %s is not needed any more", self.who)
             if not self._leaving.wait(_VOLUNTARY_S if has_failed else 0):
+                self._must_leave.set()
                 self._signals.interrupt(signal.SIGTERM)
         time.sleep(seconds)  # it should have ended by itself then
         if not has_failed and self._leaving.is_set():  # what is slow is Python's end
@@ -524,14 +597,3 @@ class JobMember:
         logger.warning("%s, and is ended with status %d", late, status)
         self._leave()
         os._exit(status)
-
-
-def _bind_gloo(host: str) -> None:
-    """Have gloo connect by the interface of an address, unless the user names one.
-
-    By itself it takes the one that has the address of the host's name, which may be the
-    loopback interface.
-    """
-    name = interface_of(host)
-    if name is not None and env.text("GLOO_SOCKET_IFNAME") is None:
-        env.set_variable("GLOO_SOCKET_IFNAME", name)

@@ -97,6 +97,14 @@ class MemberRecord:
         """Report the work as done; the job is finished when all trainers do."""
         self._book.put(f"done/{self._key}", "1")
 
+    def report_ended(self) -> None:
+        """Report that nothing is left to save here, in a job that is told to end."""
+        self._book.put(f"ended/{self._key}", "1")
+
+    def has_ended(self) -> bool:
+        """Return whether nothing is left to save there, in a job told to end."""
+        return self._book.peek(f"ended/{self._key}") == "1"
+
     def leave(self) -> None:
         """Report that this member is about to end as it should."""
         self._book.put(f"left/{self._key}", self._own)

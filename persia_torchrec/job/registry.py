@@ -27,7 +27,13 @@ on the job stands. The book is a store of strings by key, served by one thread:
                                 job, and how much there was when it was last
     job/recovery_s              how long its members wait for the coordinator; absent:
                                 it has no supervisor
+    job/ending                  absent, or the signal by which the job is told to end,
+                                and the member that has got it: "SIGTERM trainer 0"
+    job/last_step               "1": the NN workers of a job that is told to end train
+                                no more, and need no more batches
     done/<role>/<index>         "1": the work of this member is done
+    ended/<role>/<index>        "1": this member has saved what it had, in a job that is
+                                told to end
     left/<role>/<index>         the member/ value of one that has left
     lost/<role>/<index>         the member/ value of one whose connection is lost
 
@@ -80,6 +86,7 @@ JobState = Literal["running", "finished", "failed"]
 
 _STATE = "job/state"
 _RECOVERY = "job/recovery_s"
+_ENDING, _LAST_STEP = "job/ending", "job/last_step"
 _FINISHING, _FINISHED = "finishing", "finished"
 _POLL_S = 0.05
 _CONNECT_RETRY_S = 0.2
@@ -289,6 +296,23 @@ class AddressBook:
         """End the job as finished, unless it has ended already."""
         if self.claim(_STATE, _FINISHED) == _FINISHING:
             self.claim(_STATE, _FINISHED, _FINISHING)
+
+    def tell_to_end(self, signal_name: str, who: str) -> None:
+        """Have the job take a last checkpoint and end, as a signal to a member says."""
+        self.claim(_ENDING, f"{signal_name} {who}")
+
+    def ending(self) -> tuple[str, str]:
+        """Return the signal by which the job was told to end, and who got it; or ""."""
+        name, _, who = (self.peek(_ENDING) or "").partition(" ")
+        return name, who
+
+    def tell_last_step(self) -> None:
+        """Make known that the trainers of a job that is told to end train no more."""
+        self.put(_LAST_STEP, "1")
+
+    def is_after_last_step(self) -> bool:
+        """Return whether the trainers of a job that is told to end train no more."""
+        return self.peek(_LAST_STEP) is not None
 
     def put(self, key: str, value: str) -> None:
         """Set a key."""

@@ -1,4 +1,7 @@
-"""SIGTERM and SIGINT, received whatever the main thread does.
+"""What ends a process from outside, received whatever the main thread does.
+
+SIGTERM and SIGINT; and SIGUSR1 and SIGUSR2, which Slurm sends to each process of a job
+that it is about to end (``--signal``).
 
 Python runs a signal's handler in the main thread. So it is delayed while that thread
 waits for a lock or is inside native code, and an exception that it raises is lost where
@@ -19,8 +22,16 @@ from typing import Self
 
 logger = logging.getLogger(__name__)
 
-JOINED = signal.SIGUSR1  # tells a supervisor that its command has joined the job
+# Tells a supervisor that its command has joined the job. No scheduler sends it.
+JOINED = signal.SIGRTMIN + 7
 START_AGAIN = 75  # exit status of a process that its supervisor shall start again
+
+WARNINGS = signal.SIGUSR1, signal.SIGUSR2  # of a scheduler
+END_SIGNALS = signal.SIGTERM, signal.SIGINT, *WARNINGS
+
+SAME_S = 2.0
+"""Within which signals are one: a scheduler sends it to each process, supervisors pass
+it on, and so does torchrun."""
 
 _JOIN_TIMEOUT_S = 2.0
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
@@ -34,7 +45,11 @@ class EndSignals:
     a child that is forked within it, the previous handlers hold. A signal that was
     ignored stays so, as SIGINT by a shell for a command in the background, and one for
     which a script has a handler of its own is that one's; in a block that another
-    thread enters, both signals stay as they are.
+    thread enters, all signals stay as they are. Children that are forked within the
+    block ignore ``WARNINGS``, which a scheduler sends to them, too.
+
+    Attributes:
+        heard: the signals that have come, also to a handler of the script's own.
     """
 
     def __init__(
@@ -46,11 +61,12 @@ class EndSignals:
         self._react = react
         self._handler = handler
         self._is_set = False
+        self.heard: set[signal.Signals] = set()
         self._held = threading.local()  # signal mask of a thread that forks
         is_main = threading.current_thread() is threading.main_thread()
         self._numbers = [
             number
-            for number in (signal.SIGTERM, signal.SIGINT)
+            for number in END_SIGNALS
             if is_main and signal.getsignal(number) in _DEFAULTS
         ]
 
@@ -84,6 +100,15 @@ class EndSignals:
         if number in self._numbers:
             signal.pthread_kill(threading.main_thread().ident or 0, number)
 
+    def is_foreign(self, number: signal.Signals) -> bool:
+        """Return whether a script has a handler of its own for a signal."""
+        known = (self._handler, signal.SIG_IGN, *_DEFAULTS)
+        return signal.getsignal(number) not in known
+
+    def has_passed(self, number: signal.Signals) -> bool:
+        """Return whether a script's own handler has got a signal."""
+        return self.is_foreign(number) and number in self.heard
+
     def ignore(self) -> None:
         """Ignore the signals from now on, and after the block; the main thread does."""
         for number in self._numbers:
@@ -112,13 +137,20 @@ class EndSignals:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def _be_forked(self) -> None:
+        is_set = self._is_set
         self._restore()
+        for number in WARNINGS if is_set else ():
+            if signal.getsignal(number) == signal.SIG_DFL:
+                signal.signal(number, signal.SIG_IGN)
         self._release()
 
     def _hear(self) -> None:
         while numbers := os.read(self._reader, 64):
             for number in self._numbers:
-                if number in numbers and signal.getsignal(number) == self._handler:
+                if number not in numbers:
+                    continue
+                self.heard.add(number)
+                if signal.getsignal(number) == self._handler:
                     try:
                         self._react(number.name)
                     except Exception:

@@ -27,11 +27,11 @@ while the command is down, or together with it:
     outer             the command runs on; the inner one has a child that waits in the
                       place of its parent, to be the outer one of the next
 
-SIGTERM, SIGINT and SIGHUP are passed on. The end of the process that has started the
-supervisor counts as a SIGTERM. After one of these the command is not started again, and
-is killed if it runs for another minute. Each process has a process group of its own, so
-that a signal to the group of the outer one reaches the command once. This module
-imports little, and starts at once.
+SIGTERM, SIGINT, SIGUSR1, SIGUSR2 and SIGHUP are passed on. The end of the process that
+has started the supervisor counts as a SIGTERM. After one of these the command is not
+started again, and is killed if it runs for longer than ``end_timeout_s``. Each process
+has a process group of its own, so that a signal to the group of the outer one reaches
+the command once. This module imports little, and starts at once.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ from persia_torchrec import env
 from persia_torchrec.env import MAX_PORT
 from persia_torchrec.errors import ConfigError, DiscoveryError, JobError, PersiaError
 from persia_torchrec.job import failures
-from persia_torchrec.job.signals import JOINED, START_AGAIN
+from persia_torchrec.job.signals import JOINED, START_AGAIN, WARNINGS
 from persia_torchrec.job.survivable_memory import PRIVATE, open_memory
 from persia_torchrec.logger import get_default_logger
 from persia_torchrec.parsing.command_line import format_flags, parse_flags
@@ -70,9 +70,11 @@ ALL = "all"  # value of host
 
 _FIRST_DELAY_S, _LAST_DELAY_S = 0.1, 10.0
 _MAX_UNJOINED = 3  # times in a row that a command starts again without having joined
-_END_TIMEOUT_S = 60.0
+END_TIMEOUT_S = 60.0
+"""What a command has by default to end, after a signal."""
+
 _LOOK_S = 0.5
-_PASSED_ON = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+_PASSED_ON = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *WARNINGS
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
@@ -85,6 +87,8 @@ class SupervisorConfig:
     loopback in a job on one machine [the interface that leads to the coordinator]"""
     port: int | None = None
     """Port to listen on for the command; 0 takes a free one. None: it opens its own."""
+    end_timeout_s: float = END_TIMEOUT_S
+    """Seconds after a signal until the command is killed."""
     memory_dir: str = ""
     """Where memory of the command lies that outlives it: "auto" for the fastest there
     is, a folder for a file on its disk, "private" for none [memory of small pages]"""
@@ -105,8 +109,11 @@ class Supervisor:
     the environment with what it has to know, and the descriptors that are inherited.
     """
 
-    def __init__(self, command: Sequence[str]) -> None:
+    def __init__(
+        self, command: Sequence[str], end_timeout_s: float = END_TIMEOUT_S
+    ) -> None:
         self._command = list(command)
+        self._end_timeout_s = end_timeout_s
         self._process: int | None = None  # descriptor of the one that is waited for
         self._spare: int | None = None  # of a child that waits for the end of this one
         self._end_signal = 0  # that of a signal
@@ -137,7 +144,7 @@ class Supervisor:
     def end(self, number: int) -> None:
         """Have the command end, and not be started again; the handler of signals."""
         self._end_signal = number
-        self._kill_at = min(self._kill_at, time.monotonic() + _END_TIMEOUT_S)
+        self._kill_at = min(self._kill_at, time.monotonic() + self._end_timeout_s)
         if self._process is not None:
             is_hangup = number == signal.SIGHUP
             with contextlib.suppress(ProcessLookupError):
@@ -283,7 +290,7 @@ def _run(words: list[str]) -> int:
     _open_for_command(config)
     # By which the coordinator knows all processes of this supervisor: 15 characters.
     ctypes.CDLL(None).prctl(_PR_SET_NAME, b"persia-%d" % os.getpid())
-    return Supervisor(command).run()
+    return Supervisor(command, config.end_timeout_s).run()
 
 
 def _fork(work: Callable[[], int]) -> int:

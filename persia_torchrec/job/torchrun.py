@@ -13,6 +13,8 @@ place of that port, which would be open to all.
                        others restart their NN workers with that. Where they met at the
                        agent that has ended, they end, and are started again too
     the job, failed    the agent ends its NN workers, and itself
+    a signal           the agent makes known that the job is told to end, so that NN
+                       workers know what SIGTERM means. They have ``grace_s`` to save
 """
 
 import contextlib
@@ -20,6 +22,7 @@ import logging
 import math
 import os
 import secrets
+import select
 import signal
 import sys
 import tempfile
@@ -36,10 +39,11 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from persia_torchrec import env
 from persia_torchrec.errors import ConfigError, JobError, JobMismatchError, PersiaError
 from persia_torchrec.job import failures, process_identity
+from persia_torchrec.job.job_timings import JobTimings
 from persia_torchrec.job.member_record import MemberRecord
 from persia_torchrec.job.process_identity import Siblings
 from persia_torchrec.job.registry import AddressBook
-from persia_torchrec.job.signals import START_AGAIN
+from persia_torchrec.job.signals import END_SIGNALS, START_AGAIN, WARNINGS
 from persia_torchrec.logger import get_default_logger
 from persia_torchrec.parsing.command_line import parse_flags
 from persia_torchrec.persia.config.global_config import refuse_inference
@@ -86,6 +90,11 @@ class Agent:
         """Run a script as NN workers until all have ended; return the exit status."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _end)
+        for number in WARNINGS:
+            signal.signal(number, lambda *_: None)  # the thread that watches reads it
+        self._signals, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for name in _REPEATING:
             logging.getLogger(f"torch.distributed.elastic.{name}").setLevel("CRITICAL")
         self._set_variables()
@@ -164,8 +173,9 @@ class Agent:
             (meeting,) = book.ask([_MEETING])
             endpoint = ":".join(meeting.rsplit(" ", 1))
             where = {"is_host": is_first}
+        save_s = math.ceil(JobTimings.read(book).grace_s)
         ends: dict[str, Any] = (
-            {"shutdown_timeout": _SHUTDOWN_S} if _HAS_SHUTDOWN else {}
+            {"shutdown_timeout": _SHUTDOWN_S + save_s} if _HAS_SHUTDOWN else {}
         )
         return LaunchConfig(
             min_nodes=config.nnodes,
@@ -182,14 +192,23 @@ class Agent:
         )
 
     def _watch(self) -> None:
-        """End the agent with the job."""
-        while not self._is_over.wait(_LOOK_S):
+        """End the agent with the job, and the job by a signal to the agent."""
+        while not self._is_over.is_set():
+            if select.select([self._signals], [], [], _LOOK_S)[0]:
+                self._tell_to_end(os.read(self._signals, 64))
             self._ask_for_failure()
             if self._failure:
                 os.kill(os.getpid(), signal.SIGTERM)
                 if not self._is_over.wait(1.5 * _SHUTDOWN_S):
                     os._exit(1)
                 return
+
+    def _tell_to_end(self, numbers: bytes) -> None:
+        heard = [number for number in END_SIGNALS if number in numbers]
+        who = f"torchrun {self._config.node_rank}"
+        with contextlib.suppress(JobError):  # the coordinator has ended
+            for number in heard[:1]:
+                self._book.tell_to_end(number.name, who)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

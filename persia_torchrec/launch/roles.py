@@ -29,7 +29,7 @@ from torchx import specs
 from persia_torchrec import env as environment
 from persia_torchrec.env import CHECKPOINT_DIR, JOIN_TIMEOUT_S, MAX_PORT, is_loopback
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.job.supervisor import ALL, under_supervisor
+from persia_torchrec.job.supervisor import ALL, END_TIMEOUT_S, under_supervisor
 from persia_torchrec.job.survivable_memory import AUTO, PRIVATE
 from persia_torchrec.parsing.command_line import format_flags
 from persia_torchrec.parsing.decoding import KeyPath
@@ -54,6 +54,7 @@ OF_ROLE = ("python", "image", "env", "roles_file", "set", "join_timeout_s", "rec
 
 OF_JOB = (
     *(*OF_ROLE, "port", "imports", "recovery_timeout_s", "max_restarts", "max_retries"),
+    *("grace_s", "take_over"),
 )
 """Those that components of whole jobs offer."""
 
@@ -271,6 +272,9 @@ class JobSettings:
     max_restarts: int = 3
     """how often such a process may end without progress between: a trained batch, or in
     a job that serves, a minute"""
+    grace_s: float = 0.0
+    """seconds that NN workers have to save when the job is told to end: cancelled,
+    preempted or by Ctrl-C. 0: 5 on one machine, as torchx kills after 10; else 20"""
     max_retries: int = 3
     """how often Slurm or Kubernetes may start the whole job again, as if a host was
     lost; Kubernetes does once less. 0: never"""
@@ -278,6 +282,9 @@ class JobSettings:
     """what applies gradients on servers: compiled (loops), fbgemm (its CPU kernels, for
     SGD and Adagrad), or auto, what was measured to be faster; by default what
     global_config.yml says"""
+    take_over: bool = False
+    """write in folders of checkpoints and increments though another job may do so, too:
+    without it, that job is waited for until it is silent, or this one is rejected"""
     resume_dir: str = ""
     """folder of the automatic checkpoints. A job that is started with that of another
     continues it. By default each job has one of its own"""
@@ -297,6 +304,8 @@ class JobSettings:
         if self.nproc_per_node < 1:
             must = "nproc_per_node must be >= 1."
             raise ConfigError(f"{must} Received: {self.nproc_per_node}.")
+        if self.grace_s < 0:
+            raise ConfigError(f"grace_s must be >= 0. Received: {self.grace_s}.")
         for name in ("join_timeout_s", "recovery_timeout_s"):
             if not getattr(self, name) > 0:
                 received = getattr(self, name)
@@ -325,6 +334,8 @@ class JobSettings:
             }
         if self.resume_dir:
             job["PERSIA_RESUME_DIR"] = self.resume_dir
+        if self.take_over:
+            job["PERSIA_TAKE_OVER"] = "1"
         if self.embedding_config is not None:
             job["PERSIA_EMBEDDING_CONFIG"] = self.embedding_config
         if self.global_config is not None:
@@ -398,12 +409,14 @@ class JobSettings:
 
     def _survives(self, name: str) -> dict[str, object]:
         """Return the flags of a role's supervisor: what outlives the process."""
+        longest = self.grace_s + END_TIMEOUT_S
+        end = {"end_timeout_s": longest} if self.grace_s else {}
         if name == "coordinator":
-            return {"host": ALL, "port": self.port}
+            return {"host": ALL, "port": self.port, **end}
         memory_dir = self.memory_dir if name == "server" else PRIVATE
         # The others connect, or have a port of their own.
         port = 0 if name in ("server", "worker") else None
-        return {"port": port, "memory_dir": memory_dir}
+        return {"port": port, "memory_dir": memory_dir, **end}
 
     def _secrets(self, own: RoleSettings) -> dict[str, str]:
         """Return the variables that pods take of Secrets; the token may be a file."""
@@ -431,7 +444,7 @@ def coordinator(job: JobSettings, **counts: int) -> specs.Role:
     if job.nproc_per_node > 1:
         counts["num_trainers"] *= job.nproc_per_node
         counts["nproc_per_node"] = job.nproc_per_node
-    flags = format_flags(port=job.port, **counts)
+    flags = format_flags(port=job.port, grace_s=job.grace_s or None, **counts)
     if job.recover:
         timeout_s, restarts = job.recovery_timeout_s, job.max_restarts
         flags += format_flags(recovery_timeout_s=timeout_s, max_restarts=restarts)

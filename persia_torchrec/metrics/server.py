@@ -29,6 +29,7 @@ GAUGES = {
     *("rows", "capacity_rows", "bytes", "hinted_slots", "updates_queued"),
     *("joint_steps", "joint_bytes", "open_batches", "increments"),
     *("increments_waiting", "increment_delay_ms", "following_lost", "unwritten_ms"),
+    "increment_age_ms",
 }
 """Counters of a server that go up and down; so do those that end in ``_max``."""
 

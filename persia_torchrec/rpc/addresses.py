@@ -7,6 +7,7 @@ import socket
 import struct
 from collections.abc import Iterator
 
+from persia_torchrec import env
 from persia_torchrec.env import MAX_PORT, is_loopback
 from persia_torchrec.errors import ConfigError, DiscoveryError
 
@@ -87,6 +88,17 @@ def interface_of(address: str) -> str | None:
                 if socket.inet_ntoa(found[20:24]) == address:
                     return name
     return None
+
+
+def bind_gloo(host: str) -> None:
+    """Have gloo connect by the interface of an address, unless the user names one.
+
+    By itself it takes the one that has the address of the host's name, which may be the
+    loopback interface.
+    """
+    name = interface_of(host)
+    if name is not None and env.text("GLOO_SOCKET_IFNAME") is None:
+        env.set_variable("GLOO_SOCKET_IFNAME", name)
 
 
 def local_address(towards: str) -> str:

@@ -14,6 +14,7 @@ answers lookups until SIGTERM: see ``follower.py``.
 """
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from typing import Any
 from persia_torchrec import env
 from persia_torchrec.checkpoint import catalog
 from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.checkpoint.writer import name_of_process
 from persia_torchrec.embedding.setting import import_settings, non_defaults
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.jit.compiled import telling_of_compilation
@@ -102,6 +104,9 @@ def _run(config: ServerConfig, life: JobMember | Lifetime) -> None:
         logger.info("settings that are not the default: %s", settings)
     logger.debug("settings %s", config)
     import_settings(config.imports)
+    if not config.writer and config.checkpoint is None:
+        job_id = life.greeting.job_id
+        config = replace(config, writer=job_id or name_of_process(os.getppid()))
     server = EmbeddingServer(config, life.greeting, fd=env.listen_fd())
     if server.has_rows:  # what they need is loaded, and the process before had it all
         server.when_idle = _load_all

@@ -8,6 +8,7 @@ the listening socket and the memory of each: it starts a killed one again with b
 import logging
 import os
 import queue
+import secrets
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ from typing import Literal, NamedTuple, Self
 
 from persia_torchrec import env, timeouts
 from persia_torchrec.checkpoint.catalog import Manifest, find_checkpoint
+from persia_torchrec.checkpoint.writer import name_of_process
 from persia_torchrec.errors import ConfigError, ServerError
 from persia_torchrec.job.survivable_memory import AUTO, open_memory
 from persia_torchrec.parsing.command_line import format_flags
@@ -118,6 +120,7 @@ class EmbeddingCluster:
             optimizer_engine=optimizer_engine,
             incremental_dir=incremental_dir,
             incremental_interval_s=incremental_interval_s,
+            writer=f"{name_of_process(os.getpid())}, cluster {secrets.token_hex(4)}",
             imports=tuple(imports),
             recovery_s=_RECOVERY_S if restarts else 0.0,
         )

@@ -65,6 +65,10 @@ class ServerConfig(ImportFlags):
     incremental_dir: str | None = None
     """Folder of increments: a training server writes what changes there, one that
     serves a checkpoint follows it. None: neither."""
+    writer: str = ""
+    """Id under which this server writes there, which all of a job have [the job's]"""
+    take_over: bool = field(default_factory=env.takes_over)
+    """Write there though another job may do so, too [PERSIA_TAKE_OVER]"""
     incremental_interval_s: float = 2.0
     """How often an increment begins, if something has changed. It is written before the
     next one: what is lost with the memory of a server changed within two intervals."""

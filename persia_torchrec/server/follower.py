@@ -281,6 +281,7 @@ class ServedCheckpoint:
         self._follower: Follower | None = None
         self._increment: Iterator[int] | None = None
         self._created_s = 0.0  # of the increment that is being applied
+        self._applied_s = 0.0  # when the last one was, by the monotonic clock
         self._budget = CpuBudget(_CPU_FRACTION, activity)
         names = "increments_put_in", "increment_rows_put_in", "increment_delay_ms"
         self._counts = Counter(dict.fromkeys(names, 0))
@@ -301,8 +302,11 @@ class ServedCheckpoint:
         """Return what has been applied of the training's increments."""
         if self._follower is None or self._config.incremental_dir is None:
             return {}
+        since_s = time.monotonic() - self._applied_s if self._applied_s else 0.0
         return {
             **self._counts,
+            "increment_age_ms": self._counts["increment_delay_ms"]
+            + int(1000 * since_s),
             "following_errors": self._follower.num_errors,
             "following_reloads": self._follower.num_reloads,
             "following_lost": int(self._follower.is_lost),
@@ -352,6 +356,7 @@ class ServedCheckpoint:
         most_ms = max(counts["increment_delay_ms_max"], delay_ms)
         counts["increment_delay_ms_max"] = most_ms
         counts["increments_put_in"] += 1
+        self._applied_s = time.monotonic()
 
     def _take(self, event: FollowerEvent) -> None:
         match event:

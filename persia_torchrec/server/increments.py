@@ -43,6 +43,7 @@ from persia_torchrec.checkpoint.row_file import (
     saved_tables,
     shape_of,
 )
+from persia_torchrec.checkpoint.writer import FolderWriter
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.dirty_set import Copy, DirtySet
@@ -52,6 +53,8 @@ from persia_torchrec.store.embedding_store import EmbeddingStore
 logger = logging.getLogger(__name__)
 
 
+_MAX_RATIO = 20  # bytes of increments since a dump, by those of rows, before a warning
+_LEAST_BYTES = 2**24  # of which no warning is worth it
 RETRY_S = 10.0  # how soon after a failure a new log begins
 _CPU_FRACTION = 0.06  # of a CPU for what could wait, the writing included
 _SPREAD = 0.75  # of an interval, in which the rows of the previous one are copied
@@ -248,6 +251,9 @@ class Increments:
         self._failed: IncrementWriter | None = None  # the last one that did
         self._begin_s = -math.inf  # when the next log begins, if there is none
         self.next_log = Base("empty"), ""
+        self._bytes_at_dump = 0  # of increments
+        self._warn_bytes = _LEAST_BYTES
+        self._owner: FolderWriter | None = None
         self._noted: Changes | None = None  # by the previous process
         self._flushed_s = 0.0
         self._waits_for_more = False  # what was handed over, until the next is due
@@ -262,6 +268,13 @@ class Increments:
             return
         self._folder = Folder(config.incremental_dir)
         self._folder.make()
+        if config.writer:
+            self._owner = FolderWriter(
+                self._folder,
+                config.writer,
+                pid=os.getppid(),  # which starts this one again
+                takes_over=config.take_over,
+            )
         if store.states:  # in a memory file
             self.next_log = self._continue()
 
@@ -271,6 +284,7 @@ class Increments:
         if writer is None:
             return None
         number = writer.number  # the writer's thread counts up meanwhile
+        self._bytes_at_dump, self._warn_bytes = self._num_bytes(), _LEAST_BYTES
         writer.retention.begun.append(url)
         return LogPosition(writer.log.name, number)
 
@@ -342,6 +356,9 @@ class Increments:
     def work(self, idle_ms: int) -> int:
         """Flush, copy some rows, begin a log; return how long to wait for a message."""
         writer, config, now_s = self._writer, self._config, self._activity.clock()
+        if self._owner is not None and self._owner.lost is not None:
+            self.suspend()  # for good; the owner has logged it
+            return idle_ms
         if writer is not None:
             self._note_written(writer, now_s)
             self._charge(writer)
@@ -389,9 +406,31 @@ class Increments:
             until_s = min(until_s, due_s)
         return max(min(idle_ms, math.ceil(1000 * min(until_s - now_s, 1e3))), 0)
 
+    def _num_bytes(self) -> int:
+        """Return the bytes of all increments that this process has written."""
+        written = self._writer.written if self._writer is not None else Counter()
+        return self._counts["increment_bytes"] + written["increment_bytes"]
+
+    def _warn_of_size(self) -> None:
+        """Warn if the increments since the last dump are many times the rows."""
+        num_bytes = self._num_bytes() - self._bytes_at_dump
+        if num_bytes < self._warn_bytes:
+            return
+        self._warn_bytes = 2 * num_bytes
+        rows = max(self._store.counters()["bytes"], 1)
+        if num_bytes > _MAX_RATIO * rows:
+            logger.warning(
+                "increments since the last dump have %d bytes in %s, %d times those of "
+                "the rows. None is deleted, and a restore reads all, until two newer "
+                "checkpoints are complete: dump now and then.",
+                *(num_bytes, self._folder.url, num_bytes // rows),
+            )
+
     def _note_written(self, writer: IncrementWriter, now_s: float) -> None:
         """Note what has been written, and warn if that is long ago."""
         self._store.journal.release(writer.num_cuts_written)
+        if self._cuts and self._cuts[0][0] <= writer.num_cuts_written:
+            self._warn_of_size()
         age_s = now_s - self._written_s
         while self._cuts and self._cuts[0][0] <= writer.num_cuts_written:
             self._max_age_s = max(self._max_age_s, age_s)
@@ -428,6 +467,12 @@ class Increments:
 
     def close(self) -> None:
         """Write what is left, for ten seconds at most. May be called twice."""
+        with contextlib.ExitStack() as stack:
+            if self._owner is not None:
+                stack.callback(self._owner.release)
+            self._write_rest()
+
+    def _write_rest(self) -> None:
         writer = self._writer
         if writer is None:
             return

@@ -224,7 +224,8 @@ def _following(client: EmbeddingClient) -> dict[str, object]:
     """Return how far the servers lag behind the training that they follow."""
     of_servers = client.counters()
     total = sum(map(Counter, of_servers), Counter())
-    delay_ms = max(counters.get("increment_delay_ms", 0) for counters in of_servers)
+    # It grows while no increment comes, as when the training has ended.
+    delay_ms = max(counters.get("increment_age_ms", 0) for counters in of_servers)
     return {
         "following": {
             "increments": total["increments_put_in"],

@@ -107,6 +107,7 @@ def save_checkpoint(
 
     def begin() -> str:
         # So that deltas do not hold rows again that changed before.
+        client.checkpoints.require_free(path)
         client.checkpoints.end_increments(timeout_s=timeout_s)
         return catalog.begin_checkpoint(path).url
 

@@ -1,11 +1,15 @@
-"""How far the data of all trainers are trained, as a checkpoint keeps it.
+"""How far the data of all trainers are trained, and their random numbers, as saved.
 
 Of a ``WorkQueue`` all trainers save the same, the rows that no trainer has trained. So
 any number of trainers may load it.
 """
 
+import random
 from itertools import chain
 from typing import Any
+
+import numpy as np
+import torch
 
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.datasets.dataset import RowDataset
@@ -49,3 +53,27 @@ def key_of_any_trainer(folder: Folder, rank: int) -> str:
         f"{folder.url} must be a checkpoint of recoverable(). Received: one without "
         "the state of a trainer."
     )
+
+
+def random_state() -> dict[str, Any]:
+    """Return the state of the random numbers of torch, NumPy and Python."""
+    kind, key, *rest = np.random.get_state()  # noqa: NPY002  # scripts draw from it
+    state = {
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(np.asarray(key, dtype=np.int64)), *rest),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Go back to a :func:`random_state`."""
+    kind, key, *rest = state["numpy"]
+    random.setstate(state["python"])
+    numbers = kind, key.numpy().astype(np.uint32), *rest
+    np.random.set_state(numbers)  # noqa: NPY002  # as above
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])

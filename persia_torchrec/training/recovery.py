@@ -6,6 +6,8 @@
             far its data have come, random numbers, loss scale, schedules
     resume  trainers that are started again load the newest complete checkpoint
     skip    of trained batches; then the trainer's own state is set, random numbers last
+    end     what no checkpoint has is saved: when the training ends well, and when the
+            job is told to end (``job/member.py``), after the current step
 
 ``exact`` also takes the servers back: rows, optimizer state, settings and steps of the
 tables. With ``rows_ahead`` rows stay as they are, with the updates since; the batches
@@ -19,14 +21,11 @@ import io
 import itertools
 import logging
 import os
-import random
 import time
 from collections import ChainMap
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, get_args
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -50,63 +49,22 @@ from persia_torchrec.training.checkpoint import (
     save_checkpoint,
     state_bytes,
 )
-from persia_torchrec.training.data_state import key_of_any_trainer, state_of_data
+from persia_torchrec.training.data_state import (
+    key_of_any_trainer,
+    random_state,
+    set_random_state,
+    state_of_data,
+)
 from persia_torchrec.training.delta import save_delta
-from persia_torchrec.training.schedule import CheckpointClock
+from persia_torchrec.training.schedule import CheckpointClock, Resume
+from persia_torchrec.training.schedule import RecoveryConfig as RecoveryConfig
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-Resume = Literal["exact", "rows_ahead"]
-
 _MAX_AHEAD = 128  # batches that a train pipeline may take before it steps
 _SETTINGS_S = 2 * timeouts.TRAINING_REQUEST_S + timeouts.ADD_TABLES_S
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RecoveryConfig:
-    """Where a training is saved by itself, how often, and how it is resumed."""
-
-    folder: str | os.PathLike[str]
-    """Of the checkpoints of this run; trainers and servers share it."""
-    interval_s: float = env.CHECKPOINT_INTERVAL_S
-    """Seconds between two checkpoints, or 20 times what the last one took if that is
-    more; 0: there are none."""
-    resume: Resume = "exact"
-    """Whether the servers go back to the checkpoint, or keep ``rows_ahead`` of it."""
-    save_steps: int = 0
-    """Steps between two checkpoints, beside the interval; 0: time alone decides."""
-    keep: int = 2
-    """Newest checkpoints that stay."""
-    delta_interval_s: float = 0.0
-    """Seconds between two deltas, or 20 times what the last one took if that is more;
-    0: there are none."""
-
-    rules: catalog.LoadRules = field(
-        default_factory=lambda: catalog.LoadRules(missing="error")
-    )
-    """What becomes of tables that have changed since."""
-
-    def __post_init__(self) -> None:
-        for name, least in (("save_steps", 0), ("keep", 1)):
-            if getattr(self, name) < least:
-                received = getattr(self, name)
-                raise ConfigError(f"{name} must be >= {least}. Received: {received}.")
-        for interval_s in (self.interval_s, self.delta_interval_s):
-            if not interval_s >= 0:
-                raise ConfigError(
-                    f"The checkpoint interval must be >= 0 s. Received: {interval_s}."
-                )
-        if self.resume not in get_args(Resume):
-            raise ConfigError(
-                f"resume must be one of {get_args(Resume)}. Received: {self.resume!r}."
-            )
-
-    @property
-    def saves(self) -> bool:
-        """Whether checkpoints are saved during the training."""
-        return bool(self.interval_s or self.save_steps or self.delta_interval_s)
 
 
 class Recovery:
@@ -151,8 +109,12 @@ class Recovery:
             config.interval_s,
             save_steps=config.save_steps,
             delta_interval_s=config.delta_interval_s,
+            must_end=_must_end,
         )
         self._may_continue = False  # a checkpoint, by a delta
+        self._release: Callable[[], None] = lambda: None  # the folder
+        self._require_folder: Callable[[], None] = lambda: None  # of rank 0
+        self._num_saved = 0  # steps that a checkpoint has
         self.resumed_from: str | None = None
         self.num_batches = 0
         self._num_before = 0  # of these, before the data were iterated over
@@ -174,6 +136,8 @@ class Recovery:
         A restart without one starts again without rows, or with ``rows_ahead``.
         """
         is_restart = at_first(lambda: is_restart, bool)  # one of others may join late
+        if self._config.saves and (why := at_first(self._own_folder, str)):
+            raise ConfigError(why)  # which no restart mends
         if self._config.delta_interval_s:
             self._require_increments()
         run, is_exact = Folder(self._config.folder), self._config.resume == "exact"
@@ -254,20 +218,63 @@ class Recovery:
             yield batch
 
     def step(self, *, may_save: bool = True) -> None:
-        """Count a training step, and save a checkpoint if it is time."""
+        """Count a training step, and save a checkpoint if it is time.
+
+        It is if the job is told to end: then the trainer ends, by SystemExit.
+        """
         self.num_steps += 1
-        if may_save and self._config.saves and self.clock.is_time():
-            began_s = time.monotonic()
-            is_delta = at_first(lambda: self.clock.is_delta, bool)
-            is_delta = is_delta and self._may_continue
-            try:
-                self._save(is_delta=is_delta)
-            except CheckpointError as exc:
-                self._may_continue &= not is_delta  # a whole one is next
-                if is_first():
-                    why = "no automatic checkpoint; the last one stays"
-                    logger.warning("%s: %s", why, exc)
-            self.clock.restart(time.monotonic() - began_s, was_delta=is_delta)
+        if not (may_save and self._config.saves and self.clock.is_time()):
+            return
+        began_s, is_last, member = (
+            time.monotonic(),
+            self.clock.is_last,
+            JobMember.current,
+        )
+        if is_last and member is not None:
+            member.tell_last_step()
+        is_delta = at_first(lambda: self.clock.is_delta and not is_last, bool)
+        is_delta = is_delta and self._may_continue
+        try:
+            self._save(is_delta=is_delta)
+        except CheckpointError as exc:
+            self._may_continue &= not is_delta  # a whole one is next
+            if is_first():
+                why = "no automatic checkpoint; the last one stays"
+                logger.warning("%s: %s", why, exc)
+        self.clock.restart(time.monotonic() - began_s, was_delta=is_delta)
+        if is_last and member is not None:
+            member.end_as_told()
+
+    @contextlib.contextmanager
+    def ending(self) -> Iterator[None]:
+        """Save what is trained in the block, if it ends well or the job is told to end.
+
+        Raises:
+            CheckpointError: the last checkpoint failed.
+        """
+        member = JobMember.current if self._config.saves else None
+        if member is not None:
+            member.saves_at_end = True
+        try:
+            yield
+            if self._config.saves and at_first(self._has_news, bool):
+                self._save(is_delta=False)
+        finally:
+            if member is not None:
+                member.saves_at_end = False
+            self._release()
+
+    def _own_folder(self) -> str:
+        """Become the writer of the folder; return why that is not possible, or ""."""
+        try:
+            folder = self._client.checkpoints.own(self._config.folder)
+        except ConfigError as exc:
+            return str(exc)
+        self._require_folder, self._release = folder.require, folder.release
+        return ""
+
+    def _has_news(self) -> bool:
+        return self.num_steps > self._num_saved
 
     @contextlib.contextmanager
     def joinable(self) -> Iterator[None]:
@@ -290,6 +297,7 @@ class Recovery:
 
     def _save(self, *, is_delta: bool) -> None:
         began_s = time.monotonic()
+        at_first(self._require_folder)
         shared, own = self._parts()
         if not self._is_checked:  # at the first time, not when it is needed
             _unpack(own)
@@ -303,6 +311,7 @@ class Recovery:
             keep, step = self._config.keep, self.num_steps
             saved = save_checkpoint(run.url, state, *both, step=step, keep=keep)
             self._may_continue = True
+        self._num_saved = self.num_steps
         if is_first():
             took = time.monotonic() - began_s
             logger.info("automatic checkpoint %s in %.1f s", saved.path, took)
@@ -366,6 +375,7 @@ class Recovery:
         self._saved = saved = _unpack(state[key])
         self._set_own(saved)
         self.num_steps = self.clock.num_trained = saved["num_steps"]
+        self._num_saved = self.num_steps
         self.last_numbers = saved["last"]
         found = catalog.Saved.read(folder)
         self._client.batches.continue_after(found.num_batches)
@@ -473,10 +483,14 @@ def recoverable(
 
     Inside the block checkpoints of both halves are saved from time to time. Where there
     is one when the block is entered, it is loaded: start the same script again, as
-    ``torchrun --max-restarts=3`` does by itself. All trainers enter it together, when
-    the model is sharded. Fill tables inside the block, unless ``run.resumed_from``:
-    what trainers that are started again before the first checkpoint have written is
-    dropped.
+    ``torchrun --max-restarts=3`` does by itself. One is saved when the block ends well,
+    unless it has the last step; and in a job that is told to end from outside, by
+    SIGTERM, Ctrl-C, SIGUSR1 or SIGUSR2, by the next ``run.step()``, which then raises
+    SystemExit.
+
+    All trainers enter it together, when the model is sharded. Fill tables inside the
+    block, unless ``run.resumed_from``: what trainers that are started again before the
+    first checkpoint have written is dropped.
 
     Args:
         path: of a folder that is this run's own, and that trainers and servers share.
@@ -488,7 +502,8 @@ def recoverable(
         client: of the servers.
         sharders: what puts tables on the servers, as of :func:`save_checkpoint`.
         interval_s: seconds between two checkpoints, in which training stands still; at
-            least 20 times what the last one took. 0: time brings none.
+            least 20 times what the last one took. 0: time brings none, and without
+            steps and deltas there is none at the end either.
         resume: "exact" takes the servers back to the checkpoint; with "rows_ahead"
             they keep their rows.
         save_steps: steps between two checkpoints; 0: steps bring none.
@@ -501,7 +516,8 @@ def recoverable(
         rename: by names of the checkpoint's tables, those of the model.
 
     Raises:
-        CheckpointError: there are complete checkpoints, and none can be loaded.
+        CheckpointError: there are complete checkpoints, and none can be loaded; or the
+            one at the end failed.
         ConfigError: deltas are wanted, and the servers write no increments.
 
     Example:
@@ -525,8 +541,13 @@ def recoverable(
     recovery.resume(is_restart=env.num_group_restarts() > 0)
     if (member := JobMember.current) is not None:
         member.progress = lambda: recovery.num_steps
-    with recovery.joinable():
+    with recovery.ending(), recovery.joinable():
         yield Run(recovery)
+
+
+def _must_end() -> bool:
+    """Return whether this trainer must save, as its job is told to end."""
+    return JobMember.current is not None and JobMember.current.is_ending
 
 
 def folder_of_job(job_id: str) -> str:
@@ -551,30 +572,6 @@ class _Buffers:
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         self._model.load_state_dict(state, strict=False)
-
-
-def random_state() -> dict[str, Any]:
-    """Return the state of the random numbers of torch, NumPy and Python."""
-    kind, key, *rest = np.random.get_state()  # noqa: NPY002  # scripts draw from it
-    state = {
-        "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(np.asarray(key, dtype=np.int64)), *rest),
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    """Go back to a :func:`random_state`."""
-    kind, key, *rest = state["numpy"]
-    random.setstate(state["python"])
-    numbers = kind, key.numpy().astype(np.uint32), *rest
-    np.random.set_state(numbers)  # noqa: NPY002  # as above
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
 
 
 def _groups(value: Any) -> list[dict[str, Any]]:

@@ -1,18 +1,68 @@
 """When a training is saved: by the clock of rank 0, and by steps, at all trainers."""
 
 import math
+import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 
+from persia_torchrec import env
+from persia_torchrec.checkpoint.catalog import LoadRules
+from persia_torchrec.errors import ConfigError
 from persia_torchrec.sharding.backward_pass import AnswersAtEnd
 from persia_torchrec.training.checkpoint import is_first
 
 _LEAST_INTERVAL = 20  # times what the last checkpoint took: at most 5 % of the time
 _MAX_STEPS = 256  # between two questions whether it is time
+_MAX_S = 1.0  # between them, too, where steps are short: a job may be told to end
+Resume = Literal["exact", "rows_ahead"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecoveryConfig:
+    """Where a training is saved by itself, how often, and how it is resumed."""
+
+    folder: str | os.PathLike[str]
+    """Of the checkpoints of this run; trainers and servers share it."""
+    interval_s: float = env.CHECKPOINT_INTERVAL_S
+    """Seconds between two checkpoints, or 20 times what the last one took if that is
+    more; 0: there are none."""
+    resume: Resume = "exact"
+    """Whether the servers go back to the checkpoint, or keep ``rows_ahead`` of it."""
+    save_steps: int = 0
+    """Steps between two checkpoints, beside the interval; 0: time alone decides."""
+    keep: int = 2
+    """Newest checkpoints that stay."""
+    delta_interval_s: float = 0.0
+    """Seconds between two deltas, or 20 times what the last one took if that is more;
+    0: there are none."""
+    rules: LoadRules = field(default_factory=lambda: LoadRules(missing="error"))
+    """What becomes of tables that have changed since."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("save_steps", 0), ("keep", 1)):
+            if getattr(self, name) < least:
+                received = getattr(self, name)
+                raise ConfigError(f"{name} must be >= {least}. Received: {received}.")
+        for interval_s in (self.interval_s, self.delta_interval_s):
+            if not interval_s >= 0:
+                raise ConfigError(
+                    f"The checkpoint interval must be >= 0 s. Received: {interval_s}."
+                )
+        if self.resume not in get_args(Resume):
+            raise ConfigError(
+                f"resume must be one of {get_args(Resume)}. Received: {self.resume!r}."
+            )
+
+    @property
+    def saves(self) -> bool:
+        """Whether checkpoints are saved during the training."""
+        return bool(self.interval_s or self.save_steps or self.delta_interval_s)
 
 
 class CheckpointClock(AnswersAtEnd):
@@ -24,6 +74,7 @@ class CheckpointClock(AnswersAtEnd):
     Attributes:
         num_trained: steps of the whole training.
         is_delta: at rank 0, whether it was time for a delta only.
+        is_last: whether a trainer has been told to end: no other checkpoint follows.
     """
 
     def __init__(
@@ -33,13 +84,15 @@ class CheckpointClock(AnswersAtEnd):
         *,
         save_steps: int = 0,
         delta_interval_s: float = 0.0,
+        must_end: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__()
+        self._must_end = must_end
         self._interval_s, self._save_steps = interval_s, save_steps
         self._delta_interval_s = delta_interval_s
         self._now = now
         self.num_trained = 0
-        self.is_delta = False
+        self.is_delta = self.is_last = False
         self._left = 1  # steps until rank 0 is asked
         self._due_s = self._delta_due_s = math.inf
         self.restart(0.0)
@@ -68,16 +121,17 @@ class CheckpointClock(AnswersAtEnd):
         self._num_steps += 1
         self.num_trained += is_training
         self._left -= 1
-        if self._left > 0:
+        if self._left > 0 and (_has_others() or not self._must_end()):
             return False
-        answer = torch.tensor([_MAX_STEPS, is_training])
+        answer = torch.tensor([_MAX_STEPS, is_training, not self._must_end()])
         if is_first() and is_training:
             answer[0] = self._steps_to_wait()
-        if dist.is_initialized() and dist.get_world_size() > 1:
+        if _has_others():
             dist.all_reduce(answer, dist.ReduceOp.MIN, self.cpu_group())
-        steps, all_train = answer.tolist()
+        steps, all_train, all_continue = answer.tolist()
+        self.is_last = not all_continue
         self._left = max(steps, 1)
-        return bool(all_train) and steps == 0
+        return bool(all_train) and (steps == 0 or self.is_last)
 
     def _steps_to_wait(self) -> int:
         """Return 0 if it is time, or steps until it may be."""
@@ -88,10 +142,16 @@ class CheckpointClock(AnswersAtEnd):
         return min(steps, self._steps_until(self._delta_due_s))
 
     def _steps_until(self, due_s: float) -> int:
-        """Return 0 if it is time, or the steps that half of the rest may take."""
+        """Return 0 if it is time, or the steps of half of the rest, or of a second."""
         now_s = self._now()
         if now_s >= due_s:
             return 0
         step_s = (now_s - self._began_s) / self._num_steps
-        steps = (due_s - now_s) / max(2 * step_s, 1e-6)
+        # One that is alone looks at each step whether it is told to end.
+        most_s = 2 * _MAX_S if _has_others() else math.inf
+        steps = min(due_s - now_s, most_s) / max(2 * step_s, 1e-6)
         return max(int(min(steps, _MAX_STEPS)), 1)
+
+
+def _has_others() -> bool:
+    return dist.is_initialized() and dist.get_world_size() > 1

@@ -108,7 +108,7 @@ def test_a_script_that_ends_badly_fails_the_job_with_the_reason(processes):
     endings = {
         "raise ValueError('no data')": (1, "trainer 0: ValueError: no data"),
         "sys.exit(3)": (3, "trainer 0: exit status 3"),
-        "os.kill(os.getpid(), 15); time.sleep(600)": (1, "ended from outside (SIGTERM"),
+        "os.kill(os.getpid(), 15); time.sleep(600)": (143, "told to end (SIGTERM to"),
         "as_a_process(lambda: [join(), int('x')])": (1, OF_A_FUNCTION),
         "as_a_process(lambda: [join(), exit(2)])": (2, "trainer 0: exit status 2"),
     }

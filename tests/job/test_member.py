@@ -18,7 +18,7 @@ from tests.support.processes import is_running, wait_until
 
 pytestmark = pytest.mark.multiprocess
 
-QUICK = JobTimings(heartbeat_s=0.1, silent_s=10.0, grace_s=0.3, finish_s=5.0)
+QUICK = JobTimings(heartbeat_s=0.1, silent_s=10.0, leave_s=0.3, finish_s=5.0)
 
 
 @pytest.fixture

@@ -83,7 +83,7 @@ def test_a_command_that_never_joins_its_job_is_given_up(processes):
 def test_a_command_that_has_joined_its_job_is_started_again_any_number_of_times(
     processes,
 ):
-    text = "[ $PERSIA_RESTARTS = 6 ] && exit 0; kill -USR1 $PPID; kill -9 $$"
+    text = "[ $PERSIA_RESTARTS = 6 ] && exit 0; kill -41 $PPID; kill -9 $$"
     running = shell(processes, text)
     assert running.status() == 0
     assert running.output().count(KILLED) == 6

@@ -515,6 +515,17 @@ def test_a_folder_that_cannot_be_made_is_an_error_at_the_start(tmp_path):
         ServerConfig(incremental_interval_s=0)
 
 
+def test_a_log_of_many_times_the_rows_is_warned_of(
+    servers, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr("persia_torchrec.server.increments._LEAST_BYTES", 1)
+    monkeypatch.setattr("persia_torchrec.server.increments._MAX_RATIO", -1)
+    training = Training(servers, tmp_path, 1)
+    training.train(*range(5))
+    said = "increments since the last dump have"
+    wait_until(lambda: said in caplog.text, "the server warns")
+
+
 def test_a_server_without_a_folder_writes_nothing(servers, tmp_path):
     client = servers.client(servers.start(1))
     assert "increments" not in client.counters()[0]

@@ -128,6 +128,12 @@ def test_predictions_follow_a_training(tmp_path, monkeypatch):
             assert not following["lost"]
             assert 0 <= following["delay_s"] < DEADLINE_S
 
+            def delay_s():
+                return ask(server.address, "/health")[1]["following"]["delay_s"]
+
+            later_s = delay_s() + 0.2
+            wait_until(lambda: delay_s() > later_s, "the rows become older")
+
             train(ctx, range(10, 15))
             ctx.dump_checkpoint(run, with_jit_model=True)
             third = evaluate(model)

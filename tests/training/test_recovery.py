@@ -15,12 +15,11 @@ from persia_torchrec.errors import ConfigError, RemoteError
 from persia_torchrec.sharding.optimizer import set_values
 from persia_torchrec.table import TableSpec
 from persia_torchrec.training.checkpoint import apply_state
+from persia_torchrec.training.data_state import random_state, set_random_state
 from persia_torchrec.training.recovery import (
     CheckpointClock,
     RecoveryConfig,
-    random_state,
     recoverable,
-    set_random_state,
 )
 from tests.support import recovering_trainers
 from tests.support.local_job import LocalJob

@@ -29,12 +29,8 @@ from persia_torchrec.sharding.optimizer import set_values
 from persia_torchrec.sharding.table_control import loss_scale
 from persia_torchrec.table import TableSettings
 from persia_torchrec.training.checkpoint import Target, read_state, state_bytes
-from persia_torchrec.training.recovery import (
-    Recovery,
-    RecoveryConfig,
-    Resume,
-    folder_of_job,
-)
+from persia_torchrec.training.recovery import Recovery, folder_of_job
+from persia_torchrec.training.schedule import RecoveryConfig, Resume
 
 _TRAINING = "training.pt"
 _MIN_SCALE = 1.0  # of the loss; gradients that overflow at 1 do so at any scale
@@ -82,7 +78,9 @@ class TrainCtx(EmbeddingCtx):
         checkpoint_interval_s: seconds between automatic checkpoints, from which
             training continues when the trainers are started again; 0: there are none.
             None: ``PERSIA_CHECKPOINT_INTERVAL_S``, or else 600 where something starts
-            trainers again, as ``torchrun --max-restarts`` does. They are in
+            trainers again, as ``torchrun --max-restarts`` does. One is saved when the
+            block ends well, too, and when the job is told to end from outside, after
+            the current step. They are in
             ``PERSIA_RESUME_DIR``, or in a folder of the job in
             ``PERSIA_CHECKPOINT_DIR``, which trainers and servers share.
         resume: "exact" takes the servers back to the checkpoint; with "rows_ahead" rows
@@ -343,13 +341,15 @@ class TrainCtx(EmbeddingCtx):
             if (member := JobMember.current) is not None:
                 member.progress = lambda: self._num_steps
             clock = None if recovery is None else recovery.clock
-            try:
-                with engine.in_step(self._scaler, clock):
-                    yield
-            finally:  # it may be why the block ends
-                self._watch.tell(is_over=True)
-            engine.flush()
-            engine.checkpoints.wait_for_dump()
+            ending = contextlib.nullcontext() if recovery is None else recovery.ending()
+            with ending:
+                try:
+                    with engine.in_step(self._scaler, clock):
+                        yield
+                finally:  # it may be why the block ends
+                    self._watch.tell(is_over=True)
+                engine.flush()
+                engine.checkpoints.wait_for_dump()
             engine.sharder.report_at_end(self.get_embedding_size())
 
     def _make_recovery(self, engine: Engine) -> Recovery | None:
