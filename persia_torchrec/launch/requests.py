@@ -17,6 +17,7 @@ from typing import Any
 from torchx import specs
 
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.launch.arguments import require_known_options
 
 TOKEN_SECRETS = {"PERSIA_JOB_TOKEN": "persia-job-token/token"}
 """Where Kubernetes has the job's token, unless a role names another Secret."""
@@ -35,6 +36,7 @@ class Role(specs.Role):
 
     def pre_proc(self, scheduler: str, dryrun_info: Any) -> Any:
         """Change the request to a scheduler; torchx calls it."""
+        require_known_options(scheduler)
         if scheduler == "kubernetes":
             for task in dryrun_info.request.resource["spec"]["tasks"]:
                 pod = task["template"]
