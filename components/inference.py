@@ -10,9 +10,11 @@ from typing import Any
 import torchx.specs as specs
 
 from persia_torchrec.launch import roles
+from persia_torchrec.launch.arguments import reads_variables
 from persia_torchrec.parsing.command_line import offers
 
 
+@reads_variables()
 @offers(roles.JobSettings, "embedding_config", "global_config", *roles.OF_JOB)
 def serve(
     checkpoint: str,

@@ -13,9 +13,13 @@ from typing import Any
 import torchx.specs as specs
 
 from persia_torchrec.launch import roles
+from persia_torchrec.launch.arguments import reads_variables
 from persia_torchrec.parsing.command_line import offers
 
 
+@reads_variables(
+    nn_worker="PERSIA_NN_WORKER_ENTRY", data_loader="PERSIA_DATALOADER_ENTRY"
+)
 @offers(
     roles.JobSettings,
     *("embedding_config", "global_config", "nproc_per_node"),

@@ -12,11 +12,13 @@ from typing import Any
 import torchx.specs as specs
 
 from persia_torchrec.launch import roles
+from persia_torchrec.launch.arguments import reads_variables
 from persia_torchrec.parsing.command_line import offers
 
 _SHARED = ("embedding_config", "global_config", *roles.OF_ROLE)
 
 
+@reads_variables()
 @offers(roles.JobSettings, *_SHARED, "imports", "memory_dir", "optimizer_engine")
 def embedding_server(
     host: str, port: int, replicas: int = 1, eviction: str = "lru", **shared: Any
@@ -34,6 +36,7 @@ def embedding_server(
     return roles.app(roles.embedding_servers(job, replicas, eviction))
 
 
+@reads_variables()
 @offers(roles.JobSettings, *_SHARED, "imports")
 def embedding_worker(
     host: str, port: int, replicas: int = 1, **shared: Any
@@ -49,6 +52,7 @@ def embedding_worker(
     return roles.app(roles.embedding_workers(job, replicas))
 
 
+@reads_variables(script="PERSIA_DATALOADER_ENTRY")
 @offers(roles.JobSettings, *_SHARED)
 def data_loader(
     host: str, port: int, script: str, replicas: int = 1, **shared: Any
@@ -65,6 +69,7 @@ def data_loader(
     return roles.app(roles.scripts(job, "loader", script, replicas))
 
 
+@reads_variables(script="PERSIA_NN_WORKER_ENTRY")
 @offers(roles.JobSettings, *_SHARED, "nproc_per_node")
 def nn_worker(
     host: str, port: int, script: str, replicas: int = 1, gpus: int = 0, **shared: Any

@@ -11,9 +11,11 @@ from typing import Any
 import torchx.specs as specs
 
 from persia_torchrec.launch import roles
+from persia_torchrec.launch.arguments import reads_variables
 from persia_torchrec.parsing.command_line import offers
 
 
+@reads_variables()
 @offers(
     roles.JobSettings,
     *("nproc_per_node", *roles.OF_JOB, "memory_dir", "resume_dir", "optimizer_engine"),

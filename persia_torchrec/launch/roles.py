@@ -19,7 +19,6 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from functools import cached_property
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -31,6 +30,18 @@ from persia_torchrec.env import CHECKPOINT_DIR, JOIN_TIMEOUT_S, MAX_PORT, is_loo
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.supervisor import ALL, END_TIMEOUT_S, under_supervisor
 from persia_torchrec.job.survivable_memory import AUTO, PRIVATE
+from persia_torchrec.launch.amounts import (
+    quantity,
+    require_memory,
+    require_processors,
+)
+from persia_torchrec.launch.requests import (
+    TOKEN_SECRETS,
+    Role,
+    as_it_is,
+    as_they_are,
+    require_names,
+)
 from persia_torchrec.parsing.command_line import format_flags
 from persia_torchrec.parsing.decoding import KeyPath
 from persia_torchrec.parsing.yaml_file import parse_yaml, read_section, read_text
@@ -60,16 +71,11 @@ OF_JOB = (
 
 _TOKENS = ("PERSIA_JOB_TOKEN", "PERSIA_HTTP_TOKEN")  # of these, files are named
 
-_UNITS = {
-    "m": Fraction(1, 1000),
-    "": Fraction(1),
-    **{unit: Fraction(1000**n) for n, unit in enumerate("kMGTPE", 1)},
-    **{f"{unit}i": Fraction(1024**n) for n, unit in enumerate("KMGTPE", 1)},
-}
-_VOLUME = re.compile(r"(?P<source>[^:,\s]+):(?P<path>/[^:,\s]*)(:(?P<mode>ro|rw))?")
-_SECRET = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?/[-._a-zA-Z0-9]+")
-_TOKEN = {"PERSIA_JOB_TOKEN": "persia-job-token/token"}  # where Kubernetes has it
-_ROLE_LABEL = "torchx.pytorch.org/role-name"
+_CLAIM = r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?"
+_VOLUME = re.compile(
+    rf"(?P<source>/[^:,\s]*|{_CLAIM}):(?P<path>/[^:,\s]*)(:(?P<mode>ro|rw))?"
+)
+_SECRET = re.compile(rf"{_CLAIM}/[-._a-zA-Z0-9]+")
 
 Count = Annotated[int, Meta(ge=0)]
 
@@ -92,12 +98,18 @@ class RoleSettings(Struct, frozen=True, kw_only=True):
             amount = getattr(self, name)
             if amount is not None and quantity(amount) <= 0:
                 raise ConfigError(f"{name} must be > 0. Received: {amount!r}.")
-        paths = [mount.dst_path for mount in self.mounts()]
+        if self.cpu is not None:
+            require_processors(self.cpu)
+        if self.memory is not None:
+            require_memory(self.memory)
+        # torchx has memory at /dev/shm itself.
+        paths = [mount.dst_path.rstrip("/") for mount in self.mounts()] + ["/dev/shm"]
         if len(set(paths)) < len(paths):
             raise ConfigError(
-                "volumes must mount one volume at a path. "
-                f"Received: {', '.join(self.volumes)}."
+                "volumes must mount one volume at a path, and none at /dev/shm, which "
+                f"is memory. Received: {', '.join(self.volumes)}."
             )
+        require_names({**self.env, **self.secrets})
         for name, secret in self.secrets.items():
             if _SECRET.fullmatch(secret) is None:
                 raise ConfigError(
@@ -130,7 +142,8 @@ class RoleSettings(Struct, frozen=True, kw_only=True):
             if match is None:
                 raise ConfigError(
                     "volumes must list CLAIM:/PATH or /PATH_OF_HOST:/PATH, with :ro "
-                    f"after it to be read only. Received: {volume!r}."
+                    "after it to be read only, and a claim's name of lower case "
+                    f"letters, digits, - and dots. Received: {volume!r}."
                 )
             kind = specs.BindMount if match["source"][0] == "/" else specs.VolumeMount
             mounts.append(kind(match["source"], match["path"], match["mode"] == "ro"))
@@ -183,51 +196,6 @@ def read_settings(roles_file: str, words: str) -> dict[str, RoleSettings]:
             for layer in layers:
                 settings[name] = getattr(layer, section).over(settings[name])
     return settings
-
-
-def quantity(amount: float | str) -> Fraction:
-    """Return what Kubernetes means by an amount, as 0.5, "500m" or "64Gi"."""
-    match = re.fullmatch(r"(-?\d+(?:\.\d+)?)([A-Za-z]{0,2})", str(amount))
-    if match is None or match[2] not in _UNITS:
-        raise ConfigError(
-            "cpu and memory must be numbers, with one of Kubernetes' units or none, as "
-            f"500m or 64Gi. Received: {amount!r}."
-        )
-    return Fraction(match[1]) * _UNITS[match[2]]
-
-
-@dataclass
-class _Role(specs.Role):
-    """A role that completes by itself what torchx asks a scheduler for."""
-
-    secrets: Mapping[str, str] = field(default_factory=dict)  # by variable
-
-    def pre_proc(self, scheduler: str, dryrun_info: Any) -> Any:
-        """Change the request to a scheduler; torchx calls it."""
-        if scheduler == "kubernetes":
-            for task in dryrun_info.request.resource["spec"]["tasks"]:
-                pod = task["template"]
-                if pod.metadata.labels[_ROLE_LABEL] == self.name:
-                    self._add_secrets(pod.spec.containers[0])
-        elif others := self.secrets.keys() - _TOKEN.keys():
-            raise ConfigError(
-                "secrets must be left out, as only Kubernetes has any. Received: "
-                f"{', '.join(sorted(others))}, for {scheduler}. Use env."
-            )
-        if scheduler == "slurm":
-            for name, replica in dryrun_info.request.replicas.items():
-                if name.rpartition("-")[0] == self.name:
-                    _pass_lists(replica)
-        return dryrun_info
-
-    def _add_secrets(self, container: Any) -> None:
-        # A token's file is of the launcher's machine.
-        replaced = {*self.secrets, *(f"{name}_FILE" for name in self.secrets)}
-        container.env = [one for one in container.env if one.name not in replaced]
-        for name, secret in self.secrets.items():
-            of, _, key = secret.partition("/")
-            value = {"secretKeyRef": {"name": of, "key": key}}
-            container.env.append({"name": name, "valueFrom": value})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,6 +278,7 @@ class JobSettings:
             if not getattr(self, name) > 0:
                 received = getattr(self, name)
                 raise ConfigError(f"{name} must be > 0. Received: {received}.")
+        require_names(self.env)
         variables = self.variables(1)
         roles = self.settings.values()
         of_user = [self.env, *(role.env | role.secrets for role in roles)]
@@ -336,10 +305,9 @@ class JobSettings:
             job["PERSIA_RESUME_DIR"] = self.resume_dir
         if self.take_over:
             job["PERSIA_TAKE_OVER"] = "1"
-        if self.embedding_config is not None:
-            job["PERSIA_EMBEDDING_CONFIG"] = self.embedding_config
-        if self.global_config is not None:
-            job["PERSIA_GLOBAL_CONFIG"] = self.global_config
+        # Empty: what the shell has exported is not of this job.
+        job["PERSIA_EMBEDDING_CONFIG"] = self.embedding_config or ""
+        job["PERSIA_GLOBAL_CONFIG"] = self.global_config or ""
         return {
             "PERSIA_STORE_PORT": str(self.port),
             **job,
@@ -378,7 +346,7 @@ class JobSettings:
     ) -> specs.Role:
         """Build a role that runs a module of this package, and has tokens' files."""
         own = self.settings[name]
-        words = ["-m", f"persia_torchrec.{module}", *arguments]
+        words = ["-m", f"persia_torchrec.{module}", *map(as_it_is, arguments)]
         if self.recover:
             words = under_supervisor([self.python, *words], **self._survives(name))
         if name in _SETTINGS:
@@ -388,21 +356,22 @@ class JobSettings:
                 f"{_SETTINGS[name]} must be >= 1. Received: {num_replicas}."
             )
         gpus = _agree("nn_worker_gpus", gpus, 0, f"{name}.gpus", own.gpus)
-        return _Role(
+        return Role(
             name=name,
             image=own.image or self.image,
             entrypoint=self.python,
             args=words,
-            # torchx adds to it
+            # torchx adds to it. An exported host is that of another job.
             env={
-                **self.variables(num_replicas),
+                "PERSIA_STORE_HOST": "",
+                **as_they_are(self.variables(num_replicas)),
                 **_token_files(tokens, {**self.env, **own.env}),
-                **self.env,
-                **own.env,
+                **as_they_are({**self.env, **own.env}),
             },
             num_replicas=num_replicas,
             max_retries=self.max_retries if self.recover and not self.host else 0,
             resource=own.resource(gpus),
+            memory_bytes=math.ceil(quantity(own.memory or 0)),
             mounts=own.mounts(),
             secrets=self._secrets(own),
         )
@@ -421,7 +390,7 @@ class JobSettings:
     def _secrets(self, own: RoleSettings) -> dict[str, str]:
         """Return the variables that pods take of Secrets; the token may be a file."""
         has_file = "PERSIA_JOB_TOKEN_FILE" in {**self.env, **own.env}
-        return {**({} if has_file else _TOKEN), **own.secrets}
+        return {**({} if has_file else TOKEN_SECRETS), **own.secrets}
 
     def run_dir(self) -> str:
         """Return the folder of the automatic checkpoints, as ``TrainCtx`` does."""
@@ -536,16 +505,6 @@ def scripts(
     restarts = None if job.recover else 0
     flags = format_flags(nproc_per_node=job.nproc_per_node, max_restarts=restarts)
     return job.role(role, "job.torchrun", [*flags, "--", *words], num, gpus=gpus)
-
-
-def _pass_lists(replica: Any) -> None:
-    """Have ``env`` set variables with commas, at which Slurm would cut them."""
-    lists = {name: value for name, value in replica.env.items() if "," in value}
-    if lists:
-        words = [f"{name}={value}" for name, value in lists.items()]
-        replica.args = [*words, replica.entrypoint, *replica.args]
-        replica.entrypoint = "env"
-        replica.env = {n: v for n, v in replica.env.items() if n not in lists}
 
 
 def _token_files(names: Sequence[str], given: Mapping[str, str]) -> dict[str, str]:

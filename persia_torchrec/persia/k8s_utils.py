@@ -21,6 +21,7 @@ from msgspec import Meta, Struct
 from persia_torchrec import env
 from persia_torchrec.errors import ConfigError, PersiaError
 from persia_torchrec.launch import roles
+from persia_torchrec.launch.amounts import quantity
 from persia_torchrec.parsing.decoding import KeyPath
 from persia_torchrec.parsing.yaml_file import (
     parse_documents,
@@ -315,7 +316,7 @@ class Converted:
         section: dict[str, Any] = {}
         for key, amount in limits.items():
             if key == "nvidia.com/gpu":
-                section["gpus"] = math.ceil(roles.quantity(amount))
+                section["gpus"] = math.ceil(quantity(amount))
             elif key in ("cpu", "memory"):
                 section[key] = amount
             else:
@@ -357,8 +358,7 @@ class Converted:
                     case _:
                         self.left[at] = "Only values and keys of Secrets are."
             else:
-                text = value.replace("$", "$$")  # torchx's own escape
-                section.setdefault("env", {})[name] = text
+                section.setdefault("env", {})[name] = value
         return section
 
 

@@ -130,9 +130,12 @@ def test_the_script_of_the_page_serves_without_a_coordinator(slurm, trained, tmp
 
 def test_a_cancelled_job_leaves_nothing_behind(slurm, tmp_path):
     port, shared = draw_port(), set(Path("/dev/shm").iterdir())
-    arguments = ("--port", port, "--env", "NICS=eth0,eth1")
-    with waiting_job(slurm, tmp_path, WAITING_TRAINER, *arguments) as job:
-        job.has_printed("the trainer waits, with eth0,eth1")
+    env = "NICS=eth0,eth1,NOTE=it's,LOG_LEVEL=DEBUG"
+    arguments = ("--port", port, "--env", env, "--set", "all.cpu=2")
+    exported = {"LOG_LEVEL": "ERROR", "PERSIA_STORE_HOST": "10.99.99.99"}
+    with waiting_job(slurm, tmp_path, WAITING_TRAINER, *arguments, **exported) as job:
+        job.has_printed("the trainer waits, with eth0,eth1 it's DEBUG")
+        job.has_printed("it has 2 processors")
         assert "RUNNING" in job.torchx("status", job.handle)
         pids = job.pids()
         job.torchx("cancel", job.handle)

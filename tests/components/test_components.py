@@ -2,6 +2,8 @@ import ast
 import dataclasses
 import inspect
 import os
+import re
+import shlex
 import subprocess
 import sys
 
@@ -93,13 +95,15 @@ def test_a_job_of_torchrec_has_servers_and_trainers_and_no_yaml():
         *("--incremental-dir", "/all/increments"),
     ]
     for role in roles.values():
-        assert not [name for name in role.env if name.endswith("_CONFIG")]
+        files = [value for name, value in role.env.items() if name.endswith("_CONFIG")]
+        assert files == ["", ""]  # also where the shell has exported one
 
 
 def test_every_role_has_the_address_of_the_job_and_its_index():
     for role in train(port=29400, nn_workers=2, env={"LOG_LEVEL": "DEBUG"}).values():
         assert role.env == {
             "PERSIA_STORE_PORT": "29400",
+            "PERSIA_STORE_HOST": "",
             "PERSIA_STORE_HOST_ENV": "${rank0_env}",
             "PERSIA_JOB_TOKEN_FILE": os.environ["PERSIA_JOB_TOKEN_FILE"],
             "PERSIA_JOB_ID": "${app_id}",
@@ -238,16 +242,84 @@ def test_a_job_may_continue_another():
         assert roles["trainer"].env["PERSIA_RESUME_DIR"] == "/all/7"
 
 
-def test_slurm_does_not_cut_a_list_in_a_variable(runner, tmp_path):
-    words = "server.env.NICS=eth0,eth1"
-    app = load("job.py:train")(**COMPONENTS["job.py:train"], set=words)
-    script = str(runner.dryrun(app, "slurm", cfg_of("slurm", tmp_path)))
-    assert script.count("env NICS=eth0,eth1 python3 -m ") == 1
-    assert script.count("NICS") == 1
-    pods = yaml.safe_load(str(runner.dryrun(app, "kubernetes", {"queue": "default"})))
-    (task,) = [one for one in pods["spec"]["tasks"] if one["name"] == "server-0"]
-    (container,) = task["template"]["spec"]["containers"]
-    assert {"name": "NICS", "value": "eth0,eth1"} in container["env"]
+def slurm_steps(runner, folder, **changes):
+    """Return what srun runs, by role and index, each a list of words."""
+    app = load("job.py:train")(**{**COMPONENTS["job.py:train"], **changes})
+    script = str(runner.dryrun(app, "slurm", cfg_of("slurm", folder)))
+    steps = re.search(r"^srun (.*?)^exitcode", script, re.DOTALL | re.MULTILINE)[1]
+    found = {}
+    for step in steps.split(":\\\n"):
+        words = shlex.split(step)
+        log = next(word for word in words if word.startswith("--error="))
+        found[log.removesuffix(".err").partition("$SLURM_JOB_ID-")[2]] = words
+    return found
+
+
+def variables_of(words):
+    """Return the variables that ``env`` sets, which are all that srun passes on."""
+    assert [word for word in words if word.startswith("--export")] == ["--export=ALL"]
+    words = words[words.index("env") + 1 :]
+    return dict(word.split("=", 1) for word in words[: words.index("python3")])
+
+
+AWKWARD = {
+    "NICS": "eth0,eth1",
+    "NOTE": "it's,LOG_LEVEL=DEBUG",
+    "JSON": '{"a": "b c"}',
+    "NOTHING": "",
+    "URL": "http://h/?a=b&c=$HOME",
+    "TWO": "a$$b",
+    "LINES": "a\nb",
+}
+
+
+def test_a_job_s_variables_win_on_slurm_and_are_not_cut(runner, tmp_path):
+    steps = slurm_steps(runner, tmp_path, env=AWKWARD, set="server.env.LOG_LEVEL=DEBUG")
+    for name, words in steps.items():
+        found = variables_of(words)
+        assert found.items() >= AWKWARD.items()
+        assert found["PERSIA_STORE_PORT"] == "29400"
+        assert found["PERSIA_STORE_HOST"] == ""  # of another job, if the shell has one
+        assert found["REPLICA_INDEX"] == name.rpartition("-")[2]
+        assert found["PERSIA_JOB_ID"] == "$SLURM_JOB_ID"
+    assert variables_of(steps["server-0"])["LOG_LEVEL"] == "DEBUG"
+
+
+def test_srun_gets_the_processors_of_a_role(runner, tmp_path):
+    steps = slurm_steps(runner, tmp_path, set="server.cpu=8 trainer.cpu=500m")
+    cpus = {
+        name: [word for word in words if word.startswith("--cpus")]
+        for name, words in steps.items()
+    }
+    assert cpus.pop("server-0") == ["--cpus-per-task=8"]
+    assert cpus.pop("trainer-0") == ["--cpus-per-task=1"]
+    assert set(map(len, cpus.values())) == {0}
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_two_dollars_arrive_as_two(runner, tmp_path, scheduler):
+    given = {"nn_worker": "train.py 'a$$b' $${app_id}", "env": {"TWO": "a$$b"}}
+    app = load("job.py:train")(**{**COMPONENTS["job.py:train"], **given})
+    cfg = cfg_of(scheduler, tmp_path)
+    request = runner.dryrun(app, scheduler, cfg).request
+    if scheduler == "local_cwd":
+        [replica] = request.role_params["trainer"]
+        words, variables = replica.args, replica.env
+    elif scheduler == "slurm":
+        replica = request.replicas["trainer-0"]
+        words, variables = (
+            replica.args,
+            variables_of(["--export=ALL", "env", *replica.args]),
+        )
+    else:  # which makes one of two, too
+        pod = request.resource["spec"]["tasks"][-1]["template"]
+        [container] = pod.spec.containers
+        words = [word.replace("$$", "$") for word in container.command]
+        variables = {
+            one.name: (one.value or "").replace("$$", "$") for one in container.env[:-1]
+        }
+    assert words[-2:] == ["a$$b", "$${app_id}"]
+    assert variables["TWO"] == "a$$b"
 
 
 def test_a_component_has_the_arguments_of_its_roles_alone():
@@ -322,6 +394,7 @@ def test_a_single_role_has_the_host():
         ({"embedding_config": ""}, "embedding_config must name a file"),
         ({"global_config": ""}, "global_config must name a file"),
         ({"nn_worker": "'train.py"}, "as in a shell"),
+        ({"env": {"my var": "1"}}, "Variables must have names.*Received: 'my var'"),
         ({"env": {"REPLICA_INDEX": "1"}}, r"sets itself\. Received: \['REPLICA_INDEX'"),
     ],
 )
@@ -420,7 +493,7 @@ def test_slurm_gets_processors_memory_and_gpus(runner, tmp_path, roles_file):
     arguments = {**COMPONENTS["job.py:train"], "roles_file": roles_file}
     app = load("job.py:train")(**arguments)
     script = str(runner.dryrun(app, "slurm", cfg_of("slurm", tmp_path)))
-    assert script.count("--cpus-per-task=8 --mem=68720") == 3
+    assert script.count("--cpus-per-task=8 --mem=65536") == 3
     assert script.count("--gpus-per-task=1") == 2
 
 
@@ -448,6 +521,25 @@ def test_a_file_may_leave_the_loaders_out():
         ("server.memory=64GiB", "Received: '64GiB'"),
         ("server.cpu=0", r"server: cpu must be > 0\. Received: 0"),
         ("server.memory=-1", "memory must be > 0"),
+        (
+            "server.memory=64",
+            "at least 64Mi. Received: 64, which is 64 bytes. Write 64G",
+        ),
+        (
+            "server.memory=512m",
+            "Received: '512m', which is 0.512 bytes. Write 512Gi or",
+        ),
+        ("server.memory=0.5", "at least 64Mi. Received: '0.5'"),
+        ("all.memory=64k", "at least 64Mi. Received: '64k', which is 64000 bytes"),
+        ("server.cpu=8Gi", "cpu must be a number of processors, as 8, or 500m"),
+        ("server.cpu=0.0001", "at least 1m. Received: '0.0001'"),
+        ("server.env.my-var=1", "letters, digits and _, and no digit first. Received"),
+        ("server.env.2ND=1", "Variables must have names"),
+        ("loader.secrets.a.b=c/d", "Variables must have names"),
+        ("server.volumes=My_Claim:/d", "a claim's name of lower case.*'My_Claim:/d'"),
+        ("all.volumes=shm:/dev/shm", "none at /dev/shm, which is memory"),
+        ("all.volumes=shm:/dev/shm/", "none at /dev/shm, which is memory"),
+        ("server.volumes=a:/d,b:/d/", "one volume at a path"),
         ("trainer.gpus=one", r"trainer\.gpus must be an integer"),
         ("trainer.gpus=-1", r"trainer\.gpus must be .*Received: '-1'"),
         ("server.volumes=data", "CLAIM:/PATH or /PATH_OF_HOST:/PATH.*'data'"),

@@ -21,7 +21,7 @@ def request_of():
     with get_runner() as runner:
 
         def request_of(name, **changes):
-            given = {"image": "registry/job:7", **COMPONENTS[name], **changes}
+            given = {**COMPONENTS[name], **changes}
             app = load(name)(**given)
             request = str(runner.dryrun(app, "kubernetes", {"queue": "default"}))
             return yaml.safe_load(request)
@@ -71,6 +71,15 @@ def test_a_file_or_another_secret_takes_the_place_of_the_token(request_of):
     )
     assert variables["PERSIA_JOB_TOKEN_FILE"] == {"value": "/mounted/token"}
     assert "PERSIA_JOB_TOKEN" not in variables
+
+
+def test_a_job_without_an_image_is_rejected(request_of):
+    with pytest.raises(ConfigError, match="image must be named for Kubernetes"):
+        request_of(TRAIN, image="")
+    with pytest.raises(ConfigError, match="none for the role worker"):
+        request_of(
+            TRAIN, image="", set="coordinator.image=a server.image=b trainer.image=c"
+        )
 
 
 @pytest.mark.parametrize("scheduler", ["local_cwd", "slurm"])

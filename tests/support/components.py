@@ -6,13 +6,14 @@ from tests.support.repository import ROOT
 
 CONFIGS = {"embedding_config": "embedding.yml", "global_config": "global.yml"}
 SCRIPTS = {"nn_worker": "train.py --epochs 2", "data_loader": "'my loader.py'"}
-BOOK = {"host": "10.0.0.7", "port": 29400}
+JOB = {"port": 29400, "image": "registry/job:7"}
+BOOK = {"host": "10.0.0.7", **JOB}
 SCHEDULERS = ["local_cwd", "slurm", "kubernetes"]
 
 COMPONENTS = {
-    "job.py:train": {**SCRIPTS, **CONFIGS, "port": 29400},
-    "torchrec_job.py:train": {"script": "train.py --epochs 2", "port": 29400},
-    "inference.py:serve": {**CONFIGS, "checkpoint": "runs/7", "port": 29400},
+    "job.py:train": {**SCRIPTS, **CONFIGS, **JOB},
+    "torchrec_job.py:train": {"script": "train.py --epochs 2", **JOB},
+    "inference.py:serve": {**CONFIGS, "checkpoint": "runs/7", **JOB},
     "roles.py:embedding_server": {**BOOK, **CONFIGS, "replicas": 2},
     "roles.py:embedding_worker": {**BOOK, **CONFIGS},
     "roles.py:data_loader": {**BOOK, **CONFIGS, "script": "loader.py"},

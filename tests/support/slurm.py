@@ -49,7 +49,7 @@ SlurmdPidFile={folder}/run/%n.pid
 SlurmctldLogFile={folder}/log/slurmctld.log
 SlurmdLogFile={folder}/log/%n.log
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+TaskPlugin=task/affinity
 JobAcctGatherType=jobacct_gather/none
 SwitchType=switch/none
 MpiDefault=none
@@ -64,7 +64,9 @@ MinJobAge=3600
 {nodes}
 PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
-NODE = "NodeName={} NodeHostname={} NodeAddr=127.0.0.1 Port={} CPUs=8 RealMemory=8000"
+NODE = (
+    "NodeName={} NodeHostname={} NodeAddr=127.0.0.1 Port={} CPUs={cpus} RealMemory=8000"
+)
 SACCT = """#!/bin/bash
 while [ $# -gt 0 ]; do case $1 in -j) job=$2; shift;; esac; shift; done
 echo 'JobID|JobName|Partition|Account|AllocCPUS|State|ExitCode'
@@ -94,7 +96,9 @@ data_loader.main()
 """
 WAITING_TRAINER = """
 import os, pathlib, time
-print("the trainer waits, with", os.environ["NICS"], flush=True)
+names = "NICS", "NOTE", "LOG_LEVEL"
+print("the trainer waits, with", *map(os.environ.get, names), flush=True)
+print("it has", len(os.sched_getaffinity(0)), "processors", flush=True)
 while not pathlib.Path("go").exists():
     time.sleep(0.05)
 """
@@ -188,7 +192,10 @@ class PrivateSlurm:
             port=port,
             user=pwd.getpwuid(os.getuid()).pw_name,
             folder=self._folder,
-            nodes="\n".join(NODE.format(node, host, own) for node, own in nodes),
+            nodes="\n".join(
+                NODE.format(node, host, own, cpus=len(os.sched_getaffinity(0)))
+                for node, own in nodes
+            ),
         )
 
     def _start(self, *command: str) -> None:
@@ -368,7 +375,11 @@ def adult_income(
 
 
 def waiting_job(
-    slurm: PrivateSlurm, folder: Path, script: str, *arguments: object
+    slurm: PrivateSlurm,
+    folder: Path,
+    script: str,
+    *arguments: object,
+    **variables: str,
 ) -> SlurmJob:
     """Submit a job of four replicas, whose trainer runs a script."""
     (folder / "train.py").write_text(script)
@@ -376,7 +387,8 @@ def waiting_job(
     (folder / "global.yml").write_text("{}")
     files = ("--embedding_config", "embedding.yml", "--global_config", "global.yml")
     words = ("--nn_worker", "train.py", "--data_loader", "none", "--data_loaders", 0)
-    return SlurmJob(slurm, folder, *JOB, *words, *files, *arguments)
+    command = (*JOB, *words, *files, *arguments)
+    return SlurmJob(slurm, folder, *command, variables=variables)
 
 
 def _end_with_parent() -> None:
