@@ -314,20 +314,9 @@ class Checkpoints:
             self._batches.continue_after(manifest.num_batches)
             for note in sorted({note for loaded in results for note in loaded.notes}):
                 logger.warning("%s: %s", folder.url, note)
-            num_left_out = sum(loaded.num_left_out for loaded in results)
-            if num_left_out:
-                self._fuller = folder.url
-                logger.warning(
-                    "%s: %d rows were left out, those that would be evicted first. It "
-                    "has %d rows, and the servers have room for %d. Raise --capacity, "
-                    "or add servers, and load it again.",
-                    *(folder.url, num_left_out, manifest.num_rows),
-                    sum(loaded.capacity_rows for loaded in results),
-                )
-            elif replace:
-                run, _, _ = folder.url.rpartition("/")
-                name = manifest.lacks_rows_of
-                self._fuller = f"{run}/{name}" if name else ""
+            num_left_out = self._note_left_out(
+                folder, manifest, results, replace=replace
+            )
             of_tables = [loaded.not_finite for loaded in results]
             return dataclasses.replace(
                 SavedCheckpoint.of(folder, manifest),
@@ -340,6 +329,31 @@ class Checkpoints:
             )
 
         return Task("load", work)
+
+    def _note_left_out(
+        self,
+        folder: Folder,
+        manifest: Manifest,
+        results: Sequence[Loaded],
+        *,
+        replace: bool,
+    ) -> int:
+        """Log how many rows a load left out, and return it; the fuller one is kept."""
+        num_left_out = sum(loaded.num_left_out for loaded in results)
+        if num_left_out:
+            self._fuller = folder.url
+            logger.warning(
+                "%s: %d rows were left out, those that would be evicted first. It "
+                "has %d rows, and the servers have room for %d. Raise --capacity, "
+                "or add servers, and load it again.",
+                *(folder.url, num_left_out, manifest.num_rows),
+                sum(loaded.capacity_rows for loaded in results),
+            )
+        elif replace:
+            run, _, _ = folder.url.rpartition("/")
+            name = manifest.lacks_rows_of
+            self._fuller = f"{run}/{name}" if name else ""
+        return num_left_out
 
     def end_increments(self, *, timeout_s: float) -> None:
         """End the increments of servers that write any, and wait.

@@ -12,7 +12,6 @@ In a memory file every change is all or nothing: see ``recovery.py``.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -33,6 +32,7 @@ from persia_torchrec.store.memory import (
     Floats,
     Ids,
     PrivateMemory,
+    ScannedRows,
     Slots,
     StoreMemory,
     Tally,
@@ -68,15 +68,6 @@ _COUNTERS = {
 _NO_SLOTS = np.empty(0, dtype=np.uint32)
 _NO_COUNTS = read_only(np.empty(0, dtype=np.uint32))
 _NO_INDICES = np.empty(0, dtype=np.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class ScannedRows:
-    """Rows ``(N, D + S)`` of different ids; ``next_slot`` is None at the end."""
-
-    ids: Ids
-    rows: Floats
-    next_slot: int | None
 
 
 class EmbeddingStore:

@@ -53,6 +53,15 @@ Log = np.uint64 | None
 TableAt = tuple[Layout, Log]
 """What a loop takes that changes rows: a table's layout, and the log."""
 
+
+class ScannedRows(NamedTuple):
+    """Rows ``(N, D + S)`` of different ids; ``next_slot`` is None at the end."""
+
+    ids: Ids
+    rows: Floats
+    next_slot: int | None
+
+
 BASE, STRIDE, USED, FREE, TAGS, SLOTS = range(6)
 """Columns of the directory of arenas."""
 

@@ -41,6 +41,7 @@ RUN_BY = {
     "python -m benchmarks": "tests/benchmarks/test_benchmarks.py",
     "python -m persia_torchrec.persia.convert": ("tests/persia/test_convert.py"),
     "python -m persia_torchrec.serving": "tests/serving/test_main.py",
+    "curl localhost": "tests/serving/test_inference_protocol.py",
     "export PERSIA_": "tests/integration/test_persia_launcher_job.py",
     "persia-launcher coordinator": "tests/integration/test_persia_launcher_job.py",
     "persia-launcher data-loader": "tests/integration/test_persia_launcher_job.py",

@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -111,14 +110,12 @@ def test_a_version_is_loaded_and_unloaded_without_a_failed_request(
 
 def test_a_killed_server_is_started_again_with_the_same_checkpoint(serving, trained):
     (server,) = servers_of(serving.process.pid)
-    began = time.monotonic()
     with Load(serving.address, trained.expected[0]) as load:
         os.kill(server, signal.SIGKILL)
 
         wait_until(lambda: ask(serving.address, "/predict", BODY)[0] != 200, "a 503")
         seen = load.statuses[200]
         wait_until(lambda: load.statuses[200] > seen, "it predicts again")
-    assert time.monotonic() - began < 60
     assert set(load.statuses) == {200, 503}
     assert load.wrong == 0
     assert ask(serving.address, "/health")[1]["ready"]
