@@ -25,6 +25,7 @@ class DenseOnly:
     def set_up_planner(
         self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
     ) -> None:
+        """Plan without the entries of tables."""
         args = state_dict, storage_meta, is_coordinator  # a planner's, of either kind
         super().set_up_planner(*args)  # type: ignore[misc]
         state = self.state_dict.items()
