@@ -87,7 +87,7 @@ class PatientClient(EmbeddingClient):
     be missing when a test reads it. Here it cannot be.
     """
 
-    batches: "weakref.WeakSet[PrefetchedBatch]"
+    pulled: "weakref.WeakSet[PrefetchedBatch]"
 
     def watch(self, pipeline: BatchPipeline) -> None:
         """Wait for the lookups of a pipeline from now on."""
@@ -95,7 +95,7 @@ class PatientClient(EmbeddingClient):
 
         def watched(*args, **kwargs):
             batch = start(*args, **kwargs)
-            self.batches.add(batch)
+            self.pulled.add(batch)
             return batch
 
         pipeline.start = watched
@@ -110,7 +110,7 @@ class PatientClient(EmbeddingClient):
 
     def wait_for_lookups(self) -> None:
         """Wait for all lookups but those that wait for a permit themselves."""
-        for batch in list(self.batches):
+        for batch in list(self.pulled):
             semaphore = batch._pipeline.semaphore
             while not batch.arrived.wait(0.01):
                 is_out = batch.permit in semaphore._out
@@ -142,7 +142,7 @@ class RemoteJob:
         self.client = PatientClient.connect(
             self.servers.addresses, timeout_s=self._timeout_s
         )
-        self.client.batches = weakref.WeakSet()
+        self.client.pulled = weakref.WeakSet()
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
         return self
 

@@ -20,7 +20,8 @@ from persia_torchrec.persia.slots import SlotsLookup, build_features
 from persia_torchrec.persia.worker_client import RemoteWorkers
 from persia_torchrec.serving.embeddings import SlotsReader
 from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
-from persia_torchrec.serving.predictor import Predictor
+from persia_torchrec.serving.models import Models, Version
+from persia_torchrec.serving.predictor import DenseModel, Predictor
 from tests.support import reference
 from tests.support.local_job import Batches, LocalJob, Sending
 from tests.support.servers import ids_of
@@ -305,27 +306,17 @@ def served(request, job):
     local = SlotsLookup(job.client, build_features(job.schema))
     reader = SlotsReader(local if request.param == "local" else workers, CPU)
     model = torch.jit.script(InARow())
-    server = PredictionServer(Predictor(reader, model, "model"), HttpConfig())
+    models = Models("model")
+    models.add(Version(Predictor(reader, DenseModel(model, "model"))))
+    server = PredictionServer(models, HttpConfig())
     yield server
     server.close()
     workers.close()
 
 
-def json_of(batch):
-    ids = {f.name: [ids.tolist() for ids in f.data] for f in batch.id_type_features}
-    return json.dumps({"id_type_features": ids}).encode()
-
-
-@pytest.mark.parametrize(
-    ("kind", "body_of"),
-    [
-        ("application/octet-stream", PersiaBatch.to_bytes),
-        ("application/json", json_of),
-    ],
-)
-def test_a_served_model_gets_them_in_the_order_of_the_batch(job, served, kind, body_of):
+def test_a_served_model_gets_them_in_the_order_of_the_batch(job, served):
     for names, batch in zip(BATCHES, batches(requires_grad=False), strict=True):
-        predictions = predict(served.address, body_of(batch), kind)
+        predictions = predict(served.address, batch.to_bytes())
         in_a_row = [e.reshape(2, -1) for e in expected(job, names)]
         np.testing.assert_allclose(
             predictions, np.concatenate(in_a_row, axis=1), rtol=1e-6, err_msg=str(names)
