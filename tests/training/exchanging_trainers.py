@@ -78,7 +78,9 @@ def tell(_):
 
 def resume(folder):
     sharders = [SimpleNamespace(remote_tables=SimpleNamespace(pipelines=()))]
-    recovery = Recovery(RecoveryConfig(folder=folder), SlowServers(), sharders, {})
+    recovery = Recovery(
+        RecoveryConfig(folder=folder, interval_s=0), SlowServers(), sharders, {}
+    )
     recovery.begin_generation()
     recovery.resume(is_restart=True)
 
