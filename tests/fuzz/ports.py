@@ -37,7 +37,8 @@ from persia_torchrec.rpc.server import Service
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
 from persia_torchrec.serving.embeddings import SlotsReader
 from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
-from persia_torchrec.serving.predictor import Predictor
+from persia_torchrec.serving.models import Models, Version
+from persia_torchrec.serving.predictor import DenseModel, Predictor
 from persia_torchrec.table import TableSpec
 from tests.fuzz.mutations import change_frames, flip, mutate, oversize, pack, unpack
 from tests.support.local_job import ONE_SLOT, batch_of
@@ -96,8 +97,9 @@ class Zeros(nn.Module):
 
 def serve_http(address: str) -> None:
     reader = SlotsReader(_connect(address), torch.device("cpu"))
-    predictor = Predictor(reader, Zeros(), "zeros")
-    _tell(PredictionServer(predictor, HttpConfig(receive_timeout_s=5)).address)
+    models = Models("zeros")
+    models.add(Version(Predictor(reader, DenseModel(Zeros(), "zeros"))))
+    _tell(PredictionServer(models, HttpConfig(receive_timeout_s=5)).address)
     threading.Event().wait()
 
 
