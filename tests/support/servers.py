@@ -46,9 +46,10 @@ class RecordingStore(EmbeddingStore):
     def wants_counts(self, table: int) -> bool:
         return self.tables[table].name in self.counting
 
-    def lookup(self, *args, training, counts_N=None):
+    def lookup(self, *args, training, counts_N=None, **more):
         self.counts.append(None if counts_N is None else counts_N.tolist())
-        slots_N = super().lookup(*args, training=training, counts_N=counts_N)
+        more = {"counts_N": counts_N, **more}
+        slots_N = super().lookup(*args, training=training, **more)
         if training:
             self.found.append(slots_N)
         return slots_N
