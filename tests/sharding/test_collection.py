@@ -152,6 +152,7 @@ ALL_SETTINGS = TableSettings(
     is_frozen=True,
     shared_rows=5,
     dynamic=DynamicDim(period=7),
+    resets_non_finite=True,
     seed=2**63,
 )
 
