@@ -66,7 +66,7 @@ from typing import ClassVar, NoReturn, Self
 from persia_torchrec import env
 from persia_torchrec.errors import ConfigError, JobError
 from persia_torchrec.job import failures, process_identity
-from persia_torchrec.job.job_timings import JobTimings as JobTimings
+from persia_torchrec.job.member_record import JobTimings as JobTimings
 from persia_torchrec.job.member_record import MemberRecord
 from persia_torchrec.job.process_identity import ProcessIdentity, Siblings
 from persia_torchrec.job.registry import AddressBook, JobState

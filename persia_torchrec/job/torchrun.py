@@ -39,8 +39,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from persia_torchrec import env
 from persia_torchrec.errors import ConfigError, JobError, JobMismatchError, PersiaError
 from persia_torchrec.job import failures, process_identity
-from persia_torchrec.job.job_timings import JobTimings
-from persia_torchrec.job.member_record import MemberRecord
+from persia_torchrec.job.member_record import JobTimings, MemberRecord
 from persia_torchrec.job.process_identity import Siblings
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.job.signals import END_SIGNALS, START_AGAIN, WARNINGS

@@ -73,13 +73,11 @@ class InferRequest(NamedTuple):
         batch: in the order of the model.
         id: to be repeated in the answer; empty if the caller gave none.
         is_binary: whether the answer has its tensor as bytes behind the JSON.
-        has_output: whether the answer has the tensor at all.
     """
 
     batch: PersiaBatch
     id: str = ""
     is_binary: bool = False
-    has_output: bool = True
 
 
 class _Input(msgspec.Struct):

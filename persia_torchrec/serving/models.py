@@ -17,14 +17,13 @@ from dataclasses import dataclass, field
 from persia_torchrec.errors import BatchError, PersiaError, ServerError
 from persia_torchrec.persia.batch import PersiaBatch
 from persia_torchrec.persia.signature import ModelSignature
-from persia_torchrec.serving.predictor import Floats, Predictor
+from persia_torchrec.serving.predictor import Floats, Predictor, repeating
 from persia_torchrec.serving.statistics import Statistics
 
 logger = logging.getLogger(__name__)
 
 _READY_S = 1.0
 _DRAIN_S = 60.0
-_RETRY_S = 10.0
 
 
 class UnknownModelError(PersiaError):
@@ -38,7 +37,6 @@ class Version:
     predictor: Predictor
     close: Callable[[], None] = lambda: None
     num_users: int = 0
-    is_leaving: bool = False
 
     @property
     def number(self) -> str:
@@ -205,28 +203,16 @@ def following_checkpoints(
     ``newest`` returns the number of the latest complete one; None if there is none. The
     previous version is unloaded when the new one is current.
     """
-    ending = threading.Event()
 
-    def follow() -> None:
-        while not ending.wait(poll_s):
-            try:
-                number, held = newest(), models.versions()
-                if number is not None and number not in held:
-                    models.load(number)
-                    for previous in held:
-                        models.unload(previous)
-            except Exception as exc:  # the previous version stays
-                has_bug = not isinstance(exc, PersiaError)
-                logger.warning("the previous version stays: %s", exc, exc_info=has_bug)
-                ending.wait(_RETRY_S)
+    def load_newest() -> None:
+        number, held = newest(), models.versions()
+        if number is not None and number not in held:
+            models.load(number)
+            for previous in held:
+                models.unload(previous)
 
-    thread = threading.Thread(target=follow, name="versions", daemon=True)
-    thread.start()
-    try:
+    with repeating(load_newest, "version", poll_s):
         yield
-    finally:
-        ending.set()
-        thread.join(_DRAIN_S)
 
 
 def require_signature(version: Version) -> ModelSignature:

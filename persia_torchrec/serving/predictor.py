@@ -7,7 +7,8 @@ import os
 import re
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -250,18 +251,30 @@ def following_model(
 
     A checkpoint without a file of that name is ignored: one of embeddings alone.
     """
+    work = partial(_load_latest, predictor, Folder(run), name)
+    with repeating(work, "model", poll_s):
+        yield
+
+
+@contextlib.contextmanager
+def repeating(work: Callable[[], None], what: str, poll_s: float) -> Iterator[None]:
+    """Call a function that replaces something, time and again, during a block.
+
+    An error is logged, and it is called again later: what there was stays.
+    """
     ending = threading.Event()
 
-    def follow() -> None:
+    def repeat() -> None:
         while not ending.wait(poll_s):
             try:
-                _load_latest(predictor, Folder(run), name)
-            except Exception as exc:  # the predictor continues with its model
+                work()
+            except Exception as exc:
                 has_bug = not isinstance(exc, PersiaError)
-                logger.warning("the previous model stays: %s", exc, exc_info=has_bug)
+                told = what, exc
+                logger.warning("the previous %s stays: %s", *told, exc_info=has_bug)
                 ending.wait(_RETRY_S)
 
-    thread = threading.Thread(target=follow, name="model", daemon=True)
+    thread = threading.Thread(target=repeat, name=what, daemon=True)
     thread.start()
     try:
         yield

@@ -10,7 +10,7 @@ import pytest
 
 from persia_torchrec.checkpoint import catalog
 from persia_torchrec.job import supervisor
-from persia_torchrec.job.job_timings import JobTimings
+from persia_torchrec.job.member_record import JobTimings
 from persia_torchrec.job.registry import AddressBook
 from tests.support import members
 from tests.support.processes import children_of, wait_until
