@@ -10,12 +10,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from torch import nn
 
+from persia_torchrec.embedding.optim import SGD
+from persia_torchrec.errors import CheckpointError
+from persia_torchrec.persia.slots import SlotsLookup
+from persia_torchrec.serving.embeddings import SlotsReader
+from persia_torchrec.serving.models import Models, Version, following_checkpoints
+from persia_torchrec.serving.predictor import DenseModel, Predictor
+from persia_torchrec.table import TableSpec
+from tests.support.local_job import batch_of
+from tests.support.one_feature import FEATURE
 from tests.support.processes import Processes, wait_until
 from tests.support.served_model import EVALUATION
+from tests.support.servers import ids_of
 from tests.support.serving_process import Serving, ask
-
-pytestmark = pytest.mark.multiprocess
 
 BODY = EVALUATION[0].to_bytes()
 
@@ -87,6 +96,7 @@ def change(serving, what, version=None):
     return ask(serving.address, path, json.dumps({"parameters": parameters}).encode())
 
 
+@pytest.mark.multiprocess
 def test_a_version_is_loaded_and_unloaded_without_a_failed_request(
     serving, run, trained
 ):
@@ -108,6 +118,7 @@ def test_a_version_is_loaded_and_unloaded_without_a_failed_request(
     assert versions(serving) == ["1"]
 
 
+@pytest.mark.multiprocess
 def test_a_killed_server_is_started_again_with_the_same_checkpoint(serving, trained):
     (server,) = servers_of(serving.process.pid)
     with Load(serving.address, trained.expected[0]) as load:
@@ -119,3 +130,51 @@ def test_a_killed_server_is_started_again_with_the_same_checkpoint(serving, trai
     assert set(load.statuses) == {200, 503}
     assert load.wrong == 0
     assert ask(serving.address, "/health")[1]["ready"]
+
+
+class Bias(nn.Module):
+    """Predicts a number for each sample."""
+
+    def __init__(self, bias) -> None:
+        super().__init__()
+        self.bias = bias
+
+    def forward(self, non_id_tensors, embeddings):
+        return embeddings[0].sum(1, keepdim=True) + self.bias
+
+
+def test_a_later_checkpoint_is_loaded_with_its_rows_and_the_previous_one_leaves(
+    servers, caplog
+):
+    closed, newest = [], ["1"]
+
+    def open_version(number):
+        number = number or "1"
+        if number == "3":
+            raise CheckpointError("checkpoint 3 cannot be read")
+        client = servers.client(servers.start(1))
+        client.add_tables([TableSpec(name="item", dim=2, optimizer=SGD(1.0))])
+        client.write("item", ids_of(7), np.full((1, 2), float(number), np.float32))
+        reader = SlotsReader(SlotsLookup(client, [FEATURE]))
+        model = DenseModel(Bias(10 * int(number)), f"run/checkpoint-{number}/m.pt")
+        return Version(Predictor(reader, model), lambda: closed.append(number))
+
+    models = Models("adult", open_version)
+    models.load()
+
+    def predicted():
+        with models.using("adult", None) as version:
+            return models.predict(version, batch_of([7], requires_grad=False)).item()
+
+    assert predicted() == 12.0  # rows and dense model of checkpoint 1
+    with following_checkpoints(models, lambda: newest[-1], poll_s=0.01):
+        newest.append("2")
+        wait_until(lambda: closed == ["1"], "the previous version is closed")
+        assert models.versions() == ["2"]
+        assert predicted() == 24.0
+        newest.append("3")
+        wait_until(lambda: "the previous version stays" in caplog.text, "it is logged")
+        assert predicted() == 24.0
+    models.close()
+    assert closed == ["1", "2"]
+    assert not models.health()["ready"]
