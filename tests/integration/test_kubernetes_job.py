@@ -118,6 +118,6 @@ def test_a_job_that_is_cancelled_ends_and_leaves_nothing(folder, cluster, runner
     wait_until(lambda: not cluster.jobs, "the job is gone", details=cluster.output)
     assert not any(is_running(pod.running.pid) for pod in job.pods.values())
     last = job.pods["coordinator-0"].running.output().splitlines()[-1]
-    assert re.match(r".* job failed: .* \(SIGTERM\)", last), last
+    assert re.match(r".* job ended: it was told to end \(SIGTERM\)", last), last
     with pytest.raises(ApiException, match="404"):
         runner.status(handle)
