@@ -34,7 +34,7 @@ from persia_torchrec import env, timeouts
 from persia_torchrec.errors import ConfigError, PersiaError
 from persia_torchrec.job import failures, process_identity
 from persia_torchrec.job import member as membership
-from persia_torchrec.job.member_record import Ending, MemberRecord
+from persia_torchrec.job.member_record import Ending, JobTimings, MemberRecord
 from persia_torchrec.job.process_identity import Siblings
 from persia_torchrec.job.registry import AddressBook, JobState
 from persia_torchrec.job.service import run_service
@@ -84,7 +84,7 @@ class CoordinatorConfig:
     max_restarts: int = 3
     """How often a supervisor may start a member again without progress since: batches
     that are trained, or a minute of a job that serves."""
-    timings: membership.JobTimings = field(default_factory=membership.JobTimings)
+    timings: JobTimings = field(default_factory=JobTimings)
     """Heartbeat intervals and timeouts of all members."""
 
     def __post_init__(self) -> None:

@@ -66,8 +66,7 @@ from typing import ClassVar, NoReturn, Self
 from persia_torchrec import env
 from persia_torchrec.errors import ConfigError, JobError
 from persia_torchrec.job import failures, process_identity
-from persia_torchrec.job.member_record import JobTimings as JobTimings
-from persia_torchrec.job.member_record import MemberRecord
+from persia_torchrec.job.member_record import JobTimings, MemberRecord
 from persia_torchrec.job.process_identity import ProcessIdentity, Siblings
 from persia_torchrec.job.registry import AddressBook, JobState
 from persia_torchrec.job.registry_server import COMPILING
@@ -87,6 +86,7 @@ _LEAVE_TIMEOUT_S = 2.0
 _VOLUNTARY_S = 0.5
 _RETRY_S = 0.1
 _AGENT_S = 1.0  # within which a torchrun that is told to end says so
+_DECISION_S = 2.0  # for which an interrupted main thread waits
 _CAUSE_S = 4.0  # how long an error of a connection waits for one that caused it
 
 
@@ -114,6 +114,7 @@ class JobMember:
     saves_at_end = False  # in a block that saves when it ``is_ending``
     _is_compiling = False
     _has_asked = False  # for the verdict, since a signal came
+    _has_decided = False  # whether the main thread must leave by it
     _told = ""  # the signal by which the job is told to end
     _own_signal = 0  # number of one that has come here
     _ends_since_s = math.inf  # guarded by _lock
@@ -258,10 +259,7 @@ class JobMember:
         return is_needless
 
     def _leave_as_told(self, exc: BaseException | None) -> None:
-        """Wait until the others have saved, but for a data loader.
-
-        Else torchrun would take the end of one trainer for a failure.
-        """
+        """Wait until others have saved: torchrun takes an end for a failure."""
         error = None if isinstance(exc, SystemExit | KeyboardInterrupt) else exc
         logger.info("%s ends, as the job is told to", self.who, exc_info=error)
         with contextlib.suppress(JobError):  # the coordinator has ended
@@ -308,6 +306,7 @@ class JobMember:
             if is_free and not self._continues(number):  # again, if it had no effect
                 self._must_leave.set()
                 self._signals.interrupt(number)
+            self._has_decided = True
             if self.ended.is_set() or self._leaving.wait(_RETRY_S):
                 return
         self._ask_for_verdict()
@@ -355,8 +354,11 @@ class JobMember:
             return
         state, _ = self._verdict
         if state == "running":
-            if not self._must_leave.is_set():
-                return  # another thread asks why first: the job may have failed
+            # Another thread asks why; signal.pause() must not return meanwhile.
+            leaves = self._must_leave.is_set
+            self._signals.poll(lambda: leaves() or self._has_decided, _DECISION_S)
+            if not leaves():
+                return
             why = f"ended from outside ({signal.Signals(number).name})"
             if number == signal.SIGINT:
                 raise KeyboardInterrupt(why)
@@ -368,10 +370,9 @@ class JobMember:
 
     def _may_start_again(self, exc: BaseException | None) -> bool:
         """Return whether an exception is for the supervisor, and not for the job."""
-        is_final = isinstance(exc, ConfigError) or (
-            self._has_asked and not env.is_under_torchrun()
-        )
-        is_final |= bool(self._told) or self._verdict[0] != "running"
+        is_final = self._has_asked and not env.is_under_torchrun()
+        is_final |= isinstance(exc, ConfigError) or bool(self._told)
+        is_final |= self._verdict[0] != "running"
         return self._supervisor is not None and not is_final
 
     def _find_repeat(self, exc: BaseException | None) -> str:

@@ -16,6 +16,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Self
@@ -34,6 +35,7 @@ SAME_S = 2.0
 it on, and so does torchrun."""
 
 _JOIN_TIMEOUT_S = 2.0
+_POLL_S = 0.01
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 
 
@@ -99,6 +101,13 @@ class EndSignals:
         """Have the main thread call the handler, if it is there."""
         if number in self._numbers:
             signal.pthread_kill(threading.main_thread().ident or 0, number)
+
+    @staticmethod
+    def poll(is_true: Callable[[], bool], timeout_s: float) -> None:
+        """Wait in a handler until something is true; it may take no lock."""
+        until_s = time.monotonic() + timeout_s
+        while not is_true() and time.monotonic() < until_s:
+            time.sleep(_POLL_S)
 
     def is_foreign(self, number: signal.Signals) -> bool:
         """Return whether a script has a handler of its own for a signal."""

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from persia_torchrec.data import DataLoader, StreamingDataset
-from persia_torchrec.job.member import JobTimings
+from persia_torchrec.job.member_record import JobTimings
 from persia_torchrec.server.cluster import EmbeddingCluster
 from tests.support.local_job import LocalJob
 from tests.support.servers import DEADLINE_S

@@ -14,8 +14,7 @@ import pytest
 
 from persia_torchrec.data import DataLoader, StreamingDataset
 from persia_torchrec.job import supervisor
-from persia_torchrec.job.member import JobTimings
-from persia_torchrec.job.member_record import MemberRecord
+from persia_torchrec.job.member_record import JobTimings, MemberRecord
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.server.cluster import EmbeddingCluster
 from tests.support.faults import Relay

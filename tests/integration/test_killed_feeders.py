@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from persia_torchrec.data import DataLoader, StreamingDataset
-from persia_torchrec.job.member import JobTimings
+from persia_torchrec.job.member_record import JobTimings
 from persia_torchrec.persia.stream import Inbox
 from tests.support.feeding import (
     FROM_ZERO,

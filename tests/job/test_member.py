@@ -8,8 +8,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.job.member import JobTimings
-from persia_torchrec.job.member_record import MemberRecord
+from persia_torchrec.job.member_record import JobTimings, MemberRecord
 from persia_torchrec.job.process_identity import ProcessIdentity
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.job.registry_server import COMPILING

@@ -9,7 +9,7 @@ import pytest
 
 from persia_torchrec.checkpoint.background import Activity
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.job.member import JobTimings
+from persia_torchrec.job.member_record import JobTimings
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.increments import Increments
 from persia_torchrec.store.embedding_store import EmbeddingStore

@@ -11,7 +11,8 @@ import pytest
 from persia_torchrec.checkpoint.load import ShardLoad
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import PersiaError, RemoteError
-from persia_torchrec.job.member import JobMember, JobTimings
+from persia_torchrec.job.member import JobMember
+from persia_torchrec.job.member_record import JobTimings
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.job.service import refusing_requests
 from persia_torchrec.logger import get_default_logger

@@ -8,7 +8,7 @@ import numpy as np
 from persia_torchrec import Constant
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.embedding.optim import SGD
-from persia_torchrec.job.member import JobTimings
+from persia_torchrec.job.member_record import JobTimings
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.server.__main__ import main
 from persia_torchrec.table import TableSpec
