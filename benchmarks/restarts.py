@@ -38,7 +38,7 @@ from benchmarks.workload import Workload
 from persia_torchrec import env
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import ServerError
-from persia_torchrec.job.member import JobTimings
+from persia_torchrec.job.member_record import JobTimings
 from persia_torchrec.job.registry import AddressBook
 
 _DIM, _MOST_TURNS = 16, 5
