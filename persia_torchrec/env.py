@@ -198,7 +198,13 @@ def token_file(name: str) -> str | None:
     path = text(f"{name}_FILE")
     if path is None and text(name) is None:
         file = name.removeprefix("PERSIA_").lower()  # as job_token
-        path = str(Path("~/.persia_torchrec", file).expanduser())
+        try:
+            path = str(Path("~/.persia_torchrec", file).expanduser())
+        except RuntimeError as exc:
+            raise ConfigError(
+                f"{name}_FILE must be set where a user has no home: the path of a file "
+                "for the token of the user's jobs, which is made. Received: none."
+            ) from exc
         _make_secret(Path(path))
     return None if path is None else str(Path(path).absolute())
 

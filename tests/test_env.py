@@ -301,6 +301,17 @@ def test_a_token_that_cannot_be_is_rejected_and_not_shown(monkeypatch, tmp_path)
         env.job_token()
 
 
+def test_a_user_without_a_home_is_told_to_name_a_file_for_the_token(monkeypatch):
+    def unknown(_):
+        raise KeyError
+
+    for name in ("HOME", "PERSIA_JOB_TOKEN_FILE", "PERSIA_JOB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    with pytest.raises(ConfigError, match="PERSIA_JOB_TOKEN_FILE must be set"):
+        env.token_file("PERSIA_JOB_TOKEN")
+
+
 def test_a_launcher_makes_one_token_for_a_user(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("PERSIA_JOB_TOKEN_FILE", "PERSIA_JOB_TOKEN"):

@@ -2,8 +2,9 @@
 
 numba translates a function under :func:`compiled` on its first call, and keeps the
 machine code in ``__pycache__`` (or, where that cannot be written, in the user's cache
-folder), so that a second process only loads it. What a setting does to a row is a plain
-function, a kernel; :func:`inlined_kernel` compiles it for :func:`specialized` loops.
+folder, or else in a temporary one), so that a second process only loads it. What a
+setting does to a row is a plain function, a kernel; :func:`inlined_kernel` compiles it
+for :func:`specialized` loops.
 
 * ``nogil``: other threads, such as the network's, run meanwhile.
 * ``error_model="numpy"``: a division by zero gives inf, as in NumPy. numba's default
@@ -17,7 +18,11 @@ function, a kernel; :func:`inlined_kernel` compiles it for :func:`specialized` l
 
 import contextlib
 import logging
+import os
 import re
+import shutil
+import stat
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
@@ -193,12 +198,31 @@ class _Compilation(event.Listener):  # type: ignore[misc]  # untyped
         pass
 
 
+class _NoFolderError(Exception):
+    """The machine code of a function can be kept nowhere."""
+
+
 class _SourceCache(FunctionCache):  # type: ignore[misc]  # untyped
     """numba's cache of one loop, whose entries hold for one state of all sources."""
 
     def __init__(self, function: Callable[..., Any], stamp: str) -> None:
-        super().__init__(function)
         code: Any = function
+        source = Path(code.__code__.co_filename)
+        beside, given = source.parent / "__pycache__", numba.config.CACHE_DIR
+        try:
+            own = beside if beside.exists() else source.parent
+            if not (given or _has_home() or os.access(own, os.W_OK)):
+                raise RuntimeError  # numba would make a folder named "~"
+            super().__init__(function)
+        except RuntimeError:  # no folder can be written to
+            if (folder := _temporary_folder()) is None or not source.is_file():
+                raise _NoFolderError from None
+            try:
+                numba.config.CACHE_DIR = folder
+                super().__init__(function)
+            finally:
+                numba.config.CACHE_DIR = given
+            _copy_code(beside, Path(self.cache_path))
         self._stamps = sha256(code.__code__.co_code).hexdigest(), stamp
 
     def load_overload(self, sig: object, target_context: object) -> object:
@@ -210,6 +234,12 @@ class _SourceCache(FunctionCache):  # type: ignore[misc]  # untyped
             # The entries of another release name a class that is gone.
             self.flush()
             return None
+
+    def save_overload(self, sig: object, data: object) -> None:
+        try:
+            super().save_overload(sig, data)
+        except OSError as exc:
+            _say_not_kept(f"{self.cache_path}: {exc.strerror}")
 
     def _index_key(self, sig: object, codegen: Any) -> tuple[object, ...]:
         # numba's own key pickles the closure, whose functions differ by process.
@@ -231,8 +261,62 @@ def _compiled(
     # Without a stamp the key would not tell one closure, or kernel, from another.
     is_unique = getattr(function, "__closure__", None) is None and is_cached
     if stamp or is_unique:
-        dispatcher._cache = _SourceCache(function, stamp)
+        with contextlib.suppress(_NoFolderError):  # each process compiles it
+            dispatcher._cache = _SourceCache(function, stamp)
     return cast("Callable[P, R]", dispatcher)
+
+
+def _has_home() -> bool:
+    try:
+        Path.home()
+    except RuntimeError:
+        return False
+    return True
+
+
+@cache
+def _temporary_folder() -> str | None:
+    """Make a folder that only this user can write to, for machine code; None: none."""
+    try:
+        folder = Path(tempfile.gettempdir(), f"persia_torchrec-{os.getuid()}")
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError as exc:
+        _say_not_kept(str(exc))
+        return None
+    # What another user has put there would be run.
+    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    if not is_own or found.st_mode & 0o022 or not os.access(folder, os.W_OK):
+        _say_not_kept(f"{folder} is another user's, or others can write to it")
+        return None
+    logger.warning(
+        "compiled loops are kept in %s: neither the package's folder nor a home can be "
+        "written to. Set NUMBA_CACHE_DIR to choose another folder.",
+        folder,
+    )
+    return str(folder)
+
+
+@cache
+def _say_not_kept(why: str) -> None:
+    logger.warning(
+        "compiled loops are not kept, so that each process compiles them, for up to "
+        "half a minute: %s. Set NUMBA_CACHE_DIR to a folder with room that can be "
+        "written to.",
+        why,
+    )
+
+
+@cache
+def _copy_code(source: Path, target: Path) -> None:
+    """Copy the machine code of a read-only package, as of an image, if there is any."""
+    for path in source.glob("*.nb[ic]"):
+        copy = target / path.name
+        with contextlib.suppress(OSError):
+            if not copy.exists():
+                part = copy.with_suffix(f"{copy.suffix}.{os.getpid()}")
+                shutil.copyfile(path, part)
+                part.replace(copy)
 
 
 def _helpers(kernel: Any) -> dict[str, Any]:

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.repository import ROOT
 
 DOCKERFILE = ROOT / "components/Dockerfile"
@@ -45,3 +47,24 @@ def test_what_is_copied_is_there():
     for copy in instructions("COPY"):
         *sources, _target = copy.split()[1:]
         assert all((ROOT / source).exists() for source in sources)
+
+
+def test_the_package_is_imported_read_only_by_any_user_id_without_a_home(tmp_path):
+    if subprocess.run(["unshare", "-Um", "true"], check=False).returncode:
+        pytest.skip("this user may not make a namespace")
+    mount = f'mount --bind "{ROOT}" "{ROOT}" && mount -o remount,ro,bind "{ROOT}"'
+    user = "unshare --user --map-user=123456 --map-group=0"
+    code = "import persia_torchrec.store.warm_up"
+    variables = f'env -i PATH=/bin PYTHONPATH="{ROOT}" HOME=/proc TMPDIR="{tmp_path}"'
+    python = f'{variables} "{sys.executable}" -c "{code}"'
+    run = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", f"{mount} && cd / && {user} {python}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if "mount: " in run.stderr:
+        pytest.skip("this user may not mount")
+    assert run.returncode == 0, run.stderr
+    assert run.stderr.count("NUMBA_CACHE_DIR") == 1
+    assert (tmp_path / "persia_torchrec-123456").is_dir()

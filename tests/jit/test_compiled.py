@@ -1,4 +1,5 @@
 import ast
+import errno
 import importlib.util
 import inspect
 import os
@@ -98,15 +99,10 @@ def test_an_array_that_was_passed_through_cannot_be_written_to():
 
 def test_a_loop_that_is_compiled_is_told_of_and_one_that_is_loaded_is_not(tmp_path):
     path = tmp_path / "loop.py"
-    path.write_text(
-        "from persia_torchrec.jit.compiled import compiled\n\n\n"
-        "@compiled\ndef double(x):\n    return 2 * x\n"
-    )
+    path.write_text(LOOP)
 
     def told():
-        spec = importlib.util.spec_from_file_location("loop", path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        module = load(path)
         said = []
         with telling_of_compilation(said.append):
             assert module.double(np.float32(1.5)) == 3
@@ -114,6 +110,108 @@ def test_a_loop_that_is_compiled_is_told_of_and_one_that_is_loaded_is_not(tmp_pa
 
     assert told() == [True, False]
     assert told() == []
+
+
+LOOP = (
+    "from persia_torchrec.jit.compiled import compiled\n\n\n"
+    "@compiled\ndef double(x):\n    return 2 * x\n"
+)
+
+
+def load(path):
+    spec = importlib.util.spec_from_file_location("loop", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def image(tmp_path, monkeypatch):
+    """A module in a folder where nothing can be kept, and a user without a home."""
+    path = tmp_path / "image" / "loop.py"
+    path.parent.mkdir()
+    path.write_text(LOOP)
+    path.with_name("__pycache__").touch()  # no folder: root may write to any
+    monkeypatch.setenv("HOME", "/proc")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    yield path
+    for told in compiled_module._temporary_folder, compiled_module._say_not_kept:
+        told.cache_clear()
+
+
+def test_where_nothing_can_be_written_loops_are_kept_in_a_temporary_folder(
+    image, tmp_path, caplog
+):
+    assert load(image).double(np.float32(1.5)) == 3
+    again = load(image).double
+    assert again(np.float32(1.5)) == 3
+    assert sum(again.stats.cache_hits.values()) == 1
+    (folder,) = (tmp_path / "tmp").iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    (line,) = caplog.messages
+    assert str(folder) in line
+    assert "NUMBA_CACHE_DIR" in line
+
+
+def test_a_temporary_folder_that_others_can_write_to_is_not_used(
+    image, tmp_path, caplog
+):
+    (tmp_path / "tmp" / f"persia_torchrec-{os.getuid()}").mkdir()
+    next((tmp_path / "tmp").iterdir()).chmod(0o777)
+    loop = load(image).double
+    assert loop(np.float32(1.5)) == 3
+    assert not isinstance(loop._cache, FunctionCache)
+    assert "NUMBA_CACHE_DIR" in caplog.text
+    assert len(caplog.messages) == 1
+
+
+def test_a_user_without_a_home_gets_no_folder_named_like_one(
+    image, tmp_path, monkeypatch
+):
+    def unknown(_):
+        raise KeyError
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    can = os.access
+    unwritable = image.with_name("__pycache__")
+    monkeypatch.setattr(os, "access", lambda p, mode: p != unwritable and can(p, mode))
+    monkeypatch.chdir(tmp_path)
+    assert load(image).double(np.float32(1.5)) == 3
+    assert not Path("~").exists()
+
+
+def test_what_an_image_has_compiled_is_not_compiled_again(image, monkeypatch):
+    image.with_name("__pycache__").unlink()
+    assert load(image).double(np.float32(1.5)) == 3  # as its build does
+    of_image = FunctionCache.__init__
+
+    def read_only(cache, function):
+        if not numba.config.CACHE_DIR:
+            raise RuntimeError
+        of_image(cache, function)
+
+    monkeypatch.setattr(FunctionCache, "__init__", read_only)
+    loop = load(image).double
+    assert loop(np.float32(1.5)) == 3
+    assert sum(loop.stats.cache_hits.values()) == 1
+    assert "tmp" in Path(loop._cache.cache_path).parts[-3]
+
+
+def test_a_full_disk_does_not_end_what_compiles(tmp_path, monkeypatch, caplog):
+    path = tmp_path / "loop.py"
+    path.write_text(LOOP)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(FunctionCache, "save_overload", full)
+    assert load(path).double(np.float32(1.5)) == 3
+    compiled_module._say_not_kept.cache_clear()
+    assert "No space left on device" in caplog.text
 
 
 def double(x):
