@@ -339,7 +339,7 @@ def job_store() -> JobStore | None:
         hosts = text(text("PERSIA_STORE_HOST_ENV") or "") or "localhost"
         firsts = re.sub(r"\[([^],-]*)[^]]*\]", r"\1", hosts)  # node[03-07]: node03
         host = firsts.partition(",")[0].strip()
-    return JobStore(host, port, job_id())
+    return JobStore(host.strip("[]"), port, job_id())  # of an IPv6 address
 
 
 def require_job_store(role: str, instead: str = "") -> JobStore:
@@ -352,6 +352,11 @@ def require_job_store(role: str, instead: str = "") -> JobStore:
             f"coordinator`{instead}."
         )
     return store
+
+
+def host_of(address: str) -> str:
+    """Return the host of ``tcp://host:port``, without the brackets of IPv6."""
+    return address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
 
 
 def is_loopback(host: str) -> bool:

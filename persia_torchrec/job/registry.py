@@ -41,6 +41,7 @@ on the job stands. The book is a store of strings by key, served by one thread:
 """
 
 import concurrent.futures
+import contextlib
 import errno
 import logging
 import socket
@@ -75,7 +76,7 @@ from persia_torchrec.job.registry_server import (
     Request,
     Swap,
 )
-from persia_torchrec.rpc.addresses import LOOPBACK
+from persia_torchrec.rpc.addresses import LOOPBACK, family_of, join_address
 from persia_torchrec.rpc.auth import Greeting
 from persia_torchrec.rpc.client import Connections
 from persia_torchrec.rpc.messages import Header, Kind, decode_json
@@ -116,7 +117,7 @@ class AddressBook:
         self.recovery_s = 0.0  # how long a request waits for the coordinator's return
         self._connection = Connections(
             "address book",
-            [f"tcp://{address[0]}:{address[1]}"],
+            [f"tcp://{join_address(*address)}"],
             greeting=greeting,
             encrypts=BookServer.encrypts,
         )
@@ -177,6 +178,8 @@ class AddressBook:
         called several times a second meanwhile, and raises to give up.
         """
         own = Greeting(job_id)
+        # This machine's own: a coordinator of a local job listens on 127.0.0.1.
+        host = LOOPBACK if host == "::1" else host
         now, is_back = time.monotonic(), env.num_restarts() > 0
         deadline = now + _seconds(timeout_s)
         # A process that was started again is refused where its job is over.
@@ -468,7 +471,7 @@ def _await_listener(
     host: str, port: int, deadline: float, look: Callable[[], None]
 ) -> str:
     """Return the IP address of ``host`` once something listens on the port there."""
-    started, held_since = time.monotonic(), None
+    started, held_since, is_said = time.monotonic(), None, False
     while True:
         look()
         remaining = max(deadline - time.monotonic(), 0.1)
@@ -477,6 +480,10 @@ def _await_listener(
                 return str(probe.getpeername()[0])
         except OSError as exc:
             now = time.monotonic()
+            if isinstance(exc, socket.gaierror) and not is_said:
+                is_said = True
+                text = "the coordinator's host %r is unknown here (%s); asked again"
+                logger.warning(text, host, exc.strerror)
             held_since = (held_since or now) if _is_held(host, port) else None
             if held_since is not None and now - held_since > _HELD_S:
                 raise DiscoveryError(
@@ -495,8 +502,8 @@ def _await_listener(
 
 def _is_held(host: str, port: int) -> bool:
     """Return whether, on this machine, a coordinator could not listen on the port."""
-    with socket.socket() as probe:
-        # As ZeroMQ does: a connection that was closed before does not matter.
+    with contextlib.suppress(socket.gaierror), socket.socket(family_of(host)) as probe:
+        # As a coordinator does: a connection that was closed before does not matter.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

@@ -18,7 +18,7 @@ from persia_torchrec.errors import NotReadyError, PersiaError
 from persia_torchrec.job import process_identity
 from persia_torchrec.job.signals import EndSignals, end_by_signals
 from persia_torchrec.logger import get_default_logger
-from persia_torchrec.rpc.addresses import LOOPBACK
+from persia_torchrec.rpc.addresses import LOOPBACK, raise_descriptor_limit
 from persia_torchrec.rpc.auth import NO_JOB
 from persia_torchrec.rpc.channel import Listener
 
@@ -30,6 +30,7 @@ _NOT_READY = "compiling its loops, or restoring its rows."
 def run_service(name: str, serve: Callable[[], int | None], level: str = "INFO") -> int:
     """Serve until the end; return the exit status. ``name`` is that of the logger."""
     end_by_signals()
+    raise_descriptor_limit()
     try:
         get_default_logger(level=level)
         return serve() or 0

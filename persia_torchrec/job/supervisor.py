@@ -61,6 +61,7 @@ from persia_torchrec.rpc.addresses import (
     LOOPBACK,
     local_address,
     open_listening,
+    raise_descriptor_limit,
     require_token,
 )
 
@@ -277,6 +278,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     get_default_logger()
+    raise_descriptor_limit()  # its process has it, too
     return _tell_errors(lambda: _run(words))
 
 

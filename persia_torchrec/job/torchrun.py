@@ -46,7 +46,12 @@ from persia_torchrec.job.signals import END_SIGNALS, START_AGAIN, WARNINGS
 from persia_torchrec.logger import get_default_logger
 from persia_torchrec.parsing.command_line import parse_flags
 from persia_torchrec.persia.config.global_config import refuse_inference
-from persia_torchrec.rpc.addresses import LOOPBACK, free_port, local_address
+from persia_torchrec.rpc.addresses import (
+    LOOPBACK,
+    free_port,
+    join_address,
+    local_address,
+)
 
 logger = logging.getLogger("persia_torchrec.job.torchrun")  # also as __main__
 
@@ -170,7 +175,7 @@ class Agent:
             if is_first:  # the next agent of this machine takes the same port
                 book.claim_note(_MEETING, f"{address} {free_port(address)}")
             (meeting,) = book.ask([_MEETING])
-            endpoint = ":".join(meeting.rsplit(" ", 1))
+            endpoint = join_address(*meeting.rsplit(" ", 1))
             where = {"is_host": is_first}
         save_s = math.ceil(JobTimings.read(book).grace_s)
         ends: dict[str, Any] = (

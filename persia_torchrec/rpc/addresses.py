@@ -1,11 +1,19 @@
-"""TCP ports of this host, and the addresses under which others reach it."""
+"""TCP ports of this host, its addresses, and how many sockets a process may have.
+
+A host is an IPv4 address, an IPv6 address, or a name. A name that has both means the
+IPv4 one. In an address, an IPv6 one stands in brackets: ``tcp://[fd00::2]:7000``.
+"""
 
 import contextlib
+import errno
 import fcntl
 import ipaddress
+import os
+import resource
 import socket
 import struct
 from collections.abc import Iterator
+from pathlib import Path
 
 from persia_torchrec import env
 from persia_torchrec.env import MAX_PORT, is_loopback
@@ -13,15 +21,16 @@ from persia_torchrec.errors import ConfigError, DiscoveryError
 
 LOOPBACK = "127.0.0.1"
 
+NO_DESCRIPTORS = errno.EMFILE, errno.ENFILE
+
 _BACKLOG = 1024  # the kernel lowers it to net.core.somaxconn
+_MAX_DESCRIPTORS = 2**20  # programs that close all they could have would take minutes
 _SIOCGIFADDR = 0x8915
 
 
 def free_port(address: str = LOOPBACK) -> int:
     """Return a TCP port that is free just now: where possible, listen on 0 instead."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.bind((address, 0))
+    with open_listening(address) as probe:
         return int(probe.getsockname()[1])
 
 
@@ -59,10 +68,35 @@ def reserved_port_from(first: int, step: int = 1) -> Iterator[int]:
 def open_listening(host: str = LOOPBACK, port: int = 0) -> socket.socket:
     """Return a socket that listens, for one process after another to accept from.
 
-    While none does, connections to it wait, and none is refused.
+    While none does, connections to it wait, and none is refused. ``host`` may be in
+    brackets; "*" or nothing is all addresses of this machine, IPv4 and IPv6.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    host = host.strip("[]")
+    if host not in ("", "*"):
+        family = family_of(host)
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    if not socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), backlog=_BACKLOG)
+    return socket.create_server(
+        ("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
+    )
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """Return how a host is reached: by IPv4 unless it has an IPv6 address alone.
+
+    An unknown name is a ``socket.gaierror``.
+    """
+    with contextlib.suppress(ValueError):
+        is_4 = ipaddress.ip_address(host).version == 4
+        return socket.AF_INET if is_4 else socket.AF_INET6
+    found = {one[0] for one in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    return socket.AF_INET if socket.AF_INET in found else socket.AF_INET6
+
+
+def join_address(host: str, port: int | str) -> str:
+    """Return ``host:port``, with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host.strip("[]") else f"{host}:{port}"
 
 
 def tcp_address(address: str) -> str:
@@ -79,7 +113,13 @@ def tcp_address(address: str) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the interface that has an IPv4 address, or None."""
+    """Return the name of the interface that has an address, or None."""
+    if ":" in address:
+        number = ipaddress.ip_address(address.partition("%")[0]).packed.hex()
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            if line.startswith(number):
+                return line.split()[-1]
+        return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode())
@@ -114,6 +154,33 @@ def local_address(towards: str) -> str:
             f"A route to the host {towards!r} must exist. Received: {exc}."
         ) from exc
     return LOOPBACK if ipaddress.ip_address(address).is_loopback else address
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process, and those that it starts, open as many files as they may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else hard
+    most = min(most, _MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def has_descriptors() -> bool:
+    """Return whether this process can open one more file or socket."""
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY))
+    except OSError as exc:
+        return exc.errno not in NO_DESCRIPTORS
+    return True
+
+
+def no_descriptors() -> str:
+    """Return what is to be said when this process can open no file or socket."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return (
+        f"this process has no file descriptor left, of {limit} (ulimit -n). Raise the "
+        "limit, or close what is not needed."
+    )
 
 
 def require_token(host: str, token: str | None, name: str = "PERSIA_JOB_TOKEN") -> None:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from socket import gaierror
 from typing import NoReturn, Self
 
 import msgspec
@@ -42,6 +43,8 @@ _HANDSHAKE_MS = 10_000  # after which a connection without a proof is closed
 _MIN_ZERO_COPY_BYTES = 65536
 _MAX_KNOWN_PEERS = 4096
 _LOG_S = 10.0
+_LOOK_S = 1.0
+_MAX_SOCKETS = 2**14  # of ZeroMQ in one context, whose own limit is 1,023
 
 # The kernels end connections to a host that is gone, whatever its process does.
 _LIMITS: Mapping[zmq.SocketOption, int | bytes] = {
@@ -61,7 +64,8 @@ class Listener:
 
     Clients prove this process's token; without one it must listen on the loopback. It
     answers what is malformed or of another job. Port 0 takes a free one. ``fd`` is a
-    TCP socket that listens already, and stays open: see ``ports.open_listening``.
+    TCP socket that listens already, and stays open; without it one is opened, see
+    ``addresses.open_listening``. That no connection can be accepted is logged.
     """
 
     def __init__(
@@ -77,13 +81,14 @@ class Listener:
         self._known: set[bytes] = set()  # routing ids of admitted peers
         # Of its own: it has one doorkeeper.
         self._context = zmq.Context(env.io_threads())
-        self._next_log_s = 0.0
+        self._next_log_s = self._look_s = 0.0
         # A client reconnects under its routing id, maybe before its loss is seen.
         options = {zmq.LINGER: 1000, zmq.ROUTER_HANDOVER: 1}
         options[zmq.HANDSHAKE_IVL] = _HANDSHAKE_MS
         self._socket = open_socket(zmq.ROUTER, options, self._context)
         try:
             self.address = self._listen(host, port, fd, encrypts=encrypts)
+            addresses.require_token(env.host_of(self.address), env.job_token())
         except BaseException:
             self._socket.close(linger=0)
             self._context.term()
@@ -97,6 +102,7 @@ class Listener:
 
     def wait(self, timeout_ms: int) -> bool:
         """Wait for a message or a wake-up; return whether a message is there."""
+        self._look_for_descriptors()
         ready = dict(self._poller.poll(timeout_ms))
         # A signal may interrupt wake() before it writes: drain after each idle wait.
         if not ready or self.wakeup.fd in ready:
@@ -163,18 +169,40 @@ class Listener:
     def _listen(self, host: str, port: int, fd: int | None, *, encrypts: bool) -> str:
         """Begin to accept those who prove the token; return the address."""
         options = auth.listener_options(self._context, encrypts=encrypts)
-        if fd is not None:
-            options[zmq.USE_FD] = duplicate(fd)  # ZeroMQ closes it
         for option, value in options.items():
             self._socket.setsockopt(option, value)
+        where = addresses.join_address(host, port)
         try:
-            self._socket.bind(f"tcp://{host}:{port or '*'}")
-        except zmq.ZMQError as exc:
-            raise WireError(f"Cannot listen on {host}:{port}: {exc}.") from exc
+            # ZeroMQ knows no names, and IPv6 only by another option. It closes what it
+            # is given.
+            if fd is None:
+                own = addresses.open_listening(host, port).detach()
+            else:
+                own = duplicate(fd)
+            os.set_blocking(own, False)
+            self._socket.setsockopt(zmq.USE_FD, own)
+            self._socket.bind("tcp://127.0.0.1:*")  # that of the descriptor
+        except gaierror as exc:
+            unknown = f"the host {host!r} is unknown here ({exc.strerror})"
+            raise WireError(f"Cannot listen on {where}: {unknown}.") from exc
+        except (OSError, zmq.ZMQError) as exc:
+            raise WireError(f"Cannot listen on {where}: {exc}.") from exc
         address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        own_host = address.removeprefix("tcp://").rpartition(":")[0]
-        addresses.require_token(own_host, env.job_token())
         return address
+
+    def _look_for_descriptors(self) -> None:
+        """Log, now and then, that no client can connect: ZeroMQ says nothing."""
+        now_s = time.monotonic()
+        if now_s < self._look_s:
+            return
+        self._look_s = now_s + _LOOK_S
+        if not addresses.has_descriptors():
+            self._look_s = now_s + _LOG_S
+            logger.warning(
+                "%s cannot accept connections: %s",
+                self.address,
+                addresses.no_descriptors(),
+            )
 
 
 class OwnProcess:
@@ -308,11 +336,13 @@ def open_socket(
     Without a context it is of the process's, whose first socket fixes the number of I/O
     threads. All bytes of one connection pass through one of them.
     """
-    context = context or zmq.Context.instance(env.io_threads())
-    socket: zmq.Socket[bytes] = context.socket(kind)
+    if context is None:
+        context = zmq.Context.instance(env.io_threads())
+        context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)  # until it has its first socket
+    opened: zmq.Socket[bytes] = context.socket(kind)
     for option, value in {**_LIMITS, **options}.items():
-        socket.setsockopt(option, value)
-    return socket
+        opened.setsockopt(option, value)
+    return opened
 
 
 class Reply(Future[tuple[Header, Frames]]):
@@ -363,10 +393,14 @@ class Away:
 
 @dataclass(slots=True)
 class Silence:
-    """When a server has sent something, and how long a silence was said last."""
+    """When a server has sent something, how long a silence was said last.
+
+    ``is_connected`` says whether something has accepted a connection there.
+    """
 
     heard_s: float = 0.0
     said_s: float = 0.0
+    is_connected: bool = False
 
 
 class Told(msgspec.Struct):

@@ -30,11 +30,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from socket import AF_INET6, AddressFamily
 from typing import Any
 
 import zmq
 import zmq.utils.monitor
 
+from persia_torchrec import env
 from persia_torchrec.errors import (
     ConfigError,
     NotReadyError,
@@ -47,6 +49,12 @@ from persia_torchrec.errors import (
     WireError,
 )
 from persia_torchrec.rpc import auth
+from persia_torchrec.rpc.addresses import (
+    NO_DESCRIPTORS,
+    family_of,
+    has_descriptors,
+    no_descriptors,
+)
 from persia_torchrec.rpc.auth import NO_JOB, Greeting
 from persia_torchrec.rpc.channel import (
     Away,
@@ -83,7 +91,8 @@ _ROWS_GONE = (
     "the server was started again, and its rows are gone. Fill or export the table "
     "once more, or load a checkpoint."
 )
-_CHANGES = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | auth.REFUSALS
+_MADE = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+_CHANGES = zmq.EVENT_DISCONNECTED | _MADE | auth.REFUSALS
 _monitor_numbers = itertools.count()
 
 
@@ -110,6 +119,8 @@ class Connections(OwnProcess):
     ) -> None:
         if not addresses:
             raise ConfigError(f"At least one address of an {role} is needed.")
+        if not has_descriptors():
+            raise ServerError(no_descriptors(), server="")
         self.names = [f"{role} {i} at {a}" for i, a in enumerate(addresses)]
         self.incarnations, self._addresses = [0] * len(addresses), list(addresses)
         self._routing_ids = [greeting.encode() for _ in addresses]
@@ -135,15 +146,8 @@ class Connections(OwnProcess):
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
         self._monitors: dict[int, zmq.Socket[bytes]] = {}
         self._handle(self._wakeup.fd, self._send_outgoing)
-        for server, address in enumerate(addresses):
-            try:
-                self._open(server)
-            except zmq.ZMQError as exc:
-                self._close_sockets()
-                raise ConfigError(
-                    "An address must look like 'tcp://host:port'. "
-                    f"Received: {address!r} ({exc})."
-                ) from exc
+        self._families = [self._find_host(server) for server in range(len(addresses))]
+        self._open_all()
         self._thread = threading.Thread(
             target=self._run, name=f"{role} connections", daemon=True
         )
@@ -190,10 +194,10 @@ class Connections(OwnProcess):
                 reply.deadline_s = time.monotonic() + timeout_s
                 heapq.heappush(self._deadlines, (reply.deadline_s, number))
                 self._outgoing.append((server, message))
-        if lost is not None:
-            self._fail(lost[0], [number], lost[1])
-        else:
+        if lost is None:
             self._wakeup.wake()
+        else:
+            self._fail(lost[0], [number], lost[1])
         return reply
 
     def close(self) -> None:
@@ -256,6 +260,19 @@ class Connections(OwnProcess):
         self._handlers[source] = handler
         self._poller.register(source, zmq.POLLIN)
 
+    def _open_all(self) -> None:
+        for server, address in enumerate(self._addresses):
+            try:
+                self._open(server)
+            except zmq.ZMQError as exc:
+                self._close_sockets()
+                if exc.errno in NO_DESCRIPTORS:
+                    raise ServerError(no_descriptors(), server="") from exc
+                raise ConfigError(
+                    "An address must look like 'tcp://host:port'. "
+                    f"Received: {address!r} ({exc})."
+                ) from exc
+
     def _open(self, server: int) -> None:
         """Connect to a server; what comes over the socket is handled in its order."""
         options: auth.Options = {
@@ -263,6 +280,7 @@ class Connections(OwnProcess):
             zmq.SNDTIMEO: 0,  # of one that ZeroMQ has given up: see _send
             zmq.RECONNECT_IVL_MAX: 1000,
             zmq.ROUTING_ID: self._routing_ids[server],
+            zmq.IPV6: self._families[server] is AF_INET6,
             **self._proofs[server].options(),
         }
         socket = self._sockets[server] = open_socket(zmq.DEALER, options)
@@ -273,6 +291,22 @@ class Connections(OwnProcess):
         self._handle(socket, partial(self._receive, server))
         self._handle(monitor, partial(self._notice_change, server))
         socket.connect(self._addresses[server])
+
+    def _find_host(self, server: int) -> AddressFamily:
+        """Return how a server is reached; one with an unknown name is lost until then.
+
+        With ``recovery_s`` its name may become known as it starts.
+        """
+        host = env.host_of(self._addresses[server])
+        try:
+            return family_of(host)
+        except (OSError, UnicodeError) as exc:
+            why = f"the host {host!r} is unknown here ({exc}). Is the address right?"
+            if self._recovery_s:
+                logger.warning("%s: %s", self.names[server], why)
+            else:
+                self._lost[server] = why, ServerError
+        return AF_INET6  # by which ZeroMQ finds addresses of both kinds
 
     def _close_socket(self, server: int) -> None:
         socket, monitor = self._sockets.pop(server), self._monitors.pop(server)
@@ -306,8 +340,16 @@ class Connections(OwnProcess):
                     return min(int(left_s * 1000) + 1, wait_ms)
                 heapq.heappop(self._deadlines)
             if is_due and reply is not None:
-                late = f"no reply within {reply.timeout_s:g} s. Is it running, and is "
-                self._fail(f"{late}the address right?", [number], RequestTimeoutError)
+                late = f"no reply within {reply.timeout_s:g} s. {self._ask_why(reply)}"
+                self._fail(late, [number], RequestTimeoutError)
+
+    def _ask_why(self, reply: Reply) -> str:
+        """Return what may be the cause that a server has not answered."""
+        if not has_descriptors():
+            return no_descriptors()
+        if self._silences[reply.server].is_connected:
+            return "Is it the right server, and out of descriptors? See its log."
+        return "Is it running, and is the address right?"
 
     def _name_the_silent(self) -> None:
         """Log which servers do not answer, as ones that hang or are away."""
@@ -408,6 +450,9 @@ class Connections(OwnProcess):
         monitor = self._monitors[server]
         change = zmq.utils.monitor.recv_monitor_message(monitor)
         event, is_lost = change["event"], change["event"] == zmq.EVENT_DISCONNECTED
+        if event == zmq.EVENT_CONNECTED:
+            self._silences[server].is_connected = True
+            return
         _, why = self._lost.get(server, ("", None))
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._proofs[server].num_refused = 0
@@ -501,6 +546,7 @@ class Connections(OwnProcess):
                 self._addresses[server] = away.address
                 where = self.names[server], away.address
                 logger.warning("%s is looked for at %s", *where)
+                self._families[server] = self._find_host(server)
                 away.hello, away.hello_s = -1, math.inf
                 self._close_socket(server)
                 self._open(server)

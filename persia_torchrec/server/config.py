@@ -108,8 +108,7 @@ class ServerConfig(ImportFlags):
 
         ``address`` is that of the server's socket.
         """
-        host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-        if not self.checkpoint_root and env.is_loopback(host):
+        if not self.checkpoint_root and env.is_loopback(env.host_of(address)):
             return None
         usual = str(Path.cwd()), env.text("PERSIA_CKPT_DIR"), env.checkpoint_dir()
         named = self.resume_dir, self.incremental_dir

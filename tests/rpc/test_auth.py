@@ -166,7 +166,9 @@ def test_without_a_token_only_the_loopback_is_served(monkeypatch):
     set_token(monkeypatch, None)
     message = r"PERSIA_JOB_TOKEN_FILE, or PERSIA_JOB_TOKEN, must be set to listen on "
     for host in ("0.0.0.0", "*"):
-        with pytest.raises(ConfigError, match=rf"{message}.*Received: 0\.0\.0\.0, and"):
+        with pytest.raises(
+            ConfigError, match=rf"{message}.*Received: (0\.0\.0\.0|::), and"
+        ):
             Service("service", lambda *_: [], host=host)
     with pytest.raises(ConfigError, match=message):
         AddressBook.host(0, everywhere=True)

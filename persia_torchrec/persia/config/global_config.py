@@ -18,7 +18,7 @@ from typing import Annotated, Literal, cast, get_args
 
 from msgspec import Meta, Struct, field
 
-from persia_torchrec.env import MAX_PORT, is_loopback, job_store
+from persia_torchrec.env import MAX_PORT, host_of, is_loopback, job_store
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.parsing.decoding import KeyPath
 from persia_torchrec.parsing.yaml_file import parse_file, read_text
@@ -64,7 +64,8 @@ class InferSettings(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for address in self.servers:
-            match = re.fullmatch(r"(?:tcp://)?[^\s:/\[\]]+:([0-9]{1,5})", address)
+            host = r"(?:[^\s:/\[\]]+|\[[0-9A-Fa-f:.]+\])"
+            match = re.fullmatch(rf"(?:tcp://)?{host}:([0-9]{{1,5}})", address)
             if match is None or not 1 <= int(match[1]) <= MAX_PORT:
                 raise ConfigError(
                     "servers must list addresses as host:port, with a port in "
@@ -83,9 +84,10 @@ class InferSettings(Struct, frozen=True, kw_only=True):
     @property
     def listen_host(self) -> str:
         """Default of ``--host``: loopback if all servers are local, else any."""
-        hosts = [s.removeprefix("tcp://").rpartition(":")[0] for s in self.servers]
-        is_local = all(map(is_loopback, hosts))
-        return "127.0.0.1" if is_local else "0.0.0.0"
+        hosts = [host_of(server) for server in self.servers]
+        if not all(map(is_loopback, hosts)):
+            return "*"
+        return "::1" if all(":" in host for host in hosts) else "127.0.0.1"
 
 
 class CommonSettings(Struct, frozen=True, kw_only=True):

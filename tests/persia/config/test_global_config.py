@@ -141,7 +141,7 @@ def test_an_inference_job_knows_its_servers_and_its_checkpoint(global_config):
     settings = global_config(infer(servers)).common.infer
     assert settings.embedding_checkpoint == "r"
     assert [settings.port_of(shard) for shard in range(2)] == [8888, 81]
-    assert settings.listen_host == "0.0.0.0"
+    assert settings.listen_host == "*"
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "tcp://127.0.1.1"])
