@@ -11,6 +11,7 @@ floats per row.
 import contextlib
 import logging
 import threading
+import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -104,7 +105,8 @@ class EmbeddingClient(OwnProcess):
         self.timeout_s, self.recovery_s = servers.timeout_s, servers.recovery_s
         self.tables = KnownTables()
         self._lists: dict[tuple[tuple[str, ...], ...], TableList] = {}
-        servers.renewal = self._renew
+        renew = weakref.WeakMethod(self._renew)  # a client is dropped at once
+        servers.renewal = lambda server: (live := renew()) and live(server)
         self._renewing = threading.Lock()
         self._joined: dict[int, _Joined] = {}  # by group. guarded by _renewing
 

@@ -23,6 +23,7 @@ from persia_torchrec.job.member import JobMember
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.rpc.auth import Greeting
 from persia_torchrec.rpc.channel import Reply
+from persia_torchrec.rpc.client import Connections
 from persia_torchrec.rpc.messages import NO_GENERATION, Header, Kind, encode_json
 from persia_torchrec.rpc.peers import Peers
 
@@ -87,8 +88,9 @@ class Servers(Peers):
         self.generation = max(hello.generation for hello in hellos)
         member = JobMember.current
         if recovery_s and member is not None and member.greeting == greeting:
+            given = self.connections, self._closing, member.book
             threading.Thread(
-                target=self._follow, args=(member.book,), name="moves", daemon=True
+                target=_follow, args=given, name="moves", daemon=True
             ).start()
 
     def begin_generation(self, generation: int) -> None:
@@ -168,14 +170,6 @@ class Servers(Peers):
         self._closing.set()
         super().close()
 
-    def _follow(self, book: AddressBook) -> None:
-        """Look in the job for servers that are away: another host may have one now."""
-        while not self._closing.wait(_LOOK_S):
-            for server in self.connections.those_away():
-                with contextlib.suppress(JobError):  # the coordinator is away, too
-                    if address := book.peek(f"address/server/{server}"):
-                        self.connections.move(server, address)
-
     def _read_hello(self, server: int, reply: Reply, give_up_s: float) -> ServerHello:
         """Wait for a server, which compiles its loops at first; check its shard."""
         hello: ServerHello | None = None
@@ -194,3 +188,14 @@ class Servers(Peers):
                 "addresses, in the order of their shards."
             )
         return hello
+
+
+def _follow(
+    connections: Connections, closing: threading.Event, book: AddressBook
+) -> None:
+    """Look in the job for servers that are away: another host may have one now."""
+    while not (closing.wait(_LOOK_S) or connections.is_closed):
+        for server in connections.those_away():
+            with contextlib.suppress(JobError):  # the coordinator is away, too
+                if address := book.peek(f"address/server/{server}"):
+                    connections.move(server, address)

@@ -46,6 +46,7 @@ import errno
 import logging
 import socket
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -121,6 +122,7 @@ class AddressBook:
             greeting=greeting,
             encrypts=BookServer.encrypts,
         )
+        weakref.finalize(self, self._connection.abandon).atexit = False
         self.host_name = host_name
         self.port = address[1]
         self.greeting = greeting

@@ -26,7 +26,14 @@ from persia_torchrec.errors import BatchError, ConfigError, PersiaError, Stalene
 from persia_torchrec.lookup.sharded_lookup import Outputs
 from persia_torchrec.pipeline.accumulation import AddingLookup, Update
 from persia_torchrec.pipeline.joint import Trainers
-from persia_torchrec.pipeline.push_queue import Handle, Lookup, Push, PushQueue, Source
+from persia_torchrec.pipeline.push_queue import (
+    Handle,
+    Lookup,
+    Push,
+    PushQueue,
+    Source,
+    Tasks,
+)
 from persia_torchrec.pipeline.staleness import (
     CLOSED,
     Permit,
@@ -304,6 +311,9 @@ class BatchPipeline(PushQueue[Source, Handle]):
         self.evaluation = Pulls("evaluation pulls", None)
         self.set_staleness(staleness)
         self._thread.start()
+        # Where a model is dropped without close(); at exit the threads just end.
+        ends = self._pid, self._queue, self.semaphore, self.training, self.evaluation
+        weakref.finalize(self, _end_threads, *ends).atexit = False
 
     def set_staleness(self, staleness: int, *, pulls_late: bool = False) -> None:
         """Change the bound when the pushes so far are applied, and no batch is open.
@@ -478,3 +488,15 @@ class BatchPipeline(PushQueue[Source, Handle]):
                 share = self.trainers.next_group()
             leave = partial(self.trainers.client.leave, share)
             self._put_call(leave, waits_for_acks=False)
+
+
+def _end_threads(
+    pid: int, tasks: Tasks, semaphore: StalenessSemaphore, *pulls: Pulls
+) -> None:
+    """End the threads of a pipeline, from garbage collection: waits for nothing."""
+    if pid != os.getpid():  # a forked child has no threads, and maybe locks of theirs
+        return
+    semaphore.close()
+    for threads in pulls:
+        threads.close()
+    tasks.put(None)

@@ -92,6 +92,9 @@ class _Call:
     done: "Future[None]" = field(default_factory=Future)
 
 
+Tasks = queue.SimpleQueue["tuple[PushQueue[Any, Any], Push[Any] | _Call] | None"]
+
+
 class PushQueue(OwnProcess, Generic[Source, Handle]):
     """Sends the pushes of one collection. Any thread may call any method.
 
@@ -120,9 +123,11 @@ class PushQueue(OwnProcess, Generic[Source, Handle]):
         self._changes: deque[Future[None]] = deque()  # of the thread that changes
         # Bounded by the permits (a push needs one, and a pull waits for one), and by
         # the changes that may wait.
-        self._queue: queue.SimpleQueue[Push[Handle] | _Call | None]
-        self._queue = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="pushes", daemon=True)
+        # Each task holds this object until it is done; the thread alone does not.
+        self._queue = Tasks()
+        self._thread = threading.Thread(
+            target=self._run, args=(self._queue,), name="pushes", daemon=True
+        )
 
     def bound(self, *, held: int, sent: int) -> None:
         """Bound, before the first, the pushes with gradients: all, and sent ones."""
@@ -153,7 +158,7 @@ class PushQueue(OwnProcess, Generic[Source, Handle]):
                 raise self._no_room()
             self._held.add(push.done)
             self._in_flight[push.done] = push.permit
-            self._queue.put(push)
+            self._queue.put((self, push))
 
         def wait() -> None:
             if self.waits_for_ack:
@@ -170,7 +175,7 @@ class PushQueue(OwnProcess, Generic[Source, Handle]):
         was_dropped = is_forgotten and permit.was_held  # not only pulled ahead
         permit.let_go(is_forgotten=is_forgotten)
         is_part = isinstance(permit, Update)
-        self._queue.put(Push(handle, None, permit, was_dropped, is_part))
+        self._queue.put((self, Push(handle, None, permit, was_dropped, is_part)))
 
     def number_step(self, number: BatchNumber) -> BatchNumber:
         """Return the number of an update, which may be a share of a joint step."""
@@ -247,7 +252,7 @@ class PushQueue(OwnProcess, Generic[Source, Handle]):
             if self._is_closed and waits_for_acks:
                 raise PersiaError(CLOSED)
             self._in_flight[task.done] = None
-            self._queue.put(task)
+            self._queue.put((self, task))
         return task.done
 
     def _await(self, done: "Future[None]") -> None:
@@ -273,9 +278,12 @@ class PushQueue(OwnProcess, Generic[Source, Handle]):
         if isinstance(permit, Update) and permit.sent is not None:
             self._await(permit.sent)
 
-    def _run(self) -> None:
+    @staticmethod
+    def _run(tasks: Tasks) -> None:
+        """Do the tasks of a queue until None; the wait for one holds no object."""
         pushes: list[Future[None]] = []  # bounded by the permits
-        while (task := self._queue.get()) is not None:
+        while (item := tasks.get()) is not None:
+            self, task = item
             pushes = [done for done in pushes if not done.done()]
             try:
                 if isinstance(task, Push):
@@ -289,6 +297,8 @@ class PushQueue(OwnProcess, Generic[Source, Handle]):
                 self._end(task, exc)
             else:
                 self._end(task, None)
+            finally:
+                del item, self, task
 
     def _no_room(self) -> StalenessError:
         return StalenessError(

@@ -244,7 +244,7 @@ class Wakeup:
     def __init__(self) -> None:
         self.fd, self._writer = os.pipe()
         os.set_blocking(self.fd, False)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may wake in the midst of it
         self._is_awake = False  # guarded by _lock
         self._is_closed = False  # guarded by _lock
 
@@ -401,6 +401,14 @@ class Silence:
     heard_s: float = 0.0
     said_s: float = 0.0
     is_connected: bool = False
+
+    def ask_why(self) -> str:
+        """Return what may be the cause that a request has had no reply."""
+        if not addresses.has_descriptors():
+            return addresses.no_descriptors()
+        if self.is_connected:
+            return "Is it the right server, and out of descriptors? See its log."
+        return "Is it running, and is the address right?"
 
 
 class Told(msgspec.Struct):

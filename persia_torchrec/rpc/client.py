@@ -127,18 +127,16 @@ class Connections(OwnProcess):
         self._proofs = [auth.Proof(encrypts=encrypts) for _ in addresses]
         self._recovery_s, self._when_restarted = recovery_s, when_restarted
         self._slots = threading.BoundedSemaphore(_MAX_PENDING)
-        self._lock = threading.Lock()
+        self._lock, self.is_closed = threading.Lock(), False
         self._outgoing: list[tuple[int, list[Frame]]] = []  # guarded by _lock
         # By request number, in the order of submit(); guarded by _lock
         self._pending: dict[int, Reply] = {}
         # Deadline and request number, the earliest first.
         self._deadlines: list[tuple[float, int]] = []  # guarded by _lock
-        self._closed = False  # guarded by _lock
         # Why requests to a server fail at once. guarded by _lock
         self._lost: dict[int, tuple[str, type[ServerError]]] = {}
         self._away: dict[int, Away] = {}  # the I/O thread changes it, under _lock
-        self._numbers = itertools.count(1)
-        self._wakeup = Wakeup()
+        self._numbers, self._wakeup = itertools.count(1), Wakeup()
         # From its start on, the I/O thread owns these.
         self._silences, self._look_s = [Silence() for _ in addresses], 0.0
         self._poller = zmq.Poller()
@@ -185,7 +183,7 @@ class Connections(OwnProcess):
         message: list[Frame] = [header.encode(request=number), *frames]
         reply.message = message
         with self._lock:
-            if self._closed:
+            if self.is_closed:
                 self._slots.release()
                 raise ServerError(f"{what}: the connections are closed.", server=name)
             self._pending[number] = reply
@@ -202,14 +200,14 @@ class Connections(OwnProcess):
 
     def close(self) -> None:
         """Close all connections; pending requests fail. May be called twice."""
-        if self._pid != os.getpid():
-            return  # a forked child
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        self._wakeup.wake()
+        self.abandon()
         self._thread.join(timeout=5)
+
+    def abandon(self) -> None:
+        """Have all closed, without a wait: finalizers call it, in any thread."""
+        if self._pid == os.getpid():  # else the pipe is that of the parent
+            self.is_closed = True
+            self._wakeup.wake()
 
     def lost(self, server: int) -> type[ServerError] | None:
         """Return with what requests to a server fail at once; None: they do not."""
@@ -252,7 +250,7 @@ class Connections(OwnProcess):
             reason = f"the I/O thread died ({exc!r})."
         finally:
             with self._lock:
-                self._closed = True
+                self.is_closed = True
             self._fail(reason, self._pending_of(range(len(self))))
             self._close_sockets()
 
@@ -328,7 +326,7 @@ class Connections(OwnProcess):
         wait_ms = self._greet_those_away() if self._away else _IDLE_POLL_MS
         while True:
             with self._lock:
-                if self._closed:
+                if self.is_closed:
                     return None
                 if not self._deadlines:
                     return wait_ms
@@ -340,16 +338,9 @@ class Connections(OwnProcess):
                     return min(int(left_s * 1000) + 1, wait_ms)
                 heapq.heappop(self._deadlines)
             if is_due and reply is not None:
-                late = f"no reply within {reply.timeout_s:g} s. {self._ask_why(reply)}"
+                why = self._silences[reply.server].ask_why()
+                late = f"no reply within {reply.timeout_s:g} s. {why}"
                 self._fail(late, [number], RequestTimeoutError)
-
-    def _ask_why(self, reply: Reply) -> str:
-        """Return what may be the cause that a server has not answered."""
-        if not has_descriptors():
-            return no_descriptors()
-        if self._silences[reply.server].is_connected:
-            return "Is it the right server, and out of descriptors? See its log."
-        return "Is it running, and is the address right?"
 
     def _name_the_silent(self) -> None:
         """Log which servers do not answer, as ones that hang or are away."""

@@ -1,5 +1,6 @@
 """Processes of one role that answer requests: one message to each, and its reply."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -32,13 +33,16 @@ class Peers:
         recovery_s: float = 0.0,
     ) -> None:
         self.timeout_s, self.recovery_s = timeout_s, recovery_s
+        when_restarted = weakref.WeakMethod(self.when_restarted)
         self.connections = Connections(
             role,
             addresses,
             greeting=greeting,
             recovery_s=recovery_s,
-            when_restarted=self.when_restarted,
+            when_restarted=lambda peer: _call(when_restarted, peer),
         )
+        # Where this is dropped without close(); at exit the thread just ends.
+        weakref.finalize(self, self.connections.abandon).atexit = False
         self.names = self.connections.names
         # Which start of each is meant; 0 is any.
         self.incarnations = self.connections.incarnations
@@ -114,6 +118,12 @@ class Peers:
     def close(self) -> None:
         """Close the connections. May be called twice."""
         self.connections.close()
+
+
+def _call(method: Callable[[], Callable[[int], None] | None], peer: int) -> None:
+    """Call a method of an object, unless that has been dropped."""
+    if (live := method()) is not None:
+        live(peer)
 
 
 def body_of(frames: Frames) -> Frame:

@@ -13,8 +13,9 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Literal, NamedTuple, Self
 
@@ -46,8 +47,22 @@ class Kept(NamedTuple):
     memory: int
 
 
+@dataclass
+class _Servers:
+    """What a cluster and the threads that start its servers again share."""
+
+    processes: list["subprocess.Popen[str]"]
+    kept: list[Kept] = field(default_factory=list)
+    keepers: list[threading.Thread] = field(default_factory=list)
+    # A finalizer may end them in the midst of what a keeper does.
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    closing: threading.Event = field(default_factory=threading.Event)  # set under lock
+
+
 class EmbeddingCluster:
     """Server processes, and their addresses: a context manager. Use :meth:`local`.
+
+    They end with the block, with :meth:`close`, or when nothing refers to the cluster.
 
     Attributes:
         addresses: one per server, in the order of their shards.
@@ -61,13 +76,14 @@ class EmbeddingCluster:
     """
 
     def __init__(self, processes: list["subprocess.Popen[str]"]) -> None:
-        self.processes = processes
+        self._servers = _Servers(processes)
+        self.processes, self.kept = processes, self._servers.kept
         self.addresses: list[str] = []
         self.recovery_s = 0.0
-        self.kept: list[Kept] = []
-        self._keepers: list[threading.Thread] = []
-        self._lock = threading.Lock()
-        self._closing = threading.Event()  # set under _lock
+        # A notebook's cell that runs again drops what it made before. At exit the
+        # servers end by themselves.
+        self._end = weakref.finalize(self, _end_dropped, os.getpid(), self._servers)
+        self._end.atexit = False
 
     @classmethod
     def local(
@@ -206,67 +222,88 @@ class EmbeddingCluster:
         """Have each server started again when it has been killed, with what is kept."""
         self.recovery_s = _RECOVERY_S
         for config in configs:
-            again, name = partial(self._start_again, config), "server restarts"
-            self._keepers.append(threading.Thread(target=again, name=name, daemon=True))
-            self._keepers[-1].start()
-
-    def _start_again(self, config: ServerConfig) -> None:
-        """Wait for the ends of a server, until one is in order or too many are not."""
-        shard, num_failed = config.shard, 0
-        while num_failed < _MAX_FAILED_STARTS:
-            process = self.processes[shard]
-            status = process.wait()
-            _close_output(process)
-            pause_s = min(_FIRST_PAUSE_S * 10**num_failed, _LONGEST_PAUSE_S)
-            if status == 0 or self._closing.wait(pause_s if num_failed else 0.0):
-                return
-            logger.warning(
-                "embedding server %d ended with exit status %d; starting it again",
-                *(shard, status),
+            again, name = (
+                partial(_start_again, self._servers, config),
+                "server restarts",
             )
-            with self._lock:
-                if self._closing.is_set():
-                    return
-                process = self.processes[shard] = _start(config, self.kept[shard])
-            try:
-                _wait_until_ready(shard, process, time.monotonic() + _START_AGAIN_S)
-            except ServerError:
-                num_failed += 1
-                process.kill()  # in case that it is too slow
-            else:
-                num_failed = 0
-        logger.error("embedding server %d is not started again; see its log", shard)
+            keeper = threading.Thread(target=again, name=name, daemon=True)
+            self._servers.keepers.append(keeper)
+            keeper.start()
 
     def close(self) -> None:
         """End all servers; their rows are gone. May be called twice."""
-        with self._lock:  # none is started meanwhile, or after it
-            self._closing.set()
-        for process in self.processes:
-            if process.poll() is None:
-                process.terminate()
-        deadline = time.monotonic() + _STOP_TIMEOUT_S
-        for process in self.processes:
-            try:
-                process.wait(max(deadline - time.monotonic(), 0.1))
-            except subprocess.TimeoutExpired:
-                logger.warning(
-                    "server pid=%d does not terminate; killing it", process.pid
-                )
-                process.kill()
-                process.wait()
-        for keeper in self._keepers:
-            keeper.join(_STOP_TIMEOUT_S)
-        for process in self.processes:
-            _close_output(process)
-        while self.kept:
-            for descriptor in self.kept.pop():
-                os.close(descriptor)
+        self._end.detach()
+        _end(self._servers)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _start_again(servers: _Servers, config: ServerConfig) -> None:
+    """Wait for the ends of a server, until one is in order or too many are not."""
+    shard, num_failed = config.shard, 0
+    while num_failed < _MAX_FAILED_STARTS:
+        process = servers.processes[shard]
+        status = process.wait()
+        _close_output(process)
+        pause_s = min(_FIRST_PAUSE_S * 10**num_failed, _LONGEST_PAUSE_S)
+        if status == 0 or servers.closing.wait(pause_s if num_failed else 0.0):
+            return
+        logger.warning(
+            "embedding server %d ended with exit status %d; starting it again",
+            *(shard, status),
+        )
+        with servers.lock:
+            if servers.closing.is_set():
+                return
+            process = _start(config, servers.kept[shard])
+            servers.processes[shard] = process
+        try:
+            _wait_until_ready(shard, process, time.monotonic() + _START_AGAIN_S)
+        except ServerError:
+            num_failed += 1
+            process.kill()  # in case that it is too slow
+        else:
+            num_failed = 0
+    logger.error("embedding server %d is not started again; see its log", shard)
+
+
+def _end_dropped(pid: int, servers: _Servers) -> None:
+    if pid != os.getpid():  # they are not those of a forked child
+        return
+    logger.warning(
+        "the embedding servers pid=%s end: nothing refers to their cluster any more. "
+        "Keep it in a variable, or use it as a context manager.",
+        [process.pid for process in servers.processes],
+    )
+    _end(servers)
+
+
+def _end(servers: _Servers) -> None:
+    with servers.lock:  # none is started meanwhile, or after it
+        servers.closing.set()
+    for process in servers.processes:
+        if process.poll() is None:
+            process.terminate()
+    deadline = time.monotonic() + _STOP_TIMEOUT_S
+    for process in servers.processes:
+        try:
+            process.wait(max(deadline - time.monotonic(), 0.1))
+        except subprocess.TimeoutExpired:
+            logger.warning("server pid=%d does not terminate; killing it", process.pid)
+            process.kill()
+            process.wait()
+    for keeper in servers.keepers:
+        if keeper is not threading.current_thread():
+            keeper.join(_STOP_TIMEOUT_S)
+    for process in servers.processes:
+        _close_output(process)
+    while servers.kept:
+        for descriptor in servers.kept.pop():
+            os.close(descriptor)
 
 
 def _close_output(process: "subprocess.Popen[str]") -> None:

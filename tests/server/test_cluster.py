@@ -2,6 +2,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -248,3 +249,28 @@ def test_a_second_cluster_does_not_write_increments_in_the_same_folder(tmp_path,
         assert "must have one writer. Received: job 'process" in capfd.readouterr().err
     with EmbeddingCluster.local(1, incremental_dir=str(tmp_path)):
         pass
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_cluster_that_is_dropped_leaves_no_process_thread_or_file(restarts, caplog):
+    def num_files():
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    threads, files = threading.active_count(), num_files()
+    cluster = EmbeddingCluster.local(num_servers=1, capacity=10, restarts=restarts)
+    pids = [process.pid for process in cluster.processes]
+    del cluster
+    wait_until(lambda: not any(map(is_running, pids)), "the servers end")
+    wait_until(
+        lambda: threading.active_count() <= threads and num_files() <= files,
+        "threads and files are gone",
+    )
+    assert "use it as a context manager" in caplog.text
+
+
+def test_a_cluster_that_is_closed_says_nothing_when_it_is_dropped(caplog):
+    cluster = EmbeddingCluster([])
+    cluster.close()
+    cluster.close()
+    del cluster
+    assert not caplog.messages
