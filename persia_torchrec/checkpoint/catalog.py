@@ -332,8 +332,7 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Folder:
     if folder is None:
         raise CheckpointError(
             f"{run.url} must be a checkpoint, or hold one that is complete (that has a "
-            f"{MANIFEST}). Received: a folder with "
-            f"{sorted(run.names())[:8] or 'nothing'}."
+            f"{MANIFEST}). Received: {run.described()}."
         )
     return folder
 

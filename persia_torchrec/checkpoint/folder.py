@@ -27,6 +27,7 @@ from persia_torchrec.parsing.decoding import parse_json
 
 _BUFFER_BYTES = 2**20
 _MAX_JSON_BYTES = 2**28
+_MAX_SHOWN = 8  # names in an error
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
 _FOR_HDFS = (
     " For hdfs:// install persia-torchrec[hdfs], Java and Hadoop's client, and set "
@@ -48,10 +49,17 @@ class Folder:
             raise ConfigError(f"A path must be without NUL. Received: {path!r:.500}.")
         if roots is not None:
             _require_within(os.fspath(path), roots)
+        if not path:
+            raise ConfigError(
+                "A path must be that of a folder, or a URL. Received: ''. The working "
+                "directory is '.'."
+            )
         self._roots = roots
         try:
             self._fs, root = fsspec.core.url_to_fs(os.fspath(path))
         except (ValueError, ImportError, OSError) as exc:
+            if isinstance(exc, OSError) and exc.errno in (errno.EMFILE, errno.ENFILE):
+                raise CheckpointError(f"Could not open {path}: {exc}.") from exc
             is_hdfs = os.fspath(path).startswith("hdfs:")
             raise ConfigError(
                 "A checkpoint's path must be a local path or a URL that fsspec knows. "
@@ -88,12 +96,26 @@ class Folder:
     def names(self) -> list[str]:
         """Return the names of the files and folders in this one; none if missing."""
         self._fs.invalidate_cache()
+        if self._is_local and Path(self._root).is_file():
+            raise CheckpointError(
+                f"{self.url} must be a folder. Received: a file; its folder is "
+                f"{self.url.rpartition('/')[0] or '/'}."
+            )
         with named_errors("list", self.url):
             try:
                 entries = self._fs.ls(self._root, detail=False)
             except FileNotFoundError:
                 return []
         return [entry.rstrip("/").rpartition("/")[2] for entry in entries]
+
+    def described(self) -> str:
+        """Return, for an error, what is there: names, or that there is no folder."""
+        if not self.exists():
+            return "no such folder"
+        names = sorted(self.names())
+        more = ["..."] if len(names) > _MAX_SHOWN else []
+        shown = ", ".join([*names[:_MAX_SHOWN], *more])
+        return f"a folder with {shown}" if names else "an empty folder"
 
     def numbers(self, pattern: str) -> list[int]:
         """Return the number in each name that fits a pattern, ascending."""

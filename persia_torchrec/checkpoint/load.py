@@ -431,8 +431,8 @@ class ShardLoad(BackgroundTask):
         if end is None:
             raise CheckpointError(
                 f"{logs.url} must hold a log of every server that applies to "
-                f"{self._folder.url}. Received: {len(logs.names())} folders, none for "
-                "some server. Load the checkpoint without increments."
+                f"{self._folder.url}. Received: {logs.described()}, where some server "
+                "has none. Load the checkpoint without increments."
             )
         known = {spec.name: spec for spec in self._store.tables}
         stops = [None] * len(end.lines) if until is None else [u.number for u in until]

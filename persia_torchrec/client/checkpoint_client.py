@@ -233,9 +233,8 @@ class Checkpoints:
         """Begin to write a checkpoint of all servers, while they continue serving.
 
         It takes a new folder in ``path`` and is complete when its manifest, which keeps
-        ``step``, is there. Weights, optimizer state, the optimizers' steps, metadata
-        and the order in which rows would leave are in it; what admissions have counted
-        of ids without a row is not.
+        ``step``, is there. Weights, optimizer state, the optimizers' steps, metadata,
+        the order in which rows would leave and what admissions have counted are in it.
 
         Every row that lives from the beginning to the end is in it once, as it was at
         one moment in between, with all updates acknowledged before the call.

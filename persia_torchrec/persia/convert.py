@@ -155,7 +155,7 @@ def _read_marker(folder: Folder) -> _Marker:
     if _DONE not in names:
         raise CheckpointError(
             f"{path} must be there: PERSIA writes it when a dump is complete. "
-            f"Received: a folder with {sorted(names)[:8] or 'nothing'}."
+            f"Received: {folder.described()}."
         )
     content = parse_yaml(folder.read(_DONE).decode(errors="replace"), path)
     return convert(content, _Marker, KeyPath(path), CheckpointError)

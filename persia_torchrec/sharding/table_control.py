@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.profiler import record_function
-from torchrec.distributed.types import ShardingEnv
+from torchrec.distributed.types import ModuleSharder, ShardingEnv
 
 from persia_torchrec import timeouts
 from persia_torchrec.errors import ConfigError
@@ -443,3 +443,27 @@ class TableControl:
                 f"{sorted(tables.optimizer.learning_rates())}."
             )
         return tables.optimizer
+
+
+Sharders = TableControl | Iterable[TableControl | ModuleSharder[Any]]
+
+
+def table_controls(sharders: Sharders) -> list[TableControl]:
+    """Return those of some sharders that have tables on servers.
+
+    A list of ``remote_sharders(...)`` holds TorchRec's own for other modules, too.
+    """
+    if isinstance(sharders, TableControl):
+        return [sharders]
+    given = list(sharders) if isinstance(sharders, Iterable) else [sharders]
+    by_tables = {
+        id(getattr(sharder, "remote_tables", sharder)): sharder
+        for sharder in given
+        if hasattr(sharder, "flush") or hasattr(sharder, "remote_tables")
+    }
+    if given and not by_tables:
+        raise ConfigError(
+            "sharders must be remote_sharders(...), or a list with what puts tables on "
+            f"the servers. Received: {[type(sharder).__name__ for sharder in given]}."
+        )
+    return list(by_tables.values())

@@ -52,7 +52,7 @@ from persia_torchrec.errors import CheckpointError, ConfigError, PersiaError
 from persia_torchrec.job import trainer_group
 from persia_torchrec.sharding.optimizer import keeping_tensors
 from persia_torchrec.sharding.state import without_rows
-from persia_torchrec.sharding.table_control import TableControl
+from persia_torchrec.sharding.table_control import Sharders, table_controls
 from persia_torchrec.training.dense_planners import DenseOnly, LoadPlanner, SavePlanner
 from persia_torchrec.training.dense_reader import reader_of
 
@@ -72,7 +72,7 @@ def save_checkpoint(
     path: str | os.PathLike[str],
     state: dict[str, Any],
     client: EmbeddingClient,
-    sharders: TableControl | Iterable[TableControl],
+    sharders: Sharders,
     *,
     step: int | None = None,
     keep: int = 0,
@@ -136,11 +136,11 @@ def save_checkpoint(
     return at_first(complete, SavedCheckpoint, limit_s)
 
 
-def flush_all(sharders: TableControl | Iterable[TableControl]) -> None:
+def flush_all(sharders: Sharders) -> None:
     """Let every trainer wait until its updates are applied."""
 
     def flush() -> None:
-        for sharder in [sharders] if isinstance(sharders, TableControl) else sharders:
+        for sharder in table_controls(sharders):
             sharder.flush()
 
     everywhere(flush)
@@ -516,9 +516,8 @@ def read_state(folder: Folder, name: str, map_location: str | None = None) -> An
     """Return what :func:`state_bytes` wrote to a file, on the CPU by default."""
     if folder.file_size(name) is None:
         raise CheckpointError(
-            f"{folder.file_path(name)} must be there. Received: {folder.url} with "
-            f"{sorted(folder.names())[:8] or 'nothing'}. A dump of the embeddings "
-            "alone is for load_embedding."
+            f"{folder.file_path(name)} must be there. Received: {folder.described()}. "
+            "A dump of the embeddings alone is for load_embedding."
         )
     data = io.BytesIO(folder.read(name))
     try:

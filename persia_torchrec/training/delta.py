@@ -9,7 +9,6 @@ rank 0          writes the positions last: the delta is complete
 
 import dataclasses
 import os
-from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,7 +17,7 @@ from persia_torchrec.checkpoint import catalog
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.client.checkpoint_client import SavedCheckpoint
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.sharding.table_control import TableControl
+from persia_torchrec.sharding.table_control import Sharders
 from persia_torchrec.training.checkpoint import (
     at_first,
     describe_dense,
@@ -32,7 +31,7 @@ def save_delta(
     path: str | os.PathLike[str],
     state: dict[str, Any],
     client: EmbeddingClient,
-    sharders: TableControl | Iterable[TableControl],
+    sharders: Sharders,
     *,
     step: int | None = None,
     timeout_s: float = timeouts.CHECKPOINT_S,

@@ -40,7 +40,7 @@ from persia_torchrec.job.member import JobMember
 from persia_torchrec.persia.loader import PersiaTrainingBatch
 from persia_torchrec.sharding.optimizer import set_values
 from persia_torchrec.sharding.state import without_rows
-from persia_torchrec.sharding.table_control import TableControl
+from persia_torchrec.sharding.table_control import Sharders, table_controls
 from persia_torchrec.training.checkpoint import (
     at_first,
     is_first,
@@ -86,16 +86,14 @@ class Recovery:
         self,
         config: RecoveryConfig,
         client: EmbeddingClient,
-        sharders: TableControl | Iterable[TableControl],
+        sharders: Sharders,
         state: dict[str, Any],
         *,
         is_replicated: bool = True,
     ) -> None:
         self._config = config
         self._client = client
-        if isinstance(sharders, TableControl):
-            sharders = [sharders]
-        self._sharders = list(sharders)
+        self._sharders = table_controls(sharders)
         self._state = state
         self._is_replicated = is_replicated
         self._rank = dist.get_rank() if dist.is_initialized() else 0
@@ -468,7 +466,7 @@ def recoverable(
     path: str | os.PathLike[str] | None,
     state: dict[str, Any],
     client: EmbeddingClient,
-    sharders: TableControl | Iterable[TableControl],
+    sharders: Sharders,
     *,
     interval_s: float = env.CHECKPOINT_INTERVAL_S,
     resume: Resume = "exact",
