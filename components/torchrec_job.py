@@ -1,7 +1,7 @@
 """A job of a TorchRec script: coordinator, embedding servers, trainers. No YAML.
 
-torchx run -s local_cwd components/torchrec_job.py:train --script "train.py --epochs 2"
-    --embedding_servers 2
+torchx run -s local_cwd components/torchrec_job.py:train
+    --script "examples/train.py --epochs 2" --embedding_servers 2
 
 The script finds the servers by EmbeddingClient.of_job().
 """

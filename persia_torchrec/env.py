@@ -38,6 +38,7 @@ empty variable counts as unset, for launchers that write out every variable.
     EMBEDDING_WORKER_SERVICE                   addresses of embedding workers
     PERSIA_LAUNCHER_VERBOSE                    1: persia-launcher shows what it starts
     PERSIA_METRICS_GATEWAY_ADDR                host:port that metrics are pushed to
+    PERSIA_METRICS_JOB_NAME                    their label job; by default the job's id
     LOG_LEVEL                                  DEBUG, INFO, WARNING, ERROR, CRITICAL
     TORCHELASTIC_ERROR_FILE                    where torchx and torchrun look for the
                                                cause of a failure

@@ -1,17 +1,19 @@
 """Metrics of a process, pushed to a Prometheus pushgateway.
 
 A thread reads the metrics of its role at intervals and sends them by HTTP, under
-PERSIA's labels and one more:
+PERSIA's labels and two more:
 
-    job          job_name of the metrics_config
+    job          PERSIA_METRICS_JOB_NAME, or job_name of the metrics_config; where both
+                 are not set, the job's id
     instance     rep_<index of the replica, or rank>
     ip_addr      of the interface that routes to the gateway
     role         embedding_parameter_server, embedding_worker or nn_worker
+    job_id       the job's id, where this process belongs to a job
 
-The role is a label because a gateway keeps only the last push under equal labels, and
-roles that share a host share its address. Only the last push, when the role ends, may
-delay it. One that fails is logged, at most once a minute; it loses no data, since
-metrics are cumulative counters or current gauges.
+Role and id are labels because a gateway keeps only the last push under equal labels:
+roles that share a host share its address, and jobs may have been given one name. Only
+the last push, when the role ends, may delay it. One that fails is logged, at most once
+a minute; it loses no data, since metrics are cumulative counters or current gauges.
 """
 
 import http.client
@@ -29,6 +31,7 @@ from prometheus_client.registry import Collector
 
 from persia_torchrec import env
 from persia_torchrec.errors import PersiaError
+from persia_torchrec.job.member import JobMember
 from persia_torchrec.metrics.values import Reading
 from persia_torchrec.persia.config.global_config import MetricsSettings
 from persia_torchrec.rpc.addresses import local_address
@@ -68,8 +71,13 @@ def push_metrics(
         return lambda: None
     host, port = gateway
     url = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    job, interval_s = settings.job_name, settings.push_interval_seconds
+    interval_s, member = settings.push_interval_seconds, JobMember.current
+    job_id = env.job_id() if member is None else member.greeting.job_id
+    is_named = settings.job_name != MetricsSettings().job_name
+    named = settings.job_name if is_named or not job_id else job_id
+    job = env.text("PERSIA_METRICS_JOB_NAME") or named
     labels = {"instance": f"rep_{index}", "role": role}
+    labels |= {"job_id": job_id} if job_id else {}
 
     def push(timeout_s: float) -> None:
         grouping = {**labels, "ip_addr": local_address(host)}  # which may change

@@ -159,6 +159,20 @@ def test_every_shell_command_is_run_somewhere():
         assert test == "make test" or (ROOT / test).is_file(), test
 
 
+def test_the_scripts_and_settings_that_a_command_names_are_there():
+    given = [command for block in blocks("bash") for command in commands(block)]
+    named = {
+        name
+        for command in given
+        if command.startswith(("torchx run", "python -m persia_torchrec.serving"))
+        for words in map(str.split, shlex.split(command))
+        for name in words
+        if name.endswith((".py", ".yml"))
+    }
+    assert {"examples/train.py", "examples/adult_income/train.py"} <= named
+    assert [name for name in named if not (ROOT / name).is_file()] == []
+
+
 def test_a_user_gets_a_file_system_with_huge_pages():
     if shutil.which("unshare") is None:
         pytest.skip("needs util-linux' unshare")

@@ -4,6 +4,7 @@ import logging
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -74,6 +75,36 @@ def test_metrics_are_pushed_with_their_types_and_labels(gateway):
         "persia_rows": "gauge",
         "nan_count": "unknown",
     }
+
+
+def test_two_jobs_never_replace_each_others_metrics(gateway, monkeypatch):
+    def labels(settings, **variables):
+        for name in ("PERSIA_JOB_ID", "PERSIA_METRICS_JOB_NAME"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        push(settings)()
+        last = gateway.pushes()[-1].labels
+        return last["job"], last.get("job_id")
+
+    unnamed = MetricsSettings(push_interval_seconds=3600)
+    assert labels(unnamed) == ("persia_default_jobname", None)
+    assert labels(unnamed, PERSIA_JOB_ID="one") == ("one", "one")
+    assert labels(unnamed, PERSIA_JOB_ID="two") == ("two", "two")
+    assert labels(EVERY_SECOND, PERSIA_JOB_ID="one") == ("adult", "one")
+    assert labels(EVERY_SECOND, PERSIA_JOB_ID="two") == ("adult", "two")
+    named = {"PERSIA_JOB_ID": "two", "PERSIA_METRICS_JOB_NAME": "mine"}
+    assert labels(unnamed, **named) == ("mine", "two")
+    assert labels(EVERY_SECOND, **named) == ("mine", "two")
+
+
+def test_the_name_in_a_job_is_that_which_its_coordinator_has_drawn(
+    gateway, monkeypatch
+):
+    drawn = SimpleNamespace(greeting=SimpleNamespace(job_id="drawn"))
+    monkeypatch.setattr(gateway_module.JobMember, "current", drawn)
+    push(MetricsSettings(push_interval_seconds=3600))()
+    assert gateway.pushes()[-1].labels["job"] == "drawn"
 
 
 def test_metrics_are_pushed_at_the_interval_and_once_at_the_end(gateway):
