@@ -96,11 +96,7 @@ class Folder:
     def names(self) -> list[str]:
         """Return the names of the files and folders in this one; none if missing."""
         self._fs.invalidate_cache()
-        if self._is_local and Path(self._root).is_file():
-            raise CheckpointError(
-                f"{self.url} must be a folder. Received: a file; its folder is "
-                f"{self.url.rpartition('/')[0] or '/'}."
-            )
+        self._require_no_file()
         with named_errors("list", self.url):
             try:
                 entries = self._fs.ls(self._root, detail=False)
@@ -130,6 +126,9 @@ class Folder:
                 return int(self._fs.size(self._within(name)))
             except FileNotFoundError:
                 return None
+            except NotADirectoryError:
+                self._require_no_file()
+                raise
 
     def age_s(self, name: str) -> float:
         """Return the seconds since a file was written, by the file system's clock.
@@ -217,6 +216,13 @@ class Folder:
         write = self._write_local if self._is_local else self._upload
         with named_errors("write", self.file_path(name)):
             yield from write(self._within(name))
+
+    def _require_no_file(self) -> None:
+        if self._is_local and Path(self._root).is_file():
+            raise CheckpointError(
+                f"{self.url} must be a folder. Received: a file; its folder is "
+                f"{self.url.rpartition('/')[0] or '/'}."
+            )
 
     def _write_local(self, path: str) -> Iterator[IO[bytes]]:
         unfinished = Path(f"{path}.unfinished")

@@ -11,7 +11,6 @@ floats per row.
 import contextlib
 import logging
 import threading
-import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -105,8 +104,7 @@ class EmbeddingClient(OwnProcess):
         self.timeout_s, self.recovery_s = servers.timeout_s, servers.recovery_s
         self.tables = KnownTables()
         self._lists: dict[tuple[tuple[str, ...], ...], TableList] = {}
-        renew = weakref.WeakMethod(self._renew)  # a client is dropped at once
-        servers.renewal = lambda server: (live := renew()) and live(server)
+        servers.set_renewal(self._renew)
         self._renewing = threading.Lock()
         self._joined: dict[int, _Joined] = {}  # by group. guarded by _renewing
 

@@ -5,6 +5,7 @@ import itertools
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
@@ -67,7 +68,7 @@ class Servers(Peers):
         self._closing = threading.Event()
         self._stream = BatchNumber.new_stream(generation)
         self._numbers = itertools.count(1)
-        self.renewal: Callable[[int], None] = lambda _: None
+        self._renewal: Callable[[], Callable[[int], None] | None] = lambda: None
         if isinstance(addresses, str):
             raise ConfigError(
                 "addresses must be a list, with the address of each server. "
@@ -92,6 +93,18 @@ class Servers(Peers):
             threading.Thread(
                 target=_follow, args=given, name="moves", daemon=True
             ).start()
+
+    def set_renewal(self, renewal: Callable[[int], None]) -> None:
+        """Have a method called when a server comes back without its rows.
+
+        Its object is not kept: clients that are dropped end without a collection.
+        """
+        self._renewal = weakref.WeakMethod(renewal)
+
+    def renewal(self, server: int) -> None:
+        """Prepare a server that came back without its rows."""
+        if (renew := self._renewal()) is not None:
+            renew(server)
 
     def begin_generation(self, generation: int) -> None:
         """Have all servers refuse what older trainers still send; wait for them."""

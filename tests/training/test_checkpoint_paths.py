@@ -125,7 +125,7 @@ def test_an_empty_folder_is_an_error_that_says_so(call, trained, tmp_path):
 def test_a_run_begins_where_there_is_no_folder_yet(trained, tmp_path):
     for number, call in enumerate(MAKERS):
         call(str(tmp_path / "new" / str(number)), *trained)
-    assert Folder(tmp_path / "new").described() == "a folder with 0, 1"
+    assert Folder(tmp_path / "new").described() == "a folder with 0, 1, 2"
 
 
 def test_what_torchrec_would_get_is_a_list_of_sharders_too(trained, tmp_path):
