@@ -71,6 +71,9 @@ class LookupCtx(BaseCtx):
             staged=self._stage(batch),
         )
 
+    takes_ids = False
+    """Whether data loaders send the ids to this process itself."""
+
     trained: Mapping[int, int] = {}
     """By data loader, its last batch that was trained before a restart."""
 
