@@ -11,6 +11,7 @@ Dimension key:
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -138,7 +139,7 @@ class HostKeyedJaggedTensor(KeyedJaggedTensor):  # type: ignore[misc]
     """
 
     @classmethod
-    def of(cls, kjt: KeyedJaggedTensor) -> "HostKeyedJaggedTensor":
+    def of(cls, kjt: KeyedJaggedTensor) -> Self:
         """Return the same tensors; those of a GPU are copied to the host."""
         host = cls.__new__(cls)
         host.__dict__.update(move(kjt, torch.device("cpu")).__dict__)
@@ -149,7 +150,7 @@ class HostKeyedJaggedTensor(KeyedJaggedTensor):  # type: ignore[misc]
         device: torch.device,
         non_blocking: bool = False,
         dtype: torch.dtype | None = None,
-    ) -> "HostKeyedJaggedTensor":
+    ) -> Self:
         """Return it as it is; ``dtype`` is that of the weights."""
         if dtype is None:
             return self
@@ -161,6 +162,25 @@ class HostKeyedJaggedTensor(KeyedJaggedTensor):  # type: ignore[misc]
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Do nothing: no stream uses it."""
+
+
+class PulledKeyedJaggedTensor(HostKeyedJaggedTensor):
+    """The ids of a batch whose rows are on their way to the collections of a model.
+
+    Attributes:
+        pulls: by collection, what was begun; a collection that is called takes its own.
+    """
+
+    pulls: dict[object, Any]
+
+    def take(self, collection: object) -> Any:
+        """Return the pull of a collection; BatchError if it has been called before."""
+        if collection not in self.pulls:
+            raise BatchError(
+                "A collection must be called once with the ids of a batch, whose rows "
+                "were pulled once. Received: a second call. Use its output twice."
+            )
+        return self.pulls.pop(collection)
 
 
 def move(kjt: KeyedJaggedTensor, device: torch.device) -> KeyedJaggedTensor:
