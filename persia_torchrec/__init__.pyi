@@ -16,6 +16,8 @@ from persia_torchrec.client.client import (
 from persia_torchrec.client.bulk import RowBlock as RowBlock, blocks_of as blocks_of
 from persia_torchrec.datasets.batches import (
     HostKeyedJaggedTensor as HostKeyedJaggedTensor,
+    LoadedBatch as LoadedBatch,
+    TorchRecBatch as TorchRecBatch,
 )
 from persia_torchrec.embedding.admission import (
     AdmitAll as AdmitAll,
@@ -47,6 +49,10 @@ from persia_torchrec.embedding.optim import (
 )
 from persia_torchrec.errors import (
     PersiaError as PersiaError,
+)
+from persia_torchrec.persia.kjt import (
+    from_torchrec as from_torchrec,
+    to_torchrec as to_torchrec,
 )
 from persia_torchrec.server.cluster import (
     EmbeddingCluster as EmbeddingCluster,

@@ -11,11 +11,13 @@ Dimension key:
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from tensordict import TensorDict
+from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from torchrec.streamable import Pipelineable
@@ -139,7 +141,7 @@ class HostKeyedJaggedTensor(KeyedJaggedTensor):  # type: ignore[misc]
     """
 
     @classmethod
-    def of(cls, kjt: KeyedJaggedTensor) -> "HostKeyedJaggedTensor":
+    def of(cls, kjt: KeyedJaggedTensor) -> Self:
         """Return the same tensors; those of a GPU are copied to the host."""
         host = cls.__new__(cls)
         host.__dict__.update(move(kjt, torch.device("cpu")).__dict__)
@@ -150,7 +152,7 @@ class HostKeyedJaggedTensor(KeyedJaggedTensor):  # type: ignore[misc]
         device: torch.device,
         non_blocking: bool = False,
         dtype: torch.dtype | None = None,
-    ) -> "HostKeyedJaggedTensor":
+    ) -> Self:
         """Return it as it is; ``dtype`` is that of the weights."""
         if dtype is None:
             return self
@@ -162,6 +164,25 @@ class HostKeyedJaggedTensor(KeyedJaggedTensor):  # type: ignore[misc]
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Do nothing: no stream uses it."""
+
+
+class PulledKeyedJaggedTensor(HostKeyedJaggedTensor):
+    """The ids of a batch whose rows are on their way to the collections of a model.
+
+    Attributes:
+        pulls: by collection, what was begun; a collection that is called takes its own.
+    """
+
+    pulls: dict[object, Any]
+
+    def take(self, collection: object) -> Any:
+        """Return the pull of a collection; BatchError if it has been called before."""
+        if collection not in self.pulls:
+            raise BatchError(
+                "A collection must be called once with the ids of a batch, whose rows "
+                "were pulled once. Received: a second call. Use its output twice."
+            )
+        return self.pulls.pop(collection)
 
 
 def move(kjt: KeyedJaggedTensor, device: torch.device) -> KeyedJaggedTensor:
@@ -316,6 +337,48 @@ def _repeated(key: str, jagged: Bags, samples_B: npt.NDArray[np.int64]) -> Bags:
     first = np.repeat(np.cumsum(lengths, dtype=np.int64) - lengths, lengths)
     indices = starts + np.arange(len(starts)) - first
     return Bags(jagged.ids[indices], lengths, indices + jagged.indices.start)
+
+
+@dataclass
+class LoadedBatch(Batch):  # type: ignore[misc]  # TorchRec's are Any to mypy
+    """TorchRec's ``Batch``, of a ``DataLoader(as_torchrec=True)``.
+
+    Train pipelines and models such as ``DLRMTrain`` take it as any ``Batch``:
+    ``dense_features`` and ``labels`` are a tensor each, ``sparse_features`` are the ids
+    in the order of the ``PersiaBatch``, int64 values and int32 lengths.
+
+    Attributes:
+        requires_grad: whether the batch is for training.
+        meta: the user's own bytes.
+        batch_id: the batch's number among all batches of all data loaders.
+        loader: number of the data loader that sent it; None if none did.
+    """
+
+    dense_features: torch.Tensor
+    sparse_features: KeyedJaggedTensor
+    labels: torch.Tensor
+    requires_grad: bool = True
+    meta: bytes | None = None
+    batch_id: int | None = None
+    loader: int | None = None
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "LoadedBatch":
+        """Return the batch with its tensors on a device."""
+        return dataclasses.replace(
+            self,
+            dense_features=self.dense_features.to(device, non_blocking=non_blocking),
+            sparse_features=self.sparse_features.to(device, non_blocking),
+            labels=self.labels.to(device, non_blocking=non_blocking),
+        )
+
+    def pin_memory(self) -> "LoadedBatch":
+        """Return the batch in pinned memory, as :meth:`TorchRecBatch.pin_memory`."""
+        return dataclasses.replace(
+            self,
+            dense_features=pin(self.dense_features),
+            sparse_features=_pin_ids(self.sparse_features),
+            labels=pin(self.labels),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

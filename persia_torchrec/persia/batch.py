@@ -36,7 +36,7 @@ import operator
 import struct
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
@@ -57,6 +57,9 @@ VERSION = 1
 
 NO_WORKER = -1
 """In the place of a worker: none has the ids, and the data loader lacks them."""
+
+WITH_BATCH = -2
+"""In the place of a worker: none is needed, the ids came with the batch."""
 
 Ids = npt.NDArray[np.uint64]
 Lengths = npt.NDArray[np.int32]
@@ -351,11 +354,12 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReferencedBatch:
-    """A batch without its ids, which wait at an embedding worker.
+    """A batch of a data loader, without its ids, which wait at an embedding worker.
 
     Attributes:
         origin: which batch it is, and where its ids wait.
         batch_id: the batch's number among those of all data loaders.
+        id_type_features: the ids, if they came with the batch; else empty.
     """
 
     origin: Origin
@@ -365,6 +369,7 @@ class ReferencedBatch:
     requires_grad: bool
     meta: bytes | None
     batch_id: int | None
+    id_type_features: tuple[IDFeature, ...] = ()
 
     @property
     def loader(self) -> int:
@@ -408,6 +413,17 @@ def decode_rest(data: Buffer, origin: Origin) -> ReferencedBatch:
     if features:
         raise FrameError("The rest of a batch must be without ids.")
     return ReferencedBatch(origin=origin, batch_id=batch_id, **rest)
+
+
+def decode_whole(data: Buffer, origin: Origin) -> ReferencedBatch:
+    """Read what ``to_bytes`` wrote, of a data loader; no process is asked for its ids.
+
+    The arrays are views of the bytes.
+    """
+    batch = PersiaBatch.from_bytes(data)
+    origin.settle()
+    names = {field.name for field in fields(ReferencedBatch)} - {"origin"}
+    return ReferencedBatch(origin=origin, **{n: getattr(batch, n) for n in names})
 
 
 def _invalid(exc: BatchError) -> FrameError:

@@ -19,7 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join
-from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.model_parallel import (
+    DataParallelWrapper,
+    DistributedModelParallel,
+)
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -54,6 +57,7 @@ from persia_torchrec.persia.slot_tensors import (
 from persia_torchrec.persia.worker.serving import ask_for_slots
 from persia_torchrec.persia.worker_client import WAIT, RemoteBatch, RemoteWorkers
 from persia_torchrec.pipeline.pipeline import BatchPipeline, PrefetchedBatch
+from persia_torchrec.sharding.all_sharders import RemoteSharders
 from persia_torchrec.sharding.backward_pass import AnswersAtEnd
 from persia_torchrec.sharding.collection import CollectionSpec
 from persia_torchrec.sharding.sharded_module import ShardedRemoteCollection
@@ -217,10 +221,14 @@ class Engine:
         job_id: of the job.
         resumed_from: path of the checkpoint that training resumes from, until its
             first batch.
+        takes_ids: whether data loaders send the ids to this process itself.
     """
 
     backward_buffer_size = 10
     lookup_emb_directly = True
+    takes_ids = False
+    sharder: SlotsSharder | RemoteSharders
+    _workers: RemoteWorkers | None
     loader_wait_s = 0.0
     resumed_from: str | None = None
 
@@ -238,41 +246,65 @@ class Engine:
         self._settings: LookupSettings | None = None
         store = env.require_job_store("A training context")
         join_job("trainer", env.get_rank(), env.get_world_size(), store)
-        schema, metrics = _slots(), MetricsSettings()
+        metrics = MetricsSettings()
         gateway, path = env.metrics_gateway(), env.global_config_path()
         if gateway is not None and path is not None:  # else it is not read
             metrics = load_global_config(path, warns=False).common.metrics
-        self._spec = CollectionSpec(
-            slots.build_tables(schema, config, optimizer, tables),
-            slots.build_features(schema),
-        )
-        self.client, self._workers = connect_to_job()
+        self._connect(optimizer, config)
         data_parallel.init_process_group(distributed, device, self.client.recovery_s)
         self.job_id, generation = self._begin_generation(store)
-        self.sharder = SlotsSharder(self._workers, self._spec, self.client)
-        self.hybrid = hybrid = HybridModel(make_collection(self._spec), model)
         self.weights: data_parallel.AveragedWeights | None = None
         if distributed.period is not None:
             self.weights = data_parallel.AveragedWeights(model, distributed.period)
         replication = self.weights or data_parallel.ReducedGradients(distributed)
-        self.dmp = DistributedModelParallel(
-            hybrid,
-            device=device,
-            plan=self._plan(hybrid.embeddings),
-            sharders=[self.sharder],
-            data_parallel_wrapper=replication,
-        )
+        self.collections = self._shard(model, optimizer, replication)
         # Trainers that average weights have each a loss scale of its own.
         agreement = self.sharder.remote_tables.agreement
         self._agreement = None if self.weights else agreement
-        sharded = hybrid.embeddings
-        assert isinstance(sharded, ShardedSlots)
-        self._sharded, self.pipeline = sharded, sharded.pipeline
-        self.pipeline.set_generation(generation)
+        self.pipelines = [collection.pipeline for collection in self.collections]
+        self.pipeline = self.pipelines[0]
+        for pipeline in self.pipelines:
+            pipeline.set_generation(generation)
         self.checkpoints = ContextCheckpoints(self.client, self.flush)
         self._stop_pushes = push_metrics(
             "nn_worker", env.get_rank(), metrics, self._read
         )
+
+    def _connect(self, optimizer: Optimizer, config: EmbeddingConfig) -> None:
+        """Connect to servers and embedding workers, and learn the slots."""
+        schema = _slots()
+        self._spec = CollectionSpec(
+            slots.build_tables(schema, config, optimizer, self._tables),
+            slots.build_features(schema),
+        )
+        self.client, self._workers = connect_to_job()
+
+    def _shard(
+        self, model: nn.Module, optimizer: Optimizer, replication: DataParallelWrapper
+    ) -> list[ShardedRemoteCollection]:
+        """Put the model into DMP, its slots before it; return what is on the servers.
+
+        ``optimizer`` is of tables that :meth:`_connect` has not described.
+        """
+        assert self._workers is not None
+        slots_sharder = SlotsSharder(self._workers, self._spec, self.client)
+        self.sharder = slots_sharder
+        self.hybrid = hybrid = HybridModel(make_collection(self._spec), model)
+        self.dmp = DistributedModelParallel(
+            hybrid,
+            device=self.device,
+            plan=self._plan(hybrid.embeddings, slots_sharder),
+            sharders=[slots_sharder],
+            data_parallel_wrapper=replication,
+        )
+        assert isinstance(hybrid.embeddings, ShardedSlots)
+        self._sharded = hybrid.embeddings
+        return [self._sharded]
+
+    def bound(self, *, held: int, sent: int) -> None:
+        """Bound the updates that are in memory, and those that are sent."""
+        for pipeline in self.pipelines:
+            pipeline.bound(held=held, sent=sent)
 
     @contextlib.contextmanager
     def in_step(
@@ -306,16 +338,9 @@ class Engine:
         settings: LookupSettings | None = None,
     ) -> Pull:
         """Begin to pull a batch; one of training makes rows and awaits its gradient."""
-        if is_training:
-            self.resumed_from = None
+        self._begin_pull(batch, is_training=is_training)
         source: ReferencedBatch | dict[str, Bags]
-        if isinstance(batch, PersiaBatch):
-            if not self.lookup_emb_directly:
-                raise ConfigError(
-                    "lookup_emb_directly must be True to look up a batch of this "
-                    "process. Received: False, with which batches come from data "
-                    "loaders by a StreamingDataset."
-                )
+        if isinstance(batch, PersiaBatch) or batch.id_type_features:
             # Copied: the pull is put off, and the user's arrays may change meanwhile.
             source = {
                 feature.name: Bags(feature.ids.copy(), feature.lengths.copy())
@@ -328,10 +353,28 @@ class Engine:
             self._apply(settings, is_training=is_training)
         return self._sharded.start(source, is_training=is_training)
 
+    def _begin_pull(
+        self, batch: PersiaBatch | ReferencedBatch, *, is_training: bool
+    ) -> None:
+        if is_training:
+            self.resumed_from = None
+        if isinstance(batch, PersiaBatch) and not self.lookup_emb_directly:
+            raise ConfigError(
+                "lookup_emb_directly must be True to look up a batch of this "
+                "process. Received: False, with which batches come from data "
+                "loaders by a StreamingDataset."
+            )
+
     def run(self, non_id_tensors: list[torch.Tensor], pull: Pull) -> object:
         """Run the whole model; its backward pass updates both halves."""
         self._wait_for(pull)
         return self.dmp(non_id_tensors, pull)
+
+    def evaluate(
+        self, model: nn.Module, non_id_tensors: list[torch.Tensor], pull: Pull
+    ) -> object:
+        """Run a model on a batch that is not for training."""
+        return run_dense(model, non_id_tensors, self.embed(pull))
 
     def embed(self, pull: Pull) -> Slots:
         """Wait for a batch's embeddings, a tensor per slot; see ``slot_tensors.py``."""
@@ -346,15 +389,19 @@ class Engine:
         trainer that averages dense gradients: these call it together. ``scale`` is
         float32 on the device of the loss; it may be 0, which leaves no gradient finite.
         """
-        self._sharded.gradient_scale = scale.reciprocal()
-        self._sharded.skip_non_finite = True
-        num_skipped = self._sharded.num_skipped
+        for collection in self.collections:
+            collection.gradient_scale = scale.reciprocal()
+            collection.skip_non_finite = True
+        num_skipped = self._num_skipped()
         scaled_loss.backward()
-        has_skipped = self._sharded.num_skipped > num_skipped
+        has_skipped = self._num_skipped() > num_skipped
         if self._agreement is not None:
             has_skipped = self._agreement.any(has_skipped)
         self.sharder.remote_tables.count_skipped(is_skipped=has_skipped)
         return has_skipped
+
+    def _num_skipped(self) -> int:
+        return sum(collection.num_skipped for collection in self.collections)
 
     def mark_skipped(self, scaler: torch.amp.GradScaler) -> None:
         """Let a scaler know, before its update, that gradients were left out."""
@@ -376,18 +423,22 @@ class Engine:
 
     def wait_until_ready(self, timeout_s: float) -> None:
         """Wait until workers and servers answer and have their tables."""
+        assert self._workers is not None
         slots.wait_until_ready(self._workers.hello, timeout_s)
 
     def flush(self) -> None:
         """Wait until every update so far is applied; raise the error of one."""
-        self.pipeline.flush()
+        for pipeline in self.pipelines:
+            pipeline.flush()
 
     def close(self) -> None:
         """Push metrics once more, and close all connections. May be called twice."""
         self.checkpoints.close()
-        self.pipeline.close()
+        for pipeline in self.pipelines:
+            pipeline.close()
         self._stop_pushes()
-        self._workers.close()
+        if self._workers is not None:
+            self._workers.close()
         self.client.close()
 
     def _begin_generation(self, store: env.JobStore) -> tuple[str, int]:
@@ -395,15 +446,16 @@ class Engine:
         find = partial(_find_generation, store, self.client)
         job_id, generation = at_first(find, tuple[str, int])
         self.client.begin_generation(generation)
-        self._workers.generation = generation
+        if self._workers is not None:
+            self._workers.generation = generation
         return job_id, generation
 
-    def _plan(self, collection: nn.Module) -> ShardingPlan:
+    def _plan(self, collection: nn.Module, sharder: SlotsSharder) -> ShardingPlan:
         """Return the only plan that there is, for which a planner is not needed."""
         plan = construct_module_sharding_plan(
             collection,
             {table.name: row_wise() for table in self._spec.tables},
-            sharder=self.sharder,
+            sharder=sharder,
             local_size=1,  # places nothing
             device_type=self.device.type,
         )
@@ -414,33 +466,36 @@ class Engine:
         is_training = pull.wait().is_training
         waited_s = self.loader_wait_s + time.perf_counter() - began_s
         self.loader_wait_s = 0.0
-        if is_training and waited_s > _SHORT_WAIT_S:
+        if is_training and waited_s > _SHORT_WAIT_S and self._workers is not None:
             self._workers.observed.observe(WAIT, waited_s)
 
     def _read(self) -> list[Reading]:
         """Return all metrics of this trainer; the pushing thread calls it."""
-        total = self.pipeline.tally.total
+        each = [pipeline.tally.total for pipeline in self.pipelines]
         totals = {
-            "gradients_missed": total.num_missed,
-            "gradients_refused": total.num_refused,
-            "batches_skipped": self._sharded.num_skipped,
+            "gradients_missed": sum(total.num_missed for total in each),
+            "gradients_refused": sum(total.num_refused for total in each),
+            "batches_skipped": self._num_skipped(),
         }
         own = (
             Reading(f"persia_{name}", number, "of this trainer's pushes", "counter")
             for name, number in totals.items()
         )
-        return [*self._workers.observed.read(), *own]
+        observed = [] if self._workers is None else self._workers.observed.read()
+        return [*observed, *own]
 
     def _apply(self, settings: LookupSettings, *, is_training: bool) -> None:
         if not is_training:
-            self.pipeline.evaluation.set_num_threads(settings.num_workers)
+            for pipeline in self.pipelines:
+                pipeline.evaluation.set_num_threads(settings.num_workers)
         elif settings != self._settings:
             staleness = settings.embedding_staleness
             if staleness is None:
                 staleness = settings.forward_buffer_size + self.backward_buffer_size
             late = settings.pulls_late
-            self.pipeline.set_staleness(staleness, pulls_late=late)
-            self.pipeline.training.set_num_threads(settings.num_workers)
+            for pipeline in self.pipelines:
+                pipeline.set_staleness(staleness, pulls_late=late)
+                pipeline.training.set_num_threads(settings.num_workers)
             self._settings = settings
 
 

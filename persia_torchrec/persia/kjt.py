@@ -1,32 +1,49 @@
 """PERSIA's batches as TorchRec's, and back.
 
-    PersiaBatch               TorchRecBatch
-    id_type_features     ->   id_features      KeyedJaggedTensor, the same 64 bits
-    non_id_type_features ->   dense_features   a tensor each, in order
-    labels               ->   labels           a tensor each, in order
+    PersiaBatch               TorchRecBatch        Batch of torchrec.datasets.utils
+    id_type_features     ->   id_features          sparse_features
+    non_id_type_features ->   dense_features       dense_features
+    labels               ->   labels               labels
+                              a tensor each        one tensor, columns side by side
 
-PERSIA's ids are uint64, torch's int64: the same 64 bits, so that the id 2**64 - 1 is -1
-on torch's side. Both ways give equal batches. The tensors share the arrays' memory
-where they can.
+Ids are a ``KeyedJaggedTensor``, its keys in the order of the features. PERSIA's ids are
+uint64, torch's int64: the same 64 bits, so that the id 2**64 - 1 is -1 on torch's side.
+The tensors share the arrays' memory where they can.
 """
 
+import copy
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from persia_torchrec.datasets.batches import TorchRecBatch, to_jagged_ids
+from persia_torchrec.datasets.batches import (
+    HostKeyedJaggedTensor,
+    LoadedBatch,
+    TorchRecBatch,
+    to_jagged_ids,
+)
+from persia_torchrec.datasets.transfer import uses_gpu
 from persia_torchrec.errors import BatchError
 from persia_torchrec.persia import batch as persia_batch
-from persia_torchrec.persia.batch import IDTypeFeature, PersiaBatch
+from persia_torchrec.persia.batch import IDTypeFeature, PersiaBatch, ReferencedBatch
 
 D = TypeVar("D", bound=persia_batch.NdarrayDataBase)
 
 
 def to_torchrec(batch: PersiaBatch) -> TorchRecBatch:
     """Return a batch as tensors on the CPU, which share its arrays' memory.
+
+    Args:
+        batch: any; its arrays are kept, not changed.
+
+    Returns:
+        ``id_features``: int64 values ``(L,)``, the same 64 bits, and int32 lengths
+        ``(F * B,)``; a tensor for each dense feature and label, with shape and dtype
+        of its array.
 
     Example:
         >>> ids = np.array([7, 2**64 - 1], dtype=np.uint64)
@@ -35,17 +52,11 @@ def to_torchrec(batch: PersiaBatch) -> TorchRecBatch:
         >>> tensors.id_features["ads"].values().tolist()
         [7, -1]
     """
-    features, dense = batch.id_type_features, batch.non_id_type_features
-    ids = np.concatenate([feature.ids for feature in features])
-    lengths = np.concatenate([feature.lengths for feature in features])
+    dense = batch.non_id_type_features
     return TorchRecBatch(
-        id_features=KeyedJaggedTensor(
-            keys=[feature.name for feature in features],
-            values=torch.from_numpy(ids.view(np.int64)),
-            lengths=torch.from_numpy(lengths),
-        ),
-        dense_features=tuple(torch.from_numpy(feature.data) for feature in dense),
-        labels=tuple(torch.from_numpy(label.data) for label in batch.labels),
+        id_features=to_kjt(batch),
+        dense_features=tuple(map(_tensor, dense)),
+        labels=tuple(map(_tensor, batch.labels)),
         dense_names=tuple(feature.name for feature in dense),
         label_names=tuple(label.name for label in batch.labels),
         requires_grad=batch.requires_grad,
@@ -54,16 +65,90 @@ def to_torchrec(batch: PersiaBatch) -> TorchRecBatch:
     )
 
 
-def from_torchrec(batch: TorchRecBatch) -> PersiaBatch:
+def to_kjt(batch: PersiaBatch | ReferencedBatch) -> KeyedJaggedTensor:
+    """Return the ids of a batch, its features in their order."""
+    features = batch.id_type_features
+    ids = np.concatenate([feature.ids for feature in features])
+    lengths = np.concatenate([feature.lengths for feature in features])
+    return KeyedJaggedTensor(
+        keys=[feature.name for feature in features],
+        values=torch.from_numpy(ids.view(np.int64)),
+        lengths=torch.from_numpy(lengths),
+    )
+
+
+def to_batch(
+    batch: PersiaBatch | ReferencedBatch | Batch | TorchRecBatch,
+    device: torch.device | None = None,
+    *,
+    ids_on_host: bool = False,
+) -> Batch:
+    """Return a batch as TorchRec's ``Batch``; see ``DataLoader(as_torchrec=True)``.
+
+    Raises:
+        BatchError: dense features, or labels, are several that do not fit into one
+            tensor.
+    """
+    loaded = batch if isinstance(batch, Batch) else _to_loaded(to_persia(batch))
+    if ids_on_host:
+        loaded = copy.copy(loaded)  # a Batch is the user's
+        loaded.sparse_features = HostKeyedJaggedTensor.of(loaded.sparse_features)
+    if uses_gpu() or (device is not None and device.type == "cuda"):
+        loaded = loaded.pin_memory()
+    return loaded if device is None else loaded.to(device, non_blocking=True)
+
+
+def _to_loaded(batch: PersiaBatch | ReferencedBatch) -> LoadedBatch:
+    dense = list(map(_tensor, batch.non_id_type_features))
+    return LoadedBatch(
+        dense_features=join_columns(dense, batch.batch_size, "dense features"),
+        sparse_features=to_kjt(batch),
+        labels=join_columns(list(map(_tensor, batch.labels)), batch.batch_size),
+        requires_grad=batch.requires_grad,
+        meta=batch.meta,
+        batch_id=batch.batch_id,
+        loader=batch.loader if isinstance(batch, ReferencedBatch) else None,
+    )
+
+
+def join_columns(
+    tensors: Sequence[torch.Tensor], num_samples: int, what: str = "labels"
+) -> torch.Tensor:
+    """Return one tensor: the only one as it is; several side by side, ``(B, C)``.
+
+    Several are ``(B,)`` or ``(B, C)``, of one dtype. None are float32 ``(B, 0)``.
+    """
+    if not tensors:
+        return torch.empty(num_samples, 0)
+    if len(tensors) == 1:
+        return tensors[0]
+    if len({t.dtype for t in tensors}) > 1 or any(t.dim() > 2 for t in tensors):
+        raise BatchError(
+            f"TorchRec's Batch has one tensor of {what}: several must be (B,) or "
+            "(B, C), of one dtype, to stand side by side. Received: "
+            f"{[(str(t.dtype), tuple(t.shape)) for t in tensors]}. Send them as one "
+            "array, or use to_torchrec(batch), which keeps a tensor for each."
+        )
+    return torch.cat([t.reshape(num_samples, -1) for t in tensors], dim=1)
+
+
+def from_torchrec(batch: TorchRecBatch | Batch) -> PersiaBatch:
     """Return tensors as a batch.
 
     A feature with one id in every sample becomes an ``IDTypeFeatureWithSingleID``,
     which means the same. Tensors on the CPU are not copied.
 
+    Args:
+        batch: of this package's datasets, or any ``torchrec.datasets.utils.Batch``,
+            whose dense features and labels become one of each. It is for training
+            unless its ``requires_grad`` says otherwise.
+
     Raises:
         BatchError: the ids have weights, a dtype is none of a ``PersiaBatch``'s, or the
             batch is a part of one.
     """
+    if isinstance(batch, Batch):
+        batch = _with_tuples(batch)
     kjt = batch.id_features
     if batch.fraction != 1.0:
         raise BatchError(
@@ -90,6 +175,35 @@ def from_torchrec(batch: TorchRecBatch) -> PersiaBatch:
     )
     result.batch_id = batch.batch_id
     return result
+
+
+def to_persia(batch: Any) -> PersiaBatch | ReferencedBatch:
+    """Return a batch of any kind as PERSIA's; BatchError if it is none."""
+    if isinstance(batch, PersiaBatch | ReferencedBatch):
+        return batch
+    if isinstance(batch, TorchRecBatch | Batch):
+        return from_torchrec(batch)
+    raise BatchError(
+        "A batch must be a PersiaBatch, or TorchRec's, as a Batch of "
+        f"torchrec.datasets.utils. Received: {persia_batch.describe(batch)}."
+    )
+
+
+def _with_tuples(batch: Batch) -> TorchRecBatch:
+    """Return TorchRec's ``Batch`` in our form; empty tensors stand for none."""
+    dense, labels = batch.dense_features, batch.labels
+    return TorchRecBatch(
+        id_features=batch.sparse_features,
+        dense_features=(dense,) if dense.numel() else (),
+        labels=(labels,) if labels.numel() else (),
+        requires_grad=getattr(batch, "requires_grad", True),
+        meta=getattr(batch, "meta", None),
+        batch_id=getattr(batch, "batch_id", None),
+    )
+
+
+def _tensor(part: persia_batch.NdarrayDataBase) -> torch.Tensor:
+    return torch.from_numpy(part.data)
 
 
 def _arrays(

@@ -1,6 +1,7 @@
 """Where batches come from, and the loader, which has their rows already on their way.
 
     dataset -> begin the pull -> wait until the trainer asks -> batch
+            `> tensors, as TorchRec's Batch, whose pull the model begins
 
 A batch's pull begins when the dataset has it, up to ``forward_buffer_size`` batches
 before the trainer asks for it: within the staleness bound, and not earlier than hides
@@ -16,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from persia_torchrec import env, timeouts
 from persia_torchrec.errors import ConfigError, DataflowError
@@ -27,6 +28,9 @@ from persia_torchrec.persia import batch as persia_batch
 from persia_torchrec.persia.batch import PersiaBatch, ReferencedBatch
 from persia_torchrec.persia.stream import Inbox
 from persia_torchrec.rpc.addresses import local_address
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 
@@ -92,7 +96,8 @@ class IterableDatasetBase:
         """Yield the batches of one pass."""
         raise ConfigError(
             "A dataset must have __iter__, or a consume_dataset of its own. Received: "
-            f"{type(self).__name__}. Only a DataLoader reads a StreamingDataset."
+            f"{type(self).__name__}. Only a DataLoader reads a StreamingDataset that "
+            "has no as_torchrec=True."
         )
 
     def consume_dataset(self) -> Iterator[int]:
@@ -122,13 +127,37 @@ class IterableDataset(IterableDatasetBase):
     """The user's batches: a base class of PERSIA's users."""
 
 
+class _Iterated(IterableDatasetBase):
+    """Any iterable of batches, such as the datasets of files."""
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        super().__init__()
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._batches)
+
+
 class StreamingDataset(IterableDatasetBase):
     """What data loader processes send to this trainer; one pass, until all have ended.
 
     The trainer begins to listen, and registers with the job, on the first pass.
+
+    Args:
+        buffer_size: batches of each data loader that may wait, at least 1.
+        as_torchrec: whether the batches are TorchRec's: then it may be iterated over
+            without a ``DataLoader``, too; see there.
     """
 
     _is_iterated = False
+
+    def __init__(self, buffer_size: int = 10, *, as_torchrec: bool = False) -> None:
+        super().__init__(buffer_size)
+        self.as_torchrec = self.takes_ids = as_torchrec
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield TorchRec's batches of the one pass."""
+        return iter(DataLoader(self)) if self.as_torchrec else super().__iter__()
 
     def batches(self, timeout_s: float, *, in_order: bool) -> Iterator[ReferencedBatch]:
         """Yield the batches as they come; raise DataflowError if none comes in time."""
@@ -142,7 +171,10 @@ class StreamingDataset(IterableDatasetBase):
         )
         rank, world_size = env.get_rank(), env.get_world_size()
         join_job("trainer", rank, world_size, store)
-        inbox = Inbox(self.buffer_size, rank, world_size, self.trained)
+        inbox = Inbox(
+            *(self.buffer_size, rank, world_size, self.trained),
+            takes_ids=self.takes_ids,
+        )
         with contextlib.closing(AddressBook.join(*store)) as book:
             service = inbox.listen(local_address(store.host), book.greeting)
             self._is_iterated = True
@@ -217,9 +249,19 @@ def _looks_up(context: object) -> bool:
 class DataLoader:
     """Iterate over a dataset's batches, with their rows on the way.
 
+    With ``as_torchrec`` the batches are TorchRec's, for any TorchRec model and train
+    pipeline, and no context is needed: the model's collections look them up. Data
+    loader processes then send ids to this process itself, and the job needs no
+    embedding worker. ``dense_features`` and ``labels`` are one tensor each: arrays
+    ``(B,)`` or ``(B, C)`` of a ``PersiaBatch`` stand side by side, and one alone keeps
+    its shape and dtype; none are float32 ``(B, 0)``.
+
     Args:
-        dataset: where the batches come from.
-        forward_buffer_size: batches looked up ahead, at least 1.
+        dataset: where the batches come from: an ``IterableDataset``, a
+            ``StreamingDataset``, or any iterable of batches, PERSIA's or TorchRec's, as
+            the datasets of files are.
+        forward_buffer_size: batches looked up ahead, at least 1; with ``as_torchrec``
+            batches that wait as tensors.
         timeout_ms: how long to wait for a batch.
         num_workers: batches looked up at once, at least 1; the context's
             ``threadpool_worker_size`` may allow fewer. A reproducible loader looks up
@@ -228,17 +270,33 @@ class DataLoader:
             Together with ``embedding_staleness=1`` two runs are equal to the last bit.
         embedding_staleness: training batches that may be between lookup and update, at
             least 1; 1 is the schedule without stale rows. None: as many as the buffers
-            hold. Unless ``reproducible``, no more are than hide the lookups.
+            hold. Unless ``reproducible``, no more are than hide the lookups. With
+            ``as_torchrec`` it is left out: the sharder has it.
+        as_torchrec: yield each batch as a ``Batch`` of ``torchrec.datasets.utils``: a
+            ``LoadedBatch``, which has ``requires_grad``, ``meta``, ``batch_id`` and
+            ``loader`` besides.
+        device: where its tensors are; None: on the host, in pinned memory where this
+            process uses a GPU. Train pipelines move it by themselves.
+        ids_on_host: have its ids as a ``HostKeyedJaggedTensor``, which stays on the
+            host when the batch is moved: what tables on the servers want.
+
+    Raises:
+        ConfigError: an argument is out of its range, or has no effect without, or
+            with, ``as_torchrec``.
     """
 
     def __init__(
         self,
-        dataset: IterableDatasetBase,
+        dataset: IterableDatasetBase | Iterable[Any],
         forward_buffer_size: int = 10,
         timeout_ms: int = 600_000,
         num_workers: int = 10,
         reproducible: bool = False,
         embedding_staleness: int | None = None,
+        *,
+        as_torchrec: bool = False,
+        device: "torch.device | None" = None,
+        ids_on_host: bool = False,
     ) -> None:
         require_at_least_1(
             forward_buffer_size=forward_buffer_size,
@@ -246,7 +304,12 @@ class DataLoader:
             num_workers=num_workers,
             embedding_staleness=embedding_staleness,
         )
+        if not isinstance(dataset, IterableDatasetBase):
+            dataset = _Iterated(dataset)
         self.dataset = dataset
+        self.as_torchrec = as_torchrec or getattr(dataset, "as_torchrec", False)
+        self._where = device, ids_on_host
+        self._require_effect(embedding_staleness)
         self._timeout_s = timeout_ms / 1000
         self._reproducible = reproducible
         num_workers = 1 if reproducible else num_workers
@@ -257,23 +320,59 @@ class DataLoader:
             pulls_late=not reproducible,
         )
 
-    def __iter__(self) -> Iterator[PersiaTrainingBatch]:
-        """Yield the batches of one pass; raise DataflowError if none comes in time."""
+    def _require_effect(self, embedding_staleness: int | None) -> None:
+        if self.as_torchrec and embedding_staleness is not None:
+            raise ConfigError(
+                "embedding_staleness must be left out with as_torchrec=True, where the "
+                f"sharder has it. Received: {embedding_staleness}. Use remote_sharders("
+                f"client, optimizer, staleness={embedding_staleness})."
+            )
+        if not self.as_torchrec and self._where != (None, False):
+            raise ConfigError(
+                "device and ids_on_host are for as_torchrec=True: a context has its "
+                f"batches on its own device. Received: device={self._where[0]}, "
+                f"ids_on_host={self._where[1]}."
+            )
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batches of one pass; raise DataflowError if none comes in time.
+
+        They are ``PersiaTrainingBatch``, or with ``as_torchrec`` ``LoadedBatch``.
+        """
+        # Not above: a data loader process, which needs this module, runs without torch.
+        from persia_torchrec.persia import kjt
+
         context = entered_context()
+        if self.as_torchrec:
+            batches = self._batches(context, takes_ids=True)
+            device, ids_on_host = self._where
+            made = (kjt.to_batch(b, device, ids_on_host=ids_on_host) for b in batches)
+            ahead = self._settings.forward_buffer_size
+            ready = in_background(made, ahead, "batches ahead")
+            return ready if context is None else cast("Any", context.count(ready))
         if context is None:
             raise ConfigError(
                 "A DataLoader must be iterated over inside a context. "
-                "Use `with TrainCtx(...):` or `with eval_ctx(...):` around the loop."
+                "Use `with TrainCtx(...):` or `with eval_ctx(...):` around the loop, "
+                "or DataLoader(..., as_torchrec=True) for a TorchRec model."
             )
         settings = self._settings
-        if context.trained:
-            self.dataset.trained = context.trained
-        batches = self.dataset.batches(self._timeout_s, in_order=self._reproducible)
-        batches = context.skip(batches)
-        started = (context.start_lookup(batch, settings) for batch in batches)
+        batches = self._batches(context, takes_ids=context.takes_ids)
+        started = (
+            context.start_lookup(kjt.to_persia(batch), settings) for batch in batches
+        )
         ahead = settings.forward_buffer_size
         ready = in_background(started, ahead, "lookups ahead", context.note_wait)
         return cast("Iterator[PersiaTrainingBatch]", context.count(ready))
+
+    def _batches(self, context: Any, *, takes_ids: bool) -> Iterator[Any]:
+        """Return the batches of one pass, without those trained before a restart."""
+        if isinstance(self.dataset, StreamingDataset):
+            self.dataset.takes_ids = takes_ids
+        if context is not None and context.trained:
+            self.dataset.trained = context.trained
+        batches = self.dataset.batches(self._timeout_s, in_order=self._reproducible)
+        return batches if context is None else cast("Any", context.skip(batches))
 
 
 def in_background(

@@ -1,9 +1,11 @@
 """How a batch gets from a data loader to a trainer.
 
 The ids have gone to an embedding worker; what is left of the batch, and the number of
-that worker, goes to the trainer whose turn it is:
+that worker, goes to the trainer whose turn it is. A trainer whose batches are
+TorchRec's takes the ids itself, and no worker is needed:
 
-    BATCH         1: JSON [worker, checksum of the ids]
+    BATCH         1: JSON [worker, checksum of the ids]; WITH_BATCH for the worker
+                     says that 2 has the ids, too
                   2: the rest of the batch (persia/batch.py)
     END_OF_DATA   1: JSON null
     POSITION      1: JSON {number: worker}: which batches had lost their ids, and who
@@ -32,8 +34,15 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from persia_torchrec.errors import DataflowError, FrameError, RemoteError, ServerError
-from persia_torchrec.persia import batch as persia_batch
-from persia_torchrec.persia.batch import Origin, PersiaBatch, ReferencedBatch
+from persia_torchrec.persia.batch import (
+    WITH_BATCH,
+    Origin,
+    PersiaBatch,
+    ReferencedBatch,
+    decode_rest,
+    decode_whole,
+    encode_rest,
+)
 from persia_torchrec.rpc.auth import NO_JOB, Greeting
 from persia_torchrec.rpc.client import Connections
 from persia_torchrec.rpc.messages import (
@@ -64,6 +73,7 @@ class Position(msgspec.Struct, kw_only=True):
         lost: of these, whose ids an embedding worker has lost.
         checksums: numbers of the latest, and checksums of their ids; only for POSITION.
         has_room: whether there was room for the batch.
+        takes_ids: whether the trainer takes the ids itself, with the batch.
     """
 
     arrived: int
@@ -71,6 +81,7 @@ class Position(msgspec.Struct, kw_only=True):
     lost: list[int]
     checksums: dict[int, int] = {}
     has_room: bool = True
+    takes_ids: bool = False
 
 
 class _Loader:
@@ -90,6 +101,7 @@ class Inbox:
 
     Any thread may call any method. Trainer ``rank`` gets the batches
     ``rank + n * world_size``. Those up to ``trained``, by loader, have been there.
+    With ``takes_ids`` the batches come with their ids.
     """
 
     def __init__(
@@ -98,8 +110,11 @@ class Inbox:
         rank: int,
         world_size: int,
         trained: Mapping[int, int] = {},  # only read
+        *,
+        takes_ids: bool = False,
     ) -> None:
         self._capacity = capacity
+        self._takes_ids = takes_ids
         self._world_size = world_size
         self._changed = threading.Condition()
         self._loaders = defaultdict[int, _Loader](_Loader)  # guarded by _changed
@@ -172,7 +187,12 @@ class Inbox:
             for number in numbers:
                 del loader.open[number]
             lost = [n for n, origin in loader.open.items() if origin.is_lost]
-            position = Position(arrived=loader.arrived, open=[*loader.open], lost=lost)
+            position = Position(
+                arrived=loader.arrived,
+                open=[*loader.open],
+                lost=lost,
+                takes_ids=self._takes_ids,
+            )
             if header.kind is Kind.POSITION:
                 position.checksums = dict(loader.checksums)
             return position
@@ -222,6 +242,19 @@ class Inbox:
             )
         return loader
 
+    def _require_ids(self, origin: Origin) -> None:
+        """Refuse a batch whose ids are not where this trainer wants them."""
+        comes_whole = origin.worker == WITH_BATCH
+        if comes_whole != self._takes_ids:
+            where = ("embedding workers", "the NN worker itself, for as_torchrec=True")
+            left_with = f"embedding worker {origin.worker}"
+            raise DataflowError(
+                f"Data loader {origin.loader} must send its ids to "
+                f"{where[self._takes_ids]}. Received: batch {origin.number}, whose ids "
+                f"are {'with it' if comes_whole else f'with {left_with}'}. Start it "
+                "again, with DataCtx() or with the NN worker's as_torchrec."
+            )
+
     def _num_ended(self) -> int:
         return sum(loader.has_ended for loader in self._loaders.values())
 
@@ -258,8 +291,10 @@ class Inbox:
         elif header.kind is Kind.BATCH and len(frames) == 3:
             worker, checksum = decode_json(frames[:2], tuple[int, int])
             origin = Origin(header.stream, header.batch, worker)
+            self._require_ids(origin)
+            decode = decode_whole if self._takes_ids else decode_rest
             # Copied: a frame is read-only, and torch wants memory that can be written.
-            batch = persia_batch.decode_rest(bytearray(frames[2]), origin)
+            batch = decode(bytearray(frames[2]), origin)
             has_room = self.put(header, batch, _PUT_TIMEOUT_S, checksum)
         else:
             raise FrameError(f"A trainer answers no such message: {header}.")
@@ -308,6 +343,17 @@ class BatchSender:
             for trainer in range(self.num_trainers)
         ]
 
+    def takes_ids(self) -> bool:
+        """Return whether the trainers take the ids themselves; they must all agree."""
+        takes = [position.takes_ids for position in self.known]
+        if len(set(takes)) > 1:
+            raise DataflowError(
+                "NN workers must all have as_torchrec=True in their DataLoader, or "
+                f"none of them. Received: NN worker {takes.index(True)} has, and NN "
+                f"worker {takes.index(False)} has not."
+            )
+        return takes[0]
+
     def position(self) -> int:
         """Return up to which number all batches had arrived at :meth:`begin`."""
         missing = (
@@ -335,11 +381,12 @@ class BatchSender:
     def send(
         self, number: int, batch: PersiaBatch, worker: int, checksum: int = 0
     ) -> Position:
-        """Send a batch but for its ids; its trainer may have no room for it."""
-        frames: Frames = [
-            encode_json([worker, checksum]),
-            persia_batch.encode_rest(batch),
-        ]
+        """Send a batch but for its ids, which ``worker`` has, unless it is WITH_BATCH.
+
+        Its trainer may have no room for it.
+        """
+        data = batch.to_bytes() if worker == WITH_BATCH else encode_rest(batch)
+        frames: Frames = [encode_json([worker, checksum]), data]
         return self._ask(self.trainer_of(number), Kind.BATCH, number, frames)
 
     def move(self, trainer: int, moved: Mapping[int, int]) -> Position:

@@ -14,6 +14,7 @@ Modules that are, or hold, bags go through the sharder of bags, with its setting
 those of sequences.
 """
 
+import os
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
@@ -34,7 +35,7 @@ from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.sharding import sharded_module, table_control
-from persia_torchrec.sharding.collection import TableCollection
+from persia_torchrec.sharding.collection import PersiaTables, TableCollection
 from persia_torchrec.sharding.sharder import (
     PlannedSharder,
     RemoteEmbeddingBagCollectionSharder,
@@ -210,6 +211,7 @@ def remote_sharders(
     state_dict_rows: StateDictRows = "auto",
     evaluation_waits: bool = True,
     namespace: str = "",
+    embedding_config: str | os.PathLike[str] | PersiaTables | None = None,
 ) -> "RemoteSharders":
     """Return the sharders that put every collection of a model on the servers.
 
@@ -232,6 +234,7 @@ def remote_sharders(
         "state_dict_rows": state_dict_rows,
         "evaluation_waits": evaluation_waits,
         "namespace": namespace,
+        "embedding_config": PersiaTables.read(embedding_config),
     }
     common = client, optimizer, staleness, wire_dtype
     bags = RemoteEmbeddingBagCollectionSharder(*common, **settings)

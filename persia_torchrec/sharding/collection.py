@@ -11,12 +11,17 @@ TorchRec itself trains such tables by fbgemm's optimizer of the same name, whose
 computation and defaults win over the class: ``torch.optim.Adam`` decays weights as
 AdamW does, and Adagrad's ``eps`` is 1e-8. What fbgemm leaves out is the class's:
 momentum and weight decay of SGD, weight decay and initial accumulator of Adagrad.
+
+With an ``embedding_config.yml`` a table is a feature group, and a feature a slot: ids
+get the group's prefix, so that rows are those that a ``TrainCtx`` trains.
 """
 
 import contextlib
+import difflib
 import functools
 import hashlib
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pkgutil import resolve_name
@@ -42,6 +47,12 @@ from persia_torchrec.embedding.optim import OPTIMIZERS
 from persia_torchrec.embedding.setting import Initializer, Optimizer
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.lookup.bags import POOLINGS, FeatureSpec
+from persia_torchrec.persia.config.embedding_config import (
+    EmbeddingSchema,
+    SlotConfig,
+    load_embedding_config,
+)
+from persia_torchrec.persia.embedding import EmbeddingConfig
 from persia_torchrec.sharding.torchrec_api import optimizers_in_backward, set_device
 from persia_torchrec.table import TableSettings, TableSpec, WeightDtype
 
@@ -107,6 +118,51 @@ class CollectionSpec:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class PersiaTables:
+    """What PERSIA says of tables, which a collection's own configs do not."""
+
+    schema: EmbeddingSchema | None  # of the slots; None: ids stay as they are
+    config: EmbeddingConfig  # how rows start, unless a table has an init_fn of its own
+
+    @classmethod
+    def read(
+        cls, given: "str | os.PathLike[str] | PersiaTables | None"
+    ) -> "PersiaTables | None":
+        """Return what a sharder was given: the path of an ``embedding_config.yml``."""
+        if given is None or isinstance(given, cls):
+            return given
+        schema = load_embedding_config(os.fspath(given), warns=False)  # type: ignore[arg-type]
+        return cls(schema, EmbeddingConfig())
+
+    def slots_of(self, config: BaseEmbeddingConfig) -> dict[str, SlotConfig]:
+        """Return the slots of a table, which must be a feature group, by feature."""
+        if self.schema is None:
+            return {}
+        if config.name not in self.schema.groups:
+            near = difflib.get_close_matches(config.name, self.schema.groups, 1, 0.0)
+            raise ConfigError(
+                "With an embedding_config a table must have the name of a feature "
+                f"group, or of a slot that is in none. Received: table {config.name!r}."
+                f" Is {near[0]!r} meant?"
+            )
+        members = self.schema.groups[config.name]
+        for feature in config.feature_names:
+            if feature not in members:
+                raise ConfigError(
+                    f"Table {config.name!r}: its features must be slots of its feature "
+                    f"group, {list(members)}. Received: {feature!r}."
+                )
+        slots = {name: self.schema.slots[name] for name in config.feature_names}
+        dims = {slot.dim for slot in slots.values()}
+        if dims != {config.embedding_dim}:
+            raise ConfigError(
+                f"Table {config.name!r}: embedding_dim must be the dim of its slots, "
+                f"{sorted(dims)}. Received: {config.embedding_dim}."
+            )
+        return slots
+
+
 def table_configs(collection: TableCollection) -> list[BaseEmbeddingConfig]:
     """Return the configs of the collection's tables, in their order."""
     if isinstance(collection, _SEQUENCES):
@@ -118,6 +174,7 @@ def describe_collection(
     module: TableCollection,
     optimizer: Optimizer,
     settings: Mapping[str, TableSettings] | None = None,
+    persia: PersiaTables | None = None,
 ) -> CollectionSpec:
     """Describe a collection of bags or of sequences; only its configuration is read.
 
@@ -133,18 +190,56 @@ def describe_collection(
                 f"Table {config.name!r}: pooling must be SUM or MEAN. "
                 f"Received: {config.pooling}."
             )
-        features += [
-            FeatureSpec(columns[config.name, f], key, config.name, pooling)
-            for f, key in enumerate(config.feature_names)
-        ]
+        slots = {} if persia is None else persia.slots_of(config)
+        for f, key in enumerate(config.feature_names):
+            spec = FeatureSpec(columns[config.name, f], key, config.name, pooling)
+            if persia is not None and persia.schema is not None:
+                bits = persia.schema.feature_index_prefix_bit
+                spec = _of_slot(spec, slots[key], bits)
+            features.append(spec)
         given = (settings or {}).get(config.name, TableSettings())
-        tables.append(_describe_table(config, own.get(config.name, optimizer), given))
+        chosen = own.get(config.name, optimizer)
+        tables.append(_describe_table(config, chosen, given, persia))
+    is_weighted = not are_sequences and module.is_weighted()
+    if is_weighted or are_sequences:
+        _require_no_hash_stack(features)
     return CollectionSpec(
         tuple(tables),
         tuple(features),
-        is_weighted=not are_sequences and module.is_weighted(),
+        is_weighted=is_weighted,
         needs_ids=are_sequences and module.need_indices(),
     )
+
+
+def _of_slot(spec: FeatureSpec, slot: SlotConfig, prefix_bits: int) -> FeatureSpec:
+    """Return a feature whose ids become rows as those of a slot do."""
+    pooling = spec.pooling
+    if slot.sqrt_scaling and slot.embedding_summation:
+        if pooling != "sum":
+            raise ConfigError(
+                f"Feature {spec.key!r}: pooling must be SUM where the slot has "
+                "sqrt_scaling, which divides the sum by the root of the number of "
+                "ids. Received: MEAN."
+            )
+        pooling = "sqrt"
+    return spec._replace(
+        pooling=pooling,
+        prefix=slot.index_prefix,
+        prefix_bits=prefix_bits,
+        hash_stack_rounds=slot.hash_stack.hash_stack_rounds,
+        hash_stack_size=slot.hash_stack.embedding_size,
+    )
+
+
+def _require_no_hash_stack(features: list[FeatureSpec]) -> None:
+    """Refuse slots with several rows an id where each id has one, or a weight."""
+    for feature in features:
+        if feature.hash_stack_rounds:
+            raise ConfigError(
+                f"Feature {feature.key!r}: a slot with a hash_stack_config must be in "
+                "an EmbeddingBagCollection without weights, as its ids have several "
+                f"rows each. Received: {feature.hash_stack_rounds} rounds."
+            )
 
 
 def select_tables(
@@ -186,7 +281,10 @@ def name_columns(collection: TableCollection) -> dict[tuple[str, int], str]:
 
 
 def _describe_table(
-    config: BaseEmbeddingConfig, optimizer: Optimizer, settings: TableSettings
+    config: BaseEmbeddingConfig,
+    optimizer: Optimizer,
+    settings: TableSettings,
+    persia: PersiaTables | None,
 ) -> TableSpec:
     weight_dtype = config.data_type.value.lower()
     if weight_dtype not in get_args(WeightDtype):
@@ -194,14 +292,25 @@ def _describe_table(
             f"Table {config.name!r}: data_type must be FP32, FP16 or BF16, in which "
             f"the servers hold weights. Received: data_type={config.data_type}."
         )
+    further: dict[str, Any] = {
+        "seed": _seed(config.name),
+        "weight_dtype": weight_dtype,
+    }
+    if persia is not None:
+        further["admission"] = persia.config.admission
+        further["weight_bound"] = persia.config.weight_bound
+        if persia.schema is not None:
+            further["seed"] = 0  # PERSIA's numbers
+    initializer = settings.initializer
+    if initializer is None and persia is not None and not _has_own_init(config):
+        initializer = persia.config.initializer
     return settings.apply_to(
         TableSpec(
             name=config.name,
             dim=config.embedding_dim,
             optimizer=optimizer,
-            initializer=settings.initializer or _initializer(config),
-            seed=_seed(config.name),
-            weight_dtype=weight_dtype,
+            initializer=initializer or _initializer(config),
+            **further,
         )
     )
 
@@ -210,6 +319,21 @@ def _seed(name: str) -> int:
     """Return a table's seed: by its name, and so the same anywhere."""
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
+
+
+def _has_own_init(config: BaseEmbeddingConfig) -> bool:
+    """Return whether a user has said how rows start, and not ``num_embeddings``."""
+    init: Any = config.init_fn
+    bounds = {"a": config.get_weight_init_min(), "b": config.get_weight_init_max()}
+    is_filled_in = (
+        isinstance(init, functools.partial)
+        and init.func is torch.nn.init.uniform_
+        and init.keywords == bounds
+    )
+    is_bounded = (
+        config.weight_init_min is not None or config.weight_init_max is not None
+    )
+    return is_bounded or not is_filled_in
 
 
 def _initializer(config: BaseEmbeddingConfig) -> Initializer:

@@ -35,7 +35,7 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
 from torchrec.optim.keyed import KeyedOptimizer
 
-from persia_torchrec.datasets.batches import JaggedBatch
+from persia_torchrec.datasets.batches import JaggedBatch, PulledKeyedJaggedTensor
 from persia_torchrec.datasets.transfer import to_device
 from persia_torchrec.errors import BatchError, ConfigError
 from persia_torchrec.pipeline.pipeline import BatchPipeline, PrefetchedBatch
@@ -133,6 +133,7 @@ class ShardedRemoteCollection(
     collection_state: state.CollectionState | None = None
     module_sharding_plan: types.EmbeddingModuleShardingPlan  # which it was made by
     replaced: "ref[nn.Module] | None" = None  # the collection in whose place it is
+    pulls_ahead = False  # whether the caller begins pulls before it calls the model
     create_context = types.NullShardedModuleContext
 
     def __init__(
@@ -188,8 +189,17 @@ class ShardedRemoteCollection(
     ) -> KJTListSplitsAwaitable:
         """Begin to pull; a batch whose pull has begun is passed on."""
         (batch,) = (*input, *kwargs.values())
-        if not isinstance(batch, PrefetchedBatch):
+        if isinstance(batch, PulledKeyedJaggedTensor):
+            batch = batch.take(self)
+        elif not isinstance(batch, PrefetchedBatch):
             is_training = self.training and torch.is_grad_enabled()
+            if is_training and self.pulls_ahead:
+                raise ConfigError(
+                    "A collection in a TrainCtx must be called with the "
+                    "KeyedJaggedTensor that forward is given, for which its rows are "
+                    "pulled ahead. Received: another one. Train such a model by a "
+                    "TorchRec loop: DataLoader(..., as_torchrec=True)."
+                )
             batch = self.start(batch, is_training=is_training)
         # A list of one batch, for pipelines that fuse the inputs of modules.
         return KJTListSplitsAwaitable([types.NoWait(types.NoWait(batch))], ctx)

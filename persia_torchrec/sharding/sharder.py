@@ -6,6 +6,7 @@ names of sharding type and kernel that it knows ("row_wise", "fused").
 """
 
 import math
+import os
 import secrets
 import weakref
 from abc import abstractmethod
@@ -31,7 +32,11 @@ from persia_torchrec.pipeline.pipeline import BatchPipeline
 from persia_torchrec.rpc.messages import Precision, Share
 from persia_torchrec.sharding import collection, sharded_module, table_control
 from persia_torchrec.sharding.checks import watch_models
-from persia_torchrec.sharding.collection import CollectionSpec, TableCollection
+from persia_torchrec.sharding.collection import (
+    CollectionSpec,
+    PersiaTables,
+    TableCollection,
+)
 from persia_torchrec.sharding.on_device import RowsOnDevice
 from persia_torchrec.sharding.optimizer import RemoteOptimizer
 from persia_torchrec.sharding.state import (
@@ -265,6 +270,13 @@ class RemoteSharder(CollectionSharder):
         namespace: of the tables: "teacher" names table "t" "teacher/t" on the servers,
             in their checkpoints, and wherever tables are read or changed by name. State
             dicts, and ``tables`` here, have the collection's names all the same.
+        embedding_config: path of PERSIA's ``embedding_config.yml``: rows are then those
+            that a ``TrainCtx`` of the same file trains. Each table has the name of a
+            feature group, or of a slot in none, and its features are slots of that;
+            ids get the group's prefix and the slot's hash stack. Rows begin, are
+            admitted and bounded as by PERSIA's default ``EmbeddingConfig``, but for
+            ``tables`` and a table's own ``init_fn``; ``num_embeddings`` has no part in
+            it. State dicts have rows beside their prefixed ids.
 
     Raises:
         ConfigError: an argument is out of its range. When the model is sharded, or at
@@ -292,6 +304,7 @@ class RemoteSharder(CollectionSharder):
         state_dict_rows: StateDictRows = "auto",
         evaluation_waits: bool = True,
         namespace: str = "",
+        embedding_config: str | os.PathLike[str] | PersiaTables | None = None,
     ) -> None:
         is_joint, precisions = update == "joint", list(_PRECISIONS)
         least_s, kinds = client.recovery_s, get_args(StateDictRows)
@@ -313,6 +326,8 @@ class RemoteSharder(CollectionSharder):
         ):
             if not fits:
                 raise ConfigError(f"{name} must be {must}. Received: {value!r}.")
+        self._persia = PersiaTables.read(embedding_config)
+        self._has_prefixes = self._persia is not None and bool(self._persia.schema)
         self._joint_timeout_s = joint_timeout_s if is_joint else 0.0
         self._state_dict_rows = state_dict_rows
         super().__init__(gradient_division=gradient_division)
@@ -338,7 +353,8 @@ class RemoteSharder(CollectionSharder):
 
     def describe(self, module: TableCollection) -> CollectionSpec:
         """Return the collection's tables and features in the servers' terms."""
-        spec = collection.describe_collection(module, self._optimizer, self._settings)
+        given = self._optimizer, self._settings, self._persia
+        spec = collection.describe_collection(module, *given)
         names = {table.name for table in spec.tables}
         self.described.update(names)
         if names <= self.planned:  # and so the planner has seen all collections
@@ -358,8 +374,15 @@ class RemoteSharder(CollectionSharder):
         Arguments, result and errors are those of :func:`persia_torchrec.load_tables`.
 
         Raises:
-            ConfigError: no model is sharded yet, and so there are no tables.
+            ConfigError: no model is sharded yet, and so there are no tables; or there
+                are no ``ids``, where an ``embedding_config`` gives ids prefixes.
         """
+        if self._has_prefixes and ids is None:
+            raise ConfigError(
+                "Rows of tables with an embedding_config have ids with prefixes. "
+                "Received: weights without ids. Give load_weights the ids of the rows, "
+                "with the prefix of each table's feature group."
+            )
         names = list(self.remote_tables.specs)
         if not names:
             raise ConfigError(
@@ -401,6 +424,7 @@ class RemoteSharder(CollectionSharder):
             meet=tables.meet,
         )
         sharded.collection_state.prefix = prefix
+        sharded.collection_state.has_prefixes = self._has_prefixes
         for name in sharded.tables_by_key.values():
             tables.states.setdefault(name, sharded.collection_state)
         sharded.add_placeholders()

@@ -81,9 +81,11 @@ class CollectionState:
 
     Attributes:
         prefix: of the tables' names on the servers, which names of tensors leave out.
+        has_prefixes: whether ids have prefixes: rows are then beside their ids always.
     """
 
     prefix = ""
+    has_prefixes = False
 
     def __init__(
         self,
@@ -113,7 +115,11 @@ class CollectionState:
             raise _more_than_rows(spec)
         self._flush(name)
         num_rows, ids = self._num_rows[name], None
-        if self._rows == "ids" or len(self._client.count_ids(name, num_rows)[1]):
+        if (
+            self._rows == "ids"
+            or self.has_prefixes
+            or len(self._client.count_ids(name, num_rows)[1])
+        ):
             _, ids = self._client.count_ids(name)
             ids.sort()
             num_rows = len(ids)
@@ -153,6 +159,13 @@ class CollectionState:
         spec = self._client.table(name)
         if spec.dynamic.is_on:
             raise _more_than_rows(spec)
+        if ids is None and self.has_prefixes:
+            raise ConfigError(
+                f"{key!r}: rows of a table with an embedding_config have ids with the "
+                f"prefix of their feature group. Received: weights without "
+                f"{ids_key(key)!r}. Give load_weights(..., ids=...) of the sharder the "
+                "ids of the rows."
+            )
         if ids is not None and weights.dim() == 3:  # as distributed checkpoints have it
             weights = weights[..., 0]
         shape = torchrec_api.shape_of(weights)

@@ -22,7 +22,7 @@ import itertools
 import logging
 import os
 import time
-from collections import ChainMap
+from collections import ChainMap, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -37,7 +37,7 @@ from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.datasets.dataset import RowDataset
 from persia_torchrec.errors import CheckpointError, ConfigError
 from persia_torchrec.job.member import JobMember
-from persia_torchrec.persia.loader import PersiaTrainingBatch
+from persia_torchrec.persia.loader import DataLoader, PersiaTrainingBatch
 from persia_torchrec.sharding.optimizer import set_values
 from persia_torchrec.sharding.state import without_rows
 from persia_torchrec.sharding.table_control import Sharders, table_controls
@@ -118,6 +118,8 @@ class Recovery:
         self._num_before = 0  # of these, before the data were iterated over
         self._dataset: object = None  # in ``state``, which is iterated over
         self.last_numbers: dict[int, int] = {}
+        # Of batches of data loaders that are handed out, and not trained.
+        self._taken = deque[tuple[int, int]]()
 
     def begin_generation(self) -> None:
         """Have the servers refuse what trainers of an earlier start still send."""
@@ -193,6 +195,8 @@ class Recovery:
         self._num_before = self.num_batches
         self._restore(saved)
         set_random_state(self._random)
+        if isinstance(batches, DataLoader):
+            batches.dataset.trained = dict(self.last_numbers)
         rest = iter(batches)
         continues_by_itself = any(batches is value for value in self._state.values())
         if not (self.last_numbers or continues_by_itself):
@@ -214,6 +218,18 @@ class Recovery:
             if batch.loader is not None and batch.batch_id is not None:
                 self.last_numbers[batch.loader] = batch.batch_id
             yield batch
+
+    def take(self, batch: object) -> None:
+        """Note a batch that is handed out, to be trained behind those before it."""
+        if (loader := getattr(batch, "loader", None)) is not None:
+            self._taken.append((loader, getattr(batch, "batch_id", 0)))
+
+    def count_trained(self, num_batches: int) -> None:
+        """Count the batches of a step."""
+        self.num_batches += num_batches
+        for _ in range(min(num_batches, len(self._taken))):
+            loader, batch_id = self._taken.popleft()
+            self.last_numbers[loader] = batch_id
 
     def step(self, *, may_save: bool = True) -> None:
         """Count a training step, and save a checkpoint if it is time.
@@ -444,12 +460,13 @@ class Run:
                     "step() must be called after each training step. Received: "
                     f"{self._num_ahead} batches since the last call."
                 )
+            self._recovery.take(batch)
             yield batch
 
     def step(self, num_batches: int = 1) -> None:
         """Call it after the optimizer's step, with the batches that it was of."""
         self._num_ahead = 0
-        self._recovery.num_batches += num_batches
+        self._recovery.count_trained(num_batches)
         self._recovery.step()
 
     def save(self) -> None:

@@ -26,7 +26,7 @@ class Batches(IterableDataset):
 class Context:
     """Notes what a loader asks of it."""
 
-    trained = MappingProxyType({})
+    trained, takes_ids = MappingProxyType({}), False
     skip = count = staticmethod(iter)
 
     def __init__(self) -> None:

@@ -3,6 +3,8 @@
     ids  --> embedding worker --> trained: the NN worker says so, and they are dropped
      `- kept here until then ----> lost with the worker: sent again, there or to another
 
+An NN worker whose batches are TorchRec's is sent the ids itself, with the batch.
+
 Where something starts the processes of a job again, a thread asks the NN workers what
 has become of the batches, and sends the ids again that a worker has lost.
 """
@@ -22,7 +24,12 @@ from persia_torchrec.job.implicit_member import join_job
 from persia_torchrec.job.member_record import MemberRecord
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.lookup.bags import Bags, build_bags, encode_bags
-from persia_torchrec.persia.batch import NO_WORKER, Origin, PersiaBatch
+from persia_torchrec.persia.batch import (
+    NO_WORKER,
+    WITH_BATCH,
+    Origin,
+    PersiaBatch,
+)
 from persia_torchrec.persia.ctx.base_ctx import BaseCtx
 from persia_torchrec.persia.stream import BatchSender, Position
 from persia_torchrec.persia.workers import Workers
@@ -57,10 +64,22 @@ class DataCtx(BaseCtx):
             1. One is: ``send_data`` waits for the answer to each.
         device_id: CUDA device that becomes torch's current one, for the script's use;
             what is sent are arrays in the memory of the CPU.
+        as_torchrec: whether ids go to the NN workers themselves, with their batches,
+            as a ``DataLoader(as_torchrec=True)`` wants them, and not to embedding
+            workers. None: as the NN workers ask for.
+
+    Raises:
+        ConfigError: this process belongs to no job, or ``as_torchrec`` is not what the
+            NN workers ask for.
+        DataflowError: the NN workers ask for different things.
     """
 
     def __init__(
-        self, threadpool_worker_size: int = 10, device_id: int | None = None
+        self,
+        threadpool_worker_size: int = 10,
+        device_id: int | None = None,
+        *,
+        as_torchrec: bool | None = None,
     ) -> None:
         super().__init__(threadpool_worker_size, device_id)
         store = env.require_job_store("A DataCtx")
@@ -77,16 +96,8 @@ class DataCtx(BaseCtx):
             self._book = book = stack.enter_context(
                 contextlib.closing(AddressBook.join(*store))
             )
-            workers, self._trainers = map(book.addresses, ("worker", "trainer"))
-            recovery_s, greeting = book.recovery_s, book.greeting
-            self._workers = Workers(workers, greeting=greeting, recovery_s=recovery_s)
-            stack.callback(self._workers.close)
-            self._sender = BatchSender(
-                self._trainers, self._loader, self._num_loaders, greeting
-            )
-            stack.callback(self._sender.close)
-            self._sender.recovery_s, self._sender.look = recovery_s, self._look_for
-            self._sender.begin()
+            self._recovery_s = book.recovery_s
+            self._connect(stack, as_torchrec)
             stack.callback(self._closing.set)
             self._connections = stack.pop_all()
         self._num_sent = self._num_skipped = self._num_different = 0
@@ -95,7 +106,7 @@ class DataCtx(BaseCtx):
         self._kept: dict[int, Frames] = {}
         self._error: BaseException | None = None
         self._has_ended = False
-        if recovery_s:
+        if self._recovery_s:
             threading.Thread(
                 target=self._send_lost, name="lost batches", daemon=True
             ).start()
@@ -130,17 +141,46 @@ class DataCtx(BaseCtx):
         if self._sender.had_arrived(number):
             self._skip(number, bags)
         else:
-            self._send(number, encode_bags(bags), persia_batch)
+            self._send(number, bags, persia_batch)
         self._num_sent = number
 
-    def _send(self, number: int, ids: Frames, batch: PersiaBatch) -> None:
+    def _connect(self, stack: contextlib.ExitStack, as_torchrec: bool | None) -> None:
+        """Connect to the trainers, and to workers unless those take the ids."""
+        self._trainers, greeting = self._book.addresses("trainer"), self._book.greeting
+        self._sender = BatchSender(
+            self._trainers, self._loader, self._num_loaders, greeting
+        )
+        stack.callback(self._sender.close)
+        self._sender.recovery_s, self._sender.look = self._recovery_s, self._look_for
+        self._sender.begin()
+        self._workers: Workers | None = None
+        if not self._require_told(as_torchrec):
+            workers, recovery_s = self._book.addresses("worker"), self._recovery_s
+            self._workers = Workers(workers, greeting=greeting, recovery_s=recovery_s)
+            stack.callback(self._workers.close)
+
+    def _require_told(self, as_torchrec: bool | None) -> bool:
+        """Return whether the trainers take the ids, as this loader was told."""
+        takes_ids = self._sender.takes_ids()
+        if as_torchrec not in (None, takes_ids):
+            raise ConfigError(
+                f"Data loader {self._loader}: as_torchrec must be as in the DataLoader "
+                f"of the NN workers, {takes_ids}, which says where ids go. Received: "
+                f"{as_torchrec}. Leave it out of DataCtx, which then asks them."
+            )
+        return takes_ids
+
+    def _send(self, number: int, bags: Mapping[str, Bags], batch: PersiaBatch) -> None:
         deadline = time.monotonic() + timeouts.SEND_BATCH_S
-        worker = self._leave_ids(number, ids, deadline)
-        checksum = 0
-        if self._workers.recovery_s:
-            checksum = _checksum(ids)
-            with self._lock:
-                self._kept[number] = ids
+        worker, checksum = WITH_BATCH, 0
+        if self._workers is not None or self._recovery_s:
+            ids = encode_bags(bags)
+            checksum = _checksum(ids) if self._recovery_s else 0
+            if self._workers is not None:
+                worker = self._leave_ids(number, ids, deadline)
+                if self._recovery_s:
+                    with self._lock:
+                        self._kept[number] = ids
         waits = _waits("trainer", deadline)
         while True:
             position = self._sender.send(number, batch, worker, checksum)
@@ -154,7 +194,7 @@ class DataCtx(BaseCtx):
         self._num_skipped += 1
         known = self._sender.known[self._sender.trainer_of(number)]
         checksum = known.checksums.get(number, 0)
-        if not self._workers.recovery_s or not (checksum or number in known.open):
+        if not self._recovery_s or not (checksum or number in known.open):
             return
         ids = encode_bags(bags)
         if number in known.open:
@@ -175,6 +215,7 @@ class DataCtx(BaseCtx):
     ) -> int:
         """Leave the ids of a batch with a worker that has room; return which."""
         workers, start = self._workers, self._sender.start
+        assert workers is not None
         first = (number - 1) % workers.num_workers
         waits = _waits("embedding worker", deadline)
 
@@ -265,7 +306,7 @@ class DataCtx(BaseCtx):
                 "other ids=%d",
                 *(self._num_sent, self._num_skipped, self._num_different),
             )
-            if self._workers.recovery_s:  # NN workers may want all batches once more
+            if self._recovery_s:  # NN workers may want all batches once more
                 self._has_ended = True
                 self._connections = stack.pop_all()
 

@@ -13,7 +13,7 @@ from torch import nn
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.datasets.transfer import Staged, Staging
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.persia import loader
+from persia_torchrec.persia import kjt, loader
 from persia_torchrec.persia.batch import PersiaBatch, ReferencedBatch
 from persia_torchrec.persia.ctx.base_ctx import BaseCtx, PreprocessMode
 from persia_torchrec.persia.engine import Engine
@@ -25,6 +25,7 @@ from persia_torchrec.training import checkpoint
 logger = logging.getLogger(__name__)
 
 Tensors = list[torch.Tensor]
+_AT_ONCE = loader.LookupSettings(1, 1, None)
 B = TypeVar("B", bound=PersiaBatch | ReferencedBatch)
 
 
@@ -73,6 +74,11 @@ class LookupCtx(BaseCtx):
             staged=self._stage(batch),
         )
 
+    @property
+    def takes_ids(self) -> bool:
+        """Whether data loaders send the ids to this process itself."""
+        return isinstance(self.embeddings, Engine) and self.embeddings.takes_ids
+
     trained: Mapping[int, int] = {}
     """By data loader, its last batch that was trained before a restart."""
 
@@ -106,18 +112,26 @@ class LookupCtx(BaseCtx):
             A raw one is ``(B, sample_fixed_size, dim + 1)``: a vector for each id of a
             sample, and a last channel that is 1 where there is an id.
         """
-        batch = persia_training_batch
+        batch = self._looked_up(persia_training_batch)
         non_id_tensors, labels = self._dense_tensors(batch)
         return non_id_tensors, list(self._embed(batch).values()), labels
 
     def forward(self, batch: loader.PersiaTrainingBatch) -> tuple[Any, Tensors | None]:
         """Run the model on a batch; return its output and the labels, or None."""
-        model = self._require_model()
+        model, batch = self._require_model(), self._looked_up(batch)
         non_id_tensors, labels = self._dense_tensors(batch)
+        if self.takes_ids and isinstance(self.embeddings, Engine):
+            return self.embeddings.evaluate(model, non_id_tensors, batch.pull), labels
         slots = self._embed(batch)
         output = run_dense(model, non_id_tensors, slots)
         self._learn_signature([*slots], batch, output)
         return output, labels
+
+    def _looked_up(self, batch: Any) -> loader.PersiaTrainingBatch:
+        """Return a batch of a ``DataLoader``; any other is looked up from now on."""
+        if isinstance(batch, loader.PersiaTrainingBatch):
+            return batch
+        return self.start_lookup(kjt.to_persia(batch), _AT_ONCE)
 
     def get_embedding_from_data(
         self, persia_batch: PersiaBatch, device_id: int | None = None

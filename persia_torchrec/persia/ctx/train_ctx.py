@@ -23,7 +23,7 @@ from persia_torchrec.persia.ctx.non_finite import NonFiniteWatch
 from persia_torchrec.persia.embedding import EmbeddingConfig
 from persia_torchrec.persia.engine import Engine
 from persia_torchrec.persia.loader import PersiaTrainingBatch
-from persia_torchrec.persia.slot_tensors import run_dense
+from persia_torchrec.persia.torchrec_engine import TorchRecEngine, has_collections
 from persia_torchrec.pipeline.staleness import TrainingSummary
 from persia_torchrec.sharding.optimizer import set_values
 from persia_torchrec.sharding.table_control import loss_scale
@@ -69,7 +69,10 @@ class TrainCtx(EmbeddingCtx):
             ``get_default_distributed_option(device_id)`` by default.
         model: the dense model, already on its device; it must be given. Its ``forward``
             takes a list of dense tensors and a list of embedding tensors, these in the
-            order of the batch's ``id_type_features``.
+            order of the batch's ``id_type_features``. Or a TorchRec model, whose
+            ``forward`` takes dense features, one tensor, and a ``KeyedJaggedTensor``,
+            with which it calls its collections. These go to the servers; ids come to
+            this process itself, and the job needs no embedding worker.
         embedding_config: how rows start, and how far weights may go.
         threadpool_worker_size: see :class:`BaseCtx`.
         device_id: CUDA device of the model; None is the CPU.
@@ -154,7 +157,8 @@ class TrainCtx(EmbeddingCtx):
         self.dense_optimizer = dense_optimizer
         self._scaler = torch.amp.GradScaler("cuda") if mixed_precision else None
         self.embedding_config = embedding_config or EmbeddingConfig()
-        self.embeddings = engine = Engine(
+        kind = TorchRecEngine if has_collections(model) else Engine
+        self.embeddings = engine = kind(
             model,
             self._device,
             distributed_option or distributed.get_default_distributed_option(device_id),
@@ -164,7 +168,7 @@ class TrainCtx(EmbeddingCtx):
         )
         engine.backward_buffer_size = backward_buffer_size
         engine.lookup_emb_directly = lookup_emb_directly
-        engine.pipeline.bound(held=grad_update_buffer_size, sent=backward_workers_size)
+        engine.bound(held=grad_update_buffer_size, sent=backward_workers_size)
         self.embedding_optimizer = engine.sharder.optimizer
         self._watch = NonFiniteWatch()
         self._own_state: dict[str, Any] = {}
@@ -175,18 +179,21 @@ class TrainCtx(EmbeddingCtx):
     def forward(self, batch: PersiaTrainingBatch) -> tuple[Any, Tensors | None]:
         """Run the model on a batch; return its output and the labels, or None.
 
+        A batch that is no ``DataLoader``'s, of PERSIA's kind or TorchRec's, is looked
+        up from now on; one with ``requires_grad`` awaits its :meth:`backward`.
+
         A ``torch.autocast`` of the caller holds, in ``eval_ctx`` too, and the output is
         as the model gives it. Of an output and a loss that are not finite a warning
         names the step, once per run of such steps; on a GPU one step later.
         """
+        batch = self._looked_up(batch)
         non_id_tensors, labels = self._dense_tensors(batch)
         if not batch.is_training:
-            slots = self.embeddings.embed(batch.pull)
-            output = run_dense(self.model, non_id_tensors, slots)
-            self._learn_signature([*slots], batch, output)
-            return output, labels
+            engine, given = self.embeddings, (non_id_tensors, batch.pull)
+            return engine.evaluate(self.model, *given), labels
         output = self.embeddings.run(non_id_tensors, batch.pull)
-        self._learn_signature(self.embeddings.hybrid.slots, batch, output)
+        if not self.takes_ids:
+            self._learn_signature(self.embeddings.hybrid.slots, batch, output)
         self._watch.note(self._num_steps + 1, "output", output)
         return output, labels
 
