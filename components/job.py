@@ -42,7 +42,8 @@ def train(
         nn_worker: the NN workers' script and its arguments, as "train.py --epochs 2"
         data_loader: the data loaders' script and its arguments
         embedding_servers: number of servers; ids are sharded over them by hash
-        embedding_workers: number of embedding workers
+        embedding_workers: number of embedding workers; 0 if the NN workers have
+            TorchRec models, to which data loaders send the ids themselves
         data_loaders: number of data loaders; 0 if the NN workers read their own data
         nn_workers: number of replicas with NN workers, as of machines
         nn_worker_gpus: GPUs that each of these asks the scheduler for
@@ -55,6 +56,11 @@ def train(
         if job.num_replicas("loader", data_loaders)
         else []
     )
+    workers = (
+        [roles.embedding_workers(job, embedding_workers)]
+        if job.num_replicas("worker", embedding_workers)
+        else []
+    )
     return roles.app(
         roles.coordinator(
             job,
@@ -64,7 +70,7 @@ def train(
             num_trainers=nn_workers,
         ),
         roles.embedding_servers(job, embedding_servers, eviction),
-        roles.embedding_workers(job, embedding_workers),
+        *workers,
         *loaders,
         roles.scripts(job, "trainer", nn_worker, nn_workers, gpus=nn_worker_gpus),
     )

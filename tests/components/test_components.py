@@ -76,6 +76,13 @@ def test_the_coordinator_is_the_first_role_and_has_the_number_of_the_others():
     ]
 
 
+def test_a_job_may_have_no_embedding_workers():
+    roles = train(embedding_workers=0, data_loaders=2)
+    assert list(roles) == ["coordinator", "server", "loader", "trainer"]
+    arguments = roles["coordinator"].args
+    assert arguments[arguments.index("--num-workers") + 1] == "0"
+
+
 def test_a_job_of_torchrec_has_servers_and_trainers_and_no_yaml():
     app = load("torchrec_job.py:train")(
         **COMPONENTS["torchrec_job.py:train"],
@@ -382,7 +389,7 @@ def test_a_single_role_has_the_host():
         ),
         ({"set": "trainer.optimizer_engine=fbgemm"}, "optimizer_engine"),
         ({"eviction": "fifo"}, r"eviction must be lru or lfu\. Received: 'fifo'"),
-        ({"embedding_workers": 0}, "embedding_workers must be >= 1"),
+        ({"embedding_workers": -1}, "embedding_workers must be >= 1"),
         ({"data_loaders": -1}, "data_loaders must be >= 1"),
         ({"nn_workers": 0}, "nn_workers must be >= 1"),
         ({"nn_worker_gpus": -1}, "nn_worker_gpus must be >= 0"),
