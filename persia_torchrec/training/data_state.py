@@ -1,4 +1,4 @@
-"""How far the data of all trainers are trained, and their random numbers, as saved.
+"""How far the data of all trainers are trained, random numbers and buffers, as saved.
 
 Of a ``WorkQueue`` all trainers save the same, the rows that no trainer has trained. So
 any number of trainers may load it.
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.datasets.dataset import RowDataset
@@ -77,3 +78,21 @@ def set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
+
+
+class Buffers:
+    """The buffers of a model, such as running means, which are each trainer's own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        weights = {name for name, _ in self._model.named_parameters()}
+        return {
+            name: value
+            for name, value in self._model.state_dict().items()
+            if type(value) is torch.Tensor and name not in weights
+        }
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self._model.load_state_dict(state, strict=False)

@@ -50,6 +50,7 @@ from persia_torchrec.training.checkpoint import (
     state_bytes,
 )
 from persia_torchrec.training.data_state import (
+    Buffers,
     key_of_any_trainer,
     random_state,
     set_random_state,
@@ -364,7 +365,7 @@ class Recovery:
         own = {n: value for n, value in self._state.items() if n not in shared}
         for name, value in shared.items():
             if isinstance(value, nn.Module):
-                own[f"buffers of {name}"] = _Buffers(value)
+                own[f"buffers of {name}"] = Buffers(value)
         return shared, own
 
     def _load(self, folder: Folder, *, is_exact: bool) -> int:
@@ -569,24 +570,6 @@ def folder_of_job(job_id: str) -> str:
     """Return the folder of a job's checkpoints, as its servers know it."""
     own = Folder(env.checkpoint_dir()).file_path(job_id.replace("/", "_"))
     return env.resume_dir() or own
-
-
-class _Buffers:
-    """The buffers of a model, such as running means, which are each trainer's own."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        weights = {name for name, _ in self._model.named_parameters()}
-        return {
-            name: value
-            for name, value in self._model.state_dict().items()
-            if type(value) is torch.Tensor and name not in weights
-        }
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        self._model.load_state_dict(state, strict=False)
 
 
 def _groups(value: Any) -> list[dict[str, Any]]:
