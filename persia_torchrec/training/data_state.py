@@ -87,6 +87,7 @@ class Buffers:
         self._model = model
 
     def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the buffers by name."""
         weights = {name for name, _ in self._model.named_parameters()}
         return {
             name: value
@@ -95,4 +96,5 @@ class Buffers:
         }
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Set the buffers that are in ``state``."""
         self._model.load_state_dict(state, strict=False)
