@@ -110,15 +110,11 @@ def test_a_signal_ends_the_command_and_then_the_supervisor(processes, number, he
 
 def test_a_command_that_does_not_end_is_killed(processes):
     text = "trap '' TERM; echo $$ at work.; while :; do sleep 0.05; done"
-    running = processes.start("supervisor", _be_hasty, ["--", "sh", "-c", text])
+    flags = ["--end-timeout-s", "0"]
+    running = start(processes, "sh", "-c", text, flags=flags)
     running.has_printed("at work.")
     running.send(signal.SIGTERM)
     assert running.status() == 128 + signal.SIGKILL
-
-
-def _be_hasty(words):
-    supervisor._END_TIMEOUT_S = 0.0
-    return supervise(words)
 
 
 @pytest.mark.parametrize("memory_dir", ["", AUTO, PRIVATE, "a folder"])
