@@ -18,6 +18,7 @@ BIN := $(CURDIR)/$(VENV)/bin
 STAMP := $(VENV)/installed
 COVERAGE := $(CURDIR)/build/coverage
 SCHEMAS := build/schemas/installed
+CLIENTS := build/clients/installed
 
 # What components/Dockerfile says by itself: make install DEVICE=cuda EXTRAS=examples
 DEVICE := $(if $(shell nvidia-smi >/dev/null 2>&1 && echo yes),cuda,cpu)
@@ -102,7 +103,7 @@ lint: $(STAMP)  ## format, lint, types, import rules
 
 # Tests wait for processes half of the time: there are more of them than cores.
 WORKERS = $(shell expr $$(env -u OMP_NUM_THREADS nproc) \* 3 / 2)
-unit: $(STAMP)  ## the tests, benchmarks included; ARGS="-k rpc" chooses
+unit: $(STAMP) $(CLIENTS)  ## the tests, benchmarks included; ARGS="-k rpc" chooses
 	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # The oldest and the newest torch, each in an environment of its own. VERSIONS="2.12"
@@ -116,6 +117,12 @@ test-torch-%:
 
 chaos: $(STAMP)  ## jobs whose processes are killed again and again; not part of test
 	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest tests/chaos --timeout 3600 $(ARGS)
+
+# Clients of the inference protocol, whose protobuf does not fit that of torchx.
+$(CLIENTS): Makefile
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip -qq --disable-pip-version-check install 'tritonclient[http,grpc]==2.73.0' \
+		&& touch $@ || echo "not installed, so that its test skips: tritonclient"
 
 # The schemas of Kubernetes, 108 MB, in an environment of their own.
 $(SCHEMAS): Makefile

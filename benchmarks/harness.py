@@ -350,6 +350,13 @@ def pinned(which: int | None) -> Iterator[None]:
             os.sched_setaffinity(0, previous)
 
 
+def move_to_core(pid: int, which: int) -> None:
+    """Pin all threads of a process to a core, as :func:`pinned` does."""
+    if _ALLOWED_CORES:
+        for thread in (_PROC / str(pid) / "task").iterdir():
+            os.sched_setaffinity(int(thread.name), {_ALLOWED_CORES[which]})
+
+
 def cpu_seconds(pid: int) -> float:
     """Return the processor time of all threads of a process."""
     if sys.platform != "linux":

@@ -10,6 +10,7 @@ the requests in progress are answered. See ``app.py`` for the requests.
 
 import contextlib
 import logging
+import math
 import sys
 import threading
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from persia_torchrec.persia.config.embedding_config import load_embedding_config
 from persia_torchrec.persia.worker_client import RemoteWorkers
 from persia_torchrec.rpc.addresses import tcp_address
 from persia_torchrec.rpc.auth import Greeting
+from persia_torchrec.serving.batching import Batching
 from persia_torchrec.serving.embeddings import SlotsReader, host_checkpoint
 from persia_torchrec.serving.models import Models, Version, following_checkpoints
 from persia_torchrec.serving.predictor import (
@@ -80,7 +82,33 @@ class ServingFlags(ImportFlags):
     patience_s: float = timeouts.AWAY_S
     """Seconds that a request waits for embedding workers, or their servers, that are
     away, as one that is started again."""
+    lookup_timeout_s: float = timeouts.REQUEST_S
+    """Seconds that embeddings have to answer a request."""
+    default_answer: float | None = None
+    """What is predicted for each sample while embeddings do not answer; the answer says
+    that it is degraded [status 503]"""
+    batch_window_s: float | None = None
+    """Predict batches of several requests together; the first one waits so long for
+    others [each alone]"""
+    batch_samples: int = 4096
+    """Samples that are predicted together."""
     http: HttpConfig = field(default_factory=HttpConfig)
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("lookup_timeout_s", 0.001),
+            ("batch_window_s", 0.0),
+            ("batch_samples", 1),
+        ):
+            value = getattr(self, name)
+            if value is not None and not least <= value < math.inf:
+                raise ConfigError(f"{name} must be >= {least:g}. Received: {value}.")
+
+    def batching(self) -> Batching | None:
+        """Return the settings of batching, or None."""
+        if self.batch_window_s is None:
+            return None
+        return Batching(self.batch_window_s, self.batch_samples)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -108,7 +136,7 @@ def _serve(flags: ServingFlags) -> None:
             addresses = tuple(life.book.addresses("worker"))
         else:
             life = stack.enter_context(Lifetime())
-        models = Models(flags.model_name)
+        models = Models(flags.model_name, default_answer=flags.default_answer)
         stack.callback(models.close)
         if addresses:
             _add_workers(flags, device, addresses, life.greeting, models, stack)
@@ -158,7 +186,9 @@ def _add_checkpoint(
                 incremental_dir=flags.follow,
                 imports=flags.imports,
             )
-            predictor = Predictor(opening.enter_context(hosting), model)
+            reader = opening.enter_context(hosting)
+            reader.set_lookup_timeout(flags.lookup_timeout_s)
+            predictor = Predictor(reader, model, flags.batching())
             predictor.health()
             return Version(predictor, opening.pop_all().close)
 
@@ -193,7 +223,8 @@ def _add_workers(
     reader = SlotsReader(workers, device, patience_s=flags.patience_s)
     model = load_model(flags.checkpoint, flags.model, device)
     reader.wait_until_ready(timeouts.READY_S)
-    predictor = Predictor(reader, model)
+    reader.set_lookup_timeout(flags.lookup_timeout_s)
+    predictor = Predictor(reader, model, flags.batching())
     models.add(Version(predictor))
     if flags.follow_model:
         run = flags.checkpoint

@@ -41,7 +41,12 @@ from persia_torchrec.errors import (
 from persia_torchrec.persia.batch import PersiaBatch
 from persia_torchrec.serving import inference_protocol as protocol
 from persia_torchrec.serving.json_batch import parse_json_batch
-from persia_torchrec.serving.models import Models, UnknownModelError, Version
+from persia_torchrec.serving.models import (
+    Answer,
+    Models,
+    UnknownModelError,
+    Version,
+)
 from persia_torchrec.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -216,16 +221,17 @@ class Application:
         body = await self._receive(request)
         is_text = kind == "application/json"
 
-        def work() -> list[Any]:
+        def work() -> dict[str, Any]:
             batch = _READERS[kind](bytes(body))
             with self.models.using(self.models.name, None) as version:
                 self._require_samples(batch)
-                output = self.models.predict(version, batch, is_text=is_text)
-            flat = output.reshape(len(output), -1)
+                answer = self.models.predict(version, batch, is_text=is_text)
+            flat = answer.output.reshape(len(answer.output), -1)
             values: list[Any] = (flat[:, 0] if flat.shape[1] == 1 else flat).tolist()
-            return values
+            more = {"degraded": True} if answer.is_degraded else {}
+            return {"predictions": values, **more}
 
-        return _json({"predictions": await self._work(work)})
+        return _json(await self._work(work))
 
     async def _infer(self, request: Request) -> Response:
         name, number = _named(request)
@@ -242,10 +248,10 @@ class Application:
                 signature = self.models.signature(name, version.number)
                 asked = protocol.parse_request(memoryview(body), size, signature)
                 self._require_samples(asked.batch)
-                output = self.models.predict(version, asked.batch)
+                answer = self.models.predict(version, asked.batch)
                 model = {"model_name": name, "model_version": version.number}
-                about = describe_version(version)
-                return protocol.encode_answer(asked, model, about, output)
+                about = describe_answer(version, answer)
+                return protocol.encode_answer(asked, model, about, answer.output)
 
         parts, json_bytes = await self._work(work)
         if json_bytes is None:
@@ -433,9 +439,12 @@ def describe_config(models: Models, name: str, number: str | None) -> dict[str, 
     }
 
 
-def describe_version(version: Version) -> dict[str, Any]:
-    """Return of which checkpoint an answer is."""
-    return {"checkpoint": version.predictor.model.path.rpartition("/")[0]}
+def describe_answer(version: Version, answer: Answer) -> dict[str, Any]:
+    """Return of which checkpoint an answer is, and whether it is the default one."""
+    about: dict[str, Any] = {
+        "checkpoint": version.predictor.model.path.rpartition("/")[0]
+    }
+    return {**about, "degraded": True} if answer.is_degraded else about
 
 
 def status_of(exc: Exception) -> int:

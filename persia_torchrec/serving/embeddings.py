@@ -99,6 +99,13 @@ class SlotsReader:
         """Wait until :meth:`hello` succeeds, or raise RequestTimeoutError."""
         slots.wait_until_ready(self.hello, timeout_s)
 
+    def set_lookup_timeout(self, timeout_s: float) -> None:
+        """Set the seconds that a lookup may take from now on, those away included."""
+        lookup = self._lookup
+        asks = lookup if isinstance(lookup, RemoteWorkers) else lookup.client
+        asks.timeout_s = timeout_s
+        self._patience_s = min(self._patience_s, timeout_s)
+
     def all_slots(self) -> tuple[slots.Slot, ...]:
         """Return the slots; asks for them once."""
         return self._slots or self._persist(partial(self.hello, of_any=True)).slots

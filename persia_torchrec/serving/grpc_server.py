@@ -20,10 +20,10 @@ from persia_torchrec.errors import BatchError, ConfigError
 from persia_torchrec.serving import inference_protocol as protocol
 from persia_torchrec.serving.app import (
     TooLargeError,
+    describe_answer,
     describe_config,
     describe_model,
     describe_server,
-    describe_version,
     status_of,
 )
 from persia_torchrec.serving.http_server import HttpConfig
@@ -283,15 +283,17 @@ class GrpcServer:
                     f"A batch may have {self._limits.max_samples} samples. Received: "
                     f"{batch.batch_size}."
                 )
-            output = self._models.predict(version, batch)
-            about = describe_version(version)
-            number = version.number
+            answer = self._models.predict(version, batch)
+            about = describe_answer(version, answer)
+            output, number = answer.output, version.number
         return {
             "model_name": name,
             "model_version": number,
             "id": request.id,
             "parameters": {
-                key: MESSAGES["InferParameter"](string_param=str(value))
+                key: MESSAGES["InferParameter"](
+                    **{f"{'bool' if value is True else 'string'}_param": value}
+                )
                 for key, value in about.items()
             },
             "outputs": [

@@ -13,6 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
 
 from persia_torchrec.errors import BatchError, PersiaError, ServerError
 from persia_torchrec.persia.batch import PersiaBatch
@@ -24,10 +27,23 @@ logger = logging.getLogger(__name__)
 
 _READY_S = 1.0
 _DRAIN_S = 60.0
+_TELL_S = 10.0
 
 
 class UnknownModelError(PersiaError):
     """A request names a model or a version that is not loaded."""
+
+
+class Answer(NamedTuple):
+    """What is predicted for a batch.
+
+    Attributes:
+        output: float32 ``(B, ...)``.
+        is_degraded: whether it is the default, as embeddings did not answer.
+    """
+
+    output: Floats
+    is_degraded: bool = False
 
 
 @dataclass
@@ -55,14 +71,18 @@ class Models:
     Attributes:
         name: of the model.
         statistics: of all predictions.
+        default_answer: what is predicted for each sample while embeddings do not
+            answer; None: nothing, the request gets their error.
     """
 
     name: str
     open: Open | None = None
     statistics: Statistics = field(default_factory=Statistics)
+    default_answer: float | None = None
     _versions: dict[str, Version] = field(default_factory=dict)
     _current: str | None = None
     _ready: tuple[float, dict[str, object]] | None = None
+    _tell_s: float = 0.0
 
     def __post_init__(self) -> None:
         self._changed = threading.Condition()  # guards all of it
@@ -147,10 +167,32 @@ class Models:
 
     def predict(
         self, version: Version, batch: PersiaBatch, *, is_text: bool = False
-    ) -> Floats:
-        """Predict with a version that is held."""
-        with self.statistics.timed(self.name, version.number, batch.batch_size):
-            return version.predictor.predict(batch, is_text=is_text)
+    ) -> Answer:
+        """Predict with a version that is held; see :meth:`Predictor.predict`."""
+        size, predictor = batch.batch_size, version.predictor
+        try:
+            with self.statistics.timed(self.name, version.number, size):
+                return Answer(predictor.predict(batch, is_text=is_text))
+        except ServerError as exc:
+            if self.default_answer is None:
+                raise
+            self.statistics.degraded.inc(size)
+            self._tell_degraded(exc)
+            signature = predictor.model.signature
+            shape = (1,) if signature is None else signature.output or ()
+            value = np.float32(self.default_answer)
+            return Answer(np.full((size, *shape), value), is_degraded=True)
+
+    def _tell_degraded(self, exc: ServerError) -> None:
+        """Log why answers are the default ones, once in a while."""
+        with self._changed:
+            now_s = time.monotonic()
+            is_due = now_s >= self._tell_s
+            self._tell_s = now_s + _TELL_S if is_due else self._tell_s
+        if is_due:
+            logger.warning(
+                "model %s answers %g: %s", self.name, self.default_answer, exc
+            )
 
     def health(self) -> dict[str, object]:
         """Return readiness, model and rows; asks the servers once a second at most."""

@@ -32,6 +32,7 @@ from persia_torchrec.persia.signature import (
     distinct_names,
 )
 from persia_torchrec.persia.slot_tensors import dense_tensor
+from persia_torchrec.serving.batching import Batcher, Batching
 from persia_torchrec.serving.embeddings import SlotsReader
 
 logger = logging.getLogger(__name__)
@@ -95,16 +96,19 @@ class Predictor:
 
     The model takes a list of dense tensors and a list of embedding tensors, in the
     order of its signature, or else of the batch; it returns a float tensor
-    ``(B, ...)``.
+    ``(B, ...)``. With ``batching`` those of several requests are predicted together.
 
     Attributes:
         reader: looks the embeddings up.
         model: what it predicts with; a call in progress keeps the previous one.
     """
 
-    def __init__(self, reader: SlotsReader, model: DenseModel) -> None:
+    def __init__(
+        self, reader: SlotsReader, model: DenseModel, batching: Batching | None = None
+    ) -> None:
         self.reader = reader
         self._started_s = time.monotonic()
+        self._batcher = None if batching is None else Batcher(batching)
         self.use(model)
 
     def use(self, model: DenseModel) -> None:
@@ -134,6 +138,13 @@ class Predictor:
                 "without. Write the checkpoint again, or send PersiaBatch.to_bytes()."
             )
         require_finite(batch)
+        run = partial(self._run, model)
+        if self._batcher is None or model.signature is None:  # they may not fit
+            return run(batch)
+        return self._batcher.predict(model, run, batch)
+
+    def _run(self, model: DenseModel, batch: PersiaBatch) -> Floats:
+        """Look a batch up and run the model on it."""
         pulled = self.reader.look_up(batch)
         device = self.reader.device
         dense = [dense_tensor(f.data, device) for f in batch.non_id_type_features]

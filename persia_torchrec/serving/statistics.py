@@ -62,6 +62,11 @@ class Statistics:
             buckets=_BUCKETS_S,
             registry=self.registry,
         )
+        self.degraded = Counter(
+            "persia_serving_degraded_samples",
+            "Samples that got the default answer, as embeddings did not answer",
+            registry=self.registry,
+        )
         self.in_progress = Gauge(
             "persia_serving_in_progress",
             "Requests in progress",

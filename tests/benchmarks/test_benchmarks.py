@@ -30,6 +30,7 @@ TABLES = {
     "dlrm": "dlrm 3",
     "servers": "servers 1",
     "trainer": "trainer 1",
+    "serving": "latency 2",
 }
 """The tables of each benchmark, and how many rows they have."""
 

@@ -2,6 +2,7 @@
 
 import json
 import struct
+import subprocess
 import urllib.error
 import urllib.request
 
@@ -26,6 +27,7 @@ from persia_torchrec.serving.models import Models, Version
 from persia_torchrec.serving.predictor import DenseModel, Predictor
 from persia_torchrec.table import TableSpec
 from tests.support.one_feature import FEATURE
+from tests.support.repository import ROOT
 from tests.support.servers import DEADLINE_S, Servers
 
 SIGNATURE = ModelSignature(
@@ -356,3 +358,47 @@ def test_errors_of_grpc_have_the_statuses_of_the_protocol(server):
         with pytest.raises(grpc.RpcError) as caught:
             call(server, method, **fields)
         assert caught.value.code().name == status
+
+
+CLIENTS = ROOT / "build/clients"
+
+
+@pytest.mark.skipif(
+    not (CLIENTS / "installed").exists(), reason="`make unit` installs tritonclient"
+)
+def test_stock_clients_work_unchanged(server):
+    http, rpc, _ = server
+    inputs = [
+        ("x", "FP32", "float32", [3, 2], XS),
+        ("item", "UINT64", "uint64", [3], IDS),
+        ("age", "FP64", "float64", [3], AGES),
+        ("item.lengths", "INT32", "int32", [3], LENGTHS),
+    ]
+    addresses = http.address.removeprefix("http://"), f"127.0.0.1:{rpc.port}"
+    script = ROOT / "tests/support/stock_client.py"
+    python = CLIENTS / "bin/python"
+    ran = subprocess.run(
+        [python, script, *addresses, "adult", json.dumps(inputs)],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    predicted = [[value for row in EXPECTED for value in row], "7"]
+    assert found.pop("http as JSON") == found.pop("http as gzip") == predicted
+    for answers in found.values():
+        assert answers["live"]
+        assert answers["ready"]
+        assert answers["model ready"]
+        assert answers["server"] == "persia_torchrec"
+        names = [one["name"] for one in answers["inputs"]]
+        assert names == ["item", "item.lengths", "age", "x"]
+        assert answers["config"] == answers["stats"] == "adult"
+        assert answers["index"] == [["adult", "3", "READY"]]
+        assert answers["infer"] == predicted
+        assert "The model must be 'adult'" in answers["unknown model"]
+        assert "none for ['x']" in answers["no input"]
+        assert "must have servers of its own" in answers["load"]
+        assert answers["shared memory"]

@@ -13,7 +13,7 @@ import pytest
 from torch import nn
 
 from persia_torchrec.embedding.optim import SGD
-from persia_torchrec.errors import CheckpointError
+from persia_torchrec.errors import CheckpointError, ServerError
 from persia_torchrec.persia.slots import SlotsLookup
 from persia_torchrec.serving.embeddings import SlotsReader
 from persia_torchrec.serving.models import Models, Version, following_checkpoints
@@ -164,7 +164,8 @@ def test_a_later_checkpoint_is_loaded_with_its_rows_and_the_previous_one_leaves(
 
     def predicted():
         with models.using("adult", None) as version:
-            return models.predict(version, batch_of([7], requires_grad=False)).item()
+            batch = batch_of([7], requires_grad=False)
+            return models.predict(version, batch).output.item()
 
     assert predicted() == 12.0  # rows and dense model of checkpoint 1
     with following_checkpoints(models, lambda: newest[-1], poll_s=0.01):
@@ -178,3 +179,32 @@ def test_a_later_checkpoint_is_loaded_with_its_rows_and_the_previous_one_leaves(
     models.close()
     assert closed == ["1", "2"]
     assert not models.health()["ready"]
+
+
+def test_while_embeddings_are_away_each_sample_gets_the_default_answer(servers, caplog):
+    running = servers.start(1)
+    client = servers.client(running)
+    client.add_tables([TableSpec(name="item", dim=2, optimizer=SGD(1.0))])
+    reader = SlotsReader(SlotsLookup(client, [FEATURE]))
+    reader.set_lookup_timeout(0.2)
+    models = Models("adult", default_answer=0.25)
+    models.add(Version(Predictor(reader, DenseModel(Bias(1), "m.pt"))))
+
+    def predicted():
+        with models.using("adult", None) as version:
+            return models.predict(version, batch_of([7], [], requires_grad=False))
+
+    answer = predicted()
+    assert (answer.output.tolist(), answer.is_degraded) == ([[1.0], [1.0]], False)
+    running[0].close()
+    for _ in range(2):
+        answer = predicted()
+        assert (answer.output.tolist(), answer.is_degraded) == ([[0.25]] * 2, True)
+    assert caplog.text.count("model adult answers 0.25") == 1
+    assert (
+        b"persia_serving_degraded_samples_total 4.0" in models.statistics.exposition()
+    )
+    assert not models.health()["ready"]
+    models.default_answer = None
+    with pytest.raises(ServerError):
+        predicted()

@@ -1,0 +1,148 @@
+"""Batches of several requests are predicted together, each with its own answer."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from persia_torchrec.errors import BatchError, RequestTimeoutError
+from persia_torchrec.persia.batch import (
+    IDTypeFeature,
+    IDTypeFeatureWithSingleID,
+    NonIDTypeFeature,
+    PersiaBatch,
+)
+from persia_torchrec.serving import batching as module
+from persia_torchrec.serving.batching import Batcher, Batching, join
+from tests.support.processes import wait_until
+from tests.support.servers import ids_of
+
+MODEL = "model"
+
+
+def batch(*lengths, first=0):
+    """Return a batch whose samples have so many ids, from ``first`` on."""
+    num, ids = len(lengths), ids_of(*range(first, first + sum(lengths)))
+    return PersiaBatch(
+        [
+            IDTypeFeature.from_flat("a", ids, np.array(lengths, np.int32)),
+            IDTypeFeatureWithSingleID("b", ids_of(*range(first, first + num))),
+        ],
+        [NonIDTypeFeature(np.arange(first, first + num, dtype=np.float32)[:, None])],
+        requires_grad=False,
+    )
+
+
+def sums(of):
+    """Return per sample the sum of its ids, its single id and its dense number."""
+    a, b = of.id_type_features
+    owner = np.repeat(np.arange(of.batch_size), a.lengths)
+    total = np.bincount(owner, a.ids.astype(float), of.batch_size)
+    dense = of.non_id_type_features[0].data[:, 0]
+    return (total + b.ids + dense).astype(np.float32)
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=1))
+def test_a_joined_batch_has_the_samples_of_all(shapes):
+    batches = [batch(*lengths, first=100 * i) for i, lengths in enumerate(shapes)]
+    expected = np.concatenate([sums(one) for one in batches])
+    np.testing.assert_array_equal(sums(join(batches)), expected)
+
+
+class Runs:
+    """Counts what is run, and holds it until the test lets it go on."""
+
+    def __init__(self):
+        self.sizes = []
+        self.begun, self.may_end = threading.Semaphore(0), threading.Event()
+        self.may_end.set()
+
+    def __call__(self, of):
+        self.sizes.append(of.batch_size)
+        self.begun.release()
+        assert self.may_end.wait(30)
+        if (sums(of) >= 10**6).any():
+            raise BatchError("an id is too large")
+        return sums(of)
+
+
+def waiting(batcher):
+    """Return how many samples are in the group that is open."""
+    group = batcher._open.get(id(MODEL))
+    return 0 if group is None else group.num_samples
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(16) as pool:
+        yield pool
+
+
+def test_what_comes_while_a_group_is_predicted_is_the_next_group(pool):
+    batcher, runs = Batcher(Batching(0.0, 100)), Runs()
+    runs.may_end.clear()
+    first = pool.submit(batcher.predict, MODEL, runs, batch(1))
+    assert runs.begun.acquire(timeout=30)
+    others = [batch(2, 1, first=i) for i in range(1, 9)]
+    futures = [pool.submit(batcher.predict, MODEL, runs, one) for one in others]
+    wait_until(lambda: waiting(batcher) == 16, "all wait")
+    runs.may_end.set()
+    assert first.result(30) == sums(batch(1))
+    for one, future in zip(others, futures, strict=True):
+        np.testing.assert_array_equal(future.result(30), sums(one))
+    assert runs.sizes == [1, 16]
+
+
+def test_a_full_group_does_not_wait_for_its_window(pool):
+    batcher, runs = Batcher(Batching(3600.0, 4)), Runs()
+    batches = [batch(1, 1, 1, first=i) for i in range(2)]
+    first = pool.submit(batcher.predict, MODEL, runs, batches[0])
+    wait_until(lambda: waiting(batcher) == 3, "the first waits")
+    second = pool.submit(batcher.predict, MODEL, runs, batches[1])
+    np.testing.assert_array_equal(first.result(30), sums(batches[0]))
+    with batcher._lock:
+        batcher._open[id(MODEL)].is_full.set()
+    np.testing.assert_array_equal(second.result(30), sums(batches[1]))
+    assert runs.sizes == [3, 3]
+    large = batch(*[1] * 5)
+    np.testing.assert_array_equal(batcher.predict(MODEL, runs, large), sums(large))
+
+
+def test_of_a_group_that_fails_each_batch_has_its_own_answer(pool):
+    batcher, runs = Batcher(Batching(3600.0, 4)), Runs()
+    good = pool.submit(batcher.predict, MODEL, runs, batch(1, 1))
+    wait_until(lambda: waiting(batcher) == 2, "the first waits")
+    bad = pool.submit(batcher.predict, MODEL, runs, batch(1, first=10**6))
+    wait_until(lambda: waiting(batcher) == 3, "both wait")
+    batcher._open[id(MODEL)].is_full.set()
+    np.testing.assert_array_equal(good.result(30), sums(batch(1, 1)))
+    with pytest.raises(BatchError, match="an id is too large"):
+        bad.result(30)
+    assert runs.sizes == [3, 2, 1]
+
+
+def test_models_are_not_mixed(pool):
+    batcher, runs = Batcher(Batching(3600.0, 100)), Runs()
+    futures = [pool.submit(batcher.predict, name, runs, batch(1)) for name in "ab"]
+    wait_until(lambda: len(batcher._open) == 2, "both wait")
+    for group in batcher._open.values():
+        group.is_full.set()
+    assert [future.result(30) for future in futures] == [sums(batch(1))] * 2
+    assert runs.sizes == [1, 1]
+
+
+def test_a_group_whose_thread_gives_no_answer_is_an_error(pool, monkeypatch):
+    monkeypatch.setattr(module.timeouts, "REQUEST_S", 0.01)
+    batcher, runs = Batcher(Batching(0.0, 100)), Runs()
+    runs.may_end.clear()
+    first = pool.submit(batcher.predict, MODEL, runs, batch(1))
+    assert runs.begun.acquire(timeout=30)
+    second = pool.submit(batcher.predict, MODEL, runs, batch(1))
+    wait_until(lambda: waiting(batcher) == 1, "the second waits")
+    with pytest.raises(RequestTimeoutError, match="a batch must be predicted within"):
+        batcher.predict(MODEL, runs, batch(1))
+    runs.may_end.set()
+    assert first.result(30) == second.result(30) == sums(batch(1))
