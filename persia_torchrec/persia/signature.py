@@ -15,6 +15,9 @@ from persia_torchrec.errors import CheckpointError
 EXTRA_FILE = "persia_signature.json"
 """Name within the TorchScript file."""
 
+SERVED_MODEL = "serving_model.pt"
+"""Name of the file of a TorchRec model, which ``export_for_serving`` writes."""
+
 
 class DenseInput(msgspec.Struct, frozen=True):
     """A dense input.

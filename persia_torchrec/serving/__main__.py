@@ -36,6 +36,7 @@ from persia_torchrec.serving.predictor import (
     Predictor,
     checkpoint_of,
     choose_device,
+    find_model,
     following_model,
     load_model,
     newest_version,
@@ -58,14 +59,15 @@ class ServingFlags(ImportFlags):
 
     checkpoint: str
     """Folder of a checkpoint, or its URL."""
-    model: str = "jit_dense.pt"
-    """File in that folder: the dense model as TorchScript."""
+    model: str | None = None
+    """File in that folder: the dense model [jit_dense.pt, TorchScript, or else
+    serving_model.pt, of ``export_for_serving``]"""
     model_name: str = "model"
     """Name of the model in the paths of the Open Inference Protocol."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where it predicts; auto is a GPU where there is one."""
     embedding_config: str | None = field(default_factory=env.embedding_config_path)
-    """Path of embedding_config.yml [PERSIA_EMBEDDING_CONFIG]"""
+    """Path of embedding_config.yml, of PERSIA's models [PERSIA_EMBEDDING_CONFIG]"""
     workers: tuple[str, ...] = ()
     """Addresses of embedding workers that look rows up [servers of its own]"""
     workers_of_job: bool = False
@@ -167,20 +169,25 @@ def _add_checkpoint(
     stack: contextlib.ExitStack,
 ) -> None:
     """Serve the rows of a checkpoint by servers of its own."""
-    run = flags.checkpoint
-    load_model(run, flags.model, device)  # its errors come before servers are started
-    if flags.embedding_config is None:
-        raise ConfigError("--embedding-config, or PERSIA_EMBEDDING_CONFIG, is needed.")
-    schema = load_embedding_config(flags.embedding_config)
+    run, name = flags.checkpoint, flags.model or find_model(flags.checkpoint)
+    first = load_model(run, name, device)  # its errors come before servers are started
+    schema = None
+    if first.collections is None:
+        if flags.embedding_config is None:
+            raise ConfigError(
+                "--embedding-config, or PERSIA_EMBEDDING_CONFIG, is needed."
+            )
+        schema = load_embedding_config(flags.embedding_config)
 
     def open_version(number: str | None) -> Version:
-        path = run if number is None else checkpoint_of(run, number).url
-        model = load_model(path, flags.model, device)
-        rows = path if flags.follow is not None else checkpoint_of(path, None).url
+        # One folder for both halves, whatever becomes complete meanwhile.
+        folder = checkpoint_of(run, number)
+        model = load_model(folder.url if name in folder.names() else run, name, device)
+        rows = run if number is None and flags.follow is not None else folder.url
         with contextlib.ExitStack() as opening:
             hosting = host_checkpoint(
                 rows,
-                schema,
+                schema or model.collections or (),
                 device=device,
                 num_servers=flags.num_servers,
                 incremental_dir=flags.follow,
@@ -197,9 +204,9 @@ def _add_checkpoint(
     if flags.follow is not None:
         with models.using(flags.model_name, None) as version:
             predictor = version.predictor
-        stack.enter_context(following_model(predictor, run, flags.model))
+        stack.enter_context(following_model(predictor, run, name))
     elif flags.follow_model:
-        newest = partial(newest_version, run, flags.model)
+        newest = partial(newest_version, run, name)
         stack.enter_context(following_checkpoints(models, newest))
 
 
@@ -221,14 +228,20 @@ def _add_workers(
     workers = RemoteWorkers(list(map(tcp_address, addresses)), greeting=greeting)
     stack.callback(workers.close)
     reader = SlotsReader(workers, device, patience_s=flags.patience_s)
-    model = load_model(flags.checkpoint, flags.model, device)
+    name = flags.model or find_model(flags.checkpoint)
+    model = load_model(flags.checkpoint, name, device)
+    if model.collections is not None:
+        raise ConfigError(
+            "Embedding workers must serve a model of PERSIA. Received: "
+            f"{model.path}, of TorchRec. Serve it without --workers."
+        )
     reader.wait_until_ready(timeouts.READY_S)
     reader.set_lookup_timeout(flags.lookup_timeout_s)
     predictor = Predictor(reader, model, flags.batching())
     models.add(Version(predictor))
     if flags.follow_model:
         run = flags.checkpoint
-        stack.enter_context(following_model(predictor, run, flags.model))
+        stack.enter_context(following_model(predictor, run, name))
 
 
 if __name__ == "__main__":

@@ -11,8 +11,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from persia_torchrec import timeouts
@@ -29,7 +31,12 @@ from persia_torchrec.errors import (
 from persia_torchrec.jit.compiled import telling_of_compilation
 from persia_torchrec.lookup.bags import build_bags
 from persia_torchrec.lookup.pooling import warm_up
-from persia_torchrec.lookup.sharded_lookup import Outputs, RoutedBatch
+from persia_torchrec.lookup.sharded_lookup import (
+    Outputs,
+    RoutedBatch,
+    SequenceLookup,
+    ShardedLookup,
+)
 from persia_torchrec.persia import slots
 from persia_torchrec.persia.batch import PersiaBatch, ReferencedBatch
 from persia_torchrec.persia.config.embedding_config import EmbeddingSchema
@@ -38,6 +45,9 @@ from persia_torchrec.persia.slot_tensors import Slots, StagedSlots, slot_tensors
 from persia_torchrec.persia.worker.serving import require_dims
 from persia_torchrec.persia.worker_client import RemoteBatch, RemoteWorkers
 from persia_torchrec.server.cluster import EmbeddingCluster
+
+if TYPE_CHECKING:  # it needs TorchRec, which PERSIA's models do not
+    from persia_torchrec.sharding.dense_half import CollectionDescription
 
 T = TypeVar("T")
 
@@ -192,19 +202,67 @@ class SlotsReader:
             time.sleep(_RETRY_S)
 
 
+class CollectionsReader:
+    """Looks up what the collections of a TorchRec model give: ``DenseHalf`` takes it.
+
+    Any thread may call any method. ``status`` is for ``GET /health``.
+    """
+
+    def __init__(
+        self,
+        client: EmbeddingClient,
+        collections: "Sequence[CollectionDescription]",
+        device: torch.device = _CPU,
+        status: Callable[[], Mapping[str, object]] = dict,
+    ) -> None:
+        self.device = device
+        self.status = status
+        self._client = client
+        kinds = {"bags": ShardedLookup, "sequences": SequenceLookup}
+        self._lookups = [kinds[one.kind](client, one.features) for one in collections]
+
+    def hello(
+        self, timeout_s: float | None = None, *, of_any: bool = False
+    ) -> slots.LookupHello:
+        """Return the rows of each server; PersiaError if one is not ready."""
+        return slots.LookupHello((), tuple(self._client.num_rows(timeout_s)))
+
+    def set_lookup_timeout(self, timeout_s: float) -> None:
+        """Set the seconds that a lookup may take from now on."""
+        self._client.timeout_s = timeout_s
+
+    def look_up(self, batch: PersiaBatch) -> dict[str, torch.Tensor]:
+        """Return ids and lengths of a batch, and the rows of each collection."""
+        features = {feature.name: feature for feature in batch.id_type_features}
+        bags = build_bags(features)
+        ids = np.concatenate([bag.ids for bag in bags.values()])
+        lengths = np.stack([bag.lengths for bag in bags.values()])
+        arrays: list[npt.NDArray[Any]] = [ids.view(np.int64), lengths]
+        for lookup in self._lookups:
+            own = {feature.key: bags[feature.key] for feature in lookup.features}
+            arrays += lookup.pull(own, None)[0]
+        tensors = map(torch.from_numpy, arrays)
+        return {str(i): t.to(self.device) for i, t in enumerate(tensors)}
+
+    def to_tensors(self, pulled: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return what was looked up."""
+        return pulled
+
+
 @contextlib.contextmanager
 def host_checkpoint(
     path: str | os.PathLike[str],
-    schema: EmbeddingSchema,
+    of: "EmbeddingSchema | Sequence[CollectionDescription]",
     *,
     device: torch.device = _CPU,
     num_servers: int = 1,
     incremental_dir: str | None = None,
     imports: Sequence[str] = (),
-) -> Iterator[SlotsReader]:
+) -> "Iterator[SlotsReader | CollectionsReader]":
     """Load a checkpoint, or the latest of a folder, into servers for a block.
 
-    A server that is killed is started again, and loads the same one again.
+    Its rows are read as PERSIA's slots, or as the collections of a TorchRec model. A
+    server that is killed is started again, and loads the same one again.
     """
     cluster = EmbeddingCluster.of_checkpoint(
         os.fspath(path),
@@ -220,11 +278,13 @@ def host_checkpoint(
         with telling_of_compilation():
             warm_up()
         client.learn_tables()
-        lookup = slots.SlotsLookup(client, slots.build_features(schema))
         status = partial(_following, client) if incremental_dir else dict
-        reader = SlotsReader(lookup, device, status)
-        require_dims(client, schema)
-        yield reader
+        if isinstance(of, EmbeddingSchema):
+            require_dims(client, of)
+            lookup = slots.SlotsLookup(client, slots.build_features(of))
+            yield SlotsReader(lookup, device, status)
+        else:
+            yield CollectionsReader(client, of, device, status)
 
 
 def _following(client: EmbeddingClient) -> dict[str, object]:

@@ -9,12 +9,13 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
 from persia_torchrec.checkpoint.catalog import complete_checkpoints, find_checkpoint
 from persia_torchrec.checkpoint.folder import Folder
@@ -27,18 +28,25 @@ from persia_torchrec.errors import (
 from persia_torchrec.persia.batch import NonIDTypeFeature, PersiaBatch
 from persia_torchrec.persia.signature import (
     EXTRA_FILE,
+    SERVED_MODEL,
     DenseInput,
     ModelSignature,
     distinct_names,
 )
 from persia_torchrec.persia.slot_tensors import dense_tensor
 from persia_torchrec.serving.batching import Batcher, Batching
-from persia_torchrec.serving.embeddings import SlotsReader
+from persia_torchrec.serving.embeddings import CollectionsReader, SlotsReader
+
+if TYPE_CHECKING:  # it needs TorchRec, which PERSIA's models do not
+    from persia_torchrec.sharding.dense_half import CollectionDescription
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_S = 10.0
 _RETRY_S = 10.0
+
+SCRIPT_MODEL = "jit_dense.pt"
+"""Name of the file of a model of PERSIA, TorchScript."""
 
 _CPU = torch.device("cpu")
 
@@ -49,14 +57,16 @@ class DenseModel(NamedTuple):
     """A dense model that was loaded.
 
     Attributes:
-        module: TorchScript, in evaluation mode.
+        module: TorchScript, or what ``export_for_serving`` wrote; in evaluation mode.
         path: its file.
         signature: its inputs by name; None in a file without, as of earlier versions.
+        collections: of a TorchRec model; None: it takes PERSIA's slots.
     """
 
     module: nn.Module
     path: str
     signature: ModelSignature | None = None
+    collections: "Sequence[CollectionDescription] | None" = None
 
     @property
     def version(self) -> str:
@@ -104,7 +114,10 @@ class Predictor:
     """
 
     def __init__(
-        self, reader: SlotsReader, model: DenseModel, batching: Batching | None = None
+        self,
+        reader: SlotsReader | CollectionsReader,
+        model: DenseModel,
+        batching: Batching | None = None,
     ) -> None:
         self.reader = reader
         self._started_s = time.monotonic()
@@ -113,7 +126,8 @@ class Predictor:
 
     def use(self, model: DenseModel) -> None:
         """Predict with another model from now on, put into evaluation mode."""
-        model.module.eval()
+        if not isinstance(model.module, GraphModule):  # which is exported as such
+            model.module.eval()
         self.model = model
 
     def predict(self, batch: PersiaBatch, *, is_text: bool = False) -> Floats:
@@ -145,11 +159,11 @@ class Predictor:
 
     def _run(self, model: DenseModel, batch: PersiaBatch) -> Floats:
         """Look a batch up and run the model on it."""
-        pulled = self.reader.look_up(batch)
-        device = self.reader.device
+        reader: Any = self.reader
+        pulled, device = reader.look_up(batch), reader.device
         dense = [dense_tensor(f.data, device) for f in batch.non_id_type_features]
         with torch.inference_mode():
-            slots = self.reader.to_tensors(pulled)
+            slots = reader.to_tensors(pulled)
             try:
                 output = model.module(dense, list(slots.values()))
             except (RuntimeError, IndexError) as exc:
@@ -325,10 +339,17 @@ def choose_device(kind: str, replica: int = 0) -> torch.device:
     return torch.device("cuda", replica % num_devices)
 
 
+def find_model(path: str | os.PathLike[str]) -> str:
+    """Return the name of the model's file in a checkpoint: PERSIA's or TorchRec's."""
+    run = Folder(path)
+    latest = next(complete_checkpoints(run), run)
+    return SERVED_MODEL if SERVED_MODEL in latest.names() else SCRIPT_MODEL
+
+
 def load_model(
     path: str | os.PathLike[str], name: str, device: torch.device = _CPU
 ) -> DenseModel:
-    """Load a TorchScript model, of the latest checkpoint or the folder.
+    """Load a model, of the latest checkpoint or the folder.
 
     Its parameters are on the device, wherever they were when it was saved.
     """
@@ -343,6 +364,8 @@ def load_model(
             f"{file} must be a TorchScript model. Received: no such file. Save the "
             "dense model there: torch.jit.script(model).save(path)."
         )
+    if name == SERVED_MODEL:
+        return _load_torchrec(folder.read(name), file, device)
     extra = {EXTRA_FILE: b""}  # torch puts in what the file has
     try:
         data = io.BytesIO(folder.read(name))
@@ -355,6 +378,13 @@ def load_model(
     text = extra[EXTRA_FILE]
     signature = ModelSignature.decode(text, file) if text else None
     return DenseModel(model, file, signature)
+
+
+def _load_torchrec(data: bytes, file: str, device: torch.device) -> DenseModel:
+    from persia_torchrec.sharding.dense_half import load_served  # needs TorchRec
+
+    module, about = load_served(data, file)
+    return DenseModel(module.to(device), file, about.signature, about.collections)
 
 
 def _read_output(output: object, batch_size: int) -> Floats:

@@ -1,0 +1,238 @@
+"""A model without its collections: it is given what they would return.
+
+Where a model is served, one part looks rows up, and this one does the rest, on the same
+inputs by the same code. It can be exported, as no collection is left in it.
+"""
+
+import copy
+import io
+from collections.abc import Callable, Sequence
+from pkgutil import resolve_name
+from typing import Any, Literal
+
+import msgspec
+import torch
+import torchrec
+from torch import nn
+
+from persia_torchrec.errors import CheckpointError, ConfigError
+from persia_torchrec.lookup.bags import FeatureSpec
+from persia_torchrec.persia.signature import ModelSignature
+from persia_torchrec.sharding.sharded_module import (
+    ShardedRemoteCollection,
+    ShardedRemoteEmbeddingBagCollection,
+    ShardedRemoteEmbeddingCollection,
+)
+
+Tensors = Sequence[torch.Tensor]
+
+
+class CollectionDescription(msgspec.Struct, frozen=True):
+    """A collection of a model.
+
+    Attributes:
+        path: of the module in the model.
+        kind: "bags" gives a KeyedTensor ``(B, T)``; "sequences" a JaggedTensor
+            ``(L, D)`` of each feature.
+        features: in the order of the columns; their tables have the servers' names.
+        dims: of each feature.
+        needs_ids: whether sequences come with their ids.
+    """
+
+    path: str
+    kind: Literal["bags", "sequences"]
+    features: tuple[FeatureSpec, ...]
+    dims: tuple[int, ...]
+    needs_ids: bool = False
+
+    @property
+    def num_tensors(self) -> int:
+        """How many tensors of rows the collection is given."""
+        return 1 if self.kind == "bags" else len(self.features)
+
+
+class Arguments(msgspec.Struct, frozen=True):
+    """How a model takes its arguments: one is the KeyedJaggedTensor, others tensors.
+
+    Attributes:
+        keys: of the KeyedJaggedTensor.
+        kjt_at: its position among the arguments.
+    """
+
+    keys: tuple[str, ...]
+    kjt_at: int
+
+
+class ServedModel(msgspec.Struct, frozen=True):
+    """What a file says of a model.
+
+    Attributes:
+        signature: its inputs by name.
+        collections: whose rows it is given.
+        arguments: which it takes.
+        factory: "module:function" that makes it; None: it was exported.
+    """
+
+    signature: ModelSignature
+    collections: tuple[CollectionDescription, ...]
+    arguments: Arguments
+    factory: str | None = None
+
+
+class _Given(nn.Module):
+    """In the place of a collection: returns what :class:`DenseHalf` has put here."""
+
+    def __init__(self, description: CollectionDescription) -> None:
+        super().__init__()
+        self.description = description
+        self.rows: Tensors = ()
+
+    def forward(self, features: torchrec.KeyedJaggedTensor) -> Any:
+        """Return the collection's output for the features of this batch."""
+        about = self.description
+        names = [feature.name for feature in about.features]
+        if about.kind == "bags":
+            return torchrec.KeyedTensor(names, list(about.dims), self.rows[0])
+        jagged = features.to_dict()
+        found: dict[str, torchrec.JaggedTensor] = {}
+        for feature, rows in zip(about.features, self.rows, strict=True):
+            if feature.name in found:
+                rows = torch.cat([found[feature.name].values(), rows], dim=1)
+            of_key = jagged[feature.key]
+            found[feature.name] = torchrec.JaggedTensor(
+                values=rows,
+                lengths=of_key.lengths(),
+                weights=of_key.values() if about.needs_ids else None,
+            )
+        return found
+
+
+class DenseHalf(nn.Module):
+    """A model that is given the rows of its collections.
+
+    Args:
+        model: whose collections are replaced, in place.
+        collections: of the model.
+        arguments: of the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        collections: Sequence[CollectionDescription],
+        arguments: Arguments,
+    ) -> None:
+        super().__init__()
+        self._given = [_Given(description) for description in collections]
+        for given in self._given:
+            parent, _, name = given.description.path.rpartition(".")
+            if not name:
+                raise ConfigError("A model must hold its collections, not be one.")
+            setattr(model.get_submodule(parent), name, given)
+        self.model = model
+        self._arguments = arguments
+
+    def forward(self, dense: list[torch.Tensor], given: list[torch.Tensor]) -> Any:
+        """Run the model.
+
+        Args:
+            dense: arguments that are tensors, in their order.
+            given: ids of the KeyedJaggedTensor, int64 ``(N,)``, and lengths, int32
+                ``(F, B)``; then the rows of each collection: ``(B, T)`` of bags, and
+                ``(L, D)`` of each feature of sequences.
+
+        Returns:
+            What the model returns, as one tensor: several ones are columns.
+        """
+        ids, lengths, *rows = given
+        for module in self._given:
+            num = module.description.num_tensors
+            module.rows, rows = rows[:num], rows[num:]
+        keys, position = self._arguments.keys, self._arguments.kjt_at
+        kjt = torchrec.KeyedJaggedTensor(list(keys), ids, lengths=lengths.reshape(-1))
+        return _one_tensor(self.model(*dense[:position], kjt, *dense[position:]))
+
+
+def _one_tensor(output: Any) -> Any:
+    """Return several outputs, of which each has a row for each sample, as columns."""
+    if isinstance(output, dict):
+        output = tuple(output.values())
+    if not isinstance(output, tuple | list):
+        return output
+    return torch.cat([part.reshape(part.shape[0], -1) for part in output], dim=1)
+
+
+def sharded_collections(model: nn.Module) -> dict[str, ShardedRemoteCollection]:
+    """Return the collections of a model that are on the servers, by path."""
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, ShardedRemoteCollection)
+    }
+
+
+def describe_sharded(
+    path: str, module: ShardedRemoteCollection
+) -> CollectionDescription:
+    """Return what a collection gives; ConfigError if it is of no kind known here."""
+    kinds: dict[type[nn.Module], Literal["bags", "sequences"]] = {
+        ShardedRemoteEmbeddingBagCollection: "bags",
+        ShardedRemoteEmbeddingCollection: "sequences",
+    }
+    if type(module) not in kinds or module.spec.is_weighted:
+        raise ConfigError(
+            "A model for serving must have EmbeddingBagCollections without weights, "
+            f"and EmbeddingCollections. Received: {path!r}, {type(module).__name__}."
+        )
+    dim_of = {table.name: table.dim for table in module.spec.tables}
+    return CollectionDescription(
+        path,
+        kinds[type(module)],
+        module.spec.features,
+        tuple(dim_of[feature.table] for feature in module.spec.features),
+        module.spec.needs_ids,
+    )
+
+
+def copy_dense(model: nn.Module) -> nn.Module:
+    """Return a copy of a model on the CPU, with nothing in its collections' places."""
+    empty = {id(module): nn.Module() for module in sharded_collections(model).values()}
+    copied: nn.Module = copy.deepcopy(model, dict(empty))
+    return copied.to("cpu").eval()
+
+
+def load_served(data: bytes, file: str) -> tuple[nn.Module, ServedModel]:
+    """Return what runs on rows, :meth:`DenseHalf.forward`, and what the file says.
+
+    Raises:
+        CheckpointError: it is no file of :func:`export_for_serving`.
+        ConfigError: the factory cannot be imported, or makes another model.
+    """
+    try:
+        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        about = msgspec.json.decode(state["about"], type=ServedModel)
+        if about.factory is None:
+            program = io.BytesIO(state["program"].numpy().tobytes())
+            return torch.export.load(program).module(), about
+    except Exception as exc:  # what a damaged file makes the readers raise has no list
+        raise CheckpointError(
+            f"{file} must be a file of export_for_serving. Received: "
+            f"{type(exc).__name__}: {exc}."
+        ) from exc
+    half = make_by_factory(about.factory, about.collections, about.arguments)
+    half.load_state_dict(state["weights"])
+    return half.eval(), about
+
+
+def make_by_factory(
+    factory: str, collections: Sequence[CollectionDescription], arguments: Arguments
+) -> DenseHalf:
+    """Return the model of a factory, without collections, or raise ConfigError."""
+    try:
+        make: Callable[[], nn.Module] = resolve_name(factory)
+        return DenseHalf(make(), collections, arguments)
+    except Exception as exc:  # it is a user's code
+        raise ConfigError(
+            f"factory must name a function that returns the model, as "
+            f"'module:function'. Received: {factory!r} ({type(exc).__name__}: {exc})."
+        ) from exc
