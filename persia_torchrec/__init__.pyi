@@ -94,6 +94,9 @@ from persia_torchrec.training.checkpoint import (
 from persia_torchrec.training.delta import (
     save_delta as save_delta,
 )
+from persia_torchrec.training.export import (
+    export_for_serving as export_for_serving,
+)
 from persia_torchrec.training.recovery import (
     recoverable as recoverable,
 )

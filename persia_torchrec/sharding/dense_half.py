@@ -6,7 +6,8 @@ inputs by the same code. It can be exported, as no collection is left in it.
 
 import copy
 import io
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pkgutil import resolve_name
 from typing import Any, Literal
 
@@ -79,30 +80,37 @@ class ServedModel(msgspec.Struct, frozen=True):
     factory: str | None = None
 
 
-class _Given(nn.Module):
-    """In the place of a collection: returns what :class:`DenseHalf` has put here."""
+class _Batch(threading.local):
+    """What this thread's batch has: rows of each collection, lengths of each key."""
 
-    def __init__(self, description: CollectionDescription) -> None:
+    rows: Mapping[str, Tensors]
+    lengths: Mapping[str, torch.Tensor]
+
+
+class _Given(nn.Module):
+    """In the place of a collection: returns what :class:`DenseHalf` was given."""
+
+    def __init__(self, description: CollectionDescription, batch: _Batch) -> None:
         super().__init__()
         self.description = description
-        self.rows: Tensors = ()
+        self._batch = batch
 
     def forward(self, features: torchrec.KeyedJaggedTensor) -> Any:
         """Return the collection's output for the features of this batch."""
-        about = self.description
+        about, batch = self.description, self._batch
+        rows_of = batch.rows[about.path]
         names = [feature.name for feature in about.features]
         if about.kind == "bags":
-            return torchrec.KeyedTensor(names, list(about.dims), self.rows[0])
-        jagged = features.to_dict()
+            return torchrec.KeyedTensor(names, list(about.dims), rows_of[0])
+        jagged = features.to_dict() if about.needs_ids else {}
         found: dict[str, torchrec.JaggedTensor] = {}
-        for feature, rows in zip(about.features, self.rows, strict=True):
+        for feature, rows in zip(about.features, rows_of, strict=True):
             if feature.name in found:
                 rows = torch.cat([found[feature.name].values(), rows], dim=1)
-            of_key = jagged[feature.key]
             found[feature.name] = torchrec.JaggedTensor(
                 values=rows,
-                lengths=of_key.lengths(),
-                weights=of_key.values() if about.needs_ids else None,
+                lengths=batch.lengths[feature.key],
+                weights=jagged[feature.key].values() if jagged else None,
             )
         return found
 
@@ -123,12 +131,12 @@ class DenseHalf(nn.Module):
         arguments: Arguments,
     ) -> None:
         super().__init__()
-        self._given = [_Given(description) for description in collections]
-        for given in self._given:
-            parent, _, name = given.description.path.rpartition(".")
+        self._batch, self._collections = _Batch(), tuple(collections)
+        for about in self._collections:
+            parent, _, name = about.path.rpartition(".")
             if not name:
                 raise ConfigError("A model must hold its collections, not be one.")
-            setattr(model.get_submodule(parent), name, given)
+            setattr(model.get_submodule(parent), name, _Given(about, self._batch))
         self.model = model
         self._arguments = arguments
 
@@ -145,10 +153,15 @@ class DenseHalf(nn.Module):
             What the model returns, as one tensor: several ones are columns.
         """
         ids, lengths, *rows = given
-        for module in self._given:
-            num = module.description.num_tensors
-            module.rows, rows = rows[:num], rows[num:]
         keys, position = self._arguments.keys, self._arguments.kjt_at
+        rows_of: dict[str, Tensors] = {}
+        for about in self._collections:
+            rows_of[about.path], rows = (
+                rows[: about.num_tensors],
+                rows[about.num_tensors :],
+            )
+        self._batch.rows = rows_of
+        self._batch.lengths = dict(zip(keys, lengths.unbind(), strict=True))
         kjt = torchrec.KeyedJaggedTensor(list(keys), ids, lengths=lengths.reshape(-1))
         return _one_tensor(self.model(*dense[:position], kjt, *dense[position:]))
 
@@ -159,7 +172,8 @@ def _one_tensor(output: Any) -> Any:
         output = tuple(output.values())
     if not isinstance(output, tuple | list):
         return output
-    return torch.cat([part.reshape(part.shape[0], -1) for part in output], dim=1)
+    parts = [part.flatten(1) if part.ndim > 1 else part.unsqueeze(1) for part in output]
+    return torch.cat(parts, dim=1)
 
 
 def sharded_collections(model: nn.Module) -> dict[str, ShardedRemoteCollection]:

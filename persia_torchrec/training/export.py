@@ -10,6 +10,7 @@ import msgspec
 import torch
 import torchrec
 from torch import nn
+from torch.fx.experimental import _config as shapes_config
 from torchrec.distributed.types import ShardedModule
 
 from persia_torchrec import timeouts
@@ -59,7 +60,7 @@ def export_for_serving(
         example: arguments of the model's ``forward``, in their order: tensors ``(B,
             ...)``, and one KeyedJaggedTensor without weights, of at least two samples
             and two ids of each feature. Names of tensors are those of ``forward``.
-        factory: "module:function", which returns the model anew, its collections on
+        factory: "module:function", which returns a new model, its collections on
             any device: for a model that ``torch.export`` does not take, as one that
             makes decisions by its inputs. Weights are loaded into it. The server must
             be able to import the module.
@@ -74,9 +75,9 @@ def export_for_serving(
             not take it; it says what to do.
         CheckpointError: a server failed; there is no new checkpoint.
     """
+    data = _encode(model, example, factory)  # on each trainer, with the same error
 
     def write() -> SavedCheckpoint:
-        data = _encode(model, example, factory)
         task = client.checkpoints.start_dump(
             os.fspath(path), timeout_s=timeout_s, files={SERVED_MODEL: data}
         )
@@ -92,6 +93,37 @@ def _encode(
     factory: str | None,
 ) -> bytes:
     """Return the file of a model."""
+    model, collections = _unwrapped(model)
+    names, dense, kjt, position = _read_example(model, example)
+    arguments = Arguments(tuple(kjt.keys()), position)
+    half = DenseHalf(copy_dense(model), collections, arguments)
+    lengths = kjt.lengths().cpu().to(torch.int32).view(len(kjt.keys()), -1)
+    given = [kjt.values().cpu().to(torch.int64), lengths]
+    given += _made_up_rows(collections, kjt)
+    with torch.inference_mode():
+        output = half(dense, given)
+    inputs = tuple(
+        DenseInput(name, str(t.dtype).removeprefix("torch."), (*t.shape[1:],))
+        for name, t in zip(names, dense, strict=True)
+    )
+    signature = ModelSignature(arguments.keys, inputs, tuple(output.shape[1:]))
+    about = ServedModel(signature, collections, arguments, factory)
+    state: dict[str, Any] = {"about": msgspec.json.encode(about).decode()}
+    if factory is None:
+        program = _export(half, dense, given)
+        state["program"] = torch.frombuffer(bytearray(program), dtype=torch.uint8)
+    else:
+        make_by_factory(factory, collections, arguments).load_state_dict(
+            half.state_dict()
+        )
+        state["weights"] = half.state_dict()
+    return state_bytes(state)
+
+
+def _unwrapped(
+    model: nn.Module,
+) -> tuple[nn.Module, tuple[CollectionDescription, ...]]:
+    """Return a model without DMP and DDP around it, and what its collections are."""
     while isinstance(getattr(model, "module", None), nn.Module):  # DMP, DDP
         model = model.module  # type: ignore[assignment]
     sharded = sharded_collections(model)
@@ -106,34 +138,7 @@ def _encode(
             "A model for serving must have collections on the servers. Received: "
             f"{type(model).__name__} without any."
         )
-    collections = tuple(describe_sharded(*item) for item in sharded.items())
-    names, dense, kjt, position = _read_example(model, example)
-    arguments = Arguments(tuple(kjt.keys()), position)
-    half = DenseHalf(copy_dense(model), collections, arguments)
-    lengths = kjt.lengths().cpu().to(torch.int32).view(len(kjt.keys()), -1)
-    given = [kjt.values().cpu().to(torch.int64), lengths]
-    given += _made_up_rows(collections, kjt)
-    with torch.inference_mode():
-        output = half(dense, given)
-    signature = ModelSignature(
-        arguments.keys,
-        tuple(
-            DenseInput(name, str(t.dtype).removeprefix("torch."), (*t.shape[1:],))
-            for name, t in zip(names, dense, strict=True)
-        ),
-        tuple(output.shape[1:]),
-    )
-    about = ServedModel(signature, collections, arguments, factory)
-    state: dict[str, Any] = {"about": msgspec.json.encode(about).decode()}
-    if factory is None:
-        program = _export(half, dense, given)
-        state["program"] = torch.frombuffer(bytearray(program), dtype=torch.uint8)
-    else:
-        make_by_factory(factory, collections, arguments).load_state_dict(
-            half.state_dict()
-        )
-        state["weights"] = half.state_dict()
-    return state_bytes(state)
+    return model, tuple(describe_sharded(*item) for item in sharded.items())
 
 
 def _read_example(
@@ -184,15 +189,19 @@ def _export(
     sizes = [{0: dynamic} for _ in dense], of_given
     buffer = io.BytesIO()
     try:
-        program = torch.export.export(
-            half, (dense, given), dynamic_shapes=sizes, strict=False
-        )
+        # Otherwise a size that is compared with one of the data is taken to be >= 2.
+        config: Any = shapes_config
+        with config.patch(backed_size_oblivious=True):
+            program = torch.export.export(
+                half, (dense, given), dynamic_shapes=sizes, strict=False
+            )
         torch.export.save(program, buffer)
     except Exception as exc:  # the exporter raises a class for each kind of mistake
         why = str(exc).strip().partition("\n")[0]
         raise ConfigError(
-            "The model must be one that torch.export takes for batches of any size, or "
-            f'have a factory="module:function" that makes it. Received: '
+            "The model must be one that torch.export takes for batches of any size "
+            "(x.shape[0] is such a size, len(x) a number), or have a "
+            'factory="module:function" that makes it. Received: '
             f"{type(half.model).__name__} ({type(exc).__name__}: {why})."
         ) from exc
     return buffer.getvalue()

@@ -18,7 +18,7 @@ from persia_torchrec.persia.batch import (
 from persia_torchrec.serving import batching as module
 from persia_torchrec.serving.batching import Batcher, Batching, join
 from tests.support.processes import wait_until
-from tests.support.servers import ids_of
+from tests.support.servers import DEADLINE_S, ids_of
 
 MODEL = "model"
 
@@ -63,7 +63,7 @@ class Runs:
     def __call__(self, of):
         self.sizes.append(of.batch_size)
         self.begun.release()
-        assert self.may_end.wait(30)
+        assert self.may_end.wait(DEADLINE_S)
         if (sums(of) >= 10**6).any():
             raise BatchError("an id is too large")
         return sums(of)
@@ -85,14 +85,14 @@ def test_what_comes_while_a_group_is_predicted_is_the_next_group(pool):
     batcher, runs = Batcher(Batching(0.0, 100)), Runs()
     runs.may_end.clear()
     first = pool.submit(batcher.predict, MODEL, runs, batch(1))
-    assert runs.begun.acquire(timeout=30)
+    assert runs.begun.acquire(timeout=DEADLINE_S)
     others = [batch(2, 1, first=i) for i in range(1, 9)]
     futures = [pool.submit(batcher.predict, MODEL, runs, one) for one in others]
     wait_until(lambda: waiting(batcher) == 16, "all wait")
     runs.may_end.set()
-    assert first.result(30) == sums(batch(1))
+    assert first.result(DEADLINE_S) == sums(batch(1))
     for one, future in zip(others, futures, strict=True):
-        np.testing.assert_array_equal(future.result(30), sums(one))
+        np.testing.assert_array_equal(future.result(DEADLINE_S), sums(one))
     assert runs.sizes == [1, 16]
 
 
@@ -102,10 +102,10 @@ def test_a_full_group_does_not_wait_for_its_window(pool):
     first = pool.submit(batcher.predict, MODEL, runs, batches[0])
     wait_until(lambda: waiting(batcher) == 3, "the first waits")
     second = pool.submit(batcher.predict, MODEL, runs, batches[1])
-    np.testing.assert_array_equal(first.result(30), sums(batches[0]))
+    np.testing.assert_array_equal(first.result(DEADLINE_S), sums(batches[0]))
     with batcher._lock:
         batcher._open[id(MODEL)].is_full.set()
-    np.testing.assert_array_equal(second.result(30), sums(batches[1]))
+    np.testing.assert_array_equal(second.result(DEADLINE_S), sums(batches[1]))
     assert runs.sizes == [3, 3]
     large = batch(*[1] * 5)
     np.testing.assert_array_equal(batcher.predict(MODEL, runs, large), sums(large))
@@ -118,9 +118,9 @@ def test_of_a_group_that_fails_each_batch_has_its_own_answer(pool):
     bad = pool.submit(batcher.predict, MODEL, runs, batch(1, first=10**6))
     wait_until(lambda: waiting(batcher) == 3, "both wait")
     batcher._open[id(MODEL)].is_full.set()
-    np.testing.assert_array_equal(good.result(30), sums(batch(1, 1)))
+    np.testing.assert_array_equal(good.result(DEADLINE_S), sums(batch(1, 1)))
     with pytest.raises(BatchError, match="an id is too large"):
-        bad.result(30)
+        bad.result(DEADLINE_S)
     assert runs.sizes == [3, 2, 1]
 
 
@@ -130,7 +130,7 @@ def test_models_are_not_mixed(pool):
     wait_until(lambda: len(batcher._open) == 2, "both wait")
     for group in batcher._open.values():
         group.is_full.set()
-    assert [future.result(30) for future in futures] == [sums(batch(1))] * 2
+    assert [future.result(DEADLINE_S) for future in futures] == [sums(batch(1))] * 2
     assert runs.sizes == [1, 1]
 
 
@@ -139,10 +139,10 @@ def test_a_group_whose_thread_gives_no_answer_is_an_error(pool, monkeypatch):
     batcher, runs = Batcher(Batching(0.0, 100)), Runs()
     runs.may_end.clear()
     first = pool.submit(batcher.predict, MODEL, runs, batch(1))
-    assert runs.begun.acquire(timeout=30)
+    assert runs.begun.acquire(timeout=DEADLINE_S)
     second = pool.submit(batcher.predict, MODEL, runs, batch(1))
     wait_until(lambda: waiting(batcher) == 1, "the second waits")
     with pytest.raises(RequestTimeoutError, match="a batch must be predicted within"):
         batcher.predict(MODEL, runs, batch(1))
     runs.may_end.set()
-    assert first.result(30) == second.result(30) == sums(batch(1))
+    assert first.result(DEADLINE_S) == second.result(DEADLINE_S) == sums(batch(1))

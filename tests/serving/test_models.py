@@ -196,7 +196,7 @@ def test_while_embeddings_are_away_each_sample_gets_the_default_answer(servers, 
 
     answer = predicted()
     assert (answer.output.tolist(), answer.is_degraded) == ([[1.0], [1.0]], False)
-    running[0].close()
+    running[0].stop()
     for _ in range(2):
         answer = predicted()
         assert (answer.output.tolist(), answer.is_degraded) == ([[0.25]] * 2, True)

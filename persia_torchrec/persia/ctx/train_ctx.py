@@ -148,12 +148,7 @@ class TrainCtx(EmbeddingCtx):
         )
         # Not EmbeddingCtx's: the connections are those of an engine.
         BaseCtx.__init__(self, threadpool_worker_size, device_id)
-        if model is None:
-            raise ConfigError(
-                "A TrainCtx must have a model. Received: model=None. Give the one "
-                "whose parameters dense_optimizer has."
-            )
-        self.model = model
+        self.model = model = _require_given(model)
         self.dense_optimizer = dense_optimizer
         self._scaler = torch.amp.GradScaler("cuda") if mixed_precision else None
         self.embedding_config = embedding_config or EmbeddingConfig()
@@ -373,6 +368,15 @@ class TrainCtx(EmbeddingCtx):
             state,
             is_replicated=engine.weights is None,
         )
+
+
+def _require_given(model: nn.Module | None) -> nn.Module:
+    if model is None:
+        raise ConfigError(
+            "A TrainCtx must have a model. Received: model=None. Give the one whose "
+            "parameters dense_optimizer has."
+        )
+    return model
 
 
 def _require_device(device_id: int | None, *, mixed_precision: bool) -> None:
