@@ -82,6 +82,9 @@ from persia_torchrec.rpc.auth import Greeting
 from persia_torchrec.rpc.client import Connections
 from persia_torchrec.rpc.messages import Header, Kind, decode_json
 
+SERVED_CHECKPOINT = "served_checkpoint"
+"""Note that names the checkpoint that servers of a job serve, if they follow none."""
+
 logger = logging.getLogger(__name__)
 
 JobState = Literal["running", "finished", "failed"]

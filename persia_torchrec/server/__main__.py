@@ -29,6 +29,7 @@ from persia_torchrec.embedding.setting import import_settings, non_defaults
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.jit.compiled import telling_of_compilation
 from persia_torchrec.job.member import JobMember
+from persia_torchrec.job.registry import SERVED_CHECKPOINT, AddressBook
 from persia_torchrec.job.service import (
     ChildLifetime,
     Lifetime,
@@ -94,7 +95,19 @@ def _serve(flags: dict[str, Any], *, is_child: bool) -> None:
     # A member before anything can go wrong, so that the job learns of it.
     with JobMember("server", shard, num_shards, store=store) as member:
         flags.setdefault("recovery_s", member.book.recovery_s)
-        _run(_config(flags, path, member.host), member)
+        config = _config(flags, path, member.host)
+        if config.checkpoint is not None and config.incremental_dir is None:
+            served = choose_served(member.book, config.checkpoint)
+            config = replace(config, checkpoint=served)
+        _run(config, member)
+
+
+def choose_served(book: AddressBook, path: str) -> str:
+    """Return the checkpoint that all servers of a job serve, whenever they start.
+
+    It is the latest one when the first of them has started.
+    """
+    return book.claim_note(SERVED_CHECKPOINT, catalog.find_checkpoint(path).url)
 
 
 def _run(config: ServerConfig, life: JobMember | Lifetime) -> None:

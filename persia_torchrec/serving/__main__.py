@@ -21,18 +21,20 @@ from typing import Literal
 import torch
 
 from persia_torchrec import env, timeouts
+from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.member import JobMember
+from persia_torchrec.job.registry import SERVED_CHECKPOINT
 from persia_torchrec.job.service import Lifetime, run_service, tell_ready
 from persia_torchrec.parsing.command_line import ImportFlags, parse_flags
 from persia_torchrec.persia.config.embedding_config import load_embedding_config
 from persia_torchrec.persia.worker_client import RemoteWorkers
 from persia_torchrec.rpc.addresses import tcp_address
-from persia_torchrec.rpc.auth import Greeting
 from persia_torchrec.serving.batching import Batching
 from persia_torchrec.serving.embeddings import SlotsReader, host_checkpoint
 from persia_torchrec.serving.models import Models, Version, following_checkpoints
 from persia_torchrec.serving.predictor import (
+    SCRIPT_MODEL,
     Predictor,
     checkpoint_of,
     choose_device,
@@ -141,7 +143,7 @@ def _serve(flags: ServingFlags) -> None:
         models = Models(flags.model_name, default_answer=flags.default_answer)
         stack.callback(models.close)
         if addresses:
-            _add_workers(flags, device, addresses, life.greeting, models, stack)
+            _add_workers(flags, device, addresses, life, models, stack)
         else:
             _add_checkpoint(flags, device, models, stack)
         server = PredictionServer(models, http)
@@ -214,7 +216,7 @@ def _add_workers(
     flags: ServingFlags,
     device: torch.device,
     addresses: Sequence[str],
-    greeting: Greeting,
+    life: JobMember | Lifetime,
     models: Models,
     stack: contextlib.ExitStack,
 ) -> None:
@@ -225,23 +227,45 @@ def _add_workers(
             "Their servers follow by --incremental-dir, or by their global_config.yml; "
             "give --follow-model for the dense model."
         )
-    workers = RemoteWorkers(list(map(tcp_address, addresses)), greeting=greeting)
+    workers = RemoteWorkers(list(map(tcp_address, addresses)), greeting=life.greeting)
     stack.callback(workers.close)
     reader = SlotsReader(workers, device, patience_s=flags.patience_s)
-    name = flags.model or find_model(flags.checkpoint)
-    model = load_model(flags.checkpoint, name, device)
+    reader.wait_until_ready(timeouts.READY_S)
+    served = None
+    if isinstance(life, JobMember):
+        served = life.book.peek(f"note/{SERVED_CHECKPOINT}")
+    run = find_dense(flags, served)
+    name = flags.model or find_model(run)
+    model = load_model(run, name, device)
     if model.collections is not None:
         raise ConfigError(
             "Embedding workers must serve a model of PERSIA. Received: "
             f"{model.path}, of TorchRec. Serve it without --workers."
         )
-    reader.wait_until_ready(timeouts.READY_S)
     reader.set_lookup_timeout(flags.lookup_timeout_s)
     predictor = Predictor(reader, model, flags.batching())
     models.add(Version(predictor))
     if flags.follow_model:
-        run = flags.checkpoint
         stack.enter_context(following_model(predictor, run, name))
+
+
+def find_dense(flags: ServingFlags, served: str | None) -> str:
+    """Return the folder of the dense model: that of the rows that a job serves.
+
+    Raises:
+        ConfigError: later models are wanted, without their rows.
+    """
+    if served is None:
+        return flags.checkpoint
+    if flags.follow_model:
+        raise ConfigError(
+            "With --follow-model, servers must follow the training "
+            "(enable_incremental_update and incremental_dir in global_config.yml), or "
+            "answers would join two checkpoints. Received: servers that serve "
+            f"{served}."
+        )
+    has_model = (flags.model or SCRIPT_MODEL) in Folder(served).names()
+    return served if has_model else flags.checkpoint
 
 
 if __name__ == "__main__":

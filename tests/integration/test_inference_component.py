@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 
 import numpy as np
@@ -24,10 +25,7 @@ pytestmark = [
 
 def serve(folder, trained, port, *arguments):
     (folder / "global_config.yml").write_text(
-        "embedding_parameter_server_config:\n"
-        "  capacity: 1000\n"
-        "  enable_incremental_update: true\n"
-        f"  incremental_dir: {folder / 'increments'}\n"
+        "embedding_parameter_server_config:\n  capacity: 1000\n"
     )
     return TorchxJob(
         folder,
@@ -39,11 +37,21 @@ def serve(folder, trained, port, *arguments):
     )
 
 
-def test_two_inference_servers_predict_what_the_job_evaluated(tmp_path, trained):
-    ports = draw_ports(2)
-    arguments = ["--checkpoint", str(trained.checkpoint), "--http_port", str(ports[0])]
+def write_a_later_checkpoint(run, servers):
+    """Write one that has no rows."""
+    client = servers.client(servers.start(1))
+    client.checkpoints.load(run)
+    client.clear()
+    assert client.checkpoints.dump(run).path.endswith("checkpoint-00000002")
+
+
+def test_two_inference_servers_predict_what_the_job_evaluated(
+    tmp_path, trained, servers
+):
+    ports, run = draw_ports(2), tmp_path / "run"
+    shutil.copytree(trained.checkpoint, run)
+    arguments = ["--checkpoint", str(run), "--http_port", str(ports[0])]
     arguments += ["--embedding_servers", "2", "--predictors", "2"]
-    arguments += ["--follow_model", "True"]
     own = draw_port()
     with serve(tmp_path, trained, own, *arguments) as job:
 
@@ -63,6 +71,11 @@ def test_two_inference_servers_predict_what_the_job_evaluated(tmp_path, trained)
             ready = f"ready http://127.0.0.1:{ports[0]}"
             wait_until(lambda: job.output().count(ready) == 2, "it is ready")
             check(ports[0])
+            write_a_later_checkpoint(run, servers)
+            os.kill(MemberRecord(book, "server", 0).process().pid, signal.SIGKILL)
+            job.has_printed("server 0 is back, after ")
+            for port in ports:  # of the checkpoint that the job has begun with
+                check(port)
             coordinator = MemberRecord(book, "coordinator", 0).process()
             os.kill(coordinator.pid, signal.SIGTERM)
         ended = job.wait()

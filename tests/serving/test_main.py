@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from persia_torchrec.errors import ConfigError
 from persia_torchrec.persia.batch import PersiaBatch
-from persia_torchrec.serving.__main__ import main
+from persia_torchrec.serving.__main__ import ServingFlags, find_dense, main
 from tests.support.processes import Processes
 from tests.support.served_model import EVALUATION
 from tests.support.serving_process import BYTES, JSON, Serving, ask
@@ -168,3 +169,17 @@ def test_invalid_settings_are_rejected(trained, monkeypatch, capfd, arguments, m
     monkeypatch.setattr(sys, "argv", command)
     assert main() == 1
     assert re.search(message, capfd.readouterr().err)
+
+
+def test_a_job_that_serves_one_checkpoint_takes_no_later_dense_model(tmp_path):
+    served = tmp_path / "checkpoint-00000001"
+    served.mkdir()
+    flags = ServingFlags(checkpoint=str(tmp_path))
+    assert find_dense(flags, None) == str(tmp_path)
+    assert find_dense(flags, str(served)) == str(tmp_path)  # as it has none
+    (served / "jit_dense.pt").touch()
+    assert find_dense(flags, str(served)) == str(served)
+    following = ServingFlags(checkpoint=str(tmp_path), follow_model=True)
+    assert find_dense(following, None) == str(tmp_path)
+    with pytest.raises(ConfigError, match="servers must follow the training"):
+        find_dense(following, str(served))
