@@ -5,6 +5,9 @@ import os
 import shutil
 import signal
 import threading
+import time
+import urllib.error
+import urllib.request
 from collections import Counter
 from pathlib import Path
 
@@ -21,7 +24,7 @@ from persia_torchrec.serving.predictor import DenseModel, Predictor
 from persia_torchrec.table import TableSpec
 from tests.support.local_job import batch_of
 from tests.support.one_feature import FEATURE
-from tests.support.processes import Processes, wait_until
+from tests.support.processes import DEADLINE_S, Processes, wait_until
 from tests.support.served_model import EVALUATION
 from tests.support.servers import ids_of
 from tests.support.serving_process import Serving, ask
@@ -52,30 +55,38 @@ def serving(run, trained, tmp_path_factory):
 
 
 class Load:
-    """Requests one after the other, in a thread, until the end of a block."""
+    """Requests at a rate, whether or not they are answered, until a block ends."""
 
-    def __init__(self, address, expected):
-        self.statuses, self.wrong = Counter(), 0
+    def __init__(self, address, expected, rate=50, num_threads=10):
+        self.statuses, self.wrong, self.sent = Counter(), 0, 0
         self._address, self._expected = address, expected
-        self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._ask)
+        self._interval_s = num_threads / rate
+        self._ending, self._lock = threading.Event(), threading.Lock()
+        self._threads = [threading.Thread(target=self._ask) for _ in range(num_threads)]
 
     def __enter__(self):
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(self, *_):
         self._ending.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
 
     def _ask(self):
-        while not self._ending.is_set():
+        due_s = time.monotonic()
+        while not self._ending.wait(max(due_s - time.monotonic(), 0)):
+            due_s += self._interval_s
+            with self._lock:
+                self.sent += 1
             status, answer = ask(self._address, "/predict", BODY)
-            self.statuses[status] += 1
-            if status == 200:
-                self.wrong += not np.allclose(
-                    answer["predictions"], self._expected, atol=1e-6
-                )
+            is_wrong = status == 200 and not np.allclose(
+                answer["predictions"], self._expected, atol=1e-6
+            )
+            with self._lock:
+                self.statuses[status] += 1
+                self.wrong += is_wrong
 
 
 def servers_of(pid):
@@ -84,6 +95,16 @@ def servers_of(pid):
     pids = [int(child) for file in files for child in file.read_text().split()]
     commands = {p: Path(f"/proc/{p}/cmdline").read_bytes() for p in pids}
     return [p for p in pids if b"persia_torchrec.server" in commands[p]]
+
+
+def ask_status(serving, path):
+    """Return the status of a probe."""
+    try:
+        with urllib.request.urlopen(serving.address + path, timeout=DEADLINE_S) as it:
+            return it.status
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
 
 
 def versions(serving):
@@ -119,17 +140,20 @@ def test_a_version_is_loaded_and_unloaded_without_a_failed_request(
 
 
 @pytest.mark.multiprocess
-def test_a_killed_server_is_started_again_with_the_same_checkpoint(serving, trained):
+def test_a_server_that_is_killed_under_load_is_started_again(serving, trained):
     (server,) = servers_of(serving.process.pid)
-    with Load(serving.address, trained.expected[0]) as load:
+    with Load(serving.address, trained.expected[0], rate=300, num_threads=30) as load:
+        wait_until(lambda: load.statuses[200] > 0, "it predicts")
         os.kill(server, signal.SIGKILL)
-
-        wait_until(lambda: ask(serving.address, "/predict", BODY)[0] != 200, "a 503")
+        wait_until(lambda: load.statuses[503] > 0, "a 503")
         seen = load.statuses[200]
         wait_until(lambda: load.statuses[200] > seen, "it predicts again")
+        assert ask_status(serving, "/healthz") == 200
+    assert load.statuses.total() == load.sent  # each request has an answer
     assert set(load.statuses) == {200, 503}
     assert load.wrong == 0
-    assert ask(serving.address, "/health")[1]["ready"]
+    wait_until(lambda: ask_status(serving, "/readyz") == 200, "it is ready")
+    assert serving.process.output().count("starting it again") == 1
 
 
 class Bias(nn.Module):
