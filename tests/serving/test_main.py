@@ -9,13 +9,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.parsing.command_line import parse_flags
 from persia_torchrec.persia.batch import PersiaBatch
 from persia_torchrec.serving.__main__ import ServingFlags, find_dense, main
 from tests.support.processes import Processes
+from tests.support.repository import ROOT
 from tests.support.served_model import EVALUATION
 from tests.support.serving_process import BYTES, JSON, Serving, ask
+
+PAGE = ROOT / "docs/serving.md"
 
 pytestmark = pytest.mark.multiprocess
 
@@ -183,3 +188,12 @@ def test_a_job_that_serves_one_checkpoint_takes_no_later_dense_model(tmp_path):
     assert find_dense(following, None) == str(tmp_path)
     with pytest.raises(ConfigError, match="servers must follow the training"):
         find_dense(following, str(served))
+
+
+def test_the_arguments_of_the_page_for_kserve_are_flags():
+    (block,) = re.findall(r"```yaml\n(apiVersion.*?)```", PAGE.read_text(), re.S)
+    (container,) = yaml.safe_load(block)["spec"]["predictor"]["containers"]
+    assert container["command"] == ["python", "-m", "persia_torchrec.serving"]
+    flags = parse_flags(ServingFlags, container["args"], prog="serving")
+    assert (flags.http.address, flags.http.port) == ("0.0.0.0", 8080)
+    assert container["ports"][0]["containerPort"] == flags.http.port
