@@ -208,6 +208,7 @@ class Application:
         return _json(health, 200 if health["ready"] else 503)
 
     async def _metrics(self, request: Request) -> Response:
+        await self._run(self._probes, self.models.health)  # the age of its rows
         text = self.models.statistics.exposition()
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 

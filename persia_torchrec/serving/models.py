@@ -205,6 +205,9 @@ class Models:
                 health["version"] = version.number
         except UnknownModelError as exc:
             health = {"ready": False, "error": str(exc)}
+        following = health.get("following")
+        if isinstance(following, dict):
+            self.statistics.age.observe(following["delay_s"])
         with self._changed:
             previous = self._ready
             self._ready = time.monotonic() + _READY_S, health

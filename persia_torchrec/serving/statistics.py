@@ -19,6 +19,7 @@ _BUCKETS_S = (
     *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05),
     *(0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0),
 )
+_AGES_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 3600.0)
 _LABELS = ("model", "version")
 
 
@@ -66,6 +67,12 @@ class Statistics:
             "persia_serving_degraded_samples",
             "Samples that got the default answer, as embeddings did not answer",
             registry=self.registry,
+        )
+        self.age = Histogram(
+            "persia_serving_rows_age_seconds",
+            "Age of rows that follow a training, once a second at most",
+            registry=self.registry,
+            buckets=_AGES_S,
         )
         self.in_progress = Gauge(
             "persia_serving_in_progress",

@@ -1,6 +1,8 @@
 """Predictions follow a training: its rows by increments, its model by checkpoints."""
 
 import contextlib
+import re
+import urllib.request
 
 import pytest
 import torch
@@ -133,6 +135,10 @@ def test_predictions_follow_a_training(tmp_path, monkeypatch):
 
             later_s = delay_s() + 0.2
             wait_until(lambda: delay_s() > later_s, "the rows become older")
+            with urllib.request.urlopen(f"{server.address}/metrics") as answer:
+                metrics = answer.read().decode()
+            (num,) = re.findall(r"rows_age_seconds_count (\S+)", metrics)
+            assert float(num) >= 1
 
             train(ctx, range(10, 15))
             ctx.dump_checkpoint(run, with_jit_model=True)
