@@ -36,6 +36,8 @@ from tests.support.gateway import Gateway
 from tests.support.processes import Processes
 from tests.support.servers import Servers
 
+collect_ignore = ["support/stock_client.py"]  # of another environment
+
 settings.register_profile(
     "ci",
     max_examples=60,
