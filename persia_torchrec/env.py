@@ -80,12 +80,6 @@ class JobStore(NamedTuple):
 # Variables of PERSIA that persia-launcher rejects: the value that asks for nothing, as
 # PERSIA's default; and why another is rejected, and what to do instead.
 REFUSED: Mapping[str, tuple[str, str]] = {
-    "PERSIA_NATS_URL": (
-        "",
-        "There is no NATS here: the roles of a job meet at its coordinator. Start "
-        "`persia-launcher coordinator` in the place of nats-server, and set "
-        "PERSIA_STORE_PORT and PERSIA_STORE_HOST to its port and host for all roles.",
-    ),
     "PERSIA_SOCKET_IFNAME": (
         "",
         "A role registers the address of the interface that leads to the coordinator. "

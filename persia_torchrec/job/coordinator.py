@@ -29,6 +29,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from persia_torchrec import env, timeouts
 from persia_torchrec.errors import ConfigError, PersiaError
@@ -70,6 +71,11 @@ class CoordinatorConfig:
     """How many embedding workers the job has."""
     num_loaders: int = 0
     """How many data loaders the job has."""
+    learn: tuple[Literal["server", "worker", "loader", "trainer"], ...] = field(
+        default=(), metadata={"repeat": True}
+    )
+    """Role of which the first process tells how many there are, one at least; may be
+    given several times."""
     nproc_per_node: int = 1
     """How many NN workers one torchrun starts."""
     join_timeout_s: float = field(default_factory=env.join_timeout_s)
@@ -88,6 +94,8 @@ class CoordinatorConfig:
     """Heartbeat intervals and timeouts of all members."""
 
     def __post_init__(self) -> None:
+        for role in self.learn:
+            object.__setattr__(self, f"num_{role}s", 1)
         names = ("join_timeout_s", "leave_timeout_s", "nproc_per_node")
         positive = {name: getattr(self, name) for name in names}
         counts = {f"num_{role}s": size for role, size in self.sizes().items()}
@@ -107,7 +115,7 @@ class CoordinatorConfig:
         return self.timings.heartbeat_s / 4
 
     def sizes(self) -> dict[str, int]:
-        """Return how many members each role has."""
+        """Return how many members each role has, at least."""
         return {role: getattr(self, f"num_{role}s") for role in _ROLES}
 
 
@@ -239,20 +247,36 @@ class Coordinator:
         self._config = config
         self._book = book
         self._tick_s = config.tick_s()
-        self._members = [
-            _Member(MemberRecord(book, role, index), config)
-            for role, size in config.sizes().items()
-            for index in range(size)
-        ]
-        self._trainers = [
-            m for m in self._members if m.record.who.startswith("trainer")
-        ]
+        self._members_of: dict[str, list[_Member]] = {role: [] for role in _ROLES}
+        self._unlearned = set(config.learn)  # roles whose size no process has told
+        for role, size in config.sizes().items():
+            self._add_members(role, size)
         self._parent = os.getppid()
         self._siblings = Siblings()
         self._lacking_since: float | None = None
         self._end_signal = self._first_signal = ""
         self._signal_s = self._ends_since_s = -math.inf
         self._is_hasty = False  # a second signal has come
+
+    def _add_members(self, role: str, size: int) -> None:
+        """Watch all members of a role from now on."""
+        members = self._members_of[role]
+        for index in range(len(members), size):
+            record = MemberRecord(self._book, role, index)
+            members.append(_Member(record, self._config))
+        self._members = [
+            one for of_role in self._members_of.values() for one in of_role
+        ]
+        self._trainers = self._members_of["trainer"]
+
+    def _learn_sizes(self) -> None:
+        """Watch the members of roles whose size a process has told meanwhile."""
+        for role in sorted(self._unlearned):
+            size = self._book.peek(f"address/{role}/size")
+            if size is not None:
+                self._unlearned.discard(role)
+                self._add_members(role, int(size))
+                logger.info("the job has %s of the role %r", size, role)
 
     def end(self, signal_name: str) -> None:
         """End the job by a signal; a second one ends it at once. From any thread."""
@@ -267,7 +291,7 @@ class Coordinator:
         """Watch the job until all members have left; return the exit status."""
         timings = self._config.timings
         for role, size in self._config.sizes().items():
-            if size:
+            if size and role not in self._unlearned:
                 self._book.claim_size(role, 0, size)
         own = MemberRecord(self._book, "coordinator", 0)
         previous = own.process()
@@ -337,11 +361,13 @@ class Coordinator:
         return "; ".join(filter(None, [why, last, *logs]))
 
     def _watch(self) -> tuple[JobState, str]:
-        trainers = [member.record for member in self._trainers]
         join_deadline = time.monotonic() + self._config.join_timeout_s
         is_joining = True
         with timeouts.saying(logger, lambda: self._line(self._absent())):
             while True:
+                self._learn_sizes()
+                trainers = [member.record for member in self._trainers]
+                is_known = "trainer" not in self._unlearned
                 if is_joining and not self._absent():
                     is_joining = False
                     process_identity.tell_joined()
@@ -349,7 +375,9 @@ class Coordinator:
                 if reason is not None:
                     self._book.fail("coordinator", reason)
                 elif (
-                    all(t.is_done() for t in trainers) if trainers else self._end_signal
+                    is_known and all(t.is_done() for t in trainers)
+                    if trainers
+                    else self._end_signal
                 ):
                     self._book.finish_trainers()
                 state, reason = self._book.state()
@@ -368,10 +396,12 @@ class Coordinator:
             if failure is not None:
                 return failure
         absent = self._absent()
-        names = ", ".join(member.record.who for member in absent)
+        names = ", ".join(self._names(absent))
         if absent and joining_is_over:
             within = f"within {self._config.join_timeout_s:g} s"
-            return f"{names} did not join {within}; see their logs"
+            none = "; a coordinator must be told that a job has none of a role"
+            hint = none if self._unlearned else ""
+            return f"{names} did not join {within}; see their logs{hint}"
         if self._lacks_a_process(absent):
             return (
                 f"a process ended before it joined, of {names}; see their "
@@ -420,9 +450,14 @@ class Coordinator:
     def _absent(self) -> list[_Member]:
         return [member for member in self._members if member.process is None]
 
-    def _line(self, members: Sequence[_Member]) -> str:
+    def _names(self, members: Sequence[_Member]) -> list[str]:
+        """Return names of members: "any server" where no process has told how many."""
         names = [member.record.who for member in members]
-        return timeouts.waiting_for(names, len(self._members))
+        unlearned = {f"{role} 0": f"any {role}" for role in self._unlearned}
+        return [unlearned.get(name, name) for name in names]
+
+    def _line(self, members: Sequence[_Member]) -> str:
+        return timeouts.waiting_for(self._names(members), len(self._members))
 
     def _lacks_a_process(self, absent: Sequence[_Member]) -> bool:
         """Return whether fewer siblings are running than have yet to join."""

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NoReturn
+from urllib.parse import urlsplit
 
 from persia_torchrec import env
 from persia_torchrec.errors import ConfigError, PersiaError
@@ -29,6 +30,9 @@ from persia_torchrec.persia.config.global_config import (
     refuse_inference,
 )
 
+_NATS_PORT = 4222
+_EVERYWHERE = "", "0.0.0.0", "::"
+
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Replace this process by that of a role, or exit with a message."""
@@ -38,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             if (value := env.text(name)) not in (None, harmless):
                 must = f"{name} must not be set. Received: {value!r}."
                 raise ConfigError(f"{must} {reason}")
+        _read_nats_url()
         if not (env.text("PERSIA_STORE_HOST") or env.text("PERSIA_STORE_HOST_ENV")):
             env.set_variable("PERSIA_STORE_HOST", "localhost")
         command = build(COMMANDS[given.pop("command")], given)
@@ -237,14 +242,14 @@ class Coordinator(_Process, _Recovering):
 
     port: int | None = None
     """TCP port [PERSIA_STORE_PORT]"""
-    embedding_parameter_servers: int = 1
-    """Processes of the role."""
-    embedding_workers: int = 1
-    """Processes of the role."""
-    data_loaders: int = 1
-    """Processes of the role."""
-    nn_workers: int = 1
-    """Processes of the role."""
+    embedding_parameter_servers: int | None = None
+    """Processes of the role [what the first one says, by --replica-size]"""
+    embedding_workers: int | None = None
+    """Processes of the role [what the first one says]"""
+    data_loaders: int | None = None
+    """Processes of the role; 0 for none [what the first one says]"""
+    nn_workers: int | None = None
+    """Processes of the role [what the first one says]"""
 
     def words(self) -> list[str]:
         """Return the command line of the coordinator."""
@@ -257,13 +262,15 @@ class Coordinator(_Process, _Recovering):
                 "persia-launcher: the coordinator listens for this machine only. For a "
                 "job on several, set PERSIA_STORE_HOST to its host, on all of them.\n"
             )
-        flags = format_flags(
-            port=port,
-            num_servers=self.embedding_parameter_servers,
-            num_workers=self.embedding_workers,
-            num_loaders=self.data_loaders,
-            num_trainers=self.nn_workers,
-        )
+        counts = {
+            "server": self.embedding_parameter_servers,
+            "worker": self.embedding_workers,
+            "loader": self.data_loaders,
+            "trainer": self.nn_workers,
+        }
+        learn = [role for role, number in counts.items() if number is None]
+        given = {f"num_{role}s": number for role, number in counts.items()}
+        flags = format_flags(port=port, **given, learn=learn)
         words = ["-m", "persia_torchrec.job.coordinator", *flags]
         return self._command(words, host=ALL, port=port)
 
@@ -275,6 +282,35 @@ COMMANDS: dict[str, type[Any]] = {
     "embedding-parameter-server": EmbeddingParameterServer,
     "coordinator": Coordinator,
 }
+
+
+def _read_nats_url() -> None:
+    """Take the place of PERSIA's nats-server for the coordinator's, and say so."""
+    url = env.text("PERSIA_NATS_URL")
+    if url is None:
+        return
+    if env.text("PERSIA_STORE_PORT") is None:
+        first, *_ = url.split(",")
+        try:
+            place = urlsplit(first if "://" in first else f"nats://{first}")
+            host, port = place.hostname or "", place.port or _NATS_PORT
+        except ValueError as exc:
+            raise ConfigError(
+                "PERSIA_NATS_URL must be nats://HOST:PORT, where the coordinator is; "
+                "or set PERSIA_STORE_PORT and PERSIA_STORE_HOST. Received: "
+                f"{url!r}, {exc}."
+            ) from exc
+        env.set_variable("PERSIA_STORE_PORT", port)
+        if env.text("PERSIA_STORE_HOST") is None and host not in _EVERYWHERE:
+            env.set_variable("PERSIA_STORE_HOST", host)
+    store = env.job_store()
+    assert store is not None
+    sys.stderr.write(
+        f"persia-launcher: PERSIA_NATS_URL is {url}, but there is no NATS here: roles "
+        f"meet at the coordinator at {store.host}:{store.port}. Start `persia-launcher "
+        "coordinator` in the place of nats-server. PERSIA_STORE_PORT and "
+        "PERSIA_STORE_HOST say where it is, in the place of this variable.\n"
+    )
 
 
 def _require_index(name: str, index: int, size_name: str, size: int) -> None:

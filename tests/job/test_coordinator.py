@@ -303,3 +303,42 @@ def test_the_next_coordinator_knows_how_often_a_member_has_ended(deaths):
     assert [deaths("server", 7) for _ in range(3)] == [None] * 3
     assert "after 3 restarts" in deaths("server", 7, again=True)
     assert deaths("server", 8, again=True) is None
+
+
+@multiprocess
+def test_the_first_process_of_a_role_tells_how_many_there_are(processes):
+    learn = ("--learn", "loader", "--learn", "trainer")
+    job = Job(processes, *learn, "--join-timeout-s", "600")
+    job.counts = {"loader": 2, "trainer": 1}
+    first = job.start("loader", "print('all sent')", index=1)
+    job.coordinator.has_printed("the job has 2 of the role 'loader'")
+    job.coordinator.has_printed("waiting for loader 0, any trainer")
+    others = [job.start("loader", "print('all sent')"), job.start("trainer", "")]
+    ended = [one.status() for one in (first, *others, job.coordinator)]
+    assert ended == [0, 0, 0, 0], job.coordinator.output()
+
+
+@multiprocess
+def test_who_is_missing_is_named_where_roles_tell_their_size(processes):
+    learn = ("--learn", "loader", "--learn", "trainer", "--num-workers", "1")
+    job = Job(processes, *learn, "--join-timeout-s", "3")
+    job.counts = {"trainer": 2}
+    trainer = job.start("trainer", WAIT_FOR_EVER, index=1)
+    assert job.coordinator.status() == 1
+    assert trainer.status() == 1
+    why = (
+        "worker 0, any loader, trainer 0 did not join within 3 s; see their logs; a "
+        "coordinator must be told that a job has none of a role"
+    )
+    assert job.coordinator.output().splitlines()[-1].endswith(f"job failed: {why}")
+
+
+def test_a_coordinator_that_starts_again_knows_what_it_has_learned():
+    config = CoordinatorConfig(port=0, learn=("server", "trainer"))
+    assert config.num_trainers == 1
+    with contextlib.closing(AddressBook.host(0)) as book:
+        book.claim_size("server", 2, 3)
+        watching = coordinator.Coordinator(config, book)
+        watching._learn_sizes()
+        names = watching._names(watching._members)
+    assert names == ["server 0", "server 1", "server 2", "any trainer"]

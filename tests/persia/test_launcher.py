@@ -142,8 +142,12 @@ def test_files_may_be_given_by_the_environment(monkeypatch):
 
 def test_the_coordinator_is_given_the_number_of_processes_per_role():
     assert becomes("coordinator") == (
-        "-m persia_torchrec.job.coordinator --port 29400 --num-servers 1 "
-        "--num-workers 1 --num-loaders 1 --num-trainers 1"
+        "-m persia_torchrec.job.coordinator --port 29400 --learn server --learn worker "
+        "--learn loader --learn trainer"
+    )
+    assert becomes("coordinator", "--data-loaders", "0") == (
+        "-m persia_torchrec.job.coordinator --port 29400 --num-loaders 0 "
+        "--learn server --learn worker --learn trainer"
     )
     assert env.join_timeout_s() == 600
     counts = [
@@ -258,6 +262,44 @@ def test_training_roles_are_rejected_for_inference(monkeypatch, tmp_path, comman
     monkeypatch.setenv("PERSIA_GLOBAL_CONFIG", "g.yml")
     arguments = [command] if command == "coordinator" else [command, "script.py"]
     assert "must belong to a job that trains. Received: job_t" in refusal_of(arguments)
+
+
+@pytest.mark.parametrize(
+    ("url", "store"),
+    [
+        ("nats://0.0.0.0:4333", ("localhost", 4333)),
+        ("nats://nats", ("nats", 4222)),
+        ("nats://user:word@10.0.0.7:4222/,nats://10.0.0.8:4222", ("10.0.0.7", 4222)),
+        ("localhost:4222", ("localhost", 4222)),
+        ("nats://[fd00::7]", ("fd00::7", 4222)),
+    ],
+)
+def test_the_place_of_nats_is_that_of_the_coordinator(monkeypatch, capsys, url, store):
+    monkeypatch.delenv("PERSIA_STORE_PORT")
+    monkeypatch.setenv("PERSIA_NATS_URL", url)
+    for words in (["data-loader", "load.py"], ["coordinator"]):
+        becomes(*words)
+        assert env.job_store() == (*store, "")
+        told = capsys.readouterr().err
+        assert f"roles meet at the coordinator at {store[0]}:{store[1]}. Start" in told
+        assert "PERSIA_STORE_PORT and PERSIA_STORE_HOST say where it is" in told
+
+
+def test_a_url_of_no_port_is_rejected_with_what_to_set(monkeypatch):
+    monkeypatch.delenv("PERSIA_STORE_PORT")
+    monkeypatch.setenv("PERSIA_NATS_URL", "nats://nats:port")
+    told = refusal_of(["coordinator"])
+    assert "PERSIA_NATS_URL must be nats://HOST:PORT, where the coordinator is" in told
+    assert "set PERSIA_STORE_PORT and PERSIA_STORE_HOST" in told
+
+
+def test_a_coordinator_that_is_named_is_not_looked_for_at_that_of_nats(
+    monkeypatch, capsys
+):
+    monkeypatch.setenv("PERSIA_NATS_URL", "nats://nats:4222")
+    becomes("data-loader", "load.py")
+    assert env.job_store() == ("localhost", 29400, "")
+    assert "at the coordinator at localhost:29400" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", env.REFUSED)
