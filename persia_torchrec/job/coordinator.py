@@ -138,15 +138,18 @@ class _Member:
         # how much that was at the last time.
         self._num_restarts, self._progress_then = record.restarts()
 
-    def failure(self, progress: int) -> str | None:
+    def failure(self, progress: int, *, is_told: bool = False) -> str | None:
         """Check the member, once per tick; return why the job fails, or None.
 
-        ``progress`` is that of the whole job.
+        ``progress`` is that of the whole job. Nothing starts again in one that is told
+        to end.
         """
         previous, ending = self.process, self.ending()
         wrong = self._find_wrong(ending)
         if self.process is None:
             return wrong
+        if is_told and ending is None and self.record.has_lost_agent():
+            return f"the torchrun of {self.record.who} was killed"
         self.progress = max(self.progress, self.record.progress())
         if self.process.supervisor is None:
             return wrong
@@ -165,7 +168,7 @@ class _Member:
         limit_s = self._timings.recovery_timeout_s
         if ending in ("killed", "left") and self.process.supervisor.has_ended():
             wrong = f"{wrong}, and so was its supervisor"
-            if self.process.supervisor.is_last():
+            if is_told or self.process.supervisor.is_last():
                 return f"{wrong}: nothing starts it again"
             limit_s = min(limit_s, _UNSUPERVISED_S)
         if self._away_ticks * self._tick_s > limit_s:
@@ -386,15 +389,18 @@ class Coordinator:
                 time.sleep(self._tick_s)
 
     def _failure(self, joining_is_over: bool) -> str | None:
-        if self._config.num_trainers and (name := self._find_signal()):
-            return self._end_as_told(name)
+        was_told = self._ends_since_s > -math.inf
+        told = self._find_signal() if self._config.num_trainers else ""
+        if not (told and was_told):  # a supervisor ends all soon after the first has
+            progress = self._progress()
+            for member in self._members:
+                failure = member.failure(progress, is_told=bool(told))
+                if failure is not None:
+                    return failure
+        if told:
+            return self._end_as_told(told)
         if os.getppid() != self._parent:
             return "the process that started it is gone"
-        progress = self._progress()
-        for member in self._members:
-            failure = member.failure(progress)
-            if failure is not None:
-                return failure
         absent = self._absent()
         names = ", ".join(self._names(absent))
         if absent and joining_is_over:

@@ -8,7 +8,7 @@ end as they do:
                                 finished, and ends with status 1 if the job fails
     an uncaught exception, or   the job fails, with that reason
     ``sys.exit`` with a status
-    SIGTERM, SIGINT             the same, unless the script handles them by itself
+    SIGTERM, SIGINT, SIGHUP     the same, unless the script handles them by itself
 
 The process stays because supervisors, as honcho or Slurm, end a job soon after its
 first process has ended. There is no ``with`` block around such a script: how it ends is

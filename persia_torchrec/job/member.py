@@ -15,8 +15,8 @@ job is finished or has failed, and then ends, whatever its main thread does:
     this process raised       the others are told why, and the exception propagates.
     the job is told to end:   trainers save and end, as below. Then the job has failed
     a process got SIGTERM,    for this reason, and the others end. A process that has
-    SIGINT, SIGUSR1, SIGUSR2  got the signal N ends with status 128 + N. A second signal
-                              ends the job at once.
+    SIGINT, SIGHUP, SIGUSR1   got the signal N ends with status 128 + N. A second signal
+    or SIGUSR2                ends the job at once.
 
 In a job that is told to end a trainer saves after its current step, where it is
 ``recoverable`` or in a ``TrainCtx`` that saves; any other is interrupted, or has a

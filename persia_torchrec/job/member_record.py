@@ -164,6 +164,11 @@ class MemberRecord:
         agent = msgspec.json.encode(ProcessIdentity.of(pid)).decode()
         self._book.put(f"agent/{self._key}", agent)
 
+    def has_lost_agent(self) -> bool:
+        """Return whether the torchrun that has started the member has ended."""
+        agent = self._read("agent")
+        return agent is not None and agent.has_ended()
+
     def process(self) -> ProcessIdentity | None:
         """Return the process that has registered last, or None."""
         return self._read("member")

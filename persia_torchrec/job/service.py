@@ -40,7 +40,7 @@ def run_service(name: str, serve: Callable[[], int | None], level: str = "INFO")
 
 
 class Lifetime(contextlib.ExitStack):
-    """The life of a service that stands alone: it ends by SIGTERM or SIGINT.
+    """The life of a service that stands alone: it ends by SIGTERM, SIGINT or SIGHUP.
 
     The signals are handled from the first :meth:`call_at_end` on; before it, they end
     the process at once. The main thread enters the block and calls the methods.

@@ -1,7 +1,8 @@
 """What ends a process from outside, received whatever the main thread does.
 
-SIGTERM and SIGINT; and SIGUSR1 and SIGUSR2, which Slurm sends to each process of a job
-that it is about to end (``--signal``).
+SIGTERM and SIGINT; SIGHUP, as a terminal sends it that is closed; and SIGUSR1 and
+SIGUSR2, which Slurm sends to each process of a job that it is about to end
+(``--signal``).
 
 Python runs a signal's handler in the main thread. So it is delayed while that thread
 waits for a lock or is inside native code, and an exception that it raises is lost where
@@ -28,7 +29,7 @@ JOINED = signal.SIGRTMIN + 7
 START_AGAIN = 75  # exit status of a process that its supervisor shall start again
 
 WARNINGS = signal.SIGUSR1, signal.SIGUSR2  # of a scheduler
-END_SIGNALS = signal.SIGTERM, signal.SIGINT, *WARNINGS
+END_SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *WARNINGS
 
 SAME_S = 2.0
 """Within which signals are one: a scheduler sends it to each process, supervisors pass
@@ -45,10 +46,10 @@ class EndSignals:
     A thread of its own calls ``react`` with the signal's name, as ``"SIGTERM"``, and
     the main thread calls ``handler``, as soon as possible. Outside of the block, and in
     a child that is forked within it, the previous handlers hold. A signal that was
-    ignored stays so, as SIGINT by a shell for a command in the background, and one for
-    which a script has a handler of its own is that one's; in a block that another
-    thread enters, all signals stay as they are. Children that are forked within the
-    block ignore ``WARNINGS``, which a scheduler sends to them, too.
+    ignored stays so, as SIGINT by a shell for a command in the background and SIGHUP by
+    ``nohup``, and one for which a script has a handler of its own is that one's; in a
+    block that another thread enters, all signals stay as they are. Children that are
+    forked within the block ignore ``WARNINGS``, which a scheduler sends to them, too.
 
     Attributes:
         heard: the signals that have come, also to a handler of the script's own.
@@ -98,7 +99,12 @@ class EndSignals:
             self._thread.join(_JOIN_TIMEOUT_S)
 
     def interrupt(self, number: signal.Signals) -> None:
-        """Have the main thread call the handler, if it is there."""
+        """Have the main thread call the handler, if it is there.
+
+        By SIGTERM in the place of a signal that is ignored here, and came elsewhere.
+        """
+        if signal.getsignal(number) == signal.SIG_IGN:
+            number = signal.SIGTERM
         if number in self._numbers:
             signal.pthread_kill(threading.main_thread().ident or 0, number)
 

@@ -92,7 +92,10 @@ class Agent:
 
     def run(self, script: Sequence[str]) -> int:
         """Run a script as NN workers until all have ended; return the exit status."""
-        for number in (signal.SIGTERM, signal.SIGINT):
+        ends = [signal.Signals[n] for n in LaunchConfig.signals_to_handle.split(",")]
+        # torchrun would handle also what a shell, or nohup, has ignored.
+        ends = [n for n in ends if signal.getsignal(n) is not signal.SIG_IGN]
+        for number in ends:
             signal.signal(number, _end)
         for number in WARNINGS:
             signal.signal(number, lambda *_: None)  # the thread that watches reads it
@@ -103,6 +106,7 @@ class Agent:
             logging.getLogger(f"torch.distributed.elastic.{name}").setLevel("CRITICAL")
         self._set_variables()
         config = self._meet()
+        config.signals_to_handle = ",".join(number.name for number in ends)
         process_identity.tell_joined()
         threading.Thread(target=self._watch, name="job watch", daemon=True).start()
         status = self._launch(config, script)

@@ -169,7 +169,7 @@ def test_a_process_that_ends_before_it_joins_ends_a_local_torchx_job(processes):
 
 
 @multiprocess
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_to_the_coordinator_ends_the_job(processes, number):
     job = Job(processes, loader=1, trainer=1)
     running = [job.start(role, WAIT_FOR_EVER) for role in ("loader", "trainer")]
@@ -182,6 +182,21 @@ def test_a_signal_to_the_coordinator_ends_the_job(processes, number):
         assert re.search(" 0 ends(, as|:) the job .*told to", member.output())
     why = f"job ended: it was told to end ({number.name})"
     assert job.coordinator.output().endswith(f"{why}\n")
+
+
+@multiprocess
+def test_the_process_that_ended_first_is_named_where_all_are_ended_for_it(processes):
+    job = Job(processes, "--heartbeat-s", "4", loader=1, trainer=1)  # a look a second
+    running = [job.start(role, WAIT_FOR_EVER) for role in ("loader", "trainer")]
+    for member in running:
+        member.has_printed("at work")
+    loader, trainer = running
+    loader.send(signal.SIGKILL)
+    trainer.send(signal.SIGTERM)  # as honcho does
+    assert job.coordinator.status() == 1
+    assert trainer.status() == 143
+    last = job.coordinator.output().splitlines()[-1]
+    assert f"job failed: loader 0 (process {loader.pid}) was killed" in last
 
 
 @multiprocess

@@ -17,7 +17,7 @@ def fail_at_each_signal():
         raise ValueError("the signal is round")
 
     with EndSignals(react):
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             os.kill(os.getpid(), number)
             assert os.read(read, 64) == number.name.encode()
 
@@ -26,7 +26,7 @@ def test_signals_are_received_after_one_whose_reaction_failed(tmp_path):
     with Processes(tmp_path) as processes:
         process = processes.start("process", fail_at_each_signal)
         assert process.status() == 0, process.output()
-        assert process.output().count("ValueError: the signal is round") == 2
+        assert process.output().count("ValueError: the signal is round") == 3
 
 
 def fork_a_child_that_leaves():
@@ -56,4 +56,21 @@ def handle_by_itself():
 def test_the_handler_of_a_script_stays_and_what_is_ignored_ends_nothing(tmp_path):
     with Processes(tmp_path) as processes:
         process = processes.start("process", handle_by_itself)
+        assert process.status() == 0, process.output()
+
+
+def be_told_of_what_is_ignored():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    heard, handled = [], []
+    with EndSignals(heard.append, handler=lambda n, _: handled.append(n)) as signals:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert (heard, handled) == ([], [])
+        signals.interrupt(signal.SIGHUP)  # which another process has got
+    assert handled == [signal.SIGTERM]
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+def test_a_signal_that_is_ignored_ends_the_job_only_where_it_is_not(tmp_path):
+    with Processes(tmp_path) as processes:
+        process = processes.start("process", be_told_of_what_is_ignored)
         assert process.status() == 0, process.output()

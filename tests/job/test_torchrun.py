@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import signal
 
 import pytest
 
@@ -10,7 +11,7 @@ from persia_torchrec.job import torchrun
 from persia_torchrec.job.member_record import JobTimings
 from persia_torchrec.job.registry import AddressBook
 from tests.support.processes import Processes
-from tests.support.script_jobs import Job, start_trainers
+from tests.support.script_jobs import WAIT_FOR_EVER, Job, start_trainers
 
 pytestmark = pytest.mark.multiprocess
 
@@ -119,3 +120,47 @@ def test_a_script_that_only_repeats_its_error_is_not_started_a_third_time(
     if num_starts == 2:
         line = rf"the second ValueError at {tmp_path}/train\.py:\d+ at the same step"
         assert re.search(rf"job failed: .* ValueError: a bug of its own; {line}", told)
+
+
+HANGS_UP = """
+import os, signal, time
+os.kill(os.getppid(), signal.SIGHUP)  # as a terminal that is closed
+time.sleep({seconds})
+print("trained")
+"""
+
+
+def run_in_the_background(words):
+    """Run torchrun as nohup does."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    return torchrun.main(words)
+
+
+@pytest.mark.parametrize("is_ignored", [False, True])
+def test_a_hang_up_ends_the_job_unless_it_was_ignored_at_the_start(
+    tmp_path, is_ignored
+):
+    with Processes(tmp_path) as processes:
+        job = Job(processes, trainer=1)
+        text = HANGS_UP.format(seconds=1 if is_ignored else 600)
+        main = run_in_the_background if is_ignored else torchrun.main
+        agent = start_trainers(processes, job, text, 1, max_restarts=1, main=main)
+        told = job.coordinator
+        assert told.status() == (0 if is_ignored else 1), told.output()
+        assert (agent.status() == 0) == is_ignored, agent.output()
+        ended = "job ended: it was told to end (SIGHUP)" in told.output()
+        assert ended != is_ignored
+        assert ("trained" in agent.output()) == is_ignored
+
+
+def test_a_torchrun_that_ended_first_is_named_where_all_are_ended_for_it(tmp_path):
+    with Processes(tmp_path) as processes:
+        job = Job(processes, "--heartbeat-s", "4", trainer=1)  # a look a second
+        agent = start_trainers(processes, job, WAIT_FOR_EVER, 1, max_restarts=0)
+        agent.has_printed("at work")
+        agent.send(signal.SIGKILL)
+        agent.process.join()
+        job.coordinator.send(signal.SIGTERM)
+        assert job.coordinator.status() == 1
+        last = job.coordinator.output().splitlines()[-1]
+    assert "job failed: the torchrun of trainer 0 was killed" in last

@@ -125,12 +125,12 @@ def run_on_another_host(arguments: Sequence[str]) -> int:
     return script.main(arguments)
 
 
-def start_trainers(processes, job, text, num, *, max_restarts):
+def start_trainers(processes, job, text, num, *, max_restarts, main=torchrun.main):
     """Start torchrun with so many trainers of a job."""
     script = processes.folder / "train.py"
     script.write_text(text)
     options = ["--nproc-per-node", str(num), "--max-restarts", str(max_restarts)]
     return processes.start(
-        *("torchrun", torchrun.main, [*options, "--", str(script)]),
+        *("torchrun", main, [*options, "--", str(script)]),
         env={"PERSIA_STORE_PORT": str(job.port)},
     )
