@@ -35,7 +35,10 @@ def names_on_use(
             return getattr(import_module(module), name)
         except ModuleNotFoundError as exc:
             if (exc.name or "").partition(".")[0] in ("torchrec", "fbgemm_gpu"):
-                import_module(f"{__name__}.version").require_set_that_fits()
+                try:
+                    import_module(f"{__name__}.version").require_set_that_fits()
+                except ImportError as misfit:
+                    raise misfit from None  # one error, with what to do
             raise
 
     return load, lambda: names, names

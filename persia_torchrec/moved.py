@@ -56,6 +56,14 @@ whose modules are listed."""
 _MEANT = {"PersiaDataset": "IterableDataset"}
 """Names of PERSIA's pages that never were, and are not near to what they mean."""
 
+_DOORS = (
+    *("persia_torchrec", f"{_PACKAGE}ctx", f"{_PACKAGE}data", f"{_PACKAGE}embedding"),
+    *(f"{_PACKAGE}embedding.data", f"{_PACKAGE}distributed"),
+)
+"""Where a name may be that another of them lacks."""
+
+_NEAR = 0.8  # of names elsewhere; of names of the package itself it is 0.6
+
 
 def unknown(package: str, name: str, names: list[str]) -> Exception:
     """Return the error for a name that a package lacks, with the nearest one it has.
@@ -63,17 +71,34 @@ def unknown(package: str, name: str, names: list[str]) -> Exception:
     Within ``from package import name`` Python would replace an AttributeError by an
     ImportError of its own, without the hint: there it is an ImportError at once.
     """
-    near = difflib.get_close_matches(name, names, n=1)
-    meant = _MEANT.get(name, near[0] if near else None)
-    hint = f" Did you mean {meant!r}?" if meant in names else ""
+    lacks = f"module {package!r} has no attribute {name!r}"
+    meant = None
+    if not name.startswith("_"):
+        meant = _find_meant(_MEANT.get(name, name), names)
+    if meant is None:
+        return AttributeError(lacks)
+    hint = f" Did you mean {meant!r}?"
     frame = inspect.currentframe()
     caller = frame and frame.f_back and frame.f_back.f_back  # behind names_on_use
-    if hint and caller is not None and not name.startswith("_"):
+    if caller is not None:
         instruction = caller.f_code.co_code[caller.f_lasti]
         if instruction == dis.opmap["IMPORT_FROM"]:
             text = f"cannot import name {name!r} from {package!r}."
             return ImportError(f"{text}{hint}", name=package)
-    return AttributeError(f"module {package!r} has no attribute {name!r}")
+    # Python itself adds the nearest one that the package has.
+    return AttributeError(lacks if meant in names else f"{lacks}.{hint}")
+
+
+def _find_meant(name: str, names: list[str]) -> str | None:
+    """Return the name that is nearest: of a package, or with that of another."""
+    doors = {door: import_module(door).__all__ for door in _DOORS}
+    places = {other: f"{door}.{other}" for door in doors for other in doors[door]}
+    if name in places and name not in names:
+        return places[name]
+    if near := difflib.get_close_matches(name, names, n=1):
+        return near[0]
+    near = difflib.get_close_matches(name, places, n=1, cutoff=_NEAR)
+    return places[near[0]] if near else None
 
 
 def find(fullname: str) -> ModuleSpec | None:

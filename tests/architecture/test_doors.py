@@ -9,6 +9,7 @@ from importlib.util import find_spec
 
 import pytest
 
+import persia_torchrec
 from persia_torchrec.moved import MOVED
 from tests.support.repository import ROOT
 
@@ -87,12 +88,24 @@ def test_a_previous_command_runs_with_a_warning(command):
         ("data", "PersiaDataset", "IterableDataset"),
         ("embedding.data", "PersiaBatches", "PersiaBatch"),
         ("ctx", "TrainCTX", "TrainCtx"),
+        ("ctx", "DataLoader", "persia_torchrec.data.DataLoader"),
+        ("data", "PersiaBatch", "persia_torchrec.embedding.data.PersiaBatch"),
     ],
 )
 def test_a_name_that_is_misspelt_is_told_what_is_meant(door, name, meant):
     with pytest.raises(ImportError, match=rf"{name}.*Did you mean '{meant}'\?"):
         exec(f"from persia_torchrec.{door} import {name}")
     assert not hasattr(importlib.import_module(f"persia_torchrec.{door}"), name)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("TrainCtx", "ctx.TrainCtx"), ("Dataloder", "data.DataLoader")]
+)
+def test_a_name_that_stands_elsewhere_is_told_where(name, meant):
+    with pytest.raises(ImportError, match=f"Did you mean 'persia_torchrec.{meant}'?"):
+        exec(f"from persia_torchrec import {name}")
+    with pytest.raises(AttributeError, match=f"Did you mean 'persia_torchrec.{meant}'"):
+        getattr(persia_torchrec, name)
 
 
 def test_a_name_that_is_near_to_none_is_missing():
