@@ -204,9 +204,10 @@ class Folder:
         with named_errors("read", self.file_path(name)):
             path = Path(self._within(name))
             if self._is_local and path.exists() and not path.is_file():
-                raise CheckpointError(
-                    f"{path} must be a file. Received: something else."
+                kind = (
+                    "a folder; name a file in it" if path.is_dir() else "another kind"
                 )
+                raise CheckpointError(f"{path} must be a file. Received: {kind}.")
             with self._fs.open(self._within(name), "rb") as file:
                 yield file
 

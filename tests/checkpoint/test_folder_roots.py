@@ -68,6 +68,9 @@ def test_only_files_are_read(tmp_path):
     os.mkfifo(tmp_path / "file")
     with pytest.raises(CheckpointError, match="must be a file"):
         Folder(tmp_path).read("file")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(CheckpointError, match="Received: a folder; name a file in it"):
+        Folder(tmp_path).read("folder")
     with pytest.raises(ConfigError, match="without NUL"):
         Folder(f"{tmp_path}\0")
 
