@@ -186,7 +186,7 @@ def test_a_signal_to_the_coordinator_ends_the_job(processes, number):
 
 @multiprocess
 def test_the_process_that_ended_first_is_named_where_all_are_ended_for_it(processes):
-    job = Job(processes, "--heartbeat-s", "4", loader=1, trainer=1)  # a look a second
+    job = Job(processes, "--heartbeat-s", "2", loader=1, trainer=1)  # a look per 0.5 s
     running = [job.start(role, WAIT_FOR_EVER) for role in ("loader", "trainer")]
     for member in running:
         member.has_printed("at work")
@@ -333,19 +333,19 @@ def test_the_first_process_of_a_role_tells_how_many_there_are(processes):
     assert ended == [0, 0, 0, 0], job.coordinator.output()
 
 
-@multiprocess
-def test_who_is_missing_is_named_where_roles_tell_their_size(processes):
-    learn = ("--learn", "loader", "--learn", "trainer", "--num-workers", "1")
-    job = Job(processes, *learn, "--join-timeout-s", "3")
-    job.counts = {"trainer": 2}
-    trainer = job.start("trainer", WAIT_FOR_EVER, index=1)
-    assert job.coordinator.status() == 1
-    assert trainer.status() == 1
-    why = (
-        "worker 0, any loader, trainer 0 did not join within 3 s; see their logs; a "
-        "coordinator must be told that a job has none of a role"
-    )
-    assert job.coordinator.output().splitlines()[-1].endswith(f"job failed: {why}")
+def test_who_is_missing_is_named_where_roles_tell_their_size():
+    learn = ("loader", "trainer")
+    config = CoordinatorConfig(port=0, num_workers=1, learn=learn, join_timeout_s=3)
+    with contextlib.closing(AddressBook.host(0)) as book:
+        book.claim_size("trainer", 1, 2)
+        MemberRecord(book, "trainer", 1).register(20)
+        watching = coordinator.Coordinator(config, book)
+        watching._learn_sizes()
+        assert watching._failure(joining_is_over=False) is None
+        assert watching._failure(joining_is_over=True) == (
+            "worker 0, any loader, trainer 0 did not join within 3 s; see their logs; "
+            "a coordinator must be told that a job has none of a role"
+        )
 
 
 def test_a_coordinator_that_starts_again_knows_what_it_has_learned():
