@@ -77,6 +77,9 @@ class TableSpec(Setting):
     """How many of its weights a row has."""
     resets_non_finite: setting.Flag = False
     """Whether a row with a NaN or an infinity begins again when it is loaded."""
+    stochastic_rounding: setting.Flag = True
+    """Whether updates of weights in 16 bits are rounded up or down at random, by which
+    small ones are not lost; else to the nearest."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -169,8 +172,12 @@ class TableSpec(Setting):
     def to_json(self) -> dict[str, object]:
         """Describe the table in plain JSON values."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        if not self.resets_non_finite:
-            del values["resets_non_finite"]  # which earlier versions do not know
+        for name, usual in (
+            ("resets_non_finite", False),
+            ("stochastic_rounding", True),
+        ):
+            if values[name] is usual:  # which earlier versions do not know
+                del values[name]
         return {
             name: value.to_json() if isinstance(value, Setting) else value
             for name, value in values.items()
@@ -226,6 +233,7 @@ class TableSettings:
     shared_rows: int | None = None
     dynamic: DynamicDim | None = None
     resets_non_finite: bool | None = None
+    stochastic_rounding: bool | None = None
     seed: int | None = None
 
     def apply_to(self, spec: TableSpec) -> TableSpec:

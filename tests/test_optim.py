@@ -8,7 +8,7 @@ import torch
 from persia_torchrec import SGD, Adagrad, Adam, optim
 from persia_torchrec.embedding.optim import AdagradDecay, AdamAsync
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.sharding.collection import translate_optimizer
+from persia_torchrec.sharding.fused_arguments import translate_optimizer
 from tests.support.dense_twins import DIM, IDS, gradients, move_both
 
 PAIRS = {

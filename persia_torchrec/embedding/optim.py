@@ -33,6 +33,7 @@ from persia_torchrec.embedding.setting import (
     Registry,
     Rule,
 )
+from persia_torchrec.errors import ConfigError
 from persia_torchrec.jit.kernel import ONE, ZERO, Pointer, divide, sum_of_squares
 
 __all__ = [
@@ -54,13 +55,7 @@ __all__ = [
 Floats = npt.NDArray[np.float32]
 
 _HALF = np.float32(0.5)
-_SGD_TWIN = {"lr": 0.01, "momentum": 0.0, "weight_decay": 0.0}
-_ADAGRAD_TWIN = {
-    "lr": 0.01,
-    "initial_accumulator_value": 0.0,
-    "weight_decay": 0.0,
-    "eps": 1e-8,
-}
+_ADAGRAD_TWIN = {"lr": 0.01, "initial_accumulator_value": 0.0, "eps": 1e-8}
 
 
 def _step_sgd(p: Pointer, w: Pointer, s: Pointer, g: Pointer, dim: int) -> None:
@@ -93,9 +88,10 @@ class SGD(Optimizer):
     kind: ClassVar[str] = "sgd"
     kernel = staticmethod(_step_sgd)
     fbgemm_name = "sgd"
-    torch_twins: ClassVar = dict.fromkeys(
-        ("torch.optim.SGD", "torchrec.optim.SGD"), _SGD_TWIN
-    )
+    torch_twins: ClassVar = {
+        "torch.optim.SGD": {"lr": 0.01},
+        "torchrec.optim.SGD": {"lr": 0.01},
+    }
 
     momentum: setting.BelowOne = 0.0
     weight_decay: setting.NonNegative = 0.0
@@ -140,6 +136,28 @@ def _step_row_adagrad(p: Pointer, w: Pointer, s: Pointer, g: Pointer, dim: int) 
         w[d] -= rate * (g[d] + weight_decay * w[d])
 
 
+def _step_row_adagrad_bounded(
+    p: Pointer, w: Pointer, s: Pointer, g: Pointer, dim: int
+) -> None:
+    """Step a row with L2 or decoupled decay, and bound its length."""
+    lr, weight_decay, kept, eps, fraction = p[0], p[1], p[2], p[3], p[4]
+    decoupled, max_norm = p[5], p[6]
+    total = ZERO
+    for d in range(dim):
+        grad = g[d] + weight_decay * w[d]
+        total += grad * grad
+    s[0] = kept * s[0] + fraction * total
+    rate = divide(lr, np.sqrt(s[0]) + eps)
+    for d in range(dim):
+        w[d] -= rate * (g[d] + weight_decay * w[d]) + lr * decoupled * w[d]
+    if max_norm > ZERO:
+        length = np.sqrt(sum_of_squares(w, dim))
+        if length > max_norm:
+            scale = divide(max_norm, length)
+            for d in range(dim):
+                w[d] *= scale
+
+
 @dataclass(frozen=True)
 class Adagrad(Optimizer):
     """Scale each step by the root of all squared gradients so far.
@@ -156,9 +174,15 @@ class Adagrad(Optimizer):
     is in ``(0, 1]``: 1 is Adagrad, less forgets old gradients. ``weight_decay`` is an
     L2 penalty; it, ``lr``, ``eps`` and the start are ``>= 0``.
 
+    With ``vectorwise_shared`` two more arguments, by name. ``decoupled_weight_decay``
+    takes ``lr * wd * w`` from the weights instead, past the accumulator. ``max_norm``,
+    ``>= 0``, is the largest Euclidean norm of a row after a step: a longer row is
+    scaled down to it; 0 sets no bound.
+
     PERSIA steps with the accumulator without this gradient, puts ``eps`` under the root
     and ignores ``weight_decay``. Of fbgemm only the GPU kernel of the rowwise one has
-    this weight decay: its CPU kernel ignores it, and ``EXACT_ADAGRAD`` has none.
+    these decays (``weight_decay_mode`` L2 and DECOUPLE) and this ``max_norm``: its CPU
+    kernel ignores them, and ``EXACT_ADAGRAD`` has none.
 
     Duchi, Hazan and Singer, "Adaptive Subgradient Methods for Online Learning and
     Stochastic Optimization", JMLR 2011.
@@ -168,7 +192,13 @@ class Adagrad(Optimizer):
     torch_twins: ClassVar = {
         "torch.optim.Adagrad": _ADAGRAD_TWIN,
         "torchrec.optim.Adagrad": _ADAGRAD_TWIN,
-        "torchrec.optim.RowWiseAdagrad": {**_ADAGRAD_TWIN, "vectorwise_shared": True},
+        "torchrec.optim.RowWiseAdagrad": {
+            **_ADAGRAD_TWIN,
+            "weight_decay": 0.0,
+            "decoupled_weight_decay": False,
+            "max_norm": 0.0,
+            "vectorwise_shared": True,
+        },
     }
 
     lr: setting.NonNegative = 1e-2
@@ -179,10 +209,33 @@ class Adagrad(Optimizer):
     ] = 1.0
     eps: setting.NonNegative = 1e-10
     vectorwise_shared: bool = False
+    _: KW_ONLY
+    decoupled_weight_decay: setting.Flag = False
+    max_norm: setting.NonNegative = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self._is_bounded and not self.vectorwise_shared:
+            raise ConfigError(
+                "Adagrad: decoupled_weight_decay and max_norm need vectorwise_shared="
+                f"True. Received: {self.describe()}."
+            )
+
+    def to_json(self) -> dict[str, object]:
+        """Describe it; arguments that earlier versions lack only where they are set."""
+        values = super().to_json()
+        later = ("decoupled_weight_decay", "max_norm")
+        return {k: v for k, v in values.items() if v or k not in later}
+
+    @property
+    def _is_bounded(self) -> bool:
+        return bool(self.decoupled_weight_decay or self.max_norm)
 
     @property
     def kernel(self) -> Kernel:
         """The kernel for one accumulator per row, or per weight."""
+        if self._is_bounded:
+            return _step_row_adagrad_bounded
         return _step_row_adagrad if self.vectorwise_shared else _step_adagrad
 
     def initial_state(self, dim: int) -> Floats:
@@ -191,13 +244,20 @@ class Adagrad(Optimizer):
         return np.full(num, self.initial_accumulator_value, dtype=np.float32)
 
     def step_numbers(self, dim: int, step: int) -> tuple[float, ...]:
-        """Return lr, weight decay, what is kept of the state, eps, 1 / D."""
-        return self.lr, self.weight_decay, self.g_square_momentum, self.eps, 1 / dim
+        """Return lr, L2, what is kept of the state, eps, 1 / D; decay, norm's bound."""
+        decays = self.weight_decay, 0.0
+        numbers = self.g_square_momentum, self.eps, 1 / dim
+        if not self._is_bounded:
+            return self.lr, decays[0], *numbers
+        penalty, decoupled = decays[:: -1 if self.decoupled_weight_decay else 1]
+        return self.lr, penalty, *numbers, decoupled, self.max_norm
 
     @property
     def stays_finite(self) -> bool:
         """Whether each step leaves a row finite while all numbers are moderate."""
         is_moderate = self.lr <= MODERATE_LR and self.weight_decay <= 1
+        if self.decoupled_weight_decay:
+            is_moderate &= self.lr * self.weight_decay <= 1
         return is_moderate and self.eps >= MODERATE_EPS
 
     @property
@@ -211,6 +271,8 @@ class Adagrad(Optimizer):
             return f"its {self.fbgemm_name} has no g_square_momentum"
         if self.weight_decay:
             return f"its {self.fbgemm_name} has no weight decay on CPU"
+        if self.max_norm:
+            return f"its {self.fbgemm_name} has no max_norm on CPU"
         return (self.eps,)
 
 
@@ -321,7 +383,12 @@ class LARS(Optimizer):
     kernel = staticmethod(_step_lars)
     fbgemm_name = "lars_sgd"
     torch_twins: ClassVar = {
-        "torchrec.optim.LarsSGD": {**_SGD_TWIN, "eta": 0.001, "momentum": 0.9}
+        "torchrec.optim.LarsSGD": {
+            "lr": 0.01,
+            "eta": 0.001,
+            "momentum": 0.9,
+            "weight_decay": 0.0,
+        }
     }
 
     lr: setting.NonNegative = 1e-2

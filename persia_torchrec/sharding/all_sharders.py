@@ -212,6 +212,7 @@ def remote_sharders(
     evaluation_waits: bool = True,
     namespace: str = "",
     embedding_config: str | os.PathLike[str] | PersiaTables | None = None,
+    fused_params: Mapping[str, Any] | None = None,
 ) -> "RemoteSharders":
     """Return the sharders that put every collection of a model on the servers.
 
@@ -235,6 +236,7 @@ def remote_sharders(
         "evaluation_waits": evaluation_waits,
         "namespace": namespace,
         "embedding_config": PersiaTables.read(embedding_config),
+        "fused_params": fused_params,
     }
     common = client, optimizer, staleness, wire_dtype
     bags = RemoteEmbeddingBagCollectionSharder(*common, **settings)

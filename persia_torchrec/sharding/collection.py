@@ -8,9 +8,7 @@ before training. An optimizer that a table has in the model moves to the servers
     FusedEmbeddingBagCollection(tables, optimizer_type=Adam, optimizer_kwargs={...})
 
 TorchRec itself trains such tables by fbgemm's optimizer of the same name, whose
-computation and defaults win over the class: ``torch.optim.Adam`` decays weights as
-AdamW does, and Adagrad's ``eps`` is 1e-8. What fbgemm leaves out is the class's:
-momentum and weight decay of SGD, weight decay and initial accumulator of Adagrad.
+computation and defaults win over the class: see ``fused_arguments.py``.
 
 With an ``embedding_config.yml`` a table is a feature group, and a feature a slot: ids
 get the group's prefix, so that rows are those that a ``TrainCtx`` trains.
@@ -23,19 +21,14 @@ import hashlib
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from pkgutil import resolve_name
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, get_args
 
 import torch
 import torchrec
-from torch import nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
-from torchrec.modules.fused_embedding_modules import (
-    FusedEmbeddingBagCollection,
-    FusedEmbeddingCollection,
-)
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingCollection
 
 from persia_torchrec.embedding.initializer import (
     Constant,
@@ -43,7 +36,6 @@ from persia_torchrec.embedding.initializer import (
     TruncatedNormal,
     Uniform,
 )
-from persia_torchrec.embedding.optim import OPTIMIZERS
 from persia_torchrec.embedding.setting import Initializer, Optimizer
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.lookup.bags import POOLINGS, FeatureSpec
@@ -53,7 +45,8 @@ from persia_torchrec.persia.config.embedding_config import (
     load_embedding_config,
 )
 from persia_torchrec.persia.embedding import EmbeddingConfig
-from persia_torchrec.sharding.torchrec_api import optimizers_in_backward, set_device
+from persia_torchrec.sharding.fused_arguments import FusedOptimizer, read_optimizers
+from persia_torchrec.sharding.torchrec_api import set_device
 from persia_torchrec.table import TableSettings, TableSpec, WeightDtype
 
 TableCollection: TypeAlias = (
@@ -84,16 +77,6 @@ _INITIALIZERS: dict[object, Callable[..., Initializer]] = {
     torch.nn.init.ones_: lambda: Constant(1.0),
 }
 
-_NEAREST = {
-    "AdamW": "torch.optim.Adam, whose weight_decay is AdamW's on the servers",
-    "SparseAdam": "torch.optim.Adam, which changes the rows of a batch alone there",
-    "RMSprop": "TableSettings(optimizer=AdamAsync(apply_sparse_rmsprop=True))",
-    "NAdam": "TableSettings(optimizer=AdamAsync(use_nesterov=True))",
-    "Adadelta": "torch.optim.Adagrad",
-    "Rprop": "torch.optim.SGD",
-    "ASGD": "torch.optim.SGD",
-}
-
 
 @dataclass(frozen=True, slots=True)
 class CollectionSpec:
@@ -104,6 +87,8 @@ class CollectionSpec:
     is_weighted: bool = False  # a batch has a weight for each id, which pooling uses
     needs_ids: bool = False  # sequences come with their ids
     prefix: str = ""  # of the names of tables on the servers, before the collection's
+    # By table: what clamps the gradient of each element of the output.
+    max_gradients: Mapping[str, float] = field(default_factory=dict)
 
     def in_namespace(self, namespace: str) -> "CollectionSpec":
         """Return the collection with tables of a namespace, ``"NAMESPACE/TABLE"``."""
@@ -114,7 +99,11 @@ class CollectionSpec:
         ]
         features = [f._replace(table=prefix + f.table) for f in self.features]
         return replace(
-            self, tables=tuple(tables), features=tuple(features), prefix=prefix
+            self,
+            tables=tuple(tables),
+            features=tuple(features),
+            prefix=prefix,
+            max_gradients={prefix + n: most for n, most in self.max_gradients.items()},
         )
 
 
@@ -172,17 +161,21 @@ def table_configs(collection: TableCollection) -> list[BaseEmbeddingConfig]:
 
 def describe_collection(
     module: TableCollection,
-    optimizer: Optimizer,
+    optimizer: Optimizer | FusedOptimizer,
     settings: Mapping[str, TableSettings] | None = None,
     persia: PersiaTables | None = None,
+    fused_params: Mapping[str, Any] | None = None,
 ) -> CollectionSpec:
     """Describe a collection of bags or of sequences; only its configuration is read.
 
-    ``optimizer`` is of the tables that neither ``settings`` nor the model give one.
+    ``optimizer`` is of the tables that neither ``settings`` nor the model give one,
+    ``fused_params`` complete the arguments of the model's.
     """
     are_sequences = isinstance(module, _SEQUENCES)
-    columns, own = name_columns(module), read_optimizers(module)
-    tables, features = [], []
+    columns, own = name_columns(module), read_optimizers(module, fused_params)
+    if isinstance(optimizer, Optimizer):
+        optimizer = FusedOptimizer(optimizer)
+    tables, features, max_gradients = [], [], {}
     for config in table_configs(module):
         pooling = "sum" if are_sequences else config.pooling.value.lower()
         if pooling not in POOLINGS:
@@ -199,6 +192,8 @@ def describe_collection(
             features.append(spec)
         given = (settings or {}).get(config.name, TableSettings())
         chosen = own.get(config.name, optimizer)
+        if chosen.max_gradient and given.optimizer is None:
+            max_gradients[config.name] = chosen.max_gradient
         tables.append(_describe_table(config, chosen, given, persia))
     is_weighted = not are_sequences and module.is_weighted()
     if is_weighted or are_sequences:
@@ -208,6 +203,7 @@ def describe_collection(
         tuple(features),
         is_weighted=is_weighted,
         needs_ids=are_sequences and module.need_indices(),
+        max_gradients=max_gradients,
     )
 
 
@@ -282,7 +278,7 @@ def name_columns(collection: TableCollection) -> dict[tuple[str, int], str]:
 
 def _describe_table(
     config: BaseEmbeddingConfig,
-    optimizer: Optimizer,
+    optimizer: FusedOptimizer,
     settings: TableSettings,
     persia: PersiaTables | None,
 ) -> TableSpec:
@@ -295,6 +291,7 @@ def _describe_table(
     further: dict[str, Any] = {
         "seed": _seed(config.name),
         "weight_dtype": weight_dtype,
+        "stochastic_rounding": optimizer.stochastic_rounding,
     }
     if persia is not None:
         further["admission"] = persia.config.admission
@@ -308,7 +305,7 @@ def _describe_table(
         TableSpec(
             name=config.name,
             dim=config.embedding_dim,
-            optimizer=optimizer,
+            optimizer=optimizer.optimizer,
             initializer=initializer or _initializer(config),
             **further,
         )
@@ -354,60 +351,3 @@ def _initializer(config: BaseEmbeddingConfig) -> Initializer:
         "draw initial weights by id. Or give TableSettings(initializer=...) to the "
         f"sharder. Received: init_fn={init}."
     )
-
-
-def read_optimizers(module: nn.Module) -> dict[str, Optimizer]:
-    """Return the optimizers that a collection of TorchRec's gives tables, by table."""
-    if isinstance(module, FusedEmbeddingBagCollection | FusedEmbeddingCollection):
-        own = module.optimizer_type(), module.optimizer_kwargs()
-        names = [config.name for config in table_configs(module)]
-        return {name: translate_optimizer(*own, table=name) for name in names}
-    optimizers = {}
-    for name, parameter in module.named_parameters():
-        given = optimizers_in_backward(parameter)
-        table = name.split(".")[-2]  # "embedding_bags.TABLE.weight"
-        if len(given) > 1:
-            raise ConfigError(
-                f"Table {table!r} must have one optimizer. Received: "
-                f"{[cls.__name__ for cls, _ in given]}, by apply_optimizer_in_backward."
-            )
-        for cls, arguments in given:
-            optimizers[table] = translate_optimizer(cls, arguments, table=table)
-    return optimizers
-
-
-def translate_optimizer(
-    cls: type[torch.optim.Optimizer], arguments: Mapping[str, Any], *, table: str
-) -> Optimizer:
-    """Return what the servers apply for an optimizer; arguments may be fbgemm's."""
-    # By class: what the servers apply for it, and its arguments by fbgemm's defaults.
-    twins = {
-        resolve_name(name): (optimizer, defaults)
-        for optimizer in OPTIMIZERS.classes.values()
-        for name, defaults in optimizer.torch_twins.items()
-    }
-    if cls not in twins:
-        nearest = _NEAREST.get(cls.__name__, "torch.optim.Adam")
-        can = sorted({known.__name__ for known in twins})
-        raise ConfigError(
-            f"Table {table!r}: the optimizer must be one that the servers can apply, "
-            f"of {can}. Received: {cls.__module__}.{cls.__name__}. The nearest is "
-            f"{nearest}."
-        )
-    optimizer, defaults = twins[cls]
-    chosen, given = {**defaults}, {**arguments}
-    given.pop("optimizer", None)  # TorchRec writes fbgemm's name among the arguments
-    if "learning_rate" in given:
-        given["lr"] = given.pop("learning_rate")
-    if "betas" in defaults:
-        beta1, beta2 = given.pop("betas", defaults["betas"])
-        given["betas"] = given.pop("beta1", beta1), given.pop("beta2", beta2)
-    for name, value in given.items():
-        if name in defaults:
-            chosen[name] = value
-        elif value:
-            raise ConfigError(
-                f"Table {table!r}: {cls.__name__} on the servers has the arguments "
-                f"{sorted(defaults)}. Received: {name}={value!r}. Leave it out."
-            )
-    return optimizer(**chosen)  # type: ignore[arg-type]  # checked in __post_init__

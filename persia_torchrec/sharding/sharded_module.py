@@ -156,6 +156,9 @@ class ShardedRemoteCollection(
         self._names = [feature.name for feature in spec.features]
         dim_of = {table.name: table.dim for table in spec.tables}
         self._dims = [dim_of[feature.table] for feature in spec.features]
+        self._clips = [spec.max_gradients.get(f.table, 0.0) for f in spec.features]
+        # What the gradients of the columns of pooled features are clamped to.
+        self._column_bounds: torch.Tensor | None = None
         # The tables' names, by the keys that TorchRec gives their weights.
         own = [name.removeprefix(spec.prefix) for name in dim_of]
         keys = (f"{self.weights_in}.{n}.weight" for n in own)
@@ -261,6 +264,29 @@ class ShardedRemoteCollection(
                 for output in batch.outputs
             ]
         )
+
+    def clip(self, output: torch.Tensor, most: "torch.Tensor | float") -> None:
+        """Clamp the gradient of an output element by element, before it goes to rows.
+
+        ``most`` is the bound, or those of its columns. It holds for gradients as they
+        are pushed: divided by the number of trainers, and by the loss scale, under
+        which those that are not finite stay so.
+        """
+        tables = self.remote_tables
+
+        def clamped(grad: torch.Tensor) -> torch.Tensor:
+            scaler, factor = tables.grad_scaler, self.gradient_scale
+            is_scaled = scaler is not None and scaler.is_enabled()
+            if scaler is not None and is_scaled:
+                factor = factor / loss_scale(scaler, self._device)
+            bound = torch.as_tensor(most, device=grad.device) / factor
+            within = grad.clamp(-bound, bound)
+            if is_scaled or self.skip_non_finite:
+                return torch.where(grad.isfinite(), within, grad)
+            return within
+
+        if output.requires_grad:
+            output.register_hook(clamped)
 
     def push(self, batch: PrefetchedBatch[Any], grads: Sequence[torch.Tensor]) -> None:
         """Push gradients, scaled, that are finite under a loss scale.
@@ -377,7 +403,17 @@ class ShardedRemoteEmbeddingBagCollection(ShardedRemoteCollection):
             values = torch.cat(tensors, dim=1)
             if list(plan.group_of) != sorted(plan.group_of):
                 values = values.index_select(1, self._columns(plan.group_of))
+        if any(self._clips):
+            self.clip(values, self._bounds())
         return torchrec.KeyedTensor(self._names, self._dims, values)
+
+    def _bounds(self) -> torch.Tensor:
+        """Return what the gradient of each column is clamped to, float32 ``(T,)``."""
+        if self._column_bounds is None:
+            each = [most or torch.inf for most in self._clips]
+            bounds = torch.tensor(each).repeat_interleave(torch.tensor(self._dims))
+            self._column_bounds = bounds.to(self._device)
+        return self._column_bounds
 
     def _columns(self, group_of: Sequence[int]) -> torch.Tensor:
         """Return the columns of the features in their order; they stand by group."""
@@ -515,6 +551,8 @@ class ShardedRemoteEmbeddingCollection(ShardedRemoteCollection):
         sequences: dict[str, torchrec.JaggedTensor] = {}
         for f, feature in enumerate(self.spec.features):
             rows_LD = values[f]
+            if self._clips[f]:
+                self.clip(rows_LD, self._clips[f])
             if feature.name in sequences:
                 previous = sequences[feature.name].values()
                 rows_LD = torch.cat([previous, rows_LD], dim=1)

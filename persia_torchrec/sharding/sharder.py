@@ -10,8 +10,8 @@ import os
 import secrets
 import weakref
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,10 @@ from persia_torchrec.sharding.collection import (
     CollectionSpec,
     PersiaTables,
     TableCollection,
+)
+from persia_torchrec.sharding.fused_arguments import (
+    FusedOptimizer,
+    translate_fused_params,
 )
 from persia_torchrec.sharding.on_device import RowsOnDevice
 from persia_torchrec.sharding.optimizer import RemoteOptimizer
@@ -229,6 +233,25 @@ def num_rows(sharding: types.ParameterSharding) -> int | None:
     return max(shard.shard_offsets[0] + shard.shard_sizes[0] for shard in spec.shards)
 
 
+_Check: TypeAlias = tuple[str, object, bool, str]
+"""An argument: its name, value, whether it is valid, and what it must be."""
+
+
+def _require_valid(*arguments: _Check) -> None:
+    for name, value, is_valid, must in arguments:
+        if not is_valid:
+            raise ConfigError(f"{name} must be {must}. Received: {value!r}.")
+
+
+def _one_of(name: str, value: object, values: Sequence[object]) -> _Check:
+    return name, value, value in values, f"one of {values}"
+
+
+def _evaluation(staleness: int, *, waits: bool) -> _Check:
+    must = "True at staleness 0 and 1, where each lookup sees all updates"
+    return "evaluation_waits", waits, waits or staleness > 1, must
+
+
 class RemoteSharder(CollectionSharder):
     """Put every collection of one kind on the embedding servers.
 
@@ -277,6 +300,9 @@ class RemoteSharder(CollectionSharder):
             admitted and bounded as by PERSIA's default ``EmbeddingConfig``, but for
             ``tables`` and a table's own ``init_fn``; ``num_embeddings`` has no part in
             it. State dicts have rows beside their prefixed ids.
+        fused_params: as of TorchRec's sharders: ``optimizer`` and arguments of fbgemm's
+            for the tables that have none in ``tables`` nor in the model, SGD by
+            default. What fbgemm does not read changes nothing here.
 
     Raises:
         ConfigError: an argument is out of its range. When the model is sharded, or at
@@ -305,27 +331,19 @@ class RemoteSharder(CollectionSharder):
         evaluation_waits: bool = True,
         namespace: str = "",
         embedding_config: str | os.PathLike[str] | PersiaTables | None = None,
+        fused_params: Mapping[str, Any] | None = None,
     ) -> None:
-        is_joint, precisions = update == "joint", list(_PRECISIONS)
-        least_s, kinds = client.recovery_s, get_args(StateDictRows)
-        fits_joint = not is_joint or least_s < joint_timeout_s < math.inf
-        has_kind, finite = state_dict_rows in kinds, f"finite and > {least_s:g}"
-        must_wait = "True at staleness 0 and 1, where each lookup sees all updates"
-        for name, value, fits, must in (
+        is_joint = update == "joint"
+        fits_joint = not is_joint or client.recovery_s < joint_timeout_s < math.inf
+        finite = f"finite and > {client.recovery_s:g}"
+        _require_valid(
             ("update", update, update in ("joint", "each"), '"joint" or "each"'),
             ("joint_timeout_s", joint_timeout_s, fits_joint, finite),
-            (
-                "wire_dtype",
-                wire_dtype,
-                wire_dtype in precisions,
-                f"one of {precisions}",
-            ),
+            _one_of("wire_dtype", wire_dtype, list(_PRECISIONS)),
             ("staleness", staleness, staleness >= 0, ">= 0"),
-            ("state_dict_rows", state_dict_rows, has_kind, f"one of {kinds}"),
-            ("evaluation_waits", False, evaluation_waits or staleness > 1, must_wait),
-        ):
-            if not fits:
-                raise ConfigError(f"{name} must be {must}. Received: {value!r}.")
+            _one_of("state_dict_rows", state_dict_rows, get_args(StateDictRows)),
+            _evaluation(staleness, waits=evaluation_waits),
+        )
         self._persia = PersiaTables.read(embedding_config)
         self._has_prefixes = self._persia is not None and bool(self._persia.schema)
         self._joint_timeout_s = joint_timeout_s if is_joint else 0.0
@@ -335,7 +353,10 @@ class RemoteSharder(CollectionSharder):
         tables_of = self.remote_tables
         tables_of.lost, tables_of.recovery_s = client.lost, client.recovery_s
         tables_of.users = client.tables.users
-        self._optimizer = optimizer if optimizer is not None else Adagrad()
+        self._optimizer: Optimizer | FusedOptimizer = optimizer or Adagrad()
+        if fused_params is not None:
+            self._optimizer = translate_fused_params(fused_params, optimizer)
+        self._fused_params = fused_params
         self._staleness, self._evaluation_waits = staleness, evaluation_waits
         self._namespace = namespace
         self._precision = _PRECISIONS[wire_dtype]
@@ -353,7 +374,7 @@ class RemoteSharder(CollectionSharder):
 
     def describe(self, module: TableCollection) -> CollectionSpec:
         """Return the collection's tables and features in the servers' terms."""
-        given = self._optimizer, self._settings, self._persia
+        given = self._optimizer, self._settings, self._persia, self._fused_params
         spec = collection.describe_collection(module, *given)
         names = {table.name for table in spec.tables}
         self.described.update(names)

@@ -12,7 +12,12 @@ import numpy as np
 from persia_torchrec.embedding.setting import Kernel
 from persia_torchrec.jit import intrinsics as cpu
 from persia_torchrec.jit.compiled import inlined, inlined_kernel
-from persia_torchrec.jit.float16 import BF16, FP32, round_stochastically
+from persia_torchrec.jit.float16 import (
+    BF16,
+    FP32,
+    round_stochastically,
+    round_to_nearest,
+)
 from persia_torchrec.store import memory
 from persia_torchrec.store.index import hash_id
 from persia_torchrec.store.memory import Floats, Layout, RowsAt, Tally
@@ -148,8 +153,11 @@ def finish_row(
         bound_weights(cpu.floats_at(weights), rows.dim, bound)
     if rows.dtype != FP32:
         seed = hash_id(cpu.load_u64(address), layout[memory.STEP])
-        halves = cpu.halves_at(address + rows.weights)
-        round_stochastically(cpu.floats_at(weights), halves, rows.dim, rows.dtype, seed)
+        w, halves = cpu.floats_at(weights), cpu.halves_at(address + rows.weights)
+        if layout[memory.TO_NEAREST] != np.uint64(0):
+            round_to_nearest(w, halves, rows.dim, rows.dtype)
+        else:
+            round_stochastically(w, halves, rows.dim, rows.dtype, seed)
     if rows.has_metadata:
         cpu.store_u32(address + memory.LAST_STEP, layout[memory.STEP])
         cpu.store_u32(address + memory.LAST_S, layout[memory.NOW_S])

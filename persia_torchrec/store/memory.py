@@ -70,13 +70,13 @@ MAX_TABLES = 2**16 - 2
 
 STORE, ARENA, OWNER, DIM, DTYPE, WEIGHTS, STATE, NUM_STATE = range(8)
 HAS_METADATA, SCRATCH, FILL, SEED, INITIAL_STATE, STEP, NOW_S, PINNED = range(8, 16)
-NUM_COLUMNS = 16
+TO_NEAREST, NUM_COLUMNS = 16, 17
 """Columns of a table's layout. Addresses: of the store's arrays, of ``DIM`` floats to
 widen a row in, of the initializer's numbers, of the state of a new row. Bytes of a row
 at which its weights and its state begin. Numbers: of its arena, of the table plus one,
 of weights and of floats of state, of the weight dtype. Whether rows carry metadata; the
 seed; the table's step, and the second of the current request; whether rows stay when
-the store is full."""
+the store is full; whether updates in 16 bits are rounded to the nearest."""
 
 HITS, MISSES, INSERTED, REJECTED, ROWS, TICK = range(6)
 EVICTED, EXPIRED_STEPS, EXPIRED_SECONDS, EXPIRED_NORM = range(6, 10)
@@ -325,7 +325,7 @@ class Arenas:
 
 
 def build_layout(spec: TableSpec, number: int, *, has_metadata: bool) -> Layout:
-    """Return a layout ``(16,)`` without addresses, arena, seed, step and time."""
+    """Return a layout ``(17,)`` without addresses, arena, seed, step and time."""
     dtype = _DTYPES.index(spec.weight_dtype)
     layout = np.zeros(NUM_COLUMNS, dtype=np.uint64)
     layout[OWNER] = number + 1

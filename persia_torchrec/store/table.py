@@ -185,6 +185,7 @@ class TableState:
         for column, array in self._kept.items():
             layout[column] = array.ctypes.data
         layout[memory.SEED] = spec.seed
+        layout[memory.TO_NEAREST] = not spec.stochastic_rounding
         self._checks = _checks(spec, self._kept[memory.FILL], state_S)
         self.insert = loops.build_insert(spec.initializer.kernel)
         no_rows, slots = np.empty((0, spec.row_dim), np.float32), _NO_COUNTS.copy()

@@ -153,6 +153,7 @@ ALL_SETTINGS = TableSettings(
     shared_rows=5,
     dynamic=DynamicDim(period=7),
     resets_non_finite=True,
+    stochastic_rounding=False,
     seed=2**63,
 )
 
