@@ -33,9 +33,12 @@ MAX_DIM = 4096
 WeightDtype = Literal["fp32", "fp16", "bf16"]
 """What a server may keep weights in."""
 
+IdsWithoutRow = Literal["zeros", "initial"]
+"""What an id without a row reads in evaluation."""
+
 Counts = npt.NDArray[np.uint32]
 
-_DTYPES = get_args(WeightDtype)
+_DTYPES, _READS = get_args(WeightDtype), get_args(IdsWithoutRow)
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
@@ -77,6 +80,12 @@ class TableSpec(Setting):
     """How many of its weights a row has."""
     resets_non_finite: setting.Flag = False
     """Whether a row with a NaN or an infinity begins again when it is loaded."""
+    ids_without_row: Annotated[
+        IdsWithoutRow, setting.Rule(f"one of {_READS}", lambda read: read in _READS)
+    ] = "zeros"
+    """What an id without a row reads where nothing is trained: "initial", the weights
+    that its row would begin with, or "zeros", the ``unadmitted_value`` of the
+    admission. With ``shared_rows`` it reads one of those."""
     stochastic_rounding: setting.Flag = True
     """Whether updates of weights in 16 bits are rounded up or down at random, by which
     small ones are not lost; else to the nearest."""
@@ -107,6 +116,11 @@ class TableSpec(Setting):
     def num_state_floats(self) -> int:
         """How many float32 of optimizer state belong to the weights of an id."""
         return self.dynamic.blocks * len(self.optimizer.initial_state(self.row_dim))
+
+    @property
+    def num_floats(self) -> int:
+        """How many float32 an id has: its weights, and the optimizer's state."""
+        return self.dim + self.num_state_floats
 
     @property
     def row_dim(self) -> int:
@@ -146,6 +160,7 @@ class TableSpec(Setting):
                 expiry=Expiry(),
                 keeps_metadata=False,
                 dynamic=DynamicDim(),
+                ids_without_row="zeros",
             )
             for number in range(2, self.dynamic.blocks + 1)
         ]
@@ -162,7 +177,12 @@ class TableSpec(Setting):
             expiry=Expiry(),
             keeps_metadata=False,
             shared_rows=0,
+            ids_without_row="zeros",
         )
+
+    def reads_initial(self, wanted: bool | None = None) -> bool:
+        """Return whether ids without a row read its first weights, if not as wanted."""
+        return self.ids_without_row == "initial" if wanted is None else wanted
 
     @property
     def has_metadata(self) -> bool:
@@ -172,12 +192,10 @@ class TableSpec(Setting):
     def to_json(self) -> dict[str, object]:
         """Describe the table in plain JSON values."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name, usual in (
-            ("resets_non_finite", False),
-            ("stochastic_rounding", True),
-        ):
-            if values[name] is usual:  # which earlier versions do not know
-                del values[name]
+        for later in ("resets_non_finite", "stochastic_rounding", "ids_without_row"):
+            # Earlier versions do not know them.
+            if later not in setting.non_defaults(self):
+                del values[later]
         return {
             name: value.to_json() if isinstance(value, Setting) else value
             for name, value in values.items()
@@ -233,6 +251,7 @@ class TableSettings:
     shared_rows: int | None = None
     dynamic: DynamicDim | None = None
     resets_non_finite: bool | None = None
+    ids_without_row: IdsWithoutRow | None = None
     stochastic_rounding: bool | None = None
     seed: int | None = None
 

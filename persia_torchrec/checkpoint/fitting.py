@@ -192,10 +192,23 @@ def _require_named(
     """Refuse tables that the model lacks, if others may be meant by them."""
     skip = f'missing="skip" leaves {list(fewer)} out'
     if more:
+        old, new, *others = next(
+            (
+                [name, *of_paths]
+                for name in fewer
+                if (of_paths := [n for n in more if n.rpartition(".")[2] == name])
+            ),
+            [fewer[0], more[0]],
+        )
+        if others:  # of several collections of the model
+            skip = (
+                f"give shared={{{old!r}}} to the sharders for rows that all of "
+                f"{[new, *others]} had; {skip}"
+            )
         raise CheckpointError(
             f"{where} must have the tables of the model. Received: {list(more)} of the "
             f"model that it lacks, and {list(fewer)} that the model lacks. If a table "
-            f"was renamed, give rename={{{fewer[0]!r}: {more[0]!r}}}; else {skip}, and "
+            f"was renamed, give rename={{{old!r}: {new!r}}}; else {skip}, and "
             f"{list(more)} begin again. {_WHERE}"
         )
     if rules.missing == "error":

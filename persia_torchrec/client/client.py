@@ -435,13 +435,13 @@ class EmbeddingClient(OwnProcess):
 
         return self._servers.repeat(ask)
 
-    def read(self, table: str, ids: Ids, *, initial: bool = False) -> Floats:
+    def read(self, table: str, ids: Ids, *, initial: bool | None = None) -> Floats:
         """Return weights and optimizer state of ids, float32 ``(U, D + S)``.
 
-        Without a row they are zeros, or if ``initial`` what it would begin with.
+        Without a row: zeros, or what it begins with if ``initial``, or the table, says.
         """
-        spec, flags = self.table(table), messages.INITIAL * initial
-        width = spec.dim + spec.num_state_floats
+        spec = self.table(table)
+        width, flags = spec.num_floats, messages.INITIAL * spec.reads_initial(initial)
         return self.read_numbers(Kind.READ, table, ids, width, flags)
 
     def count_ids(self, table: str, first: int = 0) -> tuple[int, Ids]:

@@ -59,7 +59,7 @@ from persia_torchrec.persia.worker_client import WAIT, RemoteBatch, RemoteWorker
 from persia_torchrec.pipeline.pipeline import BatchPipeline, PrefetchedBatch
 from persia_torchrec.sharding.all_sharders import RemoteSharders
 from persia_torchrec.sharding.backward_pass import AnswersAtEnd
-from persia_torchrec.sharding.collection import CollectionSpec
+from persia_torchrec.sharding.collection import CollectionSpec, TableCollection
 from persia_torchrec.sharding.sharded_module import ShardedRemoteCollection
 from persia_torchrec.sharding.sharder import CollectionSharder
 from persia_torchrec.sharding.uneven_inputs import join
@@ -190,7 +190,9 @@ class SlotsSharder(CollectionSharder):
         self._workers, self._batches = workers, client.batches
         self._spec = spec
 
-    def describe(self, module: EmbeddingBagCollection) -> CollectionSpec:
+    def describe(
+        self, module: TableCollection, env: ShardingEnv, path: str
+    ) -> CollectionSpec:
         """Return the slots; a batch has any of them, in an order of its own."""
         return self._spec
 

@@ -16,7 +16,7 @@ those of sequences.
 
 import os
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -55,9 +55,9 @@ class _HolderSharder(PlannedSharder):
         return self._collections.shardable_parameters(self.tables_in(module))
 
     def put_on_servers(
-        self, module: nn.Module, env: types.ShardingEnv, device: torch.device
+        self, module: Any, env: types.ShardingEnv, device: torch.device, path: str = ""
     ) -> Any:
-        return self._collections.put_on_servers(module, env, device)
+        return self._collections.put_on_servers(module, env, device, path)
 
 
 class RemoteFusedEmbeddingBagCollectionSharder(_HolderSharder):
@@ -153,7 +153,8 @@ class RemoteEmbeddingBagSharder(_HolderSharder):
             bags,
             env,
             device or torch.device("cpu"),
-            sharded_module.ShardedRemoteEmbeddingBag,
+            name,
+            sharded_type=sharded_module.ShardedRemoteEmbeddingBag,
         )
         sharded.module_sharding_plan = params
         sharded.replaced = weakref.ref(module)
@@ -187,13 +188,12 @@ class RemoteFeatureProcessedEmbeddingBagCollectionSharder(_HolderSharder):
         return module.split()[1]
 
     def put_on_servers(
-        self, module: nn.Module, env: types.ShardingEnv, device: torch.device
+        self, module: Any, env: types.ShardingEnv, device: torch.device, path: str = ""
     ) -> Any:
         """Put the bags on the servers, with the processors before them."""
         made = sharded_module.ShardedRemoteFeatureProcessedEmbeddingBagCollection
-        sharded = self._collections.put_on_servers(
-            self.tables_in(module), env, device, made
-        )
+        given = self.tables_in(module), env, device, path
+        sharded = self._collections.put_on_servers(*given, sharded_type=made)
         sharded.use_processors(module)
         return sharded
 
@@ -213,6 +213,7 @@ def remote_sharders(
     namespace: str = "",
     embedding_config: str | os.PathLike[str] | PersiaTables | None = None,
     fused_params: Mapping[str, Any] | None = None,
+    shared: Collection[str] = frozenset(),
 ) -> "RemoteSharders":
     """Return the sharders that put every collection of a model on the servers.
 
@@ -237,6 +238,7 @@ def remote_sharders(
         "namespace": namespace,
         "embedding_config": PersiaTables.read(embedding_config),
         "fused_params": fused_params,
+        "shared": shared,
     }
     common = client, optimizer, staleness, wire_dtype
     bags = RemoteEmbeddingBagCollectionSharder(*common, **settings)

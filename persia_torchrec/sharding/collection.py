@@ -86,25 +86,32 @@ class CollectionSpec:
     features: tuple[FeatureSpec, ...]
     is_weighted: bool = False  # a batch has a weight for each id, which pooling uses
     needs_ids: bool = False  # sequences come with their ids
-    prefix: str = ""  # of the names of tables on the servers, before the collection's
+    # By names on the servers: what the collection calls tables, where that differs.
+    own_names: Mapping[str, str] = field(default_factory=dict)
     # By table: what clamps the gradient of each element of the output.
     max_gradients: Mapping[str, float] = field(default_factory=dict)
 
-    def in_namespace(self, namespace: str) -> "CollectionSpec":
-        """Return the collection with tables of a namespace, ``"NAMESPACE/TABLE"``."""
-        prefix = f"{namespace}/"
-        tables = [
-            replace(table, name=prefix + table.name, seed=_seed(prefix + table.name))
-            for table in self.tables
-        ]
-        features = [f._replace(table=prefix + f.table) for f in self.features]
+    def renamed(self, names: Mapping[str, str]) -> "CollectionSpec":
+        """Return the collection with other names of its tables on the servers."""
+        if all(name == new for name, new in names.items()):
+            return self
         return replace(
             self,
-            tables=tuple(tables),
-            features=tuple(features),
-            prefix=prefix,
-            max_gradients={prefix + n: most for n, most in self.max_gradients.items()},
+            tables=tuple(
+                [
+                    replace(table, name=new, seed=_renamed_seed(table, new))
+                    for table in self.tables
+                    for new in [names[table.name]]
+                ]
+            ),
+            features=tuple([f._replace(table=names[f.table]) for f in self.features]),
+            own_names={new: name for name, new in names.items()},
+            max_gradients={names[n]: most for n, most in self.max_gradients.items()},
         )
+
+    def own_name(self, table: str) -> str:
+        """Return what the collection calls a table of the servers."""
+        return self.own_names.get(table, table)
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +308,7 @@ def _describe_table(
     initializer = settings.initializer
     if initializer is None and persia is not None and not _has_own_init(config):
         initializer = persia.config.initializer
-    return settings.apply_to(
+    spec = settings.apply_to(
         TableSpec(
             name=config.name,
             dim=config.embedding_dim,
@@ -310,12 +317,25 @@ def _describe_table(
             **further,
         )
     )
+    # As plain TorchRec's, unless an admission or PERSIA says what unknown ids read.
+    if (
+        settings.ids_without_row is None
+        and persia is None
+        and not spec.admission.kernel
+    ):
+        spec = replace(spec, ids_without_row="initial")
+    return spec
 
 
 def _seed(name: str) -> int:
     """Return a table's seed: by its name, and so the same anywhere."""
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
+
+
+def _renamed_seed(table: TableSpec, name: str) -> int:
+    """Return the seed of a table of another name; a given seed stays."""
+    return _seed(name) if table.seed == _seed(table.name) else table.seed
 
 
 def _has_own_init(config: BaseEmbeddingConfig) -> bool:

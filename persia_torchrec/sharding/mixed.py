@@ -372,7 +372,8 @@ class MixedSharder(BaseEmbeddingSharder[TableCollection]):
             )
             for part in (local, remote)
         ]
-        sharded_remote = self._remote.shard(remote, plans[1], env, device)
+        given = plans[1], env, device, module_fqn
+        sharded_remote = self._remote.shard(remote, *given)
         sharded = self._sharded_type(
             local,
             plans[0],

@@ -160,7 +160,7 @@ class ShardedRemoteCollection(
         # What the gradients of the columns of pooled features are clamped to.
         self._column_bounds: torch.Tensor | None = None
         # The tables' names, by the keys that TorchRec gives their weights.
-        own = [name.removeprefix(spec.prefix) for name in dim_of]
+        own = [spec.own_name(name) for name in dim_of]
         keys = (f"{self.weights_in}.{n}.weight" for n in own)
         keys = keys if self.weights_in else ("weight" for _ in dim_of)  # it is the one
         self.tables_by_key = dict(zip(keys, dim_of, strict=True))
@@ -338,7 +338,7 @@ class ShardedRemoteCollection(
         They are where TorchRec has those of its own tables. Gradients never reach them.
         """
         for key, full_name in self.tables_by_key.items():
-            table = full_name.removeprefix(self.spec.prefix)
+            table = self.spec.own_name(full_name)
             weight = nn.Parameter(torch.empty(0, device=self._device))
             torchrec_api.mark_in_backward(weight)
             owner: nn.Module = self

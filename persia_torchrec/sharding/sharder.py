@@ -5,12 +5,13 @@ table like any other: it sees a placeholder parameter of one row without storage
 names of sharding type and kernel that it knows ("row_wise", "fused").
 """
 
+import logging
 import math
 import os
 import secrets
 import weakref
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import torch
@@ -41,6 +42,12 @@ from persia_torchrec.sharding.fused_arguments import (
     FusedOptimizer,
     translate_fused_params,
 )
+from persia_torchrec.sharding.names import (
+    agree_on,
+    names_on_servers,
+    planned_names,
+    relative,
+)
 from persia_torchrec.sharding.on_device import RowsOnDevice
 from persia_torchrec.sharding.optimizer import RemoteOptimizer
 from persia_torchrec.sharding.state import (
@@ -51,6 +58,8 @@ from persia_torchrec.sharding.state import (
     load_tables,
 )
 from persia_torchrec.table import TableSettings, require_known_tables
+
+logger = logging.getLogger(__name__)
 
 _PRECISIONS = {
     torch.float32: Precision.FP32,
@@ -70,9 +79,12 @@ class PlannedSharder(types.ModuleSharder[nn.Module]):
 
     @abstractmethod
     def put_on_servers(
-        self, module: nn.Module, env: types.ShardingEnv, device: torch.device
+        self, module: Any, env: types.ShardingEnv, device: torch.device, path: str = ""
     ) -> Any:
-        """Make the tables known to the servers; return the module that uses them."""
+        """Make the tables known to the servers; return the module that uses them.
+
+        ``path`` is the module's in the model, as far as it is known.
+        """
 
     def tables_in(self, module: nn.Module) -> TableCollection:
         """Return the collection of tables that a module is, or holds."""
@@ -96,7 +108,8 @@ class PlannedSharder(types.ModuleSharder[nn.Module]):
                     f"row. Received: {sharding}. Pass the sharders that the model gets "
                     "to the planner: planner.collective_plan(model, sharders, pg)."
                 )
-        sharded = self.put_on_servers(module, env, device or torch.device("cpu"))
+        given = env, device or torch.device("cpu"), module_fqn or ""
+        sharded = self.put_on_servers(module, *given)
         sharded.module_sharding_plan = params
         sharded.replaced = weakref.ref(module)
         return sharded
@@ -136,7 +149,9 @@ class CollectionSharder(table_control.TableControl, PlannedSharder):
         self._gradient_division = gradient_division
 
     @abstractmethod
-    def describe(self, module: TableCollection) -> CollectionSpec:
+    def describe(
+        self, module: TableCollection, env: types.ShardingEnv, path: str
+    ) -> CollectionSpec:
         """Return the collection's tables and features in the servers' terms."""
 
     @abstractmethod
@@ -153,12 +168,13 @@ class CollectionSharder(table_control.TableControl, PlannedSharder):
         module: TableCollection,
         env: types.ShardingEnv,
         device: torch.device,
+        path: str = "",
         sharded_type: type[sharded_module.ShardedRemoteCollection] | None = None,
     ) -> Any:
         """Put the tables on the servers; return a module of ``sharded_type``."""
         _require_one_dimension(env)
         _require_device(device)
-        spec, tables = self.describe(module), self.remote_tables
+        spec, tables = self.describe(module, env, path), self.remote_tables
         if tables.agreement is None:  # the first collection's
             limit_s = timeouts.exchange_s(tables.recovery_s)
             require_own_gpu(device, env.process_group, limit_s)
@@ -255,8 +271,10 @@ def _evaluation(staleness: int, *, waits: bool) -> _Check:
 class RemoteSharder(CollectionSharder):
     """Put every collection of one kind on the embedding servers.
 
-    On the servers a table is its name: collections, and models, that name the same
-    table share its rows, which is one warning. ``namespace`` parts them.
+    On the servers a table is its name, or PATH.NAME where several collections of the
+    model have tables of one name, unless ``shared`` says that these are one. Models
+    that name the same table share its rows, which is one warning; ``namespace`` parts
+    them.
 
     Args:
         client: of the servers; it must live as long as the model.
@@ -303,6 +321,7 @@ class RemoteSharder(CollectionSharder):
         fused_params: as of TorchRec's sharders: ``optimizer`` and arguments of fbgemm's
             for the tables that have none in ``tables`` nor in the model, SGD by
             default. What fbgemm does not read changes nothing here.
+        shared: names of tables that are one table in all collections which have them.
 
     Raises:
         ConfigError: an argument is out of its range. When the model is sharded, or at
@@ -332,6 +351,7 @@ class RemoteSharder(CollectionSharder):
         namespace: str = "",
         embedding_config: str | os.PathLike[str] | PersiaTables | None = None,
         fused_params: Mapping[str, Any] | None = None,
+        shared: Collection[str] = frozenset(),
     ) -> None:
         is_joint = update == "joint"
         fits_joint = not is_joint or client.recovery_s < joint_timeout_s < math.inf
@@ -358,7 +378,8 @@ class RemoteSharder(CollectionSharder):
             self._optimizer = translate_fused_params(fused_params, optimizer)
         self._fused_params = fused_params
         self._staleness, self._evaluation_waits = staleness, evaluation_waits
-        self._namespace = namespace
+        self._namespace = f"{namespace}/" if namespace else ""
+        self._shared, self._names = {*shared}, planned_names(client)
         self._precision = _PRECISIONS[wire_dtype]
         self._settings = dict(tables or {})
         # Names of tables that a planner, or this sharder, has found in a collection.
@@ -370,17 +391,48 @@ class RemoteSharder(CollectionSharder):
         """Return a placeholder of one row for each table; planners ask first."""
         parameters = super().shardable_parameters(module)
         self.planned.update(parameters)
+        self._names.plan(self.tables_in(module), self._namespace)
         return parameters
 
-    def describe(self, module: TableCollection) -> CollectionSpec:
+    def describe(
+        self, module: TableCollection, env: types.ShardingEnv, path: str
+    ) -> CollectionSpec:
         """Return the collection's tables and features in the servers' terms."""
-        given = self._optimizer, self._settings, self._persia, self._fused_params
-        spec = collection.describe_collection(module, *given)
-        names = {table.name for table in spec.tables}
-        self.described.update(names)
-        if names <= self.planned:  # and so the planner has seen all collections
-            require_known_tables(self._settings, self.planned)
-        return spec.in_namespace(self._namespace) if self._namespace else spec
+        own, where = [c.name for c in collection.table_configs(module)], relative(path)
+        several = self._names.of_several(own, self._namespace)
+        several = agree_on(several, own, env) - self._shared
+        if several and where:
+            self._tell_of_several(sorted(several), where)
+        on_servers = names_on_servers(own, several, where, self._namespace)
+        free = [on_servers[name] for name in own if name not in self._shared]
+        self._names.require_free(free, where, self.remote_tables)
+        settings = {}
+        for name, full in on_servers.items():
+            full = full.removeprefix(self._namespace)
+            settings[name] = self._settings.get(full, self._settings.get(name))
+            self.described.update((name, full))
+        if {*own} <= self.planned:  # and so the planner has seen all collections
+            self._require_known()
+        given = {n: of for n, of in settings.items() if of is not None}
+        further = given, self._persia, self._fused_params
+        spec = collection.describe_collection(module, self._optimizer, *further)
+        return spec.renamed(on_servers)
+
+    def _tell_of_several(self, names: list[str], path: str) -> None:
+        if not self.remote_tables.tells_of_several:
+            return
+        self.remote_tables.tells_of_several = False
+        logger.info(
+            "tables %s are in several collections of the model: on the servers each is "
+            "PATH.NAME, as %r; shared={...} of the sharders makes them one table",
+            *(names, f"{self._namespace}{path}.{names[0]}"),
+        )
+
+    def _require_known(self) -> None:
+        """Refuse settings of unknown tables; the PATH of one may come later."""
+        known = self.planned | self.described
+        later = {n for n in self._settings if n.rpartition(".")[2] in self.planned}
+        require_known_tables(self._settings, known | later)
 
     def load_weights(
         self,
@@ -412,39 +464,46 @@ class RemoteSharder(CollectionSharder):
                 "DistributedModelParallel(model, sharders=...)."
             )
         self.flush()
-        if self._namespace:
-            own = {name: name.removeprefix(f"{self._namespace}/") for name in names}
+        own = {name: self.remote_tables.own_names[name] for name in names}
+        if any(name != key for name, (key, _) in own.items()):
             if optimizer_state is not None:
                 state: Any = optimizer_state.get("state", {})
-                found = {n: find_entry(own[n], state, "optimizer_state") for n in names}
+                where = "optimizer_state"
+                found = {n: find_entry(own[n][0], state, where, own[n][1]) for n in own}
                 optimizer_state = {"state": found}
-            ids = {name: (ids or {}).get(own[name]) for name in names}
+            given = ids or {}
+            ids = {n: given.get(n, given.get(key)) for n, (key, _) in own.items()}
             state_dict = {
-                n: find_entry(own[n], state_dict, "state_dict") for n in names
+                n: find_entry(key, state_dict, "state_dict", path)
+                for n, (key, path) in own.items()
             }
-        given: Any = {"optimizer_state": optimizer_state, "ids": ids, "step": step}
-        return load_tables(self._client, state_dict, names, **given)
+        further: Any = {"optimizer_state": optimizer_state, "ids": ids, "step": step}
+        return load_tables(self._client, state_dict, names, **further)
 
     def put_on_servers(
         self,
         module: TableCollection,
         env: types.ShardingEnv,
         device: torch.device,
+        path: str = "",
         sharded_type: type[sharded_module.ShardedRemoteCollection] | None = None,
     ) -> Any:
         """Put the tables on the servers, and their rows into state dicts."""
-        sharded = super().put_on_servers(module, env, device, sharded_type)
-        tables, prefix = self.remote_tables, sharded.spec.prefix
-        configs = collection.table_configs(module)
+        sharded = super().put_on_servers(module, env, device, path, sharded_type)
+        tables, spec, where = self.remote_tables, sharded.spec, relative(path)
+        rows_of = {c.name: c.num_embeddings for c in collection.table_configs(module)}
+        self._names.take([table.name for table in spec.tables], where, sharded)
+        for table in spec.tables:
+            tables.own_names[table.name] = spec.own_name(table.name), where
         sharded.collection_state = CollectionState(
             self._client,
-            {prefix + config.name: config.num_embeddings for config in configs},
+            {table.name: rows_of[spec.own_name(table.name)] for table in spec.tables},
             env,
             self._state_dict_rows,
             flush=tables.flush,
             meet=tables.meet,
         )
-        sharded.collection_state.prefix = prefix
+        sharded.collection_state.own_name = spec.own_name
         sharded.collection_state.has_prefixes = self._has_prefixes
         for name in sharded.tables_by_key.values():
             tables.states.setdefault(name, sharded.collection_state)

@@ -32,6 +32,7 @@ from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.rpc.float_codec import Floats
 from persia_torchrec.sharding import torchrec_api
 from persia_torchrec.sharding.collection import table_configs
+from persia_torchrec.sharding.names import relative
 from persia_torchrec.sharding.stored_tensor import (
     StoredColumns,
     StoredIds,
@@ -80,11 +81,11 @@ class CollectionState:
         meet: returns when all trainers have called it.
 
     Attributes:
-        prefix: of the tables' names on the servers, which names of tensors leave out.
+        own_name: returns what the collection, and tensors, call a table of the servers.
         has_prefixes: whether ids have prefixes: rows are then beside their ids always.
     """
 
-    prefix = ""
+    own_name: Callable[[str], str] = staticmethod(str)
     has_prefixes = False
 
     def __init__(
@@ -139,7 +140,7 @@ class CollectionState:
         """Return the state of a table's optimizer, with TorchRec's names and shapes."""
         if not self._client.table(name).num_state_floats:
             return {}
-        table, name = self.table(name), name.removeprefix(self.prefix)
+        table, name = self.table(name), self.own_name(name)
         tensors: dict[str, torch.Tensor] = {}
         if table.ids is not None:
             tensors[f"{name}.ids"] = StoredTensor(StoredIds(table))
@@ -440,11 +441,21 @@ def _cut(
         )
 
 
-def find_entry(table: str, entries: Mapping[str, Any], where: str) -> Any:
-    """Return the only entry of a table, by any of the keys that it may have."""
+def find_entry(
+    table: str, entries: Mapping[str, Any], where: str, path: str = ""
+) -> Any:
+    """Return the only entry of a table, by any of the keys that it may have.
+
+    Of several, that of the collection at ``path``.
+    """
     own = f"embedding_bags.{table}.weight", f"embeddings.{table}.weight"
     keys = [key for key in entries if key.endswith(tuple(f".{name}" for name in own))]
     keys += [key for key in (*own, f"{table}.weight", table) if key in entries]
+    if path and len(keys) > 1:
+        ends = tuple(f"{path}.{name}" for name in own)
+        keys = [
+            key for key in keys if f".{key}".endswith(tuple(map(".{}".format, ends)))
+        ]
     if len(keys) != 1:
         raise ConfigError(
             f"{where} must hold table {table!r} once, as {own[0]!r} or {own[1]!r} "
@@ -493,7 +504,7 @@ def read_table(
     num_rows: int,
     *,
     ids: IdsOfRows = None,
-    missing: Literal["initial", "zeros"] = "initial",
+    missing: Literal["initial", "zeros"] | None = None,
 ) -> TableTensors:
     """Return a table of the servers as ordinary tensors, row by row.
 
@@ -506,7 +517,7 @@ def read_table(
         num_rows: N, which a table of the servers does not have.
         ids: the id of each row; by default a row's number.
         missing: what stands for a row that the servers do not have: its initial weights
-            and state, or zeros.
+            and state, or zeros; by default as the table's ``ids_without_row``.
 
     Raises:
         BatchError: the servers have an id that belongs to none of the rows, or ids
@@ -540,7 +551,8 @@ def read_table(
         numbers = order[found]
         weights[numbers], state[numbers] = block.weights, block.state
         is_present[numbers] = True
-    if missing == "initial":
+    reads = "initial" if spec.shared_rows else spec.ids_without_row
+    if (missing or reads) == "initial":
         absent = np.flatnonzero(~is_present)
         for start in range(0, len(absent), bulk.BLOCK_ROWS):
             numbers = absent[start : start + bulk.BLOCK_ROWS]
@@ -559,7 +571,7 @@ def plain_state_dict(
     model: torch.nn.Module,
     *,
     ids: Mapping[str, IdsOfRows] | None = None,
-    missing: Literal["initial", "zeros"] = "initial",
+    missing: Literal["initial", "zeros"] | None = None,
     namespace: str = "",
 ) -> dict[str, torch.Tensor]:
     """Return the weights of a model's tables, for its ``load_state_dict``.
@@ -586,7 +598,11 @@ def plain_state_dict(
         num_rows = {c.name: c.num_embeddings for c in table_configs(module)}
         for key, _ in module.named_parameters(prefix=path):
             table = key.split(".")[-2]  # "embedding_bags.TABLE.weight"
-            given: Any = {"ids": (ids or {}).get(table), "missing": missing}
-            name = f"{namespace}/{table}" if namespace else table
+            prefix = f"{namespace}/" if namespace else ""
+            name, of_path = f"{prefix}{table}", f"{prefix}{relative(path)}.{table}"
+            name = of_path if of_path in client.tables else name
+            of_table = (ids or {}).get(of_path.removeprefix(prefix))
+            of_table = (ids or {}).get(table) if of_table is None else of_table
+            given: Any = {"ids": of_table, "missing": missing}
             tensors[key] = read_table(client, name, num_rows[table], **given).weights
     return tensors

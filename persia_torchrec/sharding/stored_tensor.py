@@ -92,13 +92,17 @@ class StoredTable:
         return bounds[0], bounds[1]
 
     def read(self, start: int, stop: int, columns: slice) -> Floats:
-        """Return columns of rows; of those not on the servers, what they begin with."""
+        """Return columns of rows; of those not on the servers, what their ids read.
+
+        State is what a row begins with.
+        """
         self.flush()
+        initial = True if columns.start >= self.spec.dim else None
         width = len(range(*columns.indices(self.spec.dim + self.spec.num_state_floats)))
         floats = np.empty((stop - start, width), dtype=np.float32)
         for a, b in blocks(start, stop, self.block_rows):
             ids = bulk.ids_of_rows(self.ids, a, b)
-            rows = self.client.read(self.name, ids, initial=True)
+            rows = self.client.read(self.name, ids, initial=initial)
             floats[a - start : b - start] = rows[:, columns]
         return floats
 

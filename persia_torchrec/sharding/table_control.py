@@ -66,6 +66,9 @@ class RemoteTables(OwnProcess):
         self.pipelines: list[tuple[BatchPipeline[Any, Any], frozenset[str]]] = []
         self.groups: dict[str, dict[str, Any]] = {}  # of parameters, by table
         self.states: States = {}  # the rows, by table
+        # By table: what its collection calls it, and the path of that.
+        self.own_names: dict[str, tuple[str, str]] = {}
+        self.tells_of_several = True  # of names that several collections have, once
         # What was loaded last, by table: for which collection, and the tensor.
         self.loaded: dict[str, tuple[object, ref[torch.Tensor]]] = {}
         self.optimizer: RemoteOptimizer | None = None  # of all, once it is asked for
@@ -134,9 +137,9 @@ class RemoteTables(OwnProcess):
         others = [user for user in self.users if user is not self]
         if shared := sorted(names & self.specs.keys()):
             logger.warning(
-                "tables %s are in several collections: on the servers a table is its "
-                "name, and they share its rows. If that is not meant, give the tables "
-                "other names.",
+                "tables %s are in several collections, which share their rows. If that "
+                "is not meant, leave shared= of the sharders out, or give the sharders "
+                "of another model a namespace=.",
                 shared,
             )
         elif shared := sorted(n for n in names if any(n in o.specs for o in others)):

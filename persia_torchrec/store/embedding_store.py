@@ -244,7 +244,8 @@ class EmbeddingStore:
 
         ``training`` counts each row as used, then makes the missing rows in the order
         of the ids, evicting if need be. An id that is not admitted, and without
-        ``training`` every id that has no row, reads the table's ``unadmitted_value``.
+        ``training`` every id that has no row, reads the table's ``unadmitted_value``;
+        or with ``ids_without_row="initial"`` what its row would begin with.
         ``out_ND`` is C-contiguous. ``counts_N`` is how often each id is in the batch;
         once each if not given. ``batch`` is the batch's number, see ``BatchCount``.
         Returns the slots, hints for :meth:`update`, in training only; of a table with
@@ -279,10 +280,7 @@ class EmbeddingStore:
         if ids_N.flags.writeable:
             ids_N = read_only(ids_N)
         if not training:
-            value = np.float32(state.spec.admission.unadmitted_value)
-            loops.lookup_readonly(layout, ids_N, out_ND, value)
-            if state.shared is not None:
-                state.shared.read(ids_N, None, out_ND)
+            state.read_only(ids_N, out_ND)
             return _NO_SLOTS
         if counts_N is None:
             counts_N = _NO_COUNTS

@@ -224,6 +224,36 @@ def prefetch_lines(address: np.uint64, num_bytes: np.uint64) -> None:
     cpu.prefetch(last)
 
 
+@cache
+def build_read_only(kernel: Kernel) -> Callable[..., None]:
+    """Compile :func:`lookup_readonly` where ids without a row read what it begins with.
+
+    ``row_W`` is memory for one row.
+    """
+    begin_row = build_begin_row(kernel)
+
+    def read_only(layout: Layout, ids_N: Ids, out_ND: Floats, row_W: Ids) -> None:
+        store = memory.store_at(layout)
+        ids_N, out_ND = cpu.unowned(ids_N), cpu.unowned(out_ND)
+        rows, index = memory.rows_at(store, layout), index_at(store)
+        target = np.uint64(out_ND.ctypes.data)
+        row_bytes = np.uint64(4 * rows.dim)
+        ahead = np.empty(_RING + 1, np.uint64), np.empty(_RING + 1, np.uint64)
+        for i in range(-_FAR, len(ids_N)):
+            _look_ahead(i, ids_N, ahead, index, rows)
+            if i < 0:
+                continue
+            slot = _confirm(i, ids_N, ahead, index, rows)
+            address = rows.base + slot * rows.stride
+            if slot == NOT_FOUND:
+                address = np.uint64(row_W.ctypes.data)
+                begin_row(rows, layout, address, ids_N[i])
+            store.tally[memory.MISSES if slot == NOT_FOUND else memory.HITS] += 1
+            memory.read_weights(rows, address, target + np.uint64(i) * row_bytes)
+
+    return specialized(read_only, kernel)
+
+
 @inlined
 def count_up(address: np.uint64, count: np.uint64, num_classes: int) -> np.uint64:
     """Add to a row's frequency; return the row's class."""

@@ -188,6 +188,13 @@ class TableState:
         layout[memory.TO_NEAREST] = not spec.stochastic_rounding
         self._checks = _checks(spec, self._kept[memory.FILL], state_S)
         self.insert = loops.build_insert(spec.initializer.kernel)
+        self._begun_row: Words = np.zeros(0, dtype=np.uint64)
+        if spec.ids_without_row == "initial":
+            num_words = int(layout[memory.STATE]) // 8 + spec.num_row_floats + 1
+            self._begun_row = np.zeros(num_words, dtype=np.uint64)
+            self._read_begun = loops.build_read_only(spec.initializer.kernel)
+            none = np.empty((0, spec.row_dim), np.float32)
+            compile_for(self._read_begun, layout, _NO_IDS, none, self._begun_row)
         no_rows, slots = np.empty((0, spec.row_dim), np.float32), _NO_COUNTS.copy()
         used = at, _NO_IDS, _NO_COUNTS
         compile_for(loops.lookup_training, *used, no_rows, slots, _NO_INDICES)
@@ -260,6 +267,16 @@ class TableState:
         out_ND[missing[~is_admitted]] = self.spec.admission.unadmitted_value
         waited = (seen - counts)[is_admitted].astype(np.uint32)
         return missing[is_admitted], read_only(waited)
+
+    def read_only(self, ids_N: Ids, out_ND: Floats) -> None:
+        """Copy the weights of ids, read-only, and what those without a row read."""
+        if len(self._begun_row):
+            self._read_begun(self.layout, ids_N, out_ND, self._begun_row)
+        else:
+            value = np.float32(self.spec.admission.unadmitted_value)
+            loops.lookup_readonly(self.layout, ids_N, out_ND, value)
+        if self.shared is not None:
+            self.shared.read(ids_N, None, out_ND)
 
     def was_admitted(self, ids_N: Ids, batch: int) -> Bools:
         """Return which ids were admitted when they were seen last, in a batch."""

@@ -105,8 +105,9 @@ class Blocks:
         for number, state in enumerate(self.states, start=1):
             store.look_up_rows(state, ids_N, rows_NW, training=False)
             out_ND[:, self._of(number)] = rows_NW
-        slots_N = loops.find_slots(self._layout, ids_N)
-        out_ND[slots_N == memory.MISSING] = table.spec.admission.unadmitted_value
+        if table.spec.ids_without_row == "zeros":
+            slots_N = loops.find_slots(self._layout, ids_N)
+            out_ND[slots_N == memory.MISSING] = table.spec.admission.unadmitted_value
 
     def split_update(
         self, ids_N: Ids, grads_ND: Floats, hints_N: Slots | None

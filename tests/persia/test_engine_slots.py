@@ -66,7 +66,7 @@ def test_every_group_is_a_table_without_memory(schema):
 
 def test_the_columns_have_the_order_of_the_file(schema, workers):
     sharder = SlotsSharder(workers, spec_of(schema), CLIENT)
-    spec = sharder.describe(make_collection(spec_of(schema)))
+    spec = sharder.describe(make_collection(spec_of(schema)), ENV, "")
     assert [f.name for f in spec.features] == ["user", "item", "basket"]
     dim_of = {table.name: table.dim for table in spec.tables}
     assert [dim_of[f.table] for f in spec.features] == [4, 3, 3]
@@ -75,7 +75,7 @@ def test_the_columns_have_the_order_of_the_file(schema, workers):
 def test_a_pipeline_makes_the_tables_known_everywhere(schema, job, workers):
     sharder = SlotsSharder(workers, spec_of(schema), CLIENT)
     pipeline = sharder.make_pipeline(
-        sharder.describe(make_collection(spec_of(schema))), ENV, CPU
+        sharder.describe(make_collection(spec_of(schema)), ENV, ""), ENV, CPU
     )
     assert job.read("user", 1).tolist() == [[0.0] * 4]
     pipeline.close()
@@ -83,11 +83,12 @@ def test_a_pipeline_makes_the_tables_known_everywhere(schema, job, workers):
 
 def test_a_table_that_is_another_one_already_is_refused(schema, job, workers):
     sharder = SlotsSharder(workers, spec_of(schema), CLIENT)
-    spec = sharder.describe(make_collection(spec_of(schema)))
+    spec = sharder.describe(make_collection(spec_of(schema)), ENV, "")
     sharder.make_pipeline(spec, ENV, CPU).close()
     other = SlotsSharder(
         *(workers, spec_of(schema, optimizer=SGD(1.0, momentum=0.5))), CLIENT
     )
     message = r"embedding worker 0 at .*embedding server 0 at .*'things'"
+    spec = other.describe(make_collection(spec_of(schema)), ENV, "")
     with pytest.raises(RemoteError, match=message):
-        other.make_pipeline(other.describe(make_collection(spec_of(schema))), ENV, CPU)
+        other.make_pipeline(spec, ENV, CPU)

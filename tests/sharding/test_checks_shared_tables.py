@@ -76,8 +76,12 @@ def warnings_of(caplog):
     return [r.message for r in caplog.records if r.name.endswith("table_control")]
 
 
+def sharing(job, *names, **settings):
+    return remote_sharders(job.client, SGD(1.0), shared=names, **settings)
+
+
 def test_collections_that_share_a_table_are_one_warning(job, caplog):
-    job.shard(Towers("shared"), remote_sharders(job.client, SGD(1.0)))
+    job.shard(Towers("shared"), sharing(job, "shared"))
     (warning,) = warnings_of(caplog)
     assert "tables ['shared'] are in several collections" in warning
 
@@ -87,11 +91,11 @@ def test_two_rates_of_one_table_are_an_error(job):
     for tower, lr in ((model.user, 0.1), (model.item, 0.7)):
         _apply_optimizer_in_backward(torch.optim.SGD, tower.parameters(), {"lr": lr})
     with pytest.raises(ConfigError, match=r"one optimizer.*lr=0\.1.*lr=0\.7"):
-        job.shard(model, remote_sharders(job.client))
+        job.shard(model, remote_sharders(job.client, shared={"two rates"}))
 
 
 def test_two_tensors_of_one_table_are_an_error(job):
-    model = job.shard(Towers("two tensors"), remote_sharders(job.client, SGD(1.0)))
+    model = job.shard(Towers("two tensors"), sharing(job, "two tensors"))
     local = Towers("two tensors", CPU)
     with pytest.raises(
         ConfigError, match=r"'two tensors' must be equal.*\['u'\].*\['i'\]"

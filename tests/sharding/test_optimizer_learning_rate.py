@@ -174,7 +174,7 @@ class Twice(nn.Module):
 
 def test_collections_that_share_a_table_share_its_rate(job):
     sharder = RemoteEmbeddingBagCollectionSharder(
-        job.client, SGD(1.0), staleness=4, tables=START
+        job.client, SGD(1.0), staleness=4, tables=START, shared={"term", "user"}
     )
     model = DistributedModelParallel(Twice(), sharders=[sharder])
     assert len(remote_modules(model)) == 2
@@ -188,7 +188,7 @@ def test_collections_that_share_a_table_share_its_rate(job):
 
 def test_a_shared_table_keeps_its_rate_until_every_collection_has_pushed(job):
     sharder = RemoteEmbeddingBagCollectionSharder(
-        job.client, SGD(1.0), staleness=4, tables=START
+        job.client, SGD(1.0), staleness=4, tables=START, shared={"term", "user"}
     )
     model = DistributedModelParallel(Twice(), sharders=[sharder])
     right = remote_modules(model)[1].pipeline.lookup

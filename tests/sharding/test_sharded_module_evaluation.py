@@ -87,7 +87,7 @@ MODELS = {
     ),
     "rows that bags trained": lambda job: (
         Looks(bags(), sequences()),
-        remote_sharders(job.client, SGD(1.0), 1),
+        remote_sharders(job.client, SGD(1.0), 1, shared={"t"}),
     ),
     "mixed": mixed,
 }

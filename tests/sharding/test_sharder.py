@@ -112,9 +112,8 @@ def test_the_servers_draw_other_weights_than_the_collection_had(job):
 
 def test_the_default_optimizer_is_persias_adagrad(job):
     sharder = RemoteEmbeddingBagCollectionSharder(job.client)
-    assert {
-        table.optimizer for table in sharder.describe(Bags(TABLES).bags).tables
-    } == {Adagrad()}
+    spec = sharder.describe(Bags(TABLES).bags, ShardingEnv.from_local(1, 0), "")
+    assert {table.optimizer for table in spec.tables} == {Adagrad()}
 
 
 def test_a_plan_without_one_of_the_tables_is_refused(job):

@@ -113,6 +113,8 @@ class TestComposable:
         )
         plan = {"term": table_wise(rank=0), "user": row_wise()}
         bags = EmbeddingBagCollection(tables=TABLES, device=META)
+        same = RemoteEmbeddingBagCollectionSharder(job.client, SGD(0.5))
+        mixed = MixedSharder(same, Placement(local={"term"}))
         alone = shard_module(bags, plan=plan, device=CPU, sharder=mixed)
         torch.testing.assert_close(
             alone.eval()(kjt_of(IDS))["user"], tower.bags.eval()(kjt_of(IDS))["user"]

@@ -188,8 +188,8 @@ class RemoteJob:
             self.client.watch(module.pipeline)
 
     def read(self, table: str, ids: list[int] | range) -> np.ndarray:
-        """Return weights and state of ids that may be written as int64."""
-        return self.client.read(table, ids_of(ids))
+        """Return weights and state of ids, zeros without a row; ids may be int64."""
+        return self.client.read(table, ids_of(ids), initial=False)
 
     def total(self, counter: str) -> int:
         """Return a counter, summed over the servers."""
