@@ -159,6 +159,15 @@ class PersiaTables:
         return slots
 
 
+def weights_of(module: TableCollection) -> dict[str, torch.Tensor]:
+    """Return the weights that a collection has already, by table; not those on meta."""
+    return {
+        key.split(".")[-2]: weight.detach()  # "embedding_bags.TABLE.weight"
+        for key, weight in module.named_parameters()
+        if not weight.is_meta
+    }
+
+
 def table_configs(collection: TableCollection) -> list[BaseEmbeddingConfig]:
     """Return the configs of the collection's tables, in their order."""
     if isinstance(collection, _SEQUENCES):

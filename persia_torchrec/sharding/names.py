@@ -1,4 +1,4 @@
-"""What tables are called on the servers.
+"""What tables are called on the servers, and in state dicts.
 
 In plain TorchRec a table is its path in the model, and two collections may each have a
 table of one name. On the servers
@@ -13,7 +13,7 @@ for the tables of all collections before the first one is sharded: from that it 
 which names are of several. Only the first trainer plans, and tells the others.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -24,6 +24,10 @@ from torchrec.distributed.types import ShardingEnv
 
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.trainer_group import device_in
+
+OptimizerState = Mapping[str, object]
+"""``{"state": {key of a weight: {name: tensor}}}``, as the ``state_dict()`` of
+TorchRec's fused optimizer has it, and of a ``KeyedOptimizerWrapper``."""
 
 _WRAPPERS = ("model", "module", "_dmp_wrapped_module")
 
@@ -49,15 +53,19 @@ class PlannedNames:
         for name, table in tables_of(module).items():
             self._tables.setdefault(namespace + name, WeakSet()).add(table)
 
-    def of_several(self, names: Iterable[str], namespace: str) -> set[str]:
-        """Return those of a collection's names that others of the model have too."""
+    def count(self, names: Iterable[str], namespace: str) -> dict[str, int]:
+        """Return by name how many collections of the planned model have such a table.
+
+        0: it was not planned, or not here.
+        """
         self._is_sharding = True
-        return {n for n in names if len(self._tables.get(namespace + n, ())) > 1}
+        return {name: len(self._tables.get(namespace + name, ())) for name in names}
 
     def require_free(self, names: Iterable[str], path: str, tables: object) -> None:
         """Refuse a name of another collection of the same sharders.
 
-        A second model may have it: its collection is at the same path.
+        It is for names of which no planner knows whether the model has them once. A
+        second model may have one: its collection is at the same path.
         """
         for name in names:
             for user, other in self._users.get(name, {}).items():
@@ -100,17 +108,17 @@ def relative(path: str | None) -> str:
     return ".".join(parts)
 
 
-def agree_on(several: Collection[str], names: list[str], env: ShardingEnv) -> set[str]:
-    """Return which names are of several collections, as the first trainer knows it.
+def agree_on(counts: dict[str, int], env: ShardingEnv) -> dict[str, int]:
+    """Return counts by name as the first trainer has them, whose planner has planned.
 
     All trainers call it together, with the same names.
     """
     if env.world_size == 1 or env.process_group is None:
-        return set(several)
+        return counts
     device = device_in(env.process_group, torch.device("cpu"))
-    known = torch.tensor([name in several for name in names], device=device).int()
+    known = torch.tensor([*counts.values()], device=device)
     dist.broadcast(known, group_src=0, group=env.process_group)
-    return {name for name, of in zip(names, known.tolist(), strict=True) if of}
+    return dict(zip(counts, known.tolist(), strict=True))
 
 
 def names_on_servers(
@@ -119,3 +127,51 @@ def names_on_servers(
     """Return what a collection's tables are called on the servers, by their names."""
     prefix = f"{path}." if path else ""
     return {n: f"{namespace}{prefix if n in several else ''}{n}" for n in names}
+
+
+def find_entry(
+    table: str, entries: Mapping[str, Any], where: str, path: str = ""
+) -> Any:
+    """Return the only entry of a table, by any of the keys that it may have.
+
+    Of several, that of the collection at ``path``.
+    """
+    own = f"embedding_bags.{table}.weight", f"embeddings.{table}.weight"
+    keys = [key for key in entries if key.endswith(tuple(f".{name}" for name in own))]
+    keys += [key for key in (*own, f"{table}.weight", table) if key in entries]
+    if path and len(keys) > 1:
+        ends = tuple(f"{path}.{name}" for name in own)
+        keys = [
+            key for key in keys if f".{key}".endswith(tuple(map(".{}".format, ends)))
+        ]
+    if len(keys) != 1:
+        raise ConfigError(
+            f"{where} must hold table {table!r} once, as {own[0]!r} or {own[1]!r} "
+            f"behind any path, or as {table!r}. Received: "
+            f"{keys or sorted(entries)[:20]}."
+        )
+    return entries[keys[0]]
+
+
+def find_state(
+    table: str, optimizer_state: OptimizerState, step: int | None
+) -> tuple[list[torch.Tensor], int | None]:
+    """Return the tensors of a table's optimizer state, and its step."""
+    entries = optimizer_state.get("state")
+    if not isinstance(entries, Mapping):
+        raise ConfigError(
+            "optimizer_state must be the state_dict() of a keyed optimizer, with "
+            f"'state'. Received: {sorted(optimizer_state)}."
+        )
+    tensors = []
+    for name, value in find_entry(table, entries, "optimizer_state").items():
+        if name.rpartition(".")[2] == "step":
+            step = int(value) if step is None else step
+        else:
+            tensors.append(value)
+    if not tensors:
+        raise ConfigError(
+            f"optimizer_state must hold the state of table {table!r}. Received: none. "
+            "Leave it out to begin with the initial state."
+        )
+    return tensors, step

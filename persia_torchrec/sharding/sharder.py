@@ -43,7 +43,9 @@ from persia_torchrec.sharding.fused_arguments import (
     translate_fused_params,
 )
 from persia_torchrec.sharding.names import (
+    OptimizerState,
     agree_on,
+    find_entry,
     names_on_servers,
     planned_names,
     relative,
@@ -52,9 +54,7 @@ from persia_torchrec.sharding.on_device import RowsOnDevice
 from persia_torchrec.sharding.optimizer import RemoteOptimizer
 from persia_torchrec.sharding.state import (
     CollectionState,
-    OptimizerState,
     StateDictRows,
-    find_entry,
     load_tables,
 )
 from persia_torchrec.table import TableSettings, require_known_tables
@@ -399,12 +399,13 @@ class RemoteSharder(CollectionSharder):
     ) -> CollectionSpec:
         """Return the collection's tables and features in the servers' terms."""
         own, where = [c.name for c in collection.table_configs(module)], relative(path)
-        several = self._names.of_several(own, self._namespace)
-        several = agree_on(several, own, env) - self._shared
+        counts = agree_on(self._names.count(own, self._namespace), env)
+        several = {name for name in own if counts[name] > 1} - self._shared
         if several and where:
             self._tell_of_several(sorted(several), where)
         on_servers = names_on_servers(own, several, where, self._namespace)
-        free = [on_servers[name] for name in own if name not in self._shared]
+        unsure = {name for name in own if not (where and counts[name])} - self._shared
+        free = [on_servers[name] for name in sorted(unsure)]
         self._names.require_free(free, where, self.remote_tables)
         settings = {}
         for name, full in on_servers.items():
@@ -508,6 +509,9 @@ class RemoteSharder(CollectionSharder):
         for name in sharded.tables_by_key.values():
             tables.states.setdefault(name, sharded.collection_state)
         sharded.add_placeholders()
+        weights = collection.weights_of(module)
+        full = {t.name: weights.get(spec.own_name(t.name)) for t in spec.tables}
+        sharded.collection_state.begin({n: w for n, w in full.items() if w is not None})
         return sharded
 
     def require_known_settings(self) -> None:

@@ -14,6 +14,7 @@ Dimensions: N rows of a table, D embedding dim, S optimizer-state floats per row
 
 import contextlib
 import contextvars
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -32,7 +33,12 @@ from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.rpc.float_codec import Floats
 from persia_torchrec.sharding import torchrec_api
 from persia_torchrec.sharding.collection import table_configs
-from persia_torchrec.sharding.names import relative
+from persia_torchrec.sharding.names import (
+    OptimizerState,
+    find_entry,
+    find_state,
+    relative,
+)
 from persia_torchrec.sharding.stored_tensor import (
     StoredColumns,
     StoredIds,
@@ -45,12 +51,10 @@ from persia_torchrec.sharding.torchrec_api import ShardedTensor
 from persia_torchrec.store.row_copy import initial_rows
 from persia_torchrec.table import TableSpec
 
-OptimizerState = Mapping[str, object]
-"""``{"state": {key of a weight: {name: tensor}}}``, as the ``state_dict()`` of
-TorchRec's fused optimizer has it, and of a ``KeyedOptimizerWrapper``."""
-
 StateDictRows: TypeAlias = Literal["auto", "ids", "none"]
 """How ``state_dict()`` has the rows of tables on the servers: see ``RemoteSharder``."""
+
+logger = logging.getLogger(__name__)
 
 _BEGINNING = "on the embedding servers, not in this state: "
 
@@ -206,6 +210,28 @@ class CollectionState:
                 rows = initial_rows(spec, ids[a:b], has_all=True)
                 self._client.write(name, ids[a:b], *np.split(rows, [spec.dim], axis=1))
         self.meet()
+
+    def begin(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Fill tables that have no rows with weights, which a collection has already.
+
+        The first trainer does, block by block; all return when it has.
+        """
+        for name in sorted(weights) if self._env.rank == 0 else ():
+            if self.has_prefixes or self._client.count_ids(name, 2**63 - 1)[0]:
+                continue
+            servers = self._client.counters()
+            room = sum(of["capacity_rows"] - of["rows"] for of in servers)
+            num_rows = len(weights[name])
+            logger.info("table %r begins with the %d rows of the model", name, num_rows)
+            if room < num_rows:
+                logger.warning(
+                    "table %r: %d of the %d rows of the model fit on the servers; the "
+                    "others begin anew. Raise --capacity, or add servers.",
+                    *(name, room, num_rows),
+                )
+            load_tables(self._client, {name: weights[name][:room]}, [name])
+        if weights:
+            self.meet()
 
     def set_step(self, name: str, step: int) -> None:
         """Continue counting the steps of a table's optimizer from a number."""
@@ -398,7 +424,7 @@ def load_tables(
         state: list[torch.Tensor] = []
         step_of_table = step
         if optimizer_state is not None and spec.num_state_floats:
-            state, step_of_table = _find_state(table, optimizer_state, step)
+            state, step_of_table = find_state(table, optimizer_state, step)
         how = (ids or {}).get(table), bulk.rows_per_block(spec)
         cut = partial(_cut, weight, state, *how)
         num_rows[table] = client.fill(table, bulk.Blocks(cut))
@@ -439,54 +465,6 @@ def _cut(
             block_rows=block_rows,
             first_row=first_row,
         )
-
-
-def find_entry(
-    table: str, entries: Mapping[str, Any], where: str, path: str = ""
-) -> Any:
-    """Return the only entry of a table, by any of the keys that it may have.
-
-    Of several, that of the collection at ``path``.
-    """
-    own = f"embedding_bags.{table}.weight", f"embeddings.{table}.weight"
-    keys = [key for key in entries if key.endswith(tuple(f".{name}" for name in own))]
-    keys += [key for key in (*own, f"{table}.weight", table) if key in entries]
-    if path and len(keys) > 1:
-        ends = tuple(f"{path}.{name}" for name in own)
-        keys = [
-            key for key in keys if f".{key}".endswith(tuple(map(".{}".format, ends)))
-        ]
-    if len(keys) != 1:
-        raise ConfigError(
-            f"{where} must hold table {table!r} once, as {own[0]!r} or {own[1]!r} "
-            f"behind any path, or as {table!r}. Received: "
-            f"{keys or sorted(entries)[:20]}."
-        )
-    return entries[keys[0]]
-
-
-def _find_state(
-    table: str, optimizer_state: OptimizerState, step: int | None
-) -> tuple[list[torch.Tensor], int | None]:
-    """Return the tensors of a table's optimizer state, and its step."""
-    entries = optimizer_state.get("state")
-    if not isinstance(entries, Mapping):
-        raise ConfigError(
-            "optimizer_state must be the state_dict() of a keyed optimizer, with "
-            f"'state'. Received: {sorted(optimizer_state)}."
-        )
-    tensors = []
-    for name, value in find_entry(table, entries, "optimizer_state").items():
-        if name.rpartition(".")[2] == "step":
-            step = int(value) if step is None else step
-        else:
-            tensors.append(value)
-    if not tensors:
-        raise ConfigError(
-            f"optimizer_state must hold the state of table {table!r}. Received: none. "
-            "Leave it out to begin with the initial state."
-        )
-    return tensors, step
 
 
 class TableTensors(NamedTuple):
