@@ -8,7 +8,7 @@ checked when a ``DistributedModelParallel`` gets it.
 
 import functools
 from collections.abc import Iterator
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 import torch.distributed as dist
 from torch import nn
@@ -47,8 +47,20 @@ def watch_models() -> None:
         ):
             _replace_other_names(child)
             _require_sharders(child, {s.module_type for s in parent.sharders})
+            if remote_collections(child):
+                torchrec_api.replace_trackers(parent, _reject_tracker)
 
     register_module_module_registration_hook(check)
+
+
+def _reject_tracker(*_: object) -> NoReturn:
+    """Reject TorchRec's trackers of rows, which would find nothing on the servers."""
+    raise ConfigError(
+        "TorchRec's trackers of deltas and of raw ids see tables on trainers only. "
+        "Received: one for a model with tables on the servers. Servers write "
+        "increments of the rows that change: EmbeddingCluster.local(incremental_dir="
+        "...), or save_delta."
+    )
 
 
 def _replace_other_names(model: nn.Module) -> None:

@@ -42,9 +42,11 @@ from persia_torchrec.sharding.names import (
 from persia_torchrec.sharding.stored_tensor import (
     StoredColumns,
     StoredIds,
+    StoredShardedTensor,
     StoredTable,
     StoredTensor,
     blocks,
+    is_sharded,
     local_shards,
 )
 from persia_torchrec.sharding.torchrec_api import ShardedTensor
@@ -137,7 +139,8 @@ class CollectionState:
         tensors: dict[str, torch.Tensor] = {}
         if table.ids is not None:
             tensors[ids_key(key)] = StoredTensor(StoredIds(table))
-        tensors[key] = StoredTensor(StoredColumns(table, columns, is_flat=False))
+        stored = StoredColumns(table, columns, is_flat=False)
+        tensors[key] = StoredShardedTensor(stored)
         return tensors
 
     def optimizer_tensors(self, name: str) -> dict[str, torch.Tensor]:
@@ -190,7 +193,7 @@ class CollectionState:
             given = whole.to("cpu", torch.int64).numpy().view(np.uint64)
         table = self._stored(name, num_rows, given)
         target = StoredTensor(StoredColumns(table, slice(0, dim), is_flat=False))
-        if isinstance(weights, ShardedTensor):
+        if is_sharded(weights):
             target.fill_from(weights)
             return
         start, stop = table.own_rows()

@@ -16,7 +16,7 @@ import copy
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +30,13 @@ from persia_torchrec.errors import BatchError
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.rpc.float_codec import Floats
 from persia_torchrec.sharding import torchrec_api
-from persia_torchrec.sharding.torchrec_api import Shard, ShardedTensor
+from persia_torchrec.sharding.torchrec_api import (
+    Shard,
+    ShardedTensor,
+    ShardedTensorMetadata,
+    ShardMetadata,
+    TensorProperties,
+)
 from persia_torchrec.table import TableSpec, WeightDtype
 
 logger = logging.getLogger(__name__)
@@ -289,7 +295,9 @@ class StoredTensor(torch.Tensor):
         stop: int | None = None,
         views: tuple[View, ...] = (),
     ) -> None:
-        super().__init__()
+        if isinstance(stored, torch.Tensor):  # as of torch.Tensor(t): it is made
+            return
+        torch.Tensor.__init__(self)
         self.stored, self.start, self.views = stored, start, views
         self.stop = stored.table.num_rows if stop is None else stop
 
@@ -312,7 +320,7 @@ class StoredTensor(torch.Tensor):
             _viewed(rows, self.views).copy_(values)
             StoredTensor(self.stored, self.start, self.stop).fill_from(rows)
             return
-        if isinstance(values, ShardedTensor):
+        if is_sharded(values):
             for first, shard in local_shards(values):
                 self.fill_from(shard, first)
             return
@@ -416,10 +424,16 @@ class StoredTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.Tensor.data_ptr:
+            raise BatchError(
+                f"Table {args[0].stored.table.name!r}: its rows are on the servers and "
+                "have no memory here. Received: data_ptr, as of safetensors. Give "
+                "tensor.clone() instead, which takes the rows into memory."
+            )
         if func in _ON_HOST:
             args = tree_map_only(StoredTensor, StoredTensor.whole, args)
             return func(*args, **kwargs)
-        if func is torch.Tensor.copy_ and isinstance(args[1], ShardedTensor):
+        if func is torch.Tensor.copy_ and is_sharded(args[1]):
             args[0].fill_from(args[1])
             return args[0]
         return torchrec_api.call_operator(func, *args, **kwargs)
@@ -446,7 +460,7 @@ class StoredTensor(torch.Tensor):
     def view_of(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Return a view, or several, of what stays on the servers."""
         if function in _ALIASES and not self.views:
-            return self.part(0, len(self))
+            return type(self)(self.stored, self.start, self.stop)
         if function is torch.ops.aten.slice.Tensor and not self.views:
             given: list[Any] = [*args, *(0, None, None, 1)[len(args) :]]
             dim, rows = given[0], slice(*given[1:])
@@ -460,6 +474,55 @@ class StoredTensor(torch.Tensor):
             return StoredTensor(*of_rows, (*self.views, view))
         views = [View(function, args, kwargs, number) for number in range(len(made))]
         return [StoredTensor(*of_rows, (*self.views, view)) for view in views]
+
+
+class StoredShardedTensor(StoredTensor, ShardedTensor):
+    """A whole table as a state dict has it, where plain TorchRec has a ShardedTensor.
+
+    It passes the checks of code that saves and loads those by themselves. What a
+    ShardedTensor does in another way than any tensor, as ``cpu``, is a tensor's here.
+    Parts of it, ``local_shards`` too, are tensors as any.
+    """
+
+    def metadata(self) -> ShardedTensorMetadata:
+        """Return which rows each trainer saves and loads."""
+        table, of_row = self.stored.table, list(self.stored.row_shape)
+        shards = []
+        for rank in range(table.num_trainers):
+            a, b = replace(table, rank=rank).own_rows()
+            offsets, where = [a, *[0] * len(of_row)], f"rank:{rank}/cpu"
+            shards.append(ShardMetadata(offsets, [b - a, *of_row], placement=where))
+        properties = TensorProperties(dtype=self.dtype)
+        return ShardedTensorMetadata(shards, torch.Size(self.shape), properties)
+
+    def local_tensor(self) -> torch.Tensor:
+        """Return this trainer's rows, which stay on the servers."""
+        return self.local_shards()[0].tensor
+
+    def gather(  # type: ignore[override]  # a ShardedTensor's, or a tensor's
+        self, dst: int = 0, out: torch.Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Read all rows into ``out`` on the trainer ``dst``; or gather by an index."""
+        index = kwargs.pop("index", out)
+        if isinstance(index, torch.Tensor) and not index.is_floating_point():
+            return self.whole().gather(kwargs.pop("dim", dst), index, *args, **kwargs)
+        if out is not None and self.stored.table.rank == dst:
+            for a, b in blocks(0, len(self), self.stored.table.block_rows):
+                out[a:b].copy_(self.part(a, b).whole())
+        return None
+
+    def is_pinned(self, *_: Any) -> bool:
+        """Return False: no memory is here."""
+        return False
+
+    cpu: Any = torch.Tensor.cpu
+    cuda: Any = torch.Tensor.cuda
+    to: Any = torch.Tensor.to
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Return whether a tensor is one of TorchRec's, of shards that trainers hold."""
+    return isinstance(tensor, ShardedTensor) and not isinstance(tensor, StoredTensor)
 
 
 def _viewed(tensor: torch.Tensor, views: tuple[View, ...]) -> torch.Tensor:
@@ -487,8 +550,9 @@ def local_shards(tensor: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
     Raises:
         BatchError: the tensor is not sharded by rows.
     """
-    if not isinstance(tensor, ShardedTensor):
+    if not is_sharded(tensor):
         return [(0, tensor)]
+    assert isinstance(tensor, ShardedTensor)
     size, shards = tuple(tensor.metadata().size), tensor.local_shards()
     for shape in (tuple(shard.tensor.shape) for shard in shards):
         if shape[1:] != size[1:]:

@@ -12,7 +12,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.metadata import (
+    ShardedTensorMetadata,
+    TensorProperties,
+)
 from torch.distributed._shard.sharded_tensor.shard import Shard
 from torchrec import EmbeddingCollection
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
@@ -22,7 +27,13 @@ from torchrec.optim.fused import EmptyFusedOptimizer
 
 from persia_torchrec.errors import ConfigError
 
-__all__ = ["Shard", "ShardedTensor"]
+__all__ = [
+    "Shard",
+    "ShardMetadata",
+    "ShardedTensor",
+    "ShardedTensorMetadata",
+    "TensorProperties",
+]
 
 T = TypeVar("T", bound=torch.Tensor)
 
@@ -152,6 +163,11 @@ def require_no_capture() -> None:
             "current stream is captured. Capture the dense half alone, by "
             'torch.cuda.graph(..., capture_error_mode="thread_local").'
         )
+
+
+def replace_trackers(model: Any, tracker: Callable[..., Any]) -> None:
+    """Let a ``DistributedModelParallel`` make its trackers of rows by a function."""
+    model._init_delta_tracker = model._init_raw_id_tracker = tracker
 
 
 class ParametersInTurn(dict[str, nn.Parameter]):

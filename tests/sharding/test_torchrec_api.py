@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import (
     EmbeddingCollectionContext,
     EmbeddingCollectionSharder,
@@ -49,6 +50,7 @@ OWNERS = {
     "the operators of torch": lambda: torch.ops.aten,
     "an operator of torch": lambda: torch.ops.aten.copy_.default,
     "torch.autograd.Variable": lambda: torch.autograd.Variable,
+    "a DistributedModelParallel": lambda: DistributedModelParallel,
     "the memory of a tensor": lambda: torch.ones(1).untyped_storage(),
     "torch.distributed": lambda: torch.distributed,
     "a parameter of apply_optimizer_in_backward": weight_with_optimizer,
@@ -61,6 +63,8 @@ OWNERS = {
 TAKEN = {
     "_base": "torch.Tensor",
     "_cdata": "the memory of a tensor",
+    "_init_delta_tracker": "a DistributedModelParallel",
+    "_init_raw_id_tracker": "a DistributedModelParallel",
     "_storage_Use_Count": "torch._C",
     "_embedding_bag_per_sample_weights_backward": "the operators of torch",
     "_current_graph_task_id": "torch._C",

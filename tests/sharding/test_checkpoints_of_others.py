@@ -1,0 +1,232 @@
+"""Checkpoint code written for TorchRec's tables, with tables on the servers."""
+
+import io
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+)
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+)
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_tracker.types import (
+    DeltaTrackerConfig,
+    ModelTrackerConfigs,
+    RawIdTrackerConfig,
+)
+from torchrec.distributed.types import ShardedTensor
+
+from persia_torchrec import SGD, remote_sharders
+from persia_torchrec.errors import BatchError, ConfigError
+from tests.integration.twins import FUSED
+from tests.support.remote_job import CPU, META, RemoteJob, kjt_of, shard
+
+# torch's own gather of a ShardedTensor warns that these will go.
+pytestmark = pytest.mark.filterwarnings("ignore:Please use DTensor:FutureWarning")
+
+NUM_IDS, DIM = 8, 4
+PLAIN = [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
+
+
+@pytest.fixture(scope="module")
+def job():
+    with RemoteJob() as job:
+        yield job
+
+
+class Model(nn.Module):
+    def __init__(self, device=META):
+        super().__init__()
+        bags = [EmbeddingBagConfig(NUM_IDS, DIM, "bag", feature_names=["f"])]
+        rows = [EmbeddingConfig(NUM_IDS, DIM, "row", feature_names=["f"])]
+        self.bags = EmbeddingBagCollection(tables=bags, device=device)
+        self.rows = EmbeddingCollection(tables=rows, device=device)
+        self.over = nn.Linear(DIM, 1)
+
+    def forward(self, ids):
+        rows = self.rows(ids)["f"].values().sum(0, keepdim=True)
+        return self.over(self.bags(ids).values() + rows)
+
+
+@pytest.fixture
+def remote(job):
+    job.client.clear()
+    return job.shard(Model(), remote_sharders(job.client, SGD(1.0)))
+
+
+@pytest.fixture
+def table(remote):
+    return remote.state_dict()["bags.embedding_bags.bag.weight"]
+
+
+def plain():
+    return shard(Model(), *PLAIN, constraints={"bag": FUSED, "row": FUSED})
+
+
+def sharded(state):
+    return {key for key, value in state.items() if isinstance(value, ShardedTensor)}
+
+
+def save_by_kind(model, folder):
+    """Save as dlrm_v3 does: sharded tensors by DCP, the others by torch.save."""
+    state = model.state_dict()
+    sparse = {k: v for k, v in state.items() if isinstance(v, ShardedTensor)}
+    dense = {k: v for k, v in state.items() if not isinstance(v, ShardedTensor)}
+    dcp.save({"sparse": sparse}, checkpoint_id=folder / "sparse")
+    torch.save(dense, folder / "dense.pt")
+
+
+def load_by_kind(model, folder):
+    state = model.state_dict()
+    sparse = {k: v for k, v in state.items() if isinstance(v, ShardedTensor)}
+    loaded = {"sparse": sparse}
+    dcp.load(loaded, checkpoint_id=folder / "sparse")
+    dense = torch.load(folder / "dense.pt")
+    model.load_state_dict({**dense, **loaded["sparse"]})
+
+
+def values_of(model):
+    values = {}
+    for key, value in model.state_dict().items():
+        if isinstance(value, ShardedTensor):
+            whole = torch.empty(value.size())
+            value.gather(0, whole)
+            value = whole
+        values[key] = value.clone()
+    return values
+
+
+def assert_same(model, expected):
+    for key, value in values_of(model).items():
+        torch.testing.assert_close(value, expected[key], msg=key)
+
+
+def test_tables_are_sharded_tensors_where_plain_has_them(remote):
+    state = remote.state_dict()
+    assert sharded(state) == sharded(plain().state_dict())
+    assert len(sharded(state)) == 2
+
+
+def test_a_checkpoint_by_kind_is_loaded_by_the_same_code(remote, tmp_path):
+    remote(kjt_of({"f": [[0, 1]]})).sum().backward()
+    expected = values_of(remote)
+    save_by_kind(remote, tmp_path)
+    remote.load_state_dict({k: torch.zeros_like(v) for k, v in expected.items()})
+    load_by_kind(remote, tmp_path)
+    assert_same(remote, expected)
+
+
+def test_plains_checkpoint_loads_here_and_ours_there(remote, tmp_path):
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "plain").mkdir()
+    other = plain()
+    of_plain, of_ours = values_of(other), values_of(remote)
+    save_by_kind(other, tmp_path / "plain")
+    save_by_kind(remote, tmp_path / "ours")
+    load_by_kind(remote, tmp_path / "plain")
+    assert_same(remote, of_plain)
+    load_by_kind(other, tmp_path / "ours")
+    assert_same(other, of_ours)
+
+
+class OwnSaver(DefaultSavePlanner):
+    """A planner that looks at the kind of each tensor, as programs have their own."""
+
+    def set_up_planner(self, state_dict, *args, **kwargs):
+        self.kinds = {k: isinstance(v, ShardedTensor) for k, v in state_dict.items()}
+        super().set_up_planner(state_dict, *args, **kwargs)
+
+
+class OwnLoader(DefaultLoadPlanner):
+    def set_up_planner(self, state_dict, *args, **kwargs):
+        for value in state_dict.values():
+            if isinstance(value, ShardedTensor):
+                assert value.metadata().size == value.size()
+                assert [s.tensor.shape for s in value.local_shards()] == [value.shape]
+        super().set_up_planner(state_dict, *args, **kwargs)
+
+
+def test_planners_of_others_save_and_load(remote, tmp_path):
+    expected, saver = values_of(remote), OwnSaver()
+    dcp.save(remote.state_dict(), checkpoint_id=tmp_path / "c", planner=saver)
+    assert sum(saver.kinds.values()) == 2
+    remote.load_state_dict({k: torch.zeros_like(v) for k, v in expected.items()})
+    state = remote.state_dict()
+    dcp.load(state, checkpoint_id=tmp_path / "c", planner=OwnLoader())
+    remote.load_state_dict(state)
+    assert_same(remote, expected)
+
+
+def test_torch_saves_a_table_as_an_ordinary_tensor(table):
+    file = io.BytesIO()
+    torch.save(table, file)
+    file.seek(0)
+    loaded = torch.load(file)
+    assert type(loaded) is torch.Tensor
+    assert torch.equal(loaded, table.whole())
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        torch.Tensor,
+        nn.Parameter,
+        torch.as_tensor,
+        lambda t: t.cpu(),
+        lambda t: t.to(CPU),
+        lambda t: t.to(torch.float64),
+        lambda t: t.half(),
+        lambda t: t.detach(),
+        lambda t: t.gather(1, torch.zeros(NUM_IDS, 1, dtype=torch.int64)),
+        lambda t: t.local_tensor(),
+    ],
+)
+def test_operations_are_those_of_any_tensor(table, operation):
+    result, whole = operation(table), table.whole()
+    expected = whole if result.shape == whole.shape else whole[:, :1]
+    torch.testing.assert_close(result.clone().float(), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_detached_table_is_sharded_and_a_part_of_it_is_not(table):
+    assert isinstance(table.detach(), ShardedTensor)
+    assert not isinstance(table[2:4], ShardedTensor)
+    assert not isinstance(table.local_shards()[0].tensor, ShardedTensor)
+
+
+def test_safetensors_are_told_how(table):
+    safetensors = pytest.importorskip("safetensors.torch")
+    with pytest.raises(BatchError, match=r"'bag'.*tensor\.clone\(\)"):
+        safetensors.save({"t": table})
+    saved = safetensors.load(safetensors.save({"t": table.clone()}))
+    assert torch.equal(saved["t"], table.whole())
+
+
+def test_reading_its_memory_is_an_error_that_says_how(table):
+    with pytest.raises(BatchError, match=r"'bag'.*Give tensor\.clone\(\)"):
+        table.data_ptr()
+
+
+def test_trackers_of_rows_are_errors(remote, job):
+    with pytest.raises(ConfigError, match="Servers write increments"):
+        remote.init_torchrec_delta_tracker(DeltaTrackerConfig())
+    sharders = remote_sharders(job.client, SGD(1.0))
+    with pytest.raises(ConfigError, match="Servers write increments"):
+        DistributedModelParallel(
+            Model(),
+            sharders=sharders,
+            model_tracker_configs=ModelTrackerConfigs(
+                raw_id_tracker_config=RawIdTrackerConfig()
+            ),
+        )
+    sharders.close()
+    assert plain().init_torchrec_delta_tracker(DeltaTrackerConfig()) is not None
