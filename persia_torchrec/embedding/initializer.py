@@ -66,6 +66,22 @@ def _draw_constant(p: Pointer, seed: np.uint64, w: Pointer, dim: int) -> None:
         w[d] = value
 
 
+def _draw_quantile(p: Pointer, seed: np.uint64, w: Pointer, dim: int) -> None:
+    """Draw from quantiles behind their number; between two if ``p[1]`` is 0."""
+    num, is_discrete = np.int64(p[0]), p[1] != np.float32(0)
+    state = _seed_state(seed)
+    for d in range(dim):
+        word, state = _next_word(state)
+        u = np.float32(np.int64(word >> _S41)) * _UNIT
+        if is_discrete:
+            w[d] = p[2 + np.int64(u * np.float32(num))]
+        else:
+            place = u * np.float32(num - 1)
+            at = np.int64(place)
+            below = p[2 + at]
+            w[d] = below + (place - np.float32(at)) * (p[3 + at] - below)
+
+
 def _next_word(state: State) -> tuple[np.uint64, State]:
     """Return 64 random bits, and the generator's next state."""
     s0, s1, s2, s3 = state
@@ -285,7 +301,48 @@ class Constant(setting.Initializer):
         return (self.value,)
 
 
+@dataclass(frozen=True)
+class Quantiles(setting.Initializer):
+    """Draw each weight from the distribution of a sample, by its quantiles.
+
+    ``values``, at least 2 and at most 65,536 in ascending order, are equally probable
+    if ``is_discrete``; else a weight lies between two neighbours, each pair of which is
+    equally probable, uniformly.
+    """
+
+    kind: ClassVar[str] = "quantiles"
+    kernel = staticmethod(_draw_quantile)
+
+    values: tuple[float, ...]
+    is_discrete: setting.Flag = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "values", tuple(self.values))
+        super().__post_init__()
+        must = "2 to 65,536 finite numbers in ascending order"
+        values = np.array(self.values, dtype=np.float64)
+        holds = 2 <= len(values) <= 2**16 and bool(np.isfinite(values).all())
+        holds = holds and bool((np.diff(values) >= 0).all())
+        self._require("values", holds, must)
+
+    def __repr__(self) -> str:
+        return (
+            f"Quantiles({len(self.values)} of a sample in [{self.values[0]:g}, "
+            f"{self.values[-1]:g}])"
+        )
+
+    def fill_numbers(self, dim: int) -> tuple[float, ...]:
+        """Return how many there are, whether they are discrete, and they."""
+        return (len(self.values), float(self.is_discrete), *self.values)
+
+
 INITIALIZERS: setting.Registry[setting.Initializer] = setting.Registry(
-    setting.Initializer, Uniform, InverseSqrtDim, Normal, TruncatedNormal, Constant
+    setting.Initializer,
+    Uniform,
+    InverseSqrtDim,
+    Normal,
+    TruncatedNormal,
+    Constant,
+    Quantiles,
 )
 """Every initializer that servers can apply."""

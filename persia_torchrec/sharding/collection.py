@@ -14,13 +14,11 @@ With an ``embedding_config.yml`` a table is a feature group, and a feature a slo
 get the group's prefix, so that rows are those that a ``TrainCtx`` trains.
 """
 
-import contextlib
 import difflib
 import functools
 import hashlib
-import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, get_args
 
@@ -30,13 +28,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingCollection
 
-from persia_torchrec.embedding.initializer import (
-    Constant,
-    Normal,
-    TruncatedNormal,
-    Uniform,
-)
-from persia_torchrec.embedding.setting import Initializer, Optimizer
+from persia_torchrec.embedding.setting import Optimizer
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.lookup.bags import POOLINGS, FeatureSpec
 from persia_torchrec.persia.config.embedding_config import (
@@ -46,6 +38,7 @@ from persia_torchrec.persia.config.embedding_config import (
 )
 from persia_torchrec.persia.embedding import EmbeddingConfig
 from persia_torchrec.sharding.fused_arguments import FusedOptimizer, read_optimizers
+from persia_torchrec.sharding.init_functions import initializer_of
 from persia_torchrec.sharding.torchrec_api import set_device
 from persia_torchrec.table import TableSettings, TableSpec, WeightDtype
 
@@ -56,26 +49,6 @@ TableCollection: TypeAlias = (
 )
 
 _SEQUENCES = torchrec.EmbeddingCollection, FusedEmbeddingCollection
-
-
-def _truncated(
-    mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0
-) -> Initializer:
-    """Return what ``trunc_normal_`` draws; its ``a`` and ``b`` bound the weight."""
-    below, above = float(mean) - float(a), float(b) - float(mean)
-    if not (std > 0 and below > 0 and math.isclose(below, above, rel_tol=1e-6)):
-        raise ValueError("a and b must be at the same distance from the mean")
-    return TruncatedNormal(float(mean), float(std), above / float(std))
-
-
-_INITIALIZERS: dict[object, Callable[..., Initializer]] = {
-    torch.nn.init.uniform_: lambda a=0.0, b=1.0: Uniform(float(a), float(b)),
-    torch.nn.init.normal_: lambda mean=0.0, std=1.0: Normal(float(mean), float(std)),
-    torch.nn.init.trunc_normal_: _truncated,
-    torch.nn.init.constant_: lambda val: Constant(float(val)),
-    torch.nn.init.zeros_: lambda: Constant(0.0),
-    torch.nn.init.ones_: lambda: Constant(1.0),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +278,7 @@ def _describe_table(
             f"the servers hold weights. Received: data_type={config.data_type}."
         )
     further: dict[str, Any] = {
-        "seed": _seed(config.name),
+        "seed": seed_of(config.name),
         "weight_dtype": weight_dtype,
         "stochastic_rounding": optimizer.stochastic_rounding,
     }
@@ -322,7 +295,7 @@ def _describe_table(
             name=config.name,
             dim=config.embedding_dim,
             optimizer=optimizer.optimizer,
-            initializer=initializer or _initializer(config),
+            initializer=initializer or initializer_of(config),
             **further,
         )
     )
@@ -336,7 +309,7 @@ def _describe_table(
     return spec
 
 
-def _seed(name: str) -> int:
+def seed_of(name: str) -> int:
     """Return a table's seed: by its name, and so the same anywhere."""
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
@@ -344,7 +317,7 @@ def _seed(name: str) -> int:
 
 def _renamed_seed(table: TableSpec, name: str) -> int:
     """Return the seed of a table of another name; a given seed stays."""
-    return _seed(name) if table.seed == _seed(table.name) else table.seed
+    return seed_of(name) if table.seed == seed_of(table.name) else table.seed
 
 
 def _has_own_init(config: BaseEmbeddingConfig) -> bool:
@@ -360,23 +333,3 @@ def _has_own_init(config: BaseEmbeddingConfig) -> bool:
         config.weight_init_min is not None or config.weight_init_max is not None
     )
     return is_bounded or not is_filled_in
-
-
-def _initializer(config: BaseEmbeddingConfig) -> Initializer:
-    """Return how rows start: by default TorchRec's +-sqrt(1 / num_embeddings)."""
-    # TorchRec itself fills init_fn with a uniform_ between the bounds.
-    init: Any = config.init_fn
-    is_partial = isinstance(init, functools.partial) and not init.args
-    function, arguments = (init.func, init.keywords) if is_partial else (init, {})
-    for known, initializer in _INITIALIZERS.items():
-        if function is known:
-            # An argument that it does not have, or that servers cannot honour.
-            with contextlib.suppress(TypeError, ValueError):
-                return initializer(**arguments)
-    raise ConfigError(
-        f"Table {config.name!r}: init_fn must be uniform_, normal_, trunc_normal_ (a "
-        "and b at the same distance from the mean), constant_, zeros_ or ones_ of "
-        "torch.nn.init, or a functools.partial of one with its numbers: the servers "
-        "draw initial weights by id. Or give TableSettings(initializer=...) to the "
-        f"sharder. Received: init_fn={init}."
-    )

@@ -229,7 +229,7 @@ class CollectionState:
             if room < num_rows:
                 logger.warning(
                     "table %r: %d of the %d rows of the model fit on the servers; the "
-                    "others begin anew. Raise --capacity, or add servers.",
+                    "others begin again. Raise --capacity, or add servers.",
                     *(name, room, num_rows),
                 )
             load_tables(self._client, {name: weights[name][:room]}, [name])

@@ -188,13 +188,7 @@ class TableState:
         layout[memory.TO_NEAREST] = not spec.stochastic_rounding
         self._checks = _checks(spec, self._kept[memory.FILL], state_S)
         self.insert = loops.build_insert(spec.initializer.kernel)
-        self._begun_row: Words = np.zeros(0, dtype=np.uint64)
-        if spec.ids_without_row == "initial":
-            num_words = int(layout[memory.STATE]) // 8 + spec.num_row_floats + 1
-            self._begun_row = np.zeros(num_words, dtype=np.uint64)
-            self._read_begun = loops.build_read_only(spec.initializer.kernel)
-            none = np.empty((0, spec.row_dim), np.float32)
-            compile_for(self._read_begun, layout, _NO_IDS, none, self._begun_row)
+        self._begun_row = self._read_what_rows_begin_with()
         no_rows, slots = np.empty((0, spec.row_dim), np.float32), _NO_COUNTS.copy()
         used = at, _NO_IDS, _NO_COUNTS
         compile_for(loops.lookup_training, *used, no_rows, slots, _NO_INDICES)
@@ -204,6 +198,21 @@ class TableState:
         else:
             self._update = loops.build_update(spec.optimizer.kernel)
             compile_for(self._update, *used, read_only(no_rows), self._step_numbers())
+
+    def _read_what_rows_begin_with(self) -> Words:
+        """Compile reads of ids without a row, if they read what it begins with.
+
+        Returns the memory of one row for them, or nothing.
+        """
+        layout, spec = self.layout, self.spec
+        if spec.ids_without_row == "zeros":
+            return np.zeros(0, dtype=np.uint64)
+        num_words = int(layout[memory.STATE]) // 8 + spec.num_row_floats + 1
+        row_W: Words = np.zeros(num_words, dtype=np.uint64)
+        self._read_begun = loops.build_read_only(spec.initializer.kernel)
+        none = np.empty((0, spec.row_dim), np.float32)
+        compile_for(self._read_begun, layout, _NO_IDS, none, row_W)
+        return row_W
 
     @cached_property
     def is_by_running_time(self) -> bool:

@@ -111,6 +111,6 @@ def test_the_remote_half_follows_the_model_into_evaluation(job, put):
     model.eval()
     with torch.no_grad():
         output = model(kjt_of(IDS))
-    assert float(output["ad"].values().abs().sum()) == 0
+    assert output["ad"].values().any(dim=1).all()  # what rows would begin with
     assert not remote_modules(model)[0].training
     assert job.total("rows") == 0

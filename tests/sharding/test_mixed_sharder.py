@@ -322,7 +322,7 @@ def test_in_evaluation_neither_half_learns(job):
     model.eval()
     with torch.no_grad():
         pooled = model.module.bags(ids)
-        assert float(pooled["user@user"].abs().sum()) == 0  # unknown ids read zeros
+        assert float(pooled["user@user"].abs().sum()) > 0  # what rows would begin with
         assert float(pooled["user@home"].abs().sum()) > 0
     assert job.total("rows") == 0
 

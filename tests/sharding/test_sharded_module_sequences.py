@@ -134,7 +134,7 @@ def test_a_lookup_without_gradients_makes_no_rows(job, put):
     model = put()
     with torch.no_grad():
         output = model(kjt_of(IDS))
-    assert not output["ad"].values().any()
+    assert output["ad"].values().any(dim=1).all()  # what rows would begin with
     assert job.total("rows") == 0
 
 

@@ -238,7 +238,7 @@ class TestRead:
         dim = client.table(table).dim
         written = np.ones((2, dim), dtype=np.float32)
         client.write(table, ids_of(1, 4), written)
-        read = read_table(client, table, 6)
+        read = read_table(client, table, 6, missing="initial")
         assert read.is_present.tolist() == [False, True, False, False, True, False]
         assert (read.weights[[1, 4]] == 1).all()
         # What a training lookup makes of them.

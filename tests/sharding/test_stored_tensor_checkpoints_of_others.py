@@ -24,17 +24,18 @@ from torchrec.distributed.model_tracker.types import (
     ModelTrackerConfigs,
     RawIdTrackerConfig,
 )
+from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import ShardedTensor
 
 from persia_torchrec import SGD, remote_sharders
 from persia_torchrec.errors import BatchError, ConfigError
-from tests.integration.twins import FUSED
 from tests.support.remote_job import CPU, META, RemoteJob, kjt_of, shard
 
 # torch's own gather of a ShardedTensor warns that these will go.
 pytestmark = pytest.mark.filterwarnings("ignore:Please use DTensor:FutureWarning")
 
 NUM_IDS, DIM = 8, 4
+FUSED = ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"])
 PLAIN = [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
 
 
