@@ -21,13 +21,16 @@ Dimension key:
 
 import argparse
 import gzip
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import torch
+from pyarrow import csv
 from torchrec import KeyedJaggedTensor
 from torchrec.datasets.utils import Batch
 
@@ -37,6 +40,13 @@ MISSING = 2**32
 """Id of an empty category; no 32 bits are it."""
 
 _NUM_FIELDS = 1 + NUM_COUNTS + len(CATEGORIES)
+_MAX_DIGITS = 8
+_PLACES = 16 ** np.arange(_MAX_DIGITS - 1, -1, -1)
+_NUMBER = re.compile(rb"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
+_COUNT = re.compile(rb"(-?\d{1,18})?")
+_CATEGORY = re.compile(rb"[0-9a-f]{0,8}", re.IGNORECASE)
+
+Numbers = npt.NDArray[np.int64]
 
 
 def read_lines(files: Iterable[str | Path]) -> Iterator[bytes]:
@@ -84,22 +94,15 @@ def parse(lines: Sequence[bytes], first_number: int = 1) -> Batch:
     Raises:
         ValueError: a line is malformed.
     """
-    labels, counts, ids = [], [], []
-    for number, line in enumerate(lines, first_number):
-        fields = line.rstrip(b"\r\n").split(b"\t")
-        try:
-            if len(fields) != _NUM_FIELDS:
-                raise ValueError(f"{len(fields)} fields")
-            labels.append(float(fields[0]))
-            counts.append([int(x) if x else 0 for x in fields[1 : 1 + NUM_COUNTS]])
-            ids.append([int(x, 16) if x else MISSING for x in fields[1 + NUM_COUNTS :]])
-        except ValueError as exc:
-            raise ValueError(
-                f"Line {number} must have a label, 13 counts and 26 hexadecimal "
-                f"categories, divided by tabs. Received: {line!r:.100} ({exc})."
-            ) from exc
-    ids_FB = np.array(ids, dtype=np.int64).T
-    dense = np.log1p(np.maximum(np.array(counts), 0)).astype(np.float32)
+    text = b"".join(lines)
+    try:
+        labels, counts, ids_FB = _read(text)
+        if len(labels) != len(lines) or not np.isfinite(labels).all():
+            raise ValueError("lines without fields, or labels that are not finite")
+    except ValueError as exc:
+        _require_lines(lines, first_number)
+        raise ValueError(f"Lines must be Criteo's. Received: {exc}.") from exc
+    dense = np.log1p(np.maximum(counts, 0)).astype(np.float32)
     return Batch(
         torch.from_numpy(dense),
         KeyedJaggedTensor(
@@ -107,8 +110,75 @@ def parse(lines: Sequence[bytes], first_number: int = 1) -> Batch:
             values=torch.from_numpy(ids_FB.reshape(-1)),
             lengths=torch.ones(ids_FB.size, dtype=torch.int32),
         ),
-        torch.tensor(labels),
+        torch.from_numpy(labels),
     )
+
+
+def _read(text: bytes) -> tuple[npt.NDArray[np.float32], Numbers, Numbers]:
+    """Return labels, counts (B, 13) and ids (F, B); ArrowInvalid is a ValueError."""
+    names = [f"{i}" for i in range(_NUM_FIELDS)]
+    kinds = {name: pa.string() for name in names}
+    kinds |= dict.fromkeys(names[: 1 + NUM_COUNTS], pa.int64()) | {"0": pa.float64()}
+    table = csv.read_csv(
+        pa.BufferReader(text),
+        csv.ReadOptions(
+            use_threads=False, block_size=len(text) + 1, column_names=names
+        ),
+        csv.ParseOptions(delimiter="\t", quote_char=False),
+        csv.ConvertOptions(column_types=kinds, null_values=[""]),
+    )
+    columns = [column.combine_chunks() for column in table.columns]
+    if columns[0].null_count:
+        raise ValueError("a line without a label")
+    counts = [c.fill_null(0).to_numpy() for c in columns[1 : 1 + NUM_COUNTS]]
+    ids = [_from_hexadecimal(c) for c in columns[1 + NUM_COUNTS :]]
+    labels = columns[0].to_numpy().astype(np.float32)
+    return labels, np.stack(counts, 1), np.stack(ids)
+
+
+_DIGITS = np.full(256, -1, np.int64)
+for _value, _digit in enumerate("0123456789abcdef"):
+    _DIGITS[[ord(_digit), ord(_digit.upper())]] = _value
+
+
+def _from_hexadecimal(texts: pa.StringArray) -> Numbers:
+    """Return up to 8 hexadecimal digits as a number; no digit as ``MISSING``."""
+    _, ends, data = texts.buffers()
+    offsets = np.frombuffer(ends, np.int32)[texts.offset :][: len(texts) + 1]
+    sizes = np.diff(offsets)
+    raw = np.frombuffer(data or b"", np.uint8)[offsets[0] : offsets[-1]]
+    digits = _DIGITS[raw]
+    if (len(digits) and digits.min() < 0) or sizes.max() > _MAX_DIGITS:
+        raise ValueError("a category that is not hexadecimal")
+    if (sizes == _MAX_DIGITS).all():
+        return digits.reshape(-1, _MAX_DIGITS) @ _PLACES
+    ids = np.zeros(len(texts), np.int64)
+    starts = offsets[:-1] - offsets[0]
+    for place in range(_MAX_DIGITS):
+        has_digit = sizes > place
+        ids[has_digit] = ids[has_digit] * 16 + digits[starts[has_digit] + place]
+    ids[sizes == 0] = MISSING
+    return ids
+
+
+def _require_lines(lines: Sequence[bytes], first_number: int) -> None:
+    """Raise ValueError for the first line that is malformed."""
+    for number, line in enumerate(lines, first_number):
+        fields = line.rstrip(b"\r\n").split(b"\t")
+        fault = ""
+        if len(fields) != _NUM_FIELDS:
+            fault = f"{len(fields)} fields"
+        elif not _NUMBER.fullmatch(fields[0]):
+            fault = f"label {fields[0]!r}"
+        elif bad := [x for x in fields[1 : 1 + NUM_COUNTS] if not _COUNT.fullmatch(x)]:
+            fault = f"count {bad[0]!r}"
+        elif bad := [x for x in fields[1 + NUM_COUNTS :] if not _CATEGORY.fullmatch(x)]:
+            fault = f"category {bad[0]!r}"
+        if fault:
+            raise ValueError(
+                f"Line {number} must have a label, 13 counts and 26 hexadecimal "
+                f"categories, divided by tabs. Received: {line!r:.100} ({fault})."
+            )
 
 
 # Made-up lines. The commonest category of a column is about four times as frequent as
@@ -121,8 +191,6 @@ _BIAS = -1.2
 _COUNT_WEIGHTS = np.linspace(-0.6, 0.6, NUM_COUNTS)
 _CATEGORY_WEIGHT = 0.8
 _MISSING_SHARE = 0.05
-
-Numbers = npt.NDArray[np.int64]
 
 
 def generate_lines(num_lines: int, seed: int) -> Iterator[bytes]:
