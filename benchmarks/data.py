@@ -19,8 +19,8 @@ import torch
 from benchmarks.harness import Benchmark, Settings, Table, timed
 from persia_torchrec.datasets.batches import TorchRecBatch
 from persia_torchrec.datasets.columns import Column, IdColumn, LabelColumn
-from persia_torchrec.datasets.dataset import CsvDataset, ParquetDataset
-from persia_torchrec.datasets.files import write_parquet
+from persia_torchrec.datasets.conversion import write_parquet
+from persia_torchrec.datasets.formats import CsvDataset, ParquetDataset
 from persia_torchrec.errors import StoreError
 
 

@@ -3,11 +3,19 @@ from persia_torchrec.datasets.columns import (
     IdColumn as IdColumn,
     LabelColumn as LabelColumn,
 )
-from persia_torchrec.datasets.dataset import (
+from persia_torchrec.datasets.formats import (
+    ArrowDataset as ArrowDataset,
     CsvDataset as CsvDataset,
+    JsonDataset as JsonDataset,
+    NpyDataset as NpyDataset,
     ParquetDataset as ParquetDataset,
 )
-from persia_torchrec.datasets.files import write_parquet as write_parquet
+from persia_torchrec.datasets.conversion import write_parquet as write_parquet
+from persia_torchrec.datasets.files import CsvFormat as CsvFormat
+from persia_torchrec.datasets.steps import (
+    plain_tensors as plain_tensors,
+    torchrec_batch as torchrec_batch,
+)
 from persia_torchrec.persia.loader import (
     DataLoader as DataLoader,
     IterableDataset as IterableDataset,

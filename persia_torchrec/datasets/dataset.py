@@ -1,110 +1,95 @@
-"""Datasets of CSV and Parquet files, for any TorchRec model.
+"""Datasets of CSV, JSON, Parquet, Arrow and NumPy files, for any TorchRec model.
 
-    files -> groups of rows -> partition -> windows -> batches -> parts
+    files -> groups of rows -> partition -> windows -> stretches -> steps -> batches
              (read ahead, by threads)       (rows in another order)
 
 Without ``shuffle`` rows come in the order of the files. With it, the order of an epoch
 follows from seed and epoch alone: groups are put in a random order, and the rows of as
 many groups as have ``SHUFFLE_ROWS`` rows, a window, are put in a random order together.
 Files of fewer rows are one window: each order of their rows is as likely as any other.
+A group of more than twice as many rows is put in order by stretches of so many.
 
-At most one window is read ahead of the one that batches are taken from, or
-``num_parallel_reads`` groups if that is more.
+A block of rows is read ahead of the one that batches are taken from, or of text
+``num_parallel_reads``; with ``shuffle`` a stretch, too.
 """
 
-import os
+import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
-from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
 
 import numpy as np
-import torch
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+import torch.utils.data
 
 from persia_torchrec.datasets.batches import TorchRecBatch
 from persia_torchrec.datasets.columns import (
     AnyColumn,
     Columns,
-    Floats,
     Int64s,
     Rows,
+    note_others,
     require,
 )
-from persia_torchrec.datasets.files import CsvFile, ParquetFile, differences
+from persia_torchrec.datasets.files import CsvFormat
 from persia_torchrec.datasets.reading import (
     Group,
-    Window,
-    from_row,
+    Run,
+    has_legacy_order,
+    open_all,
     partition,
-    read_ahead,
+    runs_from,
     select,
+    stretches,
     windows_of,
 )
-from persia_torchrec.datasets.transfer import join_arrays, uses_gpu
+from persia_torchrec.datasets.sources import (
+    Files,
+    Source,
+    differences,
+    find_sources,
+    legacy_identity,
+)
+from persia_torchrec.datasets.steps import (
+    Settings,
+    batch_of,
+    in_steps,
+    worker_of_loader,
+)
+from persia_torchrec.datasets.tables import TableFile
+from persia_torchrec.datasets.transfer import uses_gpu
 from persia_torchrec.datasets.work_queue import Item, WorkQueue
 from persia_torchrec.errors import ConfigError, DataError
-from persia_torchrec.parsing.decoding import require_at_least_1
+
+logger = logging.getLogger(__name__)
 
 _MAX_AHEAD = 256  # steps that may be yielded and not trained
+_NUM_SHOWN = 5  # values of a label
+_ORDER = 2  # version of what an order follows from
 
-Files = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | WorkQueue
 
+@dataclass(slots=True)
+class _Taken:
+    """An item of a queue, and which rows of the iteration are its own.
 
-class _Taken(NamedTuple):
-    """An item of a queue, and which rows of the iteration are its own."""
+    ``start`` is None until the items before were read, ``stop`` until this one was.
+    """
 
     item: Item
-    start: int
-    stop: int
+    start: int | None = None
+    stop: int | None = None
 
 
-class _Settings(NamedTuple):
-    """Which rows a dataset yields, in which order and batches."""
-
-    batch_size: int
-    partition_count: int
-    partition_index: int
-    drop_remainder: bool
-    num_parallel_reads: int
-    shuffle: bool
-    seed: int
-    min_batch_size: int
-    micro_batches: int
-    rows: Int64s | None
-    pin_memory: bool | None
-
-    @property
-    def min_rows(self) -> int:
-        """Rows that a step has at least."""
-        return self.min_batch_size * self.micro_batches
-
-    def check(self) -> None:
-        names = ["batch_size", "partition_count", "num_parallel_reads"]
-        names += ["min_batch_size", "micro_batches"]
-        require_at_least_1(**{name: getattr(self, name) for name in names})
-        if not 0 <= self.partition_index < self.partition_count:
-            raise ConfigError(
-                f"partition_index must be in [0, {self.partition_count}). Received: "
-                f"{self.partition_index}."
-            )
-        if self.min_rows > self.batch_size:
-            raise ConfigError(
-                "min_batch_size must be at most batch_size / micro_batches. Received: "
-                f"{self.min_batch_size}, {self.batch_size} / {self.micro_batches}."
-            )
-        if self.seed < 0:
-            raise ConfigError(f"seed must be at least 0. Received: {self.seed}.")
-
-
-class RowDataset:
+class RowDataset(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
     """What datasets of files share: batches of their rows, epoch by epoch.
 
     A batch is a ``TorchRecBatch`` on the CPU: ``id_features`` with int64 ids and int32
     lengths, the names of the ``IdColumn`` as keys; ``labels`` float32 ``(B,)`` each;
-    ``dense_features`` float32 ``(B, 1)`` each.
+    ``dense_features`` float32 ``(B, 1)`` each, or ``(B, size)``. Where a column is
+    weighted, all ids have weights, those of other columns 1.
 
     With ``micro_batches`` n the rows of each step, in the same order, are yielded as n
     such batches whose sizes differ by at most one. ``fraction`` is that of the step's
@@ -115,8 +100,13 @@ class RowDataset:
     Each ``iter`` yields one epoch: 0, 1, ... With a ``WorkQueue`` it yields what this
     trainer takes of all its epochs. One thread iterates, any may ask for the state.
 
+    ``torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=N)`` iterates in
+    N processes, which share the groups of rows of this partition. Where they are new
+    ones in each epoch, ``set_epoch`` says which one it is.
+
     Args:
-        files: a path, several, or a ``WorkQueue``, which divides them among trainers.
+        files: a path, folder, glob or URL, several, or a ``WorkQueue``, which divides
+            them among trainers. Files without rows are passed over.
         batch_size: rows of a step.
         columns: what is read. A plain name is a column that is not.
         partition_count: parts of the files; each group of rows is in one.
@@ -132,6 +122,8 @@ class RowDataset:
         rows: int64, numbers of the rows that are read, over all files; None: all.
         pin_memory: whether batches are in pinned memory, from where they go to a GPU
             while the trainer continues. None: if this process uses one by then.
+        convert: makes what is yielded of each batch, as ``torchrec_batch`` or
+            ``plain_tensors`` does. None: it is yielded itself.
 
     Raises:
         ConfigError: an argument is out of range, pyarrow or xxhash is missing, or
@@ -140,11 +132,12 @@ class RowDataset:
         DataError: a file is missing, empty, malformed, or of other columns.
     """
 
-    _opener: ClassVar[type[CsvFile] | type[ParquetFile]]
+    _opener: ClassVar[type[TableFile]]
+    _format: CsvFormat | None = None
 
     def __init__(
         self,
-        files: Files,
+        files: Files | WorkQueue,
         batch_size: int,
         columns: Sequence[AnyColumn],
         *,
@@ -158,10 +151,11 @@ class RowDataset:
         micro_batches: int = 1,
         rows: Int64s | None = None,
         pin_memory: bool | None = None,
+        convert: Callable[[TorchRecBatch], Any] | None = None,
     ) -> None:
         if rows is not None:
             rows = np.asarray(rows, np.int64)
-        self._settings = settings = _Settings(
+        self._settings = settings = Settings(
             batch_size,
             partition_count,
             partition_index,
@@ -175,12 +169,18 @@ class RowDataset:
             pin_memory,
         )
         settings.check()
-        for library in ("pyarrow", "xxhash"):
-            require(library)
+        _ = require("pyarrow"), require("xxhash")
         self._columns = Columns(columns)
+        self._convert = convert
         self._queue = files if isinstance(files, WorkQueue) else None
-        self._files = [self._opener(path, self._columns) for path in _paths(files)]
-        self._by_path = {file.path: file for file in self._files}
+        sources = files.files if isinstance(files, WorkQueue) else find_sources(files)
+        self._all_files = open_all(self._open, sources, self._columns)
+        self._files = [file for file in self._all_files if not file.is_empty]
+        if num_empty := len(self._all_files) - len(self._files):
+            logger.warning("%d of %d files have no rows", num_empty, len(sources))
+        if not self._files:
+            raise self._all_files[0].no_rows()
+        self._by_path = {file.path: file for file in self._all_files}
         self._kept = self._choose()  # None: groups are known when a file is taken
         self._taken = deque[_Taken]()  # of the queue; guarded by _lock
         self._lock = threading.Lock()
@@ -189,6 +189,12 @@ class RowDataset:
         self._iteration = 0  # guarded by _lock
         self._num_steps = 0  # whose parts were all yielded; guarded by _lock
         self._ends = deque([0], _MAX_AHEAD + 1)  # rows up to each; guarded by _lock
+        self._missing = Counter[str]()  # of the iteration; guarded by _lock
+
+    def _open(self, source: Source) -> TableFile:
+        opener: Any = self._opener
+        file: TableFile = opener(source, self._columns, self._format)
+        return file
 
     def _choose(self) -> list[Group] | None:
         """Return the groups to read, if they are known before a file is taken."""
@@ -205,10 +211,12 @@ class RowDataset:
             groups = select(self._files, settings.rows)
         if self._queue is None:
             groups = partition(groups or [], count, settings.partition_index)
-        if groups is None:
+        if groups is None or least == 1:
             num_rows = sum(file.num_rows_up_to(least) for file in self._files)
         else:
-            num_rows = sum(group.num_rows for group in groups)
+            num_rows = 0
+            for group in groups:  # of text files only as many lines as are needed
+                num_rows += group.num_rows if num_rows < least else 0
         if num_rows < least:
             what = "A partition" if self._queue is None else "A WorkQueue"
             raise DataError(
@@ -242,9 +250,29 @@ class RowDataset:
         with self._lock:
             return self._epoch if self._is_next else self._epoch + 1
 
+    @property
+    def missing(self) -> dict[str, int]:
+        """Missing values of columns that have some, of the current epoch, by name."""
+        return dict(self._missing)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next ``iter`` yield an epoch, from its start.
+
+        Raises:
+            ConfigError: it is negative, or the dataset has a ``WorkQueue``.
+        """
+        if epoch < 0 or self._queue is not None:
+            raise ConfigError(
+                "epoch must be at least 0, and a WorkQueue has epochs of its own. "
+                f"Received: {epoch}."
+            )
+        with self._lock:
+            self._epoch, self._start, self._is_next = epoch, 0, True
+            self._begin()
+
     @cached_property
     def num_rows(self) -> int:
-        """Rows of an epoch: of this partition, or of a whole ``WorkQueue``."""
+        """Rows of an epoch, or a ``WorkQueue``; it counts the lines of text files."""
         groups = self._kept if self._kept is not None else select(self._files, None)
         return sum(group.num_rows for group in groups)
 
@@ -259,22 +287,34 @@ class RowDataset:
         num_steps = full + (rest > 0 and not joins and not settings.drop_remainder)
         return num_steps * settings.micro_batches
 
-    def __iter__(self) -> Iterator[TorchRecBatch]:
+    def __iter__(self) -> Iterator[Any]:
         """Yield the next epoch; after a load the rest of the one that was saved."""
+        worker = worker_of_loader()
         with self._lock:
             if not self._is_next:
                 self._epoch, self._start = self._epoch + 1, 0
             left = self._left(self._ends[-1])
             self._begin()
             self._is_next = False
+            is_whole = not self._start
             if self._queue is not None:
-                for item, num_rows in left:
-                    self._add(item, num_rows)
-                windows = self._windows_taken(self._iteration)
+                if worker is not None:
+                    raise ConfigError(
+                        "A WorkQueue must be used in the process that made it. "
+                        "Received: a worker of a DataLoader. Set num_workers=0; "
+                        "num_parallel_reads=N reads by N threads."
+                    )
+                self._taken += (_Taken(item) for item in left)
+                if self._taken:
+                    self._taken[0].start = 0
+                runs = self._runs_taken(self._iteration)
             else:
                 seed = self._seed(self._epoch)
-                windows = from_row(windows_of(self._kept or [], seed), self._start)
-            return self._iterate(windows, self._iteration)
+                groups = self._kept or []
+                if worker is not None:
+                    groups = groups[worker[0] :: worker[1]]
+                runs = runs_from(windows_of(groups, seed), self._start)
+            return self._iterate(runs, self._iteration, is_whole=is_whole)
 
     def state_dict(self, num_trained: int | None = None) -> dict[str, Any]:
         """Return where the iteration is, and what a load checks, as JSON's values.
@@ -326,7 +366,7 @@ class RowDataset:
         """
         with self._lock:
             left = self._left(self._end_of(num_trained))
-        return [(item.number, item.row) for item, _ in left if item.number < num_taken]
+        return [(item.number, item.row) for item in left if item.number < num_taken]
 
     def joint_state(
         self, num_taken: int, leases: Sequence[tuple[int, int]]
@@ -344,7 +384,12 @@ class RowDataset:
         Raises:
             ConfigError: the state is of other files or settings; it names them.
         """
-        if faults := differences(state["of"], self._identity):
+        here, saved, settings = self._identity, state["of"], self._settings
+        is_plain = not settings.shuffle and settings.partition_count == 1
+        if "order" not in saved and has_legacy_order(self._files, is_plain=is_plain):
+            here = {name: value for name, value in here.items() if name != "order"}
+            here["files"] = [legacy_identity(file) for file in here["files"]]
+        if faults := differences(saved, here):
             raise ConfigError(
                 "A dataset must have the files and settings of the saved state. "
                 f"Received: {'; '.join(faults)}."
@@ -362,24 +407,32 @@ class RowDataset:
         self._iteration += 1
         self._num_steps = 0
         self._taken.clear()
+        self._missing.clear()
         self._ends.clear()
         self._ends.append(self._start)
 
-    @cached_property
+    @property
     def _identity(self) -> dict[str, Any]:
         """Return what the order of the rows depends on."""
+        settings, worker = self._settings, worker_of_loader()
+        workers = {} if worker is None else {"worker": list(worker)}
+        return {
+            **self._order_of_files,
+            "order": _ORDER,
+            "seed": settings.seed if settings.shuffle else None,
+            **workers,
+        }
+
+    @cached_property
+    def _order_of_files(self) -> dict[str, Any]:
         settings = self._settings
         rows = None if settings.rows is None else settings.rows.tobytes()
-        own = {
-            "seed": settings.seed if settings.shuffle else None,
-            "rows": rows and require("xxhash").xxh3_64_hexdigest(rows),
-        }
+        own = {"rows": rows and require("xxhash").xxh3_64_hexdigest(rows)}
         if self._queue is not None:
             return {**self._queue.identity(), **own}
-        files = self._files
         return {
             **own,
-            "files": [f"{f.path.name} ({f.path.stat().st_size} bytes)" for f in files],
+            "files": [file.source.identity() for file in self._all_files],
             "partition_count": settings.partition_count,
             "partition_index": settings.partition_index,
         }
@@ -403,44 +456,55 @@ class RowDataset:
             )
         return self._ends[-1 - behind]
 
-    def _left(self, end: int) -> list[tuple[Item, int]]:
-        """Return what was taken from a row of the iteration on, and how many rows."""
+    def _left(self, end: int) -> list[Item]:
+        """Return what was taken from a row of the iteration on."""
         return [
-            (item._replace(row=item.row + max(end - start, 0)), stop - max(end, start))
-            for item, start, stop in self._taken
-            if end < stop
+            taken.item._replace(row=taken.item.row + max(end - taken.start, 0))
+            if taken.start is not None
+            else taken.item
+            for taken in self._taken
+            if taken.stop is None or end < taken.stop
         ]
 
-    def _add(self, item: Item, num_rows: int) -> None:
-        """Note the rows that come next; forget items that no state would have."""
-        start = self._taken[-1].stop if self._taken else 0
-        self._taken.append(_Taken(item, start, start + num_rows))
-        while len(self._taken) > 1 and self._taken[0].stop <= self._ends[0]:
-            self._taken.popleft()
-
-    def _windows_taken(self, iteration: int) -> Iterator[tuple[Window, int]]:
-        """Yield the windows of items: those that were left, and what is taken."""
+    def _runs_taken(self, iteration: int) -> Iterator[Run]:
+        """Yield what is to be read: of items that were left, and of those taken."""
         queue = self._queue
         assert queue is not None
         least = self._settings.min_rows
-        waiting = deque[tuple[Item, list[Group]]]()
         with self._lock:
-            waiting += ((taken.item, []) for taken in self._taken)
+            waiting = deque(self._taken)
         while True:
             with self._lock:  # what is taken and not yet noted would be in no state
                 if iteration != self._iteration:
                     return
                 if not waiting:
                     for item in queue.take_rows(least, self._num_rows_up_to_least):
-                        groups = self._groups_of(item)
-                        self._add(item, sum(g.num_rows for g in groups) - item.row)
-                        waiting.append((item, groups))
+                        before = self._taken[-1] if self._taken else None
+                        taken = _Taken(item, before.stop if before else 0)
+                        self._taken.append(taken)
+                        waiting.append(taken)
             if not waiting:
                 return
-            item, groups = waiting.popleft()
+            taken = waiting.popleft()
+            item = taken.item
             seed = self._seed(item.epoch, item.place)
-            windows = windows_of(groups or self._groups_of(item), seed)
-            yield from from_row(windows, item.row)
+            groups = self._groups_of(item)
+            for run in runs_from(windows_of(groups, seed), item.row):
+                run.item = taken
+                yield run
+            yield Run(self._by_path[item.file], [], item=taken)
+
+    def _finish(self, taken: _Taken, num_rows: int) -> None:
+        """Note how many rows an item has; forget items that no state would have."""
+        assert taken.start is not None
+        taken.stop = taken.start + num_rows
+        if (at := self._taken.index(taken) + 1) < len(self._taken):
+            self._taken[at].start = taken.stop
+        while len(self._taken) > 1:
+            stop = self._taken[0].stop
+            if stop is None or stop > self._ends[0]:
+                break
+            self._taken.popleft()
 
     def _num_rows_up_to_least(self, item: Item) -> int:
         """Return how many rows an item has left; of a whole file up to those needed."""
@@ -451,149 +515,85 @@ class RowDataset:
 
     def _groups_of(self, item: Item) -> list[Group]:
         groups = self._kept
-        if groups is None:  # opened for the item only: it may be unpacked to be read
-            groups = select([self._opener(item.file, self._columns)], None)
-        first, stop = item.groups or (0, len(groups))
+        if groups is None:
+            groups = select([self._by_path[item.file]], None)
+        first, stop = item.groups or (0, max((g.group for g in groups), default=0) + 1)
         return [
             group
             for group in groups
-            if group.file.path == item.file and first <= group.group < stop
+            if group.file.path == item.file
+            and first <= group.group < stop
+            and group.rows_hint != 0
         ]
 
     def _iterate(
-        self, windows: Iterator[tuple[Window, int]], iteration: int
-    ) -> Iterator[TorchRecBatch]:
-        rows = read_ahead(windows, self._settings.num_parallel_reads)
-        for parts in _in_steps(rows, self._settings):
+        self, runs: Iterator[Run], iteration: int, *, is_whole: bool
+    ) -> Iterator[Any]:
+        columns = self._columns
+        convert = self._convert or (lambda batch: batch)
+        others = {c.name: Counter[str]() for c in columns.labels if c.positive}
+        rows = self._noted(runs, iteration, others if is_whole else {})
+        for parts in in_steps(rows, self._settings):
             num_rows = sum(span.num_rows for part in parts for span in part)
-            is_pinned = self._settings.pin_memory
-            if is_pinned is None:
-                is_pinned = uses_gpu()
-            given = num_rows, self._columns
-            batches = [_batch(part, *given, is_pinned=is_pinned) for part in parts]
+            pins = self._settings.pin_memory
+            is_pinned = uses_gpu() if pins is None else pins
+            given = num_rows, columns
+            batches: list[Any] = [
+                convert(batch_of(part, *given, is_pinned=is_pinned)) for part in parts
+            ]
             yield from batches[:-1]
             with self._lock:
                 if iteration == self._iteration:
                     self._num_steps += 1
                     self._ends.append(self._ends[-1] + num_rows)
             yield batches[-1]
+        self._tell(others if is_whole else {})
 
+    def _noted(
+        self, runs: Iterator[Run], iteration: int, others: dict[str, Counter[str]]
+    ) -> Iterator[Rows]:
+        """Yield rows; note what they lack, and where the items of a queue end."""
+        num_rows = 0
+        reads = stretches(runs, self._columns, self._settings.num_parallel_reads)
+        with closing(reads):
+            for run, rows in reads:
+                with self._lock:
+                    if rows is None:
+                        if run.item is not None and not run.groups:
+                            if iteration == self._iteration:
+                                self._finish(run.item, num_rows)
+                            num_rows = 0
+                        continue
+                    if iteration == self._iteration:
+                        self._missing.update(rows.missing)
+                num_rows += rows.num_rows
+                note_others(others, rows)
+                yield rows
 
-class CsvDataset(RowDataset):
-    """Batches of CSV files, plain or ``.gz``; see :class:`RowDataset`.
+    def _tell(self, others: dict[str, Counter[str]]) -> None:
+        """Log what an epoch has shown: missing values, labels without a positive."""
+        if missing := self.missing:
+            logger.info("missing values of the epoch, by column: %s", missing)
+        positives = {c.name: c.positive for c in self._columns.labels}
+        for name, counts in others.items():
+            logger.warning(
+                "%s has no row with the positive value %r in this epoch: all labels "
+                "are 0. Most frequent values: %s",
+                name,
+                positives[name],
+                dict(counts.most_common(_NUM_SHOWN)),
+            )
 
-    Fields are divided by commas, without quotes; spaces around one are no part of it.
-    There is no header; ``columns`` are all of a line, in their order. Every line and
-    its labels are checked when the dataset is made. Groups of rows are 8,192 lines. A
-    ``.gz`` file is unpacked into a temporary one.
-    """
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what another process, as of a loader's worker, needs."""
+        if self._queue is not None:
+            raise ConfigError(
+                "A dataset of a WorkQueue must stay in its process. Received: a call "
+                "of pickle. Set num_workers=0; num_parallel_reads=N reads by N threads."
+            )
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
 
-    _opener = CsvFile
-
-
-class ParquetDataset(RowDataset):
-    """Batches of Parquet files; see :class:`RowDataset`.
-
-    Columns are found by their names. Text is a string, bytes, or either as a
-    dictionary; several tokens are a list, or text with the separator. Groups of rows
-    are the row groups.
-    """
-
-    _opener = ParquetFile
-
-
-def _paths(files: Files) -> list[Path]:
-    if isinstance(files, WorkQueue):
-        return files.files
-    paths = [files] if isinstance(files, str | os.PathLike) else files
-    if not paths:
-        raise ConfigError("files must be at least one. Received: none.")
-    return [Path(path) for path in paths]
-
-
-class _Span(NamedTuple):
-    """Consecutive rows of a window."""
-
-    rows: Rows
-    start: int
-    stop: int
-
-    @property
-    def num_rows(self) -> int:
-        return self.stop - self.start
-
-
-def _in_steps(
-    blocks: Iterator[Rows], settings: _Settings
-) -> Iterator[list[list[_Span]]]:
-    """Yield each step's parts; the rows of one are of one block, or of several."""
-    size, least = settings.batch_size, settings.min_rows
-    enough = size + (least if least > 1 else 0)  # so that the last one can join
-    waiting: deque[_Span] = deque()
-    num_rows = 0
-
-    def cut(wanted: int) -> list[_Span]:
-        spans = []
-        while wanted:
-            span = waiting.popleft()
-            stop = min(span.start + wanted, span.stop)
-            spans.append(span._replace(stop=stop))
-            wanted -= stop - span.start
-            if stop < span.stop:
-                waiting.appendleft(span._replace(start=stop))
-        return spans
-
-    def parts(num_taken: int) -> list[list[_Span]]:
-        each, rest = divmod(num_taken, settings.micro_batches)
-        return [cut(each + (part < rest)) for part in range(settings.micro_batches)]
-
-    for rows in blocks:
-        waiting.append(_Span(rows, 0, rows.num_rows))
-        num_rows += rows.num_rows
-        while num_rows >= enough:
-            num_rows -= size
-            yield parts(size)
-    if 0 < num_rows < least and not settings.drop_remainder:
-        raise ConfigError(
-            f"A step must have at least {least} rows, micro_batches * min_batch_size. "
-            f"Received: {num_rows} that a loaded state has left. Load it with the "
-            "settings that it was saved with."
-        )
-    while num_rows >= (size if settings.drop_remainder else 1):
-        joins = size < num_rows < size + least and not settings.drop_remainder
-        taken = num_rows if joins else min(size, num_rows)
-        num_rows -= taken
-        yield parts(taken)
-
-
-def _batch(
-    spans: Sequence[_Span], num_rows: int, columns: Columns, *, is_pinned: bool
-) -> TorchRecBatch:
-    """Return the rows, of so many of a step, as tensors."""
-    join = partial(join_arrays, is_pinned=is_pinned)
-    values, lengths = [], []
-    for f in range(len(columns.ids)):
-        for rows, start, stop in spans:
-            ids, sizes = rows.ids[f].part(start, stop)
-            values.append(ids)
-            lengths.append(sizes)
-
-    def numbers(column: int, of_rows: Callable[[Rows], list[Floats]]) -> torch.Tensor:
-        arrays = [of_rows(rows)[column][start:stop] for rows, start, stop in spans]
-        return join(arrays)
-
-    labels, dense = range(len(columns.labels)), range(len(columns.dense))
-    return TorchRecBatch(
-        id_features=KeyedJaggedTensor(
-            keys=[column.name for column in columns.ids],
-            values=join(values),
-            lengths=join(lengths),
-        ),
-        labels=tuple(numbers(i, lambda rows: rows.labels) for i in labels),
-        label_names=tuple(column.name for column in columns.labels),
-        dense_features=tuple(
-            numbers(i, lambda rows: rows.dense).unsqueeze(1) for i in dense
-        ),
-        dense_names=tuple(column.name for column in columns.dense),
-        fraction=sum(span.num_rows for span in spans) / num_rows,
-    )
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what another process had."""
+        vars(self).update(state)
+        self._lock = threading.Lock()

@@ -1,379 +1,542 @@
-"""CSV and Parquet files, read a group of rows at a time.
+r"""Text files, CSV and JSON lines, read a range of bytes at a time.
 
-    Parquet    its row groups
-    CSV        GROUP_ROWS lines; a first pass over a file finds where they begin, and
-               checks the number of fields and the labels of every line. A file that
-               ends in .gz is unpacked into a temporary one meanwhile
+    plain            a group is GROUP_BYTES of the file: the lines that begin there
+    gzip, zstd, bz2  one group, unpacked as it is read
 
-Fields of a CSV file are not quoted, spaces around one are no part of it, and empty
-lines are no rows. Any thread may read; each read opens the file.
+No line is looked at before it is read, but those of the first block, which show what a
+file is: names, number of fields, types. ``num_rows``, selected rows and a position that
+is loaded need the number of lines, for which line ends are counted.
+
+Line ends are ``\n`` or ``\r\n``; empty lines are no rows. Any thread may read; each
+read opens the file.
 """
 
+import bz2
+import csv as csv_module
 import gzip
-import math
-import os
-import tempfile
-import weakref
+import io
+import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
-from itertools import islice
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 from persia_torchrec.datasets.columns import (
-    AnyColumn,
-    Column,
     Columns,
+    Fail,
     IdColumn,
-    LabelColumn,
     Rows,
-    decode,
-    is_list,
-    is_text,
+    is_number,
     require,
     row_error,
-    typed,
 )
-from persia_torchrec.errors import DataError
+from persia_torchrec.datasets.decoding import decode
+from persia_torchrec.datasets.sources import Source
+from persia_torchrec.datasets.tables import TableFile
+from persia_torchrec.errors import ConfigError, DataError
 
-GROUP_ROWS = 8192
-"""Rows of a CSV file that are read at once, and of a row group that is written."""
+GROUP_BYTES = 1 << 20
+"""Bytes of a plain text file that are a group; the last one has the rest, too."""
 
-_MAX_KNOWN = 1024  # texts of a label that are remembered as numbers
+_HEAD_BYTES = 1 << 16
+_MAX_LINE = 1 << 26
+_UNIT = b"\x1f"  # stands for a delimiter of several characters
+_BOM = b"\xef\xbb\xbf"
+_STRAY_RETURN = re.compile(rb"\r(?!\r*(?:\n|\Z))")
 
-
-def require_file(path: Path) -> None:
-    """Raise DataError unless there is a file that is not empty."""
-    if not path.is_file():
-        raise DataError(
-            f"{path} must be a file. Received: "
-            f"{'a folder' if path.is_dir() else 'nothing of that name'}. Check the "
-            "path; relative ones begin at the working directory."
-        )
-    if not path.stat().st_size:
-        raise DataError(f"{path} must have rows. Received: an empty file.")
+_PACKINGS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2"}
 
 
-class _Group(NamedTuple):
-    """Some lines: offset and size in bytes, number of the first, from 1, and rows."""
-
-    start: int
-    size: int
-    line: int
-    num_rows: int
-
-
-class CsvFile:
-    """One CSV file; the columns are all that a line has, in their order.
-
-    Args:
-        path: plain, or ``.gz``.
-        columns: of a line.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CsvFormat:
+    """How the lines of a CSV file are to be read.
 
     Raises:
-        DataError: there is no such file, it is empty, or its first line has another
-            number of fields.
+        ConfigError: a value is out of range.
     """
 
-    def __init__(self, path: Path, columns: Columns) -> None:
-        require_file(path)
-        self.path = path
-        self._columns = columns
-        self._unpacked: int | None = None  # descriptor of the temporary file
-        self._labels = {
-            index: set[bytes]()
-            for index, column in enumerate(columns.columns)
-            if isinstance(column, LabelColumn) and column.positive is None
-        }
-        first = next(((n, line) for n, line in self._lines() if line.strip()), None)
-        if first is None:
-            raise DataError(f"{path} must have rows. Received: empty lines.")
-        self._check(*first)
+    header: bool | None = None
+    """Whether the first line has the columns' names, by which they are found then.
+    None: it has not, and is an error if it has exactly them."""
+    delimiter: str = ","
+    """Between fields, any text of ASCII."""
+    quotes: bool | None = None
+    """Whether fields may be quoted by ``"``. False: that is text as any other. None: so
+    too, but a field that begins with one is an error."""
+    skip_lines: int = 0
+    """Lines at the start that are not read."""
+    encoding: str = "utf-8"
+    """Of the text, as Python names it."""
+
+    def __post_init__(self) -> None:
+        is_bad = not self.delimiter.isascii() or set(self.delimiter) & set('"\r\n')
+        if not self.delimiter or is_bad or self.skip_lines < 0:
+            raise ConfigError(
+                "delimiter must be ASCII text without quotes and line ends, and "
+                f"skip_lines at least 0. Received: {self.delimiter!r}, "
+                f"{self.skip_lines}."
+            )
+        try:
+            "".encode(self.encoding)
+        except LookupError as exc:
+            raise ConfigError(
+                f"encoding must be one that Python knows. Received: {self.encoding!r}."
+            ) from exc
+
+
+class Block(NamedTuple):
+    """Whole lines of a file."""
+
+    data: bytes
+    first_line: Callable[[], int]  # number of the first one, from 1
+
+
+class TextFile(TableFile):
+    """One text file whose lines are rows.
+
+    Args:
+        source: the file.
+        columns: that are read.
+        options: how lines are read.
+
+    Raises:
+        DataError: it cannot be read, or its first block does not fit the columns.
+    """
+
+    splits_columns: ClassVar[bool] = False
+
+    def __init__(
+        self, source: Source, columns: Columns, options: CsvFormat | None = None
+    ) -> None:
+        super().__init__(source, columns)
+        self._options = options or CsvFormat()
+        self._counts: dict[int, int] = {}
+        self._group_bytes = GROUP_BYTES
+        self._packing = ""
+        self._start = self._head_lines = 0
+        self._names: list[str] = []
+        head, is_whole = self._head()
+        self._open_head(head)
+        first = head[self._start :]
+        if not is_whole:
+            first = first[: first.rfind(b"\n") + 1]
+        num_rows = count_rows(first)
+        self.is_empty = not num_rows and is_whole
+        self._row_bytes = len(first) / num_rows if num_rows else 1.0
+        if num_rows:
+            self.parse(Block(first, lambda: self._head_lines + 1), counts=False)
+
+    def _open_head(self, head: bytes) -> None:
+        """Find where rows begin, and the names of fields."""
+        skip = self._options.skip_lines
+        self._start = len(_BOM) if head.startswith(_BOM) else 0
+        self._pass_lines(head, skip)
+
+    def _pass_lines(self, head: bytes, num_lines: int) -> None:
+        for _ in range(num_lines):
+            end = head.find(b"\n", self._start)
+            self._start = len(head) if end < 0 else end + 1
+            self._head_lines += 1
+
+    def _head(self) -> tuple[bytes, bool]:
+        """Return the first lines, at least those before the rows and one more."""
+        wanted = self._options.skip_lines + 2
+        with self._opened() as file:
+            head = b""
+            while True:
+                more = file.read(_HEAD_BYTES)
+                head += more
+                if not more or head.count(b"\n") >= wanted:
+                    return head, not file.read(1)
+                if len(head) - head.rfind(b"\n") > _MAX_LINE:
+                    raise self._no_line_end()
+
+    def _no_line_end(self) -> DataError:
+        return DataError(
+            f"{self.source.url} must be lines of text of at most {_MAX_LINE} bytes. "
+            "Received: a longer one."
+        )
+
+    @contextmanager
+    def _opened(self) -> Iterator[BinaryIO]:
+        """Open the file for reading what it has unpacked."""
+        with self.source.open() as file:
+            start = file.read(4)
+            file.seek(0)
+            self._packing = next(
+                (name for magic, name in _PACKINGS.items() if start.startswith(magic)),
+                "",
+            )
+            arrow = require("pyarrow")
+            try:
+                match self._packing:
+                    case "gzip":
+                        yield io.BufferedReader(gzip.GzipFile(fileobj=file))
+                    case "bz2":
+                        yield bz2.open(file)  # type: ignore[misc]  # noqa: SIM115 closed with it
+                    case "zstd":
+                        yield arrow.CompressedInputStream(
+                            arrow.PythonFile(file), "zstd"
+                        )
+                    case _:
+                        yield file
+            except (EOFError, zlib.error, OSError, arrow.ArrowException) as exc:
+                if not self._packing or isinstance(exc, DataError):
+                    raise self._unreadable(exc) from exc
+                raise DataError(
+                    f"{self.source.url} must be a whole file of {self._packing}. "
+                    f"Received: {exc}."
+                ) from exc
+
+    def _unreadable(self, exc: Exception) -> DataError:
+        return DataError(f"{self.source.url} must be readable. Received: {exc}.")
+
+    # Groups
 
     @property
-    def group_rows(self) -> list[int]:
-        """How many rows each group has; the first use reads the whole file.
+    def num_groups(self) -> int:  # type: ignore[override]
+        """How many ranges of bytes there are; of a packed file one."""
+        if self.is_empty:
+            return 0
+        size = self.source.size - self._start
+        return 1 if self._packing else max(size // self._group_bytes, 1)
 
-        Raises:
-            DataError: a line has another number of fields, or a label that is no
-                number.
-        """
-        return [group.num_rows for group in self._groups]
+    def rows_hint(self, group: int) -> int | None:
+        """Estimate how many rows a group has; None: it may have any number."""
+        if self._packing:
+            return None
+        start, stop = self._range(group)
+        return max(round((stop - start) / self._row_bytes), 1)
+
+    def rows_of(self, group: int) -> int:
+        """Count the rows of a group."""
+        if group not in self._counts:
+            blocks = self._blocks([group])
+            self._counts[group] = sum(count_rows(block.data) for block in blocks)
+        return self._counts[group]
 
     def num_rows_up_to(self, most: int) -> int:
         """Return how many rows there are, or ``most``, without a look at all lines."""
-        rows = (line for _, line in self._lines() if _is_row(line))
-        return sum(1 for _ in islice(rows, most))
+        num_rows = 0
+        for group in range(self.num_groups):
+            for block in self._blocks([group]):
+                num_rows += count_rows(block.data)
+                if num_rows >= most:
+                    return most
+        return num_rows
 
-    def read(self, group: int) -> Rows:
-        """Return the rows of a group."""
-        table = self._read_text(group, [column.name for column in self._columns.read])
-        return decode(table, self._columns, partial(self._fail, group))
-
-    def read_typed(self, group: int) -> Any:
-        """Return a group as an Arrow table whose types say what columns are."""
-        table, columns = self._read_text(group, self._columns.names), {}
-        for name, column in zip(table.column_names, self._columns.columns, strict=True):
-            fail = partial(self._fail, group)
-            columns[name] = typed(table[name], column, fail)
-        return require("pyarrow").table(columns)
-
-    def _read_text(self, group: int, names: Sequence[str]) -> Any:
-        arrow, csv = require("pyarrow"), require("pyarrow.csv")
-        data = self._bytes(group)
-        try:
-            table = csv.read_csv(
-                arrow.BufferReader(data),
-                csv.ReadOptions(
-                    use_threads=False,
-                    block_size=len(data) + 1,
-                    column_names=self._columns.names,
-                ),
-                csv.ParseOptions(quote_char=False),
-                csv.ConvertOptions(
-                    column_types=dict.fromkeys(names, arrow.string()),
-                    include_columns=names,
-                ),
-            )
-        except arrow.ArrowInvalid as exc:
-            raise DataError(
-                f"{self.path} must be text in UTF-8. Received: {exc}."
-            ) from exc
-        if b" " not in data:
-            return table
-        trim = require("pyarrow.compute").ascii_trim
-        arrays = [trim(column, " ") for column in table.columns]
-        return arrow.table(dict(zip(table.column_names, arrays, strict=True)))
-
-    @cached_property
-    def _groups(self) -> list[_Group]:
-        """Look at every line; unpack the file, if it is packed."""
-        if self.path.suffix != ".gz":
-            return self._scan(lambda line: None)
-        with tempfile.TemporaryFile() as copy:
-            groups = self._scan(copy.write)
-            copy.flush()
-            self._unpacked = os.dup(copy.fileno())
-        weakref.finalize(self, os.close, self._unpacked)
-        return groups
-
-    def _scan(self, keep: Callable[[bytes], object]) -> list[_Group]:
-        groups: list[_Group] = []
-        start = offset = num_rows = first = 0
-        for number, line in self._lines():
-            keep(line)
-            if _is_row(line):
-                if num_rows == GROUP_ROWS:
-                    groups.append(_Group(start, offset - start, first, num_rows))
-                    num_rows = 0
-                if not num_rows:
-                    start, first = offset, number
-                self._check(number, line)
-                num_rows += 1
-            offset += len(line)
-        return [*groups, _Group(start, offset - start, first, num_rows)]
-
-    def _lines(self) -> Iterator[tuple[int, bytes]]:
-        opened = gzip.open if self.path.suffix == ".gz" else open
-        try:
-            with opened(self.path, "rb") as lines:
-                yield from enumerate(lines, 1)
-        except (gzip.BadGzipFile, EOFError, zlib.error) as exc:
-            raise DataError(
-                f"{self.path} must be a whole file of gzip. Received: {exc}."
-            ) from exc
-
-    def _check(self, number: int, line: bytes) -> None:
-        num_fields = line.count(b",") + 1
-        if num_fields != len(self._columns.names):
-            must = f"a line must have {len(self._columns.names)} columns."
-            raise self._error(number, must, f"{num_fields} in {line!r:.100}")
-        if not self._labels:
+    def tasks(self, groups: Sequence[int]) -> Iterator[Callable[[], Rows]]:
+        """Yield what reads a block each, from the first group's on, in any thread."""
+        if self._packing:
+            for block in self._blocks(groups):
+                yield partial(self.parse, block)
             return
-        fields = line.split(b",", max(self._labels) + 1)
-        for index, known in self._labels.items():
-            if (field := fields[index]) in known:
-                continue
-            must = f"{self._columns.names[index]} must be a number."
-            text = field.strip(b"\r\n")
-            try:
-                is_number = math.isfinite(float(text))
-            except ValueError:
-                is_number = False
-            if not is_number:
-                raise self._error(number, must, text)
-            if len(known) < _MAX_KNOWN:
-                known.add(field)
+        for group in groups:
+            yield partial(self._parse_group, group)
 
-    def _bytes(self, group: int) -> bytes:
-        start, size, *_ = self._groups[group]
-        if self._unpacked is not None:
-            data = os.pread(self._unpacked, size, start)
+    def _parse_group(self, group: int) -> Rows:
+        return self.parse(self._read_range(*self._range(group)))
+
+    def blocks(
+        self, groups: Sequence[int], columns: Columns | None = None
+    ) -> Iterator[Rows]:
+        """Yield the rows of groups."""
+        for task in self.tasks(groups):
+            yield task()
+
+    def _range(self, group: int) -> tuple[int, int]:
+        start = self._start + group * self._group_bytes
+        is_last = group == self.num_groups - 1
+        return start, self.source.size if is_last else start + self._group_bytes
+
+    def _blocks(self, groups: Sequence[int]) -> Iterator[Block]:
+        if not self._packing:
+            for group in groups:
+                yield self._read_range(*self._range(group))
+        elif len(groups):
+            yield from self._unpacked()
+
+    def _unpacked(self) -> Iterator[Block]:
+        with self._opened() as file:
+            self._pass_bytes(file, self._start)
+            line, rest = self._head_lines + 1, b""
+            while data := file.read(GROUP_BYTES):
+                end = data.rfind(b"\n") + 1
+                if not end:
+                    rest += data
+                    if len(rest) > _MAX_LINE:
+                        raise self._no_line_end()
+                    continue
+                lines, rest = rest + data[:end], data[end:]
+                yield Block(lines, lambda line=line: line)  # type: ignore[misc]
+                line += lines.count(b"\n")
+            if rest:
+                yield Block(rest, lambda: line)
+
+    def _pass_bytes(self, file: BinaryIO, num_bytes: int) -> None:
+        while num_bytes:
+            passed = len(file.read(min(num_bytes, GROUP_BYTES)))
+            if not passed:
+                return
+            num_bytes -= passed
+
+    def _read_range(self, start: int, stop: int) -> Block:
+        """Read the lines that begin in a range of bytes."""
+        begin = start
+        with self._opened() as file:
+            file.seek(max(start - 1, self._start))
+            data = file.read(stop - max(start - 1, self._start))
+            if len(data) != stop - max(start - 1, self._start):
+                raise DataError(
+                    f"{self.source.url} must not change while it is read. Received: "
+                    f"{len(data)} bytes before byte {stop}."
+                )
+            if start > self._start:  # the line that holds the byte before begins there
+                end = data.find(b"\n")
+                if end < 0:
+                    return Block(b"", lambda: 1)
+                data, begin = data[end + 1 :], start + end
+            rest = [data]
+            while rest[-1] and not rest[-1].endswith(b"\n") and data:
+                more = file.readline(_MAX_LINE)
+                if len(more) == _MAX_LINE:
+                    raise self._no_line_end()
+                rest.append(more)
+        return Block(b"".join(rest), lambda: self._line_at(begin))
+
+    def _line_at(self, offset: int) -> int:
+        """Return the number of the line that begins at a byte of a plain file."""
+        number = 1
+        with self._opened() as file:
+            while offset > 0 and (data := file.read(min(offset, GROUP_BYTES))):
+                number += data.count(b"\n")
+                offset -= len(data)
+        return number
+
+    def all_blocks(self) -> Iterator[Block]:
+        """Yield all lines."""
+        return self._blocks(range(self.num_groups))
+
+    # Lines
+
+    def parse(self, block: Block, *, counts: bool = True) -> Rows:
+        """Return lines as rows."""
+        sources = self._columns.sources
+        if not block.data.strip(b"\r\n"):
+            empty = dict.fromkeys(sources, require("pyarrow").nulls(0))
+            table = require("pyarrow").table(empty)
         else:
-            with self.path.open("rb", buffering=0) as file:
-                data = os.pread(file.fileno(), size, start)
-        if len(data) != size:
-            raise DataError(
-                f"{self.path} must not change while it is read. Received: "
-                f"{len(data)} of {size} bytes at {start}."
-            )
-        return data
+            table = self._table(block, sources)
+        fail = partial(self._fail, block)
+        return decode(table, self._columns, fail, counts=counts)
 
-    def _fail(self, group: int, row: int, must: str, received: object) -> DataError:
-        """Return what to raise about a row of a group, from 0, by the file's line."""
-        lines = self._bytes(group).split(b"\n")
+    def _table(self, block: Block, sources: Sequence[str]) -> Any:
+        raise NotImplementedError
+
+    def checked(self, block: Block) -> bytes:
+        """Return lines in UTF-8; an error names one that pyarrow would divide."""
+        data = block.data
+        if b"\r" in data and (match := _STRAY_RETURN.search(data)):
+            must = (
+                "a field must not hold a carriage return; lines end with \\n or \\r\\n."
+            )
+            raise self._fail_at(block, match.start(), must)
+        if _BOM in data and (data.startswith(_BOM) or b"\n" + _BOM in data):
+            must = "a byte order mark must be at the start of the file."
+            raise self._fail_at(block, data.find(_BOM), must)
+        encoding = self._options.encoding
+        if encoding.lower().replace("_", "-") in ("utf-8", "utf8"):
+            return data
+        try:
+            return data.decode(encoding).encode()
+        except UnicodeError as exc:
+            raise self._fail_at(block, 0, f"text must be in {encoding}.") from exc
+
+    def _fail_at(self, block: Block, offset: int, must: str) -> DataError:
+        start = block.data.rfind(b"\n", 0, offset) + 1
+        line = block.data[start : start + 100].split(b"\n")[0]
+        number = block.first_line() + block.data.count(b"\n", 0, start)
+        return self._error(number, must, line)
+
+    def _fail(self, block: Block, row: int, must: str, received: object) -> DataError:
+        """Return what to raise about a row of a block, from 0, by the file's line."""
+        lines = block.data.split(b"\n")
         rows = [n for n, line in enumerate(lines) if line.strip(b"\r")]
-        return self._error(self._groups[group].line + rows[row], must, received)
+        return self._error(block.first_line() + rows[row], must, received)
 
     def _error(self, line: int, must: str, received: object) -> DataError:
-        return row_error(f"{self.path}, line {line}", must, received)
+        return row_error(f"{self.source.url}, line {line}", must, received)
+
+    def lines(self, block: Block) -> Iterator[tuple[int, bytes]]:
+        """Yield number and text of each line that is a row."""
+        for number, line in enumerate(block.data.split(b"\n"), block.first_line()):
+            if line.strip(b"\r"):
+                yield number, line
+
+    def not_utf8(self, block: Block) -> DataError | None:
+        """Find a line that is not of the encoding."""
+        encoding = self._options.encoding
+        for number, line in self.lines(block):
+            try:
+                line.decode(encoding)
+            except UnicodeError:
+                must = f"text must be in {encoding}, or encoding=... be set."
+                return self._error(number, must, line)
+        return None
 
 
-class ParquetFile:
-    """One Parquet file; columns are found by their names.
+class CsvFile(TextFile):
+    """One CSV file; see :class:`CsvFormat`."""
 
-    Raises:
-        DataError: there is no such file, it is no Parquet file, has no rows, lacks a
-            column, or has one of another type.
-    """
+    _is_text = False  # whether numbers are read as text, which names faulty ones
 
-    def __init__(self, path: Path, columns: Columns) -> None:
-        arrow, parquet = require("pyarrow"), require("pyarrow.parquet")
-        require_file(path)
-        self.path = path
-        self._columns = columns
-        try:
-            with parquet.ParquetFile(path) as file:
-                self._metadata, schema = file.metadata, file.schema_arrow
-                texts = {c.name for c in columns.ids if c.is_text}
-                paths = [file.schema.column(i) for i in range(len(file.schema))]
-        except (arrow.ArrowException, OSError) as exc:
-            raise DataError(f"{path} must be a Parquet file. Received: {exc}.") from exc
-        self._texts = [
-            column.path
-            for column in paths
-            if column.path.partition(".")[0] in texts
-            and column.physical_type == "BYTE_ARRAY"
-        ]
-        self._require(schema)
-        groups = range(self._metadata.num_row_groups)
-        self.group_rows = [self._metadata.row_group(g).num_rows for g in groups]
-        if not self._metadata.num_rows:
-            raise DataError(f"{path} must have rows. Received: none.")
-
-    def num_rows_up_to(self, most: int) -> int:
-        """Return how many rows there are, or ``most``."""
-        return int(min(most, sum(self.group_rows)))
-
-    def read(self, group: int) -> Rows:
-        """Return the rows of a group."""
-        arrow, parquet = require("pyarrow"), require("pyarrow.parquet")
-        names = [column.name for column in self._columns.read]
-        try:
-            with parquet.ParquetFile(
-                self.path, metadata=self._metadata, read_dictionary=self._texts
-            ) as file:
-                table = file.read_row_group(group, names, use_threads=False)
-        except (arrow.ArrowException, OSError) as exc:
+    def _open_head(self, head: bytes) -> None:
+        super()._open_head(head)
+        options, fields = self._options, self._columns.fields
+        line = head[self._start :].split(b"\n", 1)[0]
+        if not line:  # empty lines before the names
+            line = head[self._start :].lstrip(b"\r\n").split(b"\n", 1)[0]
+        names = self._fields(line)
+        self._names = fields
+        if options.header:
+            begin = head.find(line, self._start) if line else self._start
+            num_lines = head.count(b"\n", self._start, begin) + 1
+            self._names = names
+            self._pass_lines(head, num_lines)
+            self.require_columns(dict.fromkeys(names, None), names)
+            return
+        if options.header is None and names == fields and len(names) > 1:
             raise DataError(
-                f"{self.path}, row group {group} must be readable. Received: {exc}."
-            ) from exc
-        first = 1 + sum(self.group_rows[:group])
-
-        def fail(row: int, must: str, received: object) -> DataError:
-            return row_error(f"{self.path}, row {first + row}", must, received)
-
-        return decode(table, self._columns, fail)
-
-    def _require(self, schema: Any) -> None:
-        """Raise DataError if columns are missing, or are of another type."""
-        found = {field.name: field.type for field in schema}
-        read = self._columns.read
-        missing = [column.name for column in read if column.name not in found]
-        wrong = [
-            f"{column.name} must be {must}, and is {found[column.name]}"
-            for column in read
-            if column.name in found and (must := _misfit(column, found[column.name]))
-        ]
-        if missing or wrong:
-            faults = [f"it lacks {missing}"] if missing else []
-            raise DataError(
-                f"{self.path} must have the columns that the dataset reads. Received: "
-                f"{'; '.join([*faults, *wrong])}. It has {list(found)}."
+                f"{self.source.url}, line {self._head_lines + 1} must be a row. "
+                f"Received: the columns' names. Set header=True, or header=False if it "
+                "is one."
             )
+        self.require_columns(dict.fromkeys(fields, None), fields)
+
+    def _fields(self, line: bytes) -> list[str]:
+        text = line.decode(self._options.encoding, errors="replace").strip("\r")
+        if self._options.quotes or (self._options.header and '"' in text):
+            text = text.replace(self._options.delimiter, "\x1f")
+            try:
+                parts = next(csv_module.reader([text], delimiter="\x1f"), [])
+            except csv_module.Error as exc:
+                must = "the columns' names must be fields."
+                raise self._error(self._head_lines + 1, must, line) from exc
+        else:
+            parts = text.split(self._options.delimiter)
+        return [part.strip(" ") for part in parts]
+
+    def raw_tables(self) -> Iterator[Any]:
+        """Yield all lines as Arrow tables of text."""
+        for table, _ in self.raw_blocks():
+            yield table
+
+    def raw_blocks(self) -> Iterator[tuple[Any, Fail]]:
+        """Yield all lines as Arrow tables of text, and what to raise of a row."""
+        for block in self.all_blocks():
+            if block.data.strip(b"\r\n"):
+                table = self._table(block, self._names, as_text=True)
+                yield table, partial(self._fail, block)
+
+    def _table(
+        self, block: Block, sources: Sequence[str], *, as_text: bool = False
+    ) -> Any:
+        arrow = require("pyarrow")
+        data = self._checked_fields(block)
+        wanted = [name for name in sources if name in self._names]
+        try:
+            try:
+                table = self._read_csv(data, wanted, is_text=as_text or self._is_text)
+            except arrow.ArrowInvalid:
+                if as_text or self._is_text:
+                    raise
+                table = self._read_csv(data, wanted, is_text=True)
+                self._is_text = True
+        except (arrow.ArrowException, KeyError) as exc:
+            raise self._located(block, exc) from exc
+        num_lines = data.count(b"\n") + (not data.endswith(b"\n"))
+        if table.num_rows != num_lines and table.num_rows != count_rows(block.data):
+            raise self._located(block, None)
+        return self.with_partitions(table, sources)
+
+    def _checked_fields(self, block: Block) -> bytes:
+        data, options = self.checked(block), self._options
+        delimiter = options.delimiter.encode()
+        if options.quotes is None and b'"' in data:
+            match = re.search(rb'(?:\A|\n|%b) *"' % re.escape(delimiter), data)
+            if match is not None:
+                must = (
+                    "a field must not begin with a quote, or set quotes=True or False."
+                )
+                raise self._fail_at(block, match.end() - 1, must)
+        if len(delimiter) > 1:
+            if _UNIT in data:
+                raise self._fail_at(
+                    block, data.find(_UNIT), "a field must not hold the byte 1f."
+                )
+            data = data.replace(delimiter, _UNIT)
+        return data
+
+    def _read_csv(self, data: bytes, names: Sequence[str], *, is_text: bool) -> Any:
+        arrow, csv = require("pyarrow"), require("pyarrow.csv")
+        delimiter = self._options.delimiter
+        types = {name: arrow.string() for name in names}
+        if not is_text:
+            types |= {name: self._type_of(name) for name in names}
+        indices = {name: f"f{self._names.index(name)}" for name in names}
+        table = csv.read_csv(
+            arrow.BufferReader(data),
+            csv.ReadOptions(
+                use_threads=False,
+                block_size=len(data) + 1,
+                column_names=[f"f{i}" for i in range(len(self._names))],
+            ),
+            csv.ParseOptions(
+                delimiter=delimiter if len(delimiter) == 1 else _UNIT.decode(),
+                quote_char='"' if self._options.quotes else False,
+            ),
+            csv.ConvertOptions(
+                column_types={indices[name]: kind for name, kind in types.items()},
+                include_columns=[indices[name] for name in names],
+                null_values=[""],
+                strings_can_be_null=False,
+            ),
+        )
+        return table.rename_columns(list(names))
+
+    def _type_of(self, source: str) -> Any:
+        """Return the type that a column is read as: numbers where all want them."""
+        arrow = require("pyarrow")
+        uses = self._columns.of_source(source)
+        numbers = [is_number(use) for use in uses]
+        if not all(numbers):
+            return arrow.string()
+        is_id = any(isinstance(use, IdColumn) for use in uses)
+        return arrow.int64() if is_id else arrow.float64()
+
+    def _located(self, block: Block, exc: Exception | None) -> DataError:
+        """Find the line that cannot be read."""
+        wanted, delimiter = len(self._names), self._options.delimiter.encode()
+        for number, line in self.lines(block):
+            text = line.rstrip(b"\r")
+            if self._options.quotes and b'"' in text:
+                if text.count(b'"') % 2:
+                    must = "a quoted field must end in its line."
+                    return self._error(number, must, line)
+                text = re.sub(rb'"[^"]*"', b"", text)
+            num_fields = text.count(delimiter) + 1
+            if num_fields != wanted:
+                must = f"a line must have {wanted} columns, and has {num_fields}."
+                return self._error(number, must, line)
+        return self.not_utf8(block) or DataError(
+            f"{self.source.url} must be lines of fields. Received: {exc}."
+        )
 
 
-def _misfit(column: Column, kind: Any) -> str:
-    """Return what a column must be, or nothing if its Arrow type is that."""
-    types = require("pyarrow.types")
-    match column:
-        case IdColumn(separator=str(), is_text=True):
-            is_fit = is_text(kind) or (is_list(kind) and is_text(kind.value_type))
-            return "" if is_fit else "a list of text, or text"
-        case IdColumn(separator=str()):
-            is_fit = is_list(kind) and types.is_integer(kind.value_type)
-            return "" if is_fit else "a list of integers"
-        case IdColumn(is_text=True) | LabelColumn(positive=str()):
-            return "" if is_text(kind) else "text"
-        case IdColumn():
-            return "" if types.is_integer(kind) else "an integer"
-    tests = (types.is_integer, types.is_floating, types.is_boolean)
-    return "" if any(test(kind) for test in tests) else "a number"
-
-
-def write_parquet(
-    csv: str | os.PathLike[str],
-    parquet: str | os.PathLike[str],
-    columns: Sequence[AnyColumn],
-) -> int:
-    """Write a CSV file as a Parquet file, which reads as the same; return its rows.
-
-    Text stays text, and tokens become lists; an empty field is a null. Columns that are
-    not read become text. A row group has ``GROUP_ROWS`` rows.
-
-    Args:
-        csv: plain, or ``.gz``.
-        parquet: of the file that is written; it is replaced when the new one is whole.
-        columns: of a line of the CSV file.
-
-    Raises:
-        DataError: the CSV file is malformed.
-    """
-    target = Path(parquet)
-    source = CsvFile(Path(csv), Columns(columns))
-    part = target.with_name(f"{target.name}.part")
-    writer = None
-    try:
-        for group in range(len(source.group_rows)):
-            table = source.read_typed(group)
-            if writer is None:
-                writer = require("pyarrow.parquet").ParquetWriter(part, table.schema)
-            writer.write_table(table)
-    finally:
-        if writer is not None:
-            writer.close()
-    part.replace(target)
-    return sum(source.group_rows)
-
-
-def _is_row(line: bytes) -> bool:
-    return len(line) > 2 or bool(line.strip(b"\r\n"))
-
-
-def differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """Say in which settings a saved state differs from a dataset, files by name."""
-    faults = []
-    for name, value in here.items():
-        if (before := saved.get(name)) == value:
-            continue
-        if name != "files":
-            faults.append(f"{name}: {before} was saved, {value} is here")
-            continue
-        if missing := [file for file in before or [] if file not in value]:
-            faults.append(f"files that were saved and are not here: {missing}")
-        if new := [file for file in value if file not in (before or [])]:
-            faults.append(f"files that are here and were not saved: {new}")
-        if not (missing or new):
-            faults.append("files in another order")
-    return faults
+def count_rows(data: bytes) -> int:
+    """Count the lines that are not empty."""
+    if data.startswith((b"\n", b"\r")) or b"\n\n" in data or b"\n\r" in data:
+        return sum(1 for line in data.split(b"\n") if line.strip(b"\r"))
+    return data.count(b"\n") + (bool(data) and not data.endswith(b"\n"))

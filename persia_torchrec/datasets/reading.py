@@ -1,37 +1,65 @@
 """Which rows of files are read, in which order, and by threads ahead of their use.
 
-A group is what is read at once. A window is groups whose rows are put in a random order
-together; without a random order, each group is one.
+    groups -> windows -> runs: groups of one file -> blocks of rows -> stretches
+                               (read ahead, by threads)
+
+A group is what a file can be read from. A window is groups whose rows are put in a
+random order together, as many as have SHUFFLE_ROWS rows; of more than twice as many
+each SHUFFLE_ROWS, a stretch, are. Without a random order each file's groups are one
+window, and each block a stretch.
+
+Readers divide the columns of a block, or, of text, the blocks. Each is one block ahead.
 """
 
+import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import accumulate
-from typing import NamedTuple
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, groupby
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from persia_torchrec.datasets.columns import Int64s, Rows, join_rows
-from persia_torchrec.datasets.files import CsvFile, ParquetFile
-from persia_torchrec.errors import ConfigError
+from persia_torchrec.datasets.arrow_types import family_of
+from persia_torchrec.datasets.columns import (
+    Columns,
+    Int64s,
+    Rows,
+    join_rows,
+    merge_rows,
+    require,
+    source_of,
+)
+from persia_torchrec.datasets.sources import Source
+from persia_torchrec.datasets.tables import GroupedFile, TableFile
+from persia_torchrec.errors import ConfigError, DataError
 
 SHUFFLE_ROWS = 262_144
 """Rows that are put in a random order together, at least."""
 
+_LEGACY_GROUP_ROWS = 8192  # lines of a text file's group, of earlier versions
+_OPENING = 8  # threads that open files of URLs
+
 
 class Group(NamedTuple):
-    """Rows of a file that are read at once; all of them, or some."""
+    """Rows of a file that can be read apart; all of them, or some."""
 
-    file: CsvFile | ParquetFile
+    file: TableFile
     group: int
-    num_rows: int
     kept: Int64s | None = None
 
-    def read(self) -> Rows:
-        """Return the rows."""
-        rows = self.file.read(self.group)
-        return rows if self.kept is None else rows.take(self.kept)
+    @property
+    def num_rows(self) -> int:
+        """How many rows are wanted; of a text file its lines are counted."""
+        return self.file.rows_of(self.group) if self.kept is None else len(self.kept)
+
+    @property
+    def rows_hint(self) -> int | None:
+        """About how many; None: any number."""
+        return self.file.rows_hint(self.group) if self.kept is None else len(self.kept)
 
 
 class Window(NamedTuple):
@@ -45,18 +73,139 @@ class Window(NamedTuple):
         """Rows of all its groups."""
         return sum(group.num_rows for group in self.groups)
 
-    def rows(self, groups: Sequence[Rows], start: int) -> Rows:
-        """Return the rows of the groups that were read, from one on."""
-        rows = join_rows(groups)
-        if self.seed is not None:
-            order = np.random.default_rng(self.seed).permutation(rows.num_rows)
-            return rows.take(order[start:])
-        return rows.take(np.arange(start, rows.num_rows)) if start else rows
+
+@dataclass(slots=True)
+class Run:
+    """Groups of one file that are read one after the other.
+
+    Attributes:
+        skip: rows of it that are not wanted: of a window in order, its first ones; of
+            one in a random order, the first ones of that order.
+        seed: of the window's order.
+        ends_window: whether no other run of the window follows.
+        item: of a queue, that it is of; the run that ends it has no groups.
+    """
+
+    file: TableFile
+    groups: Sequence[Group]
+    skip: int = 0
+    seed: tuple[int, ...] | None = None
+    ends_window: bool = True
+    item: Any = None
+
+    def blocks(self, columns: Columns) -> Iterator[Rows]:
+        """Yield the rows of some columns."""
+        if all(group.kept is None for group in self.groups):
+            yield from self.file.blocks([g.group for g in self.groups], columns)
+            return
+        for group in self.groups:
+            yield from self._kept(group, columns)
+
+    def tasks(self) -> Iterator[Callable[[], Rows]]:
+        """Yield what reads a block each, for any thread."""
+        tasks: Any = getattr(self.file, "tasks")  # noqa: B009 of text files only
+        numbers = [group.group for group in self.groups]
+        if all(group.kept is None for group in self.groups):
+            yield from tasks(numbers)
+            return
+        for group in self.groups:
+            yield partial(self._all_kept, group)
+
+    def _all_kept(self, group: Group) -> Rows:
+        return join_rows(list(self._kept(group, None)))
+
+    def _kept(self, group: Group, columns: Columns | None) -> Iterator[Rows]:
+        first = 0
+        for rows in self.file.blocks([group.group], columns):
+            if group.kept is None:
+                yield rows
+            else:
+                ends = np.searchsorted(group.kept, [first, first + rows.num_rows])
+                yield rows.take(group.kept[ends[0] : ends[1]] - first)
+            first += rows.num_rows
 
 
-def select(files: Sequence[CsvFile | ParquetFile], rows: Int64s | None) -> list[Group]:
+def open_all(
+    open_one: Callable[[Source], TableFile], sources: Sequence[Source], columns: Columns
+) -> list[TableFile]:
+    """Open all files, those of URLs by threads; their columns must be alike.
+
+    Raises:
+        DataError: a file cannot be read, or a column has another type than in the first
+            one; it names both.
+    """
+
+    def open_checked(source: Source) -> TableFile:
+        try:
+            return open_one(source)
+        except (UnicodeError, require("pyarrow").ArrowException) as exc:
+            raise unreadable(source, exc) from exc
+
+    if sources[0].filesystem is None:
+        opened: Iterator[TableFile] = map(open_checked, sources)
+    else:
+        with ThreadPoolExecutor(_OPENING, "opening") as pool:
+            opened = iter(list(pool.map(open_checked, sources)))
+    files: list[TableFile] = []
+    first: TableFile | None = None
+    while True:
+        try:
+            file = next(opened, None)
+        except DataError as exc:
+            if first is None:
+                raise
+            kinds = {name: str(kind) for name, kind in first.kinds.items()}
+            raise DataError(f"{exc} {first.source.url} has {kinds}.") from exc
+        if file is None:
+            return files
+        files.append(file)
+        if first is None and not file.is_empty:
+            first = file
+        if first is not None and not file.is_empty:
+            _require_alike(first, file, columns)
+
+
+def unreadable(source: Source, exc: Exception) -> DataError:
+    """Return what to raise for an error of a library."""
+    return DataError(f"{source.url} must be readable. Received: {exc}.")
+
+
+def _require_alike(first: TableFile, file: TableFile, columns: Columns) -> None:
+    unsized = {source_of(column) for column in columns.dense if column.size is None}
+    for name in columns.sources:
+        one, other = first.kinds.get(name), file.kinds.get(name)
+        if one is None or other is None:
+            continue
+        families = family_of(one), family_of(other)
+        is_alike = families[0] == families[1] or None in families
+        if name in unsized:
+            sizes = [getattr(kind, "list_size", None) for kind in (one, other)]
+            is_alike &= sizes[0] == sizes[1]
+        if not is_alike:
+            raise DataError(
+                f"{name} must have the same type in all files. Received: {one} in "
+                f"{first.source.url}, {other} in {file.source.url}."
+            )
+
+
+def has_legacy_order(files: Sequence[TableFile], *, is_plain: bool) -> bool:
+    """Return whether rows come as they did before orders had a version.
+
+    ``is_plain``: all rows come in the order of the files.
+    """
+    if is_plain:
+        return True
+    if grouped := [file for file in files if isinstance(file, GroupedFile)]:
+        return all(max(file.group_rows) <= SHUFFLE_ROWS for file in grouped)
+    most = _LEGACY_GROUP_ROWS + 1
+    return all(
+        file.num_groups == 1 and file.num_rows_up_to(most) < most for file in files
+    )
+
+
+def select(files: Sequence[TableFile], rows: Int64s | None) -> list[Group]:
     """Return the groups of files with the rows that are wanted; empty ones, too."""
-    groups = [Group(f, g, n) for f in files for g, n in enumerate(f.group_rows)]
+    groups = [Group(f, g) for f in files for g in range(f.num_groups)]
     if rows is None:
         return groups
     wanted, total = np.unique(rows), sum(group.num_rows for group in groups)
@@ -73,7 +222,7 @@ def select(files: Sequence[CsvFile | ParquetFile], rows: Int64s | None) -> list[
     starts = [0, *accumulate(group.num_rows for group in groups)]
     cuts = np.searchsorted(wanted, starts)
     return [
-        group._replace(num_rows=int(stop - begin), kept=wanted[begin:stop] - start)
+        group._replace(kept=wanted[begin:stop] - start)
         for group, start, begin, stop in zip(
             groups, starts, cuts, cuts[1:], strict=False
         )
@@ -81,26 +230,27 @@ def select(files: Sequence[CsvFile | ParquetFile], rows: Int64s | None) -> list[
 
 
 def partition(groups: list[Group], count: int, index: int) -> list[Group]:
-    """Return one of some parts of the groups, without those that are empty."""
+    """Return one of some parts of the groups, without those that have no rows."""
     if count > len(groups):
         raise ConfigError(
             "partition_count must be at most the number of groups of rows, "
-            f"{len(groups)}. Received: {count}. Write files with "
-            "smaller row groups, or give a WorkQueue of more files."
+            f"{len(groups)}. Received: {count}. Write more files, or smaller row "
+            "groups; a packed text file is one group."
         )
-    own = groups[index::count]
-    return [group for group in own if group.num_rows]
+    return [group for group in groups[index::count] if group.rows_hint != 0]
 
 
 def windows_of(groups: list[Group], seed: tuple[int, ...] | None) -> Iterator[Window]:
     """Return all groups as windows; with a seed, in an order that follows from it."""
     if seed is None:
-        yield from (Window([group]) for group in groups)
+        for _, of_file in groupby(groups, key=lambda group: id(group.file)):
+            yield Window(list(of_file))
         return
     number, members, num_rows = 0, list[int](), 0
     for index in np.random.default_rng(seed).permutation(len(groups)).tolist():
         members.append(index)
-        num_rows += groups[index].num_rows
+        hint = groups[index].rows_hint
+        num_rows += SHUFFLE_ROWS if hint is None else hint
         if num_rows >= SHUFFLE_ROWS:
             number += 1
             yield Window([groups[i] for i in sorted(members)], (*seed, number))
@@ -109,36 +259,234 @@ def windows_of(groups: list[Group], seed: tuple[int, ...] | None) -> Iterator[Wi
         yield Window([groups[i] for i in sorted(members)], (*seed, number + 1))
 
 
-def from_row(windows: Iterator[Window], row: int) -> Iterator[tuple[Window, int]]:
-    """Return the windows from a row on, and at which of its rows each begins."""
+def runs_from(windows: Iterator[Window], row: int) -> Iterator[Run]:
+    """Yield what is to be read of windows from a row on."""
     for window in windows:
-        if row < window.num_rows:
-            yield window, row
-        row = max(row - window.num_rows, 0)
+        if row and row >= (num_rows := window.num_rows):
+            row -= num_rows
+            continue
+        groups, skip, row = list(window.groups), row, 0
+        while window.seed is None and skip and skip >= groups[0].num_rows:
+            skip -= groups.pop(0).num_rows
+        by_file = [
+            list(g) for _, g in groupby(groups, key=lambda group: id(group.file))
+        ]
+        for number, of_file in enumerate(by_file, 1):
+            is_last = number == len(by_file)
+            yield Run(of_file[0].file, of_file, skip, window.seed, is_last)
 
 
-def read_ahead(
-    windows: Iterator[tuple[Window, int]], num_threads: int
-) -> Iterator[Rows]:
-    """Yield the rows of windows, read ahead by threads."""
-    pool = ThreadPoolExecutor(num_threads, "rows")
-    ahead: deque[tuple[Window, int, list[Future[Rows]]]] = deque()
+Read = tuple[Run, Rows | None]
+"""A run and a block of its rows; None when all were read."""
 
-    def begin() -> None:
-        """Read one window ahead, or as many groups as there are threads."""
-        while not ahead or sum(len(reads) for *_, reads in ahead) < num_threads:
-            if (following := next(windows, None)) is None:
-                return
-            window, row = following
-            reads = [pool.submit(group.read) for group in window.groups]
-            ahead.append((window, row, reads))
 
-    try:
-        begin()
-        while ahead:
-            window, row, reads = ahead.popleft()
-            rows = window.rows([read.result() for read in reads], row)
-            begin()
-            yield rows
-    finally:
-        pool.shutdown(cancel_futures=True)
+def stretches(runs: Iterator[Run], columns: Columns, num_readers: int) -> "Reads":
+    """Return rows in their order, read ahead by threads; None after each run's."""
+    first = next(runs, None)
+    if first is None:
+        return Reads(iter(()), ExitStack())
+    stack, shared = ExitStack(), _Shared(first, runs)
+    reads = _read_ahead(stack, shared, columns, num_readers)
+    if first.seed is None:
+        items = _all_in_order(reads)
+    else:
+        lane = _Lane(stack, _all_shuffled(reads))  # a stretch ahead
+        items = iter(lane.take, None)
+    stack.callback(shared.stopped.set)  # first of all: what waits for blocks ends
+    return Reads(items, stack)
+
+
+def _all_in_order(reads: Iterator[Read]) -> Iterator[Read]:
+    for run, rows in reads:
+        if rows is None:
+            yield run, None
+            continue
+        passed = min(run.skip, rows.num_rows)
+        run.skip -= passed
+        if passed < rows.num_rows:
+            yield run, rows.part(passed, rows.num_rows) if passed else rows
+
+
+def _all_shuffled(reads: Iterator[Read]) -> Iterator[Read]:
+    window = _Shuffled()
+    for run, rows in reads:
+        for stretch in window.add(run, rows):
+            yield run, stretch
+        if rows is None:
+            yield run, None
+
+
+class _Shuffled:
+    """The blocks of a window, until they are put in a random order together."""
+
+    def __init__(self) -> None:
+        self._blocks: list[Rows] = []
+        self._num_rows = self._number = self._skip = 0  # _number of a stretch
+
+    def add(self, run: Run, rows: Rows | None) -> Iterator[Rows]:
+        """Add a block; yield the rows of a stretch that is whole."""
+        if rows is not None:
+            if not self._num_rows and not self._number:
+                self._skip = run.skip
+            self._blocks.append(rows)
+            self._num_rows += rows.num_rows
+            while self._num_rows >= 2 * SHUFFLE_ROWS:
+                yield from self._stretch(run, SHUFFLE_ROWS)
+        elif run.ends_window:
+            if self._num_rows:
+                yield from self._stretch(run, self._num_rows)
+            self._blocks = []
+            self._number = self._skip = 0
+
+    def _stretch(self, run: Run, count: int) -> Iterator[Rows]:
+        blocks, num_left = [], count
+        while num_left:
+            block = self._blocks.pop(0)
+            if block.num_rows > num_left:
+                self._blocks.insert(0, block.part(num_left, block.num_rows))
+                block = block.part(0, num_left)
+            blocks.append(block)
+            num_left -= block.num_rows
+        seed = (*(run.seed or ()), *((self._number,) if self._number else ()))
+        order = np.random.default_rng(seed).permutation(count)[self._skip :]
+        self._skip = max(self._skip - count, 0)
+        self._num_rows, self._number = self._num_rows - count, self._number + 1
+        if len(order):
+            yield join_rows(blocks, order)
+
+
+def _read_ahead(
+    stack: ExitStack, shared: "_Shared", columns: Columns, num_readers: int
+) -> Iterator[Read]:
+    """Return the blocks of runs, each followed by one that says that it was read."""
+    if num_readers > 1 and not shared.splits_columns:
+        return _by_tasks(stack, shared, num_readers)
+    count = min(num_readers, len(columns.sources))
+    parts = [columns.some(n, count) for n in range(count)]
+    lanes = [_Lane(stack, shared.blocks(part)) for part in parts]
+    return _merged(lanes, parts, columns)
+
+
+class Reads:
+    """Blocks that are read ahead; closing them waits for the threads."""
+
+    def __init__(self, reads: Iterator[Read], stack: ExitStack) -> None:
+        self._reads, self.stack = reads, stack
+
+    def __iter__(self) -> Iterator[Read]:
+        return self
+
+    def __next__(self) -> Read:
+        return next(self._reads)
+
+    def close(self) -> None:
+        """Stop reading. May be called twice."""
+        self.stack.close()
+
+
+class _Shared:
+    """Runs, taken by the reader that needs the next one first, for all of them.
+
+    The others come to it at most a block later.
+    """
+
+    def __init__(self, first: Run, runs: Iterator[Run]) -> None:
+        self.splits_columns = first.file.splits_columns
+        self.stopped = threading.Event()
+        self._lock = threading.Lock()
+        self._runs = runs
+        self._taken: dict[int, Run | None] = {0: first}  # guarded by _lock
+
+    def get(self, number: int) -> Run | None:
+        """Return a run; None: there are fewer."""
+        with self._lock:
+            if number not in self._taken:
+                self._taken[number] = next(self._runs, None)
+                self._taken.pop(number - 4, None)  # no reader is so far behind
+            return self._taken[number]
+
+    def all(self) -> Iterator[Run]:
+        """Yield all of them, for one reader."""
+        number = 0
+        while (run := self.get(number)) is not None:
+            yield run
+            number += 1
+
+    def blocks(self, columns: Columns) -> Iterator[Read]:
+        """Yield the blocks of all runs, of some columns."""
+        for run in self.all():
+            try:
+                for rows in run.blocks(columns):
+                    if self.stopped.is_set():
+                        return
+                    yield run, rows
+            except (UnicodeError, require("pyarrow").ArrowException) as exc:
+                raise unreadable(run.file.source, exc) from exc
+            yield run, None
+
+
+class _Lane:
+    """A thread that makes items of an iterator, up to the next one with rows ahead."""
+
+    def __init__(self, stack: ExitStack, items: Iterator[Any]) -> None:
+        self._pool = ThreadPoolExecutor(1, "rows")
+        self._items = items
+        stack.callback(getattr(items, "close", bool))  # when its thread has ended
+        stack.callback(self._pool.shutdown, cancel_futures=True)
+        self._made: deque[Any] = deque()
+        self._next: Future[list[Any]] = self._pool.submit(self._more)
+
+    def _more(self) -> list[Any]:
+        more = []
+        for item in self._items:
+            more.append(item)
+            if item[1] is not None:
+                break
+        return more
+
+    def take(self) -> Any:
+        """Return the next item; None: there is none."""
+        if not self._made:
+            self._made += self._next.result()
+            if not self._made:
+                return None
+            self._next = self._pool.submit(self._more)
+        return self._made.popleft()
+
+
+def _merged(
+    lanes: Sequence[_Lane], parts: Sequence[Columns], columns: Columns
+) -> Iterator[Read]:
+    while (reads := [lane.take() for lane in lanes])[0] is not None:
+        run, rows = reads[0]
+        if rows is not None and len(lanes) > 1:
+            rows = merge_rows(
+                columns,
+                [(part, read[1]) for part, read in zip(parts, reads, strict=True)],
+            )
+        yield run, rows
+
+
+def _by_tasks(stack: ExitStack, shared: _Shared, num_readers: int) -> Iterator[Read]:
+    """Yield blocks that any of the threads reads; one thread says what is next."""
+    pool = ThreadPoolExecutor(num_readers, "rows")
+
+    def submitted() -> Iterator[tuple[Run, Future[Rows] | None]]:
+        for run in shared.all():
+            for task in run.tasks():
+                yield run, pool.submit(task)
+            yield run, None
+
+    lane = _Lane(stack, submitted())
+    stack.callback(pool.shutdown, cancel_futures=True)
+    ahead: deque[tuple[Run, Future[Rows] | None]] = deque()
+    is_over = False
+    while ahead or not is_over:
+        while not is_over and len(ahead) < num_readers:
+            taken = lane.take()
+            is_over = taken is None
+            if taken is not None:
+                ahead.append(taken)
+        if ahead:
+            run, future = ahead.popleft()
+            yield run, None if future is None else future.result()

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from persia_torchrec import env, timeouts
 from persia_torchrec.datasets.columns import require
-from persia_torchrec.datasets.files import require_file
+from persia_torchrec.datasets.sources import Source, find_sources
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.job.trainer_group import exchange_group, gather
@@ -44,7 +44,7 @@ from persia_torchrec.rpc.addresses import LOOPBACK
 class RowGroups:
     """Row groups of a Parquet file, from ``first`` up to ``stop``."""
 
-    file: Path
+    file: Path | str
     first: int
     stop: int
 
@@ -66,11 +66,12 @@ def row_group_slices(
         DataError: a file is missing or empty.
     """
     require_at_least_1(num_slices=num_slices)
-    sizes = {}
-    for path in map(Path, files):
-        require_file(path)
-        with require("pyarrow.parquet").ParquetFile(path) as file:
-            sizes[path] = file.metadata.num_row_groups
+    sizes: dict[Path | str, int] = {}
+    for source in find_sources(files):
+        with source.open() as opened:
+            file = require("pyarrow.parquet").ParquetFile(opened)
+            if num_groups := file.metadata.num_row_groups:
+                sizes[source.path] = num_groups
     total = sum(sizes.values())
     if (wanted := num_slices or total) > total:
         raise ConfigError(
@@ -95,7 +96,7 @@ class Item(NamedTuple):
     number: int
     epoch: int
     place: int
-    file: Path
+    file: Path | str
     groups: tuple[int, int] | None
     row: int
 
@@ -114,7 +115,8 @@ class WorkQueue:
     thread, after ``init_process_group`` if there are several. Any thread may take.
 
     Args:
-        items: paths, or what :func:`row_group_slices` returns.
+        items: paths, folders, globs and URLs of files, or what
+            :func:`row_group_slices` returns.
         num_epochs: how often each row is read.
         seed: of the orders, at least 0.
         shuffle: whether the items of each epoch have an order of their own.
@@ -133,18 +135,20 @@ class WorkQueue:
         shuffle: bool = True,
     ) -> None:
         require_at_least_1(num_epochs=num_epochs)
-        self._items = [
-            item if isinstance(item, RowGroups) else Path(item) for item in items
-        ]
+        self._items: list[Path | str | RowGroups] = []
+        sources: dict[Path | str, Source] = {}
+        for item in items:
+            found = find_sources(_file(item))
+            sources |= {source.path: source for source in found}
+            is_slice = isinstance(item, RowGroups)
+            self._items += [item] if is_slice else [source.path for source in found]  # type: ignore[list-item]
         if not self._items or len(set(self._items)) < len(self._items) or seed < 0:
             raise ConfigError(
                 "items must be different, and at least one; seed must be at least 0. "
                 f"Received: {len(self._items)} items, {len(set(self._items))} of them "
                 f"different, and seed {seed}."
             )
-        self.files = list(dict.fromkeys(map(_file, self._items)))
-        for file in self.files:
-            require_file(file)
+        self.files = find_sources(list(sources.values()))
         self._num_epochs, self._seed, self._shuffle = num_epochs, seed, shuffle
         self._lock = threading.Lock()
         self._leases: list[tuple[int, int]] = []  # positions and rows; guarded by _lock
@@ -222,7 +226,7 @@ class WorkQueue:
             index = int(rng.permutation(len(self._items))[place])
         item = self._items[index]
         groups = (item.first, item.stop) if isinstance(item, RowGroups) else None
-        return Item(number, epoch, index, _file(item), groups, row)
+        return Item(number, epoch, index, _path(item), groups, row)
 
     def num_taken(self) -> int:
         """Return how many items all trainers have taken since they started."""
@@ -261,10 +265,10 @@ class WorkQueue:
 
     def identity(self) -> dict[str, Any]:
         """Return what positions depend on."""
-        sizes = {file: file.stat().st_size for file in self.files}
+        files = {source.path: source.identity() for source in self.files}
         names = []
         for item in self._items:
-            name = f"{_file(item).name} ({sizes[_file(item)]} bytes)"
+            name = files[_path(item)]
             if isinstance(item, RowGroups):
                 name += f", row groups {item.first} to {item.stop}"
             names.append(name)
@@ -370,7 +374,13 @@ def _decoded(held: str) -> _Count:
     return msgspec.json.decode(held, type=_Count) if held else _Count()
 
 
-def _file(item: Path | RowGroups) -> Path:
+def _file(
+    item: str | os.PathLike[str] | RowGroups,
+) -> str | os.PathLike[str]:
+    return item.file if isinstance(item, RowGroups) else item
+
+
+def _path(item: Path | str | RowGroups) -> Path | str:
     return item.file if isinstance(item, RowGroups) else item
 
 

@@ -1,8 +1,11 @@
 """The files of the dense half, of joint deltas and of a log's runs that are fuzzed."""
 
+import gzip
 import random
 from collections.abc import Callable
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 
 from persia_torchrec.checkpoint import catalog, increment_log
@@ -11,6 +14,14 @@ from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.increment_log import Log
 from persia_torchrec.checkpoint.load import ShardLoad, Target
 from persia_torchrec.checkpoint.retention import Retention
+from persia_torchrec.data import (
+    ArrowDataset,
+    CsvDataset,
+    IdColumn,
+    JsonDataset,
+    LabelColumn,
+    ParquetDataset,
+)
 from persia_torchrec.training.checkpoint import (
     apply_state,
     load_dense,
@@ -120,6 +131,35 @@ def dense_files() -> Format:
     return Format([state_bytes(model.state_dict())], flip, check)
 
 
+def data_files() -> Format:
+    """Files of rows, the first byte of each which kind it is."""
+    folder = temporary_folder()
+    ids, texts = [[1, 2], [], [3], None], ["a", None, "b", "c"]
+    table = pa.table({"u": ids, "t": texts, "y": [1.0, 0.0, 1.0, 0.5]})
+    settings = {"store_schema": False, "write_page_checksum": True}
+    pq.write_table(table, folder / "0", row_group_size=2, **settings)
+    pq.write_table(table, folder / "1", use_dictionary=False, compression="zstd")
+    with pa.ipc.new_file(folder / "2", table.schema) as writer:
+        writer.write_table(table, max_chunksize=3)
+    text = '{"u": [1, 2], "t": "a", "y": 1}\n{"u": [], "t": "b", "y": 0}\n'
+    (folder / "3").write_text(text)
+    lines = b"u,t,y\n1|2,a,1\n,b,0\n3,c,0.5\n"
+    (folder / "4").write_bytes(lines)
+    (folder / "5").write_bytes(gzip.compress(lines))
+    columns = (IdColumn("u", None, "|", False), IdColumn("t"), LabelColumn("y"))
+    kinds = [ParquetDataset] * 2 + [ArrowDataset, JsonDataset] + [CsvDataset] * 2
+    seeds = [bytes([n]) + (folder / f"{n}").read_bytes() for n in range(len(kinds))]
+
+    def check(data: bytes) -> None:
+        number = (data or b"\0")[0] % len(kinds)
+        (folder / "tried").write_bytes(data[1:])
+        more = {"header": True} if kinds[number] is CsvDataset else {}
+        for batch in kinds[number](folder / "tried", 3, columns, **more):
+            assert len(batch.labels[0]) <= 3
+
+    return Format(seeds, _change_rest, check)
+
+
 def _model_and_optimizer() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(5)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
@@ -138,5 +178,6 @@ TRAINING_FORMATS: dict[str, Callable[[], Format]] = {
     "runs of a log": runs_of_logs,
     "dense half": dense_halves,
     "dense file": dense_files,
+    "file of rows": data_files,
 }
 """By name, what makes a format."""

@@ -1,0 +1,159 @@
+"""A look at files before training, and published sets' formats, read as they are."""
+
+import gzip
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from persia_torchrec.data import CsvDataset, DenseColumn, IdColumn, LabelColumn
+from persia_torchrec.datasets.__main__ import main
+from persia_torchrec.datasets.look import look
+from persia_torchrec.errors import DataError
+
+NUM_ROWS = 40
+rng = np.random.default_rng(0)
+
+
+def lines(*columns, sep=",", header=""):
+    rows = zip(*([str(v) for v in column] for column in columns), strict=True)
+    text = "".join(sep.join(row) + "\n" for row in rows)
+    return (f"{header}\n{text}" if header else text).encode()
+
+
+def numbers(most=99, num=NUM_ROWS):
+    return rng.integers(1, most, num).tolist()
+
+
+def criteo_day():
+    hexadecimal = [[f"{n:08x}" for n in numbers(2**32)] for _ in range(26)]
+    counts = [[n if n % 5 else "" for n in numbers()] for _ in range(13)]
+    return gzip.compress(lines(numbers(2), *counts, *hexadecimal, sep="\t"))
+
+
+def avazu():
+    names = "id,click,hour,C1,banner_pos,site_id,device_ip"
+    sites = [f"{n:08x}" for n in numbers(2**32)]
+    columns = numbers(2**62), numbers(2), [14102100] * NUM_ROWS, numbers(), numbers()
+    return lines(*columns, sites, sites, header=names)
+
+
+def mind():
+    history = ["N1 N22 N3", "", *["N7"] * (NUM_ROWS - 2)]
+    times = ["11/11/2019 9:05:58 AM"] * NUM_ROWS
+    return lines(
+        numbers(), numbers(), times, history, ["N1-1 N2-0"] * NUM_ROWS, sep="\t"
+    )
+
+
+def amazon():
+    row = {"reviewerID": "A2", "asin": "B0", "helpful": [2, 3], "overall": 5.0}
+    row |= {"reviewText": 'He said "no",\nand', "unixReviewTime": 1252800000}
+    return "".join(
+        json.dumps(row | {"asin": f"B{n}"}) + "\n" for n in numbers()
+    ).encode()
+
+
+def kuairec():
+    names = (
+        "user_id,video_id,play_duration,video_duration,time,date,timestamp,watch_ratio"
+    )
+    times = ["2020-07-05 00:08:23.438"] * NUM_ROWS
+    ratios = [n / 7 for n in numbers()]
+    whole = [numbers() for _ in range(4)]
+    return lines(
+        *whole, times, numbers(), [1593878903.4] * NUM_ROWS, ratios, header=names
+    )
+
+
+SETS = {
+    "criteo_day_0.gz": criteo_day,
+    "movielens_1m.dat": lambda: lines(*(numbers() for _ in range(4)), sep="::"),
+    "movielens_25m.csv": lambda: lines(
+        *(numbers() for _ in range(4)), header="userId,movieId,rating,timestamp"
+    ),
+    "avazu.csv": avazu,
+    "taobao.csv": lambda: lines(
+        numbers(), numbers(), numbers(), ["pv"] * NUM_ROWS, numbers()
+    ),
+    "kuairec.csv": kuairec,
+    "mind.tsv": mind,
+    "amazon.json": amazon,
+}
+
+
+@pytest.mark.parametrize("name", [*SETS, "criteo.parquet"])
+def test_the_lines_that_read_published_sets_run_as_they_stand(tmp_path, capsys, name):
+    path = tmp_path / name
+    if name == "criteo.parquet":
+        cats = {f"cat_{n}": numbers() for n in range(26)}
+        table = {
+            "label": numbers(2),
+            **{f"int_{n}": numbers() for n in range(13)},
+            **cats,
+        }
+        table["int_0"][3] = None
+        pq.write_table(pa.table(table), path)
+    else:
+        path.write_bytes(SETS[name]())
+    main([str(path)])
+    printed = capsys.readouterr().out
+    found = {}
+    exec(printed[printed.index("from persia_torchrec") :], found)
+    assert sum(batch.id_features.stride() for batch in found["dataset"]) == NUM_ROWS
+    assert f"; {NUM_ROWS} rows were looked at" in printed
+
+
+def test_a_look_counts(tmp_path):
+    values = [*["a"] * 6, *["b"] * 3, None]
+    many = [[n, n + 1] for n in range(10)]
+    table = pa.table({"label": [1.0] * 10, "user": values, "many": many})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    text = look(str(tmp_path / "rows.parquet"))
+    [user] = [line for line in text.splitlines() if line.startswith("user ")]
+    assert " ".join(user.split()) == "user string 1 (10.0%) 2 'a' x 6, 'b' x 3"
+    assert "list<element: int64>, up to 2" in text
+    assert "LabelColumn('label')" in text
+    (tmp_path / "big").write_bytes(lines(range(50_000), [1] * 50_000))
+    [number] = [
+        line for line in look(str(tmp_path / "big")).splitlines() if "column0  " in line
+    ]
+    assert 46_000 < int(number.split("about ")[1].split()[0]) < 54_000
+
+
+def test_a_look_at_no_file_ends_with_what_is_wrong(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "none")])
+    assert "none must be a file" in capsys.readouterr().err
+    (tmp_path / "empty").touch()
+    with pytest.raises(
+        DataError, match=r"empty must have rows. Received: an empty file"
+    ):
+        look(str(tmp_path / "empty"))
+
+
+def test_published_sets_are_read_by_columns_of_ones_own(tmp_path):
+    path = tmp_path / "mind.tsv"
+    path.write_bytes(mind())
+    columns = (
+        IdColumn("impression", is_text=False),
+        IdColumn("user", is_text=False),
+        "time",
+        IdColumn("history", separator=" ", fill=(), max_length=2),
+        IdColumn("shown", separator=" "),
+    )
+    [batch] = CsvDataset(path, NUM_ROWS, columns, delimiter="\t")
+    assert batch.id_features["history"].lengths().tolist()[:3] == [2, 0, 1]
+    path = tmp_path / "criteo.gz"
+    path.write_bytes(criteo_day())
+    columns = (
+        LabelColumn("label"),
+        *(DenseColumn(f"int_{n}", fill=0, function=np.log1p) for n in range(13)),
+        *(IdColumn(f"cat_{n}") for n in range(26)),
+    )
+    dataset = CsvDataset(path, NUM_ROWS, columns, delimiter="\t")
+    [batch] = dataset
+    assert len(batch.dense_features) == 13
+    assert sum(dataset.missing.values()) > 0
