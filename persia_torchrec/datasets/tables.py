@@ -268,7 +268,7 @@ class ParquetFile(GroupedFile):
             column.path
             for column in paths
             if column.physical_type == "BYTE_ARRAY"
-            and ".key_value." not in column.path
+            and not column.max_repetition_level  # pyarrow cannot join those of groups
             and any(_is_within(column.path, text) for text in texts)
         ]
         self.require_schema(schema)

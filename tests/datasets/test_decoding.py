@@ -198,6 +198,18 @@ def test_a_value_that_does_not_fit_names_row_and_remedy(
         batch_of(tmp_path, values, kind, *columns)
 
 
+@pytest.mark.parametrize("use_dictionary", [True, False])
+def test_text_of_several_row_groups_is_one_block(tmp_path, use_dictionary):
+    texts = [f"{n % 17}" for n in range(90)]
+    many = [[f"{m}" for m in range(n % 4)] for n in range(90)]
+    settings = {"row_group_size": 30, "use_dictionary": use_dictionary}
+    pq.write_table(pa.table({"u": texts, "t": many}), tmp_path / "u", **settings)
+    [batch] = ParquetDataset(tmp_path / "u", 90, [IdColumn("u"), IdColumn("t")])
+    assert batch.id_features["u"].values().tolist() == list(map(hash_of, texts))
+    expected = [hash_of(t) for row in many for t in row or [" "]]
+    assert batch.id_features["t"].values().tolist() == expected
+
+
 def test_a_column_that_comes_twice_is_named_before_the_first_batch(tmp_path):
     twice = pa.table([[1], [2], [3]], ["id", "value", "value"])
     pq.write_table(twice, tmp_path / "u.parquet")
