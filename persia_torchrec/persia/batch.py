@@ -37,7 +37,7 @@ import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeGuard, TypeVar
 
 import msgspec
 import numpy as np
@@ -173,7 +173,7 @@ class NdarrayDataBase:
     def __init__(self, data: Dense, name: str | None = None) -> None:
         name = self.DEFAULT_NAME if name is None else name
         self.name = _plain_name(self.KIND, name)
-        if not isinstance(data, np.ndarray) or data.ndim == 0:
+        if not _is_plain(data) or data.ndim == 0:
             raise BatchError(
                 f"{self.KIND} {self.name!r} must be an array with the samples along "
                 f"its first dimension. Received: {describe(data)}."
@@ -550,19 +550,23 @@ def _concatenate(name: str, samples: Sequence[Ids]) -> Ids:
     ids = np.empty(0, dtype=np.uint64)
     with contextlib.suppress(TypeError, ValueError):  # no sample, or one that misfits
         ids = np.concatenate(samples, dtype=np.uint64, casting="no")
-    are_arrays = all(issubclass(cls, np.ndarray) for cls in set(map(type, samples)))
-    if len(ids) == 0 or ids.ndim != 1 or not are_arrays:
+    kinds = {type(sample): sample for sample in samples}
+    if len(ids) == 0 or ids.ndim != 1 or not all(map(_is_plain, kinds.values())):
         for position, sample in enumerate(samples):
             _require_flat_ids(name, f"sample {position}", sample)
     return ids
 
 
 def _require_flat_ids(name: str, which: str, ids: object) -> None:
-    if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype != np.uint64:
+    if not _is_plain(ids) or ids.ndim != 1 or ids.dtype != np.uint64:
         raise BatchError(
             f"Id type feature {name!r}: {which} must be a flat uint64 array. "
             f"Received: {describe(ids)}."
         )
+
+
+def _is_plain(value: object) -> TypeGuard[npt.NDArray[Any]]:
+    return isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray)
 
 
 def _plain_name(kind: str, name: object) -> str:
@@ -584,7 +588,8 @@ def _plain_name(kind: str, name: object) -> str:
 def describe(value: object) -> str:
     """Return what a message says of a value: dtype and shape, or the value."""
     if isinstance(value, np.ndarray):
-        return f"dtype={value.dtype}, shape={value.shape}"
+        masked = ", masked: use its filled()" if np.ma.isMaskedArray(value) else ""
+        return f"dtype={value.dtype}, shape={value.shape}{masked}"
     return f"{value!r:.100} ({type(value).__name__})"
 
 

@@ -69,6 +69,7 @@ def test_the_ids_of_a_list_are_a_copy():
         (np.array([1], dtype=np.uint32), r"dtype=uint32, shape=\(1,\)"),
         (np.array([1], dtype=">u8"), r"dtype=>u8, shape=\(1,\)"),
         (np.array([[1]], dtype=np.uint64), r"dtype=uint64, shape=\(1, 1\)"),
+        (np.ma.array([1], mask=[1], dtype=np.uint64), r".*masked: use its filled\(\)"),
         (np.array(1, dtype=np.uint64), r"dtype=uint64, shape=\(\)"),
         ([1, 2], r"\[1, 2\] \(list\)"),
         ([np.uint64(1)], r"\[np.uint64\(1\)\] \(list\)"),
@@ -97,8 +98,13 @@ def test_a_single_id_feature_has_one_id_a_sample():
 
 @pytest.mark.parametrize(
     "data",
-    [np.array([1]), np.zeros((2, 1), dtype=np.uint64), [1, 2]],
-    ids=["signed", "matrix", "list"],
+    [
+        np.array([1]),
+        np.zeros((2, 1), dtype=np.uint64),
+        [1, 2],
+        np.ma.array([1], mask=[True], dtype=np.uint64),
+    ],
+    ids=["signed", "matrix", "list", "masked"],
 )
 def test_a_single_id_feature_that_is_no_flat_uint64_array_is_refused(data):
     with pytest.raises(BatchError, match="'item': data must be a flat uint64 array"):
@@ -169,7 +175,13 @@ def test_dense_data_of_another_dtype_are_refused(dtype):
         NonIDTypeFeature(np.zeros(2, dtype=dtype), "height")
 
 
-@pytest.mark.parametrize("data", [np.float32(1), np.array(1.0), [1.0, 2.0], None])
+@pytest.mark.parametrize(
+    "data",
+    [
+        *(np.float32(1), np.array(1.0), [1.0, 2.0], None),
+        np.ma.array([1.0, 2.0], mask=[False, True]),
+    ],
+)
 def test_dense_data_that_are_no_array_of_samples_are_refused(data):
     with pytest.raises(BatchError, match="label 'clicked' must be an array with the"):
         Label(data, "clicked")
