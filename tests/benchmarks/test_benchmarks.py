@@ -26,7 +26,7 @@ TABLES = {
     "training": "training 4",
     "precision": "quality 6 conversions 6",
     "increments": "cost 4 freshness 1",
-    "data": "files 2",
+    "data": "files 2 parquet 1 lines 3 memory 2",
     "dlrm": "dlrm 3",
     "servers": "servers 1",
     "trainer": "trainer 1",
