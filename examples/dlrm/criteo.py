@@ -41,7 +41,6 @@ MISSING = 2**32
 
 _NUM_FIELDS = 1 + NUM_COUNTS + len(CATEGORIES)
 _MAX_DIGITS = 8
-_PLACES = 16 ** np.arange(_MAX_DIGITS - 1, -1, -1)
 _NUMBER = re.compile(rb"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
 _COUNT = re.compile(rb"(-?\d{1,18})?")
 _CATEGORY = re.compile(rb"[0-9a-f]{0,8}", re.IGNORECASE)
@@ -136,27 +135,31 @@ def _read(text: bytes) -> tuple[npt.NDArray[np.float32], Numbers, Numbers]:
     return labels, np.stack(counts, 1), np.stack(ids)
 
 
-_DIGITS = np.full(256, -1, np.int64)
+_NO_DIGIT = 255
+_OWN = np.array([(1 << 8 * size) - 1 for size in range(_MAX_DIGITS)] + [-1])
+_DIGITS = np.full(256, _NO_DIGIT, np.uint8)
 for _value, _digit in enumerate("0123456789abcdef"):
     _DIGITS[[ord(_digit), ord(_digit.upper())]] = _value
 
 
 def _from_hexadecimal(texts: pa.StringArray) -> Numbers:
-    """Return up to 8 hexadecimal digits as a number; no digit as ``MISSING``."""
+    """Return up to 8 hexadecimal digits as a number; no digit as ``MISSING``.
+
+    The 8 bytes up to a text's end are one word, of which the digits' own are kept.
+    """
     _, ends, data = texts.buffers()
     offsets = np.frombuffer(ends, np.int32)[texts.offset :][: len(texts) + 1]
     sizes = np.diff(offsets)
     raw = np.frombuffer(data or b"", np.uint8)[offsets[0] : offsets[-1]]
     digits = _DIGITS[raw]
-    if (len(digits) and digits.min() < 0) or sizes.max() > _MAX_DIGITS:
+    if (len(digits) and digits.max() == _NO_DIGIT) or sizes.max() > _MAX_DIGITS:
         raise ValueError("a category that is not hexadecimal")
-    if (sizes == _MAX_DIGITS).all():
-        return digits.reshape(-1, _MAX_DIGITS) @ _PLACES
-    ids = np.zeros(len(texts), np.int64)
-    starts = offsets[:-1] - offsets[0]
-    for place in range(_MAX_DIGITS):
-        has_digit = sizes > place
-        ids[has_digit] = ids[has_digit] * 16 + digits[starts[has_digit] + place]
+    before = np.concatenate([np.zeros(_MAX_DIGITS, np.uint8), digits])
+    last_8 = np.ndarray(len(digits) + 1, ">u8", before, strides=(1,))  # up to each one
+    words = last_8[offsets[1:] - offsets[0]].astype(np.int64) & _OWN[sizes]
+    for bits, mask in ((4, 0x00FF00FF00FF00FF), (8, 0x0000FFFF0000FFFF)):
+        words = (words | words >> bits) & mask  # 2 digits of each two bytes, then 4
+    ids = (words | words >> 16) & 0xFFFFFFFF
     ids[sizes == 0] = MISSING
     return ids
 
