@@ -126,8 +126,19 @@ def plain(array: Any) -> Any:
     if types.is_dictionary(kind) and kind_of(kind) not in ("text", "bytes"):
         return array.dictionary_decode()
     if types.is_list_view(kind) or types.is_large_list_view(kind):
-        return array.cast(arrow.large_list(kind.value_type))
+        return _without_views(array)
     return array
+
+
+def _without_views(array: Any) -> Any:
+    """Return views of lists as lists; pyarrow's cast makes wrong ones after a null."""
+    arrow, compute = require("pyarrow"), require("pyarrow.compute")
+    sizes = compute.list_value_length(array).fill_null(0).cast(arrow.int64())
+    ends = compute.cumulative_sum(sizes)
+    offsets = arrow.concat_arrays([arrow.array([0], arrow.int64()), ends])
+    values = compute.list_flatten(array)
+    mask = array.is_null() if array.null_count else None
+    return arrow.LargeListArray.from_arrays(offsets, values, mask=mask)
 
 
 def texts_of(array: Any) -> Any:

@@ -21,6 +21,7 @@ Dimension key:
 """
 
 import logging
+import sys
 import threading
 from collections import ChainMap, Counter
 from collections.abc import Callable, Sequence
@@ -53,6 +54,8 @@ UNITS = ("D", "h", "m", "s", "ms", "us", "ns")
 
 def require(library: str) -> Any:
     """Import a library of the extra ``data``, or say how to install it."""
+    if (imported := sys.modules.get(library)) is not None:
+        return imported
     try:
         return import_module(library)
     except ImportError as exc:

@@ -11,6 +11,7 @@ Dimension key:
 """
 
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -157,7 +158,7 @@ def tokens_of(array: Any, spec: IdColumn, fail: Fail) -> _Tokens:
         array = compute.split_pattern(texts, spec.separator)
     values, offsets, is_null = _flat(array)
     while is_list(values.type) or arrow.types.is_map(values.type):
-        values, inner, _ = _flat(values)
+        values, inner, _ = _flat(plain(values))
         offsets = inner[offsets]
     if arrow.types.is_struct(values.type):
         pairs = values.flatten()
@@ -305,8 +306,7 @@ def integers_of(
             bad = int(np.flatnonzero(is_missing)[0])
             must = f"{must} Set fill=... for missing values."
             raise fail(_row_of(bad, offsets), must, values[bad].as_py())
-        zero = arrow.scalar("0") if kind in ("text", "bytes") else arrow.scalar(0)
-        filled = compute.fill_null(values, zero.cast(values.type))
+        filled = compute.fill_null(values, _zero_of(values.type))
     if kind == "time":
         times = filled.to_numpy(zero_copy_only=False)
         numbers = times.astype(f"datetime64[{spec.unit}]").view(np.uint64)
@@ -318,6 +318,17 @@ def integers_of(
     if kind == "float":
         return _whole(filled, bad_row), is_missing
     return _cast_integers(filled, bad_row), is_missing
+
+
+def _zero_of(kind: Any) -> Any:
+    """Return 0 as a value of a type, which stands for a null that is filled."""
+    arrow = require("pyarrow")
+    match kind_of(kind):
+        case "decimal" | "time" as name:  # which no cast makes of an integer
+            return arrow.array([Decimal(0) if name == "decimal" else 0], kind)[0]
+        case "text" | "bytes":
+            return arrow.scalar("0").cast(kind)
+    return arrow.scalar(0).cast(kind)
 
 
 def _times(
@@ -389,7 +400,8 @@ def _fill(
         filling = _as_id(_hash_of(text))
     if num_missing and is_missing is not None:
         if filling is not None:
-            values = np.where(is_missing, filling, values)
+            if fill is not None:  # else they have the hash of EMPTY
+                values = np.where(is_missing, filling, values)
         else:
             bounds = np.arange(len(values) + 1) if offsets is None else offsets
             num_kept = np.concatenate([[0], np.cumsum(~is_missing)])
@@ -500,8 +512,7 @@ def _floats(
     is_missing = None
     if array.null_count:
         is_missing = compute.is_null(array).to_numpy(zero_copy_only=False)
-        zero = arrow.scalar("0") if kind in ("text", "bytes") else arrow.scalar(0)
-        array = compute.fill_null(array, zero.cast(array.type))
+        array = compute.fill_null(array, _zero_of(array.type))
     if kind == "boolean":
         array = array.cast(arrow.uint8())
     if array.type != arrow.float32():

@@ -40,6 +40,7 @@ from persia_torchrec.errors import ConfigError, DataError
 GROUP_BYTES = 1 << 20
 """Bytes of a plain text file that are a group; the last one has the rest, too."""
 
+_MAX_GROUPS = 4  # that follow each other and are parsed together
 _HEAD_BYTES = 1 << 16
 _MAX_LINE = 1 << 26
 _UNIT = b"\x1f"  # stands for a delimiter of several characters
@@ -233,11 +234,16 @@ class TextFile(TableFile):
             for block in self._blocks(groups):
                 yield partial(self.parse, block)
             return
-        for group in groups:
-            yield partial(self._parse_group, group)
+        first = 0
+        for at, group in enumerate(groups, 1):
+            is_next = at < len(groups) and groups[at] == group + 1
+            if not is_next or at - first == _MAX_GROUPS:
+                yield partial(self._parse_groups, groups[first], group)
+                first = at
 
-    def _parse_group(self, group: int) -> Rows:
-        return self.parse(self._read_range(*self._range(group)))
+    def _parse_groups(self, first: int, last: int) -> Rows:
+        start, stop = self._range(first)[0], self._range(last)[1]
+        return self.parse(self._read_range(start, stop))
 
     def blocks(
         self, groups: Sequence[int], columns: Columns | None = None
@@ -324,7 +330,7 @@ class TextFile(TableFile):
     def parse(self, block: Block, *, counts: bool = True) -> Rows:
         """Return lines as rows."""
         sources = self._columns.sources
-        if not block.data.strip(b"\r\n"):
+        if not has_rows(block.data):
             empty = dict.fromkeys(sources, require("pyarrow").nulls(0))
             table = require("pyarrow").table(empty)
         else:
@@ -343,7 +349,8 @@ class TextFile(TableFile):
                 "a field must not hold a carriage return; lines end with \\n or \\r\\n."
             )
             raise self._fail_at(block, match.start(), must)
-        if _BOM in data and (data.startswith(_BOM) or b"\n" + _BOM in data):
+        has_mark = _BOM[:1] in data and _BOM in data  # one byte is found much faster
+        if has_mark and (data.startswith(_BOM) or b"\n" + _BOM in data):
             must = "a byte order mark must be at the start of the file."
             raise self._fail_at(block, data.find(_BOM), must)
         encoding = self._options.encoding
@@ -436,7 +443,7 @@ class CsvFile(TextFile):
     def raw_blocks(self) -> Iterator[tuple[Any, Fail]]:
         """Yield all lines as Arrow tables of text, and what to raise of a row."""
         for block in self.all_blocks():
-            if block.data.strip(b"\r\n"):
+            if has_rows(block.data):
                 table = self._table(block, self._names, as_text=True)
                 yield table, partial(self._fail, block)
 
@@ -533,6 +540,13 @@ class CsvFile(TextFile):
         return self.not_utf8(block) or DataError(
             f"{self.source.url} must be lines of fields. Received: {exc}."
         )
+
+
+def has_rows(data: bytes) -> bool:
+    """Return whether a line is not empty."""
+    if data and not data.startswith((b"\n", b"\r")):
+        return True
+    return bool(data.strip(b"\r\n"))
 
 
 def count_rows(data: bytes) -> int:

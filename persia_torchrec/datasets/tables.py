@@ -29,7 +29,7 @@ from persia_torchrec.datasets.decoding import decode
 from persia_torchrec.datasets.sources import Source
 from persia_torchrec.errors import DataError
 
-BLOCK_ROWS = 65_536
+BLOCK_ROWS = 32_768
 """Rows that are decoded at once, at most."""
 
 _BUFFER_BYTES = 1 << 18  # of each column

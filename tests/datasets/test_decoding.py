@@ -1,6 +1,7 @@
 """Ids and numbers of values of every type, and of those that are missing."""
 
 import logging
+from decimal import Decimal
 
 import numpy as np
 import pyarrow as pa
@@ -9,6 +10,7 @@ import pytest
 import xxhash
 
 from persia_torchrec.data import (
+    ArrowDataset,
     CsvDataset,
     DenseColumn,
     IdColumn,
@@ -55,6 +57,22 @@ def batch_of(tmp_path, values, kind, *columns):
         ([[1, 2], [3, 4]], pa.list_(pa.int64(), 2), INTEGERS, [1, 2, 3, 4], [2, 2], 0),
         ([[1, 2], None], pa.list_(pa.int64(), 2), INTEGERS, [1, 2], [2, 0], 0),
         ([[1, 2], [3]], pa.list_view(pa.int64()), INTEGERS, [1, 2, 3], [2, 1], 0),
+        (
+            [[1], None, [2, 3]],
+            pa.list_view(pa.int64()),
+            INTEGERS,
+            [1, 2, 3],
+            [1, 0, 2],
+            0,
+        ),
+        (
+            [[[1, 2], []], [], [[3]]],
+            pa.large_list_view(pa.list_view(pa.int64())),
+            INTEGERS,
+            [1, 2, 3],
+            [2, 0, 1],
+            0,
+        ),
         ([[1, 2], [3]], pa.large_list(pa.int8()), INTEGERS, [1, 2, 3], [2, 1], 0),
         ([[], []], pa.list_(pa.null()), INTEGERS, [], [0, 0], 0),
         (
@@ -76,6 +94,22 @@ def batch_of(tmp_path, values, kind, *columns):
         ([-1], pa.timestamp("s"), INTEGERS | {"unit": "D"}, [-1], [1], 0),
         ([19000], pa.date32(), INTEGERS | {"unit": "D"}, [19000], [1], 0),
         (["1970-01-03"], pa.string(), INTEGERS | {"unit": "D"}, [2], [1], 0),
+        (
+            [3, None],
+            pa.date32(),
+            INTEGERS | {"unit": "D", "fill": 5},
+            [3, 5],
+            [1, 1],
+            1,
+        ),
+        (
+            [Decimal(1), None],
+            pa.decimal128(3, 2),
+            INTEGERS | {"fill": 5},
+            [1, 5],
+            [1, 1],
+            1,
+        ),
         ([1.0, NAN], pa.float64(), INTEGERS | {"fill": 9}, [1, 9], [1, 1], 1),
         ([1, None, 3], pa.int64(), INTEGERS | {"fill": ()}, [1, 3], [1, 0, 1], 1),
         ([1, None], pa.int64(), INTEGERS | {"fill": 9}, [1, 9], [1, 1], 1),
@@ -118,6 +152,11 @@ def batch_of(tmp_path, values, kind, *columns):
 def test_ids_of_every_type(tmp_path, values, kind, settings, ids, lengths, missing):
     batch, dataset = batch_of(tmp_path, values, kind, IdColumn("u", **settings))
     assert batch.id_features.values().tolist() == ids
+    table = pa.table({"u": pa.array(values, kind)})
+    with pa.ipc.new_file(tmp_path / "u", table.schema) as writer:
+        writer.write_table(table)
+    [same] = ArrowDataset(tmp_path / "u", 8, [IdColumn("u", **settings)])
+    assert same.id_features.values().tolist() == ids
     assert batch.id_features.lengths().tolist() == lengths
     if missing:
         assert dataset.missing == {"u": missing}
@@ -153,6 +192,7 @@ def of_hour(times):
         ([1.5, None, NAN], pa.float32(), {"fill": -1}, [[1.5], [-1], [-1]]),
         (["1.5", ""], pa.string(), {"fill": -1}, [[1.5], [-1]]),
         ([1, 2], pa.decimal128(5, 2), {}, [[1], [2]]),
+        ([Decimal("1.5"), None], pa.decimal128(2, 1), {"fill": 7}, [[1.5], [7]]),
         ([2**60 + 1], pa.int64(), {}, [[float(2**60)]]),
         ([0, 3600 * 5], pa.timestamp("s"), {"function": of_hour}, [[0], [5]]),
         ([0, 1], pa.date32(), {"function": of_hour}, [[0], [0]]),

@@ -113,6 +113,7 @@ def test_a_fault_names_its_line_before_a_row_of_its_block(
     path.write_bytes((good + text).encode())
     monkeypatch.setattr(files, "_HEAD_BYTES", 20)
     monkeypatch.setattr(files, "GROUP_BYTES", 100)
+    monkeypatch.setattr(files, "_MAX_GROUPS", 1)
     line = int(message[5]) + 50
     dataset = CsvDataset(path, 4, COLUMNS, **settings)
     labels = []

@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable
 
 import pyarrow as pa
+import pyarrow.compute
 import pyarrow.parquet as pq
 import torch
 
@@ -22,6 +23,7 @@ from persia_torchrec.data import (
     LabelColumn,
     ParquetDataset,
 )
+from persia_torchrec.errors import DataError
 from persia_torchrec.training.checkpoint import (
     apply_state,
     load_dense,
@@ -152,12 +154,36 @@ def data_files() -> Format:
 
     def check(data: bytes) -> None:
         number = (data or b"\0")[0] % len(kinds)
-        (folder / "tried").write_bytes(data[1:])
+        path = folder / "tried"
+        path.write_bytes(data[1:])
         more = {"header": True} if kinds[number] is CsvDataset else {}
-        for batch in kinds[number](folder / "tried", 3, columns, **more):
-            assert len(batch.labels[0]) <= 3
+        labels, ids = [], []
+        try:
+            for batch in kinds[number](path, 3, columns, **more):
+                assert len(batch.labels[0]) <= 3
+                labels += batch.labels[0].tolist()
+                ids += batch.id_features["u"].values().tolist()
+        except DataError as exc:
+            if path.name not in str(exc):
+                raise AssertionError(f"no file in {exc}") from exc
+            raise
+        if kinds[number] is ParquetDataset:
+            _require_rows(pq.read_table(path, use_threads=False), labels, ids)
+        if kinds[number] is ArrowDataset:
+            with path.open("rb") as file:
+                _require_rows(pa.ipc.open_file(file).read_all(), labels, ids)
 
     return Format(seeds, _change_rest, check)
+
+
+def _require_rows(table: pa.Table, labels: list[float], ids: list[int]) -> None:
+    """Require the rows that pyarrow reads."""
+    expected = table["y"].cast(pa.float64()).cast(pa.float32(), safe=False)
+    assert labels == expected.to_pylist()
+    values = table["u"]
+    while pa.types.is_list(values.type):
+        values = pa.compute.list_flatten(values)
+    assert ids == [int(value) for value in values.to_pylist()]
 
 
 def _model_and_optimizer() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
