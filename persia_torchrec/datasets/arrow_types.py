@@ -107,7 +107,11 @@ def _misfit_ids(column: IdColumn, kind: Any) -> str:
 
 
 def plain(array: Any) -> Any:
-    """Return a column as one array, of few types: no views, no nulls without a type."""
+    """Return a column as one array, of few types: no views, no nulls without a type.
+
+    Raises:
+        ArrowInvalid: an index of a dictionary is beyond it, as damaged files have.
+    """
     arrow = require("pyarrow")
     if isinstance(array, arrow.ChunkedArray):
         array = array.chunk(0) if array.num_chunks == 1 else array.combine_chunks()
@@ -123,11 +127,23 @@ def plain(array: Any) -> Any:
         return array.cast(arrow.large_string())
     if types.is_binary_view(kind) or types.is_fixed_size_binary(kind):
         return array.cast(arrow.binary()).cast(arrow.large_binary())
-    if types.is_dictionary(kind) and kind_of(kind) not in ("text", "bytes"):
-        return array.dictionary_decode()
+    if types.is_dictionary(kind):
+        _require_indices(array)
+        is_text = kind_of(kind) in ("text", "bytes")
+        return array if is_text else array.dictionary_decode()
     if types.is_list_view(kind) or types.is_large_list_view(kind):
         return _without_views(array)
     return array
+
+
+def _require_indices(array: Any) -> None:
+    """Check indices, by which pyarrow and NumPy would read what is no value."""
+    bounds = require("pyarrow.compute").min_max(array.indices)
+    first, last = bounds["min"].as_py(), bounds["max"].as_py()
+    if first is not None and (first < 0 or last >= len(array.dictionary)):
+        raise require("pyarrow").ArrowInvalid(
+            f"indices from {first} to {last} of a dictionary of {len(array.dictionary)}"
+        )
 
 
 def _without_views(array: Any) -> Any:

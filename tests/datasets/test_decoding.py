@@ -17,6 +17,7 @@ from persia_torchrec.data import (
     LabelColumn,
     ParquetDataset,
 )
+from persia_torchrec.datasets.arrow_types import plain
 from persia_torchrec.errors import ConfigError, DataError
 
 NAN = float("nan")
@@ -310,3 +311,14 @@ def test_a_positive_that_never_occurs_is_a_warning_with_what_does(
 def test_a_setting_of_a_column_that_cannot_work_is_an_error(wrong, message):
     with pytest.raises(ConfigError, match=message):
         IdColumn("u", **wrong)
+
+
+@pytest.mark.parametrize("indices", [[0, 2], [-1, 0], [2, None]])
+@pytest.mark.parametrize("kind", [pa.string(), pa.int64()])
+def test_an_index_beyond_its_dictionary_is_an_error(indices, kind):
+    dictionary = pa.array(["1", "2"]).cast(kind)
+    array = pa.DictionaryArray.from_arrays(
+        pa.array(indices, pa.int32()), dictionary, safe=False
+    )
+    with pytest.raises(pa.ArrowInvalid, match="of a dictionary of 2"):
+        plain(array)

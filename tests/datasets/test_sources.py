@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from persia_torchrec import from_torchrec
 from persia_torchrec.data import (
     ArrowDataset,
     CsvDataset,
@@ -208,6 +209,23 @@ def test_workers_of_a_loader_share_the_rows(days, num_workers, context):
     assert orders[0] != orders[1]
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_loader_that_saves_its_position_continues(days, num_workers):
+    module = pytest.importorskip("torchdata.stateful_dataloader")
+    settings = {"batch_size": None, "num_workers": num_workers}
+
+    def loader():
+        dataset = ParquetDataset(days, 3, COLUMNS, shuffle=True)
+        return module.StatefulDataLoader(dataset, **settings)
+
+    first, second = loader(), loader()
+    rows = iter(first)
+    seen = ids_of(next(rows) for _ in range(5))
+    second.load_state_dict(first.state_dict())
+    assert sorted(seen + ids_of(second)) == list(range(40))
+
+
 def test_a_queue_stays_in_its_process(days):
     dataset = ParquetDataset(WorkQueue([days]), 7, COLUMNS)
     with pytest.raises(ConfigError, match=r"must stay in its process.*num_workers=0"):
@@ -225,6 +243,8 @@ def test_batches_of_other_kinds(days):
     assert batch.dense_features.shape == (40, 1)
     assert batch.sparse_features["id"].values().tolist() == list(range(40))
     assert torch.equal(batch.labels, torch.ones(40))
+    [batch] = ParquetDataset(days, 40, columns, convert=from_torchrec)
+    assert batch.id_type_features[0].ids.tolist() == list(range(40))
 
 
 def test_large_row_groups_come_in_blocks(tmp_path, monkeypatch):

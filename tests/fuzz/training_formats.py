@@ -168,7 +168,8 @@ def data_files() -> Format:
                 raise AssertionError(f"no file in {exc}") from exc
             raise
         if kinds[number] is ParquetDataset:
-            _require_rows(pq.read_table(path, use_threads=False), labels, ids)
+            with pq.ParquetFile(path) as file:
+                _require_rows(file.read(use_threads=False), labels, ids)
         if kinds[number] is ArrowDataset:
             with path.open("rb") as file:
                 _require_rows(pa.ipc.open_file(file).read_all(), labels, ids)
