@@ -174,7 +174,8 @@ def data_files() -> Format:
             with path.open("rb") as file:
                 _require_rows(pa.ipc.open_file(file).read_all(), labels, ids)
 
-    return Format(seeds, _change_rest, check)
+    # pyarrow allocates what the header of a page says.
+    return Format(seeds, _change_rest, check, most_of_one_mib=2048)
 
 
 def _require_rows(table: pa.Table, labels: list[float], ids: list[int]) -> None:
