@@ -159,7 +159,7 @@ def _from_hexadecimal(texts: pa.StringArray) -> Numbers:
     words = last_8[offsets[1:] - offsets[0]].astype(np.int64) & _OWN[sizes]
     for bits, mask in ((4, 0x00FF00FF00FF00FF), (8, 0x0000FFFF0000FFFF)):
         words = (words | words >> bits) & mask  # 2 digits of each two bytes, then 4
-    ids = (words | words >> 16) & 0xFFFFFFFF
+    ids: npt.NDArray[np.int64] = (words | words >> 16) & 0xFFFFFFFF
     ids[sizes == 0] = MISSING
     return ids
 
