@@ -126,7 +126,9 @@ def test_the_example_of_settings_runs_as_it_stands(tmp_path):
 
 
 def test_no_other_page_has_an_example_in_python():
-    assert len(blocks("python")) == 2
+    of_clients = blocks("python", "docs/serving.md")  # test_inference_protocol runs it
+    assert len(blocks("python")) == 2 + len(of_clients)
+    assert len(of_clients) == 1
 
 
 def test_what_a_diff_imports_is_there():

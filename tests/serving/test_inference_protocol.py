@@ -1,6 +1,8 @@
 """The Open Inference Protocol over HTTP and gRPC."""
 
+import contextlib
 import json
+import re
 import struct
 import subprocess
 import urllib.error
@@ -48,23 +50,29 @@ class Model(nn.Module):
         return (age + x.sum(1) + embeddings[0].sum(1)).unsqueeze(1)
 
 
-@pytest.fixture(scope="module")
-def server():
-    """Return an HTTP server, a gRPC server, and the predictions to be had."""
+@contextlib.contextmanager
+def serving(name, model, signature):
+    """Return an HTTP and a gRPC server, and the model, during a block."""
     with Servers() as servers:
         client = servers.client(servers.start(1))
         client.add_tables([TableSpec(name="item", dim=2, optimizer=SGD(1.0))])
         rows = np.float32([[1, 2], [10, 20], [100, 200]])
         client.write("item", np.array(IDS, dtype=np.uint64), rows)
-        models = Models("adult")
+        models = Models(name)
         reader = SlotsReader(SlotsLookup(client, [FEATURE]), torch.device("cpu"))
-        model = DenseModel(Model(), "/runs/checkpoint-00000003/m.pt", SIGNATURE)
-        models.add(Version(Predictor(reader, model)))
+        dense = DenseModel(model, "/runs/checkpoint-00000003/m.pt", signature)
+        models.add(Version(Predictor(reader, dense)))
         config = HttpConfig(grpc_port=0, max_samples=5)
         http, rpc = PredictionServer(models, config), GrpcServer(models, config)
         yield http, rpc, models
         rpc.close()
         http.close()
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving("adult", Model(), SIGNATURE) as running:
+        yield running
 
 
 EXPECTED = [[0.5 + 3 + 33], [1.5 + 7], [2.5 + 11 + 300]]
@@ -363,9 +371,37 @@ def test_errors_of_grpc_have_the_statuses_of_the_protocol(server):
 CLIENTS = ROOT / "build/clients"
 
 
-@pytest.mark.skipif(
+needs_clients = pytest.mark.skipif(
     not (CLIENTS / "installed").exists(), reason="`make unit` installs tritonclient"
 )
+
+
+class Ages(nn.Module):
+    """Adds up an age and the embeddings of items."""
+
+    def forward(self, dense, embeddings):
+        return dense[0] + embeddings[0].sum(1, keepdim=True)
+
+
+@needs_clients
+def test_the_example_of_the_page_runs_as_it_stands():
+    signature = ModelSignature(("item",), (DenseInput("age", "float32", (1,)),), (1,))
+    page = (ROOT / "docs/serving.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    with serving("model", Ages(), signature) as (http, *_):
+        address = http.address.removeprefix("http://")
+        ran = subprocess.run(
+            [CLIENTS / "bin/python", "-c", block.replace("localhost:8080", address)],
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+        )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == "[[303.5]]\n"  # 0.5, ids 7 and 8
+
+
+@needs_clients
 def test_stock_clients_work_unchanged(server):
     http, rpc, _ = server
     inputs = [
