@@ -119,7 +119,7 @@ def train(
 def evaluate(
     model: DistributedModelParallel, data: Iterator[Batch], device: torch.device
 ) -> float:
-    """Return the AUC; ids that were never trained read zeros."""
+    """Return the AUC; ids that were never trained read their first weights."""
     model.eval()
     with torch.no_grad():
         outputs = [model(batch.to(device))[1] for batch in data]

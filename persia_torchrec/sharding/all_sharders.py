@@ -36,8 +36,8 @@ from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.sharding import sharded_module, table_control
 from persia_torchrec.sharding.collection import PersiaTables, TableCollection
+from persia_torchrec.sharding.planned import PlannedSharder
 from persia_torchrec.sharding.sharder import (
-    PlannedSharder,
     RemoteEmbeddingBagCollectionSharder,
     RemoteEmbeddingCollectionSharder,
     RemoteSharder,
@@ -53,6 +53,10 @@ class _HolderSharder(PlannedSharder):
 
     def shardable_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         return self._collections.shardable_parameters(self.tables_in(module))
+
+    def reject_constraints(self) -> ConfigError:
+        self.asked = self._collections.asked
+        return super().reject_constraints()
 
     def put_on_servers(
         self, module: Any, env: types.ShardingEnv, device: torch.device, path: str = ""

@@ -37,7 +37,13 @@ from torchrec.optim.keyed import CombinedOptimizer
 
 from persia_torchrec.datasets.batches import move
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.sharding import collection, sharder, state, torchrec_api
+from persia_torchrec.sharding import (
+    collection,
+    planned,
+    sharder,
+    state,
+    torchrec_api,
+)
 from persia_torchrec.sharding.collection import TableCollection
 from persia_torchrec.sharding.sharded_module import (
     LazyOutput,
@@ -410,21 +416,21 @@ class MixedSharder(BaseEmbeddingSharder[TableCollection]):
     ) -> None:
         """Refuse a plan of other tables, or of another placement."""
         configs, placement = collection.table_configs(module), self._placement
-        sharder.require_tables(module, params)
+        planned.require_tables(module, params)
         if params.keys() <= self._planned:  # and so the planner has seen all
             require_known_tables({*placement.remote, *placement.local}, self._planned)
         for config in configs:
-            planned = params[config.name]
+            of_table = params[config.name]
             if placement.is_remote(config):
                 where, on_servers = "on the servers", self._remote.sharding_type
-                fits = sharder.is_planned_on_servers(planned, on_servers)
+                fits = planned.is_planned_on_servers(of_table, on_servers)
             else:
-                where, num_rows = "under TorchRec", sharder.num_rows(planned)
+                where, num_rows = "under TorchRec", planned.num_rows(of_table)
                 is_whole = num_rows in (None, config.num_embeddings)
                 fits = is_whole or config.use_virtual_table
             if not fits:
                 raise ConfigError(
                     f"The plan must have been made with this sharder's placement, by "
-                    f"which table {config.name!r} lies {where}. Received: {planned}. "
+                    f"which table {config.name!r} lies {where}. Received: {of_table}. "
                     "Let the planner plan with this sharder."
                 )

@@ -121,7 +121,8 @@ class ShardedRemoteCollection(
 
     In training mode, with gradients enabled, rows are made on first sight and the
     gradients are pushed, times ``gradient_scale``; otherwise the servers are only read,
-    and an unknown id reads zeros. The module does not close ``pipeline``.
+    and an unknown id reads what ``ids_without_row`` of its table says. The module does
+    not close ``pipeline``.
     """
 
     weights_in: ClassVar[str] = "embedding_bags"  # as in embedding_bags.NAME.weight

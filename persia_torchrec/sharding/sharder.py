@@ -9,7 +9,6 @@ import logging
 import math
 import os
 import secrets
-import weakref
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
@@ -19,7 +18,6 @@ import torch.distributed as dist
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.distributed import types
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 
 from persia_torchrec import timeouts
 from persia_torchrec.client.bulk import IdsOfRows
@@ -52,6 +50,7 @@ from persia_torchrec.sharding.names import (
 )
 from persia_torchrec.sharding.on_device import RowsOnDevice
 from persia_torchrec.sharding.optimizer import RemoteOptimizer
+from persia_torchrec.sharding.planned import PlannedSharder
 from persia_torchrec.sharding.state import (
     CollectionState,
     StateDictRows,
@@ -66,76 +65,6 @@ _PRECISIONS = {
     torch.float16: Precision.FP16,
     torch.bfloat16: Precision.BF16,
 }
-
-
-class PlannedSharder(types.ModuleSharder[nn.Module]):
-    """What a planner and ``DistributedModelParallel`` ask of a sharder."""
-
-    module_type: ClassVar[type[nn.Module]]
-    sharding_type: ClassVar[str] = types.ShardingType.ROW_WISE.value
-    # TorchRec's settings of its kernels. Planners of torchrec up to 1.6 read it of each
-    # sharder; those of 1.7 to 1.9 ask first whether it is there.
-    fused_params: ClassVar[None] = None
-
-    @abstractmethod
-    def put_on_servers(
-        self, module: Any, env: types.ShardingEnv, device: torch.device, path: str = ""
-    ) -> Any:
-        """Make the tables known to the servers; return the module that uses them.
-
-        ``path`` is the module's in the model, as far as it is known.
-        """
-
-    def tables_in(self, module: nn.Module) -> TableCollection:
-        """Return the collection of tables that a module is, or holds."""
-        return module
-
-    def shard(
-        self,
-        module: nn.Module,
-        params: types.EmbeddingModuleShardingPlan,
-        env: types.ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> Any:
-        """Check the plan, and put the tables on the servers."""
-        require_tables(self.tables_in(module), params)
-        for name, sharding in params.items():
-            if not is_planned_on_servers(sharding, self.sharding_type):
-                raise ConfigError(
-                    f"The plan must have table {name!r} on the servers, where this "
-                    f"sharder puts it: {self.sharding_type}, with a placeholder of one "
-                    f"row. Received: {sharding}. Pass the sharders that the model gets "
-                    "to the planner: planner.collective_plan(model, sharders, pg)."
-                )
-        given = env, device or torch.device("cpu"), module_fqn or ""
-        sharded = self.put_on_servers(module, *given)
-        sharded.module_sharding_plan = params
-        sharded.replaced = weakref.ref(module)
-        return sharded
-
-    def reshard(self, module: Any, *_: object) -> Any:
-        """Refuse, as the module does."""
-        return module.update_shards()
-
-    def shardable_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """Return a placeholder of one row for each table."""
-        return {
-            config.name: nn.Parameter(
-                torch.empty(1, config.embedding_dim, device="meta")
-            )
-            for config in collection.table_configs(self.tables_in(module))
-        }
-
-    def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Return the one type: rows are spread over servers."""
-        return [self.sharding_type]
-
-    def compute_kernels(
-        self, sharding_type: str, compute_device_type: str
-    ) -> list[str]:
-        """Return the one kernel: lookup and update are the servers' own."""
-        return [EmbeddingComputeKernel.FUSED.value]
 
 
 class CollectionSharder(table_control.TableControl, PlannedSharder):
@@ -221,32 +150,6 @@ def _require_device(device: torch.device) -> None:
                 f"{device}, and cuda:{current} is current. Call "
                 f"torch.cuda.set_device({device.index}) first."
             )
-
-
-def require_tables(module: TableCollection, params: Mapping[str, Any]) -> None:
-    """Refuse a plan of other tables."""
-    names = {config.name for config in collection.table_configs(module)}
-    if params.keys() != names:
-        raise ConfigError(
-            f"The plan must name the tables {sorted(names)}. "
-            f"Received: {sorted(params)}."
-        )
-
-
-def is_planned_on_servers(
-    sharding: types.ParameterSharding, sharding_type: str
-) -> bool:
-    """Return whether a plan is of a placeholder, as this project's sharders offer."""
-    # Kernels tell nothing: TorchRec's helpers for plans by hand do not ask the sharder.
-    return sharding.sharding_type == sharding_type and num_rows(sharding) == 1
-
-
-def num_rows(sharding: types.ParameterSharding) -> int | None:
-    """Return the rows of a planned table or placeholder; None if data parallel."""
-    spec = sharding.sharding_spec
-    if not isinstance(spec, types.EnumerableShardingSpec):
-        return None
-    return max(shard.shard_offsets[0] + shard.shard_sizes[0] for shard in spec.shards)
 
 
 _Check: TypeAlias = tuple[str, object, bool, str]

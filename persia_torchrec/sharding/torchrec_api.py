@@ -170,6 +170,20 @@ def replace_trackers(model: Any, tracker: Callable[..., Any]) -> None:
     model._init_delta_tracker = model._init_raw_id_tracker = tracker
 
 
+class Allowed(list[str]):
+    """What a sharder allows of a table, and what to raise where constraints want more.
+
+    Planners put this list into an f-string only where constraints leave nothing of it.
+    """
+
+    def __init__(self, allowed: str, reject: Callable[[], Exception]) -> None:
+        super().__init__([allowed])
+        self._reject = reject
+
+    def __format__(self, spec: str) -> str:
+        raise self._reject()
+
+
 class ParametersInTurn(dict[str, nn.Parameter]):
     """Parameters by table that say whose turn it is, and None at the end.
 

@@ -1,0 +1,130 @@
+"""What planners ask of a sharder whose tables are on the servers.
+
+The planner plans a table like any other: it sees a placeholder parameter of one row
+without storage, and names of sharding type and kernel that it knows.
+"""
+
+import weakref
+from abc import abstractmethod
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torchrec.distributed import types
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+
+from persia_torchrec.errors import ConfigError
+from persia_torchrec.sharding import collection
+from persia_torchrec.sharding.collection import TableCollection
+from persia_torchrec.sharding.torchrec_api import Allowed, ParametersInTurn
+
+
+class PlannedSharder(types.ModuleSharder[nn.Module]):
+    """What a planner and ``DistributedModelParallel`` ask of a sharder."""
+
+    module_type: ClassVar[type[nn.Module]]
+    sharding_type: ClassVar[str] = types.ShardingType.ROW_WISE.value
+    # TorchRec's settings of its kernels. Planners of torchrec up to 1.6 read it of each
+    # sharder; those of 1.7 to 1.9 ask first whether it is there.
+    fused_params: ClassVar[None] = None
+
+    @abstractmethod
+    def put_on_servers(
+        self, module: Any, env: types.ShardingEnv, device: torch.device, path: str = ""
+    ) -> Any:
+        """Make the tables known to the servers; return the module that uses them.
+
+        ``path`` is the module's in the model, as far as it is known.
+        """
+
+    def tables_in(self, module: nn.Module) -> TableCollection:
+        """Return the collection of tables that a module is, or holds."""
+        return module
+
+    def shard(
+        self,
+        module: nn.Module,
+        params: types.EmbeddingModuleShardingPlan,
+        env: types.ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> Any:
+        """Check the plan, and put the tables on the servers."""
+        require_tables(self.tables_in(module), params)
+        for name, sharding in params.items():
+            if not is_planned_on_servers(sharding, self.sharding_type):
+                raise ConfigError(
+                    f"The plan must have table {name!r} on the servers, where this "
+                    f"sharder puts it: {self.sharding_type}, with a placeholder of one "
+                    f"row. Received: {sharding}. Pass the sharders that the model gets "
+                    "to the planner: planner.collective_plan(model, sharders, pg)."
+                )
+        given = env, device or torch.device("cpu"), module_fqn or ""
+        sharded = self.put_on_servers(module, *given)
+        sharded.module_sharding_plan = params
+        sharded.replaced = weakref.ref(module)
+        return sharded
+
+    def reshard(self, module: Any, *_: object) -> Any:
+        """Refuse, as the module does."""
+        return module.update_shards()
+
+    asked: str | None = None  # the table that a planner asks about
+
+    def shardable_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        """Return a placeholder of one row for each table."""
+        placeholders = {
+            config.name: nn.Parameter(
+                torch.empty(1, config.embedding_dim, device="meta")
+            )
+            for config in collection.table_configs(self.tables_in(module))
+        }
+        return ParametersInTurn(placeholders, partial(setattr, self, "asked"))
+
+    def reject_constraints(self) -> ConfigError:
+        """Return the error of constraints that servers cannot keep."""
+        return ConfigError(
+            f"Table {self.asked!r} is on the servers: its ParameterConstraints "
+            f"may have sharding_types=[{self.sharding_type!r}] and compute_kernels="
+            "['fused'] only. Received: others. Leave them out; or let a MixedSharder "
+            "leave the table to TorchRec: Placement(constraints=constraints), or "
+            "Placement(min_rows=...) for small tables."
+        )
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Return the one type: rows are spread over servers."""
+        return Allowed(self.sharding_type, self.reject_constraints)
+
+    def compute_kernels(
+        self, sharding_type: str, compute_device_type: str
+    ) -> list[str]:
+        """Return the one kernel: lookup and update are the servers' own."""
+        return Allowed(EmbeddingComputeKernel.FUSED.value, self.reject_constraints)
+
+
+def require_tables(module: TableCollection, params: Mapping[str, Any]) -> None:
+    """Refuse a plan of other tables."""
+    names = {config.name for config in collection.table_configs(module)}
+    if params.keys() != names:
+        raise ConfigError(
+            f"The plan must name the tables {sorted(names)}. "
+            f"Received: {sorted(params)}."
+        )
+
+
+def is_planned_on_servers(
+    sharding: types.ParameterSharding, sharding_type: str
+) -> bool:
+    """Return whether a plan is of a placeholder, as this project's sharders offer."""
+    # Kernels tell nothing: TorchRec's helpers for plans by hand do not ask the sharder.
+    return sharding.sharding_type == sharding_type and num_rows(sharding) == 1
+
+
+def num_rows(sharding: types.ParameterSharding) -> int | None:
+    """Return the rows of a planned table or placeholder; None if data parallel."""
+    spec = sharding.sharding_spec
+    if not isinstance(spec, types.EnumerableShardingSpec):
+        return None
+    return max(shard.shard_offsets[0] + shard.shard_sizes[0] for shard in spec.shards)
