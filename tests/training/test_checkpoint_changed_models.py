@@ -55,7 +55,7 @@ class Run:
         return load_checkpoint(path, self.state, self.client, **rules)
 
     def rows(self, name):
-        return self.client.read(name, IDS)
+        return self.client.read(name, IDS, initial=False)
 
     def weights(self, name):
         return self.rows(name)[:, : self.client.table(name).dim]

@@ -1,0 +1,107 @@
+"""Programs of others: where they are, the lines that plug the servers in, and runs.
+
+A patch is pairs of a line, or of lines, of the program and what they become. It has
+nothing but the plug-in in it.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+SIZES = (
+    "--num_embeddings_per_feature="
+    + ",".join(str(n) for n in (300, 40, 500, 200, 60, 3, 90, 30, 7, 400, 80, 500, 20))
+    + ","
+    + ",".join(str(20 + 17 * n) for n in range(13))
+)
+HOT = "--multi_hot_sizes=" + ",".join(str(1 + n % 4) for n in range(26))
+UNIFORM = "--multi_hot_distribution_type=uniform"
+SMALL = [
+    "--embedding_dim=16",
+    "--dense_arch_layer_sizes=32,16",
+    "--over_arch_layer_sizes=32,16,1",
+    "--batch_size=64",
+    "--learning_rate=0.1",
+    "--seed=1",
+    SIZES,
+]
+DCN = ["--interaction_type=dcn", "--dcn_num_layers=2", "--dcn_low_rank_dim=8"]
+ADAGRAD = ["--adagrad", "--learning_rate=0.005"]  # MLPerf's
+SCHEDULE = ["--lr_warmup_steps=5", "--lr_decay_start=10", "--lr_decay_steps=10"]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program: its repository and commit, its folder there, patch and runs."""
+
+    repository: str
+    commit: str
+    folder: str
+    main: str
+    patch: tuple[tuple[str, str], ...]
+    runs: dict[str, list[str]] = field(default_factory=dict)
+
+    def patched(self, source: str) -> str:
+        """Return the source of the program with the servers plugged in."""
+        for before, after in self.patch:
+            if source.count(before) != 1:
+                raise ValueError(f"{self.main} must have {before!r} once.")
+            source = source.replace(before, after)
+        return source
+
+    def num_lines(self) -> tuple[int, int]:
+        """Return how many lines of the program are new, and how many are changed."""
+        new = changed = 0
+        for before, after in self.patch:
+            old, now = before.splitlines(), after.splitlines()
+            kept = sum(line in old for line in now)
+            changed += len(old) - kept
+            new += len(now) - len(old)
+        return new, changed
+
+    def root(self, checkouts: Path) -> Path:
+        """Return the program's folder below that of all checkouts."""
+        return checkouts / self.repository.rpartition("/")[2] / self.folder
+
+
+_DLRM_PATCH = (
+    (
+        "from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology",
+        "from persia_torchrec import EmbeddingClient, remote_sharders\n"
+        "from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology",
+    ),
+    (
+        "    plan = planner.collective_plan(\n"
+        "        train_model, get_default_sharders(), dist.GroupMember.WORLD",
+        "    client = EmbeddingClient.connect(os.environ['SERVERS'].split(','))\n"
+        "    sharders = remote_sharders(client, staleness=0)\n"
+        "    plan = planner.collective_plan(\n"
+        "        train_model, sharders, dist.GroupMember.WORLD",
+    ),
+    (
+        "        plan=plan,\n    )",
+        "        plan=plan,\n        sharders=sharders,\n    )",
+    ),
+)
+
+PROGRAMS = {
+    "dlrm": Program(
+        "facebookresearch/dlrm",
+        "090956ee2319ddd349a42232958aefccfe3f7b0a",
+        "torchrec_dlrm",
+        "dlrm_main.py",
+        _DLRM_PATCH,
+        {
+            "SGD": SMALL,
+            "Adagrad, warm-up and decay": [*SMALL, *ADAGRAD, *SCHEDULE],
+            "DCN, multi-hot": [*SMALL, *DCN, HOT, UNIFORM, *ADAGRAD],
+        },
+    ),
+    "mlcommons": Program(
+        "mlcommons/training",
+        "aa344c7f",
+        "recommendation_v2/torchrec_dlrm",
+        "dlrm_main.py",
+        _DLRM_PATCH,
+        {"DCN, Adagrad": [*SMALL, *DCN, *ADAGRAD]},
+    ),
+}
