@@ -54,7 +54,7 @@ endif
 # Why the job has failed that began last, after what torchx says at its end.
 CAUSE = find runs -path '*/coordinator/0/combined.log' -newer $(VENV)/began -exec tail -n 1 {} +
 
-.PHONY: help install train system test test-versions lint unit chaos fuzz soak cluster quality speed coverage clean
+.PHONY: help install train system test test-versions lint unit chaos fuzz soak cluster quality speed coverage dropin clean
 .NOTPARALLEL:
 
 help:  ## show this list
@@ -138,6 +138,9 @@ fuzz: $(STAMP)  ## inputs that nobody has meant; ARGS="-k shard --inputs 5000" c
 
 soak: $(STAMP)  ## one job for an hour; ARGS="--minutes 10" for less
 	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest tests/soak --timeout 90000 --minutes 60 $(ARGS)
+
+dropin: $(STAMP)  ## programs of others, plain and on servers; ARGS="--checkouts DIR"
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.dropin.run $(ARGS)
 
 quality: $(STAMP)  ## AUC of the PLE example against its bars; ARGS="--data_location DIR"
 	OMP_NUM_THREADS=1 $(BIN)/python examples/ple/measure.py quality $(ARGS)

@@ -146,7 +146,7 @@ def imported(tree):
 # rooms, or about what stands beside the package.
 SUITES = {
     *("architecture", "benchmarks", "chaos", "cluster", "components", "docs"),
-    *("examples", "fuzz", "gpu", "integration", "soak", "support"),
+    *("dropin", "examples", "fuzz", "gpu", "integration", "soak", "support"),
 }
 TEST_FILES = sorted(path.relative_to(ROOT) for path in (ROOT / "tests").rglob("*.py"))
 

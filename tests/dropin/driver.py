@@ -4,7 +4,7 @@
 
 The program is imported as it stands in FOLDER. Around it, and in it nowhere: each
 weight begins with numbers of its key, tables of the plain program are whole on this
-trainer, and a hook notes the loss of each training batch.
+trainer, and hooks note the loss of each training batch and each AUROC.
 """
 
 import hashlib
@@ -24,6 +24,10 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import ShardedTensor
 
 WHOLE = ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"])
+
+
+METRICS: list[float] = []
+"""Each AUROC that the program has computed, to 6 digits."""
 
 
 def first_weights(key: str, shape: torch.Size) -> torch.Tensor:
@@ -66,7 +70,15 @@ def stand_in_for_missing() -> None:
     made = torchmetrics.AUROC
 
     def auroc(*args: Any, compute_on_step: bool = False, **settings: Any) -> Any:
-        return made(*args, **settings)
+        metric = made(*args, **settings)
+        compute = metric.compute
+
+        def noted() -> Any:
+            METRICS.append(round(float(value := compute()), 6))
+            return value
+
+        metric.compute = noted
+        return metric
 
     torchmetrics.AUROC = auroc
 
@@ -98,7 +110,7 @@ def main(folder: str, name: str, output: str, kind: str, *arguments: str) -> Non
         program.EmbeddingShardingPlanner = planner
     program.main(list(arguments))
     torch.save(tables(models[0]), Path(output, "tables.pt"))
-    Path(output, "losses.json").write_text(json.dumps(losses))
+    Path(output, "losses.json").write_text(json.dumps([losses, METRICS]))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ class Outcome:
 
     losses: list[float]
     tables: dict[str, torch.Tensor]
-    metrics: list[str]  # lines of the log that tell of AUROC
+    metrics: list[float]  # AUROC
 
 
 def fetch(program: Program, checkouts: Path) -> Path:
@@ -66,9 +66,7 @@ def run(folder: Path, program: Program, kind: str, arguments: list[str]) -> Outc
         )
         if done.returncode:
             raise SystemExit(f"{' '.join(command)}\n{done.stderr[-3000:]}")
-        lines = (done.stdout + done.stderr).splitlines()
-        metrics = [line for line in lines if "AUROC" in line and "over" in line]
-        losses = json.loads(Path(output, "losses.json").read_text())
+        losses, metrics = json.loads(Path(output, "losses.json").read_text())
         return Outcome(losses, torch.load(Path(output, "tables.pt")), metrics)
 
 
