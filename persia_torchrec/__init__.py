@@ -28,6 +28,9 @@ def names_on_use(
     def load(name: str) -> Any:
         module = modules.get(name)
         if module is None:
+            own = Path(file).parent / name if Path(file).stem == "__init__" else None
+            if own and (own.is_dir() or own.with_suffix(".py").is_file()):
+                raise AttributeError(name)  # Python imports the module next
             raise import_module(f"{__name__}.moved").unknown(package, name, names)
         if module == package:
             return import_module(f"{package}.{name}")
