@@ -118,9 +118,11 @@ class TestCollections:
         with pytest.raises(ConfigError, match=message):
             job.put_on_servers(module)
 
-    def test_an_unknown_init_fn_is_rejected(self, job):
-        module = Bags([table(init_fn=nn.init.xavier_uniform_)])
-        with pytest.raises(ConfigError, match=r"'term': init_fn must be uniform_, nor"):
+    def test_an_init_fn_by_position_is_rejected(self, job):
+        module = Bags([table(init_fn=nn.init.eye_)])
+        with pytest.raises(
+            ConfigError, match=r"'term': weights that init_fn makes must not"
+        ):
             job.put_on_servers(module)
 
     def test_integer_weights_are_rejected(self, job):

@@ -96,7 +96,7 @@ class Model:
 
     def rows(self, table, ids):
         self.sharder.flush()
-        return self.client.read(table, ids_of(ids))
+        return self.client.read(table, ids_of(ids), initial=False)
 
 
 def total(client, counter):

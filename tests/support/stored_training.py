@@ -77,7 +77,9 @@ class Trainer:
             "weights": [_hex(p) for p in self.model.module.top.parameters()],
             "adam": [{k: _hex(v) for k, v in found[n].items()} for n in sorted(found)],
             "rate": self.scheduler.get_last_lr(),
-            "rows": {t: hex_of(self.client.read(t, ids)) for t in TABLES},
+            "rows": {
+                t: hex_of(self.client.read(t, ids, initial=False)) for t in TABLES
+            },
             "uses": self.client.metadata("second", ids).frequency.tolist(),
             "steps": [self.client.step(t) for t in TABLES],
         }

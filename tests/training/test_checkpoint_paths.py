@@ -17,7 +17,7 @@ from persia_torchrec import (
 )
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.datasets.columns import IdColumn
-from persia_torchrec.datasets.dataset import CsvDataset
+from persia_torchrec.datasets.formats import CsvDataset
 from persia_torchrec.errors import PersiaError
 from persia_torchrec.persia.config.embedding_config import load_embedding_config
 from persia_torchrec.persia.config.global_config import load_global_config

@@ -134,6 +134,9 @@ class Answering:
     def __len__(self):
         return len(self.names)
 
+    def set_renewal(self, renewal):
+        """Servers that answer once start never again."""
+
     def ask(self, kind, value, what, answer):
         assert kind is Kind.HELLO
         told = [None if dims is None else self._tell(dims) for dims in self._dims]
