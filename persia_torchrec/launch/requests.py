@@ -5,7 +5,7 @@ against the shell's of the same name, and end at a comma or a quote.
 ``--cpus-per-task`` is for srun, too: since Slurm 22.05 it does not take
 it from the allocation, and binds a task to one processor. Memory is in
 MiB, processors are whole.
-Kubernetes   variables of Secrets; of a pod, what is in ``Pod``
+Kubernetes   variables of Secrets; what ``PodSettings`` has
 """
 
 import math
@@ -18,6 +18,7 @@ from torchx import specs
 
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.launch.arguments import require_known_options
+from persia_torchrec.launch.pod import PodSettings
 
 TOKEN_SECRETS = {"PERSIA_JOB_TOKEN": "persia-job-token/token"}
 """Where Kubernetes has the job's token, unless a role names another Secret."""
@@ -33,6 +34,7 @@ class Role(specs.Role):
 
     secrets: Mapping[str, str] = field(default_factory=dict)  # by variable
     memory_bytes: int = 0  # 0: what the scheduler gives
+    pod: PodSettings = field(default_factory=PodSettings)
 
     def pre_proc(self, scheduler: str, dryrun_info: Any) -> Any:
         """Change the request to a scheduler; torchx calls it."""
@@ -83,6 +85,7 @@ class Role(specs.Role):
             of, _, key = secret.partition("/")
             value = {"secretKeyRef": {"name": of, "key": key}}
             container.env.append({"name": name, "valueFrom": value})
+        self.pod.complete(pod)
 
 
 def as_it_is(text: str) -> str:

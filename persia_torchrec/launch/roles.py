@@ -35,6 +35,7 @@ from persia_torchrec.launch.amounts import (
     require_memory,
     require_processors,
 )
+from persia_torchrec.launch.pod import PodSettings
 from persia_torchrec.launch.requests import (
     TOKEN_SECRETS,
     Role,
@@ -92,6 +93,7 @@ class RoleSettings(Struct, frozen=True, kw_only=True):
     env: dict[str, str] = {}
     secrets: dict[str, str] = {}  # variables, each with "SECRET/KEY" of Kubernetes
     image: str | None = None
+    pod: PodSettings = PodSettings()
 
     def __post_init__(self) -> None:
         for name in ("cpu", "memory"):
@@ -123,6 +125,7 @@ class RoleSettings(Struct, frozen=True, kw_only=True):
         given["volumes"] = (*other.volumes, *self.volumes)
         given["env"] = {**other.env, **self.env}
         given["secrets"] = {**other.secrets, **self.secrets}
+        given["pod"] = self.pod.over(other.pod)
         return structs.replace(other, **given)
 
     def resource(self, gpus: int) -> specs.Resource:
@@ -374,6 +377,7 @@ class JobSettings:
             memory_bytes=math.ceil(quantity(own.memory or 0)),
             mounts=own.mounts(),
             secrets=self._secrets(own),
+            pod=own.pod,
         )
 
     def _survives(self, name: str) -> dict[str, object]:
@@ -533,11 +537,26 @@ def _parse_words(text: str) -> dict[str, dict[str, Any]]:
         kind, _, variable = name.partition(".")
         if kind in ("env", "secrets") and variable:
             section.setdefault(kind, {})[variable] = value
+        elif kind == "pod" and variable:
+            _parse_pod(section.setdefault("pod", {}), variable, value)
         elif name == "volumes":
             section[name] = value.split(",")
         else:
             section[name] = int(value) if value.isdecimal() else value
     return content
+
+
+def _parse_pod(section: dict[str, Any], path: str, value: str) -> None:
+    """Parse ``labels.NAME`` as text, others, as ``affinity.podAffinity``, as YAML."""
+    name, _, rest = path.partition(".")
+    is_text = name in ("labels", "annotations", "nodeSelector") and rest
+    parsed = value if is_text else parse_yaml(value, f"set: pod.{path}")
+    *outer, last = [name, rest] if is_text else path.split(".")
+    for key in outer:
+        section = section.setdefault(key, {})
+        if not isinstance(section, dict):
+            raise ConfigError(f"set must give pod.{path} once, in one form.")
+    section[last] = parsed
 
 
 def _split(name: str, kind: str, text: str) -> list[str]:

@@ -171,6 +171,13 @@ def _check_keys(content: object, kind: Any, at: KeyPath) -> object:
             name: read_section(entry, value, at.under(name))
             for name, value in _require_mapping(content, at).items()
         }
+    if get_origin(kind) in (list, tuple):
+        if not isinstance(content, list):
+            return content  # as msgspec will say
+        entry = get_args(kind)[0]
+        places = [KeyPath(at.source, f"{at.path}[{n}]") for n in range(len(content))]
+        pairs = zip(content, places, strict=True)
+        return [_check_keys(one, entry, place) for one, place in pairs]
     structs = [k for k in (kind, *get_args(kind)) if hasattr(k, "__struct_fields__")]
     if not structs or (content is None and kind is not structs[0]):  # X | None
         return content

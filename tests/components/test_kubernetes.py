@@ -82,6 +82,120 @@ def test_a_job_without_an_image_is_rejected(request_of):
         )
 
 
+PODS = """
+all:
+  pod:
+    imagePullSecrets: [registry]
+    labels: {example.com/team: ads}
+    annotations: {example.com/note: "any text, at all"}
+    nodeSelector: {pool: cpu}
+    tolerations: [{key: spot, operator: Exists}]
+    securityContext:
+      runAsUser: 123456
+      runAsNonRoot: true
+      fsGroup: 2000
+      seccompProfile: {type: RuntimeDefault}
+      allowPrivilegeEscalation: false
+      capabilities: {drop: [ALL]}
+      readOnlyRootFilesystem: true
+    terminationGracePeriodSeconds: 300
+trainer:
+  volumes: ["scratch:/tmp"]
+  pod:
+    nodeSelector: {pool: gpu}
+    tolerations: [{key: nvidia.com/gpu, value: "1", effect: NoSchedule}]
+"""
+
+
+def pods_of(job):
+    return {one["name"]: one["template"] for one in job["spec"]["tasks"]}
+
+
+def test_pods_have_what_the_roles_file_says(request_of, tmp_path):
+    roles_file = tmp_path / "roles.yml"
+    roles_file.write_text(PODS)
+    words = (
+        "trainer.pod.securityContext.seccompProfile.type=Unconfined "
+        "trainer.pod.labels.example.com/run=7 "
+        "server.pod.affinity='{nodeAffinity: {}}' server.pod.runtimeClassName=gvisor"
+    )
+    job = request_of(TRAIN, roles_file=str(roles_file), set=words)
+    msgspec.convert(job, Job)
+    pods = pods_of(job)
+    exists = {"key": "spot", "operator": "Exists"}
+    for name, pod in pods.items():
+        spec, metadata = pod["spec"], pod["metadata"]
+        is_trainer = name == "trainer-0"
+        assert spec["imagePullSecrets"] == [{"name": "registry"}]
+        assert metadata["labels"]["example.com/team"] == "ads"
+        assert metadata["labels"]["torchx.pytorch.org/role-name"] == name[:-2]
+        assert metadata["annotations"]["example.com/note"] == "any text, at all"
+        assert metadata["annotations"]["sidecar.istio.io/inject"] == "false"
+        assert spec["nodeSelector"] == {"pool": "gpu" if is_trainer else "cpu"}
+        assert spec["terminationGracePeriodSeconds"] == 300
+        assert spec["securityContext"] == {
+            "runAsUser": 123456,
+            "runAsNonRoot": True,
+            "fsGroup": 2000,
+            "seccompProfile": {
+                "type": "Unconfined" if is_trainer else "RuntimeDefault"
+            },
+        }
+        assert spec["containers"][0]["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+        }
+        # torchrun and compiled loops keep files there
+        mounts = {m["name"]: m for m in spec["containers"][0]["volumeMounts"]}
+        assert mounts["mount-0" if is_trainer else "tmp"]["mountPath"] == "/tmp"
+        volumes = {"name": "tmp", "emptyDir": {}} in spec["volumes"]
+        assert volumes == (not is_trainer)
+        gpu = {"key": "nvidia.com/gpu", "value": "1", "effect": "NoSchedule"}
+        assert spec["tolerations"] == [exists, *([gpu] if is_trainer else [])]
+    assert pods["trainer-0"]["metadata"]["labels"]["example.com/run"] == "7"
+    spec = pods["server-0"]["spec"]
+    assert spec["affinity"] == {"nodeAffinity": {}}
+    assert spec["runtimeClassName"] == "gvisor"
+
+
+def test_pods_without_the_section_are_as_torchx_makes_them(request_of):
+    for pod in pods_of(request_of(TRAIN)).values():
+        assert pod["spec"].keys() == {
+            *("containers", "nodeSelector", "restartPolicy", "volumes")
+        }
+
+
+@pytest.mark.parametrize(
+    ("pod", "message"),
+    [
+        ("{toleration: []}", r"all\.pod\.toleration is unknown\. Did you mean 'tol"),
+        ("{tolerations: {key: a}}", r"all\.pod\.tolerations must be a list"),
+        ("{tolerations: [{key: a}, {kex: a}]}", r"tolerations\[1\]\.kex is unknown"),
+        ("{tolerations: [{}]}", "must have a key, or operator: Exists"),
+        ("{tolerations: [{operator: Exists, value: a}]}", "or no value"),
+        ("{tolerations: [{key: a, effect: Never}]}", r"tolerations\[0\].*'Never'"),
+        ("{securityContext: {fsgroup: 1}}", "fsgroup is unknown. Did you mean 'fsGr"),
+        ("{securityContext: {runAsUser: root}}", "runAsUser must be an integer"),
+        ("{labels: {my team: a}}", "labels must have names.*'my team': 'a'"),
+        ("{labels: {team: a b}}", "labels must have names.*'team': 'a b'"),
+        ("{nodeSelector: {pool: 1}}", "pool must be str. Received: 1|must be"),
+        ("{imagePullSecrets: [My_Key]}", "names of Secrets.*'My_Key'"),
+        (
+            "{labels: {torchx.pytorch.org/role-name: a}}",
+            "by which torchx finds its jobs. Received: torchx.pytorch.org/role-name",
+        ),
+    ],
+)
+def test_a_section_of_pods_with_a_mistake_is_rejected(
+    request_of, tmp_path, pod, message
+):
+    roles_file = tmp_path / "roles.yml"
+    roles_file.write_text(f"all: {{pod: {pod}}}")
+    with pytest.raises(ConfigError, match=message):
+        request_of(TRAIN, roles_file=str(roles_file))
+
+
 @pytest.mark.parametrize("scheduler", ["local_cwd", "slurm"])
 def test_secrets_are_rejected_where_there_are_none(scheduler):
     app = load(TRAIN)(

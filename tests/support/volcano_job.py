@@ -74,6 +74,13 @@ class Mount(Strict):
     read_only: bool = False
 
 
+class OfContainer(Strict):
+    allow_privilege_escalation: bool | None = None
+    capabilities: dict[Literal["add", "drop"], list[str]] = {}
+    privileged: bool | None = None
+    read_only_root_filesystem: bool | None = None
+
+
 class Container(Strict):
     name: Label
     image: Annotated[str, Meta(min_length=1)]
@@ -83,7 +90,7 @@ class Container(Strict):
     ports: list[Port] = []
     resources: Resources = Resources()
     volume_mounts: list[Mount] = []
-    security_context: dict[str, Any] = {}
+    security_context: OfContainer = OfContainer()
 
     def __post_init__(self) -> None:
         require_different("volumeMounts", (m.mount_path for m in self.volume_mounts))
@@ -115,8 +122,37 @@ class Volume(Strict):
         require(has_one, f"volume {self.name} must have one kind")
 
 
+class Toleration(Strict):
+    key: QualifiedName | None = None
+    operator: Literal["Exists", "Equal"] = "Equal"
+    value: LabelValue = ""
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+    toleration_seconds: int | None = None
+
+
+class OfPod(Strict):
+    run_as_user: Count | None = None
+    run_as_group: Count | None = None
+    run_as_non_root: bool | None = None
+    fs_group: Count | None = None
+    fs_group_change_policy: Literal["OnRootMismatch", "Always"] | None = None
+    supplemental_groups: list[Count] = []
+    seccomp_profile: dict[str, str] = {}
+    se_linux_options: dict[str, str] = {}
+
+
+class NameOfSecret(Strict):
+    name: Subdomain
+
+
 class PodSpec(Strict):
     containers: Annotated[list[Container], Meta(min_length=1)]
+    tolerations: list[Toleration] = []
+    security_context: OfPod = OfPod()
+    image_pull_secrets: list[NameOfSecret] = []
+    affinity: dict[str, Any] = {}
+    runtime_class_name: Subdomain | None = None
+    termination_grace_period_seconds: Count | None = None
     restart_policy: Literal["Always", "OnFailure", "Never"] = "Always"
     volumes: list[Volume] = []
     node_selector: dict[QualifiedName, LabelValue] = {}
