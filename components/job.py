@@ -39,8 +39,9 @@ def train(
     """Train a model whose embeddings live on servers.
 
     Args:
-        nn_worker: the NN workers' script and its arguments, as "train.py --epochs 2"
-        data_loader: the data loaders' script and its arguments
+        nn_worker: the NN workers' script and its arguments, as "train.py --epochs 2",
+            or "-m package.train"
+        data_loader: the data loaders' script and its arguments, in the same form
         embedding_servers: number of servers; ids are sharded over them by hash
         embedding_workers: number of embedding workers; 0 if the NN workers have
             TorchRec models, to which data loaders send the ids themselves

@@ -62,7 +62,8 @@ def data_loader(
     Args:
         host: host of the job's address book, where its coordinator runs
         port: TCP port of the job's address book
-        script: the data loaders' script and its arguments, as "loader.py --epochs 2"
+        script: the data loaders' script and its arguments, as "loader.py --epochs 2",
+            or "-m package.loader"
         replicas: number of data loaders
     """
     job = roles.JobSettings(host=host, port=port, **shared)
@@ -79,7 +80,8 @@ def nn_worker(
     Args:
         host: host of the job's address book, where its coordinator runs
         port: TCP port of the job's address book
-        script: the NN workers' script and its arguments, as "train.py --epochs 2"
+        script: the NN workers' script and its arguments, as "train.py --epochs 2",
+            or "-m package.train"
         replicas: number of replicas with NN workers, as of machines
         gpus: GPUs that each of these asks the scheduler for
     """

@@ -33,7 +33,8 @@ def train(
     """Train a TorchRec model whose embedding tables live on servers.
 
     Args:
-        script: the trainers' script and its arguments, as "train.py --epochs 2"
+        script: the trainers' script and its arguments, as "train.py --epochs 2", or
+            "-m package.train"
         embedding_servers: number of servers; ids are sharded over them by hash
         nn_workers: number of replicas with trainers, as of machines
         nn_worker_gpus: GPUs that each of these asks the scheduler for

@@ -1,5 +1,8 @@
 """Run a user's script as a trainer or a data loader of a job.
 
+    python -m persia_torchrec.job.script trainer train.py --epochs 2
+    python -m persia_torchrec.job.script trainer -m package.train --epochs 2
+
 A failure of the script ends the job. When the script has ended, the process stays
 until the job is finished, because Slurm ends a job soon after its first process ends.
 
@@ -8,8 +11,10 @@ or a notebook that trains cannot be a member itself, since a member ends with it
 """
 
 import argparse
+import importlib.util
 import logging
 import runpy
+import shlex
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -17,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from persia_torchrec import env
-from persia_torchrec.errors import JobError, PersiaError
+from persia_torchrec.errors import ConfigError, JobError, PersiaError
 from persia_torchrec.job.member import JobMember
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.job.signals import end_by_signals
@@ -28,6 +33,7 @@ from persia_torchrec.rpc.addresses import free_port, local_address
 logger = logging.getLogger("persia_torchrec.job.script")  # also as __main__
 
 PROXY = "-"  # in place of a script
+MODULE = "-m"  # before a module in place of a script
 
 _ROLES = {"trainer": "NN worker", "loader": "data loader"}
 
@@ -37,13 +43,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     about = "Run a user's script as a member of a job."
     parser = argparse.ArgumentParser(f"python -m {__spec__.name}", description=about)
     parser.add_argument("role", choices=_ROLES)
-    parser.add_argument("script", help="the user's Python script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    parser.add_argument(
+        "words",
+        nargs=argparse.REMAINDER,
+        metavar="SCRIPT ...",
+        help="the user's Python script, or -m and a module, and arguments",
+    )
     parsed = parser.parse_args(argv)
-    work: Callable[[], object] = partial(run_script, parsed.script, parsed.arguments)
-    if parsed.script == PROXY:
+    try:
+        script, *arguments = split_module(parsed.words)
+    except ConfigError as exc:
+        parser.error(str(exc))
+    work: Callable[[], object] = partial(
+        run_script, script, arguments, is_module=parsed.words[0] == MODULE
+    )
+    if parsed.words[0] == PROXY:
         work = sys.stdin.read
-    return run_member(parsed.role, parsed.script, work)
+    return run_member(parsed.role, script, work)
+
+
+def split_module(words: Sequence[str]) -> list[str]:
+    """Return a script, or the module behind ``-m``, and its arguments.
+
+    Raises:
+        ConfigError: the words begin with neither.
+    """
+    named = list(words[1:] if words[:1] == [MODULE] else words)
+    if not named or (named[0].startswith("-") and list(words) != [PROXY]):
+        raise ConfigError(
+            "A script must be a file, or -m and the name of a module, and arguments "
+            f"after it. Received: {shlex.join(words)!r}."
+        )
+    return named
 
 
 def run_member(role: str, script: str, work: Callable[[], object]) -> int:
@@ -89,17 +120,30 @@ def run_member(role: str, script: str, work: Callable[[], object]) -> int:
     return 0
 
 
-def run_script(script: str, arguments: Sequence[str]) -> None:
-    """Run a script as ``python SCRIPT ARGUMENTS...`` would; an exit by 0 is none."""
-    if not Path(script).exists():
-        raise SystemExit(
+def run_script(
+    script: str, arguments: Sequence[str], *, is_module: bool = False
+) -> None:
+    """Run a script as ``python SCRIPT ARGUMENTS...`` would; an exit by 0 is none.
+
+    A module, as ``python -m MODULE``: it is looked for in the working directory first.
+    """
+    if not (is_module or Path(script).exists()):
+        raise ConfigError(
             f"The script must exist. Received: {script!r}, looked for in {Path.cwd()}."
         )
     sys.argv = [script, *arguments]
     if not sys.flags.safe_path:
-        sys.path[0] = str(Path(script).resolve().parent)
+        sys.path[0] = str((Path(script).parent, Path())[is_module].resolve())
+    if is_module and importlib.util.find_spec(script.partition(".")[0]) is None:
+        raise ConfigError(
+            f"The module must exist. Received: {script!r}, looked for in {Path.cwd()} "
+            "and among Python's packages."
+        )
     try:
-        runpy.run_path(script, run_name="__main__")
+        if is_module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(script, run_name="__main__")
     except SystemExit as exc:
         if exc.code is not None and exc.code != 0:
             raise

@@ -28,6 +28,7 @@ from torchx import specs
 from persia_torchrec import env as environment
 from persia_torchrec.env import CHECKPOINT_DIR, JOIN_TIMEOUT_S, MAX_PORT, is_loopback
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.job.script import split_module
 from persia_torchrec.job.supervisor import ALL, END_TIMEOUT_S, under_supervisor
 from persia_torchrec.job.survivable_memory import AUTO, PRIVATE
 from persia_torchrec.launch.amounts import (
@@ -497,13 +498,14 @@ def scripts(
 ) -> specs.Role:
     """Build the role of the data loaders, or of NN workers with ``gpus`` devices each.
 
-    ``script`` may hold arguments, as in a shell.
+    ``script`` may be ``-m MODULE``, and may hold arguments, as in a shell.
     """
     name = _SETTINGS[role].removesuffix("s")
     _require_text(name, script)
     if gpus < 0:
         raise ConfigError(f"{name}_gpus must be >= 0. Received: {gpus}.")
     words = _split(name, "a file name and its arguments", script)
+    split_module(words)
     if role == "loader" or (job.nproc_per_node == 1 and not job.recover):
         return job.role(role, "job.script", [role, *words], num, gpus=gpus)
     restarts = None if job.recover else 0

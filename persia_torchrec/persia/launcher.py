@@ -1,7 +1,9 @@
 """``persia-launcher``: PERSIA's command line, for jobs that are started by hand.
 
 Its four commands and their flags, and a fifth where PERSIA starts nats-server; see
-``docs/persia.md``. A command replaces itself by the process that it starts.
+``docs/persia.md``. A command replaces itself by the process that it starts. Behind
+``--`` stand a script's arguments, as in ``nn-worker train.py -- --epochs 2``; without a
+FILE before it, ``-m MODULE`` or the script, and arguments.
 """
 
 import argparse
@@ -15,6 +17,7 @@ from urllib.parse import urlsplit
 
 from persia_torchrec import env
 from persia_torchrec.errors import ConfigError, PersiaError
+from persia_torchrec.job.script import split_module
 from persia_torchrec.job.supervisor import ALL, under_supervisor
 from persia_torchrec.job.survivable_memory import AUTO, PRIVATE
 from persia_torchrec.parsing.command_line import (
@@ -37,7 +40,10 @@ _EVERYWHERE = "", "0.0.0.0", "::"
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Replace this process by that of a role, or exit with a message."""
     try:
-        given = vars(parser().parse_args(argv))
+        words = list(sys.argv[1:] if argv is None else argv)
+        end = words.index("--") if "--" in words else len(words)
+        given = vars(parser().parse_args(words[:end]))
+        arguments = _arguments(given, words[end + 1 :])
         for name, (harmless, reason) in env.REFUSED.items():
             if (value := env.text(name)) not in (None, harmless):
                 must = f"{name} must not be set. Received: {value!r}."
@@ -48,13 +54,27 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         command = build(COMMANDS[given.pop("command")], given)
         env.set_variable("PERSIA_JOIN_TIMEOUT_S", f"{command.join_timeout_s:g}")
         env.join_timeout_s()
-        words = [sys.executable, *command.words()]
+        words = [sys.executable, *command.words(), *arguments]
     except PersiaError as exc:
         raise SystemExit(f"persia-launcher: {exc}") from exc
     if env.integer("PERSIA_LAUNCHER_VERBOSE", 0) > 0:
         sys.stderr.write(f"persia-launcher starts {shlex.join(words)}\n")
     sys.stderr.flush()
     os.execv(words[0], words)
+
+
+def _arguments(given: dict[str, Any], words: list[str]) -> list[str]:
+    """Return a script's arguments, of words behind ``--``; name it in what is given."""
+    if words and given["command"] not in ("nn-worker", "data-loader"):
+        raise ConfigError(
+            "Words behind -- must be of a script, of nn-worker or data-loader. "
+            f"Received: {shlex.join(words)!r} for {given['command']}."
+        )
+    if not words or "file" in given:
+        return words
+    split_module(words)  # or an error
+    given["file"] = words[0]
+    return words[1:]
 
 
 def parser() -> argparse.ArgumentParser:

@@ -146,6 +146,19 @@ def test_a_script_keeps_its_arguments_as_in_a_shell():
     assert roles["loader"].args == [*launcher, "loader", "my loader.py"]
 
 
+def test_a_script_may_be_a_module():
+    given = {"nn_worker": "-m pkg.train --epochs 2", "data_loader": "-m pkg.load"}
+    roles = train(**given)
+    launcher = ["-m", "persia_torchrec.job.script"]
+    words = ["-m", "pkg.train", "--epochs", "2"]
+    assert roles["trainer"].args == [*launcher, "trainer", *words]
+    assert roles["loader"].args == [*launcher, "loader", "-m", "pkg.load"]
+    assert train(**given, recover=True)["trainer"].args[-5:] == ["--", *words]
+    for wrong in ("-m", "--epochs 2"):
+        with pytest.raises(ConfigError, match="must be a file, or -m and the name of"):
+            train(nn_worker=wrong)
+
+
 def test_servers_and_workers_have_their_index():
     roles = train(embedding_servers=2, eviction="lfu")
     assert roles["server"].args[1:] == ["persia_torchrec.server", "--eviction", "lfu"]

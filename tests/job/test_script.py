@@ -3,8 +3,9 @@ import sys
 
 import pytest
 
-from persia_torchrec.job import script
-from persia_torchrec.job.script import run_script
+from persia_torchrec.errors import ConfigError
+from persia_torchrec.job import script, torchrun
+from persia_torchrec.job.script import run_script, split_module
 from tests.support.script_jobs import Job
 
 multiprocess = pytest.mark.multiprocess
@@ -34,6 +35,67 @@ def test_a_script_runs_as_python_would_run_it(tmp_path, capsys):
     run_script(str(path), ["--epochs", "2"])
     seen = ["__main__", str(path), [str(path), "--epochs", "2"], str(tmp_path)]
     assert capsys.readouterr().out == f"{[*seen, 'a neighbour']}\n"
+
+
+def test_a_module_runs_as_python_would_run_it(tmp_path, capsys, monkeypatch):
+    package = tmp_path / "a_package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "part.py").write_text("name = 'a part'")
+    (package / "train.py").write_text(
+        "import sys\n"
+        "from . import part\n"
+        "print([__name__, __file__, sys.argv, sys.path[0], part.name])\n"
+        "assert sys.modules['__main__'].__dict__ is globals()\n"
+        "sys.exit(0)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    run_script("a_package.train", ["--epochs", "2"], is_module=True)
+    path = str(package / "train.py")
+    seen = ["__main__", path, [path, "--epochs", "2"], str(tmp_path)]
+    assert capsys.readouterr().out == f"{[*seen, 'a part']}\n"
+    with pytest.raises(
+        ConfigError, match=r"module must exist\. Received: 'nowhere\.t'"
+    ):
+        run_script("nowhere.t", [], is_module=True)
+    with pytest.raises(ImportError, match=r"a_package\.nothing"):
+        run_script("a_package.nothing", [], is_module=True)
+
+
+def test_a_script_that_is_missing_is_a_wrong_setting():
+    with pytest.raises(
+        ConfigError, match=r"must exist\. Received: 'no\.py', looked for"
+    ):
+        run_script("no.py", [])
+
+
+@pytest.mark.parametrize("words", [[], ["-m"], ["-m", "-x"], ["--epochs", "2"]])
+def test_words_that_name_no_script_are_rejected(words, capsys):
+    with pytest.raises(ConfigError, match="must be a file, or -m and the name of"):
+        split_module(words)
+    with pytest.raises(SystemExit, match="2"):
+        script.main(["trainer", *words])
+    assert "must be a file, or -m and the name of a module" in capsys.readouterr().err
+
+
+@multiprocess
+def test_nn_workers_and_data_loaders_may_be_modules(processes):
+    package = processes.folder / "another_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("word = 'in a package'")
+    (package / "train.py").write_text("from . import word; print(word)")
+    job = Job(processes, trainer=1, loader=1)
+    variables = {"PERSIA_STORE_PORT": str(job.port)}
+    module = ["-m", "another_package.train"]
+    started = [
+        processes.start(name, main, words, env=variables, cwd=processes.folder)
+        for name, main, words in [
+            ("loader", script.main, ["loader", *module]),
+            ("torchrun", torchrun.main, ["--max-restarts", "0", "--", *module]),
+        ]
+    ]
+    assert [one.status() for one in started] == [0, 0]
+    assert all("in a package" in one.output() for one in started)
 
 
 @pytest.mark.parametrize("ending", ["sys.exit()", "sys.exit(0)", "pass"])

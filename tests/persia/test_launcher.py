@@ -114,6 +114,22 @@ def test_a_data_loader_runs_the_script_named_before_its_options_or_after():
     assert (env.get_replica_index(), env.get_replica_size()) == (1, 2)
 
 
+def test_words_behind_two_dashes_are_a_scripts_arguments(monkeypatch):
+    module = ["-m", "pkg.train", "--epochs", "2"]
+    loads = "-m persia_torchrec.job.script loader"
+    index = ["--replica-size", "2"]
+    words = ["load.py", *index, "--", "--epochs", "2", "--", "a"]
+    assert becomes("data-loader", *words) == f"{loads} load.py --epochs 2 -- a"
+    assert becomes("data-loader", *index, "--", *words[:1]) == f"{loads} load.py"
+    assert becomes("data-loader", "--", *module) == f"{loads} {' '.join(module)}"
+    trains = becomes("nn-worker", "--recover", "--", *module)
+    assert trains.endswith(f"--max-restarts 3 -- {' '.join(module)}")
+    message = "must be a file, or -m and the name of a module"
+    assert message in refusal_of(["nn-worker", "--", "--epochs", "2"])
+    words = ["coordinator", "--port", "1", "--", "a"]
+    assert "must be of a script, of nn-worker or data-loader" in refusal_of(words)
+
+
 def test_nn_workers_are_started_by_torchrun():
     of_node = ["--nproc-per-node", "2", "--nnodes", "2", "--node-rank", "1"]
     assert becomes("nn-worker", "train.py", *of_node) == (
