@@ -4,6 +4,7 @@ Of a ``WorkQueue`` all trainers save the same, the rows that no trainer has trai
 any number of trainers may load it.
 """
 
+import logging
 import random
 from itertools import chain
 from typing import Any
@@ -16,6 +17,8 @@ from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.datasets.dataset import RowDataset
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.training.checkpoint import at_first, from_all, names_in
+
+logger = logging.getLogger(__name__)
 
 
 def state_of_data(dataset: RowDataset, num_trained: int | None) -> dict[str, Any]:
@@ -81,10 +84,14 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 class Buffers:
-    """The buffers of a model, such as running means, which are each trainer's own."""
+    """The buffers of a model, such as running means, which are each trainer's own.
 
-    def __init__(self, model: nn.Module) -> None:
+    With ``resets`` those of another shape than the saved ones stay as they are.
+    """
+
+    def __init__(self, model: nn.Module, *, resets: bool = False) -> None:
         self._model = model
+        self._resets = resets
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the buffers by name."""
@@ -96,5 +103,28 @@ class Buffers:
         }
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Set the buffers that are in ``state``."""
-        self._model.load_state_dict(state, strict=False)
+        """Set the buffers that are in ``state``.
+
+        Raises:
+            CheckpointError: one has another shape, and must not begin again.
+        """
+        own = self.state_dict()
+        changed = {
+            name: value
+            for name, value in state.items()
+            if name in own and own[name].shape != value.shape
+        }
+        told = "; ".join(
+            f"{name} has shape {list(own[name].shape)}, and had {list(value.shape)}"
+            for name, value in sorted(changed.items())
+        )
+        if changed and not self._resets:
+            raise CheckpointError(
+                "The model's buffers must be those of the checkpoint. Received: "
+                f'{told}. With on_change="reset state" of recoverable or TrainCtx, '
+                "these begin again."
+            )
+        if changed:
+            logger.warning("the model's buffers: these begin again: %s", told)
+        rest = {name: value for name, value in state.items() if name not in changed}
+        self._model.load_state_dict(rest, strict=False)

@@ -363,9 +363,10 @@ class Recovery:
             if self._is_replicated and isinstance(value, kinds)
         }
         own = {n: value for n, value in self._state.items() if n not in shared}
+        resets = self._config.rules.on_change != "error"
         for name, value in shared.items():
             if isinstance(value, nn.Module):
-                own[f"buffers of {name}"] = Buffers(value)
+                own[f"buffers of {name}"] = Buffers(value, resets=resets)
         return shared, own
 
     def _load(self, folder: Folder, *, is_exact: bool) -> int:

@@ -12,6 +12,7 @@ from persia_torchrec.embedding.optim import Adagrad, Adam
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.table import TableSettings
 from persia_torchrec.training.checkpoint import load_checkpoint, save_checkpoint
+from persia_torchrec.training.data_state import Buffers
 from persia_torchrec.training.recovery import recoverable
 from tests.support.remote_job import Bags, kjt_of, shard
 
@@ -191,6 +192,19 @@ def test_changed_parameters_of_the_dense_half(saved, start, tmp_path, caplog):
     assert "these begin again" in caplog.text
     top(torch.ones(12)).sum().backward()
     run.optimizer.step()
+
+
+def test_buffers_of_another_shape_begin_again(caplog):
+    norm = nn.BatchNorm1d(3)
+    norm(torch.ones(2, 3))
+    state, wider = Buffers(norm).state_dict(), nn.BatchNorm1d(4)
+    message = r"running_mean has shape \[4\], and had \[3\]; .*on_change"
+    with pytest.raises(CheckpointError, match=message):
+        Buffers(wider).load_state_dict(state)
+    Buffers(wider, resets=True).load_state_dict(state)
+    assert wider.running_mean.tolist() == [0.0] * 4
+    assert wider.num_batches_tracked == 1
+    assert "these begin again: running_mean has shape [4]" in caplog.text
 
 
 def test_what_no_rule_can_be_is_refused(saved, tmp_path):
