@@ -17,8 +17,9 @@ get the group's prefix, so that rows are those that a ``TrainCtx`` trains.
 import difflib
 import functools
 import hashlib
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, get_args
 
@@ -41,6 +42,8 @@ from persia_torchrec.sharding.fused_arguments import FusedOptimizer, read_optimi
 from persia_torchrec.sharding.init_functions import initializer_of
 from persia_torchrec.sharding.torchrec_api import set_device
 from persia_torchrec.table import TableSettings, TableSpec, WeightDtype
+
+logger = logging.getLogger(__name__)
 
 TableCollection: TypeAlias = (
     torchrec.EmbeddingBagCollectionInterface
@@ -194,6 +197,22 @@ def describe_collection(
         needs_ids=are_sequences and module.need_indices(),
         max_gradients=max_gradients,
     )
+
+
+def as_trained(spec: CollectionSpec, known: Sequence[TableSpec]) -> CollectionSpec:
+    """Return a collection whose sharder was given no optimizer.
+
+    Tables that the servers have, as from a checkpoint, keep the optimizer there.
+    """
+    on_servers = {(table.name, table.dim): table.optimizer for table in known}
+    tables = []
+    for table in spec.tables:
+        optimizer = on_servers.get((table.name, table.dim), table.optimizer)
+        if optimizer != table.optimizer:
+            told = table.name, type(optimizer).__name__
+            logger.info("table %r keeps the servers' optimizer, %s", *told)
+        tables.append(replace(table, optimizer=optimizer))
+    return replace(spec, tables=tuple(tables))
 
 
 def _of_slot(spec: FeatureSpec, slot: SlotConfig, prefix_bits: int) -> FeatureSpec:

@@ -276,6 +276,7 @@ class RemoteSharder(CollectionSharder):
         tables_of = self.remote_tables
         tables_of.lost, tables_of.recovery_s = client.lost, client.recovery_s
         tables_of.users = client.tables.users
+        self._is_default = optimizer is None and fused_params is None
         self._optimizer: Optimizer | FusedOptimizer = optimizer or Adagrad()
         if fused_params is not None:
             self._optimizer = translate_fused_params(fused_params, optimizer)
@@ -320,7 +321,9 @@ class RemoteSharder(CollectionSharder):
         given = {n: of for n, of in settings.items() if of is not None}
         further = given, self._persia, self._fused_params
         spec = collection.describe_collection(module, self._optimizer, *further)
-        return spec.renamed(on_servers)
+        spec = spec.renamed(on_servers)
+        known = self._client.learn_tables() if self._is_default else ()
+        return collection.as_trained(spec, known)
 
     def _tell_of_several(self, names: list[str], path: str) -> None:
         if not self.remote_tables.tells_of_several:

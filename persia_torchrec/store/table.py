@@ -330,8 +330,8 @@ class TableState:
         if present != received:
             raise ConfigError(
                 f"Table {spec.name!r} has {present} on this server. Received: "
-                f"{received}. Use another table name, or restart the servers to clear "
-                "them."
+                f"{received}. Give it the optimizer and the types that it was trained "
+                "with, or use another table name."
             )
 
     def counts_as(self, spec: TableSpec) -> bool:

@@ -9,7 +9,7 @@ from torchrec import EmbeddingBagConfig
 
 from persia_torchrec import RemoteEmbeddingBagCollectionSharder
 from persia_torchrec.embedding.optim import Adagrad, Adam
-from persia_torchrec.errors import CheckpointError
+from persia_torchrec.errors import CheckpointError, PersiaError
 from persia_torchrec.table import TableSettings
 from persia_torchrec.training.checkpoint import load_checkpoint, save_checkpoint
 from persia_torchrec.training.data_state import Buffers
@@ -63,7 +63,8 @@ class Run:
 
 
 @pytest.fixture
-def start(servers):
+def start(servers, caplog):
+    caplog.set_level("INFO")
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     runs = []
 
@@ -192,6 +193,26 @@ def test_changed_parameters_of_the_dense_half(saved, start, tmp_path, caplog):
     assert "these begin again" in caplog.text
     top(torch.ones(12)).sum().backward()
     run.optimizer.step()
+
+
+def test_a_checkpoint_is_evaluated_without_naming_its_optimizer(
+    start, servers, tmp_path, caplog
+):
+    trained = start("ab", optimizer=Adam(0.1))
+    trained.train()
+    save_checkpoint(tmp_path, trained.state, trained.client, [trained.sharder])
+    client = servers.client(servers.start(1))
+    client.checkpoints.load(tmp_path)
+    sharder = RemoteEmbeddingBagCollectionSharder(client)
+    tables = [EmbeddingBagConfig(50, 4, name, feature_names=[name]) for name in "ab"]
+    model = shard(Model(tables, 8), sharder)
+    assert "table 'a' keeps the servers' optimizer, Adam" in caplog.text
+    load_checkpoint(tmp_path, {"model": model}, client)
+    assert np.array_equal(client.read("a", IDS), trained.rows("a"))
+    other = RemoteEmbeddingBagCollectionSharder(client, Adagrad(0.1))
+    with pytest.raises(PersiaError, match="Give it the optimizer and the types"):
+        shard(Model(tables, 8), other)
+    sharder.close()
 
 
 def test_buffers_of_another_shape_begin_again(caplog):
