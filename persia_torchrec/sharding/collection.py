@@ -199,16 +199,21 @@ def describe_collection(
     )
 
 
-def as_trained(spec: CollectionSpec, known: Sequence[TableSpec]) -> CollectionSpec:
+def as_trained(
+    spec: CollectionSpec, known: Sequence[TableSpec], default: object
+) -> CollectionSpec:
     """Return a collection whose sharder was given no optimizer.
 
-    Tables that the servers have, as from a checkpoint, keep the optimizer there.
+    Tables that were given none, and that the servers have, as from a checkpoint, keep
+    the optimizer there, and not the default.
     """
     on_servers = {(table.name, table.dim): table.optimizer for table in known}
     tables = []
     for table in spec.tables:
         optimizer = on_servers.get((table.name, table.dim), table.optimizer)
-        if optimizer != table.optimizer:
+        if table.optimizer != default:
+            optimizer = table.optimizer
+        elif optimizer != default:
             told = table.name, type(optimizer).__name__
             logger.info("table %r keeps the servers' optimizer, %s", *told)
         tables.append(replace(table, optimizer=optimizer))

@@ -183,7 +183,7 @@ class RemoteSharder(CollectionSharder):
         client: of the servers; it must live as long as the model.
         optimizer: of the tables that have none in ``tables`` nor in the model, by
             ``apply_optimizer_in_backward`` or as a ``FusedEmbeddingBagCollection``;
-            applied by the servers.
+            applied by the servers. None: Adagrad, or what servers have for a table.
         staleness: training batches of one trainer that may be between the pull of their
             rows and the acknowledgement of their update. 0 waits for it in the backward
             pass, which equals ordinary synchronous training; 1 waits for it before the
@@ -323,7 +323,7 @@ class RemoteSharder(CollectionSharder):
         spec = collection.describe_collection(module, self._optimizer, *further)
         spec = spec.renamed(on_servers)
         known = self._client.learn_tables() if self._is_default else ()
-        return collection.as_trained(spec, known)
+        return collection.as_trained(spec, known, self._optimizer)
 
     def _tell_of_several(self, names: list[str], path: str) -> None:
         if not self.remote_tables.tells_of_several:
