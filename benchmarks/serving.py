@@ -12,7 +12,6 @@ Each answer must be that of the same model on the same rows here.
 import asyncio
 import math
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, NamedTuple
@@ -30,7 +28,6 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 import torch
-import uvicorn
 from torch import nn
 
 from benchmarks.harness import Benchmark, Settings, Table, move_to_core, pinned
@@ -59,6 +56,26 @@ _BODIES = 32
 _WARM_UP = 64
 _NUM_DENSE = 13
 _ENV = env.of_child({"OMP_NUM_THREADS": "1"})
+
+# With the protocol's number, asyncio sends without delay.
+_IDLE = """
+import socket
+import uvicorn
+
+async def app(scope, receive, send):
+    while (await receive()).get("more_body"):
+        pass
+    headers = [(b"content-length", b"2")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+listening.bind(("127.0.0.1", 0))
+listening.listen()
+print(listening.getsockname()[1], flush=True)
+settings = uvicorn.Config(app, lifespan="off", log_level="critical")
+uvicorn.Server(settings).run(sockets=[listening])
+"""
 
 Floats = npt.NDArray[np.float32]
 Address = tuple[str, int]
@@ -138,8 +155,9 @@ def measure(settings: ServingSettings) -> list[Table]:
         bodies = {case: model.bodies(case.num_samples) for case in (*cases, burst)}
         lookups = [model.lookup_ms(case.num_samples) for case in (*cases, burst)]
         window = "--batch-window-s", str(settings.batch_window_s)
+        idle = stack.enter_context(_idle_server())
         for flags, of_server in (((), cases), (window, [burst])):
-            with _serving(folder, flags) as address, _idle_server() as idle:
+            with _serving(folder, flags) as address:
                 for case in of_server:
                     found = drive(address, case, bodies[case], settings.seconds)
                     of_idle = drive(idle, case, bodies[case], settings.seconds / 4)
@@ -321,38 +339,13 @@ def _ready(process: "subprocess.Popen[str]") -> Address:
 @contextmanager
 def _idle_server() -> Iterator[Address]:
     """Run a server on the last core that receives bodies and answers a constant."""
-    context = get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_answer_constant, args=(theirs,), daemon=True)
-    with pinned(-1):
-        process.start()
-    try:
-        yield "127.0.0.1", ours.recv()
-    finally:
-        process.terminate()
-        process.join()
-
-
-def _answer_constant(pipe: Any) -> None:
-    """Serve until the end of the process; tell the port."""
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        while (await receive()).get("more_body"):
-            pass
-        headers = [(b"content-length", b"2")]
-        start = {"type": "http.response.start", "status": 200, "headers": headers}
-        await send(start)
-        await send({"type": "http.response.body", "body": b"ok"})
-
-    # With the protocol's number, asyncio sends without delay.
-    with socket.socket(
-        socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP
-    ) as listening:
-        listening.bind(("127.0.0.1", 0))
-        listening.listen()
-        pipe.send(listening.getsockname()[1])
-        settings = uvicorn.Config(app, lifespan="off", log_level="critical")
-        uvicorn.Server(settings).run(sockets=[listening])
+    words = [sys.executable, "-c", _IDLE]
+    with pinned(-1), subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as it:
+        try:
+            assert it.stdout is not None
+            yield "127.0.0.1", int(it.stdout.readline())
+        finally:
+            it.terminate()
 
 
 def drive(
