@@ -24,6 +24,7 @@ from persia_torchrec.errors import BatchError
 from persia_torchrec.persia.batch import (
     IDFeature,
     IDTypeFeature,
+    IDTypeFeatureWithSingleID,
     NonIDTypeFeature,
     PersiaBatch,
 )
@@ -323,6 +324,8 @@ def _build_feature(ids: InputTensor, lengths: InputTensor | None) -> IDFeature:
             f"{ids.datatype}."
         )
     flat = _native(ids.array).reshape(-1).view(np.uint64)
+    if lengths is None and len(flat) == len(ids.array):
+        return IDTypeFeatureWithSingleID(ids.name, flat)
     if lengths is None:
         num, each = ids.array.shape[0], ids.array.shape[1:]
         lengths_B = np.full(num, math.prod(each), dtype=np.int32)
