@@ -178,10 +178,10 @@ class Allowed(list[str]):
 
     def __init__(self, allowed: str, reject: Callable[[], Exception]) -> None:
         super().__init__([allowed])
-        self._reject = reject
+        self.reject = reject
 
     def __format__(self, spec: str) -> str:
-        raise self._reject()
+        raise self.reject()
 
 
 class ParametersInTurn(dict[str, nn.Parameter]):

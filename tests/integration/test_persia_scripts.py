@@ -90,7 +90,9 @@ def test_a_missing_script_ends_all_roles_and_the_last_line_names_it(scripts):
         ended = job.wait()
     assert ended.status != 0
     last = ended.logs["coordinator 0"].splitlines()[-1]
-    assert "trainer 0: The script must exist. Received: 'nowhere.py'" in last
+    assert (
+        "trainer 0: ConfigError: The script must exist. Received: 'nowhere.py'" in last
+    )
     for member in ("server 0", "worker 0", "loader 0"):
         log = ended.logs[member]
         assert f"{member} ends: trainer 0 has failed" in log, log
