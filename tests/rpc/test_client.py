@@ -479,7 +479,7 @@ def open_sockets():
     """Return the descriptors of this process that are connected TCP sockets."""
     found = []
     for fd in (int(entry.name) for entry in Path("/proc/self/fd").iterdir()):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, IndexError):  # others have no port
             ports_of(fd)
             found.append(fd)
     return found
