@@ -108,6 +108,11 @@ class ServingFlags(ImportFlags):
             if value is not None and not least <= value < math.inf:
                 raise ConfigError(f"{name} must be >= {least:g}. Received: {value}.")
 
+        if self.default_answer is not None and not math.isfinite(self.default_answer):
+            raise ConfigError(
+                f"default_answer must be finite. Received: {self.default_answer}."
+            )
+
     def batching(self) -> Batching | None:
         """Return the settings of batching, or None."""
         if self.batch_window_s is None:

@@ -159,6 +159,9 @@ def test_sigterm_ends_the_server_and_its_embedding_servers(trained, tmp_path):
         (["--model", "absent.pt"], "must be a TorchScript model. .* no such file"),
         (["--model", "manifest.json"], "must be a TorchScript model, as"),
         (["--max-requests", "0"], "max_requests must be > 0"),
+        (["--default-answer", "nan"], "default_answer must be finite"),
+        (["--lookup-timeout-s", "0"], "lookup_timeout_s must be >= 0.001"),
+        (["--batch-window-s", "-1"], "batch_window_s must be >= 0"),
         (["--workers-of-job"], "must belong to a job: PERSIA_STORE_PORT is not set"),
         ([], "--embedding-config, or PERSIA_EMBEDDING_CONFIG, is needed"),
         (
