@@ -148,7 +148,9 @@ quality: $(STAMP)  ## AUC of the PLE example against its bars; ARGS="--data_loca
 speed: $(STAMP)  ## steps a second of the PLE example; ARGS="--data_location DIR"
 	OMP_NUM_THREADS=1 $(BIN)/python examples/ple/measure.py speed $(ARGS)
 
+# Not among what make installs: numba imports it where it is, at each start of a process.
 coverage: $(STAMP)  ## lines that no test runs, in any process; ARGS="tests/rpc" chooses
+	$(PIP) 'coverage>=7.10.4'
 	rm -rf $(COVERAGE)
 	mkdir -p $(COVERAGE)
 	PATH="$(BIN):$$PATH" COVERAGE_FILE=$(COVERAGE)/data $(BIN)/python -m coverage run -m pytest --numprocesses logical --dist loadfile --no-loadscope-reorder $(ARGS)

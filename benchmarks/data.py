@@ -283,7 +283,8 @@ def _measure_memory(settings: DataSettings) -> list[Table]:
     rows: list[list[object]] = []
     block = wide_table(min(_BLOCK_ROWS, settings.wide_rows))
     most = max(settings.memory_row_groups)
-    spawn = multiprocessing.get_context("spawn")
+    fresh = multiprocessing.get_context("forkserver")
+    fresh.set_forkserver_preload([__name__])  # imports once, and reads nothing
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "rows")
         pq.write_table(block.slice(0, 1000), path.with_name("few"))
@@ -294,7 +295,7 @@ def _measure_memory(settings: DataSettings) -> list[Table]:
                     writer.write_table(pa.concat_tables(parts), row_group_size=size)
             for shuffle in (False, True):
                 given = path, settings.wide_batch_size
-                with spawn.Pool(1) as pool:
+                with fresh.Pool(1) as pool:
                     peak_mib, first_s = pool.apply(
                         _peak_of, given, {"shuffle": shuffle}
                     )

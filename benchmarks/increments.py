@@ -8,8 +8,8 @@ and must end with every row to the last bit.
 
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
@@ -40,31 +40,35 @@ class IncrementSettings(ZipfLoad):
     interval_s: Annotated[float, "how often an increment is begun"] = 2.0
 
 
-def measure(settings: IncrementSettings) -> list[Table]:
-    """Measure the cost, then the delay of a follower."""
-    num, spec = settings.batches, table_of(settings.dim)
-    requests, num_rows = settings.draw_zipf(num * settings.repeats)
-    turns = [requests[k * num : (k + 1) * num] for k in range(settings.repeats)]
+def measure_cost(settings: IncrementSettings) -> list[Table]:
+    """Measure what writing costs, by servers that write and others that do not."""
+    turns, num_rows = _draw_turns(settings)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        logs, run = str(folder / "logs"), str(folder / "run")
-        servers = {}
-        for name, log in {
-            "nothing": None,
-            "increments": logs,
-            "nothing, and survives": None,
-            "increments, and survives": str(folder / "others"),
-        }.items():
-            server = filled_server(
-                *(spec, num_rows, log, settings.interval_s), restarts="," in name
-            )
-            servers[name] = stack.enter_context(server)
-            _wait_until_written(servers[name])
-        writing = servers["increments"]
-        cost = _measure_cost(settings, servers, turns)
-        writing.client.checkpoints.dump(folder / "run")
+        servers = {
+            name: stack.enter_context(_filled(settings, num_rows, name, log))
+            for name, log in {
+                "nothing": None,
+                "increments": folder / "logs",
+                "nothing, and survives": None,
+                "increments, and survives": folder / "others",
+            }.items()
+        }
+        return [_measure_cost(settings, servers, turns)]
+
+
+def measure_freshness(settings: IncrementSettings) -> list[Table]:
+    """Measure the delay of a follower."""
+    turns, num_rows = _draw_turns(settings)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        logs, run = folder / "logs", folder / "run"
+        writing = stack.enter_context(_filled(settings, num_rows, "increments", logs))
+        writing.client.checkpoints.dump(run)
         with pinned(-1):
-            cluster = EmbeddingCluster.of_checkpoint(run, incremental_dir=logs)
+            cluster = EmbeddingCluster.of_checkpoint(
+                str(run), incremental_dir=str(logs)
+            )
         stack.enter_context(cluster)
         follower = EmbeddingClient.connect(cluster.addresses)
         stack.callback(follower.close)
@@ -74,10 +78,35 @@ def measure(settings: IncrementSettings) -> list[Table]:
             _take_paced_turn(writing, batches[: settings.paced_batches])
             delays.append(_delay(writing, follower, batches[0]))
         _require_same_rows(writing, follower)
-        question = f"Seconds until a follower has it, at {settings.interval_s} s."
-        row = [median(delays), mean(delays), max(delays)]
-        freshness = Table("freshness", question, "median | mean | longest", [row])
-        return [cost, freshness]
+    question = f"Seconds until a follower has it, at {settings.interval_s} s."
+    row = [median(delays), mean(delays), max(delays)]
+    return [Table("freshness", question, "median | mean | longest", [row])]
+
+
+def _draw_turns(settings: IncrementSettings) -> tuple[list[Sequence[Numbers]], int]:
+    """Return the batches of each turn, and of how many rows they are."""
+    num = settings.batches
+    requests, num_rows = settings.draw_zipf(num * settings.repeats)
+    starts = range(0, num * settings.repeats, num)
+    return [requests[start : start + num] for start in starts], num_rows
+
+
+@contextmanager
+def _filled(
+    settings: IncrementSettings, num_rows: int, name: str, log: Path | None
+) -> Iterator[FilledServer]:
+    server = filled_server(
+        *(
+            table_of(settings.dim),
+            num_rows,
+            str(log) if log else None,
+            settings.interval_s,
+        ),
+        restarts="," in name,
+    )
+    with server as filled:
+        _wait_until_written(filled)
+        yield filled
 
 
 def _measure_cost(
@@ -172,5 +201,5 @@ BENCHMARK = Benchmark(
         interval_s=0.05,
         zipf_draws=999,
     ),
-    figures={"increments": measure},
+    figures={"cost": measure_cost, "freshness": measure_freshness},
 )

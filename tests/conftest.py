@@ -40,7 +40,7 @@ collect_ignore = ["support/stock_client.py"]  # of another environment
 
 settings.register_profile(
     "ci",
-    max_examples=60,
+    max_examples=40,
     stateful_step_count=30,
     derandomize=True,
     deadline=None,

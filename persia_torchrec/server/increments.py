@@ -201,13 +201,12 @@ class IncrementWriter(BackgroundTask):
     def _write_rows(
         self, writer: RowFileWriter, dirty: DirtySet, head: IncrementHead
     ) -> None:
-        num_slices = 0
+        num_slices, left_s = 0, max(self._copied_s - self._clock(), 0.0)
         shapes = list(map(shape_of, head.tables))
         sizes = [max(_SLICE_BYTES // shape.row_bytes, 1) for shape in shapes]
         for wanted in dirty.take(sizes):
             self._wanted.append(wanted)
             num_slices += 1
-        left_s = max(self._copied_s - self._clock(), 0.0)
         self._slice_s = left_s / max(num_slices, 1)
         while num_slices:
             with contextlib.suppress(queue.Empty):

@@ -15,6 +15,7 @@ what they are, and that is an error.
 import contextlib
 import functools
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -40,7 +41,7 @@ _NUM_QUANTILES = 1025
 _NUM_SAMPLED = 2**15
 """Weights that a sample has at least."""
 
-_MAX_SAMPLED = 2**24
+_MAX_SAMPLED = 2**20
 """Weights of the largest table that is sampled as a whole."""
 
 _MAX_CALLS = 512
@@ -145,8 +146,9 @@ def _sampled(config: BaseEmbeddingConfig) -> Initializer:
     if num_rows < shape[0]:
         shorter = next(_calls(config, (num_rows // 2, shape[1])))
         _require_same(config, "tables of two lengths", first, shorter)
-    while values.size < _NUM_SAMPLED and len(values) < _MAX_CALLS * num_rows:
-        values = np.concatenate([values, next(calls)])
+    num_calls = min(math.ceil(_NUM_SAMPLED / first.size), _MAX_CALLS)
+    more = itertools.islice(calls, max(num_calls - 2, 0))
+    values = np.concatenate([values, *more])
     _require_no_position(config, values, num_rows)
     if discrete:
         ordered = np.sort(values, axis=None)

@@ -183,7 +183,7 @@ WRONG = [
     ("training", "training", push_that_is_lost, "Plain TorchRec's losses are"),
     ("training", "training", gradients_that_missed, "'gradients_missed': 3"),
     ("precision", "quality", push_in_full_precision, "must take 80 bytes on the wire"),
-    ("increments", "increments", follower_with_other_rows, "rows of the training"),
+    ("increments", "freshness", follower_with_other_rows, "rows of the training"),
 ]
 SETTINGS = {"precision": ["--batch-size", "512"], "training": ["--rows", "2048"]}
 """Where a check needs more than the tiny numbers, or fewer."""

@@ -51,14 +51,12 @@ FILTERED = replace(COUNTED, name="i", admission=AdmitBloom(3, expected_ids=40))
 SPECS = [*TABLES, EXPIRING, COUNTED, FILTERED]
 
 number_of_table = st.integers(0, len(SPECS) - 1)
-requests = st.lists(
-    st.tuples(
-        st.sampled_from(["use", "train", "write", "update", "sweep", "clear", "cut"]),
-        number_of_table,
-        ids,
-    ),
-    max_size=30,
+request = st.tuples(
+    st.sampled_from(["use", "train", "write", "update", "sweep", "clear", "cut"]),
+    number_of_table,
+    ids,
 )
+requests = st.lists(request, max_size=30)
 
 
 class Journaled:
@@ -218,7 +216,7 @@ def test_what_happens_while_rows_are_gathered_comes_with_the_next(
     assert waiting(copy) == waiting(source.store)
 
 
-@given(done=requests, num_shards=st.integers(2, 4))
+@given(done=st.lists(request, max_size=12), num_shards=st.integers(2, 4))
 def test_several_servers_take_their_parts_of_an_increment(done, num_shards):
     source = Journaled(capacity_rows=8)
     source.begin()

@@ -10,6 +10,7 @@ import pytest
 
 from persia_torchrec.job.member_record import MemberRecord
 from persia_torchrec.job.registry import AddressBook
+from tests.support.forked_jobs import ForkedJob
 from tests.support.ports import draw_port, draw_ports
 from tests.support.processes import wait_until
 from tests.support.repository import ROOT
@@ -23,13 +24,13 @@ pytestmark = [
 ]
 
 
-def serve(folder, trained, port, *arguments):
+def serve(start, component, folder, trained, port, *arguments):
     (folder / "global_config.yml").write_text(
         "embedding_parameter_server_config:\n  capacity: 1000\n"
     )
-    return TorchxJob(
+    return start(
         folder,
-        str(ROOT / "components/inference.py:serve"),
+        component,
         *("--embedding_config", str(trained.embedding_config)),
         *("--global_config", str(folder / "global_config.yml")),
         *("--port", str(port)),
@@ -53,7 +54,8 @@ def test_two_inference_servers_predict_what_the_job_evaluated(
     arguments = ["--checkpoint", str(run), "--http_port", str(ports[0])]
     arguments += ["--embedding_servers", "2", "--predictors", "2"]
     own = draw_port()
-    with serve(tmp_path, trained, own, *arguments) as job:
+    component = str(ROOT / "components/inference.py:serve")
+    with serve(TorchxJob, component, tmp_path, trained, own, *arguments) as job:
 
         def check(port):
             for batch, expected in zip(EVALUATION, trained.expected, strict=True):
@@ -88,7 +90,8 @@ def test_a_missing_checkpoint_ends_all_roles_and_each_says_which_failed(
 ):
     arguments = ["--checkpoint", str(tmp_path / "absent"), "--http_port"]
     arguments += [str(draw_port()), "--recover", "False"]
-    with serve(tmp_path, trained, draw_port(), *arguments) as job:
+    at = tmp_path, trained, draw_port()
+    with serve(ForkedJob, "inference.py:serve", *at, *arguments) as job:
         ended = job.wait()
     assert ended.status == 1
     assert set(ended.logs) == {"coordinator 0", "server 0", "worker 0", "predictor 0"}

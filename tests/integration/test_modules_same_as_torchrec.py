@@ -52,7 +52,7 @@ from tests.support.remote_job import CPU, META, RemoteJob
 
 NUM_IDS = 40
 NUM_SAMPLES = 16
-NUM_STEPS_OF_VARIANTS = 40
+NUM_STEPS_OF_VARIANTS = 24
 MAX_IDS = 4
 SEQUENCE_NAMES = ["ad@term", "query", "user", "ad@user"]
 KEYS = ["ad", "query", "user", "place"]
@@ -205,7 +205,7 @@ class Case:
     is_variable: bool = False
     pools_here: bool = False
     given: Callable[[KeyedJaggedTensor], object] = lambda kjt: kjt
-    num_steps: int = 200
+    num_steps: int = 80
 
 
 def remote_bags(client):

@@ -16,7 +16,7 @@ from tests.support.forked_jobs import ForkedJob
 from tests.support.inference_job import run_server, run_worker
 from tests.support.processes import DEADLINE_S, Processes, wait_until
 
-TRAIN = "from tests.support import helped; helped.train_while_others_come()"
+TRAIN = "from tests.support import helped_training as t; t.train_while_others_come()"
 LOAD = "from tests.support import helped; helped.send()"
 SCRIPTS = ("trainer", "loader")
 ROLES = (*SCRIPTS, "server", "worker")

@@ -147,7 +147,7 @@ def test_the_others_stay_until_trainers_and_their_torchrun_have_ended(processes)
         assert running.status() == 0, running.output()
 
 
-TRAIN = "from tests.support import helped; helped.train_and_tell()"
+TRAIN = "from tests.support import helped_training as t; t.train_and_tell()"
 SEND = "from tests.support import helped; helped.send()"
 
 

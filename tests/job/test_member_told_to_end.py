@@ -14,6 +14,7 @@ from persia_torchrec.job import signals, supervisor
 from persia_torchrec.job.member_record import JobTimings
 from persia_torchrec.job.registry import AddressBook
 from tests.support import members
+from tests.support.forked_jobs import ForkedJob
 from tests.support.processes import children_of
 from tests.support.repository import ROOT
 from tests.support.script_jobs import WAIT_FOR_EVER, Job
@@ -162,14 +163,14 @@ print("ends well", flush=True)
 
 
 @contextlib.contextmanager
-def training(folder, num_steps):
+def training(folder, num_steps, start, component):
     script = folder / "train.py"
     script.write_text(TRAIN)
     arguments = ["--script", f"{script} {num_steps}", "--embedding_servers", "2"]
     arguments += ["--resume_dir", str(folder / "run"), "--grace_s", "60"]
     folder = folder / str(num_steps)
     folder.mkdir()
-    with TorchxJob(folder, "components/torchrec_job.py:train", *arguments) as job:
+    with start(folder, component, *arguments) as job:
         yield job
 
 
@@ -180,7 +181,8 @@ def last_step(folder):
 
 @pytest.mark.slow
 def test_a_job_of_torchx_loses_no_step_when_it_is_told_to_end_or_ends_well(tmp_path):
-    with training(tmp_path, 10_000) as job:
+    component = "components/torchrec_job.py:train"
+    with training(tmp_path, 10_000, TorchxJob, component) as job:
         job.has_printed("step 5.")
         torchx = job.pids("torchx.cli.main")
         for pid in set(job.pids()) - set(torchx):  # as Slurm does
@@ -193,7 +195,8 @@ def test_a_job_of_torchx_loses_no_step_when_it_is_told_to_end_or_ends_well(tmp_p
     assert saved == len(steps) + 1, ended.output  # what step() has raised after
     assert "is started again" not in ended.output
     assert "told to end (SIGUSR1); the last checkpoint is" in ended.output
-    with training(tmp_path, saved + 3) as job:
+    component = "torchrec_job.py:train"
+    with training(tmp_path, saved + 3, ForkedJob, component) as job:
         ended = job.wait()
     assert ended.status == 0, ended.output
     assert f"begins at {saved}." in ended.output

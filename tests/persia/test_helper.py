@@ -12,7 +12,7 @@ from persia_torchrec.errors import ConfigError, JobError
 from persia_torchrec.persia.helper import PersiaServiceCtx, ensure_persia_service
 from persia_torchrec.persia.utils import dump_yaml
 from tests.persia import failing
-from tests.support import helped
+from tests.support import helped, helped_training
 from tests.support.processes import DEADLINE_S, children_of_this_process
 from tests.support.script_jobs import draw_service_ports
 
@@ -55,7 +55,7 @@ def test_the_block_trains_on_what_a_data_loader_sends(monkeypatch):
         assert os.environ["PERSIA_JOB_ID"] not in ("", around["PERSIA_JOB_ID"])
         started = children_of_this_process() - before
         try:
-            num, rows = helped.train()
+            num, rows = helped_training.train()
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
@@ -75,7 +75,7 @@ def test_the_block_waits_for_nn_workers_and_takes_scripts_and_files(tmp_path):
     dump_yaml({"common_config": {"job_type": "Train"}}, tmp_path / "global.yml")
     with PersiaServiceCtx(
         data_loader_func=helped.__file__,
-        nn_worker_func=helped.train_and_tell,
+        nn_worker_func=helped_training.train_and_tell,
         embedding_config_path=tmp_path / "slots.yml",
         global_config_path=str(tmp_path / "global.yml"),
         data_loader_replica_num=2,

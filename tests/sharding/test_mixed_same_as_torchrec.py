@@ -24,7 +24,7 @@ from tests.sharding.mixed_model import (
 )
 from tests.support.remote_job import ids_of, shard, tensors_of
 
-NUM_STEPS = 200
+NUM_STEPS = 80
 
 
 class Twins:
