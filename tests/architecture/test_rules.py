@@ -1,6 +1,7 @@
 """Rules of the conventions that no linter checks."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -19,9 +20,15 @@ FILES = sorted(
 COMPONENTS = [name for name in FILES if name.startswith("components/")]
 
 
+@functools.cache
+def parsed(path):
+    """Return the nodes of a file: they are asked for by several tests."""
+    return [*ast.walk(ast.parse((ROOT / path).read_text()))]
+
+
 def functions(name):
     """Yield every function of a file."""
-    for node in ast.walk(ast.parse((ROOT / name).read_text())):
+    for node in parsed(name):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 
@@ -103,9 +110,9 @@ START_PROCESSES = {
 }
 
 
-def names_in(tree):
+def names_in(nodes):
     """Yield modules that are imported, names and attributes, keywords of calls."""
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.Import():
                 yield from (alias.name for alias in node.names)
@@ -123,19 +130,19 @@ def names_in(tree):
 @pytest.mark.parametrize("name", FILES)
 def test_nothing_is_unpickled(name):
     """Pickle, and what hides it, runs what whoever wrote the bytes wants."""
-    tree = ast.parse((ROOT / name).read_text())
-    names = {part for found in names_in(tree) for part in found.split(".")}
+    nodes = parsed(name)
+    names = {part for found in names_in(nodes) for part in found.split(".")}
     assert names & UNPICKLE == ({"pickle"} if name == UNPICKLES else set())
-    assert "multiprocessing" not in {*imported(tree)} or name in START_PROCESSES
-    for node in ast.walk(tree):
+    assert "multiprocessing" not in {*imported(nodes)} or name in START_PROCESSES
+    for node in nodes:
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
             kept = {one.arg: ast.unparse(one.value) for one in node.keywords}
             assert kept.get("weights_only") == "True", ast.unparse(node)
 
 
-def imported(tree):
+def imported(nodes):
     """Yield the top of each module that is imported."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -159,7 +166,7 @@ def modules_beside(path):
 
 def imported_tests(path):
     """Yield each file of tests/ that a file imports."""
-    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+    for node in parsed(path):
         match node:
             case ast.ImportFrom(module=str(module)):
                 names = [module, *(f"{module}.{alias.name}" for alias in node.names)]
