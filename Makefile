@@ -1,5 +1,6 @@
 # make train   train the adult-income example on this machine
 # make test    everything that must hold before a change is done
+# make quick   the tests of one process each, in three minutes
 # make system  install what tests use of Debian, as root
 # make chaos  jobs whose processes are killed again and again
 # make fuzz   inputs that nobody has meant, 100,000 for each port and file format
@@ -54,7 +55,7 @@ endif
 # Why the job has failed that began last, after what torchx says at its end.
 CAUSE = find runs -path '*/coordinator/0/combined.log' -newer $(VENV)/began -exec tail -n 1 {} +
 
-.PHONY: help install train system test test-versions lint unit chaos fuzz soak cluster quality speed coverage dropin clean
+.PHONY: help install train system test quick test-versions lint unit chaos fuzz soak cluster quality speed coverage dropin clean
 .NOTPARALLEL:
 
 help:  ## show this list
@@ -93,7 +94,11 @@ system:  ## install what tests use of Debian, as root; says what it could not
 		echo "not installed, so that tests skip:" $$lacking; \
 			echo "make system installs it, as root of a Debian with a package index."; }
 
-test: lint unit  ## check everything
+# The loops are compiled while mypy looks: each takes a minute of one core.
+test: $(STAMP)  ## check everything
+	@$(BIN)/python -c "$(LOOPS)" & loops=$$!; \
+	$(MAKE) --no-print-directory lint && wait $$loops && $(MAKE) --no-print-directory unit
+LOOPS := from persia_torchrec.lookup import pooling; from persia_torchrec.store import warm_up; pooling.warm_up(); warm_up.warm_up()
 
 lint: $(STAMP)  ## format, lint, types, import rules
 	$(BIN)/ruff format --check --quiet .
@@ -105,6 +110,9 @@ lint: $(STAMP)  ## format, lint, types, import rules
 WORKERS = $(shell expr $$(env -u OMP_NUM_THREADS nproc) \* 3 / 2)
 unit: $(STAMP) $(CLIENTS)  ## the tests, benchmarks included; ARGS="-k rpc" chooses
 	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+quick:  ## the tests that take one process and little time
+	@$(MAKE) --no-print-directory unit ARGS='-m "not multiprocess and not slow" $(ARGS)'
 
 # The oldest and the newest torch, each in an environment of its own. VERSIONS="2.12"
 # chooses, and PYTHON=python3.13. Of most torches an index has CUDA builds alone, of some
