@@ -2,6 +2,7 @@
 # make test    everything that must hold before a change is done
 # make quick   the tests of one process each, in three minutes
 # make system  install what tests use of Debian, as root
+# make long    what the tests leave out, as others are nearly as sharp
 # make chaos  jobs whose processes are killed again and again
 # make fuzz   inputs that nobody has meant, 100,000 for each port and file format
 # make soak   one job for an hour, which must grow by nothing
@@ -55,7 +56,7 @@ endif
 # Why the job has failed that began last, after what torchx says at its end.
 CAUSE = find runs -path '*/coordinator/0/combined.log' -newer $(VENV)/began -exec tail -n 1 {} +
 
-.PHONY: help install train system test quick test-versions lint unit chaos fuzz soak cluster quality speed coverage dropin clean
+.PHONY: help install train system test quick long test-versions lint unit chaos fuzz soak cluster quality speed coverage dropin clean
 .NOTPARALLEL:
 
 help:  ## show this list
@@ -108,11 +109,15 @@ lint: $(STAMP)  ## format, lint, types, import rules
 
 # Tests wait for processes half of the time: there are more of them than cores.
 WORKERS = $(shell expr $$(env -u OMP_NUM_THREADS nproc) \* 3 / 2)
+PYTEST = PATH="$(BIN):$$PATH" $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 unit: $(STAMP) $(CLIENTS)  ## the tests, benchmarks included; ARGS="-k rpc" chooses
-	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTEST) -m "not long" $(ARGS)
 
-quick:  ## the tests that take one process and little time
-	@$(MAKE) --no-print-directory unit ARGS='-m "not multiprocess and not slow" $(ARGS)'
+quick: $(STAMP)  ## the tests that take one process and little time
+	$(PYTEST) -m "not multiprocess and not slow and not long" $(ARGS)
+
+long: $(STAMP)  ## the tests marked long; not part of test
+	$(PYTEST) -m long -p tests.support.long_table $(ARGS)
 
 # The oldest and the newest torch, each in an environment of its own. VERSIONS="2.12"
 # chooses, and PYTHON=python3.13. Of most torches an index has CUDA builds alone, of some

@@ -40,6 +40,15 @@ needs_redis = pytest.mark.skipif(
 )
 
 
+LONG = {"wire", "increments", "data", "dlrm", "servers", "trainer", "serving"}
+"""Those of many processes, whose values ``WRONG`` looks at as well."""
+
+CASES = [
+    pytest.param(name, marks=[pytest.mark.long] if name in LONG else [])
+    for name in TABLES
+]
+
+
 def run(path, *argv):
     """Run a benchmark; return the report in its file, by table."""
     assert main([*argv, "--tiny", "--json", str(path)]) == 0
@@ -53,7 +62,7 @@ def test_every_benchmark_is_run_here():
     assert set(TABLES) == set(NAMES)
 
 
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("name", CASES)
 def test_a_benchmark_has_its_figures(name, tmp_path, capsys):
     report, tables = run(tmp_path / "figures.json", name)
     printed = capsys.readouterr().out

@@ -117,7 +117,14 @@ def auc_of_training(folder, *arguments):
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [[], ["--dcn"], ["--plain"]])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [],
+        pytest.param(["--dcn"], marks=pytest.mark.long),
+        pytest.param(["--plain"], marks=pytest.mark.long),
+    ],
+)
 def test_the_example_learns_from_made_up_data(settings, tmp_path):
     assert auc_of_training(tmp_path, "--rows", "12000", *settings) > 0.7
 

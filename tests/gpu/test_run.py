@@ -39,6 +39,7 @@ def run(*arguments, python=sys.executable):
     )
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_it_runs_the_tests_marked_gpu_or_says_that_there_is_no_device(wheels):

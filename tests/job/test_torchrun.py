@@ -100,7 +100,7 @@ dist.barrier()
     ("num", "text", "num_starts"),
     [
         (1, RAISES, 2),
-        (2, MEETS + RAISES, 2),
+        pytest.param(2, MEETS + RAISES, 2, marks=pytest.mark.long),
         (1, "JobMember.current.progress = lambda: int(start)" + RAISES, 4),
         (1, "raise ConnectionResetError", 4),
     ],

@@ -69,6 +69,7 @@ def test_the_block_trains_on_what_a_data_loader_sends(monkeypatch):
     assert children_of_this_process() == before
 
 
+@pytest.mark.long
 @with_marks
 def test_the_block_waits_for_nn_workers_and_takes_scripts_and_files(tmp_path):
     dump_yaml(helped.SLOTS, tmp_path / "slots.yml")

@@ -349,6 +349,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_nn_workers_of_two_nodes_rendezvous(tmp_path, monkeypatch):

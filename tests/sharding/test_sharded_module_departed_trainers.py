@@ -52,6 +52,7 @@ def test_a_trainer_that_goes_away_is_named_long_before_the_time_limit(
     assert re.search(rf"Step [1-4] .* all 2 trainers.*none of {who}", heard["error"])
 
 
+@pytest.mark.long
 def test_on_two_machines_of_torchrun_the_error_says_what_the_other_raised(tmp_path):
     with Servers() as servers, Processes(tmp_path) as processes:
         port = draw_port()
