@@ -33,7 +33,10 @@ from persia_torchrec import env
 from persia_torchrec.errors import PersiaError
 from persia_torchrec.job.member import JobMember
 from persia_torchrec.metrics.values import Reading
-from persia_torchrec.persia.config.global_config import MetricsSettings
+from persia_torchrec.persia.config.global_config import (
+    MetricsSettings,
+    load_global_config,
+)
 from persia_torchrec.rpc.addresses import local_address
 
 logger = logging.getLogger(__name__)
@@ -48,6 +51,17 @@ _EXPECTED = (OSError, http.client.HTTPException, PersiaError)  # without a trace
 Read = Callable[[], Sequence[Reading]]
 """Returns the current metrics; the pushing thread calls it. An error that it raises is
 logged like a failed push."""
+
+
+def metrics_settings() -> MetricsSettings:
+    """Return the settings of the environment's ``global_config.yml``.
+
+    Where no gateway is named it is not read, and they are the defaults.
+    """
+    path = env.global_config_path()
+    if path is None or env.metrics_gateway() is None:
+        return MetricsSettings()
+    return load_global_config(path, warns=False).common.metrics
 
 
 def is_pushed(settings: MetricsSettings) -> bool:

@@ -36,15 +36,11 @@ from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.implicit_member import join_job
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.lookup.bags import Bags
-from persia_torchrec.metrics.push import push_metrics
+from persia_torchrec.metrics.push import metrics_settings, push_metrics
 from persia_torchrec.metrics.values import Reading
 from persia_torchrec.persia import data_parallel, slots
 from persia_torchrec.persia.batch import PersiaBatch, ReferencedBatch
 from persia_torchrec.persia.config import embedding_config
-from persia_torchrec.persia.config.global_config import (
-    MetricsSettings,
-    load_global_config,
-)
 from persia_torchrec.persia.distributed import DistributedBaseOption
 from persia_torchrec.persia.embedding import EmbeddingConfig
 from persia_torchrec.persia.loader import LookupSettings
@@ -62,6 +58,7 @@ from persia_torchrec.sharding.backward_pass import AnswersAtEnd
 from persia_torchrec.sharding.collection import CollectionSpec, TableCollection
 from persia_torchrec.sharding.sharded_module import ShardedRemoteCollection
 from persia_torchrec.sharding.sharder import CollectionSharder
+from persia_torchrec.sharding.trainer_metrics import readings
 from persia_torchrec.sharding.uneven_inputs import join
 from persia_torchrec.table import TableSettings, TableSpec
 from persia_torchrec.training.checkpoint import ContextCheckpoints, at_first
@@ -248,10 +245,7 @@ class Engine:
         self._settings: LookupSettings | None = None
         store = env.require_job_store("A training context")
         join_job("trainer", env.get_rank(), env.get_world_size(), store)
-        metrics = MetricsSettings()
-        gateway, path = env.metrics_gateway(), env.global_config_path()
-        if gateway is not None and path is not None:  # else it is not read
-            metrics = load_global_config(path, warns=False).common.metrics
+        metrics = metrics_settings()
         self._connect(optimizer, config)
         data_parallel.init_process_group(distributed, device, self.client.recovery_s)
         self.job_id, generation = self._begin_generation(store)
@@ -291,6 +285,7 @@ class Engine:
         assert self._workers is not None
         slots_sharder = SlotsSharder(self._workers, self._spec, self.client)
         self.sharder = slots_sharder
+        slots_sharder.remote_tables.pushes_metrics = False  # this engine does
         self.hybrid = hybrid = HybridModel(make_collection(self._spec), model)
         self.dmp = DistributedModelParallel(
             hybrid,
@@ -473,18 +468,8 @@ class Engine:
 
     def _read(self) -> list[Reading]:
         """Return all metrics of this trainer; the pushing thread calls it."""
-        each = [pipeline.tally.total for pipeline in self.pipelines]
-        totals = {
-            "gradients_missed": sum(total.num_missed for total in each),
-            "gradients_refused": sum(total.num_refused for total in each),
-            "batches_skipped": self._num_skipped(),
-        }
-        own = (
-            Reading(f"persia_{name}", number, "of this trainer's pushes", "counter")
-            for name, number in totals.items()
-        )
         observed = [] if self._workers is None else self._workers.observed.read()
-        return [*observed, *own]
+        return [*observed, *readings([self.sharder.remote_tables.counts])]
 
     def _apply(self, settings: LookupSettings, *, is_training: bool) -> None:
         if not is_training:

@@ -62,6 +62,7 @@ class TorchRecEngine(Engine):
             state_dict_rows="none",  # the servers write them
             embedding_config=self._persia,
         )
+        sharders.remote_tables.pushes_metrics = False  # this engine does
         self.dmp = DistributedModelParallel(
             model,
             device=self.device,

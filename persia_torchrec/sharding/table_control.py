@@ -31,6 +31,7 @@ from persia_torchrec.sharding import torchrec_api
 from persia_torchrec.sharding.backward_pass import Agreement, AnswersAtEnd, BackwardPass
 from persia_torchrec.sharding.first_batch import FirstBatch
 from persia_torchrec.sharding.optimizer import RemoteOptimizer, States, set_values
+from persia_torchrec.sharding.trainer_metrics import TrainerCounts, TrainerMetrics
 from persia_torchrec.table import TableChange, TableSpec
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,8 @@ class RemoteTables(OwnProcess):
         self.grad_scaler: torch.amp.GradScaler | None = None
         self.agreement: Agreement | None = None
         self.first_batch = FirstBatch()
+        self.counts = TrainerCounts()
+        self.pushes_metrics = True  # those of a TrainCtx are pushed by it
         self.clock: AnswersAtEnd | None = None  # of automatic checkpoints
         self._cannot_agree = False
         self._num_skipped = 0  # backward passes in a row that were not finite
@@ -103,6 +106,9 @@ class RemoteTables(OwnProcess):
             if names & of_other:
                 pipeline.trains_rows.add(other)
                 other.trains_rows.add(pipeline)
+        if self.pushes_metrics and not self.pipelines:
+            TrainerMetrics.begin(self.counts)
+        self.counts.add(pipeline)
         self.pipelines.append((pipeline, names))
         self.specs.update((spec.name, spec) for spec in specs)
         added = [spec for spec in specs if spec.name not in self.groups]
@@ -190,6 +196,7 @@ class RemoteTables(OwnProcess):
 
     def count_skipped(self, *, is_skipped: bool) -> None:
         """Note whether a backward pass pushed nothing; warn once of 20 in a row."""
+        self.counts.num_skipped += is_skipped
         self._num_skipped = self._num_skipped + 1 if is_skipped else 0
         if self._num_skipped == _MANY_SKIPPED:
             logger.warning(

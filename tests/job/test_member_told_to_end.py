@@ -163,14 +163,15 @@ print("ends well", flush=True)
 
 
 @contextlib.contextmanager
-def training(folder, num_steps, start, component):
+def training(folder, num_steps, gateway, start, component):
     script = folder / "train.py"
     script.write_text(TRAIN)
     arguments = ["--script", f"{script} {num_steps}", "--embedding_servers", "2"]
     arguments += ["--resume_dir", str(folder / "run"), "--grace_s", "60"]
     folder = folder / str(num_steps)
     folder.mkdir()
-    with start(folder, component, *arguments) as job:
+    variables = {"PERSIA_METRICS_GATEWAY_ADDR": gateway.address}
+    with start(folder, component, *arguments, variables=variables) as job:
         yield job
 
 
@@ -180,9 +181,11 @@ def last_step(folder):
 
 
 @pytest.mark.slow
-def test_a_job_of_torchx_loses_no_step_when_it_is_told_to_end_or_ends_well(tmp_path):
+def test_a_job_of_torchx_loses_no_step_when_it_is_told_to_end_or_ends_well(
+    tmp_path, gateway
+):
     component = "components/torchrec_job.py:train"
-    with training(tmp_path, 10_000, TorchxJob, component) as job:
+    with training(tmp_path, 10_000, gateway, TorchxJob, component) as job:
         job.has_printed("step 5.")
         torchx = job.pids("torchx.cli.main")
         for pid in set(job.pids()) - set(torchx):  # as Slurm does
@@ -195,10 +198,16 @@ def test_a_job_of_torchx_loses_no_step_when_it_is_told_to_end_or_ends_well(tmp_p
     assert saved == len(steps) + 1, ended.output  # what step() has raised after
     assert "is started again" not in ended.output
     assert "told to end (SIGUSR1); the last checkpoint is" in ended.output
+    # What it has pushed when its processes end: all trained in less than an interval.
+    last = gateway.pushes(role="nn_worker")[-1]
+    assert last.values["persia_lookups_total"] == saved
     component = "torchrec_job.py:train"
-    with training(tmp_path, saved + 3, ForkedJob, component) as job:
+    with training(tmp_path, saved + 3, gateway, ForkedJob, component) as job:
         ended = job.wait()
     assert ended.status == 0, ended.output
+    then = gateway.pushes(role="nn_worker")[-1]
+    assert then.values["persia_lookups_total"] == 3
+    assert then.labels["job"] != last.labels["job"]
     assert f"begins at {saved}." in ended.output
     row = float(re.search(r"rows (-?\d+\.\d+)\.", ended.output)[1])
     assert row == pytest.approx(-saved, abs=0.5)

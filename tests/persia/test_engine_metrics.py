@@ -8,6 +8,7 @@ import pytest
 
 from persia_torchrec.data import DataLoader
 from persia_torchrec.errors import ConfigError, PersiaError
+from persia_torchrec.sharding.trainer_metrics import TrainerMetrics
 from tests.support.gateway import Gateway
 from tests.support.local_job import Batches, LocalJob, SumOfEmbeddings, batch_of
 from tests.support.processes import wait_until
@@ -71,6 +72,10 @@ def test_the_times_of_a_training_are_pushed(job, gateway):
     assert last.values["forward_error"] == 0
     assert last.values["persia_gradients_missed_total"] == 0
     assert last.values["persia_gradients_refused_total"] == 0
+    assert last.values["persia_lookups_total"] == len(BATCHES)
+    # Its tables are those of no TorchRec loop, whose pushes would replace these.
+    assert all("forward_error" in push.values for push in gateway.pushes(**LABELS))
+    assert TrainerMetrics._stop is None
 
 
 def test_what_the_servers_refused_is_pushed(job, gateway):
