@@ -126,7 +126,7 @@ def _carry_out(
         load.check()
         load.load()
         url, base = folder.url, load.base
-        written_s = _written_s(folder, manifest)
+        written_s = written_at(folder, manifest)
         if plan.line is not None and not plan.line.position_after(manifest):
             dumped = manifest.shards[target.shard].tick
     if logs is None or plan.line is None or plan.position is None:
@@ -183,7 +183,8 @@ def _apply(
     return _Applied(heads, position, is_all=True)
 
 
-def _written_s(folder: Folder, manifest: Manifest) -> float:
+def written_at(folder: Folder, manifest: Manifest) -> float:
+    """Return when a checkpoint was written, in seconds since 1970."""
     try:
         return datetime.fromisoformat(manifest.created).timestamp()
     except (ValueError, OverflowError) as exc:

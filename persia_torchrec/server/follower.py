@@ -34,6 +34,7 @@ from persia_torchrec.checkpoint.load import (
     Target,
     apply_increment,
 )
+from persia_torchrec.checkpoint.restore import written_at
 from persia_torchrec.errors import CheckpointError, NotReadyError, PersiaError
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.store.embedding_store import EmbeddingStore
@@ -47,9 +48,10 @@ _MAX_EVENTS = 2
 _CHECK_S = 0.1
 _RETRY_S = 30.0
 
-FollowerEvent = Increment | tuple[EmbeddingStore, Folder] | None
-"""This server's part of an increment, or a store that replaces the current one, and its
-checkpoint; None once all increments that existed have been handed over."""
+FollowerEvent = Increment | tuple[EmbeddingStore, Folder, float] | None
+"""This server's part of an increment, or a store that replaces the current one, its
+checkpoint, and the second since 1970 when it was written; None once all increments that
+existed have been handed over."""
 
 
 class Follower(BackgroundTask):
@@ -122,7 +124,7 @@ class Follower(BackgroundTask):
                 num_left_out + num_rows,
                 self._config.num_shards,
             )
-        self._send((store, folder))
+        self._send((store, folder, written_at(folder, load.manifest)))
         return load.manifest.created
 
     def _follow(self, logs: Folder) -> None:
@@ -281,7 +283,7 @@ class ServedCheckpoint:
         self._follower: Follower | None = None
         self._increment: Iterator[int] | None = None
         self._created_s = 0.0  # of the increment that is being applied
-        self._applied_s = 0.0  # when the last one was, by the monotonic clock
+        self._current_s = 0.0  # when rows were as here, by the monotonic clock
         self._budget = CpuBudget(_CPU_FRACTION, activity)
         names = "increments_put_in", "increment_rows_put_in", "increment_delay_ms"
         self._counts = Counter(dict.fromkeys(names, 0))
@@ -302,11 +304,10 @@ class ServedCheckpoint:
         """Return what has been applied of the training's increments."""
         if self._follower is None or self._config.incremental_dir is None:
             return {}
-        since_s = time.monotonic() - self._applied_s if self._applied_s else 0.0
+        age_s = time.monotonic() - self._current_s if self._current_s else 0.0
         return {
             **self._counts,
-            "increment_age_ms": self._counts["increment_delay_ms"]
-            + int(1000 * since_s),
+            "increment_age_ms": int(1000 * age_s),
             "following_errors": self._follower.num_errors,
             "following_reloads": self._follower.num_reloads,
             "following_lost": int(self._follower.is_lost),
@@ -351,19 +352,25 @@ class ServedCheckpoint:
             counts["increment_rows_put_in"] += num_rows
             return
         self._increment = None
-        delay_s = time.time() - self._created_s  # noqa: TID251  # the writer's clock
-        delay_ms = counts["increment_delay_ms"] = max(int(1000 * delay_s), 0)
+        delay_ms = counts["increment_delay_ms"] = int(
+            1000 * self._are_of(self._created_s)
+        )
         most_ms = max(counts["increment_delay_ms_max"], delay_ms)
         counts["increment_delay_ms_max"] = most_ms
         counts["increments_put_in"] += 1
-        self._applied_s = time.monotonic()
+
+    def _are_of(self, created_s: float) -> float:
+        """Note that rows are those of a second since 1970; return their age."""
+        age_s = max(time.time() - created_s, 0.0)  # noqa: TID251  # the writer's clock
+        self._current_s = time.monotonic() - age_s
+        return age_s
 
     def _take(self, event: FollowerEvent) -> None:
         match event:
             case Increment():
                 self._created_s = event.head.created_s
                 self._increment = apply_increment(self._store, event, None)
-            case (store, folder):
+            case (store, folder, created_s):
                 names = [spec.name for spec in self._store.tables]
                 received = [spec.name for spec in store.tables]
                 if received[: len(names)] != names:  # clients ask by number
@@ -374,6 +381,7 @@ class ServedCheckpoint:
                 logger.info("serving %s", folder.url)
                 self._store.take_rows_of(store)
                 self._folder = folder
+                self._are_of(created_s)
             case None:
                 self.is_loading = False
                 self.is_active = self._config.incremental_dir is not None

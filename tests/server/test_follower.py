@@ -5,6 +5,8 @@ import logging
 import re
 import threading
 from dataclasses import replace
+from datetime import datetime, timedelta
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -70,9 +72,10 @@ def client_of(servers, running):
     return client
 
 
-def serve(checkpoint, capacity_rows=100):
+def serve(checkpoint, capacity_rows=100, **settings):
     """Return what serves a checkpoint, and the store of its rows."""
-    config = ServerConfig(checkpoint=checkpoint, capacity_rows=capacity_rows)
+    given = {"checkpoint": checkpoint, "capacity_rows": capacity_rows, **settings}
+    config = ServerConfig(**given)
     store = config.make_store()
     return ServedCheckpoint(config, store, Activity()), store
 
@@ -167,6 +170,24 @@ def test_rows_that_do_not_fit_are_left_out_with_a_warning(trained, caplog):
     store.lookup(0, IDS, kept, training=False)
     # Of one request, the first were used first, and leave first.
     assert kept.any(axis=1).sum() == 30
+
+
+def test_rows_are_as_old_as_their_checkpoint_before_the_first_increment(
+    trained, tmp_path
+):
+    path, an_hour_ago = Path(trained[0], "checkpoint-00000001/manifest.json"), 3600
+    manifest = json.loads(path.read_text())
+    created = datetime.fromisoformat(manifest["created"])
+    manifest["created"] = (created - timedelta(seconds=an_hour_ago)).isoformat()
+    path.write_text(json.dumps(manifest))
+    served, _ = serve(trained[0], incremental_dir=str(tmp_path / "increments"))
+    finish(served)
+    age_ms = served.counters()["increment_age_ms"]
+    assert an_hour_ago <= age_ms / 1000 < an_hour_ago + DEADLINE_S
+    assert served.counters()["increment_delay_ms"] == 0
+    wait_until(
+        lambda: served.counters()["increment_age_ms"] > age_ms, "the rows become older"
+    )
 
 
 def test_a_checkpoint_that_is_not_there_is_refused(tmp_path):
