@@ -18,6 +18,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,13 +123,13 @@ def _run(config: ServerConfig, life: JobMember | Lifetime) -> None:
         config = replace(config, writer=job_id or name_of_process(os.getppid()))
     server = EmbeddingServer(config, life.greeting, fd=env.listen_fd())
     if server.has_rows:  # what they need is loaded, and the process before had it all
-        server.when_idle = _load_all
+        server.when_idle = partial(_load_all, config)
     else:
         with (
             refusing_requests(server.listener),
             telling_of_compilation(life.tell_compiling),
         ):
-            _load_all()
+            _load_all(config)
             _restore(server, life)
     if isinstance(life, JobMember):
         life.progress = _teller(server, life)
@@ -138,10 +139,10 @@ def _run(config: ServerConfig, life: JobMember | Lifetime) -> None:
     server.serve_and_push(tell_ready)
 
 
-def _load_all() -> None:
+def _load_all(config: ServerConfig) -> None:
     """Load all compiled loops; compile those that never were."""
     float_codec.warm_up()
-    warm_up()
+    warm_up(in_file=config.memory_file is not None)
 
 
 def _restore(server: EmbeddingServer, life: JobMember | Lifetime) -> None:

@@ -220,7 +220,10 @@ class MemoryFile:
             raise StoreError(
                 f"A memory file must be mapped with {FILE_BYTES} bytes, of which only "
                 f"the used ones cost anything. Received: {exc} for {self.path}. Use a "
-                "file on tmpfs, ext4 or xfs, and no limit of the address space."
+                "file on tmpfs, ext4 or xfs, and no limit of the address space or of "
+                "files (ulimit -v, ulimit -f). Where these must be, let rows end with "
+                'the process: memory_dir="private" (a flag of components and launchers)'
+                ", restarts=False of a cluster, no --memory-file."
             ) from exc
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -20,8 +20,8 @@ _ADMISSIONS = (
 )
 
 
-def warm_up() -> None:
-    """Run every loop once, on stores of its own: in private memory and in a file.
+def warm_up(*, in_file: bool = True) -> None:
+    """Run every loop once, on stores of its own: in private memory and ``in_file``.
 
     The first time on a machine this takes about half a minute; later processes find
     the machine code on disk. The loops of optimizers and initializers other than the
@@ -29,6 +29,8 @@ def warm_up() -> None:
     is added.
     """
     _run(EmbeddingStore(4))
+    if not in_file:  # which takes address space
+        return
     file = os.memfd_create("store")
     memory_file.logger.disabled = True  # this file says nothing of that of a server
     try:

@@ -1,8 +1,11 @@
 """A server that is killed, and another one that is started with its memory file."""
 
 import contextlib
+import re
+import resource
 import signal
 from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -134,3 +137,29 @@ def test_changes_that_no_increment_had_come_with_the_next_process(
 
     wait_until(has_caught_up, "the follower has caught up")
     assert follower.counters()[0]["following_reloads"] == 0
+
+
+def main_within_4_gib(flags):
+    """Be a server whose address space may grow by so much."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + 2**32
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    return main(flags)
+
+
+def test_a_limit_of_the_address_space_has_a_way_round(processes, path):
+    flags = ["--standalone", "--capacity", "1000"]
+    private = processes.start("private", main_within_4_gib, flags)
+    in_file = processes.start(
+        "file", main_within_4_gib, [*flags, "--memory-file", path]
+    )
+    private.has_printed("ready ")
+    address = private.output().partition("ready ")[2].split()[0]
+    with closing(EmbeddingClient.connect([address])) as client:
+        client.add_tables([SPEC])
+        train(client, 0)
+        assert client.num_rows() == [len(IDS)]
+    assert in_file.status() != 0
+    assert re.search(
+        r'ulimit -v.*memory_dir="private".*no --memory-file', in_file.output()
+    )

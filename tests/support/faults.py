@@ -21,7 +21,7 @@ def serve_and_die(owner, function, flags):
         os.kill(os.getpid(), signal.SIGKILL)
 
     setattr(pkgutil.resolve_name(owner), function, die)
-    server_main.warm_up = lambda: None
+    server_main.warm_up = lambda **_: None
     return server_main.main(flags)
 
 
