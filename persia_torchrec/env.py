@@ -302,13 +302,14 @@ def group_restarts_left() -> int:
     return max(left, 0) if is_under_torchrun() else 0
 
 
-def checkpoint_interval_s() -> float:
+def checkpoint_interval_s(default: float | None = None) -> float:
     """Return the seconds between automatic checkpoints; 0: there are none.
 
-    Where nothing starts a trainer again, there are none by default.
+    Without a default there are none where nothing starts a trainer again.
     """
-    recovers = integer("TORCHELASTIC_MAX_RESTARTS", 0) or text("PERSIA_SUPERVISOR")
-    default = CHECKPOINT_INTERVAL_S if recovers else 0.0
+    if default is None:
+        recovers = integer("TORCHELASTIC_MAX_RESTARTS", 0) or text("PERSIA_SUPERVISOR")
+        default = CHECKPOINT_INTERVAL_S if recovers else 0.0
     return _seconds("PERSIA_CHECKPOINT_INTERVAL_S", default, or_0=True)
 
 

@@ -158,10 +158,13 @@ def _restore(server: EmbeddingServer, life: JobMember | Lifetime) -> None:
             known = KnownUpdates(int(num), float(mean))
     has_run = env.num_restarts() > 0 or address is not None
     has_run |= server.shard.store.was_loading
-    if config.resume_dir and not has_run:  # the whole job may have been started again
-        has_run = any(catalog.complete_checkpoints(Folder(config.resume_dir)))
-    if has_run:
-        server.restore(config.resume_dir or run, known)
+    # The whole job may have been started again.
+    if has_run or _has_checkpoint(config.resume_dir):
+        server.restore(config.resume_dir or run, known, begins=not has_run)
+
+
+def _has_checkpoint(path: str | None) -> bool:
+    return path is not None and any(catalog.complete_checkpoints(Folder(path)))
 
 
 def _teller(server: EmbeddingServer, member: JobMember) -> Callable[[], int]:

@@ -290,11 +290,14 @@ class Checkpoints:
             self._run = self._url.rpartition("/")[0]
         return self._run
 
-    def restore(self, run: str | None, known: KnownUpdates | None) -> None:
+    def restore(
+        self, run: str | None, known: KnownUpdates | None, *, begins: bool
+    ) -> None:
         """Restore rows from the newest checkpoint and increments; say what is lost.
 
-        The store lost its memory. ``run`` is the folder of the job's checkpoints;
-        ``known`` is what the job knew of them last.
+        The store lost its memory, unless its job ``begins``, and continues an earlier
+        one. ``run`` is the folder of the job's checkpoints; ``known`` is what the job
+        knew of them last.
         """
         config, store = self._config, self._store
         folders = [
@@ -307,7 +310,7 @@ class Checkpoints:
             "restored_rows": store.num_rows,
             "restored_increments": found.num_increments,
         }
-        if found.written_s is not None:
+        if found.written_s is not None and not begins:
             age_s = time.time() - found.written_s  # noqa: TID251  # of another process
             lost["lost_ms"] = max(int(1000 * age_s), 0)
         if known is not None:
@@ -315,10 +318,19 @@ class Checkpoints:
             lost["lost_updates"] = num
             lost["lost_rows"] = round(num * known.rows_per_update)
         numbers = ", ".join(f"{name}={number}" for name, number in lost.items())
-        logger.warning(
+        text = (
             "embedding server %d lost its memory, and restored what was written of it: "
             "%s, checkpoint=%s. What was not written is lost, and so are updates that "
-            "were not acknowledged. Training continues.",
+            "were not acknowledged. Training continues."
+        )
+        if begins:
+            text = (
+                "embedding server %d continues with what an earlier start of the job, "
+                "or another job, has written: %s, checkpoint=%s"
+            )
+        logger.log(
+            logging.INFO if begins else logging.WARNING,
+            text,
             *(config.shard, numbers, found.checkpoint or "none"),
         )
 

@@ -72,7 +72,13 @@ class EmbeddingServer:
         store = self.shard.store
         return bool(store.states) and not store.was_loading
 
-    def restore(self, run: str | None, known: KnownUpdates | None = None) -> None:
+    def restore(
+        self,
+        run: str | None,
+        known: KnownUpdates | None = None,
+        *,
+        begins: bool = False,
+    ) -> None:
         """Restore the rows of a server that had run, unless its memory has them.
 
         Before it serves; the arguments are those of ``Checkpoints.restore``.
@@ -82,7 +88,7 @@ class EmbeddingServer:
             for state in store.states:
                 state.num_updates = 0
         if isinstance(tasks, Checkpoints) and not self.has_rows:
-            tasks.restore(run, known)
+            tasks.restore(run, known, begins=begins)
 
     def serve_and_push(self, when_ready: Callable[[str], None]) -> None:
         """Serve as :meth:`serve`, and push metrics if the environment says where."""

@@ -24,7 +24,7 @@ import os
 import time
 from collections import ChainMap, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -487,8 +487,8 @@ def recoverable(
     client: EmbeddingClient,
     sharders: Sharders,
     *,
-    interval_s: float = env.CHECKPOINT_INTERVAL_S,
-    resume: Resume = "exact",
+    interval_s: float | None = None,
+    resume: Resume | None = None,
     save_steps: int = 0,
     keep: int = 2,
     delta_interval_s: float = 0.0,
@@ -520,9 +520,10 @@ def recoverable(
         sharders: what puts tables on the servers, as of :func:`save_checkpoint`.
         interval_s: seconds between two checkpoints, in which training stands still; at
             least 20 times what the last one took. 0: time brings none, and without
-            steps and deltas there is none at the end either.
+            steps and deltas there is none at the end either. None:
+            ``PERSIA_CHECKPOINT_INTERVAL_S``, or 600.
         resume: "exact" takes the servers back to the checkpoint; with "rows_ahead"
-            they keep their rows.
+            they keep their rows. None: ``PERSIA_RESUME``, or "exact".
         save_steps: steps between two checkpoints; 0: steps bring none.
         keep: newest checkpoints that stay, with their deltas.
         delta_interval_s: seconds between two deltas (:func:`save_delta`), at least 20
@@ -544,10 +545,12 @@ def recoverable(
     """
     if path is None:
         path = folder_of_job(env.require_job_store("recoverable() without a path")[2])
+    if interval_s is None:
+        interval_s = env.checkpoint_interval_s(env.CHECKPOINT_INTERVAL_S)
     config = RecoveryConfig(
         folder=path,
         interval_s=interval_s,
-        resume=resume,
+        resume=resume or cast("Resume", env.resume() or "exact"),
         save_steps=save_steps,
         keep=keep,
         delta_interval_s=delta_interval_s,

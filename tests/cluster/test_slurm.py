@@ -70,7 +70,7 @@ def test_a_killed_step_starts_the_job_again_which_ends_as_the_one_beside_it(
             details=killed.output,
         )
         assert killed.wait() == {"COMPLETED"}
-    assert "lost its memory, and restored what was written of it" in killed.output()
+    assert "continues with what an earlier start of the job" in killed.output()
     assert auc_of(killed) == auc_of(undisturbed)
 
 

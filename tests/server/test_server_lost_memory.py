@@ -31,7 +31,7 @@ from tests.support.increments import (
 )
 from tests.support.ports import draw_port
 from tests.support.processes import wait_until
-from tests.support.server_processes import address_of, kill, known_updates
+from tests.support.server_processes import COUNT, address_of, kill, known_updates
 from tests.support.servers import DEADLINE_S, RunningServer
 
 pytestmark = pytest.mark.multiprocess
@@ -110,6 +110,22 @@ def test_a_server_that_lost_its_memory_goes_on_and_its_followers_too(
         second.write(*range(5, 30))
         become_equal(follower, second)
     assert follower.counters()[0]["following_reloads"] == 0
+
+
+def test_a_job_that_continues_another_one_has_lost_nothing(
+    processes, servers, tmp_path
+):
+    client = servers.client(servers.start(1))
+    client.add_tables([COUNT])
+    client.write("count", IDS[:7], np.ones((7, 1), np.float32))
+    client.checkpoints.dump(tmp_path / "run")
+    flags = "--standalone", "--resume-dir", str(tmp_path / "run")
+    server = processes.start("next", main, flags)
+    with closing(EmbeddingClient.connect([address_of(server)])) as client:
+        [counters] = client.counters()
+    assert counters["restored_rows"] == counters["rows"] == 7
+    assert "lost_ms" not in counters
+    assert "lost its memory" not in server.output()
 
 
 def told(client):

@@ -293,3 +293,19 @@ def test_settings_that_cannot_be_are_refused():
         RecoveryConfig(folder="x", interval_s=-1)
     with pytest.raises(ConfigError, match=r"resume must be one of .*Received: 'ahead'"):
         RecoveryConfig(folder="x", resume="ahead")
+
+
+@pytest.mark.parametrize(
+    ("variable", "interval_s", "arguments"),
+    [("7", 7.0, {}), (None, 600.0, {}), ("7", 3.0, {"interval_s": 3.0})],
+)
+def test_the_environment_says_how_often_what_an_argument_leaves_open(
+    servers, tmp_path, monkeypatch, variable, interval_s, arguments
+):
+    if variable is not None:
+        monkeypatch.setenv("PERSIA_CHECKPOINT_INTERVAL_S", variable)
+    monkeypatch.setenv("PERSIA_RESUME", "rows_ahead")
+    client = servers.client(servers.start(1))
+    with recoverable(tmp_path, {}, client, (), **arguments) as run:
+        config = run._recovery._config
+    assert (config.interval_s, config.resume) == (interval_s, "rows_ahead")
