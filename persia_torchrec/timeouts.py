@@ -41,15 +41,20 @@ def exchange_s(
 
 
 @contextlib.contextmanager
-def saying(logger: logging.Logger, what: Callable[[], str]) -> Iterator[None]:
+def saying(
+    logger: logging.Logger, what: Callable[[], str], *, first_s: float | None = None
+) -> Iterator[None]:
     """Log every ten seconds what a block waits for; an empty text is left out.
 
-    A thread of its own calls ``what``, which must be quick and must not raise.
+    The first time is after ``first_s`` seconds, if it is given. A thread of its own
+    calls ``what``, which must be quick and must not raise.
     """
     over = threading.Event()
 
     def say() -> None:
-        while not over.wait(SAY_S):
+        wait_s = SAY_S if first_s is None else first_s
+        while not over.wait(wait_s):
+            wait_s = SAY_S
             if text := what():
                 logger.info("%s", text)
 

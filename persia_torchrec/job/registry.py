@@ -97,6 +97,7 @@ _POLL_S = 0.05
 _CONNECT_RETRY_S = 0.2
 _HELD_S = 1.0  # how long a port is held by what does not listen when it is taken
 _OVER_S = 10.0
+_SOON_S = 1.0  # when to say what is waited for
 _JOIN_ANSWER_S = 30.0
 _ANSWER_S = 30.0
 _RECONNECT_S = 3.0
@@ -190,7 +191,9 @@ class AddressBook:
         # A process that was started again is refused where its job is over.
         listens_by = min(deadline, now + _OVER_S) if is_back else deadline
         with timeouts.saying(
-            logger, lambda: f"waiting for the coordinator at {host}:{port}"
+            logger,
+            lambda: f"waiting for the coordinator at {host}:{port}",
+            first_s=_SOON_S,
         ):
             address = _await_listener(host, port, listens_by, look)
         book = cls((address, port), own, host)
@@ -481,7 +484,7 @@ def _await_listener(
         look()
         remaining = max(deadline - time.monotonic(), 0.1)
         try:
-            with socket.create_connection((host, port), timeout=remaining) as probe:
+            with socket.create_connection((host, port), min(remaining, 5.0)) as probe:
                 return str(probe.getpeername()[0])
         except OSError as exc:
             now = time.monotonic()

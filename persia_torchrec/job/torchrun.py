@@ -124,6 +124,8 @@ class Agent:
                 launch = elastic_launch(config, sys.executable)
                 launch("-m", "persia_torchrec.job.script", "trainer", *script)
         except SignalException as exc:
+            name = signal.Signals(exc.sigval).name
+            failures.tell_launcher(f"NN workers were told to end ({name}), and did")
             return 128 + exc.sigval
         except SystemExit as exc:
             return int(exc.code or 0)

@@ -14,7 +14,7 @@ from persia_torchrec.errors import (
     JobMismatchError,
     RemoteError,
 )
-from persia_torchrec.job import registry_server
+from persia_torchrec.job import registry, registry_server
 from persia_torchrec.job.registry import AddressBook, Patience
 from persia_torchrec.job.registry_server import COMPILING
 from persia_torchrec.rpc.addresses import local_address, open_listening
@@ -115,6 +115,7 @@ def test_a_port_that_is_held_without_a_listener_is_not_waited_for():
 
 def test_a_long_wait_says_what_it_waits_for(host, monkeypatch, caplog):
     monkeypatch.setattr(timeouts, "SAY_S", 0.01)
+    monkeypatch.setattr(registry, "_SOON_S", 0.01)
     caplog.set_level("INFO")
     host.register("server", 0, 2, "tcp://127.0.0.1:1")
     port = draw_port()

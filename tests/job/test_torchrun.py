@@ -1,6 +1,7 @@
 """Trainers of a job that torchrun starts again, all of them when one fails."""
 
 import contextlib
+import json
 import re
 import signal
 
@@ -128,6 +129,31 @@ os.kill(os.getppid(), signal.SIGHUP)  # as a terminal that is closed
 time.sleep({seconds})
 print("trained")
 """
+
+
+SAVES = """
+import os, signal, threading
+told = threading.Event()
+signal.signal(signal.SIGTERM, lambda *_: told.set())
+os.kill(os.getppid(), signal.SIGTERM)  # the agent, which passes it on
+told.wait()
+print("saved")
+"""
+
+
+def test_a_script_that_ends_well_by_a_handler_of_its_own_leaves_a_cause(
+    tmp_path, monkeypatch
+):
+    told = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(told))
+    with Processes(tmp_path) as processes:
+        job = Job(processes, trainer=1)
+        agent = start_trainers(processes, job, SAVES, 1, max_restarts=1)
+        assert agent.status() == 128 + signal.SIGTERM
+        job.coordinator.status()
+    assert "saved" in agent.output()
+    cause = json.loads(told.read_text())["message"]["message"]
+    assert "told to end (SIGTERM)" in cause
 
 
 def run_in_the_background(words):
