@@ -63,6 +63,8 @@ JOIN_TIMEOUT_S = 600.0  # a cold compile, after an image has been pulled
 CHECKPOINT_INTERVAL_S = 600.0
 CHECKPOINT_DIR = "persia_checkpoints"
 
+_REPLICA = "REPLICA_INDEX", "REPLICA_SIZE"
+_OTHER_RANKS = "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"
 _HANDED = {
     *("PERSIA_LISTEN_FD", "PERSIA_MEMORY_FD", "PERSIA_RESTARTS"),
     *("PERSIA_SUPERVISOR", "PERSIA_SUPERVISOR_PARENT", "PERSIA_AGENT"),
@@ -167,6 +169,15 @@ memory_fd = partial(number, "PERSIA_MEMORY_FD")
 def master() -> tuple[str | None, int | None]:
     """Return host and port at which the NN workers meet, each None when unset."""
     return text("MASTER_ADDR"), integer("MASTER_PORT", 0) or None
+
+
+def rank_hint(role: str) -> str:
+    """Return what to say where another launcher than ours has numbered processes."""
+    ours = ("RANK", "WORLD_SIZE") if role == "trainer" else _REPLICA
+    theirs = [name for name in _OTHER_RANKS if text(name) is not None]
+    if not theirs or text(ours[0]) is not None:
+        return ""
+    return f"{theirs[0]} is set, but this role goes by {' and '.join(ours)}: set them. "
 
 
 def set_variable(name: str, value: str | int) -> None:

@@ -239,7 +239,7 @@ class AddressBook:
                 f"Every {role} and the coordinator must be started with the same "
                 f"number of them. Received: {size} from {role} {index}, {known} from "
                 f"another. Start {known}, or tell the coordinator {size}. "
-                f"{self.another_port()}"
+                f"{env.rank_hint(role)}{self.another_port()}"
             )
 
     def addresses(self, role: str, *, timeout_s: float | None = None) -> list[str]:

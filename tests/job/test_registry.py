@@ -168,6 +168,25 @@ def test_two_of_a_role_that_disagree_on_its_size_are_refused(book):
         book.register("server", 1, 3, "tcp://127.0.0.1:2")
 
 
+@pytest.mark.parametrize(
+    ("role", "names", "other"),
+    [
+        ("trainer", "RANK and WORLD_SIZE", "SLURM_PROCID"),
+        ("server", "REPLICA_INDEX and REPLICA_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ],
+)
+def test_processes_that_another_launcher_has_numbered_are_told_what_to_set(
+    book, monkeypatch, role, names, other
+):
+    monkeypatch.setenv(other, "1")
+    book.claim_size(role, 0, 2)
+    with pytest.raises(ConfigError, match=f"{other} is set, but .* by {names}"):
+        book.claim_size(role, 0, 1)
+    monkeypatch.setenv(names.partition(" ")[0], "1")
+    with pytest.raises(ConfigError, match=f"^((?!{other}).)*$"):
+        book.claim_size(role, 0, 1)
+
+
 def test_a_client_without_an_id_joins_the_job_that_is_there(host, book):
     assert book.greeting == host.greeting
     assert host.greeting.job_id
