@@ -4,7 +4,7 @@
 # make system  install what tests use of Debian, as root
 # make long    what the tests leave out, as others are nearly as sharp
 # make chaos  jobs whose processes are killed again and again
-# make fuzz   inputs that nobody has meant, 100,000 for each port and file format
+# make fuzz   inputs that no client sends, 100,000 for each port and file format
 # make soak   one job for an hour, which must grow by nothing
 # make cluster  jobs on Slurm, in Kubernetes and on several hosts
 # make quality, make speed   what the PLE example learns, and how fast
@@ -146,7 +146,7 @@ $(SCHEMAS): Makefile
 cluster: $(STAMP) $(SCHEMAS)  ## jobs on Slurm, in Kubernetes and on several hosts; not part of test
 	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest tests/cluster --timeout 3600 $(ARGS)
 
-fuzz: $(STAMP)  ## inputs that nobody has meant; ARGS="-k shard --inputs 5000" chooses
+fuzz: $(STAMP)  ## inputs that no client sends; ARGS="-k shard --inputs 5000" chooses
 	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest tests/fuzz --timeout 7200 --inputs 100000 $(ARGS)
 
 soak: $(STAMP)  ## one job for an hour; ARGS="--minutes 10" for less

@@ -1,9 +1,10 @@
-"""Default timeouts in seconds: the deadlines that an operator may meet in an error.
+"""Default timeouts in seconds of what a job waits for: servers, trainers, checkpoints.
 
 What waits for a process that is started again outlasts what that may take: a request is
 shorter than ``RECOVERY_S``, joint steps and collective operations are longer.
 
 Heartbeats, and how long a job waits for members to leave, are flags of the coordinator.
+What a single connection, poll or thread waits for stands beside its code.
 Each wait of a start may take ``PERSIA_JOIN_TIMEOUT_S``; a long one says what for.
 """
 

@@ -34,7 +34,7 @@ _ID_DTYPES = {*_SIGNED, *_UNSIGNED}
 class JaggedBatch:
     """A copy of a ``KeyedJaggedTensor``, and ids of the features that are wanted of it.
 
-    A copy, as it is read again when the rows are there: the caller may change his own
+    A copy, as it is read again when the rows are there: the caller may change its own
     until then, and TorchRec's pipelines may free its memory. Ids that are on a GPU
     begin to come to the host with the caller's stream; :meth:`take` waits for them.
 

@@ -13,6 +13,7 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "CHANGELOG.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "Makefile",
     *(ROOT / "docs").rglob("*.md"),
     *(ROOT / "examples").rglob("*.md"),
     *(ROOT / "components").rglob("*.md"),
@@ -21,6 +22,11 @@ SOURCES = [
     path
     for folder in ("persia_torchrec", "components", "examples")
     for path in (ROOT / folder).rglob("*.py")
+]
+TESTS = [
+    f"{path.relative_to(ROOT)}: {name}"
+    for path in (ROOT / "tests").rglob("test_*.py")
+    for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
 ]
 INSTEAD = {
     "anew": "again, restart",
@@ -44,6 +50,7 @@ INSTEAD = {
     "sees to it": "ensures",
     "see to it": "ensure",
     "of ones own": "custom, own",
+    "change his": "change its own",
 }
 
 
@@ -65,4 +72,6 @@ def test_a_phrase_that_is_never_right_does_not_occur(phrase):
         for match in pattern.finditer(text):
             line = text.count("\n", 0, match.start()) + 1
             found.append(f"{path.relative_to(ROOT)}:{line}")
+    words = "_".join(phrase.split())
+    found += [name for name in TESTS if re.search(rf"_{words}(_|$)", name)]
     assert not found, f"{phrase!r}: write {INSTEAD[phrase]}. Received: {found}"

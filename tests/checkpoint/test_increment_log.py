@@ -120,7 +120,7 @@ def test_a_checkpoint_behind_what_was_restored_is_of_another_history():
     assert start.created == "noon"
 
 
-def test_a_follower_goes_on_to_a_log_that_continues_its_own():
+def test_a_follower_continues_to_a_log_that_continues_its_own():
     line = continuing("a")[0]
     assert line.next_position(LogPosition("a0", 5)) == LogPosition("a0", 5)
     assert line.next_position(LogPosition("a0", 6)) == LogPosition("d0", 1)
@@ -129,7 +129,7 @@ def test_a_follower_goes_on_to_a_log_that_continues_its_own():
     assert line.next_position(LogPosition("x", 1)) is None
 
 
-def test_a_follower_goes_on_to_another_history_from_its_checkpoint_only():
+def test_a_follower_continues_to_another_history_from_its_checkpoint_only():
     line = continuing("d")[0]
     assert line.next_position(LogPosition("a0", 6)) is None
     assert line.next_position(LogPosition("a0", 6), {"d0"}) == LogPosition("d0", 1)

@@ -53,7 +53,7 @@ PAIRS = [  # each pair of settings; without an admission nothing is shared
 
 
 @pytest.mark.parametrize(("filter_", "expiry", "move", "rows"), PAIRS)
-def test_what_was_saved_goes_on_as_if_never_stopped(
+def test_what_was_saved_continues_as_if_never_stopped(
     tmp_path, filter_, expiry, move, rows
 ):
     num_before, num_after, has_delta = MOVES[move]
@@ -112,7 +112,7 @@ def test_a_filter_admits_what_exact_counts_admit_through_a_change_of_servers(tmp
     ("saved", "known"),
     [(BLOOM, replace(BLOOM, expected_ids=500)), (BLOOM, FILTERS["counter"])],
 )
-def test_a_filter_of_another_size_begins_anew_and_the_load_says_so(
+def test_a_filter_of_another_size_begins_again_and_the_load_says_so(
     tmp_path, saved, known
 ):
     before = Training(1, tmp_path, replace(SPEC, admission=saved))

@@ -252,7 +252,7 @@ def test_a_smaller_server_keeps_what_was_used_last():
 
 
 @pytest.mark.parametrize("eviction", ["lru", "lfu"])
-def test_a_full_copy_lets_go_of_what_leaves_while_rows_are_gathered(eviction):
+def test_a_full_copy_drops_what_leaves_while_rows_are_gathered(eviction):
     source = Journaled(eviction, capacity_rows=2)
     source.begin()
     source.rows_a_slice = 1

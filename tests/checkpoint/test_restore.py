@@ -182,7 +182,7 @@ def test_a_checkpoint_without_tables_is_restored_with_what_came_later(
     assert has_rows_of(store, training)
 
 
-def test_without_anything_a_server_begins_anew(servers, tmp_path):
+def test_without_anything_a_server_begins_again(servers, tmp_path):
     training = Training(servers, tmp_path)
     store, found = restored(training, run=tmp_path / "absent")
     assert store.num_rows == 0

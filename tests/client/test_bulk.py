@@ -109,7 +109,7 @@ class TestFill:
         client.fill("rare", blocks_of(table_of(5)))
         assert sum(client.num_rows()) == 5
 
-    def test_training_goes_on_from_the_rows_that_were_written(self, servers):
+    def test_training_continues_from_the_rows_that_were_written(self, servers):
         client = connect(servers)
         client.fill("stateless", blocks_of(table_of(4)))
         split = client.split(ids_of(1, 2))
@@ -223,7 +223,7 @@ class TestExport:
 
 
 class TestStep:
-    def test_it_counts_updates_and_goes_on_from_where_it_is_set(self, servers):
+    def test_it_counts_updates_and_continues_from_where_it_is_set(self, servers):
         client = connect(servers)
         split = client.split(ids_of(1, 2, 3))
 

@@ -78,7 +78,7 @@ def assert_same_rows(one, other):
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (1, 3), (3, 2), (2, 4)])
-def test_training_goes_on_as_if_nothing_had_been(servers, path, before, after):
+def test_training_continues_as_if_nothing_had_been(servers, path, before, after):
     job, other = Job(servers, before), Job(servers, after)
     job.train_many(0)
     saved = job.checkpoints.dump(path, step=10)
@@ -225,7 +225,7 @@ def test_the_latest_complete_checkpoint_is_loaded_or_one_by_its_path(servers, pa
             assert np.array_equal(mine, others)
 
 
-def test_a_dump_that_fails_leaves_the_checkpoint_of_before(servers, path):
+def test_a_dump_that_fails_leaves_the_previous_checkpoint(servers, path):
     job = Job(servers, 2)
     job.train_many(0)
     first = job.checkpoints.dump(path)
@@ -501,7 +501,7 @@ def test_rows_are_not_older_after_a_pause_between_dump_and_load(
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
 @pytest.mark.parametrize("resets", [False, True])
-def test_rows_that_are_not_finite_are_counted_and_may_begin_anew(
+def test_rows_that_are_not_finite_are_counted_and_may_begin_again(
     servers, path, table, resets, caplog
 ):
     job = Job(servers, 2, [table])

@@ -291,7 +291,7 @@ def test_one_address_alone_is_still_a_list():
         EmbeddingClient.connect("tcp://127.0.0.1:7")
 
 
-def test_nobody_at_an_address_is_said_within_the_deadline(servers):
+def test_an_address_without_a_server_is_said_within_the_deadline(servers):
     server, _ = servers.start(2)
     address = f"tcp://127.0.0.1:{draw_port()}"
     message = f"embedding server 1 at {address}: connecting: no reply within 0.3 s"

@@ -134,7 +134,7 @@ def test_a_look_at_no_file_ends_with_what_is_wrong(tmp_path, capsys):
         look(str(tmp_path / "empty"))
 
 
-def test_published_sets_are_read_by_columns_of_ones_own(tmp_path):
+def test_published_sets_are_read_by_custom_columns(tmp_path):
     path = tmp_path / "mind.tsv"
     path.write_bytes(mind())
     columns = (

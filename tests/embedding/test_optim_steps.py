@@ -288,7 +288,7 @@ def test_an_accumulator_decays_once_for_every_period_that_began():
     assert state.tolist() == [4, 1, 6]
 
 
-def test_an_accumulator_does_not_grow_when_a_server_counts_anew():
+def test_an_accumulator_does_not_grow_when_a_server_counts_again():
     optimizer = AdagradDecay(1, decay_step=10, decay_rate=0.5)
     state = float32s(64, 2)
     step_row(optimizer, 1, float32s(0), state, float32s(1))

@@ -49,7 +49,7 @@ def comes_back(job, book, role, kill):
 
 
 @pytest.mark.slow
-def test_a_job_goes_on_when_members_coordinator_and_supervisors_are_killed(processes):
+def test_a_job_continues_when_members_coordinator_and_supervisors_are_killed(processes):
     job = Job(processes, recovers=True, server=1, trainer=1)
     server = job.start_member("serve")
     trainer = job.start("trainer", WAIT_FOR_GO)

@@ -68,7 +68,7 @@ def train(lookup, bags, batch=1, grads=None):
     return lookup.update(pulled, grads or [np.ones_like(o) for o in outputs])
 
 
-def test_a_lookup_is_measured_where_somebody_looks(servers, lookup, monkeypatch):
+def test_a_lookup_is_measured_where_measures_are_read(servers, lookup, monkeypatch):
     assert lookup.measures is not None
     monkeypatch.delenv("PERSIA_METRICS_GATEWAY_ADDR")
     client = servers.client(servers.start())
@@ -235,7 +235,7 @@ def test_a_batch_is_stale_until_its_update_is_applied(lookup):
     assert len(process.open) == 0
 
 
-def test_without_a_gateway_a_worker_works_as_ever(servers, monkeypatch):
+def test_without_a_gateway_a_worker_works_as_before(servers, monkeypatch):
     monkeypatch.delenv("PERSIA_METRICS_GATEWAY_ADDR", raising=False)
     lookup = make_lookup(servers.client(servers.start()), SCHEMA, HOURLY)
     lookup.add_tables(TABLES)

@@ -236,7 +236,7 @@ def refuse(trainer):
     raise DataflowError(f"NN worker {trainer} was started again")
 
 
-def test_a_message_is_not_sent_again_when_that_is_in_vain(trainers):
+def test_a_message_is_not_sent_again_without_hope_of_success(trainers):
     sender = trainers.sender()
     sender.recovery_s, sender.look = DEADLINE_S, refuse
     trainers.receivers[0].close()

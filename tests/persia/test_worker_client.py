@@ -329,7 +329,7 @@ def recovering(workers):
 class TestRecovery:
     """Workers that end, and are started again at the same addresses."""
 
-    def test_lookups_go_on_through_another_worker_until_it_is_back(
+    def test_lookups_continue_through_another_worker_until_it_is_back(
         self, workers, recovering
     ):
         def turns(*batches):

@@ -219,7 +219,7 @@ def test_a_trainer_without_connections_ends_quietly(two, monkeypatch, caplog):
     assert not caplog.records
 
 
-def test_a_trainer_that_has_closed_is_named_when_the_others_begin_anew(two):
+def test_a_trainer_that_has_closed_is_named_when_the_others_begin_again(two):
     first, second = two(staleness=0, joint_timeout_s=600.0)
     for trainer in (first, second):
         trainer.trainers.join()

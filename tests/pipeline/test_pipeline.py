@@ -295,7 +295,7 @@ def test_a_batch_that_is_only_pulled_ahead_waits_for_those_that_are_held(train):
     assert trainer.counters("open_batches_max") == [1]
 
 
-def test_batches_have_the_rank_in_their_numbers_and_go_on_after_a_checkpoint(train):
+def test_batches_have_the_rank_in_their_numbers_and_continue_after_a_checkpoint(train):
     trainer = train(4)
     count = trainer.client.batches
     trainer.pipeline.set_count(3, count)
@@ -584,7 +584,7 @@ def test_closing_sends_the_pushes_that_were_begun(train):
     wait_until(lambda: trainer.num_updates() == 3)
 
 
-def test_gradients_that_are_not_finite_are_counted_and_warned_of_now_and_then(
+def test_gradients_that_are_not_finite_are_counted_and_warned_of_at_times(
     train, caplog
 ):
     trainer = train(1)

@@ -61,7 +61,7 @@ def test_who_waits_gets_the_permit_that_comes_back():
     waiting.join(DEADLINE_S)
 
 
-def test_who_holds_all_that_are_out_goes_on_without_one():
+def test_who_holds_all_that_are_out_continues_without_one():
     permits = StalenessSemaphore(2, timeout_s=0.05)
     held = [hold(permits) for _ in range(2)]
     more = Permit()

@@ -132,7 +132,7 @@ def test_a_proof_is_accepted_while_it_is_new():
     context.term()
 
 
-def test_a_client_whose_proof_is_too_old_proves_itself_anew(monkeypatch):
+def test_a_client_whose_proof_is_too_old_proves_itself_again(monkeypatch):
     set_token(monkeypatch, OURS)
     port, now_s = draw_port(), time.time()
     with monkeypatch.context() as before:

@@ -41,7 +41,7 @@ def ask(connections):
     return connections.submit(0, header, [b""], timeout_s=0.3, what="a question")
 
 
-def test_a_request_that_comes_to_nothing_for_want_of_descriptors_says_so():
+def test_a_request_that_fails_without_descriptors_says_so():
     with closing(Connections("server", [f"tcp://127.0.0.1:{draw_port()}"])) as open_one:
         with no_descriptors(), pytest.raises(RequestTimeoutError) as caught:
             ask(open_one).frames()

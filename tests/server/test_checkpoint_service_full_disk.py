@@ -44,7 +44,7 @@ def limit(server, num_bytes):
 
 
 @pytest.mark.multiprocess
-def test_a_full_disk_keeps_the_previous_checkpoint_and_the_training_goes_on(tmp_path):
+def test_a_full_disk_keeps_the_previous_checkpoint_and_the_training_continues(tmp_path):
     run, logs = tmp_path / "run", str(tmp_path / "increments")
     with Processes(tmp_path) as processes:
         flags = "--standalone", "--capacity", "5000", "--incremental-dir", logs

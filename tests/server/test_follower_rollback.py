@@ -21,7 +21,7 @@ def written(training):
     wait_until(lambda: is_quiet(training), "all is written")
 
 
-def test_followers_of_a_training_that_resumes_from_an_older_checkpoint_load_anew(
+def test_followers_of_a_training_that_resumes_from_an_older_checkpoint_load_again(
     servers, tmp_path
 ):
     training = Training(servers, tmp_path)
@@ -43,7 +43,7 @@ def test_followers_of_a_training_that_resumes_from_an_older_checkpoint_load_anew
     assert client.counters()[0]["following_reloads"] == 2
 
 
-def test_followers_that_read_an_increment_which_is_torn_later_load_anew(
+def test_followers_that_read_an_increment_which_is_torn_later_load_again(
     servers, tmp_path
 ):
     training = Training(servers, tmp_path, 1)

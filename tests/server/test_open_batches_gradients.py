@@ -41,7 +41,7 @@ def test_a_single_update_is_not_copied():
         max_size=4,
     )
 )
-def test_the_build_gradients_trainers_add_up_by_table_and_id(trainers):
+def test_gradients_of_trainers_add_up_by_table_and_id(trainers):
     expected = {}
     for gradients in trainers:
         for table, rows in gradients.items():

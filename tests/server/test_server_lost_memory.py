@@ -81,7 +81,7 @@ def start(processes, name, port, *flags, **env):
     )
 
 
-def test_a_server_that_lost_its_memory_goes_on_and_its_followers_too(
+def test_a_server_that_lost_its_memory_continues_and_its_followers_too(
     processes, servers, other, tmp_path
 ):
     port = draw_port()

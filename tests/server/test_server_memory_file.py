@@ -29,7 +29,7 @@ def start(processes, name, path, *more):
     return server, server.output().partition("ready ")[2].split()[0]
 
 
-def test_a_server_that_was_killed_goes_on_with_its_rows(processes, path, servers):
+def test_a_server_that_was_killed_continues_with_its_rows(processes, path, servers):
     undisturbed = servers.client(servers.start())
     undisturbed.add_tables([SPEC])
     for number in range(4):

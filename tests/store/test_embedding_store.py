@@ -326,7 +326,7 @@ def test_an_id_that_comes_twice_is_updated_twice():
     assert weight == pytest.approx(-3 / 3 - 4 / 5)
 
 
-def test_a_row_that_comes_back_starts_anew():
+def test_a_row_that_comes_back_starts_again():
     store = EmbeddingStore(1)
     store.add_table(TableSpec(name="item", dim=2, optimizer=Adagrad()))
     first = look_up(store, 0, ids_of(1))

@@ -94,7 +94,7 @@ def test_an_id_without_a_row_reads_zeros_and_gets_no_row():
     assert store.num_rows == 1
 
 
-def test_a_row_that_comes_back_is_counted_anew():
+def test_a_row_that_comes_back_is_counted_again():
     store, clock = store_of(ITEM)
     look_up(store, ids_of(1), [9])
     update(store, 1)

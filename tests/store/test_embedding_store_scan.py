@@ -101,7 +101,7 @@ def test_a_table_without_rows_is_at_its_end(store):
     assert part.rows.shape == (0, 16)
 
 
-def test_a_walk_goes_on_after_the_rows_were_dropped(store):
+def test_a_walk_continues_after_the_rows_were_dropped(store):
     look_up(store, 0, np.arange(20, dtype=np.uint64))
     next_slot = store.scan(0, 0, 10).next_slot
     store.clear()

@@ -72,7 +72,7 @@ def run_and_die(path, eviction, seed):
 
 
 @pytest.mark.parametrize("eviction", ["lru", "lfu"])
-def test_after_sigkill_another_process_goes_on_exactly(tmp_path, path, eviction):
+def test_after_sigkill_another_process_continues_exactly(tmp_path, path, eviction):
     undisturbed = store_of(eviction=eviction)
     undisturbed.add_tables(TABLES)
     run(undisturbed, 0)
@@ -238,7 +238,7 @@ def test_what_is_no_memory_of_a_store_is_refused(tmp_path):
         store_of(path=str(tmp_path))
 
 
-def test_a_file_that_was_never_finished_is_made_anew(path):
+def test_a_file_that_was_never_finished_is_made_again(path):
     store = store_of(path=path)
     store.add_table(SGD_TABLE)
     header = store.memory.area(memory.Area(0, 64))

@@ -22,7 +22,7 @@ from tests.support.servers import ids_of
 
 
 @given(before=requests, after=requests, eviction=evictions)
-def test_a_copied_store_goes_on_exactly_as_the_original(before, after, eviction):
+def test_a_copied_store_continues_exactly_as_the_original(before, after, eviction):
     store = store_of(25, eviction)
     run(store, before)
     copy = copy_of(store, eviction=eviction)

@@ -90,7 +90,7 @@ def saved(start, tmp_path):
     return run
 
 
-def test_a_model_with_a_table_more_begins_that_anew(saved, start, tmp_path, caplog):
+def test_a_model_with_a_table_more_begins_that_again(saved, start, tmp_path, caplog):
     run = start("abc")
     run.train()
     run.load(tmp_path)

@@ -174,7 +174,7 @@ def test_deltas_come_between_checkpoints():
     assert len(between) == 4
 
 
-def test_random_numbers_go_on_from_a_state():
+def test_random_numbers_continue_from_a_state():
     def draw():
         numbers = old_numpy.uniform(), torch.rand(()).item(), random.random()
         return (*numbers, old_numpy.normal())
