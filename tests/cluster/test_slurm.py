@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from persia_torchrec.checkpoint import catalog
 from persia_torchrec.rpc.addresses import open_listening
 from tests.support import served_model as serving
 from tests.support.ports import draw_port, draw_ports
@@ -31,6 +32,26 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 trained = serving.trained
 EXACT = {"REPRODUCIBLE": "1", "EMBEDDING_STALENESS": "1"}
+TRAINS_FOR_EVER = """
+import itertools, time, torch, torch.distributed as dist
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.distributed import DistributedModelParallel
+from persia_torchrec import SGD, EmbeddingClient, recoverable, remote_sharders
+
+dist.init_process_group("gloo")
+client = EmbeddingClient.of_job()
+sharders = remote_sharders(client, SGD(lr=1.0))
+table = EmbeddingBagConfig(1000, 4, "item", feature_names=["item"])
+collection = EmbeddingBagCollection(tables=[table], device="meta")
+model = DistributedModelParallel(collection, sharders=sharders)
+with recoverable(None, {"model": model}, client, sharders) as run:
+    for _ in run.skip(itertools.count()):
+        ids = KeyedJaggedTensor(["item"], torch.arange(4), lengths=torch.ones(4).int())
+        model(ids).values().sum().backward()
+        time.sleep(0.02)
+        run.step()
+        print(f"step {run.num_steps}.", flush=True)
+"""
 OFTEN = {"PERSIA_CHECKPOINT_INTERVAL_S": "1", "PACE_S": "0.02"}
 
 
@@ -143,6 +164,35 @@ def test_a_cancelled_job_leaves_nothing_behind(slurm, tmp_path):
         assert not any(map(is_running, pids))
     assert set(Path("/dev/shm").iterdir()) <= shared
     open_listening(port=port).close()
+
+
+@pytest.mark.parametrize(
+    ("scancel", "number", "variables"),
+    [
+        ([], "SIGTERM", {}),
+        (["--signal=USR1"], "SIGUSR1", {}),
+        (None, "SIGUSR1", {"SBATCH_SIGNAL": "USR1@60", "SBATCH_TIMELIMIT": "3"}),
+    ],
+    ids=["cancelled", "signalled", "time limit"],
+)
+def test_a_job_that_must_leave_takes_a_last_checkpoint(
+    slurm, tmp_path, scancel, number, variables
+):
+    (tmp_path / "train.py").write_text(TRAINS_FOR_EVER)
+    component = f"{ROOT}/components/torchrec_job.py:train"
+    words = (*TORCHX_RUN, component, "--script", "train.py", "--max_retries", 0)
+    run = ("--resume_dir", tmp_path / "run", "--port", draw_port())
+    with SlurmJob(slurm, tmp_path, *words, *run, variables=variables) as job:
+        if scancel is not None:
+            job.has_printed("step 20.")
+            slurm.call("scancel", *scancel, job.id)
+        assert job.wait() <= {"CANCELLED", "FAILED", "TIMEOUT"}
+    output = job.output()
+    steps = [int(step) for step in re.findall(r"step (\d+)\.", output)]
+    latest = catalog.find_checkpoint(tmp_path / "run")
+    assert catalog.Manifest.read(latest).step == len(steps) + 1, output
+    assert f"told to end ({number}); the last checkpoint is" in output
+    assert "is started again" not in output
 
 
 def test_a_job_that_raises_has_failed_and_says_where_its_log_is(slurm, tmp_path):
