@@ -276,19 +276,21 @@ def renamed(
     tables: Iterable[SavedTable], rename: Mapping[str, str]
 ) -> tuple[SavedTable, ...]:
     """Return tables, and the parts of tables, under the model's names."""
-
-    def name_of(name: str) -> str:
-        for old, new in rename.items():
-            if name == old or name.startswith((f"{old}/shared", f"{old}/block ")):
-                return new + name[len(old) :]
-        return name
-
     return tuple(
         msgspec.structs.replace(
-            table, description={**table.description, "name": name_of(table.name)}
+            table,
+            description={**table.description, "name": name_of(table.name, rename)},
         )
         for table in tables
     )
+
+
+def name_of(name: str, rename: Mapping[str, str]) -> str:
+    """Return what the model calls a table, or a part of one, of a checkpoint."""
+    for old, new in rename.items():
+        if name == old or name.startswith((f"{old}/shared", f"{old}/block ")):
+            return new + name[len(old) :]
+    return name
 
 
 def merge_tables(servers: Iterable[Sequence[SavedTable]]) -> tuple[SavedTable, ...]:

@@ -5,7 +5,7 @@ Dimension key:
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from persia_torchrec.checkpoint.catalog import LoadRules, SavedTable
+from persia_torchrec.checkpoint.row_file import IncrementHead
 from persia_torchrec.embedding.admission import AdmitAll
 from persia_torchrec.embedding.usage import DynamicDim
 from persia_torchrec.errors import CheckpointError
@@ -42,6 +43,41 @@ class TablePlan(NamedTuple):
     """As it was saved, under the model's name."""
     has_rows: bool = True
     has_state: bool = True
+
+
+def left_out(
+    tables: Iterable[SavedTable], names: Container[str]
+) -> dict[str, TablePlan]:
+    """Plan to load nothing of tables that were dropped later, by name."""
+    return {
+        table.name: TablePlan(table.spec, has_rows=False)
+        for table in tables
+        if table.name in names
+    }
+
+
+class Drops:
+    """Which tables the logs of several servers have dropped, as one follows them.
+
+    All servers drop a table, each at its own place in its log: the first one drops it
+    here, and until the others do, what they write of that name counts for nothing.
+    """
+
+    def __init__(self) -> None:
+        self._of_logs = Counter[tuple[int, str]]()  # by server and name
+        self._done = Counter[str]()
+
+    def take(self, head: IncrementHead) -> tuple[list[str], set[str]]:
+        """Return what an increment drops, and which of its tables are dropped."""
+        names = []
+        for name in head.dropped:
+            self._of_logs[head.shard, name] += 1
+            if self._of_logs[head.shard, name] > self._done[name]:
+                self._done[name] += 1
+                names.append(name)
+        tables = {table.name for table in head.tables}
+        stale = {n for n in tables if self._of_logs[head.shard, n] < self._done[n]}
+        return names, stale
 
 
 def add_tables(

@@ -19,14 +19,14 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import IO, Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.checkpoint import increment_log
+from persia_torchrec.checkpoint import catalog, increment_log
 from persia_torchrec.checkpoint.background import BackgroundTask
 from persia_torchrec.checkpoint.catalog import (
     Loaded,
@@ -38,11 +38,13 @@ from persia_torchrec.checkpoint.catalog import (
     renamed,
 )
 from persia_torchrec.checkpoint.fitting import (
+    Drops,
     Fitting,
     TablePlan,
     add_tables,
     continue_seconds,
     continues,
+    left_out,
     plan_tables,
     require_same_rows,
     set_thresholds,
@@ -60,12 +62,12 @@ from persia_torchrec.embedding.setting import Sightings
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.routing.shard import is_of_shard
-from persia_torchrec.store import memory
+from persia_torchrec.store import memory, table_states
 from persia_torchrec.store.columns import RowColumns
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.recency import classify_all
 from persia_torchrec.store.row_copy import RowImport, put_changes
-from persia_torchrec.table import TableSpec, names_of_shared
+from persia_torchrec.table import names_of_shared
 
 T = TypeVar("T")
 
@@ -139,6 +141,17 @@ class Increment:
         kept = list(_slices(tables, order_R[num_left_out:]))
         return Increment(self.head, kept, gone, self.seen)
 
+    def without(self, plans: Mapping[str, TablePlan]) -> "Increment":
+        """Return what is loaded of it: nothing of tables that are left out."""
+        out = {name for name, plan in plans.items() if not plan.has_rows}
+        kept = {i for i, t in enumerate(self.head.tables) if t.name not in out}
+        return Increment(
+            self.head,
+            [(table, rows) for table, rows in self.rows if table in kept],
+            [(table, ids_N) for table, ids_N in self.gone if table in kept],
+            [(table, seen) for table, seen in self.seen if table in kept],
+        )
+
 
 class SeenIds:
     """What admissions remember, on its way into the store of one server.
@@ -150,13 +163,13 @@ class SeenIds:
     def __init__(self, store: EmbeddingStore, target: Target) -> None:
         self._store = store
         self._target = target
-        self._found = {state.spec.name: [state.sightings()] for state in store.states}
+        self._found = {s.spec.name: [s.sightings()] for s in store.present}
         self.forgotten: set[str] = set()
         """Tables whose admission cannot continue with what was found."""
 
     def add(self, saved: SavedTable, sightings: Sightings) -> None:
         """Add what the admission of a table remembered."""
-        states = {state.spec.name: state for state in self._store.states}
+        states = {state.spec.name: state for state in self._store.present}
         spec = states[saved.name].spec
         admission = spec.admission
         if not admission.num_memory_words():
@@ -171,7 +184,7 @@ class SeenIds:
 
     def clear(self, shard: int, num_shards: int) -> None:
         """Drop the ids of one of the servers that wrote the files."""
-        for state in self._store.states:
+        for state in self._store.present:
             found = self._found.get(state.spec.name, [])
             for at, sightings in enumerate(found):
                 if state.spec.admission.has_ids_as_keys:
@@ -185,7 +198,7 @@ class SeenIds:
 
     def put(self) -> None:
         """Let the admissions remember it."""
-        for state in self._store.states:
+        for state in self._store.present:
             found = self._found.get(state.spec.name, [])
             if found and state.remembered.size:
                 seen = Sightings(*map(np.concatenate, zip(*found, strict=True)))
@@ -198,18 +211,24 @@ def apply_increment(
     seen: SeenIds | None,
     not_finite: Counter[str] | None = None,
     plans: Mapping[str, TablePlan] | None = None,
+    drops: Drops | None = None,
 ) -> Iterator[int]:
     """Apply a server's part of an increment to its store; the store's owner runs it.
 
     Yields how many rows each slice of the work has written. ``seen`` is None if the
     store follows a training: then its tables take over what an id without a row reads.
     Rows that are not finite are counted by table. ``plans`` say what is taken of tables
-    that differ from those of the store.
+    that differ from those of the store; or ``drops`` which of them are dropped.
     """
-    head, plans = increment.head, plans or {}
-    where = f"increment {head.number} of {head.log}"
-    if not plans:
-        require_same_rows(where, head.tables, store.tables)
+    head = increment.head
+    if plans is None:
+        names, stale = (drops or Drops()).take(head)
+        yield from _drop_tables(store, names)
+        plans = left_out(head.tables, stale)
+        where = f"increment {head.number} of {head.log}"
+        tables = [table for table in head.tables if table.name not in stale]
+        require_same_rows(where, tables, store.tables)
+        increment = increment.without(plans)
     numbers = add_tables(store, head.tables, plans, follows=seen is None)
     states = store.states
     if head.was_cleared:
@@ -243,15 +262,25 @@ def apply_increment(
             set_thresholds(states[number], saved)
 
 
+def _drop_tables(store: EmbeddingStore, names: Sequence[str]) -> Iterator[int]:
+    """Drop tables, and free their rows in slices."""
+    numbers = [state.number for state in store.present if state.spec.name in names]
+    if numbers:
+        table_states.drop(store, numbers)
+    while store.leaving:
+        table_states.free_rows(store, _SLICE_ROWS)
+        yield 0
+
+
 def _drop_rows_of(store: EmbeddingStore, head: IncrementHead) -> Iterator[int]:
     """Drop the rows of the server that wrote an increment, in slices."""
-    for number, state in enumerate(store.states):
+    for state in store.present:
         start: int | None = 0
         while start is not None:
-            found = store.scan(number, start, _SLICE_ROWS)
+            found = store.scan(state.number, start, _SLICE_ROWS)
             written_by = head.shard, head.num_shards, state.spec.shared_rows
             is_dropped_N = is_of_shard(found.ids, *written_by)
-            store.remove(number, found.ids[is_dropped_N])
+            store.remove(state.number, found.ids[is_dropped_N])
             start = found.next_slot
             yield 0
 
@@ -287,11 +316,14 @@ class ShardLoad(BackgroundTask):
         self._tables: tuple[SavedTable, ...] = ()  # under the names of the store
         self._plans: dict[str, TablePlan] = {}
         self._notes: list[str] = []
-        self._increments: list[tuple[Folder, int]] = []
+        self._increments: list[tuple[Folder, IncrementHead]] = []
+        # By shard and name of a table, the last increment that drops it.
+        self._drops: dict[tuple[int, str], int] = {}
         self._end: LogPosition | None = None  # of the log of this server
         self._files: list[tuple[SavedShard, IO[bytes]]] = []
         self._opened = contextlib.ExitStack()
         self._num_read = self._num_to_read = 0
+        self._dropped: set[str] = set()  # by increments
         self._routed: list[int] = []  # shared rows by which ids of a table are routed
         self._seen: list[tuple[int, Sightings]] = []  # with the index of their table
         self._ranked: dict[str, SavedTable] = {}  # with the thresholds of one server
@@ -337,12 +369,23 @@ class ShardLoad(BackgroundTask):
         saved_specs = [table.spec for table in self._tables]
         self._routed = [known.get(spec.name, spec).shared_rows for spec in saved_specs]
         may_share = self._logs is None
-        given = self._folder.url, self._tables, known, self.rules
+        if self._logs is not None:
+            self._check_increments(self._logs)
+        self._dropped = {name for _, name in self._drops}
+        found_in = {t.name: t for t in self._tables if t.name not in self._dropped}
+        for at, (_, head) in enumerate(self._increments):
+            stale = self._stale_of(at, head)
+            in_head = {t.name: t for t in head.tables if t.name not in stale}
+            found_in = in_head | found_in
+        given = self._folder.url, list(found_in.values()), known, self.rules
         self._plans, self._notes = plan_tables(
             *given, may_share=may_share, replaces=self._replaces
         )
-        if self._logs is not None:
-            self._check_increments(self._logs)
+        for at, (log, head) in enumerate(self._increments):
+            path = log.file_path(increment_log.increment_name(head.number))
+            stale = self._stale_of(at, head)
+            tables_of = [table for table in head.tables if table.name not in stale]
+            require_same_rows(path, tables_of, [p.spec for p in self._plans.values()])
         files = self._target.select(manifest.shards)
         if self._routed != [spec.shared_rows for spec in saved_specs]:
             files = list(manifest.shards)  # an id may be in any
@@ -374,7 +417,8 @@ class ShardLoad(BackgroundTask):
         store = self._store
         num_evicted = -int(store.tally[memory.EVICTED])
         saved = self._tables
-        numbers = add_tables(store, saved, self._plans, follows=False)
+        plans = {**self._plans, **left_out(saved, self._dropped)}
+        numbers = add_tables(store, saved, plans, follows=False)
         if self._replaces:
             store.clear()
             store.tick = 0
@@ -382,12 +426,12 @@ class ShardLoad(BackgroundTask):
             store, saved, written_s(self.manifest.created), goes_back=self._replaces
         )
         for table, number in zip(saved, numbers, strict=True):
-            if continues(self._plans, table):
+            if continues(plans, table):
                 state = store.states[number]
                 state.num_updates = max(state.num_updates, table.num_updates)
                 set_thresholds(state, self._ranked.get(table.name, table))
         not_finite = Counter[str]()
-        fit = Fitting(store, moved_s, not_finite, self._plans)
+        fit = Fitting(store, moved_s, not_finite, plans)
         rows_in = RowImport(
             store,
             self._uses,
@@ -411,11 +455,12 @@ class ShardLoad(BackgroundTask):
         seen = SeenIds(store, self._target)
         for index, sightings in self._seen:
             seen.add(saved[index], sightings)
-        for log, number in self._increments:
+        for at, (log, head) in enumerate(self._increments):
             self.require_not_cancelled()
-            part = Increment.read(log, number).select(self._target)
-            part = self._planned(part)
-            for _ in apply_increment(store, part, seen, not_finite, self._plans):
+            part = Increment.read(log, head.number).select(self._target)
+            plans = {**self._plans, **left_out(head.tables, self._stale_of(at, head))}
+            part = replace(part, head=head).without(plans)
+            for _ in apply_increment(store, part, seen, not_finite, plans):
                 pass
         seen.put()
         return seen
@@ -434,20 +479,17 @@ class ShardLoad(BackgroundTask):
                 f"{self._folder.url}. Received: {logs.described()}, where some server "
                 "has none. Load the checkpoint without increments."
             )
-        known = {spec.name: spec for spec in self._store.tables}
         stops = [None] * len(end.lines) if until is None else [u.number for u in until]
         followed = list(zip(end.lines, end.positions, stops, strict=True))
         for line, position, stop in self._target.select(followed):
             *earlier, last = line.segments(position)
             for segment in (*earlier, last._replace(stop=stop)):
-                self._check_segment(logs, segment, known)
+                self._check_segment(logs, segment)
         if len(end.lines) == self._target.num_shards and self._increments:
-            log, number = self._increments[-1]
-            self._end = LogPosition(log.url.rpartition("/")[2], number + 1)
+            log, head = self._increments[-1]
+            self._end = LogPosition(log.url.rpartition("/")[2], head.number + 1)
 
-    def _check_segment(
-        self, logs: Folder, segment: Segment, known: Mapping[str, TableSpec]
-    ) -> None:
+    def _check_segment(self, logs: Folder, segment: Segment) -> None:
         """Read the increments of one log that follow the checkpoint."""
         log, (_, begin, stop) = logs.child(segment.log), segment
         numbers = [
@@ -465,29 +507,22 @@ class ShardLoad(BackgroundTask):
             )
         for number in numbers:
             self.require_not_cancelled()
-            tables = self._renamed(Increment.read(log, number).head).tables
-            path = log.file_path(increment_log.increment_name(number))
-            require_same_rows(path, tables, [p.spec for p in self._plans.values()])
-            if not self._plans.keys() >= {table.name for table in tables}:
-                plans, _ = plan_tables(path, tables, known, self.rules, replaces=False)
-                self._plans = plans | self._plans
-            self._increments.append((log, number))
+            head = self._renamed(Increment.read(log, number).head)
+            for name in head.dropped:
+                self._drops[head.shard, name] = len(self._increments)
+            self._increments.append((log, head))
 
-    def _planned(self, part: Increment) -> Increment:
-        """Return what is loaded of an increment, with the names of the store."""
-        head = self._renamed(part.head)
-        has_rows = [self._plans[table.name].has_rows for table in head.tables]
-        return Increment(
-            head,
-            [(table, rows) for table, rows in part.rows if has_rows[table]],
-            [(table, ids_N) for table, ids_N in part.gone if has_rows[table]],
-            [(table, seen) for table, seen in part.seen if has_rows[table]],
-        )
+    def _stale_of(self, at: int, head: IncrementHead) -> set[str]:
+        """Return the tables of an increment that a later one drops."""
+        names = (table.name for table in head.tables)
+        return {name for name in names if at < self._drops.get((head.shard, name), -1)}
 
     def _renamed(self, head: IncrementHead) -> IncrementHead:
         """Return the head of an increment with the names of the store's tables."""
-        tables = renamed(head.tables, self.rules.rename)
-        return msgspec.structs.replace(head, tables=tables)
+        rename = self.rules.rename
+        dropped = tuple(catalog.name_of(name, rename) for name in head.dropped)
+        tables = renamed(head.tables, rename)
+        return msgspec.structs.replace(head, tables=tables, dropped=dropped)
 
     def _read_rows(self) -> Iterator[tuple[int, RowColumns, Bools]]:
         """Yield of all blocks the table's index, rows, and which are this server's."""
@@ -507,9 +542,10 @@ class ShardLoad(BackgroundTask):
                 for number, block in reader.blocks():
                     self.require_not_cancelled()
                     self._num_read = previous + reader.num_bytes
-                    index = index_of[tables[number].name]
-                    if not self._plans[tables[number].name].has_rows:
+                    name = tables[number].name
+                    if name in self._dropped or not self._plans[name].has_rows:
                         continue
+                    index = index_of[name]
                     if isinstance(block, RowColumns):
                         of_shard = *self._target[:2], self._routed[index]
                         yield index, block, is_of_shard(block.ids, *of_shard)

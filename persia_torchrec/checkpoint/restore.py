@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from persia_torchrec.checkpoint import catalog, increment_log
 from persia_torchrec.checkpoint.catalog import LogPosition, Manifest
+from persia_torchrec.checkpoint.fitting import Drops
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.increment_log import Base, Line
 from persia_torchrec.checkpoint.load import (
@@ -159,7 +160,7 @@ def _apply(
 ) -> _Applied:
     """Apply the increments from a position on, as long as they can be read."""
     heads: list[IncrementHead] = []
-    seen = SeenIds(store, target)
+    seen, drops = SeenIds(store, target), Drops()
     for name, first, stop in line.segments(position):
         log = logs.child(name)
         last = (
@@ -175,7 +176,7 @@ def _apply(
                 place = LogPosition(name, number)
                 seen.put()
                 return _Applied(heads, place, is_all=False)
-            for _ in apply_increment(store, increment, seen):
+            for _ in apply_increment(store, increment, seen, drops=drops):
                 pass
             heads.append(increment.head)
         position = LogPosition(name, max(first, last + 1))

@@ -83,6 +83,7 @@ class IncrementHead(ShardHead, frozen=True, kw_only=True):
     """When it was begun, in seconds since 1970. All earlier changes are in it."""
     tick: Tick  # of the server's last request
     was_cleared: bool  # whether all rows were dropped before these changes
+    dropped: tuple[str, ...] = ()  # names of tables that were, likewise
 
 
 Head = TypeVar("Head", bound=ShardHead)

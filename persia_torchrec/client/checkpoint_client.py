@@ -34,11 +34,12 @@ from persia_torchrec.checkpoint.catalog import (
 )
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.writer import FolderWriter, name_of_process
-from persia_torchrec.client.codec import BatchCount
+from persia_torchrec.client.codec import BatchCount, ServerHello
 from persia_torchrec.client.shards import Servers
 from persia_torchrec.errors import (
     BusyError,
     CheckpointError,
+    ConfigError,
     PersiaError,
     RemoteError,
     RequestTimeoutError,
@@ -353,6 +354,29 @@ class Checkpoints:
             name = manifest.lacks_rows_of
             self._fuller = f"{run}/{name}" if name else ""
         return num_left_out
+
+    def drop(self, table: str, timeout_s: float) -> None:
+        """Drop a table on all servers: ``EmbeddingClient.drop_table``."""
+        hellos = self._servers.ask(
+            Kind.HELLO, None, "asking for tables", answer=ServerHello
+        )
+        of_servers = [{t.spec.get("name"): t.number for t in h.tables} for h in hellos]
+        if not any(table in numbers for numbers in of_servers):
+            known = sorted({str(name) for numbers in of_servers for name in numbers})
+            raise ConfigError(
+                f"The table to drop must be one of the servers', {known}. Received: "
+                f"{table!r}."
+            )
+        numbers = [of_server.get(table, -1) for of_server in of_servers]
+        request: dict[str, object] = {"table": table, "numbers": numbers}
+        steps = {"unused": {**request, "do": "unused"}}
+        steps["dropped"] = {**request, "do": "drop"}
+
+        def work(task: Task[Any]) -> None:
+            what = f"dropping table {table!r}"
+            self._run_steps(task, steps, what, timeout_s, type(None))
+
+        Task("drop", work).wait()
 
     def end_increments(self, *, timeout_s: float) -> None:
         """End the increments of servers that write any, and wait.

@@ -41,14 +41,16 @@ from persia_torchrec.client.codec import (
     ServerHello,
     TableList,
     Tables,
+    added,
     check_counts,
     check_gradients,
     groups_of,
     staleness_histogram,
+    tables_of_all,
 )
 from persia_torchrec.client.codec import BatchNumber as BatchNumber
 from persia_torchrec.client.shards import Servers
-from persia_torchrec.errors import BatchError, ConfigError, RestartedError, WireError
+from persia_torchrec.errors import BatchError, RestartedError, WireError
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.routing.shard import Counts, IdGroup, ShardedIds, unique_ids
@@ -170,7 +172,7 @@ class EmbeddingClient(OwnProcess):
         """
         answers = self._servers.ask(
             Kind.ADD_TABLES,
-            [spec.to_json() for spec in specs],
+            added(specs),
             f"adding tables {', '.join(spec.name for spec in specs)}",
             answer=list[AddedTable],
             timeout_s=timeouts.ADD_TABLES_S + self.recovery_s,
@@ -186,29 +188,23 @@ class EmbeddingClient(OwnProcess):
 
     def learn_tables(self) -> list[TableSpec]:
         """Know the tables that all servers have, with the same dim; return them."""
-        what = "asking for tables"
-        hellos = self._servers.ask(Kind.HELLO, None, what, answer=ServerHello)
-        by_name = [
-            {table.spec.get("name"): table for table in h.tables} for h in hellos
-        ]
-        common = [n for n in by_name[0] if all(n in tables for tables in by_name)]
-        told = [[tables[name] for tables in by_name] for name in common]
-        learnt = []
-        for of_table in told:
-            spec, *others = [TableSpec.from_json(table.spec) for table in of_table]
-            dims = [spec.dim, *(other.dim for other in others)]
-            if len(set(dims)) > 1:
-                pairs = zip(dims, self._servers.names, strict=True)
-                raise ConfigError(
-                    f"Table {spec.name!r} must have one dim on all servers. Received: "
-                    f"{', '.join(f'{dim} of {server}' for dim, server in pairs)}. Load "
-                    "the same checkpoint into all."
-                )
-            learnt.append(spec)
-        for spec, of_table in zip(learnt, told, strict=True):
+        hellos = self._servers.ask(Kind.HELLO, None, "tables", answer=ServerHello)
+        learnt = tables_of_all(hellos, self._servers.names)
+        for spec, of_table in learnt:
             is_own = spec.name in self.tables and self.tables[spec.name].is_own
             self._know(spec, of_table, is_own=is_own)
-        return learnt
+        return [spec for spec, _ in learnt]
+
+    def drop_table(self, name: str, timeout_s: float = timeouts.ADD_TABLES_S) -> None:
+        """Drop a table on all servers: its rows, optimizer state, step and settings.
+
+        The name may be added again. Each server drops all of it or nothing; a call that
+        failed may be repeated. A table that no server has is a ConfigError, and so is
+        one that a model of this process, or another client that is connected, has.
+        """
+        self.tables.require_unused(name)
+        self.checkpoints.drop(name, timeout_s + self.recovery_s)
+        self.tables.forget(name)
 
     def set_learning_rate(self, lr: float, tables: Iterable[str] | None = None) -> None:
         """Change the learning rate of tables, by default all, as a schedule does.
@@ -568,12 +564,14 @@ class EmbeddingClient(OwnProcess):
                     self.tables[name] = changed
 
             self._servers.renew(server, prepare)
+            own = added(t.spec for t in self.tables.copy().values() if t.is_own)
+            told = [(Kind.ADD_TABLES, [messages.encode_json(own)])]
             for who, share, has_left in reversed(self._joined.values()):
                 body = messages.encode_json({"who": who, "ended": ""})
-                told = [(Kind.JOIN, [body, share.encode()])]
+                told.append((Kind.JOIN, [body, share.encode()]))
                 told += [(Kind.LEAVE, [share.encode()])] if has_left else []
-                for kind, frames in told:
-                    self._servers.send(server, Header(kind), frames, "joining").frames()
+            for kind, frames in told:
+                self._servers.send(server, Header(kind), frames, "joining").frames()
             lost = self._find_lost(server)
             self.lost.update(lost)
         text = ", ".join(f"{name}={num}" for name, num in lost.items())

@@ -12,6 +12,8 @@ Dimension key:
 """
 
 import itertools
+import os
+import platform
 import secrets
 from collections import ChainMap, Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -133,6 +135,20 @@ class KnownTables(dict[str, KnownTable]):
     def __setitem__(self, name: str, table: KnownTable) -> None:
         super().__setitem__(name, table)
         self.version += 1
+
+    def forget(self, name: str) -> None:
+        """Forget a table that was dropped."""
+        self.pop(name, None)
+        self.version += 1
+
+    def require_unused(self, name: str) -> None:
+        """Refuse to drop a table that a model of this process trains."""
+        if any(name in user.specs and not user.has_ended for user in self.users):
+            raise ConfigError(
+                f"Table {name!r} must not be trained while it is dropped. Received: a "
+                "model of this process that has it. Call close() of its sharders, and "
+                "drop it then."
+            )
 
 
 class TableList(NamedTuple):
@@ -420,6 +436,33 @@ class ServerHello(msgspec.Struct):
     max_request_ids: int
     tables: list[AddedTable] = []
     generation: int = 0
+
+
+def tables_of_all(
+    hellos: Sequence[ServerHello], names: Sequence[str]
+) -> list[tuple[TableSpec, list[AddedTable]]]:
+    """Return the tables that all servers have, and what each tells of them."""
+    by_name = [{table.spec.get("name"): table for table in h.tables} for h in hellos]
+    common = [n for n in by_name[0] if all(n in tables for tables in by_name)]
+    found = []
+    for told in ([tables[name] for tables in by_name] for name in common):
+        spec, *others = [TableSpec.from_json(table.spec) for table in told]
+        dims = [spec.dim, *(other.dim for other in others)]
+        if len(set(dims)) > 1:
+            pairs = zip(dims, names, strict=True)
+            raise ConfigError(
+                f"Table {spec.name!r} must have one dim on all servers. Received: "
+                f"{', '.join(f'{dim} of {server}' for dim, server in pairs)}. Load "
+                "the same checkpoint into all."
+            )
+        found.append((spec, told))
+    return found
+
+
+def added(specs: Iterable[TableSpec]) -> dict[str, object]:
+    """Return the body of ADD_TABLES, with what errors of others call this process."""
+    who = f"process {os.getpid()} on {platform.node()}"
+    return {"tables": [spec.to_json() for spec in specs], "who": who}
 
 
 class PushOutcome(msgspec.Struct, frozen=True):

@@ -51,7 +51,8 @@ The JSON values of an embedding server; those not named here are null:
 
     reply to HELLO       {"shard", "num_shards", "incarnation", "max_request_ids",
                          "tables": all of them, as in the reply to ADD_TABLES}
-    ADD_TABLES           list of tables, each as TableSpec.to_json describes it
+    ADD_TABLES           {"tables": list, each as TableSpec.to_json describes it,
+                         "who": process and host that will use them}, or the list
     reply to ADD_TABLES  list, one per table: {"number", "wants_counts": whether its
                          lookups should carry counts, "spec": as it was added}
     reply to UPDATE      {"missed": ids without a row, "refused": rows whose gradient
@@ -60,8 +61,9 @@ The JSON values of an embedding server; those not named here are null:
     reply to COUNTERS    {name: number}
     CHECKPOINT           {"do": "dump", "task": chosen by the client, "folder": path or
                          URL}, {"do": "check" | "load", "task", "folder", "replace":
-                         bool, "increments": path, URL or null}, or
-                         {"do": "cancel", "task"}
+                         bool, "increments": path, URL or null},
+                         {"do": "unused" | "drop", "task", "table": name, "numbers": of
+                         it on each server, or -1}, or {"do": "cancel", "task"}
     PROGRESS             {"task"}
     reply to CHECKPOINT  {"phase", "progress": in [0, 1], "error": null or as in ERROR,
       and PROGRESS       "result"}; see server/checkpoint_service.py

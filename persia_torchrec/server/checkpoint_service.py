@@ -5,6 +5,7 @@
     load    a thread reads and checks the files; when told to, it takes the store over
             and fills it, and requests for rows are refused meanwhile
     delta   an increment of all that has changed is written; and its position is told
+    drop    likewise; then a table is dropped, and its rows are freed in the background
 
 A server that lost its memory restores what was written of it before it serves.
 
@@ -46,6 +47,7 @@ from persia_torchrec.errors import BusyError, CheckpointError, StoreError
 from persia_torchrec.rpc.messages import ErrorReply, TaskState
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.increments import Increments
+from persia_torchrec.store import table_states
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.row_copy import RawRows, RowExport, split_by_table
 
@@ -55,6 +57,7 @@ _CPU_FRACTION = 0.05
 """Of a CPU that a dump takes while requests for rows arrive, its writing included."""
 
 _DELTA_MS = 2  # how soon the server looks again whether an increment is written
+_DELTA_PHASES = "writing", "ending", "freeing"
 _MAX_ENDED = 16  # tasks whose end is kept, for clients that ask after the next began
 _MAX_CHUNKS = 4
 _BLOCK_IDS = 2**20
@@ -66,20 +69,26 @@ Remembered: TypeAlias = tuple[int, Admission, Words]
 Chunk: TypeAlias = RawRows | Remembered
 
 
+_DoAtOnce = Literal["prune", "cancel", "progress"]
+
+
 class CheckpointRequest(msgspec.Struct, kw_only=True):
     """What a CHECKPOINT or PROGRESS asks for; the client chooses the task's number.
 
     ``dump`` into a folder, which exists; ``check`` a checkpoint, and its increments if
     they are named, to their end or ``until`` a position in the log of each server;
     ``load`` it once it is checked, else check it first; end the increment of a
-    ``delta``; ``cancel`` a dump, or a load that does not fill the store yet; ``prune``
-    increments, which is no task.
+    ``delta``; look whether a ``table`` is ``unused``, then ``drop`` it, whose number on
+    each server is told, -1 where it is no more; ``cancel`` a dump, or a load that does
+    not fill the store yet; ``prune`` increments, which is no task.
     """
 
-    do: Literal["dump", "check", "load", "delta", "prune", "cancel", "progress"] = (
+    do: Literal["dump", "check", "load", "delta", "unused", "drop"] | _DoAtOnce = (
         "progress"
     )
     task: int
+    table: str = ""
+    numbers: tuple[int, ...] = ()
     folder: str = ""
     replace: bool = True
     increments: str | None = None
@@ -119,7 +128,7 @@ class DeltaEnd:
         self.result: EndedIncrement | None = None
         self._folder = "" if logs is None else Folder(logs).url
         self._increments = increments
-        self._tables = saved_tables(store.states, store.seconds)
+        self._tables = saved_tables(store.present, store.seconds)
         self._cut: int | None = None
 
     def advance(self) -> None:
@@ -136,6 +145,54 @@ class DeltaEnd:
         """Give up, if it is not written."""
         if self.phase == "writing":
             self.error = CheckpointError(f"The increment was not written: {why}.")
+            self.phase = "failed"
+
+
+class TableDrop:
+    """A table that is dropped: ``ending``, ``unused``, ``freeing``, then ``dropped``.
+
+    The serving thread calls all methods. While it is ``ending``, an increment of all
+    that has changed before is written: so none that a later dump needs has the table.
+    """
+
+    progress, result = 0.0, None
+    error: Exception | None = None
+
+    def __init__(
+        self, increments: Increments, store: EmbeddingStore, number: int
+    ) -> None:
+        self.phase, self.must_drop = "ending", False
+        self._increments, self._store, self._number = increments, store, number
+        self._cut: int | None = None
+        self.is_over = number < 0 or store.states[number].is_dropped
+
+    def advance(self) -> None:
+        """Drop the table when it must be and no increment has it; look at its rows."""
+        if self.phase in ("ending", "unused"):
+            may_drop = self.is_over or self._has_ended()
+            self.phase = "unused" if may_drop else "ending"
+            if may_drop and self.must_drop:
+                if not self.is_over:
+                    table_states.drop(self._store, [self._number])
+                self.phase, self.is_over = "freeing", True
+        if self.phase == "freeing" and not self._store.leaving:
+            self.phase = "dropped"
+
+    def _has_ended(self) -> bool:
+        """Return whether no increment that is still to be written began before."""
+        increments = self._increments
+        if not increments.is_writing:
+            return True
+        if self._cut is None or increments.has_flushed_since(self._cut):
+            self._cut = increments.end_increment()
+        return self._cut is not None and (
+            increments.ended_before(self._cut) is not None
+        )
+
+    def fail(self, why: str) -> None:
+        """Give up, if it is not dropped."""
+        if not self.is_over:
+            self.error = CheckpointError(f"The table was not dropped: {why}.")
             self.phase = "failed"
 
 
@@ -200,7 +257,7 @@ class ShardDump(BackgroundTask):
         return since_s
 
     def _describe_tables(self) -> tuple[SavedTable, ...]:
-        states = self._store.states[: len(self._export.tables)]
+        states = (self._store.states[table.number] for table in self._export.tables)
         return saved_tables(states, self._store.seconds)
 
     def _write(self) -> None:
@@ -229,11 +286,11 @@ class ShardDump(BackgroundTask):
 
     def _copy_remembered(self) -> Iterator[Remembered]:
         """Yield what the admission of each table remembers."""
-        for table in range(len(self._export.tables)):
-            state = self._store.states[table]
+        for index, table in enumerate(self._export.tables):
+            state = self._store.states[table.number]
             words = state.used_words()
             if words.size:
-                yield table, state.spec.admission, words.copy()
+                yield index, state.spec.admission, words.copy()
 
     def _write_sightings(
         self, writer: RowFileWriter, table: int, admission: Admission, words: Words
@@ -270,7 +327,7 @@ class Checkpoints:
         self._store = store
         self._dump: ShardDump | None = None
         self._load: ShardLoad | None = None
-        self._delta: DeltaEnd | None = None
+        self._delta: DeltaEnd | TableDrop | None = None
         self._task = -1
         # What earlier tasks have ended with, for clients that have yet to ask.
         self._ended: deque[tuple[int, TaskState]] = deque(maxlen=_MAX_ENDED)
@@ -342,7 +399,9 @@ class Checkpoints:
         if ended is not None and request.do != "prune":
             return ended
         match request.do:
-            case "dump" | "check" | "load" | "delta" if not is_known:
+            case "dump" | "check" | "load" | "delta" | "unused" | "drop" if (
+                not is_known
+            ):
                 self._require_idle()
                 if (state := self._state()).phase not in ("idle", "checked"):
                     self._ended.append((self._task, state))
@@ -354,6 +413,9 @@ class Checkpoints:
                 self._increments.suspend()
                 self.is_loading = True
                 load.start("loading", load.load, "loaded")
+            case "drop" if isinstance(self._delta, TableDrop):
+                self._delta.must_drop = True
+                self._delta.advance()
             case "prune":
                 self._increments.prune()
             case "cancel" if is_known:
@@ -366,6 +428,12 @@ class Checkpoints:
         """Begin a dump, a delta, or the check before a load."""
         if request.do == "delta":
             self._delta = DeltaEnd(self._increments, self._store, self._config)
+            return
+        if request.do in ("unused", "drop"):
+            number = request.numbers[self._config.shard]
+            self._delta = TableDrop(self._increments, self._store, number)
+            self._delta.must_drop = request.do == "drop"
+            self._delta.advance()
             return
         self._delta = None
         folder = Folder(request.folder, self.roots)
@@ -428,11 +496,12 @@ class Checkpoints:
         if self.is_loading and load is not None:
             self._end_load(load)
         idle_ms = self._increments.work(idle_ms)
-        if self._delta is not None and self._delta.phase == "writing":
+        if self._delta is not None and self._delta.phase in _DELTA_PHASES:
             self._delta.advance()
             idle_ms = min(idle_ms, _DELTA_MS)
         if dump is None or not dump.is_copying:
-            self.is_active = self.is_loading or self._config.incremental_dir is not None
+            has_logs = self._config.incremental_dir is not None
+            self.is_active = has_logs or self._is_running
             return idle_ms
         if self._budget.has_credit() and not dump.chunks.full():
             with self._budget.spend():
@@ -462,7 +531,7 @@ class Checkpoints:
     @property
     def _is_running(self) -> bool:
         task = self._delta or self._dump or self._load
-        phases = ("writing", "dumping", "checking", "loading")
+        phases = (*_DELTA_PHASES, "dumping", "checking", "loading")
         return self.is_loading or (task is not None and task.phase in phases)
 
     def _require_idle(self) -> None:

@@ -5,7 +5,7 @@ Dimension key:
     L: ids that have left
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import numpy as np
@@ -43,6 +43,7 @@ class DirtySet:
         """Table and ids of rows that have left; some may be back."""
         self.seen: list[tuple[int, Ids]] = []  # table, and ids that were counted
         self.was_cleared = False
+        self.dropped: list[str] = []
 
     def __len__(self) -> int:
         return self._num_marked + sum(len(ids) for _, ids in self.left + self.seen)
@@ -53,6 +54,7 @@ class DirtySet:
             self._notes, self._marks, self.left, self.seen = [], {}, [], []
             self.num_noted = self._num_marked = 0
             self.was_cleared = True
+        self.dropped += changes.dropped
         for note in changes.slots:
             if note.arena not in self._marks:
                 self._marks[note.arena] = np.zeros(self._num_words, dtype=np.uint64)
@@ -65,26 +67,29 @@ class DirtySet:
             for owner in np.unique(owners).tolist():
                 self.left.append((owner - 1, ids_L[owners == owner]))
 
-    def take(self, rows_a_slice: Sequence[int]) -> Iterator[tuple[int, Copy]]:
+    def take(self, rows_a_slice: Mapping[int, int]) -> Iterator[tuple[int, Copy]]:
         """Yield, for each slice of all that has changed, its table and what copies it.
 
-        The number of rows is by table. The uses of rows are those of ``RowColumns``; 0
-        where a row has not been used.
+        The number of rows is by table; other tables were dropped. The uses of rows are
+        those of ``RowColumns``; 0 where a row has not been used.
         """
         pieces: dict[int, list[tuple[Slots, Uses]]] = {}
         # The last use first; updates, which are no use, at the end.
         for note in sorted(self._notes, key=lambda note: -note.tick):
             piece = _unmark(self._marks[note.arena], note.slots, np.uint64(note.tick))
             pieces.setdefault(note.table, []).append(piece)
-        for table, of_table in pieces.items():
+        for table in pieces.keys() & rows_a_slice.keys():
+            of_table = pieces[table]
             slots, uses = map(np.concatenate, zip(*of_table, strict=True))
             for part in _parts(len(slots), rows_a_slice[table]):
                 copy = partial(gather_rows, table=table, slots_N=slots[part])
                 yield table, partial(copy, uses_N=uses[part])
         for table, ids in self.left:
+            if table not in rows_a_slice:
+                continue
             for part in _parts(len(ids), rows_a_slice[table]):
                 yield table, partial(_find_gone, table=table, ids_L=ids[part])
-        for table in {table for table, _ in self.seen}:
+        for table in {table for table, _ in self.seen} & rows_a_slice.keys():
             seen = np.unique(
                 np.concatenate([ids for t, ids in self.seen if t == table])
             )

@@ -26,6 +26,7 @@ from dataclasses import replace
 from persia_torchrec.checkpoint import catalog, increment_log
 from persia_torchrec.checkpoint.background import Activity, BackgroundTask, CpuBudget
 from persia_torchrec.checkpoint.catalog import LogPosition, Manifest
+from persia_torchrec.checkpoint.fitting import Drops
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.increment_log import Line, Log
 from persia_torchrec.checkpoint.load import (
@@ -37,6 +38,7 @@ from persia_torchrec.checkpoint.load import (
 from persia_torchrec.checkpoint.restore import written_at
 from persia_torchrec.errors import CheckpointError, NotReadyError, PersiaError
 from persia_torchrec.server.config import ServerConfig
+from persia_torchrec.store import table_states
 from persia_torchrec.store.embedding_store import EmbeddingStore
 
 logger = logging.getLogger(__name__)
@@ -106,7 +108,7 @@ class Follower(BackgroundTask):
     def _read_checkpoint(self, folder: Folder) -> str:
         """Read a checkpoint into a store, which is handed over; return its date."""
         store = self._config.make_store()
-        store.add_tables(self._store.tables)  # so that they have the same numbers
+        table_states.copy_tables(store, self._store)  # with the same numbers
         self.load = load = ShardLoad(folder, self._target, store)
         load.cancelled = self.cancelled
         load.check()
@@ -239,6 +241,13 @@ class Follower(BackgroundTask):
                 return
 
 
+def _names(store: EmbeddingStore) -> list[str]:
+    """Return the names of tables by number; dropped ones are named so."""
+    return [
+        f"{state.spec.name}{' (dropped)' * state.is_dropped}" for state in store.states
+    ]
+
+
 def _read_increment(logs: Folder, position: LogPosition) -> Increment | None:
     """Return the increment at a position; None if it does not exist yet."""
     folder = logs.child(position.log)
@@ -282,6 +291,7 @@ class ServedCheckpoint:
         self.is_loading = self.is_active = True
         self._follower: Follower | None = None
         self._increment: Iterator[int] | None = None
+        self._drops = Drops()
         self._created_s = 0.0  # of the increment that is being applied
         self._current_s = 0.0  # when rows were as here, by the monotonic clock
         self._budget = CpuBudget(_CPU_FRACTION, activity)
@@ -369,10 +379,11 @@ class ServedCheckpoint:
         match event:
             case Increment():
                 self._created_s = event.head.created_s
-                self._increment = apply_increment(self._store, event, None)
+                self._increment = apply_increment(
+                    self._store, event, None, drops=self._drops
+                )
             case (store, folder, created_s):
-                names = [spec.name for spec in self._store.tables]
-                received = [spec.name for spec in store.tables]
+                names, received = (_names(of) for of in (self._store, store))
                 if received[: len(names)] != names:  # clients ask by number
                     raise CheckpointError(
                         f"The training's tables must begin with {names}. "
@@ -380,7 +391,7 @@ class ServedCheckpoint:
                     )
                 logger.info("serving %s", folder.url)
                 self._store.take_rows_of(store)
-                self._folder = folder
+                self._folder, self._drops = folder, Drops()
                 self._are_of(created_s)
             case None:
                 self.is_loading = False

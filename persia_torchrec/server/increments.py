@@ -70,13 +70,15 @@ _CLOSE_S = 10.0
 class FlushRequest(NamedTuple):
     """What a journal noted, and the head of an increment that would begin then.
 
-    If none ``is_due``, it begins when many rows have changed. Its rows are copied until
-    ``end_s``, by the clock of the activity. What comes after one that is the last of
+    ``numbers`` are those of the tables in the head. If none ``is_due``, it begins when
+    many rows have changed. Its rows are copied until ``end_s``, by the clock of the
+    activity. What comes after one that is the last of
     its increment, as a client asked for, ``is_last``, is in the next.
     """
 
     changes: Changes
     head: IncrementHead
+    numbers: list[int]
     is_due: bool
     end_s: float
     is_last: bool = False
@@ -114,6 +116,7 @@ class IncrementWriter(BackgroundTask):
         self._copied = queue.SimpleQueue()
         self._dirty = DirtySet(config.capacity_rows)
         self._head: IncrementHead | None = None
+        self._numbers: list[int] = []  # of its tables
         self._is_due, self._is_last, self._end_s = False, False, math.inf
         self._num_flushes = 0  # in the next increment
         self.ended = 0, 0  # the last cut that was the last, and the number after it
@@ -181,11 +184,14 @@ class IncrementWriter(BackgroundTask):
         self._is_due, self._is_last, self._end_s = False, False, math.inf
         self._num_flushes = 0
         head = msgspec.structs.replace(
-            head, number=self.number, was_cleared=dirty.was_cleared
+            head,
+            number=self.number,
+            was_cleared=dirty.was_cleared,
+            dropped=tuple(dirty.dropped),
         )
         with self._folder.created(increment_log.increment_name(self.number)) as file:
             writer = RowFileWriter(file, head)
-            self._write_rows(writer, dirty, head)
+            self._write_rows(writer, dirty, head, self._numbers)
             written = writer.end()
         self.written["increment_rows"] += written.num_rows
         self.written["increment_bytes"] += written.size_bytes
@@ -199,18 +205,24 @@ class IncrementWriter(BackgroundTask):
             self.retention.apply(counts_begun=False)
 
     def _write_rows(
-        self, writer: RowFileWriter, dirty: DirtySet, head: IncrementHead
+        self,
+        writer: RowFileWriter,
+        dirty: DirtySet,
+        head: IncrementHead,
+        numbers: list[int],
     ) -> None:
         num_slices, left_s = 0, max(self._copied_s - self._clock(), 0.0)
+        index_of = {number: index for index, number in enumerate(numbers)}
         shapes = list(map(shape_of, head.tables))
         sizes = [max(_SLICE_BYTES // shape.row_bytes, 1) for shape in shapes]
-        for wanted in dirty.take(sizes):
+        for wanted in dirty.take(dict(zip(numbers, sizes, strict=True))):
             self._wanted.append(wanted)
             num_slices += 1
         self._slice_s = left_s / max(num_slices, 1)
         while num_slices:
             with contextlib.suppress(queue.Empty):
-                writer.write(*self._copied.get(timeout=_CHECK_S))
+                table, block = self._copied.get(timeout=_CHECK_S)
+                writer.write(index_of[table], block)
                 num_slices -= 1
             self._take_flushes(0)
 
@@ -230,6 +242,7 @@ class IncrementWriter(BackgroundTask):
                 self._end_s = min(self._end_s, flush.end_s)
                 self._dirty.add(flush.changes)
                 self._head, self._last_cut = flush.head, flush.changes.number
+                self._numbers = flush.numbers
 
 
 class Increments:
@@ -309,6 +322,10 @@ class Increments:
         """Whether there is a log that has not failed."""
         return self._writer is not None and self._writer.error is None
 
+    def has_flushed_since(self, cut: int) -> bool:
+        """Return whether an increment may have begun behind that of a cut."""
+        return bool(self._cuts) and self._cuts[-1][0] > cut
+
     def ended_before(self, cut: int) -> LogPosition | None:
         """Return what follows the increment of a cut, once that is written."""
         writer = self._writer
@@ -327,7 +344,9 @@ class Increments:
 
     def _continue(self) -> tuple[Base, str]:
         """Return base and history of a log that continues the previous process's."""
-        tokens, changes = self._store.journal.previous()
+        states = self._store.states
+        dropped = {s.number: s.spec.name for s in states if s.is_dropped}
+        tokens, changes = self._store.journal.previous(dropped)
         lines = increment_log.find_lines(self._folder, {})
         logs = {line.logs[0].token: line.logs[0] for line in lines}
         for log in [logs[token] for token in tokens if token in logs]:
@@ -529,12 +548,15 @@ class Increments:
             created_s=time.time(),  # noqa: TID251  # others compare it with their clock
             tick=store.tick,
             was_cleared=False,
-            tables=saved_tables(store.states, store.seconds),
+            tables=saved_tables(store.present, store.seconds),
         )
+        numbers = [state.number for state in store.present]
         changes = store.journal.cut()
         self._cuts.append((changes.number, now_s))
         spread = _SPREAD if is_due else 1 + _SPREAD
         end_s = self._flushed_s + spread * config.incremental_interval_s
         if is_last:
             end_s = now_s
-        writer.inbox.put_nowait(FlushRequest(changes, head, is_due, end_s, is_last))
+        writer.inbox.put_nowait(
+            FlushRequest(changes, head, numbers, is_due, end_s, is_last)
+        )

@@ -309,22 +309,30 @@ def _answer_hello(shard: Shard, _: Request) -> Frames:
         "tables": [
             _describe_table(shard, number)
             for number, state in enumerate(shard.store.states)
-            if not state.is_part
+            if not (state.is_part or state.is_dropped)
         ],
     }
     return [encode_json(value)]
 
 
+class _Added(msgspec.Struct):
+    tables: list[dict[str, Any]]
+    who: Annotated[str, msgspec.Meta(max_length=messages.MAX_MEMBER_CHARS)]
+
+
 def _answer_add_tables(shard: Shard, request: Request) -> Frames:
-    descriptions = messages.decode_json(request.frames, list[dict[str, Any]])
-    specs = [TableSpec.from_json(description) for description in descriptions]
+    asked = messages.decode_json(request.frames, list[dict[str, Any]] | _Added)
+    given = asked.tables if isinstance(asked, _Added) else asked
+    specs = [TableSpec.from_json(description) for description in given]
     shard.apply_all_updates()  # with the settings that they were sent under
     shard.stages.lap("update")
     num_known, batch = len(shard.store.states), _batch_of(request.header)
-    known = {spec.name: number for number, spec in enumerate(shard.store.tables)}
+    known = {state.spec.name: state.number for state in shard.store.present}
     if shard.find_outcome(batch) is not None and all(s.name in known for s in specs):
         return [encode_json([_describe_table(shard, known[s.name]) for s in specs])]
     numbers = shard.store.add_tables(specs)
+    if isinstance(asked, _Added):
+        shard.note_user(request.peer, asked.who, numbers)
     with shard.store.request() as change:
         shard.streams.settle(change, batch)
     states = shard.store.states[num_known:]
@@ -373,6 +381,10 @@ def _answer_checkpoint(shard: Shard, request: Request) -> Frames:
     asked = messages.decode_json(request.frames, CheckpointRequest)
     if asked.do != "progress":
         shard.apply_all_updates()  # acknowledged updates are in a dump
+    if asked.do in ("unused", "drop"):
+        number = (*asked.numbers, -1)[: shard.config.num_shards][shard.config.shard]
+        if number >= 0:
+            shard.require_unused(number, asked.table, request.peer)
     state = shard.checkpoints.handle(asked, request.header.stream)
     return [msgspec.json.encode(state)]
 

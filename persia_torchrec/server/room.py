@@ -94,5 +94,6 @@ def describe_rows_by_table(store: EmbeddingStore) -> str:
         step = max(-(-num_used // _MAX_SLOTS), 1)
         owners = (words[:num_used:step, 1] >> memory.OWNER_SHIFT).astype(np.int64)
         num_T += step * np.bincount(owners, minlength=len(num_T))
+    num_T[[state.number + 1 for state in store.states if state.is_dropped]] = 0
     most = np.argsort(-num_T[1:], kind="stable")[:_MAX_NAMES].tolist()
-    return ", ".join(f"{store.tables[t].name}={num_T[t + 1]}" for t in most)
+    return ", ".join(f"{store.states[t].spec.name}={num_T[t + 1]}" for t in most)

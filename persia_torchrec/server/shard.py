@@ -43,6 +43,7 @@ from persia_torchrec.server.room import Room
 
 logger = logging.getLogger(__name__)
 
+_MAX_USERS = 4096
 _COUNTS = "missed", "refused", "unadmitted", "gradients"
 
 
@@ -87,6 +88,8 @@ class Shard:
         self.room = Room(self.store, config.shard)
         self.num_updates = self.num_updated_rows = 0  # of tables, by this process
         self.stopping = threading.Event()
+        # Peers that have added tables: process and host, and the numbers of these.
+        self._users: dict[bytes, tuple[str, set[int]]] = {}
         self._listener = listener
         self._max_queued = 0
 
@@ -178,7 +181,8 @@ class Shard:
         num_ids = 0
         with self.store.request() as request:
             for part in build_gradients(given, slots):
-                if self.store.states[part.table].spec.is_frozen:
+                state = self.store.states[part.table]
+                if state.spec.is_frozen or state.is_dropped:
                     continue
                 self.counts["updates_hinted"] += part.hints is not None
                 self.store.add_update(part.table, part.ids, part.grads, part.hints)
@@ -208,7 +212,8 @@ class Shard:
     def read_ids(self, frames: Frames, num_frames: int) -> list[TableIds]:
         """Read the ids of each table that a request names."""
         tables = messages.decode_segments(frames, num_frames=num_frames)
-        num_ids, num_tables = len(frames[2]) // 8, len(self.store.states)
+        num_ids, states = len(frames[2]) // 8, self.store.states
+        num_tables = len(states)
         if num_ids > self.config.max_request_ids:
             raise BatchError(
                 f"A request may name {self.config.max_request_ids} ids. Received: "
@@ -216,7 +221,7 @@ class Shard:
                 "max_request_ids."
             )
         for t in tables:
-            if not 0 <= t.table < num_tables:
+            if not 0 <= t.table < num_tables or states[t.table].is_dropped:
                 self.require_table(t.table)
         return tables
 
@@ -226,6 +231,42 @@ class Shard:
             raise ConfigError(
                 f"Unknown table number {number}: this server has "
                 f"{len(self.store.states)} tables. Add the tables first."
+            )
+        if (state := self.store.states[number]).is_dropped:
+            raise ConfigError(
+                f"Table {state.spec.name!r} was dropped (drop_table), and has no rows. "
+                "Call add_tables, or shard the model, to begin it again."
+            )
+
+    def note_user(self, peer: bytes, who: str, numbers: Sequence[int]) -> None:
+        """Note that a client has added tables, by which a trainer says it uses them."""
+        if len(self._users) >= _MAX_USERS:
+            gone = [p for p in self._users if not self._listener.is_connected(p)]
+            for other in gone:
+                del self._users[other]
+        _, known = self._users.setdefault(peer, (who, set()))
+        known.update(numbers)
+
+    def require_unused(self, number: int, name: str, peer: bytes) -> None:
+        """Refuse to drop a table that others than a peer have added, and may train."""
+        states = self.store.states
+        if number >= len(states) or states[number].spec.name != name:
+            raise ConfigError(
+                f"Table {number} of this server must be {name!r}. Received: another "
+                "one, as the server has lost its memory. Call drop_table again."
+            )
+        users = [
+            who
+            for other, (who, numbers) in self._users.items()
+            if number in numbers
+            and other != peer
+            and self._listener.is_connected(other)
+        ]
+        if users and not states[number].is_dropped:
+            raise ConfigError(
+                f"Table {name!r} must not be trained while it is dropped. Received: "
+                f"{', '.join(users)}, which has added it and is connected. End that "
+                "training, or close its client, and drop it then."
             )
 
     def read_rows(

@@ -23,7 +23,7 @@ Slots take half a word each, the numbers of (id, owner) and ids one.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -43,7 +43,7 @@ _FIRST_ROOM = 4096
 _NO_SLOTS = np.empty(0, dtype=np.uint32)
 _TOKEN, _PREVIOUS, _HEAD, _TAIL, _LACKS = range(5)
 _HEADER_WORDS, _NOTE_WORDS = 8, 2
-_CHANGED, _LEFT, _CLEARED, _SKIPPED, _SEEN = range(1, 6)
+_CHANGED, _LEFT, _CLEARED, _SKIPPED, _SEEN, _DROPPED = range(1, 7)
 _WORDS = _LEFT, _SEEN  # kinds whose numbers are of 64 bits
 
 
@@ -72,6 +72,8 @@ class Changes:
     """Tables, and ids that their admissions have counted."""
     was_cleared: bool = False
     """Before all that, every row was dropped."""
+    dropped: list[str] = field(default_factory=list)
+    """Names of tables that were dropped; what is named of these counts for nothing."""
     num_rows: int = 0
     """That are named above, repeats included."""
     num_requests: int = 0
@@ -171,7 +173,7 @@ class Ring:
             if kind == _SKIPPED:
                 at += size - at % size
                 continue
-            fits = _CHANGED <= kind <= _SEEN and _num_words(kind, num) <= size
+            fits = _CHANGED <= kind <= _DROPPED and _num_words(kind, num) <= size
             memory.require_sound(fits, "notes")
             numbers = self._numbers_at(kind, at % size, num).copy()
             yield _Note(kind, numbers, word >> 45 & 0xFFFF, word >> 32 & 0x1FFF, tick)
@@ -240,9 +242,15 @@ class ChangeJournal:
         if self._ring is not None and not keeps:
             self._ring.restart(0, keeps=False)
 
-    def previous(self) -> tuple[list[int], Changes]:
-        """Return the tokens of what the previous process noted, and its changes."""
-        changes = Changes()
+    def previous(
+        self, dropped: Mapping[int, str] | None = None
+    ) -> tuple[list[int], Changes]:
+        """Return the tokens of what the previous process noted, and its changes.
+
+        ``dropped`` are the names of tables that were dropped, by number. That another
+        one is noted as dropped means that the process died before.
+        """
+        changes, names = Changes(), dropped or {}
         if self._ring is None:
             return [], changes
         for kind, numbers, table, arena, tick in self._ring.notes():
@@ -253,8 +261,10 @@ class ChangeJournal:
                 changes.left.append(numbers.reshape(-1, 2))
             elif kind == _SEEN:
                 changes.seen.append((table, numbers))
+            elif kind == _DROPPED:
+                changes.dropped += [names[table]] if table in names else []
             else:
-                changes = Changes(was_cleared=True)
+                changes = Changes(was_cleared=True, dropped=changes.dropped)
             changes.num_rows += len(numbers)
         return self._ring.tokens, changes
 
@@ -262,7 +272,8 @@ class ChangeJournal:
     def is_empty(self) -> bool:
         """Whether nothing has happened since the last cut."""
         changes = self.changes
-        is_noted = changes.num_rows or changes.num_requests or changes.was_cleared
+        is_noted = bool(changes.num_rows or changes.num_requests or changes.dropped)
+        is_noted = is_noted or changes.was_cleared
         has_left = self._tally[memory.LEFT_ROOM] < len(self._left)
         return not (is_noted or has_left)
 
@@ -307,9 +318,18 @@ class ChangeJournal:
     def cleared(self) -> None:
         """Note that all rows were dropped; also for what a killed process noted."""
         if self.is_on:
-            self.cut()
-            self.changes.was_cleared = True
+            dropped = self.cut().dropped
+            self.changes.was_cleared, self.changes.dropped = True, dropped
         self._keep(_Note(_CLEARED, _NO_SLOTS))
+
+    def dropping(self, table: int) -> None:
+        """Note for the next process that a table is about to be dropped."""
+        self._keep(_Note(_DROPPED, _NO_SLOTS, table))
+
+    def dropped(self, names: Sequence[str]) -> None:
+        """Note that tables were dropped."""
+        if self.is_on:
+            self.changes.dropped += names
 
     def leaving(self, table: int, ids_K: Ids) -> None:
         """Note ids whose rows are dropped before :meth:`begin`; later ones are listed.

@@ -53,18 +53,6 @@ Eviction = Literal["lru", "lfu"]
 MAX_SCANNED_SLOTS = 1 << 20
 """Slots that a scan walks over: a few milliseconds where no row is of the table."""
 
-_COUNTERS = {
-    "hits": memory.HITS,
-    "misses": memory.MISSES,
-    "inserted": memory.INSERTED,
-    "rejected": memory.REJECTED,
-    "evictions": memory.EVICTED,
-    "expired_steps": memory.EXPIRED_STEPS,
-    "expired_seconds": memory.EXPIRED_SECONDS,
-    "expired_norm": memory.EXPIRED_NORM,
-    "gradients_missed": memory.MISSED,
-    "gradients_refused": memory.REFUSED,
-}
 _NO_SLOTS = np.empty(0, dtype=np.uint32)
 _NO_COUNTS = read_only(np.empty(0, dtype=np.uint32))
 _NO_INDICES = np.empty(0, dtype=np.int64)
@@ -74,7 +62,10 @@ class EmbeddingStore:
     """Rows by table and id, least recently used out first.
 
     Attributes:
-        states: the tables, in the order in which they were added.
+        states: the tables, in the order in which they were added; those that were
+            dropped keep their numbers.
+        leaving: of dropped tables whose rows are still to be freed, by number, the slot
+            to look at next.
         arenas: one per width of rows, see ``memory.py``.
         tally: see ``memory.HITS`` and the others.
         journal: notes which rows change, once told to.
@@ -148,6 +139,7 @@ class EmbeddingStore:
         self.arenas = Arenas(self.capacity_rows, self.memory, tables.num_arenas)
         self.addresses: Words = np.zeros(6, dtype=np.uint64)
         self.states: list[TableState] = []
+        self.leaving: dict[int, int] = {}
         self._set_addresses()
         self._ring = None
         if self.recovery is not None:
@@ -155,7 +147,7 @@ class EmbeddingStore:
         self.journal = ChangeJournal(self.tally, self._ring)
         for table in tables.tables:
             self.states.append(table_states.open_published(self, table))
-        table_states.link(self.states)
+        table_states.link(self)
         self._requests.open_notes(*tables.notes)
         if self.memory.is_new:
             self.publish([])
@@ -164,7 +156,12 @@ class EmbeddingStore:
     @property
     def tables(self) -> list[TableSpec]:
         """The tables, in the order in which they were added."""
-        return [state.spec for state in self.states]
+        return [state.spec for state in self.present]
+
+    @property
+    def present(self) -> list[TableState]:
+        """The tables that were not dropped."""
+        return [state for state in self.states if not state.is_dropped]
 
     @property
     def num_rows(self) -> int:
@@ -174,7 +171,7 @@ class EmbeddingStore:
     @property
     def num_updates(self) -> int:
         """The sum of the tables' steps."""
-        return sum(state.num_updates for state in self.states if not state.is_part)
+        return sum(state.num_updates for state in self.present if not state.is_part)
 
     @property
     def tick(self) -> int:
@@ -199,11 +196,11 @@ class EmbeddingStore:
 
         The rows of a known table keep their form. An error changes no table.
         """
-        number_of = {spec.name: number for number, spec in enumerate(self.tables)}
+        number_of = {state.spec.name: state.number for state in self.present}
         states, num_arenas = list(self.states), len(self.arenas.words)
         try:
             for spec in with_parts(specs):
-                number = number_of.setdefault(spec.name, len(number_of))
+                number = number_of.setdefault(spec.name, len(states))
                 if number < len(states):
                     states[number] = table_states.change(self, states[number], spec)
                 else:
@@ -217,7 +214,7 @@ class EmbeddingStore:
             if before.remembered is not state.remembered and before.remembered.size:
                 self.memory.emptied(before.remembered)
         self.states = states
-        table_states.link(states)
+        table_states.link(self)
         return [number_of[spec.name] for spec in specs]
 
     def add_table(self, spec: TableSpec) -> int:
@@ -470,8 +467,11 @@ class EmbeddingStore:
     def sweep(self, max_rows: int) -> bool:
         """Take out rows that have expired, among the next ``max_rows`` slots.
 
-        Returns False at the end of a pass, and where no table has an expiry.
+        Before, rows of dropped tables. Returns False at the end of a pass, and where no
+        table has an expiry.
         """
+        if self.leaving:
+            return table_states.free_rows(self, max_rows)
         if (rules_T := self._sweeps.rules()) is None:
             return False
         self.journal.make_room(max_rows)
@@ -528,6 +528,7 @@ class EmbeddingStore:
         for number, state in enumerate(self.states):
             state.forget(self.memory)
             self.steps[number] = 0
+        self.leaving.clear()
         empty = [memory.ROWS, memory.PINNED_ROWS, memory.HAS_LARGE]
         self.tally[empty] = 0
         self._set_addresses()
@@ -566,7 +567,7 @@ class EmbeddingStore:
             "rows": self.num_rows,
             "capacity_rows": self.capacity_rows,
             "bytes": num_bytes + self.index.size_bytes + self.logs.size_bytes,
-            **{name: int(self.tally[at]) for name, at in _COUNTERS.items()},
+            **{name: int(self.tally[at]) for name, at in memory.COUNTERS.items()},
         }
 
     def _set_addresses(self) -> None:

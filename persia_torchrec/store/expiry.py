@@ -78,15 +78,15 @@ class Sweeps:
 
     def rules(self) -> loops.Rules | None:
         """Return the rules of all tables; None if no row can expire."""
-        states = self._store.states
+        states = self._store.present
         if not any(state.spec.expiry.is_on for state in states):
             return None
-        rules_T = np.zeros((len(states), 5), dtype=np.float64)
-        for table, state in enumerate(states):
+        rules_T = np.zeros((len(self._store.states), 5), dtype=np.float64)
+        for state in states:
             expiry = state.spec.expiry
             if expiry.is_on:
                 now_s = self._store.seconds.now_s(expiry)
-                rules_T[table] = *expiry.limits, now_s
+                rules_T[state.number] = *expiry.limits, now_s
         return rules_T
 
     def begin_slice(self, *, is_first: bool) -> None:
@@ -105,7 +105,7 @@ class Sweeps:
         if not is_much or now_s - self._warned_at_s < _WARNED_S:
             return
         self._warned_at_s = now_s
-        names = [state.spec.name for state in store.states if state.spec.expiry.is_on]
+        names = [state.spec.name for state in store.present if state.spec.expiry.is_on]
         logger.warning(
             "%d of %d rows expired at once: %d by steps_to_live, %d by "
             "seconds_to_live, %d by min_l2_norm; tables with an expiry: %s. Let rows "

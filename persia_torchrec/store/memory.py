@@ -94,6 +94,20 @@ sweep begins; whether the rows of a checkpoint, and of increments, are being loa
 rows that stay when the store is full; the running time (see ``expiry.py``); whether
 rows may hold numbers that are not moderate (see ``finite.py``)."""
 
+COUNTERS = {
+    "hits": HITS,
+    "misses": MISSES,
+    "inserted": INSERTED,
+    "rejected": REJECTED,
+    "evictions": EVICTED,
+    "expired_steps": EXPIRED_STEPS,
+    "expired_seconds": EXPIRED_SECONDS,
+    "expired_norm": EXPIRED_NORM,
+    "gradients_missed": MISSED,
+    "gradients_refused": REFUSED,
+}
+"""Columns that are counted since the start, by the names of counters."""
+
 NO_CHANGE, REQUEST, LOAD, CLEAR = range(4)
 """What changes the store right now: nothing; a request that would be undone; a load; a
 clear, which would be done once more (see ``recovery.py``)."""

@@ -94,11 +94,12 @@ class RawRows:
 class RowExport:
     """A walk over all rows. The store's thread owns it; the store must not be cleared.
 
-    ``tables`` are those that are exported, in the order of their numbers.
+    ``tables`` are those that are exported, in the order of their numbers, without
+    dropped ones.
     """
 
     def __init__(self, store: EmbeddingStore) -> None:
-        self.tables = list(store.states)
+        self.tables = store.present
         self.is_done = False
         self._seconds = store.seconds
         self._num_copied = 0
@@ -166,27 +167,29 @@ class RowExport:
 def split_by_table(
     chunk: RawRows, tables: Sequence[TableState]
 ) -> list[tuple[int, RowColumns]]:
-    """Return the rows of a chunk as columns, with the numbers of their tables.
+    """Return the rows of a chunk as columns, with the index of their table.
 
-    Any thread may call it. Rows of tables that were added later are left out, and those
-    that have expired.
+    Any thread may call it. Rows of other tables are left out, and those that have
+    expired.
     """
     owners_N = (chunk.words[:, 1] >> memory.OWNER_SHIFT).astype(np.uint16)
     order_N = np.argsort(owners_N, kind="stable")
-    owners = np.arange(1, len(tables) + 2, dtype=np.uint16)
-    begins = np.searchsorted(owners_N[order_N], owners)
+    owners = np.array([table.number + 1 for table in tables], dtype=np.uint16)
+    begins, ends = (
+        np.searchsorted(owners_N[order_N], owners, side) for side in ("left", "right")
+    )
     split = []
-    for number in np.flatnonzero(np.diff(begins)).tolist():
-        slots_K = order_N[begins[number] : begins[number + 1]]
-        table = tables[number]
+    for index in np.flatnonzero(ends > begins).tolist():
+        slots_K = order_N[begins[index] : ends[index]]
+        table = tables[index]
         rows = RowShape(table.spec, table.has_metadata).empty(len(slots_K))
         positions_K = chunk.positions[slots_K]
         copy_columns(chunk.words, slots_K, positions_K, table.layout, rows.addresses())
         if table.spec.expiry.is_on:
-            now = chunk.steps[number], chunk.seconds[number]
+            now = chunk.steps[index], chunk.seconds[index]
             is_kept = ~_find_expired(rows, table.spec, *now)
             rows = RowColumns(*(column[is_kept] for column in rows.columns()))
-        split.append((number, rows))
+        split.append((index, rows))
     return split
 
 

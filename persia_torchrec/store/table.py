@@ -57,6 +57,7 @@ class PublishedTable(msgspec.Struct):
     row: list[Count]
     remembered: Count
     thresholds: Count = 0
+    is_dropped: bool = False
 
     def require_fits(self, layout: memory.Layout, widths: list[int]) -> None:
         """Refuse a table whose rows are none of an arena of so many words a row."""
@@ -165,7 +166,7 @@ class TableState:
         self.remembered, self.step = remembered, step
         self.shared: SharedRows | None = None
         self.blocks: Blocks | None = None
-        self.is_part = False
+        self.is_part = self.is_dropped = False
         self._steps: list[memory.Layout] = []
         self.step_with([])
         self._log = NO_LOG if at[1] is None else at[1]
@@ -360,6 +361,7 @@ class TableState:
             self.layout[ROW_COLUMNS].tolist(),
             memory.distance(begin, remembered) if remembered.size else 0,
             memory.distance(begin, thresholds) if thresholds.size else 0,
+            self.is_dropped,
         )
 
     def forget(self, source: StoreMemory) -> None:

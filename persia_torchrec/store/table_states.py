@@ -1,4 +1,10 @@
-"""Make, open and change the states of a store's tables."""
+"""Make, open, change and drop the states of a store's tables.
+
+A table is dropped when that is published. Its state stays in its place, so that no
+other table gets its number, and its rows, which nothing reads any more, are freed some
+slots at a time: each slice is a change of its own. A process that opens the memory file
+of a killed one frees the rest.
+"""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -7,17 +13,20 @@ import numpy as np
 
 from persia_torchrec.embedding.usage import Doubles
 from persia_torchrec.errors import StoreError
-from persia_torchrec.store import memory
+from persia_torchrec.jit.compiled import read_only
+from persia_torchrec.store import loops, memory
 from persia_torchrec.store.memory import Words
 from persia_torchrec.store.table import PublishedTable, TableState
 from persia_torchrec.store.table_blocks import Blocks
 from persia_torchrec.store.table_shared import SharedRows
-from persia_torchrec.table import TableSpec
+from persia_torchrec.store.transaction import KEPT_BYTES
+from persia_torchrec.table import TableSpec, names_of_shared
 
 if TYPE_CHECKING:
     from persia_torchrec.store.embedding_store import EmbeddingStore
 
 _NO_WORDS: Words = np.empty(0, dtype=np.uint64)
+_MAX_SLOTS = 2**15  # that are looked at for rows of a dropped table at a time
 
 
 def make(store: "EmbeddingStore", spec: TableSpec, number: int) -> TableState:
@@ -52,7 +61,11 @@ def open_published(store: "EmbeddingStore", table: PublishedTable) -> TableState
     num_thresholds = known.dynamic.blocks if known.dynamic.is_on else 0
     thresholds = _find(store, table.thresholds, num_thresholds).view(np.float64)
     memory.require_sound(number < memory.MAX_TABLES, "tables")
-    return _build(store, known, layout, remembered, thresholds)
+    state = _build(store, known, layout, remembered, thresholds)
+    if table.is_dropped:
+        state.is_dropped = True
+        _forget(store, state)
+    return state
 
 
 def change(store: "EmbeddingStore", state: TableState, spec: TableSpec) -> TableState:
@@ -67,8 +80,66 @@ def change(store: "EmbeddingStore", state: TableState, spec: TableSpec) -> Table
     return state.changed(spec, engine, remembered)
 
 
-def link(states: Sequence[TableState]) -> None:
-    """Let each table find its parts."""
+def drop(store: "EmbeddingStore", numbers: Sequence[int]) -> None:
+    """Drop tables, and their parts: at once, all or nothing.
+
+    Their numbers are never used again, their names may be. ``EmbeddingStore.sweep``
+    frees their rows.
+    """
+    states = [store.states[number] for number in numbers]
+    parts = {part.name for state in states for part in state.spec.parts()}
+    states += [s for s in store.present if s.spec.name in parts and s not in states]
+    for state in states:
+        store.journal.dropping(state.number)
+        state.is_dropped = True
+    try:
+        store.publish(store.states)
+    except BaseException:
+        for state in states:
+            state.is_dropped = False
+        raise
+    store.journal.dropped([state.spec.name for state in states])
+    for state in states:
+        _forget(store, state)
+    link(store)
+
+
+def free_rows(store: "EmbeddingStore", max_rows: int) -> bool:
+    """Free some rows of dropped tables; return False if none are left."""
+    number, start = next(iter(store.leaving.items()))
+    state, tally = store.states[number], store.tally
+    arena = int(state.layout[memory.ARENA])
+    num_used = int(store.arenas.directory[arena, memory.USED])
+    slots_N = np.empty(max_rows, dtype=np.uint32)
+    stop = min(start + _MAX_SLOTS, num_used)
+    num, next_slot = loops.find_rows(state.layout, start, stop, slots_N)
+    with store.changing():
+        ids_N = store.arena(state)[slots_N[:num], 0]
+        if store.recovery is not None:
+            row_bytes = store.arena(state).strides[0] + KEPT_BYTES
+            store.recovery.make_room(num * row_bytes)
+        room = tally[memory.LEFT_ROOM]
+        tally[memory.LEFT_ROOM] = 0  # nobody must know that each of them has left
+        loops.remove_ids(state.at, read_only(ids_N))
+        tally[memory.LEFT_ROOM] = room
+    store.leaving[number] = next_slot
+    if next_slot >= num_used:
+        del store.leaving[number]
+    return bool(store.leaving)
+
+
+def copy_tables(store: "EmbeddingStore", of: "EmbeddingStore") -> None:
+    """Give an empty store the tables of another one, with their numbers."""
+    for number, other in enumerate(of.states):
+        store.states.append(make(store, other.spec, number))
+        store.states[-1].is_dropped = other.is_dropped
+    store.publish(store.states)
+    link(store)
+
+
+def link(store: "EmbeddingStore") -> None:
+    """Let each table find its parts, and dropped ones none."""
+    states = store.present
     known = {state.spec.name: state for state in states}
 
     def part(spec: TableSpec) -> TableState:
@@ -82,6 +153,19 @@ def link(states: Sequence[TableState]) -> None:
         state.shared = None if shared is None else SharedRows(state, part(shared))
         blocks = [part(spec) for spec in state.spec.tables_of_blocks()]
         state.blocks = Blocks(state, blocks) if blocks else None
+    dropped = [state for state in store.states if state.is_dropped]
+    shared_rows = names_of_shared(state.spec for state in dropped)
+    for state in dropped:
+        state.shared = state.blocks = None
+        state.layout[memory.PINNED] = state.spec.name in shared_rows
+
+
+def _forget(store: "EmbeddingStore", state: TableState) -> None:
+    """Forget what a dropped table's admission remembers, and have its rows freed."""
+    store.leaving[state.number] = 0
+    state.admission = None
+    if state.remembered.size:
+        [state.remembered] = store.memory.emptied(state.remembered)
 
 
 def _build(

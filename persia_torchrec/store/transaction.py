@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 UPDATE, WRITE, STEP, CLEAR = range(4)
 """Kinds of changes that are done at the end of a request."""
 
-_KEPT_BYTES = 800
+KEPT_BYTES = 800
 """Kept of a row that is made or leaves besides its bytes, most if the index grows."""
 
 _NO_IDS = read_only(np.empty(0, dtype=np.uint64))
@@ -205,7 +205,7 @@ class Requests:
     def _widest_row(self) -> int:
         """Return what is kept where a row is made or leaves, at most."""
         strides = (words.strides[0] for words in self._store.arenas.words)
-        return max(strides, default=0) + _KEPT_BYTES
+        return max(strides, default=0) + KEPT_BYTES
 
     def keep_admission(self, state: TableState, num_ids: int) -> None:
         """Keep what an admission remembers, or make room for what it keeps itself."""
@@ -261,7 +261,7 @@ class Requests:
             self._store.drop_rows()  # and load again
             self._store.tally[memory.CHANGE] = memory.LOAD
             self._store.is_loading = False
-        for state in self._store.states:
+        for state in self._store.present:
             if state.blocks is not None and state.blocks.must_free(self._store):
                 self._ended.add(state.number)
         self.free_blocks()

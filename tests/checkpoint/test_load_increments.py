@@ -108,7 +108,9 @@ class Journaled:
         }
         dirty.add(store.journal.cut())
         increment = Increment(IncrementHead(was_cleared=dirty.was_cleared, **head))
-        for table, copy in dirty.take([self.rows_a_slice] * len(states)):
+        for table, copy in dirty.take(
+            dict.fromkeys(range(len(states)), self.rows_a_slice)
+        ):
             block = copy(store)
             match block:
                 case RowColumns():

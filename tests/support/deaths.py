@@ -30,7 +30,13 @@ from persia_torchrec import AdmitBloom
 from persia_torchrec.embedding.optim import SGD, Adam
 from persia_torchrec.jit import intrinsics
 from persia_torchrec.server.dedup import Streams
-from persia_torchrec.store import memory, memory_file, row_copy, table_blocks
+from persia_torchrec.store import (
+    memory,
+    memory_file,
+    row_copy,
+    table_blocks,
+    table_states,
+)
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.index import BOUNDARY
 from persia_torchrec.store.recency import TAIL, TRIGGER
@@ -335,6 +341,17 @@ def add_tables(store, streams):
     store.add_tables([new, changed])
 
 
+def drop_tables(store, streams):
+    """Drop tables with shared rows and with blocks; free their rows in slices."""
+    table_states.drop(store, [0, 2])
+    free_dropped(store, 3)
+
+
+def free_dropped(store, max_rows):
+    while store.leaving:
+        store.sweep(max_rows)
+
+
 CASES = [
     Case(update_tables),
     Case(update_tables, engine="fbgemm"),
@@ -349,6 +366,8 @@ CASES = [
     Case(load_rows),
     Case(put_changes, "lfu"),
     Case(add_tables),
+    Case(drop_tables),
+    Case(drop_tables, "lfu"),
     Case(end_period, capacity_rows=20, prepare=fill_blocks),
 ]
 
@@ -368,12 +387,15 @@ class State(NamedTuple):
 
 
 def state_of(store, streams):
+    free_dropped(store, 100)  # as a server does
     batches = [(stream, number) for stream in (1, 2) for number in range(5)]
     outcomes = [streams.outcome(batch) for batch in batches]
     assert streams.groups in (b"", b"[1]")
     rows = [kills.state_of(store), store.tables, outcomes, streams.open_batches()]
-    _, changes = store.journal.previous()
-    noted = {(note.table, slot) for note in changes.slots for slot in note.slots}
+    dropped = {s.number: s.spec.name for s in store.states if s.is_dropped}
+    _, changes = store.journal.previous(dropped)
+    noted = {("dropped", name) for name in changes.dropped}
+    noted |= {(note.table, slot) for note in changes.slots for slot in note.slots}
     for left in changes.left:
         noted |= {("left", *row) for row in left.tolist()}
     return State(rows, changes.was_cleared, noted)

@@ -9,7 +9,7 @@ from torchrec import EmbeddingBagConfig
 
 from persia_torchrec import RemoteEmbeddingBagCollectionSharder
 from persia_torchrec.embedding.optim import Adagrad, Adam
-from persia_torchrec.errors import CheckpointError, PersiaError
+from persia_torchrec.errors import CheckpointError, ConfigError, PersiaError
 from persia_torchrec.table import TableSettings
 from persia_torchrec.training.checkpoint import load_checkpoint, save_checkpoint
 from persia_torchrec.training.data_state import Buffers
@@ -213,6 +213,17 @@ def test_a_checkpoint_is_evaluated_without_naming_its_optimizer(
     with pytest.raises(PersiaError, match="Give it the optimizer and the types"):
         shard(Model(tables, 8), other)
     sharder.close()
+
+
+def test_a_table_that_a_model_trains_is_not_dropped(start):
+    run = start("ab")
+    run.train()
+    with pytest.raises(ConfigError, match=r"'a'.* a model of this process.*close\(\)"):
+        run.client.drop_table("a")
+    run.train()
+    run.sharder.close()
+    run.client.drop_table("a")
+    assert run.client.num_rows() == [len(IDS)]
 
 
 def test_buffers_of_another_shape_begin_again(caplog):
