@@ -23,7 +23,7 @@ from persia_torchrec.parsing.command_line import offers
 @offers(
     roles.JobSettings,
     *("embedding_config", "global_config", "nproc_per_node"),
-    *(*roles.OF_JOB, "memory_dir", "resume_dir", "optimizer_engine"),
+    *(*roles.OF_JOB, "memory_dir", *roles.OF_RESUME, "optimizer_engine"),
 )
 def train(
     nn_worker: str,

@@ -18,7 +18,8 @@ from persia_torchrec.parsing.command_line import offers
 @reads_variables()
 @offers(
     roles.JobSettings,
-    *("nproc_per_node", *roles.OF_JOB, "memory_dir", "resume_dir", "optimizer_engine"),
+    *("nproc_per_node", *roles.OF_JOB, "memory_dir"),
+    *(*roles.OF_RESUME, "optimizer_engine"),
 )
 def train(
     script: str,

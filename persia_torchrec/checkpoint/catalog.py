@@ -27,6 +27,7 @@ RUNS_FILE = "runs.json"  # name of the file with the runs that a log's server du
 _NAME = r"checkpoint-(\d{8,})"
 _ATTEMPTS = 100
 _MAX_SHARDS = 2**16
+_MAX_MANIFESTS = 16  # that are looked at for the jobs of a folder, the latest ones
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Tick = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
@@ -101,13 +102,15 @@ class LoadRules(msgspec.Struct, frozen=True):
     """How a checkpoint is loaded whose tables are not those of the model.
 
     ``rename`` says by names of the checkpoint's tables what the model calls them.
-    ``tables`` are those of the model; none: all that the servers have.
+    ``tables`` are those of the model; none: all that the servers have. ``job`` is the
+    one whose latest checkpoint is meant, where a folder holds those of several.
     """
 
     missing: Missing = "add"
     on_change: OnChange = "error"
     rename: dict[str, str] = {}
     tables: tuple[str, ...] = ()
+    job: str = ""
 
     def __post_init__(self) -> None:
         for name, kind in (("missing", Missing), ("on_change", OnChange)):
@@ -171,6 +174,8 @@ class Manifest:
     fit when it was loaded."""
     job: str = ""
     """Id of the job that has written it; empty: of a process of no job."""
+    continues: tuple[str, ...] = ()
+    """Ids of the jobs whose training that job has continued, the last one first."""
     format: Literal["persia_torchrec checkpoint"] = "persia_torchrec checkpoint"
     version: Literal[1] = 1
     num_batches: Count = 0
@@ -327,10 +332,15 @@ def _begin(within: Folder, kind: str) -> Folder:
     )
 
 
-def find_checkpoint(path: str | os.PathLike[str]) -> Folder:
-    """Return the complete checkpoint at a path, or the latest of a run."""
+def find_checkpoint(
+    path: str | os.PathLike[str], *, job: str = "", own: str = ""
+) -> Folder:
+    """Return the complete checkpoint at a path, or the latest of a run.
+
+    ``job`` and ``own`` are those of :func:`checkpoints_of_one`.
+    """
     run = Folder(path)
-    folder = next(complete_checkpoints(run), None)
+    folder = next(checkpoints_of_one(run, job, own), None)
     if folder is None:
         raise CheckpointError(
             f"{run.url} must be a checkpoint, or hold one that is complete (that has a "
@@ -350,16 +360,62 @@ def complete_checkpoints(run: Folder) -> Iterator[Folder]:
             yield folder
 
 
-def saved_states(path: str | os.PathLike[str]) -> Iterator[Folder]:
+def checkpoints_of_one(run: Folder, job: str = "", own: str = "") -> Iterator[Folder]:
+    """Yield the complete checkpoints of one job and of those that it has continued.
+
+    It must be given where a folder holds the checkpoints of several that have not
+    continued each other, unless it is one's ``own``. Those of no job are of any.
+
+    Raises:
+        CheckpointError: there are those of several jobs, or none of the given one.
+    """
+    if MANIFEST in run.names():
+        yield run
+        return
+    lines: list[tuple[Folder, set[str]]] = []  # the latest of each, and its jobs
+    job_of: dict[str, str] = {}
+    for folder in complete_checkpoints(run):
+        if len(job_of) == _MAX_MANIFESTS:
+            break
+        job_of[folder.url] = ""
+        try:
+            manifest = Manifest.read(folder)
+        except CheckpointError:  # whoever loads it hears of that
+            continue
+        job_of[folder.url] = manifest.job
+        if manifest.job and not any(manifest.job in jobs for _, jobs in lines):
+            lines.append((folder, {manifest.job, *manifest.continues}))
+    wanted = [jobs for _, jobs in lines if (job or own) in jobs][:1]
+    if len(lines) < 2 and not job:
+        wanted = [jobs for _, jobs in lines] or [set()]
+    if not wanted and job_of:
+        told = (f"{folder.url} of job {job_of[folder.url]!r}" for folder, _ in lines)
+        raise CheckpointError(
+            f"{run.url} must be told with the job whose checkpoint is meant, as it "
+            f"holds those of several. Received: {job or 'no job'!r}, and there are "
+            f"{', '.join(told)}. Give the path of one of these to load it, or job= of "
+            "load_checkpoint and of LoadRules; where checkpoints are saved, give a "
+            "folder of its own."
+        )
+    for folder in complete_checkpoints(run):
+        of = job_of.get(folder.url, "")
+        if not of or of in wanted[0]:
+            yield folder
+
+
+def saved_states(
+    path: str | os.PathLike[str], *, job: str = "", own: str = ""
+) -> Iterator[Folder]:
     """Yield what is complete of a run, latest first: deltas, then their checkpoint.
 
-    A path of one checkpoint, or of one delta, gives that alone.
+    A path of one checkpoint, or of one delta, gives that alone. ``job`` and ``own`` are
+    those of :func:`checkpoints_of_one`.
     """
     run = Folder(path)
     if DELTA in run.names():
         yield run
         return
-    for checkpoint in complete_checkpoints(run):
+    for checkpoint in checkpoints_of_one(run, job, own):
         if checkpoint.url != run.url:
             yield from complete_deltas(checkpoint)
         yield checkpoint

@@ -29,7 +29,8 @@ from persia_torchrec.table import TableSpec
 
 _WHERE = (
     "These are arguments of load_checkpoint, recoverable and TrainCtx, and of "
-    "LoadRules, for client.checkpoints.load(rules=...)."
+    "LoadRules, for client.checkpoints.load(rules=...); a job that continues another "
+    "has --missing, --on_change and --rename."
 )
 
 Bools = npt.NDArray[np.bool_]
@@ -43,6 +44,12 @@ class TablePlan(NamedTuple):
     """As it was saved, under the model's name."""
     has_rows: bool = True
     has_state: bool = True
+
+
+def has_changed(plan: TablePlan, known: TableSpec) -> bool:
+    """Return whether rows of a saved table are loaded otherwise than they are."""
+    is_same = plan.spec.describe_rows() == known.describe_rows()
+    return not (plan.has_rows and plan.has_state and is_same)
 
 
 def left_out(

@@ -44,6 +44,7 @@ from persia_torchrec.checkpoint.fitting import (
     add_tables,
     continue_seconds,
     continues,
+    has_changed,
     left_out,
     plan_tables,
     require_same_rows,
@@ -324,6 +325,7 @@ class ShardLoad(BackgroundTask):
         self._opened = contextlib.ExitStack()
         self._num_read = self._num_to_read = 0
         self._dropped: set[str] = set()  # by increments
+        self._has_changed = False  # a table, so that followers must load other rows
         self._routed: list[int] = []  # shared rows by which ids of a table are routed
         self._seen: list[tuple[int, Sightings]] = []  # with the index of their table
         self._ranked: dict[str, SavedTable] = {}  # with the thresholds of one server
@@ -334,7 +336,7 @@ class ShardLoad(BackgroundTask):
         """What the store holds at the end, for a log of increments."""
         if self.result is None:
             return Base("empty")
-        if not self._replaces or self.result.num_left_out:
+        if not self._replaces or self.result.num_left_out or self._has_changed:
             return Base("unknown")
         if not self._increments:
             return Base("checkpoint", self._folder.url, self.manifest.created)
@@ -380,6 +382,10 @@ class ShardLoad(BackgroundTask):
         given = self._folder.url, list(found_in.values()), known, self.rules
         self._plans, self._notes = plan_tables(
             *given, may_share=may_share, replaces=self._replaces
+        )
+        self._has_changed = bool(self.rules.rename) or any(
+            has_changed(plan, known.get(name, plan.spec))
+            for name, plan in self._plans.items()
         )
         for at, (log, head) in enumerate(self._increments):
             path = log.file_path(increment_log.increment_name(head.number))

@@ -56,6 +56,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 Path = str | os.PathLike[str]
 
+_MAX_JOBS = 16  # whose training was continued, that a manifest names
 _FIRST_POLL_S = 0.005
 _POLL_S = 0.2
 
@@ -146,6 +147,7 @@ class Checkpoints:
     def __init__(self, servers: Servers, batches: BatchCount) -> None:
         self._servers = servers
         self._batches = batches
+        self._continues: tuple[str, ...] = ()  # jobs
         self._fuller = ""  # URL of a checkpoint that has rows for which was no room
 
     @property
@@ -299,7 +301,7 @@ class Checkpoints:
                 that is not in the checkpoint begins again, with a line.
             timeout_s: seconds that it may take.
         """
-        folder = catalog.find_checkpoint(path)
+        folder = catalog.find_checkpoint(path, job=rules.job if rules else "")
         manifest = Manifest.read(folder)
         logs = None if increments is None else Folder(increments).url
         request: dict[str, object] = {"folder": folder.url, "replace": replace}
@@ -312,6 +314,8 @@ class Checkpoints:
         def work(task: Task[SavedCheckpoint]) -> SavedCheckpoint:
             results = self._run_steps(task, steps, what, timeout_s, Loaded)
             self._batches.continue_after(manifest.num_batches)
+            if replace:
+                self.note_continued(manifest)
             for note in sorted({note for loaded in results for note in loaded.notes}):
                 logger.warning("%s: %s", folder.url, note)
             num_left_out = self._note_left_out(
@@ -420,7 +424,14 @@ class Checkpoints:
             *(tables, shards, created, step),
             lacks_rows_of=fuller,
             job=self._servers.job_id,
+            continues=self._continues,
         )
+
+    def note_continued(self, manifest: Manifest) -> None:
+        """Note that the training continues from a checkpoint, maybe of another job."""
+        jobs = dict.fromkeys([manifest.job, *manifest.continues])
+        others = [job for job in jobs if job not in ("", self._servers.job_id)]
+        self._continues = tuple(others[:_MAX_JOBS])
 
     def _run_steps(
         self,

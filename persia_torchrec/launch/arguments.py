@@ -101,6 +101,18 @@ def parse_pairs(name: str, text: str) -> dict[str, str]:
     return {one: "" if v in ("''", '""') else v for one, v in pairs.items()}
 
 
+def require_rules(missing: str, on_change: str, rename: str) -> None:
+    """Reject what a resume cannot do with a model that has changed; empty: unset."""
+    rules = {
+        "missing": (missing, ("error", "skip")),
+        "on_change": (on_change, ("error", "reset state", "reset table")),
+    }
+    for name, (given, known) in rules.items():
+        if given and given not in known:
+            raise ConfigError(f"{name} must be one of {known}. Received: {given!r}.")
+    env.resume_rename(rename)
+
+
 def require_known_options(scheduler: str) -> None:
     """Reject an option of ``-cfg`` that a scheduler does not have; torchx drops it."""
     words = _words() or []

@@ -36,6 +36,7 @@ from persia_torchrec.launch.amounts import (
     require_memory,
     require_processors,
 )
+from persia_torchrec.launch.arguments import require_rules
 from persia_torchrec.launch.pod import PodSettings
 from persia_torchrec.launch.requests import (
     TOKEN_SECRETS,
@@ -70,6 +71,8 @@ OF_JOB = (
     *("grace_s", "take_over"),
 )
 """Those that components of whole jobs offer."""
+
+OF_RESUME = ("resume_dir", "missing", "on_change", "rename")
 
 _TOKENS = ("PERSIA_JOB_TOKEN", "PERSIA_HTTP_TOKEN")  # of these, files are named
 
@@ -260,6 +263,12 @@ class JobSettings:
     resume_dir: str = ""
     """folder of the automatic checkpoints. A job that is started with that of another
     continues it. By default each job has one of its own"""
+    missing: str = ""
+    """tables that the model lacks, where the job continues another: error or skip"""
+    on_change: str = ""
+    """what has another dim or optimizer, likewise: error, reset state, reset table"""
+    rename: str = ""
+    """tables whose names have changed, likewise: OLD=NEW,OLD=NEW"""
 
     def __post_init__(self) -> None:
         # torchx gives None for an empty word.
@@ -283,6 +292,7 @@ class JobSettings:
                 received = getattr(self, name)
                 raise ConfigError(f"{name} must be > 0. Received: {received}.")
         require_names(self.env)
+        require_rules(self.missing, self.on_change, self.rename)
         variables = self.variables(1)
         roles = self.settings.values()
         of_user = [self.env, *(role.env | role.secrets for role in roles)]
@@ -307,6 +317,9 @@ class JobSettings:
             }
         if self.resume_dir:
             job["PERSIA_RESUME_DIR"] = self.resume_dir
+        for name in ("missing", "on_change", "rename"):
+            if text := getattr(self, name):
+                job[f"PERSIA_RESUME_{name.upper()}"] = text
         if self.take_over:
             job["PERSIA_TAKE_OVER"] = "1"
         # Empty: what the shell has exported is not of this job.

@@ -330,6 +330,7 @@ def _answer_add_tables(shard: Shard, request: Request) -> Frames:
     known = {state.spec.name: state.number for state in shard.store.present}
     if shard.find_outcome(batch) is not None and all(s.name in known for s in specs):
         return [encode_json([_describe_table(shard, known[s.name]) for s in specs])]
+    shard.replace_restored(specs)
     numbers = shard.store.add_tables(specs)
     if isinstance(asked, _Added):
         shard.note_user(request.peer, asked.who, numbers)

@@ -89,6 +89,7 @@ class EmbeddingServer:
                 state.num_updates = 0
         if isinstance(tasks, Checkpoints) and not self.has_rows:
             tasks.restore(run, known, begins=begins)
+            self.shard.restored = {state.number for state in store.present}
 
     def serve_and_push(self, when_ready: Callable[[str], None]) -> None:
         """Serve as :meth:`serve`, and push metrics if the environment says where."""

@@ -40,6 +40,8 @@ from persia_torchrec.server.open_batches import (
     build_gradients,
 )
 from persia_torchrec.server.room import Room
+from persia_torchrec.store import table_states
+from persia_torchrec.table import TableSpec
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +90,7 @@ class Shard:
         self.room = Room(self.store, config.shard)
         self.num_updates = self.num_updated_rows = 0  # of tables, by this process
         self.stopping = threading.Event()
+        self.restored: set[int] = set()  # tables that no client has added since
         # Peers that have added tables: process and host, and the numbers of these.
         self._users: dict[bytes, tuple[str, set[int]]] = {}
         self._listener = listener
@@ -237,6 +240,25 @@ class Shard:
                 f"Table {state.spec.name!r} was dropped (drop_table), and has no rows. "
                 "Call add_tables, or shard the model, to begin it again."
             )
+
+    def replace_restored(self, specs: Sequence[TableSpec]) -> None:
+        """Drop tables that were restored if they come with other rows.
+
+        The trainers load a checkpoint, where rules say what becomes of their rows.
+        """
+        given = {spec.name: spec for spec in specs}
+        for state in [s for s in self.store.present if s.number in self.restored]:
+            if (spec := given.get(state.spec.name)) is None:
+                continue
+            had, has = state.describe_both(spec, is_lfu=self.store.is_lfu)
+            if had != has:
+                table_states.drop(self.store, [state.number])
+                logger.warning(
+                    "table %r has %s, and was restored with %s: its restored rows are "
+                    "dropped, and on_change of the load says whether it begins again",
+                    *(spec.name, has, had),
+                )
+            self.restored.discard(state.number)
 
     def note_user(self, peer: bytes, who: str, numbers: Sequence[int]) -> None:
         """Note that a client has added tables, by which a trainer says it uses them."""

@@ -322,17 +322,23 @@ class TableState:
             thresholds=self.thresholds,
         )
 
-    def require_same_rows(self, spec: TableSpec, *, is_lfu: bool) -> None:
-        """Raise ConfigError if rows would look otherwise under other settings."""
+    def describe_both(self, spec: TableSpec, *, is_lfu: bool) -> tuple[str, str]:
+        """Return what its rows look like, and would under other settings."""
         present, received = (
             one.describe_rows(with_metadata=one.has_metadata and not is_lfu)
             for one in (self.spec, spec)
         )
+        return present, received
+
+    def require_same_rows(self, spec: TableSpec, *, is_lfu: bool) -> None:
+        """Raise ConfigError if rows would look otherwise under other settings."""
+        present, received = self.describe_both(spec, is_lfu=is_lfu)
         if present != received:
             raise ConfigError(
                 f"Table {spec.name!r} has {present} on this server. Received: "
                 f"{received}. Give it the optimizer and the types that it was trained "
-                "with, or use another table name."
+                "with, use another table name, or drop it first: "
+                f"client.drop_table({spec.name!r})."
             )
 
     def counts_as(self, spec: TableSpec) -> bool:

@@ -45,6 +45,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 
 from persia_torchrec import env, timeouts
 from persia_torchrec.checkpoint import catalog
+from persia_torchrec.checkpoint.fitting import has_changed, plan_tables
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.client.checkpoint_client import SavedCheckpoint, Task, tell_job
 from persia_torchrec.client.client import EmbeddingClient
@@ -174,6 +175,7 @@ def load_checkpoint(
     missing: catalog.Missing = "error",
     on_change: catalog.OnChange = "error",
     rename: Mapping[str, str] | None = None,
+    job: str = "",
     timeout_s: float = timeouts.CHECKPOINT_S,
 ) -> SavedCheckpoint:
     """Load both halves, with any number of trainers and servers.
@@ -196,6 +198,8 @@ def load_checkpoint(
             With "reset state" a table keeps its weights, if the dim is the same; with
             "reset table" it does not. Another weight dtype is converted.
         rename: by names of the checkpoint's tables, what the model calls them.
+        job: id of the job whose latest checkpoint is meant, where the folder holds
+            those of several that have not continued each other.
         timeout_s: seconds that the servers may take.
 
     Raises:
@@ -206,8 +210,8 @@ def load_checkpoint(
     rules = catalog.LoadRules(missing, on_change, dict(rename or {}), own)
 
     def load_servers() -> SavedCheckpoint:
-        folder = next(catalog.saved_states(path), None)
-        found = catalog.Saved.read(folder or catalog.find_checkpoint(path))
+        folder = next(catalog.saved_states(path, job=job), None)
+        found = catalog.Saved.read(folder or catalog.find_checkpoint(path, job=job))
         _dense_of(found.folder)
         delta = found.delta
         saved = client.checkpoints.load(
@@ -238,6 +242,30 @@ def load_dense(folder: Folder, state: dict[str, Any], *, resets: bool = False) -
     begun = at_first(lambda: _dense_of(folder).begun, tuple[str, ...])
     dense = folder.child(catalog.DENSE)
     everywhere(lambda: _load_dense(state, dense, begun, resets=resets))
+
+
+def require_rows_stay(
+    client: EmbeddingClient, found: catalog.Saved, rules: catalog.LoadRules
+) -> None:
+    """Refuse to leave rows as they are on the servers, if their table has changed.
+
+    With ``on_change="reset table"`` it begins again, with a line.
+    """
+    url = found.folder.url
+    known = {name: of.spec for name, of in client.tables.items() if of.is_own}
+    tables = catalog.renamed(found.tables, rules.rename)
+    given = url, [t for t in tables if t.name in known], known, rules
+    plans, notes = plan_tables(*given, replaces=False)
+    kept = [name for name, plan in plans.items() if plan.has_rows and name in known]
+    changed = [n for n in kept if has_changed(plans[n], known[n])]
+    if changed:
+        raise CheckpointError(
+            f'With resume="rows_ahead" tables must be as in {url}. Received: others, '
+            f'{changed}, whose rows are not on the servers. resume="exact" takes them '
+            'from there; on_change="reset table" begins them again.'
+        )
+    for note in notes:
+        logger.warning("%s: %s", url, note)
 
 
 def _dense_of(folder: Folder) -> catalog.DenseHalf:
@@ -386,12 +414,13 @@ class ContextCheckpoints:
     """Dumps and loads of one trainer's contexts, at most one of each under way.
 
     The call that waits, or the next one, raises their error. Only rank 0 uses the
-    client.
+    client. ``rules`` are those of loads.
     """
 
     def __init__(self, client: EmbeddingClient, flush: Callable[[], None]) -> None:
         self._client = client
         self._flush = flush
+        self.rules = catalog.LoadRules()
         self._dump: Task[SavedCheckpoint] | None = None
         self._load: Task[SavedCheckpoint] | None = None
         self._is_loading = False
@@ -447,7 +476,8 @@ class ContextCheckpoints:
                 apply_state(target, states[name], folder.file_path(name))
 
         def start() -> None:
-            self._load = self._client.checkpoints.start_load(folder.url)
+            start_load = self._client.checkpoints.start_load
+            self._load = start_load(folder.url, rules=self.rules)
 
         everywhere(lambda: states.update(reads))
         self.wait_for_dump()

@@ -59,7 +59,9 @@ def save_delta(
     """
     limit_s = timeouts.exchange_s(client.recovery_s, timeout_s)
     flush_all(sharders)
-    checkpoint = Folder(at_first(lambda: catalog.find_checkpoint(path).url, str))
+    own = client.checkpoints.job
+    found = at_first(lambda: catalog.find_checkpoint(path, own=own).url, str)
+    checkpoint = Folder(found)
     folder = Folder(at_first(lambda: catalog.begin_delta(checkpoint).url, str))
     servers = None
     if is_first():

@@ -46,6 +46,7 @@ from persia_torchrec.training.checkpoint import (
     is_first,
     load_checkpoint,
     load_dense,
+    require_rows_stay,
     save_checkpoint,
     state_bytes,
 )
@@ -57,7 +58,7 @@ from persia_torchrec.training.data_state import (
     state_of_data,
 )
 from persia_torchrec.training.delta import save_delta
-from persia_torchrec.training.schedule import CheckpointClock, Resume
+from persia_torchrec.training.schedule import CheckpointClock, Resume, rules_of
 from persia_torchrec.training.schedule import RecoveryConfig as RecoveryConfig
 
 logger = logging.getLogger(__name__)
@@ -141,9 +142,10 @@ class Recovery:
             raise ConfigError(why)  # which no restart mends
         if self._config.delta_interval_s:
             self._require_increments()
+        own = self._client.checkpoints.job
         run, is_exact = Folder(self._config.folder), self._config.resume == "exact"
         found = at_first(
-            lambda: [f.url for f in catalog.saved_states(run.url)], list[str]
+            lambda: [f.url for f in catalog.saved_states(run.url, own=own)], list[str]
         )
         for path in found:
             try:
@@ -372,6 +374,7 @@ class Recovery:
     def _load(self, folder: Folder, *, is_exact: bool) -> int:
         """Load a checkpoint; return how many rows did not fit."""
         num_left_out, rules = 0, self._config.rules
+        found = catalog.Saved.read(folder)
         shared, own = self._split()
         key = self._key
         datasets = (value for value in own.values() if isinstance(value, RowDataset))
@@ -387,14 +390,15 @@ class Recovery:
             )
             num_left_out = loaded.num_left_out
         else:
+            at_first(lambda: require_rows_stay(self._client, found, rules))
             load_dense(folder, state, resets=rules.on_change != "error")
         self._saved = saved = _unpack(state[key])
         self._set_own(saved)
         self.num_steps = self.clock.num_trained = saved["num_steps"]
         self._num_saved = self.num_steps
         self.last_numbers = saved["last"]
-        found = catalog.Saved.read(folder)
         self._client.batches.continue_after(found.num_batches)
+        self._client.checkpoints.note_continued(found.manifest)
         tables = catalog.renamed(found.tables, rules.rename)
         self._tables = {table.name: table.spec for table in tables}
         return num_left_out
@@ -492,8 +496,8 @@ def recoverable(
     save_steps: int = 0,
     keep: int = 2,
     delta_interval_s: float = 0.0,
-    missing: catalog.Missing = "error",
-    on_change: catalog.OnChange = "error",
+    missing: catalog.Missing | None = None,
+    on_change: catalog.OnChange | None = None,
     rename: Mapping[str, str] | None = None,
 ) -> Iterator[Run]:
     """Make a training loop continue where it was, when its trainers start again.
@@ -529,7 +533,8 @@ def recoverable(
         delta_interval_s: seconds between two deltas (:func:`save_delta`), at least 20
             times what the last one took; the servers must write increments. 0: there
             are none.
-        missing: "error" or "skip", as of :func:`load_checkpoint`.
+        missing: "error" or "skip", as of :func:`load_checkpoint`. None, here and below:
+            what the job was started with, as ``torchx run ... --missing skip``.
         on_change: "error", "reset state" or "reset table", likewise.
         rename: by names of the checkpoint's tables, those of the model.
 
@@ -554,7 +559,7 @@ def recoverable(
         save_steps=save_steps,
         keep=keep,
         delta_interval_s=delta_interval_s,
-        rules=catalog.LoadRules(missing, on_change, dict(rename or {})),
+        rules=rules_of(missing, on_change, rename),
     )
     recovery = Recovery(config, client, sharders, state)
     recovery.begin_generation()

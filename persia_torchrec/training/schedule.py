@@ -3,16 +3,16 @@
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 
 from persia_torchrec import env
-from persia_torchrec.checkpoint.catalog import LoadRules
+from persia_torchrec.checkpoint.catalog import LoadRules, Missing, OnChange
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.sharding.backward_pass import AnswersAtEnd
 from persia_torchrec.training.checkpoint import is_first
@@ -63,6 +63,19 @@ class RecoveryConfig:
     def saves(self) -> bool:
         """Whether checkpoints are saved during the training."""
         return bool(self.interval_s or self.save_steps or self.delta_interval_s)
+
+
+def rules_of(
+    missing: Missing | None,
+    on_change: OnChange | None,
+    rename: Mapping[str, str] | None,
+) -> LoadRules:
+    """Return the rules of a resume; where None is given, those of the job."""
+    return LoadRules(
+        missing or cast("Missing", env.resume_missing() or "error"),
+        on_change or cast("OnChange", env.resume_on_change() or "error"),
+        env.resume_rename() if rename is None else dict(rename),
+    )
 
 
 class CheckpointClock(AnswersAtEnd):

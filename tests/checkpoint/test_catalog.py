@@ -2,6 +2,7 @@
 
 import json
 import uuid
+from dataclasses import replace
 
 import pytest
 
@@ -16,6 +17,7 @@ from persia_torchrec.checkpoint.catalog import (
     delete_older,
     find_checkpoint,
     merge_tables,
+    saved_states,
 )
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.embedding.optim import SGD, Adam
@@ -210,3 +212,32 @@ def test_older_checkpoints_are_deleted_once_the_newer_ones_are_complete(path):
     delete_older(run, 1)
     assert folders[2].names() == []
     assert folders[4].names() == ["rows"]
+
+
+def write_of(path, job, *continues):
+    """Write a checkpoint of a job; return its folder."""
+    folder = begin_checkpoint(path)
+    replace(manifest_of(folder), job=job, continues=continues).write(folder)
+    return folder.url
+
+
+def test_the_latest_checkpoint_needs_a_job_only_where_there_are_several(path):
+    write_of(path, "")
+    first = write_of(path, "a")
+    assert find_checkpoint(path).url == first
+    second = write_of(path, "b", "a")
+    assert find_checkpoint(path).url == second
+    assert [f.url for f in saved_states(path)][:2] == [second, first]
+    third = write_of(path, "c")
+    message = rf"several.*'no job'.*{third} of job 'c', {second} of job 'b'.*job="
+    for find in (find_checkpoint, lambda run: list(saved_states(run))):
+        with pytest.raises(CheckpointError, match=message):
+            find(path)
+    assert find_checkpoint(third).url == third
+    assert find_checkpoint(path, job="a").url == second
+    assert find_checkpoint(path, job="c").url == third
+    assert find_checkpoint(path, own="b").url == second
+    with pytest.raises(CheckpointError, match="'d', and there are"):
+        find_checkpoint(path, job="d")
+    local = write_of(path, "")
+    assert find_checkpoint(path, own="b").url == local

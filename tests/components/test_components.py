@@ -260,6 +260,12 @@ def test_a_job_may_continue_another():
         roles = train(recover=True, **given)
         assert roles["server"].args[-2:] == ["--resume-dir", "/all/7"]
         assert roles["trainer"].env["PERSIA_RESUME_DIR"] == "/all/7"
+    changed = {"missing": "skip", "on_change": "reset table", "rename": "a=b,c=d.e"}
+    found = train(resume_dir="/all/7", **changed)["trainer"].env
+    assert {name: found[f"PERSIA_RESUME_{name.upper()}"] for name in changed} == changed
+    for name in changed:
+        with pytest.raises(ConfigError, match=f"{name} .*must be"):
+            train(**{name: "other"})
 
 
 def slurm_steps(runner, folder, **changes):
@@ -354,7 +360,8 @@ def test_a_component_has_the_arguments_of_its_roles_alone():
     whole = shared - {"host"}
     assert offered["job.py:train"] == whole
     assert offered["torchrec_job.py:train"] == whole - CONFIGS.keys()
-    of_training = {"memory_dir", "resume_dir", "nproc_per_node", "optimizer_engine"}
+    of_training = {"memory_dir", "nproc_per_node", "optimizer_engine"}
+    of_training |= {"resume_dir", "missing", "on_change", "rename"}
     assert offered["inference.py:serve"] == whole - of_training
     of_jobs = {"recovery_timeout_s", "max_restarts", "max_retries", "resume_dir"}
     single = {name: found for name, found in offered.items() if "roles.py" in name}

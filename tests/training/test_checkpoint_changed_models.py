@@ -8,13 +8,16 @@ from torch import nn
 from torchrec import EmbeddingBagConfig
 
 from persia_torchrec import RemoteEmbeddingBagCollectionSharder
+from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.embedding.optim import Adagrad, Adam
 from persia_torchrec.errors import CheckpointError, ConfigError, PersiaError
+from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.table import TableSettings
 from persia_torchrec.training.checkpoint import load_checkpoint, save_checkpoint
 from persia_torchrec.training.data_state import Buffers
 from persia_torchrec.training.recovery import recoverable
 from tests.support.remote_job import Bags, kjt_of, shard
+from tests.support.servers import RunningServer
 
 IDS = np.arange(20, dtype=np.uint64)
 
@@ -33,7 +36,8 @@ class Run:
     """A model of some tables on servers of its own."""
 
     def __init__(self, servers, names, dim=4, optimizer=None, num_top=8, dtype="fp32"):
-        self.client = servers.client(servers.start(1))
+        running = servers if isinstance(servers, list) else [*servers.start(1)]
+        self.client = EmbeddingClient.connect([running[0].address])
         self.names = names
         self.sharder = RemoteEmbeddingBagCollectionSharder(
             self.client,
@@ -75,6 +79,7 @@ def start(servers, caplog):
     yield start
     for run in runs:
         run.sharder.close()
+        run.client.close()
     dist.destroy_process_group()
 
 
@@ -213,6 +218,70 @@ def test_a_checkpoint_is_evaluated_without_naming_its_optimizer(
     with pytest.raises(PersiaError, match="Give it the optimizer and the types"):
         shard(Model(tables, 8), other)
     sharder.close()
+
+
+@pytest.fixture
+def restored(saved, start, tmp_path):
+    """Return a function that starts a model on a server that restored its tables."""
+    resumable = tmp_path / "run"
+    with recoverable(resumable, saved.state, saved.client, saved.sharder) as one:
+        for _ in one.skip(range(2)):
+            saved.train()
+            one.step()
+    running = []
+
+    def start_restored(**settings):
+        config = ServerConfig(capacity_rows=1000)
+        restores = {"before": lambda server: server.restore(str(resumable))}
+        running.append(RunningServer(config, **restores))
+        run = Run(running[-1:], "ab", **settings)
+        started.append(run)
+        return run
+
+    started = []
+    yield start_restored
+    for run in started:
+        run.sharder.close()
+        run.client.close()
+    for server in running:
+        server.stop()
+
+
+@pytest.mark.parametrize(
+    ("settings", "on_change"),
+    [({"optimizer": Adam(0.1)}, "reset state"), ({"dim": 6}, "reset table")],
+)
+def test_a_job_that_continues_takes_a_model_that_has_changed(
+    saved, restored, tmp_path, monkeypatch, caplog, settings, on_change
+):
+    run = restored(num_top=2 * settings.get("dim", 4), **settings)
+    assert "its restored rows are dropped" in caplog.text
+    args = tmp_path / "run", run.state, run.client, run.sharder
+    with pytest.raises(CheckpointError, match='on_change="reset table" begins it'):
+        recoverable(*args).__enter__()
+    monkeypatch.setenv("PERSIA_RESUME_ON_CHANGE", on_change)
+    with recoverable(*args) as again:
+        assert list(again.skip(range(3))) == [2]
+        if on_change == "reset state":
+            assert np.array_equal(run.weights("a"), saved.weights("a"))
+        else:
+            assert not run.weights("a").any()
+    assert run.client.tables["a"].spec.dim == settings.get("dim", 4)
+
+
+def test_rows_ahead_of_a_table_that_has_changed_begin_again_only_if_told(
+    restored, tmp_path, caplog
+):
+    run = restored(optimizer=Adam(0.1))
+    args = tmp_path / "run", run.state, run.client, run.sharder
+    for on_change in ("error", "reset state"):
+        rules = {"resume": "rows_ahead", "on_change": on_change}
+        with pytest.raises(CheckpointError, match="begins"):
+            recoverable(*args, **rules).__enter__()
+    rules = {"resume": "rows_ahead", "on_change": "reset table"}
+    with recoverable(*args, **rules):
+        assert not run.weights("a").any()
+    assert "table 'a' begins again" in caplog.text
 
 
 def test_a_table_that_a_model_trains_is_not_dropped(start):

@@ -30,7 +30,7 @@ from persia_torchrec.sharding.table_control import loss_scale
 from persia_torchrec.table import TableSettings
 from persia_torchrec.training.checkpoint import Target, read_state, state_bytes
 from persia_torchrec.training.recovery import Recovery, folder_of_job
-from persia_torchrec.training.schedule import RecoveryConfig, Resume
+from persia_torchrec.training.schedule import RecoveryConfig, Resume, rules_of
 
 _TRAINING = "training.pt"
 _MIN_SCALE = 1.0  # of the loss; gradients that overflow at 1 do so at any scale
@@ -89,8 +89,8 @@ class TrainCtx(EmbeddingCtx):
         resume: "exact" takes the servers back to the checkpoint; with "rows_ahead" rows
             keep the updates since. None: ``PERSIA_RESUME``, or else "exact".
         missing: what becomes of the checkpoint's tables that the model does not have
-            when training resumes: "error" or "skip". Tables that the checkpoint does
-            not have begin again.
+            when training resumes: "error" or "skip"; None, here and below, what the job
+            was started with. Tables that the checkpoint does not have begin again.
         on_change: what becomes of a table with another dim or optimizer, and of changed
             parameters of the model: "error", "reset state" or "reset table".
         rename: by names of the checkpoint's tables, what they are called now.
@@ -130,8 +130,8 @@ class TrainCtx(EmbeddingCtx):
         tables: Mapping[str, TableSettings] | None = None,
         checkpoint_interval_s: float | None = None,
         resume: Resume | None = None,
-        missing: Missing = "error",
-        on_change: OnChange = "error",
+        missing: Missing | None = None,
+        on_change: OnChange | None = None,
         rename: Mapping[str, str] | None = None,
     ) -> None:
         self._update_factor = grad_scalar_update_factor
@@ -168,7 +168,10 @@ class TrainCtx(EmbeddingCtx):
         self._watch = NonFiniteWatch()
         self._own_state: dict[str, Any] = {}
         given = engine.job_id, checkpoint_interval_s, resume
-        rules = LoadRules(missing, on_change, dict(rename or {}))
+        rules = rules_of(missing, on_change, rename)
+        of_load: Missing = "skip" if rules.missing == "skip" else "add"
+        changes = rules.on_change, rules.rename
+        engine.checkpoints.rules = LoadRules(of_load, *changes)
         self._recovery_config = replace(_configure_recovery(*given), rules=rules)
 
     def forward(self, batch: PersiaTrainingBatch) -> tuple[Any, Tensors | None]:
