@@ -7,7 +7,7 @@ from pathlib import Path
 from persia_torchrec import env
 from persia_torchrec.errors import ConfigError
 
-LINE_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_LINE_FORMAT = "%(asctime)s %(levelname)s %(name)s{}: %(message)s"
 
 _PACKAGE = "persia_torchrec"
 _CONSOLE = "persia_torchrec console"  # the name of the handlers that print
@@ -32,7 +32,8 @@ def get_default_logger(
 ) -> logging.Logger:
     """Return the logger of that name, printing to stderr.
 
-    Lines are coloured by level when stderr is a terminal. Asking again for the same
+    Lines have the job's id (``PERSIA_JOB_ID``) behind the logger's name, and are
+    coloured by level when stderr is a terminal. Asking again for the same
     name prints no line twice, and only adds ``log_file`` if that is a new one.
 
     Args:
@@ -52,7 +53,7 @@ def get_default_logger(
         console.name = _CONSOLE
         on_terminal = sys.stderr.isatty()
         formatter = _ColourFormatter if on_terminal else logging.Formatter
-        console.setFormatter(formatter(LINE_FORMAT))
+        console.setFormatter(formatter(_line_format()))
         logger.addHandler(console)
     if log_file is not None:
         _add_file("log_file", log_file, logger, logging.NOTSET)
@@ -102,9 +103,15 @@ def _add_file(
     except OSError as exc:
         must = f"{argument} must be a path that can be written."
         raise ConfigError(f"{must} Received: {path} ({exc}).") from exc
-    file.setFormatter(logging.Formatter(LINE_FORMAT))
+    file.setFormatter(logging.Formatter(_line_format()))
     file.setLevel(level)
     logger.addHandler(file)
+
+
+def _line_format() -> str:
+    """Return the format of a line, with the job's id: several jobs share a host."""
+    job = env.job_id()
+    return _LINE_FORMAT.format(f" [{job}]".replace("%", "%%") if job else "")
 
 
 class _ColourFormatter(logging.Formatter):

@@ -44,6 +44,12 @@ def test_lines_go_to_stderr_from_debug_up(capsys, name):
     assert err.count("\n") == 2
 
 
+def test_lines_of_a_job_have_its_id(capsys, monkeypatch, name):
+    monkeypatch.setenv("PERSIA_JOB_ID", "train-7")
+    get_default_logger(name).info("step %d", 3)
+    assert capsys.readouterr().err.endswith(f" INFO {name} [train-7]: step 3\n")
+
+
 def test_a_level_may_be_given(capsys, name):
     logger = get_default_logger(name, level="INFO")
     logger.debug("hidden")

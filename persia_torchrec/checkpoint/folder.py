@@ -172,8 +172,8 @@ class Folder:
         return parse_json(self.read(name), type_, self.file_path(name), error)
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a file atomically."""
-        with self.created(name) as file:
+        """Write a file atomically; several processes may write it at a time."""
+        with self.created(name, f"{os.getpid()}-{threading.get_ident()}.") as file:
             file.write(data)
 
     def write_json(self, name: str, value: object) -> None:
@@ -212,11 +212,15 @@ class Folder:
                 yield file
 
     @contextlib.contextmanager
-    def created(self, name: str) -> Iterator[IO[bytes]]:
-        """Open a file to write it; it gets its name once the block has succeeded."""
+    def created(self, name: str, mark: str = "") -> Iterator[IO[bytes]]:
+        """Open a file to write it; it gets its name once the block has succeeded.
+
+        Writers of one file at a time have different marks.
+        """
         write = self._write_local if self._is_local else self._upload
+        path = self._within(name)
         with named_errors("write", self.file_path(name)):
-            yield from write(self._within(name))
+            yield from write(path, f"{path}.{mark}unfinished")
 
     def _require_no_file(self) -> None:
         if self._is_local and Path(self._root).is_file():
@@ -225,8 +229,8 @@ class Folder:
                 f"{self.url.rpartition('/')[0] or '/'}."
             )
 
-    def _write_local(self, path: str) -> Iterator[IO[bytes]]:
-        unfinished = Path(f"{path}.unfinished")
+    def _write_local(self, path: str, begun: str) -> Iterator[IO[bytes]]:
+        unfinished = Path(begun)
         try:
             with contextlib.closing(_DirectFile(unfinished)) as file:
                 yield cast("IO[bytes]", file)
@@ -241,10 +245,10 @@ class Folder:
         finally:
             os.close(folder)
 
-    def _upload(self, path: str) -> Iterator[IO[bytes]]:
+    def _upload(self, path: str, begun: str) -> Iterator[IO[bytes]]:
         # HDFS shows a file from its first byte on.
         is_renamed = isinstance(self._fs, ArrowFSWrapper)
-        begun = f"{path}.unfinished" if is_renamed else path
+        begun = begun if is_renamed else path
         file = self._fs.open(begun, "wb")
         try:
             yield file

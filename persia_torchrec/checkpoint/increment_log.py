@@ -150,6 +150,14 @@ class Start(NamedTuple):
     positions: tuple[LogPosition, ...]
     lines: tuple[Line, ...]
 
+    def has_increments(self, logs: Folder) -> bool:
+        """Return whether the increments from the positions on have not been deleted."""
+        for begin in self.positions:
+            numbers = list_increments(logs.child(begin.log))
+            if numbers and min(numbers) > begin.number:
+                return False
+        return True
+
     def leads_over(self, position: LogPosition) -> bool:
         """Return whether the increment at a position is among those that follow."""
         return any(

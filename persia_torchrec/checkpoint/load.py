@@ -28,6 +28,7 @@ import numpy.typing as npt
 
 from persia_torchrec.checkpoint import catalog, increment_log
 from persia_torchrec.checkpoint.background import BackgroundTask
+from persia_torchrec.checkpoint.base import newer_base
 from persia_torchrec.checkpoint.catalog import (
     Loaded,
     LoadRules,
@@ -64,20 +65,22 @@ from persia_torchrec.errors import CheckpointError
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.routing.shard import is_of_shard
 from persia_torchrec.store import memory, table_states
-from persia_torchrec.store.columns import RowColumns
+from persia_torchrec.store.columns import (
+    SLICE_ROWS,
+    RowColumns,
+    Rows,
+    eviction_order,
+    frequencies,
+    slices,
+)
 from persia_torchrec.store.embedding_store import EmbeddingStore
-from persia_torchrec.store.recency import classify_all
 from persia_torchrec.store.row_copy import RowImport, put_changes
 from persia_torchrec.table import names_of_shared
 
 T = TypeVar("T")
 
 Bools = npt.NDArray[np.bool_]
-Offsets = npt.NDArray[np.int64]
-Rows = list[tuple[int, RowColumns]]
-"""Rows of one table each, with its index in the head of their file."""
 
-_SLICE_ROWS = 2048
 _NO_ROWS = np.empty(0, np.uint64), np.empty(0, np.uint16), np.empty(0, np.uint32)
 
 
@@ -135,11 +138,11 @@ class Increment:
         ]
         pinned = names_of_shared(saved.spec for saved in self.head.tables)
         is_pinned = [self.head.tables[table].name in pinned for table, _ in tables]
-        order_R = _eviction_order(tables, is_pinned, is_lfu=target.is_lfu)
+        order_R = eviction_order(tables, is_pinned, is_lfu=target.is_lfu)
         num_left_out = max(len(order_R) - target.capacity_rows, 0)
-        left_out = _slices(tables, order_R[:num_left_out])
-        gone = [*self.gone, *((table, rows.ids) for table, rows in left_out)]
-        kept = list(_slices(tables, order_R[num_left_out:]))
+        beyond = slices(tables, order_R[:num_left_out])
+        gone = [*self.gone, *((table, rows.ids) for table, rows in beyond)]
+        kept = list(slices(tables, order_R[num_left_out:]))
         return Increment(self.head, kept, gone, self.seen)
 
     def without(self, plans: Mapping[str, TablePlan]) -> "Increment":
@@ -242,8 +245,8 @@ def apply_increment(
         for table, sightings in increment.seen:
             seen.add(head.tables[table], sightings)
     for table, ids_N in increment.gone:
-        for first in range(0, len(ids_N), _SLICE_ROWS):
-            store.remove(numbers[table], ids_N[first : first + _SLICE_ROWS])
+        for first in range(0, len(ids_N), SLICE_ROWS):
+            store.remove(numbers[table], ids_N[first : first + SLICE_ROWS])
             yield 0
     fit = Fitting(
         store, moved_s, Counter() if not_finite is None else not_finite, plans
@@ -269,7 +272,7 @@ def _drop_tables(store: EmbeddingStore, names: Sequence[str]) -> Iterator[int]:
     if numbers:
         table_states.drop(store, numbers)
     while store.leaving:
-        table_states.free_rows(store, _SLICE_ROWS)
+        table_states.free_rows(store, SLICE_ROWS)
         yield 0
 
 
@@ -278,7 +281,7 @@ def _drop_rows_of(store: EmbeddingStore, head: IncrementHead) -> Iterator[int]:
     for state in store.present:
         start: int | None = 0
         while start is not None:
-            found = store.scan(state.number, start, _SLICE_ROWS)
+            found = store.scan(state.number, start, SLICE_ROWS)
             written_by = head.shard, head.num_shards, state.spec.shared_rows
             is_dropped_N = is_of_shard(found.ids, *written_by)
             store.remove(state.number, found.ids[is_dropped_N])
@@ -365,7 +368,7 @@ class ShardLoad(BackgroundTask):
             self._opened.close()
 
     def _check(self) -> None:
-        manifest = self.manifest = Manifest.read(self._folder)
+        manifest = self.manifest = self._read_manifest()
         known = {spec.name: spec for spec in self._store.tables}
         self._tables = renamed(manifest.tables, self.rules.rename)
         saved_specs = [table.spec for table in self._tables]
@@ -403,9 +406,21 @@ class ShardLoad(BackgroundTask):
         for table, rows, is_own_N in self._read_rows():
             uses = rows.uses[is_own_N]
             tables = np.full(len(uses), np.uint16(table))
-            found.append((uses, tables, _frequencies(rows)[is_own_N]))
+            found.append((uses, tables, frequencies(rows)[is_own_N]))
         columns = map(np.concatenate, zip(*found, strict=True))
         self._uses, self._table_of, self._frequencies = columns
+
+    def _read_manifest(self) -> Manifest:
+        """Read the manifest; that of the base, where all increments are put on it."""
+        manifest = Manifest.read(self._folder)
+        if self._logs is not None and self._until is None:
+            lines = increment_log.find_lines(self._logs, {})
+            end = increment_log.find_end(lines, self._folder, manifest)
+            of_end = [] if end is None else list(end.lines)
+            if (found := newer_base(self._logs, of_end, manifest)) is not None:
+                self._folder = found
+                return Manifest.read(found)
+        return manifest
 
     def load(self) -> None:
         """Put the rows into the store, once checked; if that fails, leave it empty."""
@@ -563,38 +578,3 @@ class ShardLoad(BackgroundTask):
                         f"{path} must be the file of its manifest, {expected}. "
                         f"Received: {reader.written}."
                     )
-
-
-def _frequencies(rows: RowColumns) -> npt.NDArray[np.uint32]:
-    """Return the uses of each row; 1 where that is unknown."""
-    if rows.metadata.shape[1]:
-        return np.ascontiguousarray(rows.metadata[:, 0])
-    return np.ones(len(rows), dtype=np.uint32)
-
-
-def _eviction_order(
-    tables: Rows, is_pinned: Sequence[bool], *, is_lfu: bool
-) -> Offsets:
-    """Return the offsets of all rows, tables joined, in the order of eviction."""
-    uses_R = np.concatenate([_NO_ROWS[0], *(rows.uses for _, rows in tables)])
-    num_rows = np.array([len(rows) for _, rows in tables], dtype=np.int64)
-    keys = [uses_R, np.repeat(np.array(is_pinned, dtype=np.bool_), num_rows)]
-    if is_lfu:  # the last one counts most
-        frequencies = [_NO_ROWS[2], *(_frequencies(rows) for _, rows in tables)]
-        keys.insert(1, classify_all(np.concatenate(frequencies)))
-    return np.lexsort(keys)
-
-
-def _slices(tables: Rows, offsets_R: Offsets) -> Iterator[tuple[int, RowColumns]]:
-    """Yield rows in the order of their offsets: runs of one table, in slices."""
-    if len(offsets_R) == 0:
-        return
-    starts = np.cumsum([0, *(len(rows) for _, rows in tables)])
-    which_R = np.searchsorted(starts, offsets_R, side="right") - 1
-    borders = np.flatnonzero(np.diff(which_R)) + 1
-    for run in np.split(offsets_R, borders):
-        which = int(np.searchsorted(starts, run[0], side="right")) - 1
-        table, rows = tables[which]
-        for start in range(0, len(run), _SLICE_ROWS):
-            at = run[start : start + _SLICE_ROWS] - starts[which]
-            yield table, RowColumns(*(column[at] for column in rows.columns()))

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import NamedTuple
 
-from persia_torchrec.checkpoint import catalog, increment_log
+from persia_torchrec.checkpoint import base, catalog, increment_log
 from persia_torchrec.checkpoint.catalog import LogPosition, Manifest
 from persia_torchrec.checkpoint.fitting import Drops
 from persia_torchrec.checkpoint.folder import Folder
@@ -72,7 +72,7 @@ def restore(
     lines = [] if logs is None else increment_log.find_lines(logs, {})
     own = [line for line in lines if line.is_of(target.shard, target.num_shards)]
     store.is_loading, found = True, Restored()  # the next process begins again
-    for plan in _plans(own[-1] if own else None, run):
+    for plan in _plans(own[-1] if own else None, run, logs):
         try:
             found = _carry_out(plan, store, target, logs)
             break
@@ -89,10 +89,16 @@ def restore(
     return found
 
 
-def _plans(line: Line | None, run: Folder | None) -> Iterator[_Plan]:
+def _plans(
+    line: Line | None, run: Folder | None, logs: Folder | None
+) -> Iterator[_Plan]:
     """Yield what can be restored, the best first."""
     others = []
-    for checkpoint in _checkpoints(run):
+    found = list(_checkpoints(run))
+    if logs is not None and (of_logs := base.read_base(logs)) is not None:
+        found.append(of_logs)
+        found.sort(key=lambda one: one[1].created, reverse=True)
+    for checkpoint in found:
         position = None
         if line is not None:
             _, manifest = checkpoint
@@ -119,19 +125,19 @@ def _checkpoints(run: Folder | None) -> Iterator[tuple[Folder, Manifest]]:
 def _carry_out(
     plan: _Plan, store: EmbeddingStore, target: Target, logs: Folder | None
 ) -> Restored:
-    url, written_s, base = "", None, Base("empty")
+    url, written_s, of_rows = "", None, Base("empty")
     dumped = 0  # tick of the end of the dump, if increments follow from its beginning
     if plan.checkpoint is not None:
         folder, manifest = plan.checkpoint
         load = ShardLoad(folder, target, store)
         load.check()
         load.load()
-        url, base = folder.url, load.base
+        url, of_rows = folder.url, load.base
         written_s = written_at(folder, manifest)
         if plan.line is not None and not plan.line.position_after(manifest):
             dumped = manifest.shards[target.shard].tick
     if logs is None or plan.line is None or plan.position is None:
-        return Restored(url, written_s=written_s, base=base)
+        return Restored(url, written_s=written_s, base=of_rows)
     applied = _apply(plan.line, plan.position, store, target, logs)
     last_tick = applied.heads[-1].tick if applied.heads else 0
     if not applied.heads and plan.checkpoint is None:
@@ -140,13 +146,13 @@ def _carry_out(
     # Else a follower lacks what the dump took after the last increment.
     is_exact = applied.is_all and last_tick >= dumped
     histories = {log.name: log.history for log in plan.line.logs}
-    if base.kind != "unknown":  # rows were left out
-        base = Base("log", parent=applied.position)
+    if of_rows.kind != "unknown":  # rows were left out
+        of_rows = Base("log", parent=applied.position)
     return Restored(
         url,
         len(applied.heads),
         applied.heads[-1].created_s if applied.heads else written_s,
-        base,
+        of_rows,
         histories[applied.position.log] if is_exact else "",
     )
 

@@ -1,16 +1,17 @@
 """Which increments of a server's folder stay, and which are deleted.
 
 An increment stays if it continues a complete checkpoint: the latest of a run, or one
-that has deltas. So it does not matter who deletes checkpoints, and a server that is
-killed before it has deleted increments deletes them later. Each log has a list of the
-runs that were dumped to while it was written.
+that has deltas; where there is a base (``base.py``): the base, what is newer, or has
+deltas. So it does not matter who deletes checkpoints, and a server that is killed
+before it has deleted increments deletes them later. Each log has a list of the runs
+that were dumped to while it was written.
 """
 
 import logging
 from collections import deque
 from collections.abc import Container, Iterable, Sequence
 
-from persia_torchrec.checkpoint import catalog, increment_log
+from persia_torchrec.checkpoint import base, catalog, increment_log
 from persia_torchrec.checkpoint.catalog import Manifest
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.increment_log import Line, Log
@@ -46,7 +47,10 @@ class Retention:
             lines = increment_log.find_lines(self._logs, self._known)
             runs = self._read_runs({url.rpartition("/")[0] for url in begun})
             left_out = set() if counts_begun else begun
-            kept = _continued_checkpoints(runs, left_out)
+            continued = _continued_checkpoints(runs, left_out)
+            kept = [manifest for manifest, _ in continued]
+            if (found := base.read_base(self._logs)) is not None:
+                kept = [found[1], *_needed_beside(continued, found[1])]
             needed = _needed_increments(lines, kept)
             for name in self._logs.names() if kept else ():
                 shard = increment_log.shard_of_log(name)
@@ -81,10 +85,20 @@ class Retention:
         return runs
 
 
+def _needed_beside(
+    found: Iterable[tuple[Manifest, bool]], base: Manifest
+) -> list[Manifest]:
+    """Return the checkpoints that are newer than the base, and those with deltas."""
+    return [m for m, has_deltas in found if has_deltas or m.created > base.created]
+
+
 def _continued_checkpoints(
     runs: Iterable[str], left_out: Container[str]
-) -> list[Manifest]:
-    """Return what increments continue: the latest of each run, and all with deltas."""
+) -> list[tuple[Manifest, bool]]:
+    """Return what increments continue: the latest of each run, and all with deltas.
+
+    With each, whether it has deltas.
+    """
     found = []
     for run in runs:
         complete = [
@@ -93,8 +107,9 @@ def _continued_checkpoints(
             if f.url not in left_out
         ]
         for place, folder in enumerate(complete):
-            if not place or next(catalog.complete_deltas(folder), None) is not None:
-                found.append(Manifest.read(folder))
+            has_deltas = next(catalog.complete_deltas(folder), None) is not None
+            if not place or has_deltas:
+                found.append((Manifest.read(folder), has_deltas))
     return found
 
 

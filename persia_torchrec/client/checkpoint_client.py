@@ -216,7 +216,8 @@ class Checkpoints:
             url, positions = ended[0].folder, tuple(end.position for end in ended)
             lines = increment_log.find_lines(Folder(url), {})
             found = checkpoint, Manifest.read(checkpoint)
-            if increment_log.find_start_of(lines, positions, found) is None:
+            start = increment_log.find_start_of(lines, positions, found)
+            if start is None or not start.has_increments(Folder(url)):
                 raise CheckpointError(
                     f"The increments in {url} must follow {checkpoint.url}. Received: "
                     "logs that do not lead from it to now. Save a whole checkpoint."

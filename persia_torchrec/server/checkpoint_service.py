@@ -28,6 +28,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import msgspec
 import numpy as np
 
+from persia_torchrec.checkpoint import base
 from persia_torchrec.checkpoint.background import Activity, BackgroundTask, CpuBudget
 from persia_torchrec.checkpoint.catalog import (
     DumpResult,
@@ -57,6 +58,7 @@ _CPU_FRACTION = 0.05
 """Of a CPU that a dump takes while requests for rows arrive, its writing included."""
 
 _DELTA_MS = 2  # how soon the server looks again whether an increment is written
+_AT_REST = "idle", "dumped", "loaded", "written", "dropped", "failed"
 _DELTA_PHASES = "writing", "ending", "freeing"
 _MAX_ENDED = 16  # tasks whose end is kept, for clients that ask after the next began
 _MAX_CHUNKS = 4
@@ -205,14 +207,19 @@ class ShardDump(BackgroundTask):
     """
 
     def __init__(
-        self, folder: Folder, store: EmbeddingStore, config: ServerConfig
+        self,
+        folder: Folder,
+        store: EmbeddingStore,
+        config: ServerConfig,
+        name: str = "",
     ) -> None:
-        if not folder.exists():
+        if not (name or folder.exists()):
             raise CheckpointError(
                 f"The folder {folder.url} must exist. Received: it does not. Give a "
                 "path that all servers and trainers share."
             )
-        self._name = f"shard-{config.shard:05d}-of-{config.num_shards:05d}.rows"
+        own = f"shard-{config.shard:05d}-of-{config.num_shards:05d}.rows"
+        self._name = name or own
         super().__init__(folder.file_path(self._name))
         self._folder = folder
         self._store = store
@@ -307,6 +314,23 @@ class ShardDump(BackgroundTask):
                 return self.chunks.get(timeout=_CHECK_S)
 
 
+class BaseDump(ShardDump):
+    """A dump into the base of the increments, which no client has asked for."""
+
+    def __init__(
+        self, logs: Folder, store: EmbeddingStore, config: ServerConfig
+    ) -> None:
+        name = base.draw_name(config.shard, config.num_shards)
+        super().__init__(base.base_of(logs), store, config, name)
+
+    def _write(self) -> None:
+        self._folder.make()
+        super()._write()
+        assert self.result is not None
+        shard = self._config.shard, self._config.num_shards
+        base.add_to_base(self._folder, self.result, *shard)
+
+
 class Checkpoints:
     """What a training server dumps or loads, one task at a time, and its increments.
 
@@ -343,7 +367,8 @@ class Checkpoints:
     def run(self) -> str:
         """The folder of the last checkpoint that was dumped or loaded; empty: none."""
         task = self._dump or self._load
-        if task is not None and task.phase in ("dumped", "loaded"):
+        is_own = isinstance(task, BaseDump)
+        if task is not None and task.phase in ("dumped", "loaded") and not is_own:
             self._run = self._url.rpartition("/")[0]
         return self._run
 
@@ -496,6 +521,11 @@ class Checkpoints:
         if self.is_loading and load is not None:
             self._end_load(load)
         idle_ms = self._increments.work(idle_ms)
+        if isinstance(dump, BaseDump) and dump.phase != "dumping":
+            self._end_base(dump)
+            return idle_ms
+        if self._increments.wants_base and self._state().phase in _AT_REST:
+            self._begin_base()
         if self._delta is not None and self._delta.phase in _DELTA_PHASES:
             self._delta.advance()
             idle_ms = min(idle_ms, _DELTA_MS)
@@ -512,6 +542,30 @@ class Checkpoints:
     def counters(self) -> dict[str, int]:
         """Return what has been counted of increments, and of a lost memory."""
         return {**self._increments.counters(), **self._lost}
+
+    def _begin_base(self) -> None:
+        """Begin to write the rows beside the increments, which are many times these."""
+        self._ended.append((self._task, self._state()))
+        self._run = self.run  # of the task that is forgotten
+        self._delta, self._load, self._task = None, None, -1
+        assert self._config.incremental_dir is not None
+        folder = Folder(self._config.incremental_dir)
+        self._dump = BaseDump(folder, self._store, self._config)
+        self._dump.log = self._increments.begin_base()
+
+    def _end_base(self, dump: BaseDump) -> None:
+        """Have the increments before the base deleted."""
+        self._dump = None
+        if dump.error is not None:
+            logger.warning("no base of the increments: %s", dump.error)
+            return
+        assert dump.result is not None
+        logger.info(
+            "the increments have a new base, num_rows=%d, as they were many times the "
+            "rows; older ones are deleted",
+            dump.result.shard.num_rows,
+        )
+        self._increments.prune()
 
     def _end_load(self, load: ShardLoad) -> None:
         """Serve rows again, if the store is filled."""

@@ -95,6 +95,7 @@ class EmbeddingCluster:
         optimizer_engine: OptimizerEngine = "auto",
         incremental_dir: str | None = None,
         incremental_interval_s: float = 2.0,
+        incremental_base_ratio: float = 10.0,
         imports: Sequence[str] = (),
         start_timeout_s: float = 120.0,
         restarts: bool = False,
@@ -113,6 +114,9 @@ class EmbeddingCluster:
                 :meth:`of_checkpoint`, and for a restart that loses little.
             incremental_interval_s: how often they do, in seconds. What is lost with the
                 memory of a server changed within two of these.
+            incremental_base_ratio: how many times the bytes of the rows the increments
+                since the last checkpoint may have: then the servers write their rows
+                there, and older increments go. 0: never.
             imports: modules that the servers import, which register optimizers,
                 initializers or admissions of their own.
             start_timeout_s: seconds until all must be ready. The first start on a
@@ -136,6 +140,7 @@ class EmbeddingCluster:
             optimizer_engine=optimizer_engine,
             incremental_dir=incremental_dir,
             incremental_interval_s=incremental_interval_s,
+            incremental_base_ratio=incremental_base_ratio,
             writer=f"{name_of_process(os.getpid())}, cluster {secrets.token_hex(4)}",
             imports=tuple(imports),
             recovery_s=_RECOVERY_S if restarts else 0.0,

@@ -72,6 +72,10 @@ class ServerConfig(ImportFlags):
     incremental_interval_s: float = 2.0
     """How often an increment begins, if something has changed. It is written before the
     next one: what is lost with the memory of a server changed within two intervals."""
+    incremental_base_ratio: float = 10.0
+    """How many times the bytes of the rows the increments since the last checkpoint may
+    have: then the servers write their rows there, too, and older increments go. 0:
+    never."""
     incremental_buffer_rows: int = 1_000_000
     """Changed rows, each counted once, after which an increment begins earlier."""
     incremental_queue: int = 1000
@@ -90,6 +94,7 @@ class ServerConfig(ImportFlags):
             "port": (0 <= self.port <= MAX_PORT, f"in [0, {MAX_PORT}]"),
             "incremental_interval_s": (self.incremental_interval_s > 0, "> 0"),
             "recovery_s": (self.recovery_s >= 0, ">= 0"),
+            "incremental_base_ratio": (self.incremental_base_ratio >= 0, ">= 0"),
             **{name: (getattr(self, name) >= 1, ">= 1") for name in _AT_LEAST_ONE},
         }
         for name, (holds, must) in rules.items():
@@ -137,6 +142,7 @@ def apply_global_config(config: ServerConfig, settings: GlobalSettings) -> Serve
         metrics=settings.common.metrics,
         incremental_dir=of_servers.incremental_dir if is_on else None,
         incremental_interval_s=float(of_servers.incremental_interval_seconds),
+        incremental_base_ratio=of_servers.incremental_base_ratio,
         incremental_buffer_rows=of_servers.incremental_buffer_size,
         incremental_queue=of_servers.incremental_channel_capacity,
     )

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from persia_torchrec.checkpoint import catalog, increment_log
+from persia_torchrec.checkpoint import base, catalog, increment_log
 from persia_torchrec.checkpoint.background import Activity, BackgroundTask, CpuBudget
 from persia_torchrec.checkpoint.catalog import LogPosition, Manifest
 from persia_torchrec.checkpoint.fitting import Drops
@@ -200,10 +200,11 @@ class Follower(BackgroundTask):
 
     def _switch(self, lines: Sequence[Line], beyond: LogPosition | None = None) -> bool:
         """Continue in some lines; return whether a checkpoint leads past ``beyond``."""
-        start = increment_log.find_start(lines, self._list_checkpoints())
-        if start is None:
-            return False
-        if beyond is not None and start.leads_over(beyond):
+        for checkpoint in self._list_checkpoints():
+            start = increment_log.find_start(lines, [checkpoint])
+            if start and not (beyond and start.leads_over(beyond)):
+                break
+        else:
             return False
         url = start.folder.url
         if self._positions or start.created != self._created:
@@ -225,7 +226,11 @@ class Follower(BackgroundTask):
         return True
 
     def _list_checkpoints(self) -> Iterator[tuple[Folder, Manifest]]:
-        """Yield the complete checkpoints, but for those that failed just now."""
+        """Yield the complete checkpoints, but for those that failed just now.
+
+        The base of the increments comes last: it is there where these have been deleted
+        that follow the others.
+        """
         assert self._config.checkpoint is not None
         now_s = time.monotonic()
         for folder in catalog.complete_checkpoints(Folder(self._config.checkpoint)):
@@ -233,6 +238,10 @@ class Follower(BackgroundTask):
                 if folder.url not in self._manifests:  # manifests never change
                     self._manifests[folder.url] = Manifest.read(folder)
                 yield folder, self._manifests[folder.url]
+        logs = self._config.incremental_dir
+        found = None if logs is None else base.read_base(Folder(logs))
+        if found is not None and self._retry_s.get(found[0].url, 0.0) <= now_s:
+            yield found
 
     def _send(self, event: FollowerEvent) -> None:
         while not self.cancelled.is_set():

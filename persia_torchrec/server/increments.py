@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 
 _MAX_RATIO = 20  # bytes of increments since a dump, by those of rows, before a warning
-_LEAST_BYTES = 2**24  # of which no warning is worth it
+_LEAST_BYTES = 2**24  # of which no warning, and no base, is worth it
 RETRY_S = 10.0  # how soon after a failure a new log begins
 _CPU_FRACTION = 0.06  # of a CPU for what could wait, the writing included
 _SPREAD = 0.75  # of an interval, in which the rows of the previous one are copied
@@ -290,14 +290,28 @@ class Increments:
         if store.states:  # in a memory file
             self.next_log = self._continue()
 
-    def begin_dump(self, url: str) -> LogPosition | None:
+    @property
+    def wants_base(self) -> bool:
+        """Whether the increments since the last dump are many times the rows."""
+        ratio = self._config.incremental_base_ratio
+        if not (ratio and self.is_writing):
+            return False
+        num_bytes = self._num_bytes() - self._bytes_at_dump
+        return num_bytes >= _LEAST_BYTES and num_bytes > ratio * self._row_bytes()
+
+    def begin_base(self) -> LogPosition | None:
+        """Note that a base begins; return the log's position, if any."""
+        return self.begin_dump(None)
+
+    def begin_dump(self, url: str | None) -> LogPosition | None:
         """Note that a dump into a folder begins; return the log's position, if any."""
         writer = self._writer
         if writer is None:
             return None
         number = writer.number  # the writer's thread counts up meanwhile
         self._bytes_at_dump, self._warn_bytes = self._num_bytes(), _LEAST_BYTES
-        writer.retention.begun.append(url)
+        if url is not None:
+            writer.retention.begun.append(url)
         return LogPosition(writer.log.name, number)
 
     def prune(self) -> None:
@@ -429,18 +443,22 @@ class Increments:
         written = self._writer.written if self._writer is not None else Counter()
         return self._counts["increment_bytes"] + written["increment_bytes"]
 
+    def _row_bytes(self) -> int:
+        return max(self._store.counters()["bytes"], 1)
+
     def _warn_of_size(self) -> None:
         """Warn if the increments since the last dump are many times the rows."""
         num_bytes = self._num_bytes() - self._bytes_at_dump
         if num_bytes < self._warn_bytes:
             return
         self._warn_bytes = 2 * num_bytes
-        rows = max(self._store.counters()["bytes"], 1)
+        rows = self._row_bytes()
         if num_bytes > _MAX_RATIO * rows:
             logger.warning(
                 "increments since the last dump have %d bytes in %s, %d times those of "
                 "the rows. None is deleted, and a restore reads all, until two newer "
-                "checkpoints are complete: dump now and then.",
+                "checkpoints are complete: dump now and then, or set "
+                "incremental_base_ratio.",
                 *(num_bytes, self._folder.url, num_bytes // rows),
             )
 

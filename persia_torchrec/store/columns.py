@@ -1,14 +1,17 @@
 """Rows outside of a store: one array for each column of theirs."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.store.recency import classify_all
 from persia_torchrec.table import TableSpec
 
 METADATA_WORDS = 4
+SLICE_ROWS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,11 @@ class RowColumns:
         """Return where the columns are, for loops; the caller keeps them alive."""
         addresses = [column.ctypes.data for column in self.columns()]
         return np.array(addresses, dtype=np.uint64)
+
+
+Rows = list[tuple[int, RowColumns]]
+"""Rows of one table each, with its index in the head of their file."""
+Offsets = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +82,41 @@ class RowShape:
             columns.append(flat.reshape(column.shape))
             offset += flat.nbytes
         return RowColumns(*columns)
+
+
+def frequencies(rows: RowColumns) -> npt.NDArray[np.uint32]:
+    """Return the uses of each row; 1 where that is unknown."""
+    if rows.metadata.shape[1]:
+        return np.ascontiguousarray(rows.metadata[:, 0])
+    return np.ones(len(rows), dtype=np.uint32)
+
+
+def eviction_order(tables: Rows, is_pinned: Sequence[bool], *, is_lfu: bool) -> Offsets:
+    """Return the offsets of all rows, tables joined, in the order of eviction."""
+    uses_R = np.concatenate(
+        [np.empty(0, np.uint64), *(rows.uses for _, rows in tables)]
+    )
+    num_rows = np.array([len(rows) for _, rows in tables], dtype=np.int64)
+    keys = [uses_R, np.repeat(np.array(is_pinned, dtype=np.bool_), num_rows)]
+    if is_lfu:  # the last one counts most
+        frequencies = [
+            np.empty(0, np.uint32),
+            *(frequencies(rows) for _, rows in tables),
+        ]
+        keys.insert(1, classify_all(np.concatenate(frequencies)))
+    return np.lexsort(keys)
+
+
+def slices(tables: Rows, offsets_R: Offsets) -> Iterator[tuple[int, RowColumns]]:
+    """Yield rows in the order of their offsets: runs of one table, in slices."""
+    if len(offsets_R) == 0:
+        return
+    starts = np.cumsum([0, *(len(rows) for _, rows in tables)])
+    which_R = np.searchsorted(starts, offsets_R, side="right") - 1
+    borders = np.flatnonzero(np.diff(which_R)) + 1
+    for run in np.split(offsets_R, borders):
+        which = int(np.searchsorted(starts, run[0], side="right")) - 1
+        table, rows = tables[which]
+        for start in range(0, len(run), SLICE_ROWS):
+            at = run[start : start + SLICE_ROWS] - starts[which]
+            yield table, RowColumns(*(column[at] for column in rows.columns()))

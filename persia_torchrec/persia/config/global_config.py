@@ -138,6 +138,8 @@ class ServerSettings(Struct, frozen=True, kw_only=True):
     # Increments that may wait while they cannot be written.
     incremental_channel_capacity: Positive = 1000
     incremental_interval_seconds: Positive = 2  # from one increment to the next
+    # Times the rows' bytes, after which servers write the rows there; 0: never.
+    incremental_base_ratio: Annotated[float, Meta(ge=0)] = 10.0
     optimizer_engine: str = "auto"  # what applies gradients
 
     def __post_init__(self) -> None:

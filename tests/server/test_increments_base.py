@@ -1,0 +1,112 @@
+"""The base of the increments, which servers write where the log has grown."""
+
+import numpy as np
+import pytest
+
+from persia_torchrec.checkpoint.base import base_of, read_base
+from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.checkpoint.increment_log import find_lines, list_increments
+from persia_torchrec.checkpoint.load import Target
+from persia_torchrec.checkpoint.restore import restore
+from persia_torchrec.errors import CheckpointError
+from persia_torchrec.server.config import ServerConfig
+from tests.support.increments import (
+    OTHER,
+    Training,
+    become_equal,
+    follow,
+    is_quiet,
+    short_intervals,  # noqa: F401  # a fixture
+)
+from tests.support.processes import wait_until
+
+IDS = np.arange(60, dtype=np.uint64)
+
+
+@pytest.fixture(autouse=True)
+def small_logs(monkeypatch):
+    monkeypatch.setattr("persia_torchrec.server.increments._LEAST_BYTES", 2**14)
+
+
+@pytest.fixture
+def training(servers, tmp_path):
+    ratio = {"incremental_base_ratio": 1e-6}
+    training = Training(servers, tmp_path, **ratio)
+    training.train(*range(40))
+    training.train(*range(40), table="other")
+    training.dump()
+    return training
+
+
+def first_numbers(training):
+    folders = [Folder(training.logs).child(n) for n in names_of(training)]
+    return [min(list_increments(folder), default=0) for folder in folders]
+
+
+def names_of(training):
+    lines = find_lines(Folder(training.logs), {})
+    return [line.logs[0].name for line in lines]
+
+
+def train_until_a_base(training):
+    """Train until the servers have a base, and have deleted what is before it."""
+    before = read_base(Folder(training.logs))
+    created = "" if before is None else before[1].created
+
+    def has_base():
+        training.train(*np.random.default_rng(1).integers(60, size=30).tolist())
+        found = read_base(Folder(training.logs))
+        return found and found[1].created > created and min(first_numbers(training)) > 1
+
+    wait_until(has_base, "there is a base")
+    training.train(*range(10, 50))
+    training.train(*range(5, 20), table="other")
+    wait_until(lambda: is_quiet(training), "all is written")
+
+
+def test_the_log_gets_a_base_and_what_is_before_it_goes(servers, training):
+    follower = follow(servers, training)
+    for _ in range(3):
+        train_until_a_base(training)
+    become_equal(follower, training)
+    late = follow(servers, training, 3)  # whose checkpoint is continued by none
+    become_equal(late, training)
+    num_files = len([n for n in base_of(Folder(training.logs)).names() if "rows" in n])
+    assert num_files <= 4
+    client = servers.client(servers.start(3))
+    client.checkpoints.load(training.run, increments=training.logs)
+    client.learn_tables()
+    for name in ("item", "other"):
+        expected = training.client.read(name, IDS)
+        assert np.array_equal(client.read(name, IDS), expected)
+
+
+def test_a_lost_memory_is_restored_from_the_base(training):
+    train_until_a_base(training)
+    num_rows = training.client.num_rows()
+    for run in (None, Folder(training.run)):
+        store = ServerConfig(capacity_rows=1000).make_store()
+        target = Target(1, 2, 1000, is_lfu=False)
+        found = restore(store, target, run, Folder(training.logs))
+        assert found.checkpoint == base_of(Folder(training.logs)).url
+        assert store.num_rows == num_rows[1]
+
+
+def test_no_delta_is_saved_whose_increments_were_deleted(training):
+    first, *_ = (training.folder / "run").iterdir()
+    train_until_a_base(training)
+    task = training.client.checkpoints.start_delta(Folder(first), timeout_s=60)
+    with pytest.raises(CheckpointError, match="Save a whole checkpoint"):
+        task.wait(60)
+
+
+def test_there_is_none_where_it_is_turned_off(servers, tmp_path):
+    training = Training(servers, tmp_path, 1, incremental_base_ratio=0)
+    wait_until(lambda: grows(training), "the log has grown")
+    assert read_base(Folder(training.logs)) is None
+    assert OTHER.name in training.client.tables
+
+
+def grows(training):
+    training.train(*range(60))
+    return training.total("increment_bytes") > 2**17
