@@ -5,8 +5,8 @@
                          manifest.json                     of the latest entries of all
 
 Where the log is many times the rows, each server writes its rows there, so that older
-increments can go. Nobody brings the servers together: each of them, when its entry is
-written, writes the manifest of all entries there are. Their moments differ; with the
+increments can go. No process brings the servers together: each of them, when its entry
+is written, writes the manifest of all entries there are. Their moments differ; with the
 increments behind each position they are the rows of the training.
 """
 

@@ -380,7 +380,7 @@ def checkpoints_of_one(run: Folder, job: str = "", own: str = "") -> Iterator[Fo
         job_of[folder.url] = ""
         try:
             manifest = Manifest.read(folder)
-        except CheckpointError:  # whoever loads it hears of that
+        except CheckpointError:  # a load of it raises that
             continue
         job_of[folder.url] = manifest.job
         if manifest.job and not any(manifest.job in jobs for _, jobs in lines):

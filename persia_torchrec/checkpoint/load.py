@@ -75,7 +75,7 @@ from persia_torchrec.store.columns import (
 )
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.row_copy import RowImport, put_changes
-from persia_torchrec.table import names_of_shared
+from persia_torchrec.table import TableSpec, names_of_shared
 
 T = TypeVar("T")
 
@@ -369,32 +369,13 @@ class ShardLoad(BackgroundTask):
 
     def _check(self) -> None:
         manifest = self.manifest = self._read_manifest()
-        known = {spec.name: spec for spec in self._store.tables}
         self._tables = renamed(manifest.tables, self.rules.rename)
         saved_specs = [table.spec for table in self._tables]
+        known = {spec.name: spec for spec in self._store.tables}
         self._routed = [known.get(spec.name, spec).shared_rows for spec in saved_specs]
-        may_share = self._logs is None
         if self._logs is not None:
             self._check_increments(self._logs)
-        self._dropped = {name for _, name in self._drops}
-        found_in = {t.name: t for t in self._tables if t.name not in self._dropped}
-        for at, (_, head) in enumerate(self._increments):
-            stale = self._stale_of(at, head)
-            in_head = {t.name: t for t in head.tables if t.name not in stale}
-            found_in = in_head | found_in
-        given = self._folder.url, list(found_in.values()), known, self.rules
-        self._plans, self._notes = plan_tables(
-            *given, may_share=may_share, replaces=self._replaces
-        )
-        self._has_changed = bool(self.rules.rename) or any(
-            has_changed(plan, known.get(name, plan.spec))
-            for name, plan in self._plans.items()
-        )
-        for at, (log, head) in enumerate(self._increments):
-            path = log.file_path(increment_log.increment_name(head.number))
-            stale = self._stale_of(at, head)
-            tables_of = [table for table in head.tables if table.name not in stale]
-            require_same_rows(path, tables_of, [p.spec for p in self._plans.values()])
+        self._plan_tables(known)
         files = self._target.select(manifest.shards)
         if self._routed != [spec.shared_rows for spec in saved_specs]:
             files = list(manifest.shards)  # an id may be in any
@@ -409,6 +390,28 @@ class ShardLoad(BackgroundTask):
             found.append((uses, tables, frequencies(rows)[is_own_N]))
         columns = map(np.concatenate, zip(*found, strict=True))
         self._uses, self._table_of, self._frequencies = columns
+
+    def _plan_tables(self, known: Mapping[str, TableSpec]) -> None:
+        """Plan what is loaded of all tables, of the checkpoint and of increments."""
+        self._dropped = {name for _, name in self._drops}
+        found_in = {t.name: t for t in self._tables if t.name not in self._dropped}
+        for at, (_, head) in enumerate(self._increments):
+            stale = self._stale_of(at, head)
+            in_head = {t.name: t for t in head.tables if t.name not in stale}
+            found_in = in_head | found_in
+        given = self._folder.url, list(found_in.values()), known, self.rules
+        self._plans, self._notes = plan_tables(
+            *given, may_share=self._logs is None, replaces=self._replaces
+        )
+        self._has_changed = bool(self.rules.rename) or any(
+            has_changed(plan, known.get(name, plan.spec))
+            for name, plan in self._plans.items()
+        )
+        for at, (log, head) in enumerate(self._increments):
+            path = log.file_path(increment_log.increment_name(head.number))
+            stale = self._stale_of(at, head)
+            tables_of = [table for table in head.tables if table.name not in stale]
+            require_same_rows(path, tables_of, [p.spec for p in self._plans.values()])
 
     def _read_manifest(self) -> Manifest:
         """Read the manifest; that of the base, where all increments are put on it."""

@@ -564,22 +564,23 @@ class EmbeddingClient(OwnProcess):
                     self.tables[name] = changed
 
             self._servers.renew(server, prepare)
-            own = added(t.spec for t in self.tables.copy().values() if t.is_own)
-            told = [(Kind.ADD_TABLES, [messages.encode_json(own)])]
+            told = [(Kind.ADD_TABLES, [messages.encode_json(self._own_tables())])]
             for who, share, has_left in reversed(self._joined.values()):
                 body = messages.encode_json({"who": who, "ended": ""})
                 told.append((Kind.JOIN, [body, share.encode()]))
                 told += [(Kind.LEAVE, [share.encode()])] if has_left else []
             for kind, frames in told:
                 self._servers.send(server, Header(kind), frames, "joining").frames()
-            lost = self._find_lost(server)
-            self.lost.update(lost)
+            self.lost.update(lost := self._find_lost(server))
         text = ", ".join(f"{name}={num}" for name, num in lost.items())
         logger.warning(
             "%s came back without the rows that it had: %s. Training continues; "
             "updates that it had not acknowledged are lost.",
             *(self._servers.names[server], text or "it restored none"),
         )
+
+    def _own_tables(self) -> dict[str, object]:
+        return added(t.spec for t in self.tables.copy().values() if t.is_own)
 
     def _find_lost(self, server: int) -> dict[str, int]:
         request = Header(Kind.COUNTERS), [messages.encode_json(None)], "counters"

@@ -81,7 +81,7 @@ class CheckpointRequest(msgspec.Struct, kw_only=True):
     they are named, to their end or ``until`` a position in the log of each server;
     ``load`` it once it is checked, else check it first; end the increment of a
     ``delta``; look whether a ``table`` is ``unused``, then ``drop`` it, whose number on
-    each server is told, -1 where it is no more; ``cancel`` a dump, or a load that does
+    each server is told, -1 where it was dropped; ``cancel`` a dump, or a load that does
     not fill the store yet; ``prune`` increments, which is no task.
     """
 

@@ -119,7 +119,7 @@ def free_rows(store: "EmbeddingStore", max_rows: int) -> bool:
             row_bytes = store.arena(state).strides[0] + KEPT_BYTES
             store.recovery.make_room(num * row_bytes)
         room = tally[memory.LEFT_ROOM]
-        tally[memory.LEFT_ROOM] = 0  # nobody must know that each of them has left
+        tally[memory.LEFT_ROOM] = 0  # it is not told that each of them has left
         loops.remove_ids(state.at, read_only(ids_N))
         tally[memory.LEFT_ROOM] = room
     store.leaving[number] = next_slot
