@@ -99,11 +99,9 @@ def eviction_order(tables: Rows, is_pinned: Sequence[bool], *, is_lfu: bool) -> 
     num_rows = np.array([len(rows) for _, rows in tables], dtype=np.int64)
     keys = [uses_R, np.repeat(np.array(is_pinned, dtype=np.bool_), num_rows)]
     if is_lfu:  # the last one counts most
-        frequencies = [
-            np.empty(0, np.uint32),
-            *(frequencies(rows) for _, rows in tables),
-        ]
-        keys.insert(1, classify_all(np.concatenate(frequencies)))
+        of_tables = [frequencies(rows) for _, rows in tables]
+        joined = np.concatenate([np.empty(0, np.uint32), *of_tables])
+        keys.insert(1, classify_all(joined))
     return np.lexsort(keys)
 
 
