@@ -172,8 +172,8 @@ class Folder:
         return parse_json(self.read(name), type_, self.file_path(name), error)
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a file atomically; several processes may write it at a time."""
-        with self.created(name, f"{os.getpid()}-{threading.get_ident()}.") as file:
+        """Write a file atomically."""
+        with self.created(name) as file:
             file.write(data)
 
     def write_json(self, name: str, value: object) -> None:
@@ -212,11 +212,13 @@ class Folder:
                 yield file
 
     @contextlib.contextmanager
-    def created(self, name: str, mark: str = "") -> Iterator[IO[bytes]]:
+    def created(self, name: str) -> Iterator[IO[bytes]]:
         """Open a file to write it; it gets its name once the block has succeeded.
 
-        Writers of one file at a time have different marks.
+        A file of JSON may be written by several processes at a time.
         """
+        is_shared = name.endswith(".json")
+        mark = f"{os.getpid()}-{threading.get_ident()}." if is_shared else ""
         write = self._write_local if self._is_local else self._upload
         path = self._within(name)
         with named_errors("write", self.file_path(name)):
