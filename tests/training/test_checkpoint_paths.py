@@ -1,6 +1,7 @@
 """Every public call that takes a path, with one that is missing, empty, or a file."""
 
 import contextlib
+import re
 
 import pytest
 from torchrec import EmbeddingBagConfig
@@ -17,7 +18,12 @@ from persia_torchrec import (
 )
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.datasets.columns import IdColumn
-from persia_torchrec.datasets.formats import CsvDataset
+from persia_torchrec.datasets.formats import (
+    ArrowDataset,
+    CsvDataset,
+    JsonDataset,
+    ParquetDataset,
+)
 from persia_torchrec.errors import PersiaError
 from persia_torchrec.persia.config.embedding_config import load_embedding_config
 from persia_torchrec.persia.config.global_config import load_global_config
@@ -84,9 +90,26 @@ def read_rows(path, *_):
     enter(contextlib.closing(CsvDataset(path, 1, [IdColumn("x")])))
 
 
+def read_parquet(path, *_):
+    enter(contextlib.closing(ParquetDataset(path, 1, [IdColumn("x")])))
+
+
+def read_json(path, *_):
+    enter(contextlib.closing(JsonDataset(path, 1, [IdColumn("x")])))
+
+
+def read_arrow(path, *_):
+    enter(contextlib.closing(ArrowDataset(path, 1, [IdColumn("x")])))
+
+
+def write_increments(path, *_):
+    EmbeddingCluster.local(1, incremental_dir=path)
+
+
 MAKERS = dump, save, continue_at
 READERS = load, load_increments, load_both, add_delta, serve
-FILES = read_embedding_config, read_global_config, read_rows
+DATA = read_rows, read_parquet, read_json, read_arrow
+FILES = read_embedding_config, read_global_config, *DATA
 
 
 @pytest.mark.parametrize("call", [*MAKERS, *READERS, *FILES])
@@ -120,6 +143,22 @@ def test_a_path_where_nothing_is_is_an_error_that_says_so(call, trained, tmp_pat
 def test_an_empty_folder_is_an_error_that_says_so(call, trained, tmp_path):
     with pytest.raises(PersiaError, match=r"Received: an empty folder"):
         call(str(tmp_path), *trained)
+
+
+@pytest.mark.parametrize("call", DATA)
+def test_an_empty_folder_in_the_place_of_a_file_is_an_error_that_names_it(
+    call, trained, tmp_path
+):
+    with pytest.raises(PersiaError, match=re.escape(str(tmp_path))):
+        call(str(tmp_path), *trained)
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+def test_increments_have_a_folder(trained, tmp_path, is_file):
+    path = tmp_path / "file"
+    path.write_text("")
+    with pytest.raises(PersiaError):
+        write_increments(str(path) if is_file else "", *trained)
 
 
 def test_a_run_begins_where_there_is_no_folder_yet(trained, tmp_path):
