@@ -54,9 +54,7 @@ from persia_torchrec.store.row_copy import RawRows, RowExport, split_by_table
 
 logger = logging.getLogger(__name__)
 
-_CPU_FRACTION = 0.05
-"""Of a CPU that a dump takes while requests for rows arrive, its writing included."""
-
+_CPU_FRACTION = 0.05  # that a dump and its writing take while requests for rows arrive
 _DELTA_MS = 2  # how soon the server looks again whether an increment is written
 _AT_REST = "idle", "dumped", "loaded", "written", "dropped", "failed"
 _DELTA_PHASES = "writing", "ending", "freeing"
@@ -65,11 +63,9 @@ _MAX_CHUNKS = 4
 _BLOCK_IDS = 2**20
 _CHECK_S = 0.1
 
-
 Remembered: TypeAlias = tuple[int, Admission, Words]
 """A table, and a copy of what its admission remembers."""
 Chunk: TypeAlias = RawRows | Remembered
-
 
 _DoAtOnce = Literal["prune", "cancel", "progress"]
 
