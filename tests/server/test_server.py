@@ -71,7 +71,8 @@ def is_untouched(server):
         (Kind.WRITE, [*one_segment(5, 6), GRADS[:8]], "FrameError", "Received: 8"),
         (Kind.READ, [*one_segment(5, table=2)], "ConfigError", "number 2"),
         (Kind.ADD_TABLES, [b"{"], "FrameError", "must be JSON"),
-        (Kind.ADD_TABLES, [b"{}"], "FrameError", "must be a list"),
+        (Kind.ADD_TABLES, [b"{}"], "FrameError", "must have the key 'tables'"),
+        (Kind.ADD_TABLES, [b'{"tables": {}}'], "FrameError", "must be a list"),
         (Kind.ADD_TABLES, [b"[5]"], "FrameError", r"\[0\] must be a mapping"),
         (
             Kind.ADD_TABLES,

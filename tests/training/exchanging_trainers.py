@@ -36,6 +36,7 @@ class SlowServers:
     """What a recovery asks of a client of servers that take their time."""
 
     generation, recovery_s = 0, 600.0
+    checkpoints = SimpleNamespace(job="")
 
     def begin_generation(self, generation):
         pass
