@@ -26,7 +26,7 @@ from tests.integration.twins import Twins
 from tests.support.places import GPU_PLACES
 from tests.support.remote_job import CPU, RemoteJob
 
-NUM_STEPS = 100
+NUM_STEPS = 200
 
 
 def make_twins(job, case, *, device=CPU, **settings):
