@@ -118,6 +118,7 @@ class ShardedSlots(ShardedRemoteCollection):
     """PERSIA's slots on the servers; gives float32 tensors in the batch's order."""
 
     unsharded_module_type = EmbeddingBagCollection
+    tells_of_evaluation = False  # contexts say which batches train, as PERSIA's do
 
     def compute_and_output_dist(self, ctx: object, input: Any) -> Any:
         """Return the output itself: no pipeline asks for it before it is used."""

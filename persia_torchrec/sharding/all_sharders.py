@@ -152,6 +152,8 @@ class RemoteEmbeddingBagSharder(_HolderSharder):
             is_weighted=module.mode == "sum",
             device=torch.device("meta"),
         )
+        wants_grad = module.weight.requires_grad
+        bags.embedding_bags[name].weight.requires_grad_(wants_grad)
         self._collections.planned.add(name)
         sharded = self._collections.put_on_servers(
             bags,

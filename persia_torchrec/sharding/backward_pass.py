@@ -210,3 +210,37 @@ class _Probe(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> None:
         (_Probe.num_references,) = _references(grads)
+
+
+class _LookedUp(torch.autograd.Function):
+    """Rows that do not train; tells if a backward pass reaches them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: torch.Tensor,
+        made: tuple[tuple[torch.Tensor, ...]],
+        tell: Callable[[], None],
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.tell = tell
+        return made[0]
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[None, None, None]:
+        ctx.tell()
+        return None, None, None
+
+
+def looked_up(
+    tensors: tuple[torch.Tensor, ...], anchor: torch.Tensor, tell: Callable[[], None]
+) -> tuple[torch.Tensor, ...]:
+    """Return rows of an evaluation in a graph that calls ``tell``, and moves none.
+
+    ``anchor`` wants a gradient, which is never computed.
+    """
+    if not any(tensor.requires_grad for tensor in tensors):
+        made: tuple[torch.Tensor, ...] = _LookedUp.apply(anchor, (tensors,), tell)
+        return made
+    for tensor in tensors:  # of weights that the model has computed
+        tensor.register_hook(lambda _: tell())
+    return tensors

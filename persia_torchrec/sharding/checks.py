@@ -7,9 +7,11 @@ checked when a ``DistributedModelParallel`` gets it.
 """
 
 import functools
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterable, Iterator
 from typing import NoReturn, TypeAlias
 
+import msgspec
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -18,13 +20,17 @@ from torchrec.distributed import model_parallel
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.types import ShardingEnv
 from torchrec.modules import mc_embedding_modules
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.job.trainer_group import exchange_group, gather
 from persia_torchrec.sharding import torchrec_api
 from persia_torchrec.sharding.sharded_module import ShardedRemoteCollection
-from persia_torchrec.table import align
+from persia_torchrec.table import TableSpec, align
+
+logger = logging.getLogger(__name__)
 
 # Collections for which TorchRec has a sharder by default, by their exact types.
 _SHARDED_BY_DEFAULT = (
@@ -108,6 +114,37 @@ def _require_sharders(model: nn.Module, taken: set[type[nn.Module]]) -> None:
                 f"Received: {received}, which maps ids on each trainer by itself, and "
                 f"{num_trainers} trainers. Leave the managed collision module out: the "
                 "servers take raw 64-bit ids."
+            )
+
+
+def require_same_settings(
+    update: str, specs: Iterable[TableSpec], env: ShardingEnv, limit_s: float
+) -> None:
+    """Compare what all trainers say of updates; they call this together.
+
+    Raises:
+        ConfigError: one updates jointly, and another by itself.
+    """
+    if env.process_group is None:
+        return
+    told = {spec.name: spec.optimizer.describe("lr") for spec in specs}
+    group = exchange_group(limit_s, env.process_group)
+    texts = gather(msgspec.json.encode((update, told)), group)
+    kind = tuple[str, dict[str, str]]
+    by_rank = [msgspec.json.decode(text, type=kind) for text in texts]
+    updates = [of_rank for of_rank, _ in by_rank]
+    if len(set(updates)) > 1:
+        raise ConfigError(
+            f"All trainers must have the same update. Received: {updates}, by rank."
+        )
+    for name in told:
+        given = [of_rank.get(name, "none") for _, of_rank in by_rank]
+        if len(set(given)) > 1:
+            logger.warning(
+                "table %r has another setting of its optimizer on each trainer: %s, by "
+                "rank. The servers apply the one that they were sent last. Give all "
+                "trainers the same.",
+                *(name, given),
             )
 
 

@@ -144,6 +144,13 @@ def weights_of(module: TableCollection) -> dict[str, torch.Tensor]:
     }
 
 
+def frozen_tables(module: TableCollection, spec: CollectionSpec) -> list[str]:
+    """Return which tables of a collection want no gradient, as servers call them."""
+    parameters = module.named_parameters()  # "embedding_bags.TABLE.weight"
+    frozen = {name.split(".")[-2] for name, p in parameters if not p.requires_grad}
+    return [t.name for t in spec.tables if spec.own_name(t.name) in frozen]
+
+
 def table_configs(collection: TableCollection) -> list[BaseEmbeddingConfig]:
     """Return the configs of the collection's tables, in their order."""
     if isinstance(collection, _SEQUENCES):

@@ -134,6 +134,8 @@ def _take_entries(module: Any, *given: Any) -> None:
 class MixedCollection(types.ShardedModule[Any, Any, Any, Any], FusedOptimizerModule):
     """TorchRec's sharded module of the local tables, with the remote ones added."""
 
+    qconfig = torchrec_api.QConfig()
+
     def add_remote(
         self,
         sharded: ShardedRemoteCollection,

@@ -40,9 +40,10 @@ from persia_torchrec.datasets.transfer import to_device
 from persia_torchrec.errors import BatchError, ConfigError
 from persia_torchrec.pipeline.pipeline import BatchPipeline, PrefetchedBatch
 from persia_torchrec.sharding import state, torchrec_api
-from persia_torchrec.sharding.backward_pass import own_memory
+from persia_torchrec.sharding.backward_pass import looked_up, own_memory
 from persia_torchrec.sharding.collection import CollectionSpec
 from persia_torchrec.sharding.on_device import DeviceBatch, Leaving, Tensors
+from persia_torchrec.sharding.placeholder import Placeholder
 from persia_torchrec.sharding.table_control import (
     WAIT_FOR_PUSH,
     WAIT_FOR_ROWS,
@@ -136,6 +137,8 @@ class ShardedRemoteCollection(
     replaced: "ref[nn.Module] | None" = None  # the collection in whose place it is
     pulls_ahead = False  # whether the caller begins pulls before it calls the model
     create_context = types.NullShardedModuleContext
+    qconfig = torchrec_api.QConfig()
+    tells_of_evaluation: ClassVar[bool] = True  # if a backward pass reaches such rows
 
     def __init__(
         self,
@@ -247,15 +250,19 @@ class ShardedRemoteCollection(
 
         Where the device pools, it does so with ``weights`` of all ids, if any.
         """
-        if not (batch.is_training and torch.is_grad_enabled()):
-            if isinstance(batch.outputs, DeviceBatch):
-                first = self.remote_tables.first_batch
-                way = first.way_of(batch.outputs, is_training=False)
-                return way.pool(weights).outputs
-            return self.on_device(batch)
-        given = weights, batch, self
-        tensors: Tensors = _Embeddings.apply(self._anchor, *given)
-        return tensors
+        if batch.is_training and torch.is_grad_enabled():
+            given = weights, batch, self
+            tensors: Tensors = _Embeddings.apply(self._anchor, *given)
+            return tensors
+        if isinstance(batch.outputs, DeviceBatch):
+            first = self.remote_tables.first_batch
+            way = first.way_of(batch.outputs, is_training=False)
+            tensors = way.pool(weights).outputs
+        else:
+            tensors = self.on_device(batch)
+        if not (self.tells_of_evaluation and torch.is_grad_enabled()):
+            return tensors
+        return looked_up(tensors, self._anchor, self.remote_tables.tell_of_evaluation)
 
     def on_device(self, batch: PrefetchedBatch[Any]) -> Tensors:
         """Return what was pulled and pooled on the host, on the module's device."""
@@ -340,7 +347,8 @@ class ShardedRemoteCollection(
         """
         for key, full_name in self.tables_by_key.items():
             table = self.spec.own_name(full_name)
-            weight = nn.Parameter(torch.empty(0, device=self._device))
+            weight = Placeholder(torch.empty(0, device=self._device))
+            weight.told = partial(self.remote_tables.tell_of_frozen, full_name)
             torchrec_api.mark_in_backward(weight)
             owner: nn.Module = self
             path = key.removesuffix(f"{table}.weight").split(".")[:-1]

@@ -30,7 +30,7 @@ from persia_torchrec.pipeline.joint import Trainers
 from persia_torchrec.pipeline.pipeline import BatchPipeline
 from persia_torchrec.rpc.messages import Precision, Share
 from persia_torchrec.sharding import collection, sharded_module, table_control
-from persia_torchrec.sharding.checks import watch_models
+from persia_torchrec.sharding.checks import require_same_settings, watch_models
 from persia_torchrec.sharding.collection import (
     CollectionSpec,
     PersiaTables,
@@ -110,6 +110,8 @@ class CollectionSharder(table_control.TableControl, PlannedSharder):
         tables.require_one_optimizer(spec.tables)
         pipeline = self.make_pipeline(spec, env, device)
         added = tables.add(pipeline, spec.tables, env, device)
+        for name in collection.frozen_tables(module, spec):
+            tables.tell_of_frozen(name)
         scale = 1 / env.world_size if self._gradient_division else 1.0
         sharded = (sharded_type or self.sharded_type)(
             pipeline, spec, tables, device=device, gradient_scale=scale
@@ -384,6 +386,8 @@ class RemoteSharder(CollectionSharder):
                 n: find_entry(key, state_dict, "state_dict", path)
                 for n, (key, path) in own.items()
             }
+        entries = {n: find_entry(n, state_dict, "state_dict") for n in names}
+        self.remote_tables.tell_of_order(entries)
         further: Any = {"optimizer_state": optimizer_state, "ids": ids, "step": step}
         return load_tables(self._client, state_dict, names, **further)
 
@@ -428,6 +432,9 @@ class RemoteSharder(CollectionSharder):
         self, spec: CollectionSpec, env: types.ShardingEnv, device: torch.device
     ) -> BatchPipeline[Any, Any]:
         """Return the pipeline of a collection, in which trainers update jointly."""
+        limit_s = timeouts.exchange_s(self._client.recovery_s)
+        update = "joint" if self._joint_timeout_s else "each"
+        require_same_settings(update, spec.tables, env, limit_s)
         settings: dict[str, Any] = {"precision": self._precision}
         kind = self.host_lookup
         if spec.is_weighted or device.type in self.POOLS_ON:

@@ -324,7 +324,7 @@ def take_entries(
 
     Each trainer writes a part; all return when all rows are there.
     """
-    num_loaded, placeholders = 0, dict(module.named_parameters())
+    placeholders, loaded = dict(module.named_parameters()), dict[str, Any]()
     for key, table in module.tables_by_key.items():
         entry = state_dict.pop(prefix + key, None)
         ids = state_dict.pop(ids_key(prefix + key), None)
@@ -340,9 +340,10 @@ def take_entries(
                 f"of a model whose sharder has a client. Received: {type(entry)}."
             )
         _require_same(module, table, entry)
+        loaded[table] = entry
         module.collection_state.load(table, prefix + key, entry, ids)
-        num_loaded += 1
-    if num_loaded:
+    if loaded:
+        module.remote_tables.tell_of_order(loaded)
         module.collection_state.meet()
 
 

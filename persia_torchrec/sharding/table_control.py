@@ -31,6 +31,7 @@ from persia_torchrec.sharding import torchrec_api
 from persia_torchrec.sharding.backward_pass import Agreement, AnswersAtEnd, BackwardPass
 from persia_torchrec.sharding.first_batch import FirstBatch
 from persia_torchrec.sharding.optimizer import RemoteOptimizer, States, set_values
+from persia_torchrec.sharding.stored_tensor import is_sharded
 from persia_torchrec.sharding.trainer_metrics import TrainerCounts, TrainerMetrics
 from persia_torchrec.table import TableChange, TableSpec
 
@@ -85,6 +86,7 @@ class RemoteTables(OwnProcess):
         self.counts = TrainerCounts()
         self.pushes_metrics = True  # those of a TrainCtx are pushed by it
         self.clock: AnswersAtEnd | None = None  # of automatic checkpoints
+        self._told: set[str] = set()  # of what users forget, once each
         self._cannot_agree = False
         self._num_skipped = 0  # backward passes in a row that were not finite
         # Current backward passes, by number; torch holds them until they end.
@@ -154,6 +156,68 @@ class RemoteTables(OwnProcess):
                 'rows. If that is not meant, give the sharders of one namespace="...".',
                 shared,
             )
+
+    def tell_of_evaluation(self) -> None:
+        """Log that a backward pass reached rows that do not train."""
+        self._tell_once(
+            "evaluation",
+            "a backward pass reached rows that were looked up under model.eval(), "
+            "which looks only: they do not train. Call model.train() first, and eval() "
+            "of single layers, as of a BatchNorm, after it. To freeze tables, use "
+            "freeze() of the sharders.",
+        )
+
+    def tell_of_order(self, loaded: Mapping[str, Any]) -> None:
+        """Log where sharded TorchRec, whose weights are loaded, orders columns else.
+
+        It groups tables by the trainers that hold them, by pooling and by dtype.
+        """
+        trainers = {
+            table: {s.placement.rank() for s in entry.metadata().shards_metadata}
+            for table, entry in loaded.items()
+            if is_sharded(entry)
+        }
+        for pipeline, _ in self.pipelines:
+            lookup: Any = pipeline.lookup
+            of_loaded = [f for f in lookup.features if f.table in trainers]
+            groups = [
+                (
+                    min(trainers[f.table]),
+                    f.pooling,
+                    self.specs[f.table].weight_dtype,
+                )
+                for f in of_loaded
+            ]
+            firsts = list(dict.fromkeys(groups))
+            places = [firsts.index(group) for group in groups]
+            if lookup.each_id or places == sorted(places):
+                continue
+            self._tell_once(
+                "order",
+                "weights of a sharded model of TorchRec's are loaded, which orders the "
+                "columns of a collection by groups of tables; here they are in the "
+                "order of the collection, %s. Where the model uses values(), permute "
+                "the columns of its first dense layer, see keys() of both outputs.",
+                [feature.name for feature in lookup.features],
+            )
+
+    def tell_of_frozen(self, table: str) -> None:
+        """Log that a table trains, though its parameter wants no gradient."""
+        if self.specs[table].is_frozen:
+            return
+        self._tell_once(
+            "requires_grad",
+            "requires_grad=False of table %r changes nothing, as for a table of "
+            "TorchRec's whose optimizer runs in the backward pass: it trains. To "
+            "freeze it, use freeze([%r]) of the sharders, or "
+            "TableSettings(is_frozen=True).",
+            *(table, table),
+        )
+
+    def _tell_once(self, about: str, text: str, *args: object) -> None:
+        if about not in self._told:
+            self._told.add(about)
+            logger.warning(text, *args)
 
     def current_backward(self, *, agrees: bool = False) -> BackwardPass:
         """Return the backward pass that runs in this thread.

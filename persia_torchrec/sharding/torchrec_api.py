@@ -6,6 +6,7 @@ test_torchrec_api.py`` names each attribute, and fails with a sentence where one
 missing.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -19,7 +20,7 @@ from torch.distributed._shard.sharded_tensor.metadata import (
     TensorProperties,
 )
 from torch.distributed._shard.sharded_tensor.shard import Shard
-from torchrec import EmbeddingCollection
+from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_kernel import BaseEmbedding
 from torchrec.distributed.embedding_types import BaseEmbeddingSharder
@@ -182,6 +183,40 @@ class Allowed(list[str]):
 
     def __format__(self, spec: str) -> str:
         raise self.reject()
+
+
+class QConfig:
+    """The attribute ``qconfig`` of modules with tables on servers.
+
+    ``quantize_inference_model`` asks each module for it, and swaps those whose type it
+    knows. A sharded one it would leave as it is, without a word.
+    """
+
+    def __get__(self, module: Any, owner: type) -> Any:
+        """Return what was set; refuse, where tables are about to be quantized."""
+        frame = inspect.currentframe()
+        caller = None if frame is None else frame.f_back
+        given = {} if caller is None else caller.f_locals.get("qconfig_dict", {})
+        if EmbeddingBagCollection in given or EmbeddingCollection in given:
+            raise ConfigError(
+                "A model to quantize must have its tables in memory. Received: one "
+                "with tables on the embedding servers. Make a plain copy first: build "
+                "the model with TorchRec's collections on the CPU, do not shard it, "
+                "load the dense half and plain_state_dict(client, copy) into it, and "
+                "quantize that."
+            )
+        try:
+            return vars(module)["qconfig"]
+        except KeyError:
+            raise AttributeError("qconfig") from None
+
+    def __set__(self, module: Any, value: object) -> None:
+        """Keep it, as a module without tables does."""
+        vars(module)["qconfig"] = value
+
+    def __delete__(self, module: Any) -> None:
+        """Forget it."""
+        del vars(module)["qconfig"]
 
 
 class ParametersInTurn(dict[str, nn.Parameter]):

@@ -111,6 +111,18 @@ def test_a_lookup_without_a_backward_pass_is_no_step(learnt):
         assert sorted(set(rows)) == [-4, 0]
 
 
+def test_trainers_with_other_settings_are_told(learnt):
+    for rank in range(2):
+        of_rank = learnt["other settings", rank]
+        assert "same update. Received: ['joint', 'each'], by rank" in str(
+            of_rank["error"]
+        )
+        assert of_rank["num_before"] == 0
+        assert len(of_rank["told"]) == 2  # tables
+        for text in of_rank["told"]:
+            assert "['SGD(lr=0.1)', 'SGD(lr=0.2)'], by rank" in text
+
+
 def test_a_trainer_that_vanishes_is_named(learnt):
     assert "none of rank 1 within 0.5 s" in str(learnt["vanished", 0]["error"])
 

@@ -1,6 +1,7 @@
 """What each of two trainers does in its own process, and what it should come to."""
 
 import contextlib
+import logging
 import math
 import tempfile
 from dataclasses import dataclass, field
@@ -487,6 +488,26 @@ def with_one_that_vanishes(addresses, _):
     return {"error": error}
 
 
+def with_other_settings(addresses, _):
+    """Make a model with another ``update``, then one with another rate, per trainer."""
+    rank, told = dist.get_rank(), []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())
+    log = logging.getLogger("persia_torchrec.sharding.checks")
+    log.addHandler(handler)
+
+    def make(lr, update):
+        with Trainer(addresses, Model, SGD(lr), update=update):
+            pass
+
+    error = _error_of(lambda: make(0.1, ["joint", "each"][rank]))
+    make(0.1, "joint")
+    num_before = len(told)
+    make([0.1, 0.2][rank], "joint")
+    log.removeHandler(handler)
+    return {"error": error, "num_before": num_before, "told": told}
+
+
 def with_saved_state(addresses, _):
     """Save and load the rows together; map ids on each trainer by itself."""
     optimizer, rank = CASES["Adagrad"].optimizer, dist.get_rank()
@@ -562,6 +583,7 @@ TRAININGS = {
     "ended": with_one_that_ends,
     "looks": with_a_look,
     "vanished": with_one_that_vanishes,
+    "other settings": with_other_settings,
     "scaled": under_a_loss_scale((10, 10), overflows=[2], static_graph=True),
     "scaled, accumulated": under_a_loss_scale((5, 5), overflows=[2], num_passes=2),
     "scaled, uneven": under_a_loss_scale((4, 9), (0, 3), (4, 4), overflows=[2, 7]),
