@@ -168,8 +168,7 @@ def test_followers_drop_the_table_too(servers, training, num_servers):
     def is_equal():
         try:
             client.learn_tables()
-        except ConfigError as exc:  # followers drop it and add it one by one
-            assert "must have one dim on all servers" in str(exc)
+        except ConfigError:  # followers drop it and add it one by one
             return False
         expected = training.client.read("item", IDS)[:, :6]
         has_it = client.table("item").dim == 6
