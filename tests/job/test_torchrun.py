@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 import signal
 
@@ -190,3 +191,23 @@ def test_a_torchrun_that_ended_first_is_named_where_all_are_ended_for_it(tmp_pat
         assert job.coordinator.status() == 1
         last = job.coordinator.output().splitlines()[-1]
     assert "job failed: the torchrun of trainer 0 was killed" in last
+
+
+def test_an_agent_that_is_through_is_not_ended_since_its_book_is_closed(
+    book, monkeypatch
+):
+    agent, killed = torchrun.Agent(torchrun.AgentConfig(), book), []
+    agent._signals, writer = os.pipe()
+    state = book.state
+
+    def end_meanwhile():
+        agent._is_over.set()
+        book.close()
+        return state()
+
+    monkeypatch.setattr(book, "state", end_meanwhile)
+    monkeypatch.setattr(os, "kill", lambda *to: killed.append(to))
+    agent._watch()
+    assert killed == []
+    for descriptor in (agent._signals, writer):
+        os.close(descriptor)
