@@ -33,6 +33,10 @@ class Placeholder(nn.Parameter):
 
     told: Callable[[], None] | None = None
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Be pickled as a plain parameter, without whom it tells."""
+        return nn.Parameter, (self.detach().as_subclass(torch.Tensor), False)
+
     @classmethod
     def __torch_function__(
         cls,
