@@ -20,7 +20,7 @@ from torch.distributed._shard.sharded_tensor.metadata import (
     TensorProperties,
 )
 from torch.distributed._shard.sharded_tensor.shard import Shard
-from torchrec import EmbeddingBagCollection, EmbeddingCollection
+from torchrec import EmbeddingCollection
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_kernel import BaseEmbedding
 from torchrec.distributed.embedding_types import BaseEmbeddingSharder
@@ -189,15 +189,16 @@ class QConfig:
     """The attribute ``qconfig`` of modules with tables on servers.
 
     ``quantize_inference_model`` asks each module for it, and swaps those whose type it
-    knows. A sharded one it would leave as it is, without a word.
+    knows. A sharded one it would leave as it is, without a word. So does
+    ``quantize_embeddings``, which scripts call for the layers that are left.
     """
 
     def __get__(self, module: Any, owner: type) -> Any:
-        """Return what was set; refuse, where tables are about to be quantized."""
+        """Return what was set; reject, where tables are about to be quantized."""
         frame = inspect.currentframe()
-        caller = None if frame is None else frame.f_back
-        given = {} if caller is None else caller.f_locals.get("qconfig_dict", {})
-        if EmbeddingBagCollection in given or EmbeddingCollection in given:
+        while frame and frame.f_code.co_name != "quantize_inference_model":
+            frame = frame.f_back
+        if frame is not None:
             raise ConfigError(
                 "A model to quantize must have its tables in memory. Received: one "
                 "with tables on the embedding servers. Make a plain copy first: build "

@@ -205,9 +205,6 @@ def test_a_job_of_torchx_loses_no_step_when_it_is_told_to_end_or_ends_well(
     with training(tmp_path, saved + 3, gateway, ForkedJob, component) as job:
         ended = job.wait()
     assert ended.status == 0, ended.output
-    then = gateway.pushes(role="nn_worker")[-1]
-    assert then.values["persia_lookups_total"] == 3
-    assert then.labels["job"] != last.labels["job"]
     assert f"begins at {saved}." in ended.output
     row = float(re.search(r"rows (-?\d+\.\d+)\.", ended.output)[1])
     assert row == pytest.approx(-saved, abs=0.5)
