@@ -2,7 +2,7 @@
 # make test    everything that must hold before a change is done
 # make quick   the tests of one process each, in three minutes
 # make system  install what tests use of Debian, as root
-# make long    what the tests leave out, as others are nearly as sharp
+# make long    tests of many processes for one case, which make test leaves out
 # make chaos  jobs whose processes are killed again and again
 # make fuzz   inputs that no client sends, 100,000 for each port and file format
 # make soak   one job for an hour, which must grow by nothing

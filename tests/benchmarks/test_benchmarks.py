@@ -41,7 +41,7 @@ needs_redis = pytest.mark.skipif(
 
 
 LONG = {"wire", "increments", "data", "dlrm", "servers", "trainer", "serving"}
-"""Those of many processes, whose values ``WRONG`` looks at as well."""
+"""Those of many processes; ``WRONG`` runs parts of wire and increments, too."""
 
 CASES = [
     pytest.param(name, marks=[pytest.mark.long] if name in LONG else [])

@@ -14,7 +14,6 @@ from persia_torchrec.job import signals, supervisor
 from persia_torchrec.job.member_record import JobTimings
 from persia_torchrec.job.registry import AddressBook
 from tests.support import members
-from tests.support.forked_jobs import ForkedJob
 from tests.support.processes import children_of
 from tests.support.repository import ROOT
 from tests.support.script_jobs import WAIT_FOR_EVER, Job
@@ -163,7 +162,7 @@ print("ends well", flush=True)
 
 
 @contextlib.contextmanager
-def training(folder, num_steps, gateway, start, component):
+def training(folder, num_steps, gateway):
     script = folder / "train.py"
     script.write_text(TRAIN)
     arguments = ["--script", f"{script} {num_steps}", "--embedding_servers", "2"]
@@ -171,7 +170,8 @@ def training(folder, num_steps, gateway, start, component):
     folder = folder / str(num_steps)
     folder.mkdir()
     variables = {"PERSIA_METRICS_GATEWAY_ADDR": gateway.address}
-    with start(folder, component, *arguments, variables=variables) as job:
+    component = "components/torchrec_job.py:train"
+    with TorchxJob(folder, component, *arguments, variables=variables) as job:
         yield job
 
 
@@ -184,8 +184,7 @@ def last_step(folder):
 def test_a_job_of_torchx_loses_no_step_when_it_is_told_to_end_or_ends_well(
     tmp_path, gateway
 ):
-    component = "components/torchrec_job.py:train"
-    with training(tmp_path, 10_000, gateway, TorchxJob, component) as job:
+    with training(tmp_path, 10_000, gateway) as job:
         job.has_printed("step 5.")
         torchx = job.pids("torchx.cli.main")
         for pid in set(job.pids()) - set(torchx):  # as Slurm does
@@ -201,10 +200,12 @@ def test_a_job_of_torchx_loses_no_step_when_it_is_told_to_end_or_ends_well(
     # What it has pushed when its processes end: all trained in less than an interval.
     last = gateway.pushes(role="nn_worker")[-1]
     assert last.values["persia_lookups_total"] == saved
-    component = "torchrec_job.py:train"
-    with training(tmp_path, saved + 3, gateway, ForkedJob, component) as job:
+    with training(tmp_path, saved + 3, gateway) as job:
         ended = job.wait()
     assert ended.status == 0, ended.output
+    then = gateway.pushes(role="nn_worker")[-1]
+    assert then.values["persia_lookups_total"] == 3
+    assert then.labels["job"] != last.labels["job"]
     assert f"begins at {saved}." in ended.output
     row = float(re.search(r"rows (-?\d+\.\d+)\.", ended.output)[1])
     assert row == pytest.approx(-saved, abs=0.5)

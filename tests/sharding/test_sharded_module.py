@@ -86,7 +86,7 @@ def test_a_batch_may_be_pulled_before_the_model_is_called(job, model):
     assert job.total("requests_update") == 2  # one a server
 
 
-def test_a_batch_pulled_for_evaluation_has_no_gradients(job, model):
+def test_a_backward_pass_of_a_batch_pulled_for_evaluation_reaches_no_row(job, model):
     (module,) = remote_modules(model)
     started = module.start(batch_of([1]), is_training=False)
     module(started).values().sum().backward()  # reaches no row
