@@ -38,8 +38,8 @@ from benchmarks.workload import Workload
 from persia_torchrec import env
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import ServerError
-from persia_torchrec.job.member_record import JobTimings
 from persia_torchrec.job.registry import AddressBook
+from persia_torchrec.job.requests import JobTimings
 
 _DIM, _MOST_TURNS = 16, 5
 _REQUESTS = 24
@@ -139,7 +139,7 @@ def _running(
     before = (*_SUPERVISOR, *_MEMORY) if survives else ()
     server = ("-m", "persia_torchrec.server", "--capacity", str(capacity))
     with closing(AddressBook.host(0, recovery_s=_LONG_S)) as book:
-        JobTimings(heartbeat_s=0.2).publish(book)
+        book.publish(JobTimings(heartbeat_s=0.2))
         place = {"PERSIA_STORE_PORT": str(book.port), "PERSIA_STORE_HOST": "localhost"}
         process = subprocess.Popen(
             [sys.executable, *before, *server],

@@ -210,5 +210,5 @@ def _follow(
     while not (closing.wait(_LOOK_S) or connections.is_closed):
         for server in connections.those_away():
             with contextlib.suppress(JobError):  # the coordinator is away, too
-                if address := book.peek(f"address/server/{server}"):
+                if address := book.address("server", server):
                     connections.move(server, address)

@@ -318,7 +318,8 @@ class _Counter:
             )
         if size == 1:
             return cls()
-        rank, store, book = dist.get_rank(), env.job_store(), None
+        rank, store = dist.get_rank(), env.job_store()
+        book: AddressBook | None = None
         host, port, job_id = store or (env.master()[0] or LOOPBACK, 0, "")
         if store is None and rank == 0:
             book = AddressBook.host(0, everywhere=host != LOOPBACK)
@@ -346,7 +347,7 @@ class _Counter:
                 return None
             self._count = stop_of(first)
             return first
-        held = self._book.peek(self._key) or ""
+        held = self._book.note(self._key) or ""
         while True:
             count = _decoded(held)
             if count.next >= end:
@@ -354,7 +355,7 @@ class _Counter:
             last = {**count.last, self._rank: count.next}
             wanted = msgspec.json.encode(_Count(stop_of(count.next), last)).decode()
             # Sent again where a connection breaks: then it may be others' by now.
-            held = self._book.claim(self._key, wanted, held)
+            held = self._book.claim_note(self._key, wanted, held)
             if _decoded(held).last.get(self._rank) == count.next:
                 return count.next
 
@@ -362,7 +363,7 @@ class _Counter:
         """Return the next number."""
         if self._book is None:
             return self._count
-        return _decoded(self._book.peek(self._key) or "").next
+        return _decoded(self._book.note(self._key) or "").next
 
     def close(self) -> None:
         """Leave the book. May be called twice."""

@@ -1,5 +1,9 @@
 """The coordinator of a job: hosts the address book and decides when the job ends.
 
+What it knows of the job is one ``JobState``, which it reads by attribute: members'
+requests change it in the thread of the address book, this one looks at it every quarter
+of a heartbeat (``state.py``).
+
 The job is finished when every trainer has reported its work as done; a job of inference
 servers, without trainers, when the coordinator gets a signal. Then the trainers leave;
 when their processes have ended, and the torchrun that started them, the others do; and
@@ -35,11 +39,13 @@ from persia_torchrec import env, timeouts
 from persia_torchrec.errors import ConfigError, PersiaError
 from persia_torchrec.job import failures, process_identity
 from persia_torchrec.job import member as membership
-from persia_torchrec.job.member_record import Ending, JobTimings, MemberRecord
+from persia_torchrec.job.member_record import MemberRecord
 from persia_torchrec.job.process_identity import Siblings
-from persia_torchrec.job.registry import AddressBook, JobState
+from persia_torchrec.job.registry import AddressBook, HostedBook
+from persia_torchrec.job.requests import JobTimings, Outcome
 from persia_torchrec.job.service import run_service
 from persia_torchrec.job.signals import SAME_S, EndSignals
+from persia_torchrec.job.state import Member
 from persia_torchrec.parsing.command_line import parse_flags
 from persia_torchrec.persia.config.global_config import refuse_inference
 
@@ -48,10 +54,6 @@ logger = logging.getLogger("persia_torchrec.job.coordinator")  # also as __main_
 _ROLES = ("server", "worker", "loader", "trainer", "predictor")
 
 _START_S = 5.0  # within which torchx has started all roles
-_TRAINED = 2**62  # progress that NN workers count is beyond that of others
-_SLOW = 5  # a member is, after this part of the time in which it counts as silent
-_CALM_S = 60.0  # without an end are progress where nothing is trained
-_UNSUPERVISED_S = 60.0  # within which the next supervisor has started a member again
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,138 +121,15 @@ class CoordinatorConfig:
         return {role: getattr(self, f"num_{role}s") for role in _ROLES}
 
 
-class _Member:
-    """One member, as the coordinator sees it."""
-
-    def __init__(self, record: MemberRecord, config: CoordinatorConfig) -> None:
-        self.record = record
-        # Both are there before, if the address book is that of a previous coordinator.
-        self.process = record.process()
-        self.progress = record.progress()  # the most that it has reported
-        self._timings = config.timings
-        self._tick_s = config.tick_s()
-        self._max_restarts = config.max_restarts
-        self._num_beats = 0
-        self._silent_ticks = 0
-        self._away_ticks = 0
-        self._away_since = 0.0
-        # How often it was started again since there was progress of the whole job, and
-        # how much that was at the last time.
-        self._num_restarts, self._progress_then = record.restarts()
-
-    def failure(self, progress: int, *, is_told: bool = False) -> str | None:
-        """Check the member, once per tick; return why the job fails, or None.
-
-        ``progress`` is that of the whole job. Nothing starts again in one that is told
-        to end.
-        """
-        previous, ending = self.process, self.ending()
-        wrong = self._find_wrong(ending)
-        if self.process is None:
-            return wrong
-        if is_told and ending is None and self.record.has_lost_agent():
-            return f"the torchrun of {self.record.who} was killed"
-        self.progress = max(self.progress, self.record.progress())
-        if self.process.supervisor is None:
-            return wrong
-        has_progress = progress > self._progress_then
-        if previous is not None and previous != self.process:
-            self._num_restarts = self.record.count_restart(progress)
-            self._progress_then = progress
-            self._note_absence(f"{self.record.who} (process {previous.pid}) has ended")
-        if wrong is None:
-            self._note_return()
-            return None
-        self._note_absence(wrong)
-        is_at_limit = self._num_restarts >= self._max_restarts and not has_progress
-        if is_at_limit and ending in ("killed", "left"):
-            return f"{wrong}, after {self._num_restarts} restarts without progress"
-        limit_s = self._timings.recovery_timeout_s
-        if ending in ("killed", "left") and self.process.supervisor.has_ended():
-            wrong = f"{wrong}, and so was its supervisor"
-            if is_told or self.process.supervisor.is_last():
-                return f"{wrong}: nothing starts it again"
-            limit_s = min(limit_s, _UNSUPERVISED_S)
-        if self._away_ticks * self._tick_s > limit_s:
-            return f"{wrong}, and was not back within {limit_s:g} s"
-        return None
-
-    def _note_absence(self, wrong: str) -> None:
-        if self._away_ticks == 0:
-            self._away_since = time.monotonic()
-            logger.warning("%s; the job waits for its return", wrong)
-        self._away_ticks += 1
-
-    def _note_return(self) -> None:
-        if self._away_ticks:
-            away_s = time.monotonic() - self._away_since
-            logger.info("%s is back, after %.1f s", self.record.who, away_s)
-        self._away_ticks = 0
-
-    def _find_wrong(self, ending: Ending | None) -> str | None:
-        """Return what is wrong with the member, or None; called once per tick."""
-        if self.process is None:
-            return None
-        # Ticks are counted, not seconds: if this process was kept from running, so
-        # that it could not see the heartbeats, the member is not to blame.
-        num_beats = self.record.num_beats()
-        has_beaten = num_beats != self._num_beats
-        self._silent_ticks = 0 if has_beaten else self._silent_ticks + 1
-        self._num_beats = num_beats
-        who, pid = self.record.who, self.process.pid
-        if ending == "killed":
-            return f"{who} (process {pid}) was killed"
-        if ending == "lost":
-            return (
-                f"{who} was lost: its process (pid {pid}) was killed, or its host does "
-                "not answer"
-            )
-        if ending == "left" and (cause := self.record.cause(self.process)) is not None:
-            return f"{who}: {cause}"
-        silent_s = self._timings.silent_s
-        slow_ticks = math.ceil(silent_s / _SLOW / self._tick_s)
-        if ending is None and self._silent_ticks == slow_ticks:
-            slow_s = slow_ticks * self._tick_s
-            logger.warning("%s has sent no heartbeat for %.1f s", who, slow_s)
-        if self._silent_ticks * self._tick_s > silent_s:
-            return f"{who} was silent for {silent_s:g} s"
-        return None
-
-    def ending(self) -> Ending | None:
-        """Return how the member has ended; None if it has not, or not joined yet."""
-        self.process = self.record.process()
-        if self.process is None:
-            return None
-        return self.record.ending(self.process)
-
-    def has_saved(self) -> bool:
-        """Return whether nothing is left to save here, in a job that is told to end."""
-        ending = self.ending()
-        return (
-            self.process is None
-            or ending is not None
-            or self.record.has_ended()
-            or self.record.is_done()
-        )
-
-    def is_gone(self) -> bool:
-        """Return whether the member has ended, and its process and supervisor too."""
-        ending = self.ending()
-        if self.process is None:
-            return False
-        if ending != "left" and self.process.supervisor is None:
-            return ending is not None
-        return ending is not None and self.record.is_gone(self.process)
-
-
 class Coordinator:
     """Watches the members of one job, in one thread."""
 
-    def __init__(self, config: CoordinatorConfig, book: AddressBook) -> None:
+    def __init__(self, config: CoordinatorConfig, book: HostedBook) -> None:
         self._config = config
-        self._book = book
+        self._book, self._job = book, book.job
+        self._job.max_restarts = config.max_restarts
         self._tick_s = config.tick_s()
-        self._members_of: dict[str, list[_Member]] = {role: [] for role in _ROLES}
+        self._members_of: dict[str, list[Member]] = {role: [] for role in _ROLES}
         self._unlearned = set(config.learn)  # roles whose size no process has told
         for role, size in config.sizes().items():
             self._add_members(role, size)
@@ -258,15 +137,16 @@ class Coordinator:
         self._siblings = Siblings()
         self._lacking_since: float | None = None
         self._end_signal = self._first_signal = ""
-        self._signal_s = self._ends_since_s = -math.inf
+        self._signal_s = -math.inf
         self._is_hasty = False  # a second signal has come
+        self._has_told = self._job.ends_since_s is not None
 
     def _add_members(self, role: str, size: int) -> None:
         """Watch all members of a role from now on."""
         members = self._members_of[role]
-        for index in range(len(members), size):
-            record = MemberRecord(self._book, role, index)
-            members.append(_Member(record, self._config))
+        with self._book.lock:
+            for index in range(len(members), size):
+                members.append(self._job.member(role, index))
         self._members = [
             one for of_role in self._members_of.values() for one in of_role
         ]
@@ -275,10 +155,10 @@ class Coordinator:
     def _learn_sizes(self) -> None:
         """Watch the members of roles whose size a process has told meanwhile."""
         for role in sorted(self._unlearned):
-            size = self._book.peek(f"address/{role}/size")
+            size = self._job.sizes.get(role)
             if size is not None:
                 self._unlearned.discard(role)
-                self._add_members(role, int(size))
+                self._add_members(role, size)
                 logger.info("the job has %s of the role %r", size, role)
 
     def end(self, signal_name: str) -> None:
@@ -296,14 +176,13 @@ class Coordinator:
         for role, size in self._config.sizes().items():
             if size and role not in self._unlearned:
                 self._book.claim_size(role, 0, size)
-        own = MemberRecord(self._book, "coordinator", 0)
-        previous = own.process()
-        own.register(timings.silent_s)
-        timings.publish(self._book)
+        previous = self._job.member("coordinator", 0).process
+        MemberRecord(self._book, "coordinator", 0).register(timings.silent_s)
+        self._book.publish(timings)
         if previous is not None:
             ended = "the coordinator (process %d) has ended, and is back"
             logger.warning(ended, previous.pid)
-            self._count_restart(own)
+            self._require_few_restarts()
         job_id, port = self._book.greeting.job_id, self._book.port
         logger.info("the address book of job %s is open at port %d", job_id, port)
         state, reason = self._watch()
@@ -326,7 +205,7 @@ class Coordinator:
         time.sleep(linger_s)
         return self._status(state, was_told=was_told)
 
-    def _status(self, state: JobState, *, was_told: bool) -> int:
+    def _status(self, state: Outcome, *, was_told: bool) -> int:
         """Return the exit status of a job: that of a signal to this process, if any.
 
         By that of another process's its supervisor would start it again.
@@ -335,9 +214,9 @@ class Coordinator:
             return 128 + signal.Signals[self._first_signal]
         return 0 if state == "finished" else 1
 
-    def _count_restart(self, own: MemberRecord) -> None:
+    def _require_few_restarts(self) -> None:
         """Fail the job if this process ends again and again, without progress."""
-        num = own.count_restart(self._progress()) - 1
+        num = self._job.member("coordinator", 0).num_restarts - 1
         if num >= self._config.max_restarts:
             why = f"the coordinator ended too often: {num} restarts without progress"
             self._book.fail("coordinator", why)
@@ -347,9 +226,9 @@ class Coordinator:
         late = self._await(self._remaining)
         killed = [m for m in late if m.process is not None and m.process.kill()]
         for member in killed:
-            logger.warning("killed %s", member.record.who)
+            logger.warning("killed %s", member.who)
         if late:
-            names = ", ".join(member.record.who for member in late)
+            names = ", ".join(member.who for member in late)
             logger.error("did not leave in time: %s", names)
         left = [m for m in self._members if m not in late and m.process is not None]
         self._await(lambda: self._running([*left, *killed]))
@@ -357,46 +236,49 @@ class Coordinator:
     def _cause(self, reason: str) -> str:
         """Return why the job failed, the last checkpoint, and the failed one's log."""
         who = failures.find_member(reason)
-        logs = [m.record.find_log() for m in self._members if m.record.who == who]
+        failed = (member for member in self._members if member.who == who)
+        logs = [failures.find_log(member.who, member.log) for member in failed]
         why = reason.removeprefix("coordinator: ").removesuffix(".")
-        checkpoint = self._book.peek(f"note/{membership.LAST_CHECKPOINT}")
+        checkpoint = self._job.notes.get(membership.LAST_CHECKPOINT)
         last = f"the last checkpoint is {checkpoint}" if checkpoint else ""
         return "; ".join(filter(None, [why, last, *logs]))
 
-    def _watch(self) -> tuple[JobState, str]:
-        join_deadline = time.monotonic() + self._config.join_timeout_s
+    def _watch(self) -> tuple[Outcome, str]:
         is_joining = True
         with timeouts.saying(logger, lambda: self._line(self._absent())):
             while True:
-                self._learn_sizes()
-                trainers = [member.record for member in self._trainers]
-                is_known = "trainer" not in self._unlearned
-                if is_joining and not self._absent():
-                    is_joining = False
-                    process_identity.tell_joined()
-                reason = self._failure(time.monotonic() > join_deadline)
-                if reason is not None:
-                    self._book.fail("coordinator", reason)
-                elif (
-                    is_known and all(t.is_done() for t in trainers)
-                    if trainers
-                    else self._end_signal
-                ):
-                    self._book.finish_trainers()
-                state, reason = self._book.state()
-                if state != "running":
-                    return state, reason
+                with self._book.lock:
+                    now_s = self._job.clock.advance(time.monotonic())
+                    self._learn_sizes()
+                    if is_joining and not self._absent():
+                        is_joining = False
+                        process_identity.tell_joined()
+                    self._decide(now_s > self._config.join_timeout_s)
+                    if self._job.outcome != "running":
+                        return self._job.outcome, self._job.reason
                 time.sleep(self._tick_s)
 
+    def _decide(self, joining_is_over: bool) -> None:
+        """End the job if it has failed, or if the work is done."""
+        reason = self._failure(joining_is_over)
+        if reason is not None:
+            self._book.fail("coordinator", reason)
+        elif not self._trainers:
+            if self._end_signal:
+                self._book.finish_trainers()
+        elif "trainer" not in self._unlearned and self._is_done():
+            self._book.finish_trainers()
+
+    def _is_done(self) -> bool:
+        return all(member.is_done for member in self._trainers)
+
     def _failure(self, joining_is_over: bool) -> str | None:
-        was_told = self._ends_since_s > -math.inf
+        was_told = self._has_told
         told = self._find_signal() if self._config.num_trainers else ""
         if not (told and was_told):  # a supervisor ends all soon after the first has
-            progress = self._progress()
-            for member in self._members:
-                failure = member.failure(progress, is_told=bool(told))
-                if failure is not None:
-                    return failure
+            failure = self._job.tick(self._members, is_told=bool(told))
+            if failure is not None:
+                return failure
         if told:
             return self._end_as_told(told)
         if os.getppid() != self._parent:
@@ -419,13 +301,13 @@ class Coordinator:
         """Return the signal by which the job is told to end, if it is; say so once."""
         if self._end_signal:
             self._book.tell_to_end(self._end_signal, "the coordinator")
-        name, who = self._book.ending()
-        if name and self._ends_since_s == -math.inf:
-            self._ends_since_s = time.monotonic()
+        name = self._job.signal
+        if name and not self._has_told:
+            self._has_told = True
             logger.warning(
                 "the job is told to end (%s to %s): within %g s trainers save, and "
                 "the others end after them. A second signal ends it at once.",
-                *(name, who, self._config.timings.grace_s),
+                *(name, self._job.signal_to, self._config.timings.grace_s),
             )
         return name
 
@@ -434,56 +316,47 @@ class Coordinator:
         told, grace_s = f"{failures.TOLD} ({name})", self._config.timings.grace_s
         if self._is_hasty:
             return f"{told}, twice"
-        late = [member for member in self._trainers if not member.has_saved()]
-        if late and time.monotonic() - self._ends_since_s > grace_s:
-            names = ", ".join(member.record.who for member in late)
+        since_s = self._job.ends_since_s or 0.0
+        late = [one for one in self._trainers if not one.has_nothing_to_save()]
+        if late and self._job.clock.now_s - since_s > grace_s:
+            names = ", ".join(member.who for member in late)
             return f"{told}, and {names} did not end within grace_s={grace_s:g}"
-        is_done = all(member.record.is_done() for member in self._trainers)
-        return None if late or is_done else told
+        return None if late or self._is_done() else told
 
-    def _progress(self) -> int:
-        """Return a number that grows with trained batches, or with time without ends.
-
-        What NN workers count holds, as others do their work again when these have gone
-        back to a checkpoint; but not all scripts count.
-        """
-        if not self._trainers:
-            return int(time.monotonic() / _CALM_S)
-        trained = sum(member.progress for member in self._trainers)
-        others = sum(member.progress for member in self._members)
-        return _TRAINED + trained if trained else others
-
-    def _absent(self) -> list[_Member]:
+    def _absent(self) -> list[Member]:
         return [member for member in self._members if member.process is None]
 
-    def _names(self, members: Sequence[_Member]) -> list[str]:
+    def _names(self, members: Sequence[Member]) -> list[str]:
         """Return names of members: "any server" where no process has told how many."""
-        names = [member.record.who for member in members]
+        names = [member.who for member in members]
         unlearned = {f"{role} 0": f"any {role}" for role in self._unlearned}
         return [unlearned.get(name, name) for name in names]
 
-    def _line(self, members: Sequence[_Member]) -> str:
+    def _line(self, members: Sequence[Member]) -> str:
         return timeouts.waiting_for(self._names(members), len(self._members))
 
-    def _lacks_a_process(self, absent: Sequence[_Member]) -> bool:
+    def _lacks_a_process(self, absent: Sequence[Member]) -> bool:
         """Return whether fewer siblings are running than have yet to join."""
+        running = self._siblings.running() if absent else None
+        if running is None:
+            self._lacking_since = None
+            return False
         size = self._config.nproc_per_node
         num_absent = sum(member not in self._trainers for member in absent)
         for first in range(0, len(self._trainers), size):  # of one torchrun
             group = self._trainers[first : first + size]
             num_absent += all(member in absent for member in group)
-        running = self._siblings.running() if num_absent else None
         joined = process_identity.with_ancestors(os.getpid())
         for process in (m.process for m in self._members if m.process is not None):
             joined |= process_identity.with_ancestors(process.pid)
-        if running is None or len(running - joined) >= num_absent:
+        if len(running - joined) >= num_absent:
             self._lacking_since = None
             return False
         now = time.monotonic()
         self._lacking_since = self._lacking_since or now
         return now - self._lacking_since > _START_S
 
-    def _await(self, remaining: Callable[[], list[_Member]]) -> list[_Member]:
+    def _await(self, remaining: Callable[[], list[Member]]) -> list[Member]:
         """Wait until no member remains; return those that do after the deadline."""
         deadline = time.monotonic() + self._config.leave_timeout_s
         members = remaining()
@@ -493,11 +366,11 @@ class Coordinator:
                 members = remaining()
         return members
 
-    def _running(self, members: Sequence[_Member]) -> list[_Member]:
+    def _running(self, members: Sequence[Member]) -> list[Member]:
         """Return the members whose processes have not ended; none after a signal."""
         return [m for m in members if not (self._end_signal or m.is_gone())]
 
-    def _remaining(self) -> list[_Member]:
+    def _remaining(self) -> list[Member]:
         """Return the members that have not left.
 
         Also one that has yet to join: it would look for a closed address book. But a

@@ -7,6 +7,7 @@ coordinator, which names the member: ``coordinator: trainer 0 (process 7) was ki
 import contextlib
 import json
 import re
+import socket
 import sys
 import sysconfig
 import traceback
@@ -139,6 +140,21 @@ def find_own_log() -> str:
         return ""
     both = path.with_name("combined.log")  # torchx's, of stdout and stderr
     return next((str(p) for p in (both, path) if p.is_file()), "")
+
+
+def find_log(who: str, place: str | None) -> str:
+    """Say where the log of a member is; empty: it is not known.
+
+    ``place`` is its host and its log, as it has told; None: it has not joined.
+    """
+    if place is None:  # torchx has a folder for each
+        own = Path(find_own_log())
+        path = own.parents[2] / who.replace(" ", "/") / own.name if own.name else own
+        return f"its log: {path}" if path.is_file() else ""
+    host, _, log = place.partition(" ")
+    if log and host == socket.gethostname():
+        return f"its log: {log}"
+    return f"its log: {log} on host {host}" if log else f"its log is on host {host}"
 
 
 def tell_launcher(cause: str) -> None:

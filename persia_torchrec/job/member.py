@@ -39,10 +39,10 @@ trainer under torchrun SIGTERM counts if the job is told to end by another proce
 
 A coordinator with a supervisor is waited for, up to ``recovery_timeout_s``.
 
-Three threads do it. One sends heartbeats, and may get stuck if the network does;
-another touches no network and watches the first. A third receives signals, which the
-main thread may miss: see ``signals.py``. Clocks of two hosts are never compared: the
-reader of a number of heartbeats measures for how long it did not grow.
+Three threads do it. One sends heartbeats, one request each, and may get stuck if the
+network does; another touches no network and watches the first. A third receives
+signals, which the main thread may miss: see ``signals.py``. Clocks of two hosts are
+never compared: who waits for heartbeats, or for their answers, has its own.
 
 torchx's local scheduler starts all roles of a job as its children, and when one ends,
 it lets the others run. So they watch each other: a member does not wait for a
@@ -66,10 +66,10 @@ from typing import ClassVar, NoReturn, Self
 from persia_torchrec import env
 from persia_torchrec.errors import ConfigError, JobError
 from persia_torchrec.job import failures, process_identity
-from persia_torchrec.job.member_record import JobTimings, MemberRecord
-from persia_torchrec.job.process_identity import ProcessIdentity, Siblings
-from persia_torchrec.job.registry import AddressBook, JobState
-from persia_torchrec.job.registry_server import COMPILING
+from persia_torchrec.job.member_record import MemberRecord
+from persia_torchrec.job.process_identity import Siblings
+from persia_torchrec.job.registry import AddressBook
+from persia_torchrec.job.requests import Outcome
 from persia_torchrec.job.signals import (
     SAME_S,
     START_AGAIN,
@@ -77,6 +77,7 @@ from persia_torchrec.job.signals import (
     EndSignals,
     is_in_compiler,
 )
+from persia_torchrec.job.state import AwakeClock
 from persia_torchrec.rpc.addresses import bind_gloo, local_address
 
 logger = logging.getLogger(__name__)
@@ -88,6 +89,7 @@ _RETRY_S = 0.1
 _AGENT_S = 1.0  # within which a torchrun that is told to end says so
 _DECISION_S = 2.0  # for which an interrupted main thread waits
 _CAUSE_S = 4.0  # how long an error of a connection waits for one that caused it
+_LOOK_S = 0.5  # between two looks at the heartbeats, at most
 
 
 class JobMember:
@@ -102,7 +104,8 @@ class JobMember:
     interrupted once the job is finished. ``ended`` is set once the job has, as far as
     is known here; ``host`` is where to listen, the interface that leads to the book.
     ``progress`` may be set to what returns a number that grows with trained batches; a
-    thread of the member calls it with each heartbeat.
+    thread of the member calls it with each heartbeat, which sends it, and ``notes`` by
+    name.
 
     The process ends with the one that started it, unless ``watches_parent`` is set to
     False before.
@@ -139,16 +142,17 @@ class JobMember:
         self._replica = (role, index, size)
         self.record = MemberRecord(book, role, index)
         self.expendable = expendable
-        self._timings = JobTimings.read(book)
+        self.notes: dict[str, str] = {}
+        self._timings = book.timings()
+        self._view = book.view()  # the last one, of a heartbeat
         if env.num_restarts():
             self._require_running()
-        self._coordinator = self._find_coordinator()
         self._signals = EndSignals(self._hear, handler=self._interrupt)
         self._pid = os.getpid()
         self._supervisor = process_identity.find_supervisor()
         self._parent = env.agent() or os.getppid()
         self._callbacks: Future[None] = Future()  # done: they have been called
-        self._verdict: tuple[JobState, str] = ("running", "")  # set under _lock
+        self._verdict: tuple[Outcome, str] = ("running", "")  # set under _lock
         self._lock = threading.Lock()  # no handler of signals takes it
         self._waiting = threading.Event()
         self._leaving = threading.Event()
@@ -160,13 +164,13 @@ class JobMember:
             target=self._keep_beating, name="job-heartbeat", daemon=True
         )
         book.claim_size(role, index, size)
-        if self.record.register(self._timings.silent_s):
+        by_torchrun = role == "trainer" and env.is_under_torchrun()
+        agent = self._parent if by_torchrun else None
+        if self.record.register(self._timings.silent_s, agent):
             # Also where torchrun counts no restart, as none of its own has failed.
             env.set_variable("PERSIA_RESTARTS", max(env.num_restarts(), 1))
         if role == "trainer":
             bind_gloo(self.host)
-            if env.is_under_torchrun():
-                self.record.tell_agent(self._parent)
         env.set_variable("PERSIA_MEMBER", f"{book.port} {role} {index} {self._pid}")
         process_identity.tell_joined()
 
@@ -263,7 +267,7 @@ class JobMember:
         error = None if isinstance(exc, SystemExit | KeyboardInterrupt) else exc
         logger.info("%s ends, as the job is told to", self.who, exc_info=error)
         with contextlib.suppress(JobError):  # the coordinator has ended
-            self.record.report_ended()
+            self.record.report_saved()
         if not self.expendable:
             self._waiting.set()
             self.ended.wait(self._timings.grace_s + self._timings.leave_s)
@@ -324,12 +328,12 @@ class JobMember:
         """
         is_of_torchrun = self._replica[0] == "trainer" and env.is_under_torchrun()
         with contextlib.suppress(JobError):  # the coordinator has ended
-            if self.book.peek("address/trainer/size") is None:
+            if not self.book.view().has_trainers:
                 return
             if not is_of_torchrun or signal.Signals[name] in WARNINGS:
                 self.book.tell_to_end(name, self.who)
             until_s = time.monotonic() + _AGENT_S
-            while not (told := self.book.ending()[0]) and time.monotonic() < until_s:
+            while not (told := self.book.view().signal) and time.monotonic() < until_s:
                 time.sleep(_RETRY_S)
             self._told = told
 
@@ -343,8 +347,7 @@ class JobMember:
             return self.saves_at_end or self._signals.has_passed(number)
         if self.expendable:
             half_s = self._ends_since_s + self._timings.grace_s / 2
-            with contextlib.suppress(JobError):
-                return time.monotonic() < half_s and not self.book.is_after_last_step()
+            return time.monotonic() < half_s and not self._view.is_after_last_step
         return True
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
@@ -382,22 +385,15 @@ class JobMember:
         """
         role, _, _ = self._replica
         place = failures.find_place(exc) if role in ("trainer", "loader") else None
+        num_steps = self._num_steps() if role == "trainer" else None
         if place is not None:
             with contextlib.suppress(JobError):  # the coordinator has ended
-                if self.record.report_raise(place, self._num_trained()):
+                if self.record.report_raise(place, num_steps):
                     self._repeat = (
                         f"; the second {place} at the same step, so that the script is "
                         "not started again"
                     )
         return self._repeat
-
-    def _num_trained(self) -> int:
-        """Return steps of this trainer; or of all, as they have reported it."""
-        if self._replica[0] == "trainer":
-            return 0 if self.progress is None else self.progress()
-        size = int(self.book.peek("address/trainer/size") or 0)
-        trainers = (MemberRecord(self.book, "trainer", i) for i in range(size))
-        return sum(trainer.progress() for trainer in trainers)
 
     def _is_known(self, cause: str | None) -> bool:
         """Return whether this member has failed with a cause before; note the cause."""
@@ -422,8 +418,8 @@ class JobMember:
 
     def _fail(self, reason: str) -> None:
         with contextlib.suppress(JobError):  # the coordinator has ended
-            self.book.fail(self.who, reason)
-            self._note(*self.book.state())  # which another may have failed before
+            view = self.book.fail(self.who, reason)
+            self._note(view.outcome, view.reason)  # another may have failed before
         self._fail_alone(f"{self.who}: {reason}")
 
     def _fail_alone(self, reason: str) -> None:
@@ -445,35 +441,32 @@ class JobMember:
 
     def _require_running(self) -> None:
         """End this process, which was started again, if the job is over."""
-        state, reason = self.book.state()
-        if state == "failed":
-            raise JobError(f"The job failed: {reason}")
-        if state == "finished":
+        view = self._view
+        if view.outcome == "failed":
+            raise JobError(f"The job failed: {view.reason}")
+        if view.outcome == "finished":
             raise SystemExit(0)
-        if told := self.book.ending()[0]:
+        if told := view.signal:
             raise JobError(f"The job is told to end ({told}): nothing starts again.")
 
-    def _require_place(self) -> None:
+    def _require_place(self, successor: int) -> None:
         """End this process at once if another one is this member by now.
 
         It was stopped, or cut off, for so long that the job has given it up.
         """
-        other = self.record.successor()
-        if other is not None:
+        if successor:
             logger.error(
                 "%s was given up, and ends: another process (%d) has its place",
-                *(self.who, other.pid),
+                *(self.who, successor),
             )
             os._exit(1)
-
-    def _find_coordinator(self) -> ProcessIdentity | None:
-        return MemberRecord(self.book, "coordinator", 0).process()
 
     def _ask_for_verdict(self) -> None:
         """Read the state of the job, without waiting for the next heartbeat."""
         with contextlib.suppress(JobError):  # the coordinator has ended
-            self._note(*self.book.state())
-            self._told = self._told or self.book.ending()[0]
+            view = self.book.view()
+            self._note(view.outcome, view.reason)
+            self._told = self._told or view.signal
 
     def _ask_for_cause(self, exc: BaseException) -> None:
         """Ask whether the job has failed, which may be the reason for an exception."""
@@ -485,7 +478,7 @@ class JobMember:
             time.sleep(_RETRY_S)
             self._ask_for_verdict()
 
-    def _note(self, state: JobState, reason: str, *, is_known: bool = True) -> None:
+    def _note(self, state: Outcome, reason: str, *, is_known: bool = True) -> None:
         """Remember, and log, how the job ended, if it has; the first verdict stands.
 
         The coordinator logs a reason that it knows.
@@ -505,39 +498,33 @@ class JobMember:
                 if env.is_under_torchrun():
                     failures.tell_launcher(reason)
 
-    def _end(self, state: JobState, reason: str, *, is_known: bool = True) -> None:
+    def _end(self, state: Outcome, reason: str, *, is_known: bool = True) -> None:
         """Remember how the job ended, if it has, and have this process end."""
         self._note(state, reason, is_known=is_known)
         if state != "running":
             self.ended.set()
 
+    def _num_steps(self) -> int:
+        return 0 if self.progress is None else self.progress()
+
     def _keep_beating(self) -> None:
         try:
             while not self._leaving.is_set():
-                self.record.beat()
-                self._require_place()
-                if self.progress is not None:
-                    self.record.report_progress(self.progress())
-                if self._is_compiling:
-                    self.book.increase(COMPILING)
-                coordinator = self._coordinator
-                if self.book.recovery_s:  # it may be another one
-                    coordinator = self._find_coordinator()
-                state, reason = self.book.state()
+                num_steps, is_compiling = self._num_steps(), self._is_compiling
+                notes = dict(self.notes)
+                view = self.record.beat(num_steps, notes, is_compiling=is_compiling)
+                self._require_place(view.successor)
                 self._num_beats += 1  # first: another one was not silent
-                self._coordinator = coordinator
-                if told := self.book.ending()[0]:
-                    self._told = told
-                    self._begin_to_end(told)
+                self._view = view
+                if view.signal:
+                    self._told = view.signal
+                    self._begin_to_end(view.signal)
                 is_first = self._replica[0] == "trainer"  # to leave a finished job
-                if state == "finished" and not is_first and not self.book.is_over():
-                    self._note(state, reason)
-                    self._leaving.wait(_RETRY_S)
+                if view.outcome == "finished" and not is_first and not view.is_over:
+                    self._note(view.outcome, view.reason)
                 else:
-                    self._end(state, reason)
-                    is_quick = bool(self._told) and state == "running"
-                    interval_s = self._timings.heartbeat_s
-                    self._leaving.wait(_RETRY_S if is_quick else interval_s)
+                    self._end(view.outcome, view.reason)
+                self._leaving.wait(view.next_beat_s)
             self.record.leave()
         except JobError as exc:
             self._fail_alone(f"{self.who} lost the coordinator: {exc}")
@@ -557,28 +544,27 @@ class JobMember:
 
     def _watch_parent_and_beats(self) -> None:
         """Return once the job has ended, for any reason."""
-        # Silence is counted in own ticks, not read off the clock: a process that did
-        # not run at all for a while must not blame the coordinator.
         timings = self._timings
-        tick_s = timings.heartbeat_s / 2
-        silent_ticks, last_seen = 0, -1
+        tick_s = min(timings.heartbeat_s / 2, _LOOK_S)
+        clock, last_seen, heard_s = AwakeClock(time.monotonic()), -1, 0.0
         while not self.ended.wait(tick_s):
-            silent_ticks += 1
+            # Of a process that did not run the coordinator is not to blame.
+            now_s = clock.advance(time.monotonic())
             if self._num_beats != last_seen:
-                silent_ticks, last_seen = 0, self._num_beats
+                heard_s, last_seen = now_s, self._num_beats
             if self.watches_parent and os.getppid() != self._parent:
                 if env.is_under_torchrun() and self._supervisor is not None:
                     os._exit(START_AGAIN)  # the next torchrun starts another
                 self._fail_alone(f"{self.who} lost the process that started it")
-            silent_s = silent_ticks * tick_s
+            silent_s = now_s - heard_s
             limit_s = max(timings.silent_s, self.book.recovery_s)
             if silent_s > limit_s:
                 silent = f"no answer of the coordinator for {limit_s:g} s"
                 self._fail_alone(f"{self.who}: {silent}")
             # One that is stopped, on this host, would stay, and torchx with it.
-            coordinator = self._coordinator if silent_s > timings.silent_s else None
-            if coordinator is not None and coordinator.kill():
-                logger.warning("killed the coordinator (%d)", coordinator.pid)
+            stopped = self._view.coordinator if silent_s > timings.silent_s else None
+            if stopped is not None and stopped.kill():
+                logger.warning("killed the coordinator (%d)", stopped.pid)
 
     def _end_process(self) -> None:
         """Make this process end within its time, now that the job has ended."""

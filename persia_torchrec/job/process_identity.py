@@ -9,6 +9,7 @@ have one name: as long as one of them runs, the process comes back.
 """
 
 import contextlib
+import functools
 import os
 import signal
 import time
@@ -188,6 +189,7 @@ def _read_stat(pid: int) -> tuple[str, int, str, str]:
     return fields[0], int(fields[1]), head.partition("(")[2], fields[19]
 
 
+@functools.cache
 def _process_table() -> str:
     """Name this host's boot and the process namespace in it; empty off Linux."""
     try:

@@ -3,41 +3,10 @@
 The coordinator hosts the book; every other process is a client of it. Each server,
 worker, ... registers its address under its role and index; a client of a role waits
 until all of it has registered. A restarted process registers again. The first verdict
-on the job stands. The book is a store of strings by key, served by one thread:
+on the job stands.
 
-    job/id                      id of the job
-    job/state                   absent: running; "finishing": finished, and only the
-                                trainers leave yet; "finished"; "failed <who>: <why>"
-    address/<role>/size         how many processes the role has
-    address/<role>/<index>      the address of one of them
-    note/<name>                 what one process tells the others: rendezvous, timings,
-                                the last checkpoint
-    member/<role>/<index>       identity of a process of the job, as JSON
-    log/<role>/<index>          its host, and the file that its stderr is, if it is one
-    agent/<role>/<index>        identity of the torchrun process that started it
-    beats/<role>/<index>        number of its heartbeats
-    compiling                   number of heartbeats of processes that compile
-    progress/<role>/<index>     number that grows with its trained batches
-    failed/<role>/<index>       process number of one that its supervisor starts again
-                                because it has raised, and why
-    raised/<role>/<index>       how often it had been started again when its script has
-                                raised, what was trained then, and at which line;
-                                raised/trainer is that of all trainers
-    restarts/<role>/<index>     how often it was started again without progress of the
-                                job, and how much there was when it was last
-    job/recovery_s              how long its members wait for the coordinator; absent:
-                                it has no supervisor
-    job/ending                  absent, or the signal by which the job is told to end,
-                                and the member that has got it: "SIGTERM trainer 0"
-    job/last_step               "1": the NN workers of a job that is told to end train
-                                no more, and need no more batches
-    done/<role>/<index>         "1": the work of this member is done
-    ended/<role>/<index>        "1": this member has saved what it had, in a job that is
-                                told to end
-    left/<role>/<index>         the member/ value of one that has left
-    lost/<role>/<index>         the member/ value of one whose connection is lost
-
-``registry_server.py`` has the requests, and what a book becomes when its host dies.
+``requests.py`` has what is asked and answered, ``state.py`` the state of a job,
+``registry_server.py`` the thread that answers, and what remains when its host dies.
 """
 
 import concurrent.futures
@@ -48,7 +17,7 @@ import socket
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import TypeVar
 
 import msgspec
 
@@ -57,6 +26,7 @@ from persia_torchrec.env import MAX_PORT
 from persia_torchrec.errors import (
     ConfigError,
     DiscoveryError,
+    FrameError,
     JobError,
     JobMismatchError,
     PersiaError,
@@ -66,17 +36,29 @@ from persia_torchrec.errors import (
     TokenError,
     WireError,
 )
-from persia_torchrec.job.registry_server import (
-    COMPILING,
-    JOB_ID,
-    Add,
-    BookServer,
-    Get,
-    Journal,
-    Put,
+from persia_torchrec.job.registry_server import BookServer, Journal
+from persia_torchrec.job.requests import (
+    MAX_TEXT,
+    ClaimSize,
+    Fail,
+    FindNotes,
+    FindRole,
+    Finish,
+    Found,
+    JobTimings,
+    Look,
+    Meet,
+    Outcome,
+    Read,
     Request,
-    Swap,
+    SetNote,
+    TellLastStep,
+    TellToEnd,
+    View,
+    Welcome,
 )
+from persia_torchrec.job.state import AwakeClock, JobState, Member
+from persia_torchrec.parsing.decoding import parse_json
 from persia_torchrec.rpc.addresses import LOOPBACK, family_of, join_address
 from persia_torchrec.rpc.auth import Greeting
 from persia_torchrec.rpc.client import Connections
@@ -87,12 +69,9 @@ SERVED_CHECKPOINT = "served_checkpoint"
 
 logger = logging.getLogger(__name__)
 
-JobState = Literal["running", "finished", "failed"]
+T = TypeVar("T")
 
-_STATE = "job/state"
-_RECOVERY = "job/recovery_s"
-_ENDING, _LAST_STEP = "job/ending", "job/last_step"
-_FINISHING, _FINISHED = "finishing", "finished"
+_TIMINGS = "timings"  # note
 _POLL_S = 0.05
 _CONNECT_RETRY_S = 0.2
 _HELD_S = 1.0  # how long a port is held by what does not listen when it is taken
@@ -102,7 +81,6 @@ _JOIN_ANSWER_S = 30.0
 _ANSWER_S = 30.0
 _RECONNECT_S = 3.0
 _LOOK_S = 1.0
-_BEATS_S = 5.0  # more than between two heartbeats of a process that compiles
 
 
 class AddressBook:
@@ -117,7 +95,6 @@ class AddressBook:
         self, address: tuple[str, int], greeting: Greeting, host_name: str
     ) -> None:
         self._address = address
-        self._server: BookServer | None = None
         self._is_closed = False
         self.recovery_s = 0.0  # how long a request waits for the coordinator's return
         self._connection = Connections(
@@ -140,7 +117,7 @@ class AddressBook:
         job_id: str = "",
         memory: int | None = None,
         recovery_s: float = 0.0,
-    ) -> "AddressBook":
+    ) -> "HostedBook":
         """Open the address book of a new job, on the loopback; the coordinator does.
 
         Port 0 takes a free one, which ``.port`` tells. Without a job's id one is drawn.
@@ -150,23 +127,23 @@ class AddressBook:
         """
         if not 0 <= port <= MAX_PORT:
             raise ConfigError(f"port must be in [0, {MAX_PORT}]. Received: {port}.")
-        journal = Journal(memory)
-        job_id = journal.values.get(JOB_ID) or job_id
+        journal, now_s = Journal(memory), time.monotonic()
+        job = journal.read()
+        job_id = job.job_id if job else job_id
         greeting = Greeting(job_id) if job_id else Greeting.draw()
-        if recovery_s:
-            journal.values[_RECOVERY] = str(recovery_s)
+        if job is None:
+            job = JobState(greeting.job_id, AwakeClock(now_s))
+        job.resume(now_s)
+        job.recovery_s = recovery_s
         try:
             listen = "*" if everywhere else LOOPBACK
-            server = BookServer(listen, port, greeting, journal)
+            server = BookServer(listen, port, greeting, job, journal)
         except WireError as exc:
             raise JobError(
                 f"The address book must be able to listen on port {port}. "
                 f"Received: {exc} Does another job use the port?"
             ) from exc
-        port = int(server.address.rpartition(":")[2])
-        book = cls((LOOPBACK, port), greeting, LOOPBACK)
-        book._server = server
-        return book
+        return HostedBook(server, greeting)
 
     @classmethod
     def join(
@@ -200,7 +177,7 @@ class AddressBook:
         try:
             answer_s = max(deadline - time.monotonic(), 0.1)
             answer_s = answer_s if is_back else min(answer_s, _JOIN_ANSWER_S)
-            job_id_there, recovery_s = book._ask_first(answer_s, look)
+            there = book._ask_first(answer_s, look)
         except PersiaError as exc:
             book.close()
             if isinstance(exc, RemoteError) and exc.kind == JobMismatchError.__name__:
@@ -211,30 +188,29 @@ class AddressBook:
                 f"The job's address book must be at {host}:{port}. Received: {exc} "
                 "Something else listens there, or another version of persia_torchrec."
             ) from exc
-        book.greeting = Greeting(job_id_there or "")
-        book.recovery_s = float(recovery_s or 0)
+        book.greeting = Greeting(there.job_id)
+        book.recovery_s = there.recovery_s
         return book
 
     def close(self) -> None:
         """Close the connection; the host's book is gone for all with it."""
         self._is_closed = True
         self._connection.close()
-        if self._server is not None:
-            self._server.close()
 
     def register(self, role: str, index: int, size: int, address: str) -> None:
         """Publish the address of a process of a role; replaces a previous one."""
-        self.claim_size(role, index, size)
-        self.put(f"address/{role}/{index}", address)
+        self.claim_size(role, index, size, address)
 
-    def claim_size(self, role: str, index: int, size: int) -> None:
+    def claim_size(
+        self, role: str, index: int, size: int, address: str | None = None
+    ) -> None:
         """Register the size of a role; ConfigError if another one is registered."""
         if not 0 <= index < size:
             raise ConfigError(
                 f"The index of a {role} must be in [0, {size}). Received: {index}."
             )
-        known = self.claim(f"address/{role}/size", str(size))
-        if known != str(size):
+        known = self.call(ClaimSize(role, index, size, address), int)
+        if known != size:
             raise ConfigError(
                 f"Every {role} and the coordinator must be started with the same "
                 f"number of them. Received: {size} from {role} {index}, {known} from "
@@ -245,36 +221,42 @@ class AddressBook:
     def addresses(self, role: str, *, timeout_s: float | None = None) -> list[str]:
         """Return the addresses of a role, by index; DiscoveryError if one is late."""
         timeout_s = _seconds(timeout_s)
-        deadline = time.monotonic() + timeout_s
-        (size,) = self._wait_for([f"address/{role}/size"], deadline)
-        if size is None:
+        found = self._wait_for(FindRole(role), role, timeout_s)
+        if found is None:
             raise DiscoveryError(
                 f"Every {role} must register within {timeout_s:g} s. Received: none. "
                 f"Is the role '{role}' part of the job, and did it start?"
             )
-        keys = [f"address/{role}/{index}" for index in range(int(size))]
-        found = self._wait_for(keys, deadline)
         missing = [f"{role} {i}" for i, value in enumerate(found) if value is None]
         if missing:
             raise DiscoveryError(
-                f"All {size} of the role '{role}' must register within "
+                f"All {len(found)} of the role '{role}' must register within "
                 f"{timeout_s:g} s. Missing: {', '.join(missing)}. See their logs."
             )
         return [str(value) for value in found]
 
+    def address(self, role: str, index: int) -> str | None:
+        """Return the address of a process, or None; does not wait."""
+        found = self.call(FindRole(role), Found).values or []
+        return found[index] if index < len(found) else None
+
     def tell(self, name: str, value: str) -> None:
         """Publish a note for the other processes; replaces a previous one."""
-        self.put(f"note/{name}", value)
+        self.call(SetNote(name, value), str)
 
-    def claim_note(self, name: str, value: str) -> str:
-        """Publish a note unless there is one of that name; return the one there."""
-        return self.claim(f"note/{name}", value)
+    def claim_note(self, name: str, value: str, expected: str = "") -> str:
+        """Publish a note that is ``expected``, or not there; return the one there."""
+        return self.call(SetNote(name, value, expected), str)
+
+    def note(self, name: str) -> str | None:
+        """Return a note, or None; does not wait."""
+        (value,) = self.call(FindNotes([name]), Found).values or [None]
+        return value
 
     def ask(self, names: Sequence[str], *, timeout_s: float | None = None) -> list[str]:
         """Return the notes of these names; DiscoveryError if one is late."""
         timeout_s = _seconds(timeout_s)
-        keys = [f"note/{name}" for name in names]
-        found = self._wait_for(keys, time.monotonic() + timeout_s)
+        found = self._wait_for(FindNotes([*names]), "", timeout_s) or []
         if None in found:
             pairs = zip(names, found, strict=True)
             missing = ", ".join(name for name, value in pairs if value is None)
@@ -283,65 +265,40 @@ class AddressBook:
             )
         return [str(value) for value in found]
 
-    def state(self) -> tuple[JobState, str]:
+    def timings(self) -> JobTimings:
+        """Return the timings of the job, once the coordinator has published them."""
+        (text,) = self.ask([_TIMINGS])
+        timings: JobTimings = parse_json(text, JobTimings, "note 'timings'", FrameError)
+        return timings
+
+    def member(self, role: str, index: int) -> Member:
+        """Return a member as the coordinator knows it now; it may have to join yet."""
+        return self.call(Read(role, index), Member)
+
+    def view(self) -> View:
+        """Return how the job is."""
+        return self.call(Look(), View)
+
+    def state(self) -> tuple[Outcome, str]:
         """Return the state of the job, and the reason if it failed."""
-        verdict = self.peek(_STATE)
-        if verdict is None:
-            return "running", ""
-        state, _, reason = verdict.partition(" ")
-        return ("failed", reason) if state == "failed" else ("finished", "")
+        view = self.view()
+        return view.outcome, view.reason
 
     def is_over(self) -> bool:
         """Return whether a job has ended for all, and not for its trainers alone."""
-        return self.peek(_STATE) not in (None, _FINISHING)
+        return self.view().is_over
 
-    def fail(self, who: str, reason: str) -> None:
-        """End the job as failed, unless it has ended already."""
-        self.claim(_STATE, f"failed {who}: {reason}")
-
-    def finish_trainers(self) -> None:
-        """End the job as finished, but the others than trainers stay yet."""
-        self.claim(_STATE, _FINISHING)
-
-    def finish(self) -> None:
-        """End the job as finished, unless it has ended already."""
-        if self.claim(_STATE, _FINISHED) == _FINISHING:
-            self.claim(_STATE, _FINISHED, _FINISHING)
+    def fail(self, who: str, reason: str) -> View:
+        """End the job as failed, unless it has ended already; return how it is."""
+        return self.call(Fail(who[:MAX_TEXT], reason[:MAX_TEXT]), View)
 
     def tell_to_end(self, signal_name: str, who: str) -> None:
         """Have the job take a last checkpoint and end, as a signal to a member says."""
-        self.claim(_ENDING, f"{signal_name} {who}")
-
-    def ending(self) -> tuple[str, str]:
-        """Return the signal by which the job was told to end, and who got it; or ""."""
-        name, _, who = (self.peek(_ENDING) or "").partition(" ")
-        return name, who
+        self.call(TellToEnd(signal_name, who), View)
 
     def tell_last_step(self) -> None:
         """Make known that the trainers of a job that is told to end train no more."""
-        self.put(_LAST_STEP, "1")
-
-    def is_after_last_step(self) -> bool:
-        """Return whether the trainers of a job that is told to end train no more."""
-        return self.peek(_LAST_STEP) is not None
-
-    def put(self, key: str, value: str) -> None:
-        """Set a key."""
-        self._call(Put(key, value))
-
-    def peek(self, key: str) -> str | None:
-        """Return what a key holds, or None; does not wait."""
-        (value,) = self._call(Get([key]))
-        return value
-
-    def claim(self, key: str, value: str, expected: str = "") -> str:
-        """Set a key that holds ``expected``, or nothing; return what it holds then."""
-        (held,) = self._call(Swap(key, expected, value))
-        return str(held)
-
-    def increase(self, key: str) -> None:
-        """Add 1 to a number, which starts at 0."""
-        self._call(Add(key))
+        self.call(TellLastStep(), View)
 
     def another_port(self) -> str:
         """Return what to do if another job has this port, for an error."""
@@ -350,31 +307,38 @@ class AddressBook:
             "PERSIA_STORE_PORT)."
         )
 
-    def _wait_for(self, keys: Sequence[str], deadline: float) -> list[str | None]:
-        """Wait until all keys are set; return them, with None for one that is not."""
-        values = self._call(Get([*keys]))
-        if None not in values:
-            return values
+    def _wait_for(
+        self, request: FindNotes | FindRole, role: str, timeout_s: float
+    ) -> list[str | None] | None:
+        """Wait until all is there; return it, with None for what is not.
+
+        ``role`` is that of the addresses, or "".
+        """
+        found = self.call(request, Found)
 
         def what() -> str:
-            pairs = zip(keys, values, strict=True)
-            missing = [_name(key) for key, value in pairs if value is None]
-            kind = "notes" if keys[0].startswith("note/") else "roles"
-            return timeouts.waiting_for(missing, len(keys), kind)
+            if found.values is None:
+                return timeouts.waiting_for([f"any {role}"], 1)
+            missing = [n for n, v in enumerate(found.values) if v is None]
+            if isinstance(request, FindRole):
+                names = [f"{role} {n}" for n in missing]
+                return timeouts.waiting_for(names, len(found.values))
+            names = [request.names[n].replace("/", " ") for n in missing]
+            return timeouts.waiting_for(names, len(found.values), "notes")
 
-        patience = Patience(deadline, time.monotonic())
+        now = time.monotonic()
+        patience = Patience(now + timeout_s, now)
         with timeouts.saying(logger, what):
-            while None in (values := self._call(Get([*keys]))):
-                state, reason = self.state()
-                if state == "failed":
-                    raise JobError(f"The job failed: {reason}")
-                num_beats = int(self.peek(COMPILING) or 0)
-                if patience.is_over(num_beats, time.monotonic()):
+            while found.values is None or None in found.values:
+                if found.view.outcome == "failed":
+                    raise JobError(f"The job failed: {found.view.reason}")
+                if patience.is_over(found.view.is_compiling, time.monotonic()):
                     break
-                time.sleep(_POLL_S)
-        return values
+                time.sleep(found.next_look_s)
+                found = self.call(request, Found)
+        return found.values
 
-    def _call(self, request: Request) -> list[str | None]:
+    def call(self, request: Request, kind: type[T]) -> T:
         """Send a request, again if the connection breaks; return its answer.
 
         The socket of a coordinator that has a supervisor outlives it. So one that is
@@ -384,7 +348,7 @@ class AddressBook:
         next_look = started
         while not self._is_closed:
             try:
-                return self._send(request, _ANSWER_S)
+                return self._send(request, kind, _ANSWER_S)
             except ServerError as exc:
                 now = time.monotonic()
                 late = isinstance(exc, RequestTimeoutError) and not self.recovery_s
@@ -401,15 +365,13 @@ class AddressBook:
             time.sleep(_POLL_S)
         raise JobError("The address book must be open. Received: a closed one.")
 
-    def _ask_first(
-        self, timeout_s: float, look: Callable[[], None]
-    ) -> list[str | None]:
+    def _ask_first(self, timeout_s: float, look: Callable[[], None]) -> Welcome:
         """Return what a client must know, also if the coordinator starts again."""
         deadline = time.monotonic() + timeout_s
         while True:
             left_s = max(deadline - time.monotonic(), 0.1)
             try:
-                return self._send(Get([JOB_ID, _RECOVERY]), left_s, look)
+                return self._send(Meet(), Welcome, left_s, look)
             except ServerError as exc:
                 final = RemoteError | RequestTimeoutError | TokenError
                 if isinstance(exc, final) or time.monotonic() > deadline:
@@ -419,9 +381,10 @@ class AddressBook:
     def _send(
         self,
         request: Request,
+        kind: type[T],
         timeout_s: float,
         look: Callable[[], None] = lambda: None,
-    ) -> list[str | None]:
+    ) -> T:
         body = [msgspec.json.encode(request)]
         reply = self._connection.submit(
             0, Header(Kind.BOOK), body, timeout_s=timeout_s, what="a request"
@@ -430,11 +393,11 @@ class AddressBook:
             while not reply.done():
                 concurrent.futures.wait([reply], timeout=_CONNECT_RETRY_S)
                 look()
-            values: list[str | None] = decode_json(reply.frames(), list[str | None])
+            answer: T = decode_json(reply.frames(), kind)
         except WireError as exc:
             name = self._connection.names[0]
             raise RemoteError(str(exc), server=name, kind=type(exc).__name__) from exc
-        return values
+        return answer
 
     def _is_refused(self) -> bool:
         """Return whether it is known that no process listens at the address."""
@@ -445,6 +408,51 @@ class AddressBook:
         return False
 
 
+class HostedBook(AddressBook):
+    """The address book in the process that hosts it, without a connection.
+
+    ``job`` is the state of the job; whoever reads or changes it holds ``lock``.
+    """
+
+    def __init__(self, server: BookServer, greeting: Greeting) -> None:
+        self._server = server
+        self._is_closed = False
+        self.lock, self.job = server.lock, server.job
+        self.recovery_s = 0.0
+        self.host_name, self.greeting = LOOPBACK, greeting
+        self.port = int(server.address.rpartition(":")[2])
+
+    def close(self) -> None:
+        """Close the book, which is gone for all."""
+        self._is_closed = True
+        self._server.close()
+
+    def publish(self, timings: JobTimings) -> None:
+        """Make these the timings of the job; the coordinator calls it first."""
+        with self.lock:
+            self.job.timings = timings
+            self.tell(_TIMINGS, msgspec.json.encode(timings).decode())
+
+    def finish_trainers(self) -> None:
+        """End the job as finished, but the others than trainers stay yet."""
+        self.call(Finish(is_over=False), View)
+
+    def finish(self) -> None:
+        """End the job as finished, unless it has ended already."""
+        self.call(Finish(is_over=True), View)
+
+    def call(self, request: Request, kind: type[T]) -> T:
+        """Answer a request."""
+        if self._is_closed:
+            raise JobError("The address book must be open. Received: a closed one.")
+        try:
+            answer = self._server.answer(request)
+        except FrameError as exc:
+            raise JobError(str(exc)) from exc
+        assert isinstance(answer, kind)
+        return answer
+
+
 class Patience:
     """A deadline, extended while a process compiles: by ``COMPILING_S`` at most."""
 
@@ -452,27 +460,17 @@ class Patience:
         self._deadline = deadline
         self._last_deadline = deadline + timeouts.COMPILING_S
         self._last_look = now
-        self._num_beats: int | None = None
-        self._compiles_until = 0.0
 
-    def is_over(self, num_beats: int, now: float) -> bool:
-        """Return whether the time has run out; ``num_beats`` grows by heartbeats."""
-        if self._num_beats is not None and num_beats != self._num_beats:
-            self._compiles_until = now + _BEATS_S
-        if now < self._compiles_until:
+    def is_over(self, is_compiling: bool, now: float) -> bool:
+        """Return whether the time has run out; call it several times a second."""
+        if is_compiling:
             self._deadline += now - self._last_look
-        self._num_beats, self._last_look = num_beats, now
+        self._last_look = now
         return now >= min(self._deadline, self._last_deadline)
 
 
 def _seconds(timeout_s: float | None) -> float:
     return env.join_timeout_s() if timeout_s is None else timeout_s
-
-
-def _name(key: str) -> str:
-    """Return what a line about a wait calls a key: "server 1", "trainer master"."""
-    _, *words = key.split("/")
-    return f"any {words[0]}" if words[-1] == "size" else " ".join(words)
 
 
 def _await_listener(

@@ -1,5 +1,14 @@
 """Memory without a name, which outlives a process that has its descriptor.
 
+``TwoHalves`` keeps a value there that is replaced as a whole, as the tables of a store
+are (``docs/formats/memory.md``): written to the half that is not published, and then
+published by one word. A process that is killed leaves the previous value or the new.
+
+    0        magic
+    8        published: the half (bit 63), and the length of the value (bits 0 to 31)
+    4 KiB    first half
+    4 GiB    second half
+
 Small pages make lookups and updates up to a third slower (``docs/formats/memory.md``),
 so that huge ones are looked for: of a memfd where the system gives them to shared
 memory, else of a tmpfs that is mounted for it.
@@ -11,9 +20,10 @@ import logging
 import os
 import re
 import socket
+import struct
 from pathlib import Path
 
-from persia_torchrec.errors import ConfigError
+from persia_torchrec.errors import ConfigError, FrameError
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +31,49 @@ AUTO, PRIVATE = "auto", "private"  # values of memory_dir
 
 _SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x20000, 0x10000000
+
+_MAGIC = b"PJOB\0\0\0\1"  # the last byte is the version
+_PUBLISHED = 8
+_HALVES = 2**12, 2**32
+
+
+class TwoHalves:
+    """A value in a file of which a descriptor is known; owned by its caller."""
+
+    def __init__(self, memory: int) -> None:
+        self._file = os.open(f"/proc/self/fd/{memory}", os.O_RDWR)
+        if not os.fstat(self._file).st_size:
+            os.pwrite(self._file, _MAGIC, 0)
+
+    def read(self) -> bytes:
+        """Return the value, empty at first; FrameError if the file holds another."""
+        head = os.pread(self._file, 16, 0)
+        half, length = self._published()
+        value = os.pread(self._file, length, _HALVES[half])
+        if not head.startswith(_MAGIC) or len(value) != length:
+            raise FrameError(
+                f"A memory with two halves must begin with {_MAGIC!r}, and have what "
+                f"is published. Received: {head!r}, and {len(value)} bytes."
+            )
+        return value
+
+    def write(self, value: bytes) -> None:
+        """Replace the value."""
+        half = 1 - self._published()[0]
+        left, place = memoryview(value), _HALVES[half]
+        while left:
+            written = os.pwrite(self._file, left, place)
+            left, place = left[written:], place + written
+        os.pwrite(self._file, struct.pack("<Q", half << 63 | len(value)), _PUBLISHED)
+
+    def close(self) -> None:
+        """Close the file, which stays."""
+        os.close(self._file)
+
+    def _published(self) -> tuple[int, int]:
+        word = os.pread(self._file, 8, _PUBLISHED).ljust(8, b"\0")
+        (published,) = struct.unpack("<Q", word)
+        return published >> 63, published & (2**32 - 1)
 
 
 def open_memory(memory_dir: str) -> int:

@@ -39,7 +39,6 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from persia_torchrec import env
 from persia_torchrec.errors import ConfigError, JobError, JobMismatchError, PersiaError
 from persia_torchrec.job import failures, process_identity
-from persia_torchrec.job.member_record import JobTimings, MemberRecord
 from persia_torchrec.job.process_identity import Siblings
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.job.signals import END_SIGNALS, START_AGAIN, WARNINGS
@@ -148,7 +147,7 @@ class Agent:
     def _status(self, why: str) -> int:
         """Return the exit status after a failure: whether to be started again."""
         self._ask_for_failure()
-        has_joined = MemberRecord(self._book, "trainer", 0).process() is not None
+        has_joined = self._book.member("trainer", 0).process is not None
         if self._failure or self._supervisor is None or not has_joined:
             logger.error("%s", why)
             return 1
@@ -183,7 +182,7 @@ class Agent:
             (meeting,) = book.ask([_MEETING])
             endpoint = join_address(*meeting.rsplit(" ", 1))
             where = {"is_host": is_first}
-        save_s = math.ceil(JobTimings.read(book).grace_s)
+        save_s = math.ceil(book.timings().grace_s)
         ends: dict[str, Any] = (
             {"shutdown_timeout": _SHUTDOWN_S + save_s} if _HAS_SHUTDOWN else {}
         )

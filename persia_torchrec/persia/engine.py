@@ -490,7 +490,7 @@ class Engine:
 def _find_generation(store: env.JobStore, client: EmbeddingClient) -> tuple[str, int]:
     """Return the id of the job, and the generation of its trainers, and note this."""
     with contextlib.closing(AddressBook.join(*store)) as book:
-        generation = max(client.generation, int(book.peek(f"note/{_GENERATION}") or 0))
+        generation = max(client.generation, int(book.note(_GENERATION) or 0))
         generation += env.num_group_restarts() > 0
         book.tell(_GENERATION, str(generation))
         return book.greeting.job_id, generation

@@ -133,7 +133,9 @@ def _run(config: ServerConfig, life: JobMember | Lifetime) -> None:
             _restore(server, life)
     if isinstance(life, JobMember):
         life.progress = _teller(server, life)
-        life.progress()  # a successor counts what it has lost from here on
+        life.progress()
+        for name, value in life.notes.items():  # a successor counts from here on
+            life.book.tell(name, value)
     life.call_at_end(server.stop)
     life.register(server.address)
     server.serve_and_push(tell_ready)
@@ -150,10 +152,9 @@ def _restore(server: EmbeddingServer, life: JobMember | Lifetime) -> None:
     config = server.config
     address = run = known = None
     if isinstance(life, JobMember):
-        replica = f"server/{config.shard}"
-        address = life.book.peek(f"address/{replica}")
-        run = life.book.peek("note/checkpoint_dir")
-        if told := life.book.peek(f"note/updates/{replica}"):
+        address = life.book.address("server", config.shard)
+        run = life.book.note("checkpoint_dir")
+        if told := life.book.note(f"updates/server/{config.shard}"):
             num, mean = told.split()
             known = KnownUpdates(int(num), float(mean))
     has_run = env.num_restarts() > 0 or address is not None
@@ -171,12 +172,12 @@ def _teller(server: EmbeddingServer, member: JobMember) -> Callable[[], int]:
     """Return what leaves in the job, with each heartbeat, what a successor needs."""
 
     def tell() -> int:
-        shard, book = server.shard, member.book
+        shard, notes = server.shard, member.notes
         updates = shard.store.num_updates
         mean = shard.num_updated_rows / max(shard.num_updates, 1)
-        book.tell(f"updates/server/{server.config.shard}", f"{updates} {mean:.9g}")
+        notes[f"updates/server/{server.config.shard}"] = f"{updates} {mean:.9g}"
         if isinstance(shard.checkpoints, Checkpoints) and shard.checkpoints.run:
-            book.tell("checkpoint_dir", shard.checkpoints.run)
+            notes["checkpoint_dir"] = shard.checkpoints.run
         return updates
 
     return tell

@@ -238,7 +238,7 @@ def _add_workers(
     reader.wait_until_ready(timeouts.READY_S)
     served = None
     if isinstance(life, JobMember):
-        served = life.book.peek(f"note/{SERVED_CHECKPOINT}")
+        served = life.book.note(SERVED_CHECKPOINT)
     run = find_dense(flags, served)
     name = flags.model or find_model(run)
     model = load_model(run, name, device)

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from persia_torchrec.data import DataLoader, StreamingDataset
-from persia_torchrec.job.member_record import JobTimings
+from persia_torchrec.job.requests import JobTimings
 from persia_torchrec.server.cluster import EmbeddingCluster
 from tests.support.local_job import LocalJob
 from tests.support.servers import DEADLINE_S
@@ -110,7 +110,7 @@ def test_a_data_loader_that_has_sent_a_batch_compiles_nothing(
         batches = iter(DataLoader(StreamingDataset(1), embedding_staleness=1))
         env = {**os.environ, "REPLICA_INDEX": "0", "REPLICA_SIZE": "1"}
         del env["PERSIA_MEMBER"]  # it becomes a member, by the coordinator's timings
-        JobTimings().publish(job.book)
+        job.book.publish(JobTimings())
         modules = modules_after(*start, str(script), env=env)
         for batch in batches:
             ctx.backward(ctx.forward(batch)[0].sum())

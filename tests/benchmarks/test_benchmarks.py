@@ -31,6 +31,7 @@ TABLES = {
     "servers": "servers 1",
     "trainer": "trainer 1",
     "serving": "latency 2",
+    "members": "members 1",
 }
 """The tables of each benchmark, and how many rows they have."""
 

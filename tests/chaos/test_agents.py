@@ -58,7 +58,11 @@ def test_both_machines_start_again(tmp_path, node, victim):
         with contextlib.closing(AddressBook.join("localhost", job.port)) as book:
             records = [MemberRecord(book, "trainer", rank) for rank in range(2)]
             for record in records:
-                wait_until(record.process, record.who, details=job.coordinator.output)
+                wait_until(
+                    record.process,
+                    record.who,
+                    details=job.coordinator.output,
+                )
             before = [record.process() for record in records]
             supervisors = {p.pid: p.supervisor.pid for p in before}
             pids = {parent_of(supervisors[p.pid]): p.pid for p in before}

@@ -14,8 +14,9 @@ import pytest
 
 from persia_torchrec.data import DataLoader, StreamingDataset
 from persia_torchrec.job import supervisor
-from persia_torchrec.job.member_record import JobTimings, MemberRecord
+from persia_torchrec.job.member_record import MemberRecord
 from persia_torchrec.job.registry import AddressBook
+from persia_torchrec.job.requests import JobTimings
 from persia_torchrec.server.cluster import EmbeddingCluster
 from tests.support.faults import Relay
 from tests.support.feeding import (
@@ -61,7 +62,10 @@ def test_a_stopped_coordinator_is_replaced_and_a_stopped_member_waited_for(tmp_p
         server.has_printed("serving")
         with contextlib.closing(AddressBook.join("localhost", job.port)) as book:
             record = MemberRecord(book, "coordinator", 0)
-            first, member = record.process(), MemberRecord(book, "server", 0).process()
+            first, member = (
+                record.process(),
+                MemberRecord(book, "server", 0).process(),
+            )
             os.kill(first.pid, signal.SIGSTOP)
             wait_until(
                 lambda: record.process() != first,
@@ -219,17 +223,16 @@ def test_every_batch_is_trained_once_though_networks_are_cut(
         job = stack.enter_context(
             LocalJob(tmp_path, monkeypatch, num_workers=0, recovery_s=DEADLINE_S)
         )
-        JobTimings(heartbeat_s=0.1).publish(job.book)
+        job.book.publish(JobTimings(heartbeat_s=0.1))
         feeders, relays = Feeders(processes, job), []
         has_begun = threading.Event()
 
         def add_relay(role):
             """Have those who look for the first of a role find a relay."""
-            key = f"address/{role}/0"
-            wait_until(lambda: job.book.peek(key), f"{role} 0 is there")
-            relays.append(Relay(job.book.peek(key)))
+            wait_until(lambda: job.book.address(role, 0), f"{role} 0 is there")
+            relays.append(Relay(job.book.address(role, 0)))
             stack.callback(relays[-1].close)
-            job.book.put(key, relays[-1].address)
+            job.book.register(role, 0, job.book.job.sizes[role], relays[-1].address)
 
         def cut_each():
             add_relay("trainer")
@@ -243,7 +246,7 @@ def test_every_batch_is_trained_once_though_networks_are_cut(
         add_relay("server")
         for index in range(2):
             feeders.start_worker(index)
-        wait_until(lambda: job.book.peek("address/worker/1"), "worker 1 is there")
+        wait_until(lambda: job.book.address("worker", 1), "worker 1 is there")
         add_relay("worker")
         cutting = threading.Thread(target=cut_each, daemon=True)
         with job.train_ctx(embedding_config=FROM_ZERO) as ctx:

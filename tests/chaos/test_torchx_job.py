@@ -95,7 +95,7 @@ def write(folder):
 
 
 def progress(book):
-    return sum(MemberRecord(book, "trainer", rank).progress() for rank in range(2))
+    return sum(MemberRecord(book, "trainer", rank).read().progress for rank in range(2))
 
 
 def weights_of(book):

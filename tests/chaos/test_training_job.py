@@ -136,7 +136,9 @@ def test_an_nn_worker_is_not_started_again_when_its_script_has_ended(tmp_path):
         torchrun = start_trainers(processes, job, script, 1, max_restarts=3)
         with contextlib.closing(AddressBook.join("localhost", job.port)) as book:
             record = MemberRecord(book, "trainer", 0)
-            wait_until(record.is_done, "it is done", details=torchrun.output)
+            wait_until(
+                lambda: record.read().is_done, "it is done", details=torchrun.output
+            )
             process = record.process()
             os.kill(process.pid, signal.SIGSTOP)  # it learns of no end of the job
             job.coordinator.has_printed("the job is finished")

@@ -187,15 +187,15 @@ def test_a_number_is_taken_once_when_trainers_race(book):
 def test_a_change_that_was_made_counts_when_its_answer_is_lost(book, monkeypatch):
     """The request is sent again, when another trainer has already gone on."""
     own, other = (_Counter(book, "queue/resent", rank) for rank in range(2))
-    claim = book.claim
+    claim = book.claim_note
 
     def claim_again(key, value, expected=""):
         claim(key, value, expected)
-        monkeypatch.setattr(book, "claim", claim)
+        monkeypatch.setattr(book, "claim_note", claim)
         assert other.take(9) == 1
         return claim(key, value, expected)
 
-    monkeypatch.setattr(book, "claim", claim_again)
+    monkeypatch.setattr(book, "claim_note", claim_again)
     assert own.take(9) == 0
     assert [own.take(9), other.take(9), own.num_taken()] == [2, 3, 4]
 

@@ -40,7 +40,11 @@ from persia_torchrec.checkpoint.row_file import (
 )
 from persia_torchrec.embedding.optim import SGD, Adagrad
 from persia_torchrec.errors import CheckpointError, PersiaError
+from persia_torchrec.job.process_identity import ProcessIdentity
 from persia_torchrec.job.registry_server import Journal
+from persia_torchrec.job.requests import Register
+from persia_torchrec.job.state import AwakeClock, JobState
+from persia_torchrec.job.survivable_memory import TwoHalves
 from persia_torchrec.lookup.bags import Bags, decode_bags, encode_bags
 from persia_torchrec.persia.batch import (
     IDTypeFeature,
@@ -306,27 +310,21 @@ def logs() -> Format:
 def books() -> Format:
     """The coordinator's memory, which the next one reads."""
     file = os.memfd_create("book")
+    job = JobState("x", AwakeClock(1.0), notes={"n": "7"}, addresses={"server 0": "é"})
+    job.register(Register("server", 0, ProcessIdentity.of_this_process()))
     journal = Journal(file)
-    for key, value in (("job/id", "x"), ("member/server/0", "é"), ("n", "7")):
-        journal.write(key, value, b"ab" * (key != "n"))
-    journal.close()
-    text = os.pread(file, 10_000, 0)
-
-    def change_line(rng: random.Random, data: bytes) -> bytes:
-        lines = data.splitlines()
-        at = rng.randrange(len(lines))
-        lines[at] = change_json(rng, lines[at])
-        return b"\n".join([*lines, b""])
+    journal.write(job)
+    state = msgspec.msgpack.encode(job)
 
     def check(data: bytes) -> None:
-        os.truncate(file, 0)
-        os.pwrite(file, data, 0)
-        opened = Journal(file)
-        opened.write("job/id", "longer than before")
-        opened.write("new", "v", b"cd")
-        opened.close()
+        TwoHalves(file).write(data)
+        found = journal.read()
+        if found is not None:
+            found.resume(2.0)
+            found.tick(found.members.values())
+            journal.write(found)
 
-    return Format([text], change_line, check)
+    return Format([state], flip, check)
 
 
 # Memory of a store

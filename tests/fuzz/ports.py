@@ -23,7 +23,9 @@ from persia_torchrec import env
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import FrameError
+from persia_torchrec.job.process_identity import ProcessIdentity
 from persia_torchrec.job.registry import AddressBook
+from persia_torchrec.job.requests import Beat, FindNotes, Register, Report, SetNote
 from persia_torchrec.lookup.bags import Bags, encode_bags
 from persia_torchrec.persia.batch import PersiaBatch, encode_rest
 from persia_torchrec.persia.config.embedding_config import load_embedding_config
@@ -163,12 +165,13 @@ def worker_messages() -> list[list[bytes]]:
 
 def book_messages() -> list[list[bytes]]:
     requests = [
-        {"type": "get", "keys": ["job/id", "x"]},
-        {"type": "put", "key": "x", "value": "1"},
-        {"type": "swap", "key": "member/server/0", "expected": "", "value": "{}"},
-        {"type": "add", "key": "beats/server/0"},
+        FindNotes(["x"]),
+        SetNote("x", "1", "0"),
+        Register("server", 0, ProcessIdentity.of_this_process()),
+        Beat("server", 0, "", 7, is_compiling=True, notes={"x": "2"}),
+        Report("server", 0, pid=7, cause="none"),
     ]
-    return [[Header(Kind.BOOK).encode(), encode_json(one)] for one in requests]
+    return [[Header(Kind.BOOK).encode(), msgspec.json.encode(r)] for r in requests]
 
 
 def inbox_messages() -> list[list[bytes]]:

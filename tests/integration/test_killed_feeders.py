@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from persia_torchrec.data import DataLoader, StreamingDataset
-from persia_torchrec.job.member_record import JobTimings
+from persia_torchrec.job.requests import JobTimings
 from persia_torchrec.persia.stream import Inbox
 from tests.support.feeding import (
     FROM_ZERO,
@@ -39,7 +39,7 @@ def test_every_batch_is_trained_once_when_processes_are_killed(tmp_path, monkeyp
         Processes(tmp_path) as processes,
         LocalJob(tmp_path, monkeypatch, num_workers=0, recovery_s=DEADLINE_S) as job,
     ):
-        JobTimings(heartbeat_s=0.1).publish(job.book)
+        job.book.publish(JobTimings(heartbeat_s=0.1))
         feeders = Feeders(processes, job)
         for index in range(2):
             feeders.start_worker(index)

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 from contextlib import closing
 
 import numpy as np
@@ -13,13 +12,9 @@ from persia_torchrec.checkpoint.load import Target
 from persia_torchrec.checkpoint.restore import restore
 from persia_torchrec.client.codec import BatchNumber
 from persia_torchrec.errors import PersiaError, RemoteError
-from persia_torchrec.job.member_record import MemberRecord
-from persia_torchrec.job.registry import AddressBook
-from persia_torchrec.job.registry_server import Journal
 from persia_torchrec.lookup.bags import decode_bags, encode_bags
 from persia_torchrec.persia.batch import Origin, decode_rest, encode_rest
 from persia_torchrec.rpc import messages
-from persia_torchrec.rpc.addresses import open_listening
 from persia_torchrec.rpc.client import Connections
 from persia_torchrec.rpc.float_codec import decode_floats, encode_floats
 from persia_torchrec.rpc.messages import Header, Kind, Precision, Share
@@ -33,7 +28,6 @@ from tests.support.stored_files import (
     CAPACITY_ROWS,
     FUSED,
     SPECS,
-    STORED,
     describe,
     describe_memory,
     expected,
@@ -237,40 +231,3 @@ def test_the_stored_rest_of_a_batch_is_read_and_written():
         (type(d), d.name, d.data.dtype, d.data.shape, d.data.tobytes())
         for d in rest.non_id_type_features + rest.labels
     ]
-
-
-@pytest.fixture
-def memory():
-    """The stored memory of a coordinator, as a supervisor keeps it."""
-    file = os.memfd_create("book")
-    os.pwrite(file, (STORED / "book.jsonl").read_bytes(), 0)
-    yield file
-    os.close(file)
-
-
-def test_the_memory_of_a_coordinator_is_read(memory):
-    found = expected("book.json")
-    with closing(Journal(memory)) as journal:
-        assert journal.values == found["values"]
-        assert {k: v.hex() for k, v in journal.members.items()} == found["members"]
-
-
-def test_a_coordinator_continues_with_a_stored_memory(memory, monkeypatch):
-    with open_listening() as listener:
-        monkeypatch.setenv("PERSIA_LISTEN_FD", str(listener.fileno()))
-        with closing(AddressBook.host(0, memory=memory, recovery_s=60.0)) as book:
-            values = expected("book.json")["values"]
-            assert book.greeting.job_id == values["job/id"]
-            addresses = [f"tcp://10.0.0.{shard}:7000" for shard in range(2)]
-            assert book.addresses("server", timeout_s=DEADLINE_S) == addresses
-            assert book.ask(["text"], timeout_s=DEADLINE_S) == ["two\nlines, \u00e9"]
-            assert book.claim("claimed", "third", "first") == "second"
-            member = MemberRecord(book, "trainer", 1)
-            process = json.loads(values["member/trainer/1"])
-            assert member.process().pid == process["pid"]
-            assert member.process().nonce == process["nonce"]
-            assert member.progress() == 299
-            assert member.restarts() == (1, 299)
-            assert member.cause(member.process()) == "DataError: none"
-            book.increase("queue/1")
-            assert book.peek("queue/1") == "3"

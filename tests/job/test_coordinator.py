@@ -15,6 +15,8 @@ from persia_torchrec.job.coordinator import CoordinatorConfig
 from persia_torchrec.job.member_record import MemberRecord
 from persia_torchrec.job.process_identity import ProcessIdentity
 from persia_torchrec.job.registry import AddressBook
+from persia_torchrec.job.requests import ClaimSize, Register
+from persia_torchrec.job.state import AwakeClock, JobState
 from tests.support.ports import draw_port
 from tests.support.processes import wait_until
 from tests.support.script_jobs import (
@@ -52,8 +54,8 @@ def test_the_job_is_finished_when_all_trainers_are_done(processes):
     second.has_printed("at work")
     book = AddressBook.join("localhost", job.port)
     beats = MemberRecord(book, "loader", 0)
-    now = beats.num_beats()
-    wait_until(lambda: beats.num_beats() >= now + 5, "the loader lives on")
+    now = beats.read().num_beats
+    wait_until(lambda: beats.read().num_beats >= now + 5, "the loader lives on")
     assert book.state() == ("running", "")
     # Slurm would end the job soon after the first process that ends.
     assert loader.process.is_alive()
@@ -272,21 +274,20 @@ def test_an_invalid_setting_is_rejected(counts, message):
 @pytest.fixture
 def deaths():
     """Say how often a member of a role has died, with how much progress of the job."""
-    book = AddressBook.host(0)
+    job = JobState("job", AwakeClock(0.0))
+    job.claim_size(ClaimSize("trainer", 0, 2))
     own = ProcessIdentity.of_this_process()
-    config = CoordinatorConfig(port=0, num_trainers=1, max_restarts=3)
-    members = {}
 
-    def die(role, progress, *, again=False):
-        record = MemberRecord(book, role, 0)
-        if role not in members or again:
-            members[role] = coordinator._Member(record, config)
+    def die(role, progress):
+        job.member("trainer", 1).progress = progress
+        member = job.member(role, 0)
         dead = structs.replace(ProcessIdentity.of(2**22 + 1), supervisor=own)
-        book.put(f"member/{role}/0", msgspec.json.encode(dead).decode())
-        return members[role].failure(progress)
+        expected = member.process.nonce if member.process else ""
+        assert job.register(Register(role, 0, dead, expected)) == dead.nonce
+        return job.tick([member])
 
-    yield die
-    book.close()
+    die.job = job
+    return die
 
 
 @pytest.mark.parametrize("role", ["server", "worker", "loader", "trainer"])
@@ -301,23 +302,37 @@ def test_a_member_may_end_any_number_of_times_if_batches_are_trained_between(
 
 def test_a_coordinator_may_end_any_number_of_times_if_batches_are_trained_between():
     config = CoordinatorConfig(port=0, num_trainers=1, max_restarts=3)
+    own = ProcessIdentity.of_this_process()
     with contextlib.closing(AddressBook.host(0)) as book:
-        own = MemberRecord(book, "coordinator", 0)
-        for progress in [*range(50), 49, 49]:
-            book.put("progress/trainer/0", str(progress))
-            coordinator.Coordinator(config, book)._count_restart(own)
-            assert book.state() == ("running", "")
-        coordinator.Coordinator(config, book)._count_restart(own)
+        watching, member = coordinator.Coordinator(config, book), None
+
+        def start_again(progress):
+            nonlocal member
+            book.job.member("trainer", 0).progress = progress
+            process = structs.replace(ProcessIdentity.of(1), supervisor=own)
+            expected = member.process.nonce if member else ""
+            book.call(Register("coordinator", 0, process, expected), str)
+            member = book.member("coordinator", 0)
+            watching._require_few_restarts()
+            return book.state()
+
+        for progress in [0, *range(50), 49, 49]:
+            assert start_again(progress) == ("running", "")
         why = (
             "coordinator: the coordinator ended too often: 3 restarts without progress"
         )
-        assert book.state() == ("failed", why)
+        assert start_again(49) == ("failed", why)
 
 
 def test_the_next_coordinator_knows_how_often_a_member_has_ended(deaths):
     assert [deaths("server", 7) for _ in range(3)] == [None] * 3
-    assert "after 3 restarts" in deaths("server", 7, again=True)
-    assert deaths("server", 8, again=True) is None
+    left = msgspec.msgpack.encode(deaths.job)
+    assert "after 3 restarts" in deaths("server", 7)
+    again = msgspec.msgpack.decode(left, type=JobState)
+    again.resume(1.0)
+    member = again.member("server", 0)
+    assert (member.num_restarts, member.progress_then) == (2, 2**62 + 7)
+    assert deaths("server", 8) is None
 
 
 @multiprocess

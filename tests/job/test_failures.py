@@ -14,7 +14,6 @@ from persia_torchrec.errors import (
     ServerError,
 )
 from persia_torchrec.job import failures
-from persia_torchrec.job.member_record import MemberRecord
 
 
 def with_note(exc, note):
@@ -101,22 +100,21 @@ class TestWhereALogIs:
             ("elsewhere ", "its log is on host elsewhere"),
         ],
     )
-    def test_it_is_a_file_or_a_host(self, book, place, told):
-        book.put("log/server/0", place)
-        assert MemberRecord(book, "server", 0).find_log() == told
+    def test_it_is_a_file_or_a_host(self, place, told):
+        assert failures.find_log("server 0", place) == told
 
     def test_before_it_has_joined_it_is_where_torchx_has_it(
-        self, book, tmp_path, monkeypatch
+        self, tmp_path, monkeypatch
     ):
         own = tmp_path / "coordinator" / "0" / "combined.log"
         its = tmp_path / "server" / "0" / "combined.log"
         its.parent.mkdir(parents=True)
         its.touch()
         monkeypatch.setattr(failures, "find_own_log", lambda: str(own))
-        assert MemberRecord(book, "server", 0).find_log() == f"its log: {its}"
-        assert MemberRecord(book, "server", 1).find_log() == ""
+        assert failures.find_log("server 0", None) == f"its log: {its}"
+        assert failures.find_log("server 1", None) == ""
         monkeypatch.setattr(failures, "find_own_log", str)
-        assert MemberRecord(book, "server", 0).find_log() == ""
+        assert failures.find_log("server 0", None) == ""
 
 
 def raised(exc, cause=None):

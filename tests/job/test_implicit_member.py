@@ -138,8 +138,8 @@ def test_the_others_stay_until_trainers_and_their_torchrun_have_ended(processes)
             lambda: not is_running(record.process().pid), "its process has ended"
         )
         beats = MemberRecord(book, "loader", 0)
-        now = beats.num_beats()
-        wait_until(lambda: beats.num_beats() >= now + 5, "the loader lives on")
+        now = beats.read().num_beats
+        wait_until(lambda: beats.read().num_beats >= now + 5, "the loader lives on")
         assert not book.is_over()
         assert job.coordinator.process.is_alive()
         (job.folder / "go").touch()

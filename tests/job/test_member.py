@@ -3,15 +3,14 @@ import os
 import re
 import signal
 
-import msgspec
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.job.member_record import JobTimings, MemberRecord
+from persia_torchrec.job.member_record import MemberRecord
 from persia_torchrec.job.process_identity import ProcessIdentity
 from persia_torchrec.job.registry import AddressBook
-from persia_torchrec.job.registry_server import COMPILING
+from persia_torchrec.job.requests import JobTimings
 from tests.support import members
 from tests.support.processes import is_running, wait_until
 
@@ -23,7 +22,7 @@ QUICK = JobTimings(heartbeat_s=0.1, silent_s=10.0, leave_s=0.3, finish_s=5.0)
 @pytest.fixture
 def book():
     book = AddressBook.host(0)
-    QUICK.publish(book)
+    book.publish(QUICK)
     yield book
     book.close()
 
@@ -32,11 +31,11 @@ def test_a_member_leaves_with_status_0_when_the_job_is_finished(book, processes)
     member = processes.start("member", members.serve, book.port)
     member.has_printed("serving")
     record = MemberRecord(book, "server", 0)
-    assert record.ending(record.process()) is None
+    assert record.read().ending() is None
     book.finish()
     assert member.status() == 0
     assert "left" in member.output()
-    assert record.ending(record.process()) == "left"
+    assert record.read().ending() == "left"
 
 
 def test_an_exception_of_a_member_fails_the_job_and_the_member(book, processes):
@@ -64,7 +63,7 @@ def test_a_member_ends_when_another_has_failed_and_logs_which(book, processes):
 
 def test_a_member_that_compiles_reports_it_with_its_heartbeats(book, processes):
     member = processes.start("member", members.compile_loops, book.port)
-    wait_until(lambda: int(book.peek(COMPILING) or 0) > 1, "it compiles")
+    wait_until(lambda: book.view().is_compiling, "it compiles")
     book.finish()
     assert member.status() == 0
 
@@ -86,7 +85,7 @@ def test_a_member_whose_main_thread_is_stuck_is_ended_when_the_job_fails(
     book.fail("trainer 1", "the loss is not a number")
     assert member.status() == 1
     record = MemberRecord(book, "server", 0)
-    assert record.ending(record.process()) == "left"
+    assert record.read().ending() == "left"
 
 
 def test_a_member_ends_when_the_coordinator_has_ended(book, processes):
@@ -154,8 +153,8 @@ def test_a_signal_that_another_thread_receives_ends_a_member_that_waits(
 
 def lives_on_until_the_end(book, member):
     record = MemberRecord(book, "server", 0)
-    now = record.num_beats()
-    wait_until(lambda: record.num_beats() >= now + 10, "the member lives on")
+    now = record.read().num_beats
+    wait_until(lambda: record.read().num_beats >= now + 10, "the member lives on")
     assert book.state() == ("running", "")
     book.finish()
     assert member.status() == 0
@@ -176,7 +175,7 @@ def test_a_signal_to_a_forked_child_does_not_reach_the_member(book, processes):
 
 
 def test_a_member_that_is_ended_because_another_has_failed_logs_which(book, processes):
-    dataclasses.replace(QUICK, heartbeat_s=30, silent_s=60).publish(book)
+    book.publish(dataclasses.replace(QUICK, heartbeat_s=30, silent_s=60))
     member = processes.start("member", members.serve, book.port)
     member.has_printed("serving")
     book.fail("trainer 1", "the loss is not a number")
@@ -188,7 +187,7 @@ def test_a_member_that_is_ended_because_another_has_failed_logs_which(book, proc
 def test_a_signal_that_the_main_thread_loses_ends_a_member_of_a_failed_job(
     book, processes
 ):
-    dataclasses.replace(QUICK, heartbeat_s=30, silent_s=60).publish(book)
+    book.publish(dataclasses.replace(QUICK, heartbeat_s=30, silent_s=60))
     member = processes.start("member", members.be_in_a_callback, book.port)
     member.has_printed("serving")
     book.fail("trainer 1", "the loss is not a number")
@@ -199,7 +198,7 @@ def test_a_signal_that_the_main_thread_loses_ends_a_member_of_a_failed_job(
 
 def test_an_exception_of_an_expendable_member_after_the_end_is_ignored(book, processes):
     # The next heartbeat is due in 30 s: finish_s ends the wait of one that leaves.
-    dataclasses.replace(QUICK, heartbeat_s=30, silent_s=60, finish_s=0.5).publish(book)
+    book.publish(dataclasses.replace(QUICK, heartbeat_s=30, silent_s=60, finish_s=0.5))
     member = processes.start("member", members.fail_after_the_end, book.port)
     member.has_printed("serving")
     book.finish()
@@ -209,7 +208,7 @@ def test_an_exception_of_an_expendable_member_after_the_end_is_ignored(book, pro
 
 
 def test_an_exception_caused_by_another_failure_is_not_the_reason(book, processes):
-    dataclasses.replace(QUICK, heartbeat_s=30, silent_s=60).publish(book)
+    book.publish(dataclasses.replace(QUICK, heartbeat_s=30, silent_s=60))
     member = processes.start("member", members.fail_after_the_end, book.port)
     member.has_printed("serving")
     book.fail("trainer 1", "the loss is not a number")
@@ -258,8 +257,7 @@ def test_a_member_ends_once_another_process_has_its_place(book, processes):
     """It was stopped, or cut off, for so long that it was given up."""
     member = processes.start("member", members.serve, book.port)
     member.has_printed("serving")
-    other = ProcessIdentity.of_this_process()
-    book.put("member/server/0", msgspec.json.encode(other).decode())
+    book.job.member("server", 0).process = ProcessIdentity.of_this_process()
     assert member.status() == 1
     assert "server 0 was given up, and ends: another process (" in member.output()
     assert "left" not in member.output()
@@ -313,7 +311,7 @@ def says_who_has_failed(member, who="server 0"):
 def _host_a_book(port_file):
     book = AddressBook.host(0)
     MemberRecord(book, "coordinator", 0).register(1.0)
-    dataclasses.replace(QUICK, silent_s=1.0).publish(book)
+    book.publish(dataclasses.replace(QUICK, silent_s=1.0))
     port_file.write_text(str(book.port))
     print("open", flush=True)
     signal.pause()

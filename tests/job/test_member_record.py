@@ -5,7 +5,6 @@ import sys
 import threading
 from pathlib import Path
 
-import msgspec
 import pytest
 from msgspec import structs
 
@@ -14,6 +13,7 @@ from persia_torchrec.job import process_identity as processes_module
 from persia_torchrec.job.member_record import MemberRecord
 from persia_torchrec.job.process_identity import ProcessIdentity, Siblings
 from persia_torchrec.job.registry import AddressBook
+from persia_torchrec.job.requests import Register
 from tests.support.processes import DEADLINE_S, wait_until
 
 SILENT_S = 10.0
@@ -33,9 +33,9 @@ def test_a_member_is_known_once_it_has_registered(book):
 def test_every_heartbeat_is_counted(book):
     record, reader = MemberRecord(book, "server", 0), MemberRecord(book, "server", 0)
     record.register(SILENT_S)
-    first = reader.num_beats()
-    record.beat()
-    assert reader.num_beats() == first + 1
+    first = reader.read().num_beats
+    record.beat(0, {})
+    assert reader.read().num_beats == first + 1
 
 
 def test_a_member_that_registers_again_has_not_left(book):
@@ -43,10 +43,10 @@ def test_a_member_that_registers_again_has_not_left(book):
     record.register(SILENT_S)
     before = record.process()
     record.leave()
-    assert record.ending(before) == "left"
+    assert record.read().ending() == "left"
+    assert record.read().left == before
     record.register(SILENT_S)
-    assert record.ending(before) == "left"
-    assert record.ending(record.process()) is None
+    assert record.read().ending() is None
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def alive(book):
 
     def beat():
         while not stop.wait(0.02):
-            member.beat()
+            member.beat(0, {})
 
     beating = threading.Thread(target=beat)
     beating.start()
@@ -95,7 +95,7 @@ def test_of_concurrent_registrations_one_succeeds(book):
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads) and not stop.wait(0.01):
-        book.increase("beats/server/0")
+        book.job.member("server", 0).num_beats += 1
     for thread in threads:
         thread.join()
     assert len(refused) == len(comers) - 1
@@ -104,9 +104,8 @@ def test_of_concurrent_registrations_one_succeeds(book):
 def put_holder(book, **changes):
     """Make another process server 0, which differs from this one as told."""
     MemberRecord(book, "server", 0).register(SILENT_S)
-    other = structs.replace(MemberRecord(book, "server", 0).process(), **changes)
-    book.put("member/server/0", msgspec.json.encode(other).decode())
-    return other
+    member = book.job.member("server", 0)
+    member.process = structs.replace(member.process, **changes)
 
 
 def test_a_member_whose_process_has_ended_is_replaced_at_once(book):
@@ -120,7 +119,7 @@ def test_a_member_is_replaced_at_once_by_the_next_of_its_supervisor(book, monkey
     monkeypatch.setenv("PERSIA_SUPERVISOR", str(os.getppid()))
     supervisor = ProcessIdentity.of(os.getppid())
     holder = structs.replace(ProcessIdentity.of(1), supervisor=supervisor)
-    book.put("member/server/0", msgspec.json.encode(holder).decode())
+    book.job.member("server", 0).process = holder
     record = MemberRecord(book, "server", 0)
     record.register(3600)
     assert record.process().pid == os.getpid()
@@ -135,16 +134,16 @@ def test_a_member_of_another_host_is_replaced_after_missed_heartbeats(book):
 
 
 def join_from_another_host(book):
-    """Be server 0 of another host; return its connection, and who it says it is."""
+    """Be server 0 of another host; return its connection."""
     other = AddressBook.join("localhost", book.port)
     own = ProcessIdentity.of_this_process()
     holder = structs.replace(own, process_table="another boot")
-    other.claim("member/server/0", msgspec.json.encode(holder).decode())
-    return other, holder
+    assert other.call(Register("server", 0, holder), str) == holder.nonce
+    return other
 
 
 def test_a_member_of_another_host_whose_connection_is_lost_is_replaced_at_once(book):
-    other, _ = join_from_another_host(book)
+    other = join_from_another_host(book)
     other.close()
     record = MemberRecord(book, "server", 0)
     record.register(3600)
@@ -152,11 +151,11 @@ def test_a_member_of_another_host_whose_connection_is_lost_is_replaced_at_once(b
 
 
 def test_a_member_of_another_host_is_gone_with_its_connection(book):
-    other, holder = join_from_another_host(book)
+    other = join_from_another_host(book)
     record = MemberRecord(book, "server", 0)
-    assert not record.is_gone(holder)
+    assert not record.read().is_gone()
     other.close()
-    wait_until(lambda: record.is_gone(holder), "its process has ended")
+    wait_until(lambda: record.read().is_gone(), "its process has ended")
 
 
 def test_a_member_that_left_a_finished_job_is_not_replaced(book):
@@ -166,15 +165,15 @@ def test_a_member_that_left_a_finished_job_is_not_replaced(book):
     record.leave()
     with pytest.raises(JobMismatchError, match="in a job that is finished"):
         MemberRecord(book, "trainer", 0).register(SILENT_S)
-    assert record.ending(record.process()) == "left"
+    assert record.read().ending() == "left"
     MemberRecord(book, "loader", 0).register(SILENT_S)  # which was late
 
 
 def test_a_member_reports_that_its_work_is_done(book):
     record = MemberRecord(book, "trainer", 0)
-    assert not record.is_done()
+    assert not record.read().is_done
     record.report_done()
-    assert MemberRecord(book, "trainer", 0).is_done()
+    assert MemberRecord(book, "trainer", 0).read().is_done
 
 
 def test_a_process_has_ended_even_before_it_is_waited_for():
@@ -216,12 +215,14 @@ def test_where_the_host_does_not_tell_its_process_table_no_end_is_known(monkeypa
     def hide(path):
         raise PermissionError(path)
 
+    processes_module._process_table.cache_clear()
     monkeypatch.setattr(Path, "readlink", hide)
     own = ProcessIdentity.of_this_process()
     assert own.process_table == ""
     ended = structs.replace(own, pid=2**22 + 1)
     assert not ended.has_ended()
     assert not ended.kill()
+    processes_module._process_table.cache_clear()
 
 
 def test_a_coordinator_that_has_ended_is_not_waited_for(monkeypatch):

@@ -11,8 +11,8 @@ import pytest
 
 from persia_torchrec.checkpoint import catalog
 from persia_torchrec.job import signals, supervisor
-from persia_torchrec.job.member_record import JobTimings
 from persia_torchrec.job.registry import AddressBook
+from persia_torchrec.job.requests import JobTimings
 from tests.support import members
 from tests.support.processes import children_of
 from tests.support.repository import ROOT
@@ -32,7 +32,7 @@ try:
 except BaseException:
     time.sleep(1)  # for longer than a heartbeat
     record = MemberRecord(JobMember.current.book, 'server', 0)
-    print('the server has ended:', record.ending(record.process()), flush=True)
+    print('the server has ended:', record.read().ending(), flush=True)
     raise
 """
 GOES_ON = """
@@ -127,7 +127,7 @@ def test_a_trainer_that_does_not_save_in_time_is_named(processes):
 
 def test_a_process_of_a_job_that_is_told_to_end_does_not_start_again(processes):
     with contextlib.closing(AddressBook.host(0)) as book:
-        JobTimings().publish(book)
+        book.publish(JobTimings())
         book.tell_to_end("SIGTERM", "server 0")
         env = {"PERSIA_RESTARTS": "1"}
         member = processes.start("member", members.serve, book.port, env=env)

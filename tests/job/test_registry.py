@@ -14,9 +14,12 @@ from persia_torchrec.errors import (
     JobMismatchError,
     RemoteError,
 )
-from persia_torchrec.job import registry, registry_server
+from persia_torchrec.job import registry, state
+from persia_torchrec.job.process_identity import ProcessIdentity
 from persia_torchrec.job.registry import AddressBook, Patience
-from persia_torchrec.job.registry_server import COMPILING
+from persia_torchrec.job.registry_server import Journal
+from persia_torchrec.job.requests import Beat, FindNotes, Found, Register, Report, View
+from persia_torchrec.job.survivable_memory import TwoHalves
 from persia_torchrec.rpc.addresses import local_address, open_listening
 from persia_torchrec.rpc.client import Connections
 from persia_torchrec.rpc.messages import Header, Kind
@@ -40,6 +43,13 @@ def book(host):
     book = AddressBook.join("localhost", host.port, timeout_s=TIMEOUT_S)
     yield book
     book.close()
+
+
+def be_server(book, index=0):
+    """Be a server of the job; return who that is."""
+    own = ProcessIdentity.of_this_process()
+    assert book.call(Register("server", index, own), str) == own.nonce
+    return own
 
 
 def test_a_role_is_found_by_index_once_all_of_it_has_registered(host, book):
@@ -79,9 +89,10 @@ def test_a_wait_is_extended_while_a_process_of_the_job_compiles(host, book):
     )
     waiting.start()
     compiled_at = time.monotonic() + 2.0
+    own = be_server(host)
 
     def compiles_on():
-        host.increase(COMPILING)
+        host.call(Beat("server", 0, own.nonce, is_compiling=True), View)
         return time.monotonic() > compiled_at
 
     wait_until(compiles_on, "it has compiled")
@@ -285,59 +296,56 @@ def test_a_value_that_is_too_large_is_refused(host, book):
         host.ask(["large"], timeout_s=0.0)
 
 
-def test_only_a_number_is_increased(book):
-    book.put("note/text", "twelve")
-    with pytest.raises(JobError, match=r"must be a number\. Received: 'twelve'"):
-        book.increase("note/text")
-    assert book.peek("note/text") == "twelve"
-
-
 def test_a_full_book_refuses_new_keys_only(host, book, monkeypatch):
-    monkeypatch.setattr(registry_server, "_MAX_KEYS", 2)  # one is the job's id
+    monkeypatch.setattr(state, "MAX_KEYS", 1)
     book.tell("first", "1")
-    with pytest.raises(JobError, match="at most 2 keys"):
+    with pytest.raises(JobError, match="at most 1 keys"):
         book.tell("second", "2")
     book.tell("first", "one")
     assert host.ask(["first"], timeout_s=TIMEOUT_S) == ["one"]
 
 
 def test_an_answer_is_bounded(host, book):
-    host.put("large", "x" * 2**19)
+    host.tell("large", "x" * 2**19)
     with pytest.raises(JobError, match="An answer must have at most"):
-        book._call(registry_server.Get(["large"] * 3))
-    assert book.peek("large") == "x" * 2**19
+        book.call(FindNotes(["large"] * 3), Found)
+    assert book.note("large") == "x" * 2**19
 
 
 def test_a_book_is_bounded_by_its_characters(host, book, monkeypatch):
-    monkeypatch.setattr(registry_server, "_MAX_BOOK", 2000)
-    book.put("a", "x" * 1000)
+    monkeypatch.setattr(state, "MAX_CHARACTERS", 2000)
+    book.tell("a", "x" * 1000)
     with pytest.raises(JobError, match="keys, and 2000 characters"):
-        book.put("b", "x" * 1000)
-    book.put("a", "x")
-    book.put("b", "x" * 1000)
+        book.tell("b", "x" * 1000)
+    book.tell("a", "x")
+    book.tell("b", "x" * 1000)
 
 
 def test_the_members_of_a_job_are_bounded(host, book, monkeypatch):
-    monkeypatch.setattr(registry_server, "_MAX_MEMBERS", 1)
-    assert book.claim("member/server/0", "x") == "x"
+    monkeypatch.setattr(state, "MAX_MEMBERS", 1)
+    own = be_server(book)
     with pytest.raises(JobError, match="must have at most 1 members"):
-        book.claim("member/server/1", "x")
-    assert book.claim("member/server/0", "y", "x") == "y"
+        be_server(book, 1)
+    again = ProcessIdentity.of_this_process()
+    request = Register("server", 0, again, own.nonce)
+    assert book.call(request, str) == again.nonce
 
 
-def test_a_number_that_is_too_long_is_not_increased(book):
-    book.put("number", "9" * 5000)
-    with pytest.raises(JobError, match="must be a number"):
-        book.increase("number")
+@pytest.mark.parametrize("left", [b"a" * 100, b"PJOB\0\0\0\0" + bytes(100)])
+def test_a_memory_of_another_kind_is_rejected(left):
+    memory = os.memfd_create("book")
+    os.write(memory, left)
+    with pytest.raises(FrameError, match="with two halves must begin with b'PJOB"):
+        Journal(memory).read()
+    os.close(memory)
 
 
-def test_what_a_host_has_left_must_be_lines_of_three_texts():
-    for text in (b'["a", "b", "xy"]\n', b'["a", 7, ""]\n', b"a\n", b"[]\n"):
-        memory = os.memfd_create("book")
-        os.write(memory, text)
-        with pytest.raises(FrameError, match=r"address book.* must|must be JSON"):
-            registry_server.Journal(memory)
-        os.close(memory)
+def test_what_a_host_has_left_must_be_the_state_of_a_job():
+    memory = os.memfd_create("book")
+    TwoHalves(memory).write(b"\x91\x01")
+    with pytest.raises(FrameError, match="must hold the state of its job"):
+        Journal(memory).read()
+    os.close(memory)
 
 
 def test_a_port_that_is_taken_is_refused(host):
@@ -368,7 +376,7 @@ def test_there_is_no_address_towards_an_unknown_machine():
 
 def test_time_runs_out_at_the_deadline_where_no_process_compiles():
     patience = Patience(10.0, 0.0)
-    assert [patience.is_over(3, now) for now in (0.0, 9.9, 10.0)] == [
+    assert [patience.is_over(False, now) for now in (0.0, 9.9, 10.0)] == [
         *(False, False),
         True,
     ]
@@ -376,16 +384,16 @@ def test_time_runs_out_at_the_deadline_where_no_process_compiles():
 
 def test_the_time_in_which_a_process_compiles_does_not_count():
     patience = Patience(10.0, 0.0)
-    assert not patience.is_over(0, 9.0)
+    assert not patience.is_over(False, 9.0)
     for second in range(1, 100):
-        assert not patience.is_over(second, 9.0 + second)
-    assert not patience.is_over(99, 109.0)  # the last heartbeat holds for a while
-    assert patience.is_over(99, 200.0)
+        assert not patience.is_over(True, 9.0 + second)
+    assert not patience.is_over(False, 108.9)
+    assert patience.is_over(False, 109.1)
 
 
 def test_a_process_that_compiles_for_ever_extends_a_deadline_only_so_far():
     patience = Patience(10.0, 0.0)
-    overs = [patience.is_over(second, float(second)) for second in range(2000)]
+    overs = [patience.is_over(True, float(second)) for second in range(2000)]
     assert overs.index(True) == 10 + timeouts.COMPILING_S
 
 
@@ -406,20 +414,19 @@ def host_again(memory):
 def test_the_next_host_of_a_book_finds_what_the_one_before_had(inherited):
     before = host_again(inherited)
     before.tell("text", "two\nlines")
-    before.claim("member/server/0", "{}")
-    before.increase("beats/server/0")
+    own = be_server(before)
     for number in range(300):  # in one place
-        before.put("progress/trainer/0", str(number))
+        before.call(Report("trainer", 0, progress=number), bool)
     before.fail("trainer 0", "no data")
     before.close()
-    os.pwrite(inherited, b'["note/half', os.fstat(inherited).st_size)
+    num_pages = os.fstat(inherited).st_blocks
     after = host_again(inherited)
     assert (after.greeting, after.port) == (before.greeting, before.port)
     assert after.ask(["text"], timeout_s=TIMEOUT_S) == ["two\nlines"]
     assert after.state() == ("failed", "trainer 0: no data")
-    assert after.peek("beats/server/0") is None  # they only have to grow
-    assert after.peek("progress/trainer/0") == "299"
-    assert os.fstat(inherited).st_size < 2000
+    assert after.member("server", 0).process == own
+    assert after.member("trainer", 0).progress == 299
+    assert os.fstat(inherited).st_blocks == num_pages <= 64
     after.tell("more", "1")
     after.close()
     last = host_again(inherited)
@@ -444,10 +451,10 @@ def test_a_request_waits_for_the_next_host_of_the_book(inherited):
 
 def test_a_member_that_is_back_is_not_lost(host):
     book = AddressBook.join("localhost", host.port, timeout_s=TIMEOUT_S)
-    book.claim("member/server/0", "{}")
+    own = be_server(book)
     book.close()
-    wait_until(lambda: host.peek("lost/server/0") == "{}", "it is lost")
+    wait_until(lambda: host.member("server", 0).is_lost, "it is lost")
     again = AddressBook.join("localhost", host.port, timeout_s=TIMEOUT_S)
-    again.claim("member/server/0", "{}")
-    wait_until(lambda: host.peek("lost/server/0") is None, "it is back")
+    again.call(Beat("server", 0, own.nonce), View)
+    wait_until(lambda: not host.member("server", 0).is_lost, "it is back")
     again.close()

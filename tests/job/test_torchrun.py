@@ -10,8 +10,8 @@ import pytest
 
 from persia_torchrec.errors import ConfigError, JobMismatchError
 from persia_torchrec.job import torchrun
-from persia_torchrec.job.member_record import JobTimings
 from persia_torchrec.job.registry import AddressBook
+from persia_torchrec.job.requests import JobTimings
 from tests.support.processes import Processes
 from tests.support.script_jobs import WAIT_FOR_EVER, Job, start_trainers
 
@@ -39,7 +39,7 @@ def meet(book, node_rank, nnodes=2):
 
 def test_agents_meet_at_the_first_one_and_only_once(monkeypatch):
     with contextlib.closing(AddressBook.host(0)) as book:
-        JobTimings().publish(book)
+        book.publish(JobTimings())
         place = meet(book, 0)
         assert place.startswith("127.0.0.1:")
         assert meet(book, 1) == place
@@ -55,7 +55,7 @@ def test_agents_meet_at_the_first_one_and_only_once(monkeypatch):
 
 def test_the_agent_of_a_single_machine_opens_no_port():
     with contextlib.closing(AddressBook.host(0)) as book:
-        JobTimings().publish(book)
+        book.publish(JobTimings())
         config = torchrun.Agent(torchrun.AgentConfig(nnodes=1), book)._meet()
     assert config.rdzv_endpoint == ""  # a file in the folder of its logs
     assert config.rdzv_configs["store_type"] == "file"

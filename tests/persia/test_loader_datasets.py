@@ -168,7 +168,7 @@ def test_a_trainer_is_known_once_it_begins_to_iterate(book, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     book.register("trainer", 0, 2, "tcp://127.0.0.1:1")
     dataset = StreamingDataset(4)
-    assert book.peek("address/trainer/1") is None
+    assert book.address("trainer", 1) is None
     batches = dataset.batches(DEADLINE_S, in_order=True)
     addresses = 2 * book.addresses("trainer", timeout_s=0)[1:]
     theirs = BatchSender(addresses, 0, 1, Greeting("theirs"))

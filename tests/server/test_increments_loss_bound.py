@@ -9,7 +9,7 @@ import pytest
 
 from persia_torchrec.checkpoint.background import Activity
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.job.member_record import JobTimings
+from persia_torchrec.job.requests import JobTimings
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.increments import Increments
 from persia_torchrec.store.embedding_store import EmbeddingStore
@@ -138,7 +138,7 @@ def test_a_job_continues_and_is_told_what_was_lost_with_a_memory(tmp_path):
         # Before the next heartbeat nothing more is known to be lost.
         wait_until(lambda: known_updates(book) == 4, "the job knows of the update")
         for heartbeat_s in 100.0, 0.1:
-            JobTimings(heartbeat_s=heartbeat_s, silent_s=300.0).publish(book)
+            book.publish(JobTimings(heartbeat_s=heartbeat_s, silent_s=300.0))
             job.lose_memory()
             job.client.counters()
         assert job.client.lost["lost_updates"] == 4

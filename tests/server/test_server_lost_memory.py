@@ -12,8 +12,8 @@ from persia_torchrec.checkpoint.load import ShardLoad
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import PersiaError, RemoteError
 from persia_torchrec.job.member import JobMember
-from persia_torchrec.job.member_record import JobTimings
 from persia_torchrec.job.registry import AddressBook
+from persia_torchrec.job.requests import JobTimings
 from persia_torchrec.job.service import refusing_requests
 from persia_torchrec.logger import get_default_logger
 from persia_torchrec.rpc.client import Connections
@@ -141,7 +141,7 @@ def test_a_server_of_a_job_that_had_registered_restores_its_rows(
     processes, other, tmp_path
 ):
     port, book = draw_port(), AddressBook.host(0)
-    JobTimings(heartbeat_s=0.1, silent_s=30.0).publish(book)
+    book.publish(JobTimings(heartbeat_s=0.1, silent_s=30.0))
     env = {"PERSIA_STORE_PORT": str(book.port), "PERSIA_STORE_HOST": "127.0.0.1"}
     with closing(book):
         server = start(processes, "first", port, **env)
@@ -151,7 +151,7 @@ def test_a_server_of_a_job_that_had_registered_restores_its_rows(
             training.dump()
             training.train(*range(30))
         wait_until(
-            lambda: book.peek("note/checkpoint_dir") == training.run, "the run is known"
+            lambda: book.note("checkpoint_dir") == training.run, "the run is known"
         )
         wait_until(lambda: known_updates(book) == 2, "updates are known")
         kill(server)
@@ -169,13 +169,13 @@ def test_a_training_continues_with_a_server_that_is_started_elsewhere(
     processes, tmp_path
 ):
     book = AddressBook.host(0, recovery_s=DEADLINE_S)
-    JobTimings(heartbeat_s=0.1, silent_s=30.0).publish(book)
+    book.publish(JobTimings(heartbeat_s=0.1, silent_s=30.0))
     env = {"PERSIA_STORE_PORT": str(book.port), "PERSIA_STORE_HOST": "127.0.0.1"}
     with closing(book):
         server = processes.start("first", main, ["--capacity", "1000"], env=env)
         trainer = processes.start("trainer", read_until_told, book.port, tmp_path)
         trainer.has_printed("reads")
-        wait_until(lambda: book.peek("note/checkpoint_dir"), "the run is known")
+        wait_until(lambda: book.note("checkpoint_dir"), "the run is known")
         server.send(signal.SIGKILL)
         assert server.status() == -signal.SIGKILL
         again = processes.start("again", main, ["--capacity", "1000"], env=env)

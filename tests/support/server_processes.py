@@ -8,8 +8,8 @@ import numpy as np
 from persia_torchrec import Constant
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.embedding.optim import SGD
-from persia_torchrec.job.member_record import JobTimings
 from persia_torchrec.job.registry import AddressBook
+from persia_torchrec.job.requests import JobTimings
 from persia_torchrec.server.__main__ import main
 from persia_torchrec.table import TableSpec
 from tests.support.ports import draw_port
@@ -32,7 +32,7 @@ def kill(server):
 
 def known_updates(book):
     """Return how many updates the job knows of server 0."""
-    return int((book.peek("note/updates/server/0") or "0").split()[0])
+    return int((book.note("updates/server/0") or "0").split()[0])
 
 
 class Counted:
@@ -72,7 +72,7 @@ class Counted:
 
     def dump(self):
         self.client.checkpoints.dump(self.run)
-        wait_until(lambda: self._book.peek("note/checkpoint_dir"), "the run is known")
+        wait_until(lambda: self._book.note("checkpoint_dir"), "the run is known")
 
     def lose_memory(self):
         kill(self.server)
@@ -87,7 +87,7 @@ class Counted:
 @contextmanager
 def counted_job(folder, *flags):
     book = AddressBook.host(0, recovery_s=DEADLINE_S)
-    JobTimings(heartbeat_s=0.1, silent_s=30.0).publish(book)
+    book.publish(JobTimings(heartbeat_s=0.1, silent_s=30.0))
     with closing(book), Processes(folder) as processes:
         job = Counted(processes, book, *flags)
         with closing(job.client):

@@ -11,7 +11,6 @@ write them again: a format that changes gets a new version, and files of its own
                                context of PERSIA's
     memory-*.npz               memory files: of a server that ended, of one that was
                                killed, of stores that died in the middle of a request
-    book.jsonl                 the memory of a coordinator
     messages, settings         what a server was asked and answered; settings as JSON
     data, positions            files of rows, and how far datasets had read them
 

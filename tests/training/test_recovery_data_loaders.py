@@ -14,7 +14,6 @@ from persia_torchrec.data import DataLoader, StreamingDataset
 from tests.support.local_job import LocalJob, Sending, batch_of
 from tests.support.processes import wait_until
 
-ADDRESS = "address/trainer/0"
 NUM_BATCHES, SAVE_STEPS, NUM_AHEAD = 20, 3, 4
 
 
@@ -46,11 +45,13 @@ def train(job, path, num_steps, num_loaders):
 
 def take_first(taken, job, sending, num_loaders):
     """Start the loaders when the trainer listens, as it takes its first batch."""
-    previous = job.book.peek(ADDRESS)
+    previous = job.book.address("trainer", 0)
     contexts = []
 
     def start():
-        wait_until(lambda: job.book.peek(ADDRESS) != previous, "a new trainer listens")
+        wait_until(
+            lambda: job.book.address("trainer", 0) != previous, "a new trainer listens"
+        )
         for index in range(num_loaders):
             contexts.append(job.data_ctx(index, num_loaders))
             sending.start(contexts[-1], batches(index, num_loaders))

@@ -286,7 +286,7 @@ class DataCtx(BaseCtx):
 
     def _look_for(self, trainer: int) -> None:
         """Raise DataflowError if a trainer is at another address now."""
-        address = self._book.peek(f"address/trainer/{trainer}")
+        address = self._book.address("trainer", trainer)
         if address != self._trainers[trainer]:
             raise DataflowError(
                 f"NN worker {trainer} must be the one that this data loader has sent "
