@@ -113,7 +113,7 @@ class CoordinatorConfig:
             )
 
     def tick_s(self) -> float:
-        """Return the seconds between two looks at the members."""
+        """Return the seconds between two looks at the members, at least."""
         return self.timings.heartbeat_s / 4
 
     def sizes(self) -> dict[str, int]:
@@ -128,7 +128,6 @@ class Coordinator:
         self._config = config
         self._book, self._job = book, book.job
         self._job.max_restarts = config.max_restarts
-        self._tick_s = config.tick_s()
         self._members_of: dict[str, list[Member]] = {role: [] for role in _ROLES}
         self._unlearned = set(config.learn)  # roles whose size no process has told
         for role, size in config.sizes().items():
@@ -256,7 +255,7 @@ class Coordinator:
                     self._decide(now_s > self._config.join_timeout_s)
                     if self._job.outcome != "running":
                         return self._job.outcome, self._job.reason
-                time.sleep(self._tick_s)
+                self._pause()
 
     def _decide(self, joining_is_over: bool) -> None:
         """End the job if it has failed, or if the work is done."""
@@ -271,6 +270,11 @@ class Coordinator:
 
     def _is_done(self) -> bool:
         return all(member.is_done for member in self._trainers)
+
+    def _pause(self) -> None:
+        """Wait for the next look at the members: later in a large job."""
+        later_s = min(self._job.next_beat_s() / 4, self._config.timings.silent_s / 20)
+        time.sleep(max(self._config.tick_s(), later_s))
 
     def _failure(self, joining_is_over: bool) -> str | None:
         was_told = self._has_told
@@ -362,7 +366,7 @@ class Coordinator:
         members = remaining()
         with timeouts.saying(logger, lambda: f"{self._line(members)} to end"):
             while members and time.monotonic() < deadline:
-                time.sleep(self._tick_s)
+                self._pause()
                 members = remaining()
         return members
 

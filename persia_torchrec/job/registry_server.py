@@ -39,6 +39,7 @@ _DECODER = msgspec.json.Decoder(_REQUESTS)  # by which a heartbeat takes half th
 _MAX_TEXT = 2**20  # bytes of a request
 _LOOK_S = 0.2
 _MOST_LOOKS = 32  # members whose connections are looked at then
+_LATE = 1.25  # a heartbeat is, after this part of its interval
 _BACK_S = 5.0  # within which members are connected to the next coordinator
 _WRITE_S = 1.0  # within which progress is written
 
@@ -142,14 +143,14 @@ class BookServer(ListenerThread):
             self._absent_since.pop(member.who, None)
 
     def _work(self) -> bool:
-        """Look which members are connected, some at a time; write down progress."""
+        """Look which members are connected still; write down progress."""
         now = time.monotonic()
         if now < self._next_look:
             return False
         self._next_look = now + _LOOK_S
         with self.lock:
             self.job.clock.advance(now)
-            self._unlooked = self._unlooked or [*self.job.members.values()]
+            self._unlooked = self._unlooked or self._find_quiet()
             for member in self._unlooked[:_MOST_LOOKS]:
                 self._look_at(member, now)
             del self._unlooked[:_MOST_LOOKS]
@@ -158,9 +159,13 @@ class BookServer(ListenerThread):
                 self._journal.write(self.job)
         return False
 
+    def _find_quiet(self) -> list[Member]:
+        """Return members with a connection whose heartbeat is late."""
+        late_s = self.job.clock.now_s - _LATE * self.job.next_beat_s()
+        every = self.job.members.values()
+        return [one for one in every if one.connection and one.beat_s < late_s]
+
     def _look_at(self, member: Member, now: float) -> None:
-        if not member.connection:
-            return
         if self._listener.is_connected(member.connection):
             self._absent_since.pop(member.who, None)
             member.is_lost = False

@@ -61,7 +61,7 @@ MAX_KEYS = 2**18
 MAX_CHARACTERS = 2**28  # of all addresses and notes, with their names
 
 _QUICK_S = 0.1  # between heartbeats when a job ends
-_MOST_BEATS, _MOST_QUICK = 256, 1024  # heartbeats a second that all members send
+_MOST_BEATS, _MOST_QUICK = 128, 1024  # heartbeats a second that all members send
 _MOST_POLLS = 2048  # looks a second of all members, of those that wait
 _POLL_S = 0.05
 _SLOW = 5  # a member is, after this part of the time in which it counts as silent
@@ -247,7 +247,7 @@ class JobState(msgspec.Struct):
         num, timings = len(self.members), self.timings
         if self.signal or (self.outcome == "finished" and not self.is_over):
             return max(_QUICK_S, num / _MOST_QUICK)
-        longest_s = timings.silent_s / 3
+        longest_s = timings.silent_s / 2.5
         return max(timings.heartbeat_s, min(num / _MOST_BEATS, longest_s))
 
     # Requests

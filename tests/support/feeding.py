@@ -72,7 +72,7 @@ class Feeders:
         """Kill a process, wherever it is, and start it again, unless it has ended."""
         role, index = name.split()
         if role == "worker":
-            address = self._job.book.address("worker", index)
+            address = self._job.book.address("worker", int(index))
             self._ports[int(index)] = address.rpartition(":")[2]
         with contextlib.suppress(ProcessLookupError):
             self._running[name].send(signal.SIGKILL)
