@@ -121,6 +121,8 @@ class JobMember:
     _told = ""  # the signal by which the job is told to end
     _own_signal = 0  # number of one that has come here
     _ends_since_s = math.inf  # guarded by _lock
+    _is_deferred = False  # whether the last signal interrupted nothing
+    _num_beats = 0  # written by the heartbeat thread only
     _repeat = ""  # what a failure says that would only repeat
 
     def __init__(
@@ -158,8 +160,6 @@ class JobMember:
         self._leaving = threading.Event()
         self._must_leave = threading.Event()  # the main thread, by a signal
         self._is_hasty = threading.Event()  # a second signal has come
-        self._is_deferred = False  # whether the last signal interrupted nothing
-        self._num_beats = 0  # written by the heartbeat thread only
         self._beating = threading.Thread(
             target=self._keep_beating, name="job-heartbeat", daemon=True
         )

@@ -411,7 +411,7 @@ class AddressBook:
 class HostedBook(AddressBook):
     """The address book in the process that hosts it, without a connection.
 
-    ``job`` is the state of the job; whoever reads or changes it holds ``lock``.
+    ``job`` is the state of the job; a thread that reads or changes it has ``lock``.
     """
 
     def __init__(self, server: BookServer, greeting: Greeting) -> None:

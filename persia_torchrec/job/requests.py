@@ -30,7 +30,7 @@ class JobTimings:
     """Heartbeat intervals and timeouts of a job, set by the coordinator for all."""
 
     heartbeat_s: float = 1.0
-    """Seconds between two heartbeats of a member; longer in a job of more than 128."""
+    """Seconds between two heartbeats of a member; longer in a job of more than 100."""
 
     silent_s: float = 20.0
     """A member, or the coordinator, without heartbeats for longer counts as dead."""

@@ -61,7 +61,7 @@ MAX_KEYS = 2**18
 MAX_CHARACTERS = 2**28  # of all addresses and notes, with their names
 
 _QUICK_S = 0.1  # between heartbeats when a job ends
-_MOST_BEATS, _MOST_QUICK = 128, 1024  # heartbeats a second that all members send
+_MOST_BEATS, _MOST_QUICK = 100, 1000  # heartbeats a second that all members send
 _MOST_POLLS = 2048  # looks a second of all members, of those that wait
 _POLL_S = 0.05
 _SLOW = 5  # a member is, after this part of the time in which it counts as silent
@@ -165,13 +165,11 @@ class Member(msgspec.Struct, eq=False):
             logger.info("%s is back, after %.1f s", self.who, away_s)
             self.away_since_s = None
 
-    def count_restart(self, progress: int) -> int:
-        """Count a restart; return how many there were without progress of the job."""
-        self.num_restarts = (
-            1 if progress > self.progress_then else self.num_restarts + 1
-        )
+    def count_restart(self, progress: int) -> None:
+        """Count a restart, of those without progress of the job."""
+        self.num_restarts *= progress <= self.progress_then
+        self.num_restarts += 1
         self.progress_then = progress
-        return self.num_restarts
 
 
 class JobState(msgspec.Struct):

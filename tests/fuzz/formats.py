@@ -312,12 +312,11 @@ def books() -> Format:
     file = os.memfd_create("book")
     job = JobState("x", AwakeClock(1.0), notes={"n": "7"}, addresses={"server 0": "é"})
     job.register(Register("server", 0, ProcessIdentity.of_this_process()))
-    journal = Journal(file)
-    journal.write(job)
+    journal, halves = Journal(file), TwoHalves(file)
     state = msgspec.msgpack.encode(job)
 
     def check(data: bytes) -> None:
-        TwoHalves(file).write(data)
+        halves.write(data)
         found = journal.read()
         if found is not None:
             found.resume(2.0)

@@ -10,7 +10,8 @@ from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.member_record import MemberRecord
 from persia_torchrec.job.process_identity import ProcessIdentity
 from persia_torchrec.job.registry import AddressBook
-from persia_torchrec.job.requests import JobTimings
+from persia_torchrec.job.registry_server import BookServer
+from persia_torchrec.job.requests import Beat, JobTimings
 from tests.support import members
 from tests.support.processes import is_running, wait_until
 
@@ -36,6 +37,21 @@ def test_a_member_leaves_with_status_0_when_the_job_is_finished(book, processes)
     assert member.status() == 0
     assert "left" in member.output()
     assert record.read().ending() == "left"
+
+
+def test_a_heartbeat_is_one_request(book, processes, monkeypatch):
+    asked, answer = [], BookServer.answer
+
+    def note(server, request, peer=b""):
+        asked.append(type(request))
+        return answer(server, request, peer)
+
+    monkeypatch.setattr(BookServer, "answer", note)
+    member = processes.start("member", members.serve, book.port)
+    wait_until(lambda: asked.count(Beat) > 10, "it sends heartbeats")
+    assert {*asked[asked.index(Beat) :]} == {Beat}
+    book.finish()
+    assert member.status() == 0
 
 
 def test_an_exception_of_a_member_fails_the_job_and_the_member(book, processes):

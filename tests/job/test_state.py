@@ -101,7 +101,7 @@ def test_a_member_that_is_heard_again_is_back(caplog):
 
 @pytest.mark.parametrize(
     ("num", "next_beat_s", "quick_s"),
-    [(8, 1.0, 0.1), (128, 1.0, 0.125), (512, 4.0, 0.5), (2048, 8.0, 2.0)],
+    [(8, 1.0, 0.1), (100, 1.0, 0.1), (512, 5.12, 0.512), (2048, 8.0, 2.048)],
 )
 def test_heartbeats_are_rarer_in_a_large_job(num, next_beat_s, quick_s):
     job, _ = job_of(num)
