@@ -172,7 +172,7 @@ REQUESTS = st.one_of(
 
 @settings(max_examples=40)
 @given(st.lists(REQUESTS, max_size=30), st.data())
-def test_what_is_read_again_goes_on_as_the_state_that_was_written(steps, data):
+def test_what_is_read_again_continues_as_the_state_that_was_written(steps, data):
     job, _ = job_of(3)
     cut = data.draw(st.integers(0, len(steps)))
     verdict = None
