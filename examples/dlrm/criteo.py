@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
 
+import numba
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -116,7 +117,7 @@ def parse(lines: Sequence[bytes], first_number: int = 1) -> Batch:
 def _read(text: bytes) -> tuple[npt.NDArray[np.float32], Numbers, Numbers]:
     """Return labels, counts (B, 13) and ids (F, B); ArrowInvalid is a ValueError."""
     names = [f"{i}" for i in range(_NUM_FIELDS)]
-    kinds = {name: pa.string() for name in names}
+    kinds = {name: pa.binary() for name in names}
     kinds |= dict.fromkeys(names[: 1 + NUM_COUNTS], pa.int64()) | {"0": pa.float64()}
     table = csv.read_csv(
         pa.BufferReader(text),
@@ -130,38 +131,44 @@ def _read(text: bytes) -> tuple[npt.NDArray[np.float32], Numbers, Numbers]:
     if columns[0].null_count:
         raise ValueError("a line without a label")
     counts = [c.fill_null(0).to_numpy() for c in columns[1 : 1 + NUM_COUNTS]]
-    ids = [_from_hexadecimal(c) for c in columns[1 + NUM_COUNTS :]]
+    ids_FB = np.empty((len(CATEGORIES), len(table)), np.int64)
+    for column, ids in zip(columns[1 + NUM_COUNTS :], ids_FB, strict=True):
+        _from_hexadecimal(column, ids)
     labels = columns[0].to_numpy().astype(np.float32)
-    return labels, np.stack(counts, 1), np.stack(ids)
+    return labels, np.stack(counts, 1), ids_FB
 
 
 _NO_DIGIT = 255
-_OWN = np.array([(1 << 8 * size) - 1 for size in range(_MAX_DIGITS)] + [-1])
 _DIGITS = np.full(256, _NO_DIGIT, np.uint8)
 for _value, _digit in enumerate("0123456789abcdef"):
     _DIGITS[[ord(_digit), ord(_digit.upper())]] = _value
 
 
-def _from_hexadecimal(texts: pa.StringArray) -> Numbers:
-    """Return up to 8 hexadecimal digits as a number; no digit as ``MISSING``.
-
-    The 8 bytes up to a text's end are one word, of which the digits' own are kept.
-    """
+def _from_hexadecimal(texts: pa.BinaryArray, ids: Numbers) -> None:
+    """Write up to 8 hexadecimal digits as a number; no digit as ``MISSING``."""
     _, ends, data = texts.buffers()
     offsets = np.frombuffer(ends, np.int32)[texts.offset :][: len(texts) + 1]
-    sizes = np.diff(offsets)
-    raw = np.frombuffer(data or b"", np.uint8)[offsets[0] : offsets[-1]]
-    digits = _DIGITS[raw]
-    if (len(digits) and digits.max() == _NO_DIGIT) or sizes.max() > _MAX_DIGITS:
+    if not _write_ids(np.frombuffer(data or b"", np.uint8), offsets, ids):
         raise ValueError("a category that is not hexadecimal")
-    before = np.concatenate([np.zeros(_MAX_DIGITS, np.uint8), digits])
-    last_8 = np.ndarray(len(digits) + 1, ">u8", before, strides=(1,))  # up to each one
-    words = last_8[offsets[1:] - offsets[0]].astype(np.int64) & _OWN[sizes]
-    for bits, mask in ((4, 0x00FF00FF00FF00FF), (8, 0x0000FFFF0000FFFF)):
-        words = (words | words >> bits) & mask  # 2 digits of each two bytes, then 4
-    ids: npt.NDArray[np.int64] = (words | words >> 16) & 0xFFFFFFFF
-    ids[sizes == 0] = MISSING
-    return ids
+
+
+@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _write_ids(
+    raw: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int32], ids: Numbers
+) -> bool:
+    """Return whether all texts are numbers; write those."""
+    for i in range(len(ids)):
+        start, stop = offsets[i], offsets[i + 1]
+        if stop - start > _MAX_DIGITS:
+            return False
+        number = np.int64(0)
+        for at in range(start, stop):
+            digit = _DIGITS[raw[at]]
+            if digit == _NO_DIGIT:
+                return False
+            number = number << 4 | np.int64(digit)
+        ids[i] = number if stop > start else MISSING
+    return True
 
 
 def _require_lines(lines: Sequence[bytes], first_number: int) -> None:

@@ -33,14 +33,14 @@ from persia_torchrec.datasets.columns import (
     Floats,
     IdColumn,
     Ids,
-    Int64s,
     LabelColumn,
     Rows,
     require,
     source_of,
     to_offsets,
 )
-from persia_torchrec.datasets.hashing import MAX_SHORT, hash_short
+from persia_torchrec.datasets.hashing import hash_of, hashes_of
+from persia_torchrec.datasets.loops import to_float32
 from persia_torchrec.errors import DataError
 
 Bools = npt.NDArray[np.bool_]
@@ -115,8 +115,8 @@ def decode_ids(
         raise fail(*_first_bad(array), f"an array of {array.type}") from exc
     values = tokens.values
     if spec.is_text:
-        ids_L = _hashes(values)
-        is_missing = ids_L == np.uint64(_hash_of(EMPTY))
+        ids_L = hashes_of(values)
+        is_missing = ids_L == np.uint64(hash_of(EMPTY))
     else:
         ids_L, is_missing = integers_of(values, spec, tokens.offsets, fail)
     weights = None
@@ -226,60 +226,6 @@ def _weights(tokens: _Tokens, num_ids: int, spec: IdColumn, fail: Fail) -> Float
         return fail(_row_of(index, tokens.offsets), must, received)
 
     return decode_numbers(tokens.weights, column, fail_of_row)[0]
-
-
-def hash_texts(texts: Any) -> UInt64s:
-    """Return the xxh3_64 of each text of an Arrow array, uint64 ``(U,)``.
-
-    Spaces at its ends are no part of a text. An empty one, or a null, has the hash of
-    ``EMPTY``.
-    """
-    arrow = require("pyarrow")
-    is_small = texts.type in (arrow.string(), arrow.binary())
-    if not is_small and texts.type != arrow.large_string():
-        texts = texts.cast(arrow.large_binary())
-    hashes, sizes = np.empty(len(texts), np.uint64), np.empty(len(texts), np.int32)
-    _, ends, data = texts.buffers()
-    if not len(texts):
-        return hashes
-    offsets = np.frombuffer(ends, np.int32 if is_small else np.int64)
-    offsets = offsets[texts.offset :][: len(texts) + 1]
-    raw = np.frombuffer(data if data is not None else b"", np.uint8)
-    of_empty = _hash_of(EMPTY)
-    if hash_short(raw, offsets, np.uint64(of_empty), hashes, sizes):
-        those = np.flatnonzero(sizes > MAX_SHORT)
-        _hash_long(texts, those, hashes)
-    if texts.null_count:
-        hashes[texts.is_null().to_numpy(zero_copy_only=False)] = of_empty
-    return hashes
-
-
-def _hash_of(text: bytes) -> int:
-    return int(require("xxhash").xxh3_64_intdigest(text))
-
-
-def _hash_long(texts: Any, those: Int64s, hashes: UInt64s) -> None:
-    """Hash long texts by the library, each distinct one once."""
-    arrow = require("pyarrow")
-    encoded = texts.take(arrow.array(those)).cast(arrow.large_binary())
-    encoded = encoded.dictionary_encode()
-    distinct = [_hash_of(text.strip(b" ")) for text in encoded.dictionary.to_pylist()]
-    indices = encoded.indices.fill_null(0).to_numpy(zero_copy_only=False)
-    hashes[those] = np.array(distinct or [0], np.uint64)[indices]
-
-
-def _hashes(texts: Any) -> UInt64s:
-    """Return a hash for each text; of a dictionary each text is hashed once."""
-    arrow = require("pyarrow")
-    if not arrow.types.is_dictionary(texts.type):
-        return hash_texts(texts)
-    hashes_U, indices = hash_texts(plain(texts.dictionary)), texts.indices
-    if indices.null_count:
-        none = len(hashes_U)
-        hashes_U = np.append(hashes_U, np.uint64(_hash_of(EMPTY)))
-        indices = indices.cast(arrow.int64()).fill_null(none)
-    hashes_L: UInt64s = hashes_U[indices.to_numpy(zero_copy_only=False)]
-    return hashes_L
 
 
 def integers_of(
@@ -397,7 +343,7 @@ def _fill(
         filling = _as_id(fill % 2**64)
     elif fill != () and spec.is_text:
         text = EMPTY if fill is None else str(fill).strip(" ").encode()
-        filling = _as_id(_hash_of(text))
+        filling = _as_id(hash_of(text))
     if num_missing and is_missing is not None:
         if filling is not None:
             if fill is not None:  # else they have the hash of EMPTY
@@ -474,8 +420,10 @@ def decode_numbers(
     array = plain(array)
     if is_list(array.type):
         return _decode_vectors(array, spec, fail)
-    must = f"{spec.name} must be a number."
     function = spec.function if isinstance(spec, DenseColumn) else None
+    if function is None and (quick := _in_one_pass(array, spec.fill)) is not None:
+        return quick
+    must = f"{spec.name} must be a number."
     if kind_of(array.type) == "time":
         times = array.to_numpy(zero_copy_only=False)
         if times.dtype.kind != "M":  # date32 has objects
@@ -497,6 +445,24 @@ def decode_numbers(
     if is_null is not None:
         is_missing[is_null] = True
     return _finish(numbers, is_missing, spec, bad)
+
+
+def _in_one_pass(array: Any, fill: float | None) -> tuple[Floats, int] | None:
+    """Convert an array of plain numbers; None: it is of another type, or one is bad."""
+    arrow = require("pyarrow")
+    kind, num_nulls = array.type, array.null_count
+    as_it_lies = kind == arrow.float32() and not num_nulls
+    if as_it_lies or kind not in (arrow.float64(), arrow.float32(), arrow.int64()):
+        return None
+    validity, data = array.buffers()
+    values = np.frombuffer(data or b"", kind.to_pandas_dtype())[array.offset :][
+        : len(array)
+    ]
+    bits = np.frombuffer(validity if num_nulls else b"", np.uint8)
+    found = np.empty(len(array), np.float32)
+    fill = np.nan if fill is None else float(fill)
+    missing, bad = to_float32(values, bits, array.offset, fill, found)
+    return None if bad else (found, missing)
 
 
 def _floats(

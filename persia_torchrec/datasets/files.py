@@ -40,7 +40,7 @@ from persia_torchrec.errors import ConfigError, DataError
 GROUP_BYTES = 1 << 20
 """Bytes of a plain text file that are a group; the last one has the rest, too."""
 
-_MAX_GROUPS = 4  # that follow each other and are parsed together
+_MAX_GROUPS = 2  # that follow each other and are parsed together
 _HEAD_BYTES = 1 << 16
 _MAX_LINE = 1 << 26
 _UNIT = b"\x1f"  # stands for a delimiter of several characters
@@ -509,6 +509,7 @@ class CsvFile(TextFile):
                 include_columns=[indices[name] for name in names],
                 null_values=[""],
                 strings_can_be_null=False,
+                check_utf8=not data.isascii(),  # which is found much faster
             ),
         )
         return table.rename_columns(list(names))

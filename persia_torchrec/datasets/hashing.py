@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.datasets.arrow_types import plain
+from persia_torchrec.datasets.columns import EMPTY, Int64s, require
 from persia_torchrec.jit.compiled import compiled, inlined
 
 UInt64s = npt.NDArray[np.uint64]
-Int64s = npt.NDArray[np.int64]
 
 MAX_SHORT = 16
 """Bytes of the longest text that is short."""
@@ -38,6 +39,61 @@ _PRIME_2, _PRIME_3 = np.uint64(0xC2B2AE3D27D4EB4F), np.uint64(0x165667B19E3779F9
 _MIX_1, _MIX_2 = np.uint64(0x165667919E3779F9), np.uint64(0x9FB21C651E98DF25)
 _LOW, _BYTE = np.uint64(0xFFFFFFFF), np.uint64(0xFF)
 _EIGHT, _HALF = np.uint64(8), np.uint64(32)
+
+
+def hash_texts(texts: Any) -> UInt64s:
+    """Return the xxh3_64 of each text of an Arrow array, uint64 ``(U,)``.
+
+    Spaces at its ends are no part of a text. An empty one, or a null, has the hash of
+    ``EMPTY``.
+    """
+    arrow = require("pyarrow")
+    is_small = texts.type in (arrow.string(), arrow.binary())
+    if not is_small and texts.type != arrow.large_string():
+        texts = texts.cast(arrow.large_binary())
+    hashes, sizes = np.empty(len(texts), np.uint64), np.empty(len(texts), np.int32)
+    _, ends, data = texts.buffers()
+    if not len(texts):
+        return hashes
+    offsets = np.frombuffer(ends, np.int32 if is_small else np.int64)
+    offsets = offsets[texts.offset :][: len(texts) + 1]
+    raw = np.frombuffer(data if data is not None else b"", np.uint8)
+    of_empty = hash_of(EMPTY)
+    if hash_short(raw, offsets, np.uint64(of_empty), hashes, sizes):
+        those = np.flatnonzero(sizes > MAX_SHORT)
+        _hash_long(texts, those, hashes)
+    if texts.null_count:
+        hashes[texts.is_null().to_numpy(zero_copy_only=False)] = of_empty
+    return hashes
+
+
+def hash_of(text: bytes) -> int:
+    """Return the xxh3_64 of a text."""
+    return int(require("xxhash").xxh3_64_intdigest(text))
+
+
+def _hash_long(texts: Any, those: Int64s, hashes: UInt64s) -> None:
+    """Hash long texts by the library, each distinct one once."""
+    arrow = require("pyarrow")
+    encoded = texts.take(arrow.array(those)).cast(arrow.large_binary())
+    encoded = encoded.dictionary_encode()
+    distinct = [hash_of(text.strip(b" ")) for text in encoded.dictionary.to_pylist()]
+    indices = encoded.indices.fill_null(0).to_numpy(zero_copy_only=False)
+    hashes[those] = np.array(distinct or [0], np.uint64)[indices]
+
+
+def hashes_of(texts: Any) -> UInt64s:
+    """Return a hash for each text; of a dictionary each text is hashed once."""
+    arrow = require("pyarrow")
+    if not arrow.types.is_dictionary(texts.type):
+        return hash_texts(texts)
+    hashes_U, indices = hash_texts(plain(texts.dictionary)), texts.indices
+    if indices.null_count:
+        none = len(hashes_U)
+        hashes_U = np.append(hashes_U, np.uint64(hash_of(EMPTY)))
+        indices = indices.cast(arrow.int64()).fill_null(none)
+    hashes_L: UInt64s = hashes_U[indices.to_numpy(zero_copy_only=False)]
+    return hashes_L
 
 
 @compiled
@@ -146,37 +202,3 @@ def _folded_product(a: np.uint64, b: np.uint64) -> np.uint64:
     carried = (lows >> _HALF) + (crossed & _LOW) + (others & _LOW)
     upper = a_high * b_high + (crossed >> _HALF) + (others >> _HALF)
     return (upper + (carried >> _HALF)) ^ (a * b)
-
-
-SLACK = 6
-"""How many elements :func:`take_ragged` may write beyond the end of the values."""
-
-
-@compiled
-def take_ragged(
-    values: Int64s,
-    starts: npt.NDArray[Any],
-    offsets: Int64s,
-    taken: Int64s,
-) -> None:
-    """Copy rows of several values each, from anywhere.
-
-    Up to ``SLACK`` values are copied without a loop, whose end a processor cannot
-    predict: those after a row are written over by the next one.
-
-    Args:
-        values: of all rows, not to be written to.
-        starts: where each row that is wanted begins; likewise.
-        offsets: where it is to begin, and the end of the last one; likewise.
-        taken: written: their values, and ``SLACK`` more.
-    """
-    last = len(values) - SLACK
-    for i in range(len(starts)):
-        start, at = np.uint64(starts[i]), np.uint64(offsets[i])
-        size = offsets[i + 1] - offsets[i]
-        if size <= SLACK and starts[i] <= last:
-            for j in range(SLACK):
-                taken[at + np.uint64(j)] = values[start + np.uint64(j)]
-        else:
-            for j in range(size):
-                taken[at + np.uint64(j)] = values[start + np.uint64(j)]

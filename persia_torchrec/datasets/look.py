@@ -23,8 +23,8 @@ from persia_torchrec.datasets.columns import (
     LabelColumn,
     require,
 )
-from persia_torchrec.datasets.decoding import hash_texts
 from persia_torchrec.datasets.files import CsvFile, CsvFormat
+from persia_torchrec.datasets.hashing import hash_texts
 from persia_torchrec.datasets.json_files import JsonFile
 from persia_torchrec.datasets.sources import Source, find_sources
 from persia_torchrec.datasets.tables import TableFile

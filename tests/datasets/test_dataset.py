@@ -23,7 +23,7 @@ from persia_torchrec.data import (
     WorkQueue,
     write_parquet,
 )
-from persia_torchrec.datasets import decoding, files, reading
+from persia_torchrec.datasets import files, hashing, reading
 from persia_torchrec.errors import ConfigError, DataError
 
 COLUMNS = (
@@ -323,7 +323,7 @@ def test_a_state_that_leaves_too_few_rows_for_all_parts_is_an_error(tmp_path):
 def test_many_texts_have_the_hashes_of_the_library(texts):
     expected = [xxhash.xxh3_64_intdigest(text.strip(b" ") or b" ") for text in texts]
     array = pa.array([b"before", *texts, b"after"], pa.binary())[1:-1]
-    assert decoding.hash_texts(array).tolist() == expected
+    assert hashing.hash_texts(array).tolist() == expected
 
 
 def test_reading_ahead_is_bounded(tmp_path, small_groups, monkeypatch):

@@ -8,6 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
 
 from persia_torchrec.data import (
     ArrowDataset,
@@ -18,6 +20,8 @@ from persia_torchrec.data import (
     ParquetDataset,
 )
 from persia_torchrec.datasets.arrow_types import plain
+from persia_torchrec.datasets.columns import row_error
+from persia_torchrec.datasets.decoding import decode_numbers
 from persia_torchrec.errors import ConfigError, DataError
 
 NAN = float("nan")
@@ -322,3 +326,35 @@ def test_an_index_beyond_its_dictionary_is_an_error(indices, kind):
     )
     with pytest.raises(pa.ArrowInvalid, match="of a dictionary of 2"):
         plain(array)
+
+
+NUMBERS_OF = {
+    pa.float64(): st.floats(),
+    pa.float32(): st.floats(width=32),
+    pa.int64(): st.integers(-(2**63), 2**63 - 1),
+}
+
+
+@given(st.data(), st.sampled_from(list(NUMBERS_OF)), st.sampled_from([None, -2.5]))
+def test_numbers_of_a_sliced_array_are_float32_each_or_an_error(data, kind, fill):
+    values = data.draw(st.lists(st.none() | NUMBERS_OF[kind], max_size=20))
+    array = pa.array([None, 1, *values, 2], kind)[2:-1]
+    is_missing = [value is None or value != value for value in values]
+    with np.errstate(over="ignore"):
+        expected = np.float32(
+            [fill if m else v for v, m in zip(values, is_missing, strict=True)]
+        )
+    wrong = [i for i, m in enumerate(is_missing) if m] if fill is None else []
+    wrong = wrong or np.flatnonzero(~np.isfinite(expected)).tolist()
+
+    def fail(row, must, received):
+        return row_error(f"row {row}", must, received)
+
+    if wrong:
+        with pytest.raises(DataError, match=rf"^row {wrong[0]}: n must be a number"):
+            decode_numbers(array, DenseColumn("n", fill=fill), fail)
+        return
+    found, num_missing = decode_numbers(array, DenseColumn("n", fill=fill), fail)
+    assert found.dtype == np.float32
+    assert found.tolist() == expected.tolist()
+    assert num_missing == sum(is_missing)
