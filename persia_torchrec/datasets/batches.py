@@ -58,13 +58,7 @@ class JaggedBatch:
         cls, batch: KeyedJaggedTensor | TensorDict, keys: Sequence[str]
     ) -> "JaggedBatch":
         """Take features of a batch; a ``TensorDict`` has nested or jagged tensors."""
-        received = dict.fromkeys(map(str, batch.keys()))
-        for key in keys:
-            if key not in received:
-                raise BatchError(
-                    f"The batch must have the feature {key!r}. "
-                    f"Received: {list(received)}."
-                )
+        require_keys(batch, keys)
         if isinstance(batch, TensorDict):
             batch = maybe_td_to_kjt(batch, list(keys))
         return cls(_copy(batch), keys)
@@ -241,6 +235,36 @@ def _to_host(
         inverse_indices=kjt.inverse_indices_or_none(),
     )
     return host, came
+
+
+def require_batch(given: Sequence[object], *others: type) -> Any:
+    """Return the one batch that a collection is called with.
+
+    Raises:
+        BatchError: there is none, or several, or it is neither a ``KeyedJaggedTensor``,
+            nor a ``TensorDict``, nor of a type of ``others``.
+    """
+    if len(given) == 1 and isinstance(given[0], KeyedJaggedTensor | TensorDict):
+        return given[0]
+    if len(given) == 1 and isinstance(given[0], others):
+        return given[0]
+    received = ", ".join([f"a {type(one).__name__}" for one in given]) or "nothing"
+    raise BatchError(
+        "A collection must be called with one KeyedJaggedTensor, the ids of all its "
+        f"features, or a TensorDict of them. Received: {received}. Make one by "
+        "KeyedJaggedTensor(keys, values, lengths=...), or from_jt_dict() of a dict of "
+        "JaggedTensors."
+    )
+
+
+def require_keys(batch: KeyedJaggedTensor | TensorDict, keys: Iterable[str]) -> None:
+    """Raise BatchError unless a batch has these features, and perhaps others."""
+    received = dict.fromkeys(map(str, batch.keys()))
+    for key in keys:
+        if key not in received:
+            raise BatchError(
+                f"The batch must have the feature {key!r}. Received: {list(received)}."
+            )
 
 
 def require_ids(kjt: KeyedJaggedTensor) -> None:

@@ -83,6 +83,12 @@ class PrefetchedBatch(Generic[Handle]):
         self.error: BaseException | None = None
         self.after: Sequence[Callable[[], None]] = ()  # waits, before the pull
         self._give_up: Any = None
+        self.again: PrefetchedBatch[Handle] | None = None  # in its place, if recalled
+
+    @property
+    def latest(self) -> "PrefetchedBatch[Handle]":
+        """The pull that is valid: its own, or the one in its place."""
+        return self.again or self
 
     @property
     def source(self) -> Any:
@@ -172,6 +178,22 @@ class PrefetchedBatch(Generic[Handle]):
         assert self._number is not None, "a training batch"
         return pipeline.lookup.again(self.handle, pipeline.number_step(self._number))
 
+    @property
+    def is_recalled(self) -> bool:
+        """Whether its pull is taken back, and another must take its place."""
+        return self.permit.has_left and not isinstance(self.permit, Update)
+
+    def recall(self) -> None:
+        """Take the pull of a training batch that nobody waits for back.
+
+        The permit comes back, and may be another's. A part of an update keeps it.
+        """
+        if isinstance(self.permit, Update) or self.permit.was_held:
+            return
+        self._pipeline.semaphore.recall(self.permit)
+        if self._give_up is not None:  # or pull() gives it up
+            self._give_up()
+
     def pull(self) -> None:
         """Pull the batch; a thread of the pipeline calls this."""
         ids, self._ids = self._ids, None
@@ -192,6 +214,8 @@ class PrefetchedBatch(Generic[Handle]):
                 self, pipeline.give_up, self.handle, permit, is_forgotten=True
             )
             self._give_up.atexit = False
+            if self.is_recalled:
+                self._give_up()
             pipeline.semaphore.arrived(permit)
         self.arrived.set()
 
@@ -254,9 +278,11 @@ class Pulls:
                         return
                     if self._is_closing:
                         raise PersiaError(CLOSED)
-                    if self._semaphore is not None:
-                        self._semaphore.take(batch.permit)
-                batch.pull()
+                    is_wanted = self._semaphore is None or self._semaphore.take(
+                        batch.permit
+                    )
+                if is_wanted:
+                    batch.pull()
             except Exception as exc:  # noqa: BLE001  # raised by wait()
                 assert batch is not None
                 batch.error = exc
@@ -290,6 +316,7 @@ class BatchPipeline(PushQueue[Source, Handle]):
         trains_rows: what evaluation pulls wait for, by what was pushed when they were
             started: this pipeline, and others of this trainer with the same tables.
         evaluation_waits: whether they do.
+        max_in_flight: training batches that may be, by the bound on staleness.
     """
 
     evaluation_waits = True
@@ -325,7 +352,7 @@ class BatchPipeline(PushQueue[Source, Handle]):
         self.flush()
         num = max(staleness, 1)
         self.semaphore.resize(num, _SETTLE_S, pulls_late=pulls_late)
-        self.waits_for_ack = staleness == 0
+        self.max_in_flight, self.waits_for_ack = num, staleness == 0
 
     def set_generation(self, generation: int) -> None:
         """Begin a stream of a generation of the trainers; before the first batch."""

@@ -105,20 +105,26 @@ class StalenessSemaphore:
         with self._changed:
             return {**self._counts, "max_lacking": self._num - 1}
 
-    def take(self, permit: Permit) -> None:
-        """Wait until a batch may be pulled; another of the same permit may be."""
+    def take(self, permit: Permit) -> bool:
+        """Wait until a batch may be pulled; another of the same permit may be.
+
+        Returns whether it may be: it may not if it is recalled.
+        """
         with self._changed:
             if permit in self._out:
                 self._counts["num_lookups"] += 1
                 self._counts["num_lacking"] += len(self._out) - 1
-                return
+                return True
             is_full = len(self._out) >= self._num
             must_wait = is_full and not self._has_one_for(permit)
             may_take = not (must_wait or self._depth) or self._changed.wait_for(
-                lambda: self._is_closed or self._may_take(permit), self._timeout_s
+                lambda: self._is_closed or permit.has_left or self._may_take(permit),
+                self._timeout_s,
             )
             if self._is_closed:
                 raise PersiaError(CLOSED)
+            if permit.has_left:
+                return False
             if not may_take:
                 raise StalenessError(
                     f"{len(self._out)} batches have been pulled and not updated for "
@@ -131,6 +137,13 @@ class StalenessSemaphore:
             self._out.add(permit)
             self._asked.discard(permit)
             permit.num_in_flight = len(self._out)
+            return True
+
+    def recall(self, permit: Permit) -> None:
+        """Let a batch that waits for its pull not be pulled."""
+        with self._changed:
+            permit.let_go()
+            self._changed.notify_all()
 
     def add(self, permit: Permit) -> None:
         """Let one more batch be under way, without a wait: later ones wait for it."""

@@ -35,8 +35,9 @@ from torchrec.modules.embedding_configs import DATA_TYPE_NUM_BITS, BaseEmbedding
 from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.optim.keyed import CombinedOptimizer
 
-from persia_torchrec.datasets.batches import move
+from persia_torchrec.datasets.batches import move, require_batch
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.pipeline.pipeline import PrefetchedBatch
 from persia_torchrec.sharding import (
     collection,
     planned,
@@ -184,7 +185,7 @@ class MixedCollection(types.ShardedModule[Any, Any, Any, Any], FusedOptimizerMod
 
     def input_dist(self, ctx: Any, *input: Any, **kwargs: Any) -> Any:
         """Begin to distribute the ids, and to pull; returns TorchRec's awaitable."""
-        (batch,) = (*input, *kwargs.values())
+        batch = require_batch([*input, *kwargs.values()], PrefetchedBatch)
         # TorchRec's comes first: it refuses a batch before it has begun anything.
         local = batch
         if isinstance(batch, KeyedJaggedTensor):

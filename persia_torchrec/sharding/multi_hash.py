@@ -35,6 +35,7 @@ from torchrec import (
 )
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 
+from persia_torchrec.datasets.batches import require_batch, require_keys
 from persia_torchrec.datasets.transfer import ToHost
 from persia_torchrec.errors import BatchError, ConfigError
 
@@ -200,6 +201,7 @@ class _SplitIds(nn.Module):
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return the halves of every feature, in its bags."""
+        require_keys(require_batch([features]), [f.key for f in self._features])
         bags: Mapping[str, JaggedTensor] = features.to_dict()
         self._check({key: of_key.values() for key, of_key in bags.items()})
         keys, values, lengths = [], [], []

@@ -16,6 +16,7 @@ Dimensions: B samples, F features of one dim D, L ids of them, U unique rows.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -408,3 +409,26 @@ def _bits_of(rows_UD: torch.Tensor) -> npt.NDArray[np.generic]:
         array: npt.NDArray[np.generic] = rows_UD.numpy()
         return array
     return rows_UD.view(torch.int16).numpy().view(np.uint16)
+
+
+def by_feature(
+    pulled: DeviceBatch, tensors: Tensors
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor | None]]:
+    """Return the rows of each feature, lengths, and offsets of its bags.
+
+    Both, so that no kernel of fbgemm computes one of the other.
+    """
+    batch, by_feature = pulled.batch, list[tuple[int, tuple[Any, Any, Any]]]()
+    num_ids = np.diff(batch.starts).tolist()
+    for group, (rows_LD, index) in enumerate(zip(tensors, pulled.indices, strict=True)):
+        chosen = [f for f, g in enumerate(batch.plan.group_of) if g == group]
+        _, lengths, offsets = index.further
+        of_features = (
+            rows_LD.split([num_ids[f] for f in chosen]),
+            lengths.view(len(chosen), -1).unbind(),
+            offsets.view(len(chosen), -1).unbind(),
+        )
+        by_feature += zip(chosen, zip(*of_features, strict=True), strict=True)
+    ordered = [of_feature for _, of_feature in sorted(by_feature, key=itemgetter(0))]
+    values, lengths, offsets = zip(*ordered, strict=True)
+    return list(values), list(lengths), list(offsets)

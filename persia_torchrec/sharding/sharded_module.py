@@ -17,7 +17,6 @@ Dimensions: B samples, L ids of one feature, T sum of all dims, D embedding dim.
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from operator import itemgetter
 from typing import Any, ClassVar, NoReturn
 from weakref import WeakSet, ref
 
@@ -35,14 +34,24 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
 from torchrec.optim.keyed import KeyedOptimizer
 
-from persia_torchrec.datasets.batches import JaggedBatch, PulledKeyedJaggedTensor
+from persia_torchrec.datasets.batches import (
+    JaggedBatch,
+    PulledKeyedJaggedTensor,
+    require_batch,
+)
 from persia_torchrec.datasets.transfer import to_device
 from persia_torchrec.errors import BatchError, ConfigError
+from persia_torchrec.pipeline.in_turn import BatchesInTurn
 from persia_torchrec.pipeline.pipeline import BatchPipeline, PrefetchedBatch
 from persia_torchrec.sharding import state, torchrec_api
 from persia_torchrec.sharding.backward_pass import looked_up, own_memory
 from persia_torchrec.sharding.collection import CollectionSpec
-from persia_torchrec.sharding.on_device import DeviceBatch, Leaving, Tensors
+from persia_torchrec.sharding.on_device import (
+    DeviceBatch,
+    Leaving,
+    Tensors,
+    by_feature,
+)
 from persia_torchrec.sharding.placeholder import Placeholder
 from persia_torchrec.sharding.table_control import (
     WAIT_FOR_PUSH,
@@ -174,6 +183,8 @@ class ShardedRemoteCollection(
         self._column_order: torch.Tensor | None = None  # where dims alternate
         # Autograd calls a function's backward only if an input wants a gradient.
         self._anchor = torch.zeros(0, requires_grad=True)
+        # Begun, as by a train pipeline that pulls ahead, and not used yet.
+        self._unused = BatchesInTurn(partial(self._pull, is_training=True))
         self.register_state_dict_post_hook(state.add_entries)
         self.register_load_state_dict_pre_hook(state.take_entries)
 
@@ -185,7 +196,17 @@ class ShardedRemoteCollection(
             self.before_first_pull = None
         if not isinstance(batch, torchrec.KeyedJaggedTensor | TensorDict):
             return self.pipeline.start(batch, training=is_training)
-        given = JaggedBatch.of(batch, self._keys)
+        return self._pull(JaggedBatch.of(batch, self._keys), is_training=is_training)
+
+    @torch.compiler.disable
+    def begin(self, batch: object, *, is_training: bool) -> PrefetchedBatch[Any]:
+        """Begin to pull, by :meth:`start`, a batch that this is called with."""
+        started = self.start(batch, is_training=is_training)
+        if is_training:
+            self._unused.begun(started)
+        return started
+
+    def _pull(self, given: JaggedBatch, *, is_training: bool) -> PrefetchedBatch[Any]:
         ids: Any = partial(given.take, pins_weights=True)
         if self._leaving is None:  # without a GPU the ids are here
             ids = given.features
@@ -195,7 +216,7 @@ class ShardedRemoteCollection(
         self, ctx: object, *input: Any, **kwargs: Any
     ) -> KJTListSplitsAwaitable:
         """Begin to pull; a batch whose pull has begun is passed on."""
-        (batch,) = (*input, *kwargs.values())
+        batch = require_batch([*input, *kwargs.values()], PrefetchedBatch)
         if isinstance(batch, PulledKeyedJaggedTensor):
             batch = batch.take(self)
         elif not isinstance(batch, PrefetchedBatch):
@@ -207,7 +228,7 @@ class ShardedRemoteCollection(
                     "pulled ahead. Received: another one. Train such a model by a "
                     "TorchRec loop: DataLoader(..., as_torchrec=True)."
                 )
-            batch = self.start(batch, is_training=is_training)
+            batch = self.begin(batch, is_training=is_training)
         # A list of one batch, for pipelines that fuse the inputs of modules.
         return KJTListSplitsAwaitable([types.NoWait(types.NoWait(batch))], ctx)
 
@@ -223,7 +244,8 @@ class ShardedRemoteCollection(
     @torch.compiler.disable
     def compute(self, ctx: object, batch: PrefetchedBatch[Any]) -> Any:
         """Return the output of a batch, outside of what torch.compile traces."""
-        return self.make_output(batch)
+        most = self.pipeline.max_in_flight
+        return self.make_output(self._unused.used(batch, most))
 
     def output_dist(self, ctx: object, output: Any) -> types.LazyAwaitable[Any]:
         """Return the output: it is there."""
@@ -449,7 +471,7 @@ class ShardedRemoteEmbeddingBag(ShardedRemoteEmbeddingBagCollection):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self._with_one_more: WeakSet[PrefetchedBatch[Any]] = WeakSet()
+        self._with_one_more: WeakSet[JaggedBatch] = WeakSet()
 
     def input_dist(
         self,
@@ -461,14 +483,15 @@ class ShardedRemoteEmbeddingBag(ShardedRemoteEmbeddingBagCollection):
         """Begin to pull flat ids with the offsets of their bags, or a bag per line."""
         if isinstance(input, PrefetchedBatch):
             return super().input_dist(ctx, input)
-        has_lines = input.dim() == 2 and offsets is None
+        shape = tuple(input.shape) if isinstance(input, torch.Tensor) else ()
+        has_lines = len(shape) == 2 and offsets is None
         if has_lines:
             starts = torch.arange(len(input) + 1, device=input.device)
             offsets = starts * input.shape[1]
-        if input.dim() > 2 or offsets is None:
+        if not 0 < len(shape) < 3 or offsets is None:
             raise BatchError(
                 "An EmbeddingBag must be given ids (L,) with offsets, or (B, L). "
-                f"Received: {tuple(input.shape)}, offsets: {offsets}."
+                f"Received: {type(input).__name__} {shape}, offsets: {offsets}."
             )
         input, offsets = input.reshape(-1), to_device(offsets, input.device)
         if not has_lines:
@@ -486,16 +509,16 @@ class ShardedRemoteEmbeddingBag(ShardedRemoteEmbeddingBagCollection):
     def _begin(
         self, kjt: torchrec.KeyedJaggedTensor, *, has_one_more: bool
     ) -> PrefetchedBatch[Any]:
-        batch = self.start(kjt, is_training=self.training and torch.is_grad_enabled())
+        batch = self.begin(kjt, is_training=self.training and torch.is_grad_enabled())
         if has_one_more:
-            self._with_one_more.add(batch)
+            self._with_one_more.add(batch.given)
         return batch
 
     @torch.compiler.disable
     def compute(self, ctx: object, batch: PrefetchedBatch[Any]) -> torch.Tensor:
         """Return the pooled rows alone."""
         pooled: torch.Tensor = super().compute(ctx, batch).values()
-        if batch not in self._with_one_more:
+        if batch.given not in self._with_one_more:
             return pooled
         lengths_B = batch.source.features[THE_FEATURE].lengths  # on the host by now
         return pooled if lengths_B[-1:].all() else pooled[:-1]
@@ -548,7 +571,7 @@ class ShardedRemoteEmbeddingCollection(ShardedRemoteCollection):
         """Wait for the embeddings of each feature."""
         tensors, pulled = self.pulled(self.wait(batch)), batch.outputs
         if isinstance(pulled, DeviceBatch):
-            values, lengths, offsets = _by_feature(pulled, tensors)
+            values, lengths, offsets = by_feature(pulled, tensors)
         else:
             values, offsets = list(tensors), [None] * len(tensors)
             lengths = [
@@ -573,26 +596,3 @@ class ShardedRemoteEmbeddingCollection(ShardedRemoteCollection):
                 weights=ids if ids is None else to_device(ids, self._device),
             )
         return sequences
-
-
-def _by_feature(
-    pulled: DeviceBatch, tensors: Tensors
-) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor | None]]:
-    """Return the rows of each feature, lengths, and offsets of its bags.
-
-    Both, so that no kernel of fbgemm computes one of the other.
-    """
-    batch, by_feature = pulled.batch, list[tuple[int, tuple[Any, Any, Any]]]()
-    num_ids = np.diff(batch.starts).tolist()
-    for group, (rows_LD, index) in enumerate(zip(tensors, pulled.indices, strict=True)):
-        chosen = [f for f, g in enumerate(batch.plan.group_of) if g == group]
-        _, lengths, offsets = index.further
-        of_features = (
-            rows_LD.split([num_ids[f] for f in chosen]),
-            lengths.view(len(chosen), -1).unbind(),
-            offsets.view(len(chosen), -1).unbind(),
-        )
-        by_feature += zip(chosen, zip(*of_features, strict=True), strict=True)
-    ordered = [of_feature for _, of_feature in sorted(by_feature, key=itemgetter(0))]
-    values, lengths, offsets = zip(*ordered, strict=True)
-    return list(values), list(lengths), list(offsets)

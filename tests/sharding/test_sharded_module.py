@@ -1,11 +1,18 @@
 import numpy as np
 import pytest
 import torch
-from torchrec import EmbeddingBagConfig
+from torch import nn
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedTensor,
+)
 
-from persia_torchrec import SGD
+from persia_torchrec import SGD, MultiHashEmbeddingBagCollection, remote_sharders
 from persia_torchrec.errors import BatchError
-from tests.support.remote_job import Bags, ids_of, kjt_of, remote_modules
+from tests.support.remote_job import META, Bags, ids_of, kjt_of, remote_modules
 
 
 def batch_of(ids):
@@ -29,6 +36,56 @@ def test_in_evaluation_the_servers_are_only_looked_at(job, model):
     assert job.total("evictions") == 0
     model(batch_of([1])).values().sum().backward()  # moves no row
     assert torch.equal(model(batch_of([1])).values(), known)
+
+
+KJT = kjt_of({"ad": [[1], [2]]})
+
+
+class Called(nn.Module):
+    """A collection that is called with whatever the model is."""
+
+    def __init__(self, collection):
+        super().__init__()
+        self.collection = collection
+
+    def forward(self, *given):
+        return self.collection(*given)
+
+
+@pytest.mark.parametrize(
+    ("given", "received"),
+    [
+        ([KeyedTensor(["ad"], [4], torch.ones(2, 4))], "a KeyedTensor"),
+        ([[KJT]], "a list"),
+        ([KJT["ad"]], "a JaggedTensor"),
+        ([KJT.to_dict()], r"a dict\..*from_jt_dict"),
+        ([torch.tensor([1])], "a Tensor"),
+        ([None], "a NoneType"),
+        ([KJT, KJT], "a KeyedJaggedTensor, a KeyedJaggedTensor"),
+        ([], "nothing"),
+        ([kjt_of({"user": [[1]]})], r"\['user'\]"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["bags", "sequences", "multi hash"])
+def test_what_is_no_batch_of_ids_is_named_and_changes_nothing(
+    job, given, received, kind
+):
+    names = {"name": "term", "feature_names": ["ad"]}
+    bag = EmbeddingBagConfig(10, 4, **names)
+    collection = {
+        "bags": lambda: EmbeddingBagCollection(tables=[bag], device=META),
+        "sequences": lambda: EmbeddingCollection(
+            tables=[EmbeddingConfig(10, 4, **names)], device=META
+        ),
+        "multi hash": lambda: MultiHashEmbeddingBagCollection([bag], device=META),
+    }[kind]()
+    sharders = remote_sharders(job.client, SGD(0.1))
+    model = job.shard(Called(collection), sharders)
+    for is_training in (True, False):
+        model.train(is_training)
+        with pytest.raises((BatchError, TypeError), match=f"eceived: {received}|posit"):
+            model(*given)
+    assert job.total("rows") == 0
 
 
 def test_without_gradients_training_mode_only_looks_too(job, model):

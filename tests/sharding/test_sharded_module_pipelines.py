@@ -5,6 +5,7 @@ At staleness 0 and 1 every one of them trains as a plain loop over local tables 
 
 import inspect
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -264,3 +265,72 @@ def test_losses_of_several_batches_may_share_a_backward_pass(job, staleness):
         dense.step()
     remote.assert_learnt_what(local)
     assert torch.allclose(remote.model.module.over.weight, local.over.weight)
+
+
+def steps_outside(remote, pipeline, batches):
+    """Train some batches between detach() and attach(); return their losses."""
+    model = pipeline.detach()
+    losses = []
+    for batch in batches:
+        remote.dense.zero_grad()
+        loss, detached = model(batch)
+        loss.backward()
+        remote.dense.step()
+        losses.append(detached.item())
+    pipeline.attach(model)
+    return losses
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        TrainPipelineSparseDist,
+        TrainPipelineSparseDistLite,
+        with_a_stream(PrefetchTrainPipelineSparseDist),
+    ],
+)
+def test_steps_between_detach_and_attach_train_as_a_plain_loop(job, kind, staleness):
+    batches = make_batches(12)
+    expected, local = train_locally(batches)
+    remote = Remote(job, staleness)
+    pipeline = kind(remote.model, remote.dense, CPU)
+    iterator = iter(batches[:2] + batches[4:6] + batches[7:])
+    losses = [float(pipeline.progress(iterator)) for _ in range(2)]
+    losses += steps_outside(remote, pipeline, batches[2:4])
+    losses += [float(pipeline.progress(iterator)) for _ in range(2)]
+    losses += steps_outside(remote, pipeline, batches[6:7])
+    losses += run(pipeline, iterator)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    remote.assert_learnt_what(local)
+    assert job.total("open_batches") == 0
+    assert max(c["open_batches_max"] for c in job.client.counters()) == 1
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_collections_of_two_kinds_share_steps_outside_of_a_pipeline(staleness):
+    batches, losses = make_batches(8), []
+    for num_outside in (0, 2):
+        with RemoteJob() as job:
+            torch.manual_seed(0)
+            sharders = [
+                kind(job.client, SGD(LR), staleness=staleness)
+                for kind in (
+                    RemoteEmbeddingBagCollectionSharder,
+                    RemoteEmbeddingCollectionSharder,
+                )
+            ]
+            model = job.shard(BagsAndSequences(), sharders)
+            dense = torch.optim.SGD(model.module.over.parameters(), lr=LR)
+            pipeline = TrainPipelineSparseDist(model, dense, CPU)
+            outside = batches[3 : 3 + num_outside]
+            iterator = iter(batches[:3] + batches[3 + num_outside :])
+            losses.append([float(pipeline.progress(iterator)) for _ in range(3)])
+            remote = SimpleNamespace(dense=dense)
+            losses[-1] += steps_outside(remote, pipeline, outside)
+            losses[-1] += run(pipeline, iterator)
+            for sharder in sharders:
+                sharder.flush()
+            assert job.total("open_batches") == 0
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 8
