@@ -15,6 +15,7 @@ slot, D embedding dim, T sum of the dims of the pooled slots.
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -60,11 +61,45 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
+class Following:
+    """How far servers lag behind the training that they follow.
+
+    Attributes:
+        increments: put in so far, by all servers.
+        delay_s: age of the rows of the server that lags most; it grows while no
+            increment comes, as when the training has ended.
+        lost: a server follows no more before the next checkpoint, or its restart.
+    """
+
+    increments: int
+    delay_s: float
+    lost: bool
+
+
+@dataclass(frozen=True, slots=True)
 class LookupHello:
-    """The answer of a lookup that is ready: all slots, and the rows of each server."""
+    """The answer of a lookup that is ready: all slots, and the rows of each server.
+
+    With ``following`` where the servers follow a training.
+    """
 
     slots: tuple[Slot, ...]
     num_rows: tuple[int, ...]
+    following: Following | None = None
+
+    @classmethod
+    def of(
+        cls, slots: tuple[Slot, ...], counters: Sequence[Mapping[str, int]]
+    ) -> "LookupHello":
+        """Return the answer by the counters of each server."""
+        following = None
+        if any("increments_put_in" in of_server for of_server in counters):
+            total: Counter[str] = sum(map(Counter, counters), Counter())
+            delay_ms = max(one.get("increment_age_ms", 0) for one in counters)
+            is_lost = total["following_lost"] + total["following_stopped"] > 0
+            put_in = total["increments_put_in"]
+            following = Following(put_in, delay_ms / 1000, is_lost)
+        return cls(slots, tuple(one["rows"] for one in counters), following)
 
 
 def wait_until_ready(
@@ -244,9 +279,9 @@ class SlotsLookup(sharded_lookup.ShardedLookup):
         return features, jagged, places
 
     def hello(self, timeout_s: float | None = None) -> LookupHello:
-        """Tell all slots, and how many rows the servers hold."""
+        """Tell all slots, how many rows the servers hold, and how far they follow."""
         slots = tuple(
             Slot(name=feature.name, dim=dim, num_places=feature.num_places)
             for feature, dim in zip(self.features, self.dims(), strict=True)
         )
-        return LookupHello(slots, tuple(self.client.num_rows(timeout_s)))
+        return LookupHello.of(slots, self.client.counters(timeout_s))

@@ -7,8 +7,7 @@ import contextlib
 import os
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -63,9 +62,9 @@ slots they are for."""
 class SlotsReader:
     """Looks batches up for inference. Any thread may call any method.
 
-    ``status`` is for ``GET /health``; ``timeout_s`` for a batch of a ``DataLoader`` and
-    those before it. While a worker or a server is away, as one that is started again,
-    other workers are asked, for ``patience_s``. It does not close the lookup.
+    ``timeout_s`` is for a batch of a ``DataLoader`` and those before it. While a worker
+    or a server is away, as one that is started again, other workers are asked, for
+    ``patience_s``. It does not close the lookup.
     """
 
     takes_references: ClassVar[bool] = False
@@ -75,12 +74,10 @@ class SlotsReader:
         self,
         lookup: slots.SlotsLookup | RemoteWorkers,
         device: torch.device = _CPU,
-        status: Callable[[], Mapping[str, object]] = dict,
         timeout_s: float = timeouts.REQUEST_S,
         patience_s: float = 0.0,
     ) -> None:
         self.device = device
-        self.status = status
         self._lookup = lookup
         self._slots: tuple[slots.Slot, ...] | None = None
         self._timeout_s = timeout_s
@@ -205,7 +202,7 @@ class SlotsReader:
 class CollectionsReader:
     """Looks up what the collections of a TorchRec model give: ``DenseHalf`` takes it.
 
-    Any thread may call any method. ``status`` is for ``GET /health``.
+    Any thread may call any method.
     """
 
     def __init__(
@@ -213,10 +210,8 @@ class CollectionsReader:
         client: EmbeddingClient,
         collections: "Sequence[CollectionDescription]",
         device: torch.device = _CPU,
-        status: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
         self.device = device
-        self.status = status
         self._client = client
         kinds = {"bags": ShardedLookup, "sequences": SequenceLookup}
         self._lookups = [kinds[one.kind](client, one.features) for one in collections]
@@ -224,8 +219,8 @@ class CollectionsReader:
     def hello(
         self, timeout_s: float | None = None, *, of_any: bool = False
     ) -> slots.LookupHello:
-        """Return the rows of each server; PersiaError if one is not ready."""
-        return slots.LookupHello((), tuple(self._client.num_rows(timeout_s)))
+        """Return rows, and how far servers follow; PersiaError if one is not ready."""
+        return slots.LookupHello.of((), self._client.counters(timeout_s))
 
     def set_lookup_timeout(self, timeout_s: float) -> None:
         """Set the seconds that a lookup may take from now on."""
@@ -278,25 +273,9 @@ def host_checkpoint(
         with telling_of_compilation():
             warm_up()
         client.learn_tables()
-        status = partial(_following, client) if incremental_dir else dict
         if isinstance(of, EmbeddingSchema):
             require_dims(client, of)
             lookup = slots.SlotsLookup(client, slots.build_features(of))
-            yield SlotsReader(lookup, device, status)
+            yield SlotsReader(lookup, device)
         else:
-            yield CollectionsReader(client, of, device, status)
-
-
-def _following(client: EmbeddingClient) -> dict[str, object]:
-    """Return how far the servers lag behind the training that they follow."""
-    of_servers = client.counters()
-    total = sum(map(Counter, of_servers), Counter())
-    # It grows while no increment comes, as when the training has ended.
-    delay_ms = max(counters.get("increment_age_ms", 0) for counters in of_servers)
-    return {
-        "following": {
-            "increments": total["increments_put_in"],
-            "delay_s": delay_ms / 1000,
-            "lost": total["following_lost"] + total["following_stopped"] > 0,
-        }
-    }
+            yield CollectionsReader(client, of, device)

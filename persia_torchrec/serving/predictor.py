@@ -1,6 +1,7 @@
 """From a batch to predictions: look embeddings up, run the dense model on them."""
 
 import contextlib
+import dataclasses
 import io
 import logging
 import os
@@ -181,8 +182,10 @@ class Predictor:
         """Return readiness, rows on the servers, model and uptime."""
         health: dict[str, object] = {"ready": True}
         try:
-            health["rows"] = sum(self.reader.hello(of_any=True).num_rows)
-            health.update(self.reader.status())
+            hello = self.reader.hello(of_any=True)
+            health["rows"] = sum(hello.num_rows)
+            if hello.following is not None:
+                health["following"] = dataclasses.asdict(hello.following)
         except PersiaError as exc:
             health = {"ready": False, "error": str(exc)}
         uptime_s = round(time.monotonic() - self._started_s, 3)
