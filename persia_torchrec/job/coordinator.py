@@ -377,14 +377,30 @@ class Coordinator:
     def _remaining(self) -> list[Member]:
         """Return the members that have not left.
 
-        Also one that has yet to join: it would look for a closed address book. But a
+        Also one that may join still: it would look for a closed address book. But a
         supervisor that ends this process ends that one too.
         """
         remaining = [member for member in self._members if member.ending() is None]
         absent = self._absent()
-        if self._end_signal or self._lacks_a_process(absent):
-            remaining = [m for m in remaining if m not in absent]
-        return remaining
+        is_late = self._job.clock.now_s > self._config.join_timeout_s
+        if not (self._end_signal or is_late or self._lacks_a_process(absent)):
+            absent = [m for m in absent if self._has_no_torchrun(m)]
+        return [m for m in remaining if m not in absent]
+
+    def _has_no_torchrun(self, absent: Member) -> bool:
+        """Return whether the torchrun is known to be gone that would have started it.
+
+        Others of that torchrun, which have joined, tell so.
+        """
+        if absent not in self._trainers:
+            return False
+        size = self._config.nproc_per_node
+        first = absent.index - absent.index % size
+        for member in self._trainers[first : first + size]:
+            if member.process is not None and member.agent is not None:
+                above = (member.agent, member.process.supervisor)
+                return all(one is None or one.has_ended() for one in above)
+        return False
 
 
 def main(argv: Sequence[str] | None = None) -> int:

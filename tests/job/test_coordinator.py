@@ -363,6 +363,29 @@ def test_who_is_missing_is_named_where_roles_tell_their_size():
         )
 
 
+def test_a_job_that_has_ended_waits_for_members_that_may_join_and_for_no_others():
+    dead, own = ProcessIdentity.of(2**22 + 1), ProcessIdentity.of_this_process()
+    config = CoordinatorConfig(port=0, num_trainers=4, nproc_per_node=2)
+
+    def is_waited_for(**process):
+        """Trainer 0 of two torchruns has joined; return for whom is waited then."""
+        with contextlib.closing(AddressBook.host(0)) as book:
+            agent = process.pop("agent")
+            joined = structs.replace(dead, **process)
+            book.call(Register("trainer", 0, joined, agent=agent), str)
+            watching = coordinator.Coordinator(config, book)
+            watching._job.clock.now_s = now_s
+            return [member.index for member in watching._remaining()]
+
+    now_s = 1.0
+    assert is_waited_for(agent=own) == [1, 2, 3]
+    assert is_waited_for(agent=dead, supervisor=own) == [1, 2, 3]
+    assert is_waited_for(agent=dead) == [2, 3]
+    assert is_waited_for(agent=dead, supervisor=dead) == [2, 3]
+    now_s = config.join_timeout_s + 1
+    assert is_waited_for(agent=own) == []
+
+
 def test_a_coordinator_that_starts_again_knows_what_it_has_learned():
     config = CoordinatorConfig(port=0, learn=("server", "trainer"))
     assert config.num_trainers == 1
