@@ -80,6 +80,7 @@ class Folder:
 
     def make(self) -> bool:
         """Make the folder; return False if it existed before."""
+        self._require_no_file()
         with named_errors("make", self.url):
             if self._fs.exists(self._root):  # makedirs of HDFS does not tell
                 return False
@@ -106,6 +107,7 @@ class Folder:
 
     def described(self) -> str:
         """Return, for an error, what is there: names, or that there is no folder."""
+        self._require_no_file()
         if not self.exists():
             return "no such folder"
         names = sorted(self.names())

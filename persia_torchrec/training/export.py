@@ -14,6 +14,7 @@ from torch.fx.experimental import _config as shapes_config
 from torchrec.distributed.types import ShardedModule
 
 from persia_torchrec import timeouts
+from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.client.checkpoint_client import SavedCheckpoint
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import ConfigError
@@ -73,8 +74,10 @@ def export_for_serving(
     Raises:
         ConfigError: the model is of no kind that can be served, or torch.export does
             not take it; it says what to do.
-        CheckpointError: a server failed; there is no new checkpoint.
+        CheckpointError: ``path`` is a file, or a server failed; there is no new
+            checkpoint.
     """
+    Folder(path).names()  # an error comes before the export, which takes seconds
     data = _encode(model, example, factory)  # on each trainer, with the same error
 
     def write() -> SavedCheckpoint:

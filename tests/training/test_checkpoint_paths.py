@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from pathlib import Path
 
 import pytest
 from torchrec import EmbeddingBagConfig
@@ -10,6 +11,7 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 from persia_torchrec import (
     SGD,
     EmbeddingCluster,
+    export_for_serving,
     load_checkpoint,
     recoverable,
     remote_sharders,
@@ -22,6 +24,7 @@ from persia_torchrec.datasets.formats import (
     ArrowDataset,
     CsvDataset,
     JsonDataset,
+    NpyDataset,
     ParquetDataset,
 )
 from persia_torchrec.errors import PersiaError
@@ -102,13 +105,23 @@ def read_arrow(path, *_):
     enter(contextlib.closing(ArrowDataset(path, 1, [IdColumn("x")])))
 
 
+def read_npy(path, *_):
+    is_as_given = not path or Path(path).is_dir()
+    file = path if is_as_given else f"{path}_dense.npy"
+    enter(contextlib.closing(NpyDataset(file, 1, [IdColumn("cat_0")])))
+
+
+def export(path, job, model, _):
+    export_for_serving(model, path, job.client, [])  # the path is looked at first
+
+
 def write_increments(path, *_):
     EmbeddingCluster.local(1, incremental_dir=path)
 
 
-MAKERS = dump, save, continue_at
+MAKERS = dump, save, continue_at, export
 READERS = load, load_increments, load_both, add_delta, serve
-DATA = read_rows, read_parquet, read_json, read_arrow
+DATA = read_rows, read_parquet, read_json, read_arrow, read_npy
 FILES = read_embedding_config, read_global_config, *DATA
 
 
@@ -153,6 +166,17 @@ def test_an_empty_folder_in_the_place_of_a_file_is_an_error_that_names_it(
         call(str(tmp_path), *trained)
 
 
+def test_arrays_of_numpy_are_files_of_that_name(trained, tmp_path):
+    path = tmp_path / "day_dense.npy"
+    path.mkdir()
+    with pytest.raises(PersiaError, match=f"{path}.*[Ii]s a directory"):
+        read_npy(str(path))
+    path.rmdir()
+    path.write_bytes(b"")
+    with pytest.raises(PersiaError, match=f"{path} must be an array"):
+        read_npy(str(tmp_path / "day"))
+
+
 @pytest.mark.parametrize("is_file", [False, True])
 def test_increments_have_a_folder(trained, tmp_path, is_file):
     path = tmp_path / "file"
@@ -162,7 +186,7 @@ def test_increments_have_a_folder(trained, tmp_path, is_file):
 
 
 def test_a_run_begins_where_there_is_no_folder_yet(trained, tmp_path):
-    for number, call in enumerate(MAKERS):
+    for number, call in enumerate([dump, save, continue_at]):
         call(str(tmp_path / "new" / str(number)), *trained)
     assert Folder(tmp_path / "new").described() == "a folder with 0, 1, 2"
 

@@ -193,6 +193,10 @@ class LookupCtx(BaseCtx):
         if torch_instance in resumed and self._is_skipped("load_torch_state_dict()"):
             return
         path, _, name = src_dir.rpartition("/")
+        if not name:
+            raise ConfigError(
+                f"src_dir must be the path of a file. Received: {src_dir!r}."
+            )
         state = checkpoint.read_state(Folder(path or "."), name, map_location)
         checkpoint.apply_state(torch_instance, state, src_dir)
 
