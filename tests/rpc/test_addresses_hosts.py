@@ -22,6 +22,7 @@ from persia_torchrec.rpc.channel import Listener
 from persia_torchrec.rpc.client import Connections
 from persia_torchrec.rpc.messages import Header, Kind
 from persia_torchrec.rpc.server import Service
+from tests.support.script_jobs import Job
 from tests.support.servers import DEADLINE_S
 
 UNKNOWN = "no-such-host.invalid"
@@ -79,6 +80,16 @@ def test_an_address_book_is_found_by_ipv6(monkeypatch):
         closing(AddressBook.join("::1", host.port)) as book,
     ):
         assert book.greeting == host.greeting
+
+
+@pytest.mark.multiprocess
+def test_a_job_whose_coordinator_is_supervised_is_one_by_ipv6(processes):
+    everywhere = {"PERSIA_JOB_TOKEN": "0" * 64}
+    job = Job(processes, recovers=True, trainer=1, env=everywhere)
+    at = {**everywhere, "PERSIA_STORE_HOST": "::1"}
+    trainer = job.start("trainer", "print('trained')", env=at)
+    assert trainer.status() == 0, trainer.output()
+    assert job.coordinator.status() == 0, job.coordinator.output()
 
 
 def test_a_host_is_ipv4_if_it_has_such_an_address(monkeypatch):

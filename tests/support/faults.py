@@ -14,15 +14,20 @@ from tests.support.ports import draw_port
 from tests.support.servers import DEADLINE_S
 
 
+def serve(flags):
+    """Serve without a warm-up: of all loops, a test needs few."""
+    server_main.warm_up = lambda **_: None
+    return server_main.main(flags)
+
+
 def serve_and_die(owner, function, flags):
-    """Serve without a warm-up, and be killed when a function is called first."""
+    """Serve, and be killed when a function is called first."""
 
     def die(*_, **__):
         os.kill(os.getpid(), signal.SIGKILL)
 
     setattr(pkgutil.resolve_name(owner), function, die)
-    server_main.warm_up = lambda **_: None
-    return server_main.main(flags)
+    return serve(flags)
 
 
 class Killed:
@@ -42,7 +47,7 @@ class Killed:
     def start(self, *flags, dies_in=None, **env):
         """Start it, maybe with a function in which it dies, given by owner and name."""
         self._num_starts += 1
-        target, args = (serve_and_die, dies_in) if dies_in else (server_main.main, ())
+        target, args = (serve_and_die, dies_in) if dies_in else (serve, ())
         self.process = self._processes.start(
             f"server {self._num_starts}", target, *args, (*self._flags, *flags), env=env
         )
