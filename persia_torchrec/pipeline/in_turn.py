@@ -10,7 +10,7 @@ given another batch, whose pull is begun last and used first:
 
 With few permits, batch 2 has the one that 3 needs, and is used behind it. So it is
 *recalled*: the servers are told that it gets no gradients, its permit comes back, and
-it is pulled again when the model asks for it, behind the update of 3 as in a plain loop.
+it is pulled again when the model uses it, behind the update of 3, as in a plain loop.
 Batches that were begun behind one that is pulled again are so too, behind it. Counts of
 lookups, as those of an admission by frequency, have both pulls.
 """

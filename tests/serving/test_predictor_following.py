@@ -13,6 +13,7 @@ from persia_torchrec.data import DataLoader
 from persia_torchrec.embedding.optim import Adagrad
 from persia_torchrec.persia.config.embedding_config import load_embedding_config
 from persia_torchrec.persia.embedding import EmbeddingConfig
+from persia_torchrec.persia.worker_client import RemoteWorkers
 from persia_torchrec.serving.embeddings import host_checkpoint
 from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
 from persia_torchrec.serving.models import Models, Version
@@ -78,6 +79,11 @@ def test_an_inference_job_follows_a_training_by_its_global_config(
                 lambda: embeddings_of(infer) == embeddings_of(of_job),
                 "the embeddings are those of the training",
             )
+            with contextlib.closing(RemoteWorkers([address_of(worker)])) as workers:
+                following = workers.hello().following  # what /health has of it
+            assert following.increments > 0
+            assert 0 <= following.delay_s < DEADLINE_S
+            assert not following.lost
             rows, of_training = infer.get_embedding_size(), of_job.get_embedding_size()
             assert (len(rows), sum(rows)) == (3, sum(of_training))
 
