@@ -36,7 +36,7 @@ from benchmarks import harness
 from benchmarks.harness import Benchmark, Settings, Table
 from benchmarks.reference import Numbers, chunks, require, scattered
 from benchmarks.workload import zipf_ranks
-from persia_torchrec import env
+from persia_torchrec import timeouts
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.embedding.optim import Adagrad
 from persia_torchrec.errors import StoreError
@@ -342,7 +342,7 @@ def _train_and_save(
                 seconds += saves.seconds
     took_s, ratios = median(seconds), [with_ / without for with_, without in rates]
     middle = [settings.batch_size * median(of) for of in zip(*rates, strict=True)]
-    at_default = 1 / (1 + took_s / max(env.CHECKPOINT_INTERVAL_S, 20 * took_s))
+    at_default = 1 / (1 + took_s / max(timeouts.CHECKPOINT_INTERVAL_S, 20 * took_s))
     of_without = [median(ratios), min(ratios), max(ratios)]
     return [arm.server.num_rows, *middle, *of_without, took_s, at_default]
 
@@ -361,7 +361,7 @@ def measure_checkpoints(settings: TrainingSettings, dim: int) -> Table:
     header += (
         " of without | lowest | highest | seconds of a checkpoint | of without, at"
     )
-    header += f" {env.CHECKPOINT_INTERVAL_S:g} s"
+    header += f" {timeouts.CHECKPOINT_INTERVAL_S:g} s"
     return Table("checkpoints", question, header, rows)
 
 

@@ -24,10 +24,12 @@ empty variable counts as unset, for launchers that write out every variable.
                                                continue it; one for each in the former
     PERSIA_TAKE_OVER                           1: write in folders of another job
     PERSIA_RESUME                              what a restart goes back to: exact
-    PERSIA_RESUME_MISSING, _ON_CHANGE, _RENAME what it does where the model has changed:
+    PERSIA_RESUME_MISSING, PERSIA_RESUME_ON_CHANGE, PERSIA_RESUME_RENAME
+                                               what it does where the model has changed:
                                                arguments of recoverable and TrainCtx
-    TORCHELASTIC_RESTART_COUNT, _MAX_RESTARTS  how often it started the NN workers
-                                               before, and may at most (torchrun)
+    TORCHELASTIC_RESTART_COUNT                 how often it started the NN workers
+                                               before (torchrun)
+    TORCHELASTIC_MAX_RESTARTS                  how often it may at most (torchrun)
     PERSIA_MEMBER                              member that this process is, or works for
     PERSIA_SUPERVISOR                          process that starts this one again
     PERSIA_SUPERVISOR_PARENT                   process that has started the supervisor
@@ -57,12 +59,11 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from persia_torchrec import timeouts
 from persia_torchrec.errors import ConfigError
 
 MAX_PORT = 65_535
 MAX_IO_THREADS = 16
-JOIN_TIMEOUT_S = 600.0  # a cold compile, after an image has been pulled
-CHECKPOINT_INTERVAL_S = 600.0
 CHECKPOINT_DIR = "persia_checkpoints"
 
 _REPLICA = "REPLICA_INDEX", "REPLICA_SIZE"
@@ -315,7 +316,9 @@ def job_id() -> str:
 
 def join_timeout_s() -> float:
     """Return how long each wait of a start may take: until all are there and joined."""
-    return _seconds("PERSIA_JOIN_TIMEOUT_S", JOIN_TIMEOUT_S, " (--join-timeout-s)")
+    return _seconds(
+        "PERSIA_JOIN_TIMEOUT_S", timeouts.JOIN_TIMEOUT_S, " (--join-timeout-s)"
+    )
 
 
 def num_group_restarts() -> int:
@@ -337,7 +340,7 @@ def checkpoint_interval_s(default: float | None = None) -> float:
     """
     if default is None:
         recovers = integer("TORCHELASTIC_MAX_RESTARTS", 0) or text("PERSIA_SUPERVISOR")
-        default = CHECKPOINT_INTERVAL_S if recovers else 0.0
+        default = timeouts.CHECKPOINT_INTERVAL_S if recovers else 0.0
     return _seconds("PERSIA_CHECKPOINT_INTERVAL_S", default, or_0=True)
 
 

@@ -1,11 +1,11 @@
-"""Default timeouts in seconds of what a job waits for: servers, trainers, checkpoints.
+"""Times in seconds: defaults, and limits of what is waited for, by theme.
 
 What waits for a process that is started again outlasts what that may take: a request is
 shorter than ``RECOVERY_S``, joint steps and collective operations are longer.
 
-Heartbeats, and how long a job waits for members to leave, are flags of the coordinator.
-What a single connection, poll or thread waits for stands beside its code.
-Each wait of a start may take ``PERSIA_JOIN_TIMEOUT_S``; a long one says what for.
+How often something is polled stands beside its code. Each wait of a start may take
+``PERSIA_JOIN_TIMEOUT_S``; a long one says what for. The page docs/reference/times.md is
+generated from the themes and comments of this file.
 """
 
 import contextlib
@@ -15,17 +15,106 @@ from collections.abc import Callable, Iterator, Sequence
 
 SAY_S = 10.0  # between two lines about one wait
 
-READY_S = 600.0  # servers have loaded their checkpoint, the workers over them answer
+# Requests
 REQUEST_S = 60.0  # a server answers a worker, a worker an inference server
-AWAY_S = 10.0  # an embedding worker or server of inference is back, or another is asked
 TRAINING_REQUEST_S = 120.0  # a server or a worker answers a trainer
+AWAY_S = 10.0  # an embedding worker or server of inference is back, or another is asked
 ADD_TABLES_S = 120.0  # the servers have all tables; the first time they compile
+RESTORE_SETTINGS_S = 2 * TRAINING_REQUEST_S + ADD_TABLES_S  # tables are as they were
 PERMIT_S = 3600.0  # a staleness permit is free: the trainer takes steps meanwhile
-SEND_BATCH_S = 900.0  # a loader's batch is taken; full buffers make it wait
-RECOVERY_S = 600.0  # a member with a supervisor is back after it was killed
-JOINT_UPDATE_S = 900.0  # all trainers have sent their gradients of a joint step
+RESEND_LEFT_S = 1.0  # requests that were sent again have at least so long
+REPLY_GRACE_S = 5.0  # a reply is later than its deadline: the I/O thread is dead
+HOST_SILENT_S = 6  # a host acknowledges nothing: connections to it are lost
+PROOF_VALID_S = 300.0  # age of a proof's name, or difference of the clocks of two hosts
+
+# Starts
+JOIN_TIMEOUT_S = 600.0  # a cold compile, after an image has been pulled
+READY_S = 600.0  # servers have loaded their checkpoint, the workers over them answer
 COMPILING_S = 900.0  # the longest extension while a process compiles its loops
+COMPILING_BEAT_S = 5.0  # more than between two heartbeats of a process that compiles
+ROLES_START_S = 5.0  # torchx has started all roles
+PORT_HELD_S = 1.0  # a port is held by what does not listen: it is taken
+
+# Heartbeats and recovery
+HEARTBEAT_S = 1.0  # between two heartbeats of a member
+SILENT_S = 20.0  # a member without heartbeats counts as dead
+RECOVERY_S = 600.0  # a member with a supervisor is back after it was killed
+UNSUPERVISED_S = 60.0  # the next supervisor has started a member again
+CONNECTION_LOST_S = 1.0  # a member's connection is absent: it is lost
+MEMBERS_BACK_S = 5.0  # members are connected to the next coordinator
+PROGRESS_WRITE_S = 1.0  # progress is written
+SIBLING_GONE_S = 1.5  # a sibling is missing: a process table is not read atomically
+CALM_S = 60.0  # without an end: progress of a job that does not train
+
+# The address book
+REGISTRY_JOIN_S = 30.0  # it answers a process that joins
+REGISTRY_ANSWER_S = 30.0  # it answers a member
+REGISTRY_RECONNECT_S = 3.0  # a member connects to it again
+REGISTRY_OVER_S = 10.0  # a process that was started again finds it, or the job is over
+
+# Ends
+GRACE_S = 20.0  # trainers save when the job is told to end
+LOCAL_GRACE_S = 5.0  # the same on one machine, as torchx kills 10 s after SIGTERM
+LEAVE_S = 30.0  # trainers have ended after the job, and then the others
+FINISH_S = 20.0  # a member has left after the job is finished
+MAIN_THREAD_LEAVE_S = 3.0  # an interrupted main thread has ended by itself
+LINGER_S = 1.5  # the coordinator stays after the last member, for the lines of its log
+COMMAND_END_S = 60.0  # a command with a supervisor has ended after a signal
+CHILD_END_S = 10.0  # a process that this one has started has ended
+SAME_SIGNAL_S = 2.0  # signals are one: from a scheduler, a supervisor and torchrun
+SIGNALS_CLOSE_S = 2.0  # the thread that handles signals has ended
+MEMBER_LEAVE_S = 2.0  # the thread of a member's heartbeats has ended
+MEMBER_VOLUNTARY_S = 0.5  # a member of a failed job ends by itself
+MEMBER_AGENT_S = 1.0  # a torchrun that is told to end says so
+MEMBER_DECISION_S = 2.0  # an interrupted main thread learns why
+MEMBER_CAUSE_S = 4.0  # an error of a connection waits for the one that caused it
+
+# Training
+JOINT_UPDATE_S = 900.0  # all trainers have sent their gradients of a joint step
+JOINT_GRACE_S = 1.0  # a trainer's connection of joint steps is back
+JOINT_UNREAD_S = 4.0  # a busy server reads the last shares of a lost trainer
+JOINT_FAREWELL_S = 1.0  # servers answer a process that ends
+PUSH_QUEUE_MARGIN_S = 5.0  # pushes before the one that is waited for
+PIPELINE_SETTLE_S = 1.0  # batches that are not used any more are given up
+SEND_BATCH_S = 900.0  # a loader's batch is taken; full buffers make it wait
+STREAM_PUT_S = 0.5  # a batch has room in a buffer, until the end is looked for
+STREAM_TRY_S = 5.0  # a worker answers, where a message may be sent again
+WORKER_AVOID_S = 5.0  # a worker that has hung is asked after the others
+WORKER_CONNECT_S = 5.0  # servers answer an embedding worker that starts
+
+# Checkpoints and increments
+CHECKPOINT_INTERVAL_S = 600.0  # between two automatic checkpoints
 CHECKPOINT_S = 3600.0  # all servers have written or loaded a checkpoint
+SAVE_CANCEL_S = 30.0  # servers have ended a save that failed elsewhere
+SAVE_CLOSE_S = 10.0  # a save in the background has ended
+BACKGROUND_CLOSE_S = 10.0  # the thread that writes a checkpoint has ended
+WRITER_SILENT_S = 30.0  # a writer of a folder without heartbeats counts as ended
+INCREMENTS_CLOSE_S = 10.0  # the last increment is written
+INCREMENTS_RETRY_S = 10.0  # a new log begins after one that failed
+FOLLOWER_RETRY_S = 30.0  # a follower reads again what it could not read
+
+# A cluster without a job
+CLUSTER_STOP_S = 10.0  # a server has ended after a signal
+CLUSTER_LINE_S = 0.5  # a line is read that a server has written already
+CLUSTER_RECOVERY_S = 60.0  # a client waits for a server that is started again
+CLUSTER_RESTART_S = 120.0  # such a server answers
+
+# Metrics
+PUSH_S = 5.0  # the gateway takes a push
+LAST_PUSH_S = 2.0  # the same at the end of a role
+PUSH_CLOSE_S = 3.0  # the end of a role waits for that push and one in progress
+METRICS_ASK_S = 2.0  # a server answers with its counters
+
+# Serving
+HTTP_RECEIVE_S = 30.0  # a request has arrived
+HTTP_KEEP_ALIVE_S = 75  # an idle connection stays open
+HTTP_CLOSE_S = 60.0  # requests in progress are answered at the end
+GRPC_CLOSE_S = 60.0  # the same of gRPC
+PREDICTOR_CLOSE_S = 10.0  # a thread of a predictor has ended
+PREDICTOR_RETRY_S = 10.0  # a later model is looked for again after an error
+MODEL_READY_S = 1.0  # an answer whether a model is ready is used again
+MODEL_DRAIN_S = 60.0  # requests of a version that is taken out are answered
+MODEL_TELL_S = 10.0  # between two lines about one error of a model
 
 _MAX_NAMES = 12
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from persia_torchrec import timeouts
 from persia_torchrec.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -19,7 +20,6 @@ logger = logging.getLogger(__name__)
 _MAX_CREDIT_S = 0.005  # how much credit may be saved up
 _BUSY_S = 0.2  # how long after the last request for rows the server counts as busy
 _POLL_MS = 2  # how soon an idle server checks again whether the work can continue
-_JOIN_S = 10.0
 
 
 class BackgroundTask:
@@ -56,7 +56,7 @@ class BackgroundTask:
     def close(self) -> None:
         """Give up, and wait for the thread. May be called twice."""
         self.cancel()
-        self._thread.join(_JOIN_S)
+        self._thread.join(timeouts.BACKGROUND_CLOSE_S)
 
     def require_not_cancelled(self) -> None:
         """Raise an error that ends the thread, if it is cancelled."""

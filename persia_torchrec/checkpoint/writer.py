@@ -4,9 +4,9 @@
                            with each of its heartbeats
 
 A second writer is rejected when it starts, with both ids. It takes the folder over if
-the first one is known to have ended, or has sent no heartbeat for ``SILENT_S``, or if
-it is told to. Processes of one job share a folder: one that starts again does not wait.
-Readers are not asked.
+the first one is known to have ended, or has sent no heartbeat for
+``timeouts.WRITER_SILENT_S``, or if it is told to. Processes of one job share a folder:
+one that starts again does not wait. Readers are not asked.
 
 There are no locks, which NFS may not have. Clocks of two hosts are not compared: the
 age of a heartbeat is by the file system's clock, or it is watched. A writer that has
@@ -24,13 +24,13 @@ from pathlib import Path
 
 import msgspec
 
+from persia_torchrec import timeouts
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 
 WRITER_FILE = ".writer.json"
-SILENT_S = 30.0  # without a heartbeat, after which a writer counts as ended
 _BEAT_S = 5.0
 _LOOK_S = 0.5
 
@@ -76,7 +76,7 @@ class FolderWriter:
         *,
         pid: int | None = None,
         takes_over: bool = False,
-        silent_s: float = SILENT_S,
+        silent_s: float = timeouts.WRITER_SILENT_S,
         beat_s: float = _BEAT_S,
     ) -> None:
         self._folder = folder
@@ -188,7 +188,7 @@ def require_free(folder: Folder, job: str) -> None:
     holder = read_writer(folder)
     if holder is None or holder.job == job or holder.has_ended():
         return
-    if folder.age_s(WRITER_FILE) < SILENT_S:
+    if folder.age_s(WRITER_FILE) < timeouts.WRITER_SILENT_S:
         raise ConfigError(
             f"{folder.url} must have one writer. Received: {holder}, which writes "
             f"there, and job {job!r}. Save to another folder."

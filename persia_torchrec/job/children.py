@@ -13,7 +13,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FunctionType
 
-from persia_torchrec import env
+from persia_torchrec import env, timeouts
 from persia_torchrec.errors import JobError
 from persia_torchrec.job import script
 from persia_torchrec.job.registry import AddressBook
@@ -26,7 +26,6 @@ Work = Callable[[], object] | str | Path
 Process = subprocess.Popen[bytes] | BaseProcess
 
 _POLL_S = 0.1
-_END_TIMEOUT_S = 10.0
 
 
 class Children:
@@ -83,7 +82,7 @@ class Children:
 
     def end(self) -> None:
         """End the processes that still run."""
-        deadline = time.monotonic() + _END_TIMEOUT_S
+        deadline = time.monotonic() + timeouts.CHILD_END_S
         for _, process in self._processes:
             process.terminate()
         for name, process in self._processes:
@@ -127,7 +126,7 @@ class Watch:
         """End the watch, and return what :meth:`disarm` does. May be called twice."""
         failure = self.disarm()
         self._stopping.set()
-        self._thread.join(_END_TIMEOUT_S)
+        self._thread.join(timeouts.CHILD_END_S)
         return failure
 
     def _run(self) -> None:

@@ -44,7 +44,7 @@ from persia_torchrec.job.process_identity import Siblings
 from persia_torchrec.job.registry import AddressBook, HostedBook
 from persia_torchrec.job.requests import JobTimings, Outcome
 from persia_torchrec.job.service import run_service
-from persia_torchrec.job.signals import SAME_S, EndSignals
+from persia_torchrec.job.signals import EndSignals
 from persia_torchrec.job.state import Member
 from persia_torchrec.parsing.command_line import parse_flags
 from persia_torchrec.persia.config.global_config import refuse_inference
@@ -52,8 +52,6 @@ from persia_torchrec.persia.config.global_config import refuse_inference
 logger = logging.getLogger("persia_torchrec.job.coordinator")  # also as __main__
 
 _ROLES = ("server", "worker", "loader", "trainer", "predictor")
-
-_START_S = 5.0  # within which torchx has started all roles
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,11 +80,11 @@ class CoordinatorConfig:
     """How many NN workers one torchrun starts."""
     join_timeout_s: float = field(default_factory=env.join_timeout_s)
     """How long after the start a member may join [PERSIA_JOIN_TIMEOUT_S, or 600]"""
-    leave_timeout_s: float = 30.0
+    leave_timeout_s: float = timeouts.LEAVE_S
     """How long after the end of the job the trainers may take to end, and then the
     others. One on the coordinator's host that has not left is killed then; others are
     left to their scheduler."""
-    linger_s: float = 1.5
+    linger_s: float = timeouts.LINGER_S
     """How long to stay after the last member: torchx 0.7 stops reading the logs of a
     local job at the moment its last process ends, and may lose lines of the others."""
     max_restarts: int = 3
@@ -163,7 +161,7 @@ class Coordinator:
     def end(self, signal_name: str) -> None:
         """End the job by a signal; a second one ends it at once. From any thread."""
         now_s = time.monotonic()
-        if now_s - self._signal_s < SAME_S:
+        if now_s - self._signal_s < timeouts.SAME_SIGNAL_S:
             return
         self._is_hasty = bool(self._first_signal)
         self._first_signal = self._first_signal or signal_name
@@ -358,7 +356,7 @@ class Coordinator:
             return False
         now = time.monotonic()
         self._lacking_since = self._lacking_since or now
-        return now - self._lacking_since > _START_S
+        return now - self._lacking_since > timeouts.ROLES_START_S
 
     def _await(self, remaining: Callable[[], list[Member]]) -> list[Member]:
         """Wait until no member remains; return those that do after the deadline."""

@@ -63,7 +63,7 @@ from functools import partial
 from types import FrameType
 from typing import ClassVar, NoReturn, Self
 
-from persia_torchrec import env
+from persia_torchrec import env, timeouts
 from persia_torchrec.errors import ConfigError, JobError
 from persia_torchrec.job import failures, process_identity
 from persia_torchrec.job.member_record import MemberRecord
@@ -71,7 +71,6 @@ from persia_torchrec.job.process_identity import Siblings
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.job.requests import Outcome
 from persia_torchrec.job.signals import (
-    SAME_S,
     START_AGAIN,
     WARNINGS,
     EndSignals,
@@ -83,12 +82,7 @@ from persia_torchrec.rpc.addresses import bind_gloo, local_address
 logger = logging.getLogger(__name__)
 
 LAST_CHECKPOINT = "checkpoint"  # note that names the last complete one
-_LEAVE_TIMEOUT_S = 2.0
-_VOLUNTARY_S = 0.5
 _RETRY_S = 0.1
-_AGENT_S = 1.0  # within which a torchrun that is told to end says so
-_DECISION_S = 2.0  # for which an interrupted main thread waits
-_CAUSE_S = 4.0  # how long an error of a connection waits for one that caused it
 _LOOK_S = 0.5  # between two looks at the heartbeats, at most
 
 
@@ -280,7 +274,7 @@ class JobMember:
         if self._must_leave.is_set():
             return  # it may be of this process, to interrupt the main thread
         self._own_signal = self._own_signal or signal.Signals[name]
-        if time.monotonic() - self._begin_to_end(name) > SAME_S:
+        if time.monotonic() - self._begin_to_end(name) > timeouts.SAME_SIGNAL_S:
             self._is_hasty.set()
 
     def _begin_to_end(self, name: str) -> float:
@@ -332,7 +326,7 @@ class JobMember:
                 return
             if not is_of_torchrun or signal.Signals[name] in WARNINGS:
                 self.book.tell_to_end(name, self.who)
-            until_s = time.monotonic() + _AGENT_S
+            until_s = time.monotonic() + timeouts.MEMBER_AGENT_S
             while not (told := self.book.view().signal) and time.monotonic() < until_s:
                 time.sleep(_RETRY_S)
             self._told = told
@@ -359,7 +353,9 @@ class JobMember:
         if state == "running":
             # Another thread asks why; signal.pause() must not return meanwhile.
             leaves = self._must_leave.is_set
-            self._signals.poll(lambda: leaves() or self._has_decided, _DECISION_S)
+            self._signals.poll(
+                lambda: leaves() or self._has_decided, timeouts.MEMBER_DECISION_S
+            )
             if not leaves():
                 return
             why = f"ended from outside ({signal.Signals(number).name})"
@@ -432,7 +428,7 @@ class JobMember:
         if self._verdict[0] == "finished":
             self.ended.wait(self._timings.finish_s)
         self._leaving.set()
-        self._beating.join(_LEAVE_TIMEOUT_S)
+        self._beating.join(timeouts.MEMBER_LEAVE_S)
 
     def _raise_failure(self) -> None:
         state, reason = self._verdict
@@ -473,7 +469,7 @@ class JobMember:
         self._ask_for_verdict()
         # If a lost connection has raised it, others may report more.
         is_waiting = failures.is_of_connection(exc) and self._supervisor is None
-        deadline = time.monotonic() + (_CAUSE_S if is_waiting else 0)
+        deadline = time.monotonic() + (timeouts.MEMBER_CAUSE_S if is_waiting else 0)
         while self._verdict[0] == "running" and time.monotonic() < deadline:
             time.sleep(_RETRY_S)
             self._ask_for_verdict()
@@ -574,7 +570,7 @@ class JobMember:
             seconds, status = self._timings.leave_s, int(has_failed)
             if not has_failed:
                 logger.info("the job is finished, %s is not needed any more", self.who)
-            if not self._leaving.wait(_VOLUNTARY_S if has_failed else 0):
+            if not self._leaving.wait(timeouts.MEMBER_VOLUNTARY_S if has_failed else 0):
                 self._must_leave.set()
                 self._signals.interrupt(signal.SIGTERM)
         time.sleep(seconds)  # it should have ended by itself then

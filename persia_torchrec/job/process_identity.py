@@ -19,13 +19,12 @@ from pathlib import Path
 import msgspec
 from msgspec import structs
 
-from persia_torchrec import env
+from persia_torchrec import env, timeouts
 from persia_torchrec.errors import JobError
 from persia_torchrec.job.signals import JOINED
 
 _COORDINATOR = b"persia_torchrec.job.coordinator"
 _LOOK_S = 0.5
-_GONE_S = 1.5  # of a missing sibling: a process table is not read atomically
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True):
@@ -132,7 +131,7 @@ class Siblings:
             return
         now = time.monotonic()
         self._gone_since = self._gone_since or now
-        if now - self._gone_since > _GONE_S:
+        if now - self._gone_since > timeouts.SIBLING_GONE_S:
             raise JobError(
                 "The job's coordinator must run until the others have left. Received: "
                 f"none among the processes that process {self._parent} has started. "

@@ -74,12 +74,7 @@ T = TypeVar("T")
 _TIMINGS = "timings"  # note
 _POLL_S = 0.05
 _CONNECT_RETRY_S = 0.2
-_HELD_S = 1.0  # how long a port is held by what does not listen when it is taken
-_OVER_S = 10.0
 _SOON_S = 1.0  # when to say what is waited for
-_JOIN_ANSWER_S = 30.0
-_ANSWER_S = 30.0
-_RECONNECT_S = 3.0
 _LOOK_S = 1.0
 
 
@@ -166,7 +161,9 @@ class AddressBook:
         now, is_back = time.monotonic(), env.num_restarts() > 0
         deadline = now + _seconds(timeout_s)
         # A process that was started again is refused where its job is over.
-        listens_by = min(deadline, now + _OVER_S) if is_back else deadline
+        listens_by = (
+            min(deadline, now + timeouts.REGISTRY_OVER_S) if is_back else deadline
+        )
         with timeouts.saying(
             logger,
             lambda: f"waiting for the coordinator at {host}:{port}",
@@ -176,7 +173,7 @@ class AddressBook:
         book = cls((address, port), own, host)
         try:
             answer_s = max(deadline - time.monotonic(), 0.1)
-            answer_s = answer_s if is_back else min(answer_s, _JOIN_ANSWER_S)
+            answer_s = answer_s if is_back else min(answer_s, timeouts.REGISTRY_JOIN_S)
             there = book._ask_first(answer_s, look)
         except PersiaError as exc:
             book.close()
@@ -348,12 +345,14 @@ class AddressBook:
         next_look = started
         while not self._is_closed:
             try:
-                return self._send(request, kind, _ANSWER_S)
+                return self._send(request, kind, timeouts.REGISTRY_ANSWER_S)
             except ServerError as exc:
                 now = time.monotonic()
                 late = isinstance(exc, RequestTimeoutError) and not self.recovery_s
                 is_over = late or isinstance(exc, RemoteError | TokenError)
-                is_over |= now > started + max(self.recovery_s, _RECONNECT_S)
+                is_over |= now > started + max(
+                    self.recovery_s, timeouts.REGISTRY_RECONNECT_S
+                )
                 if not is_over and now >= next_look:
                     is_over, next_look = self._is_refused(), now + _LOOK_S
                 if is_over:
@@ -491,7 +490,7 @@ def _await_listener(
                 text = "the coordinator's host %r is unknown here (%s); asked again"
                 logger.warning(text, host, exc.strerror)
             held_since = (held_since or now) if _is_held(host, port) else None
-            if held_since is not None and now - held_since > _HELD_S:
+            if held_since is not None and now - held_since > timeouts.PORT_HELD_S:
                 raise DiscoveryError(
                     f"The job's address book must be at {host}:{port}. Received: "
                     f"{exc}; another process of this machine holds the port, and does "

@@ -8,7 +8,7 @@ no connection to itself.
 
 The connection by which a member registers, or beats, is that member's: the kernel
 closes it when the process ends, and when its host stops to answer for ``SILENT_S``. A
-connection that is not back within ``LOST_S`` is lost, until it is back.
+connection that is absent for ``timeouts.CONNECTION_LOST_S`` is lost, until it is back.
 
 A coordinator with a supervisor writes the whole state to memory that outlives it:
 before it answers a request that changes it, and within a second for progress. The next
@@ -24,6 +24,7 @@ from typing import Any
 
 import msgspec
 
+from persia_torchrec import timeouts
 from persia_torchrec.errors import FrameError
 from persia_torchrec.job.requests import Beat, Register, Request
 from persia_torchrec.job.state import ANSWERS, UNWRITTEN, JobState, Member
@@ -32,16 +33,12 @@ from persia_torchrec.rpc.auth import Greeting
 from persia_torchrec.rpc.messages import Frames, Header, Kind, decode_json
 from persia_torchrec.rpc.server import ListenerThread, make_reply
 
-LOST_S = 1.0  # how long a member's connection is not there when it is lost
-
 _REQUESTS: Any = functools.reduce(operator.or_, ANSWERS)
 _DECODER = msgspec.json.Decoder(_REQUESTS)  # by which a heartbeat takes half the time
 _MAX_TEXT = 2**20  # bytes of a request
 _LOOK_S = 0.2
 _MOST_LOOKS = 32  # members whose connections are looked at then
 _LATE = 1.25  # a heartbeat is, after this part of its interval
-_BACK_S = 5.0  # within which members are connected to the next coordinator
-_WRITE_S = 1.0  # within which progress is written
 
 
 class Journal:
@@ -91,7 +88,7 @@ class BookServer(ListenerThread):
         self.lock = threading.RLock()
         self.job = job  # guarded by lock
         self._journal = journal  # guarded by lock
-        back = time.monotonic() + _BACK_S
+        back = time.monotonic() + timeouts.MEMBERS_BACK_S
         connected = (one for one in job.members.values() if one.connection)
         self._absent_since = {member.who: back for member in connected}
         self._unlooked: list[Member] = []
@@ -155,7 +152,7 @@ class BookServer(ListenerThread):
                 self._look_at(member, now)
             del self._unlooked[:_MOST_LOOKS]
             if self.job.is_stale and now >= self._next_write:
-                self._next_write = now + _WRITE_S
+                self._next_write = now + timeouts.PROGRESS_WRITE_S
                 self._journal.write(self.job)
         return False
 
@@ -169,7 +166,10 @@ class BookServer(ListenerThread):
         if self._listener.is_connected(member.connection):
             self._absent_since.pop(member.who, None)
             member.is_lost = False
-        elif now - self._absent_since.setdefault(member.who, now) > LOST_S:
+        elif (
+            now - self._absent_since.setdefault(member.who, now)
+            > timeouts.CONNECTION_LOST_S
+        ):
             member.is_lost = True
 
 

@@ -29,23 +29,25 @@ Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 class JobTimings:
     """Heartbeat intervals and timeouts of a job, set by the coordinator for all."""
 
-    heartbeat_s: float = 1.0
+    heartbeat_s: float = timeouts.HEARTBEAT_S
     """Seconds between two heartbeats of a member; longer in a job of more than 100."""
 
-    silent_s: float = 20.0
+    silent_s: float = timeouts.SILENT_S
     """A member, or the coordinator, without heartbeats for longer counts as dead."""
 
     grace_s: float = dataclasses.field(
-        default_factory=lambda: 5.0 if env.is_local_job() else 20.0
+        default_factory=lambda: (
+            timeouts.LOCAL_GRACE_S if env.is_local_job() else timeouts.GRACE_S
+        )
     )
     """Seconds that trainers have to save when the job is told to end: by SIGTERM, as at
     a cancellation or a preemption, Ctrl-C, SIGUSR1 or SIGUSR2 [20; 5 for a job on one
     machine, as torchx kills such a job 10 s after SIGTERM]"""
 
-    leave_s: float = 3.0
+    leave_s: float = timeouts.MAIN_THREAD_LEAVE_S
     """What an interrupted main thread has to end by itself."""
 
-    finish_s: float = 20.0
+    finish_s: float = timeouts.FINISH_S
     """What a member has to leave after the job is finished."""
 
     recovery_timeout_s: float = timeouts.RECOVERY_S

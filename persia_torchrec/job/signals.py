@@ -22,6 +22,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Self
 
+from persia_torchrec import timeouts
+
 logger = logging.getLogger(__name__)
 
 # Tells a supervisor that its command has joined the job. No scheduler sends it.
@@ -31,11 +33,7 @@ START_AGAIN = 75  # exit status of a process that its supervisor shall start aga
 WARNINGS = signal.SIGUSR1, signal.SIGUSR2  # of a scheduler
 END_SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *WARNINGS
 
-SAME_S = 2.0
-"""Within which signals are one: a scheduler sends it to each process, supervisors pass
-it on, and so does torchrun."""
 
-_JOIN_TIMEOUT_S = 2.0
 _POLL_S = 0.01
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 
@@ -96,7 +94,7 @@ class EndSignals:
         if self._is_set:
             self._restore()
             os.close(self._writer)  # which ends the thread
-            self._thread.join(_JOIN_TIMEOUT_S)
+            self._thread.join(timeouts.SIGNALS_CLOSE_S)
 
     def interrupt(self, number: signal.Signals) -> None:
         """Have the main thread call the handler, if it is there.

@@ -23,6 +23,7 @@ from typing import Literal
 import msgspec
 from msgspec import structs
 
+from persia_torchrec import timeouts
 from persia_torchrec.errors import FrameError
 from persia_torchrec.job.process_identity import ProcessIdentity
 from persia_torchrec.job.requests import (
@@ -65,11 +66,8 @@ _MOST_BEATS, _MOST_QUICK = 100, 1000  # heartbeats a second that all members sen
 _MOST_POLLS = 2048  # looks a second of all members, of those that wait
 _POLL_S = 0.05
 _SLOW = 5  # a member is, after this part of the time in which it counts as silent
-_COMPILES_S = 5.0  # more than between two heartbeats of a process that compiles
 _LONGEST_STEP_S = 1.0
 _TRAINED = 2**62  # progress that NN workers count is beyond that of others
-_CALM_S = 60.0  # without an end are progress where nothing is trained
-_UNSUPERVISED_S = 60.0  # within which the next supervisor has started a member again
 
 
 class AwakeClock(msgspec.Struct):
@@ -223,7 +221,7 @@ class JobState(msgspec.Struct):
         back to a checkpoint; but not all scripts count.
         """
         if not self._has_trainers():
-            return int(self.clock.now_s / _CALM_S)
+            return int(self.clock.now_s / timeouts.CALM_S)
         trained = self._num_trained()
         others = sum(member.progress for member in self.members.values())
         return _TRAINED + trained if trained else others
@@ -258,7 +256,9 @@ class JobState(msgspec.Struct):
         """Say how the job is."""
         until_s = 0.0  # of the longest time between two heartbeats
         if self.compiling_s is not None:
-            until_s = self.compiling_s + max(_COMPILES_S, 2 * self.next_beat_s())
+            until_s = self.compiling_s + max(
+                timeouts.COMPILING_BEAT_S, 2 * self.next_beat_s()
+            )
         coordinator = self.members.get("coordinator 0")
         return View(
             outcome=self.outcome,
@@ -475,7 +475,7 @@ class JobState(msgspec.Struct):
             wrong = f"{wrong}, and so was its supervisor"
             if is_told or supervisor.is_last():
                 return f"{wrong}: nothing starts it again"
-            limit_s = min(limit_s, _UNSUPERVISED_S)
+            limit_s = min(limit_s, timeouts.UNSUPERVISED_S)
         if self.clock.now_s - since_s > limit_s:
             return f"{wrong}, and was not back within {limit_s:g} s"
         return None

@@ -49,7 +49,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
-from persia_torchrec import env
+from persia_torchrec import env, timeouts
 from persia_torchrec.env import MAX_PORT
 from persia_torchrec.errors import ConfigError, DiscoveryError, JobError, PersiaError
 from persia_torchrec.job import failures
@@ -71,8 +71,6 @@ ALL = "all"  # value of host
 
 _FIRST_DELAY_S, _LAST_DELAY_S = 0.1, 10.0
 _MAX_UNJOINED = 3  # times in a row that a command starts again without having joined
-END_TIMEOUT_S = 60.0
-"""What a command has by default to end, after a signal."""
 
 _LOOK_S = 0.5
 _PASSED_ON = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *WARNINGS
@@ -88,7 +86,7 @@ class SupervisorConfig:
     loopback in a job on one machine [the interface that leads to the coordinator]"""
     port: int | None = None
     """Port to listen on for the command; 0 takes a free one. None: it opens its own."""
-    end_timeout_s: float = END_TIMEOUT_S
+    end_timeout_s: float = timeouts.COMMAND_END_S
     """Seconds after a signal until the command is killed."""
     memory_dir: str = ""
     """Where memory of the command lies that outlives it: "auto" for the fastest there
@@ -111,7 +109,7 @@ class Supervisor:
     """
 
     def __init__(
-        self, command: Sequence[str], end_timeout_s: float = END_TIMEOUT_S
+        self, command: Sequence[str], end_timeout_s: float = timeouts.COMMAND_END_S
     ) -> None:
         self._command = list(command)
         self._end_timeout_s = end_timeout_s

@@ -26,10 +26,11 @@ from msgspec import Meta, Struct, structs
 from torchx import specs
 
 from persia_torchrec import env as environment
-from persia_torchrec.env import CHECKPOINT_DIR, JOIN_TIMEOUT_S, MAX_PORT, is_loopback
+from persia_torchrec import timeouts
+from persia_torchrec.env import CHECKPOINT_DIR, MAX_PORT, is_loopback
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.script import split_module
-from persia_torchrec.job.supervisor import ALL, END_TIMEOUT_S, under_supervisor
+from persia_torchrec.job.supervisor import ALL, under_supervisor
 from persia_torchrec.job.survivable_memory import AUTO, PRIVATE
 from persia_torchrec.launch.amounts import (
     quantity,
@@ -50,7 +51,6 @@ from persia_torchrec.parsing.decoding import KeyPath
 from persia_torchrec.parsing.yaml_file import parse_yaml, read_section, read_text
 from persia_torchrec.persia.config.global_config import require_engine
 from persia_torchrec.rpc.addresses import free_port
-from persia_torchrec.timeouts import RECOVERY_S
 
 T = TypeVar("T")
 
@@ -233,7 +233,7 @@ class JobSettings:
     processors, memory, GPUs, volumes, variables, image, replicas"""
     set: str = ""
     """the same in words, over the file: "server.cpu=8 server.memory=64Gi\""""
-    join_timeout_s: float = JOIN_TIMEOUT_S
+    join_timeout_s: float = timeouts.JOIN_TIMEOUT_S
     """seconds that each wait of the start may take"""
     recover: bool = True
     """start again what is killed: servers with their rows, NN workers all together,
@@ -242,7 +242,7 @@ class JobSettings:
     memory_dir: str = AUTO
     """where the rows of servers are that recover: auto for the fastest memory there is,
     a folder of each host, or private: with the process"""
-    recovery_timeout_s: float = RECOVERY_S
+    recovery_timeout_s: float = timeouts.RECOVERY_S
     """seconds after which the job fails if a process that recovers is not back"""
     max_restarts: int = 3
     """how often such a process may end without progress between: a trained batch, or in
@@ -396,7 +396,7 @@ class JobSettings:
 
     def _survives(self, name: str) -> dict[str, object]:
         """Return the flags of a role's supervisor: what outlives the process."""
-        longest = self.grace_s + END_TIMEOUT_S
+        longest = self.grace_s + timeouts.COMMAND_END_S
         end = {"end_timeout_s": longest} if self.grace_s else {}
         if name == "coordinator":
             return {"host": ALL, "port": self.port, **end}

@@ -29,7 +29,7 @@ from prometheus_client import push_to_gateway
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from persia_torchrec import env
+from persia_torchrec import env, timeouts
 from persia_torchrec.errors import PersiaError
 from persia_torchrec.job.member import JobMember
 from persia_torchrec.metrics.values import Reading
@@ -41,9 +41,6 @@ from persia_torchrec.rpc.addresses import local_address
 
 logger = logging.getLogger(__name__)
 
-PUSH_TIMEOUT_S = 5.0  # what one push may wait for the gateway
-LAST_PUSH_TIMEOUT_S = 2.0  # what the push at the end of the role may wait
-CLOSE_TIMEOUT_S = 3.0  # what that end may wait for it, and a push under way
 
 _WARNING_S = 60.0  # seconds between two warnings
 _EXPECTED = (OSError, http.client.HTTPException, PersiaError)  # without a traceback
@@ -74,8 +71,8 @@ def push_metrics(
 ) -> Callable[[], None]:
     """Start to push metrics, if :func:`is_pushed`; return a function that ends it.
 
-    That pushes once more, and waits for ``CLOSE_TIMEOUT_S`` at most. ``role`` is as
-    PERSIA's launcher calls it, ``index`` that of the replica.
+    That pushes once more, and waits for ``timeouts.PUSH_CLOSE_S`` at most. ``role`` is
+    as PERSIA's launcher calls it, ``index`` that of the replica.
     """
     gateway, enabled = env.metrics_gateway(), settings.enable_metrics
     if gateway is None or not enabled:
@@ -110,7 +107,7 @@ def push_metrics(
 
     def close() -> None:
         closing.set()
-        thread.join(CLOSE_TIMEOUT_S)
+        thread.join(timeouts.PUSH_CLOSE_S)
 
     return close
 
@@ -123,7 +120,7 @@ def _push_until(
     while not is_last:
         is_last = closing.wait(max(due_s - time.monotonic(), 0.0))
         try:
-            push(LAST_PUSH_TIMEOUT_S if is_last else PUSH_TIMEOUT_S)
+            push(timeouts.LAST_PUSH_S if is_last else timeouts.PUSH_S)
         except Exception as exc:  # the role continues without metrics
             num_failed += 1
             if time.monotonic() - warned_s >= _WARNING_S:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Literal
 
+from persia_torchrec import timeouts
 from persia_torchrec.metrics.values import Means, Reading
 
 Counters = Mapping[str, int]
@@ -33,7 +34,6 @@ GAUGES = {
 }
 """Counters of a server that go up and down; so do those that end in ``_max``."""
 
-_ASK_TIMEOUT_S = 2.0
 
 _PAGE = "see docs/metrics.md"
 
@@ -129,7 +129,7 @@ class ServerReadings:
 
     def read(self) -> list[Reading]:
         """Return all metrics; none before the server is serving."""
-        counters = self._ask(_ASK_TIMEOUT_S)
+        counters = self._ask(timeouts.METRICS_ASK_S)
         if counters is None:
             return []
         inference = counters.get("requests_lookup_inference", 0)

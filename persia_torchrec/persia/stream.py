@@ -33,6 +33,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from persia_torchrec import timeouts
 from persia_torchrec.errors import DataflowError, FrameError, RemoteError, ServerError
 from persia_torchrec.persia.batch import (
     WITH_BATCH,
@@ -54,9 +55,7 @@ from persia_torchrec.rpc.messages import (
 )
 from persia_torchrec.rpc.server import Service
 
-_PUT_TIMEOUT_S = 0.5
 _RETRY_S = 0.2
-_TRY_S = 5.0  # for an answer, where a message may be sent again
 _MAX_LOADERS_AT_ONCE = 16
 _MAX_LOADERS = 2**16
 _NUM_CHECKSUMS = 64  # of the latest batches of each loader
@@ -295,7 +294,7 @@ class Inbox:
             decode = decode_whole if self._takes_ids else decode_rest
             # Copied: a frame is read-only, and torch wants memory that can be written.
             batch = decode(bytearray(frames[2]), origin)
-            has_room = self.put(header, batch, _PUT_TIMEOUT_S, checksum)
+            has_room = self.put(header, batch, timeouts.STREAM_PUT_S, checksum)
         else:
             raise FrameError(f"A trainer answers no such message: {header}.")
         position = self.position(header)
@@ -409,7 +408,11 @@ class BatchSender:
         )
         deadline_s: float | None = None
         # Nothing answers at the address before a restart: look for the next one.
-        timeout_s = min(self._timeout_s, _TRY_S) if self.recovery_s else self._timeout_s
+        timeout_s = (
+            min(self._timeout_s, timeouts.STREAM_TRY_S)
+            if self.recovery_s
+            else self._timeout_s
+        )
         while True:
             reply = self._connections.submit(
                 trainer, header, frames, timeout_s=timeout_s, what="a batch"

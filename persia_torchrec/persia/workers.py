@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _RETRY_S = 0.1
-_AVOID_S = 5.0  # how long a worker that has hung is asked after the others
 
 
 class Workers(Peers):
@@ -132,7 +131,9 @@ class Workers(Peers):
         """Return the worker, or the next that is there and has not hung lately."""
         now_s, num = time.monotonic(), self.num_workers
         for other in [at % num for at in range(worker, worker + num)]:
-            has_hung = now_s - self._away.get(other, -math.inf) <= _AVOID_S
+            has_hung = (
+                now_s - self._away.get(other, -math.inf) <= timeouts.WORKER_AVOID_S
+            )
             if not has_hung and self.connections.lost(other) is None:
                 return other
         return (worker + 1) % num

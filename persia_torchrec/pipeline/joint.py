@@ -14,14 +14,12 @@ import os
 import platform
 import sys
 
+from persia_torchrec import timeouts
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import PersiaError
 from persia_torchrec.rpc.messages import Share
 
 logger = logging.getLogger(__name__)
-
-_FAREWELL_S = 1.0
-"""What the end of a process may wait for servers that do not answer."""
 
 
 class Trainers:
@@ -56,7 +54,9 @@ class Trainers:
         if error is not None:
             why = f"it raised {type(error).__name__}: {error}"
         try:
-            gone = self.client.join(self._next, self._who, why, _FAREWELL_S)
+            gone = self.client.join(
+                self._next, self._who, why, timeouts.JOINT_FAREWELL_S
+            )
         except (PersiaError, TimeoutError):
             return  # the servers notice it by themselves
         if error is not None and gone:

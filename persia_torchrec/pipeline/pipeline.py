@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Generic, Self
 
+from persia_torchrec import timeouts
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.client.codec import BatchCount
 from persia_torchrec.errors import BatchError, ConfigError, PersiaError, StalenessError
@@ -44,9 +45,6 @@ from persia_torchrec.rpc.messages import NO_GENERATION
 
 _MAX_WAITING = 4096
 """Batches that may wait for their pull."""
-
-_SETTLE_S = 1.0
-"""What batches that are not used any more may take to be given up."""
 
 
 class PrefetchedBatch(Generic[Handle]):
@@ -351,7 +349,7 @@ class BatchPipeline(PushQueue[Source, Handle]):
             raise ConfigError(f"staleness must be >= 0. Received: {staleness}.")
         self.flush()
         num = max(staleness, 1)
-        self.semaphore.resize(num, _SETTLE_S, pulls_late=pulls_late)
+        self.semaphore.resize(num, timeouts.PIPELINE_SETTLE_S, pulls_late=pulls_late)
         self.max_in_flight, self.waits_for_ack = num, staleness == 0
 
     def set_generation(self, generation: int) -> None:

@@ -34,8 +34,6 @@ from persia_torchrec.table import TableChange
 
 logger = logging.getLogger(__name__)
 
-_MARGIN_S = 5.0
-"""For pushes that wait in the queue before the one that is waited for."""
 
 _MAX_CHANGES = 16
 """Changes of tables that may wait; one more waits for the oldest."""
@@ -150,7 +148,7 @@ class PushQueue(OwnProcess, Generic[Source, Handle]):
             if len(self._held) >= self._max_held:
                 self._settled.wait_for(
                     lambda: len(self._held) < self._max_held or self._is_closed,
-                    self.timeout_s + _MARGIN_S,
+                    self.timeout_s + timeouts.PUSH_QUEUE_MARGIN_S,
                 )
             if self._is_closed:
                 raise PersiaError(CLOSED)
@@ -257,7 +255,7 @@ class PushQueue(OwnProcess, Generic[Source, Handle]):
 
     def _await(self, done: "Future[None]") -> None:
         # Its requests end in time in an error, which says what was asked of whom.
-        timeout_s = self.timeout_s + _MARGIN_S
+        timeout_s = self.timeout_s + timeouts.PUSH_QUEUE_MARGIN_S
         try:
             done.result(timeout_s)
         except PersiaError:
@@ -303,7 +301,7 @@ class PushQueue(OwnProcess, Generic[Source, Handle]):
     def _no_room(self) -> StalenessError:
         return StalenessError(
             f"One of {len(self._held)} updates must be acknowledged within "
-            f"{self.timeout_s + _MARGIN_S:g} s. Received: none."
+            f"{self.timeout_s + timeouts.PUSH_QUEUE_MARGIN_S:g} s. Received: none."
         )
 
     def _send(self, push: Push[Handle]) -> None:
@@ -318,7 +316,7 @@ class PushQueue(OwnProcess, Generic[Source, Handle]):
             with self._lock:
                 if len(self._sent) >= self._max_sent and not self._settled.wait_for(
                     lambda: len(self._sent) < self._max_sent,
-                    self.timeout_s + _MARGIN_S,
+                    self.timeout_s + timeouts.PUSH_QUEUE_MARGIN_S,
                 ):
                     raise self._no_room()
                 self._sent.add(push.done)

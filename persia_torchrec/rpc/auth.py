@@ -41,7 +41,7 @@ from dataclasses import dataclass
 import zmq
 from zmq.utils import z85
 
-from persia_torchrec import env
+from persia_torchrec import env, timeouts
 from persia_torchrec.errors import ConfigError, FrameError, JobMismatchError
 
 VERSION = 1
@@ -105,8 +105,6 @@ NO_JOB = Greeting()
 
 logger = logging.getLogger(__name__)
 
-VALID_S = 300.0
-"""How old the name of a proof may be, or how much the clocks of two hosts differ."""
 
 Options = dict[zmq.SocketOption, int | bytes]
 
@@ -185,7 +183,8 @@ class Proof:
             return f"{_MUST} Received: {has}."
         is_closed = value in (errno.EPIPE, errno.ECONNRESET)
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            has = f"another token there, or clocks that differ by {VALID_S:g} s"
+            valid_s = timeouts.PROOF_VALID_S
+            has = f"another token there, or clocks that differ by {valid_s:g} s"
         elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and is_closed:
             token = "a" if self._token is None else "another"
             has = f"connections that end as they begin: {token} token there"
@@ -222,12 +221,12 @@ class Doorkeeper:
             return "it has another token"
         now_s = self._clock()
         apart_s = abs(now_s - int(name.partition(b".")[0], 16))
-        if apart_s > VALID_S:
+        if apart_s > timeouts.PROOF_VALID_S:
             return f"its proof is {apart_s:.0f} s old, or the clocks differ by that"
         if name in self._seen:
             return "its proof was used before"
         while self._seen and (
-            now_s - next(iter(self._seen.values())) > 2 * VALID_S
+            now_s - next(iter(self._seen.values())) > 2 * timeouts.PROOF_VALID_S
             or len(self._seen) >= _MAX_NAMES
         ):
             del self._seen[next(iter(self._seen))]

@@ -21,7 +21,7 @@ from typing import NoReturn, Self
 import msgspec
 import zmq
 
-from persia_torchrec import env
+from persia_torchrec import env, timeouts
 from persia_torchrec.errors import (
     ConfigError,
     FrameError,
@@ -36,9 +36,7 @@ logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 2**31  # of a frame; the sender of a larger one is disconnected
 MAX_FRAMES = 2**14  # of a message; what comes after them is dropped
-SILENT_S = 6  # how long a host acknowledges nothing when a connection to it is lost
 
-_GRACE_S = 5.0  # a reply that is later than its deadline: the I/O thread is dead
 _HANDSHAKE_MS = 10_000  # after which a connection without a proof is closed
 _MIN_ZERO_COPY_BYTES = 65536
 _MAX_KNOWN_PEERS = 4096
@@ -50,10 +48,10 @@ _MAX_SOCKETS = 2**14  # of ZeroMQ in one context, whose own limit is 1,023
 _LIMITS: Mapping[zmq.SocketOption, int | bytes] = {
     zmq.MAXMSGSIZE: MAX_MESSAGE_BYTES,
     zmq.TCP_KEEPALIVE: 1,
-    zmq.TCP_KEEPALIVE_IDLE: SILENT_S // 2,
+    zmq.TCP_KEEPALIVE_IDLE: timeouts.HOST_SILENT_S // 2,
     zmq.TCP_KEEPALIVE_INTVL: 1,
-    zmq.TCP_KEEPALIVE_CNT: SILENT_S - SILENT_S // 2,
-    zmq.TCP_MAXRT: 1000 * SILENT_S,  # TCP_USER_TIMEOUT
+    zmq.TCP_KEEPALIVE_CNT: timeouts.HOST_SILENT_S - timeouts.HOST_SILENT_S // 2,
+    zmq.TCP_MAXRT: 1000 * timeouts.HOST_SILENT_S,  # TCP_USER_TIMEOUT
 }
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
@@ -374,7 +372,7 @@ class Reply(Future[tuple[Header, Frames]]):
 
     def frames(self, within_s: float | None = None) -> Frames:
         """Wait for the reply, ``within_s`` at most if given; return its frames."""
-        most_s = self.timeout_s + self.recovery_s + _GRACE_S
+        most_s = self.timeout_s + self.recovery_s + timeouts.REPLY_GRACE_S
         return self.result(most_s if within_s is None else within_s)[1]
 
 

@@ -36,7 +36,7 @@ from typing import Any
 import zmq
 import zmq.utils.monitor
 
-from persia_torchrec import env
+from persia_torchrec import env, timeouts
 from persia_torchrec.errors import (
     ConfigError,
     NotReadyError,
@@ -85,7 +85,6 @@ _IDLE_POLL_MS = 200
 _MAX_PENDING = 256  # requests that wait for replies; the caller of one more waits
 _RETRY_S = 0.1  # until a server that is not ready is asked again
 _LOOK_S = 1.0  # between two looks for servers that do not answer
-_LEAST_LEFT_S = 1.0  # for requests that were sent again
 _STILL_LOST = "the connection was lost, and is not there yet. Did the process end?"
 _ROWS_GONE = (
     "the server was started again, and its rows are gone. Fill or export the table "
@@ -525,7 +524,9 @@ class Connections(OwnProcess):
             for reply in self._pending.values():
                 if reply.server == server:
                     left_s = reply.deadline_s - now_s
-                    reply.left_s = max(left_s, min(reply.timeout_s, _LEAST_LEFT_S))
+                    reply.left_s = max(
+                        left_s, min(reply.timeout_s, timeouts.RESEND_LEFT_S)
+                    )
                     reply.deadline_s = math.inf
 
     def _greet_those_away(self) -> int:

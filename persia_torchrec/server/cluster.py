@@ -32,10 +32,6 @@ from persia_torchrec.store.index import MAX_ROWS
 
 logger = logging.getLogger(__name__)
 
-_STOP_TIMEOUT_S = 10.0
-_LINE_S = 0.5  # for a line that a server has written already
-_RECOVERY_S = 60.0
-_START_AGAIN_S = 120.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
 _MAX_FAILED_STARTS = 3  # in a row
 
@@ -143,7 +139,7 @@ class EmbeddingCluster:
             incremental_base_ratio=incremental_base_ratio,
             writer=f"{name_of_process(os.getpid())}, cluster {secrets.token_hex(4)}",
             imports=tuple(imports),
-            recovery_s=_RECOVERY_S if restarts else 0.0,
+            recovery_s=timeouts.CLUSTER_RECOVERY_S if restarts else 0.0,
         )
         return cls._start_all(config, start_timeout_s, restarts=restarts)
 
@@ -225,7 +221,7 @@ class EmbeddingCluster:
 
     def keep_running(self, configs: Sequence[ServerConfig]) -> None:
         """Have each server started again when it has been killed, with what is kept."""
-        self.recovery_s = _RECOVERY_S
+        self.recovery_s = timeouts.CLUSTER_RECOVERY_S
         for config in configs:
             again, name = (
                 partial(_start_again, self._servers, config),
@@ -267,7 +263,9 @@ def _start_again(servers: _Servers, config: ServerConfig) -> None:
             process = _start(config, servers.kept[shard])
             servers.processes[shard] = process
         try:
-            _wait_until_ready(shard, process, time.monotonic() + _START_AGAIN_S)
+            _wait_until_ready(
+                shard, process, time.monotonic() + timeouts.CLUSTER_RESTART_S
+            )
         except ServerError:
             num_failed += 1
             process.kill()  # in case that it is too slow
@@ -293,7 +291,7 @@ def _end(servers: _Servers) -> None:
     for process in servers.processes:
         if process.poll() is None:
             process.terminate()
-    deadline = time.monotonic() + _STOP_TIMEOUT_S
+    deadline = time.monotonic() + timeouts.CLUSTER_STOP_S
     for process in servers.processes:
         try:
             process.wait(max(deadline - time.monotonic(), 0.1))
@@ -303,7 +301,7 @@ def _end(servers: _Servers) -> None:
             process.wait()
     for keeper in servers.keepers:
         if keeper is not threading.current_thread():
-            keeper.join(_STOP_TIMEOUT_S)
+            keeper.join(timeouts.CLUSTER_STOP_S)
     for process in servers.processes:
         _close_output(process)
     while servers.kept:
@@ -372,7 +370,7 @@ def _wait_until_ready(
         while line in ("compiling", "compiled"):
             begun = time.monotonic()
             if line == "compiled":
-                line = lines.get(timeout=max(deadline - begun, _LINE_S))
+                line = lines.get(timeout=max(deadline - begun, timeouts.CLUSTER_LINE_S))
             else:
                 logger.info("%s compiles its loops, once for this machine", name)
                 line = lines.get(timeout=timeouts.COMPILING_S)
@@ -381,7 +379,7 @@ def _wait_until_ready(
         raise ServerError("not ready in time.", server=name) from None
     word, _, address = line.partition(" ")
     if word != "ready":
-        code = process.wait(_STOP_TIMEOUT_S)
+        code = process.wait(timeouts.CLUSTER_STOP_S)
         raise ServerError(
             f"ended with exit status {code} instead of becoming ready; its error "
             "is above.",

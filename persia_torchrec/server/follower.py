@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from persia_torchrec import timeouts
 from persia_torchrec.checkpoint import base, catalog, increment_log
 from persia_torchrec.checkpoint.background import Activity, BackgroundTask, CpuBudget
 from persia_torchrec.checkpoint.catalog import LogPosition, Manifest
@@ -48,7 +49,6 @@ _CPU_FRACTION = 0.2  # of a CPU that increments may take while lookups arrive
 _LOADING_POLL_MS = 20  # how often the progress of the load is checked
 _MAX_EVENTS = 2
 _CHECK_S = 0.1
-_RETRY_S = 30.0
 
 FollowerEvent = Increment | tuple[EmbeddingStore, Folder, float] | None
 """This server's part of an increment, or a store that replaces the current one, its
@@ -214,7 +214,7 @@ class Follower(BackgroundTask):
                 if self.cancelled.is_set():
                     raise
                 self.num_errors += 1
-                self._retry_s[url] = time.monotonic() + _RETRY_S
+                self._retry_s[url] = time.monotonic() + timeouts.FOLLOWER_RETRY_S
                 logger.warning("continuing from %s: %s", url, exc)
                 return False
             self.num_reloads += 1

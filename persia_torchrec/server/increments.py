@@ -10,11 +10,11 @@ something has changed, and is written before the next one: what is lost with the
 of a server changed within two intervals. Rows are copied evenly over the time, or
 earlier within a budget of the processor. Where the file system is too slow, increments
 become larger and fewer, what waits is bounded, and a warning says what would be lost. A
-failed write ends the log, and training continues: a new log starts after RETRY_S, once
-the blocked write has returned, and followers must reload from the next checkpoint. A
-load also ends the log; the next one can be followed from the checkpoint that was
-loaded. A server that lost its memory continues the log that it has restored its rows
-from.
+failed write ends the log, and training continues: a new log starts after some seconds
+(``timeouts.INCREMENTS_RETRY_S``), once the blocked write has returned, and followers
+must reload from the next checkpoint. A load also ends the log; the next one can be
+followed from the checkpoint that was loaded. A server that lost its memory continues
+the log that it has restored its rows from.
 """
 
 import contextlib
@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from persia_torchrec import timeouts
 from persia_torchrec.checkpoint import increment_log
 from persia_torchrec.checkpoint.background import Activity, BackgroundTask, CpuBudget
 from persia_torchrec.checkpoint.catalog import LogPosition
@@ -55,7 +56,6 @@ logger = logging.getLogger(__name__)
 
 _MAX_RATIO = 20  # bytes of increments since a dump, by those of rows, before a warning
 _LEAST_BYTES = 2**24  # of which no warning, and no base, is worth it
-RETRY_S = 10.0  # how soon after a failure a new log begins
 _CPU_FRACTION = 0.06  # of a CPU for what could wait, the writing included
 _SPREAD = 0.75  # of an interval, in which the rows of the previous one are copied
 _TOLERATED_S = 1.0  # beyond two intervals, before a warning
@@ -64,7 +64,6 @@ _MAX_BUFFERS = 32  # how many times ``incremental_buffer_rows`` may be noted for
 _MAX_SLICES = 8  # copied slices that may wait to be written
 _SLICE_BYTES = 2**19
 _CHECK_S = 0.1
-_CLOSE_S = 10.0
 
 
 class FlushRequest(NamedTuple):
@@ -512,7 +511,7 @@ class Increments:
         writer = self._writer
         if writer is None:
             return
-        deadline = time.monotonic() + _CLOSE_S
+        deadline = time.monotonic() + timeouts.INCREMENTS_CLOSE_S
         while writer.phase == "writing" and time.monotonic() < deadline:
             if self._store.journal.is_empty:
                 writer.ending.set()
@@ -523,7 +522,9 @@ class Increments:
             else:
                 time.sleep(0.001)
         if writer.phase != "written":
-            reason = writer.error or f"not written within {_CLOSE_S:g} s"
+            reason = (
+                writer.error or f"not written within {timeouts.INCREMENTS_CLOSE_S:g} s"
+            )
             logger.error("log %s is not complete: %s", writer.log.name, reason)
         self._store.journal.release(writer.num_cuts_written)
         self.suspend(keeps=True)
@@ -534,12 +535,12 @@ class Increments:
             "next checkpoint. A new log begins in %g s.",
             writer.log.name,
             exc,
-            RETRY_S,
+            timeouts.INCREMENTS_RETRY_S,
         )
         self._counts["increment_logs_failed"] += 1
         self._failed = writer
         self.suspend()
-        self._begin_s = self._activity.clock() + RETRY_S
+        self._begin_s = self._activity.clock() + timeouts.INCREMENTS_RETRY_S
 
     def _charge(self, writer: IncrementWriter) -> None:
         """Charge what the other thread took of the CPUs that both may use."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from persia_torchrec import timeouts
 from persia_torchrec.errors import BatchError, PersiaError, StoreError
 from persia_torchrec.rpc.messages import Share
 from persia_torchrec.server.open_batches import (
@@ -28,8 +29,6 @@ from persia_torchrec.server.open_batches import (
 
 _MAX_GROUPS = 1024  # groups remembered
 _CHECK_S = 0.5  # how often a step checks the trainers that it waits for
-_GRACE_S = 1.0  # a connection may be away for so long, and come back
-_MAX_UNREAD_S = 4.0  # a busy server waits so long for the last shares of a lost trainer
 
 
 @dataclass(slots=True)
@@ -266,8 +265,12 @@ class JointSteps:
         member.lost_s = min(member.lost_s, now_s)
         gone_s = now_s - member.lost_s
         has_read_all = self._all_read_s > member.lost_s
-        grace_s = _GRACE_S if member.ended else max(_GRACE_S, self.grace_s)
-        return gone_s >= grace_s and (has_read_all or gone_s >= _MAX_UNREAD_S)
+        grace_s = (
+            timeouts.JOINT_GRACE_S
+            if member.ended
+            else max(timeouts.JOINT_GRACE_S, self.grace_s)
+        )
+        return gone_s >= grace_s and (has_read_all or gone_s >= timeouts.JOINT_UNREAD_S)
 
     def _keep_groups(self) -> None:
         """Have the groups kept, the latest first."""

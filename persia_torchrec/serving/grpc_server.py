@@ -16,6 +16,7 @@ import grpc
 import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
+from persia_torchrec import timeouts
 from persia_torchrec.errors import BatchError, ConfigError
 from persia_torchrec.serving import inference_protocol as protocol
 from persia_torchrec.serving.app import (
@@ -32,7 +33,6 @@ from persia_torchrec.serving.models import Models
 logger = logging.getLogger(__name__)
 
 _PACKAGE, _SERVICE = "inference", "inference.GRPCInferenceService"
-_CLOSE_S = 60.0
 
 # A field is NAME TYPE NUMBER: a scalar, a message, [] a list, {} a map from strings.
 _MESSAGES = """
@@ -200,7 +200,7 @@ class GrpcServer:
 
     def close(self) -> None:
         """Finish the requests in progress, and accept no more. May be called twice."""
-        self._server.stop(_CLOSE_S).wait()
+        self._server.stop(timeouts.GRPC_CLOSE_S).wait()
 
     def _listen(self, config: HttpConfig) -> int:
         host = f"[{config.address}]" if ":" in config.address else config.address

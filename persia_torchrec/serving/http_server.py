@@ -15,7 +15,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from persia_torchrec import env
+from persia_torchrec import env, timeouts
 from persia_torchrec.env import MAX_PORT
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.rpc.addresses import require_token
@@ -25,8 +25,6 @@ from persia_torchrec.serving.models import Models
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
-_CLOSE_S = 60.0
-_KEEP_ALIVE_S = 75
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +45,7 @@ class HttpConfig:
     """Bytes that a request may have; a larger one is rejected with status 413."""
     max_samples: int = 65535
     """Samples that a batch may have; a larger one is rejected with status 413."""
-    receive_timeout_s: float = 30.0
+    receive_timeout_s: float = timeouts.HTTP_RECEIVE_S
     """Seconds within which a request must arrive."""
     tls_cert: str | None = None
     """File of the certificate, and those between it and the root, as PEM."""
@@ -126,8 +124,8 @@ class PredictionServer:
             access_log=False,
             server_header=False,
             backlog=_BACKLOG,
-            timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=int(_CLOSE_S),
+            timeout_keep_alive=timeouts.HTTP_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=int(timeouts.HTTP_CLOSE_S),
             ssl_certfile=config.tls_cert,
             ssl_keyfile=config.tls_key,
         )

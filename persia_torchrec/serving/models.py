@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from persia_torchrec import timeouts
 from persia_torchrec.errors import BatchError, PersiaError, ServerError
 from persia_torchrec.persia.batch import PersiaBatch
 from persia_torchrec.persia.signature import ModelSignature
@@ -24,10 +25,6 @@ from persia_torchrec.serving.predictor import Floats, Predictor, repeating
 from persia_torchrec.serving.statistics import Statistics
 
 logger = logging.getLogger(__name__)
-
-_READY_S = 1.0
-_DRAIN_S = 60.0
-_TELL_S = 10.0
 
 
 class UnknownModelError(PersiaError):
@@ -188,7 +185,7 @@ class Models:
         with self._changed:
             now_s = time.monotonic()
             is_due = now_s >= self._tell_s
-            self._tell_s = now_s + _TELL_S if is_due else self._tell_s
+            self._tell_s = now_s + timeouts.MODEL_TELL_S if is_due else self._tell_s
         if is_due:
             logger.warning(
                 "model %s answers %g: %s", self.name, self.default_answer, exc
@@ -210,7 +207,7 @@ class Models:
             self.statistics.age.observe(following["delay_s"])
         with self._changed:
             previous = self._ready
-            self._ready = time.monotonic() + _READY_S, health
+            self._ready = time.monotonic() + timeouts.MODEL_READY_S, health
         if previous is not None and previous[1]["ready"] != health["ready"]:
             what = "ready" if health["ready"] else f"not ready: {health['error']}"
             logger.warning("model %s is %s", self.name, what)
@@ -235,7 +232,9 @@ class Models:
     def _drain(self, version: Version) -> None:
         """Close a version when the requests in progress have ended."""
         with self._changed:
-            self._changed.wait_for(lambda: version.num_users == 0, _DRAIN_S)
+            self._changed.wait_for(
+                lambda: version.num_users == 0, timeouts.MODEL_DRAIN_S
+            )
         version.close()
 
 

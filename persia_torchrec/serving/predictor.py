@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from persia_torchrec import timeouts
 from persia_torchrec.checkpoint.catalog import complete_checkpoints, find_checkpoint
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.errors import (
@@ -43,8 +44,6 @@ if TYPE_CHECKING:  # it needs TorchRec, which PERSIA's models do not
 
 logger = logging.getLogger(__name__)
 
-_CLOSE_S = 10.0
-_RETRY_S = 10.0
 
 SCRIPT_MODEL = "jit_dense.pt"
 """Name of the file of a model of PERSIA, TorchScript."""
@@ -300,7 +299,7 @@ def repeating(work: Callable[[], None], what: str, poll_s: float) -> Iterator[No
                 has_bug = not isinstance(exc, PersiaError)
                 told = what, exc
                 logger.warning("the previous %s stays: %s", *told, exc_info=has_bug)
-                ending.wait(_RETRY_S)
+                ending.wait(timeouts.PREDICTOR_RETRY_S)
 
     thread = threading.Thread(target=repeat, name=what, daemon=True)
     thread.start()
@@ -308,7 +307,7 @@ def repeating(work: Callable[[], None], what: str, poll_s: float) -> Iterator[No
         yield
     finally:
         ending.set()
-        thread.join(_CLOSE_S)
+        thread.join(timeouts.PREDICTOR_CLOSE_S)
 
 
 def _load_latest(predictor: Predictor, run: Folder, name: str) -> None:

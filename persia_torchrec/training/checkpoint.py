@@ -63,11 +63,6 @@ T = TypeVar("T")
 
 Target = nn.Module | torch.optim.Optimizer
 
-_CANCEL_S = 30.0
-"""What a failed save waits for the servers to end theirs."""
-
-_CLOSE_S = 10.0
-
 
 def save_checkpoint(
     path: str | os.PathLike[str],
@@ -155,7 +150,7 @@ def save_dense_beside(
         everywhere(lambda: _save_dense(state, folder.child(catalog.DENSE)))
     except BaseException:
         if servers is not None:  # the servers must be free for the next attempt
-            _give_up(servers, _CANCEL_S)
+            _give_up(servers, timeouts.SAVE_CANCEL_S)
         raise
 
 
@@ -503,7 +498,7 @@ class ContextCheckpoints:
         """Give up what is under way. May be called twice."""
         for task in (self._dump, self._load):
             if task is not None:
-                _give_up(task, _CLOSE_S)
+                _give_up(task, timeouts.SAVE_CLOSE_S)
         self._dump = self._load = None
 
 

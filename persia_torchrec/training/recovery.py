@@ -66,7 +66,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _MAX_AHEAD = 128  # batches that a train pipeline may take before it steps
-_SETTINGS_S = 2 * timeouts.TRAINING_REQUEST_S + timeouts.ADD_TABLES_S
 
 
 class Recovery:
@@ -417,7 +416,7 @@ class Recovery:
             ):
                 set_values(group, previous)
         for sharder in self._sharders:
-            sharder.restore(self._tables, saved["rates"], _SETTINGS_S)
+            sharder.restore(self._tables, saved["rates"], timeouts.RESTORE_SETTINGS_S)
 
     def _set_own(self, saved: dict[str, Any]) -> list[str]:
         """Set what is this trainer's own; return the names that the script lacks."""
@@ -551,7 +550,7 @@ def recoverable(
     if path is None:
         path = folder_of_job(env.require_job_store("recoverable() without a path")[2])
     if interval_s is None:
-        interval_s = env.checkpoint_interval_s(env.CHECKPOINT_INTERVAL_S)
+        interval_s = env.checkpoint_interval_s(timeouts.CHECKPOINT_INTERVAL_S)
     config = RecoveryConfig(
         folder=path,
         interval_s=interval_s,

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 
-from persia_torchrec import env
+from persia_torchrec import env, timeouts
 from persia_torchrec.checkpoint.catalog import LoadRules, Missing, OnChange
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.sharding.backward_pass import AnswersAtEnd
@@ -29,7 +29,7 @@ class RecoveryConfig:
 
     folder: str | os.PathLike[str]
     """Of the checkpoints of this run; trainers and servers share it."""
-    interval_s: float = env.CHECKPOINT_INTERVAL_S
+    interval_s: float = timeouts.CHECKPOINT_INTERVAL_S
     """Seconds between two checkpoints, or 20 times what the last one took if that is
     more; 0: there are none."""
     resume: Resume = "exact"

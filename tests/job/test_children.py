@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from persia_torchrec import timeouts
 from persia_torchrec.errors import JobError
-from persia_torchrec.job import children, registry
 from persia_torchrec.job.children import Children, Watch
 from persia_torchrec.job.member_record import MemberRecord
 from persia_torchrec.job.registry import AddressBook
@@ -49,7 +49,7 @@ def test_a_process_that_fails_before_it_joins_is_named(job):
 
 
 def test_a_process_that_does_not_end_is_killed(job, monkeypatch, caplog):
-    monkeypatch.setattr(children, "_END_TIMEOUT_S", 0)
+    monkeypatch.setattr(timeouts, "CHILD_END_S", 0)
     process = start_coordinator(job, "--port", str(draw_port()), "--num-trainers", "1")
     os.kill(process.pid, signal.SIGSTOP)
     os.waitpid(process.pid, os.WUNTRACED)  # it is stopped
@@ -84,7 +84,7 @@ def test_the_verdict_of_a_job_is_the_status_of_its_coordinator(job, monkeypatch)
         os.kill(process.pid, signal.SIGSTOP)
         os.waitpid(process.pid, os.WUNTRACED)  # it is stopped
         with monkeypatch.context() as patch:
-            patch.setattr(registry, "_ANSWER_S", 0.1)
+            patch.setattr(timeouts, "REGISTRY_ANSWER_S", 0.1)
             with pytest.raises(JobError):
                 book.state()
             assert watch._find_failure() is None

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
+from persia_torchrec import timeouts
 from persia_torchrec.errors import JobError, JobMismatchError
 from persia_torchrec.job import process_identity as processes_module
 from persia_torchrec.job.member_record import MemberRecord
@@ -230,7 +231,7 @@ def test_a_coordinator_that_has_ended_is_not_waited_for(monkeypatch):
     monkeypatch.setenv("PERSIA_STORE_HOST_ENV", "HOST")
     monkeypatch.setattr(os, "getppid", os.getpid)  # the siblings: own children
     monkeypatch.setattr(processes_module, "_LOOK_S", 3600)  # the list is an old one
-    monkeypatch.setattr(processes_module, "_GONE_S", 0)
+    monkeypatch.setattr(timeouts, "SIBLING_GONE_S", 0)
     siblings = Siblings()
     command = [*WAITING, "persia_torchrec.job.coordinator"]
     with subprocess.Popen(

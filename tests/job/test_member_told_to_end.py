@@ -9,8 +9,9 @@ import time
 
 import pytest
 
+from persia_torchrec import timeouts
 from persia_torchrec.checkpoint import catalog
-from persia_torchrec.job import signals, supervisor
+from persia_torchrec.job import supervisor
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.job.requests import JobTimings
 from tests.support import members
@@ -108,7 +109,8 @@ def test_a_second_signal_ends_the_job_at_once(processes):
     job.coordinator.send(signal.SIGTERM)
     job.coordinator.has_printed("the job is told to end (SIGTERM")
 
-    time.sleep(signals.SAME_S + 0.1)  # one that comes sooner is the first, passed on
+    # One that comes sooner is the first, passed on.
+    time.sleep(timeouts.SAME_SIGNAL_S + 0.1)
     job.coordinator.send(signal.SIGTERM)
     assert job.coordinator.status() == 143
     assert "told to end (SIGTERM), twice" in job.coordinator.output()

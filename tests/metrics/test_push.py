@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from persia_torchrec import timeouts
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.metrics import push as gateway_module
 from persia_torchrec.metrics.push import is_pushed, push_metrics
@@ -208,8 +209,8 @@ def test_an_error_while_reading_metrics_does_not_end_the_pushes(gateway, caplog)
 
 
 def test_a_gateway_that_hangs_delays_no_caller(hanging, monkeypatch, caplog):
-    monkeypatch.setattr(gateway_module, "PUSH_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(gateway_module, "LAST_PUSH_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(timeouts, "PUSH_S", 0.2)
+    monkeypatch.setattr(timeouts, "LAST_PUSH_S", 0.2)
     stop = push(OFTEN)
     wait_until(lambda: warnings_of(caplog), "a warning")
     assert "timed out" in caplog.text
@@ -221,8 +222,8 @@ def test_a_gateway_that_hangs_delays_no_caller(hanging, monkeypatch, caplog):
 def test_the_end_of_a_role_waits_for_a_push_under_way_with_a_timeout(
     hanging, monkeypatch
 ):
-    monkeypatch.setattr(gateway_module, "CLOSE_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(gateway_module, "LAST_PUSH_TIMEOUT_S", DEADLINE_S)
+    monkeypatch.setattr(timeouts, "PUSH_CLOSE_S", 0.3)
+    monkeypatch.setattr(timeouts, "LAST_PUSH_S", DEADLINE_S)
     stop = push()
     began_s = time.monotonic()
     stop()  # its last push hangs for longer

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
+from persia_torchrec import timeouts
 from persia_torchrec.errors import DataflowError, RemoteError, ServerError
-from persia_torchrec.persia import stream
 from persia_torchrec.persia.batch import (
     IDTypeFeatureWithSingleID,
     Label,
@@ -245,7 +245,7 @@ def test_a_message_is_not_sent_again_without_hope_of_success(trainers):
 
 
 def test_a_trainer_that_never_answers_is_looked_for(trainers, monkeypatch):
-    monkeypatch.setattr(stream, "_TRY_S", 0.1)
+    monkeypatch.setattr(timeouts, "STREAM_TRY_S", 0.1)
     trainers.receivers[0].close()
     with closing(BatchSender(trainers.addresses, 0, 1, timeout_s=3600)) as sender:
         sender.recovery_s, sender.look = DEADLINE_S, refuse

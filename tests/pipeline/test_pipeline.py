@@ -264,7 +264,7 @@ def test_an_evaluation_that_shall_not_wait_reads_at_once(train):
 
 
 def test_the_wait_of_an_evaluation_ends_in_time(train, monkeypatch):
-    monkeypatch.setattr("persia_torchrec.pipeline.push_queue._MARGIN_S", 0.1)
+    monkeypatch.setattr("persia_torchrec.timeouts.PUSH_QUEUE_MARGIN_S", 0.1)
     trainer = train(2, worker=HeldBack, timeout_s=0.5)
     trainer.pull().push(ONE_UPDATE)
     with pytest.raises(StalenessError, match=r"not acknowledged within 0\.6 s"):
@@ -419,7 +419,7 @@ def test_a_wait_for_room_ends_with_the_pipeline(train):
 
 
 def test_a_wait_for_room_ends_in_time(train, monkeypatch):
-    monkeypatch.setattr("persia_torchrec.pipeline.push_queue._MARGIN_S", 0.1)
+    monkeypatch.setattr("persia_torchrec.timeouts.PUSH_QUEUE_MARGIN_S", 0.1)
     trainer = train(2, worker=HeldBack, timeout_s=0.5)
     trainer.pipeline.bound(held=1, sent=1)
     batches = [trainer.pull() for _ in range(2)]
@@ -430,7 +430,7 @@ def test_a_wait_for_room_ends_in_time(train, monkeypatch):
 
 
 def test_a_wait_for_an_acknowledgement_ends_in_time(train, monkeypatch):
-    monkeypatch.setattr("persia_torchrec.pipeline.push_queue._MARGIN_S", 0.1)
+    monkeypatch.setattr("persia_torchrec.timeouts.PUSH_QUEUE_MARGIN_S", 0.1)
     trainer = train(2, worker=HeldBack, timeout_s=0.5)
     trainer.pull().push(ONE_UPDATE)
     with pytest.raises(StalenessError, match=r"not acknowledged within 0\.6 s"):
@@ -440,7 +440,7 @@ def test_a_wait_for_an_acknowledgement_ends_in_time(train, monkeypatch):
 def test_an_update_that_is_never_sent_for_others_fails_the_next_call(
     train, monkeypatch
 ):
-    monkeypatch.setattr("persia_torchrec.pipeline.push_queue._MARGIN_S", 0.1)
+    monkeypatch.setattr("persia_torchrec.timeouts.PUSH_QUEUE_MARGIN_S", 0.1)
     trainer = train(2, worker=HeldBack, timeout_s=0.5)
     trainer.pipeline.bound(held=2, sent=1)
     for batch in [trainer.pull() for _ in range(2)]:

@@ -6,10 +6,11 @@ import time
 import pytest
 import zmq
 
+from persia_torchrec import timeouts
 from persia_torchrec.errors import ConfigError, DiscoveryError, ServerError, TokenError
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.rpc import auth
-from persia_torchrec.rpc.auth import VALID_S, Doorkeeper, client_options
+from persia_torchrec.rpc.auth import Doorkeeper, client_options
 from persia_torchrec.rpc.client import Connections
 from persia_torchrec.rpc.messages import Header, Kind, encode_json
 from persia_torchrec.rpc.server import Service
@@ -77,7 +78,12 @@ def test_a_stranger_is_not_answered(monkeypatch, encrypt, token, encrypts):
     ("there", "here", "received"),
     [
         (OURS, None, "no token here|a token there"),
-        (OURS, THEIRS, f"another token there, or clocks that differ by {VALID_S:g} s"),
+        (
+            OURS,
+            THEIRS,
+            "another token there, or clocks that differ by "
+            f"{timeouts.PROOF_VALID_S:g} s",
+        ),
         (None, OURS, "a token, or PERSIA_ENCRYPT=1, at one end only|another token"),
     ],
 )
@@ -123,7 +129,7 @@ def test_a_proof_is_accepted_while_it_is_new():
     proofs = [tuple(options_of(OURS).values()) for _ in range(3)]
     assert keeper.refusal(*proofs[0]) == ""
     assert keeper.refusal(*proofs[0]) == "its proof was used before"
-    now[0] += VALID_S - 2
+    now[0] += timeouts.PROOF_VALID_S - 2
     assert keeper.refusal(*proofs[1]) == ""
     now[0] += 4
     assert "s old, or the clocks differ" in keeper.refusal(*proofs[2])
@@ -136,7 +142,7 @@ def test_a_client_whose_proof_is_too_old_proves_itself_again(monkeypatch):
     set_token(monkeypatch, OURS)
     port, now_s = draw_port(), time.time()
     with monkeypatch.context() as before:
-        before.setattr(auth.time, "time", lambda: now_s - 2 * VALID_S)
+        before.setattr(auth.time, "time", lambda: now_s - 2 * timeouts.PROOF_VALID_S)
         connections = Connections("service", [f"tcp://127.0.0.1:{port}"])
     with contextlib.closing(connections), serving(port=port):
         assert submit(connections) == b'"answer"'

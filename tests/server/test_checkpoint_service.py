@@ -232,7 +232,7 @@ def test_a_load_of_earlier_trainers_is_given_up(servers, tmp_path, monkeypatch):
 def test_requests_do_not_wait_for_the_end_of_a_load_that_is_given_up(
     servers, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("persia_torchrec.checkpoint.background._JOIN_S", 1e6)
+    monkeypatch.setattr("persia_torchrec.timeouts.BACKGROUND_CLOSE_S", 1e6)
     running, may_go_on = servers.start(), threading.Event()
     old, new = (connect(running, generation) for generation in (1, 2))
     with closing(old), closing(new):

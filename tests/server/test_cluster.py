@@ -195,7 +195,7 @@ def test_a_cluster_that_cannot_serve_is_refused(
 
 
 def test_a_server_that_does_not_terminate_is_killed(monkeypatch):
-    monkeypatch.setattr("persia_torchrec.server.cluster._STOP_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("persia_torchrec.timeouts.CLUSTER_STOP_S", 0.1)
     command = ["/bin/sh", "-c", "trap '' TERM; echo ignoring; exec sleep 1000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "ignoring\n"

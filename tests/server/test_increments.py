@@ -306,7 +306,7 @@ def test_many_changes_begin_an_increment_before_the_interval_ends(servers, tmp_p
 def test_training_continues_when_increments_cannot_be_written(
     servers, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("persia_torchrec.server.increments.RETRY_S", 0.05)
+    monkeypatch.setattr("persia_torchrec.timeouts.INCREMENTS_RETRY_S", 0.05)
     training = Training(servers, tmp_path, 1)
     training.train(*range(20))
     training.dump()
@@ -328,7 +328,7 @@ def test_training_continues_when_increments_cannot_be_written(
 def test_training_does_not_wait_for_a_file_system_that_hangs(
     servers, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("persia_torchrec.server.increments.RETRY_S", 0.01)
+    monkeypatch.setattr("persia_torchrec.timeouts.INCREMENTS_RETRY_S", 0.01)
     training = Training(
         servers, tmp_path, 1, incremental_buffer_rows=5, incremental_queue=1
     )
@@ -366,7 +366,7 @@ def test_training_does_not_wait_for_a_file_system_that_hangs(
 def test_errors_of_any_kind_of_a_file_system_do_not_end_the_training(
     servers, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("persia_torchrec.server.increments.RETRY_S", 0.05)
+    monkeypatch.setattr("persia_torchrec.timeouts.INCREMENTS_RETRY_S", 0.05)
     training = Training(servers, tmp_path, 1)
 
     def fails(folder, name):

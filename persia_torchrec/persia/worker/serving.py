@@ -32,7 +32,6 @@ from persia_torchrec.rpc.auth import NO_JOB, Greeting
 
 logger = logging.getLogger(__name__)
 
-_CONNECT_S = 5.0
 _RETRY_S = 0.2
 _NOTE = "embedding_config"
 
@@ -112,7 +111,7 @@ def ready_client(
             addresses, timeout_s=timeout_s, greeting=greeting
         )
 
-    if not _wait(lambda: connect(_CONNECT_S).close(), ending):
+    if not _wait(lambda: connect(timeouts.WORKER_CONNECT_S).close(), ending):
         return None
     client = connect(timeouts.REQUEST_S)
 
