@@ -9,6 +9,7 @@
 # make cluster  jobs on Slurm, in Kubernetes and on several hosts
 # make quality, make speed   what the PLE example learns, and how fast
 # make coverage    the lines of the package that no test runs
+# make docs    the pages as a site, in build/site
 #
 # All start from nothing: they make .venv with what the machine needs. torch comes
 # first and alone, because fbgemm has to fit it; torchrec's own metadata asks for the
@@ -56,7 +57,7 @@ endif
 # Why the job has failed that began last, after what torchx says at its end.
 CAUSE = find runs -path '*/coordinator/0/combined.log' -newer $(VENV)/began -exec tail -n 1 {} +
 
-.PHONY: help install train system test quick long test-versions lint unit chaos fuzz soak cluster quality speed coverage dropin clean
+.PHONY: help install train system test quick long test-versions lint unit chaos fuzz soak cluster quality speed coverage docs dropin clean
 .NOTPARALLEL:
 
 help:  ## show this list
@@ -169,6 +170,16 @@ coverage: $(STAMP)  ## lines that no test runs, in any process; ARGS="tests/rpc"
 	PATH="$(BIN):$$PATH" COVERAGE_FILE=$(COVERAGE)/data $(BIN)/python -m coverage run -m pytest --numprocesses logical --dist loadfile --no-loadscope-reorder $(ARGS)
 	COVERAGE_FILE=$(COVERAGE)/data $(BIN)/python -m coverage combine --quiet $(COVERAGE)
 	COVERAGE_FILE=$(COVERAGE)/data $(BIN)/python -m coverage report
+
+# A warning, as of a link that leads nowhere, is an error. ARGS="-b linkcheck" asks hosts.
+$(VENV)/docs: $(STAMP)
+	$(PIP) --editable '.[$(EXTRAS),docs]'
+	@touch $@
+
+docs: $(VENV)/docs  ## the pages as a site, in build/site; not part of test
+	$(BIN)/python docs/generate.py
+	$(BIN)/python docs/generate.py --errors
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -c docs $(ARGS) . build/site
 
 clean:  ## remove all that the other targets made
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

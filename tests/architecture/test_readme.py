@@ -3,10 +3,12 @@
 A command is run here, in another test, or by `make test`.
 """
 
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -34,6 +36,8 @@ RUN_BY = {
     "make install": "make test",
     "make test": ".ci/run",
     "make train": "tests/integration/test_main_job.py",
+    "PERSIA_CKPT_DIR=runs/7 make train": "tests/serving/test_main.py",
+    "python examples/ple/train.py": "tests/examples/test_ple_train.py",
     "torchx run components/job.py:train": "tests/integration/test_main_job.py",
     "torchx run components/torchrec_job.py:train": (
         "tests/integration/test_torchrec_job.py"
@@ -52,7 +56,10 @@ RUN_BY = {
     "persia-launcher embedding-worker": "tests/integration/test_inference_job.py",
     "persia-k8s-utils convert": "tests/persia/test_k8s_utils.py",
 }
-RUN_HERE = ("python examples/quickstart.py", "unshare ")
+RUN_HERE = (
+    *("python examples/quickstart.py", "unshare "),
+    *("torchx run -s slurm", "torchx run -s kubernetes"),
+)
 
 
 def blocks(language, *names):
@@ -125,10 +132,46 @@ def test_the_example_of_settings_runs_as_it_stands(tmp_path):
     assert "frequency [5 5] last step [5 5]" in run_block(block, tmp_path)
 
 
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tutorial", "printed"),
+    [
+        ("torchrec", r"right (1\.00|0\.9\d), rows \[\d+, \d+\]"),
+        ("recovery", r"loss 0\.00\d\d, 100 rows\nsent again \[\d+, \d+\]"),
+    ],
+)
+def test_the_script_of_a_tutorial_runs_as_it_stands(tmp_path, tutorial, printed):
+    (block,) = blocks("python", f"docs/tutorials/{tutorial}.md")
+    assert re.search(printed, run_block(block, tmp_path))
+
+
 def test_no_other_page_has_an_example_in_python():
     of_clients = blocks("python", "docs/serving.md")  # test_inference_protocol runs it
-    assert len(blocks("python")) == 2 + len(of_clients)
+    assert len(blocks("python")) == 4 + len(of_clients)
     assert len(of_clients) == 1
+
+
+@pytest.mark.slow
+def test_what_a_page_submits_to_a_cluster_is_accepted():
+    given = [command for block in blocks("bash") for command in commands(block)]
+    dry = [command for command in given if command.startswith("torchx run -s ")]
+    assert len(dry) >= 3
+    for command in dry:
+        assert " --dryrun " in command
+        words = shlex.split(command)
+        environment = {**os.environ, "TORCHXCONFIG": "", "PYTHONPATH": str(ROOT)}
+        torchx = [sys.executable, "-m", "torchx.cli.main", *words[1:]]
+        shown = subprocess.run(
+            torchx,
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert shown.returncode == 0, shown.stderr
+        assert "persia_torchrec.job.coordinator" in shown.stdout
 
 
 def test_what_a_diff_imports_is_there():
@@ -219,18 +262,29 @@ def test_the_files_that_a_page_names_exist(name):
 def test_every_page_stands_in_docs_and_in_its_index():
     assert list((ROOT / "persia_torchrec").rglob("*.md")) == []
     linked = set(re.findall(r"\]\(([^)#]+)", PAGES["docs/README.md"]))
-    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+    pages = {
+        str(page.relative_to(DOCS))
+        for page in (*DOCS.rglob("*.md"), *DOCS.glob("*/*.rst"))
+    }
     assert pages - linked == {"README.md"}
 
 
+def test_every_page_stands_in_the_contents_of_the_site():
+    contents = (DOCS / "index.rst").read_text()
+    for page in DOCS.rglob("*.md"):
+        name = str(page.relative_to(DOCS).with_suffix(""))
+        assert name == "README" or f"   {name}\n" in contents, name
+
+
+def test_every_picture_is_shown_on_a_page_and_has_a_title():
+    for image in (DOCS / "images").glob("*.svg"):
+        root = ElementTree.fromstring(image.read_text())
+        if not image.name.startswith("overview"):
+            assert root.find("{http://www.w3.org/2000/svg}title") is not None, image
+        assert any(image.name in page for page in PAGES.values()), image
+
+
 def test_the_pictures_for_light_and_dark_differ_in_colours_only():
-    images = sorted((DOCS / "images").glob("*.svg"))
-    assert [image.name for image in images] == [
-        "overview-dark.svg",
-        "overview-light.svg",
-    ]
-    assert all(
-        ElementTree.fromstring(image.read_text()) is not None for image in images
-    )
+    images = [DOCS / f"images/overview-{theme}.svg" for theme in ("dark", "light")]
     dark, light = (re.sub("#[0-9a-f]{6}", "", image.read_text()) for image in images)
     assert dark == light
