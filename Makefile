@@ -8,6 +8,7 @@
 # make soak   one job for an hour, which must grow by nothing
 # make cluster  jobs on Slurm, in Kubernetes and on several hosts
 # make quality, make speed   what the PLE example learns, and how fast
+# make wheel       what a newcomer does: install the wheel, train, in a fresh environment
 # make coverage    the lines of the package that no test runs
 # make docs    the pages as a site, in build/site
 #
@@ -57,7 +58,7 @@ endif
 # Why the job has failed that began last, after what torchx says at its end.
 CAUSE = find runs -path '*/coordinator/0/combined.log' -newer $(VENV)/began -exec tail -n 1 {} +
 
-.PHONY: help install train system test quick long test-versions lint unit chaos fuzz soak cluster quality speed coverage docs dropin clean
+.PHONY: help install train system test quick long wheel test-versions lint unit chaos fuzz soak cluster quality speed coverage docs dropin clean
 .NOTPARALLEL:
 
 help:  ## show this list
@@ -119,6 +120,9 @@ quick: $(STAMP)  ## the tests that take one process and little time
 
 long: $(STAMP)  ## the tests marked long; not part of test
 	$(PYTEST) -m long -p tests.support.long_table $(ARGS)
+
+wheel: $(STAMP)  ## build and install the wheel, and train, in a fresh environment; not part of test
+	$(BIN)/python -m pytest tests/wheel -s -p no:cacheprovider $(ARGS)
 
 # The oldest and the newest torch, each in an environment of its own. VERSIONS="2.12"
 # chooses, and PYTHON=python3.13. Of most torches an index has CUDA builds alone, of some

@@ -1,6 +1,6 @@
 """Train a small TorchRec model in a job, whose servers it finds by itself.
 
-torchx run components/torchrec_job.py:train --script "examples/train.py --epochs 2"
+torchx run persia.train_torchrec --script "examples/train.py --epochs 2"
 """
 
 import argparse

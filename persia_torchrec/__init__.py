@@ -37,7 +37,11 @@ def names_on_use(
         try:
             return getattr(import_module(module), name)
         except ModuleNotFoundError as exc:
-            if (exc.name or "").partition(".")[0] in ("torchrec", "fbgemm_gpu"):
+            if (exc.name or "").partition(".")[0] in (
+                "torch",
+                "torchrec",
+                "fbgemm_gpu",
+            ):
                 try:
                     import_module(f"{__name__}.version").require_set_that_fits()
                 except ImportError as misfit:

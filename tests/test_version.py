@@ -1,11 +1,14 @@
 import re
+import shlex
+import shutil
 import subprocess
 import sys
+import tomllib
 from importlib import metadata
 
 import pytest
 
-from persia_torchrec.version import NEEDS, __version__, require_set_that_fits
+from persia_torchrec.version import NEEDS, TORCH, __version__, require_set_that_fits
 from tests.support.repository import ROOT
 
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
@@ -37,10 +40,42 @@ def test_a_torch_has_its_torchrec_and_its_fbgemm(install, minor):
     require_set_that_fits()
 
 
-def test_without_torch_nothing_is_looked_at(install):
-    for versions in ({}, {"torchrec": "1.9.0"}):
-        install(**versions)
+@pytest.mark.parametrize(
+    ("nvidia_smi", "build"),
+    [(None, "fbgemm-gpu-cpu"), ("/usr/bin/nvidia-smi", "fbgemm-gpu")],
+)
+def test_without_torch_the_whole_set_is_installed_by_two_commands(
+    install, monkeypatch, nvidia_smi, build
+):
+    install()
+    for name in ("torch", "torchrec", "fbgemm_gpu"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(shutil, "which", lambda _: nvidia_smi)
+    message = (
+        "Received: no torch and no torchrec and no fbgemm_gpu. Run: pip install "
+        f"'torch==2.13.*' '{build}==1.8.*' {NEEDS} && "
+        "pip install --no-deps 'torchrec==1.8.*'"
+    )
+    with pytest.raises(ImportError, match=re.escape(message) + "$"):
         require_set_that_fits()
+
+
+def test_an_fbgemm_that_does_not_load_is_told_what_does(install, monkeypatch, tmp_path):
+    install(torch="2.13.0", torchrec="1.8.0", fbgemm_gpu="1.8.0")
+    (tmp_path / "fbgemm_gpu.py").write_text("raise OSError('libcuda.so: not there')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "fbgemm_gpu", raising=False)
+    fits = "libcuda.so: not there. Run: .* && pip install 'fbgemm-gpu-cpu==1.8.*'$"
+    with pytest.raises(ImportError, match=fits):
+        require_set_that_fits()
+
+
+def test_the_extras_hold_what_the_commands_install():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = extras["optional-dependencies"]
+    assert set(extras["torchrec-needs"]) == set(shlex.split(NEEDS)) - {"tqdm"}
+    for name, build in (("cpu", "fbgemm-gpu-cpu"), ("cuda", "fbgemm-gpu")):
+        assert extras[name][:2] == [f"torch==2.{TORCH}.*", f"{build}==1.{TORCH - 5}.*"]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +84,7 @@ def test_without_torch_nothing_is_looked_at(install):
         (
             "2.13.0+cpu",
             ("torchrec", "fbgemm_gpu"),
-            f"pip install 'fbgemm-gpu-cpu==1.8.*' && pip install {NEEDS} && "
+            f"pip install 'fbgemm-gpu-cpu==1.8.*' {NEEDS} && "
             "pip install --no-deps 'torchrec==1.8.*'",
         ),
         ("2.14.1+cu130", ("fbgemm_gpu",), "pip install 'fbgemm-gpu==1.9.*'"),
@@ -84,6 +119,7 @@ def test_torchrec_needs_what_make_install_installs():
     [
         "from persia_torchrec.ctx import TrainCtx",
         "import persia_torchrec.data as d; d.CsvDataset",
+        "from persia_torchrec import recoverable",
     ],
 )
 def test_each_door_to_torchrec_tells_that_it_is_missing(statement):
@@ -115,6 +151,14 @@ def test_each_door_to_torchrec_tells_that_it_is_missing(statement):
         (
             {"torch": "2.9.0", "torchrec": "1.4.0", "fbgemm_gpu_cpu": "1.4.0"},
             r"make install TORCH=2.11",
+        ),
+        (
+            {"torch": "2.13.0+cpu", "torchrec": "1.8.0", "fbgemm_gpu": "1.8.0"},
+            r"fbgemm-gpu fbgemm-gpu-cpu && pip install 'fbgemm-gpu-cpu==1.8.\*'",
+        ),
+        (
+            {"torch": "2.13.0", "fbgemm_gpu": "1.8.0", "fbgemm_gpu_cpu": "1.8.0"},
+            r"one build of fbgemm .* pip install 'fbgemm-gpu==1.8.\*'",
         ),
         (
             {"torch": "2.13.0", "torchrec": "1.7.0"},

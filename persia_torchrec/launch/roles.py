@@ -17,6 +17,7 @@ flags, the rest. What a role asks the scheduler for is a file, and words over it
 import math
 import re
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -61,7 +62,6 @@ _SETTINGS = {  # how components call the number of processes of a role
     "trainer": "nn_workers",
     "predictor": "predictors",
 }
-
 
 OF_ROLE = ("python", "image", "env", "roles_file", "set", "join_timeout_s", "recover")
 """Fields of ``JobSettings`` that each component offers."""
@@ -219,8 +219,9 @@ class JobSettings:
     """path of global_config.yml, where the roles run"""
     nproc_per_node: int = 1
     """NN workers that torchrun starts in each of their replicas"""
-    python: str = "python3"
-    """interpreter, looked up in PATH where the roles run"""
+    python: str = ""
+    """interpreter, where the roles run. By default the one that runs torchx, and in an
+    image python3"""
     image: str = ""
     """container image; not used by local_cwd"""
     env: dict[str, str] = field(default_factory=dict)
@@ -275,22 +276,21 @@ class JobSettings:
         object.__setattr__(self, "env", self.env or {})
         if not self.port and not self.host:
             object.__setattr__(self, "port", free_port(""))
-        for name in ("embedding_config", "global_config", "python", "memory_dir"):
+        for name in ("embedding_config", "global_config", "memory_dir"):
             if (text := getattr(self, name)) is not None:
                 _require_text(name, text)
         if not 1 <= self.port <= MAX_PORT:
             raise ConfigError(
                 f"port must be in [1, {MAX_PORT}]. Received: {self.port}."
             )
-        if self.nproc_per_node < 1:
-            must = "nproc_per_node must be >= 1."
-            raise ConfigError(f"{must} Received: {self.nproc_per_node}.")
-        if self.grace_s < 0:
-            raise ConfigError(f"grace_s must be >= 0. Received: {self.grace_s}.")
+        for name, least in (("nproc_per_node", 1), ("grace_s", 0)):
+            if (given := getattr(self, name)) < least:
+                raise ConfigError(f"{name} must be >= {least}. Received: {given}.")
         for name in ("join_timeout_s", "recovery_timeout_s"):
             if not getattr(self, name) > 0:
-                received = getattr(self, name)
-                raise ConfigError(f"{name} must be > 0. Received: {received}.")
+                raise ConfigError(
+                    f"{name} must be > 0. Received: {getattr(self, name)}."
+                )
         require_names(self.env)
         require_rules(self.missing, self.on_change, self.rename)
         variables = self.variables(1)
@@ -363,9 +363,11 @@ class JobSettings:
     ) -> specs.Role:
         """Build a role that runs a module of this package, and has tokens' files."""
         own = self.settings[name]
+        image = own.image or self.image
+        python = self.python or ("python3" if image else sys.executable)
         words = ["-m", f"persia_torchrec.{module}", *map(as_it_is, arguments)]
         if self.recover:
-            words = under_supervisor([self.python, *words], **self._survives(name))
+            words = under_supervisor([python, *words], **self._survives(name))
         if name in _SETTINGS:
             num_replicas = self.num_replicas(name, num_replicas)
         if num_replicas < 1:
@@ -375,8 +377,8 @@ class JobSettings:
         gpus = _agree("nn_worker_gpus", gpus, 0, f"{name}.gpus", own.gpus)
         return Role(
             name=name,
-            image=own.image or self.image,
-            entrypoint=self.python,
+            image=image,
+            entrypoint=python,
             args=words,
             # torchx adds to it. An exported host is that of another job.
             env={

@@ -197,7 +197,7 @@ class Converted:
         flags = {**self.flags, "port": str(PORT), "roles_file": roles_file}
         lines = [
             f"torchx run -s kubernetes -cfg {cfg} --workspace ''",
-            "components/job.py:train",
+            "persia.train",
             *(f"--{name} {shlex.quote(value)}" for name, value in flags.items()),
         ]
         return " \\\n    ".join(lines)
@@ -284,7 +284,7 @@ class Converted:
                 return 0
             raise ConfigError(
                 f"{self._path}: {path} must have replicas, for a job that trains. "
-                "Received: none. For one that serves use components/inference.py."
+                "Received: none. For one that serves use persia.serve."
             )
         section = self._read_resources(path, block)
         volumes = self._read_mounts(path, block.volume_mounts or [])

@@ -372,7 +372,10 @@ def _wait_until_ready(
             if line == "compiled":
                 line = lines.get(timeout=max(deadline - begun, timeouts.CLUSTER_LINE_S))
             else:
-                logger.info("%s compiles its loops, once for this machine", name)
+                # A warning, which a script that configures no logging shows.
+                logger.warning(
+                    "%s compiles its loops, once for this machine: half a minute", name
+                )
                 line = lines.get(timeout=timeouts.COMPILING_S)
                 deadline += time.monotonic() - begun
     except queue.Empty:

@@ -16,8 +16,7 @@ from torchrec import EmbeddingBagConfig
 from torchrec.distributed import DistributedModelParallel
 
 import persia_torchrec as package
-from components import inference, job, torchrec_job
-from persia_torchrec import data
+from persia_torchrec import components, data
 from persia_torchrec.ctx import TrainCtx
 from persia_torchrec.embedding.data import PersiaBatch
 from persia_torchrec.job.coordinator import CoordinatorConfig
@@ -72,7 +71,11 @@ PLACES = {
     "is_text": [data.IdColumn],
     "is_weighted": [data.IdColumn],
     "keeps_metadata": [package.TableSettings],
-    "memory_dir": [job.train, torchrec_job.train, launcher.EmbeddingParameterServer],
+    "memory_dir": [
+        components.train,
+        components.train_torchrec,
+        launcher.EmbeddingParameterServer,
+    ],
     "mixed_precision": [TrainCtx],
     "model": [TrainCtx],
     "namespace": [_SHARDER, package.remote_sharders],
@@ -114,7 +117,7 @@ def flags_of(kinds):
 def flags_of_launchers():
     text = "".join(
         (ROOT / module.__file__).read_text()
-        for module in (launcher, k8s_utils, inference, job, torchrec_job)
+        for module in (launcher, k8s_utils, components)
     )
     text += (PACKAGE / "launch/roles.py").read_text()
     arguments = set(re.findall(r"^\s+(\w+): ", text, re.MULTILINE))

@@ -38,10 +38,8 @@ RUN_BY = {
     "make train": "tests/integration/test_main_job.py",
     "PERSIA_CKPT_DIR=runs/7 make train": "tests/serving/test_main.py",
     "python examples/ple/train.py": "tests/examples/test_ple_train.py",
-    "torchx run components/job.py:train": "tests/integration/test_main_job.py",
-    "torchx run components/torchrec_job.py:train": (
-        "tests/integration/test_torchrec_job.py"
-    ),
+    "torchx run persia.train": "tests/integration/test_main_job.py",
+    "torchx run persia.train_torchrec": "tests/integration/test_torchrec_job.py",
     "python -m benchmarks": "tests/benchmarks/test_benchmarks.py",
     "python -m persia_torchrec.persia.convert": ("tests/persia/test_convert.py"),
     "python -m persia_torchrec.serving": "tests/serving/test_main.py",

@@ -20,7 +20,7 @@ PAGES = [
 ]
 SOURCES = [
     path
-    for folder in ("persia_torchrec", "components", "examples")
+    for folder in ("persia_torchrec", "examples")
     for path in (ROOT / folder).rglob("*.py")
 ]
 TESTS = [

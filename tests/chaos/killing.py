@@ -147,7 +147,7 @@ def recovering_job(
     """
     job = ForkedJob(
         folder,
-        "job.py:train",
+        "train",
         *("--nn_worker", trainer, "--data_loader", loader),
         *("--embedding_config", str(folder / "embedding_config.yml")),
         *("--global_config", str(folder / "global_config.yml")),

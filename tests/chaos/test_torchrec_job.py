@@ -20,7 +20,7 @@ def test_a_job_trains_through_deaths_as_without_any(tmp_path):
     folder = tmp_path / "job"
     folder.mkdir()
     recovers = ["--recover", "True", "--python", sys.executable]
-    command = ["torchrec_job.py:train", "--embedding_servers", "2", *recovers]
+    command = ["train_torchrec", "--embedding_servers", "2", *recovers]
     script = ["--script", f"{SCRIPT} --dies"]
     variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with ForkedJob(folder, *command, *script, variables=variables) as job:

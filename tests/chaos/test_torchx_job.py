@@ -13,7 +13,6 @@ from persia_torchrec.job.registry import AddressBook
 from tests.support.local_job import ONE_SLOT
 from tests.support.ports import draw_port
 from tests.support.processes import parent_of, wait_until
-from tests.support.repository import ROOT
 from tests.support.torchx_jobs import TorchxJob
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -134,7 +133,7 @@ def counted():
 def test_a_job_survives_the_death_of_a_process_of_each_role(tmp_path):
     port = draw_port()
     arguments = [*write(tmp_path), "--port", str(port)]
-    component = str(ROOT / "components/job.py:train")
+    component = "persia.train"
     with TorchxJob(tmp_path, component, *arguments, cwd=tmp_path) as job:
         job.has_printed("trainer 1 joined")
         with contextlib.closing(AddressBook.join("localhost", port)) as book:
@@ -155,7 +154,7 @@ def test_a_job_survives_the_death_of_a_process_of_each_role(tmp_path):
 def test_a_job_continues_when_it_is_started_again_with_its_folder(tmp_path, number):
     port, saved = draw_port(), tmp_path / "saved"
     arguments = [*write(tmp_path), "--port", str(port), "--resume_dir", str(saved)]
-    component = str(ROOT / "components/job.py:train")
+    component = "persia.train"
     with TorchxJob(tmp_path, component, *arguments, cwd=tmp_path) as job:
         job.has_printed("trainer 1 joined")
         with contextlib.closing(AddressBook.join("localhost", port)) as book:

@@ -52,7 +52,7 @@ def waiting_job(folder, max_restarts=1000):
     arguments += ["--embedding_config", folder / "embedding.yml"]
     arguments += ["--max_restarts", max_restarts]
     arguments += ["--global_config", folder / "global.yml"]
-    with TorchxJob(folder, "components/job.py:train", *map(str, arguments)) as job:
+    with TorchxJob(folder, "persia.train", *map(str, arguments)) as job:
         job.has_printed("the trainer waits")
         with contextlib.closing(AddressBook.join("localhost", port)) as book:
             yield job, book

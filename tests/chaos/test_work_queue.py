@@ -25,7 +25,7 @@ def test_each_row_of_a_queue_counts_once(tmp_path, draw, kills, record_property,
     num_rows = write_files(tmp_path / "rows", [150 + 7 * n for n in range(30)])
     job = ForkedJob(
         tmp_path,
-        *("torchrec_job.py:train", "--embedding_servers", "2"),
+        *("train_torchrec", "--embedding_servers", "2"),
         *("--script", f"{ROOT}/tests/chaos/queued_trainer.py"),
         *("--nproc_per_node", "2", "--python", sys.executable),
         *("--recover", "True", "--max_restarts", "1000"),

@@ -84,7 +84,7 @@ def measure(network: Hosts | None, staleness: int, passes: int) -> float:
         (folder / "train.py").write_text(TRAIN)
         with ForkedJob(
             folder,
-            "job.py:train",
+            "train",
             *("--nn_worker", "train.py", "--data_loader", "load.py"),
             *("--embedding_config", f"{EXAMPLE}/embedding_config.yml"),
             *("--global_config", f"{EXAMPLE}/global_config.yml"),

@@ -79,7 +79,7 @@ class Torchx:
         """Submit a job by ``torchx run``; return what it has printed."""
         wait = ["--wait", "--log"] if waits else []
         run = ["run", "-s", "kubernetes", "-cfg", CFG, "--workspace", "", *wait]
-        component = str(ROOT / "components/job.py:train")
+        component = "persia.train"
         given = [*arguments, "--port", PORT, "--image", "registry/job:7"]
         return self(*run, component, *given, status=status)
 
@@ -195,7 +195,7 @@ def test_all_pods_fit_the_schemas_of_kubernetes(tmp_path):
     pods = []
     for name, given in COMPONENTS.items():
         more = {"image": "registry/job:7"}
-        if name == "job.py:train":
+        if name == "train":
             secrets = " loader.secrets.PASSWORD=census/password"
             more |= {"roles_file": str(roles_file), "set": WORDS + secrets}
         pods += pods_of(name, {**given, **more})

@@ -103,7 +103,7 @@ def test_a_job_serves_a_checkpoint_and_a_killed_predictor_returns(
     job = SlurmJob(
         slurm,
         tmp_path,
-        *(*TORCHX_RUN, f"{ROOT}/components/inference.py:serve"),
+        *(*TORCHX_RUN, "persia.serve"),
         *("--checkpoint", trained.checkpoint),
         *("--embedding_config", trained.embedding_config),
         *("--global_config", "global.yml", "--embedding_servers", 2),
@@ -179,7 +179,7 @@ def test_a_job_that_must_leave_takes_a_last_checkpoint(
     slurm, tmp_path, scancel, number, variables
 ):
     (tmp_path / "train.py").write_text(TRAINS_FOR_EVER)
-    component = f"{ROOT}/components/torchrec_job.py:train"
+    component = "persia.train_torchrec"
     words = (*TORCHX_RUN, component, "--script", "train.py", "--max_retries", 0)
     run = ("--resume_dir", tmp_path / "run", "--port", draw_port())
     with SlurmJob(slurm, tmp_path, *words, *run, variables=variables) as job:

@@ -9,11 +9,10 @@ from torchx.runner import get_runner
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.launch.arguments import parse_pairs
 from tests.support.components import BOOK, COMPONENTS, CONFIGS, SCRIPTS
-from tests.support.repository import ROOT
 
 TORCHX = "/opt/venv/bin/torchx"
 MODULE = "/opt/site-packages/torchx/cli/main.py"
-JOB = f"{ROOT}/components/job.py:train"
+JOB = "persia.train"
 VARIABLES = {
     "PERSIA_NN_WORKER_ENTRY": "a train.py",
     "PERSIA_DATALOADER_ENTRY": "load.py",
@@ -96,7 +95,7 @@ def test_an_argument_without_a_variable_must_be_given(monkeypatch):
 def test_a_single_role_takes_its_script_of_the_variable(monkeypatch, name, variable):
     for one, value in VARIABLES.items():
         monkeypatch.setenv(one, value)
-    component = f"{ROOT}/components/roles.py:{name}"
+    component = f"persia.{name}"
     words = [f"--{flag}={value}" for flag, value in BOOK.items()]
     [role] = start(monkeypatch, *words, component=component).values()
     assert role.args[-1] == VARIABLES[variable]
@@ -106,7 +105,7 @@ def test_a_single_role_takes_its_script_of_the_variable(monkeypatch, name, varia
 def test_variables_of_every_component_are_words_with_any_value(monkeypatch, name):
     given = {"env": "URL=http://h/?a=b,NICS=eth0,eth1,NOTHING=", **COMPONENTS[name]}
     words = [word for n, value in given.items() for word in (f"--{n}", str(value))]
-    roles = start(monkeypatch, *words, component=f"{ROOT}/components/{name}")
+    roles = start(monkeypatch, *words, component=f"persia.{name}")
     for role in roles.values():
         expected = {"URL": "http://h/?a=b", "NICS": "eth0,eth1", "NOTHING": ""}
         assert role.env.items() >= expected.items()

@@ -6,11 +6,13 @@ import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
 from torchx.runner import get_runner
 
+from persia_torchrec import components
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.launch.roles import JobSettings
 from tests.support.components import (
@@ -28,7 +30,7 @@ from tests.support.repository import ROOT
 
 def train(**changes):
     arguments = {**SCRIPTS, **CONFIGS, "recover": False, **changes}
-    app = load("job.py:train")(**arguments)
+    app = load("train")(**arguments)
     return {role.name: role for role in app.roles}
 
 
@@ -40,9 +42,8 @@ def runner():
 
 def test_every_component_is_listed_here():
     functions = {
-        f"{path.name}:{function.name}"
-        for path in (ROOT / "components").glob("*.py")
-        for function in ast.parse(path.read_text()).body
+        function.name
+        for function in ast.parse(Path(components.__file__).read_text()).body
         if isinstance(function, ast.FunctionDef) and function.name[0] != "_"
     }
     assert functions == set(COMPONENTS)
@@ -84,8 +85,8 @@ def test_a_job_may_have_no_embedding_workers():
 
 
 def test_a_job_of_torchrec_has_servers_and_trainers_and_no_yaml():
-    app = load("torchrec_job.py:train")(
-        **COMPONENTS["torchrec_job.py:train"],
+    app = load("train_torchrec")(
+        **COMPONENTS["train_torchrec"],
         embedding_servers=2,
         nn_workers=3,
         capacity=5000,
@@ -181,7 +182,7 @@ def test_servers_apply_gradients_as_an_argument_or_the_roles_file_says(tmp_path)
         assert roles["server"].args[-2:] == flags
         assert not any("engine" in word for word in roles["trainer"].args)
     assert flags[0] not in train()["server"].args  # what global_config.yml says holds
-    name = "roles.py:embedding_server"
+    name = "embedding_server"
     (role,) = load(name)(**COMPONENTS[name], optimizer_engine="fbgemm").roles
     assert role.args[-2:] == flags
 
@@ -218,18 +219,14 @@ def test_torchrun_starts_several_nn_workers_in_each_replica():
     assert roles["coordinator"].args[10:] == [
         *("--num-trainers", "8", "--nproc-per-node", "4")
     ]
-    restarted = load("roles.py:nn_worker")(
-        **COMPONENTS["roles.py:nn_worker"], nproc_per_node=4
-    )
+    restarted = load("nn_worker")(**COMPONENTS["nn_worker"], nproc_per_node=4)
     assert "--max-restarts" not in restarted.roles[0].args
 
 
-@pytest.mark.parametrize(
-    "name", ["job.py:train", "torchrec_job.py:train", "inference.py:serve"]
-)
+@pytest.mark.parametrize("name", ["train", "train_torchrec", "serve"])
 def test_slurm_and_volcano_restart_the_whole_job(runner, tmp_path, name):
     arguments = COMPONENTS[name]
-    if name == "job.py:train":
+    if name == "train":
         arguments = {**arguments, "env": {"PERSIA_CHECKPOINT_DIR": "/all/run"}}
     app = load(name)(**arguments)
     script = str(runner.dryrun(app, "slurm", cfg_of("slurm", tmp_path)))
@@ -248,7 +245,7 @@ def test_slurm_and_volcano_restart_the_whole_job(runner, tmp_path, name):
         (container,) = task["template"]["spec"]["containers"]
         env = {entry["name"]: entry.get("value") for entry in container["env"]}
         assert env["PERSIA_JOB_ID"] == job_id  # the same in each start
-        if name == "job.py:train" and task["name"] == "server-0":
+        if name == "train" and task["name"] == "server-0":
             assert container["command"][-2:] == ["--resume-dir", f"/all/run/{job_id}"]
             assert '--resume-dir /all/run/"$SLURM_JOB_ID"' in script
     once = load(name)(**arguments, recover=False)
@@ -270,7 +267,7 @@ def test_a_job_may_continue_another():
 
 def slurm_steps(runner, folder, **changes):
     """Return what srun runs, by role and index, each a list of words."""
-    app = load("job.py:train")(**{**COMPONENTS["job.py:train"], **changes})
+    app = load("train")(**{**COMPONENTS["train"], **changes})
     script = str(runner.dryrun(app, "slurm", cfg_of("slurm", folder)))
     steps = re.search(r"^srun (.*?)^exitcode", script, re.DOTALL | re.MULTILINE)[1]
     found = {}
@@ -325,7 +322,7 @@ def test_srun_gets_the_processors_of_a_role(runner, tmp_path):
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_two_dollars_arrive_as_two(runner, tmp_path, scheduler):
     given = {"nn_worker": "train.py 'a$$b' $${app_id}", "env": {"TWO": "a$$b"}}
-    app = load("job.py:train")(**{**COMPONENTS["job.py:train"], **given})
+    app = load("train")(**{**COMPONENTS["train"], **given})
     cfg = cfg_of(scheduler, tmp_path)
     request = runner.dryrun(app, scheduler, cfg).request
     if scheduler == "local_cwd":
@@ -358,18 +355,19 @@ def test_a_component_has_the_arguments_of_its_roles_alone():
         documented = {line.strip().partition(":")[0] for line in lines}
         assert parameters.keys() <= documented
     whole = shared - {"host"}
-    assert offered["job.py:train"] == whole
-    assert offered["torchrec_job.py:train"] == whole - CONFIGS.keys()
+    assert offered["train"] == whole
+    assert offered["train_torchrec"] == whole - CONFIGS.keys()
     of_training = {"memory_dir", "nproc_per_node", "optimizer_engine"}
     of_training |= {"resume_dir", "missing", "on_change", "rename"}
-    assert offered["inference.py:serve"] == whole - of_training
+    assert offered["serve"] == whole - of_training
     of_jobs = {"recovery_timeout_s", "max_restarts", "max_retries", "resume_dir"}
-    single = {name: found for name, found in offered.items() if "roles.py" in name}
+    jobs = {"train", "train_torchrec", "serve"}
+    single = {name: found for name, found in offered.items() if name not in jobs}
     for name, found in single.items():
         assert found & of_jobs == set()
         assert ("memory_dir" in found) == name.endswith("server")
         assert ("optimizer_engine" in found) == name.endswith("server")
-        assert ("imports" in found) == name.startswith("roles.py:embedding")
+        assert ("imports" in found) == name.startswith("embedding")
 
 
 def test_image_and_interpreter_are_passed_on_unchanged():
@@ -388,7 +386,7 @@ def test_a_job_without_loaders_leaves_the_role_out():
 
 
 def test_a_single_role_has_the_host():
-    name = "roles.py:embedding_server"
+    name = "embedding_server"
     (role,) = load(name)(**COMPONENTS[name]).roles
     assert role.env["PERSIA_STORE_HOST"] == "10.0.0.7"
     assert "PERSIA_STORE_HOST_ENV" not in role.env
@@ -432,7 +430,7 @@ def test_an_invalid_argument_is_rejected(changes, message):
 
 def serve(**changes):
     arguments = {**CONFIGS, "checkpoint": "runs/7", "recover": False, **changes}
-    app = load("inference.py:serve")(**arguments)
+    app = load("serve")(**arguments)
     return {role.name: role for role in app.roles}
 
 
@@ -479,8 +477,8 @@ def roles_file(tmp_path):
 
 
 def test_each_pod_gets_what_its_role_asks_for(runner, roles_file):
-    arguments = {**COMPONENTS["job.py:train"], "roles_file": roles_file, "set": WORDS}
-    app = load("job.py:train")(**arguments)
+    arguments = {**COMPONENTS["train"], "roles_file": roles_file, "set": WORDS}
+    app = load("train")(**arguments)
     job = yaml.safe_load(str(runner.dryrun(app, "kubernetes", {"queue": "default"})))
     pods = {task["name"]: task["template"]["spec"] for task in job["spec"]["tasks"]}
     servers = [f"server-{index}" for index in range(3)]
@@ -517,8 +515,8 @@ def test_each_pod_gets_what_its_role_asks_for(runner, roles_file):
 
 
 def test_slurm_gets_processors_memory_and_gpus(runner, tmp_path, roles_file):
-    arguments = {**COMPONENTS["job.py:train"], "roles_file": roles_file}
-    app = load("job.py:train")(**arguments)
+    arguments = {**COMPONENTS["train"], "roles_file": roles_file}
+    app = load("train")(**arguments)
     script = str(runner.dryrun(app, "slurm", cfg_of("slurm", tmp_path)))
     assert script.count("--cpus-per-task=8 --mem=65536") == 3
     assert script.count("--gpus-per-task=1") == 2

@@ -11,7 +11,7 @@ from persia_torchrec.errors import ConfigError
 from tests.support.components import COMPONENTS, ROLES_FILE, WORDS, load
 from tests.support.volcano_job import Job
 
-TRAIN = "job.py:train"
+TRAIN = "train"
 SECRET = {"name": "persia-job-token", "key": "token"}
 
 

@@ -230,7 +230,7 @@ class Scripts:
         """Start the whole job."""
         return ForkedJob(
             self._folder,
-            "job.py:train",
+            "train",
             *("--nn_worker", "train.py", "--data_loader", "data_loader.py"),
             *("--embedding_config", "embedding_config.yml"),
             *("--global_config", "global_config.yml"),

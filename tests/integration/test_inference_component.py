@@ -1,4 +1,4 @@
-"""``components/inference.py:serve``, through torchx, as a user starts it."""
+"""``persia.serve``, through torchx, as a user starts it."""
 
 import contextlib
 import os
@@ -13,7 +13,6 @@ from persia_torchrec.job.registry import AddressBook
 from tests.support.forked_jobs import ForkedJob
 from tests.support.ports import draw_port, draw_ports
 from tests.support.processes import wait_until
-from tests.support.repository import ROOT
 from tests.support.served_model import EVALUATION
 from tests.support.serving_process import predict
 from tests.support.torchx_jobs import TorchxJob
@@ -54,7 +53,7 @@ def test_two_inference_servers_predict_what_the_job_evaluated(
     arguments = ["--checkpoint", str(run), "--http_port", str(ports[0])]
     arguments += ["--embedding_servers", "2", "--predictors", "2"]
     own = draw_port()
-    component = str(ROOT / "components/inference.py:serve")
+    component = "persia.serve"
     with serve(TorchxJob, component, tmp_path, trained, own, *arguments) as job:
 
         def check(port):
@@ -91,7 +90,7 @@ def test_a_missing_checkpoint_ends_all_roles_and_each_says_which_failed(
     arguments = ["--checkpoint", str(tmp_path / "absent"), "--http_port"]
     arguments += [str(draw_port()), "--recover", "False"]
     at = tmp_path, trained, draw_port()
-    with serve(ForkedJob, "inference.py:serve", *at, *arguments) as job:
+    with serve(ForkedJob, "serve", *at, *arguments) as job:
         ended = job.wait()
     assert ended.status == 1
     assert set(ended.logs) == {"coordinator 0", "server 0", "worker 0", "predictor 0"}

@@ -23,7 +23,7 @@ pytestmark = [
 
 EXAMPLE = ROOT / "examples/adult_income"
 CFG = {"queue": QUEUE, "namespace": NAMESPACE}
-COMPONENT = str(ROOT / "components/job.py:train")
+COMPONENT = "persia.train"
 ROLES_FILE = """
 all: {image: "job:7", volumes: ["census:HERE:ro"], env: {PERSIA_DATA_DIR: HERE}}
 server: {replicas: 2, cpu: 2, memory: 3Gi}

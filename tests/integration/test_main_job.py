@@ -45,7 +45,7 @@ def test_plain_torchx_run_is_equal_to_a_second_run_to_the_last_bit(tmp_path):
     variables = {"REPRODUCIBLE": "1", "EMBEDDING_STALENESS": "1", **DATA}
     port = ["--", "--port", str(draw_port())]
     first, losses = run(tmp_path / "first", TorchxJob, *port, **variables)
-    command = ["job.py:train", *ARGUMENTS]
+    command = ["train", *ARGUMENTS]
     second, again = run(tmp_path / "second", ForkedJob, *command, **variables)
     assert read_auc(first) >= LEAST_AUC
     assert read_auc(second) == read_auc(first)
@@ -60,6 +60,6 @@ def test_plain_torchx_run_is_equal_to_a_second_run_to_the_last_bit(tmp_path):
 
 
 def test_a_run_with_stale_rows_reaches_the_same_auc(tmp_path):
-    command = ["job.py:train", *ARGUMENTS]
+    command = ["train", *ARGUMENTS]
     ended, _ = run(tmp_path / "job", ForkedJob, *command, **DATA)
     assert read_auc(ended) >= LEAST_STALE_AUC

@@ -89,7 +89,7 @@ def test_no_one_is_shown_the_token(monkeypatch, tmp_path, scheduler):
     file.touch(0o600)
     file.write_text(TOKEN)
     monkeypatch.setenv("PERSIA_JOB_TOKEN_FILE", str(file))
-    app = load("job.py:train")(**COMPONENTS["job.py:train"])
+    app = load("train")(**COMPONENTS["train"])
     with get_runner() as runner:
         request = runner.dryrun(app, scheduler, cfg_of(scheduler, tmp_path))
     assert TOKEN not in str(request)

@@ -29,7 +29,7 @@ def run(folder, script, num_workers, data):
         "PERSIA_CHECKPOINT_DIR": str(folder / "checkpoints"),
         "ADULT_LOSS_FILE": str(folder / "losses"),
     }
-    command = ["job.py:train", *arguments]
+    command = ["train", *arguments]
     with ForkedJob(folder, *command, variables=variables, cwd=ROOT) as job:
         ended = job.wait()
     assert ended.status == 0, ended.output

@@ -87,7 +87,7 @@ def test_a_process_of_another_job_at_the_port_ends_and_the_job_continues(tmp_pat
     with (
         Processes(tmp_path) as processes,
         ForkedJob(
-            *(tmp_path, "job.py:train"),
+            *(tmp_path, "train"),
             *("--nn_worker", "train.py", "--data_loader", "load.py"),
             *("--embedding_config", str(config), "--global_config", "global.yml"),
         ) as job,

@@ -172,7 +172,7 @@ def training(folder, num_steps, gateway):
     folder = folder / str(num_steps)
     folder.mkdir()
     variables = {"PERSIA_METRICS_GATEWAY_ADDR": gateway.address}
-    component = "components/torchrec_job.py:train"
+    component = "persia.train_torchrec"
     with TorchxJob(folder, component, *arguments, variables=variables) as job:
         yield job
 

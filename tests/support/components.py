@@ -1,8 +1,6 @@
 """Every component, with arguments that it takes, and settings of roles."""
 
-from torchx.specs.finder import get_component
-
-from tests.support.repository import ROOT
+from persia_torchrec import components
 
 CONFIGS = {"embedding_config": "embedding.yml", "global_config": "global.yml"}
 SCRIPTS = {"nn_worker": "train.py --epochs 2", "data_loader": "'my loader.py'"}
@@ -11,18 +9,18 @@ BOOK = {"host": "10.0.0.7", **JOB}
 SCHEDULERS = ["local_cwd", "slurm", "kubernetes"]
 
 COMPONENTS = {
-    "job.py:train": {**SCRIPTS, **CONFIGS, **JOB},
-    "torchrec_job.py:train": {"script": "train.py --epochs 2", **JOB},
-    "inference.py:serve": {**CONFIGS, "checkpoint": "runs/7", **JOB},
-    "roles.py:embedding_server": {**BOOK, **CONFIGS, "replicas": 2},
-    "roles.py:embedding_worker": {**BOOK, **CONFIGS},
-    "roles.py:data_loader": {**BOOK, **CONFIGS, "script": "loader.py"},
-    "roles.py:nn_worker": {**BOOK, **CONFIGS, "script": "train.py", "gpus": 1},
+    "train": {**SCRIPTS, **CONFIGS, **JOB},
+    "train_torchrec": {"script": "train.py --epochs 2", **JOB},
+    "serve": {**CONFIGS, "checkpoint": "runs/7", **JOB},
+    "embedding_server": {**BOOK, **CONFIGS, "replicas": 2},
+    "embedding_worker": {**BOOK, **CONFIGS},
+    "data_loader": {**BOOK, **CONFIGS, "script": "loader.py"},
+    "nn_worker": {**BOOK, **CONFIGS, "script": "train.py", "gpus": 1},
 }
 
 
 def load(name):
-    return get_component(f"{ROOT / 'components'}/{name}").fn
+    return getattr(components, name)
 
 
 def cfg_of(scheduler, folder):

@@ -19,12 +19,11 @@ from typing import Self
 
 from torchx.specs import macros
 from torchx.specs.builders import materialize_appdef
-from torchx.specs.finder import get_component
 
+from persia_torchrec import components
 from tests.support.hosts import Host, run_on
 from tests.support.ports import draw_port
 from tests.support.processes import Processes, is_running, wait_until
-from tests.support.repository import ROOT
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class ForkedJob:
 
     Args:
         folder: for the logs, and the home of all processes.
-        component: a file of ``components`` and a function, as ``"job.py:train"``.
+        component: a function of ``persia_torchrec.components``, as ``"train"``.
         arguments: of the component, as ``torchx run`` takes them.
         variables: set for all processes.
         cwd: where all processes run; in the folder by default.
@@ -75,7 +74,7 @@ class ForkedJob:
     ) -> None:
         hosts = hosts or {}
         rank0 = hosts["coordinator"].address if hosts else "localhost"
-        function = get_component(f"{ROOT / 'components'}/{component}").fn
+        function = getattr(components, component)
         self.port = draw_port()
         port = ["--port", str(self.port)]
         once = [] if "--recover" in arguments else ["--recover", "False"]

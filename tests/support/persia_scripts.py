@@ -265,7 +265,7 @@ class Scripts:
         """Start the whole job; further arguments are those of the component."""
         return ForkedJob(
             self.folder,
-            "job.py:train",
+            "train",
             *("--nn_worker", "train.py", "--data_loader", "data_loader.py"),
             *("--embedding_config", "embedding_config.yml"),
             *("--global_config", "global_config.yml"),

@@ -75,7 +75,7 @@ squeue -h -a -t all ${job:+-j $job} -o '%i|%j|%P|%a|%C|%T|0:0' |
 """
 TORCHX = (sys.executable, "-m", "torchx.cli.main")
 TORCHX_RUN = (*TORCHX, "run", "-s", "slurm")
-JOB = (*TORCHX_RUN, f"{ROOT}/components/job.py:train")
+JOB = (*TORCHX_RUN, "persia.train")
 EXAMPLE = ROOT / "examples/adult_income"
 PAUSED_LOADER = f"""
 import os, pathlib, sys, time
