@@ -246,6 +246,11 @@ def encrypts() -> bool:
     return value == "1"
 
 
+def launch_command() -> str:
+    """Return the command line of torchx that has started the job, or ""."""
+    return text("PERSIA_LAUNCH_COMMAND") or ""
+
+
 def io_threads() -> int:
     """Return how many I/O threads each ZeroMQ context of this process gets."""
     value = text("PERSIA_IO_THREADS") or "1"

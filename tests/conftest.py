@@ -19,7 +19,10 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # By NVML torch counts GPUs without beginning with CUDA, after which nothing can fork.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-# All processes of all tests are of one user, whose jobs have a token.
+# All processes of all tests are of one user, whose jobs have a token, and a list.
+if "PERSIA_JOB_TOKEN_FILE" not in os.environ:  # else a worker of pytest-xdist
+    os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp("state")
+    atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 if "PERSIA_JOB_TOKEN_FILE" not in os.environ:  # else a worker of pytest-xdist
     _file, os.environ["PERSIA_JOB_TOKEN_FILE"] = tempfile.mkstemp("token")
     os.write(_file, secrets.token_hex(32).encode())

@@ -22,6 +22,7 @@ from persia_torchrec.table import TableSpec
 
 MANIFEST = "manifest.json"  # name of the file that makes a checkpoint complete
 DELTA = "delta.json"  # name of the file that makes a delta complete
+PINNED = "pinned"  # name of the file by which a checkpoint is kept
 DENSE = "dense"  # folder of the dense half
 RUNS_FILE = "runs.json"  # name of the file with the runs that a log's server dumped to
 _NAME = r"checkpoint-(\d{8,})"
@@ -445,10 +446,28 @@ def delete_older(run: Folder, num_kept: int) -> None:
         folder = run.child(f"checkpoint-{number:08d}")
         if folder.url == kept[-1]:
             return
-        if fuller == folder.url.rpartition("/")[2]:
+        if fuller == folder.url.rpartition("/")[2] or is_pinned(folder):
             continue
-        folder.remove(MANIFEST)
-        folder.remove_all()
+        delete(folder)
+
+
+def delete(folder: Folder) -> None:
+    """Delete a checkpoint and its deltas; first what makes it complete."""
+    folder.remove(MANIFEST)
+    folder.remove_all()
+
+
+def pin(folder: Folder, is_kept: bool = True) -> None:
+    """Have :func:`delete_older` keep a checkpoint, or no longer."""
+    if is_kept:
+        folder.write(PINNED, b"")
+    else:
+        folder.remove(PINNED)
+
+
+def is_pinned(folder: Folder) -> bool:
+    """Return whether a checkpoint is kept."""
+    return PINNED in folder.names()
 
 
 def require_shard(shard: int, num_shards: int) -> None:

@@ -13,8 +13,15 @@ import click
 from persia_torchrec.errors import PersiaError
 from persia_torchrec.version import __version__
 
-_MODULES = {
-    "examples": "start",
+_MODULES = {  # of each verb, in the order of use
+    **dict.fromkeys(("ps", "status", "top"), "jobs"),
+    **dict.fromkeys(("run", "serve", "examples"), "start"),
+    **dict.fromkeys(("logs", "stop"), "jobs"),
+    "checkpoint": "checkpoints",
+    **dict.fromkeys(("get", "hot"), "rows"),
+    **dict.fromkeys(("scale", "rollback"), "jobs"),
+    "doctor": "doctor",
+    "data": "rows",
 }
 
 

@@ -1,11 +1,87 @@
-"""Verbs that start something: jobs, and the examples that come with the package."""
+"""Verbs that start something: jobs, by torchx, and the examples of the package."""
 
+import os
+import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import click
 
 import persia_torchrec
+
+_OF_TORCHX = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+_IN_BACKGROUND = "-d", "--detach"
+
+
+@click.command(context_settings=_OF_TORCHX)
+@click.option("--servers", default=1, show_default=True, help="Embedding servers.")
+@click.option("--trainers", default=1, show_default=True, help="Trainers, here.")
+@click.option("-s", "--scheduler", default="local_cwd", show_default=True)
+@click.option("--set", "more", default="", help="Arguments of persia.train_torchrec.")
+@click.option(*_IN_BACKGROUND, is_flag=True, help="Do not wait for its end.")
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def run(
+    servers: int,
+    trainers: int,
+    scheduler: str,
+    more: str,
+    detach: bool,
+    script: str,
+    arguments: tuple[str, ...],
+) -> None:
+    """Train by SCRIPT: servers and trainers as one job, of which servers are told.
+
+    It is torchx run persia.train_torchrec, of which --set gives further arguments.
+
+    persia-torchrec run --servers 2 train.py --epochs 3
+    """
+    component = [
+        *("persia.train_torchrec", "--script", shlex.join([script, *arguments])),
+        *("--embedding_servers", str(servers), "--nproc_per_node", str(trainers)),
+    ]
+    _torchx(["-s", scheduler, *component, *shlex.split(more)], detach)
+
+
+@click.command(context_settings=_OF_TORCHX)
+@click.option("--servers", default=1, show_default=True, help="Embedding servers.")
+@click.option("--port", default=8080, show_default=True, help="Of HTTP.")
+@click.option("-s", "--scheduler", default="local_cwd", show_default=True)
+@click.option(*_IN_BACKGROUND, is_flag=True, help="Do not wait for its end.")
+@click.argument("checkpoint")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def serve(
+    servers: int,
+    port: int,
+    scheduler: str,
+    detach: bool,
+    checkpoint: str,
+    arguments: tuple[str, ...],
+) -> None:
+    """Predict over HTTP from CHECKPOINT; ARGUMENTS are those of persia.serve.
+
+    persia-torchrec serve runs/7 --embedding_config e.yml --global_config g.yml
+    """
+    component = [
+        *("persia.serve", "--checkpoint", checkpoint, "--http_port", str(port)),
+        *("--embedding_servers", str(servers), *arguments),
+    ]
+    _torchx(["-s", scheduler, *component], detach)
+
+
+def _torchx(words: list[str], detach: bool) -> None:
+    """Become ``torchx run``, or have it run in the background."""
+    command = [sys.executable, "-m", "torchx.cli.main", "run", *words]
+    if not detach:
+        os.execv(command[0], command)
+    log = Path("persia-torchrec.log")
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, start_new_session=True
+        )
+    click.echo(f"process {process.pid} runs it, and writes {log}: persia-torchrec ps")
 
 
 @click.command()

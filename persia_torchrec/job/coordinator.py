@@ -37,10 +37,10 @@ from typing import Literal
 
 from persia_torchrec import env, timeouts
 from persia_torchrec.errors import ConfigError, PersiaError
-from persia_torchrec.job import failures, process_identity
+from persia_torchrec.job import failures, job_list, process_identity
 from persia_torchrec.job import member as membership
 from persia_torchrec.job.member_record import MemberRecord
-from persia_torchrec.job.process_identity import Siblings
+from persia_torchrec.job.process_identity import Siblings, set_title
 from persia_torchrec.job.registry import AddressBook, HostedBook
 from persia_torchrec.job.requests import JobTimings, Outcome
 from persia_torchrec.job.service import run_service
@@ -201,6 +201,16 @@ class Coordinator:
             logger.error(line, self._cause(reason))
         time.sleep(linger_s)
         return self._status(state, was_told=was_told)
+
+    def summary(self) -> dict[str, object]:
+        """Return what is known of the job when it has ended, for ``JobRecord``."""
+        job = self._job
+        return {
+            "outcome": job.outcome,
+            "reason": job.reason,
+            "checkpoint": job.notes.get(membership.LAST_CHECKPOINT, ""),
+            "logs": {one.who: one.log for one in job.members.values() if one.log},
+        }
 
     def _status(self, state: Outcome, *, was_told: bool) -> int:
         """Return the exit status of a job: that of a signal to this process, if any.
@@ -423,8 +433,13 @@ def _serve(argv: Sequence[str] | None) -> int:
         failures.tell_launcher(str(exc))
         raise
     coordinator = Coordinator(config, book)
-    with EndSignals(coordinator.end):
-        return coordinator.run()
+    record = job_list.record_of(book.greeting.job_id, book.port)
+    set_title("coordinator 0", book.greeting.job_id)
+    with EndSignals(coordinator.end), job_list.listed(record) as told:
+        try:
+            return coordinator.run()
+        finally:
+            told |= coordinator.summary()
 
 
 if __name__ == "__main__":

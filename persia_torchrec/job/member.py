@@ -217,6 +217,7 @@ class JobMember:
 
     def __enter__(self) -> Self:
         JobMember.current = self
+        process_identity.set_title(self.who, self.book.greeting.job_id)
         self._beating.start()
         self._signals.__enter__()
         threading.Thread(target=self._guard, name="job-guard", daemon=True).start()

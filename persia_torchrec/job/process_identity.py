@@ -12,6 +12,7 @@ import contextlib
 import functools
 import os
 import signal
+import sys
 import time
 import uuid
 from pathlib import Path
@@ -24,6 +25,7 @@ from persia_torchrec.errors import JobError
 from persia_torchrec.job.signals import JOINED
 
 _COORDINATOR = b"persia_torchrec.job.coordinator"
+_MAX_NAME = 15  # characters of a process's name
 _LOOK_S = 0.5
 
 
@@ -90,6 +92,25 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
         """Return whether no process of its name runs on this host any more."""
         found = map(_read_stat, _pids())
         return all(name != self.name or state in "ZX" for state, _, name, _ in found)
+
+
+def set_title(who: str, job_id: str) -> None:
+    """Have ``ps`` name a process: its role, index and job, behind its module.
+
+    By setproctitle, if it is installed; else by the name of the process, of 15
+    characters, as ``ps -o comm`` shows it.
+    """
+    try:
+        from setproctitle import setproctitle  # optional
+    except ImportError:
+        name = who.replace(" ", "-")
+        room = _MAX_NAME - len(name) - 1
+        own = f"{name} {job_id[-room:]}" if room > 0 else name
+        with contextlib.suppress(OSError):
+            Path("/proc/self/comm").write_text(own[:_MAX_NAME])
+        return
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    setproctitle(f"{module.name if module else sys.argv[0]}: {who} of {job_id}")
 
 
 class Siblings:
@@ -167,7 +188,7 @@ def with_ancestors(pid: int) -> set[int]:
 
 def _is_coordinator(pid: int) -> bool:
     try:
-        return _COORDINATOR in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return _COORDINATOR in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 

@@ -111,6 +111,7 @@ class Member(msgspec.Struct, eq=False):
     # how much that was at the last time.
     num_restarts: int = 0
     progress_then: int = -1
+    restarts_in_all: int = 0
     num_beats: int = 0
     beat_s: float = 0.0  # when it was heard last
     is_slow: bool = False
@@ -167,6 +168,7 @@ class Member(msgspec.Struct, eq=False):
         """Count a restart, of those without progress of the job."""
         self.num_restarts *= progress <= self.progress_then
         self.num_restarts += 1
+        self.restarts_in_all += 1
         self.progress_then = progress
 
 

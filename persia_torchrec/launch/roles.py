@@ -220,8 +220,7 @@ class JobSettings:
     nproc_per_node: int = 1
     """NN workers that torchrun starts in each of their replicas"""
     python: str = ""
-    """interpreter, where the roles run. By default the one that runs torchx, and in an
-    image python3"""
+    """interpreter, where the roles run [that of torchx; in an image python3]"""
     image: str = ""
     """container image; not used by local_cwd"""
     env: dict[str, str] = field(default_factory=dict)
@@ -371,9 +370,8 @@ class JobSettings:
         if name in _SETTINGS:
             num_replicas = self.num_replicas(name, num_replicas)
         if num_replicas < 1:
-            raise ConfigError(
-                f"{_SETTINGS[name]} must be >= 1. Received: {num_replicas}."
-            )
+            must = f"{_SETTINGS[name]} must be >= 1."
+            raise ConfigError(f"{must} Received: {num_replicas}.")
         gpus = _agree("nn_worker_gpus", gpus, 0, f"{name}.gpus", own.gpus)
         return Role(
             name=name,

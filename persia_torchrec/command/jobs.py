@@ -1,0 +1,322 @@
+"""Verbs of running jobs: who runs, how it is, what it logs, and its end."""
+
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from rich.console import Group
+from rich.live import Live
+
+from persia_torchrec.command import console
+from persia_torchrec.command.console import age_s, as_json, duration
+from persia_torchrec.command.job_view import Job, View, find, is_here, opened
+from persia_torchrec.job import job_list
+from persia_torchrec.job.job_list import JobRecord
+from persia_torchrec.job.requests import Fail
+from persia_torchrec.job.requests import View as JobView
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+a_job: Callable[[F], F] = click.argument("job", default="")
+_BETWEEN_S = 1.0  # two looks, of which rates are made
+_LOOK_S = 0.2
+_WATCH_S = 2.0
+_END_S = 120.0
+_MEMBERS = (
+    *("role", "index", "state", "host", "pid", "port", "since_s", "restarts"),
+    *("memory_bytes", "rows", "capacity_rows", "bytes", "evictions"),
+    *("lookups_a_second", "updates_a_second", "lookup_us", "p99_us", "queue", "idle"),
+    *("staleness", "step", "steps_a_second"),
+)
+
+
+@click.command()
+@click.option("-a", "--all", "is_all", is_flag=True, help="Those that have ended, too.")
+@as_json
+def ps(is_all: bool, is_json: bool) -> None:
+    """List the jobs of this user that run.
+
+    persia-torchrec ps --all
+    """
+    jobs = [one for one in job_list.find_jobs() if is_all or one.state == "running"]
+    lines = [
+        {
+            "job": one.job_id,
+            "state": one.state,
+            "coordinator": f"{one.host}:{one.port}",
+            "pid": one.coordinator.pid,
+            "since_s": age_s(one.began),
+            "folder": one.folder,
+            "why": one.reason or None,
+        }
+        for one in jobs
+    ]
+    if is_json:
+        console.show_json(lines)
+    elif lines:
+        console.show(lines)
+    else:
+        click.echo("no job runs; persia-torchrec ps --all has those that have ended")
+
+
+@click.command()
+@a_job
+@click.option("-w", "--watch", is_flag=True, help="Look again every 2 s, until Ctrl-C.")
+@as_json
+def status(job: str, watch: bool, is_json: bool) -> None:
+    """Show how a job is: a line for each process, its step, its newest checkpoint.
+
+    JOB is an id, its beginning, or HOST:PORT of a coordinator; by default the one job
+    that runs. The exit code is 1 where a process is not there.
+
+    persia-torchrec status --watch
+    """
+    with opened(job) as there:
+        view = View(there)
+        view.look()
+        time.sleep(_BETWEEN_S)
+        if watch and not is_json:
+            with Live(console=console.console(), auto_refresh=False) as live:
+                while True:
+                    live.update(_drawn(view.look()), refresh=True)
+                    time.sleep(_WATCH_S)
+        while True:
+            found = view.look()
+            if is_json:
+                console.show_json(found)
+            else:
+                console.console().print(_drawn(found))
+            if not watch:
+                break
+            time.sleep(_WATCH_S)
+    is_well = all(one["state"] in ("running", "left") for one in found["members"])
+    sys.exit(0 if is_well and found["state"] != "failed" else 1)
+
+
+def _drawn(found: dict[str, Any]) -> Group:
+    members = found["members"]
+    lines = [f"{found['job']}: {found['state']}"]
+    if found["since_s"] is not None:
+        lines[0] += f", since {duration(found['since_s'])}"
+    if found["step"] is not None:
+        lines[0] += f", step {found['step']}"
+    if found["reason"]:
+        lines.append(found["reason"])
+    if found["checkpoint"]:
+        whole = "whole" if found["checkpoint_is_whole"] else "NOT WHOLE"
+        age = found.get("checkpoint_age_s")
+        lines.append(
+            f"newest checkpoint: {found['checkpoint']}, {whole}"
+            + (f", of {duration(age)} ago" if age is not None else "")
+        )
+    else:
+        lines.append("newest checkpoint: none yet")
+    return Group("\n".join(lines), console.table(members, _MEMBERS))
+
+
+@click.command()
+@a_job
+@click.option("-w", "--watch", is_flag=True, help="Look again every 2 s, until Ctrl-C.")
+@as_json
+def top(job: str, watch: bool, is_json: bool) -> None:
+    """Show the tables of a job, those with the most updates a second first.
+
+    persia-torchrec top --watch
+    """
+    with opened(job, needs_rows=True) as there:
+        looks = _busiest(there)
+        next(looks)
+        time.sleep(_BETWEEN_S)
+        if is_json or not watch:
+            lines = next(looks)
+            console.show_json(lines) if is_json else console.show(lines)
+            return
+        with Live(console=console.console(), auto_refresh=False) as live:
+            for lines in looks:
+                live.update(console.table(lines), refresh=True)
+                time.sleep(_WATCH_S)
+
+
+def _busiest(there: Job) -> Iterator[list[dict[str, Any]]]:
+    """Yield the tables, with rates since the look before."""
+    client = there.client
+    assert client is not None
+    steps: dict[str, int] = {}
+    then_s = time.monotonic()
+    while True:
+        specs, now_s = client.learn_tables(), time.monotonic()
+        lines = []
+        for spec in specs:
+            step = client.step(spec.name)
+            risen = step - steps.get(spec.name, step)
+            steps[spec.name] = step
+            line = {
+                "table": spec.name,
+                "updates_a_second": round(risen / max(now_s - then_s, 1e-3), 1),
+                "updates": step,
+                "dim": spec.dim,
+                "weights": spec.weight_dtype,
+                "optimizer": type(spec.optimizer).__name__,
+            }
+            lines.append(line)
+        then_s = now_s
+        yield sorted(lines, key=lambda one: -float(one["updates_a_second"]))
+
+
+@click.command()
+@click.argument("role")
+@click.argument("index", type=int, default=0)
+@click.option("--job", default="", help="Id of the job [the latest].")
+@click.option("-f", "--follow", is_flag=True, help="Wait for more, until the job ends.")
+@click.option("-n", "--lines", default=50, show_default=True, help="Last lines shown.")
+def logs(role: str, index: int, job: str, follow: bool, lines: int) -> None:
+    """Show the log of one process of a job, also when it has ended.
+
+    persia-torchrec logs -f trainer 0
+    """
+    record = find(job, is_running=False)
+    who = f"{role} {index}"
+    place = record.logs.get(who, "")
+    if record.state == "running":
+        with opened(record.job_id) as there:
+            place = there.book.member(role, index).log or ""
+    host, _, name = place.partition(" ")
+    if not name:
+        known = ", ".join(record.logs) or "none"
+        raise click.ClickException(
+            f"{who} must have a log that is a file. Received: none; known are {known}."
+        )
+    if not is_here(host) and not Path(name).exists():
+        raise click.ClickException(f"The log of {who} is {name} on host {host}.")
+    with Path(name).open("rb") as file:
+        for line in file.readlines()[-lines:]:
+            sys.stdout.buffer.write(line)
+        sys.stdout.flush()
+        while follow:
+            more = file.read()
+            sys.stdout.buffer.write(more)
+            sys.stdout.flush()
+            if not more and find(record.job_id, is_running=False).state != "running":
+                break
+            time.sleep(_LOOK_S)
+
+
+@click.command()
+@a_job
+@click.option("--no-save", is_flag=True, help="End at once, without a last checkpoint.")
+def stop(job: str, no_save: bool) -> None:
+    """Stop a job; trainers save a last checkpoint before.
+
+    persia-torchrec stop
+    """
+    end(find(job) if ":" not in job else None, job, saves=not no_save)
+
+
+def end(record: JobRecord | None, name: str, *, saves: bool) -> str:
+    """Have a job end, and wait until it has; return the last checkpoint, or ""."""
+    with opened(name if record is None else record.job_id) as there:
+        record = record or find(there.book.greeting.job_id)
+        has_trainers = there.book.view().has_trainers
+        if not saves:
+            reason = "stopped by persia-torchrec, without a checkpoint"
+            there.book.call(Fail("persia-torchrec", reason), JobView)
+        elif has_trainers:
+            there.book.tell_to_end("SIGTERM", "persia-torchrec stop")
+        elif is_here(record.host):
+            os.kill(record.coordinator.pid, signal.SIGTERM)
+        else:
+            raise click.ClickException(
+                f"A job that serves is stopped where its coordinator runs. Received: "
+                f"host {record.host}. Cancel it with its scheduler, or use --no-save."
+            )
+    click.echo(f"{record.job_id} ends", err=True)
+    deadline = time.monotonic() + _END_S
+    while time.monotonic() < deadline:
+        known = find(record.job_id, is_running=False)
+        if known.state != "running":
+            last = known.checkpoint or "none"
+            click.echo(f"{known.job_id} has ended; its last checkpoint: {last}")
+            return known.checkpoint
+        time.sleep(_LOOK_S)
+    raise click.ClickException(
+        f"{record.job_id} must end within {_END_S:.0f} s. Received: it runs. See "
+        f"persia-torchrec status {record.job_id}."
+    )
+
+
+@click.command()
+@a_job
+@click.option("--servers", type=int, required=True, help="Number of servers from now.")
+def scale(job: str, servers: int) -> None:
+    """Continue a job with another number of servers: stop, save, start.
+
+    It runs in this terminal from then on.
+
+    persia-torchrec scale --servers 3
+    """
+    record = _restartable(find(job))
+    checkpoint = end(record, record.job_id, saves=True)
+    if not checkpoint:
+        raise click.ClickException("The job has saved no checkpoint: start it anew.")
+    run = str(Path(checkpoint).parent)
+    _start_again(record, embedding_servers=str(servers), resume_dir=run)
+
+
+@click.command()
+@a_job
+@click.argument("checkpoint", type=click.Path(exists=True, file_okay=False))
+def rollback(job: str, checkpoint: str) -> None:
+    """Continue a job from an earlier CHECKPOINT: stop without a save, start.
+
+    Later checkpoints stay in the folder of the run, and the job saves there.
+
+    persia-torchrec rollback JOB persia_checkpoints/JOB/checkpoint-00000010
+    """
+    record = _restartable(find(job))
+    end(record, record.job_id, saves=False)
+    _start_again(record, resume_dir=str(Path(checkpoint).resolve()))
+
+
+def _restartable(record: JobRecord) -> JobRecord:
+    if not record.command or not is_here(record.host):
+        raise click.ClickException(
+            "The job must have been started by torchx run on this machine. Received: "
+            f"{record.job_id} of host {record.host}. Stop it by persia-torchrec stop, "
+            "and start it with --resume_dir and the new number."
+        )
+    return record
+
+
+def _start_again(record: JobRecord, **changes: str) -> None:
+    """Become the torchx that starts a job again, with other arguments."""
+    command = list(record.command)
+    for name, value in changes.items():
+        command = _with_argument(command, name, value)
+    click.echo(shlex.join(command), err=True)
+    _await_end_of_all(record)
+    os.chdir(record.folder)
+    os.execv(command[0], command)
+
+
+def _with_argument(command: list[str], name: str, value: str) -> list[str]:
+    """Replace the argument of a component on a command line, or add it."""
+    kept, words = [], iter(command)
+    for word in words:
+        if word == f"--{name}":
+            next(words, None)
+        elif not word.startswith(f"--{name}="):
+            kept.append(word)
+    return [*kept, f"--{name}", value]
+
+
+def _await_end_of_all(record: JobRecord) -> None:
+    """Wait until the coordinator's process has ended, and others had time to."""
+    deadline = time.monotonic() + _END_S
+    while record.coordinator.is_running() and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)

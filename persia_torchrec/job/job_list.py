@@ -1,0 +1,127 @@
+"""The jobs of a user, for ``persia-torchrec``: a file for each in the state folder.
+
+    ~/.local/state/persia_torchrec/jobs/JOB.json
+
+A coordinator writes it when its address book is open, and once more at its end, with
+what others ask the book for while the job runs. A job runs without it where the folder
+cannot be written to.
+"""
+
+import contextlib
+import logging
+import os
+import shlex
+import socket
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+from msgspec import structs
+
+from persia_torchrec import env
+from persia_torchrec.job.process_identity import ProcessIdentity
+from persia_torchrec.job.requests import Outcome
+from persia_torchrec.rpc.addresses import LOOPBACK
+
+logger = logging.getLogger(__name__)
+
+_MAX_JOBS = 200  # of which a user has files; the oldest that have ended leave
+
+
+class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A job, as another process of its user finds it."""
+
+    job_id: str
+    host: str
+    port: int
+    """Of the address book."""
+    coordinator: ProcessIdentity
+    began: str
+    """ISO 8601."""
+    folder: str
+    """In which it was started."""
+    command: list[str] = []
+    """That of torchx; empty: something else has started it."""
+    token_file: str = ""
+    encrypts: bool = False
+    ended: str = ""
+    outcome: Outcome = "running"
+    reason: str = ""
+    checkpoint: str = ""
+    """The last one that it has completed, or began from."""
+    logs: dict[str, str] = {}
+    """By member, as ``server 0``: host and file, as far as they are known."""
+
+    @property
+    def state(self) -> str:
+        """``running``, ``finished``, ``failed``, or ``lost``: it ended untold."""
+        is_lost = self.outcome == "running" and self.coordinator.has_ended()
+        return "lost" if is_lost else self.outcome
+
+    def write(self) -> None:
+        """Write the file, if that is possible."""
+        folder = jobs_folder()
+        if folder is None:
+            return
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            path = folder / f"{self.job_id}.json"
+            begun = path.with_suffix(f".{os.getpid()}")
+            begun.write_bytes(msgspec.json.format(msgspec.json.encode(self)))
+            begun.replace(path)
+            ended = [one for one in find_jobs() if one.state != "running"]
+            for old in ended[_MAX_JOBS:]:
+                (folder / f"{old.job_id}.json").unlink(missing_ok=True)
+        except OSError as exc:
+            logger.info("persia-torchrec ps does not find this job: %s", exc)
+
+
+def record_of(job_id: str, port: int) -> JobRecord:
+    """Return the record of a job whose coordinator is this process."""
+    host = LOOPBACK if env.is_local_job() else socket.gethostname()
+    return JobRecord(
+        job_id=job_id,
+        host=host,
+        port=port,
+        coordinator=ProcessIdentity.of_this_process(),
+        began=now(),
+        folder=str(Path.cwd()),
+        command=shlex.split(env.launch_command()),
+        token_file=env.text("PERSIA_JOB_TOKEN_FILE") or "",
+        encrypts=env.encrypts(),
+    )
+
+
+@contextlib.contextmanager
+def listed(record: JobRecord) -> Iterator[dict[str, object]]:
+    """Have a job listed; at the end of the block with what is in the dictionary."""
+    record.write()
+    changes: dict[str, object] = {}
+    try:
+        yield changes
+    finally:
+        structs.replace(record, ended=now(), **changes).write()
+
+
+def find_jobs() -> list[JobRecord]:
+    """Return all jobs that are known, the latest first."""
+    folder, found = jobs_folder(), []
+    for path in [] if folder is None else folder.glob("*.json"):
+        with contextlib.suppress(OSError, msgspec.MsgspecError):  # of another version
+            found.append(msgspec.json.decode(path.read_bytes(), type=JobRecord))
+    return sorted(found, key=lambda one: one.began, reverse=True)
+
+
+def jobs_folder() -> Path | None:
+    """Return the folder; None for a user without a home."""
+    try:
+        state = env.text("XDG_STATE_HOME") or Path("~/.local/state").expanduser()
+    except RuntimeError:
+        return None
+    return Path(state) / "persia_torchrec" / "jobs"
+
+
+def now() -> str:
+    """Return the time, in ISO 8601."""
+    return datetime.now(UTC).isoformat(timespec="seconds")

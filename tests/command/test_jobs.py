@@ -1,0 +1,192 @@
+"""The verbs of jobs and rows, of one job that runs; the last test stops it."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from persia_torchrec.command import main
+from persia_torchrec.command.jobs import _with_argument
+from persia_torchrec.job import job_list
+from tests.support.forked_jobs import ForkedJob
+from tests.support.processes import wait_until
+
+pytestmark = pytest.mark.multiprocess
+
+SCRIPT = """
+import time, torch, torch.distributed as dist
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.distributed import DistributedModelParallel
+from persia_torchrec import Adagrad, EmbeddingClient, TableSettings
+from persia_torchrec import recoverable, remote_sharders
+
+dist.init_process_group("gloo")
+client = EmbeddingClient.of_job()
+settings = {"item": TableSettings(keeps_metadata=True)}
+sharders = remote_sharders(client, Adagrad(lr=0.1), tables=settings)
+tables = [EmbeddingBagConfig(1000, 4, "item", feature_names=["item"])]
+model = EmbeddingBagCollection(tables=tables, device="meta")
+model = DistributedModelParallel(model, sharders=sharders)
+ids = torch.tensor([7, 7, 7, 8, 9, 10])
+with recoverable(None, {"model": model}, client, sharders, save_steps=10) as run:
+    for _ in run.skip(range(10**9)):
+        features = KeyedJaggedTensor(["item"], ids, lengths=torch.full((3,), 2))
+        (model(features).values() - 1).square().mean().backward()
+        run.step()
+        time.sleep(0.05)
+"""
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("job")
+    (folder / "train.py").write_text(SCRIPT)
+    variables = {"PERSIA_CHECKPOINT_DIR": str(folder / "checkpoints")}
+    arguments = ("--embedding_servers", "2", "--script", "train.py")
+    command = ("train_torchrec", *arguments)
+    with (
+        ForkedJob(folder, *command, variables=variables) as job,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("XDG_STATE_HOME", str(folder / ".local/state"))
+        job.has_printed("checkpoint-00000002")
+        job.folder = folder
+        yield job
+
+
+def call(*words, status=0):
+    """Return what the command prints on stdout."""
+    result = CliRunner().invoke(main, [*map(str, words)])
+    assert result.exit_code == status, result.output
+    return result.stdout
+
+
+def told(*words, status=0):
+    """Return the value that the command prints as JSON."""
+    return json.loads(call(*words, "--json", status=status))
+
+
+def test_ps_has_the_jobs_that_run(job):
+    [line] = told("ps")
+    assert (line["job"], line["state"]) == (job.job_id, "running")
+    assert line["pid"] == job.pid("coordinator 0")
+    assert job.job_id in call("ps")
+
+
+def test_status_has_a_line_for_each_process_and_the_newest_checkpoint(job):
+    found = told("status")
+    members = {(one["role"], one["index"]): one for one in found["members"]}
+    assert list(members) == [
+        ("coordinator", 0),
+        ("server", 0),
+        ("server", 1),
+        ("trainer", 0),
+    ]
+    for (role, index), one in members.items():
+        assert one["state"] == "running"
+        assert one["pid"] == job.pid(f"{role} {index}")
+        assert one["memory_bytes"] > 10**6
+        assert 0 < one["since_s"] < 10_000
+    servers = [members["server", index] for index in range(2)]
+    assert sum(one["rows"] for one in servers) == 4
+    assert 0 <= servers[0]["idle"] <= 1
+    assert servers[0]["port"] > 0
+    assert members["trainer", 0]["step"] >= 10
+    assert found["checkpoint_is_whole"]
+    assert found["checkpoint_age_s"] < 10_000
+    shown = call("status", job.job_id[:9])
+    assert "newest checkpoint: " in shown
+    assert "whole" in shown
+
+
+def test_status_has_what_a_server_does_in_a_second(job):
+    def is_busy():
+        server = told("status")["members"][1]
+        has_rates = server["updates_a_second"] > 0 and server["lookups_a_second"] > 0
+        return has_rates and server["lookup_us"] > 0
+
+    wait_until(is_busy, "a server applies updates")
+
+
+def test_status_of_a_coordinator_by_its_address(job):
+    assert told("status", f"127.0.0.1:{job.port}")["job"] == job.job_id
+
+
+def test_a_job_that_is_not_there_is_told_which_are(job):
+    assert job.job_id in CliRunner().invoke(main, ["status", "other"]).output
+    call("status", "other", status=1)
+
+
+def test_top_has_the_tables_with_their_updates(job):
+    [line] = told("top")
+    assert (line["table"], line["optimizer"]) == ("item", "Adagrad")
+    wait_until(lambda: told("top")[0]["updates_a_second"] > 0, "the job trains")
+    assert told("top")[0]["updates"] > line["updates"]
+
+
+def test_logs_are_those_of_a_process(job):
+    assert "the address book of job" in call("logs", "coordinator")
+    assert "must have a log" in CliRunner().invoke(main, ["logs", "worker"]).output
+
+
+def test_get_has_the_rows_of_ids_in_their_order(job):
+    rows = told("get", "item", "9", "7", "12345")
+    assert [one["id"] for one in rows] == [9, 7, 12345]
+    assert np.any(np.array(rows[0]["weights"]))
+    assert not np.any(np.array(rows[2]["weights"]))
+    assert len(rows[0]["weights"]) == 4
+    wrong = CliRunner().invoke(main, ["get", "user", "7"])
+    assert "TABLE must be one of the job: item" in wrong.output
+
+
+def test_hot_has_the_ids_that_were_seen_most(job):
+    first, *others = told("hot", "item")
+    assert first["id"] == "7"
+    assert {one["id"] for one in others} == {"8", "9", "10"}
+    assert first["frequency"] > others[0]["frequency"]
+
+
+def test_processes_are_named_by_role_index_and_job(job):
+    for member in ("coordinator 0", "server 1", "trainer 0"):
+        process = Path("/proc", str(job.pid(member)))
+        name = (process / "comm").read_text().strip()
+        words = (process / "cmdline").read_text()
+        named = f"{member} of {job.job_id}" in words  # by setproctitle
+        assert named or name.startswith(member.replace(" ", "-"))
+
+
+def test_scale_and_rollback_need_the_command_that_has_started_a_job(job):
+    for words in (["scale", "--servers", "3"], ["rollback", "", str(job.folder)]):
+        wrong = CliRunner().invoke(main, words)
+        assert wrong.exit_code == 1
+        assert "must have been started by torchx run" in wrong.output
+
+
+def test_the_command_that_starts_a_job_again_has_the_new_arguments():
+    command = ["python", "run", "persia.train", "--embedding_servers", "2", "--a=1"]
+    changed = _with_argument(command, "embedding_servers", "3")
+    assert changed == [
+        "python",
+        "run",
+        "persia.train",
+        "--a=1",
+        "--embedding_servers",
+        "3",
+    ]
+    assert _with_argument(command, "a", "2")[-3:] == ["2", "--a", "2"]
+
+
+def test_stop_has_a_job_save_and_end(job):
+    assert "its last checkpoint: " in call("stop")
+    assert told("ps") == []
+    [record] = job_list.find_jobs()
+    assert record.outcome == "failed"
+    assert "checkpoint-" in record.checkpoint
+    assert "server 1" in record.logs
+    [line] = told("ps", "--all")
+    assert line["job"] == job.job_id
+    assert "the address book" in call("logs", "coordinator", "--job", job.job_id)
+    call("status", status=1)
+    wait_until(lambda: not job._is_running(), "the job's processes end")

@@ -1,0 +1,78 @@
+import os
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from persia_torchrec.command import main
+from persia_torchrec.version import __version__
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Return the command lines that the process becomes."""
+    commands = []
+    monkeypatch.setattr(os, "execv", lambda _, command: commands.append(command))
+    return commands
+
+
+def test_run_is_torchx_run_of_a_script_with_its_own_arguments(started):
+    words = [
+        "run",
+        "--servers",
+        "2",
+        "--set",
+        "--capacity 5",
+        "train.py",
+        "--epochs",
+        "3",
+    ]
+    assert CliRunner().invoke(main, words).exit_code == 0
+    [command] = started
+    assert command[:4] == [sys.executable, "-m", "torchx.cli.main", "run"]
+    assert command[4:] == [
+        *("-s", "local_cwd", "persia.train_torchrec"),
+        *("--script", "train.py --epochs 3", "--embedding_servers", "2"),
+        *("--nproc_per_node", "1", "--capacity", "5"),
+    ]
+
+
+def test_serve_is_torchx_run_of_a_checkpoint(started):
+    words = ["serve", "--port", "9000", "runs/7", "--global_config", "g.yml"]
+    assert CliRunner().invoke(main, words).exit_code == 0
+    [command] = started
+    assert command[6:] == [
+        *("persia.serve", "--checkpoint", "runs/7", "--http_port", "9000"),
+        *("--embedding_servers", "1", "--global_config", "g.yml"),
+    ]
+
+
+def test_a_checkout_has_the_examples_too(tmp_path):
+    assert CliRunner().invoke(main, ["examples", str(tmp_path / "a")]).exit_code == 0
+    assert (tmp_path / "a/quickstart.py").is_file()
+    again = CliRunner().invoke(main, ["examples", str(tmp_path / "a")])
+    assert "FOLDER must be a new folder" in again.output
+
+
+def test_data_describes_files(tmp_path):
+    pytest.importorskip("pyarrow", reason="needs the extra data")
+    (tmp_path / "a.csv").write_text("label,item\n1,7\n0,8\n")
+    shown = CliRunner().invoke(main, ["data", str(tmp_path / "a.csv")])
+    assert shown.exit_code == 0, shown.output
+    assert "item" in shown.output
+
+
+def test_every_verb_has_an_example_in_its_help():
+    root = CliRunner().invoke(main, ["--help"]).output
+    verbs = [
+        line.split()[0] for line in root.partition("Commands:")[2].splitlines()[1:]
+    ]
+    assert len(verbs) == 15
+    for verb in verbs:
+        shown = CliRunner().invoke(main, [verb, "--help"]).output
+        assert f"persia-torchrec {verb}" in shown or verb == "checkpoint", verb
+    assert __version__ in CliRunner().invoke(main, ["--version"]).output
+
+
+def test_a_word_that_is_no_verb_is_an_error_of_the_command_line():
+    assert CliRunner().invoke(main, ["stats"]).exit_code == 2

@@ -1,0 +1,62 @@
+import os
+
+import pytest
+
+from persia_torchrec.job import job_list
+from persia_torchrec.job.job_list import find_jobs, listed, record_of
+
+
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("PERSIA_LAUNCH_COMMAND", "python run 'train.py --epochs 2'")
+    return tmp_path / "persia_torchrec/jobs"
+
+
+def test_a_job_is_listed_while_it_runs_and_how_it_ended(folder):
+    with listed(record_of("job", 29400)) as told:
+        [record] = find_jobs()
+        assert (record.job_id, record.port, record.state) == ("job", 29400, "running")
+        assert record.command == ["python", "run", "train.py --epochs 2"]
+        assert record.coordinator.pid == os.getpid()
+        told |= {"outcome": "failed", "reason": "why", "logs": {"server 0": "host log"}}
+    [record] = find_jobs()
+    assert (record.state, record.reason) == ("failed", "why")
+    assert record.logs == {"server 0": "host log"}
+    assert record.ended
+
+
+def test_a_coordinator_that_tells_no_end_is_lost(folder):
+    with listed(record_of("job", 29400)):
+        pass
+    assert [one.state for one in find_jobs()] == ["lost"]
+
+
+def test_what_another_version_has_written_is_left_out(folder):
+    record_of("job", 29400).write()
+    (folder / "other.json").write_text('{"job_id": 7}')
+    assert [one.job_id for one in find_jobs()] == ["job"]
+
+
+def test_the_oldest_that_have_ended_leave(folder, monkeypatch):
+    monkeypatch.setattr(job_list, "_MAX_JOBS", 2)
+    for number in range(5):
+        monkeypatch.setattr(job_list, "now", lambda at=number: f"2026-01-0{at + 1}")
+        with listed(record_of(f"job-{number}", 29400)) as told:
+            told["outcome"] = "finished"
+    assert [one.job_id for one in find_jobs()] == ["job-4", "job-3"]
+
+
+def test_a_job_runs_where_nothing_can_be_written(folder, monkeypatch):
+    folder.parent.parent.chmod(0o700)
+    folder.parent.write_text("in the way")
+    with listed(record_of("job", 29400)):
+        assert find_jobs() == []
+    monkeypatch.setenv("XDG_STATE_HOME", "")
+    monkeypatch.setattr("pathlib.Path.expanduser", _no_home)
+    with listed(record_of("job", 29400)):
+        assert find_jobs() == []
+
+
+def _no_home(path):
+    raise RuntimeError(path)
