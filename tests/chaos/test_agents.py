@@ -1,8 +1,6 @@
 """torchrun's agents on two machines, which are killed while their NN workers wait."""
 
 import contextlib
-import os
-import signal
 import sys
 
 import pytest
@@ -10,6 +8,7 @@ import pytest
 from persia_torchrec.job import supervisor
 from persia_torchrec.job.member_record import MemberRecord
 from persia_torchrec.job.registry import AddressBook
+from tests.support.faults import kill
 from tests.support.processes import Processes, is_running, parent_of, wait_until
 from tests.support.repository import ROOT
 from tests.support.script_jobs import Job
@@ -68,7 +67,7 @@ def test_both_machines_start_again(tmp_path, node, victim):
             pids = {parent_of(supervisors[p.pid]): p.pid for p in before}
             pid = pids[agents[node].pid]
             victims = {"NN worker": pid, "agent": parent_of(pid)}
-            os.kill(victims.get(victim, supervisors[pid]), signal.SIGKILL)
+            kill(victims.get(victim, supervisors[pid]))
 
             def are_new():
                 return all(

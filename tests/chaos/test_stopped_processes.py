@@ -18,7 +18,7 @@ from persia_torchrec.job.member_record import MemberRecord
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.job.requests import JobTimings
 from persia_torchrec.server.cluster import EmbeddingCluster
-from tests.support.faults import Relay
+from tests.support.faults import Relay, stopped
 from tests.support.feeding import (
     FROM_ZERO,
     NUM_BATCHES,
@@ -72,10 +72,9 @@ def test_a_stopped_coordinator_is_replaced_and_a_stopped_member_waited_for(tmp_p
                 "the next one",
                 details=trainer.output,
             )
-            os.kill(member.pid, signal.SIGSTOP)
-            silent = "server 0 was silent for 2 s; the job waits for its return"
-            job.coordinator.has_printed(silent)
-            os.kill(member.pid, signal.SIGCONT)
+            with stopped(member.pid):
+                silent = "server 0 was silent for 2 s; the job waits for its return"
+                job.coordinator.has_printed(silent)
             job.coordinator.has_printed("server 0 is back, after ")
             assert book.state() == ("running", "")
         (job.folder / "go").touch()
@@ -91,11 +90,9 @@ def test_a_stopped_member_that_was_replaced_ends_when_it_runs_again(tmp_path):
         first = job.start_member("serve")
         first.has_printed("serving")
         with contextlib.closing(AddressBook.join("localhost", job.port)) as book:
-            stopped = MemberRecord(book, "server", 0).process()
-            os.kill(stopped.pid, signal.SIGSTOP)
-            second = job.start_member("serve", name="again")
-            second.has_printed("serving")
-            os.kill(stopped.pid, signal.SIGCONT)
+            with stopped(MemberRecord(book, "server", 0).process().pid):
+                second = job.start_member("serve", name="again")
+                second.has_printed("serving")
             assert first.status() == 1
             assert "server 0 was given up, and ends: another process" in first.output()
             assert book.state() == ("running", "")
@@ -164,9 +161,8 @@ def stop(pid, seconds, awake_s):
     deadline = time.monotonic() + seconds
     with contextlib.suppress(ProcessLookupError):  # it was replaced
         while time.monotonic() < deadline:
-            os.kill(pid, signal.SIGSTOP)
-            time.sleep(PERIOD_S if awake_s else seconds)
-            os.kill(pid, signal.SIGCONT)
+            with stopped(pid):
+                time.sleep(PERIOD_S if awake_s else seconds)
             time.sleep(awake_s)
 
 

@@ -10,6 +10,7 @@ import pytest
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.job.member_record import MemberRecord
 from persia_torchrec.job.registry import AddressBook
+from tests.support.faults import kill
 from tests.support.local_job import ONE_SLOT
 from tests.support.ports import draw_port
 from tests.support.processes import parent_of, wait_until
@@ -112,7 +113,7 @@ def kill_and_await(job, book, role, *, kills_torchrun=False):
     record = MemberRecord(book, role, 0)
     before, steps = record.process(), progress(book)
     pid = parent_of(before.pid) if kills_torchrun else before.pid
-    os.kill(pid, signal.SIGKILL)
+    kill(pid)
     wait_until(
         lambda: record.process() != before, f"{role} is back", details=job.output
     )

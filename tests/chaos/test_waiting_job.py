@@ -17,6 +17,7 @@ from persia_torchrec.job.member_record import MemberRecord
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.rpc.addresses import open_listening
 from persia_torchrec.table import TableSpec
+from tests.support.faults import kill
 from tests.support.local_job import ONE_SLOT
 from tests.support.ports import draw_port
 from tests.support.processes import (
@@ -103,7 +104,7 @@ def kill_some(book, draw):
         process = record.process()
         for victim in draw_victims(process, draw):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(victim, signal.SIGKILL)
+                kill(victim)
         killed.append((record, process))
     return killed
 
@@ -155,7 +156,7 @@ def test_nothing_stays_behind_of_a_job_whose_processes_are_killed_at_once(tmp_pa
     with waiting_job(tmp_path) as (job, book):
         for pid in job.pids():
             with contextlib.suppress(ProcessLookupError):  # with its supervisor
-                os.kill(pid, signal.SIGKILL)
+                kill(pid)
         wait_until(lambda: not job.pids(), "all processes end", details=job.output)
         with open_listening(port=book.port):
             assert set(Path("/dev/shm").iterdir()) <= shared
@@ -172,11 +173,11 @@ def test_torchx_says_failed_only_if_the_process_that_it_started_was_killed(
         process = record.process()
         inner = process.supervisor.pid
         if is_outer:
-            os.kill(parent_of(inner), signal.SIGKILL)
+            kill(parent_of(inner))
             job.has_printed("another one waits")
             assert record.process() == process
         else:
-            os.kill(inner, signal.SIGKILL)
+            kill(inner)
             job.has_printed("server 0 is back, after ")
         (tmp_path / "go").touch()
         ended = job.wait()
@@ -189,9 +190,7 @@ def test_a_job_fails_at_once_when_nothing_starts_a_process_again(tmp_path, role)
     with waiting_job(tmp_path) as (job, book):
         process = MemberRecord(book, role, 0).process()
         inner = process.supervisor.pid
-        for number in (signal.SIGSTOP, signal.SIGKILL):
-            for pid in (process.pid, inner, parent_of(inner)):
-                os.kill(pid, number)
+        kill(process.pid, inner, parent_of(inner))
         ended = job.wait()
     assert ended.status == 1
     why = f"{role} 0 (process {process.pid}) was killed, and so was its supervisor: no"
@@ -205,7 +204,7 @@ def test_a_job_whose_coordinator_is_killed_again_and_again_fails(tmp_path):
         record = MemberRecord(book, "coordinator", 0)
         for num_left in (2, 1, 0):
             process = record.process()
-            os.kill(process.pid, signal.SIGKILL)
+            kill(process.pid)
             if num_left:
                 wait_until(
                     lambda process=process: record.process() != process,

@@ -17,7 +17,7 @@ from persia_torchrec.errors import ConfigError, RemoteError
 from persia_torchrec.server import checkpoint_service
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.table import TableSpec
-from tests.support.faults import Killed
+from tests.support.faults import Killed, Point
 from tests.support.increments import (
     ITEM,
     OTHER,
@@ -211,9 +211,8 @@ def test_a_lost_memory_is_restored_over_a_table_that_was_dropped(training):
 
 @pytest.mark.multiprocess
 def test_a_server_killed_in_the_middle_drops_all_of_it_when_it_is_asked_again(tmp_path):
-    of_tables = "persia_torchrec.store.table_states"
     with Processes(tmp_path) as processes, closing(Killed(processes)) as server:
-        server.start(dies_in=(of_tables, "free_rows"))
+        server.start(dies_in=Point.TABLE_FREES_ROWS)
         with server.connect() as client, ThreadPoolExecutor(1) as pool:
             client.add_tables([A, B])
             for name in "ab":

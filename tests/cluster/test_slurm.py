@@ -1,11 +1,9 @@
 """Whole jobs on a private Slurm: started again, side by side, and such that serve."""
 
 import json
-import os
 import re
 import secrets
 import shutil
-import signal
 import time
 import urllib.request
 from pathlib import Path
@@ -16,6 +14,7 @@ import pytest
 from persia_torchrec.checkpoint import catalog
 from persia_torchrec.rpc.addresses import open_listening
 from tests.support import served_model as serving
+from tests.support.faults import kill
 from tests.support.ports import draw_port, draw_ports
 from tests.support.processes import DEADLINE_S, is_running, wait_until
 from tests.support.repository import ROOT
@@ -113,7 +112,7 @@ def test_a_job_serves_a_checkpoint_and_a_killed_predictor_returns(
         job.has_printed(f"ready http://127.0.0.1:{port}")
         predicts_what_was_evaluated(port, trained)
         for module, index in (("serving", 0), ("server", 1), ("worker", 0)):
-            os.kill(job.pid(module, index), signal.SIGKILL)
+            kill(job.pid(module, index))
         job.has_printed(" is back, after ", times=3)
         job.has_printed(f"ready http://127.0.0.1:{port}", times=2)
         predicts_what_was_evaluated(port, trained)
@@ -142,7 +141,7 @@ def test_the_script_of_the_page_serves_without_a_coordinator(slurm, trained, tmp
     with SlurmJob(slurm, tmp_path, *submit, variables=variables) as job:
         job.has_printed(f"ready http://0.0.0.0:{ports[0]}")
         predicts_what_was_evaluated(ports[0], trained, **headers)
-        os.kill(job.pid("server", 1), signal.SIGKILL)
+        kill(job.pid("server", 1))
         job.has_printed("and is started again")
         predicts_what_was_evaluated(ports[0], trained, **headers)
         slurm.call("scancel", job.id)

@@ -10,6 +10,7 @@ import pytest
 
 from persia_torchrec.job.member_record import MemberRecord
 from persia_torchrec.job.registry import AddressBook
+from tests.support.faults import kill
 from tests.support.forked_jobs import ForkedJob
 from tests.support.ports import draw_port, draw_ports
 from tests.support.processes import wait_until
@@ -66,14 +67,14 @@ def test_two_inference_servers_predict_what_the_job_evaluated(
             check(port)
         with contextlib.closing(AddressBook.join("localhost", own)) as book:
             killed = MemberRecord(book, "predictor", 0).process()
-            os.kill(killed.pid, signal.SIGKILL)
+            kill(killed.pid)
             check(ports[1])
             job.has_printed("predictor 0 is back, after ")
             ready = f"ready http://127.0.0.1:{ports[0]}"
             wait_until(lambda: job.output().count(ready) == 2, "it is ready")
             check(ports[0])
             write_a_later_checkpoint(run, servers)
-            os.kill(MemberRecord(book, "server", 0).process().pid, signal.SIGKILL)
+            kill(MemberRecord(book, "server", 0).process().pid)
             job.has_printed("server 0 is back, after ")
             for port in ports:  # of the checkpoint that the job has begun with
                 check(port)

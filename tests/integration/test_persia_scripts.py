@@ -1,11 +1,10 @@
 """A PERSIA user's scripts run as whole jobs, and their mistakes end in words."""
 
-import os
 import re
-import signal
 
 import pytest
 
+from tests.support.faults import kill
 from tests.support.persia_scripts import EMBEDDING_CONFIG, Scripts
 
 pytestmark = [
@@ -56,7 +55,7 @@ def test_a_killed_server_ends_the_job_and_the_logs_name_it(scripts):
     with scripts.start(*("--embedding_servers", "2"), num_batches=100_000) as job:
         job.has_printed("current idx: 5 ")
         victim = job.pid("server 1")
-        os.kill(victim, signal.SIGKILL)
+        kill(victim)
         ended = job.wait()
     assert ended.status != 0
     last = ended.logs["coordinator 0"].splitlines()[-1]

@@ -1,12 +1,11 @@
 """Jobs of ``torchx run -s slurm``, on a private Slurm."""
 
-import os
 import re
-import signal
 
 import pytest
 
 from tests.support.adult_income import LEAST_STALE_AUC
+from tests.support.faults import kill
 from tests.support.slurm import adult_income, private_slurm
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -21,7 +20,7 @@ def slurm(tmp_path_factory):
 def test_the_adult_income_job_recovers_a_killed_server(slurm, tmp_path):
     with adult_income(slurm, tmp_path, "--max_retries", 0) as job:
         job.has_printed("step 50: loss")
-        os.kill(job.pid("server", 1), signal.SIGKILL)
+        kill(job.pid("server", 1))
         job.has_printed("server 1 is back, after ")
         (tmp_path / "go").touch()
         assert job.wait() == {"COMPLETED"}

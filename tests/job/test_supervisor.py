@@ -12,6 +12,7 @@ from persia_torchrec.job import supervisor
 from persia_torchrec.job.signals import START_AGAIN
 from persia_torchrec.job.survivable_memory import AUTO, PRIVATE
 from persia_torchrec.rpc.addresses import open_listening
+from tests.support.faults import kill
 from tests.support.processes import DEADLINE_S, children_of, is_running, wait_until
 from tests.support.repository import ROOT
 
@@ -144,13 +145,6 @@ def test_a_command_ends_with_the_process_that_started_its_supervisor(processes):
             lambda pid=pid: not is_running(pid), "it ends", details=parent.output
         )
     assert "the process that started this one has ended" in parent.output()
-
-
-def kill(*pids):
-    """Kill processes at once: none sees the end of another."""
-    for number in (signal.SIGSTOP, signal.SIGKILL):
-        for pid in pids:
-            os.kill(pid, number)
 
 
 def start_again(processes, *, kill_outer=False):

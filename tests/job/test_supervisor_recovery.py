@@ -12,6 +12,7 @@ from persia_torchrec.job import supervisor
 from persia_torchrec.job.member import LAST_CHECKPOINT
 from persia_torchrec.job.member_record import MemberRecord
 from persia_torchrec.job.registry import AddressBook
+from tests.support import faults
 from tests.support.processes import is_running, parent_of, wait_until
 from tests.support.repository import ROOT
 from tests.support.script_jobs import WAIT_FOR_EVER, WAIT_FOR_GO, Job
@@ -25,12 +26,12 @@ def book_of(job):
         yield book
 
 
-def kill(process):
-    os.kill(process.pid, signal.SIGKILL)
+def kill_command(process):
+    faults.kill(process.pid)
 
 
 def kill_supervisor(process):
-    os.kill(process.supervisor.pid, signal.SIGKILL)
+    faults.kill(process.supervisor.pid)
 
 
 def comes_back(job, book, role, kill):
@@ -55,9 +56,9 @@ def test_a_job_continues_when_members_coordinator_and_supervisors_are_killed(pro
     trainer = job.start("trainer", WAIT_FOR_GO)
     trainer.has_printed("at work")
     with book_of(job) as book:
-        first = comes_back(job, book, "server", kill)
+        first = comes_back(job, book, "server", kill_command)
         job.coordinator.has_printed("server 0 is back, after ")
-        coordinator = comes_back(job, book, "coordinator", kill)
+        coordinator = comes_back(job, book, "coordinator", kill_command)
         for role in ("server", "coordinator"):
             comes_back(job, book, role, kill_supervisor)
         assert book.ask(["timings"], timeout_s=1) != []
@@ -114,15 +115,13 @@ def test_a_data_loader_that_only_repeats_its_error_is_not_started_a_third_time(
 
 def stop_supervisor_and_kill(process):
     os.kill(process.supervisor.pid, signal.SIGSTOP)
-    kill(process)
+    kill_command(process)
 
 
 def kill_all_of(process):
     """Also what starts a supervisor again."""
-    outer = parent_of(process.supervisor.pid)
-    for number in (signal.SIGSTOP, signal.SIGKILL):
-        for pid in (process.pid, process.supervisor.pid, outer):
-            os.kill(pid, number)
+    inner = process.supervisor.pid
+    faults.kill(process.pid, inner, parent_of(inner))
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,11 @@ from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.errors import RequestTimeoutError
 from persia_torchrec.rpc import client as rpc_client
 from tests.server.memory_files import IDS, SPEC, train
-from tests.support.faults import Killed
+from tests.support.faults import Killed, Point
 from tests.support.processes import Processes
 from tests.support.servers import DEADLINE_S
 
 pytestmark = pytest.mark.multiprocess
-
-LOAD = "persia_torchrec.checkpoint.load"
 
 
 @pytest.fixture
@@ -39,8 +37,7 @@ def rows_of(client):
 
 
 def test_a_dump_is_repeated_when_its_server_was_killed(server, servers, tmp_path):
-    owner = "persia_torchrec.server.checkpoint_service.RowFileWriter"
-    server.start(dies_in=(owner, "write"))
+    server.start(dies_in=Point.DUMP_WRITES_ROWS)
     with server.connect() as client:
         client.add_tables([SPEC])
         train(client, 0)
@@ -57,14 +54,14 @@ def test_a_dump_is_repeated_when_its_server_was_killed(server, servers, tmp_path
 
 def test_a_load_is_repeated_when_its_server_was_killed(server, source, tmp_path):
     source.checkpoints.dump(tmp_path / "run")
-    server.start(dies_in=(f"{LOAD}.ShardLoad", "check"))
+    server.start(dies_in=Point.LOAD_CHECKS_FILES)
     with server.connect() as client:
         client.add_tables([SPEC])
         train(client, 7)
         task = client.checkpoints.start_load(tmp_path / "run")
-        for function in ("__init__", "finish"):  # without rows, and in the middle
+        for point in (Point.LOAD_HAS_DROPPED_ROWS, Point.LOAD_HAS_WRITTEN_ROWS):
             server.dies()
-            server.start(dies_in=(f"{LOAD}.RowImport", function))
+            server.start(dies_in=point)
         server.dies()
         server.start()
         assert task.wait(DEADLINE_S).num_rows == len(IDS)
@@ -78,7 +75,7 @@ def test_half_a_load_is_never_served(server, source, tmp_path):
     expected = rows_of(source)
     train(source, 1)
     source.checkpoints.dump(after)
-    server.start(dies_in=(f"{LOAD}.RowImport", "__init__"))
+    server.start(dies_in=Point.LOAD_HAS_DROPPED_ROWS)
     with server.connect() as client:
         task = client.checkpoints.start_load(after)
         server.dies()
@@ -104,8 +101,8 @@ def test_a_restore_is_repeated_when_the_server_was_killed_in_it(server, tmp_path
         client.shut_down_servers()  # which writes all increments
     assert server.process.status() == 0
     server.lose_memory()
-    restore = "persia_torchrec.checkpoint.restore"
-    server.start(*flags, dies_in=(restore, "apply_increment"), PERSIA_RESTARTS="1")
+    point = Point.RESTORE_APPLIES_INCREMENT
+    server.start(*flags, dies_in=point, PERSIA_RESTARTS="1")
     server.dies()
     server.start(*flags)
     with server.connect() as client:
@@ -115,7 +112,7 @@ def test_a_restore_is_repeated_when_the_server_was_killed_in_it(server, tmp_path
 
 
 def test_tables_are_added_once_when_the_server_was_killed_in_between(server):
-    server.start(dies_in=("persia_torchrec.server.dedup.Streams", "settle"))
+    server.start(dies_in=Point.REQUEST_IS_NOTED)
     with server.connect() as client, ThreadPoolExecutor(1) as pool:
         added = pool.submit(client.add_tables, [SPEC])  # and not noted as such
         server.dies()

@@ -1,7 +1,6 @@
 """A server is killed with its memory, and started again: processes and signals."""
 
 import re
-import signal
 import threading
 from contextlib import closing
 
@@ -31,7 +30,7 @@ from tests.support.increments import (
 )
 from tests.support.ports import draw_port
 from tests.support.processes import wait_until
-from tests.support.server_processes import COUNT, address_of, kill, known_updates
+from tests.support.server_processes import COUNT, address_of, known_updates
 from tests.support.servers import DEADLINE_S, RunningServer
 
 pytestmark = pytest.mark.multiprocess
@@ -94,7 +93,7 @@ def test_a_server_that_lost_its_memory_continues_and_its_followers_too(
         follower = follow(servers, first)
         become_equal(follower, first)
         expected = first.client.read("item", IDS).tobytes()
-        kill(server)
+        server.kill()
         flags = "--standalone", "--resume-dir", first.run
         server = start(processes, "second", port, *flags, PERSIA_RESTARTS="1")
         address = address_of(server)
@@ -154,7 +153,7 @@ def test_a_server_of_a_job_that_had_registered_restores_its_rows(
             lambda: book.note("checkpoint_dir") == training.run, "the run is known"
         )
         wait_until(lambda: known_updates(book) == 2, "updates are known")
-        kill(server)
+        server.kill()
         for log in (tmp_path / "increments").iterdir():
             log.rename(tmp_path / log.name)  # only the checkpoint is left
         server = start(processes, "second", port, **env)
@@ -176,8 +175,7 @@ def test_a_training_continues_with_a_server_that_is_started_elsewhere(
         trainer = processes.start("trainer", read_until_told, book.port, tmp_path)
         trainer.has_printed("reads")
         wait_until(lambda: book.note("checkpoint_dir"), "the run is known")
-        server.send(signal.SIGKILL)
-        assert server.status() == -signal.SIGKILL
+        server.kill()
         again = processes.start("again", main, ["--capacity", "1000"], env=env)
         trainer.has_printed("is looked for at")
         (tmp_path / "go").touch()

@@ -1,7 +1,6 @@
 """Versions of a model, and servers that are killed, while requests come."""
 
 import json
-import os
 import shutil
 import signal
 import threading
@@ -22,6 +21,7 @@ from persia_torchrec.serving.embeddings import SlotsReader
 from persia_torchrec.serving.models import Models, Version, following_checkpoints
 from persia_torchrec.serving.predictor import DenseModel, Predictor
 from persia_torchrec.table import TableSpec
+from tests.support.faults import kill
 from tests.support.local_job import batch_of
 from tests.support.one_feature import FEATURE
 from tests.support.processes import DEADLINE_S, Processes, wait_until
@@ -144,7 +144,7 @@ def test_a_server_that_is_killed_under_load_is_started_again(serving, trained):
     (server,) = servers_of(serving.process.pid)
     with Load(serving.address, trained.expected[0], rate=300, num_threads=30) as load:
         wait_until(lambda: load.statuses[200] > 0, "it predicts")
-        os.kill(server, signal.SIGKILL)
+        kill(server)
         wait_until(lambda: load.statuses[503] > 0, "a 503")
         seen = load.statuses[200]
         wait_until(lambda: load.statuses[200] > seen, "it predicts again")

@@ -7,8 +7,6 @@ raises after some steps, and rank 0 goes on until it hears of it.
 import contextlib
 import json
 import multiprocessing
-import os
-import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ import torch.distributed as dist
 
 from persia_torchrec import SGD
 from persia_torchrec.errors import RemoteError
+from tests.support.faults import kill_self
 from tests.support.two_trainers import Counting, Model, Trainer, batches, train
 
 NUM_STEPS = 3
@@ -79,7 +78,7 @@ def depart(how: str, addresses, folder: Path) -> None:
             case "raises":
                 raise ValueError("a bug of its own")
             case "is killed":
-                os.kill(os.getpid(), signal.SIGKILL)
+                kill_self()
             case _:
                 trainer.sharder.flush()
 

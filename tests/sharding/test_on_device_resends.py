@@ -158,8 +158,7 @@ def test_gradients_that_are_sent_again_are_what_left_the_trainer(
                 wait_until(
                     lambda: client.num_acknowledged() >= least_acknowledged, "a reply"
                 )
-            server.process.send(signal.SIGKILL)
-            server.dies()
+            server.process.kill()
             server.start("--capacity", str(CAPACITY))
 
         assert train(client, stop, kill) == expected

@@ -15,6 +15,7 @@ from persia_torchrec.store.memory import MISSING
 from persia_torchrec.table import TableSpec
 from tests.store.memory_use import MIB, resident_bytes
 from tests.support.consistency import check_store, ids_oldest_first
+from tests.support.faults import kill_self
 from tests.support.processes import Processes
 from tests.support.servers import ids_of
 
@@ -68,7 +69,7 @@ def run_and_die(path, eviction, seed):
     store = store_of(path=path, eviction=eviction)
     store.add_tables(TABLES)
     run(store, seed)
-    os.kill(os.getpid(), signal.SIGKILL)
+    kill_self()
 
 
 @pytest.mark.parametrize("eviction", ["lru", "lfu"])

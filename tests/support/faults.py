@@ -1,33 +1,74 @@
-"""Faults: a server that dies in a function, and a network that is cut."""
+"""Faults: processes that are killed or stopped, and a network that is cut.
+
+kill_self()          this process, at the line that calls it
+kill(*pids)          processes at once: none sees the end of another
+stopped(pid)         a process for a block, after which it continues
+Point                a function in which a server dies, given to ``Killed.start``
+Relay                the network between two processes
+deaths.py            a store, before any of its instructions that write
+kills.py             a store, at any time
+chaos/killing.py     a process of a whole job, drawn at random
+"""
 
 import contextlib
 import os
-import pkgutil
 import signal
 import socket
 import threading
 from contextlib import closing
+from enum import Enum
 
+from persia_torchrec.checkpoint import load, restore
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.server import __main__ as server_main
+from persia_torchrec.server import checkpoint_service, dedup
+from persia_torchrec.store import table_states
 from tests.support.ports import draw_port
 from tests.support.servers import DEADLINE_S
+
+
+class Point(Enum):
+    """Where a server may die: a function of an owner, when it is called first."""
+
+    DUMP_WRITES_ROWS = checkpoint_service.RowFileWriter, "write"
+    LOAD_CHECKS_FILES = load.ShardLoad, "check"
+    LOAD_HAS_DROPPED_ROWS = load.RowImport, "__init__"
+    LOAD_HAS_WRITTEN_ROWS = load.RowImport, "finish"
+    RESTORE_APPLIES_INCREMENT = restore, "apply_increment"
+    REQUEST_IS_NOTED = dedup.Streams, "settle"
+    TABLE_FREES_ROWS = table_states, "free_rows"
+
+
+def kill_self() -> None:
+    """Kill this process."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill(*pids: int) -> None:
+    """Kill processes; if they are several, all are stopped before the first ends."""
+    for number in (signal.SIGSTOP, signal.SIGKILL)[len(pids) == 1 :]:
+        for pid in pids:
+            os.kill(pid, number)
+
+
+@contextlib.contextmanager
+def stopped(pid: int):
+    """Stop a process, and have it continue after the block."""
+    os.kill(pid, signal.SIGSTOP)
+    yield
+    os.kill(pid, signal.SIGCONT)
+
+
+def serve_and_die(point, flags):
+    """Serve without a warm-up, and be killed at a point."""
+    setattr(*point.value, lambda *_, **__: kill_self())
+    return serve(flags)
 
 
 def serve(flags):
     """Serve without a warm-up: of all loops, a test needs few."""
     server_main.warm_up = lambda **_: None
     return server_main.main(flags)
-
-
-def serve_and_die(owner, function, flags):
-    """Serve, and be killed when a function is called first."""
-
-    def die(*_, **__):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    setattr(pkgutil.resolve_name(owner), function, die)
-    return serve(flags)
 
 
 class Killed:
@@ -45,9 +86,9 @@ class Killed:
         )
 
     def start(self, *flags, dies_in=None, **env):
-        """Start it, maybe with a function in which it dies, given by owner and name."""
+        """Start it, maybe to die at a ``Point``."""
         self._num_starts += 1
-        target, args = (serve_and_die, dies_in) if dies_in else (serve, ())
+        target, args = (serve_and_die, [dies_in]) if dies_in else (serve, ())
         self.process = self._processes.start(
             f"server {self._num_starts}", target, *args, (*self._flags, *flags), env=env
         )

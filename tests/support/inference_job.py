@@ -1,7 +1,5 @@
 """Embedding servers and workers of ``job_type: Infer``, as processes of a test."""
 
-import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +10,7 @@ from persia_torchrec.persia.worker import __main__ as worker
 from persia_torchrec.rpc import float_codec
 from persia_torchrec.server import __main__ as server
 from persia_torchrec.store.warm_up import warm_up as warm_up_store
+from tests.support.faults import kill
 from tests.support.ports import draw_port, draw_ports
 from tests.support.processes import Processes, Running, children_of, wait_until
 from tests.support.repository import ROOT
@@ -38,7 +37,7 @@ def kill_below(running):
     """Kill the process that a supervisor has started."""
     (inner,) = children_of(running.pid)
     (command,) = children_of(inner)
-    os.kill(command, signal.SIGKILL)
+    kill(command)
 
 
 def comes_back(running):

@@ -112,6 +112,11 @@ class Running:
     def send(self, number: int) -> None:
         os.kill(self.pid, number)
 
+    def kill(self) -> None:
+        """Kill the process, and wait until it has ended."""
+        self.send(signal.SIGKILL)
+        assert self.status() == -signal.SIGKILL, self.output()
+
 
 class Processes:
     """Starts processes, and leaves none behind."""

@@ -22,7 +22,7 @@ from persia_torchrec import (
 from persia_torchrec.data import CsvDataset, IdColumn, LabelColumn, WorkQueue
 from persia_torchrec.sharding.uneven_inputs import join
 from persia_torchrec.training.recovery import recoverable
-from tests.support.recovering_trainers import die
+from tests.support.faults import kill_self
 from tests.support.remote_job import META, shard
 
 COLUMNS = (IdColumn("id", is_text=False), LabelColumn("label"))
@@ -80,7 +80,7 @@ def train(rank: int, size: int, addresses, folder: Path, dies_at: int) -> None:
                 optimizer.step()
                 num_steps += 1
                 if num_steps == dies_at and rank == size - 1:
-                    die()
+                    kill_self()
                 run.step()
         print(f"resumed from {run.resumed_from}, {num_steps} steps")
     sharder.flush()

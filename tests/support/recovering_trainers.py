@@ -1,8 +1,6 @@
 """What trainers do that are killed and started again, each in its own process."""
 
 import math
-import os
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +16,7 @@ from persia_torchrec.logger import get_default_logger
 from persia_torchrec.persia.embedding import EmbeddingConfig
 from persia_torchrec.training import schedule as schedule_module
 from persia_torchrec.training.recovery import recoverable
+from tests.support.faults import kill_self
 from tests.support.local_job import Batches, SumOfEmbeddings, batch_of
 from tests.support.two_trainers import ADAM, Trainer, batches, loss_of
 from tests.support.two_trainers import Model as TorchRecModel
@@ -49,10 +48,6 @@ def save_after_each_step() -> None:
 def save_no_more(ctx: TrainCtx) -> None:
     """Save a checkpoint after this step, and none after that."""
     ctx._recovery.clock._interval_s = math.inf
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def run_script(folder: Path, last_saved: int, dies_at: int) -> None:
@@ -91,7 +86,7 @@ def run_script(folder: Path, last_saved: int, dies_at: int) -> None:
                     save_no_more(ctx)
                 output, labels = ctx.forward(batch)
                 if rank == 1 and num_steps == dies_at and is_first_life:
-                    die()
+                    kill_self()
                 ctx.backward((output - labels[0]).square().mean())
             schedule.step()
     weights = nn.utils.parameters_to_vector(model.parameters()).detach().numpy()
@@ -141,7 +136,7 @@ def count(folder: Path, last_saved: int, dies_at: int, resume: str) -> None:
             ctx.backward(-output.sum())
             if step == dies_at and is_first_life:
                 ctx.embeddings.flush()
-                die()
+                kill_self()
 
 
 def run_torchrec(rank, addresses, folder: Path, dies_at: int) -> None:
@@ -179,7 +174,7 @@ def run_torchrec(rank, addresses, folder: Path, dies_at: int) -> None:
                         schedule.step()
                     state["num_seen"] += 1
                     if rank == 1 and state["num_seen"] == dies_at and life == 0:
-                        die()
+                        kill_self()
                     run.step()
         learnt = trainer.learnt()
         steps = trainer.client.step("term")

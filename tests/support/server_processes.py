@@ -1,6 +1,5 @@
 """Embedding servers as processes of a job, whose memory ends with them."""
 
-import signal
 from contextlib import closing, contextmanager
 
 import numpy as np
@@ -23,11 +22,6 @@ NUM_IDS = 10  # of a batch, which no other has
 def address_of(server):
     server.has_printed("ready tcp")
     return server.output().partition("ready ")[2].split()[0]
-
-
-def kill(server):
-    server.send(signal.SIGKILL)
-    assert server.status() == -signal.SIGKILL
 
 
 def known_updates(book):
@@ -75,7 +69,7 @@ class Counted:
         wait_until(lambda: self._book.note("checkpoint_dir"), "the run is known")
 
     def lose_memory(self):
-        kill(self.server)
+        self.server.kill()
         self.start()
 
     def counts(self, num_batches):

@@ -3,8 +3,6 @@
 With ``--dies`` its first process is killed in the middle, and before it a server.
 """
 
-import os
-import signal
 import sys
 
 import torch
@@ -16,6 +14,7 @@ from persia_torchrec import Adam, EmbeddingClient, recoverable, remote_sharders
 from persia_torchrec.env import num_group_restarts
 from persia_torchrec.job.member import JobMember
 from persia_torchrec.job.member_record import MemberRecord
+from tests.support.faults import kill, kill_self
 
 NUM_STEPS, SAVE_STEPS, SERVER_DIES_AT, TRAINER_DIES_AT = 200, 80, 60, 150
 
@@ -70,9 +69,9 @@ def die(step):
     """Kill the first server, and later this process."""
     if step == SERVER_DIES_AT:
         server = MemberRecord(JobMember.current.book, "server", 0).process()
-        os.kill(server.pid, signal.SIGKILL)
+        kill(server.pid)
     if step == TRAINER_DIES_AT:
-        os.kill(os.getpid(), signal.SIGKILL)
+        kill_self()
 
 
 def main():

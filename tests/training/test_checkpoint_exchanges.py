@@ -1,13 +1,11 @@
 """Trainers wait for one that waits for servers, whatever their own group allows."""
 
-import os
-import signal
-
 import pytest
 import torch.distributed as dist
 
 from persia_torchrec.errors import JobError
 from persia_torchrec.training.checkpoint import at_first
+from tests.support.faults import kill_self
 from tests.training import exchanging_trainers, groups
 
 WORKS = ("tell", "resume", "load", "save", "ask_the_clock", "share_a_queue")
@@ -25,7 +23,7 @@ def end_while_others_wait(rank):
     dist.init_process_group("gloo")
     at_first(lambda: None)
     if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+        kill_self()
     with pytest.raises(JobError, match="All trainers must take"):
         at_first(lambda: None)
 
