@@ -37,7 +37,7 @@ from benchmarks.workload import MEMORY_COPY, MemoryCopy, Workload
 from persia_torchrec import env
 from persia_torchrec.embedding.optim import Adagrad
 from persia_torchrec.errors import ConfigError, ServerError
-from persia_torchrec.routing.hashing import Ids
+from persia_torchrec.routing.shard import Ids
 from persia_torchrec.rpc.addresses import free_port
 from persia_torchrec.rpc.float_codec import Floats
 from persia_torchrec.table import TableSpec

@@ -64,7 +64,7 @@ from persia_torchrec.sharding.mixed import (
 from persia_torchrec.sharding.multi_hash import (
     MultiHashEmbeddingBagCollection as MultiHashEmbeddingBagCollection,
 )
-from persia_torchrec.sharding.accumulate import accumulate as accumulate
+from persia_torchrec.sharding.training_blocks import accumulate as accumulate
 from persia_torchrec.sharding.all_sharders import (
     RemoteEmbeddingBagSharder as RemoteEmbeddingBagSharder,
     RemoteFeatureProcessedEmbeddingBagCollectionSharder as RemoteFeatureProcessedEmbeddingBagCollectionSharder,
@@ -83,7 +83,7 @@ from persia_torchrec.sharding.state import (
     read_table as read_table,
 )
 from persia_torchrec.sharding.checks import describe_placement as describe_placement
-from persia_torchrec.sharding.uneven_inputs import join as join
+from persia_torchrec.sharding.training_blocks import join as join
 from persia_torchrec.table import (
     TableSettings as TableSettings,
 )
@@ -91,7 +91,7 @@ from persia_torchrec.training.checkpoint import (
     load_checkpoint as load_checkpoint,
     save_checkpoint as save_checkpoint,
 )
-from persia_torchrec.training.delta import (
+from persia_torchrec.training.schedule import (
     save_delta as save_delta,
 )
 from persia_torchrec.training.export import (

@@ -44,8 +44,8 @@ MOVED: dict[str, tuple[str, ...]] = {
     "launch.script": ("job.script",),
     "launch.supervisor": ("job.supervisor",),
     "launch.torchrun": ("job.torchrun",),
-    "sharding.remote_tables": ("sharding.table_control", "sharding.accumulate"),
-    "sharding.whole_model": ("sharding.checks", "sharding.uneven_inputs"),
+    "sharding.remote_tables": ("sharding.table_control", "sharding.training_blocks"),
+    "sharding.whole_model": ("sharding.checks", "sharding.training_blocks"),
     "wire": (),
     "wire.messages": ("rpc.messages",),
 }

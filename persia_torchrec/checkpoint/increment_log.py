@@ -9,16 +9,42 @@ continue another one: they are a line. Lines are followed from a checkpoint whos
 manifest names a position in every one of them, or that is the base of every one of
 them, in one history: a mixture would combine two runs. docs/formats/checkpoint.md
 describes the files.
+
+The base of the increments is a checkpoint that servers write by themselves:
+
+    incremental_dir/base/shard-00000-of-00002-4f2a.rows    a server's rows
+                         shard-00000-of-00002.json         its entry: file, position
+                         manifest.json                     of the latest entries of all
+
+Where the log is many times the rows, each server writes its rows there, so that older
+increments can go. No process brings the servers together: each of them, when its entry
+is written, writes the manifest of all entries there are. Their moments differ; with the
+increments behind each position they are the rows of the training.
+
+An increment stays if it continues a complete checkpoint: the latest of a run, or one
+that has deltas; where there is a base: the base, what is newer, or has deltas. So it
+does not matter who deletes checkpoints, and a server that is killed before it has
+deleted increments deletes them later. Each log has a list of the runs that were dumped
+to while it was written.
 """
 
+import contextlib
+import logging
 import re
 import secrets
+from collections import deque
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal, NamedTuple
 
-from persia_torchrec.checkpoint.catalog import LogPosition, Manifest, require_shard
+from persia_torchrec.checkpoint import catalog
+from persia_torchrec.checkpoint.catalog import (
+    DumpResult,
+    LogPosition,
+    Manifest,
+    require_shard,
+)
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.errors import CheckpointError
 
@@ -276,3 +302,181 @@ def increment_name(number: int) -> str:
 def list_increments(folder: Folder) -> list[int]:
     """Return the numbers of a log's increments, ascending."""
     return folder.numbers(r"(\d+)\.increment")
+
+
+_ATTEMPTS = 10
+
+
+def base_of(logs: Folder) -> Folder:
+    """Return the folder of the base of the logs in a folder."""
+    return logs.child("base")
+
+
+def draw_name(shard: int, num_shards: int) -> str:
+    """Return a name for the next file of a server's rows."""
+    return f"{_prefix(shard, num_shards)}-{secrets.token_hex(4)}.rows"
+
+
+def read_base(logs: Folder) -> tuple[Folder, Manifest] | None:
+    """Return the base, if all servers have written their part of it."""
+    folder = base_of(logs)
+    with contextlib.suppress(CheckpointError):  # none, or one of another version
+        return folder, Manifest.read(folder)
+    return None
+
+
+def newer_base(logs: Folder, lines: list[Line], than: Manifest) -> Folder | None:
+    """Return the base if it is newer than a checkpoint, and all lines continue it."""
+    found = read_base(logs)
+    if found is None or found[1].created <= than.created or not lines:
+        return None
+    is_continued = all(line.position_in(found[1]) for line in lines)
+    return found[0] if is_continued else None
+
+
+def add_to_base(folder: Folder, part: DumpResult, shard: int, num_shards: int) -> None:
+    """Make a file part of the base; of its server only the one before it stays.
+
+    The manifest that another server writes meanwhile may still name that.
+    """
+    entry = f"{_prefix(shard, num_shards)}.json"
+    kept = {part.shard.file}
+    if folder.file_size(entry) is not None:
+        previous: DumpResult = folder.read_json(entry, DumpResult)
+        kept.add(previous.shard.file)
+    folder.write_json(entry, part)
+    for _ in range(_ATTEMPTS):
+        parts = _read_parts(folder, num_shards)
+        if len(parts) < num_shards:
+            break
+        tables = catalog.merge_tables([of_server.tables for of_server in parts])
+        shards = tuple(of_server.shard for of_server in parts)
+        Manifest(tables, shards, datetime.now(UTC).isoformat()).write(folder)
+        if [p.shard for p in _read_parts(folder, num_shards)] == list(shards):
+            break  # else another server has written an entry meanwhile
+    own = re.compile(rf"{_prefix(shard, num_shards)}-[0-9a-f]+\.rows")
+    for name in folder.names():
+        if own.fullmatch(name) and name not in kept:
+            folder.remove(name)
+
+
+def _prefix(shard: int, num_shards: int) -> str:
+    return f"shard-{shard:05d}-of-{num_shards:05d}"
+
+
+def _read_parts(folder: Folder, num_shards: int) -> list[DumpResult]:
+    parts: list[DumpResult] = []
+    for shard in range(num_shards):
+        name = f"{_prefix(shard, num_shards)}.json"
+        if folder.file_size(name) is not None:
+            parts.append(folder.read_json(name, DumpResult))
+    return parts
+
+
+logger = logging.getLogger(__name__)
+
+
+class Retention:
+    """Deletes what no checkpoint needs of the logs of one shard, with the ``own`` log.
+
+    Of the logs of other numbers of servers, those of shards that are no more go to the
+    first ones. The thread that writes the log calls it; any may add to ``begun``, the
+    folders of dumps that have begun.
+    """
+
+    def __init__(self, logs: Folder, own: Log) -> None:
+        self.begun: deque[str] = deque()
+        self._logs = logs
+        self._own = own
+        self._noted: set[str] = set()  # runs, in the file
+        self._known: dict[str, Log] = {}
+
+    def apply(self, *, counts_begun: bool) -> None:
+        """Delete what is not needed; what cannot be deleted now stays.
+
+        Dumps that have begun count the next time, if they do not now: followers read
+        increments of the checkpoint before for a while.
+        """
+        num_shards = self._own.num_shards
+        begun = {self.begun.popleft() for _ in range(len(self.begun))}
+        try:
+            lines = find_lines(self._logs, self._known)
+            runs = self._read_runs({url.rpartition("/")[0] for url in begun})
+            left_out = set() if counts_begun else begun
+            continued = _continued_checkpoints(runs, left_out)
+            kept = [manifest for manifest, _ in continued]
+            if (found := read_base(self._logs)) is not None:
+                kept = [found[1], *_needed_beside(continued, found[1])]
+            needed = _needed_increments(lines, kept)
+            for name in self._logs.names() if kept else ():
+                shard = shard_of_log(name)
+                if shard is not None and shard % num_shards == self._own.shard:
+                    self._prune(name, needed)
+        except CheckpointError as exc:
+            logger.warning("increments that no checkpoint needs stay: %s", exc)
+
+    def _prune(self, name: str, needed: dict[str, int]) -> None:
+        folder = self._logs.child(name)
+        if name not in needed and name != self._own.name:
+            # First: what is half deleted is no log, and deleted the next time.
+            folder.remove(LOG_FILE)
+            folder.remove_all()
+            self._known.pop(name, None)
+            return
+        for number in list_increments(folder):
+            if number < needed.get(name, 1):
+                folder.remove(increment_name(number))
+
+    def _read_runs(self, added: set[str]) -> set[str]:
+        """Return the runs of all logs, and note those that are new."""
+        runs = self._noted | added
+        if runs != self._noted:
+            own = self._logs.child(self._own.name)
+            own.write_json(catalog.RUNS_FILE, sorted(runs))
+            self._noted = runs
+        for name in self._known:
+            log = self._logs.child(name)
+            if log.file_size(catalog.RUNS_FILE) is not None:
+                runs = runs | set(log.read_json(catalog.RUNS_FILE, list[str]))
+        return runs
+
+
+def _needed_beside(
+    found: Iterable[tuple[Manifest, bool]], base: Manifest
+) -> list[Manifest]:
+    """Return the checkpoints that are newer than the base, and those with deltas."""
+    return [m for m, has_deltas in found if has_deltas or m.created > base.created]
+
+
+def _continued_checkpoints(
+    runs: Iterable[str], left_out: Container[str]
+) -> list[tuple[Manifest, bool]]:
+    """Return what increments continue: the latest of each run, and all with deltas.
+
+    With each, whether it has deltas.
+    """
+    found = []
+    for run in runs:
+        complete = [
+            f
+            for f in catalog.complete_checkpoints(Folder(run))
+            if f.url not in left_out
+        ]
+        for place, folder in enumerate(complete):
+            has_deltas = next(catalog.complete_deltas(folder), None) is not None
+            if not place or has_deltas:
+                found.append((Manifest.read(folder), has_deltas))
+    return found
+
+
+def _needed_increments(
+    lines: Sequence[Line], checkpoints: Iterable[Manifest]
+) -> dict[str, int]:
+    """Return by log the first increment that continues some checkpoint, if any does."""
+    needed: dict[str, int] = {}
+    for manifest in checkpoints:
+        for line in lines:
+            begin = line.position_in(manifest) or line.position_after(manifest)
+            for log, first, _ in line.segments(begin) if begin else ():
+                needed[log] = min(needed.get(log, first), first)
+    return needed

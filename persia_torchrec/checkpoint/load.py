@@ -28,7 +28,6 @@ import numpy.typing as npt
 
 from persia_torchrec.checkpoint import catalog, increment_log
 from persia_torchrec.checkpoint.background import BackgroundTask
-from persia_torchrec.checkpoint.base import newer_base
 from persia_torchrec.checkpoint.catalog import (
     Loaded,
     LoadRules,
@@ -53,7 +52,7 @@ from persia_torchrec.checkpoint.fitting import (
     written_s,
 )
 from persia_torchrec.checkpoint.folder import Folder, named_errors
-from persia_torchrec.checkpoint.increment_log import Base, Segment
+from persia_torchrec.checkpoint.increment_log import Base, Segment, newer_base
 from persia_torchrec.checkpoint.row_file import (
     IncrementHead,
     RowFileReader,
@@ -62,8 +61,7 @@ from persia_torchrec.checkpoint.row_file import (
 )
 from persia_torchrec.embedding.setting import Sightings
 from persia_torchrec.errors import CheckpointError
-from persia_torchrec.routing.hashing import Ids
-from persia_torchrec.routing.shard import is_of_shard
+from persia_torchrec.routing.shard import Ids, is_of_shard
 from persia_torchrec.store import memory, table_states
 from persia_torchrec.store.columns import (
     SLICE_ROWS,

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import NamedTuple
 
-from persia_torchrec.checkpoint import base, catalog, increment_log
+from persia_torchrec.checkpoint import catalog, increment_log
 from persia_torchrec.checkpoint.catalog import LogPosition, Manifest
 from persia_torchrec.checkpoint.fitting import Drops
 from persia_torchrec.checkpoint.folder import Folder
@@ -95,7 +95,7 @@ def _plans(
     """Yield what can be restored, the best first."""
     others = []
     found = list(_checkpoints(run))
-    if logs is not None and (of_logs := base.read_base(logs)) is not None:
+    if logs is not None and (of_logs := increment_log.read_base(logs)) is not None:
         found.append(of_logs)
         found.sort(key=lambda one: one[1].created, reverse=True)
     for checkpoint in found:

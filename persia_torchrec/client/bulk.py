@@ -23,7 +23,7 @@ import numpy as np
 from persia_torchrec.client.codec import KnownTable
 from persia_torchrec.client.shards import Servers
 from persia_torchrec.errors import BatchError, FrameError, RestartedError
-from persia_torchrec.routing.hashing import Ids
+from persia_torchrec.routing.shard import Ids
 from persia_torchrec.rpc import messages
 from persia_torchrec.rpc.channel import Reply
 from persia_torchrec.rpc.float_codec import Floats, decode_floats

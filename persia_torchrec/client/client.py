@@ -52,8 +52,7 @@ from persia_torchrec.client.codec import BatchNumber as BatchNumber
 from persia_torchrec.client.shards import Servers
 from persia_torchrec.errors import BatchError, RestartedError, WireError
 from persia_torchrec.job.registry import AddressBook
-from persia_torchrec.routing.hashing import Ids
-from persia_torchrec.routing.shard import Counts, IdGroup, ShardedIds, unique_ids
+from persia_torchrec.routing.shard import Counts, IdGroup, Ids, ShardedIds, unique_ids
 from persia_torchrec.rpc import messages
 from persia_torchrec.rpc.auth import NO_JOB, Greeting
 from persia_torchrec.rpc.channel import MAX_MESSAGE_BYTES, OwnProcess

@@ -10,7 +10,7 @@ from persia_torchrec.datasets.formats import (
     NpyDataset as NpyDataset,
     ParquetDataset as ParquetDataset,
 )
-from persia_torchrec.datasets.conversion import write_parquet as write_parquet
+from persia_torchrec.datasets.formats import write_parquet as write_parquet
 from persia_torchrec.datasets.files import CsvFormat as CsvFormat
 from persia_torchrec.datasets.steps import (
     plain_tensors as plain_tensors,

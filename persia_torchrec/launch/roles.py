@@ -33,19 +33,17 @@ from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.script import split_module
 from persia_torchrec.job.supervisor import ALL, under_supervisor
 from persia_torchrec.job.survivable_memory import AUTO, PRIVATE
-from persia_torchrec.launch.amounts import (
-    quantity,
-    require_memory,
-    require_processors,
-)
 from persia_torchrec.launch.arguments import require_rules
-from persia_torchrec.launch.pod import PodSettings
 from persia_torchrec.launch.requests import (
     TOKEN_SECRETS,
+    PodSettings,
     Role,
     as_it_is,
     as_they_are,
+    quantity,
+    require_memory,
     require_names,
+    require_processors,
 )
 from persia_torchrec.parsing.command_line import format_flags
 from persia_torchrec.parsing.decoding import KeyPath

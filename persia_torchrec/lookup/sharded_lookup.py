@@ -36,11 +36,11 @@ from persia_torchrec.lookup.bags import (
     check_bags,
 )
 from persia_torchrec.routing import shard
-from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.routing.shard import (
     Counts,
     FeatureColumns,
     IdGroup,
+    Ids,
     Positions,
     ShardedIds,
 )

@@ -2,13 +2,25 @@
 
 ``metrics/push.py`` turns a ``Reading`` into ``prometheus_client``'s types, whose
 ``Summary`` does not have PERSIA's gauges of means since the last push.
+
+The serving thread of a server counts without a lock, and makes a snapshot when it is
+asked to:
+
+    pushing thread   ask() -> is_wanted ... wait ... <- the counters
+    serving thread   between two requests: is_wanted? -> give(counters)
+
+A gateway is pushed every counter of ``docs/metrics.md`` as ``persia_NAME``, and
+PERSIA's metrics: the value of the last request is here the mean since the previous
+push.
 """
 
 import threading
 import time
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal, NamedTuple
+
+from persia_torchrec import timeouts
 
 Kind = Literal["counter", "gauge", "untyped"]
 _Key = tuple[str, str | None]  # name and feature
@@ -89,3 +101,140 @@ class Observations:
             for kind, values in kinds.items()
             for (name, feature), value in values.items()
         ]
+
+
+Counters = Mapping[str, int]
+
+STAGES = (
+    *("idle", "receive", "decode", "lookup", "inference", "update", "write", "encode"),
+    *("send", "sweep", "dump", "other"),
+)
+"""What the serving thread does."""
+
+GAUGES = {
+    *("rows", "capacity_rows", "bytes", "hinted_slots", "updates_queued"),
+    *("joint_steps", "joint_bytes", "open_batches", "increments"),
+    *("increments_waiting", "increment_delay_ms", "following_lost", "unwritten_ms"),
+    "increment_age_ms",
+}
+"""Counters of a server that go up and down; so do those that end in ``_max``."""
+
+
+_PAGE = "see docs/metrics.md"
+
+_MEANS = {
+    "index_miss_ratio": (
+        *("misses", "hits misses"),
+        "fraction of the ids looked up that have no row",
+    ),
+    "lookup_hashmap_time_cost_sec": (
+        *(
+            "lookup_us",
+            "requests_train requests_read requests_metadata requests_export",
+        ),
+        "time in the store per training lookup or read of rows",
+    ),
+    "lookup_inference_batch_time_cost_sec": (
+        *("inference_us", "requests_lookup_inference"),
+        "time in the store per read-only lookup",
+    ),
+    "set_embedding_time_cost_sec": (
+        *("write_us", "requests_write", "time in the store per write of rows"),
+    ),
+    "decode_indices_time_cost_sec": (
+        *("decode_us", "requests_lookup requests_update requests_write"),
+        "time to decode a lookup, an update or a write",
+    ),
+    "encode_embedding_time_cost_sec": (
+        *("encode_us", "requests_lookup", "time to encode the reply of a lookup"),
+    ),
+}
+"""PERSIA's means: a counter divided by the sum of others, and help. A counter of
+microseconds becomes one of seconds."""
+
+_COUNTS = {
+    "index_miss_count": ("misses", "ids looked up that have no row"),
+    "gradient_id_miss_count": (
+        "gradients_missed",
+        "ids updated that have no row: evicted since the lookup, or not admitted",
+    ),
+}
+
+
+class Stages:
+    """Attributes all time of one thread, which owns it, to the stage that then ends."""
+
+    def __init__(self, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
+        self._ns = dict.fromkeys(STAGES, 0)
+        self._clock_ns = clock_ns
+        self._last_ns = clock_ns()
+
+    def lap(self, stage: str) -> None:
+        """End a stage."""
+        now_ns = self._clock_ns()
+        self._ns[stage] += now_ns - self._last_ns
+        self._last_ns = now_ns
+
+    def counters(self) -> dict[str, int]:
+        """Return the microseconds of each stage so far, as ``lookup_us``."""
+        return {f"{stage}_us": ns // 1000 for stage, ns in self._ns.items()}
+
+
+class Snapshots:
+    """Counters that the serving thread gives, and one other thread asks for."""
+
+    def __init__(self) -> None:
+        # Read without the lock: a stale value is corrected in the next round.
+        self.is_wanted = False
+        self._changed = threading.Condition()
+        self._latest: Counters | None = None  # guarded by _changed
+        self._is_closed = False  # guarded by _changed
+
+    def ask(self, timeout_s: float) -> Counters | None:
+        """Return the current counters, or the previous ones if none come in time."""
+        with self._changed:
+            self.is_wanted = not self._is_closed
+            self._changed.wait_for(lambda: not self.is_wanted, timeout_s)
+            return self._latest
+
+    def give(self, counters: Counters, *, is_last: bool = False) -> None:
+        """Publish the current counters."""
+        with self._changed:
+            self._latest, self._is_closed = counters, is_last
+            self.is_wanted = False
+            self._changed.notify_all()
+
+
+class ServerReadings:
+    """The metrics of a server, of ``Snapshots.ask``. Owned by the pushing thread."""
+
+    def __init__(self, ask: Callable[[float], Counters | None]) -> None:
+        self._ask = ask
+        self._means = Means()
+
+    def read(self) -> list[Reading]:
+        """Return all metrics; none before the server is serving."""
+        counters = self._ask(timeouts.METRICS_ASK_S)
+        if counters is None:
+            return []
+        inference = counters.get("requests_lookup_inference", 0)
+        training = counters.get("requests_lookup", 0) - inference
+        of_means = {**counters, "requests_train": training}
+        readings = []
+        for name, (total, numbers, help_) in _MEANS.items():
+            sum_ = of_means.get(total, 0) / (1e6 if total.endswith("_us") else 1)
+            num = sum(of_means.get(number, 0) for number in numbers.split())
+            mean = self._means.since_last(name, sum_, num)
+            if mean is not None:
+                readings.append(Reading(name, mean, help_))
+        for name, (counter, help_) in _COUNTS.items():
+            readings.append(Reading(name, counters.get(counter, 0), help_, "untyped"))
+        if "increment_delay_ms" in counters:
+            help_ = "time from the writing of an increment until a follower applied it"
+            delay_s = counters["increment_delay_ms"] / 1000
+            readings.append(Reading("inc_update_delay_sec", delay_s, help_))
+        for name, value in counters.items():
+            is_gauge = name in GAUGES or name.endswith("_max")
+            kind: Literal["gauge", "counter"] = "gauge" if is_gauge else "counter"
+            readings.append(Reading(f"persia_{name}", value, _PAGE, kind))
+        return readings

@@ -50,7 +50,7 @@ from persia_torchrec.persia.slot_tensors import (
     run_dense,
     slot_tensors,
 )
-from persia_torchrec.persia.worker.serving import ask_for_slots
+from persia_torchrec.persia.worker.process import ask_for_slots
 from persia_torchrec.persia.worker_client import WAIT, RemoteBatch, RemoteWorkers
 from persia_torchrec.pipeline.pipeline import BatchPipeline, PrefetchedBatch
 from persia_torchrec.sharding.all_sharders import RemoteSharders
@@ -59,7 +59,7 @@ from persia_torchrec.sharding.collection import CollectionSpec, TableCollection
 from persia_torchrec.sharding.sharded_module import ShardedRemoteCollection
 from persia_torchrec.sharding.sharder import CollectionSharder
 from persia_torchrec.sharding.trainer_metrics import readings
-from persia_torchrec.sharding.uneven_inputs import join
+from persia_torchrec.sharding.training_blocks import join
 from persia_torchrec.table import TableSettings, TableSpec
 from persia_torchrec.training.checkpoint import ContextCheckpoints, at_first
 

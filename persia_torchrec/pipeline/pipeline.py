@@ -25,8 +25,7 @@ from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.client.codec import BatchCount
 from persia_torchrec.errors import BatchError, ConfigError, PersiaError, StalenessError
 from persia_torchrec.lookup.sharded_lookup import Outputs
-from persia_torchrec.pipeline.accumulation import AddingLookup, Update
-from persia_torchrec.pipeline.joint import Trainers
+from persia_torchrec.pipeline.joint import AddingLookup, Trainers, Update
 from persia_torchrec.pipeline.push_queue import (
     Handle,
     Lookup,

@@ -27,7 +27,7 @@ from persia_torchrec.client.client import BatchNumber, Reply
 from persia_torchrec.client.codec import PushOutcome
 from persia_torchrec.errors import ConfigError, PersiaError, StalenessError
 from persia_torchrec.lookup.sharded_lookup import Outputs, RowGradients, add_up
-from persia_torchrec.pipeline.accumulation import AddingLookup, Update
+from persia_torchrec.pipeline.joint import AddingLookup, Update
 from persia_torchrec.pipeline.staleness import CLOSED, Permit, StalenessSemaphore, Tally
 from persia_torchrec.rpc.channel import OwnProcess
 from persia_torchrec.table import TableChange

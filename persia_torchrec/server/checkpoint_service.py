@@ -28,7 +28,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import msgspec
 import numpy as np
 
-from persia_torchrec.checkpoint import base
+from persia_torchrec.checkpoint import increment_log
 from persia_torchrec.checkpoint.background import Activity, BackgroundTask, CpuBudget
 from persia_torchrec.checkpoint.catalog import (
     DumpResult,
@@ -316,15 +316,15 @@ class BaseDump(ShardDump):
     def __init__(
         self, logs: Folder, store: EmbeddingStore, config: ServerConfig
     ) -> None:
-        name = base.draw_name(config.shard, config.num_shards)
-        super().__init__(base.base_of(logs), store, config, name)
+        name = increment_log.draw_name(config.shard, config.num_shards)
+        super().__init__(increment_log.base_of(logs), store, config, name)
 
     def _write(self) -> None:
         self._folder.make()
         super()._write()
         assert self.result is not None
         shard = self._config.shard, self._config.num_shards
-        base.add_to_base(self._folder, self.result, *shard)
+        increment_log.add_to_base(self._folder, self.result, *shard)
 
 
 class Checkpoints:

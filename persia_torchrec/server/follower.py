@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from persia_torchrec import timeouts
-from persia_torchrec.checkpoint import base, catalog, increment_log
+from persia_torchrec.checkpoint import catalog, increment_log
 from persia_torchrec.checkpoint.background import Activity, BackgroundTask, CpuBudget
 from persia_torchrec.checkpoint.catalog import LogPosition, Manifest
 from persia_torchrec.checkpoint.fitting import Drops
@@ -239,7 +239,7 @@ class Follower(BackgroundTask):
                     self._manifests[folder.url] = Manifest.read(folder)
                 yield folder, self._manifests[folder.url]
         logs = self._config.incremental_dir
-        found = None if logs is None else base.read_base(Folder(logs))
+        found = None if logs is None else increment_log.read_base(Folder(logs))
         if found is not None and self._retry_s.get(found[0].url, 0.0) <= now_s:
             yield found
 

@@ -35,8 +35,7 @@ from persia_torchrec.checkpoint import increment_log
 from persia_torchrec.checkpoint.background import Activity, BackgroundTask, CpuBudget
 from persia_torchrec.checkpoint.catalog import LogPosition
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.checkpoint.increment_log import Base, Log
-from persia_torchrec.checkpoint.retention import Retention
+from persia_torchrec.checkpoint.increment_log import Base, Log, Retention
 from persia_torchrec.checkpoint.row_file import (
     Block,
     IncrementHead,

@@ -20,8 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from persia_torchrec.jit.compiled import compiled, read_only
-from persia_torchrec.routing.hashing import Ids
-from persia_torchrec.routing.shard import Positions, unique_ids
+from persia_torchrec.routing.shard import Ids, Positions, unique_ids
 from persia_torchrec.rpc.float_codec import Floats
 from persia_torchrec.rpc.messages import Header, TableIds
 from persia_torchrec.store.memory import MISSING

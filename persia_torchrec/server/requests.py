@@ -17,7 +17,7 @@ import numpy as np
 
 from persia_torchrec.errors import BatchError
 from persia_torchrec.jit.compiled import read_only
-from persia_torchrec.routing.hashing import Ids
+from persia_torchrec.routing.shard import Ids
 from persia_torchrec.rpc import messages
 from persia_torchrec.rpc.channel import MAX_MESSAGE_BYTES
 from persia_torchrec.rpc.float_codec import Floats, encode_floats, size_of

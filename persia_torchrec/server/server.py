@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from persia_torchrec.errors import ConfigError, FrameError, PersiaError, RestartedError
 from persia_torchrec.metrics.push import push_metrics
-from persia_torchrec.metrics.server import ServerReadings, Snapshots
+from persia_torchrec.metrics.values import ServerReadings, Snapshots
 from persia_torchrec.rpc.auth import NO_JOB, Greeting
 from persia_torchrec.rpc.channel import Listener
 from persia_torchrec.rpc.messages import TRAINING, Header, Kind

@@ -30,11 +30,11 @@ from persia_torchrec.parsing.command_line import ImportFlags, parse_flags
 from persia_torchrec.persia.config.embedding_config import load_embedding_config
 from persia_torchrec.persia.worker_client import RemoteWorkers
 from persia_torchrec.rpc.addresses import tcp_address
-from persia_torchrec.serving.batching import Batching
 from persia_torchrec.serving.embeddings import SlotsReader, host_checkpoint
 from persia_torchrec.serving.models import Models, Version, following_checkpoints
 from persia_torchrec.serving.predictor import (
     SCRIPT_MODEL,
+    Batching,
     Predictor,
     checkpoint_of,
     choose_device,

@@ -5,7 +5,7 @@
     GET  /health                        {"ready": true, "rows": ..., "model": ...}
     GET  /metrics                       Prometheus
     POST /predict                       application/octet-stream: PersiaBatch.to_bytes()
-                                        application/json: json_batch.py
+                                        application/json: inference_protocol.py
                                         answer: {"predictions": [...]}
     GET  /v2, /v2/models/M, .../ready, .../config, .../stats
     POST /v2/models/M/infer             inference_protocol.py
@@ -40,7 +40,7 @@ from persia_torchrec.errors import (
 )
 from persia_torchrec.persia.batch import PersiaBatch
 from persia_torchrec.serving import inference_protocol as protocol
-from persia_torchrec.serving.json_batch import parse_json_batch
+from persia_torchrec.serving.inference_protocol import parse_json_batch
 from persia_torchrec.serving.models import (
     Answer,
     Models,

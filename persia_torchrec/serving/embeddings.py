@@ -41,7 +41,7 @@ from persia_torchrec.persia.batch import PersiaBatch, ReferencedBatch
 from persia_torchrec.persia.config.embedding_config import EmbeddingSchema
 from persia_torchrec.persia.loader import LookupSettings
 from persia_torchrec.persia.slot_tensors import Slots, StagedSlots, slot_tensors
-from persia_torchrec.persia.worker.serving import require_dims
+from persia_torchrec.persia.worker.process import require_dims
 from persia_torchrec.persia.worker_client import RemoteBatch, RemoteWorkers
 from persia_torchrec.server.cluster import EmbeddingCluster
 

@@ -52,7 +52,7 @@ from persia_torchrec.sharding.on_device import (
     Tensors,
     by_feature,
 )
-from persia_torchrec.sharding.placeholder import Placeholder
+from persia_torchrec.sharding.planned import Placeholder
 from persia_torchrec.sharding.table_control import (
     WAIT_FOR_PUSH,
     WAIT_FOR_ROWS,

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map_only
 from persia_torchrec.client import bulk
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import BatchError
-from persia_torchrec.routing.hashing import Ids
+from persia_torchrec.routing.shard import Ids
 from persia_torchrec.rpc.float_codec import Floats
 from persia_torchrec.sharding import torchrec_api
 from persia_torchrec.sharding.torchrec_api import (

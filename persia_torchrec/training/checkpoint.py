@@ -8,7 +8,7 @@ PERSIA's contexts is a few files of ``torch.save`` and ``torch.jit.save``:
         DENSE/  or  dense.pt ...     the dense half
         shard-00000-of-00002.rows    one per server
         manifest.json                written last: the checkpoint is complete
-        delta-00000001/              of delta.py: what has changed since
+        delta-00000001/              of schedule.py: what has changed since
           DENSE/
           delta.json                 written last; positions in the servers' logs
       dense.pt ...                   of a context: as in the latest complete one
@@ -54,8 +54,12 @@ from persia_torchrec.job import trainer_group
 from persia_torchrec.sharding.optimizer import keeping_tensors
 from persia_torchrec.sharding.state import without_rows
 from persia_torchrec.sharding.table_control import Sharders, table_controls
-from persia_torchrec.training.dense_planners import DenseOnly, LoadPlanner, SavePlanner
-from persia_torchrec.training.dense_reader import reader_of
+from persia_torchrec.training.dense_reader import (
+    DenseOnly,
+    LoadPlanner,
+    SavePlanner,
+    reader_of,
+)
 
 logger = logging.getLogger(__name__)
 

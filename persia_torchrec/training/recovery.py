@@ -11,9 +11,8 @@
 
 ``exact`` also takes the servers back: rows, optimizer state, settings and steps of the
 tables. With ``rows_ahead`` rows stay as they are, with the updates since; the batches
-after the checkpoint are trained on them a second time, as PERSIA does.
-
-Batches that were looked up ahead are in no checkpoint: only rows that lookups made.
+after the checkpoint are trained on them a second time, as PERSIA does. Batches that
+were looked up ahead are in no checkpoint: only rows that lookups made.
 """
 
 import contextlib
@@ -57,12 +56,15 @@ from persia_torchrec.training.data_state import (
     set_random_state,
     state_of_data,
 )
-from persia_torchrec.training.delta import save_delta
-from persia_torchrec.training.schedule import CheckpointClock, Resume, rules_of
-from persia_torchrec.training.schedule import RecoveryConfig as RecoveryConfig
+from persia_torchrec.training.schedule import (
+    CheckpointClock,
+    RecoveryConfig,
+    Resume,
+    rules_of,
+    save_delta,
+)
 
 logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
 
 _MAX_AHEAD = 128  # batches that a train pipeline may take before it steps

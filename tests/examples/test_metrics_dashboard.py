@@ -9,12 +9,16 @@ import yaml
 
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.embedding.optim import SGD
-from persia_torchrec.metrics.server import ServerReadings
+from persia_torchrec.metrics.values import ServerReadings
 from persia_torchrec.persia import worker_client as trainer
 from persia_torchrec.persia.config.embedding_config import load_embedding_config
 from persia_torchrec.persia.config.global_config import MetricsSettings
-from persia_torchrec.persia.worker.process import IdBuffer, WorkerProcess
-from persia_torchrec.persia.worker.serving import make_lookup, pushing_metrics
+from persia_torchrec.persia.worker.process import (
+    IdBuffer,
+    WorkerProcess,
+    make_lookup,
+    pushing_metrics,
+)
 from persia_torchrec.table import TableSpec
 from tests.support.gateway import Gateway
 from tests.support.one_feature import bags_of

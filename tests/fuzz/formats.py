@@ -61,7 +61,7 @@ from persia_torchrec.rpc import messages
 from persia_torchrec.rpc.float_codec import decode_floats
 from persia_torchrec.rpc.messages import Header, Kind, Share
 from persia_torchrec.server.checkpoint_service import CheckpointRequest
-from persia_torchrec.serving.json_batch import parse_json_batch
+from persia_torchrec.serving.inference_protocol import parse_json_batch
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
 from tests.fuzz.mutations import (

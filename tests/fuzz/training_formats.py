@@ -12,9 +12,8 @@ import torch
 from persia_torchrec.checkpoint import catalog, increment_log
 from persia_torchrec.checkpoint.catalog import Delta, DenseHalf, Manifest, Saved
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.checkpoint.increment_log import Log
+from persia_torchrec.checkpoint.increment_log import Log, Retention
 from persia_torchrec.checkpoint.load import ShardLoad, Target
-from persia_torchrec.checkpoint.retention import Retention
 from persia_torchrec.data import (
     ArrowDataset,
     CsvDataset,

@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persia_torchrec.errors import BatchError
-from persia_torchrec.routing.hashing import add_prefix, hash_stack
 from persia_torchrec.routing.shard import (
     FeatureColumns,
+    add_prefix,
+    hash_stack,
     is_of_shard,
     route_features,
     route_ids,

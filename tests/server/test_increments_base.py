@@ -3,9 +3,13 @@
 import numpy as np
 import pytest
 
-from persia_torchrec.checkpoint.base import base_of, read_base
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.checkpoint.increment_log import find_lines, list_increments
+from persia_torchrec.checkpoint.increment_log import (
+    base_of,
+    find_lines,
+    list_increments,
+    read_base,
+)
 from persia_torchrec.checkpoint.load import Target
 from persia_torchrec.checkpoint.restore import restore
 from persia_torchrec.errors import CheckpointError

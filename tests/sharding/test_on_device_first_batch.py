@@ -28,7 +28,7 @@ from persia_torchrec import (
 )
 from persia_torchrec.sharding import first_batch, on_device
 from persia_torchrec.sharding.first_batch import PlainBatch
-from persia_torchrec.sharding.uneven_inputs import join
+from persia_torchrec.sharding.training_blocks import join
 from tests.support import two_trainers
 from tests.support.places import CPU, GPU_PLACES
 from tests.support.processes import Processes

@@ -31,7 +31,7 @@ from persia_torchrec import (
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import PersiaError
-from persia_torchrec.sharding.uneven_inputs import join
+from persia_torchrec.sharding.training_blocks import join
 from tests.support.remote_job import (
     CPU,
     META,

@@ -17,8 +17,8 @@ from persia_torchrec.training.checkpoint import (
     from_all,
     save_dense_beside,
 )
-from persia_torchrec.training.recovery import Recovery, RecoveryConfig
-from persia_torchrec.training.schedule import CheckpointClock
+from persia_torchrec.training.recovery import Recovery
+from persia_torchrec.training.schedule import CheckpointClock, RecoveryConfig
 from tests.support.processes import DEADLINE_S
 
 TIMEOUT_S = 0.3

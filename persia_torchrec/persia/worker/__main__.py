@@ -27,8 +27,9 @@ from persia_torchrec.job.service import Lifetime, run_service, tell_ready
 from persia_torchrec.lookup.pooling import warm_up
 from persia_torchrec.parsing.command_line import ImportFlags, parse_flags
 from persia_torchrec.persia.config import embedding_config, global_config
-from persia_torchrec.persia.worker.process import IdBuffer, WorkerProcess
-from persia_torchrec.persia.worker.serving import (
+from persia_torchrec.persia.worker.process import (
+    IdBuffer,
+    WorkerProcess,
     make_lookup,
     pushing_metrics,
     ready_client,

@@ -23,7 +23,7 @@ from persia_torchrec.persia.batch import (
     PersiaBatch,
 )
 from persia_torchrec.persia.embedding import EmbeddingConfig
-from persia_torchrec.persia.worker.serving import tell_slots
+from persia_torchrec.persia.worker.process import tell_slots
 from persia_torchrec.table import TableSettings
 from tests.support.local_job import Batches, LocalJob, SumOfEmbeddings, batch_of
 from tests.support.servers import DEADLINE_S, ids_of

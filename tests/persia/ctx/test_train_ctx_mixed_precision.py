@@ -9,8 +9,8 @@ from persia_torchrec.ctx import eval_ctx
 from persia_torchrec.data import DataLoader
 from persia_torchrec.datasets.transfer import ToHost
 from persia_torchrec.persia.batch import NonIDTypeFeature
-from persia_torchrec.persia.ctx import non_finite
-from persia_torchrec.persia.ctx.non_finite import NonFiniteWatch
+from persia_torchrec.persia.ctx import train_ctx
+from persia_torchrec.persia.ctx.train_ctx import NonFiniteWatch
 from tests.support.local_job import Batches, SumOfEmbeddings, batch_of
 
 MANY = 99_999.0  # more than float16 holds
@@ -147,7 +147,7 @@ class TestLossScale:
 
 
 def warnings_of(caplog):
-    return [r.message for r in caplog.records if r.name == non_finite.__name__]
+    return [r.message for r in caplog.records if r.name == train_ctx.__name__]
 
 
 class TestWhatIsNotFinite:

@@ -18,7 +18,7 @@ from persia_torchrec.errors import ConfigError, WireError
 from persia_torchrec.lookup.pooling import warm_up
 from persia_torchrec.persia.config.embedding_config import load_embedding_config
 from persia_torchrec.persia.worker.__main__ import main
-from persia_torchrec.persia.worker.serving import ready_client, require_dims
+from persia_torchrec.persia.worker.process import ready_client, require_dims
 from persia_torchrec.persia.worker_client import RemoteWorkers
 from persia_torchrec.rpc.messages import Kind, decode_json, encode_json
 from persia_torchrec.table import TableSpec

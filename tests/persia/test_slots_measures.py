@@ -13,10 +13,13 @@ from persia_torchrec.errors import BatchError
 from persia_torchrec.lookup.bags import encode_bags
 from persia_torchrec.persia.config.embedding_config import load_embedding_config
 from persia_torchrec.persia.config.global_config import MetricsSettings
-from persia_torchrec.persia.measures import LookupMeasures
-from persia_torchrec.persia.slots import SlotsLookup
-from persia_torchrec.persia.worker.process import IdBuffer, WorkerProcess
-from persia_torchrec.persia.worker.serving import make_lookup, pushing_metrics
+from persia_torchrec.persia.slots import LookupMeasures, SlotsLookup
+from persia_torchrec.persia.worker.process import (
+    IdBuffer,
+    WorkerProcess,
+    make_lookup,
+    pushing_metrics,
+)
 from persia_torchrec.rpc.messages import TRAINING, Header, Kind, encode_json
 from persia_torchrec.table import TableSpec
 from tests.support.one_feature import bags_of

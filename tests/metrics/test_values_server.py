@@ -8,7 +8,7 @@ import pytest
 
 from persia_torchrec import SGD
 from persia_torchrec.client.client import BatchNumber
-from persia_torchrec.metrics.server import GAUGES, ServerReadings, Snapshots, Stages
+from persia_torchrec.metrics.values import GAUGES, ServerReadings, Snapshots, Stages
 from persia_torchrec.persia.config.global_config import MetricsSettings
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
 from persia_torchrec.table import TableSpec

@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from persia_torchrec.persia.measures import DistinctIds
+from persia_torchrec.persia.slots import DistinctIds
 from tests.support.servers import ids_of
 
 

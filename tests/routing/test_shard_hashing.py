@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia_torchrec.routing.hashing import (
+from persia_torchrec.routing.shard import (
     add_prefix,
     farmhash64,
     hash_stack,

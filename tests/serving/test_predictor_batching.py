@@ -15,8 +15,8 @@ from persia_torchrec.persia.batch import (
     NonIDTypeFeature,
     PersiaBatch,
 )
-from persia_torchrec.serving import batching as module
-from persia_torchrec.serving.batching import Batcher, Batching, join
+from persia_torchrec.serving import predictor as module
+from persia_torchrec.serving.predictor import Batcher, Batching, join
 from tests.support.processes import wait_until
 from tests.support.servers import DEADLINE_S, ids_of
 

@@ -2,7 +2,7 @@ import pytest
 
 from persia_torchrec.errors import ConfigError, DiscoveryError
 from persia_torchrec.persia.config.embedding_config import load_embedding_config
-from persia_torchrec.persia.worker.serving import ask_for_slots, tell_slots
+from persia_torchrec.persia.worker.process import ask_for_slots, tell_slots
 
 SLOTS = """
 slots_config:
