@@ -9,8 +9,8 @@ requests. Numbers come in any order, within the last 4096 of their stream:
     outcome             four words of what was replied, of the last 256
 
 They are kept with the rows: ``docs/formats/memory.md`` has the words, ``notes`` of the
-store. A mark is set by the ``EmbeddingStore.request`` that it is of, in one change with
-the rows; the others, which make room for marks, may be set before.
+store. A mark is set by the ``EmbeddingStore.transaction`` that it is of, in one change
+with the rows; the others, which make room for marks, may be set before.
 """
 
 import secrets
@@ -21,7 +21,7 @@ import numpy as np
 from persia_torchrec.errors import FencedError, FrameError, StoreError
 from persia_torchrec.rpc.messages import GENERATION_SHIFT, MAX_PARTS, NO_GENERATION
 from persia_torchrec.server.open_batches import Batch
-from persia_torchrec.store.embedding_store import EmbeddingStore, Request
+from persia_torchrec.store.embedding_store import EmbeddingStore, Transaction
 
 Outcome = tuple[int, ...]
 """Four words, as of an update: ids without a row, rows that were refused, ids that were
@@ -131,20 +131,22 @@ class Streams:
         return tuple(self._words[at + 1 : at + _OUTCOME_WORDS])
 
     def settle(
-        self, request: Request, batch: Batch, outcome: Outcome = NOTHING
+        self, transaction: Transaction, batch: Batch, outcome: Outcome = NOTHING
     ) -> None:
         """Note that a request is applied, or refused for good."""
-        if self._mark(request, batch, _SETTLED):
+        if self._mark(transaction, batch, _SETTLED):
             at = self._outcome_at(batch)
             for offset, word in enumerate((batch[1] + 1, *outcome)):
-                request.note(at + offset, word)
+                transaction.note(at + offset, word)
 
-    def settle_update(self, request: Request, batch: Batch, num_ids: int) -> None:
-        """Note that an update of the request is applied, with its results."""
-        if self._mark(request, batch, _SETTLED):
+    def settle_update(
+        self, transaction: Transaction, batch: Batch, num_ids: int
+    ) -> None:
+        """Note that an update of the transaction is applied, with its results."""
+        if self._mark(transaction, batch, _SETTLED):
             at = self._outcome_at(batch)
-            request.notes += (at, batch[1] + 1), (at + 4, num_ids)
-            request.note_results(at + 1)
+            transaction.notes += (at, batch[1] + 1), (at + 4, num_ids)
+            transaction.note_results(at + 1)
 
     def was_looked_up(self, batch: Batch, part: int) -> bool:
         """Return whether the lookup of a part was answered before."""
@@ -154,9 +156,9 @@ class Streams:
         mark = self._find(stream, number)
         return not mark or bool(self._bytes[mark] & (_SETTLED | 1 << part))
 
-    def look_up(self, request: Request, batch: Batch, part: int) -> None:
+    def look_up(self, transaction: Transaction, batch: Batch, part: int) -> None:
         """Note that the lookup of a part is answered."""
-        self._mark(request, batch, 1 << part)
+        self._mark(transaction, batch, 1 << part)
 
     def open_batches(self) -> list[Batch]:
         """Return the batches that were looked up and are not settled."""
@@ -182,13 +184,13 @@ class Streams:
         self._bytes[at : at + len(saved)] = saved
         self._words[_GROUPS] = half << 63 | len(saved)
 
-    def _mark(self, request: Request, batch: Batch, mark: int) -> bool:
-        """Have a request set a mark; return False for a number that is too old."""
+    def _mark(self, transaction: Transaction, batch: Batch, mark: int) -> bool:
+        """Have a transaction set a mark; return False for a number that is too old."""
         stream, number = batch
         place = self._find(stream, number) if stream else 0
         if place:
             word = self._words[place // 8]
-            request.note(place // 8, word | mark << 8 * (place % 8))
+            transaction.note(place // 8, word | mark << 8 * (place % 8))
         return bool(place)
 
     def _outcome_at(self, batch: Batch) -> int:

@@ -73,7 +73,7 @@ def _answer_lookup(shard: Shard, request: Request) -> Frames:
         shard.counts["requests_repeated"] += 1
         shard.stages.lap("inference")
     else:
-        with store.request() as change:
+        with store.transaction() as change:
             slots = [
                 store.lookup(
                     *(table, ids_N, out_ND),
@@ -192,7 +192,7 @@ def _answer_write(shard: Shard, request: Request) -> Frames:
     has_state = bool(header.flags & messages.STATE)
     rows = shard.read_rows(tables, frames[3], header.precision, has_state=has_state)
     shard.stages.lap("decode")
-    with shard.store.request() as change:
+    with shard.store.transaction() as change:
         for t, rows_NK in zip(tables, rows, strict=True):
             shard.store.write(t.table, t.ids, rows_NK)
         shard.streams.settle(change, _batch_of(header))
@@ -293,7 +293,7 @@ def _answer_step(shard: Shard, request: Request) -> Frames:
     if asked.step is not None:
         if (outcome := shard.find_outcome(batch)) is not None:
             return [encode_json(outcome[0])]
-        with shard.store.request() as change:
+        with shard.store.transaction() as change:
             shard.store.set_step(asked.table, asked.step)
             shard.streams.settle(change, batch, (asked.step, 0, 0, 0))
     return [encode_json(shard.store.states[asked.table].num_updates)]
@@ -334,7 +334,7 @@ def _answer_add_tables(shard: Shard, request: Request) -> Frames:
     numbers = shard.store.add_tables(specs)
     if isinstance(asked, _Added):
         shard.note_user(request.peer, asked.who, numbers)
-    with shard.store.request() as change:
+    with shard.store.transaction() as change:
         shard.streams.settle(change, batch)
     states = shard.store.states[num_known:]
     added = [state.spec for state in states if not state.is_part]
@@ -361,7 +361,7 @@ def _answer_clear(shard: Shard, request: Request) -> Frames:
     batch = _batch_of(request.header)
     if shard.find_outcome(batch) is None:
         shard.checkpoints.cancel("the rows were dropped")
-        with shard.store.request() as change:
+        with shard.store.transaction() as change:
             shard.streams.settle(change, batch)
             shard.store.clear()
         shard.open_batches.clear_slots()

@@ -177,8 +177,8 @@ class Shard:
 
     def _refuse_update(self, update: Update, exc: Exception) -> None:
         self.open_batches.end(update.batch)
-        with self.store.request() as request:
-            self.streams.settle(request, update.batch, REFUSED)
+        with self.store.transaction() as transaction:
+            self.streams.settle(transaction, update.batch, REFUSED)
         self.refuse(update.peer, update.header.request, exc)
 
     def _keep_groups(self, groups: Sequence[bytes]) -> None:
@@ -192,7 +192,7 @@ class Shard:
         given = [update for update in updates if update.tables]
         slots = self.open_batches.apply([update.batch for update in given])
         num_ids = 0
-        with self.store.request() as request:
+        with self.store.transaction() as transaction:
             for part in build_gradients(given, slots):
                 state = self.store.states[part.table]
                 if state.spec.is_frozen or state.is_dropped:
@@ -202,9 +202,9 @@ class Shard:
                 self.num_updates += 1
                 num_ids += len(part.ids)
             for update in updates:
-                self.streams.settle_update(request, update.batch, num_ids)
+                self.streams.settle_update(transaction, update.batch, num_ids)
         self.num_updated_rows += num_ids
-        return *request.totals, num_ids
+        return *transaction.totals, num_ids
 
     def counters(self) -> dict[str, int]:
         """Return everything that is counted, see ``docs/metrics.md``."""

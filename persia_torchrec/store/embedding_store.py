@@ -6,7 +6,7 @@ One thread owns a store; nothing here locks.
                      |
                   recency: a training lookup refreshes; nothing else does
 
-In a memory file every change is all or nothing: see ``recovery.py``.
+In a memory file every change is all or nothing: see ``undo_log.py``.
 """
 
 import time
@@ -41,10 +41,10 @@ from persia_torchrec.store.memory import (
 from persia_torchrec.store.memory_file import MemoryFile
 from persia_torchrec.store.recency import NUM_LFU_CLASSES, RecencyLogs
 from persia_torchrec.store.table import Published, TableState
-from persia_torchrec.store.transaction import CLEAR, STEP, WRITE, Change, Requests
-from persia_torchrec.store.transaction import Request as Request
+from persia_torchrec.store.transaction import CLEAR, STEP, WRITE, Change, Transactions
+from persia_torchrec.store.transaction import Transaction as Transaction
 from persia_torchrec.store.transaction import UpdateResult as UpdateResult
-from persia_torchrec.store.undo_log import Recovery
+from persia_torchrec.store.undo_log import UndoLog
 from persia_torchrec.table import Metadata, TableSpec, with_parts
 
 Eviction = Literal["lru", "lfu"]
@@ -125,10 +125,10 @@ class EmbeddingStore:
         text = self.memory.tables or b"{}"
         tables: Published = parse_json(text, Published, "A memory file", StoreError)
         self.tally: Tally = self.memory.area(memory.TALLY).view(np.int64)
-        self.recovery: Recovery | None = None
+        self.undo_log: UndoLog | None = None
         if isinstance(self.memory, MemoryFile):
-            self.recovery = Recovery(self.memory, self.tally, tables.num_arenas)
-        self._requests = Requests(self, self.recovery)
+            self.undo_log = UndoLog(self.memory, self.tally, tables.num_arenas)
+        self._transactions = Transactions(self, self.undo_log)
         is_load = self.tally[memory.CHANGE] == memory.LOAD
         self.was_loading = bool(is_load or self.is_loading)
         self.tally[memory.CAPACITY] = self.capacity_rows
@@ -142,16 +142,16 @@ class EmbeddingStore:
         self.leaving: dict[int, int] = {}
         self._set_addresses()
         self._ring = None
-        if self.recovery is not None:
+        if self.undo_log is not None:
             self._ring = Ring.open(self.memory, self.steps, tables.journal)
         self.journal = ChangeJournal(self.tally, self._ring)
         for table in tables.tables:
             self.states.append(table_states.open_published(self, table))
         table_states.link(self)
-        self._requests.open_notes(*tables.notes)
+        self._transactions.open_notes(*tables.notes)
         if self.memory.is_new:
             self.publish([])
-        self._requests.complete()
+        self._transactions.complete()
 
     @property
     def tables(self) -> list[TableSpec]:
@@ -286,11 +286,11 @@ class EmbeddingStore:
         slots_N = np.empty(len(ids_N), dtype=np.uint32)
         missing_N = np.empty(len(ids_N), dtype=np.int64)
         arguments = state.at, ids_N, counts_N, out_ND, slots_N, missing_N
-        self._requests.begin(len(ids_N))
+        self._transactions.begin(len(ids_N))
         num_missing = loops.lookup_training(*arguments)
         if num_missing == loops.NO_ROOM:
-            self.logs.make_room(self.arenas.directory, len(ids_N), self.recovery)
-            self._requests.begin(len(ids_N))
+            self.logs.make_room(self.arenas.directory, len(ids_N), self.undo_log)
+            self._transactions.begin(len(ids_N))
             num_missing = loops.lookup_training(*arguments)
         missing = admitted = _NO_INDICES
         if num_missing:
@@ -303,7 +303,7 @@ class EmbeddingStore:
             )
             if state.remembered.size:
                 self.journal.seen(state.number, ids_N[missing])
-        self._requests.end()
+        self._transactions.end()
         return slots_N
 
     def _make_missing(
@@ -315,7 +315,7 @@ class EmbeddingStore:
     ) -> loops.Indices:
         """Make the rows of those missing ids that are admitted; return which."""
         ids_N, counts_N, out_ND, slots_N = arrays
-        self._requests.keep_admission(state, len(missing))
+        self._transactions.keep_admission(state, len(missing))
         now = self.tick, batch
         chosen = admitted, _ = state.admit(ids_N, counts_N, missing, out_ND, now)
         self.tally[memory.REJECTED] += len(missing) - len(admitted)
@@ -341,42 +341,42 @@ class EmbeddingStore:
 
         ``hints_N`` is what the lookup of these ids returned; each hint is checked, and
         a wrong one costs time only, but that a block that none names gets no gradient.
-        Within a request there is :meth:`add_update`.
+        Within a transaction there is :meth:`add_update`.
         """
-        with self.request() as request:
+        with self.transaction() as transaction:
             self.add_update(table, ids_N, grads_ND, hints_N)
-        return request.results[-1]
+        return transaction.results[-1]
 
     def add_update(
         self, table: int, ids_N: Ids, grads_ND: Floats, hints_N: Slots | None = None
     ) -> None:
-        """Do :meth:`update` at the end of the open request, which has the result."""
+        """Do :meth:`update` at the end of the transaction, which has the result."""
         blocks = self.states[table].blocks
         if blocks is not None:
             parts, grads_ND, hints_N = blocks.split_update(
                 read_only(ids_N), grads_ND, hints_N
             )
             for part in parts:
-                self._requests.add_update(*part)
-        self._requests.add_update(table, ids_N, grads_ND, hints_N)
+                self._transactions.add_update(*part)
+        self._transactions.add_update(table, ids_N, grads_ND, hints_N)
 
-    def request(self) -> Request:
+    def transaction(self) -> Transaction:
         """Make several calls, and notes, one change.
 
         If the process dies, the next one that opens the memory file finds all of it, or
         nothing. Lookups, sweeps and removals are done at once; updates, writes, steps
         and a clear, which is the last one, at the end, and then notes. After an error
-        nothing is done at the end. A request in another one is a part of that.
+        nothing is done at the end. A transaction in another one is a part of that.
         """
-        return self._requests.request()
+        return self._transactions.opened or Transaction(self._transactions)
 
     def notes(self, num_words: int) -> Words:
         """Return words that live as long as the memory, zero at first.
 
-        Requests set them. The number is the same at every call. They cost nothing until
-        they are committed in ``memory``, and can be used then.
+        Transactions set them. The number is the same at every call. They cost nothing
+        until they are committed in ``memory``, and can be used then.
         """
-        return self._requests.make_notes(num_words)
+        return self._transactions.make_notes(num_words)
 
     def write(self, table: int, ids_N: Ids, rows_NK: Floats) -> None:
         """Set weights ``(N, D)``, or weights and state ``(N, D + S)``, of ids.
@@ -399,12 +399,14 @@ class EmbeddingStore:
         weights_ND = np.empty((len(ids_N), state.spec.row_dim), dtype=np.float32)
         ids_N, rows_NK = read_only(ids_N), read_only(rows_NK)
         admission, state.admission = state.admission, None
-        with self.request():
+        with self.transaction():
             try:
                 self.look_up_rows(state, ids_N, weights_ND, training=True)
             finally:
                 state.admission = admission
-            self._requests.add(Change(WRITE, state.number, ids=ids_N, values=rows_NK))
+            self._transactions.add(
+                Change(WRITE, state.number, ids=ids_N, values=rows_NK)
+            )
 
     def read(self, table: int, ids_N: Ids) -> Floats:
         """Return weights and state of ids, ``(N, D + S)``; zeros without a row."""
@@ -439,9 +441,9 @@ class EmbeddingStore:
         """Continue counting a table's update requests from ``step``."""
         if self.journal.is_on:
             self.journal.changed(ChangedSlots(table, 0, 0, _NO_SLOTS))
-        with self.request() as request:
-            request.steps[table] = step
-            self._requests.add(Change(STEP, table, step))
+        with self.transaction() as transaction:
+            transaction.steps[table] = step
+            self._transactions.add(Change(STEP, table, step))
 
     def metadata(self, table: int, ids_N: Ids) -> Metadata:
         """Return how often ids were looked up, and when they were last updated."""
@@ -476,12 +478,12 @@ class EmbeddingStore:
             return False
         self.journal.make_room(max_rows)
         layouts_T = np.stack([state.layout for state in self.states])
-        directory, log = self.arenas.directory, self._requests.log
+        directory, log = self.arenas.directory, self._transactions.log
         next_ = [memory.SWEPT_ARENA, memory.SWEPT_SLOT]
         arena, slot = self.tally[next_].tolist()
         self._sweeps.begin_slice(is_first=not (arena or slot))
         with self.changing():
-            self._requests.make_room(max_rows)
+            self._transactions.make_room(max_rows)
             while max_rows > 0 and arena < len(directory):
                 num_used = int(directory[arena, memory.USED])
                 stop = min(slot + max_rows, num_used)
@@ -506,19 +508,19 @@ class EmbeddingStore:
         self.journal.make_room(len(ids_N))
         with self.changing():
             self.journal.leaving(table, ids_N)
-            self._requests.make_room(len(ids_N))
+            self._transactions.make_room(len(ids_N))
             loops.remove_ids(self.states[table].at, read_only(ids_N))
 
     def take_rows_of(self, other: "EmbeddingStore") -> None:
         """Take over the tables and rows of another store, which is not used again."""
         vars(self).update(vars(other))
-        self._requests = Requests(self, self.recovery)
+        self._transactions = Transactions(self, self.undo_log)
         self.seconds, self._sweeps = ExpiryClock(self), Sweeps(self)
 
     def clear(self) -> None:
         """Drop all rows and their optimizer state; the tables stay known."""
-        with self.request():
-            self._requests.add(Change(CLEAR))
+        with self.transaction():
+            self._transactions.add(Change(CLEAR))
 
     def drop_rows(self) -> None:
         """Clear, as a part of what is in progress."""
@@ -537,16 +539,16 @@ class EmbeddingStore:
     @contextmanager
     def changing(self) -> Iterator[None]:
         """Change rows at once, or not at all."""
-        self._requests.begin()
+        self._transactions.begin()
         yield
-        self._requests.end()
+        self._transactions.end()
 
     def make_room(self, table: int, num_rows: int) -> None:
         """Make room for rows of a table that are about to be made."""
         self.journal.make_room(num_rows)
-        if self.recovery is not None:
+        if self.undo_log is not None:
             arena = int(self.states[table].layout[memory.ARENA])
-            self._requests.make_room(num_rows)
+            self._transactions.make_room(num_rows)
             self.arenas.make_room(arena, num_rows)
             self.index.make_room(num_rows)
 
@@ -578,12 +580,12 @@ class EmbeddingStore:
 
     def publish(self, states: Sequence[TableState]) -> None:
         """Write down the tables, for a process that opens the memory later."""
-        if self.recovery is None:
+        if self.undo_log is None:
             return
         found = Published(
             len(self.arenas.words),
             [state.describe(self.steps) for state in states],
-            self._requests.describe_notes(),
+            self._transactions.describe_notes(),
             self._ring.at(self.steps) if self._ring else 0,
         )
         self.memory.publish(msgspec.json.encode(found))

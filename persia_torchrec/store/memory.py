@@ -49,7 +49,7 @@ Counts = npt.NDArray[np.uint32]
 Tally = npt.NDArray[np.int64]
 Layout = npt.NDArray[np.uint64]
 Log = np.uint64 | None
-"""Address of the log of what changes (``recovery.py``); None in private memory."""
+"""Address of the log of what changes (``undo_log.py``); None in private memory."""
 TableAt = tuple[Layout, Log]
 """What a loop takes that changes rows: a table's layout, and the log."""
 
@@ -110,7 +110,7 @@ COUNTERS = {
 
 NO_CHANGE, REQUEST, LOAD, CLEAR = range(4)
 """What changes the store right now: nothing; a request that would be undone; a load; a
-clear, which would be done once more (see ``recovery.py``)."""
+clear, which would be done once more (see ``undo_log.py``)."""
 
 FREQUENCY, LAST_STEP, FIRST_STEP, LAST_S = (np.uint64(at) for at in (16, 20, 24, 28))
 """Bytes of a row at which its metadata stand, each a uint32."""

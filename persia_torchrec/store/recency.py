@@ -36,7 +36,7 @@ from persia_torchrec.jit.compiled import compiled, inlined
 from persia_torchrec.jit.kernel import BEGIN, NO_LOG
 from persia_torchrec.store import memory
 from persia_torchrec.store.memory import WORD, RowsAt, StoreMemory, Words
-from persia_torchrec.store.undo_log import Recovery
+from persia_torchrec.store.undo_log import UndoLog
 
 NUM_LFU_CLASSES = 44
 """Classes of frequencies that fit 32 bits."""
@@ -102,24 +102,24 @@ class RecencyLogs:
         self._begin()
 
     def make_room(
-        self, arenas: Words, num_touches: int, recovery: Recovery | None = None
+        self, arenas: Words, num_touches: int, undo_log: UndoLog | None = None
     ) -> None:
         """Make room for the touches of one request, even more than the capacity.
 
-        ``recovery`` keeps what that changes.
+        ``undo_log`` keeps what that changes.
         """
         needed, log = num_touches + MARK_WORDS, NO_LOG
-        if recovery is not None:
-            log = recovery.log
-            self.make_room_to_keep(num_touches, recovery)
+        if undo_log is not None:
+            log = undo_log.log
+            self.make_room_to_keep(num_touches, undo_log)
         if compact_for(self.directory, arenas, num_touches, log):
             return
         for number, line in enumerate(self.directory):
             self._commit(number, int(line[TAIL]) + needed)
         if all(self.directory[:, TAIL] + np.uint64(needed) <= self.directory[:, SIZE]):
             return
-        if recovery is not None:
-            recovery.make_room(self.size_bytes + _SPARE_BYTES * len(self.directory))
+        if undo_log is not None:
+            undo_log.make_room(self.size_bytes + _SPARE_BYTES * len(self.directory))
             keep_records(self.directory, log)
         for number, line in enumerate(self.directory):
             for _ in range(2):  # ends the compaction that is running, then compacts all
@@ -127,12 +127,12 @@ class RecencyLogs:
                     line[TRIGGER] = 0
                     compact(self.directory, number, arenas, _ALL)
             if int(line[TAIL]) + needed > int(line[SIZE]):
-                self._enlarge(number, int(line[TAIL]) + needed, recovery)
+                self._enlarge(number, int(line[TAIL]) + needed, undo_log)
 
-    def make_room_to_keep(self, num_touches: int, recovery: Recovery) -> None:
+    def make_room_to_keep(self, num_touches: int, undo_log: UndoLog) -> None:
         """Make room to keep what :func:`compact_for` and touches write over."""
-        num_bytes = bytes_to_keep(self.directory, num_touches, recovery.log)
-        recovery.make_room(num_bytes + _TOUCH_BYTES * num_touches)
+        num_bytes = bytes_to_keep(self.directory, num_touches, undo_log.log)
+        undo_log.make_room(num_bytes + _TOUCH_BYTES * num_touches)
 
     def _begin(self) -> None:
         self.directory[:, LOG + 1 :] = 0  # where a log is must be known at any moment
@@ -151,7 +151,7 @@ class RecencyLogs:
             )
             line[SIZE] = 2 * num_allocated - _MARGIN_WORDS
 
-    def _enlarge(self, number: int, num_words: int, recovery: Recovery | None) -> None:
+    def _enlarge(self, number: int, num_words: int, undo_log: UndoLog | None) -> None:
         """Move a log to where it may have more words."""
         old, line = self.words[number], self.directory[number]
         num_used = int(line[TAIL]) // 2 + 1
@@ -162,10 +162,10 @@ class RecencyLogs:
         line[LOG] = memory.distance(line, larger)
         line[SIZE] = 2 * larger.size - _MARGIN_WORDS
         self._memory.publish(self._memory.tables)  # with the new reservation
-        if recovery is None:
+        if undo_log is None:
             self._memory.emptied(old)
         else:
-            recovery.replaced.append(old)
+            undo_log.replaced.append(old)
 
     @property
     def size_bytes(self) -> int:
@@ -315,7 +315,7 @@ def _overwritten(
 
     Behind the tail that a log had when the change began there was nothing.
     """
-    kept = log + cpu.load_u64(log + BEGIN) + c * _LINE_BYTES  # see recovery.py
+    kept = log + cpu.load_u64(log + BEGIN) + c * _LINE_BYTES  # see undo_log.py
     stop, tail = cpu.load_u64(kept + WORD * np.uint64(TAIL)), logs[c, TAIL]
     begin = end = _ZERO
     if logs[c, COMPACTING] or tail >= logs[c, TRIGGER]:

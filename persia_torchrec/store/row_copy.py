@@ -433,7 +433,7 @@ def put_changes(
         with store.changing():
             num_words = (1 + recency.MARK_WORDS) * num
             directory = store.arenas.directory
-            store.logs.make_room(directory, num_words, store.recovery)
+            store.logs.make_room(directory, num_words, store.undo_log)
             _add(store, table, rows, ticks_N, uses_N == 0)
             store.tick = int(last[0])
         yield num

@@ -76,7 +76,7 @@ class Blocks:
         first_NW = np.empty((len(ids_N), self._dim), dtype=np.float32)
         if counts_N is None:
             counts_N = np.ones(len(ids_N), dtype=np.uint32)
-        with store.request():
+        with store.transaction():
             slots_N = store.look_up_rows(
                 table, ids_N, first_NW, training=True, counts_N=counts_N, batch=batch
             )
@@ -164,7 +164,7 @@ class Blocks:
         columns = self._columns_of
         if rows_ND.shape[1] == table.spec.dim:
             columns = [of_block[: self._dim] for of_block in columns]
-        with store.request():
+        with store.transaction():
             is_new_N = store.find(table.number, ids_N) == memory.MISSING
             for state in self.states if is_new_N.any() else ():
                 store.remove(state.number, ids_N[is_new_N])  # of a row that has left
@@ -185,9 +185,9 @@ class Blocks:
             acc_R = np.concatenate(found or [np.empty(0)])
             thresholds = self._rule.thresholds(acc_R, t)
         must_free = self._must_free(store)
-        if store.recovery is not None:
-            store.recovery.keep(table.thresholds.view(np.uint64))
-            store.recovery.keep(must_free)
+        if store.undo_log is not None:
+            store.undo_log.keep(table.thresholds.view(np.uint64))
+            store.undo_log.keep(must_free)
         if thresholds is not None:
             table.thresholds[:] = thresholds
         must_free[0] = 1
@@ -268,10 +268,10 @@ class Blocks:
     ) -> None:
         acc_K, cur_K, t = values
         words = store.arena(table).view(np.float32)
-        if store.recovery is not None:
+        if store.undo_log is not None:
             row_bytes = words.strides[0] + ROW_BYTES
-            store.recovery.make_room(len(slots_K) * row_bytes)
-            store.recovery.keep_rows(self._layout, read_only(slots_K))
+            store.undo_log.make_room(len(slots_K) * row_bytes)
+            store.undo_log.keep_rows(self._layout, read_only(slots_K))
         put = np.empty((len(slots_K), NUM_STATISTICS), dtype=np.float32)
         put[:, :2] = acc_K.reshape(-1, 1).view(np.float32)
         put[:, 2], put[:, 3] = cur_K, t

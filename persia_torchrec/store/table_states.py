@@ -115,9 +115,9 @@ def free_rows(store: "EmbeddingStore", max_rows: int) -> bool:
     num, next_slot = loops.find_rows(state.layout, start, stop, slots_N)
     with store.changing():
         ids_N = store.arena(state)[slots_N[:num], 0]
-        if store.recovery is not None:
+        if store.undo_log is not None:
             row_bytes = store.arena(state).strides[0] + KEPT_BYTES
-            store.recovery.make_room(num * row_bytes)
+            store.undo_log.make_room(num * row_bytes)
         room = tally[memory.LEFT_ROOM]
         tally[memory.LEFT_ROOM] = 0  # it is not told that each of them has left
         loops.remove_ids(state.at, read_only(ids_N))
@@ -177,7 +177,7 @@ def _build(
 ) -> TableState:
     number = int(layout[memory.OWNER]) - 1
     layout[memory.STORE] = store.addresses.ctypes.data
-    at = layout, None if store.recovery is None else store.recovery.log
+    at = layout, None if store.undo_log is None else store.undo_log.log
     return TableState(
         spec,
         at,

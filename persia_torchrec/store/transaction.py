@@ -1,10 +1,10 @@
-"""Make what a request changes one change: done at once, or at the request's end.
+"""Transactions: the changes of one request are applied atomically.
 
-    request() .. lookups, sweeps, removals  |  updates, writes, steps, clears, notes
-                 done at once               |  done at the end, in their order
+    transaction() .. lookups, sweeps, removals |  updates, writes, steps, clears, notes
+                     done at once              |  done at the end, in their order
 
 In private memory that is all. In a memory file what changes is kept so that it can be
-undone: see ``recovery.py``.
+undone: see ``undo_log.py``.
 """
 
 import weakref
@@ -19,13 +19,13 @@ from persia_torchrec.store import finite, loops, memory, table_blocks
 from persia_torchrec.store.change_log import ChangedSlots
 from persia_torchrec.store.memory import Floats, Ids, Slots, Words
 from persia_torchrec.store.table import TableState
-from persia_torchrec.store.undo_log import ROW_BYTES, Recovery
+from persia_torchrec.store.undo_log import ROW_BYTES, UndoLog
 
 if TYPE_CHECKING:
     from persia_torchrec.store.embedding_store import EmbeddingStore
 
 UPDATE, WRITE, STEP, CLEAR = range(4)
-"""Kinds of changes that are done at the end of a request."""
+"""Kinds of changes that are done at the end of a transaction."""
 
 KEPT_BYTES = 800
 """Kept of a row that is made or leaves besides its bytes, most if the index grows."""
@@ -51,7 +51,7 @@ _NOTHING = UpdateResult(0, 0)
 
 
 class Change(NamedTuple):
-    """What a request does at its end; all arrays are read-only.
+    """What a transaction does at its end; all arrays are read-only.
 
     ``values`` are gradients ``(N, D)``, or rows ``(N, K)``; ``step`` is the table's,
     afterwards; ``hints`` are slots.
@@ -65,8 +65,8 @@ class Change(NamedTuple):
     values: Floats = _NO_VALUES
 
 
-class Request:
-    """Several calls of a store that are one change: see ``EmbeddingStore.request``.
+class Transaction:
+    """Several calls of a store that are one change: see ``EmbeddingStore.transaction``.
 
     ``results`` are those of its updates, in their order, when it has ended, and
     ``totals`` their sums; ``steps`` those of tables at its end.
@@ -74,7 +74,7 @@ class Request:
 
     __slots__ = (
         "_depth",
-        "_requests",
+        "_transactions",
         "changes",
         "has_begun",
         "notes",
@@ -84,8 +84,8 @@ class Request:
         "totals",
     )
 
-    def __init__(self, requests: "Requests") -> None:
-        self._requests, self._depth = requests, 0
+    def __init__(self, transactions: "Transactions") -> None:
+        self._transactions, self._depth = transactions, 0
         self.results: list[UpdateResult] = []
         self.totals = _NOTHING
         self.changes: list[Change] = []
@@ -103,7 +103,7 @@ class Request:
         self.results_at.append(offset)
 
     def __enter__(self) -> Self:
-        self._requests.opened = self
+        self._transactions.opened = self
         self._depth += 1
         return self
 
@@ -118,36 +118,32 @@ class Request:
             return
         try:
             if kind is None:
-                self._requests.finish(self)
+                self._transactions.finish(self)
         finally:
-            self._requests.opened = None
+            self._transactions.opened = None
         if kind is None and (self.has_begun or self.changes):
-            self._requests.end()
-            self._requests.free_blocks()
+            self._transactions.end()
+            self._transactions.free_blocks()
 
 
-class Requests:
-    """The requests of one store, whose thread owns them.
+class Transactions:
+    """The transactions of one store, whose thread owns them.
 
-    ``recovery`` is None in private memory; ``notes`` are empty before
-    :meth:`make_notes`; ``opened`` is the request that is open, if one is.
+    ``undo_log`` is None in private memory; ``notes`` are empty before
+    :meth:`make_notes`; ``opened`` is the transaction that is open, if one is.
     """
 
-    def __init__(self, store: "EmbeddingStore", recovery: Recovery | None) -> None:
+    def __init__(self, store: "EmbeddingStore", undo_log: UndoLog | None) -> None:
         self._store: EmbeddingStore = weakref.proxy(store)  # which owns this
-        self.recovery = recovery
-        self.opened: Request | None = None
+        self.undo_log = undo_log
+        self.opened: Transaction | None = None
         self._ended: set[int] = set()  # tables, of each of which a period has
         self.notes: Words = np.empty(0, dtype=np.uint64)
 
     @property
     def log(self) -> memory.Log:
         """The address of the log of what changes."""
-        return None if self.recovery is None else self.recovery.log
-
-    def request(self) -> Request:
-        """Return a request to begin, or the one that is open."""
-        return self.opened or Request(self)
+        return None if self.undo_log is None else self.undo_log.log
 
     def make_notes(self, num_words: int) -> Words:
         """Return the notes; see ``EmbeddingStore.notes``."""
@@ -178,29 +174,29 @@ class Requests:
         return memory.distance(area, self.notes), self.notes.size
 
     def begin(self, num_touches: int = 0) -> None:
-        """Keep what a change needs to be undone, unless its request has begun."""
-        if self.recovery is None:
+        """Keep what a change needs to be undone, unless its transaction has begun."""
+        if self.undo_log is None:
             return
-        logs, request = self._store.logs, self.opened
-        if request is None or not request.has_begun:
-            self.recovery.begin(self._store.index.cursor, logs.directory)
-        if request is not None:
-            request.has_begun = True
+        logs, transaction = self._store.logs, self.opened
+        if transaction is None or not transaction.has_begun:
+            self.undo_log.begin(self._store.index.cursor, logs.directory)
+        if transaction is not None:
+            transaction.has_begun = True
         if num_touches:
-            logs.make_room_to_keep(num_touches, self.recovery)
+            logs.make_room_to_keep(num_touches, self.undo_log)
 
     def end(self) -> None:
-        """End a change, unless it is a part of an open request."""
+        """End a change, unless it is a part of an open transaction."""
         self._store.journal.keep_left()
-        if self.recovery is not None and self.opened is None:
-            self.recovery.end()
+        if self.undo_log is not None and self.opened is None:
+            self.undo_log.end()
 
     def make_room(self, num_rows: int) -> None:
         """Make room to keep rows that leave, and what changes where others are made."""
         store = self._store
-        if self.recovery is None or store.tally[memory.CHANGE] == memory.LOAD:
+        if self.undo_log is None or store.tally[memory.CHANGE] == memory.LOAD:
             return
-        self.recovery.make_room(num_rows * self._widest_row())
+        self.undo_log.make_room(num_rows * self._widest_row())
 
     def _widest_row(self) -> int:
         """Return what is kept where a row is made or leaves, at most."""
@@ -210,20 +206,20 @@ class Requests:
     def keep_admission(self, state: TableState, num_ids: int) -> None:
         """Keep what an admission remembers, or make room for what it keeps itself."""
         if (
-            self.recovery is None
+            self.undo_log is None
             or state.admission is None
             or not state.remembered.size
         ):
             return
         if num_bytes := state.spec.admission.num_kept_bytes():
-            self.recovery.make_room(num_bytes * num_ids)
+            self.undo_log.make_room(num_bytes * num_ids)
         else:
-            self.recovery.keep_all(state.remembered)
+            self.undo_log.keep_all(state.remembered)
 
     def add_update(
         self, table: int, ids_N: Ids, grads_ND: Floats, hints_N: Slots | None
     ) -> None:
-        """Update rows at the end of the request that is open."""
+        """Update rows at the end of the transaction that is open."""
         assert self.opened is not None
         store, steps = self._store, self.opened.steps
         state, ids_N = store.states[table], read_only(ids_N)
@@ -240,7 +236,7 @@ class Requests:
         self.add(Change(UPDATE, table, steps[table], *arrays))
 
     def add(self, change: Change) -> None:
-        """Do a change at the end of the request that is open."""
+        """Do a change at the end of the transaction that is open."""
         assert self.opened is not None
         changes = self.opened.changes
         if changes and changes[-1].kind == CLEAR:
@@ -253,9 +249,9 @@ class Requests:
     def complete(self) -> None:
         """Complete what the previous process of the memory has begun."""
         change = self._store.tally[memory.CHANGE]
-        if change == memory.CLEAR and self.recovery is not None:
+        if change == memory.CLEAR and self.undo_log is not None:
             self._store.drop_rows()
-            self.recovery.end_clear()
+            self.undo_log.end_clear()
             self.end()
         if self._store.was_loading:
             self._store.drop_rows()  # and load again
@@ -274,50 +270,50 @@ class Requests:
                 state.blocks.free(self._store, state)
             self._ended.remove(number)
 
-    def finish(self, request: Request) -> None:
-        """Do what a request has left for its end."""
-        changes, recovery = request.changes, self.recovery
-        if not (changes or request.results_at) and (
-            recovery is None or not request.notes
+    def finish(self, transaction: Transaction) -> None:
+        """Do what a transaction has left for its end."""
+        changes, undo_log = transaction.changes, self.undo_log
+        if not (changes or transaction.results_at) and (
+            undo_log is None or not transaction.notes
         ):
-            self._set_notes(request.notes)
+            self._set_notes(transaction.notes)
             return
-        if recovery is not None:
+        if undo_log is not None:
             self.begin()
-            num_notes = len(request.notes) + 3 * len(request.results_at)
-            recovery.make_room(sum(map(self._count_bytes, changes)) + 16 * num_notes)
+            num_notes = len(transaction.notes) + 3 * len(transaction.results_at)
+            undo_log.make_room(sum(map(self._count_bytes, changes)) + 16 * num_notes)
         is_clear = bool(changes) and changes[-1].kind == CLEAR
         if changes:
             for change in changes[:-1] if is_clear else changes:
-                self._change(request, change)
-        self._sum_up(request)
-        for offset in request.results_at:
-            request.notes += enumerate(request.totals, offset)
+                self._change(transaction, change)
+        self._sum_up(transaction)
+        for offset in transaction.results_at:
+            transaction.notes += enumerate(transaction.totals, offset)
         if is_clear:
-            self._clear(request.notes)
-        elif recovery is not None:
-            recovery.note(self.notes, _as_words(request.notes))
+            self._clear(transaction.notes)
+        elif undo_log is not None:
+            undo_log.note(self.notes, _as_words(transaction.notes))
         else:
-            self._set_notes(request.notes)
+            self._set_notes(transaction.notes)
 
-    def _sum_up(self, request: Request) -> None:
-        """Count what the updates of a request have not applied."""
-        results = request.results
+    def _sum_up(self, transaction: Transaction) -> None:
+        """Count what the updates of a transaction have not applied."""
+        results = transaction.results
         if len(results) == 1:
-            request.totals = results[0]
+            transaction.totals = results[0]
         elif results:
-            request.totals = UpdateResult(*map(sum, zip(*results, strict=True)))
-        if any(request.totals):
-            self._store.tally[memory.MISSED] += request.totals.num_missed
-            self._store.tally[memory.REFUSED] += request.totals.num_refused
+            transaction.totals = UpdateResult(*map(sum, zip(*results, strict=True)))
+        if any(transaction.totals):
+            self._store.tally[memory.MISSED] += transaction.totals.num_missed
+            self._store.tally[memory.REFUSED] += transaction.totals.num_refused
 
     def _clear(self, notes: list[tuple[int, int]]) -> None:
         """Drop all rows, and set notes."""
-        if self.recovery is not None:
-            self.recovery.begin_clear(self.notes, _as_words(notes))
+        if self.undo_log is not None:
+            self.undo_log.begin_clear(self.notes, _as_words(notes))
         self._store.drop_rows()
-        if self.recovery is not None:
-            self.recovery.end_clear()
+        if self.undo_log is not None:
+            self.undo_log.end_clear()
         else:
             self._set_notes(notes)
 
@@ -338,19 +334,19 @@ class Requests:
             num_bytes += table_blocks.GROUP_SLOTS * self._widest_row()
         return num_bytes
 
-    def _change(self, request: Request, change: Change) -> None:
+    def _change(self, transaction: Transaction, change: Change) -> None:
         kind, table, step, ids_N, hints_N, values_NK = change
-        state, recovery = self._store.states[table], self.recovery
+        state, undo_log = self._store.states[table], self.undo_log
         if kind == WRITE:
             slots_N = read_only(self._store.find(table, ids_N))  # rows may have left
-            if recovery is not None:
-                recovery.keep_rows(state.layout, slots_N)
+            if undo_log is not None:
+                undo_log.keep_rows(state.layout, slots_N)
             memory.write_rows(state.layout, slots_N, values_NK)
             if not np.abs(values_NK).max(initial=0) <= finite.MODERATE_WEIGHT:
                 self._store.tally[memory.HAS_LARGE] = 1
             return
-        if recovery is not None:
-            recovery.keep(state.step)
+        if undo_log is not None:
+            undo_log.keep(state.step)
         if kind == STEP:
             state.num_updates = step
             return
@@ -359,7 +355,7 @@ class Requests:
             counts = state.step_rows(ids_N, hints_N, values_NK, step=step, now_s=now_s)
         else:
             counts = state.shared.step(self._store, state, change, now_s)
-        request.results.append(self._build_result(change, *counts))
+        transaction.results.append(self._build_result(change, *counts))
         if state.blocks is not None and state.ends_period(step):
             state.blocks.end_period(self._store, state)
             self._ended.add(table)

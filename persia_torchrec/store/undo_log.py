@@ -1,4 +1,4 @@
-"""Undo a request in whose middle a process was killed, when its memory is opened.
+"""Undo log: rolls back a transaction that a crash interrupted, when memory is opened.
 
 One word, ``CHANGE`` of the tally, says what is in progress:
 
@@ -69,7 +69,7 @@ _LARGEST_MEMORY = 2**20
 _RESERVED_WORDS = 2**33
 
 
-class Recovery:
+class UndoLog:
     """The log in a memory file. Owned by the store's thread.
 
     Attributes:

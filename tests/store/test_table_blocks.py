@@ -361,9 +361,9 @@ def test_the_log_does_not_grow_with_the_blocks_that_a_period_frees(path, monkeyp
         store.update(0, ids[:1], grads)
     for some in np.split(ids[1000:], 30):
         store.remove(0, some)
-    num_bytes = store.recovery._num_bytes
+    num_bytes = store.undo_log._num_bytes
     assert store.num_rows == 1000 + 4000
     store.update(0, ids[:1], grads)
     assert store.num_rows == 1000 + 1000
-    assert store.recovery._num_bytes == num_bytes
+    assert store.undo_log._num_bytes == num_bytes
     store.close()

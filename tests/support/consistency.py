@@ -21,7 +21,7 @@ from persia_torchrec.store.recency import LOG, NONE, pop_oldest
 def check_store(store):
     """Raise AssertionError if index, rows and recency do not agree."""
     assert store.num_rows <= store.capacity_rows
-    if store.recovery is not None:
+    if store.undo_log is not None:
         assert not store.memory.area(RECOVERY)[int(LOST) // 8]
     check_index(store.index)
     with_blocks = [state.blocks for state in store.states if state.blocks is not None]

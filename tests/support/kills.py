@@ -114,7 +114,7 @@ def request(store, number):
         first = store.tables[0]
         optimizer = replace(first.optimizer, lr=float(rng.uniform(0.01, 1)))
         store.add_table(replace(first, optimizer=optimizer))
-    with store.request() as one:
+    with store.transaction() as one:
         for table in rng.permutation(3)[: rng.integers(1, 4)].tolist():
             ids = rng.zipf(1.2, rng.integers(1, 200)).astype(np.uint64) % NUM_IDS
             dim = store.tables[table].dim
