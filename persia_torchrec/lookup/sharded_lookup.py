@@ -243,11 +243,8 @@ def _add_up_table(
     starts = np.cumsum([0, *(len(split.ids) for split in found)])
     for server, start in enumerate(np.cumsum([0, *num_ids[:-1]]).tolist()):
         inverse_L[start : start + num_ids[server]] += np.int32(starts[server])
-    sums_UD = np.empty((int(starts[-1]), grads_LD.shape[1]), dtype=np.float32)
-    ones_L = np.ones(len(grads_LD), dtype=np.int32)
-    rows = pooling.Rows.of([sums_UD], written=False)
-    bags = pooling.FeatureBags(rows, inverse_L, ones_L, "sum")
-    pooling.add_gradients(grads_LD, [bags])
+    sums_UD = np.zeros((int(starts[-1]), grads_LD.shape[1]), dtype=np.float32)
+    shard.sum_repeats(inverse_L, grads_LD, sums_UD)
     ids_U = np.concatenate([split.ids for split in found])
     return ShardedIds(ids_U, starts, inverse_L), sums_UD
 

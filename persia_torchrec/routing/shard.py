@@ -110,6 +110,7 @@ def add_prefix(ids_L: Ids, prefix: int, prefix_bits: int) -> Ids:
 
 
 Positions = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float32]
 Counts = npt.NDArray[np.uint32]
 Offsets = npt.NDArray[np.int64]
 
@@ -446,3 +447,22 @@ def _starts(num_PT: Offsets, groups_T: Offsets) -> tuple[Offsets, Offsets]:
                 at += num_PT[p, t]
         first = last
     return starts_PT, base_T
+
+
+def sum_repeats(inverse_N: Positions, grads_ND: Floats, sums_UD: Floats) -> None:
+    """Add each gradient to the sum of its id, in the order in which they are given.
+
+    Args:
+        inverse_N: int32 ``(N,)``, which of the sums each gradient belongs to.
+        grads_ND: float32 ``(N, D)``, C-contiguous; may be empty.
+        sums_UD: float32 ``(U, D)``, which is added to.
+    """
+    _sum_repeats(read_only(inverse_N), read_only(grads_ND), sums_UD)
+
+
+@compiled
+def _sum_repeats(inverse_N: Positions, grads_ND: Floats, sums_UD: Floats) -> None:
+    for i in range(len(inverse_N)):
+        grad_D, sum_D = grads_ND[np.uint64(i)], sums_UD[np.uint64(inverse_N[i])]
+        for d in range(len(sum_D)):
+            sum_D[d] += grad_D[d]

@@ -19,8 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.jit.compiled import compiled, read_only
-from persia_torchrec.routing.shard import Ids, Positions, unique_ids
+from persia_torchrec.routing.shard import Ids, sum_repeats, unique_ids
 from persia_torchrec.rpc.float_codec import Floats
 from persia_torchrec.rpc.messages import Header, TableIds
 from persia_torchrec.store.memory import MISSING
@@ -250,7 +249,7 @@ def _add_up(pieces: Sequence[TableGradients]) -> TableGradients:
                 grads_ND = _of_found_blocks(grads_ND, piece.hints)
         elif shape:
             hints_U[inverse_N] = 0  # wrong, perhaps; but it leaves no block out
-        _add(read_only(inverse_N), read_only(grads_ND), grads_UD)
+        sum_repeats(inverse_N, grads_ND, grads_UD)
     return TableGradients(pieces[0].table, unique.ids, grads_UD, hints_U)
 
 
@@ -263,10 +262,3 @@ def _of_found_blocks(grads_ND: Floats, slots_NB: Slots) -> Floats:
     of_blocks = grads_ND.reshape(num, num_blocks, width)
     left: Floats = of_blocks * is_found_NB[:, :, None]  # NaN stays NaN
     return left.reshape(grads_ND.shape)
-
-
-@compiled
-def _add(inverse_N: Positions, grads_ND: Floats, out_UD: Floats) -> None:
-    for i in range(len(inverse_N)):
-        for d in range(out_UD.shape[1]):
-            out_UD[inverse_N[i], d] += grads_ND[i, d]

@@ -25,6 +25,7 @@ import numpy as np
 
 from persia_torchrec.errors import StoreError
 from persia_torchrec.jit.compiled import compile_for, read_only, specialized
+from persia_torchrec.routing.shard import sum_repeats
 from persia_torchrec.store import loops, memory
 from persia_torchrec.store.change_log import ChangedSlots
 from persia_torchrec.store.index import NOT_FOUND, find_slot, hash_id, index_at
@@ -116,7 +117,7 @@ class SharedRows:
         stepped = others[has_row & is_finite]
         keys_K, which = np.unique(keys[has_row & is_finite], return_inverse=True)
         sums_KD = np.zeros((len(keys_K), grads_ND.shape[1]), dtype=np.float32)
-        np.add.at(sums_KD, which, grads_ND[stepped])
+        sum_repeats(which.astype(np.int32), grads_ND[stepped], sums_KD)
         keys_K = read_only(keys_K)
         slots_K = loops.find_slots(self.state.layout, keys_K)
         self._note(store, slots_K)

@@ -13,6 +13,7 @@ from persia_torchrec.routing.shard import (
     is_of_shard,
     route_features,
     route_ids,
+    sum_repeats,
     unique_ids,
 )
 from tests.support import reference
@@ -158,3 +159,14 @@ def test_a_group_stands_by_shard_and_then_by_table(given, num_shards):
         places = route.inverse[route.starts[f] : route.starts[f + 1]]
         found = route.ids[bases[features[f][1]] + places]
         assert np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize("num", [0, 1, 500])
+def test_repeats_are_summed_in_their_order(num):
+    generator = np.random.default_rng(num)
+    inverse = generator.integers(0, 7, num, dtype=np.int32)
+    grads = generator.standard_normal((num, 5)).astype(np.float32)
+    sums, expected = np.ones((2, 7, 5), dtype=np.float32)
+    np.add.at(expected, inverse, grads)
+    sum_repeats(inverse, grads, sums)
+    np.testing.assert_array_equal(sums, expected)
