@@ -55,13 +55,14 @@ class AddingLookup(Protocol[Handle]):
         """Send gradients of rows; the replies come when they are applied."""
 
 
-class Update(Permit):
-    """The permit of the parts of an update, and what is kept of them.
+class AccumulationGroup:
+    """The parts of an update, which have one permit, and what is kept of them.
 
     The pipeline starts its parts, under its lock; any thread lets them go; the pushing
     thread settles them.
 
     Attributes:
+        permit: of all parts, which is let go with the last one.
         number: under which it is pushed.
         num_started: parts so far.
         is_over: training has gone on with the next one, or has ended.
@@ -72,7 +73,7 @@ class Update(Permit):
     """
 
     def __init__(self, number: BatchNumber, num_parts: int) -> None:
-        self.number = number
+        self.permit, self.number = Permit(), number
         self.num_started = 0
         self.is_over = self.is_dropped = self.is_step = False
         self.kept: list[RowGradients] = []
@@ -115,7 +116,7 @@ class Update(Permit):
 
     def _let_go_if_full(self) -> None:
         if self.is_full and len(self._gone) >= self.num_started:
-            super().let_go()
+            self.permit.let_go()
 
 
 logger = logging.getLogger(__name__)

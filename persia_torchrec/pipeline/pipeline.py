@@ -25,7 +25,7 @@ from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.client.codec import BatchCount
 from persia_torchrec.errors import BatchError, ConfigError, PersiaError, StalenessError
 from persia_torchrec.lookup.sharded_lookup import Outputs
-from persia_torchrec.pipeline.joint import AddingLookup, Trainers, Update
+from persia_torchrec.pipeline.joint import AccumulationGroup, AddingLookup, Trainers
 from persia_torchrec.pipeline.push_queue import (
     Handle,
     Lookup,
@@ -68,14 +68,15 @@ class PrefetchedBatch(Generic[Handle]):
         ids: object,
         given: Any = None,
         number: BatchNumber | None = None,
-        permit: Permit | None = None,
+        group: AccumulationGroup | None = None,
     ) -> None:
         self.is_training = number is not None
         self.given = given
         self._pipeline = pipeline
         self._ids: Any = ids
         self._number = number
-        self.permit = permit or Permit()
+        self.group = group
+        self.permit = Permit() if group is None else group.permit
         self.arrived = threading.Event()
         self.error: BaseException | None = None
         self.after: Sequence[Callable[[], None]] = ()  # waits, before the pull
@@ -138,20 +139,19 @@ class PrefetchedBatch(Generic[Handle]):
                 "Only a training batch's gradients can be pushed. Received: a batch "
                 "that was looked up for evaluation."
             )
-        is_part = isinstance(self.permit, Update)
+        group = self.group
         if not self._give_up.detach():
-            if is_part:
+            if group is not None:
                 raise BatchError(
                     "A batch under accumulate() gets one backward pass. Received: a "
                     "second one. Add the losses up, or leave accumulate() out."
                 )
             return self._pipeline.send_again(self.handle, grads)
-        permit = self.permit
-        permit.let_go()
+        (self.permit if group is None else group).let_go()
         if self._number is not None:
             self._pipeline.batches.has_trained(self._number.batch)
-        handle = self.handle if is_part else self._step()
-        return self._pipeline.put(Push(handle, grads, permit, is_part=is_part))
+        handle = self._step() if group is None else self.handle
+        return self._pipeline.put(Push(handle, grads, self.permit, group))
 
     def give_up(self) -> None:
         """Give up: no gradients will come, nor an update that this is a part of.
@@ -161,11 +161,11 @@ class PrefetchedBatch(Generic[Handle]):
         """
         if self._give_up is not None and self._give_up.detach():
             handle = self.handle
-            if isinstance(self.permit, Update):
-                self.permit.is_dropped = self.permit.is_step = True
+            if self.group is not None:
+                self.group.is_dropped = self.group.is_step = True
             else:
                 handle = self._step()
-            self._pipeline.give_up(handle, self.permit)
+            self._pipeline.give_up(handle, self.permit, self.group)
 
     def _step(self) -> Handle:
         """Return what a push needs, as a share of a joint step if there are some."""
@@ -178,14 +178,14 @@ class PrefetchedBatch(Generic[Handle]):
     @property
     def is_recalled(self) -> bool:
         """Whether its pull is taken back, and another must take its place."""
-        return self.permit.has_left and not isinstance(self.permit, Update)
+        return self.permit.has_left and self.group is None
 
     def recall(self) -> None:
         """Take the pull of a training batch that nobody waits for back.
 
         The permit comes back, and may be another's. A part of an update keeps it.
         """
-        if isinstance(self.permit, Update) or self.permit.was_held:
+        if self.group is not None or self.permit.was_held:
             return
         self._pipeline.semaphore.recall(self.permit)
         if self._give_up is not None:  # or pull() gives it up
@@ -203,12 +203,13 @@ class PrefetchedBatch(Generic[Handle]):
             self.outputs, self.handle = pipeline.lookup.pull(ids, number)
         except BaseException:
             if number is not None:
-                pipeline.fail(permit)
+                pipeline.fail(permit, self.group)
             raise
         if number is not None:
             # Runs at most once: when this object is no longer used, unless push() came.
+            given = self.handle, permit, self.group
             self._give_up = weakref.finalize(
-                self, pipeline.give_up, self.handle, permit, is_forgotten=True
+                self, pipeline.give_up, *given, is_forgotten=True
             )
             self._give_up.atexit = False
             if self.is_recalled:
@@ -328,8 +329,8 @@ class BatchPipeline(PushQueue[Source, Handle]):
         self._starting = threading.Lock()
         self._num_started = 0  # guarded by _starting
         self._num_parts = 1  # of an update. guarded by _starting
-        self._update: Update | None = None  # the latest. guarded by _starting
-        self._incomplete: list[Update] = []  # guarded by _starting
+        self._group: AccumulationGroup | None = None  # the latest. guarded by _starting
+        self._incomplete: list[AccumulationGroup] = []  # guarded by _starting
         self.trains_rows = weakref.WeakSet[BatchPipeline[Any, Any]]([self])
         self.training = Pulls("training pulls", self.semaphore)
         self.evaluation = Pulls("evaluation pulls", None)
@@ -381,9 +382,9 @@ class BatchPipeline(PushQueue[Source, Handle]):
             self.evaluation.submit(batch)
             return batch
         with self._starting:
-            update = self._next_update()
+            group = self._next_group()
             number = self._next_number()
-            batch = PrefetchedBatch(self, ids, given, number, update)
+            batch = PrefetchedBatch(self, ids, given, number, group)
             self.training.submit(batch)
         return batch
 
@@ -398,24 +399,23 @@ class BatchPipeline(PushQueue[Source, Handle]):
         with self._starting:
             return number._replace(share=self.trainers.next_share())
 
-    def _next_update(self) -> Update | None:
-        """Return the update that the next batch is a part of, if it is one."""
+    def _next_group(self) -> AccumulationGroup | None:
+        """Return the group that the next batch is a part of, if it is one."""
         if self._num_parts == 1:
             return None
-        if self._update is None or self._update.is_full:
-            if self._update is not None:
-                self.close_update(self._update)
-            number = self._next_number()
-            self._update = Update(number, self._num_parts)
-            begun = [u for u in self._incomplete if not u.is_complete]
-            self._incomplete = [*begun, self._update]
-        self._update.num_started += 1
-        return self._update
+        if self._group is None or self._group.is_full:
+            if self._group is not None:
+                self.close_group(self._group)
+            self._group = AccumulationGroup(self._next_number(), self._num_parts)
+            begun = [group for group in self._incomplete if not group.is_complete]
+            self._incomplete = [*begun, self._group]
+        self._group.num_started += 1
+        return self._group
 
-    def fail(self, permit: Permit) -> None:
+    def fail(self, permit: Permit, group: AccumulationGroup | None) -> None:
         """Settle a training batch that could not be pulled."""
-        if isinstance(permit, Update):
-            self.fail_part(permit)
+        if group is not None:
+            self.fail_part(group)
         else:
             self.semaphore.give_back(permit)
 
@@ -436,18 +436,18 @@ class BatchPipeline(PushQueue[Source, Handle]):
     def end_update(self) -> None:
         """Begin no further part of the update that has begun, if one has."""
         with self._starting:
-            update, self._update = self._update, None
-        if update is None or self._is_closed:
+            group, self._group = self._group, None
+        if group is None or self._is_closed:
             return
-        self._await(self.close_update(update))
+        self._await(self.close_group(group))
         if self.waits_for_ack:
-            self._await_update(update)
+            self._await_update_of(group)
 
     def drop_updates(self) -> None:
         """Give up the updates that have begun, whatever their parts get."""
         with self._starting:
-            for update in self._incomplete:
-                update.is_dropped = True
+            for group in self._incomplete:
+                group.is_dropped = True
 
     def send_again(
         self, handle: Handle, grads: Callable[[], Outputs]

@@ -27,7 +27,7 @@ from persia_torchrec.client.client import BatchNumber, Reply
 from persia_torchrec.client.codec import PushOutcome
 from persia_torchrec.errors import ConfigError, PersiaError, StalenessError
 from persia_torchrec.lookup.sharded_lookup import Outputs, RowGradients, add_up
-from persia_torchrec.pipeline.joint import AddingLookup, Update
+from persia_torchrec.pipeline.joint import AccumulationGroup, AddingLookup
 from persia_torchrec.pipeline.staleness import CLOSED, Permit, StalenessSemaphore, Tally
 from persia_torchrec.rpc.channel import OwnProcess
 from persia_torchrec.table import TableChange
@@ -68,16 +68,16 @@ class Push(Generic[Handle]):
     """The gradients of a batch, or None when it is given up.
 
     ``grads`` waits for them: they may be on their way from a device. Its permit is
-    given back when it is settled, which ends ``done``; not if it is a part, of the
-    :class:`Update` that its permit is. ``was_dropped`` says that a model used the
-    batch, and no backward pass came.
+    given back when it is settled, which ends ``done``; not if it is a part of a
+    ``group``, which has that permit. ``was_dropped`` says that a model used the batch,
+    and no backward pass came.
     """
 
     handle: Handle
     grads: Callable[[], Outputs] | None
     permit: Permit
+    group: AccumulationGroup | None = None
     was_dropped: bool = False
-    is_part: bool = False
     done: "Future[None]" = field(default_factory=Future)
 
 
@@ -114,8 +114,8 @@ class PushQueue(OwnProcess, Generic[Source, Handle]):
         self._max_sent: float = math.inf
         self._held: set[Future[None]] = set()  # with gradients. guarded by _lock
         self._sent: set[Future[None]] = set()  # of these. guarded by _lock
-        # With the permit of a push. guarded by _lock
-        self._in_flight: dict[Future[None], Permit | None] = {}
+        # With each push. guarded by _lock
+        self._in_flight: dict[Future[None], Push[Any] | None] = {}
         self._is_closed = False  # guarded by _lock
         self._awaits_gradients = False  # the pushing thread sets it
         self._changes: deque[Future[None]] = deque()  # of the thread that changes
@@ -155,45 +155,52 @@ class PushQueue(OwnProcess, Generic[Source, Handle]):
             if len(self._held) >= self._max_held:
                 raise self._no_room()
             self._held.add(push.done)
-            self._in_flight[push.done] = push.permit
+            self._in_flight[push.done] = push
             self._queue.put((self, push))
 
         def wait() -> None:
             if self.waits_for_ack:
                 self._await(push.done)
-                self._await_update(push.permit)
+                self._await_update_of(push.group)
             self.raise_error()
 
         return wait
 
     def give_up(
-        self, handle: Handle, permit: Permit, *, is_forgotten: bool = False
+        self,
+        handle: Handle,
+        permit: Permit,
+        group: AccumulationGroup | None,
+        *,
+        is_forgotten: bool = False,
     ) -> None:
         """Give a pulled batch up; takes no lock, as garbage collection may call it."""
         was_dropped = is_forgotten and permit.was_held  # not only pulled ahead
-        permit.let_go(is_forgotten=is_forgotten)
-        is_part = isinstance(permit, Update)
-        self._queue.put((self, Push(handle, None, permit, was_dropped, is_part)))
+        if group is None:
+            permit.let_go()
+        else:
+            group.let_go(is_forgotten=is_forgotten)
+        self._queue.put((self, Push(handle, None, permit, group, was_dropped)))
 
     def number_step(self, number: BatchNumber) -> BatchNumber:
         """Return the number of an update, which may be a share of a joint step."""
         return number
 
-    def fail_part(self, update: Update) -> None:
+    def fail_part(self, group: AccumulationGroup) -> None:
         """Settle a part that could not be pulled."""
-        update.let_go(is_forgotten=True)
-        settle = partial(self._settle_part, update, None)
+        group.let_go(is_forgotten=True)
+        settle = partial(self._settle_part, group, None)
         self._put_call(settle, waits_for_acks=False)
 
-    def close_update(self, update: Update) -> "Future[None]":
-        """Begin no further part of an update: it is pushed when these are settled."""
+    def close_group(self, group: AccumulationGroup) -> "Future[None]":
+        """Begin no further part of a group: it is pushed when these are settled."""
 
         def close() -> None:
-            update.close()
-            if update.is_complete and update.sent is None:
-                self._send_update(update)
+            group.close()
+            if group.is_complete and group.sent is None:
+                self._send_update_of(group)
 
-        update.is_over = True
+        group.is_over = True
         return self._put_call(close, waits_for_acks=False)
 
     def change_tables(self, change: TableChange) -> "Future[None]":
@@ -222,13 +229,13 @@ class PushQueue(OwnProcess, Generic[Source, Handle]):
         Parts of an update are waited for where the update is complete.
         """
         with self._lock:
-            pushes = list(self._in_flight.items())
+            pushes = list(self._in_flight.values())
 
-        def wait(done: "Future[None]", permit: Permit) -> None:
-            self._await(done)
-            self._await_update(permit)
+        def wait(push: Push[Any]) -> None:
+            self._await(push.done)
+            self._await_update_of(push.group)
 
-        return [partial(wait, done, permit) for done, permit in pushes if permit]
+        return [partial(wait, push) for push in pushes if push is not None]
 
     def raise_error(self) -> None:
         """Raise the first error of a push so far, or that of closing, if any."""
@@ -271,10 +278,10 @@ class PushQueue(OwnProcess, Generic[Source, Handle]):
                 f"A push was not acknowledged within {timeout_s:g} s{why}"
             ) from None
 
-    def _await_update(self, permit: Permit) -> None:
-        """Wait for the update of a part, if that was its last one."""
-        if isinstance(permit, Update) and permit.sent is not None:
-            self._await(permit.sent)
+    def _await_update_of(self, group: AccumulationGroup | None) -> None:
+        """Wait for the update of a part's group, if that was the last one."""
+        if group is not None and group.sent is not None:
+            self._await(group.sent)
 
     @staticmethod
     def _run(tasks: Tasks) -> None:
@@ -307,8 +314,8 @@ class PushQueue(OwnProcess, Generic[Source, Handle]):
     def _send(self, push: Push[Handle]) -> None:
         if push.was_dropped:
             self.tally.dropped()
-        if push.is_part:
-            push = self._take_part(push)
+        if push.group is not None:
+            push = self._take_part(push, push.group)
         if push.grads is None:
             replies = self.lookup.abandon(push.handle)
         else:
@@ -331,7 +338,7 @@ class PushQueue(OwnProcess, Generic[Source, Handle]):
         finally:
             self._awaits_gradients = False
 
-    def _take_part(self, push: Push[Handle]) -> Push[Handle]:
+    def _take_part(self, push: Push[Handle], group: AccumulationGroup) -> Push[Handle]:
         """Keep the gradients of a part for its update; return what is to be given up.
 
         The update is pushed with the last part, before that is settled.
@@ -341,32 +348,33 @@ class PushQueue(OwnProcess, Generic[Source, Handle]):
             self.tally.pushed()
             grads = self._gradients(push.grads)
             gradients = self._adding().gradients_of(push.handle, grads)
-        assert isinstance(push.permit, Update)
-        self._settle_part(push.permit, gradients)
+        self._settle_part(group, gradients)
         return replace(push, grads=None)
 
     def _adding(self) -> AddingLookup[Handle]:
         assert isinstance(self.lookup, AddingLookup), "accumulate() has checked it"
         return self.lookup
 
-    def _settle_part(self, update: Update, gradients: RowGradients | None) -> None:
-        update.settle(gradients)
+    def _settle_part(
+        self, group: AccumulationGroup, gradients: RowGradients | None
+    ) -> None:
+        group.settle(gradients)
         # Where the last part gets no gradients, an exception may be why, and the update
         # to be dropped: it waits until training has gone on, which closes it.
-        is_sure = gradients is not None or update.is_over or update.is_dropped
-        if update.is_complete and is_sure:
-            self._send_update(update)
+        is_sure = gradients is not None or group.is_over or group.is_dropped
+        if group.is_complete and is_sure:
+            self._send_update_of(group)
 
-    def _send_update(self, update: Update) -> None:
-        push: Push[Any] = Push(None, tuple, update)
+    def _send_update_of(self, group: AccumulationGroup) -> None:
+        push: Push[Any] = Push(None, tuple, group.permit)
         with self._lock:
-            self._in_flight[push.done] = update
-        update.sent = push.done
-        kept, update.kept = update.kept, []
+            self._in_flight[push.done] = push
+        group.sent = push.done
+        kept, group.kept = group.kept, []
         try:
-            gradients = add_up([] if update.is_dropped else kept)
-            number = update.number
-            if update.is_step:
+            gradients = add_up([] if group.is_dropped else kept)
+            number = group.number
+            if group.is_step:
                 number = self.number_step(number)
             replies = self._adding().send(gradients, number)
         except Exception as exc:  # noqa: BLE001  # raised by the next caller
@@ -409,7 +417,7 @@ class PushQueue(OwnProcess, Generic[Source, Handle]):
             self._held.discard(task.done)
             self._sent.discard(task.done)
             self._settled.notify_all()
-        if isinstance(task, Push) and not task.is_part:
+        if isinstance(task, Push) and task.group is None:
             self.semaphore.give_back(task.permit)
         if error is None:
             task.done.set_result(None)

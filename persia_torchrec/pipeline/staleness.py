@@ -60,7 +60,7 @@ class Permit:
     asked_s: float | None = None
     arrived_s: float | None = None
 
-    def let_go(self, *, is_forgotten: bool = False) -> None:
+    def let_go(self) -> None:
         """Note that the batch is pushed or dropped; finalizers call it: no lock."""
         self.has_left = True
         self.holder = None
