@@ -394,13 +394,15 @@ class ShardedLookup:
         self, bags: Mapping[str, Bags]
     ) -> tuple[BatchFeatures, JaggedIds, Sequence[Positions]]:
         """Return the features of a batch, its ids, and places of raw ones."""
-        if bags.keys() != self._keys:
+        jagged = bags if isinstance(bags, JaggedIds) else None
+        keys = bags.keys() if jagged is None else jagged.positions.keys()
+        if keys != self._keys:
             raise BatchError(
                 f"A batch must have the features {sorted(self._keys)}. Received: "
-                f"missing {sorted(self._keys - bags.keys())}, unknown "
-                f"{sorted(bags.keys() - self._keys)}."
+                f"missing {sorted(self._keys - keys)}, unknown "
+                f"{sorted(keys - self._keys)}."
             )
-        return self._all, bags if isinstance(bags, JaggedIds) else _checked(bags), ()
+        return self._all, _checked(bags) if jagged is None else jagged, ()
 
     def route(
         self, given: Mapping[str, Bags], number: BatchNumber | None

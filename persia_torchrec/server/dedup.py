@@ -134,7 +134,7 @@ class Streams:
         self, transaction: Transaction, batch: Batch, outcome: Outcome = NOTHING
     ) -> None:
         """Note that a request is applied, or refused for good."""
-        if self._mark(transaction, batch, _SETTLED):
+        if self.mark(transaction, batch, _SETTLED):
             at = self._outcome_at(batch)
             for offset, word in enumerate((batch[1] + 1, *outcome)):
                 transaction.note(at + offset, word)
@@ -143,7 +143,7 @@ class Streams:
         self, transaction: Transaction, batch: Batch, num_ids: int
     ) -> None:
         """Note that an update of the transaction is applied, with its results."""
-        if self._mark(transaction, batch, _SETTLED):
+        if self.mark(transaction, batch, _SETTLED):
             at = self._outcome_at(batch)
             transaction.notes += (at, batch[1] + 1), (at + 4, num_ids)
             transaction.note_results(at + 1)
@@ -155,10 +155,6 @@ class Streams:
             return False
         mark = self._find(stream, number)
         return not mark or bool(self._bytes[mark] & (_SETTLED | 1 << part))
-
-    def look_up(self, transaction: Transaction, batch: Batch, part: int) -> None:
-        """Note that the lookup of a part is answered."""
-        self._mark(transaction, batch, 1 << part)
 
     def open_batches(self) -> list[Batch]:
         """Return the batches that were looked up and are not settled."""
@@ -184,8 +180,11 @@ class Streams:
         self._bytes[at : at + len(saved)] = saved
         self._words[_GROUPS] = half << 63 | len(saved)
 
-    def _mark(self, transaction: Transaction, batch: Batch, mark: int) -> bool:
-        """Have a transaction set a mark; return False for a number that is too old."""
+    def mark(self, transaction: Transaction, batch: Batch, mark: int) -> bool:
+        """Have a transaction set a mark; return False for a number that is too old.
+
+        That of an answered lookup of a part is ``1 << part``.
+        """
         stream, number = batch
         place = self._find(stream, number) if stream else 0
         if place:

@@ -83,7 +83,7 @@ def _answer_lookup(shard: Shard, request: Request) -> Frames:
                 )
                 for table, ids_N, out_ND, counts_N in pieces
             ]
-            shard.streams.look_up(change, batch, part)
+            shard.streams.mark(change, batch, 1 << part)
         shard.open_batches.begin(batch, [TableIds(*p[:2]) for p in pieces], slots)
         shard.stages.lap("lookup")
     frame = encode_floats(rows, header.precision)

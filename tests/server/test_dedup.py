@@ -42,7 +42,7 @@ class Reopened:
 
     def look_up(self, batch, part):
         with self.store.transaction() as request:
-            self.streams.look_up(request, batch, part)
+            self.streams.mark(request, batch, 1 << part)
 
 
 numbers = st.tuples(st.integers(1, 3), st.integers(0, 9) | st.integers(0, 3 * WINDOW))
