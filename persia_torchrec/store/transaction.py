@@ -187,7 +187,8 @@ class Transactions:
 
     def end(self) -> None:
         """End a change, unless it is a part of an open transaction."""
-        self._store.journal.keep_left()
+        if self._store.journal.is_on:
+            self._store.journal.keep_left()
         if self.undo_log is not None and self.opened is None:
             self.undo_log.end()
 
