@@ -181,6 +181,9 @@ class Table:
         return f"## {self.name}\n\n{self.question}\n\n{table}\n{notes}\n"
 
 
+_TRANSPORTS = typing.get_args(env.Transport)
+
+
 def per_dim(measure: Callable[[S, int], Table]) -> Callable[[S], list[Table]]:
     """Return what measures each of ``dims`` by itself, and puts all into one table."""
 
@@ -230,11 +233,13 @@ class Benchmark(Generic[S]):
         add("--figures", nargs="+", choices=self.figures, help="which questions [all]")
         add("--json", type=Path, help="file for all figures")
         add("--tiny", action="store_true", help="small numbers, to see that it works")
+        add("--transport", choices=_TRANSPORTS, help="of all clients [tcp]")
         add_options(parser, self.normal)
         given = vars(parser.parse_args(argv))
         try:
             command = f"{prog} {shlex.join(argv)}"
-            with quiet_frameworks():
+            transport = given.pop("transport", "tcp")
+            with quiet_frameworks(), env.set_within({"PERSIA_TRANSPORT": transport}):
                 report = {"command": command, **self._run(*self.settings(given))}
             sys.stdout.write(f"command: `{command}`\n")
             if "json" in given:

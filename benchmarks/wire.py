@@ -9,6 +9,9 @@ redis   the same next to Redis (--redis PROGRAM): a row with its state is a valu
 restarts  time without a server that was killed, and of new ones (restarts.py)
 survival  what memory that outlives a server costs it (restarts.py)
 encryption  what ``PERSIA_ENCRYPT=1`` costs, against connections that prove the token
+transports  TCP, shared memory, and a store in the same process, turn by turn: a request
+        of one id, lookup and update one request after the other, the client's
+        processor time
 """
 
 import subprocess
@@ -29,7 +32,13 @@ from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 
 from benchmarks import harness, restarts
-from benchmarks.filled import IN_FLIGHT, Filled, FilledServer, filled_server
+from benchmarks.filled import (
+    IN_FLIGHT,
+    Filled,
+    FilledServer,
+    FilledStore,
+    filled_server,
+)
 from benchmarks.harness import RATES, Benchmark, Table, Timings, interleave
 from benchmarks.reference import Numbers, ids_of, require
 from benchmarks.store import RATES_HEADER
@@ -64,6 +73,7 @@ class WireSettings(Workload):
     """What to measure."""
 
     in_flight_batches: Annotated[int, "batches of a stream"] = 12
+    one_id_requests: Annotated[int, "requests of one id a turn (transports)"] = 50
     redis: Annotated[Path | None, "program of a Redis server"] = None
 
     def __post_init__(self) -> None:
@@ -164,6 +174,50 @@ def _encryption(settings: WireSettings, dim: int) -> Table:
     rows = timings.rows(lambda key: f"{key.split(' | ')[0]} | token")
     question = "What encryption costs: lookup + update, million unique rows/s."
     return Table("encryption", question, f"{RATES} | of token", rows)
+
+
+@harness.per_dim
+def _transports(settings: WireSettings, dim: int) -> Table:
+    spec, ids = settings.table(dim), settings.ids
+    num, own = settings.in_flight_batches, FilledStore(spec, settings.rows)
+    with ExitStack() as stack:
+        filled: dict[str, Filled] = {"in process": own}  # one after the other, always
+        for name in ("tcp", "shm"):
+            with env.set_within({"PERSIA_TRANSPORT": name}):
+                server = filled_server(spec, settings.rows)
+                filled[name] = stack.enter_context(server)
+
+        def turn(timings: Timings) -> None:
+            several = own.draw(settings.one_id_requests)[:, None]
+            one, *many = np.split(own.draw((1 + num) * ids), 1 + num)
+            for name, each in filled.items():
+                for (lookup_s, _), _ in each.run(*several, timer=_costs):
+                    timings.add(f"{name} | lookup of one id", 1, lookup_s)
+                ((lookup_s, cpu_s), (update_s, more_s)), *_ = each.run(
+                    one, timer=_costs
+                )
+                timings.add_both(name, ids, (lookup_s, update_s))
+                timings.add(f"{name} | client's processor time", ids, cpu_s + more_s)
+                if isinstance(each, FilledServer):
+                    timings.add(f"{name} | {_STREAM}", num * ids, each.stream(many))
+                else:
+                    taken_s = sum(sum(pair) for pair in each.run(*many))
+                    timings.add(f"{name} | {_STREAM}", num * ids, taken_s)
+
+        timings = interleave(turn, settings.repeats)
+    rows = timings.rows(lambda key: f"in process | {key.split(' | ')[1]}")
+    question = (
+        "One server and one client of one machine: million unique rows/s, uniform ids."
+    )
+    header = RATES.replace("ids |", "transport |")
+    return Table("transports", question, f"{header} | of in process", rows)
+
+
+def _costs(request: Callable[[], T]) -> tuple[tuple[float, float], T]:
+    """Make a request; return its seconds, those of this process's CPUs, its result."""
+    cpu_s = time.process_time()
+    seconds, result = harness.timed(request)
+    return (seconds, time.process_time() - cpu_s), result
 
 
 class FilledRedis(Filled):
@@ -281,6 +335,7 @@ BENCHMARK = Benchmark(
         "restarts": restarts.measure_restarts,
         "survival": restarts.measure_survival,
         "encryption": _encryption,
+        "transports": _transports,
     },
     only_for={"redis": "redis"},
 )

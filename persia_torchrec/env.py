@@ -16,6 +16,8 @@ empty variable counts as unset, for launchers that write out every variable.
     PERSIA_ENCRYPT                             1: all connections of the job are
                                                encrypted
     PERSIA_IO_THREADS                          threads of each ZeroMQ context; 1
+    PERSIA_TRANSPORT                           auto or shm: share memory with servers
+                                               of the same host; tcp
     TORCHX_JOB_ID                              scheduler and id of the job (torchx)
     PERSIA_JOIN_TIMEOUT_S                      seconds for each wait of a start; 600
     PERSIA_CHECKPOINT_INTERVAL_S               seconds between automatic checkpoints
@@ -57,10 +59,12 @@ import secrets
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple, cast, get_args
 
 from persia_torchrec import timeouts
 from persia_torchrec.errors import ConfigError
+
+Transport = Literal["auto", "tcp", "shm"]
 
 MAX_PORT = 65_535
 MAX_IO_THREADS = 16
@@ -260,6 +264,16 @@ def io_threads() -> int:
             f"Received: {value!r}."
         )
     return int(value)
+
+
+def transport(given: str | None = None) -> Transport:
+    """Return how clients reach the servers of their own host, or what is given."""
+    name = "PERSIA_TRANSPORT" if given is None else "transport"
+    value = (text("PERSIA_TRANSPORT") or "tcp") if given is None else given
+    for known in get_args(Transport):
+        if value == known:
+            return cast("Transport", known)
+    raise ConfigError(f"{name} must be auto, tcp or shm. Received: {value!r}.")
 
 
 def draw_token() -> None:

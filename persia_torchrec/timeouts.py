@@ -25,6 +25,7 @@ PERMIT_S = 3600.0  # a staleness permit is free: the trainer takes steps meanwhi
 RESEND_LEFT_S = 1.0  # requests that were sent again have at least so long
 REPLY_GRACE_S = 5.0  # a reply is later than its deadline: the I/O thread is dead
 HOST_SILENT_S = 6  # a host acknowledges nothing: connections to it are lost
+SHARED_MEMORY_S = 10.0  # a client has fetched the memory that a server shares
 PROOF_VALID_S = 300.0  # age of a proof's name, or difference of the clocks of two hosts
 
 # Starts

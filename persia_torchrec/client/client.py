@@ -118,23 +118,24 @@ class EmbeddingClient(OwnProcess):
         greeting: Greeting = NO_JOB,
         recovery_s: float = 0.0,
         generation: int = messages.NO_GENERATION,
+        transport: env.Transport | None = None,
     ) -> "EmbeddingClient":
         """Connect to all servers of a job.
 
         ``addresses`` are like ``"tcp://127.0.0.1:7000"``, in the order of the shards;
-        otherwise it is a ConfigError. Any request may take ``timeout_s`` seconds, this
-        one included. The servers must belong to the job of ``greeting``, or to none;
-        without it, those of any job answer. What is not an embedding server of this
-        version is a WireError.
+        otherwise it is a ConfigError. A request may take ``timeout_s`` seconds. Servers
+        are of ``greeting``'s job or of none; another version's answer is a WireError.
 
         Where servers are started again with their rows, one that is lost, or hangs, may
         be away for ``recovery_s`` seconds: requests wait for it, and each is applied
         once. One that comes back without its rows gets the tables again, requests are
         repeated, and updates that it had not acknowledged are lost. A client of
         trainers that recover says their ``generation``, see ``BatchNumber.new_stream``;
-        to the servers, an older one than they have met is a FencedError.
+        to the servers, an older one than they have met is a FencedError. ``transport``
+        stands for ``PERSIA_TRANSPORT``: tcp, auto or shm.
         """
-        return cls(Servers(addresses, timeout_s, greeting, recovery_s, generation))
+        given = timeout_s, greeting, recovery_s, generation, transport
+        return cls(Servers(addresses, *given))
 
     @classmethod
     def of_job(
@@ -211,10 +212,9 @@ class EmbeddingClient(OwnProcess):
         Earlier pushes are applied with the previous rate, later ones with the new rate;
         another trainer's pushes get the new rate as soon as it is set.
         """
-        names = list(self.tables if tables is None else tables)
-        specs = [self.table(name) for name in names]
-        if specs:
-            changed = [replace(s, optimizer=replace(s.optimizer, lr=lr)) for s in specs]
+        specs = map(self.table, list(self.tables if tables is None else tables))
+        changed = [replace(s, optimizer=replace(s.optimizer, lr=lr)) for s in specs]
+        if changed:
             self.add_tables(changed)
 
     def table(self, name: str) -> TableSpec:
@@ -527,6 +527,7 @@ class EmbeddingClient(OwnProcess):
                 *(server, header._replace(incarnation=starts[server])),
                 request.encode(server, known.numbers[server], precision),
                 *(what, timeout_s),
+                reply_bytes=request.reply_bytes(server, header),
             )
             for server in range(self.num_servers)
         ]

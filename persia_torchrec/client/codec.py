@@ -41,7 +41,7 @@ from persia_torchrec.rpc.float_codec import (
     size_of,
     write_floats,
 )
-from persia_torchrec.rpc.messages import Frames, Precision, Share
+from persia_torchrec.rpc.messages import Frames, Header, Precision, Share
 from persia_torchrec.rpc.peers import body_of
 from persia_torchrec.table import TableSpec
 
@@ -257,6 +257,16 @@ class RowRequest(NamedTuple):
                     f"{MAX_MESSAGE_BYTES} bytes of rows. Received: {num} ids, "
                     f"{num_bytes} bytes for server {server}. Use smaller batches."
                 )
+
+    def reply_bytes(self, server: int, header: Header) -> int:
+        """Return how many bytes of rows a server will answer, at most."""
+        if self.rows is not None:
+            return 0
+        num = sum(
+            int(group.offsets[server + 1] - group.offsets[server]) * width
+            for group, width in zip(self.groups, self.widths, strict=True)
+        )
+        return 64 + size_of(header.precision) * num
 
     def read(self, server: int, reply: Frames, precision: Precision) -> "_Received":
         """Return the rows of one server, of all groups, as they travelled."""

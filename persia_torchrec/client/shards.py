@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from persia_torchrec import timeouts
 from persia_torchrec.client.codec import BatchNumber, ServerHello
+from persia_torchrec.env import Transport
 from persia_torchrec.errors import (
     ConfigError,
     JobError,
@@ -62,6 +63,7 @@ class Servers(Peers):
         greeting: Greeting,
         recovery_s: float = 0.0,
         generation: int = NO_GENERATION,
+        transport: Transport | None = None,
     ) -> None:
         self._greeting = greeting
         self.job_id = greeting.job_id
@@ -74,7 +76,8 @@ class Servers(Peers):
                 "addresses must be a list, with the address of each server. "
                 f"Received: the str {addresses!r}; is [{addresses!r}] meant?"
             )
-        super().__init__("embedding server", addresses, timeout_s, greeting, recovery_s)
+        settings = timeout_s, greeting, recovery_s, transport
+        super().__init__("embedding server", addresses, *settings)
         give_up_s = time.monotonic() + timeouts.COMPILING_S
         try:
             hellos = [
@@ -85,6 +88,7 @@ class Servers(Peers):
             self.close()
             raise
         self.incarnations[:] = [hello.incarnation for hello in hellos]
+        self.share_memory()
         self.max_request_ids = [hello.max_request_ids for hello in hellos]
         self.generation = max(hello.generation for hello in hellos)
         member = JobMember.current
@@ -177,6 +181,7 @@ class Servers(Peers):
             prepare(fresh, hello)
         self.max_request_ids[server] = hello.max_request_ids
         self.connections.renew(server, hello.incarnation)
+        self.connections.when_back(server)
 
     def close(self) -> None:
         """Close the connections. May be called twice."""

@@ -115,7 +115,7 @@ GAUGES = {
     *("rows", "capacity_rows", "bytes", "hinted_slots", "updates_queued"),
     *("joint_steps", "joint_bytes", "open_batches", "increments"),
     *("increments_waiting", "increment_delay_ms", "following_lost", "unwritten_ms"),
-    "increment_age_ms",
+    *("increment_age_ms", "shared_memory_bytes", "shared_memory_clients"),
 }
 """Counters of a server that go up and down; so do those that end in ``_max``."""
 

@@ -12,11 +12,12 @@ import math
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from socket import gaierror
-from typing import NoReturn, Self
+from typing import Any, NoReturn, Protocol, Self
 
 import msgspec
 import zmq
@@ -26,11 +27,22 @@ from persia_torchrec.errors import (
     ConfigError,
     FrameError,
     JobMismatchError,
+    RemoteError,
     WireError,
 )
 from persia_torchrec.rpc import addresses, auth
 from persia_torchrec.rpc.auth import NO_JOB, Greeting
-from persia_torchrec.rpc.messages import Frame, Frames, Header, Kind, error_frames
+from persia_torchrec.rpc.messages import (
+    ErrorReply,
+    Frame,
+    Frames,
+    Header,
+    Kind,
+    decode_json,
+    error_frames,
+)
+from persia_torchrec.rpc.slab_server import Slabs
+from persia_torchrec.timeouts import SAY_S
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +52,7 @@ MAX_FRAMES = 2**14  # of a message; what comes after them is dropped
 _HANDSHAKE_MS = 10_000  # after which a connection without a proof is closed
 _MIN_ZERO_COPY_BYTES = 65536
 _MAX_KNOWN_PEERS = 4096
+_MOST_IN_ROW = 8
 _LOG_S = 10.0
 _LOOK_S = 1.0
 _MAX_SOCKETS = 2**14  # of ZeroMQ in one context, whose own limit is 1,023
@@ -63,7 +76,8 @@ class Listener:
     Clients prove this process's token; without one it must listen on the loopback. It
     answers what is malformed or of another job. Port 0 takes a free one. ``fd`` is a
     TCP socket that listens already, and stays open; without it one is opened, see
-    ``addresses.open_listening``. That no connection can be accepted is logged.
+    ``addresses.open_listening``. That no connection can be accepted is logged. Up to
+    ``shm_bytes`` are memory that clients of this host share, see ``slab_server.py``.
     """
 
     def __init__(
@@ -74,6 +88,7 @@ class Listener:
         *,
         fd: int | None = None,
         encrypts: bool = False,
+        shm_bytes: int = 0,
     ) -> None:
         self._greeting = greeting
         self._known: set[bytes] = set()  # routing ids of admitted peers
@@ -97,18 +112,63 @@ class Listener:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self.wakeup.fd, zmq.POLLIN)
+        self.slabs = Slabs(shm_bytes)
+        self.was_rejected = False
+        self._num_in_row = 0  # messages of slabs since it has looked for others
+        self._is_over_tcp = False  # whether a message is there
+        # A message over TCP, for which those of its client's slab come first.
+        self._held: deque[tuple[bytes, Header, Frames]] = deque()
 
     def wait(self, timeout_ms: int) -> bool:
         """Wait for a message or a wake-up; return whether a message is there."""
         self._look_for_descriptors()
+        slabs, has_slabs = self.slabs, len(self.slabs) > 0
+        if self._held:
+            return True
+        if has_slabs:
+            if self._num_in_row < _MOST_IN_ROW and slabs.has_message():
+                return True
+            if timeout_ms and not slabs.is_quiet():
+                timeout_ms = 0
         ready = dict(self._poller.poll(timeout_ms))
+        self._num_in_row = 0
+        if has_slabs:
+            slabs.set_sleeps(0)
         # A signal may interrupt wake() before it writes: drain after each idle wait.
         if not ready or self.wakeup.fd in ready:
             self.wakeup.drain()
-        return self._socket in ready
+        self._is_over_tcp = self._socket in ready
+        if len(ready) > self._is_over_tcp:
+            slabs.look(ready)
+        self._watch_slabs()
+        return self._is_over_tcp or slabs.has_message()
 
     def take(self) -> tuple[bytes, Header, Frames] | None:
-        """Take a message: routing id, header, all frames; None: it was rejected."""
+        """Take a message: routing id, header, all frames.
+
+        None: it was rejected, if ``was_rejected``, or answered here.
+        """
+        slabs = self.slabs
+        self.was_rejected = False
+        if not self._is_over_tcp and not self._held and slabs.has_message():
+            self._num_in_row += 1
+            return self._took(slabs.take())
+        message = self._held.popleft() if self._held else self._take_over_tcp()
+        self._is_over_tcp = False
+        if message is None or not slabs.has_message_of(message[0]):
+            return message
+        self._held.append(message)
+        return self._took(slabs.take(message[0]))
+
+    def _took(
+        self, message: tuple[bytes, Header, Frames] | None
+    ) -> tuple[bytes, Header, Frames] | None:
+        self.was_rejected = message is None
+        if message is not None:
+            self.bytes_received += sum(map(len, message[2]))
+        return message
+
+    def _take_over_tcp(self) -> tuple[bytes, Header, Frames] | None:
         name, *frames = receive_frames(self._socket)
         self.bytes_received += sum(map(len, frames))
         peer, number = bytes(name), 0
@@ -127,8 +187,32 @@ class Listener:
                 self._next_log_s = time.monotonic() + _LOG_S
                 logger.warning("rejected a message, one of maybe many: %s", exc)
             self.send_error(peer, number, exc)
+            self.was_rejected = True
+            return None
+        if header.kind is Kind.SLAB:
+            self._answer_slab(peer, number, frames)
             return None
         return peer, header, frames
+
+    def _answer_slab(self, peer: bytes, number: int, frames: Frames) -> None:
+        """Answer a client that asks for shared memory."""
+        try:
+            body = self.slabs.invite(peer, frames)
+        except WireError as exc:
+            self.send_error(peer, number, exc)
+            return
+        self._watch_slabs()
+        self.send(peer, Header(Kind.REPLY, number), [body])
+
+    def _watch_slabs(self) -> None:
+        """Poll the sockets of shared memory that have come, and no more those gone."""
+        changes = self.slabs.changes
+        while changes:
+            fd, is_there = changes.popleft()
+            if is_there:
+                self._poller.register(fd, zmq.POLLIN)
+            else:
+                self._poller.unregister(fd)
 
     def receive(self, timeout_ms: int) -> tuple[bytes, Header, Frames] | None:
         """Wait for a message, and :meth:`take` it; None also when none came in time."""
@@ -138,6 +222,8 @@ class Listener:
         """Send a message to a peer; it is dropped if the peer is gone."""
         message: list[Frame] = [header.encode(), *(frames or [b""])]
         self.bytes_sent += sum(map(len, message))
+        if self.slabs.send(peer, header.request, message):
+            return
         self._socket.send(peer, zmq.SNDMORE)
         send_frames(self._socket, message)
 
@@ -160,6 +246,7 @@ class Listener:
 
     def close(self) -> None:
         """Close the socket, when replies under way are sent, for up to a second."""
+        self.slabs.close()
         self._socket.close()
         self._context.term()
         self.wakeup.close()
@@ -301,6 +388,19 @@ def receive_frames(socket: "zmq.Socket[bytes]") -> Frames:
             return frames
 
 
+def read_reply(frames: Frames, name: str) -> tuple[Header, RemoteError | None]:
+    """Return the header of a reply of the server ``name``, and its error if it is one.
+
+    Raises:
+        FrameError: it is no reply of this protocol.
+    """
+    header = Header.decode(frames[0])
+    if header.kind is not Kind.ERROR:
+        return header, None
+    text = decode_json(frames, ErrorReply)
+    return header, RemoteError(text.message, server=name, kind=text.kind)
+
+
 def duplicate(fd: int) -> int:
     """Return another descriptor of a socket that listens, which ZeroMQ closes."""
     try:
@@ -343,6 +443,20 @@ def open_socket(
     return opened
 
 
+class Carrier(Protocol):
+    """What has carried a request besides TCP, see ``SlabChannel``."""
+
+    deliver: Callable[[], None]
+
+    def wait(
+        self, is_done: Callable[[], bool], deliver: Callable[[], None], most_s: float
+    ) -> None:
+        """Deliver replies in the caller's thread."""
+
+    def listen(self, listens: bool) -> None:
+        """Say whether the I/O thread wants to know of each reply."""
+
+
 class Reply(Future[tuple[Header, Frames]]):
     """A reply to come within ``timeout_s``; it cannot be cancelled.
 
@@ -368,12 +482,34 @@ class Reply(Future[tuple[Header, Frames]]):
         self.message: list[Frame] = []
         self.left_s = timeout_s
         self.deadline_s = math.inf
+        # What took the request, if that was not TCP; callbacks are the I/O thread's.
+        self.carrier: Carrier | None = None
+        self.has_callbacks = False
         self.set_running_or_notify_cancel()  # from here on, cancel() does nothing
 
     def frames(self, within_s: float | None = None) -> Frames:
         """Wait for the reply, ``within_s`` at most if given; return its frames."""
         most_s = self.timeout_s + self.recovery_s + timeouts.REPLY_GRACE_S
-        return self.result(most_s if within_s is None else within_s)[1]
+        most_s = most_s if within_s is None else within_s
+        carrier = self.carrier
+        if carrier is not None and not self.has_callbacks and not super().done():
+            stop_s = time.monotonic() + most_s
+            carrier.wait(super().done, carrier.deliver, most_s)
+            most_s = max(stop_s - time.monotonic(), 0.0)
+        return self.result(most_s)[1]
+
+    def done(self) -> bool:
+        """Return whether the reply, or an error, is there."""
+        if self.carrier is not None and not self.has_callbacks and not super().done():
+            self.carrier.deliver()
+        return super().done()
+
+    def add_done_callback(self, fn: Callable[[Any], object]) -> None:
+        """Have a function called, as a rule in the I/O thread, once it is done."""
+        self.has_callbacks = True
+        if self.carrier is not None:
+            self.carrier.listen(True)
+        super().add_done_callback(fn)
 
 
 @dataclass(slots=True)
@@ -400,6 +536,18 @@ class Silence:
     said_s: float = 0.0
     is_connected: bool = False
 
+    def note(self, name: str, oldest: Reply, now_s: float) -> None:
+        """Log a server that hangs or is away, each time at twice the seconds."""
+        silent_s = now_s - max(self.heard_s, oldest.begun_s)
+        if silent_s < SAY_S:
+            self.said_s = 0.0
+        elif silent_s >= 2 * self.said_s:
+            self.said_s = silent_s
+            logger.warning(
+                "%s has not answered for %.0f s; waiting: %s",
+                *(name, silent_s, oldest.what),
+            )
+
     def ask_why(self) -> str:
         """Return what may be the cause that a request has had no reply."""
         if not addresses.has_descriptors():
@@ -413,3 +561,9 @@ class Told(msgspec.Struct):
     """What is read of a reply to HELLO."""
 
     incarnation: int = 0
+
+    @classmethod
+    def read(cls, frames: Frames) -> Self:
+        """Read it; raise FrameError if that is another one's reply."""
+        told: Self = decode_json(frames, cls)
+        return told

@@ -31,10 +31,8 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from socket import AF_INET6, AddressFamily
-from typing import Any
 
 import zmq
-import zmq.utils.monitor
 
 from persia_torchrec import env, timeouts
 from persia_torchrec.errors import (
@@ -48,14 +46,10 @@ from persia_torchrec.errors import (
     TokenError,
     WireError,
 )
+from persia_torchrec.rpc import addresses as hosts
 from persia_torchrec.rpc import auth
-from persia_torchrec.rpc.addresses import (
-    NO_DESCRIPTORS,
-    family_of,
-    has_descriptors,
-    no_descriptors,
-)
 from persia_torchrec.rpc.auth import NO_JOB, Greeting
+from persia_torchrec.rpc.carriers import Carriers
 from persia_torchrec.rpc.channel import (
     Away,
     OwnProcess,
@@ -63,21 +57,14 @@ from persia_torchrec.rpc.channel import (
     Silence,
     Told,
     Wakeup,
-    open_socket,
+    read_reply,
     receive_frames,
     require_sendable,
     send_frames,
 )
-from persia_torchrec.rpc.messages import (
-    ErrorReply,
-    Frame,
-    Frames,
-    Header,
-    Kind,
-    decode_json,
-    encode_json,
-)
-from persia_torchrec.timeouts import SAY_S
+from persia_torchrec.rpc.messages import Frame, Frames, Header, Kind, encode_json
+from persia_torchrec.rpc.slab_client import SlabChannel
+from persia_torchrec.rpc.sockets import Sockets
 
 logger = logging.getLogger(__name__)
 
@@ -90,9 +77,6 @@ _ROWS_GONE = (
     "the server was started again, and its rows are gone. Fill or export the table "
     "once more, or load a checkpoint."
 )
-_MADE = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
-_CHANGES = zmq.EVENT_DISCONNECTED | _MADE | auth.REFUSALS
-_monitor_numbers = itertools.count()
 
 
 class Connections(OwnProcess):
@@ -118,8 +102,8 @@ class Connections(OwnProcess):
     ) -> None:
         if not addresses:
             raise ConfigError(f"At least one address of an {role} is needed.")
-        if not has_descriptors():
-            raise ServerError(no_descriptors(), server="")
+        if not hosts.has_descriptors():
+            raise ServerError(hosts.no_descriptors(), server="")
         self.names = [f"{role} {i} at {a}" for i, a in enumerate(addresses)]
         self.incarnations, self._addresses = [0] * len(addresses), list(addresses)
         self._routing_ids = [greeting.encode() for _ in addresses]
@@ -132,17 +116,18 @@ class Connections(OwnProcess):
         self._pending: dict[int, Reply] = {}
         # Deadline and request number, the earliest first.
         self._deadlines: list[tuple[float, int]] = []  # guarded by _lock
+        # Called in the I/O thread when a server is back; it must not wait.
+        self.when_back: Callable[[int], None] = lambda _: None
         # Why requests to a server fail at once. guarded by _lock
         self._lost: dict[int, tuple[str, type[ServerError]]] = {}
         self._away: dict[int, Away] = {}  # the I/O thread changes it, under _lock
         self._numbers, self._wakeup = itertools.count(1), Wakeup()
+        shared = self._lock, self._pending, self._wakeup.wake, self._finish
+        self.carriers = Carriers(len(addresses), *shared)
         # From its start on, the I/O thread owns these.
         self._silences, self._look_s = [Silence() for _ in addresses], 0.0
-        self._poller = zmq.Poller()
-        self._handlers: dict[Any, Callable[[], None]] = {}
-        self._sockets: dict[int, zmq.Socket[bytes]] = {}
-        self._monitors: dict[int, zmq.Socket[bytes]] = {}
-        self._handle(self._wakeup.fd, self._send_outgoing)
+        self._sockets = Sockets()
+        self._sockets.handle(self._wakeup.fd, self._send_outgoing)
         self._families = [self._find_host(server) for server in range(len(addresses))]
         self._open_all()
         self._thread = threading.Thread(
@@ -161,11 +146,13 @@ class Connections(OwnProcess):
         *,
         timeout_s: float,
         what: str,
+        reply_bytes: int = 0,
     ) -> Reply:
         """Send a request to one server; its number is set here.
 
         The memory of ``frames`` must not change until the reply. ``what`` is the
-        request in words, for errors: ``"lookup of table 'ads'"``.
+        request in words, for errors: ``"lookup of table 'ads'"``. A reply of more than
+        ``reply_bytes``, or 16 KiB, comes over TCP.
         """
         if self._pid != os.getpid():
             self.require_own_process()
@@ -181,6 +168,7 @@ class Connections(OwnProcess):
         number = next(self._numbers)
         message: list[Frame] = [header.encode(request=number), *frames]
         reply.message = message
+        carrier: SlabChannel | None = None
         with self._lock:
             if self.is_closed:
                 self._slots.release()
@@ -190,12 +178,36 @@ class Connections(OwnProcess):
             if lost is None and server not in self._away:
                 reply.deadline_s = time.monotonic() + timeout_s
                 heapq.heappush(self._deadlines, (reply.deadline_s, number))
-                self._outgoing.append((server, message))
-        if lost is None:
+                asked = server, number, message, reply_bytes
+                carrier = self.carriers.reserve(*asked)
+                if carrier is None:
+                    self._outgoing.append((server, message))
+        if carrier is not None:
+            self.carriers.post(carrier, number, reply)
+        elif lost is None:
             self._wakeup.wake()
         else:
             self._fail(lost[0], [number], lost[1])
         return reply
+
+    def use(self, server: int, carrier: SlabChannel) -> bool:
+        """Send requests to a server through memory; return whether it is there."""
+        with self._lock:
+            if self.is_closed or server in self._lost or server in self._away:
+                return False
+            self.carriers.use(server, carrier)
+        self._wakeup.wake()
+        return True
+
+    def _finish(self, server: int, number: int, frames: Frames) -> bool:
+        """Hand a reply to its caller, in any thread; False: the I/O thread shall."""
+        silence = self._silences[server]
+        if silence.said_s or server in self._away:
+            return False
+        silence.heard_s = time.monotonic()
+        if (reply := self._take(number, server)) is not None:
+            reply.set_result((Header.decode(frames[0]), frames))
+        return True
 
     def close(self) -> None:
         """Close all connections; pending requests fail. May be called twice."""
@@ -241,9 +253,7 @@ class Connections(OwnProcess):
         try:
             while (timeout_ms := self._look_around()) is not None:
                 # A signal may interrupt wake() before it writes: look after each wait.
-                ready = self._poller.poll(timeout_ms) or [(self._wakeup.fd, 0)]
-                for source, _ in ready:
-                    self._handlers[source]()
+                self._sockets.poll(timeout_ms, self._wakeup.fd)
         except Exception as exc:  # handed to all callers that wait
             logger.exception("the I/O thread of %s died", self.names)
             reason = f"the I/O thread died ({exc!r})."
@@ -253,18 +263,14 @@ class Connections(OwnProcess):
             self._fail(reason, self._pending_of(range(len(self))))
             self._close_sockets()
 
-    def _handle(self, source: Any, handler: Callable[[], None]) -> None:
-        self._handlers[source] = handler
-        self._poller.register(source, zmq.POLLIN)
-
     def _open_all(self) -> None:
         for server, address in enumerate(self._addresses):
             try:
                 self._open(server)
             except zmq.ZMQError as exc:
                 self._close_sockets()
-                if exc.errno in NO_DESCRIPTORS:
-                    raise ServerError(no_descriptors(), server="") from exc
+                if exc.errno in hosts.NO_DESCRIPTORS:
+                    raise ServerError(hosts.no_descriptors(), server="") from exc
                 raise ConfigError(
                     "An address must look like 'tcp://host:port'. "
                     f"Received: {address!r} ({exc})."
@@ -273,21 +279,14 @@ class Connections(OwnProcess):
     def _open(self, server: int) -> None:
         """Connect to a server; what comes over the socket is handled in its order."""
         options: auth.Options = {
-            zmq.SNDHWM: 0,  # _MAX_PENDING bounds
-            zmq.SNDTIMEO: 0,  # of one that ZeroMQ has given up: see _send
-            zmq.RECONNECT_IVL_MAX: 1000,
             zmq.ROUTING_ID: self._routing_ids[server],
             zmq.IPV6: self._families[server] is AF_INET6,
             **self._proofs[server].options(),
         }
-        socket = self._sockets[server] = open_socket(zmq.DEALER, options)
-        name = (
-            f"inproc://changes/{next(_monitor_numbers)}"  # the socket's own is reused
+        self._sockets.open(
+            *(server, self._addresses[server], options),
+            *(partial(self._receive, server), partial(self._notice_change, server)),
         )
-        monitor = self._monitors[server] = socket.get_monitor_socket(_CHANGES, name)
-        self._handle(socket, partial(self._receive, server))
-        self._handle(monitor, partial(self._notice_change, server))
-        socket.connect(self._addresses[server])
 
     def _find_host(self, server: int) -> AddressFamily:
         """Return how a server is reached; one with an unknown name is lost until then.
@@ -296,7 +295,7 @@ class Connections(OwnProcess):
         """
         host = env.host_of(self._addresses[server])
         try:
-            return family_of(host)
+            return hosts.family_of(host)
         except (OSError, UnicodeError) as exc:
             why = f"the host {host!r} is unknown here ({exc}). Is the address right?"
             if self._recovery_s:
@@ -306,21 +305,19 @@ class Connections(OwnProcess):
         return AF_INET6  # by which ZeroMQ finds addresses of both kinds
 
     def _close_socket(self, server: int) -> None:
-        socket, monitor = self._sockets.pop(server), self._monitors.pop(server)
-        for source in (socket, monitor):
-            del self._handlers[source]
-            self._poller.unregister(source)
-        socket.disable_monitor()
-        monitor.close()
-        socket.close(linger=0)
+        self._sockets.close(server)
+        if (fd := self.carriers.drop(server)) is not None:
+            self._sockets.forget(fd)
 
     def _close_sockets(self) -> None:
-        for server in list(self._sockets):
+        for server in self._sockets.servers():
             self._close_socket(server)
         self._wakeup.close()
 
     def _look_around(self) -> int | None:
         """Do what is due; return how many ms to wait, None once closed."""
+        for server, fd, carrier in self.carriers.to_watch():
+            self._sockets.handle(fd, partial(self._hear, server, carrier))
         self._name_the_silent()
         wait_ms = self._greet_those_away() if self._away else _IDLE_POLL_MS
         while True:
@@ -342,7 +339,7 @@ class Connections(OwnProcess):
                 self._fail(late, [number], RequestTimeoutError)
 
     def _name_the_silent(self) -> None:
-        """Log which servers do not answer, as ones that hang or are away."""
+        """Log, now and then, which servers do not answer."""
         now_s = time.monotonic()
         if now_s < self._look_s or not self._recovery_s:
             return
@@ -351,19 +348,16 @@ class Connections(OwnProcess):
             for reply in self._pending.values():
                 oldest.setdefault(reply.server, reply)
         for server, reply in oldest.items():
-            silence = self._silences[server]
-            silent_s = now_s - max(silence.heard_s, reply.begun_s)
-            if silent_s < SAY_S:
-                silence.said_s = 0.0
-            elif silent_s >= 2 * silence.said_s:
-                silence.said_s = silent_s
-                logger.warning(
-                    "%s has not answered for %.0f s; waiting: %s",
-                    *(self.names[server], silent_s, reply.what),
-                )
+            self._silences[server].note(self.names[server], reply, now_s)
+
+    def _hear(self, server: int, carrier: SlabChannel) -> None:
+        if not self.carriers.hear(carrier) and self.carriers[server] is carrier:
+            self._lose_connection(server)
 
     def _send_outgoing(self) -> None:
         self._wakeup.drain()
+        for server, frames in self.carriers.arrivals():
+            self._accept(server, frames)
         with self._lock:
             outgoing, self._outgoing = self._outgoing, []
         for server, frames in outgoing:
@@ -381,6 +375,8 @@ class Connections(OwnProcess):
             self._outgoing = [one for one in self._outgoing if one[0] != server]
             pending = self._pending.values()
             messages = [reply.message for reply in pending if reply.server == server]
+            numbers = [n for n, one in self._pending.items() if one.server == server]
+            self.carriers.sent_over_tcp(server, numbers)
         for message in messages:
             self._send(server, message)
         return len(messages)
@@ -388,20 +384,19 @@ class Connections(OwnProcess):
     def _receive(self, server: int) -> None:
         """Hand a reply to the caller that waits for it."""
         frames = receive_frames(self._sockets[server])
+        self.carriers.answered_over_tcp(server, frames)
+        self._accept(server, frames)
+
+    def _accept(self, server: int, frames: Frames) -> None:
         name = self.names[server]
         silence = self._silences[server]
         silence.heard_s = time.monotonic()
-        error: RemoteError | None = None
         try:
-            header = Header.decode(frames[0])
-            if header.kind is Kind.ERROR:
-                text = decode_json(frames, ErrorReply)
-                error = RemoteError(text.message, server=name, kind=text.kind)
+            header, error = read_reply(frames, name)
         except WireError as exc:
             logger.warning("%s sent no message of ours: %s", name, exc)
-            ours = f"the reply must be a message of this protocol. {exc}"
-            reason = f"{ours} Is this the right address?"
-            self._fail(reason, self._pending_of([server]), WireError)
+            why = f"the reply must be a message of this protocol. {exc} Is this the "
+            self._fail(f"{why}right address?", self._pending_of([server]), WireError)
             return
         if self._recovery_s and self._concerns_recovery(server, header, frames, error):
             return
@@ -437,9 +432,8 @@ class Connections(OwnProcess):
         """Note that the connection to a server was lost, or was established."""
         while self._sockets[server].poll(0):  # what came before the change
             self._receive(server)
-        monitor = self._monitors[server]
-        change = zmq.utils.monitor.recv_monitor_message(monitor)
-        event, is_lost = change["event"], change["event"] == zmq.EVENT_DISCONNECTED
+        event, value = self._sockets.change(server)
+        is_lost = event == zmq.EVENT_DISCONNECTED
         if event == zmq.EVENT_CONNECTED:
             self._silences[server].is_connected = True
             return
@@ -447,25 +441,32 @@ class Connections(OwnProcess):
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._proofs[server].num_refused = 0
         if event & auth.REFUSALS:
-            self._notice_refusal(server, event, change["value"])
+            self._notice_refusal(server, event, value)
         elif why is TokenError or (is_lost and self._proofs[server].num_refused):
             return  # ZeroMQ connects again by itself, or never
         elif server in self._away:  # here it does, too
             away = self._away[server]
             away.hello, away.hello_s = -1, math.inf if is_lost else 0.0
         elif is_lost and why is not ServerError:
-            if self._recovery_s:
-                self._begin_recovery(server)
-            else:
-                lost = "the connection was lost. Did the process end?"
-                self._lose(server, lost, _STILL_LOST)
-            # Another socket: this one would send what waits in it, out of order, or
-            # although its caller was told that it failed.
-            self._close_socket(server)
-            self._open(server)
+            self._lose_connection(server)
         elif why is ServerError and not is_lost:
             with self._lock:
                 self._lost.pop(server, None)
+
+    def _lose_connection(self, server: int) -> None:
+        """Wait for a server whose connection was lost, or fail the requests to it."""
+        self.carriers.deliver_rest(server)
+        for one, frames in self.carriers.arrivals():
+            self._accept(one, frames)
+        if self._recovery_s:
+            self._begin_recovery(server)
+        else:
+            lost = "the connection was lost. Did the process end?"
+            self._lose(server, lost, _STILL_LOST)
+        # Another socket: this one would send what waits in it, out of order, or
+        # although its caller was told that it failed.
+        self._close_socket(server)
+        self._open(server)
 
     def _notice_refusal(self, server: int, event: int, value: int) -> None:
         """Prove the token once more, or give up a server that does not accept it."""
@@ -577,7 +578,7 @@ class Connections(OwnProcess):
         try:
             if error is not None:
                 raise error
-            told: Told = decode_json(frames, Told)
+            told = Told.read(frames)
         except PersiaError as exc:
             self._lose(server, str(exc), str(exc))
             return
@@ -596,3 +597,4 @@ class Connections(OwnProcess):
             "%s is back after %.1f s; requests sent again: %d",
             *(self.names[server], away_s, num_sent),
         )
+        self.when_back(server)

@@ -72,6 +72,8 @@ The JSON values of an embedding server; those not named here are null:
     IDS                  {"table", "start": as of EXPORT, "first": the bound}
     reply to JOIN        text: which other trainers of the group are gone, and why
     BOOK                 a request to the job's address book, see registry.py
+    SLAB                 {"proof", "drawn", "bytes"}, see slab_server.py; any listener
+                         answers it
     STEP                 {"table": number, "step": how many updates the table shall
                          have had, or null to only ask}
     reply to STEP        how many updates the table has had
@@ -170,6 +172,7 @@ class Kind(IntEnum):
     BOOK = 24
     POSITION = 25
     IDS = 26
+    SLAB = 27
 
     @classmethod
     def define(cls, name: str, number: int) -> "Kind":

@@ -1,17 +1,24 @@
 """Processes of one role that answer requests: one message to each, and its reply."""
 
+import logging
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from persia_torchrec.errors import FrameError, WireError
+from persia_torchrec import env
+from persia_torchrec.env import Transport
+from persia_torchrec.errors import FrameError, PersiaError, WireError
 from persia_torchrec.parsing.decoding import parse_json
 from persia_torchrec.rpc.auth import Greeting
 from persia_torchrec.rpc.channel import Reply
 from persia_torchrec.rpc.client import Connections
 from persia_torchrec.rpc.messages import Frame, Frames, Header, Kind, encode_json
+from persia_torchrec.rpc.slab_client import obtain
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 class Peers:
@@ -31,7 +38,9 @@ class Peers:
         timeout_s: float,
         greeting: Greeting,
         recovery_s: float = 0.0,
+        transport: Transport | None = None,
     ) -> None:
+        self.transport = env.transport(transport)
         self.timeout_s, self.recovery_s = timeout_s, recovery_s
         when_restarted = weakref.WeakMethod(self.when_restarted)
         self.connections = Connections(
@@ -57,14 +66,51 @@ class Peers:
         frames: Sequence[Frame],
         what: str,
         timeout_s: float | None = None,
+        reply_bytes: int = 0,
     ) -> Reply:
         """Send one process a message: the frames after the header."""
         incarnation = header.incarnation or self.incarnations[peer]
         header = self.numbered(header)._replace(incarnation=incarnation)
         timeout_s = timeout_s or self.timeout_s + self.recovery_s
-        return self.connections.submit(
-            peer, header, frames, timeout_s=timeout_s, what=what
-        )
+        given: Any = {"timeout_s": timeout_s, "what": what, "reply_bytes": reply_bytes}
+        return self.connections.submit(peer, header, frames, **given)
+
+    def share_memory(self) -> None:
+        """Share memory with those on this host, now and when they are back."""
+        if self.transport == "tcp":
+            return
+        share = weakref.WeakMethod(self._share)
+
+        def share_again(peer: int) -> None:  # in a thread of its own: it waits
+            threading.Thread(
+                target=_call, args=(share, peer), name="shared memory", daemon=True
+            ).start()
+
+        self.connections.when_back = share_again
+        for peer in range(len(self)):
+            self._share(peer)
+
+    def _share(self, peer: int) -> None:
+        """Share memory with one of them, or log why that cannot be done."""
+
+        def ask(value: dict[str, object], answer: Any) -> Any:
+            frames, what = [encode_json(value)], "shared memory"
+            reply = self.send(peer, Header(Kind.SLAB), frames, what, self.timeout_s)
+            return self.read(peer, reply, answer)
+
+        if self.connections.carriers[peer] is not None:
+            return
+        try:
+            carrier = obtain(ask)
+        except (PersiaError, OSError) as exc:
+            level = logging.WARNING if self.transport == "shm" else logging.INFO
+            logger.log(level, "%s is reached over TCP: %s", self.names[peer], exc)
+            return
+        if not self.connections.use(peer, carrier):
+            carrier.close()
+            return
+        size_mib = carrier.slab.size_bytes // 2**20
+        logger.info("%s shares %d MiB of memory", self.names[peer], size_mib)
 
     def numbered(self, header: Header) -> Header:
         """Return the header of a message as it is."""

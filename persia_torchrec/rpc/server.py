@@ -13,6 +13,7 @@ from persia_torchrec.rpc.addresses import LOOPBACK
 from persia_torchrec.rpc.auth import NO_JOB, Greeting
 from persia_torchrec.rpc.channel import Listener, require_sendable
 from persia_torchrec.rpc.messages import Frames, Header, Kind, error_frames
+from persia_torchrec.rpc.slab_server import DEFAULT_MIB
 
 logger = logging.getLogger(__name__)
 
@@ -29,11 +30,15 @@ class ListenerThread(ABC):
     a supervisor, its socket is taken.
     """
 
+    shm_bytes = 0  # of memory, that clients of this host share with it
     encrypts = False  # whether its connections are encrypted, if there is a token
 
     def __init__(self, name: str, host: str, port: int, greeting: Greeting) -> None:
         self._listener = Listener(
-            host, port, greeting, fd=env.listen_fd(), encrypts=self.encrypts
+            *(host, port, greeting),
+            fd=env.listen_fd(),
+            encrypts=self.encrypts,
+            shm_bytes=self.shm_bytes,
         )
         self.address = self._listener.address
         self._closing = threading.Event()
@@ -86,6 +91,8 @@ class Service(ListenerThread):
     The socket's thread takes them, ``num_threads`` others call the handler, and their
     replies return through a queue. ``MAX_WAITING`` requests wait, more are rejected.
     """
+
+    shm_bytes = DEFAULT_MIB * 2**20
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ from persia_torchrec.persia.config.global_config import (
     OptimizerEngine,
     require_engine,
 )
+from persia_torchrec.rpc.slab_server import DEFAULT_MIB, MOST_MIB
 from persia_torchrec.store.embedding_store import EmbeddingStore
 
 _AT_LEAST_ONE = (
@@ -80,6 +81,9 @@ class ServerConfig(ImportFlags):
     """Changed rows, each counted once, after which an increment begins earlier."""
     incremental_queue: int = 1000
     """How many such buffers may wait while increments cannot be written."""
+    shm_mib: int = DEFAULT_MIB
+    """MiB of memory, at most, that clients of this host share with the server; only
+    what is used takes memory. 0: all connect over TCP."""
     metrics: MetricsSettings = field(
         default_factory=MetricsSettings, metadata={"flag": None}
     )
@@ -93,6 +97,7 @@ class ServerConfig(ImportFlags):
             "shard": (0 <= self.shard < self.num_shards, f"in [0, {self.num_shards})"),
             "port": (0 <= self.port <= MAX_PORT, f"in [0, {MAX_PORT}]"),
             "incremental_interval_s": (self.incremental_interval_s > 0, "> 0"),
+            "shm_mib": (0 <= self.shm_mib <= MOST_MIB, f"in [0, {MOST_MIB}]"),
             "recovery_s": (self.recovery_s >= 0, ">= 0"),
             "incremental_base_ratio": (self.incremental_base_ratio >= 0, ">= 0"),
             **{name: (getattr(self, name) >= 1, ">= 1") for name in _AT_LEAST_ONE},

@@ -25,6 +25,7 @@ from persia_torchrec.rpc.messages import (
     Frames,
     Header,
     Kind,
+    Precision,
     Share,
     TableIds,
     bytes_of,
@@ -107,7 +108,10 @@ def _read_lookup(shard: Shard, request: Request) -> tuple[Floats, list[_Piece]]:
         num_floats += len(t.ids) * states[t.table].spec.dim
     if 4 * num_floats > MAX_MESSAGE_BYTES:
         require_fits(num_floats * size_of(header.precision))
-    rows = np.empty(num_floats, dtype=np.float32)
+    if header.precision is Precision.FP32:  # they are the reply, maybe in its place
+        rows = shard.body_in_place(request, 4 * num_floats).view(np.float32)
+    else:
+        rows = np.empty(num_floats, dtype=np.float32)
     pieces = []
     start = first = 0
     for t in tables:

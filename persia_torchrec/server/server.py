@@ -53,7 +53,11 @@ class EmbeddingServer:
         fd: int | None = None,
     ) -> None:
         self.config = config
-        self.listener = Listener(config.host, config.port, greeting, fd=fd)
+        self.listener = Listener(
+            *(config.host, config.port, greeting),
+            fd=fd,
+            shm_bytes=config.shm_mib * 2**20,
+        )
         try:
             self.shard = Shard(config, self.listener)
         except BaseException:
@@ -175,7 +179,7 @@ class EmbeddingServer:
         message = self.listener.take()
         shard.stages.lap("receive")
         if message is None:
-            shard.counts["requests_refused"] += 1
+            shard.counts["requests_refused"] += self.listener.was_rejected
         else:
             peer, header, frames = message
             try:

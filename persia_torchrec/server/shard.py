@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from persia_torchrec.checkpoint.background import Activity
 from persia_torchrec.errors import BatchError, ConfigError, PersiaError, StoreError
@@ -46,6 +47,8 @@ from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
 
 logger = logging.getLogger(__name__)
+
+Bytes = npt.NDArray[np.uint8]
 
 THRASHING = 0.2
 """Evictions per id that is looked up, above which rows hardly learn."""
@@ -220,6 +223,9 @@ class Shard:
             **self.checkpoints.counters(),
             "bytes_received": self._listener.bytes_received,
             "bytes_sent": self._listener.bytes_sent,
+            "shared_memory_bytes": self._listener.slabs.num_bytes,
+            "shared_memory_clients": len(self._listener.slabs),
+            "shared_memory_requests": self._listener.slabs.num_requests,
         }
 
     def read_ids(self, frames: Frames, num_frames: int) -> list[TableIds]:
@@ -237,6 +243,11 @@ class Shard:
             if not 0 <= t.table < num_tables or states[t.table].is_dropped:
                 self.require_table(t.table)
         return tables
+
+    def body_in_place(self, request: "Request", num_bytes: int) -> Bytes:
+        """Return memory for the body of a reply: the client's, if it is shared."""
+        slabs, peer = self._listener.slabs, request.peer
+        return slabs.body_in_place(peer, request.header.request, num_bytes)
 
     def require_table(self, number: int) -> None:
         """Check the number of a table."""

@@ -20,8 +20,9 @@ from enum import Enum
 
 from persia_torchrec.checkpoint import load, restore
 from persia_torchrec.client.client import EmbeddingClient
+from persia_torchrec.rpc import slab_server
 from persia_torchrec.server import __main__ as server_main
-from persia_torchrec.server import checkpoint_service, dedup
+from persia_torchrec.server import checkpoint_service, dedup, shard
 from persia_torchrec.store import table_states
 from tests.support.ports import draw_port
 from tests.support.servers import DEADLINE_S
@@ -37,6 +38,11 @@ class Point(Enum):
     RESTORE_APPLIES_INCREMENT = restore, "apply_increment"
     REQUEST_IS_NOTED = dedup.Streams, "settle"
     TABLE_FREES_ROWS = table_states, "free_rows"
+    SLAB_REQUEST_IS_READ = slab_server.Slabs, "take"
+    SLAB_ROWS_ARE_GATHERED = slab_server.Slabs, "body_in_place"
+    SLAB_REPLY_IS_WRITTEN = slab_server.Tenant, "answer"
+    UPDATE_IS_QUEUED = shard.Shard, "queue"
+    UPDATE_IS_APPLIED = shard.Shard, "_apply"
 
 
 def kill_self() -> None:

@@ -1,0 +1,144 @@
+"""What carries the requests of ``Connections`` besides TCP, one carrier a server.
+
+A request goes through the server's slab if it fits, and if no request before it is
+unanswered over TCP, which it must not overtake. A lost connection ends both: what is
+unanswered is sent again over TCP, or fails, and another slab is obtained later.
+"""
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+
+from persia_torchrec.errors import WireError
+from persia_torchrec.rpc.channel import Reply
+from persia_torchrec.rpc.messages import Frame, Frames, Header, Kind
+from persia_torchrec.rpc.slab_client import SlabChannel
+
+_REPLY = Kind.REPLY.to_bytes(2, "little")  # in a header
+
+
+class Carriers:
+    """The slabs of some connections, whose lock and pending requests it is given.
+
+    ``wake`` wakes their I/O thread; ``finish`` takes a reply in any thread, or returns
+    False: then it is for the I/O thread, see ``arrivals``. Methods take the lock, save
+    where they say that it is held.
+    """
+
+    def __init__(
+        self,
+        num_servers: int,
+        lock: threading.Lock,
+        pending: Mapping[int, Reply],
+        wake: Callable[[], None],
+        finish: Callable[[int, int, Frames], bool],
+    ) -> None:
+        self._lock, self._pending = lock, pending
+        self._wake, self._finish = wake, finish
+        self._over_tcp: list[set[int]] = [set() for _ in range(num_servers)]
+        self._carriers: list[SlabChannel | None] = [None] * num_servers
+        self._watched: dict[int, int] = {}  # descriptors by server; the I/O thread's
+        self.arrived: deque[tuple[int, Frames]] = deque()
+
+    def __getitem__(self, server: int) -> SlabChannel | None:
+        return self._carriers[server]
+
+    def reserve(
+        self, server: int, number: int, message: list[Frame], reply_bytes: int
+    ) -> SlabChannel | None:
+        """Return what has a place for a request; None: TCP. The lock is held."""
+        carrier, over_tcp = self._carriers[server], self._over_tcp[server]
+        if carrier is None or over_tcp:
+            over_tcp.add(number)
+            return None
+        if carrier.reserve(number, message, reply_bytes):
+            return carrier
+        over_tcp.add(number)
+        return None
+
+    def post(self, carrier: SlabChannel, number: int, reply: Reply) -> None:
+        """Write a request to its place, and post it unless it has ended meanwhile."""
+        carrier.fill(number, reply.message)
+        with self._lock:
+            if self._carriers[reply.server] is carrier and number in self._pending:
+                reply.carrier = carrier
+                carrier.post(number)
+            else:  # it failed, or was sent again over TCP
+                carrier.withdraw(number)
+
+    def use(self, server: int, carrier: SlabChannel) -> None:
+        """Send requests to a server through its memory. The lock is held."""
+        carrier.deliver = partial(self.deliver, server, carrier)
+        carrier.wake = self._wake
+        self._carriers[server] = carrier
+
+    def sent_over_tcp(self, server: int, numbers: Iterable[int]) -> None:
+        """Note which requests a server was sent over TCP. The lock is held."""
+        self._over_tcp[server].update(numbers)
+
+    def answered_over_tcp(self, server: int, frames: Sequence[Frame]) -> None:
+        """Note that a request has its reply, or an error."""
+        with self._lock, contextlib.suppress(WireError):
+            number = Header.decode(frames[0]).request
+            self._over_tcp[server].discard(number)
+            if (carrier := self._carriers[server]) is not None:
+                carrier.settle(number)
+
+    def deliver(self, server: int, carrier: SlabChannel) -> None:
+        """Hand over the replies of a slab, in any thread.
+
+        The I/O thread gets errors, and those whose end has callbacks.
+        """
+        for number, frames in carrier.take():
+            reply = self._pending.get(number)
+            if reply is None:
+                continue  # its deadline has passed
+            is_plain = frames[0][6:8] == _REPLY and not reply.has_callbacks
+            if not (is_plain and self._finish(server, number, frames)):
+                self.arrived.append((server, frames))
+                self._wake()
+
+    # In the I/O thread
+
+    def to_watch(self) -> Iterator[tuple[int, int, SlabChannel]]:
+        """Take replies that no caller waits for; return descriptors that have come."""
+        for server, carrier in enumerate(self._carriers):
+            if carrier is None:
+                continue
+            if self._watched.get(server) != carrier.fd:
+                self._watched[server] = carrier.fd
+                yield server, carrier.fd, carrier
+            if carrier.has_replies():
+                carrier.deliver()
+
+    def hear(self, carrier: SlabChannel) -> bool:
+        """Take replies that have callbacks; return whether the server is there."""
+        if carrier.is_lost():
+            return False
+        carrier.deliver()
+        with self._lock:
+            pending = self._pending.values()
+            listens = any(r.has_callbacks and r.carrier is carrier for r in pending)
+        carrier.listen(listens)
+        return True
+
+    def arrivals(self) -> Iterator[tuple[int, Frames]]:
+        """Return the replies, with their server, that are for the I/O thread."""
+        while self.arrived:
+            yield self.arrived.popleft()
+
+    def deliver_rest(self, server: int) -> None:
+        """Take the replies of a server that is gone."""
+        if (carrier := self._carriers[server]) is not None:
+            carrier.deliver()
+
+    def drop(self, server: int) -> int | None:
+        """Use no memory of a server any more; return what is no longer watched."""
+        with self._lock:
+            carrier, self._carriers[server] = self._carriers[server], None
+            self._over_tcp[server].clear()
+        if carrier is not None:
+            carrier.close()
+        return self._watched.pop(server, None)

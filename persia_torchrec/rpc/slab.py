@@ -1,0 +1,241 @@
+"""Memory that a client and a server on one host share, and the messages in it.
+
+A slab is memory without a name (``memfd_create``), which is gone with its last process.
+The server makes it, and seals its size. All numbers are uint64, little-endian, each
+written by one side only:
+
+    offset  size      field
+    0       32        proof, see ``shared_memory.py``
+    64      8         requests: how many the client has posted
+    128     8         1: the server sleeps, and wants a byte over the Unix socket
+    192     8         replies: how many the server has posted
+    256     8         who waits at the client: bit 0, its I/O thread, which wants a
+                      byte; bit 1, callers, which wait for "replies" (a futex)
+    4096    256 * 32  a ring of requests: where the message begins, its bytes; where the
+                      reply may begin, its bytes
+    12288   256 * 8   a ring of replies: numbers of requests
+    32768   -         messages
+
+    message  0   64   number of frames, from 1 to 7; their sizes in bytes
+             64  -    the frames, each from a multiple of 64 on
+
+The client alone says what lies where. It leaves the memory of a request as it is until
+the server has answered, whatever its caller does, or until the slab is given up.
+
+Each side reads a number once, and checks that copy: the other may write at any time.
+Stores must become visible in their order, which x86-64 does; between a store and a load
+of another number a lock is taken, which is a fence.
+"""
+
+import ctypes
+import fcntl
+import mmap
+import os
+import platform
+import struct
+import sys
+import threading
+from bisect import bisect
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from persia_torchrec.errors import FrameError
+from persia_torchrec.rpc.messages import Frame
+
+PROOF_BYTES = 32
+REQUESTS, SLEEPS, REPLIES, WAITS = 8, 16, 24, 32
+"""Where the numbers are, in words of 8 bytes."""
+IO_THREAD, CALLERS = 1, 2
+RING = 256
+MAX_FRAMES = 7
+FIRST = 32768
+"""Where messages begin, in bytes."""
+BODY = 128
+"""Where frame 1 of a message begins, after a header."""
+LEAST_BYTES = 2**20
+SPIN_US = 50
+"""How long either side looks for the next message before it sleeps, microseconds."""
+
+_REQUEST_RING, _REPLY_RING = 512, 1536
+_HEAD = struct.Struct("<8Q")
+_PIECE = struct.Struct("<4Q")
+_LARGE = 65536  # bytes, from which NumPy copies, without the interpreter's lock
+_SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE, _ALL = 202, 0, 1, 2**31 - 1
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+_syscall = ctypes.CDLL(None).syscall
+_syscall.argtypes = [
+    *(ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p)
+]
+_fence = threading.Lock()
+
+
+def why_not() -> str:
+    """Return why this machine cannot have slabs, or ""."""
+    machine = platform.machine()
+    if sys.platform == "linux" and machine in ("x86_64", "AMD64"):
+        return ""
+    return f"it takes Linux on x86-64; this is {sys.platform} on {machine}"
+
+
+def make_memory(size_bytes: int) -> int:
+    """Return the descriptor of memory without a name, whose size is sealed."""
+    fd = os.memfd_create("persia_torchrec", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def fence() -> None:
+    """Make what this thread has stored visible before it loads anything else."""
+    with _fence:
+        pass
+
+
+class Slab:
+    """The memory of a descriptor, mapped; it stays while a view of it is alive."""
+
+    def __init__(self, fd: int) -> None:
+        self.size_bytes = os.fstat(fd).st_size
+        self.memory = mmap.mmap(fd, self.size_bytes)
+        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self.memory, np.uint8)
+        self._view = memoryview(self.memory)
+        self.words = self._view.cast("Q")
+        self._address = self.bytes.ctypes.data
+
+    def address(self, begin: int) -> int:
+        """Return where in this process's memory an offset is."""
+        return self._address + begin
+
+    def frames(self, begin: int, room: int) -> list[tuple[int, int]]:
+        """Return where the frames of a message are, and their sizes."""
+        num, *sizes = _HEAD.unpack_from(self.memory, begin)
+        if not 1 <= num <= MAX_FRAMES:
+            raise FrameError(f"A message in a slab has 1 to 7 frames. Received: {num}.")
+        found, at = [], 64
+        for size in sizes[:num]:
+            if size > room - at:
+                raise FrameError(
+                    f"A message must fit into its {room} bytes of a slab. Received: a "
+                    f"frame of {size} bytes."
+                )
+            found.append((begin + at, size))
+            at += -(-size // 64) * 64
+        return found
+
+    def write(
+        self, begin: int, frames: Sequence[Frame], in_place: int | None = None
+    ) -> None:
+        """Write a message; the frame of number ``in_place`` is there already."""
+        sizes, at = list(map(len, frames)), begin + 64
+        for i, frame in enumerate(frames):
+            stop = at + sizes[i]
+            if i == in_place:
+                pass
+            elif sizes[i] < _LARGE:
+                self._view[at:stop] = frame
+            else:
+                np.copyto(self.bytes[at:stop], np.frombuffer(frame, np.uint8))
+            at += -(-sizes[i] // 64) * 64
+        sizes += [0] * (MAX_FRAMES - len(frames))
+        _HEAD.pack_into(self.memory, begin, len(frames), *sizes)
+
+    def post_request(self, place: "Place") -> bool:
+        """Post a request; return whether the server sleeps."""
+        words = self.words
+        posted = words[REQUESTS]
+        at = 8 * _REQUEST_RING + posted % RING * _PIECE.size
+        _PIECE.pack_into(self.memory, at, *place)
+        words[REQUESTS] = posted + 1
+        fence()
+        return bool(words[SLEEPS])
+
+    def request(self, number: int) -> "Place":
+        """Return a copy of a request of the ring."""
+        at = 8 * _REQUEST_RING + number % RING * _PIECE.size
+        return Place(*_PIECE.unpack_from(self.memory, at))
+
+    def post_reply(self, request: int) -> int:
+        """Post that a request is answered; return who waits."""
+        words = self.words
+        posted = words[REPLIES]
+        words[_REPLY_RING + posted % RING] = request
+        words[REPLIES] = posted + 1
+        fence()
+        return words[WAITS]
+
+    def reply(self, number: int) -> int:
+        """Return which request a reply of the ring answers."""
+        return self.words[_REPLY_RING + number % RING]
+
+    def wait_for_reply(self, num_seen: int, timeout_s: float) -> None:
+        """Wait until more replies are posted than were seen, for 0.1 s at most.
+
+        A wait may end otherwise, as by the deadline of a request.
+        """
+        time_ns = min(int(timeout_s * 1e9), 10**8)
+        time = struct.pack("<qq", time_ns // 10**9, time_ns % 10**9)
+        where = self._address + 8 * REPLIES
+        _syscall(_SYS_FUTEX, where, _FUTEX_WAIT, num_seen & 0xFFFFFFFF, time)
+
+    def wake_callers(self) -> None:
+        """Wake all that wait for a reply."""
+        _syscall(_SYS_FUTEX, self._address + 8 * REPLIES, _FUTEX_WAKE, _ALL, None)
+
+
+class Place(NamedTuple):
+    """Where a request is in a slab, and where its reply may be; in bytes."""
+
+    begin: int
+    size: int
+    reply: int
+    room: int
+
+
+def size_of_message(sizes: Sequence[int]) -> int:
+    """Return the bytes that a message with frames of these sizes takes."""
+    return 64 + sum([-(-size // 64) * 64 for size in sizes])
+
+
+class Rooms:
+    """Which memory of a slab is free. The lowest is given first: it is in the caches.
+
+    Its owner's lock guards it.
+    """
+
+    def __init__(self, first: int, stop: int) -> None:
+        self._free = [(first, stop)]  # in their order, none next to another
+        self.num_bytes = 0
+
+    def take(self, size_bytes: int) -> tuple[int, int] | None:
+        """Return begin and bytes of memory, at least as much; None: there is none."""
+        size = -(-size_bytes // 4096) * 4096
+        for i, (begin, stop) in enumerate(self._free):
+            if stop - begin >= size:
+                if stop - begin == size:
+                    del self._free[i]
+                else:
+                    self._free[i] = begin + size, stop
+                self.num_bytes += size
+                return begin, size
+        return None
+
+    def give(self, room: tuple[int, int]) -> None:
+        """Give memory back."""
+        begin, size = room
+        stop = begin + size
+        self.num_bytes -= size
+        i = bisect(self._free, (begin, stop))
+        if i < len(self._free) and self._free[i][0] == stop:
+            stop = self._free.pop(i)[1]
+        if i and self._free[i - 1][1] == begin:
+            begin = self._free.pop(i - 1)[0]
+            i -= 1
+        self._free.insert(i, (begin, stop))

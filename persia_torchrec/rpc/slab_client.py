@@ -1,0 +1,285 @@
+"""A client's end of memory that it shares with a server; see ``slab.py``.
+
+    caller  --reserve, fill, post-->  slab  --a byte, if it sleeps-->  server
+    caller or I/O thread  <--take---  slab  <--a futex, or a byte---  server
+
+The caller that waits for a reply takes it, and those of others, so that no other thread
+is woken; the I/O thread takes what no caller waits for.
+"""
+
+import contextlib
+import fcntl
+import os
+import secrets
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from persia_torchrec import timeouts
+from persia_torchrec.errors import FrameError
+from persia_torchrec.rpc import slab as layout
+from persia_torchrec.rpc.messages import Frame, Frames
+from persia_torchrec.rpc.slab import Place, Rooms, Slab
+
+REPLY_BYTES = 16384
+"""Room for a reply of unknown size; one that is larger comes over TCP."""
+
+_LEAST_FRAME = 4096  # bytes of frames that are not copied out of the slab
+
+
+class Channel(Protocol):
+    """What carries requests to one server, and its replies, besides TCP.
+
+    Its client's lock is held by callers of ``reserve`` and ``post``.
+    """
+
+    def reserve(self, number: int, frames: Sequence[Frame], reply_bytes: int) -> bool:
+        """Find a place for a request and its reply; False: send it over TCP."""
+
+    def fill(self, number: int, frames: Sequence[Frame]) -> None:
+        """Write a request to its place."""
+
+    def post(self, number: int) -> None:
+        """Have the server read a request that was filled."""
+
+    def withdraw(self, number: int) -> None:
+        """Give the place of a request up that was not posted."""
+
+    def take(self) -> list[tuple[int, Frames]]:
+        """Return the replies that are there, by the number of their request."""
+
+    def settle(self, number: int) -> None:
+        """Note that a request was answered over TCP."""
+
+
+class SlabChannel:
+    """The client's end of one slab. Any thread may call any method.
+
+    Attributes:
+        socket: a Unix socket that is closed when the server is gone.
+        num_requests: how many requests went through it.
+    """
+
+    def __init__(self, shared: Slab, connection: socket.socket) -> None:
+        self.slab, self.socket = shared, connection
+        self.fd = connection.fileno()
+        self._words = shared.words
+        self._rooms = Rooms(layout.FIRST, shared.size_bytes)  # the client's lock
+        self._freed: deque[tuple[int, int]] = deque()  # any thread appends
+        self._open: dict[int, tuple[tuple[int, int], tuple[int, int], Place]] = {}
+        self._views: dict[int, weakref.ref[Any]] = {}  # of replies, by their begin
+        self._taking = threading.Lock()
+        self._waiting = threading.Lock()
+        self._num_taken = self._num_waiting = 0  # guarded by those two
+        self._listens = False  # guarded by _waiting
+        self.is_closed, self.num_requests = False, 0
+        # Of the connections: hand replies over; wake the I/O thread.
+        self.deliver: Callable[[], None] = lambda: None
+        self.wake: Callable[[], None] = lambda: None
+
+    def reserve(self, number: int, frames: Sequence[Frame], reply_bytes: int) -> bool:
+        """Find a place for a request and its reply; False: send it over TCP."""
+        while self._freed:
+            self._rooms.give(self._freed.popleft())
+        if len(frames) > layout.MAX_FRAMES or len(self._open) >= layout.RING:
+            return False
+        size = layout.size_of_message(list(map(len, frames)))
+        if (asked := self._rooms.take(size)) is None:
+            return False
+        told = self._rooms.take(layout.BODY + max(reply_bytes, REPLY_BYTES))
+        if told is None:
+            self._rooms.give(asked)
+            return False
+        place = Place(asked[0], size, *told)
+        self._open[number] = asked, told, place
+        return True
+
+    def fill(self, number: int, frames: Sequence[Frame]) -> None:
+        """Write a request to its place."""
+        self.slab.write(self._open[number][2].begin, frames)
+
+    def post(self, number: int) -> None:
+        """Have the server read a request that was filled."""
+        self.num_requests += 1
+        if self.slab.post_request(self._open[number][2]):
+            with contextlib.suppress(OSError):  # its end is seen by who reads
+                self.socket.send(b"\0", socket.MSG_DONTWAIT)
+
+    def withdraw(self, number: int) -> None:
+        """Give the place of a request up that was not posted."""
+        if (opened := self._open.pop(number, None)) is not None:
+            self._freed.extend(opened[:2])
+
+    settle = withdraw
+
+    def has_replies(self) -> bool:
+        """Return whether replies are there that were not taken."""
+        return self._words[layout.REPLIES] != self._num_taken
+
+    def take(self) -> list[tuple[int, Frames]]:
+        """Return the replies that are there, by the number of their request."""
+        found = []
+        with self._taking:
+            posted = self._words[layout.REPLIES]
+            while self._num_taken < posted:
+                number = self.slab.reply(self._num_taken)
+                self._num_taken += 1
+                opened = self._open.pop(number, None)
+                if opened is not None:
+                    asked, told, place = opened
+                    self._freed.append(asked)
+                    with contextlib.suppress(FrameError):  # it is as if lost
+                        found.append((number, self._frames(told, place)))
+        return found
+
+    def _frames(self, told: tuple[int, int], place: Place) -> Frames:
+        """Return the frames of a reply; large ones keep their memory in the slab."""
+        pieces = self.slab.frames(place.reply, place.room)
+        view, base = memoryview(self.slab.memory), place.reply
+        if all(size < _LEAST_FRAME for _, size in pieces):
+            frames: Frames = [bytes(view[at : at + size]) for at, size in pieces]
+            self._freed.append(told)
+            return frames
+        # Of its own, so that its end is that of all views of the reply.
+        whole = np.frombuffer(self.slab.memory, np.uint8, place.room, base)
+        freed, views = self._freed, self._views
+
+        def give(_: "weakref.ref[Any]") -> None:
+            views.pop(base, None)
+            freed.append(told)
+
+        views[base] = weakref.ref(whole, give)
+        view = whole.data
+        frames = [view[at - base : at - base + size] for at, size in pieces]
+        frames[0] = bytes(frames[0])
+        return frames
+
+    def wait(
+        self, is_done: Callable[[], bool], deliver: Callable[[], None], most_s: float
+    ) -> None:
+        """Deliver replies in the caller's thread, until its own is there."""
+        now_s = time.monotonic()
+        stop_s, spin_s = now_s + most_s, now_s + layout.SPIN_US * 1e-6
+        words = self._words
+        self._change_waiting(1)
+        try:
+            while not is_done():
+                if (seen := words[layout.REPLIES]) != self._num_taken:
+                    deliver()
+                    continue
+                now_s = time.monotonic()
+                if now_s < spin_s:
+                    continue
+                if self.is_closed or now_s >= stop_s:
+                    return
+                self.slab.wait_for_reply(seen, stop_s - now_s)
+        finally:
+            self._change_waiting(-1)
+
+    def listen(self, listens: bool) -> None:
+        """Say whether the I/O thread wants a byte for each reply."""
+        with self._waiting:
+            self._listens = listens
+            self._say_who_waits()
+        layout.fence()
+        if listens and self.has_replies():
+            self.wake()
+
+    def _change_waiting(self, by: int) -> None:
+        with self._waiting:
+            self._num_waiting += by
+            self._say_who_waits()
+
+    def _say_who_waits(self) -> None:
+        callers = layout.CALLERS if self._num_waiting else 0
+        self._words[layout.WAITS] = callers | (layout.IO_THREAD * self._listens)
+
+    def is_lost(self) -> bool:
+        """Read the bytes that the server has sent; return whether it is gone."""
+        try:
+            return not self.socket.recv(4096, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        """Leave the slab; replies stay while they are used. May be called twice."""
+        self.is_closed = True
+        self.socket.close()
+
+
+class Invitation(msgspec.Struct):
+    """Where a server hands its memory over, or why it does not."""
+
+    socket: str = ""
+    refused: str = ""
+
+
+class HandedOver(msgspec.Struct):
+    """What the server says of a proof that was read in its memory."""
+
+    bytes: int = 0
+    refused: str = ""
+
+
+def obtain(ask: Callable[[dict[str, object], Any], Any]) -> SlabChannel:
+    """Get memory that a server shares, see ``slab_server.py``.
+
+    ``ask`` sends it a SLAB over TCP, and returns what it answers, of a type.
+
+    Raises:
+        PersiaError, OSError: why there is none.
+    """
+    if why := layout.why_not():
+        raise FrameError(why)
+    proof = secrets.token_bytes(layout.PROOF_BYTES)
+    invitation: Invitation = ask({"proof": proof.hex()}, Invitation)
+    if invitation.refused:
+        raise FrameError(invitation.refused)
+    shared, connection, drawn = _fetch(invitation.socket, proof)
+    try:
+        told: HandedOver = ask({"drawn": drawn.hex()}, HandedOver)
+        if told.refused:
+            raise FrameError(told.refused)
+    except BaseException:
+        connection.close()
+        raise
+    return SlabChannel(shared, connection)
+
+
+def _fetch(name: str, proof: bytes) -> tuple[Slab, socket.socket, bytes]:
+    """Get the memory of a server of this host; return its proof, too.
+
+    Raises:
+        OSError, FrameError: why there is none.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(timeouts.SHARED_MEMORY_S)
+        connection.connect("\0" + name)
+        with contextlib.suppress(BrokenPipeError):  # it says why
+            connection.sendall(proof)
+        told, fds, _, _ = socket.recv_fds(connection, 512, 1)
+        try:
+            if not fds:
+                raise FrameError(told[1:].decode(errors="replace") or "it hung up")
+            seals = fcntl.fcntl(fds[0], fcntl.F_GET_SEALS)
+            if not seals & fcntl.F_SEAL_SHRINK:
+                raise FrameError("the size of its memory is not sealed")
+            shared = Slab(fds[0])
+        finally:
+            for fd in fds:
+                os.close(fd)
+        connection.setblocking(False)
+        return shared, connection, bytes(shared.memory[: layout.PROOF_BYTES])
+    except BaseException:
+        connection.close()
+        raise

@@ -1,0 +1,424 @@
+"""A server's end of memory that it shares with clients; see ``slab.py``.
+
+How both prove that they share memory, and a user:
+
+    client -- TCP, which has proven the token --> SLAB {"proof": A}
+    server --> {"socket": name of an abstract Unix socket}
+    client -- Unix socket --> A; the kernel says the user id of who connects
+    server -- Unix socket --> the descriptor of memory that begins with B
+    client -- TCP --> SLAB {"drawn": B}, read out of the memory
+    server --> {"bytes": size}
+
+From then on the client may send any request either way. Those of one client are read in
+the order in which it sent them: what is in its slab is read before what came over TCP,
+and a client writes nothing into the slab while a request is unanswered over TCP.
+"""
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from persia_torchrec import timeouts
+from persia_torchrec.errors import FrameError, WireError
+from persia_torchrec.rpc import slab as layout
+from persia_torchrec.rpc.messages import (
+    Frame,
+    Frames,
+    Header,
+    Kind,
+    decode_json,
+    encode_json,
+)
+from persia_torchrec.rpc.slab import Place, Slab
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MIB = 1024
+MOST_MIB = 2**20
+_MOST_BYTES = 2**28  # of one client
+_SHARE = 4  # of what is left, one client gets no more than this part
+_MAX_GUESTS = 64  # clients that have not got their memory yet
+_IN_PLACE = {Kind.UPDATE: 3, Kind.WRITE: 3}
+"""Frames that are read where they are: numbers, of which each is only calculated with.
+Nothing keeps them longer than until the reply."""
+_LEAST_FRAME = 4096
+_PEER_CREDENTIALS = struct.Struct("3i")
+
+
+class SlabRequest(msgspec.Struct):
+    """What a client asks for in a SLAB."""
+
+    proof: str = ""
+    drawn: str = ""
+    bytes: int = 0
+
+
+class _Guest(NamedTuple):
+    """A client that was invited: its routing id, bytes wanted, when it is too late."""
+
+    peer: bytes
+    size_bytes: int
+    stop_s: float
+
+
+class _Opened(NamedTuple):
+    """A request that is not answered: where its reply goes, and rows are already."""
+
+    place: Place
+    rows: int  # address of frame 1 where it was written in place, or 0
+
+
+class Tenant:
+    """A client and its slab; owned by the listener's thread."""
+
+    def __init__(self, peer: bytes, shared: Slab, connection: socket.socket) -> None:
+        self.peer, self.slab, self.socket = peer, shared, connection
+        self.proof = bytes(shared.memory[: layout.PROOF_BYTES])
+        self.is_admitted = False
+        self.num_taken = 0
+        self.opened: dict[int, _Opened] = {}
+
+    def has_message(self) -> bool:
+        """Return whether a request is in the slab."""
+        return self.slab.words[layout.REQUESTS] != self.num_taken
+
+    def take(self) -> tuple[Header, Frames]:
+        """Take a request; FrameError: the client breaks the rules of its slab."""
+        posted = self.slab.words[layout.REQUESTS]
+        if not 0 < posted - self.num_taken <= layout.RING:
+            raise FrameError(f"it has posted {posted}, of which {self.num_taken} are.")
+        place = self.slab.request(self.num_taken)
+        self.num_taken += 1
+        size_bytes = self.slab.size_bytes
+        for begin, size in (place[:2], place[2:]):
+            if begin % 64 or not layout.FIRST <= begin <= size_bytes:
+                raise FrameError(f"its slab has no message at {begin}.")
+            if not layout.BODY <= size <= size_bytes - begin:
+                raise FrameError(f"its slab has no {size} bytes at {begin}.")
+        pieces, view = self.slab.frames(place.begin, place.size), self.slab.bytes
+        at, size = pieces[0]
+        header = Header.decode(bytes(view[at : at + min(size, layout.BODY)]))
+        frames: Frames = []
+        for i, (at, size) in enumerate(pieces):
+            frame = view[at : at + size].data
+            is_read_there = size >= _LEAST_FRAME and _IN_PLACE.get(header.kind) == i
+            frames.append(frame if is_read_there else memoryview(bytearray(frame)))
+        if len(self.opened) > layout.RING:
+            raise FrameError(f"more than {layout.RING} requests wait for a reply.")
+        self.opened[header.request] = _Opened(place, 0)
+        return header, frames
+
+    def body_in_place(self, request: int, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """Return the memory of frame 1 of a reply, in the slab if there is room."""
+        found = self.opened.get(request)
+        if found is None or layout.BODY + num_bytes > found.place.room:
+            return np.empty(num_bytes, dtype=np.uint8)
+        at = found.place.reply + layout.BODY
+        self.opened[request] = found._replace(rows=self.slab.address(at))
+        return self.slab.bytes[at : at + num_bytes]
+
+    def answer(self, message: Sequence[Frame], found: _Opened, request: int) -> bool:
+        """Write a reply; return whether there was room for it."""
+        sizes = list(map(len, message))
+        if len(message) > layout.MAX_FRAMES:
+            return False
+        if layout.size_of_message(sizes) > found.place.room:
+            return False
+        in_place = 1 if found.rows and _address(message[1]) == found.rows else None
+        self.slab.write(found.place.reply, message, in_place)
+        waits = self.slab.post_reply(request)
+        if waits & layout.CALLERS:
+            self.slab.wake_callers()
+        if waits & layout.IO_THREAD:
+            with contextlib.suppress(OSError):
+                self.socket.send(b"\0", socket.MSG_DONTWAIT)
+        return True
+
+
+class Slabs:
+    """All slabs of one listener, whose thread owns them.
+
+    ``max_bytes`` bounds them together; 0: there are none. ``changes`` are Unix sockets
+    to poll from now on, or no longer.
+
+    Attributes:
+        num_bytes: of all slabs.
+        num_requests: that came through them.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self.num_bytes = self.num_requests = 0
+        self._door: socket.socket | None = None
+        self._name = ""
+        self._guests: dict[bytes, _Guest] = {}  # by the proof that they will show
+        self._entering: dict[int, tuple[socket.socket, float]] = {}
+        self._tenants: dict[bytes, Tenant] = {}
+        self._by_fd: dict[int, Tenant] = {}
+        self.changes: deque[tuple[int, bool]] = deque()
+        self._turn = 0
+        self._next_log_s = self._heard_s = 0.0
+
+    def __len__(self) -> int:
+        return sum(tenant.is_admitted for tenant in self._tenants.values())
+
+    def fds(self) -> set[int]:
+        """Return the descriptors to poll."""
+        door = set() if self._door is None else {self._door.fileno()}
+        return door | set(self._entering) | set(self._by_fd)
+
+    def invite(self, peer: bytes, frames: Frames) -> bytes:
+        """Answer a SLAB; return the body of the reply."""
+        asked: SlabRequest = decode_json(frames, SlabRequest)
+        if asked.drawn:
+            return self._admit(peer, asked.drawn)
+        why = layout.why_not()
+        if not self._max_bytes:
+            why = "the server has --shm-mib 0"
+        proof = bytes.fromhex(asked.proof) if _is_hex(asked.proof) else b""
+        if len(proof) != layout.PROOF_BYTES:
+            raise FrameError("A SLAB has a proof of 32 bytes, in hexadecimal digits.")
+        if not why:
+            why = self._open_door()
+        if why:
+            return encode_json({"refused": why})
+        self._forget_late()
+        if len(self._guests) >= _MAX_GUESTS:
+            return encode_json({"refused": "too many clients ask at once"})
+        stop_s = time.monotonic() + timeouts.SHARED_MEMORY_S
+        self._guests[proof] = _Guest(peer, asked.bytes, stop_s)
+        return encode_json({"socket": self._name})
+
+    def _admit(self, peer: bytes, drawn: str) -> bytes:
+        tenant = self._tenants.get(peer)
+        if tenant is None or tenant.proof.hex() != drawn:
+            return encode_json({"refused": "it has read another proof in the memory"})
+        tenant.is_admitted = True
+        return encode_json({"bytes": tenant.slab.size_bytes})
+
+    def _open_door(self) -> str:
+        """Listen on a Unix socket; return why that cannot be done, or ""."""
+        if self._door is not None:
+            return ""
+        door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        name = f"persia_torchrec/{secrets.token_hex(8)}"
+        try:
+            door.setblocking(False)
+            door.bind("\0" + name)
+            door.listen(_MAX_GUESTS)
+        except OSError as exc:
+            door.close()
+            return f"no Unix socket ({exc})"
+        self._door, self._name = door, name
+        self.changes.append((door.fileno(), True))
+        return ""
+
+    def look(self, fds: Iterable[int]) -> None:
+        """Do what is to be done for descriptors that are ready."""
+        for fd in fds:
+            if self._door is not None and fd == self._door.fileno():
+                self._accept(self._door)
+            elif fd in self._entering:
+                self._enter(fd)
+            elif fd in self._by_fd:
+                self._hear(self._by_fd[fd])
+
+    def _accept(self, door: socket.socket) -> None:
+        try:
+            connection, _ = door.accept()
+        except OSError:
+            return
+        self._forget_late()
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        _, user, _ = _PEER_CREDENTIALS.unpack(credentials)
+        if user != os.geteuid() or len(self._entering) >= _MAX_GUESTS:
+            self._turn_away(connection, "it belongs to another user, or many wait")
+            return
+        connection.setblocking(False)
+        fd = connection.fileno()
+        self._entering[fd] = connection, time.monotonic() + timeouts.SHARED_MEMORY_S
+        self.changes.append((fd, True))
+
+    def _enter(self, fd: int) -> None:
+        """Hand memory to a client that shows the proof which it was invited with."""
+        connection, _ = self._entering.pop(fd)
+        try:
+            proof = connection.recv(layout.PROOF_BYTES)
+        except OSError:
+            proof = b""
+        guest = self._guests.pop(proof, None)
+        if guest is None:
+            self.changes.append((fd, False))
+            self._turn_away(connection, "it was not invited")
+            return
+        try:
+            tenant = self._hand_over(guest, connection)
+        except (OSError, ValueError, MemoryError) as exc:
+            self.changes.append((fd, False))
+            self._turn_away(connection, f"the server has no memory for it: {exc}")
+            return
+        if former := self._tenants.get(guest.peer):
+            self._leave(former)
+        self.num_bytes += tenant.slab.size_bytes
+        self._tenants[guest.peer] = self._by_fd[fd] = tenant
+
+    def _hand_over(self, guest: _Guest, connection: socket.socket) -> Tenant:
+        left = self._max_bytes - self.num_bytes
+        most = min(guest.size_bytes or _MOST_BYTES, _MOST_BYTES, left // _SHARE)
+        size_bytes = most // layout.LEAST_BYTES * layout.LEAST_BYTES
+        if not size_bytes:
+            raise MemoryError(f"{self.num_bytes} of {self._max_bytes} bytes are taken")
+        memory = layout.make_memory(size_bytes)
+        try:
+            shared = Slab(memory)
+            shared.memory[: layout.PROOF_BYTES] = secrets.token_bytes(
+                layout.PROOF_BYTES
+            )
+            shared.words[layout.SLEEPS] = 1
+            tenant = Tenant(guest.peer, shared, connection)
+            socket.send_fds(connection, [b"1"], [memory])
+        finally:
+            os.close(memory)
+        return tenant
+
+    def _turn_away(self, connection: socket.socket, why: str) -> None:
+        with contextlib.suppress(OSError):
+            connection.send(b"0" + why.encode())
+        connection.close()
+
+    def _forget_late(self) -> None:
+        now_s = time.monotonic()
+        for proof, guest in list(self._guests.items()):
+            if guest.stop_s < now_s:
+                del self._guests[proof]
+        for fd, (connection, stop_s) in list(self._entering.items()):
+            if stop_s < now_s:
+                del self._entering[fd]
+                self.changes.append((fd, False))
+                connection.close()
+
+    def _hear(self, tenant: Tenant) -> None:
+        """Read the bytes that wake this thread; a client that is gone leaves."""
+        try:
+            if tenant.socket.recv(4096, socket.MSG_DONTWAIT):
+                return
+        except BlockingIOError:
+            return
+        except OSError:
+            pass
+        self._leave(tenant)
+
+    def _leave(self, tenant: Tenant) -> None:
+        self.changes.append((tenant.socket.fileno(), False))
+        del self._by_fd[tenant.socket.fileno()]
+        if self._tenants.get(tenant.peer) is tenant:
+            del self._tenants[tenant.peer]
+        tenant.socket.close()
+        # Updates that wait still read it; it is unmapped with the last of them.
+        self.num_bytes -= tenant.slab.size_bytes
+
+    def has_message(self) -> bool:
+        """Return whether a request is in a slab."""
+        for tenant in self._tenants.values():
+            if tenant.has_message() and tenant.is_admitted:
+                return True
+        return False
+
+    def has_message_of(self, peer: bytes) -> bool:
+        """Return whether a request of one client is in its slab."""
+        tenant = self._tenants.get(peer)
+        return tenant is not None and tenant.is_admitted and tenant.has_message()
+
+    def is_quiet(self) -> bool:
+        """Look for requests for up to 50 us; return whether there was none.
+
+        Then the clients send a byte with the next one.
+        """
+        stop_s = self._heard_s + layout.SPIN_US * 1e-6
+        while not self.has_message():
+            if time.monotonic() >= stop_s:
+                break
+        else:
+            return False
+        self.set_sleeps(1)
+        layout.fence()
+        return not self.has_message()
+
+    def set_sleeps(self, sleeps: int) -> None:
+        """Say whether this thread wants to be woken."""
+        for tenant in self._tenants.values():
+            tenant.slab.words[layout.SLEEPS] = sleeps
+
+    def take(self, peer: bytes | None = None) -> tuple[bytes, Header, Frames] | None:
+        """Take a request, of each client in turn or of one; None: it breaks rules."""
+        tenants = [t for t in self._tenants.values() if t.is_admitted]
+        if peer is not None:
+            tenants = [self._tenants[peer]]
+        self._turn += 1
+        for i in range(len(tenants)):
+            tenant = tenants[(self._turn + i) % len(tenants)]
+            if not tenant.has_message():
+                continue
+            try:
+                header, frames = tenant.take()
+            except WireError as exc:
+                if time.monotonic() >= self._next_log_s:
+                    self._next_log_s = time.monotonic() + timeouts.SAY_S
+                    logger.warning("a client lost its shared memory: %s", exc)
+                self._leave(tenant)
+                return None
+            self.num_requests += 1
+            self._heard_s = time.monotonic()
+            return tenant.peer, header, frames
+        return None
+
+    def body_in_place(
+        self, peer: bytes, request: int, num_bytes: int
+    ) -> npt.NDArray[np.uint8]:
+        """Return memory for frame 1 of a reply: where the client reads it, if it can.
+
+        It may be written at once, and the reply must follow.
+        """
+        if (tenant := self._tenants.get(peer)) is None:
+            return np.empty(num_bytes, dtype=np.uint8)
+        return tenant.body_in_place(request, num_bytes)
+
+    def send(self, peer: bytes, request: int, message: Sequence[Frame]) -> bool:
+        """Answer a request through its slab; False: send the reply over TCP."""
+        if (tenant := self._tenants.get(peer)) is None:
+            return False
+        found = tenant.opened.pop(request, None)
+        return found is not None and tenant.answer(message, found, request)
+
+    def close(self) -> None:
+        """Leave all slabs."""
+        for tenant in list(self._tenants.values()):
+            self._leave(tenant)
+        for connection, _ in self._entering.values():
+            connection.close()
+        if self._door is not None:
+            self._door.close()
+
+
+def _address(frame: Frame) -> int:
+    address: int = np.frombuffer(frame, np.uint8).ctypes.data if len(frame) else 0
+    return address
+
+
+def _is_hex(text: str) -> bool:
+    try:
+        bytes.fromhex(text)
+    except ValueError:
+        return False
+    return True
