@@ -8,10 +8,11 @@ sizes     a hit in a small store and in a large one
 files     a hit in private memory and in memory files (docs/formats/memory.md)
 overhead  bytes per row beyond weights and state (limits.py)
 startup   time and memory of a server's start, by its capacity (limits.py)
+periods   lookups of a dynamic table while a period ends, and far from that
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated
 
@@ -22,9 +23,12 @@ from benchmarks.filled import FilledStore
 from benchmarks.harness import RATES, Benchmark, Table, Timings, interleave
 from benchmarks.reference import Numbers, ids_of, require
 from benchmarks.workload import MEMORY_COPY, TURN, MemoryCopy, Workload
+from persia_torchrec.embedding.usage import DynamicDim
+from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.memory import MISSING
 
 RATES_HEADER = f"{RATES} | of memory copy"
+_PERIOD, _LOOKUPS_PER_SLICE, _COUNT = 100, 16, 100
 _SIZES_DIM, _HEADER_BYTES, _CACHED_BYTES, _NO_SLOT = 16, 16, 2**19, 0xFFFFFFFF
 
 
@@ -243,6 +247,57 @@ def _measure_files(settings: StoreSettings, dim: int) -> Table:
     return Table("files", question, header, rows)
 
 
+@harness.per_dim
+def _measure_periods(settings: StoreSettings, dim: int) -> Table:
+    """Count ids so that most lose their second block; end the period between lookups.
+
+    As a server does, a slice of the blocks is freed after every 16th lookup.
+    """
+    num, size = settings.rows, min(settings.ids, 1024)
+    spec = replace(settings.table(dim), dynamic=DynamicDim(2, _PERIOD))
+    store, rng = EmbeddingStore(2 * num + 1), np.random.default_rng(20_239)
+    store.add_table(spec)
+    out_ND = np.empty((size, dim), dtype=np.float32)
+    for numbers in np.array_split(np.arange(num), -(-num // size)) * 2:
+        counts = np.full(len(numbers), _COUNT, dtype=np.uint32)
+        store.lookup(
+            *(0, ids_of(numbers), out_ND[: len(numbers)]),
+            training=True,
+            counts_N=counts,
+        )
+    require("rows", received=store.num_rows, expected=2 * num)
+
+    def look_up(number: int) -> None:
+        if number % _LOOKUPS_PER_SLICE == 0:
+            store.sweep(1)
+        store.lookup(0, ids_of(rng.integers(0, num, size)), out_ND, training=True)
+
+    times: dict[str, list[float]] = {}
+
+    def add(kind: str, seconds: float) -> None:
+        times.setdefault(kind, []).append(1e3 * seconds)
+
+    one, grad_1D = ids_of(np.arange(1)), np.zeros((1, dim), dtype=np.float32)
+    update = partial(store.update, 0, one, grad_1D)
+    for step in range(_PERIOD):
+        seconds, _ = harness.timed(update)
+        add("update, last of the period" if step == _PERIOD - 1 else "update", seconds)
+        for number in range(_LOOKUPS_PER_SLICE if step < _PERIOD - 1 else 0):
+            add("lookup before", harness.timed(partial(look_up, number))[0])
+    number = 0
+    while store.must_free_blocks:
+        add("lookup while blocks are freed", harness.timed(partial(look_up, number))[0])
+        number += 1
+    for number in range(_PERIOD * _LOOKUPS_PER_SLICE):
+        add("lookup after", harness.timed(partial(look_up, number))[0])
+    rows = [
+        [kind, len(ms), *np.percentile(ms, [50, 99, 100]).tolist()]
+        for kind, ms in times.items()
+    ]
+    question = f"The end of a period of a dynamic table, requests of {size} ids, ms."
+    return Table("periods", question, "request | number | median | p99 | slowest", rows)
+
+
 BENCHMARK = Benchmark(
     name="store",
     normal=StoreSettings(dims=(16, 64, 128)),
@@ -256,6 +311,7 @@ BENCHMARK = Benchmark(
         "files": _measure_files,
         "overhead": limits.measure_overhead,
         "startup": lambda s: limits.measure_startup(s, s.capacities),
+        "periods": _measure_periods,
     },
     core=-1,
     only_for={"sizes": "sizes", "capacities": "startup", "memory_files": "files"},

@@ -26,7 +26,9 @@ NUM_PERIODS = 200
 """Periods after which the thresholds stay."""
 NUM_STATISTICS = 4
 """Words of 4 bytes that a row keeps: ``acc`` as float64, ``cur``, and their t."""
-_SHARE, _LEAST = 0.25, 1e-6
+LEAST = 1e-6
+"""What an accumulated frequency must be, that an id is ranked."""
+_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -81,14 +83,17 @@ class DynamicDim(Setting):
         """Return the thresholds of the first period; float64 ``(n,)``."""
         return np.arange(1, self.blocks + 1, dtype=np.float64)
 
-    def thresholds(self, acc_R: Doubles, t: int) -> Doubles | None:
-        """Return the thresholds when t periods have ended; None without ids."""
-        acc_R, n, p = acc_R[acc_R >= _LEAST], self.blocks, self.growth()
-        if not len(acc_R) or t > NUM_PERIODS:
-            return None
+    def ranks(self, num: int) -> npt.NDArray[np.int64]:
+        """Return how many of ``num`` ids come before each threshold, ``(n,)``."""
+        n, p = self.blocks, self.growth()
         shares = (p ** (n + 1 - np.arange(1, n + 1)) - 1) / (p ** (n + 1) - 1)
-        ranks = (len(acc_R) * shares).astype(np.int64)
-        return np.sort(acc_R)[::-1][ranks] / (1 - KEPT**t)
+        ranks: npt.NDArray[np.int64] = (num * shares).astype(np.int64)
+        return ranks
+
+    def thresholds(self, acc_R: Doubles, t: int) -> Doubles:
+        """Return the thresholds when t periods have ended, of the ``acc`` at ranks."""
+        thresholds: Doubles = acc_R / (1 - KEPT**t)
+        return thresholds
 
     def count_blocks(
         self, acc_N: Doubles, cur_N: Doubles, t: int, thresholds: Doubles

@@ -234,6 +234,12 @@ def from_bits(builder: Any, bits: Any) -> Any:
     return builder.bitcast(bits, ir.FloatType())
 
 
+@_emitted(types.float64, types.uint64)
+def double_of(builder: Any, word: Any) -> Any:
+    """Return the float64 of these bits."""
+    return builder.bitcast(word, ir.DoubleType())
+
+
 @_emitted(types.float32, types.uint16)
 def widen_half(builder: Any, half: Any) -> Any:
     """Return the IEEE half of these 16 bits as float32."""

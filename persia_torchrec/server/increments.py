@@ -65,6 +65,9 @@ _SLICE_BYTES = 2**19
 _CHECK_S = 0.1
 
 
+_SLICE_ROWS = 2048  # looked at, at the end of a log, to free blocks
+
+
 class FlushRequest(NamedTuple):
     """What a journal noted, and the head of an increment that would begin then.
 
@@ -320,10 +323,11 @@ class Increments:
     def end_increment(self) -> int | None:
         """Begin an increment to which nothing later is added; return its last cut.
 
-        None: it must wait, as no log is written, or too much is still to be written.
+        None: it must wait, as no log is written, too much is still to be written, or
+        blocks that ids have lost are to be freed.
         """
         writer = self._writer
-        if writer is None or writer.error is not None or writer.inbox.full():
+        if writer is None or writer.error is not None or not self._may_cut(writer):
             return None
         self._flush(writer, is_due=True, is_last=True)
         number, _ = self._cuts[-1]
@@ -410,7 +414,7 @@ class Increments:
                 "or raise incremental_channel_capacity"
             )
             self._fail(writer, CheckpointError(reason))
-        elif (is_due or is_full) and not writer.inbox.full():
+        elif (is_due or is_full) and self._may_cut(writer):
             self._flush(writer, is_due=is_due)
         else:
             self._copy_rows(writer, now_s)
@@ -547,6 +551,10 @@ class Increments:
         self._budget.charge((cpu_s - self._charged_cpu_s) / self._num_cpus)
         self._charged_cpu_s = cpu_s
 
+    def _may_cut(self, writer: IncrementWriter) -> bool:
+        """Return whether there is room, and no block that is lost would be written."""
+        return not (writer.inbox.full() or self._store.must_free_blocks)
+
     def _flush(
         self, writer: IncrementWriter, *, is_due: bool, is_last: bool = False
     ) -> None:
@@ -569,6 +577,8 @@ class Increments:
             tables=saved_tables(store.present, store.seconds),
         )
         numbers = [state.number for state in store.present]
+        while store.must_free_blocks:  # where none may wait: the log ends
+            store.sweep(_SLICE_ROWS)
         changes = store.journal.cut()
         self._cuts.append((changes.number, now_s))
         spread = _SPREAD if is_due else 1 + _SPREAD

@@ -224,8 +224,7 @@ class EmbeddingStore:
     def wants_counts(self, table: int) -> bool:
         """Return whether it matters how often an id is in a batch."""
         state = self.states[table]
-        is_seen = state.admission is not None or state.blocks is not None
-        return is_seen or state.has_metadata
+        return bool(state.admission or state.blocks or state.has_metadata)
 
     def lookup(
         self,
@@ -431,8 +430,7 @@ class EmbeddingStore:
         stop = min(start + MAX_SCANNED_SLOTS, num_used)
         slots_N = np.empty(min(max_rows, max(stop - start, 0)), dtype=np.uint32)
         num, next_slot = loops.find_rows(state.layout, start, stop, slots_N)
-        slots_N = slots_N[:num]
-        ids_N = np.ascontiguousarray(words[slots_N, 0])
+        ids_N = np.ascontiguousarray(words[slots_N[:num], 0])
         end = next_slot if next_slot < num_used else None
         read = ids_N[:0] if only_ids else ids_N
         return ScannedRows(ids_N, self.read(table, read), end)
@@ -467,13 +465,14 @@ class EmbeddingStore:
         return loops.find_slots(self.states[table].layout, read_only(ids_N))
 
     def sweep(self, max_rows: int) -> bool:
-        """Take out rows that have expired, among the next ``max_rows`` slots.
+        """Take out rows of dropped tables, lost blocks, then rows that have expired.
 
-        Before, rows of dropped tables. Returns False at the end of a pass, and where no
-        table has an expiry.
+        Looks at ``max_rows`` slots. Returns False at the end of a pass.
         """
         if self.leaving:
             return table_states.free_rows(self, max_rows)
+        if self.must_free_blocks:
+            return self._transactions.free_blocks()
         if (rules_T := self._sweeps.rules()) is None:
             return False
         self.journal.make_room(max_rows)
@@ -487,10 +486,8 @@ class EmbeddingStore:
             while max_rows > 0 and arena < len(directory):
                 num_used = int(directory[arena, memory.USED])
                 stop = min(slot + max_rows, num_used)
-                where = arena, slot, stop
-                loops.sweep_slots(where, layouts_T, rules_T, log)
-                # The store may have been cleared since the last slice.
-                max_rows -= max(stop - slot, 0)
+                loops.sweep_slots((arena, slot, stop), layouts_T, rules_T, log)
+                max_rows -= max(stop - slot, 0)  # it may have been cleared since
                 arena, slot = (arena, stop) if stop < num_used else (arena + 1, 0)
             is_over = arena == len(directory)
             self.tally[next_] = (0, 0) if is_over else (arena, slot)
@@ -498,10 +495,15 @@ class EmbeddingStore:
             self._sweeps.end_pass()
         return not is_over
 
+    @property
+    def must_free_blocks(self) -> bool:
+        """Whether ids have lost blocks that were not freed yet: a period has ended."""
+        return self._transactions.must_free_blocks
+
     def now_s(self, state: TableState) -> int:
         """Return the second that rows of a table note now."""
-        is_running = state.is_by_running_time
-        return max(int(self.seconds.running_s if is_running else self.clock()), 0)
+        by_clock = not state.is_by_running_time
+        return max(int(self.clock() if by_clock else self.seconds.running_s), 0)
 
     def remove(self, table: int, ids_N: Ids) -> None:
         """Drop the rows of ids; those that have none are skipped."""
@@ -545,6 +547,7 @@ class EmbeddingStore:
 
     def make_room(self, table: int, num_rows: int) -> None:
         """Make room for rows of a table that are about to be made."""
+        self._transactions.free_blocks_for(num_rows)
         self.journal.make_room(num_rows)
         if self.undo_log is not None:
             arena = int(self.states[table].layout[memory.ARENA])
@@ -562,8 +565,7 @@ class EmbeddingStore:
 
     def counters(self) -> dict[str, int]:
         """Return what has been counted since the start, and the rows in use now."""
-        columns = self.arenas.directory[:, [memory.STRIDE, memory.USED]]
-        strides, num_used = columns.T
+        strides, num_used = self.arenas.directory[:, [memory.STRIDE, memory.USED]].T
         num_bytes = int((strides * num_used).sum())
         return {
             "rows": self.num_rows,

@@ -64,7 +64,7 @@ NEVER = np.uint64(0)
 
 _CHUNK_BYTES = 2**20
 _SLICE_BYTES = 2**18
-_SLICE_RECORDS = 4096
+_SLICE_ROWS, _SLICE_RECORDS = 2048, 4096
 _LARGEST_POSITION = np.uint64(2**POSITION_BITS - 1)
 _POSITION_BITS = np.uint64(POSITION_BITS)
 _TOUCHES = 2**16
@@ -101,7 +101,7 @@ class RowExport:
     def __init__(self, store: EmbeddingStore) -> None:
         self.tables = store.present
         self.is_done = False
-        self._seconds = store.seconds
+        self._store, self._seconds = store, store.seconds
         self._num_copied = 0
         self._directory = store.arenas.directory
         num_used = self._directory[:, memory.USED].tolist()
@@ -127,6 +127,9 @@ class RowExport:
         return None
 
     def _walk(self) -> Iterator[RawRows | None]:
+        while self._store.must_free_blocks:  # which a copy must not bring back
+            self._store.sweep(_SLICE_ROWS)
+            yield None
         for _ in self._number_uses():
             yield None
         for arena, (words, num_used) in enumerate(self._arenas):

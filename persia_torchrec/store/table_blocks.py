@@ -8,14 +8,23 @@ further block is a row of a table of its own, on the same server, with the same 
 
 ``acc`` and ``cur`` are as they were when ``t`` periods had ended: a row is brought up
 to date when it is used. A period ends with the update that completes it: thresholds are
-set. When the request of that update has ended, blocks are freed that ids have lost, or
-whose id has no row any more. So all is kept as rows are, but for the thresholds, which
-are in the heads of files, and in a server's memory beside what its admission remembers.
+set, of what was read in the updates before it (``block_statistics.py``). So all is kept
+as rows are, but for the thresholds, which are in the heads of files, and in a server's
+memory beside what its admission remembers.
 
-In a memory file freeing is some slots at a time, each group a change of its own, so
-that what undoes it stays small. A word says that it is not over, and the process that
-opens the file of a killed one frees the rest: which blocks an id has depends on nothing
-that freeing changes.
+Blocks that ids have lost, or whose id has no row any more, are freed behind the request
+that ends the period, a slice at a time, each a change of its own. It is as if all were
+freed at once, though other requests come in between:
+
+    an id that is used      loses its blocks first; it was seen in this period then, and
+                            what blocks it gets are its own
+    a row that needs room   has blocks freed until there is room; none is evicted before
+    another period's end,
+    a sweep, a dump         has the rest freed first
+
+In a memory file a word says that it is not over, and the process that opens the file of
+a killed one frees the rest: which blocks an id has lost depends on nothing that freeing
+changes.
 
 Dimension key:
     N: ids of one request
@@ -23,20 +32,24 @@ Dimension key:
     K: rows, each once
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from persia_torchrec.embedding.usage import (
-    KEPT,
     NUM_PERIODS,
     NUM_STATISTICS,
     Doubles,
 )
 from persia_torchrec.jit.compiled import read_only
 from persia_torchrec.store import loops, memory
+from persia_torchrec.store.block_statistics import (
+    GROUP_SLOTS,
+    Ranking,
+    read_statistics,
+)
 from persia_torchrec.store.memory import Counts, Floats, Ids, Slots, Words
 from persia_torchrec.store.undo_log import ROW_BYTES
 
@@ -46,9 +59,10 @@ if TYPE_CHECKING:
     from persia_torchrec.table import TableSpec
 
 _NO_COUNTS: Counts = np.empty(0, dtype=np.uint32)
-_NEGLIGIBLE = 1e-7
-GROUP_SLOTS = 2**13
-"""Slots whose rows are read, and freed as one change, at a time."""
+FIRST = 1, 0
+"""Where freeing begins: the number of a block, from 1 on, and a slot."""
+MAX_SLOTS = 2**15
+"""Slots that are looked at for rows of a block at a time."""
 
 
 class Blocks:
@@ -61,6 +75,7 @@ class Blocks:
         first = begin + of.spec.num_row_floats - NUM_STATISTICS
         self._columns = first + np.arange(NUM_STATISTICS)
         self._columns_of = _find_columns(of.spec)
+        self._ranking: Ranking | None = None
         of.step_with(states)
 
     def look_up(
@@ -73,6 +88,7 @@ class Blocks:
         batch: int,
     ) -> Slots:
         """Do a training lookup; return the slots of all blocks, ``(N, blocks)``."""
+        self.settle(store, table, ids_N)
         first_NW = np.empty((len(ids_N), self._dim), dtype=np.float32)
         if counts_N is None:
             counts_N = np.ones(len(ids_N), dtype=np.uint32)
@@ -99,6 +115,7 @@ class Blocks:
         self, store: "EmbeddingStore", table: "TableState", ids_N: Ids, out_ND: Floats
     ) -> None:
         """Do a lookup that is not for training."""
+        self.settle(store, table, ids_N)
         rows_NW = np.empty((len(ids_N), self._dim), dtype=np.float32)
         store.look_up_rows(table, ids_N, rows_NW, training=False)
         self._spread(rows_NW, out_ND)
@@ -142,6 +159,7 @@ class Blocks:
         The state is that of all weights, as of an optimizer without blocks, but that a
         number of a row is one of each block.
         """
+        self.settle(store, table, ids_N)
         slots_N = store.find(table.number, ids_N)
         has_row_N = slots_N != memory.MISSING
         width = table.spec.dim + table.spec.num_state_floats
@@ -161,6 +179,7 @@ class Blocks:
 
         A new row has one.
         """
+        self.settle(store, table, ids_N)
         columns = self._columns_of
         if rows_ND.shape[1] == table.spec.dim:
             columns = [of_block[: self._dim] for of_block in columns]
@@ -174,16 +193,33 @@ class Blocks:
                 rows_KW = rows_ND[has_N][:, columns[number]]
                 store.write_rows(state, ids_N[has_N], rows_KW)
 
+    def read_ahead(self, store: "EmbeddingStore", table: "TableState") -> None:
+        """Read some rows for the end of the period, if it is near; behind an update."""
+        step, period = table.num_updates, self._rule.period
+        num_left = -step % period
+        t = (step + num_left) // period
+        arena = int(table.layout[memory.ARENA])
+        num_used = int(store.arenas.directory[arena, memory.USED])
+        if self._ranking is not None and self._ranking.t != t:
+            self._ranking = None
+        if self._ranking is None:
+            if t > NUM_PERIODS or num_used <= num_left * GROUP_SLOTS:
+                return
+            self._ranking = Ranking(table.layout, store.capacity_rows, t)
+        self._ranking.read(num_used, num_left)
+
+    def forget(self) -> None:
+        """Forget what was read of rows: all are dropped."""
+        self._ranking = None
+
     def end_period(self, store: "EmbeddingStore", table: "TableState") -> None:
         """Set the thresholds, if they still change, and note that blocks must go."""
-        t, thresholds = table.num_updates // self._rule.period, None
-        if t <= NUM_PERIODS:
-            found = [
-                self._statistics(store, table, slots_K, t)[0]
-                for slots_K in self._slots(store, table)
-            ]
-            acc_R = np.concatenate(found or [np.empty(0)])
-            thresholds = self._rule.thresholds(acc_R, t)
+        ranking, self._ranking = self._ranking, None
+        thresholds = None
+        if ranking is not None and (num := ranking.count()) > 0:
+            thresholds = self._rule.thresholds(
+                ranking.select(self._rule.ranks(num)), ranking.t
+            )
         must_free = self._must_free(store)
         if store.undo_log is not None:
             store.undo_log.keep(table.thresholds.view(np.uint64))
@@ -196,31 +232,73 @@ class Blocks:
         """Return whether blocks are to be freed: a period has ended."""
         return bool(self._must_free(store)[0])
 
-    def free(self, store: "EmbeddingStore", table: "TableState") -> None:
-        """Free the blocks that are lost, if a period has ended."""
-        t = table.num_updates // self._rule.period
+    def free(
+        self,
+        store: "EmbeddingStore",
+        table: "TableState",
+        begin: tuple[int, int],
+        max_rows: int,
+    ) -> tuple[int, int] | None:
+        """Free lost blocks among the next rows, from ``begin`` on.
+
+        Returns where to go on; None if that was the last one.
+        """
+        number, slot = begin
+        num_slots = MAX_SLOTS
+        while number <= len(self.states) and max_rows > 0 and num_slots > 0:
+            state = self.states[number - 1]
+            arena = int(state.layout[memory.ARENA])
+            num_used = int(store.arenas.directory[arena, memory.USED])
+            stop = min(slot + num_slots, num_used)
+            slots_K = np.empty(max_rows, dtype=np.uint32)
+            num, end = loops.find_rows(state.layout, slot, stop, slots_K)
+            ids_K = store.arena(state)[slots_K[:num], 0]
+            is_lost_K = self._count_unless_seen(store, table, ids_K) <= number
+            if is_lost_K.any():
+                store.remove(state.number, ids_K[is_lost_K])
+            max_rows, num_slots = max_rows - num, num_slots - (end - slot)
+            number, slot = (number, end) if end < num_used else (number + 1, 0)
+        if number <= len(self.states):
+            return number, slot
+        must_free = self._must_free(store)
+        with store.changing():  # perhaps a part of a request that will be undone
+            if store.undo_log is not None:
+                store.undo_log.make_room(ROW_BYTES)
+                store.undo_log.keep(must_free)
+            must_free[0] = 0
+        return None
+
+    def settle(self, store: "EmbeddingStore", table: "TableState", ids_N: Ids) -> None:
+        """Free what blocks ids have lost, before they are used."""
+        if not self.must_free(store):
+            return
+        num_N = self._count_unless_seen(store, table, ids_N)
         for number, state in enumerate(self.states, start=1):
-            for slots_K in self._slots(store, state):
-                ids_K = store.arena(state)[slots_K, 0]
-                num_K = self._num_blocks(store, table, ids_K, t)
-                store.remove(state.number, ids_K[num_K <= number])
-        self._must_free(store)[0] = 0
+            lost = ids_N[num_N <= number]
+            if len(lost):
+                store.remove(state.number, lost)
 
     def _must_free(self, store: "EmbeddingStore") -> Words:
         """Return the word that says it: the one for a step of the second block's."""
         number = self.states[0].number
         return store.steps[number : number + 1]
 
-    def _num_blocks(
-        self, store: "EmbeddingStore", table: "TableState", ids_K: Ids, t: int
+    def _count_unless_seen(
+        self, store: "EmbeddingStore", table: "TableState", ids_N: Ids
     ) -> npt.NDArray[np.int64]:
-        """Return how many blocks ids have after t periods; 0 without a row."""
-        slots_K = store.find(table.number, ids_K)
-        has_row = np.flatnonzero(slots_K != memory.MISSING)
-        found = self._statistics(store, table, slots_K[has_row], t)
-        num_K = np.zeros(len(ids_K), dtype=np.int64)
-        num_K[has_row] = self._rule.count_blocks(*found, t, table.thresholds)
-        return num_K
+        """Return how many blocks ids have kept after the last period.
+
+        That is 0 without a row; and all, of an id that has been seen since.
+        """
+        t = table.num_updates // self._rule.period
+        slots_N = store.find(table.number, ids_N)
+        has_row = np.flatnonzero(slots_N != memory.MISSING)
+        acc_K, cur_K, is_seen_K = read_statistics(self._layout, slots_N[has_row], t)
+        num_K = self._rule.count_blocks(acc_K, cur_K, t, table.thresholds)
+        num_K[is_seen_K] = self._rule.blocks
+        num_N = np.zeros(len(ids_N), dtype=np.int64)
+        num_N[has_row] = num_K
+        return num_N
 
     def _count(
         self, store: "EmbeddingStore", table: "TableState", ids_N: Ids, counts_N: Counts
@@ -232,32 +310,18 @@ class Blocks:
         slots_K, first, which = np.unique(
             slots_N[has_row], return_index=True, return_inverse=True
         )
-        acc_K, cur_K = self._statistics(store, table, slots_K, t)
+        acc_K, cur_K, _ = read_statistics(self._layout, slots_K, t)
         num_K = self._rule.count_blocks(acc_K, cur_K, t, table.thresholds)
         new = ids_N[has_row[first[(acc_K == 0) & (cur_K == 0)]]]
         for state in self.states if len(new) else ():
             store.remove(state.number, new)  # of a row that has left since
         np.add.at(cur_K, which, counts_N[has_row])
         self._put_statistics(store, table, slots_K, (acc_K, cur_K, t))
+        if self._ranking is not None and self._ranking.t == t + 1:
+            self._ranking.replace(slots_K, acc_K, cur_K)
         num_N = np.zeros(len(ids_N), dtype=np.uint32)
         num_N[has_row] = num_K[which]
         return num_N
-
-    def _statistics(
-        self, store: "EmbeddingStore", table: "TableState", slots_K: Slots, t: int
-    ) -> tuple[Doubles, Doubles]:
-        """Return ``acc`` and ``cur`` of rows, when ``t`` periods have ended."""
-        words = store.arena(table).view(np.float32)
-        found = words[slots_K[:, None], self._columns]
-        acc_K = np.ascontiguousarray(found[:, :2]).view(np.float64)[:, 0]
-        cur_K, since_K = found[:, 2].astype(np.float64), found[:, 3].astype(np.int64)
-        while True:
-            late = (since_K < t) & ((acc_K > _NEGLIGIBLE) | (cur_K > 0))
-            if not late.any():
-                return acc_K, cur_K
-            acc_K[late] = KEPT * acc_K[late] + (1 - KEPT) * cur_K[late]
-            cur_K[late] = 0
-            since_K[late] += 1
 
     def _put_statistics(
         self,
@@ -276,17 +340,6 @@ class Blocks:
         put[:, :2] = acc_K.reshape(-1, 1).view(np.float32)
         put[:, 2], put[:, 3] = cur_K, t
         words[slots_K[:, None], self._columns] = put
-
-    def _slots(self, store: "EmbeddingStore", table: "TableState") -> Iterator[Slots]:
-        """Yield the slots of all rows of a table, those of a group at a time."""
-        arena, words = int(table.layout[memory.ARENA]), store.arena(table)
-        num_used = int(store.arenas.directory[arena, memory.USED])
-        for first in range(0, num_used, GROUP_SLOTS):
-            words_K = words[first : min(first + GROUP_SLOTS, num_used), 1]
-            is_own_K = words_K >> memory.OWNER_SHIFT == table.layout[memory.OWNER]
-            slots = first + np.flatnonzero(is_own_K)
-            if len(slots):
-                yield slots.astype(np.uint32)
 
     def _spread(self, first_NW: Floats, out_ND: Floats) -> None:
         out_ND[:] = 0

@@ -15,10 +15,11 @@ import numpy as np
 
 from persia_torchrec.errors import StoreError
 from persia_torchrec.jit.compiled import read_only
-from persia_torchrec.store import finite, loops, memory, table_blocks
+from persia_torchrec.store import finite, loops, memory
 from persia_torchrec.store.change_log import ChangedSlots
 from persia_torchrec.store.memory import Floats, Ids, Slots, Words
 from persia_torchrec.store.table import TableState
+from persia_torchrec.store.table_blocks import FIRST
 from persia_torchrec.store.undo_log import ROW_BYTES, UndoLog
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ UPDATE, WRITE, STEP, CLEAR = range(4)
 
 KEPT_BYTES = 800
 """Kept of a row that is made or leaves besides its bytes, most if the index grows."""
+
+SLICE_ROWS = 2048
+"""Rows that are looked at to free blocks at a time: about a millisecond."""
 
 _NO_IDS = read_only(np.empty(0, dtype=np.uint64))
 _NO_SLOTS = read_only(np.empty(0, dtype=np.uint32))
@@ -123,7 +127,7 @@ class Transaction:
             self._transactions.opened = None
         if kind is None and (self.has_begun or self.changes):
             self._transactions.end()
-            self._transactions.free_blocks()
+            self._transactions.begin_to_free()
 
 
 class Transactions:
@@ -137,7 +141,9 @@ class Transactions:
         self._store: EmbeddingStore = weakref.proxy(store)  # which owns this
         self.undo_log = undo_log
         self.opened: Transaction | None = None
-        self._ended: set[int] = set()  # tables, of each of which a period has
+        # Tables of which a period has ended, and where to go on freeing blocks.
+        self._ended: dict[int, tuple[int, int]] = {}
+        self._room_bytes = 0  # that the end of the transaction takes
         self.notes: Words = np.empty(0, dtype=np.uint64)
 
     @property
@@ -260,16 +266,48 @@ class Transactions:
             self._store.is_loading = False
         for state in self._store.present:
             if state.blocks is not None and state.blocks.must_free(self._store):
-                self._ended.add(state.number)
-        self.free_blocks()
+                self._ended[state.number] = FIRST
+        while self.must_free_blocks:
+            self.free_blocks()
 
-    def free_blocks(self) -> None:
-        """Free the blocks that ids have lost in a period that has ended."""
-        for number in sorted(self._ended):
-            state = self._store.states[number]
-            if state.blocks is not None:
-                state.blocks.free(self._store, state)
-            self._ended.remove(number)
+    @property
+    def must_free_blocks(self) -> bool:
+        """Whether ids have lost blocks that were not freed yet: a period has ended."""
+        return bool(self._ended)
+
+    def begin_to_free(self) -> None:
+        """Free a slice of the blocks of tables of which a period has just ended."""
+        if self._ended:
+            for number in [n for n, at in self._ended.items() if at is FIRST]:
+                self._free_some_of(number)
+
+    def free_blocks(self) -> bool:
+        """Free some of the blocks that ids have lost; return True: there were some."""
+        self._free_some_of(next(iter(self._ended)))
+        return True
+
+    def free_blocks_for(self, num_rows: int) -> None:
+        """Free blocks until there is room for so many rows, or none is left."""
+        store = self._store
+        while self._ended and store.num_rows + num_rows > store.capacity_rows:
+            self.free_blocks()
+
+    def _free_all_of(self, number: int) -> None:
+        """Free the blocks of a table, in the midst of what ends a request."""
+        while number in self._ended:
+            self._free_some_of(number)
+        if self.undo_log is not None:
+            self.undo_log.make_room(self._room_bytes)  # again: some of it was used
+
+    def _free_some_of(self, number: int) -> None:
+        state = self._store.states[number]
+        begin, next_ = self._ended[number], None
+        if state.blocks is not None:  # and not dropped since
+            next_ = state.blocks.free(self._store, state, begin, SLICE_ROWS)
+        if next_ is None:
+            del self._ended[number]
+        else:
+            self._ended[number] = next_
 
     def finish(self, transaction: Transaction) -> None:
         """Do what a transaction has left for its end."""
@@ -282,7 +320,8 @@ class Transactions:
         if undo_log is not None:
             self.begin()
             num_notes = len(transaction.notes) + 3 * len(transaction.results_at)
-            undo_log.make_room(sum(map(self._count_bytes, changes)) + 16 * num_notes)
+            self._room_bytes = sum(map(self._count_bytes, changes)) + 16 * num_notes
+            undo_log.make_room(self._room_bytes)
         is_clear = bool(changes) and changes[-1].kind == CLEAR
         if changes:
             for change in changes[:-1] if is_clear else changes:
@@ -313,6 +352,7 @@ class Transactions:
         if self.undo_log is not None:
             self.undo_log.begin_clear(self.notes, _as_words(notes))
         self._store.drop_rows()
+        self._ended.clear()
         if self.undo_log is not None:
             self.undo_log.end_clear()
         else:
@@ -332,20 +372,16 @@ class Transactions:
         num_bytes = ROW_BYTES + len(change.ids) * (row_bytes + ROW_BYTES)
         if change.kind == UPDATE and state.ends_period(change.step):
             num_bytes += 8 * state.thresholds.size + 2 * ROW_BYTES
-            num_bytes += table_blocks.GROUP_SLOTS * self._widest_row()
         return num_bytes
 
     def _change(self, transaction: Transaction, change: Change) -> None:
         kind, table, step, ids_N, hints_N, values_NK = change
         state, undo_log = self._store.states[table], self.undo_log
         if kind == WRITE:
-            slots_N = read_only(self._store.find(table, ids_N))  # rows may have left
-            if undo_log is not None:
-                undo_log.keep_rows(state.layout, slots_N)
-            memory.write_rows(state.layout, slots_N, values_NK)
-            if not np.abs(values_NK).max(initial=0) <= finite.MODERATE_WEIGHT:
-                self._store.tally[memory.HAS_LARGE] = 1
+            self._write(state, ids_N, values_NK)
             return
+        if table in self._ended and (kind == STEP or state.ends_period(step)):
+            self._free_all_of(table)
         if undo_log is not None:
             undo_log.keep(state.step)
         if kind == STEP:
@@ -357,9 +393,19 @@ class Transactions:
         else:
             counts = state.shared.step(self._store, state, change, now_s)
         transaction.results.append(self._build_result(change, *counts))
-        if state.blocks is not None and state.ends_period(step):
-            state.blocks.end_period(self._store, state)
-            self._ended.add(table)
+        if state.blocks is not None:
+            state.blocks.read_ahead(self._store, state)
+            if state.ends_period(step):
+                state.blocks.end_period(self._store, state)
+                self._ended[table] = FIRST
+
+    def _write(self, state: TableState, ids_N: Ids, values_NK: Floats) -> None:
+        slots_N = read_only(self._store.find(state.number, ids_N))  # rows may have left
+        if self.undo_log is not None:
+            self.undo_log.keep_rows(state.layout, slots_N)
+        memory.write_rows(state.layout, slots_N, values_NK)
+        if not np.abs(values_NK).max(initial=0) <= finite.MODERATE_WEIGHT:
+            self._store.tally[memory.HAS_LARGE] = 1
 
     def _build_result(self, change: Change, missed: int, refused: int) -> UpdateResult:
         unadmitted, state = 0, self._store.states[change.table]

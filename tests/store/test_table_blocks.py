@@ -14,11 +14,18 @@ from persia_torchrec.embedding.optim import Adagrad, Adam
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.rpc.messages import Header, Kind, TableIds
 from persia_torchrec.server.open_batches import Update, build_gradients
-from persia_torchrec.store import table_blocks
+from persia_torchrec.store import (
+    block_statistics,
+    memory,
+    table_blocks,
+    table_states,
+    transaction,
+)
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.memory import MISSING
+from persia_torchrec.store.row_copy import RowExport, split_by_table
 from persia_torchrec.table import TableSpec
-from tests.support.consistency import check_store
+from tests.support.consistency import check_store, rows_oldest_first
 from tests.support.reference import Row, initial_weights, step
 from tests.support.saved_training import Training
 from tests.support.servers import ids_of
@@ -348,7 +355,7 @@ def test_what_cannot_be_is_refused():
 
 
 def test_the_log_does_not_grow_with_the_blocks_that_a_period_frees(path, monkeypatch):
-    monkeypatch.setattr(table_blocks, "GROUP_SLOTS", 64)
+    monkeypatch.setattr(transaction, "SLICE_ROWS", 64)
     store = EmbeddingStore(8000, memory_file=path)
     store.add_table(spec_of(2))
     ids = np.arange(4000, dtype=np.uint64)
@@ -364,6 +371,163 @@ def test_the_log_does_not_grow_with_the_blocks_that_a_period_frees(path, monkeyp
     num_bytes = store.undo_log._num_bytes
     assert store.num_rows == 1000 + 4000
     store.update(0, ids[:1], grads)
+    assert store.num_rows > 1000 + 1000
+    while store.must_free_blocks:
+        store.sweep(64)
     assert store.num_rows == 1000 + 1000
     assert store.undo_log._num_bytes == num_bytes
+    store.close()
+
+
+MANY_IDS = np.arange(40, dtype=np.uint64)
+
+
+def open_store(path=None, capacity_rows=30):
+    store = EmbeddingStore(capacity_rows, memory_file=path, clock=lambda: 7.0)
+    if not store.states:
+        store.add_tables([spec_of(3), replace(spec_of(1), name="other")])
+    return store
+
+
+def do_request(store, seed):
+    """Do one request that a seed says, and return what it answers."""
+    rng = np.random.default_rng(seed)
+    ids = np.unique(rng.zipf(1.3, 8) % len(MANY_IDS)).astype(np.uint64)
+    counts = rng.integers(1, 9, len(ids)).astype(np.uint32)
+    rows = np.empty((len(ids), DIM), dtype=np.float32)
+    action, table = rng.integers(8), int(rng.integers(4) == 0)
+    if action < 3:
+        store.lookup(table, ids, rows, training=True, counts_N=counts)
+    elif action < 6:
+        grads = rng.normal(size=rows.shape).astype(np.float32)
+        return store.update(table, ids, grads)
+    elif action == 6:
+        store.lookup(table, ids, rows, training=False)
+    else:
+        table, written = 0, store.read(0, ids) + 1
+        store.write(0, ids, written[:, :DIM] if seed % 2 else written)
+    return rows.tobytes(), store.read(table, ids).tobytes()
+
+
+def content_of(store):
+    """Return all rows, the next to leave first, with what is known of each."""
+    found = []
+    for arena, slot in rows_oldest_first(store.logs, store.arenas.directory):
+        words = store.arenas.words[arena][slot].copy()
+        found.append((arena, words.tobytes()))
+    evicted = int(store.tally[memory.EVICTED])
+    return found, evicted, store.states[0].thresholds.tolist(), store.steps.tolist()
+
+
+def free_all(store):
+    while store.must_free_blocks:
+        store.sweep(1)
+    return store
+
+
+@settings(max_examples=20)
+@given(
+    st.lists(st.integers(0, 2**32 - 1), min_size=20, max_size=70),
+    st.integers(0, 4),
+    st.booleans(),
+)
+def test_blocks_freed_in_slices_between_requests_are_as_those_freed_at_once(
+    tmp_path_factory, seeds, sweeps, is_killed
+):
+    path = str(tmp_path_factory.mktemp("store") / "rows") if is_killed else None
+    at_once, sliced = open_store(), open_store(path)
+    for number, seed in enumerate(seeds):
+        answers = []
+        for store, slice_rows in (at_once, 1000), (sliced, 1):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(transaction, "SLICE_ROWS", slice_rows)
+                patch.setattr(table_blocks, "MAX_SLOTS", 7 * slice_rows)
+                if number % 5 < sweeps:
+                    store.sweep(1)
+                answers.append(do_request(store, seed))
+        assert answers[0] == answers[1]
+        assert not at_once.must_free_blocks
+        if is_killed and number % 6 == 5:
+            sliced.memory.close(is_clean=False)
+            sliced = open_store(path)
+    free_all(sliced)
+    assert content_of(sliced) == content_of(at_once)
+    check_store(sliced)
+
+
+@settings(max_examples=20)
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=20, max_size=60))
+def test_thresholds_of_rows_read_ahead_are_those_of_rows_read_at_the_end(seeds):
+    stores = [open_store(capacity_rows=200) for _ in range(2)]
+    for store, group in zip(stores, (1000, 3), strict=True):
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (block_statistics, table_blocks):
+                patch.setattr(module, "GROUP_SLOTS", group)
+            for number, seed in enumerate(seeds):
+                do_request(store, seed)
+                if number == len(seeds) // 2:
+                    store.set_step(0, store.num_updates + seed % 5)
+    assert content_of(stores[0]) == content_of(stores[1])
+
+
+def store_with_lost_blocks(monkeypatch, path=None):
+    """Return a store whose ids have lost blocks, of which few are freed yet."""
+    monkeypatch.setattr(transaction, "SLICE_ROWS", 2)
+    store = open_store(path, capacity_rows=200)
+    rows = np.empty((len(MANY_IDS), DIM), dtype=np.float32)
+    counts = np.arange(50, 50 - len(MANY_IDS), -1).astype(np.uint32)
+    for _ in range(3):
+        store.lookup(0, MANY_IDS, rows, training=True, counts_N=counts)
+    for _ in range(PERIOD):
+        store.update(0, IDS, np.ones((len(IDS), DIM), dtype=np.float32))
+    assert store.must_free_blocks
+    return store
+
+
+def test_a_block_that_is_lost_reads_as_if_it_were_freed(monkeypatch):
+    store = store_with_lost_blocks(monkeypatch)
+    num_rows = store.num_rows
+    read = store.read(0, MANY_IDS[-3:])
+    assert store.must_free_blocks
+    assert store.num_rows < num_rows
+    np.testing.assert_array_equal(free_all(store).read(0, MANY_IDS[-3:]), read)
+
+
+def test_a_copy_of_all_rows_has_no_block_that_is_lost(monkeypatch):
+    store = store_with_lost_blocks(monkeypatch)
+    export, num_copied = RowExport(store), 0
+    while not export.is_done:
+        if (chunk := export.advance()) is not None:
+            split = split_by_table(chunk, export.tables)
+            num_copied += sum(len(columns) for _, columns in split)
+    assert not store.must_free_blocks
+    assert num_copied == store.num_rows
+
+
+def test_a_store_that_is_cleared_frees_no_blocks_of_what_comes_then(monkeypatch):
+    store = store_with_lost_blocks(monkeypatch)
+    store.clear()
+    assert not store.must_free_blocks
+    assert store.num_rows == 0
+    check_store(store)
+
+
+def test_a_table_that_is_dropped_frees_no_blocks(monkeypatch, path):
+    store = store_with_lost_blocks(monkeypatch, path)
+    table_states.drop(store, [0])
+    while store.sweep(100):
+        pass
+    assert store.num_rows == 0
+    assert not store.must_free_blocks
+    store.close()
+
+
+def test_the_process_after_a_killed_one_frees_the_rest(monkeypatch, path):
+    expected = free_all(store_with_lost_blocks(monkeypatch))
+    store = store_with_lost_blocks(monkeypatch, path)
+    store.sweep(1)
+    store.memory.close(is_clean=False)
+    store = open_store(path, capacity_rows=200)
+    check_store(store)
+    assert content_of(store)[0] == content_of(expected)[0]
     store.close()
