@@ -181,7 +181,7 @@ class PrefetchedBatch(Generic[Handle]):
         return self.permit.has_left and self.group is None
 
     def recall(self) -> None:
-        """Take the pull of a training batch that nobody waits for back.
+        """Take back the pull of a training batch for which no thread waits.
 
         The permit comes back, and may be another's. A part of an update keeps it.
         """
