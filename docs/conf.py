@@ -43,7 +43,7 @@ myst_heading_anchors = 4
 myst_enable_extensions = ["attrs_inline"]
 
 autodoc_member_order = "groupwise"
-autodoc_typehints = "description"
+autodoc_typehints = "none"
 
 html_theme = "furo"
 html_title = f"persia_torchrec {release}"

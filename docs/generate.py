@@ -31,7 +31,7 @@ import msgspec
 
 import persia_torchrec as package
 from components import inference, job, torchrec_job
-from persia_torchrec import ctx, data, env, timeouts
+from persia_torchrec import ctx, data, env, errors, timeouts
 from persia_torchrec.embedding import setting, usage
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.coordinator import CoordinatorConfig
@@ -586,7 +586,7 @@ def raised() -> dict[str, list[tuple[str, str]]]:
             if not isinstance(node, ast.Raise) or not isinstance(node.exc, ast.Call):
                 continue
             name = ast.unparse(node.exc.func).rpartition(".")[2]
-            if name.endswith("Error") and node.exc.args:
+            if hasattr(errors, name) and node.exc.args:
                 text = _text_of(node.exc.args[0])
                 if len(text) > 10:
                     found.setdefault(name, []).append((file, text))

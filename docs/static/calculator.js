@@ -10,8 +10,8 @@ const STATE = {
   "Adam": [2, 0],
   "FTRL": [2, 0],
 };
-const OVERHEAD = 41; // measured: 36 to 41 bytes of header, index and recency
-const BASE = 200e6; // a server without rows
+const OVERHEAD = 41; // measured: 34 to 41 bytes of header, index and recency
+const BASE = 160e6; // a server without rows
 const MARGIN = 1.1; // a hash spreads ids evenly, and not exactly
 const ROWS_PER_CORE = { 16: 4.5e6, 64: 1.7e6 }; // lookups and updates over loopback
 
@@ -79,7 +79,7 @@ function update(form, result) {
     ["A row", `${Math.round(row)} bytes`],
     ["All rows", shown(rows * row)],
     ["Memory of each server", shown((rows / servers) * row * MARGIN + BASE)],
-    ["capacity of each server", `${Math.ceil((rows / servers) * MARGIN).toLocaleString("en")} rows`],
+    ["capacity of each server", `${Math.round((rows / servers) * MARGIN).toLocaleString("en")} rows`],
     ["Cores of all servers, at least", Math.max(servers, Math.ceil(cores)).toLocaleString("en")],
   ];
   result.innerHTML = `<table>${lines.map(([a, b]) => `<tr><th>${a}</th><td>${b}</td></tr>`).join("")}</table>`;
