@@ -27,18 +27,19 @@ from typing import (
     get_type_hints,
 )
 
+import click
 import msgspec
 
 import persia_torchrec as package
-from components import inference, job, torchrec_job
-from persia_torchrec import ctx, data, env, errors, timeouts
+from persia_torchrec import components, ctx, data, env, errors, timeouts
+from persia_torchrec.command import main as command
 from persia_torchrec.embedding import setting, usage
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.coordinator import CoordinatorConfig
 from persia_torchrec.job.requests import JobTimings
 from persia_torchrec.job.supervisor import SupervisorConfig
 from persia_torchrec.job.torchrun import AgentConfig
-from persia_torchrec.launch.roles import RoleSettings, ServerSettings
+from persia_torchrec.launch.roles import JobSettings, RoleSettings, ServerSettings
 from persia_torchrec.parsing import command_line
 from persia_torchrec.persia import launcher
 from persia_torchrec.persia.config import embedding_config, global_config
@@ -90,6 +91,7 @@ _MEANINGS = {
     "PROGRESS_S": "between two reports of progress",
     "SHORT_WAIT_S": "of a wait that is hidden behind the training",
     "LONGEST_STEP_S": "that a clock advances at once",
+    "WATCH_S": "between two views of a verb that watches",
     "JUMP_S": "by which a clock differs that jumped",
 }
 
@@ -335,6 +337,11 @@ PROGRAMS: Mapping[str, tuple[type, dict[str, object]]] = {
     },
 }
 
+COMPONENTS = (
+    *("train", "train_torchrec", "serve"),
+    *("embedding_server", "embedding_worker", "data_loader", "nn_worker"),
+)
+
 FILES: Mapping[str, tuple[type, dict[str, object]]] = {
     "`global_config.yml`": (global_config.GlobalSettings, {}),
     "`embedding_config.yml`, each slot": (
@@ -391,14 +398,13 @@ def settings_page() -> str:
     for title, (kind, given) in PROGRAMS.items():
         parts.append(f"### {title}\n\n{_table(_flags(kind, **given))}")
     parts.append("## Components of torchx\n")
-    parts.append(
-        "Arguments of `torchx run components/FILE.py:FUNCTION`, as `--NAME VALUE`.\n"
-    )
-    for module, name in ((job, "train"), (torchrec_job, "train"), (inference, "serve")):
-        file = Path(module.__file__ or "").name
-        probe = _made(_job_settings(), port=1, host="localhost")
-        lines = _arguments(getattr(module, name), probe)
-        parts.append(f"### `components/{file}:{name}`\n\n{_table(lines)}")
+    parts.append("Arguments of `torchx run persia.NAME`, as `--NAME VALUE`.\n")
+    probe = _made(JobSettings, port=1, host="localhost")
+    for name in COMPONENTS:
+        lines = _arguments(getattr(components, name), probe)
+        parts.append(f"### `torchx run persia.{name}`\n\n{_table(lines)}")
+    parts.append("## `persia-torchrec`\n")
+    parts += [f"### `{title}`\n\n{_table(lines)}" for title, lines in _verbs(command)]
     parts.append("## Files\n")
     for title, (kind, given) in FILES.items():
         lines = list(_keys(kind, **given))
@@ -424,10 +430,42 @@ def settings_page() -> str:
     return "\n".join(parts)
 
 
-def _job_settings() -> type:
-    from persia_torchrec.launch.roles import JobSettings
+def _verbs(group: click.Group) -> Iterator[tuple[str, list[Line]]]:
+    """Yield the verbs of the command line that have options, with these."""
+    context = click.Context(group, info_name="persia-torchrec")
+    for name in group.list_commands(context):
+        verb = group.get_command(context, name)
+        if isinstance(verb, click.Group):
+            for inner, lines in _verbs(verb):
+                yield f"{name} {inner}", lines
+        elif verb is not None and (lines := list(map(_option, _options_of(verb)))):
+            yield name, lines
 
-    return JobSettings
+
+def _options_of(verb: click.Command) -> list[click.Option]:
+    return [
+        one
+        for one in verb.params
+        if isinstance(one, click.Option) and not one.hidden and one.help
+    ]
+
+
+def _option(option: click.Option) -> Line:
+    default = option.default
+    is_given = isinstance(default, bool | int | float | str) and default != ""
+    limits = "on, off" if option.is_flag else "-"
+    shown = _shown(
+        bool(default is True) if option.is_flag else default if is_given else None
+    )
+    if isinstance(option.type, click.Choice):
+        limits = ", ".join(map(_code, option.type.choices))
+    return Line(
+        ", ".join(map(_code, option.opts)),
+        "must be given" if option.required else shown,
+        _unit(option.name or ""),
+        limits,
+        _cell(option.help or ""),
+    )
 
 
 READERS: Mapping[str, Callable[[], object]] = {

@@ -1,6 +1,6 @@
 """Train a model that continues where it was, however its job has ended.
 
-torchx run components/torchrec_job.py:train --script "examples/long.py --steps 3000"
+torchx run persia.train_torchrec --script "examples/long.py --steps 3000"
     --embedding_servers 2 --resume_dir runs/long
 """
 

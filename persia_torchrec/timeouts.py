@@ -100,6 +100,11 @@ CLUSTER_LINE_S = 0.5  # a line is read that a server has written already
 CLUSTER_RECOVERY_S = 60.0  # a client waits for a server that is started again
 CLUSTER_RESTART_S = 120.0  # such a server answers
 
+# The command line
+VERB_JOIN_S = 5.0  # a job's coordinator answers
+VERB_ANSWER_S = 10.0  # its servers answer
+VERB_END_S = 120.0  # a job that is told to end has ended
+
 # Metrics
 PUSH_S = 5.0  # the gateway takes a push
 LAST_PUSH_S = 2.0  # the same at the end of a role

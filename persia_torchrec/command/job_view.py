@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from persia_torchrec import env
+from persia_torchrec import env, timeouts
 from persia_torchrec.checkpoint.catalog import Manifest
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.client.client import EmbeddingClient
@@ -28,8 +28,6 @@ from persia_torchrec.job.state import Member
 from persia_torchrec.rpc.addresses import LOOPBACK
 
 ROLES = ("coordinator", "server", "worker", "loader", "trainer", "predictor")
-_JOIN_S = 5.0
-_ANSWER_S = 10.0
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -79,7 +77,7 @@ def opened(name: str, *, needs_rows: bool = False) -> Iterator[Job]:
             env.set_variable("PERSIA_ENCRYPT", "1")
     env.token_file("PERSIA_JOB_TOKEN")
     with contextlib.ExitStack() as stack:
-        book = AddressBook.join(*place, timeout_s=_JOIN_S)
+        book = AddressBook.join(*place, timeout_s=timeouts.VERB_JOIN_S)
         stack.callback(book.close)
         client = None
         servers = book.call(FindRole("server"), Found).values or []
@@ -87,7 +85,9 @@ def opened(name: str, *, needs_rows: bool = False) -> Iterator[Job]:
         if servers and known == servers:
             connect = EmbeddingClient.connect
             try:
-                client = connect(known, timeout_s=_ANSWER_S, greeting=book.greeting)
+                client = connect(
+                    known, timeout_s=timeouts.VERB_ANSWER_S, greeting=book.greeting
+                )
                 stack.callback(client.close)
             except PersiaError:
                 if needs_rows:
@@ -145,7 +145,7 @@ class View:
         if self._job.client is None:
             return []
         try:
-            return self._job.client.counters(_ANSWER_S)
+            return self._job.client.counters(timeouts.VERB_ANSWER_S)
         except PersiaError:  # a server is away; its line says so
             return []
 

@@ -13,6 +13,7 @@ import click
 from rich.console import Group
 from rich.live import Live
 
+from persia_torchrec import timeouts
 from persia_torchrec.command import console
 from persia_torchrec.command.console import age_s, as_json, duration
 from persia_torchrec.command.job_view import Job, View, find, is_here, opened
@@ -27,7 +28,6 @@ a_job: Callable[[F], F] = click.argument("job", default="")
 _BETWEEN_S = 1.0  # two looks, of which rates are made
 _LOOK_S = 0.2
 _WATCH_S = 2.0
-_END_S = 120.0
 _MEMBERS = (
     *("role", "index", "state", "host", "pid", "port", "since_s", "restarts"),
     *("memory_bytes", "rows", "capacity_rows", "bytes", "evictions"),
@@ -236,7 +236,7 @@ def end(record: JobRecord | None, name: str, *, saves: bool) -> str:
                 f"host {record.host}. Cancel it with its scheduler, or use --no-save."
             )
     click.echo(f"{record.job_id} ends", err=True)
-    deadline = time.monotonic() + _END_S
+    deadline = time.monotonic() + timeouts.VERB_END_S
     while time.monotonic() < deadline:
         known = find(record.job_id, is_running=False)
         if known.state != "running":
@@ -245,8 +245,8 @@ def end(record: JobRecord | None, name: str, *, saves: bool) -> str:
             return known.checkpoint
         time.sleep(_LOOK_S)
     raise click.ClickException(
-        f"{record.job_id} must end within {_END_S:.0f} s. Received: it runs. See "
-        f"persia-torchrec status {record.job_id}."
+        f"{record.job_id} must end within {timeouts.VERB_END_S:.0f} s. Received: it "
+        f"runs. See persia-torchrec status {record.job_id}."
     )
 
 
@@ -317,6 +317,6 @@ def _with_argument(command: list[str], name: str, value: str) -> list[str]:
 
 def _await_end_of_all(record: JobRecord) -> None:
     """Wait until the coordinator's process has ended, and others had time to."""
-    deadline = time.monotonic() + _END_S
+    deadline = time.monotonic() + timeouts.VERB_END_S
     while record.coordinator.is_running() and time.monotonic() < deadline:
         time.sleep(_LOOK_S)

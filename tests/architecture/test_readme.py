@@ -41,6 +41,8 @@ RUN_BY = {
     "python examples/ple/train.py": "tests/examples/test_ple_train.py",
     "torchx run persia.train": "tests/integration/test_main_job.py",
     "torchx run persia.train_torchrec": "tests/integration/test_torchrec_job.py",
+    "persia-torchrec stop": "tests/command/test_jobs.py",
+    "persia-torchrec scale": "tests/command/test_jobs.py",
     "python -m benchmarks": "tests/benchmarks/test_benchmarks.py",
     "python -m persia_torchrec.persia.convert": ("tests/persia/test_convert.py"),
     "python -m persia_torchrec.serving": "tests/serving/test_main.py",
