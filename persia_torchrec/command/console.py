@@ -22,6 +22,7 @@ as_json: Callable[[F], F] = click.option(
     "--json", "is_json", is_flag=True, help="Print JSON, for programs."
 )
 _UNITS = ("", "k", "M", "G", "T")
+_WHOLE = "pid", "port", "index", "id", "step"  # never 18.4k: it is typed again
 _GOOD, _BAD = ("running", "finished", "ok", "yes"), ("failed", "lost", "no", "bad")
 
 
@@ -75,6 +76,8 @@ def _cell(name: str, value: Any) -> Text:
         return Text(duration(value))
     if isinstance(value, bool):
         value = "yes" if value else "no"
+    if isinstance(value, int) and name in _WHOLE:
+        return Text(str(value))
     if isinstance(value, int | float):
         return Text(short(value) if abs(value) >= 10_000 else f"{value:.4g}")
     style = "green" if value in _GOOD else "red" if value in _BAD else ""
