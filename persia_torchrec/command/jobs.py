@@ -263,7 +263,7 @@ def scale(job: str, servers: int) -> None:
     record = _restartable(find(job))
     checkpoint = end(record, record.job_id, saves=True)
     if not checkpoint:
-        raise click.ClickException("The job has saved no checkpoint: start it anew.")
+        raise click.ClickException("The job has saved no checkpoint: start it again.")
     run = str(Path(checkpoint).parent)
     _start_again(record, embedding_servers=str(servers), resume_dir=run)
 

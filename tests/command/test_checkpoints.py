@@ -137,7 +137,7 @@ def test_what_torch_has_saved_becomes_a_checkpoint_that_servers_load(tmp_path):
     assert "must hold tables" in fails("convert", tmp_path / "list.pt", tmp_path / "a")
 
 
-def test_a_pinned_checkpoint_is_deleted_by_nobody(run, tmp_path):
+def test_a_pinned_checkpoint_is_deleted_by_no_process(run, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
     first = copy / "checkpoint-00000001"
