@@ -19,7 +19,7 @@ empty variable counts as unset, for launchers that write out every variable.
     PERSIA_TRANSPORT                           auto or shm: share memory with servers
                                                of the same host; tcp
     TORCHX_JOB_ID                              scheduler and id of the job (torchx)
-    PERSIA_LAUNCH_COMMAND                      the command of torchx that has started the
+    PERSIA_LAUNCH_COMMAND                      the command of torchx that started the
                                                job, for a verb that starts it again
     PERSIA_JOIN_TIMEOUT_S                      seconds for each wait of a start; 600
     PERSIA_CHECKPOINT_INTERVAL_S               seconds between automatic checkpoints
