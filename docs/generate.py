@@ -638,7 +638,8 @@ def _text_of(node: ast.expr) -> str:
     if isinstance(node, ast.JoinedStr):
         return "".join(map(_text_of, node.values))
     if isinstance(node, ast.FormattedValue):
-        return "{" + re.split(r"[^\w]", ast.unparse(node.value))[-1] + "}"
+        words = re.findall(r"[A-Za-z_]\w*", ast.unparse(node.value))
+        return "{" + (words[-1] if words else "...") + "}"
     return ""
 
 
