@@ -9,6 +9,7 @@ some values, and the error's text is read.
 
 import ast
 import dataclasses
+import functools
 import inspect
 import math
 import re
@@ -382,6 +383,7 @@ SETTINGS = (
 )
 
 
+@functools.cache
 def settings_page() -> str:
     """Return the page of all settings."""
     parts = [
@@ -519,6 +521,7 @@ def _probe(name: str) -> tuple[str, str]:
     return default, "-"
 
 
+@functools.cache
 def environment_page() -> str:
     """Return the page of all variables."""
     lines = []
