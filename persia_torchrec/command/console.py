@@ -45,9 +45,7 @@ def table(lines: Sequence[Line], columns: Iterable[str] = (), title: str = "") -
     for name in names:
         values = [one.get(name) for one in lines]
         is_number = any(isinstance(value, int | float) for value in values)
-        made.add_column(
-            name.replace("_", " "), justify="right" if is_number else "left"
-        )
+        made.add_column(_head(name), justify="right" if is_number else "left")
     for line in lines:
         made.add_row(*(_cell(name, line.get(name)) for name in names))
     return made
@@ -58,13 +56,18 @@ def show_pairs(pairs: Line) -> None:
     made = Table(box=None, show_header=False, pad_edge=False)
     for name, value in pairs.items():
         if value not in (None, ""):
-            made.add_row(name.replace("_", " "), _cell(name, value))
+            made.add_row(_head(name), _cell(name, value))
     console().print(made)
 
 
 def show_json(value: object) -> None:
     """Print a value as JSON."""
     click.echo(msgspec.json.format(msgspec.json.encode(value)))
+
+
+def _head(name: str) -> str:
+    """Return the head of a column: the unit stands in its cells."""
+    return name.replace("_a_second", "/s").removesuffix("_s").replace("_", " ")
 
 
 def _cell(name: str, value: Any) -> Text:
