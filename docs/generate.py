@@ -549,7 +549,7 @@ def environment_page() -> str:
         + "".join(
             f"| {_code(name)} | {_code(harmless) if harmless else 'empty'} | "
             f"{_cell(reason)} |\n"
-            for name, (harmless, reason) in env.REFUSED.items()
+            for name, (harmless, reason) in env.REJECTED.items()
         )
     )
 

@@ -4,7 +4,7 @@ from persia_torchrec.persia.distributed import (
     ALGORITHMS as ALGORITHMS,
     DEFAULT_BUCKET_BYTES as DEFAULT_BUCKET_BYTES,
     DEFAULT_MASTER_PORT as DEFAULT_MASTER_PORT,
-    REFUSED_ALGORITHMS as REFUSED_ALGORITHMS,
+    REJECTED_ALGORITHMS as REJECTED_ALGORITHMS,
     BaguaDistributedOption as BaguaDistributedOption,
     DDPOption as DDPOption,
     DistributedBaseOption as DistributedBaseOption,

@@ -90,7 +90,7 @@ class JobStore(NamedTuple):
 
 # Variables of PERSIA that persia-launcher rejects: the value that asks for nothing, as
 # PERSIA's default; and why another is rejected, and what to do instead.
-REFUSED: Mapping[str, tuple[str, str]] = {
+REJECTED: Mapping[str, tuple[str, str]] = {
     "PERSIA_SOCKET_IFNAME": (
         "",
         "A role registers the address of the interface that leads to the coordinator. "
@@ -498,8 +498,8 @@ def _secret(name: str) -> str | None:
     token = text(name) if path is None else _read_secret(Path(path), f"{name}_FILE")
     if token is not None and not re.fullmatch(r"[!-~]{16,255}", token):
         raise ConfigError(
-            f"{name} must be 16 to 255 ASCII characters without blanks, as of `openssl "
-            f"rand -hex 32`. Received: {len(token)} characters."
+            f"{name} must be 16 to 255 ASCII characters without blanks, for example "
+            f"from `openssl rand -hex 32`. Received: {len(token)} characters."
         )
     return token
 
@@ -535,6 +535,7 @@ def _make_secret(path: Path) -> None:
             draft.unlink()
     except OSError as exc:
         raise ConfigError(
-            f"A file for the token must be possible. Received: {path} ({exc}). Make one"
+            f"The file for the token must be one that can be created. Received: "
+            f"{path} ({exc}). Make one"
             " yourself, and name it by PERSIA_JOB_TOKEN_FILE."
         ) from exc

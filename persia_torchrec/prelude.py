@@ -1,4 +1,4 @@
-"""PERSIA's ``persia.prelude``: what scripts import of its native module."""
+"""PERSIA's ``persia.prelude``: names of its native module."""
 
 from persia_torchrec import names_on_use
 

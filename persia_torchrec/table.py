@@ -1,4 +1,4 @@
-"""What a server must know of a table; both sides of the wire agree on it.
+"""The specification of a table, shared by client and server.
 
 A table has no length: rows appear when their ids are looked up in training, and leave
 when they expire or the server is full.
@@ -105,7 +105,7 @@ class TableSpec(Setting):
         if self.shared_rows and self.admission.kernel is None:
             raise ConfigError(
                 f"{self._title()}: shared_rows need an admission that leaves ids "
-                "without a row, as AdmitFrequency does. Received: "
+                "without a row, such as AdmitFrequency. Received: "
                 f"shared_rows={self.shared_rows} and {self.admission.describe()}."
             )
 
@@ -262,7 +262,7 @@ class TableSettings:
 
 
 def require_known_tables(settings: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse settings of an unknown table; the message has the nearest name."""
+    """Reject settings of an unknown table; the message has the nearest name."""
     names = sorted(known)
     for name in sorted(set(settings).difference(names)):
         nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)

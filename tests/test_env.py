@@ -44,7 +44,7 @@ def test_a_number_is_read_and_has_a_default(monkeypatch, read, name, default):
 
 
 @pytest.mark.parametrize(("read", "name", "default"), NUMBERS)
-def test_a_number_that_cannot_be_is_refused_by_name(monkeypatch, read, name, default):
+def test_an_invalid_number_is_rejected_by_name(monkeypatch, read, name, default):
     monkeypatch.setenv(name, "two")
     with pytest.raises(ConfigError, match=f"^{name} must be an integer. .*'two'"):
         read()
@@ -163,7 +163,7 @@ def test_of_several_hosts_the_first_has_the_store(monkeypatch, nodes, first):
     ("port", "message"),
     [("http", "must be an integer"), ("0", "must be >= 1"), ("65536", "<= 65535")],
 )
-def test_a_port_that_is_none_is_refused(monkeypatch, port, message):
+def test_an_invalid_port_is_rejected(monkeypatch, port, message):
     monkeypatch.setenv("PERSIA_STORE_PORT", port)
     with pytest.raises(ConfigError, match=f"PERSIA_STORE_PORT .*{message}"):
         env.job_store()
@@ -228,7 +228,7 @@ def test_the_metrics_gateway_is_a_host_and_a_port(monkeypatch, text, gateway):
         *("http://gateway:9091", "gateway:9091/metrics", "fe80::1:9091", "a b:9091"),
     ],
 )
-def test_a_metrics_gateway_that_cannot_be_is_refused_by_name(monkeypatch, text):
+def test_an_invalid_metrics_gateway_is_rejected_by_name(monkeypatch, text):
     monkeypatch.setenv(GATEWAY, text)
     with pytest.raises(ConfigError, match=f"^{GATEWAY} must be host:port, .*Received"):
         env.metrics_gateway()
@@ -254,7 +254,7 @@ def test_there_is_one_io_thread_unless_the_setting_says_otherwise(monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "17", "1.0", "two"])
-def test_a_number_of_io_threads_that_cannot_be_is_refused_by_name(monkeypatch, text):
+def test_an_invalid_number_of_io_threads_is_rejected_by_name(monkeypatch, text):
     monkeypatch.setenv("PERSIA_IO_THREADS", text)
     must = f"^PERSIA_IO_THREADS must be an integer from 1 to 16. Received: '{text}'"
     with pytest.raises(ConfigError, match=must):
@@ -289,7 +289,7 @@ def test_a_token_that_others_can_read_is_rejected(monkeypatch, tmp_path, mode):
     assert env.job_token() == "0123456789abcdef"
 
 
-def test_a_token_that_cannot_be_is_rejected_and_not_shown(monkeypatch, tmp_path):
+def test_an_invalid_token_is_rejected_and_not_shown(monkeypatch, tmp_path):
     monkeypatch.delenv("PERSIA_JOB_TOKEN_FILE", raising=False)
     for token in ("too short", "with a blank in it, anywhere", "x" * 256):
         monkeypatch.setenv("PERSIA_JOB_TOKEN", token)

@@ -115,7 +115,7 @@ def test_lines_go_to_a_file_too_when_one_is_given(tmp_path, monkeypatch, name):
     assert "\x1b" not in line
 
 
-def test_a_file_that_cannot_be_written_is_refused(tmp_path, name):
+def test_a_file_that_cannot_be_written_is_rejected(tmp_path, name):
     with pytest.raises(ConfigError, match="log_file must be a path that can be"):
         get_default_logger(name, log_file=tmp_path / "missing" / "train.log")
 

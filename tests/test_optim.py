@@ -94,12 +94,12 @@ def test_parameters_without_a_gradient_stay_and_a_closure_gives_the_loss():
         (optim.AdagradDecay, {"decay_step": 0}, "decay_step must be an integer in"),
     ],
 )
-def test_arguments_out_of_range_are_refused(dense, arguments, message):
+def test_arguments_out_of_range_are_rejected(dense, arguments, message):
     with pytest.raises(ConfigError, match=message):
         dense([torch.nn.Parameter(torch.ones(1))], **arguments)
 
 
-def test_a_sparse_gradient_is_refused():
+def test_a_sparse_gradient_is_rejected():
     embedding = torch.nn.Embedding(3, 2, sparse=True)
     optimizer = optim.AdagradDecay(embedding.parameters())
     embedding(torch.tensor([1])).sum().backward()

@@ -105,7 +105,7 @@ def test_rows_carry_metadata_where_it_is_wanted_or_needed(
         ("weight_bound", math.inf, "weight_bound must be finite and >= 0"),
     ],
 )
-def test_a_field_out_of_its_range_is_refused(field, value, message):
+def test_a_field_out_of_its_range_is_rejected(field, value, message):
     fields = {"name": "item", "dim": 8, "optimizer": SGD(0.1), field: value}
     with pytest.raises(ConfigError, match=message):
         TableSpec(**fields)
@@ -133,13 +133,13 @@ def test_a_field_out_of_its_range_is_refused(field, value, message):
         ({"optimizer": {"kind": "sgd", "lr": "1"}}, "SGD: lr must be finite and >= 0"),
     ],
 )
-def test_a_description_of_no_table_is_refused(change, message):
+def test_a_description_of_no_table_is_rejected(change, message):
     table = TableSpec(name="item", dim=8, optimizer=SGD(0.1))
     with pytest.raises(ConfigError, match=message):
         TableSpec.from_json(table.to_json() | change)
 
 
-def test_a_description_without_a_name_is_refused():
+def test_a_description_without_a_name_is_rejected():
     description = TableSpec(name="item", dim=8, optimizer=SGD(0.1)).to_json()
     del description["name"]
     with pytest.raises(ConfigError, match=r"Not a table: .*'name'"):

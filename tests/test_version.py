@@ -60,7 +60,7 @@ def test_without_torch_the_whole_set_is_installed_by_two_commands(
         require_set_that_fits()
 
 
-def test_an_fbgemm_that_does_not_load_is_told_what_does(install, monkeypatch, tmp_path):
+def test_an_fbgemm_that_does_not_load_learns_what_does(install, monkeypatch, tmp_path):
     install(torch="2.13.0", torchrec="1.8.0", fbgemm_gpu="1.8.0")
     (tmp_path / "fbgemm_gpu.py").write_text("raise OSError('libcuda.so: not there')")
     monkeypatch.syspath_prepend(tmp_path)
@@ -95,7 +95,7 @@ def test_the_extras_hold_what_the_commands_install():
         ),
     ],
 )
-def test_what_is_missing_is_named_with_the_command_that_fits_the_torch_there(
+def test_missing_packages_are_named_with_the_command(
     install, monkeypatch, torch, missing, command
 ):
     install(torch=torch)
@@ -122,7 +122,7 @@ def test_torchrec_needs_what_make_install_installs():
         "from persia_torchrec import recoverable",
     ],
 )
-def test_each_door_to_torchrec_tells_that_it_is_missing(statement):
+def test_each_door_to_torchrec_reports_that_it_is_missing(statement):
     code = (
         "import sys\n"
         "sys.modules['torchrec'] = None\n"
@@ -166,7 +166,7 @@ def test_each_door_to_torchrec_tells_that_it_is_missing(statement):
         ),
     ],
 )
-def test_a_set_that_does_not_fit_is_told_what_does(install, versions, fits):
+def test_a_set_that_does_not_fit_learns_what_does(install, versions, fits):
     install(**versions)
     with pytest.raises(ImportError, match=fits) as caught:
         require_set_that_fits()

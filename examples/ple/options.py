@@ -1,8 +1,9 @@
-"""What the command line of the PLE example may say, and what is refused.
+"""What the command line of the PLE example may say, and what is rejected.
 
 The options are those of DeepRec's example, and some of this project's. Each works, or
-is refused with the reason: ``Options.parse`` raises before anything is read or started.
-Of those that would change nothing here a warning says so: ``Options.warnings``.
+is rejected with the reason: ``Options.parse`` raises before anything is read or
+started. Of those that would change nothing here a warning says so:
+``Options.warnings``.
 """
 
 import argparse
@@ -20,7 +21,7 @@ EPOCHS = 1000
 
 FREE = "may change when a run is resumed"
 OURS = "is of the embedding servers"
-"""Marks of options; ``OURS`` are refused beside ``--tf``."""
+"""Marks of options; ``OURS`` are rejected beside ``--tf``."""
 
 
 BARE = "true"
@@ -55,7 +56,7 @@ class Options:
     ev: bool = option(False, "raw 64-bit ids; else ids modulo the buckets", OURS)
     ev_filter: str | None = option(
         None,
-        "a row at the third sight, counted exactly or by a Bloom filter",
+        "a row on the third occurrence, counted exactly or by a Bloom filter",
         OURS,
         choices=("counter", "cbf"),
     )

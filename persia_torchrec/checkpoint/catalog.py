@@ -392,7 +392,7 @@ def checkpoints_of_one(run: Folder, job: str = "", own: str = "") -> Iterator[Fo
     if not wanted and job_of:
         told = (f"{folder.url} of job {job_of[folder.url]!r}" for folder, _ in lines)
         raise CheckpointError(
-            f"{run.url} must be told with the job whose checkpoint is meant, as it "
+            f"{run.url} must be given with the job whose checkpoint is meant, as it "
             f"holds those of several. Received: {job or 'no job'!r}, and there are "
             f"{', '.join(told)}. Give the path of one of these to load it, or job= of "
             "load_checkpoint and of LoadRules; where checkpoints are saved, give a "

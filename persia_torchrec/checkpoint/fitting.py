@@ -1,4 +1,4 @@
-"""What a file says of tables and rows, as the tables of a store take it.
+"""Convert the tables and rows of a file to those of a store.
 
 Dimension key:
     N: rows of a block
@@ -131,7 +131,7 @@ def require_same_rows(
     *,
     all_known: bool = False,
 ) -> None:
-    """Refuse tables whose rows differ; with ``all_known``, unknown tables, too."""
+    """Reject tables whose rows differ; with ``all_known``, unknown tables, too."""
     known = {spec.name: spec.describe_rows() for spec in known_specs}
     for spec in (table.spec for table in tables):
         received = spec.describe_rows()
@@ -232,7 +232,7 @@ def plan_tables(
 def _require_named(
     where: str, rules: LoadRules, more: Sequence[str], fewer: Sequence[str]
 ) -> None:
-    """Refuse tables that the model lacks, if others may be meant by them."""
+    """Reject tables that the model lacks, if others may be meant by them."""
     skip = f'missing="skip" leaves {list(fewer)} out'
     if more:
         old, new, *others = next(

@@ -51,7 +51,7 @@ class Folder:
             _require_within(os.fspath(path), roots)
         if not path:
             raise ConfigError(
-                "A path must be that of a folder, or a URL. Received: ''. The working "
+                "A path must name a folder or a URL. Received: ''. The working "
                 "directory is '.'."
             )
         self._roots = roots

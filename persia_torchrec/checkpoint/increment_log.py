@@ -1,4 +1,4 @@
-"""Logs of increments: what a follower, or a restart, applies in which order.
+"""Increment logs: the files that a follower or a restart applies, in order.
 
     incremental_dir/shard-00000-of-00002-6f1c03b95a2e/     a log of one server
       log.json                  what its first increment applies to
@@ -413,7 +413,7 @@ class Retention:
                 if shard is not None and shard % num_shards == self._own.shard:
                     self._prune(name, needed)
         except CheckpointError as exc:
-            logger.warning("increments that no checkpoint needs stay: %s", exc)
+            logger.warning("obsolete increments could not be deleted: %s", exc)
 
     def _prune(self, name: str, needed: dict[str, int]) -> None:
         folder = self._logs.child(name)

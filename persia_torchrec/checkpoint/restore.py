@@ -1,4 +1,4 @@
-"""Restore the rows of a server that lost its memory, as far as they were written.
+"""Restore a server without memory from checkpoint and increments.
 
     a complete checkpoint --> its rows of this server --> the increments behind it
 
@@ -77,12 +77,14 @@ def restore(
             found = _carry_out(plan, store, target, logs)
             break
         except CheckpointError as exc:
-            logger.warning("not restored, but something older: %s", exc)
+            logger.warning(
+                "skipping unreadable checkpoint, falling back to an older one: %s", exc
+            )
             store.clear()
     store.is_loading = False
     if num_evicted := int(store.tally[memory.EVICTED]):
         logger.warning(
-            "%d rows were restored and had to leave, as the server has room for %d: "
+            "%d restored rows were evicted: the server has room for %d: "
             "raise --capacity, or add servers",
             *(num_evicted, store.capacity_rows),
         )
@@ -117,7 +119,9 @@ def _checkpoints(run: Folder | None) -> Iterator[tuple[Folder, Manifest]]:
         try:
             manifest = Manifest.read(folder)
         except CheckpointError as exc:
-            logger.warning("not restored, but something older: %s", exc)
+            logger.warning(
+                "skipping unreadable checkpoint, falling back to an older one: %s", exc
+            )
         else:
             yield folder, manifest
 
@@ -178,7 +182,7 @@ def _apply(
             try:
                 increment = Increment.read(log, number).select(target)
             except CheckpointError as exc:
-                logger.warning("this increment and later ones are left out: %s", exc)
+                logger.warning("skipping this increment and later ones: %s", exc)
                 place = LogPosition(name, number)
                 seen.put()
                 return _Applied(heads, place, is_all=False)

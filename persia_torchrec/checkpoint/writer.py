@@ -1,4 +1,4 @@
-"""One writer a folder: who writes the checkpoints, or increments, that are in it.
+"""The lease of a folder: one job at a time writes its checkpoints or increments.
 
     folder/.writer.json    job, host and process of the writer, and a number that grows
                            with each of its heartbeats
@@ -160,14 +160,14 @@ class FolderWriter:
                 if holder is not None and holder.job != self._own.job:
                     self.lost = holder
                     logger.error(
-                        "%s was taken over by %s: %s writes there no more",
+                        "%s was taken over by %s: %s stops writing there",
                         *(self._folder.url, holder, self._own),
                     )
                     return
                 if not self._ending.is_set():
                     self._beat()
             except CheckpointError as exc:  # the next one may succeed
-                logger.warning("no heartbeat of the writer: %s", exc)
+                logger.warning("the writer's heartbeat failed: %s", exc)
 
 
 def read_writer(folder: Folder) -> Writer | None:

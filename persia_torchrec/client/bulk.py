@@ -1,4 +1,4 @@
-"""Rows of a table outside training: what fills a table, and what an export returns.
+"""Bulk load and export of a table's rows.
 
 A table may be larger than memory, so rows go in blocks, either way:
 

@@ -220,7 +220,8 @@ class Checkpoints:
             if start is None or not start.has_increments(Folder(url)):
                 raise CheckpointError(
                     f"The increments in {url} must follow {checkpoint.url}. Received: "
-                    "logs that do not lead from it to now. Save a whole checkpoint."
+                    f"logs with a gap between it and the current state."
+                    " Save a whole checkpoint."
                 )
             return ended
 
@@ -283,7 +284,7 @@ class Checkpoints:
 
         First all servers read their shard of it, and check that it is whole and that
         its tables have the dims, weight types and optimizers that they know; a fault
-        on one of them changes nothing on any. Then they fill their stores, and refuse
+        on one of them changes nothing on any. Then they fill their stores, and reject
         requests for rows meanwhile. Tables that the servers know keep their settings,
         others get those of the checkpoint. If there are more rows than room, those are
         left out that would leave first.
@@ -395,7 +396,7 @@ class Checkpoints:
         try:
             Task("increments", work).wait()
         except PersiaError as exc:
-            logger.warning("the next delta holds more than what has changed: %s", exc)
+            logger.warning("the next delta will include unchanged rows: %s", exc)
 
     def _end_increments(
         self, task: Task[Any], what: str, timeout_s: float

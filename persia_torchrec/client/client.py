@@ -83,7 +83,7 @@ class EmbeddingClient(OwnProcess):
 
     Any thread may call any method. Use :meth:`connect`. A table that has not been added
     is a ConfigError, shapes that do not fit are a BatchError, and a server that fails,
-    refuses or does not answer in time is a ServerError that names it.
+    rejects or does not answer in time is a ServerError that names it.
 
     Attributes:
         batches: how far those of this trainer are numbered.
@@ -156,11 +156,11 @@ class EmbeddingClient(OwnProcess):
         return self._servers.generation
 
     def begin_generation(self, generation: int) -> None:
-        """Belong to a generation from now on, and have older ones refused: a fence."""
+        """Belong to a generation from now on, and have older ones rejected: a fence."""
         self._servers.begin_generation(generation)
 
     def require_current(self, stream: int) -> None:
-        """Have a stream refused whose generation is older than the servers have met."""
+        """Have streams of an older generation rejected."""
         self._servers.require_current(stream)
 
     def add_tables(self, specs: Sequence[TableSpec]) -> None:
@@ -168,7 +168,7 @@ class EmbeddingClient(OwnProcess):
 
         A server does all of it or nothing. Earlier pushes are applied with the previous
         settings, later ones with the new settings. A table that a server has with
-        another dim or another layout of optimizer state is refused.
+        another dim or another layout of optimizer state is rejected.
         """
         answers = self._servers.ask(
             Kind.ADD_TABLES,
@@ -180,7 +180,7 @@ class EmbeddingClient(OwnProcess):
         for answer in answers:
             if len(answer) != len(specs):
                 raise WireError(
-                    f"The reply to ADD_TABLES must tell of {len(specs)} tables. "
+                    f"The reply to ADD_TABLES must describe {len(specs)} tables. "
                     f"Received: {len(answer)}."
                 )
         for spec, *told in zip(specs, *answers, strict=True):
@@ -244,7 +244,7 @@ class EmbeddingClient(OwnProcess):
         occurs in the batch, for tables that want them; None counts 1 each.
         Several pulls of one batch have different ``part``, 7 at most, from 0 on: a
         server that has answered one before answers it again, and changes nothing; a row
-        that has left since reads what it began with.
+        evicted since reads its initial value.
 
         Returns:
             float32 ``(U, D)`` per table, in the order of its grouped ids, as counts;
@@ -311,7 +311,7 @@ class EmbeddingClient(OwnProcess):
         """Introduce a trainer of a group, or say that it has ended and why.
 
         A joint step that waits for it when it has ended, or has lost its connection, is
-        refused with an error that names it. ``share`` is the first that it will give,
+        rejected with an error that names it. ``share`` is the first that it will give,
         ``who`` its process and host. Returns which others are gone, and why; a given
         ``timeout_s`` is a limit even while a server is away.
         """
@@ -510,7 +510,7 @@ class EmbeddingClient(OwnProcess):
 
     def _send(self, header: Header, request: RowRequest) -> list[Reply]:
         """Send every server its part of a request, unless a part is too large."""
-        # In this order: a server refuses the numbers of tables of another start.
+        # In this order: a server rejects the numbers of tables of another start.
         servers, starts = self._servers, list(self._servers.incarnations)
         known, share = self._table_list(request.groups), request.share
         what = f"{header.kind.name.lower()} of table {known.names}"

@@ -61,7 +61,7 @@ class BatchNumber(NamedTuple):
         """Return a number for a stream of batches that no other process chooses.
 
         Of its 63 bits the upper 16 are the ``generation`` of the trainers: how often
-        their group was started. Servers refuse an older one than they have seen.
+        their group was started. Servers reject an older one than they have seen.
         """
         return generation % 2**16 << 47 | secrets.randbits(47)
 
@@ -142,7 +142,7 @@ class KnownTables(dict[str, KnownTable]):
         self.version += 1
 
     def require_unused(self, name: str) -> None:
-        """Refuse to drop a table that a model of this process trains."""
+        """Reject dropping a table that a model of this process trains."""
         if any(name in user.specs and not user.has_ended for user in self.users):
             raise ConfigError(
                 f"Table {name!r} must not be trained while it is dropped. Received: a "
@@ -245,7 +245,7 @@ class RowRequest(NamedTuple):
     def require_room(
         self, what: str, precision: Precision, max_request_ids: Sequence[int]
     ) -> None:
-        """Refuse what one of the servers would, before any of them gets its part."""
+        """Reject what one of the servers would, before any of them gets its part."""
         row_bytes = size_of(precision) * np.array(self.widths, dtype=np.int64)
         num_ids = np.stack([np.diff(group.offsets) for group in self.groups], axis=1)
         totals = zip(num_ids.sum(axis=1), num_ids @ row_bytes, strict=True)

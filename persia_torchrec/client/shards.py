@@ -111,13 +111,13 @@ class Servers(Peers):
             renew(server)
 
     def begin_generation(self, generation: int) -> None:
-        """Have all servers refuse what older trainers still send; wait for them."""
+        """Have all servers reject what older trainers still send; wait for them."""
         self._stream = BatchNumber.new_stream(generation)
         self.require_current(self._stream)
         self.generation = generation
 
     def require_current(self, stream: int) -> None:
-        """Have a stream of an older generation than the servers' refused."""
+        """Have a stream of an older generation than the servers' rejected."""
         header, body, what = _HELLO
         header = header._replace(stream=stream, batch=next(self._numbers))
 
@@ -158,7 +158,7 @@ class Servers(Peers):
             try:
                 self.repeat(partial(self.renewal, peer))
             except PersiaError as exc:
-                logger.warning("%s is not renewed: %s", self.names[peer], exc)
+                logger.warning("reconnecting to %s failed: %s", self.names[peer], exc)
 
         threading.Thread(target=renew, name="renewal", daemon=True).start()
 
@@ -175,7 +175,7 @@ class Servers(Peers):
         with contextlib.closing(fresh):
             header, body, what = _HELLO
             number = next(self._numbers)
-            own = header._replace(stream=self._stream, batch=number)  # or refused
+            own = header._replace(stream=self._stream, batch=number)  # or rejected
             reply = fresh.send(0, own, body, what)
             hello: ServerHello = self.read(server, reply, ServerHello)
             prepare(fresh, hello)
@@ -213,7 +213,7 @@ def _follow(
 ) -> None:
     """Look in the job for servers that are away: another host may have one now."""
     while not (closing.wait(_LOOK_S) or connections.is_closed):
-        for server in connections.those_away():
+        for server in connections.disconnected():
             with contextlib.suppress(JobError):  # the coordinator is away, too
                 if address := book.address("server", server):
                     connections.move(server, address)

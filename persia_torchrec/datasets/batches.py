@@ -268,7 +268,7 @@ def require_keys(batch: KeyedJaggedTensor | TensorDict, keys: Iterable[str]) -> 
 
 
 def require_ids(kjt: KeyedJaggedTensor) -> None:
-    """Refuse values that are no ids, and keys that come twice.
+    """Reject values that are no ids, and keys that come twice.
 
     A batch without ids may have any dtype: ``torch.tensor([])`` is float32.
     """
@@ -339,7 +339,7 @@ def _repeats(kjt: KeyedJaggedTensor) -> dict[str, npt.NDArray[np.int64]]:
         strides = dict(zip(kjt.keys(), kjt.stride_per_key(), strict=True))
         raise BatchError(
             "All features of a KeyedJaggedTensor must have the same number of samples, "
-            "or inverse_indices for every key, which say how often each sample comes. "
+            "or inverse_indices for every key, which map samples to their rows. "
             f"Received: {strides}."
         )
     keys, of_keys = inverse

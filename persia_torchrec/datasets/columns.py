@@ -1,4 +1,4 @@
-"""Columns of files: which are features, which are labels, and the rows that they give.
+"""Columns of files: features, labels, and conversion to ids and numbers.
 
     text        xxh3_64 of its bytes: the id, in the same 64 bits as int64
     empty, null the token " ", which is text as any other, unless ``fill`` says another
@@ -233,7 +233,7 @@ class Columns:
             self.num_beyond[spec.name] += int(is_beyond_L.sum())
         if is_first:
             logger.warning(
-                "column %s has values that are not below its %d buckets, as %d: they "
+                "column %s has values outside of its %d buckets, for example %d: they "
                 "are taken modulo %d",
                 *(spec.name, spec.num_buckets),
                 *(ids_L[is_beyond_L.argmax()], spec.num_buckets),

@@ -263,7 +263,8 @@ class RowDataset(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
         """
         if epoch < 0 or self._queue is not None:
             raise ConfigError(
-                "epoch must be at least 0, and a WorkQueue has epochs of its own. "
+                "epoch must be at least 0, and must not be set with a WorkQueue, "
+                "which counts epochs. "
                 f"Received: {epoch}."
             )
         with self._lock:

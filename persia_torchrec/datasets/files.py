@@ -83,7 +83,7 @@ class CsvFormat:
             "".encode(self.encoding)
         except LookupError as exc:
             raise ConfigError(
-                f"encoding must be one that Python knows. Received: {self.encoding!r}."
+                f"encoding must be a codec of Python. Received: {self.encoding!r}."
             ) from exc
 
 

@@ -1,4 +1,4 @@
-"""A look at files before training: what is in them, and the lines that read them."""
+"""Inspect files before training, and print the code that reads them."""
 
 import json
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Which rows of files are read, in which order, and by threads ahead of their use.
+"""Shuffle, partition and read ahead the rows of files.
 
     groups -> windows -> runs: groups of one file -> blocks of rows -> stretches
                                (read ahead, by threads)

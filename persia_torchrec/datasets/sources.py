@@ -1,4 +1,4 @@
-"""Which files a data set is made of: paths, folders, globs, URLs, hive partitions.
+"""Resolve the files of a data set: paths, folders, globs, URLs, hive partitions.
 
     "day1.csv"             a file
     "days/"                all files below a folder, sorted by path

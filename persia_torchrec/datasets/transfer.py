@@ -1,4 +1,4 @@
-"""What goes between host and device through pinned memory, for which no thread waits.
+"""Asynchronous copies between host and device through pinned memory.
 
     Staging   arrays -> one pinned buffer a dtype -> device, on a stream of its own
     ToHost    a small tensor -> pinned memory; there when it is there
@@ -94,8 +94,8 @@ def _dtype_of(array: Array) -> torch.dtype:
 @functools.cache
 def _tell_once(why: str) -> None:
     logger.warning(
-        "memory cannot be pinned, so that copies to a device wait: %s. Is there a CUDA "
-        "device, and do `ulimit -l` and the container's limits allow it?",
+        "memory cannot be pinned, copies to the device are synchronous: %s. Is there "
+        "a CUDA device, and do `ulimit -l` and the container's limits allow it?",
         why,
     )
 

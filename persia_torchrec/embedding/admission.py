@@ -1,4 +1,4 @@
-"""Which ids get a row when training looks them up and they have none.
+"""Admission filters: the ids that get a row when training looks them up.
 
 Until then an id reads ``unadmitted_value`` in every weight, and its gradients are
 dropped and counted. Each server decides for the ids it holds.

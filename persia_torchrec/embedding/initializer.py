@@ -1,4 +1,4 @@
-"""What a new row may start with: numbers drawn from its id alone.
+"""Initializers: the first weights of a row, drawn from its id alone.
 
 The generator is PERSIA's: xoshiro256++ (Blackman and Vigna, "Scrambled Linear
 Pseudorandom Number Generators", ACM TOMS 2021), its 256 bits of state filled by eight

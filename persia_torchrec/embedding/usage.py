@@ -1,4 +1,4 @@
-"""What the use of a row decides: how many weights it has, and when it leaves.
+"""Dynamic dimension and expiry of rows, by their use.
 
 A dynamic dim gives frequent ids more weights. An expiry removes rows although the
 server is not full.

@@ -148,7 +148,7 @@ _sources_stamp = cache(sources_stamp)
 
 
 @contextlib.contextmanager
-def telling_of_compilation(tell: Callable[[bool], object] = bool) -> Iterator[None]:
+def report_compilation(tell: Callable[[bool], object] = bool) -> Iterator[None]:
     """Log when the first loop of a block is compiled, not only loaded, and the end.
 
     ``tell`` is called then, with True and False, in the thread that compiles.

@@ -1,4 +1,4 @@
-"""What compiled loops need and numba lacks: memory by address, and the bits of numbers.
+"""Intrinsics for compiled loops: memory by address, and the bits of numbers.
 
 A compiled loop counts references to an array at each slice and call, with atomic
 instructions that cost more than the work on a short row; an address (uint64) has no

@@ -1,4 +1,4 @@
-"""What kernels are made of: plain functions that the store compiles into its loops.
+"""Building blocks of kernels, which the store compiles into its loops.
 
 The store compiles a kernel, and the functions that it calls, which must be names of its
 module; this package loads no compiler. A fast kernel reads its numbers before the loop:

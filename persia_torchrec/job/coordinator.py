@@ -47,7 +47,7 @@ from persia_torchrec.job.service import run_service
 from persia_torchrec.job.signals import EndSignals
 from persia_torchrec.job.state import Member
 from persia_torchrec.parsing.command_line import parse_flags
-from persia_torchrec.persia.config.global_config import refuse_inference
+from persia_torchrec.persia.config.global_config import reject_inference
 
 logger = logging.getLogger("persia_torchrec.job.coordinator")  # also as __main__
 
@@ -236,7 +236,7 @@ class Coordinator:
             logger.warning("killed %s", member.who)
         if late:
             names = ", ".join(member.who for member in late)
-            logger.error("did not leave in time: %s", names)
+            logger.error("did not exit in time: %s", names)
         left = [m for m in self._members if m not in late and m.process is not None]
         self._await(lambda: self._running([*left, *killed]))
 
@@ -259,7 +259,7 @@ class Coordinator:
                     self._learn_sizes()
                     if is_joining and not self._absent():
                         is_joining = False
-                        process_identity.tell_joined()
+                        process_identity.report_joined()
                     self._decide(now_s > self._config.join_timeout_s)
                     if self._job.outcome != "running":
                         return self._job.outcome, self._job.reason
@@ -317,8 +317,8 @@ class Coordinator:
         if name and not self._has_told:
             self._has_told = True
             logger.warning(
-                "the job is told to end (%s to %s): within %g s trainers save, and "
-                "the others end after them. A second signal ends it at once.",
+                "graceful shutdown (%s to %s): within %g s trainers save, then the "
+                "other processes end. A second signal ends the job at once.",
                 *(name, self._job.signal_to, self._config.timings.grace_s),
             )
         return name
@@ -332,7 +332,7 @@ class Coordinator:
         late = [one for one in self._trainers if not one.has_nothing_to_save()]
         if late and self._job.clock.now_s - since_s > grace_s:
             names = ", ".join(member.who for member in late)
-            return f"{told}, and {names} did not end within grace_s={grace_s:g}"
+            return f"{told}, and {names} did not exit within grace_s={grace_s:g}"
         return None if late or self._is_done() else told
 
     def _absent(self) -> list[Member]:
@@ -417,7 +417,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(argv: Sequence[str] | None) -> int:
-    refuse_inference("coordinator", env.global_config_path())
+    reject_inference("coordinator", env.global_config_path())
     config = parse_flags(CoordinatorConfig, argv, prog=f"python -m {__spec__.name}")
     is_local, job_id = env.is_local_job(), env.job_id()
     is_supervised = process_identity.find_supervisor() is not None

@@ -1,4 +1,4 @@
-"""How the failure of a job is told: what to say of it, and where.
+"""Failure reporting: the text of a job's failure, and its recipients.
 
 The reason of a failed job begins with the member that has failed, or with the
 coordinator, which names the member: ``coordinator: trainer 0 (process 7) was killed``.

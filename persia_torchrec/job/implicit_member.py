@@ -1,4 +1,4 @@
-"""Scripts that no launcher of ours started: their first context makes them members.
+"""Implicit job membership of scripts under torchrun or plain python.
 
 ``python load.py``, ``RANK=0 WORLD_SIZE=1 python train.py``, ``torchrun train.py`` and a
 process of one's own orchestration count as those that ``job/script.py`` runs, and

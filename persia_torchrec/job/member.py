@@ -166,7 +166,7 @@ class JobMember:
         if role == "trainer":
             bind_gloo(self.host)
         env.set_variable("PERSIA_MEMBER", f"{book.port} {role} {index} {self._pid}")
-        process_identity.tell_joined()
+        process_identity.report_joined()
 
     def tell_checkpoint(self, path: str) -> None:
         """Make known in the job that a checkpoint is complete."""
@@ -182,8 +182,8 @@ class JobMember:
         """Make the address of this process known to the job."""
         self.book.register(*self._replica, address)
 
-    def tell_compiling(self, is_compiling: bool) -> None:
-        """Report whether this process compiles its loops; see ``Patience``."""
+    def report_compiling(self, is_compiling: bool) -> None:
+        """Report a compilation of loops; see ``ExtendableDeadline``."""
         self._is_compiling = is_compiling
 
     def wait_for_end(self) -> None:
@@ -198,10 +198,10 @@ class JobMember:
         told = self._told
         return bool(told) and not self._signals.is_foreign(signal.Signals[told])
 
-    def tell_last_step(self) -> None:
+    def report_last_step(self) -> None:
         """Make known that the trainers of a job that is told to end train no more."""
         with contextlib.suppress(JobError):  # the coordinator has ended
-            self.book.tell_last_step()
+            self.book.report_last_step()
 
     def end_as_told(self) -> NoReturn:
         """Leave the block, once all is saved, as the job is told to end."""
@@ -234,7 +234,7 @@ class JobMember:
         is_needless = has_raised and self.expendable and self._verdict[0] == "finished"
         is_known = False  # the exception is on the console, from an earlier start
         if is_needless:
-            logger.info("the job is finished, %s ends: %s", self.who, cause)
+            logger.info("job finished; stopping %s: %s", self.who, cause)
         elif has_raised and self._told:
             self._leave_as_told(exc)
         elif has_raised and self._may_start_again(exc) and not self._find_repeat(exc):
@@ -253,14 +253,14 @@ class JobMember:
         is_own = has_raised and reason.startswith(f"{self.who}: ") and not is_known
         is_consequence = not is_own and failures.may_be_consequence(exc)
         if state == "failed" and (is_known or is_consequence):
-            logger.debug("%s raised as the job had failed", self.who, exc_info=exc)
+            logger.debug("%s raised because the job had failed", self.who, exc_info=exc)
             raise SystemExit(1)  # without a traceback
         return is_needless
 
     def _leave_as_told(self, exc: BaseException | None) -> None:
         """Wait until others have saved: torchrun takes an end for a failure."""
         error = None if isinstance(exc, SystemExit | KeyboardInterrupt) else exc
-        logger.info("%s ends, as the job is told to", self.who, exc_info=error)
+        logger.info("%s exits: graceful shutdown of the job", self.who, exc_info=error)
         with contextlib.suppress(JobError):  # the coordinator has ended
             self.record.report_saved()
         if not self.expendable:
@@ -406,7 +406,9 @@ class JobMember:
         with contextlib.suppress(JobError):  # the coordinator has ended
             is_new = self.record.report_failure(cause)
         traceback = exc if is_new and not self._has_asked else None  # of a signal
-        logger.info("%s ends, and is started again", self.who, exc_info=traceback)
+        logger.info(
+            "%s exits; its supervisor restarts it", self.who, exc_info=traceback
+        )
         end = threading.Timer(self._timings.leave_s, os._exit, (START_AGAIN,))
         end.daemon = True
         end.start()
@@ -453,7 +455,7 @@ class JobMember:
         """
         if successor:
             logger.error(
-                "%s was given up, and ends: another process (%d) has its place",
+                "%s exits: replaced by process %d",
                 *(self.who, successor),
             )
             os._exit(1)
@@ -526,7 +528,7 @@ class JobMember:
         except JobError as exc:
             self._fail_alone(f"{self.who} lost the coordinator: {exc}")
         except Exception as exc:  # else the guard would blame the coordinator
-            logger.exception("the heartbeat of %s broke", self.who)
+            logger.exception("the heartbeat thread of %s failed", self.who)
             self._fail_alone(f"the heartbeat of {self.who} broke: {exc!r}")
 
     def _guard(self) -> None:
@@ -536,7 +538,7 @@ class JobMember:
             self._callbacks.set_result(None)
             self._end_process()
         except Exception:  # else the process would outlive its job
-            logger.exception("the guard of %s broke", self.who)
+            logger.exception("the guard thread of %s failed", self.who)
             os._exit(1)
 
     def _watch_parent_and_beats(self) -> None:
@@ -570,7 +572,7 @@ class JobMember:
         if has_failed or (self.expendable and not self._waiting.is_set()):
             seconds, status = self._timings.leave_s, int(has_failed)
             if not has_failed:
-                logger.info("the job is finished, %s is not needed any more", self.who)
+                logger.info("job finished; stopping %s", self.who)
             if not self._leaving.wait(timeouts.MEMBER_VOLUNTARY_S if has_failed else 0):
                 self._must_leave.set()
                 self._signals.interrupt(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""What a member asks of the coordinator about itself: register, beat, report, leave."""
+"""Requests of one member to the coordinator: register, heartbeat, report, leave."""
 
 import os
 import socket

@@ -172,7 +172,7 @@ def find_supervisor() -> int | None:
     return pid if pid == os.getppid() else None
 
 
-def tell_joined() -> None:
+def report_joined() -> None:
     """Tell the supervisor, if there is one, that this process has joined its job."""
     if env.supervisor() == os.getppid():
         os.kill(os.getppid(), JOINED)

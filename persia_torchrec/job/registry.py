@@ -160,7 +160,7 @@ class AddressBook:
         host = LOOPBACK if host == "::1" else host
         now, is_back = time.monotonic(), env.num_restarts() > 0
         deadline = now + _seconds(timeout_s)
-        # A process that was started again is refused where its job is over.
+        # A process that was started again is rejected where its job is over.
         listens_by = (
             min(deadline, now + timeouts.REGISTRY_OVER_S) if is_back else deadline
         )
@@ -293,7 +293,7 @@ class AddressBook:
         """Have the job take a last checkpoint and end, as a signal to a member says."""
         self.call(TellToEnd(signal_name, who), View)
 
-    def tell_last_step(self) -> None:
+    def report_last_step(self) -> None:
         """Make known that the trainers of a job that is told to end train no more."""
         self.call(TellLastStep(), View)
 
@@ -324,7 +324,7 @@ class AddressBook:
             return timeouts.waiting_for(names, len(found.values), "notes")
 
         now = time.monotonic()
-        patience = Patience(now + timeout_s, now)
+        patience = ExtendableDeadline(now + timeout_s, now)
         with timeouts.saying(logger, what):
             while found.values is None or None in found.values:
                 if found.view.outcome == "failed":
@@ -339,7 +339,7 @@ class AddressBook:
         """Send a request, again if the connection breaks; return its answer.
 
         The socket of a coordinator that has a supervisor outlives it. So one that is
-        refused has ended for good.
+        rejected has ended for good.
         """
         started = time.monotonic()
         next_look = started
@@ -354,7 +354,7 @@ class AddressBook:
                     self.recovery_s, timeouts.REGISTRY_RECONNECT_S
                 )
                 if not is_over and now >= next_look:
-                    is_over, next_look = self._is_refused(), now + _LOOK_S
+                    is_over, next_look = self._is_rejected(), now + _LOOK_S
                 if is_over:
                     raise JobError(
                         f"The job's address book at {self.host_name}:{self.port} must "
@@ -362,7 +362,9 @@ class AddressBook:
                         "network is cut."
                     ) from exc
             time.sleep(_POLL_S)
-        raise JobError("The address book must be open. Received: a closed one.")
+        raise JobError(
+            "The connection to the address book must be open. Received: a closed one."
+        )
 
     def _ask_first(self, timeout_s: float, look: Callable[[], None]) -> Welcome:
         """Return what a client must know, also if the coordinator starts again."""
@@ -398,7 +400,7 @@ class AddressBook:
             raise RemoteError(str(exc), server=name, kind=type(exc).__name__) from exc
         return answer
 
-    def _is_refused(self) -> bool:
+    def _is_rejected(self) -> bool:
         """Return whether it is known that no process listens at the address."""
         try:
             socket.create_connection(self._address, timeout=_POLL_S).close()
@@ -443,7 +445,10 @@ class HostedBook(AddressBook):
     def call(self, request: Request, kind: type[T]) -> T:
         """Answer a request."""
         if self._is_closed:
-            raise JobError("The address book must be open. Received: a closed one.")
+            raise JobError(
+                "The connection to the address book must be open. Received: a closed "
+                "one."
+            )
         try:
             answer = self._server.answer(request)
         except FrameError as exc:
@@ -452,7 +457,7 @@ class HostedBook(AddressBook):
         return answer
 
 
-class Patience:
+class ExtendableDeadline:
     """A deadline, extended while a process compiles: by ``COMPILING_S`` at most."""
 
     def __init__(self, deadline: float, now: float) -> None:

@@ -1,4 +1,4 @@
-"""What is asked of the coordinator of a job, and answered: one struct each.
+"""Requests to the coordinator of a job and their replies, one struct each.
 
 ``state.py`` answers the requests. A heartbeat is a ``Beat``, answered by a ``View``:
 how the job is, and when the next one is due. What is no heartbeat is asked seldom.

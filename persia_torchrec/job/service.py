@@ -1,4 +1,4 @@
-"""What the mains of embedding servers, workers and inference servers have in common.
+"""Shared start and graceful shutdown of servers, workers and inference servers.
 
 A service is a member of a job, or stands alone. A ``Lifetime`` has the methods of
 ``JobMember``, so that a main need not tell the two apart.
@@ -69,9 +69,9 @@ class Lifetime(contextlib.ExitStack):
 
     def register(self, address: str) -> None:
         """Make the address known to the job, if there is one."""
-        process_identity.tell_joined()
+        process_identity.report_joined()
 
-    def tell_compiling(self, is_compiling: bool) -> None:
+    def report_compiling(self, is_compiling: bool) -> None:
         """Make known that the service compiles its loops, or no longer does."""
 
     def _reach_end(self) -> None:
@@ -92,7 +92,7 @@ class ChildLifetime(Lifetime):
         parent = (os.getppid(),)
         threading.Thread(target=self._end_with, args=parent, daemon=True).start()
 
-    def tell_compiling(self, is_compiling: bool) -> None:
+    def report_compiling(self, is_compiling: bool) -> None:
         """Write a line when compiling begins or ends."""
         _write_line("compiling" if is_compiling else "compiled")
 
@@ -102,17 +102,17 @@ class ChildLifetime(Lifetime):
         self._reach_end()
 
 
-def tell_ready(address: str) -> None:
+def report_ready(address: str) -> None:
     """Write the line that the process which started this one waits for."""
     _write_line(f"ready {address}")
 
 
 @contextlib.contextmanager
-def refusing_requests(listener: Listener) -> Iterator[None]:
+def reject_until_ready(listener: Listener) -> Iterator[None]:
     """Have a thread, owner of the socket meanwhile, answer with ``NotReadyError``."""
     is_over = threading.Event()
 
-    def refuse() -> None:
+    def reject() -> None:
         while not is_over.is_set():
             message = listener.receive(_POLL_MS)
             if message is not None:
@@ -120,7 +120,7 @@ def refusing_requests(listener: Listener) -> Iterator[None]:
                 error = NotReadyError(_NOT_READY, server="")
                 listener.send_error(peer, header.request, error)
 
-    thread = threading.Thread(target=refuse, name="not ready", daemon=True)
+    thread = threading.Thread(target=reject, name="not ready", daemon=True)
     thread.start()
     try:
         yield

@@ -1,4 +1,4 @@
-"""What ends a process from outside, received whatever the main thread does.
+"""Signals: graceful shutdown of a process, whatever its main thread does.
 
 SIGTERM and SIGINT; SIGHUP, as a terminal sends it that is closed; and SIGUSR1 and
 SIGUSR2, which Slurm sends to each process of a job that it is about to end
@@ -167,7 +167,7 @@ class EndSignals:
                     try:
                         self._react(number.name)
                     except Exception:
-                        logger.exception("the reaction to %s failed", number)
+                        logger.exception("the handler of %s failed", number)
         os.close(self._reader)
 
 

@@ -161,7 +161,7 @@ class Member(msgspec.Struct, eq=False):
         """Note that it is there."""
         if self.away_since_s is not None:
             away_s = now_s - self.away_since_s
-            logger.info("%s is back, after %.1f s", self.who, away_s)
+            logger.info("%s is back, failover took %.1f s", self.who, away_s)
             self.away_since_s = None
 
     def count_restart(self, progress: int) -> None:
@@ -392,7 +392,7 @@ class JobState(msgspec.Struct):
             self.ends_since_s = self.clock.now_s
         return self.look()
 
-    def tell_last_step(self, _: TellLastStep) -> View:
+    def report_last_step(self, _: TellLastStep) -> View:
         """Note that trainers of a job that is told to end train no more."""
         self.is_after_last_step = True
         return self.look()
@@ -521,7 +521,7 @@ ANSWERS = {
     Finish: JobState.finish,
     Fail: JobState.fail,
     TellToEnd: JobState.tell_to_end,
-    TellLastStep: JobState.tell_last_step,
+    TellLastStep: JobState.report_last_step,
 }
 """By the kind of a request, what answers it."""
 

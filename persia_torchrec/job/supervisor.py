@@ -1,4 +1,4 @@
-r"""Run a command, and start it again when it was killed.
+r"""Supervisor: run a command, and restart it when it was killed (failover).
 
     python -m persia_torchrec.job.supervisor --port 0 --memory-dir auto -- \
         python -m persia_torchrec.server
@@ -79,7 +79,7 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SupervisorConfig:
-    """Run a command, and start it again when it was killed."""
+    """Supervisor: run a command, and restart it when it was killed (failover)."""
 
     host: str = ""
     """Address to listen on for the command; "all" for all interfaces, which is the
@@ -137,7 +137,7 @@ class Supervisor:
             if status >= 0 or self._end_signal:
                 return _as_shell(status)
             how = _BY_SIGNAL[_as_shell(status)]
-            logger.warning("a supervisor %s: its process starts under another", how)
+            logger.warning("a supervisor %s; restarting supervisor and command", how)
         return 128 + self._end_signal
 
     def end(self, number: int) -> None:
@@ -179,12 +179,12 @@ class Supervisor:
             how = _BY_SIGNAL.get(status, "has failed")
             if num_unjoined > _MAX_UNJOINED:
                 logger.error(
-                    "a process %s, and %d times in a row before it had joined its job: "
-                    "it is not started again: %s",
+                    "process %s, %d times in a row before it joined its job; giving "
+                    "up: %s",
                     *(how, num_unjoined, " ".join(self._command)),
                 )
                 return status
-            logger.info("a process %s, and is started again", how)
+            logger.info("process %s; restarting it", how)
             self._pause(delay_s)
         return 128 + self._end_signal
 
@@ -200,7 +200,7 @@ class Supervisor:
             os.execvp(self._command[0], self._command)
         except OSError as exc:
             raise ConfigError(
-                f"The command must be one that can be run. Received: {exc}."
+                f"The command must be executable. Received: {exc}."
             ) from exc
 
     def _run_once(self, work: Callable[[], int]) -> int:
@@ -244,7 +244,7 @@ class Supervisor:
         self._watched = dict(self._parents)
 
     def _end_with_parent(self) -> None:
-        logger.warning("the process that started this one has ended; so does this one")
+        logger.warning("parent process exited; exiting")
         self.end(signal.SIGTERM)
 
     def _replace_outer(self) -> None:
@@ -252,7 +252,7 @@ class Supervisor:
         own = os.pidfd_open(os.getpid())
         self._spare = os.pidfd_open(_fork(partial(self._stand_by, own)))
         os.close(own)
-        logger.warning("the process above a supervisor has ended: another one waits")
+        logger.warning("outer supervisor exited; forked a replacement")
         self._watched = {**self._parents, self._spare: self._replace_outer}
 
     def _stand_by(self, inner: int) -> int:
@@ -302,7 +302,7 @@ def _fork(work: Callable[[], int]) -> int:
             os.setpgid(0, 0)
             status = _tell_errors(work)
         except Exception:
-            logger.exception("a supervisor broke")
+            logger.exception("the supervisor failed")
         finally:
             os._exit(status)
     return pid

@@ -1,4 +1,4 @@
-"""Memory without a name, which outlives a process that has its descriptor.
+"""Anonymous memory that survives the process, by its file descriptor.
 
 ``TwoHalves`` keeps a value there that is replaced as a whole, as the tables of a store
 are (``docs/formats/memory.md``): written to the half that is not published, and then
@@ -87,10 +87,11 @@ def open_memory(memory_dir: str) -> int:
         except OSError as exc:
             raise ConfigError(
                 f"memory_dir must be {AUTO}, {PRIVATE}, or a folder on tmpfs or on a "
-                f"local disk, as of ext4 or xfs. Received: {memory_dir!r} ({exc})."
+                f"local disk, for example ext4 or xfs. Received: {memory_dir!r} "
+                f"({exc})."
             ) from exc
     if memory_dir:
-        logger.info("memory that outlives the process is in %s", kind)
+        logger.info("memory that survives the process: %s", kind)
     return descriptor
 
 

@@ -44,7 +44,7 @@ from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.job.signals import END_SIGNALS, START_AGAIN, WARNINGS
 from persia_torchrec.logger import get_default_logger
 from persia_torchrec.parsing.command_line import parse_flags
-from persia_torchrec.persia.config.global_config import refuse_inference
+from persia_torchrec.persia.config.global_config import reject_inference
 from persia_torchrec.rpc.addresses import (
     LOOPBACK,
     free_port,
@@ -106,7 +106,7 @@ class Agent:
         self._set_variables()
         config = self._meet()
         config.signals_to_handle = ",".join(number.name for number in ends)
-        process_identity.tell_joined()
+        process_identity.report_joined()
         threading.Thread(target=self._watch, name="job watch", daemon=True).start()
         status = self._launch(config, script)
         self._is_over.set()
@@ -151,7 +151,7 @@ class Agent:
         if self._failure or self._supervisor is None or not has_joined:
             logger.error("%s", why)
             return 1
-        logger.warning("%s, and are started again", why)
+        logger.warning("%s; restarting all NN workers", why)
         return START_AGAIN
 
     def _ask_for_failure(self) -> None:
@@ -229,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = parse_flags(AgentConfig, words[:end], prog=_PROG)
         if not words[end + 1 :]:
             raise ConfigError(f"{_PROG} must be given a script, after --.")
-        refuse_inference("NN worker", env.global_config_path())
+        reject_inference("NN worker", env.global_config_path())
         store = env.require_job_store("An NN worker")
         book = AddressBook.join(*store, look=Siblings().require_coordinator)
         with contextlib.closing(book):

@@ -1,4 +1,4 @@
-"""What trainers tell one another beside training: on CPUs, by groups of their own.
+"""Control messages between trainers, by separate process groups on CPUs.
 
 A trainer that waits for servers makes the others wait: at a checkpoint for as long as
 that takes. In the group that trains they would wait within its time limit, which is
@@ -87,8 +87,9 @@ def gather(text: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
         dist.all_gather(texts, own, group=group)
     except RuntimeError as exc:
         raise JobError(
-            "All trainers must take part when they tell one another how a checkpoint, "
-            f"or the start, went. Received: {exc}. Has one ended?"
+            "All trainers must take part when they agree on the result of a "
+            "checkpoint, or of the start."
+            f" Received: {exc}. Has one ended?"
         ) from exc
     sent = zip(texts, sizes.tolist(), strict=True)
     return [one.numpy().tobytes()[:size] for one, size in sent]
@@ -106,7 +107,7 @@ def device_in(trainers: dist.ProcessGroup, device: torch.device) -> torch.device
 def require_own_gpu(
     device: torch.device, trainers: dist.ProcessGroup | None, timeout_s: float
 ) -> None:
-    """Refuse trainers that share a GPU under NCCL; all of a group call it together.
+    """Reject trainers that share a GPU under NCCL; all of a group call it together.
 
     Raises:
         ConfigError: two of them do; all raise it.
@@ -123,7 +124,7 @@ def require_own_gpu(
     for gpu, twins in ranks.items():
         if len(twins) > 1:
             raise ConfigError(
-                "Each trainer must have a GPU of its own: NCCL does not connect two "
+                "Each trainer must have a separate GPU: NCCL does not connect two "
                 f"that share one. Received: trainers {', '.join(map(str, twins))} on "
                 f"GPU {gpu.uuid} of host {gpu.host}. Give each its own: by "
                 "CUDA_VISIBLE_DEVICES, or, where each process sees all GPUs, by a "

@@ -1,4 +1,4 @@
-"""What torchx asks a scheduler for, completed where torchx leaves something out.
+"""Requests of torchx to schedulers, completed where torchx leaves something out.
 
 Slurm        variables reach a process through ``env``. Those that srun exports lose
 against the shell's of the same name, and end at a comma or a quote.
@@ -52,8 +52,9 @@ def quantity(amount: float | str) -> Fraction:
     match = re.fullmatch(r"(-?\d+(?:\.\d+)?)([A-Za-z]{0,2})", str(amount))
     if match is None or match[2] not in _UNITS:
         raise ConfigError(
-            "cpu and memory must be numbers, with one of Kubernetes' units or none, as "
-            f"500m or 64Gi. Received: {amount!r}."
+            "cpu and memory must be numbers, with one of Kubernetes' units or none, "
+            "for example 500m or 64Gi"
+            f". Received: {amount!r}."
         )
     return Fraction(match[1]) * _UNITS[match[2]]
 
@@ -62,8 +63,9 @@ def require_processors(amount: float | str) -> None:
     """Reject what is no number of processors, as 8Gi."""
     if str(amount)[-1] not in "0123456789m" or quantity(amount) < Fraction(1, 1000):
         raise ConfigError(
-            "cpu must be a number of processors, as 8, or 500m for half of one, and at "
-            f"least 1m. Received: {amount!r}."
+            "cpu must be a number of processors, for example 8 or 500m (half of one), "
+            "at least 1m"
+            f". Received: {amount!r}."
         )
 
 
@@ -183,7 +185,8 @@ class PodSettings(_Part, frozen=True, kw_only=True):
         metadata, spec, container = pod.metadata, pod.spec, pod.spec.containers[0]
         if taken := sorted(self.labels.keys() & metadata.labels.keys()):
             raise ConfigError(
-                "labels must not be those by which torchx finds its jobs. Received: "
+                "labels must not be labels that torchx sets to find its jobs. "
+                "Received: "
                 f"{', '.join(taken)}."
             )
         metadata.labels.update(self.labels)
@@ -260,7 +263,7 @@ class Role(specs.Role):
                     self._complete_pod(pod)
         elif others := self.secrets.keys() - TOKEN_SECRETS.keys():
             raise ConfigError(
-                "secrets must be left out, as only Kubernetes has any. Received: "
+                "secrets must be left out: only Kubernetes supports them. Received: "
                 f"{', '.join(sorted(others))}, for {scheduler}. Use env."
             )
         if scheduler == "slurm":

@@ -178,12 +178,12 @@ def decode_bags(frames: Sequence[Frame]) -> dict[str, Bags]:
         if not 0 <= num_ids <= len(ids) or not 0 <= num_samples <= len(lengths):
             raise FrameError(f"Feature {name!r} is longer than what follows.")
         if name in bags:
-            raise FrameError(f"Feature {name!r} comes twice.")
+            raise FrameError(f"Duplicate feature {name!r}.")
         bags[name] = Bags(ids[:num_ids], lengths[:num_samples])
         ids, lengths = ids[num_ids:], lengths[num_samples:]
     if len(ids) or len(lengths):
         raise FrameError(
-            f"{len(ids)} ids and {len(lengths)} lengths belong to nothing."
+            f"{len(ids)} ids and {len(lengths)} lengths follow the last feature."
         )
     check_bags(bags)
     return bags

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient, Reply
 from persia_torchrec.client.codec import KnownTables, Tables, groups_of
 from persia_torchrec.errors import BatchError, ConfigError
-from persia_torchrec.jit.compiled import telling_of_compilation
+from persia_torchrec.jit.compiled import report_compilation
 from persia_torchrec.lookup import pooling
 from persia_torchrec.lookup.bags import (
     Bags,
@@ -273,12 +273,12 @@ class ShardedLookup:
         different = [feature.name for feature in dict.fromkeys(self.features)]
         if not different or len(set(different)) < len(different):
             raise ConfigError(
-                f"There must be features, each of its own name. Received: {different}."
+                f"features must be non-empty with unique names. Received: {different}."
             )
         self.client = client
         self.precision = precision
         self._timed = timed
-        with telling_of_compilation():  # before the first batch waits for it
+        with report_compilation():  # before the first batch waits for it
             pooling.warm_up()
 
     def add_tables(self, specs: Sequence[TableSpec]) -> None:

@@ -1,4 +1,4 @@
-"""Which bags have each row: what makes the gradient of rows a sum over bags.
+"""The bags of each row, by which the gradient of a row is a sum over bags.
 
     forward    bag k = rows[rows_L[offsets[k] : offsets[k + 1]]]        summed
     backward   row u = gradients[bags_L[...]], over the bags that have it

@@ -126,7 +126,7 @@ def _push_until(
             if time.monotonic() - warned_s >= _WARNING_S:
                 warned_s = time.monotonic()
                 logger.warning(
-                    "no metrics reach %s, failed pushes in a row: %d (%s)",
+                    "pushing metrics to %s failed %d times in a row: %s",
                     url,
                     num_failed,
                     exc,
@@ -134,7 +134,7 @@ def _push_until(
                 )
         else:
             if num_failed:
-                logger.info("metrics reach %s again", url)
+                logger.info("pushing metrics to %s succeeds again", url)
             num_failed = 0
         # From the last due time, so that the time of a push is not added; missed
         # pushes are skipped.

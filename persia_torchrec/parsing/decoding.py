@@ -96,7 +96,7 @@ def _describe(exc: msgspec.ValidationError, content: Any, at: KeyPath) -> str:
 
 
 def require_at_least_1(**numbers: int | None) -> None:
-    """Refuse a number below 1; the message names it."""
+    """Reject a number below 1; the message names it."""
     for name, number in numbers.items():
         if number is not None and number < 1:
             raise ConfigError(f"{name} must be >= 1. Received: {number}.")

@@ -147,7 +147,7 @@ def _apply(row: OtherKey, section: dict[str, object], key: str, at: KeyPath) -> 
         name = row.right_key.rpartition(".")[2]
         if name in section:
             raise ConfigError(
-                f"{at} must not stand beside {name}, of which it is another name. "
+                f"{at} must not be set together with {name}, its alias. "
                 "Leave one of them out."
             )
         section[name] = value

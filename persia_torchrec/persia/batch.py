@@ -78,7 +78,7 @@ class IDTypeFeature:
 
     Args:
         name: of the slot in ``embedding_config.yml``.
-        data: one flat uint64 array per sample, copied; signed ids are refused, not
+        data: one flat uint64 array per sample, copied; signed ids are rejected, not
             converted.
 
     Attributes:

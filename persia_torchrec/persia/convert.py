@@ -118,8 +118,9 @@ def convert_checkpoint(settings: Conversion) -> Folder:
     source, run = Folder(settings.source), Folder(settings.destination)
     if _DONE in run.names():
         raise ConfigError(
-            "destination must be a folder of its own: a dump of PERSIA's would lose "
-            f"its dense files. Received: {run.url}, which has {_DONE}."
+            "destination must be a separate folder: writing into a dump of PERSIA "
+            "would lose its dense files"
+            f". Received: {run.url}, which has {_DONE}."
         )
     servers = _find_files(source)
     form, tables = _find_form(settings, servers)
@@ -154,7 +155,7 @@ def _read_marker(folder: Folder) -> _Marker:
     path, names = folder.file_path(_DONE), folder.names()
     if _DONE not in names:
         raise CheckpointError(
-            f"{path} must be there: PERSIA writes it when a dump is complete. "
+            f"{path} must exist: PERSIA writes it when a dump is complete. "
             f"Received: {folder.described()}."
         )
     content = parse_yaml(folder.read(_DONE).decode(errors="replace"), path)

@@ -1,4 +1,4 @@
-"""What keeps the dense models of several trainers equal, as ``distributed.py`` says.
+"""Data parallelism of dense models, with the options of ``distributed.py``.
 
     ReducedGradients   DistributedDataParallel, with a communication hook or without
     AveragedWeights    nothing in the backward pass; weights averaged after steps

@@ -1,4 +1,4 @@
-"""How trainers keep their copies of the dense model equal: PERSIA's options.
+"""PERSIA's options of data parallelism for the dense model.
 
 ``persia/data_parallel.py`` carries them out. Embeddings are on the servers only.
 
@@ -29,7 +29,7 @@ DEFAULT_BUCKET_BYTES = 10 * 1024**2
 ALGORITHMS = ("gradient_allreduce", "bytegrad", "decentralized", "async")
 """The algorithms of Bagua that can be chosen."""
 
-REFUSED_ALGORITHMS = {
+REJECTED_ALGORITHMS = {
     "low_precision_decentralized": (
         "It exchanges compressed weights with the two neighbours in a ring. PowerSGD "
         "compresses gradients, which all share, so that for this PyTorch has no "
@@ -166,8 +166,9 @@ class BaguaDistributedOption(DistributedBaseOption):
         super().__post_init__()
         algorithm, size = self.algorithm, self.default_bucket_size
         _require(
-            algorithm not in REFUSED_ALGORITHMS,
-            f"algorithm must not be {algorithm!r}. {REFUSED_ALGORITHMS.get(algorithm)}",
+            algorithm not in REJECTED_ALGORITHMS,
+            f"algorithm must not be {algorithm!r}. "
+            f"{REJECTED_ALGORITHMS.get(algorithm)}",
         )
         _require_known("algorithm", algorithm, ALGORITHMS)
         for field in fields(self):

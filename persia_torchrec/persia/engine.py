@@ -1,4 +1,4 @@
-"""What PERSIA's contexts run on: the user's model and its embeddings, inside DMP.
+"""The engine of PERSIA's contexts: the user's model and its embeddings in DMP.
 
     HybridModel
       embeddings   EmbeddingBagCollection, from embedding_config.yml -> SlotsSharder
@@ -440,7 +440,7 @@ class Engine:
         self.client.close()
 
     def _begin_generation(self, store: env.JobStore) -> tuple[str, int]:
-        """Return the job's id, and the generation; earlier ones are refused."""
+        """Return the job's id, and the generation; earlier ones are rejected."""
         find = partial(_find_generation, store, self.client)
         job_id, generation = at_first(find, tuple[str, int])
         self.client.begin_generation(generation)

@@ -22,7 +22,7 @@ from persia_torchrec.job.script import PROXY
 from persia_torchrec.parsing.command_line import format_flags
 from persia_torchrec.parsing.decoding import require_at_least_1
 from persia_torchrec.persia.config.embedding_config import load_embedding_config
-from persia_torchrec.persia.config.global_config import refuse_inference
+from persia_torchrec.persia.config.global_config import reject_inference
 from persia_torchrec.persia.utils import dump_yaml
 from persia_torchrec.rpc.addresses import LOOPBACK, reserved_port_from
 from persia_torchrec.rpc.auth import Greeting
@@ -166,7 +166,7 @@ class PersiaServiceCtx:
                 dump_yaml(config, path)
             paths.append(str(path.absolute()))
         load_embedding_config(paths[0], warns=False)
-        refuse_inference("PersiaServiceCtx", paths[1])
+        reject_inference("PersiaServiceCtx", paths[1])
         return {
             "PERSIA_JOB_ID": Greeting.draw().job_id,
             "PERSIA_STORE_PORT": str(port),

@@ -347,8 +347,8 @@ class Converted:
             at = f"{path}.env.{name}"
             if name == "PERSIA_NATS_URL":
                 self.left[at] = NO_NATS
-            elif name in env.REFUSED:
-                self.left[at] = env.REFUSED[name][1]
+            elif name in env.REJECTED:
+                self.left[at] = env.REJECTED[name][1]
             elif name in self._reserved:
                 self.left[at] = "The job sets it itself."
             elif entry.value_from is not None:

@@ -30,7 +30,7 @@ from persia_torchrec.persia.config.embedding_config import load_embedding_config
 from persia_torchrec.persia.config.global_config import (
     OptimizerEngine,
     inference_settings,
-    refuse_inference,
+    reject_inference,
 )
 
 _NATS_PORT = 4222
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         end = words.index("--") if "--" in words else len(words)
         given = vars(parser().parse_args(words[:end]))
         arguments = _arguments(given, words[end + 1 :])
-        for name, (harmless, reason) in env.REFUSED.items():
+        for name, (harmless, reason) in env.REJECTED.items():
             if (value := env.text(name)) not in (None, harmless):
                 must = f"{name} must not be set. Received: {value!r}."
                 raise ConfigError(f"{must} {reason}")
@@ -136,7 +136,7 @@ class NnWorker(_Process, _Recovering):
 
     def words(self) -> list[str]:
         """Return the command line of torchrun, which starts the scripts."""
-        refuse_inference("NN worker", env.global_config_path())
+        reject_inference("NN worker", env.global_config_path())
         if self.nproc_per_node < 1:
             raise ConfigError(
                 f"--nproc-per-node must be >= 1. Received: {self.nproc_per_node}."
@@ -177,7 +177,7 @@ class DataLoader(_Replica, _Recovering):
 
     def words(self) -> list[str]:
         """Return the command line of the script."""
-        refuse_inference("data loader", env.global_config_path())
+        reject_inference("data loader", env.global_config_path())
         env.require_job_store("A data loader")
         self.export()
         words = ["-m", "persia_torchrec.job.script", "loader", self.file]
@@ -273,7 +273,7 @@ class Coordinator(_Process, _Recovering):
 
     def words(self) -> list[str]:
         """Return the command line of the coordinator."""
-        refuse_inference("coordinator", env.global_config_path())
+        reject_inference("coordinator", env.global_config_path())
         port = self.port
         if port is None:
             port = env.require_job_store("The coordinator, without --port,").port

@@ -1,4 +1,4 @@
-"""Where batches come from, and the loader, which has their rows already on their way.
+"""Datasets and DataLoader with prefetched embeddings.
 
     dataset -> begin the pull -> wait until the trainer asks -> batch
             `> tensors, as TorchRec's Batch, whose pull the model begins
@@ -421,7 +421,7 @@ def in_background(
 
 
 def _fill(put: Callable[[_Entry[T]], bool], items: Iterable[T]) -> None:
-    """Put items, and at last their error or None, until one is refused."""
+    """Put items, and at last their error or None, until one is rejected."""
     try:
         for item in items:
             if not put((item,)):

@@ -1,4 +1,4 @@
-"""How a batch gets from a data loader to a trainer.
+"""The stream of batches from data loaders to trainers.
 
 The ids have gone to an embedding worker; what is left of the batch, and the number of
 that worker, goes to the trainer whose turn it is. A trainer whose batches are
@@ -242,7 +242,7 @@ class Inbox:
         return loader
 
     def _require_ids(self, origin: Origin) -> None:
-        """Refuse a batch whose ids are not where this trainer wants them."""
+        """Reject a batch whose ids are not where this trainer wants them."""
         comes_whole = origin.worker == WITH_BATCH
         if comes_whole != self._takes_ids:
             where = ("embedding workers", "the NN worker itself, for as_torchrec=True")

@@ -1,4 +1,4 @@
-"""What a ``TrainCtx`` runs on whose model is TorchRec's: ``forward(dense, ids)``.
+"""The engine of a ``TrainCtx`` whose model is TorchRec's: ``forward(dense, ids)``.
 
 The collections of the model go to the servers by the sharders that a TorchRec script
 uses, with PERSIA's prefixes where there is an ``embedding_config.yml``. Ids come to
@@ -113,7 +113,7 @@ class TorchRecEngine(Engine):
         return model(join_columns(non_id_tensors, pull.stride(), what), pull)
 
     def embed(self, pull: Any) -> Slots:
-        """Refuse: a TorchRec model looks its embeddings up itself."""
+        """Reject: a TorchRec model looks its embeddings up itself."""
         raise ConfigError(
             "prepare_features() gives embeddings of slots to a model that takes lists. "
             "Received: a context whose model has collections of TorchRec's, which look "

@@ -32,7 +32,7 @@ def setup_seed(seed: int) -> None:
     """Make a run repeatable by a seed in ``[0, 2**32 - 1]``.
 
     Seeds Python's ``random``, NumPy's global generator and torch on all devices, and
-    makes torch refuse operations that have no deterministic form. Call it before the
+    makes torch reject operations that have no deterministic form. Call it before the
     first CUDA operation: cuBLAS reads its workspace setting only once.
     """
     if not 0 <= seed <= MAX_SEED:
@@ -84,7 +84,8 @@ def resolve_binary_execute_path(binary_name: str) -> str:
     path = Path(sysconfig.get_path("scripts"), binary_name)
     if not path.is_file():
         raise ConfigError(
-            "binary_name must be a program beside this Python, as persia-launcher. "
+            "binary_name must be a program installed beside this Python, for example "
+            "persia-launcher. "
             f"Received: {binary_name!r}, and no {path}. What PERSIA's native programs "
             "do is done by commands of persia-launcher."
         )

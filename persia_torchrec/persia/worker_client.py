@@ -262,7 +262,7 @@ class RemoteWorkers(Workers):
         return [reply]
 
     def again(self, handle: RemoteBatch, _: BatchNumber) -> RemoteBatch:
-        """Refuse: the worker has forgotten the batch."""
+        """Reject: the worker has forgotten the batch."""
         raise BatchError(
             "A batch that an embedding worker looked up gets one backward pass. "
             "Received: a second one. Add the losses up, and call backward once."

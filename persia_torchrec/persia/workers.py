@@ -1,4 +1,4 @@
-"""Embedding workers as all who ask them see them: they keep ids, and may be away.
+"""Clients of embedding workers, with failover to another worker.
 
 A data loader leaves the ids of a batch with a worker. Where something starts workers
 again (``recovery_s``), what one that ended has not answered is asked of it again, or of

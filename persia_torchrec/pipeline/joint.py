@@ -161,7 +161,7 @@ class Trainers:
             return  # the servers notice it by themselves
         if error is not None and gone:
             # It may be why the process group, which names no rank, has failed.
-            logger.error("trainers that were gone before this one: %s", gone)
+            logger.error("trainers that had ended before this one: %s", gone)
 
     def next_share(self) -> Share:
         """Return this trainer's share of its next step."""

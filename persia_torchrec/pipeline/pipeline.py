@@ -245,7 +245,7 @@ class Pulls:
             self._changed.notify_all()
 
     def submit(self, batch: PrefetchedBatch[Any]) -> None:
-        """Have a batch pulled; refused if too many wait for their turn."""
+        """Have a batch pulled; rejected if too many wait for their turn."""
         with self._changed:
             if len(self._waiting) >= _MAX_WAITING:
                 raise StalenessError(

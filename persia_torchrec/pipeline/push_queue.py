@@ -1,4 +1,4 @@
-"""Pushes behind the training: sent in their order, acknowledged in the background.
+"""Asynchronous pushes: sent in order, acknowledged in the background.
 
     put(push) -> queue -> pushing thread: sum per row, send ...  acknowledged: settled
 
@@ -131,7 +131,8 @@ class PushQueue(OwnProcess, Generic[Source, Handle]):
         """Bound, before the first, the pushes with gradients: all, and sent ones."""
         if held < 1 or sent < 1:
             raise ConfigError(
-                f"At least one update must be possible. Received: {held} and {sent}."
+                f"backward_buffer_size and grad_update_buffer_size must be >= 1. "
+                f"Received: {held} and {sent}."
             )
         with self._lock:
             self._max_held, self._max_sent = held, sent

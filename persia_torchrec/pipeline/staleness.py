@@ -1,4 +1,4 @@
-"""The bound on staleness, and what became of the batches under it.
+"""Bounded staleness (back-pressure), and statistics of the batches under it.
 
 A training batch takes a permit before its rows are pulled, which comes back once, when
 every server has acknowledged its update, or when it has failed or was dropped. With
@@ -128,7 +128,7 @@ class StalenessSemaphore:
             if not may_take:
                 raise StalenessError(
                     f"{len(self._out)} batches have been pulled and not updated for "
-                    f"{self._timeout_s:g} s, as many as may be under way. "
+                    f"{self._timeout_s:g} s, the maximum in flight. "
                     "Does every training batch get its backward pass?"
                 )
             self._counts["num_lookups"] += 1
@@ -367,9 +367,9 @@ class Tally:
             logger.warning("%s", text)
         if is_much:
             logger.warning(
-                "%.1f %% of the gradients of the last %d updates (%d of %d) came after "
-                "their rows had been evicted, and moved none: raise the servers' "
-                "capacity, add servers, or lower the staleness.",
+                "%.1f %% of the gradients of the last %d updates (%d of %d) came "
+                "after the eviction of their rows, and were dropped: raise the "
+                "servers' capacity, add servers, or lower the staleness.",
                 100 * fraction,
                 _WINDOW_UPDATES,
                 num_evicted,
@@ -378,7 +378,7 @@ class Tally:
         num_digits = len(str(previous)) if previous else 0
         if total.num_refused and len(str(total.num_refused)) > num_digits:
             logger.warning(
-                "refused=%d gradients of rows so far, which were not finite: they were "
-                "dropped. Does the training diverge?",
+                "rejected=%d non-finite gradients of rows so far, all dropped."
+                " Does the training diverge?",
                 total.num_refused,
             )

@@ -68,7 +68,7 @@ def reserved_port_from(first: int, step: int = 1) -> Iterator[int]:
 def open_listening(host: str = LOOPBACK, port: int = 0) -> socket.socket:
     """Return a socket that listens, for one process after another to accept from.
 
-    While none does, connections to it wait, and none is refused. ``host`` may be in
+    While none does, connections to it wait, and none is rejected. ``host`` may be in
     brackets; "*" or nothing is all addresses of this machine, IPv4 and IPv6.
     """
     host = host.strip("[]")

@@ -108,7 +108,7 @@ logger = logging.getLogger(__name__)
 
 Options = dict[zmq.SocketOption, int | bytes]
 
-REFUSALS = (
+REJECTIONS = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -117,7 +117,7 @@ REFUSALS = (
 
 _ASKED = "inproc://zeromq.zap.01"  # where ZeroMQ asks who may connect (its RFC 27)
 _MAX_NAMES = 2**18
-_MAX_REFUSALS = 4  # in a row; a listener that is killed refuses, too
+_MAX_REJECTIONS = 4  # in a row; a listener that is killed rejects, too
 _LOG_S = 10.0
 _MUST = (
     "PERSIA_JOB_TOKEN_FILE, or PERSIA_JOB_TOKEN, must be the same for all processes of "
@@ -153,7 +153,7 @@ def listener_options(
         return {}
     if encrypts or env.encrypts():
         return {zmq.CURVE_SERVER: 1, zmq.CURVE_SECRETKEY: _curve_key(token)}
-    Doorkeeper(context, token)
+    ZapAuthenticator(context, token)
     return {zmq.PLAIN_SERVER: 1, zmq.ZAP_DOMAIN: b"persia_torchrec"}
 
 
@@ -161,8 +161,9 @@ class Proof:
     """How a process proves its token to one listener; owned by one thread.
 
     Attributes:
-        num_refused: how often in a row the listener has refused, or closed a connection
-            as it began. It may accept the next one: it may have been killed meanwhile.
+        num_refused: how often in a row the listener has rejected, or closed a
+            connection as it began. It may accept the next one: it may have been killed
+            meanwhile.
     """
 
     def __init__(self, *, encrypts: bool = False) -> None:
@@ -174,8 +175,8 @@ class Proof:
         """Return the options of a new socket."""
         return client_options(self._token, encrypts=self._encrypts)
 
-    def refuse(self, event: int, value: int) -> str:
-        """Note a refusal; return why the listener accepts none, or "" if it may yet."""
+    def reject(self, event: int, value: int) -> str:
+        """Note a rejection; return why it is final, or ""."""
         if value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
             has = "a token, or PERSIA_ENCRYPT=1, at one end only"
             if self._token is None:
@@ -192,10 +193,12 @@ class Proof:
             self.num_refused = 0
             return ""
         self.num_refused += 1
-        return f"{_MUST} Received: {has}." if self.num_refused >= _MAX_REFUSALS else ""
+        return (
+            f"{_MUST} Received: {has}." if self.num_refused >= _MAX_REJECTIONS else ""
+        )
 
 
-class Doorkeeper:
+class ZapAuthenticator:
     """Answers ZeroMQ who may connect to the listeners of a context, until that ends.
 
     A thread of its own does, so that a listener may be busy; it alone has the socket.
@@ -215,8 +218,8 @@ class Doorkeeper:
         self._socket.bind(_ASKED)
         threading.Thread(target=self._run, name="doorkeeper", daemon=True).start()
 
-    def refusal(self, name: bytes, digest: bytes) -> str:
-        """Return why a proof is refused, or "" if it is accepted."""
+    def rejection(self, name: bytes, digest: bytes) -> str:
+        """Return why a proof is rejected, or "" if it is accepted."""
         if not hmac.compare_digest(digest, _digest(self._token, name)):
             return "it has another token"
         now_s = self._clock()
@@ -237,12 +240,12 @@ class Doorkeeper:
         try:
             while True:
                 _, number, _, address, _, _, *proof = self._socket.recv_multipart()
-                why = self.refusal(*proof) if len(proof) == 2 else "it has no proof"
+                why = self.rejection(*proof) if len(proof) == 2 else "it has no proof"
                 status = b"400" if why else b"200"
                 self._socket.send_multipart([b"1.0", number, status, b"", b"", b""])
                 if why and time.monotonic() >= self._next_log_s:
                     self._next_log_s = time.monotonic() + _LOG_S
-                    logger.warning("refused a client of %s: %s", address.decode(), why)
+                    logger.warning("rejected a client of %s: %s", address.decode(), why)
         except zmq.ContextTerminated:
             pass  # the listener is closed
         finally:

@@ -185,7 +185,7 @@ class Listener:
         except (WireError, JobMismatchError) as exc:
             if isinstance(exc, WireError) and time.monotonic() >= self._next_log_s:
                 self._next_log_s = time.monotonic() + _LOG_S
-                logger.warning("rejected a message, one of maybe many: %s", exc)
+                logger.warning("rejected message (further ones not logged): %s", exc)
             self.send_error(peer, number, exc)
             self.was_rejected = True
             return None
@@ -305,7 +305,7 @@ class OwnProcess:
         return made
 
     def require_own_process(self) -> None:
-        """Refuse a call in a forked child, which would wait for threads it lacks."""
+        """Reject a call in a forked child, which would wait for threads it lacks."""
         if self._pid != os.getpid():
             raise ConfigError(
                 f"Threads and connections to the servers belong to process {self._pid},"
@@ -544,7 +544,7 @@ class Silence:
         elif silent_s >= 2 * self.said_s:
             self.said_s = silent_s
             logger.warning(
-                "%s has not answered for %.0f s; waiting: %s",
+                "no reply from %s for %.0f s; pending request: %s",
                 *(name, silent_s, oldest.what),
             )
 

@@ -235,7 +235,7 @@ class Connections(OwnProcess):
         """Return where a server is, or was when it was last there."""
         return self._addresses[server]
 
-    def those_away(self) -> list[int]:
+    def disconnected(self) -> list[int]:
         """Return the servers that were lost and are not back."""
         with self._lock:
             return list(self._away)
@@ -365,7 +365,7 @@ class Connections(OwnProcess):
                 self._send(server, frames)
 
     def _send(self, server: int, frames: Sequence[Frame]) -> None:
-        """Send a message, unless ZeroMQ has given the socket up: it is refused then."""
+        """Send a message, unless ZeroMQ has given the socket up."""
         with contextlib.suppress(zmq.Again):
             send_frames(self._sockets[server], frames)
 
@@ -394,7 +394,7 @@ class Connections(OwnProcess):
         try:
             header, error = read_reply(frames, name)
         except WireError as exc:
-            logger.warning("%s sent no message of ours: %s", name, exc)
+            logger.warning("invalid message from %s: %s", name, exc)
             why = f"the reply must be a message of this protocol. {exc} Is this the "
             self._fail(f"{why}right address?", self._pending_of([server]), WireError)
             return
@@ -440,8 +440,8 @@ class Connections(OwnProcess):
         _, why = self._lost.get(server, ("", None))
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._proofs[server].num_refused = 0
-        if event & auth.REFUSALS:
-            self._notice_refusal(server, event, value)
+        if event & auth.REJECTIONS:
+            self._notice_rejection(server, event, value)
         elif why is TokenError or (is_lost and self._proofs[server].num_refused):
             return  # ZeroMQ connects again by itself, or never
         elif server in self._away:  # here it does, too
@@ -468,9 +468,9 @@ class Connections(OwnProcess):
         self._close_socket(server)
         self._open(server)
 
-    def _notice_refusal(self, server: int, event: int, value: int) -> None:
+    def _notice_rejection(self, server: int, event: int, value: int) -> None:
         """Prove the token once more, or give up a server that does not accept it."""
-        if reason := self._proofs[server].refuse(event, value):
+        if reason := self._proofs[server].reject(event, value):
             self._lose(server, reason, reason, TokenError)
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             # ZeroMQ has given the socket up. Nothing was sent over it.
@@ -538,7 +538,7 @@ class Connections(OwnProcess):
             if away.address not in ("", self._addresses[server]):
                 self._addresses[server] = away.address
                 where = self.names[server], away.address
-                logger.warning("%s is looked for at %s", *where)
+                logger.warning("%s moved; reconnecting to %s", *where)
                 self._families[server] = self._find_host(server)
                 away.hello, away.hello_s = -1, math.inf
                 self._close_socket(server)
@@ -594,7 +594,7 @@ class Connections(OwnProcess):
                     heapq.heappush(self._deadlines, (reply.deadline_s, number))
         num_sent = self._send_all(server)
         logger.warning(
-            "%s is back after %.1f s; requests sent again: %d",
+            "%s reconnected after %.1f s; requests resent: %d",
             *(self.names[server], away_s, num_sent),
         )
         self.when_back(server)

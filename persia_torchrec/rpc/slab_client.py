@@ -220,14 +220,14 @@ class Invitation(msgspec.Struct):
     """Where a server hands its memory over, or why it does not."""
 
     socket: str = ""
-    refused: str = ""
+    rejected: str = ""
 
 
 class HandedOver(msgspec.Struct):
     """What the server says of a proof that was read in its memory."""
 
     bytes: int = 0
-    refused: str = ""
+    rejected: str = ""
 
 
 def obtain(ask: Callable[[dict[str, object], Any], Any]) -> SlabChannel:
@@ -242,13 +242,13 @@ def obtain(ask: Callable[[dict[str, object], Any], Any]) -> SlabChannel:
         raise FrameError(why)
     proof = secrets.token_bytes(layout.PROOF_BYTES)
     invitation: Invitation = ask({"proof": proof.hex()}, Invitation)
-    if invitation.refused:
-        raise FrameError(invitation.refused)
+    if invitation.rejected:
+        raise FrameError(invitation.rejected)
     shared, connection, drawn = _fetch(invitation.socket, proof)
     try:
         told: HandedOver = ask({"drawn": drawn.hex()}, HandedOver)
-        if told.refused:
-            raise FrameError(told.refused)
+        if told.rejected:
+            raise FrameError(told.rejected)
     except BaseException:
         connection.close()
         raise

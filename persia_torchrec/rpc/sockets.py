@@ -15,7 +15,7 @@ from persia_torchrec.rpc import auth
 from persia_torchrec.rpc.channel import open_socket
 
 _MADE = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
-_CHANGES = zmq.EVENT_DISCONNECTED | _MADE | auth.REFUSALS
+_CHANGES = zmq.EVENT_DISCONNECTED | _MADE | auth.REJECTIONS
 _OPTIONS: auth.Options = {
     zmq.SNDHWM: 0,  # the number of requests without a reply is bounded
     zmq.SNDTIMEO: 0,  # of one that ZeroMQ has given up

@@ -28,15 +28,15 @@ from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.writer import name_of_process
 from persia_torchrec.embedding.setting import import_settings, non_defaults
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.jit.compiled import telling_of_compilation
+from persia_torchrec.jit.compiled import report_compilation
 from persia_torchrec.job.member import JobMember
 from persia_torchrec.job.registry import SERVED_CHECKPOINT, AddressBook
 from persia_torchrec.job.service import (
     ChildLifetime,
     Lifetime,
-    refusing_requests,
+    reject_until_ready,
+    report_ready,
     run_service,
-    tell_ready,
 )
 from persia_torchrec.parsing.command_line import given_flags
 from persia_torchrec.persia.config.global_config import (
@@ -126,8 +126,8 @@ def _run(config: ServerConfig, life: JobMember | Lifetime) -> None:
         server.when_idle = partial(_load_all, config)
     else:
         with (
-            refusing_requests(server.listener),
-            telling_of_compilation(life.tell_compiling),
+            reject_until_ready(server.listener),
+            report_compilation(life.report_compiling),
         ):
             _load_all(config)
             _restore(server, life)
@@ -138,7 +138,7 @@ def _run(config: ServerConfig, life: JobMember | Lifetime) -> None:
             life.book.tell(name, value)
     life.call_at_end(server.stop)
     life.register(server.address)
-    server.serve_and_push(tell_ready)
+    server.serve_and_push(report_ready)
 
 
 def _load_all(config: ServerConfig) -> None:
@@ -200,8 +200,8 @@ def _config(
         return replace(config, **{"host": host, **kept, **flags})
     if flags.get("checkpoint") is not None:
         raise ConfigError(
-            "--checkpoint is for servers of a job. Received: it, and job_type: Infer, "
-            "whose embedding_checkpoint says what to serve. Leave one of them out."
+            "--checkpoint cannot be combined with job_type: Infer, whose"
+            " embedding_checkpoint says what to serve. Leave one of them out."
         )
     if len(infer.servers) != config.num_shards:
         raise ConfigError(

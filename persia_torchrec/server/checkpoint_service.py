@@ -3,7 +3,7 @@
     dump    serving thread: RowExport --1 MiB of slots--> queue
             another thread: queue --> columns --> checksum --> file
     load    a thread reads and checks the files; when told to, it takes the store over
-            and fills it, and requests for rows are refused meanwhile
+            and fills it, and requests for rows are rejected meanwhile
     delta   an increment of all that has changed is written; and its position is told
     drop    likewise; then a table is dropped, and its rows are freed in the background
 
@@ -553,7 +553,7 @@ class Checkpoints:
         """Have the increments before the base deleted."""
         self._dump = None
         if dump.error is not None:
-            logger.warning("no base of the increments: %s", dump.error)
+            logger.warning("writing a base of the increments failed: %s", dump.error)
             return
         assert dump.result is not None
         logger.info(

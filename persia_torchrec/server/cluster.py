@@ -271,14 +271,14 @@ def _start_again(servers: _Servers, config: ServerConfig) -> None:
             process.kill()  # in case that it is too slow
         else:
             num_failed = 0
-    logger.error("embedding server %d is not started again; see its log", shard)
+    logger.error("giving up on embedding server %d; see its log", shard)
 
 
 def _end_dropped(pid: int, servers: _Servers) -> None:
     if pid != os.getpid():  # they are not those of a forked child
         return
     logger.warning(
-        "the embedding servers pid=%s end: nothing refers to their cluster any more. "
+        "stopping the embedding servers pid=%s: their cluster was garbage-collected. "
         "Keep it in a variable, or use it as a context manager.",
         [process.pid for process in servers.processes],
     )

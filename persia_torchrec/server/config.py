@@ -62,7 +62,7 @@ class ServerConfig(ImportFlags):
     joint_update_bytes: int = 4 * 2**30
     """Gradients of joint steps that may wait for the other trainers."""
     max_request_ids: int = 16_777_216
-    """Ids that one request may name, of all its tables. More are refused."""
+    """Ids that one request may name, of all its tables. More are rejected."""
     incremental_dir: str | None = None
     """Folder of increments: a training server writes what changes there, one that
     serves a checkpoint follows it. None: neither."""

@@ -1,11 +1,11 @@
-"""Which numbered requests a server has answered, so that each changes it once.
+"""Request deduplication (exactly once): sequence numbers of client streams.
 
 A client that lost its connection sends what is unanswered again. A stream numbers what
 changes the server: batches, with a lookup in up to 7 parts and an update each, or other
 requests. Numbers come in any order, within the last 4096 of their stream:
 
     marks of a number   bits 0 to 6: its lookup of that part was answered
-                        bit 7: settled, as its update was applied or refused
+                        bit 7: settled, as its update was applied or rejected
     outcome             four words of what was replied, of the last 256
 
 They are kept with the rows: ``docs/formats/memory.md`` has the words, ``notes`` of the
@@ -24,11 +24,11 @@ from persia_torchrec.server.open_batches import Batch
 from persia_torchrec.store.embedding_store import EmbeddingStore, Transaction
 
 Outcome = tuple[int, ...]
-"""Four words, as of an update: ids without a row, rows that were refused, ids that were
-never admitted, all ids. Another request may use the first."""
+"""Four words, as of an update: ids without a row, rows that were rejected, ids that
+were never admitted, all ids. Another request may use the first."""
 
 NOTHING: Outcome = (0, 0, 0, 0)
-REFUSED: Outcome = (2**64 - 1, 0, 0, 0)
+REJECTED: Outcome = (2**64 - 1, 0, 0, 0)
 """The outcome of an update that failed, of which nothing is known any more."""
 
 MAX_STREAMS = 1024
@@ -89,7 +89,7 @@ class Streams:
         )
 
     def admit(self, stream: int, number: int) -> bool:
-        """Refuse an older generation; return whether it is newer than all before."""
+        """Reject an older generation; return whether it is newer than all before."""
         if stream >= _MAX_NUMBER or number >= _MAX_NUMBER:
             raise FrameError(
                 f"Stream and batch must have 63 bits. Received: {stream}, {number}."
@@ -133,7 +133,7 @@ class Streams:
     def settle(
         self, transaction: Transaction, batch: Batch, outcome: Outcome = NOTHING
     ) -> None:
-        """Note that a request is applied, or refused for good."""
+        """Note that a request is applied, or rejected for good."""
         if self.mark(transaction, batch, _SETTLED):
             at = self._outcome_at(batch)
             for offset, word in enumerate((batch[1] + 1, *outcome)):

@@ -1,4 +1,4 @@
-"""What an increment must hold: each changed row once, ids that left, ids that wait.
+"""The dirty set: changed rows, evicted ids and waiting ids of an increment.
 
 Dimension key:
     N: slots as a request changed them

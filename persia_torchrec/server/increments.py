@@ -478,8 +478,8 @@ class Increments:
         if self._cuts and age_s > self._warn_s + _TOLERATED_S:
             self._warn_s = 2 * age_s
             logger.warning(
-                "what changed in the last %.1f s is in no increment yet, and lost if "
-                "the memory of this server is; two intervals are %g s. Use a faster "
+                "increments are %.1f s behind; changes since then are lost if this "
+                "server's memory is lost; two intervals are %g s. Use a faster "
                 "file system, more servers, or a longer interval.",
                 *(age_s, self._tolerated_s),
             )

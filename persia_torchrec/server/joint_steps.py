@@ -7,7 +7,7 @@
 The shares for a row are added up in the order of the ranks, so that the sum does not
 depend on the order of arrival, and the optimizer sees one gradient per row. A trainer
 without gradients gives an empty update. A step that waits for a trainer whose
-connection is lost, or longer than its timeout, is refused, and so are all later shares
+connection is lost, or longer than its timeout, is rejected, and so are all later shares
 of its group. What is known of the groups outlives the server, which then waits for the
 shares again: their trainers send them until they are acknowledged.
 """
@@ -100,7 +100,7 @@ class _Group:
         return msgspec.json.encode(saved)
 
     def require_in_step(self, share: Share, batch: Batch) -> None:
-        """Refuse a share that does not fit those that have come, or was sent again."""
+        """Reject a share that does not fit those that have come, or was sent again."""
         if self.broken:
             raise StoreError(self.broken)
         step = self.steps.get(share.step)
@@ -152,7 +152,7 @@ class JointSteps:
     """
 
     apply: Callable[[list[Update]], None]
-    refuse: Callable[[Update, PersiaError], None]
+    reject: Callable[[Update, PersiaError], None]
     is_connected: Callable[[bytes], bool]
     max_bytes: int
     clock: Callable[[], float] = time.monotonic
@@ -189,7 +189,7 @@ class JointSteps:
         ]
 
     def add(self, share: Share, update: Update) -> None:
-        """Take a trainer's share of a step, or refuse it."""
+        """Take a trainer's share of a step, or reject it."""
         group = self._get_group(share.group)
         size_bytes = update.size_bytes
         try:
@@ -204,7 +204,7 @@ class JointSteps:
                 self._break(group, why)
                 raise StoreError(why)
         except PersiaError as exc:
-            self.refuse(update, exc)
+            self.reject(update, exc)
             return
         member = group.members.setdefault(share.rank, Member(b""))
         member.lost_s = math.inf
@@ -238,8 +238,8 @@ class JointSteps:
         """Note that the server has no message to read."""
         self._all_read_s = self.clock()
 
-    def refuse_overdue(self) -> None:
-        """Refuse steps that wait too long, or for lost trainers; break their groups."""
+    def reject_overdue(self) -> None:
+        """Reject steps that wait too long, or for lost trainers; break their groups."""
         now_s = self.clock()
         if now_s < self._next_check_s:
             return
@@ -250,8 +250,8 @@ class JointSteps:
         deadlines = (step.deadline_s for step in waiting)
         self._next_check_s = min([now_s + _CHECK_S, *deadlines])
 
-    def refuse_all(self, why: str) -> None:
-        """Refuse all steps, and break their groups."""
+    def reject_all(self, why: str) -> None:
+        """Reject all steps, and break their groups."""
         for group in list(self._groups.values()):
             if group.steps:
                 self._break(group, why)
@@ -304,7 +304,7 @@ class JointSteps:
         self._num_broken += len(group.steps)
         for step in sorted(group.steps):
             for update in self._take(group, step):
-                self.refuse(update, StoreError(why))
+                self.reject(update, StoreError(why))
 
     def counters(self) -> dict[str, int]:
         """Return what waits now, the most that waited, and how many steps failed."""

@@ -134,11 +134,11 @@ def _read_rows(store: EmbeddingStore, pieces: Sequence[_Piece]) -> None:
 def _repeat_lookup(store: EmbeddingStore, pieces: Sequence[_Piece], batch: int) -> None:
     """Answer a training lookup once more, and change nothing.
 
-    A row that has left since then reads what it began with. That is what it gave if it
-    was new, as it was as a rule: the newest are the least frequent ones. One that had
-    been trained gave its weights, which nothing has any more. It takes a store in which
-    rows leave within a step: under LRU it does not hold the rows of the batches in
-    flight. The row is as gone as without the repetition, its gradient is counted as
+    A row that was evicted since then reads its initial value. That is what it gave if
+    it was new, as it was as a rule: the newest are the least frequent ones. One that
+    had been trained gave its weights, which nothing has any more. It takes a store in
+    which rows leave within a step: under LRU it does not hold the rows of the batches
+    in flight. The row is as gone as without the repetition, its gradient is counted as
     missed, and a lookup that makes it again reads the same; one batch sees other
     weights. To give the same, answers would be kept beside the rows until their client
     has them: 9 to 15 % of a lookup of dim 64 (Adagrad, memory file, two shared cores).

@@ -119,7 +119,7 @@ class EmbeddingServer:
                     when_ready = None
                 self._serve_once(shard)
             shard.apply_all_updates()
-            shard.joint_steps.refuse_all("The server was shut down.")
+            shard.joint_steps.reject_all("The server was shut down.")
         finally:
             shard.stopping.set()  # a signal that comes now must not wait for a lock
             shard.checkpoints.close()
@@ -142,7 +142,7 @@ class EmbeddingServer:
         if shard.must_drop and not tasks.is_loading:
             shard.drop_older_streams()
         if shard.joint_steps.num_steps and not tasks.is_loading:
-            shard.joint_steps.refuse_overdue()
+            shard.joint_steps.reject_overdue()
         is_full = len(shard.updates) >= self.config.update_queue_batches
         if is_full or shard.num_overtaking >= _MAX_OVERTAKING:
             shard.apply_oldest_update()
@@ -188,7 +188,7 @@ class EmbeddingServer:
             except Exception as exc:  # the server continues; the peer is told
                 if not isinstance(exc, PersiaError | MemoryError):
                     logger.exception("a request failed")
-                shard.refuse(peer, header.request, exc)
+                shard.reject(peer, header.request, exc)
             else:
                 if reply is not None:
                     self.listener.send(peer, Header(Kind.REPLY, header.request), reply)

@@ -30,7 +30,7 @@ from persia_torchrec.rpc.float_codec import Floats, decode_floats
 from persia_torchrec.rpc.messages import Frame, Frames, Header, Kind, TableIds
 from persia_torchrec.server.checkpoint_service import Checkpoints
 from persia_torchrec.server.config import ServerConfig
-from persia_torchrec.server.dedup import MAX_GROUPS_BYTES, REFUSED, Outcome, Streams
+from persia_torchrec.server.dedup import MAX_GROUPS_BYTES, REJECTED, Outcome, Streams
 from persia_torchrec.server.follower import ServedCheckpoint
 from persia_torchrec.server.joint_steps import (
     JointSteps,
@@ -87,7 +87,7 @@ class Shard:
         self.stages = Stages()
         self.joint_steps = JointSteps(
             self.queue,
-            self._refuse_update,
+            self._reject_update,
             is_connected=listener.is_connected,
             max_bytes=config.joint_update_bytes,
             grace_s=config.recovery_s,
@@ -131,7 +131,7 @@ class Shard:
         if self.must_drop:
             return
         self.apply_all_updates()
-        self.joint_steps.refuse_all("The group of trainers was started again.")
+        self.joint_steps.reject_all("The group of trainers was started again.")
         self.open_batches.drop(self.streams.is_older)
         self.streams.drop_older()
 
@@ -152,7 +152,7 @@ class Shard:
             if not isinstance(exc, PersiaError | MemoryError):
                 logger.exception("an update failed")
             for update in updates:
-                self._refuse_update(update, exc)
+                self._reject_update(update, exc)
             return
         self.stages.lap("update")
         frame = describe_update(outcome)
@@ -167,7 +167,7 @@ class Shard:
             self._listener.send(update.peer, ack, [frame])
         self.stages.lap("send")
 
-    def refuse(self, peer: bytes, request: int, exc: Exception) -> None:
+    def reject(self, peer: bytes, request: int, exc: Exception) -> None:
         """Tell a peer that its request failed."""
         self.counts["requests_refused"] += 1
         if isinstance(exc, MemoryError):
@@ -178,11 +178,11 @@ class Shard:
         self._listener.send_error(peer, request, exc)
         self.stages.lap("send")
 
-    def _refuse_update(self, update: Update, exc: Exception) -> None:
+    def _reject_update(self, update: Update, exc: Exception) -> None:
         self.open_batches.end(update.batch)
         with self.store.transaction() as transaction:
-            self.streams.settle(transaction, update.batch, REFUSED)
-        self.refuse(update.peer, update.header.request, exc)
+            self.streams.settle(transaction, update.batch, REJECTED)
+        self.reject(update.peer, update.header.request, exc)
 
     def _keep_groups(self, groups: Sequence[bytes]) -> None:
         """Keep the first groups, as many as there is room for."""
@@ -291,12 +291,13 @@ class Shard:
         known.update(numbers)
 
     def require_unused(self, number: int, name: str, peer: bytes) -> None:
-        """Refuse to drop a table that others than a peer have added, and may train."""
+        """Reject dropping a table that others than a peer have added, and may train."""
         states = self.store.states
         if number >= len(states) or states[number].spec.name != name:
             raise ConfigError(
                 f"Table {number} of this server must be {name!r}. Received: another "
-                "one, as the server has lost its memory. Call drop_table again."
+                f"one, because the server has lost its memory."
+                " Call drop_table again."
             )
         users = [
             who
@@ -341,17 +342,17 @@ class Shard:
 
 def describe_update(outcome: Outcome, full: Mapping[str, str] | None = None) -> bytes:
     """Return the reply to an update, which may tell that a server is full."""
-    if outcome == REFUSED:
+    if outcome == REJECTED:
         raise StoreError(
-            "An update must not have been refused before. Received: one that was sent "
-            "again; see the log of the server, or of the trainer that sent it first."
+            "An update must not have been rejected before. Received: a repeated "
+            "request; see the log of the server, or of the trainer that sent it first."
         )
     counts: dict[str, object] = dict(zip(_COUNTS, outcome, strict=True))
     return messages.encode_json(counts | {"full": full} if full else counts)
 
 
 def require_fits(num_bytes: int) -> None:
-    """Refuse a request whose reply would be too large, before it takes memory."""
+    """Reject a request whose reply would be too large, before it takes memory."""
     if num_bytes > MAX_MESSAGE_BYTES:
         raise BatchError(
             f"A reply may have {MAX_MESSAGE_BYTES} bytes. Received: a request whose "
@@ -373,7 +374,7 @@ class RequestKind(NamedTuple):
     kind: Kind
     answer: Callable[[Shard, Request], Frames | None]
     """Returns the frames after the reply's header; None if the reply comes later."""
-    needs_rows: bool = True  # refused while a checkpoint is loaded; counts as activity
+    needs_rows: bool = True  # rejected while a checkpoint is loaded; counts as activity
     in_inference: bool = False  # answered by servers that serve a checkpoint, too
 
 

@@ -25,7 +25,7 @@ from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.member import JobMember
 from persia_torchrec.job.registry import SERVED_CHECKPOINT
-from persia_torchrec.job.service import Lifetime, run_service, tell_ready
+from persia_torchrec.job.service import Lifetime, report_ready, run_service
 from persia_torchrec.parsing.command_line import ImportFlags, parse_flags
 from persia_torchrec.persia.config.embedding_config import load_embedding_config
 from persia_torchrec.persia.worker_client import RemoteWorkers
@@ -165,7 +165,7 @@ def _serve(flags: ServingFlags) -> None:
         what = path, device, server.address
         logger.info("serving model=%s device=%s address=%s", *what)
         life.call_at_end(ending.set)
-        tell_ready(server.address)
+        report_ready(server.address)
         ending.wait()
 
 
@@ -228,7 +228,7 @@ def _add_workers(
     """Serve the rows that embedding workers look up."""
     if flags.follow is not None:
         raise ConfigError(
-            "--follow is for servers of its own. Received: embedding workers too. "
+            "--follow cannot be combined with embedding workers. "
             "Their servers follow by --incremental-dir, or by their global_config.yml; "
             "give --follow-model for the dense model."
         )

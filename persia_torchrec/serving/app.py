@@ -1,4 +1,4 @@
-"""What an inference server answers over HTTP, an ASGI application.
+"""The HTTP API of an inference server, an ASGI application.
 
     GET  /healthz, /v2/health/live      the process answers; to anybody
     GET  /readyz, /v2/health/ready      it can predict; to anybody
@@ -173,7 +173,7 @@ class Application:
                 else:
                     response = await handler(request)
             except ClientDisconnect:
-                logger.debug("the client of %s is gone", request.url.path)
+                logger.debug("the client of %s disconnected", request.url.path)
                 response = Response(status_code=499)
             except Exception as exc:  # noqa: BLE001  # the client gets the error
                 response = _answer_error(exc)

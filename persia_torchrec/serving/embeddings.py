@@ -27,7 +27,7 @@ from persia_torchrec.errors import (
     RequestTimeoutError,
     ServerError,
 )
-from persia_torchrec.jit.compiled import telling_of_compilation
+from persia_torchrec.jit.compiled import report_compilation
 from persia_torchrec.lookup.bags import build_bags
 from persia_torchrec.lookup.pooling import warm_up
 from persia_torchrec.lookup.sharded_lookup import (
@@ -270,7 +270,7 @@ def host_checkpoint(
         addresses = stack.enter_context(cluster).addresses
         client = EmbeddingClient.connect(addresses, timeout_s=timeouts.REQUEST_S)
         stack.callback(client.close)
-        with telling_of_compilation():
+        with report_compilation():
             warm_up()
         client.learn_tables()
         if isinstance(of, EmbeddingSchema):

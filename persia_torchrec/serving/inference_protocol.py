@@ -200,7 +200,7 @@ def parse_request(
     try:
         request = msgspec.json.decode(body[:size], type=_Request)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
-        raise BatchError(f"A request must be as the protocol says ({exc}).") from exc
+        raise BatchError(f"A request must follow the protocol ({exc}).") from exc
     reject_extensions(request.parameters)
     tensors, rest = [], body[size:]
     for tensor in request.inputs:
@@ -370,7 +370,7 @@ def build_batch(
     """
     by_name = {tensor.name: tensor for tensor in tensors}
     if len(by_name) < len(tensors):
-        raise BatchError("Each input of a request must be there once.")
+        raise BatchError("Each input of a request must occur once.")
     lengths = [slot + LENGTHS for slot in signature.slots]
     required = [*signature.slots, *(dense.name for dense in signature.dense)]
     missing = [name for name in required if name not in by_name]

@@ -237,7 +237,7 @@ class Models:
         """
         if self.open is None:
             raise BatchError(
-                "A model must have servers of its own to be loaded by a request. "
+                "Only a model with its own servers can be loaded by a request. "
                 "Received: embedding workers, whose rows stay."
             )
         with self._loading:  # two at once would need the memory of two

@@ -290,7 +290,7 @@ class Predictor:
             batch = arrange(batch, model.signature, converts=is_text)
         elif is_text and len(batch.id_type_features) > 1:
             raise BatchError(
-                f"{model.path} must say in which order it takes its ID features, as "
+                f"{model.path} must have the order of its ID features, as "
                 "files of dump_checkpoint(with_jit_model=True) do. Received: one "
                 "without. Write the checkpoint again, or send PersiaBatch.to_bytes()."
             )
@@ -441,7 +441,7 @@ def repeating(work: Callable[[], None], what: str, poll_s: float) -> Iterator[No
             except Exception as exc:
                 has_bug = not isinstance(exc, PersiaError)
                 told = what, exc
-                logger.warning("the previous %s stays: %s", *told, exc_info=has_bug)
+                logger.warning("keeping the previous %s: %s", *told, exc_info=has_bug)
                 ending.wait(timeouts.PREDICTOR_RETRY_S)
 
     thread = threading.Thread(target=repeat, name=what, daemon=True)

@@ -144,7 +144,7 @@ class RemoteEmbeddingBagSharder(_HolderSharder):
             name=name,
             num_embeddings=module.num_embeddings,
             embedding_dim=module.embedding_dim,
-            feature_names=[sharded_module.THE_FEATURE],
+            feature_names=[sharded_module.EMBEDDING_BAG_KEY],
             pooling=PoolingType(module.mode.upper()),
         )
         bags = EmbeddingBagCollection(
@@ -185,7 +185,7 @@ class RemoteFeatureProcessedEmbeddingBagCollectionSharder(_HolderSharder):
     def __init__(self, bags: RemoteEmbeddingBagCollectionSharder) -> None:
         super().__init__(bags)
 
-    # Planners refuse others for these modules, because row-wise shards would lose the
+    # Planners reject others for these modules, because row-wise shards would lose the
     # positions of ids. Here the processors get the whole batch.
     sharding_type = types.ShardingType.TABLE_WISE.value
 

@@ -1,4 +1,4 @@
-"""What a backward pass does besides its nodes.
+"""Hooks of a backward pass besides its nodes.
 
 Its trainers agree on the loss scale, the first batch and the end; and a gradient that
 the caller may still write is copied, since another thread reads it later.

@@ -1,4 +1,4 @@
-"""What a sharder cannot see: the whole model around the collections that it shards.
+"""Model-level checks around the collections that a sharder shards.
 
 TorchRec hands a sharder its own modules only, and copies what no sharder takes to every
 trainer. For a collection that is usually a mistake: it was sharded by default, until
@@ -87,10 +87,10 @@ def _replace_other_names(model: nn.Module) -> None:
 
 
 def _require_sharders(model: nn.Module, taken: set[type[nn.Module]]) -> None:
-    """Refuse a sharded model with tables on the servers and collections left behind.
+    """Reject a sharded model with tables on the servers and collections left behind.
 
     Collections of the types ``taken`` may stay as they are if the plan says so. Managed
-    collision modules, of which each trainer has its own, are refused too.
+    collision modules, of which each trainer has its own, are rejected too.
     """
     if not remote_collections(model):
         return

@@ -1,7 +1,7 @@
-"""TorchRec's collections of tables, and what they say in the servers' terms.
+"""Convert the settings of TorchRec's collections to those of the servers.
 
 A table on the servers has no length: ``num_embeddings`` only sets the range of the
-initial weights, as it does in TorchRec. What the servers cannot do is refused here,
+initial weights, as it does in TorchRec. What the servers cannot do is rejected here,
 before training. An optimizer that a table has in the model moves to the servers:
 
     apply_optimizer_in_backward(RowWiseAdagrad, model.bags.parameters(), {"lr": 0.01})
@@ -248,7 +248,7 @@ def _of_slot(spec: FeatureSpec, slot: SlotConfig, prefix_bits: int) -> FeatureSp
 
 
 def _require_no_hash_stack(features: list[FeatureSpec]) -> None:
-    """Refuse slots with several rows an id where each id has one, or a weight."""
+    """Reject slots with several rows an id where each id has one, or a weight."""
     for feature in features:
         if feature.hash_stack_rounds:
             raise ConfigError(

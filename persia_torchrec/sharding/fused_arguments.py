@@ -279,7 +279,7 @@ def _mode_of(given: Any, table: str) -> int:
 def _require_unread(
     name: str, value: Any, cls: type[torch.optim.Optimizer], table: str
 ) -> None:
-    """Warn of an argument that fbgemm reads nothing from; refuse an unknown one."""
+    """Warn of an argument that fbgemm reads nothing from; reject an unknown one."""
     if name == "output_dtype":
         if str(getattr(value, "value", value)).lower() in ("fp32", "none"):
             return

@@ -184,7 +184,7 @@ def _calls(config: BaseEmbeddingConfig, shape: tuple[int, int]) -> Iterator[Floa
 def _require_no_position(
     config: BaseEmbeddingConfig, values: Floats, num_rows: int
 ) -> None:
-    """Refuse values whose distribution changes with their place, or their row's."""
+    """Reject values whose distribution changes with their place, or their row's."""
     in_table = np.arange(len(values)) % num_rows
     late = in_table >= num_rows // 2
     if num_rows > 1:
@@ -203,7 +203,7 @@ def _require_no_position(
 def _require_same(
     config: BaseEmbeddingConfig, what: str, left: Any, right: Any
 ) -> None:
-    """Refuse two samples that are very unlikely of one distribution."""
+    """Reject two samples that are very unlikely of one distribution."""
     both = [np.sort(sample, axis=None) for sample in (left, right)]
     points = np.concatenate(both)
     shares = [np.searchsorted(of, points, side="right") / len(of) for of in both]

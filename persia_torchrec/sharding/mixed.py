@@ -186,7 +186,7 @@ class MixedCollection(types.ShardedModule[Any, Any, Any, Any], FusedOptimizerMod
     def input_dist(self, ctx: Any, *input: Any, **kwargs: Any) -> Any:
         """Begin to distribute the ids, and to pull; returns TorchRec's awaitable."""
         batch = require_batch([*input, *kwargs.values()], PrefetchedBatch)
-        # TorchRec's comes first: it refuses a batch before it has begun anything.
+        # TorchRec's comes first: it rejects a batch before it has begun anything.
         local = batch
         if isinstance(batch, KeyedJaggedTensor):
             local = move(batch, self._local_device)
@@ -214,7 +214,7 @@ class MixedCollection(types.ShardedModule[Any, Any, Any, Any], FusedOptimizerMod
         yield from self.remote.sharded_parameter_names(prefix)
 
     def copy(self, device: torch.device) -> NoReturn:
-        """Refuse, as the remote module does."""
+        """Reject, as the remote module does."""
         self.remote.copy(device)
 
     def _joined(self, local: Any, ctx: Any) -> types.LazyAwaitable[Any]:
@@ -397,7 +397,7 @@ class MixedSharder(BaseEmbeddingSharder[TableCollection]):
         return sharded
 
     def reshard(self, *_: object) -> NoReturn:
-        """Refuse: TorchRec would move the tables on the servers too."""
+        """Reject: TorchRec would move the tables on the servers too."""
         raise ConfigError(
             "A collection with some tables on the servers keeps its plan. Received: a "
             "new plan for some of its tables. Give those that are to be resharded a "
@@ -417,7 +417,7 @@ class MixedSharder(BaseEmbeddingSharder[TableCollection]):
     def _require_plan(
         self, module: TableCollection, params: types.EmbeddingModuleShardingPlan
     ) -> None:
-        """Refuse a plan of other tables, or of another placement."""
+        """Reject a plan of other tables, or of another placement."""
         configs, placement = collection.table_configs(module), self._placement
         planned.require_tables(module, params)
         if params.keys() <= self._planned:  # and so the planner has seen all

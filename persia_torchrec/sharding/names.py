@@ -1,4 +1,4 @@
-"""What tables are called on the servers, and in state dicts.
+"""Names of tables on the servers and in state dicts.
 
 In plain TorchRec a table is its path in the model, and two collections may each have a
 table of one name. On the servers
@@ -62,7 +62,7 @@ class PlannedNames:
         return {name: len(self._tables.get(namespace + name, ())) for name in names}
 
     def require_free(self, names: Iterable[str], path: str, tables: object) -> None:
-        """Refuse a name of another collection of the same sharders.
+        """Reject a name of another collection of the same sharders.
 
         It is for names of which no planner knows whether the model has them once. A
         second model may have one: its collection is at the same path.

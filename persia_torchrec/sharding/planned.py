@@ -133,7 +133,7 @@ class PlannedSharder(types.ModuleSharder[nn.Module]):
         return sharded
 
     def reshard(self, module: Any, *_: object) -> Any:
-        """Refuse, as the module does."""
+        """Reject, as the module does."""
         return module.update_shards()
 
     asked: str | None = None  # the table that a planner asks about
@@ -170,7 +170,7 @@ class PlannedSharder(types.ModuleSharder[nn.Module]):
 
 
 def require_tables(module: TableCollection, params: Mapping[str, Any]) -> None:
-    """Refuse a plan of other tables."""
+    """Reject a plan of other tables."""
     names = {config.name for config in collection.table_configs(module)}
     if params.keys() != names:
         raise ConfigError(

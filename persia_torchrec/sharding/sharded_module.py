@@ -60,7 +60,7 @@ from persia_torchrec.sharding.table_control import (
     loss_scale,
 )
 
-THE_FEATURE = "ids"
+EMBEDDING_BAG_KEY = "ids"
 """How the one feature of an ``nn.EmbeddingBag`` is called."""
 
 
@@ -394,7 +394,7 @@ class ShardedRemoteCollection(
             self.collection_state.reset(self.tables_by_key.values())
 
     def update_shards(self, *_: object, **__: object) -> NoReturn:
-        """Refuse: the servers share the rows by their ids."""
+        """Reject: the servers share the rows by their ids."""
         raise ConfigError(
             "Tables on the embedding servers cannot be resharded: every server holds "
             "the ids that hash to it. Received: a new plan for some. Start more "
@@ -402,12 +402,12 @@ class ShardedRemoteCollection(
         )
 
     def copy(self, _: object) -> NoReturn:
-        """Refuse, by whichever way: a copy would push the same batches twice."""
+        """Reject, by whichever way: a copy would push the same batches twice."""
         raise ConfigError(
             "A collection with tables on the embedding servers cannot be copied, nor "
-            "moved to another device: it would be the same rows. Received: a copy, as "
-            "of copy.deepcopy. Build a second DistributedModelParallel, whose sharders "
-            "have a namespace=, and load model.state_dict() into it."
+            "moved to another device: it would be the same rows. Received: a copy, "
+            "for example by copy.deepcopy. Build a second DistributedModelParallel, "
+            "whose sharders have a namespace=, and load model.state_dict() into it."
         )
 
     __deepcopy__ = copy  # DistributedModelParallel.copy begins with it
@@ -501,7 +501,7 @@ class ShardedRemoteEmbeddingBag(ShardedRemoteEmbeddingBagCollection):
             ones = torch.ones_like(input, dtype=torch.float32)
             weights = ones if weights is None else weights.reshape(-1)
         kjt = torchrec.KeyedJaggedTensor(
-            [THE_FEATURE], input, weights=weights, offsets=offsets
+            [EMBEDDING_BAG_KEY], input, weights=weights, offsets=offsets
         )
         return super().input_dist(ctx, self._begin(kjt, has_one_more=not has_lines))
 
@@ -520,7 +520,9 @@ class ShardedRemoteEmbeddingBag(ShardedRemoteEmbeddingBagCollection):
         pooled: torch.Tensor = super().compute(ctx, batch).values()
         if batch.given not in self._with_one_more:
             return pooled
-        lengths_B = batch.source.features[THE_FEATURE].lengths  # on the host by now
+        lengths_B = batch.source.features[
+            EMBEDDING_BAG_KEY
+        ].lengths  # on the host by now
         return pooled if lengths_B[-1:].all() else pooled[:-1]
 
 

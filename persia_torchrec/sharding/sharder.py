@@ -90,7 +90,7 @@ class CollectionSharder(table_control.TableControl, PlannedSharder):
         """Return a collection's pipeline to a device, its tables known to servers."""
 
     def require_known_settings(self) -> None:
-        """Refuse settings that belong to no collection; called when a batch comes."""
+        """Reject settings that belong to no collection; called when a batch comes."""
 
     def put_on_servers(
         self,
@@ -126,7 +126,7 @@ class CollectionSharder(table_control.TableControl, PlannedSharder):
 
 
 def _require_one_dimension(env: types.ShardingEnv) -> None:
-    """Refuse 2D parallelism: each group would update the same rows by itself."""
+    """Reject 2D parallelism: each group would update the same rows by itself."""
     if isinstance(env, types.ShardingEnv2D):
         raise ConfigError(
             "Tables on the servers have one copy, which all trainers share. Received: "
@@ -136,7 +136,7 @@ def _require_one_dimension(env: types.ShardingEnv) -> None:
 
 
 def _require_device(device: torch.device) -> None:
-    """Refuse what is neither the CPU nor the current GPU, which NCCL uses."""
+    """Reject what is neither the CPU nor the current GPU, which NCCL uses."""
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(
             "A model with tables on the servers must be on the CPU or on a CUDA device."
@@ -338,7 +338,7 @@ class RemoteSharder(CollectionSharder):
         )
 
     def _require_known(self) -> None:
-        """Refuse settings of unknown tables; the PATH of one may come later."""
+        """Reject settings of unknown tables; the PATH of one may come later."""
         known = self.planned | self.described
         later = {n for n in self._settings if n.rpartition(".")[2] in self.planned}
         require_known_tables(self._settings, known | later)
@@ -425,7 +425,7 @@ class RemoteSharder(CollectionSharder):
         return sharded
 
     def require_known_settings(self) -> None:
-        """Refuse settings of unknown tables: all collections are sharded by now."""
+        """Reject settings of unknown tables: all collections are sharded by now."""
         require_known_tables(self._settings, self.planned | self.described)
 
     def make_pipeline(

@@ -348,7 +348,7 @@ def take_entries(
 
 
 def _require_same(module: Any, table: str, weights: torch.Tensor) -> None:
-    """Refuse other weights of a table than another collection has just loaded.
+    """Reject other weights of a table than another collection has just loaded.
 
     Plain collections whose tables have one name have rows of their own; here the last
     ones would stay.
@@ -409,7 +409,7 @@ def load_tables(
             these, or several; or its settings have ``dynamic``.
         BatchError: weights or state do not have the table's shape, or are not sharded
             by rows.
-        ServerError: a server failed, refused, or did not answer in time.
+        ServerError: a server failed, rejected, or did not answer in time.
 
     Example:
         ``load_tables(client, torch.load("model.pt", mmap=True), ["user", "item"])``
@@ -504,7 +504,7 @@ def read_table(
     Raises:
         BatchError: the servers have an id that belongs to none of the rows, or ids
             repeat.
-        ServerError: a server failed, refused, or did not answer in time.
+        ServerError: a server failed, rejected, or did not answer in time.
     """
     spec = client.table(table)
     ids_N = bulk.ids_of_rows(ids, 0, num_rows)
@@ -513,7 +513,7 @@ def read_table(
     repeated = sorted_N[1:][sorted_N[1:] == sorted_N[:-1]]
     if len(repeated):
         raise BatchError(
-            f"Table {table!r}: each row must have an id of its own. "
+            f"Table {table!r}: each row must have a distinct id. "
             f"Received: {repeated[0]} for several."
         )
     weights, state = (
@@ -571,7 +571,7 @@ def plain_state_dict(
 
     Raises:
         BatchError: the servers have an id that belongs to none of the rows.
-        ServerError: a server failed, refused, or did not answer in time.
+        ServerError: a server failed, rejected, or did not answer in time.
     """
     tensors = {}
     for path, module in model.named_modules():

@@ -427,8 +427,9 @@ class StoredTensor(torch.Tensor):
         if func is torch.Tensor.data_ptr:
             raise BatchError(
                 f"Table {args[0].stored.table.name!r}: its rows are on the servers and "
-                "have no memory here. Received: data_ptr, as of safetensors. Give "
-                "tensor.clone() instead, which takes the rows into memory."
+                "have no memory here. Received: a call of data_ptr, for example by "
+                "safetensors. Give tensor.clone() instead, which takes the rows into "
+                "memory."
             )
         if func in _ON_HOST:
             args = tree_map_only(StoredTensor, StoredTensor.whole, args)

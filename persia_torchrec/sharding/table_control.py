@@ -130,7 +130,7 @@ class RemoteTables(OwnProcess):
         return [spec.name for spec in added]
 
     def require_one_optimizer(self, specs: Iterable[TableSpec]) -> None:
-        """Refuse a table of two collections, each with an optimizer of its own."""
+        """Reject a table of two collections, each with an optimizer of its own."""
         for spec in specs:
             first = self._optimizers.setdefault(spec.name, spec.optimizer)
             if spec.optimizer != first:
@@ -264,8 +264,8 @@ class RemoteTables(OwnProcess):
         self._num_skipped = self._num_skipped + 1 if is_skipped else 0
         if self._num_skipped == _MANY_SKIPPED:
             logger.warning(
-                "the gradients of the embeddings were not finite in %d backward passes "
-                "in a row, and moved no row: is the loss finite, and the loss scale "
+                "gradients of the embeddings were not finite in %d backward passes in "
+                "a row; no row was updated: is the loss finite, and the loss scale "
                 "above 0?",
                 _MANY_SKIPPED,
             )
@@ -386,15 +386,14 @@ class TableControl:
         summary = self._report(num_rows)
         if summary.num_lost or summary.num_lost_updates:
             logger.warning(
-                "servers lost their memory: with it %d updates that they had not "
-                "acknowledged, and of those of all trainers that they had, %d updates "
-                "of %d rows",
+                "servers restarted without memory; lost updates: unacknowledged=%d "
+                "acknowledged=%d rows=%d",
                 *(summary.num_lost, summary.num_lost_updates, summary.num_lost_rows),
             )
         if summary.num_evicted:
             logger.warning(
-                "%d gradients (%.2f %% of %d) came after their rows had been evicted, "
-                "and moved none; raise the servers' capacity, add servers, or lower "
+                "%d gradients (%.2f %% of %d) came after the eviction of their rows, "
+                "and were dropped; raise the servers' capacity, add servers, or lower "
                 "the staleness, if that is a large fraction",
                 summary.num_evicted,
                 100 * summary.share_evicted,
@@ -434,7 +433,7 @@ class TableControl:
             tables: names of tables; all that are sharded so far by default.
 
         Raises:
-            ConfigError: an unknown table, or its optimizer refuses the rate.
+            ConfigError: an unknown table, or its optimizer rejects the rate.
             PersiaError: an earlier update failed.
         """
         self.remote_tables.set_rates(dict.fromkeys(self._known(tables), lr))

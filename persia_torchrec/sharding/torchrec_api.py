@@ -156,7 +156,7 @@ def embedding_kernels(sharded: Any) -> list[BaseEmbedding]:
 
 
 def require_no_capture() -> None:
-    """Refuse to wait for rows while the current stream captures a CUDA graph."""
+    """Reject a wait for rows while the current stream captures a CUDA graph."""
     if torch.cuda.is_current_stream_capturing():
         raise ConfigError(
             "Rows of tables on the servers must be looked up outside of a CUDA graph: "

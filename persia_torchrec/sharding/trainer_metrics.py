@@ -1,4 +1,4 @@
-"""What a trainer's tables tell a metrics gateway: one thread for all its models.
+"""Metrics of a trainer's tables, pushed by one thread for all its models.
 
     each pipeline's tally and semaphore  --read()-->  metrics pushes  -->  the gateway
 

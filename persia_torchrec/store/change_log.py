@@ -1,4 +1,4 @@
-"""Note which rows change, so that the changes can be written elsewhere.
+"""The change log: which rows changed since the previous increment.
 
 A copy of a store stays equal to it if it gets, again and again, the rows that have
 changed since the last time, whole, and the ids of those that have left: the dirty set,

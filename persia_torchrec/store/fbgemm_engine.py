@@ -10,7 +10,7 @@ copied into such tables, block by block; fbgemm steps them as bags of one id eac
 A block stays in a core's cache, and ends before an id that is in it already, so that
 the second gradient meets the row that the first one has left. What is called is the
 backward operator that fbgemm registers with torch for CPU tables; its arguments were
-checked with fbgemm 1.8, and a version with others refuses the call.
+checked with fbgemm 1.8, and a version with others rejects the call.
 
 ``auto`` chooses by ``engine_measurements.json``. The machine that it names has written
 it by ``python -m benchmarks engines --json engine_measurements.json``.
@@ -57,9 +57,9 @@ _AHEAD = 10
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _S32, _ONE = np.uint64(32), np.uint64(1)
 
-NEXT, BLOCK, MISSED, REFUSED, UNSURE = range(5)
+NEXT, BLOCK, MISSED, REJECTED, UNSURE = range(5)
 """Columns of ``DenseRows.progress``: the first id of the next block, the number of the
-last block, ids without a row, gradients refused, gradients of the block that are not
+last block, ids without a row, gradients rejected, gradients of the block that are not
 moderate."""
 
 
@@ -107,13 +107,13 @@ class FbgemmEngine:
             progress = dense.progress
             if progress[BLOCK] > _MOST_BLOCKS // 2:  # more than any request needs
                 progress[BLOCK] = dense.seen[:] = 0
-            progress[[NEXT, MISSED, REFUSED]] = 0
+            progress[[NEXT, MISSED, REJECTED]] = 0
             while progress[NEXT] < len(ids_N):
                 num = gather_rows(layout, ids_N, slots_N, grads_ND, dense, numbers[1])
                 if num:
                     step(num)
                     scatter_rows(table, num, dense, numbers[0])
-            return int(progress[MISSED]), int(progress[REFUSED])
+            return int(progress[MISSED]), int(progress[REJECTED])
 
         return update
 
@@ -218,7 +218,7 @@ def gather_rows(
         if slot == NOT_FOUND:
             progress[MISSED] += 1
         elif not memory.is_finite(cpu.floats_at(grad), rows.dim):
-            progress[REFUSED] += 1
+            progress[REJECTED] += 1
         elif _is_seen(dense.seen, slot, block):
             break
         else:
@@ -264,7 +264,7 @@ def scatter_rows(table: TableAt, num: int, dense: DenseRows, bound: np.float32) 
             finish_row(layout, rows, address, new, bound)
             cpu.copy_bytes(address + rows.state, from_state, rows.state_bytes)
         else:
-            dense.progress[REFUSED] += 1
+            dense.progress[REJECTED] += 1
         weights += np.uint64(4 * rows.dim)
         from_state += rows.state_bytes
 

@@ -14,7 +14,7 @@ prefetched in two steps: the header; then its line of the index and the rest of 
 An update takes as hints the slots that the lookup of the same ids returned. Each is
 checked against the row's header, which the update touches anyway; a row that has moved
 or left since is looked up in the index. So no gradient reaches another id. A gradient
-that holds NaN or an infinity would ruin its row for good: it is refused and counted.
+that holds NaN or an infinity would ruin its row for good: it is rejected and counted.
 So is one whose step leaves the row not finite (``finite.py``).
 """
 
@@ -522,7 +522,7 @@ def build_update(kernel: Kernel) -> Callable[..., tuple[int, int]]:
     weight after the update (inf for none), the largest sum of squares of a gradient
     after whose step a row is not looked at, the floats of the optimizer's state, and
     then the optimizer's numbers. The loop returns how
-    many ids have no row, and how many gradients were refused.
+    many ids have no row, and how many gradients were rejected.
     """
     step = finite.build_step(kernel)
 

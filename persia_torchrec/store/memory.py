@@ -1,4 +1,4 @@
-"""Rows in memory: where weights and optimizer state stand, and which slots are free.
+"""Memory of rows: layout of weights and optimizer state, and free slots.
 
 Rows of one width share an arena: one stretch of memory of ``capacity`` equal slots, of
 which only the used ones cost anything. A row is a header of two 8-byte words, then its
@@ -80,11 +80,11 @@ the store is full; whether updates in 16 bits are rounded to the nearest."""
 
 HITS, MISSES, INSERTED, REJECTED, ROWS, TICK = range(6)
 EVICTED, EXPIRED_STEPS, EXPIRED_SECONDS, EXPIRED_NORM = range(6, 10)
-LEFT_AT, LEFT_ROOM, CAPACITY, MISSED, REFUSED = range(10, 15)
+LEFT_AT, LEFT_ROOM, CAPACITY, MISSED, REJECTED = range(10, 15)
 CHANGE, SWEPT_ARENA, SWEPT_SLOT, LOADING, PINNED_ROWS = range(15, 20)
 RUNNING_S, HAS_LARGE = 20, 21
 NUM_TALLIES = 22
-"""Columns of the tally: ids found, ids not found, rows made, ids refused a row, rows
+"""Columns of the tally: ids found, ids not found, rows made, ids rejected a row, rows
 in use, tick of the current request; rows that left because the store was full, because
 of their age in steps, in seconds, because of their norm; address at which the next row
 to leave is noted, or 0, and for how many there is room (see ``change_log.py``); rows
@@ -104,7 +104,7 @@ COUNTERS = {
     "expired_seconds": EXPIRED_SECONDS,
     "expired_norm": EXPIRED_NORM,
     "gradients_missed": MISSED,
-    "gradients_refused": REFUSED,
+    "gradients_refused": REJECTED,
 }
 """Columns that are counted since the start, by the names of counters."""
 
@@ -155,7 +155,7 @@ def require_sound(holds: object, what: str) -> None:
     """Raise StoreError unless numbers in a memory file fit what else is there."""
     if not holds:
         raise StoreError(
-            f"A memory file must have {what} that can be. Received: a damaged one. "
+            f"A memory file must have valid {what}. Received: a damaged one. "
             "Delete the file, and load a checkpoint."
         )
 

@@ -1,4 +1,4 @@
-"""The memory of a store in a file, which outlives the process.
+"""The memory of a store in a file, which survives the process.
 
 ``docs/formats/memory.md`` has it to the byte:
 
@@ -253,7 +253,7 @@ class MemoryFile:
         header[TIMES_OPENED] = (int(header[TIMES_OPENED]) + 1) % 2**64
 
     def _require_usable(self, capacity_rows: int, num_classes: int) -> None:
-        """Refuse memory that this store cannot continue with; it is not changed."""
+        """Reject memory that this store cannot continue with; it is not changed."""
         header = self._header.tolist()
         if header[MAGIC_AT] != MAGIC or header[VERSION_AT] != VERSION:
             raise StoreError(
@@ -277,7 +277,7 @@ class MemoryFile:
         is_lost = bool(self.area(RECOVERY)[int(LOST) // 8])
         if is_lost and self.area(TALLY)[CHANGE] == REQUEST:
             raise StoreError(
-                f"The memory file {self.path} must hold what undoes a request. "
+                f"The memory file {self.path} must hold the undo log of its request. "
                 f"Received: one whose process, {header[PID]}, died in the middle of a "
                 "request that changed more than was kept, as one does whose table has "
                 "an admission with a large memory that keeps nothing itself "
@@ -285,7 +285,7 @@ class MemoryFile:
             )
 
     def _require_sound_lines(self) -> None:
-        """Refuse reservations that do not stand one behind the other."""
+        """Reject reservations that do not stand one behind the other."""
         num, published = int(self._header[NUM_REGIONS]), int(self._header[PUBLISHED])
         num_kept, num_bytes = published >> 32 & (2**31 - 1), published & (2**32 - 1)
         is_sound = _NUM_FIXED < num_kept <= num <= len(self._lines)

@@ -1,4 +1,4 @@
-"""Which row leaves next, exactly, without a linked list.
+"""Eviction order (LRU, LFU), exact and without a linked list.
 
 Each touch appends the row's slot to a log, which is written in sequence, and stamps the
 row's header with the tick of the request (a linked list would cost three random memory

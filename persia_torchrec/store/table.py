@@ -1,4 +1,4 @@
-"""The tables of a store: settings, compiled loops, and what is kept beside the rows."""
+"""The tables of a store: settings, compiled loops, and data beside the rows."""
 
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property
@@ -60,7 +60,7 @@ class PublishedTable(msgspec.Struct):
     is_dropped: bool = False
 
     def require_fits(self, layout: memory.Layout, widths: list[int]) -> None:
-        """Refuse a table whose rows are none of an arena of so many words a row."""
+        """Reject a table whose rows are none of an arena of so many words a row."""
         num_bytes = int(layout[memory.STATE]) + 4 * int(layout[memory.NUM_STATE])
         fits = self.arena < len(widths) and 8 * widths[self.arena] - num_bytes in range(
             8
@@ -302,7 +302,7 @@ class TableState:
         """Apply the optimizer to the rows of ids; that is the table's step ``step``.
 
         All arrays are read-only. Returns how many ids have no row, and how many
-        gradients were refused.
+        gradients were rejected.
         """
         self.num_updates, self.layout[memory.NOW_S] = step, now_s
         numbers = self._step_numbers()

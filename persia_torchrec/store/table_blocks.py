@@ -1,4 +1,4 @@
-"""Rows of several blocks: how many an id has follows from how often it is seen.
+"""Dynamic embedding dimension: frequent ids get more blocks of weights.
 
 A table with dynamic dim keeps the first block of each row, and three numbers; each
 further block is a row of a table of its own, on the same server, with the same id:
@@ -150,7 +150,7 @@ class Blocks:
         first_NW = np.ascontiguousarray(grads_ND[:, self._of(0)])
         if not is_finite_N.all():
             first_NW = first_NW.copy()
-            first_NW[~is_finite_N] = np.nan  # all of a gradient is refused
+            first_NW[~is_finite_N] = np.nan  # all of a gradient is rejected
         return parts, first_NW, None if hints_N is None else hints_N[:, 0].copy()
 
     def read(self, store: "EmbeddingStore", table: "TableState", ids_N: Ids) -> Floats:

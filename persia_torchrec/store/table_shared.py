@@ -1,4 +1,4 @@
-"""Shared rows: what ids without a row of their own read and train.
+"""Shared rows for ids without a row of their own.
 
 A table with B shared rows has a second one on the same server, whose ids are 0 .. B-1:
 
@@ -98,7 +98,7 @@ class SharedRows:
     ) -> tuple[int, int]:
         """Apply the optimizer to the rows of ids, and to the shared rows of others.
 
-        Returns how many ids have neither, and how many gradients were refused.
+        Returns how many ids have neither, and how many gradients were rejected.
         """
         _, _, step, ids_N, hints_N, grads_ND = change
         slots_N = loops.find_slots(table.layout, ids_N)
@@ -106,14 +106,14 @@ class SharedRows:
         if is_own_N.all():
             return table.step_rows(ids_N, hints_N, grads_ND, step=step, now_s=now_s)
         own = (read_only(array[is_own_N]) for array in (ids_N, slots_N, grads_ND))
-        missed, refused = table.step_rows(*own, step=step, now_s=now_s)
+        missed, rejected = table.step_rows(*own, step=step, now_s=now_s)
         others = np.flatnonzero(~is_own_N)
         keys = read_only(ids_N[others] % self._num)
         slots = loops.find_slots(self.state.layout, keys)
         has_row = slots != memory.MISSING
         is_finite = np.isfinite(grads_ND[others]).all(axis=1)
         missed += int(np.count_nonzero(~has_row))
-        refused += int(np.count_nonzero(has_row & ~is_finite))
+        rejected += int(np.count_nonzero(has_row & ~is_finite))
         stepped = others[has_row & is_finite]
         keys_K, which = np.unique(keys[has_row & is_finite], return_inverse=True)
         sums_KD = np.zeros((len(keys_K), grads_ND.shape[1]), dtype=np.float32)
@@ -124,7 +124,7 @@ class SharedRows:
         _, num_refused = self.state.step_rows(
             keys_K, read_only(slots_K), read_only(sums_KD), step=step, now_s=now_s
         )
-        return missed, refused + num_refused
+        return missed, rejected + num_refused
 
     def _note(self, store: "EmbeddingStore", slots_K: Slots) -> None:
         if store.journal.is_on:
@@ -133,7 +133,7 @@ class SharedRows:
 
 
 def require_room(store: "EmbeddingStore", state: "TableState", ids_K: Ids) -> None:
-    """Refuse to make shared rows beside which no other row would fit."""
+    """Reject shared rows beside which no other row would fit."""
     slots_K = loops.find_slots(state.layout, read_only(ids_K))
     num_rows = int(store.tally[memory.PINNED_ROWS])
     num_rows += int(np.count_nonzero(slots_K == memory.MISSING))

@@ -103,7 +103,7 @@ class Transaction:
         self.notes.append((offset, value % 2**64))
 
     def note_results(self, offset: int) -> None:
-        """Set three notes: ``totals``, missed, refused, unadmitted."""
+        """Set three notes: ``totals``, missed, rejected, unadmitted."""
         self.results_at.append(offset)
 
     def __enter__(self) -> Self:
@@ -345,7 +345,7 @@ class Transactions:
             transaction.totals = UpdateResult(*map(sum, zip(*results, strict=True)))
         if any(transaction.totals):
             self._store.tally[memory.MISSED] += transaction.totals.num_missed
-            self._store.tally[memory.REFUSED] += transaction.totals.num_refused
+            self._store.tally[memory.REJECTED] += transaction.totals.num_refused
 
     def _clear(self, notes: list[tuple[int, int]]) -> None:
         """Drop all rows, and set notes."""
@@ -407,13 +407,13 @@ class Transactions:
         if not np.abs(values_NK).max(initial=0) <= finite.MODERATE_WEIGHT:
             self._store.tally[memory.HAS_LARGE] = 1
 
-    def _build_result(self, change: Change, missed: int, refused: int) -> UpdateResult:
+    def _build_result(self, change: Change, missed: int, rejected: int) -> UpdateResult:
         unadmitted, state = 0, self._store.states[change.table]
         if missed and state.admission is not None:
             # Its lookup left it without a row, if what that found is known.
             num_without = int(np.count_nonzero(change.hints == memory.MISSING))
             unadmitted = min(num_without, missed)
-        return UpdateResult(missed, refused, unadmitted)
+        return UpdateResult(missed, rejected, unadmitted)
 
 
 def _as_words(notes: list[tuple[int, int]]) -> Words:

@@ -246,7 +246,7 @@ def load_dense(folder: Folder, state: dict[str, Any], *, resets: bool = False) -
 def require_rows_stay(
     client: EmbeddingClient, found: catalog.Saved, rules: catalog.LoadRules
 ) -> None:
-    """Refuse to leave rows as they are on the servers, if their table has changed.
+    """Reject rows that stay as they are on the servers, if their table has changed.
 
     With ``on_change="reset table"`` it begins again, with a line.
     """
@@ -534,7 +534,7 @@ def script_bytes(
             torch.jit.save(script, buffer, _extra_files=dict(extra_files or {}))
     except Exception as exc:  # the compiler raises a class for each kind of mistake
         raise ConfigError(
-            "The dense model must be one that torch.jit.script takes; annotate the "
+            "The dense model must be scriptable by torch.jit.script; annotate the "
             "lists of tensors that its forward gets. Received: "
             f"{type(model).__name__} ({exc})."
         ) from exc
@@ -545,7 +545,7 @@ def read_state(folder: Folder, name: str, map_location: str | None = None) -> An
     """Return what :func:`state_bytes` wrote to a file, on the CPU by default."""
     if folder.file_size(name) is None:
         raise CheckpointError(
-            f"{folder.file_path(name)} must be there. Received: {folder.described()}. "
+            f"{folder.file_path(name)} must exist. Received: {folder.described()}. "
             "A dump of the embeddings alone is for load_embedding."
         )
     data = io.BytesIO(folder.read(name))

@@ -1,4 +1,4 @@
-"""How far the data of all trainers are trained, random numbers and buffers, as saved.
+"""Saved state of data, random numbers and buffers of all trainers.
 
 Of a ``WorkQueue`` all trainers save the same, the rows that no trainer has trained. So
 any number of trainers may load it.
@@ -125,6 +125,8 @@ class Buffers:
                 "these begin again."
             )
         if changed:
-            logger.warning("the model's buffers: these begin again: %s", told)
+            logger.warning(
+                "the model's buffers, reset to their initial values: %s", told
+            )
         rest = {name: value for name, value in state.items() if name not in changed}
         self._model.load_state_dict(rest, strict=False)

@@ -1,4 +1,4 @@
-"""What torch's checkpoints save and load of a model: all but the tables on servers.
+"""Planners of torch's checkpoints for a model without the tables on servers.
 
 torch lists the tensors of a checkpoint in a pickle, which may name any function: it is
 read without running anything that it names.
@@ -88,7 +88,7 @@ class LoadPlanner(DenseOnly, default_planner.DefaultLoadPlanner):
                 "or TrainCtx, these begin again."
             )
         if is_coordinator:
-            logger.warning("the dense half: these begin again: %s", told)
+            logger.warning("dense parameters, reset to their initial values: %s", told)
         state = self.state_dict.items()
         self.state_dict = {k: v for k, v in state if k not in changed}
         self.mappings = {key: self.mappings[key] for key in self.state_dict}

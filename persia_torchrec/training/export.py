@@ -202,7 +202,7 @@ def _export(
     except Exception as exc:  # the exporter raises a class for each kind of mistake
         why = str(exc).strip().partition("\n")[0]
         raise ConfigError(
-            "The model must be one that torch.export takes for batches of any size "
+            "The model must be exportable by torch.export for any batch size "
             "(x.shape[0] is such a size, len(x) a number), or have a "
             'factory="module:function" that makes it. Received: '
             f"{type(half.model).__name__} ({type(exc).__name__}: {why})."

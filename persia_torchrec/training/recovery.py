@@ -1,4 +1,4 @@
-"""Automatic checkpoints of a training, and its return to the last one.
+"""Automatic checkpoints of a training, and its resume from the last one.
 
     step    every trainer counts; rank 0, whose clock decides, tells all now and then
             after how many steps to ask again, or that it is time now. Then all save
@@ -125,7 +125,7 @@ class Recovery:
         self._taken = deque[tuple[int, int]]()
 
     def begin_generation(self) -> None:
-        """Have the servers refuse what trainers of an earlier start still send."""
+        """Have the servers reject what trainers of an earlier start still send."""
         client, is_restart = self._client, env.num_group_restarts() > 0
         generation = at_first(lambda: client.generation + is_restart, int)
         client.begin_generation(generation)
@@ -154,7 +154,7 @@ class Recovery:
             except CheckpointError as exc:
                 if path == found[-1]:
                     raise
-                logger.warning("the checkpoint before is loaded, because of %s", exc)
+                logger.warning("falling back to the previous checkpoint: %s", exc)
             else:
                 self.resumed_from = path
                 self._may_continue = True
@@ -249,7 +249,7 @@ class Recovery:
             JobMember.current,
         )
         if is_last and member is not None:
-            member.tell_last_step()
+            member.report_last_step()
         is_delta = at_first(lambda: self.clock.is_delta and not is_last, bool)
         is_delta = is_delta and self._may_continue
         try:
@@ -408,8 +408,8 @@ class Recovery:
         """Set the own state again, and rates and settings that the script changed."""
         if lacking := self._set_own(saved):
             raise ConfigError(
-                "What checkpoints keep of a script must be told before its first "
-                f"batch. Received: a checkpoint with {lacking}, too."
+                "All state must be passed to recoverable() before the first batch. "
+                f"Received: a checkpoint that also has {lacking}."
             )
         shared, _ = self._split()
         for name, groups in saved["groups"].items():
@@ -593,7 +593,8 @@ def _unpack(data: bytes) -> dict[str, Any]:
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as exc:  # what cannot be read makes the reader raise has no list
         raise ConfigError(
-            "What checkpoints keep of a script must consist of tensors, numbers, text, "
+            "The state of a script in checkpoints must consist of tensors, numbers, "
+            "text, "
             f"lists and dictionaries. Received: {exc}."
         ) from exc
     return dict(state)

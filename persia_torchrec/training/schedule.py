@@ -1,4 +1,4 @@
-"""When a training is saved: by the clock of rank 0, and by steps, at all trainers.
+"""The schedule of checkpoints: by the clock of rank 0 and by steps.
 
 Between two checkpoints there may be joint deltas, of what has changed of the dense
 model and of rows:

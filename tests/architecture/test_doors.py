@@ -92,7 +92,7 @@ def test_a_previous_command_runs_with_a_warning(command):
         ("data", "PersiaBatch", "persia_torchrec.embedding.data.PersiaBatch"),
     ],
 )
-def test_a_name_that_is_misspelt_is_told_what_is_meant(door, name, meant):
+def test_a_name_that_is_misspelt_learns_what_is_meant(door, name, meant):
     with pytest.raises(ImportError, match=rf"{name}.*Did you mean '{meant}'\?"):
         exec(f"from persia_torchrec.{door} import {name}")
     assert not hasattr(importlib.import_module(f"persia_torchrec.{door}"), name)
@@ -101,7 +101,7 @@ def test_a_name_that_is_misspelt_is_told_what_is_meant(door, name, meant):
 @pytest.mark.parametrize(
     ("name", "meant"), [("TrainCtx", "ctx.TrainCtx"), ("Dataloder", "data.DataLoader")]
 )
-def test_a_name_that_stands_elsewhere_is_told_where(name, meant):
+def test_a_name_that_stands_elsewhere_learns_where(name, meant):
     with pytest.raises(ImportError, match=f"Did you mean 'persia_torchrec.{meant}'?"):
         exec(f"from persia_torchrec import {name}")
     with pytest.raises(AttributeError, match=f"Did you mean 'persia_torchrec.{meant}'"):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from persia_torchrec import env, k8s_utils
-from persia_torchrec.distributed import ALGORITHMS, REFUSED_ALGORITHMS
+from persia_torchrec.distributed import ALGORITHMS, REJECTED_ALGORITHMS
 from persia_torchrec.parsing.yaml_file import DIFFERENCES
 from persia_torchrec.persia import launcher
 from tests.support.repository import ROOT
@@ -136,13 +136,13 @@ def test_exactly_the_keys_that_differ_are_explained(title, kind):
 def test_exactly_the_rejected_variables_are_listed_as_rejected():
     table = PAGE.partition("| variable of PERSIA |")[2].partition("\n\n")[0]
     rows = re.findall(r"^\| (`[A-Z_`, ]+`) \| (.*) \|", table, re.M)
-    refused = [
+    rejected = [
         name
         for names, here in rows
-        if here.startswith("refused")
+        if here.startswith("rejected")
         for name in re.findall(r"`(\w+)`", names)
     ]
-    assert refused == list(env.REFUSED)
+    assert rejected == list(env.REJECTED)
     files = ("env.py", "persia/utils.py", "persia/launcher.py")
     read = "".join((FOLDER / file).read_text() for file in files)
     for names, here in rows:
@@ -151,11 +151,11 @@ def test_exactly_the_rejected_variables_are_listed_as_rejected():
 
 
 def test_every_algorithm_of_bagua_is_documented():
-    for algorithm in (*ALGORITHMS, *REFUSED_ALGORITHMS):
+    for algorithm in (*ALGORITHMS, *REJECTED_ALGORITHMS):
         assert f"`{algorithm}`" in PAGE
 
 
-def test_the_commands_are_those_of_the_launcher():
+def test_the_commands_equal_those_of_the_launcher():
     shown = re.findall(r"^persia-launcher ([\w-]+)", PAGE, re.M)
     listed = re.findall(r"^\| `([\w-]+)(?: \[FILE\])?` \| the same \|", PAGE, re.M)
     usage = launcher.parser().format_help()

@@ -33,7 +33,7 @@ def test_there_are_lines_to_compare():
 
 
 @pytest.mark.parametrize("test", GUARDED)
-def test_what_is_guarded_has_a_test(test):
+def test_each_guard_has_a_test(test):
     assert_is_there(test)
 
 

@@ -129,7 +129,7 @@ def test_the_first_example_runs_as_it_stands(tmp_path):
 @pytest.mark.slow
 def test_the_example_of_settings_runs_as_it_stands(tmp_path):
     (block,) = blocks("python", "docs/reference.md")
-    # Their rows were made at the third sight, and updated then and twice more.
+    # Their rows were made on the third occurrence, and updated then and twice more.
     assert "frequency [5 5] last step [5 5]" in run_block(block, tmp_path)
 
 
@@ -175,7 +175,7 @@ def test_what_a_page_submits_to_a_cluster_is_accepted():
         assert "persia_torchrec.job.coordinator" in shown.stdout
 
 
-def test_what_a_diff_imports_is_there():
+def test_imports_of_a_diff_exist():
     lines = [line for block in blocks("diff") for line in block.splitlines()]
     imports = [line[1:] for line in lines if line.startswith("+from ")]
     assert imports

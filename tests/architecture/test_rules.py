@@ -128,7 +128,7 @@ def names_in(nodes):
 
 @pytest.mark.parametrize("name", FILES)
 def test_nothing_is_unpickled(name):
-    """Pickle, and what hides it, runs what whoever wrote the bytes wants."""
+    """Pickle, and what hides it, runs code that the writer of the bytes chose."""
     nodes = parsed(name)
     names = {part for found in names_in(nodes) for part in found.split(".")}
     assert names & UNPICKLE == ({"pickle"} if name == UNPICKLES else set())

@@ -200,7 +200,9 @@ SETTINGS = {"precision": ["--batch-size", "512"], "training": ["--rows", "2048"]
 
 
 @pytest.mark.parametrize(("name", "figure", "mutation", "message"), WRONG)
-def test_a_wrong_value_ends_it(name, figure, mutation, message, monkeypatch, caplog):
+def test_a_wrong_value_stops_the_benchmark(
+    name, figure, mutation, message, monkeypatch, caplog
+):
     mutation(monkeypatch)
     more = SETTINGS.get(name, [])
     assert main([name, "--tiny", "--figures", figure, *more]) == 1
@@ -214,7 +216,7 @@ def test_a_wrong_row_ends_the_filling_of_a_store(monkeypatch):
 
 
 @needs_redis
-def test_a_wrong_value_in_redis_ends_it(monkeypatch, caplog):
+def test_a_wrong_value_in_redis_stops_the_benchmark(monkeypatch, caplog):
     monkeypatch.setattr(wire.FilledRedis, "_stepped", lambda self, rows, grads: rows)
     argv = ["wire", "--tiny", "--redis", shutil.which("redis-server")]
     assert main([*argv, "--figures", "redis"]) == 1

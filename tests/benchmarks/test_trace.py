@@ -25,7 +25,7 @@ EVENTS = [
 ]
 
 
-def test_what_overlaps_is_counted_once():
+def test_overlapping_spans_are_counted_once():
     spans = [event("", "", ts, dur) for ts, dur in [(0, 10), (2, 3), (8, 4), (16, 4)]]
     assert busy_fraction(spans) == (12 + 4) / 20
     assert busy_fraction([]) == 0

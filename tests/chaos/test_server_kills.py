@@ -108,7 +108,7 @@ def draw_ids(number):
 
 
 @pytest.mark.parametrize("shared_rows", [0, 17])
-def test_rows_that_are_admitted_and_evicted_are_those_of_the_reference(
+def test_rows_that_are_admitted_and_evicted_equal_those_of_the_reference(
     draw, kills, shared_rows
 ):
     spec = replace(RARE, shared_rows=shared_rows)
@@ -211,7 +211,7 @@ def rows_on(client):
 
 
 @pytest.mark.parametrize("kind", [*KINDS])
-def test_what_is_saved_between_kills_has_all_that_was_trained(
+def test_checkpoints_between_kills_have_all_updates(
     draw, kills, kind, tmp_path, record_property
 ):
     run, saved = str(tmp_path / "run"), {}

@@ -75,7 +75,7 @@ def test_a_stopped_coordinator_is_replaced_and_a_stopped_member_waited_for(tmp_p
             with stopped(member.pid):
                 silent = "server 0 was silent for 2 s; the job waits for its return"
                 job.coordinator.has_printed(silent)
-            job.coordinator.has_printed("server 0 is back, after ")
+            job.coordinator.has_printed("server 0 is back, failover took ")
             assert book.state() == ("running", "")
         (job.folder / "go").touch()
         assert [p.status() for p in (trainer, job.coordinator, server)] == [0, 0, 0]
@@ -94,7 +94,7 @@ def test_a_stopped_member_that_was_replaced_ends_when_it_runs_again(tmp_path):
                 second = job.start_member("serve", name="again")
                 second.has_printed("serving")
             assert first.status() == 1
-            assert "server 0 was given up, and ends: another process" in first.output()
+            assert "server 0 exits: replaced by process" in first.output()
             assert book.state() == ("running", "")
         (job.folder / "go").touch()
         assert [p.status() for p in (trainer, job.coordinator, second)] == [0, 0, 0]
@@ -115,7 +115,7 @@ def test_a_member_whose_network_is_cut_is_waited_for(tmp_path, seconds):
         if seconds > LOST_S:
             job.coordinator.has_printed("server 0 has sent no heartbeat for 4.0 s")
             job.coordinator.has_printed("server 0 was lost: its process")
-            job.coordinator.has_printed("server 0 is back, after ")
+            job.coordinator.has_printed("server 0 is back, failover took ")
         (job.folder / "go").touch()
         assert [p.status() for p in (trainer, job.coordinator, server)] == [0, 0, 0]
 
@@ -193,7 +193,7 @@ def test_a_server_that_runs_again_changes_nothing_when_another_has_its_place(tmp
             env=dict(variable.split("=", 1) for variable in environment),
             inherits=False,
         )
-        job.has_printed("server 0 is back, after ")
+        job.has_printed("server 0 is back, failover took ")
         num_trained = job.output().count("current idx")
         os.kill(first.pid, signal.SIGCONT)
         wait_until(lambda: not is_running(first.pid), "it ends", details=job.output)
@@ -204,7 +204,7 @@ def test_a_server_that_runs_again_changes_nothing_when_another_has_its_place(tmp
         )
         ended = job.wait()
         assert second.status() == 0, second.output()
-    assert "server 0 was given up, and ends: another process" in ended.logs["server 0"]
+    assert "server 0 exits: replaced by process" in ended.logs["server 0"]
     assert ended.line(r"rank 0: trained (\d+) batches") == "500"
     assert "the job is finished" in ended.output
 

@@ -26,6 +26,6 @@ def test_a_job_trains_through_deaths_as_without_any(tmp_path):
     with ForkedJob(folder, *command, *script, variables=variables) as job:
         ended = job.wait()
     assert ended.status == 0, ended.output
-    assert "server 0 is back, after" in ended.output
+    assert "server 0 is back, failover took" in ended.output
     assert re.search(r"resumed from .*/checkpoint-00000001", ended.output)
     assert printed_by(ended.output) == pytest.approx(printed_by(alone.output()), 1e-5)

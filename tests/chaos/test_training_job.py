@@ -114,7 +114,7 @@ def test_rows_ahead_have_what_was_acknowledged_and_nothing_twice(run, tmp_path):
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_rows_are_those_of_an_undisturbed_job_bit_by_bit(run, staleness):
+def test_rows_equal_those_of_an_undisturbed_job_bit_by_bit(run, staleness):
     given = {"sizes": SIZES | {"loader": 1, "trainer": 1}, "LEARNS": str(staleness + 1)}
     rows, end, _ = run("killed", 20, ["server", "worker"], **given)
     expected, _, _ = run("undisturbed", 0, end=end, **given)

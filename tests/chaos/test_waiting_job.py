@@ -86,7 +86,7 @@ def draw_victims(process, draw):
     outer = parent_of(inner)
     if how == "outer" and is_supervisor(outer):  # after which all else is as before
         yield outer
-        wait_until(lambda: len(children_of(inner)) != 1, "another one waits")
+        wait_until(lambda: len(children_of(inner)) != 1, "forked a replacement")
     yield inner if how == "inner" else process.pid
     if how == "again":  # the next one, too, or its supervisor while there is none
         time.sleep(draw.random())
@@ -174,11 +174,11 @@ def test_torchx_says_failed_only_if_the_process_that_it_started_was_killed(
         inner = process.supervisor.pid
         if is_outer:
             kill(parent_of(inner))
-            job.has_printed("another one waits")
+            job.has_printed("forked a replacement")
             assert record.process() == process
         else:
             kill(inner)
-            job.has_printed("server 0 is back, after ")
+            job.has_printed("server 0 is back, failover took ")
         (tmp_path / "go").touch()
         ended = job.wait()
     assert ended.status == is_outer

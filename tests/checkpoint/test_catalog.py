@@ -91,7 +91,7 @@ def test_a_file_where_a_folder_should_be_is_an_error(tmp_path):
         begin_checkpoint(tmp_path / "run")
 
 
-def test_an_unknown_url_is_refused():
+def test_an_unknown_url_is_rejected():
     with pytest.raises(ConfigError, match=r"fsspec knows. Received: 'what://x/y'"):
         Folder("what://x/y")
 
@@ -114,7 +114,7 @@ def test_each_checkpoint_gets_a_new_folder_and_the_latest_complete_one_is_found(
     assert begin_checkpoint(path).url.endswith("checkpoint-00000004")
 
 
-def test_a_checkpoint_whose_names_are_all_taken_is_refused(tmp_path, monkeypatch):
+def test_a_checkpoint_whose_names_are_all_taken_is_rejected(tmp_path, monkeypatch):
     for number in range(1, 101):
         (tmp_path / f"checkpoint-{number:08d}").mkdir()
     # Other processes made them after this one had listed the folder.
@@ -168,7 +168,7 @@ def test_no_manifest_is_written_if_a_file_has_another_length(path, size_bytes):
         ({"step": "x"}, "step must be an integer"),
     ],
 )
-def test_a_manifest_of_something_else_is_refused(tmp_path, change, message):
+def test_a_manifest_of_something_else_is_rejected(tmp_path, change, message):
     folder = Folder(tmp_path)
     manifest_of(folder).write(folder)
     value = json.loads(folder.read("manifest.json"))
@@ -178,7 +178,7 @@ def test_a_manifest_of_something_else_is_refused(tmp_path, change, message):
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff", b"null"])
-def test_a_manifest_that_is_no_json_is_refused(tmp_path, data):
+def test_a_manifest_that_is_not_json_is_rejected(tmp_path, data):
     folder = Folder(tmp_path)
     folder.write("manifest.json", data)
     with pytest.raises(CheckpointError, match=r"manifest\.json must be "):

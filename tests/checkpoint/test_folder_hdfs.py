@@ -46,7 +46,7 @@ def run(request):
     "use",
     [Folder, begin_checkpoint, find_checkpoint, lambda path: load_model(path, "m.pt")],
 )
-def test_without_its_extra_hdfs_is_refused_with_its_name(monkeypatch, use):
+def test_without_its_extra_hdfs_is_rejected_with_its_name(monkeypatch, use):
     for name in ("pyarrow", "pyarrow.fs"):  # which other tests import
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(

@@ -15,7 +15,7 @@ from persia_torchrec.table import TableSpec
 from tests.support.servers import ids_of
 
 TABLE = TableSpec(name="item", dim=2, optimizer=SGD(1.0))
-REFUSED = "must be in one of the server's folders"
+REJECTED = "must be in one of the server's folders"
 
 
 @pytest.fixture
@@ -47,20 +47,20 @@ def test_a_folder_in_a_root_may_be_named(allowed, path):
 )
 def test_no_other_path_may_be_named(allowed, path, monkeypatch):
     monkeypatch.chdir(allowed.parent)
-    with pytest.raises(CheckpointError, match=REFUSED):
+    with pytest.raises(CheckpointError, match=REJECTED):
         Folder(path.format(allowed), [str(allowed), "s3://runs/7"])
 
 
 def test_a_url_in_a_root_may_be_named():
     Folder("memory://runs/7/checkpoint-1", ["memory://runs/7/"])
-    with pytest.raises(CheckpointError, match=REFUSED):
+    with pytest.raises(CheckpointError, match=REJECTED):
         Folder("memory://other/7", ["memory://runs"])
 
 
 def test_a_file_that_leads_elsewhere_is_not_read(allowed):
     (allowed.parent / "secret").write_text("secret")
     (allowed / "run" / "file").symlink_to(allowed.parent / "secret")
-    with pytest.raises(CheckpointError, match=REFUSED):
+    with pytest.raises(CheckpointError, match=REJECTED):
         Folder(allowed / "run", [str(allowed)]).read("file")
 
 
@@ -106,7 +106,7 @@ def test_a_server_on_loopback_takes_any_path_and_others_their_own(
     assert config.roots("tcp://127.0.0.1:7000") == ("/a", "/b")
 
 
-def test_a_request_for_another_path_is_refused(servers, allowed):
+def test_a_request_for_another_path_is_rejected(servers, allowed):
     [running] = servers.start(checkpoint_root=(str(allowed),))
     client = servers.client([running])
     client.add_tables([TABLE])
@@ -115,12 +115,12 @@ def test_a_request_for_another_path_is_refused(servers, allowed):
     client.checkpoints.load(saved.path)
     beside = allowed.parent / "beside"
     for path in (beside, allowed / "out"):
-        with pytest.raises(RemoteError, match=REFUSED):
+        with pytest.raises(RemoteError, match=REJECTED):
             client.checkpoints.dump(path)
     other = allowed.parent / "other"
     (allowed / "run").rename(other)
-    with pytest.raises(RemoteError, match=REFUSED):
+    with pytest.raises(RemoteError, match=REJECTED):
         client.checkpoints.load(other)
-    with pytest.raises(RemoteError, match=REFUSED):
+    with pytest.raises(RemoteError, match=REJECTED):
         client.checkpoints.load(other, increments=other)
     assert client.read("item", ids_of(1)).tolist() == [[1, 1]]

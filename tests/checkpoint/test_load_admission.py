@@ -53,9 +53,7 @@ PAIRS = [  # each pair of settings; without an admission nothing is shared
 
 
 @pytest.mark.parametrize(("filter_", "expiry", "move", "rows"), PAIRS)
-def test_what_was_saved_continues_as_if_never_stopped(
-    tmp_path, filter_, expiry, move, rows
-):
+def test_a_saved_training_continues_exactly(tmp_path, filter_, expiry, move, rows):
     num_before, num_after, has_delta = MOVES[move]
     spec = replace(
         SPEC,
@@ -112,7 +110,7 @@ def test_a_filter_admits_what_exact_counts_admit_through_a_change_of_servers(tmp
     ("saved", "known"),
     [(BLOOM, replace(BLOOM, expected_ids=500)), (BLOOM, FILTERS["counter"])],
 )
-def test_a_filter_of_another_size_begins_again_and_the_load_says_so(
+def test_a_filter_of_another_size_begins_again_and_the_load_reports_it(
     tmp_path, saved, known
 ):
     before = Training(1, tmp_path, replace(SPEC, admission=saved))
@@ -142,7 +140,7 @@ def test_a_threshold_that_is_changed_keeps_the_counts(tmp_path):
 
 @dataclass(frozen=True)
 class AdmitOwn(AdmitFrequency):
-    """An admission of somebody else, which says nothing of what it remembers."""
+    """A custom admission, which says nothing of what it remembers."""
 
     kind = "own"
 

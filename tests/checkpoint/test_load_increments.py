@@ -196,9 +196,7 @@ def test_increments_that_come_twice_change_nothing(done, eviction):
 
 
 @given(done=requests, meanwhile=requests, eviction=evictions)
-def test_what_happens_while_rows_are_gathered_comes_with_the_next(
-    done, meanwhile, eviction
-):
+def test_changes_during_a_copy_are_in_the_next_slice(done, meanwhile, eviction):
     source = Journaled(eviction)
     source.begin()
     copy = store_of(20, eviction, SPECS)
@@ -389,7 +387,7 @@ def test_a_file_gives_back_what_was_written(tmp_path):
 
 
 @given(data=st.data())
-def test_a_damaged_file_is_refused(data, tmp_path_factory):
+def test_a_damaged_file_is_rejected(data, tmp_path_factory):
     folder = Folder(tmp_path_factory.mktemp("log"))
     source = Journaled()
     source.begin()
@@ -405,7 +403,7 @@ def test_a_damaged_file_is_refused(data, tmp_path_factory):
         Increment.read(folder, 1)
 
 
-def test_an_increment_of_other_tables_is_refused_before_anything_changes():
+def test_an_increment_of_other_tables_is_rejected_before_anything_changes():
     source = Journaled()
     source.begin()
     use(source.store, 0, [1])

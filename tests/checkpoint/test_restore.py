@@ -120,7 +120,7 @@ def test_a_damaged_checkpoint_is_replaced_by_the_one_before(training, caplog):
     for path in last.glob("*.rows"):
         path.write_bytes(path.read_bytes()[:-3])
     store, found = restored(training)
-    assert "not restored, but something older" in caplog.text
+    assert "falling back to an older one" in caplog.text
     assert found.checkpoint.endswith("checkpoint-00000001")
     assert has_rows_of(store, training)
 

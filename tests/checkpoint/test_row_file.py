@@ -1,4 +1,4 @@
-"""Shard files: what is written is read, and anything else is refused."""
+"""Shard files: what is written is read, and anything else is rejected."""
 
 import json
 import struct
@@ -27,7 +27,7 @@ blocks = st.lists(
 
 
 @given(blocks=blocks)
-def test_what_is_written_is_read(blocks):
+def test_written_data_are_read_back(blocks):
     data, said = written(blocks)
     reader = reader_of(data)
     assert reader.head == HEAD
@@ -45,7 +45,7 @@ def test_what_is_written_is_read(blocks):
 
 
 @given(data=st.data(), blocks=blocks)
-def test_a_file_that_is_cut_off_is_refused(data, blocks):
+def test_a_file_that_is_cut_off_is_rejected(data, blocks):
     whole, _ = written(blocks)
     place = data.draw(st.integers(0, len(whole) - 1))
     with pytest.raises(CheckpointError, match=r"some/file is cut off: \d+ bytes must"):
@@ -53,7 +53,7 @@ def test_a_file_that_is_cut_off_is_refused(data, blocks):
 
 
 @given(data=st.data(), blocks=blocks)
-def test_a_file_of_which_a_bit_has_changed_is_refused(data, blocks):
+def test_a_file_of_which_a_bit_has_changed_is_rejected(data, blocks):
     whole, _ = written(blocks)
     place = data.draw(st.integers(0, len(whole) - 1))
     changed = bytearray(whole)
@@ -63,7 +63,7 @@ def test_a_file_of_which_a_bit_has_changed_is_refused(data, blocks):
 
 
 @given(data=st.data(), blocks=blocks.filter(lambda blocks: len(blocks) > 1))
-def test_a_file_that_lacks_a_block_is_refused(data, blocks):
+def test_a_file_that_lacks_a_block_is_rejected(data, blocks):
     heads = [len(written(blocks[:n])[0]) - 16 for n in range(len(blocks) + 1)]
     whole, _ = written(blocks)
     n = data.draw(st.integers(0, len(blocks) - 1))
@@ -83,7 +83,7 @@ def test_random_bytes_are_no_shard_file(data):
 @pytest.mark.parametrize(
     "path", [[], ["shard"], ["num_shards"], ["tables"], ["tables", 0], *KEYS_OF_A_TABLE]
 )
-def test_a_header_with_a_wrong_type_is_refused_by_name(path, wrong):
+def test_a_header_with_a_wrong_type_is_rejected_by_name(path, wrong):
     value = json.loads(msgspec.json.encode(HEAD))
     if path:
         parent = value
@@ -100,13 +100,13 @@ def test_a_header_with_a_wrong_type_is_refused_by_name(path, wrong):
         read(begin + text)
 
 
-def test_more_bytes_after_the_end_are_refused():
+def test_more_bytes_after_the_end_are_rejected():
     data, _ = written([(0, 1)])
     with pytest.raises(CheckpointError, match="more bytes after the end"):
         read(data + b"\0")
 
 
-def test_a_later_version_is_refused_with_what_to_do():
+def test_a_later_version_is_rejected_with_what_to_do():
     data = bytearray(written([])[0])
     data[8:12] = struct.pack("<I", 3)
     with pytest.raises(CheckpointError, match=r"Received: 3. Load it with"):
@@ -126,7 +126,7 @@ def test_a_file_is_as_long_as_its_rows(table):
 
 @pytest.mark.parametrize("previous", [0, 1, 0xDEADBEEF, 2**32 - 1])
 @pytest.mark.parametrize("size", [0, 1, 1023, 1024, 1087, 5000, 2**17 + 7])
-def test_checksums_are_those_of_zlib(size, previous):
+def test_checksums_equal_those_of_zlib(size, previous):
     data = np.random.default_rng(size).bytes(size)
     assert crc32(data, previous) == zlib.crc32(data, previous)
     assert crc32(memoryview(data), previous) == zlib.crc32(data, previous)

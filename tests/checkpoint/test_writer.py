@@ -71,7 +71,7 @@ def test_a_writer_whose_process_has_ended_is_not_waited_for(folder, caplog):
     assert "whose process has ended" in caplog.text
 
 
-def test_a_folder_is_taken_over_when_told_to_and_the_other_writes_no_more(folder):
+def test_a_folder_is_taken_over_by_take_over_and_the_other_stops_writing(folder):
     first = FolderWriter(folder, "first", beat_s=0.02)
     second = FolderWriter(folder, "second", takes_over=True, beat_s=0.02)
     wait_until(lambda: first.lost is not None, "the first one knows")

@@ -129,7 +129,7 @@ class TestFill:
             ((2, 3), (2, 4), r"state of Adagrad.*shape \(2, 3\).*Received: \(2, 4\)"),
         ],
     )
-    def test_other_shapes_are_refused(self, servers, weights, state, message):
+    def test_other_shapes_are_rejected(self, servers, weights, state, message):
         client = connect(servers)
         state = None if state is None else np.zeros(state, np.float32)
         with pytest.raises(BatchError, match=message):
@@ -143,7 +143,7 @@ class TestFill:
             {"block_rows": 0},
         ],
     )
-    def test_parts_of_different_lengths_are_refused(self, lengths):
+    def test_parts_of_different_lengths_are_rejected(self, lengths):
         with pytest.raises(BatchError, match=r"same number of rows.*'weights': 2"):
             blocks_of(table_of(2), **lengths)
 
@@ -151,7 +151,7 @@ class TestFill:
 class TestExport:
     @pytest.mark.parametrize("num_shards", [1, 3])
     @pytest.mark.parametrize("block_rows", [1, 8, 1000])
-    def test_what_was_written_comes_back_once(self, servers, num_shards, block_rows):
+    def test_written_rows_are_restored_once(self, servers, num_shards, block_rows):
         client = connect(servers, num_shards)
         ids = np.sort(farmhash64(np.arange(30, dtype=np.uint64)))
         weights, state = table_of(30), -table_of(30)
@@ -164,7 +164,7 @@ class TestExport:
             assert array.dtype == expected.dtype
             assert np.array_equal(array, expected)
 
-    def test_what_is_returned_may_be_changed(self, servers):
+    def test_returned_arrays_are_writable(self, servers):
         client = connect(servers, 1)
         client.fill("item", blocks_of(table_of(3)))
         (block,) = client.export("item")
@@ -208,7 +208,7 @@ class TestExport:
         assert len(ids) == len(set(ids))
         assert set(range(60)) <= set(ids)
 
-    def test_an_unknown_table_and_an_empty_block_are_refused_at_once(self, servers):
+    def test_an_unknown_table_and_an_empty_block_are_rejected_at_once(self, servers):
         client = connect(servers)
         with pytest.raises(ConfigError, match="'nothing' is unknown"):
             client.export("nothing")
@@ -293,7 +293,7 @@ class TestRequests:
             (Kind.STEP, {"table": 9, "step": 0}, "Unknown table number 9"),
         ],
     )
-    def test_an_invalid_request_is_refused(self, servers, kind, value, message):
+    def test_an_invalid_request_is_rejected(self, servers, kind, value, message):
         client = connect(servers, 1)
         with pytest.raises(RemoteError, match=message):
             client._servers.ask(kind, value, "nonsense")
@@ -337,7 +337,7 @@ class TestIds:
         assert np.array_equal(read[:, :2], rows[split.inverse])
         assert np.array_equal(read, client.read("adam", ids))
 
-    def test_a_reply_without_its_frames_is_refused(self):
+    def test_a_reply_without_its_frames_is_rejected(self):
         with (
             silent_server([encode_json({"next": None, "rows": 1})]) as client,
             pytest.raises(FrameError, match=r"must have 3 frames\. Received: 2"),
@@ -366,7 +366,7 @@ def silent_server(frames):
     service.close()
 
 
-def test_an_export_without_its_frames_is_refused():
+def test_an_export_without_its_frames_is_rejected():
     with (
         silent_server([encode_json({"next": None})]) as client,
         pytest.raises(FrameError, match=r"must have 4 frames\. Received: 2"),

@@ -1,4 +1,4 @@
-"""Dump and load of whole servers: what is kept, and what is refused."""
+"""Dump and load of whole servers: what is kept, and what is rejected."""
 
 import json
 import re
@@ -180,7 +180,7 @@ def test_a_server_without_tables_takes_those_of_the_checkpoint(servers, path):
         {"optimizer": Adagrad(0.1, vectorwise_shared=True)},
     ],
 )
-def test_a_table_that_does_not_fit_is_refused_and_nothing_changes(
+def test_a_table_that_does_not_fit_is_rejected_and_nothing_changes(
     servers, path, changed
 ):
     job = Job(servers, 2)
@@ -241,7 +241,7 @@ def test_a_dump_that_fails_leaves_the_previous_checkpoint(servers, path):
 
 
 @pytest.mark.parametrize("damage", ["cut off", "changed", "missing"])
-def test_a_damaged_file_is_refused_by_its_name_and_nothing_changes(
+def test_a_damaged_file_is_rejected_by_its_name_and_nothing_changes(
     servers, path, damage
 ):
     job = Job(servers, 2)
@@ -322,7 +322,7 @@ def test_files_are_as_long_as_their_rows(servers, path):
 
 
 def step_dumps(monkeypatch):
-    """Hold dumps back: each release of the semaphore lets a slice of one go on."""
+    """Hold dumps back: each release of the semaphore lets a slice of one continue."""
     monkeypatch.setattr("persia_torchrec.store.row_copy._SLICE_RECORDS", 100)
     monkeypatch.setattr("persia_torchrec.store.row_copy._SLICE_BYTES", 2**8)
     slices, advance = threading.Semaphore(0), ShardDump.advance
@@ -335,7 +335,7 @@ def step_dumps(monkeypatch):
 
 
 def copy_some(task, slices):
-    """Let slices go on until each server has copied some, in whichever order."""
+    """Let slices continue until each server has copied some, in whichever order."""
 
     def has_progressed():
         slices.release()
@@ -417,7 +417,7 @@ def test_a_server_that_stops_during_a_dump_fails_it(servers, path, monkeypatch):
         task.wait(DEADLINE_S)
 
 
-def test_a_dump_that_takes_too_long_says_which_server(servers, path, monkeypatch):
+def test_a_dump_that_takes_too_long_reports_which_server(servers, path, monkeypatch):
     monkeypatch.setattr("persia_torchrec.store.row_copy._SLICE_BYTES", 2**6)
     job = Job(servers, 1, [ADAM], capacity_rows=100_000)
     job.train(*range(50_000))
@@ -427,7 +427,7 @@ def test_a_dump_that_takes_too_long_says_which_server(servers, path, monkeypatch
     assert job.checkpoints.dump(path).num_rows == 50_000
 
 
-def test_requests_for_rows_are_refused_while_a_server_fills_its_store(
+def test_requests_for_rows_are_rejected_while_a_server_fills_its_store(
     servers, path, monkeypatch
 ):
     job = Job(servers, 1, [ADAM])

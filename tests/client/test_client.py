@@ -86,7 +86,7 @@ def wait_until_the_loss_is_noticed(client):
             return
 
 
-def test_rows_come_as_the_reference_says_step_by_step(servers):
+def test_rows_come_as_in_the_reference_step_by_step(servers):
     reference = ReferenceStore(1000)
     reference.tables = TABLES
     pulled = iter(train(connect(servers, 2)))
@@ -245,14 +245,14 @@ def test_tables_get_different_numbers_on_servers_that_knew_others(servers):
         lambda client, split: client.table("toy"),
     ],
 )
-def test_a_table_that_was_not_added_is_refused(servers, call):
+def test_a_table_that_was_not_added_is_rejected(servers, call):
     client = connect(servers)
     message = r"'toy' is unknown to this client\. Known: \['item', 'shop', 'user'\]"
     with pytest.raises(ConfigError, match=message):
         call(client, client.split(ids_of(1)))
 
 
-def test_a_known_table_with_another_dim_is_refused_by_the_server(servers):
+def test_a_known_table_with_another_dim_is_rejected_by_the_server(servers):
     client = connect(servers, 2)
     other = TableSpec(name="item", dim=4, optimizer=Adagrad(0.1))
     with pytest.raises(RemoteError, match=r"server 0 at .*'item' has dim 5.*dim 4"):
@@ -260,7 +260,7 @@ def test_a_known_table_with_another_dim_is_refused_by_the_server(servers):
     assert client.table("item").dim == 5
 
 
-def test_shapes_that_do_not_fit_the_table_are_refused(servers):
+def test_shapes_that_do_not_fit_the_table_are_rejected(servers):
     client = connect(servers)
     split = client.split(ids_of(1, 2))
     number = BatchNumber(1, 1)
@@ -280,7 +280,7 @@ def test_shapes_that_do_not_fit_the_table_are_refused(servers):
         ([0, 0], "1 at .* must be shard 1 of 2. Received: it is shard 0 of 2"),
     ],
 )
-def test_servers_in_another_order_or_number_are_refused(servers, order, message):
+def test_servers_in_another_order_or_number_are_rejected(servers, order, message):
     addresses = [server.address for server in servers.start(2)]
     with pytest.raises(ConfigError, match=message):
         EmbeddingClient.connect([addresses[place] for place in order])
@@ -324,7 +324,7 @@ def test_a_server_that_hangs_is_named_at_the_deadline(servers):
     hanging.serve()
 
 
-def test_a_server_that_restarted_is_refused(servers):
+def test_a_server_that_restarted_is_rejected(servers):
     [first] = servers.start(port=draw_port())
     client = servers.client([first])
     client.add_tables(TABLES)
@@ -394,16 +394,16 @@ ADDED = [b'[{"number": 0, "wants_counts": false, "spec": {}}]']
         ({Kind.HELLO: [b"5"]}, WireError, "0 at .* is not an embedding server of"),
         ({Kind.HELLO: [b'{"shard": 0}']}, WireError, "is not an embedding server"),
         ({Kind.ADD_TABLES: [b"[0]"]}, WireError, r"\[0\] must be a mapping"),
-        ({Kind.ADD_TABLES: [b"[]"]}, WireError, "must tell of 1 tables"),
+        ({Kind.ADD_TABLES: [b"[]"]}, WireError, "must describe 1 tables"),
         ({Kind.LOOKUP: [bytes(16)]}, FrameError, "5 numbers as FP32 take 20 bytes"),
         ({Kind.LOOKUP: [bytes(20)] * 2}, FrameError, "must have 2 frames. Received: 3"),
         ({Kind.UPDATE: [b"0"]}, WireError, "must be a mapping. Received: 0"),
-        ({Kind.UPDATE: [b'{"missed": 0}']}, WireError, "key 'refused'"),
+        ({Kind.UPDATE: [b'{"missed": 0}']}, WireError, "key 'rejected'"),
         ({Kind.UPDATE: [b"{"]}, FrameError, "must be JSON"),
         ({Kind.READ: [bytes(4)]}, FrameError, r"10 numbers as FP32 take 40 bytes"),
     ],
 )
-def test_an_answer_that_makes_no_sense_is_refused(answers, error, message):
+def test_an_answer_that_makes_no_sense_is_rejected(answers, error, message):
     usual = {Kind.HELLO: HELLO, Kind.ADD_TABLES: ADDED, Kind.LOOKUP: [bytes(20)]}
     with OddServer({**usual, **answers}) as odd, pytest.raises(error, match=message):
         use(odd, pushes=Kind.UPDATE in answers)
@@ -427,7 +427,7 @@ def test_shutting_down_ends_every_server(servers):
         server.join()
 
 
-def test_a_closed_client_says_so(servers):
+def test_a_closed_client_reports_it(servers):
     client = connect(servers)
     client.close()
     client.close()
@@ -462,7 +462,7 @@ class TestMetadata:
         client.outcome(client.push([("seen", split)], [grads], number))
 
     @pytest.mark.parametrize("num_shards", [1, 3])
-    def test_it_tells_how_often_and_when_ids_were_trained(self, servers, num_shards):
+    def test_it_reports_how_often_and_when_ids_were_trained(self, servers, num_shards):
         client = servers.client(servers.start(num_shards))
         client.add_tables([self.TABLE])
         before_s = int(time.time())
@@ -491,7 +491,7 @@ class TestMetadata:
         client.metadata("seen", ids_of(3, 4))
         assert [client.counters()[0][name] for name in names] == before
 
-    def test_a_table_without_it_is_refused_unless_the_server_is_lfu(self, servers):
+    def test_a_table_without_it_is_rejected_unless_the_server_is_lfu(self, servers):
         plain = replace(self.TABLE, keeps_metadata=False)
         client = servers.client(servers.start(1))
         client.add_tables([plain])
@@ -502,7 +502,7 @@ class TestMetadata:
         self.train(client, 1, [1, 2, 3])
         assert client.metadata("seen", self.IDS).frequency.tolist() == [1, 2, 3]
 
-    def test_an_answer_of_another_length_is_refused(self, servers):
+    def test_an_answer_of_another_length_is_rejected(self, servers):
         client = servers.client(servers.start(1))
         client.add_tables([self.TABLE])
         reply = Reply(DEADLINE_S)

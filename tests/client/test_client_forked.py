@@ -68,7 +68,7 @@ def test_the_parent_continues(trained):
 
 
 @pytest.mark.parametrize("copied", [pickle.dumps, copy.deepcopy])
-def test_to_pickle_or_copy_a_client_says_what_to_do(trained, copied):
+def test_to_pickle_or_copy_a_client_reports_what_to_do(trained, copied):
     client, model, sharders = trained
     for what in (client, sharders, sharders[0], model.fused_optimizer):
         with pytest.raises(ConfigError, match=r"cannot be pickled or copied\."):

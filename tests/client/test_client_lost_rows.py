@@ -114,7 +114,7 @@ def test_a_joint_step_does_not_wait_for_a_share_that_was_lost(server):
         assert (pull(first, 2) == 7 - 3).all()
 
 
-def test_what_changes_no_batch_is_asked_again(server):
+def test_idempotent_requests_are_resent(server):
     with closing(server.connect()) as client:
         for ask in (
             client.counters,
@@ -147,7 +147,7 @@ def test_settings_that_a_client_has_only_learned_are_not_set_again(server):
         assert [spec.optimizer.lr for spec in tool.learn_tables()] == [1.0, 1.0]
 
 
-def test_a_trainer_that_has_left_says_so_without_a_request(server):
+def test_a_trainer_that_has_left_reports_it_without_a_request(server):
     shares = [Share(5, 1, rank, 2, 60_000) for rank in range(2)]
     with closing(server.connect()) as first, closing(server.connect()) as second:
         for client, share in zip((first, second), shares, strict=True):
@@ -202,7 +202,7 @@ def test_an_export_has_the_rows_that_a_server_came_back_with(server):
         assert [found[id_] for id_ in IDS.tolist()] == expected == [7, 7, 7]
 
 
-def test_what_servers_have_lost_is_in_the_summary_of_a_trainer(server):
+def test_lost_updates_are_in_the_summary_of_a_trainer(server):
     with closing(server.connect()) as client:
         sharder = RemoteEmbeddingBagCollectionSharder(client)
         client.lost.update(lost_updates=2, lost_rows=6)

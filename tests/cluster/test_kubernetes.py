@@ -111,7 +111,7 @@ def scripts(folder, *more):
 
 
 @pytest.mark.skipif("PERSIA_DATA_DIR" not in os.environ, reason="needs UCI's files")
-def test_the_example_learns_and_torchx_tells_of_it(tmp_path, start):
+def test_the_example_learns_and_torchx_reports_of_it(tmp_path, start):
     cluster, torchx = start(6, census=Path(os.environ["PERSIA_DATA_DIR"]))
     data = tmp_path / "data"
     printed = torchx.submit(

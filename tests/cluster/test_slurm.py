@@ -113,7 +113,7 @@ def test_a_job_serves_a_checkpoint_and_a_killed_predictor_returns(
         predicts_what_was_evaluated(port, trained)
         for module, index in (("serving", 0), ("server", 1), ("worker", 0)):
             kill(job.pid(module, index))
-        job.has_printed(" is back, after ", times=3)
+        job.has_printed(" is back, failover took ", times=3)
         job.has_printed(f"ready http://127.0.0.1:{port}", times=2)
         predicts_what_was_evaluated(port, trained)
         job.torchx("cancel", job.handle)
@@ -142,7 +142,7 @@ def test_the_script_of_the_page_serves_without_a_coordinator(slurm, trained, tmp
         job.has_printed(f"ready http://0.0.0.0:{ports[0]}")
         predicts_what_was_evaluated(ports[0], trained, **headers)
         kill(job.pid("server", 1))
-        job.has_printed("and is started again")
+        job.has_printed("restarting it")
         predicts_what_was_evaluated(ports[0], trained, **headers)
         slurm.call("scancel", job.id)
         assert job.wait() == {"CANCELLED"}
@@ -194,7 +194,7 @@ def test_a_job_that_must_leave_takes_a_last_checkpoint(
     assert "is started again" not in output
 
 
-def test_a_job_that_raises_has_failed_and_says_where_its_log_is(slurm, tmp_path):
+def test_a_job_that_raises_has_failed_and_reports_where_its_log_is(slurm, tmp_path):
     arguments = ("--recover", "False", "--port", draw_port())
     with waiting_job(
         slurm, tmp_path, "raise ValueError('a mistake')", *arguments

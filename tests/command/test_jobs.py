@@ -114,7 +114,7 @@ def test_status_of_a_coordinator_by_its_address(job):
     assert told("status", f"127.0.0.1:{job.port}")["job"] == job.job_id
 
 
-def test_a_job_that_is_not_there_is_told_which_are(job):
+def test_a_job_that_is_not_there_learns_which_are(job):
     assert job.job_id in CliRunner().invoke(main, ["status", "other"]).output
     call("status", "other", status=1)
 
@@ -126,7 +126,7 @@ def test_top_has_the_tables_with_their_updates(job):
     assert told("top")[0]["updates"] > line["updates"]
 
 
-def test_logs_are_those_of_a_process(job):
+def test_logs_equal_those_of_a_process(job):
     assert "the address book of job" in call("logs", "coordinator")
     assert "must have a log" in CliRunner().invoke(main, ["logs", "worker"]).output
 

@@ -82,7 +82,7 @@ def test_words_win_over_variables(monkeypatch, caplog):
         assert "is on the command line" in line
 
 
-def test_variables_are_ignored_with_a_line_where_nothing_tells_the_two_apart(
+def test_variables_are_ignored_with_a_line_where_nothing_reports_the_two_apart(
     monkeypatch, caplog
 ):
     monkeypatch.setenv("PERSIA_EMBEDDING_CONFIG", "e.yml")
@@ -143,7 +143,7 @@ def test_variables_are_parsed_as_torchx_does_and_with_equal_signs(text, pairs):
 
 
 @pytest.mark.parametrize("text", ["A", "my var=1", "A=1,my-var=2", "=1", "2A=1"])
-def test_a_word_that_is_no_variable_is_rejected(text):
+def test_a_word_without_variable_is_rejected(text):
     with pytest.raises(ConfigError, match="env must be NAME=value,NAME=value"):
         parse_pairs("env", text)
 

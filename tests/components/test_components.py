@@ -126,7 +126,7 @@ def test_every_role_has_the_address_of_the_job_and_its_index():
 
 
 @pytest.mark.parametrize("name", COMPONENTS)
-def test_every_role_is_told_how_long_a_start_may_take(name):
+def test_every_role_learns_how_long_a_start_may_take(name):
     for role in load(name)(**COMPONENTS[name], join_timeout_s=2.5).roles:
         assert role.env["PERSIA_JOIN_TIMEOUT_S"] == "2.5"
 
@@ -556,7 +556,7 @@ def test_a_file_may_leave_the_loaders_out():
         ),
         ("server.memory=0.5", "at least 64Mi. Received: '0.5'"),
         ("all.memory=64k", "at least 64Mi. Received: '64k', which is 64000 bytes"),
-        ("server.cpu=8Gi", "cpu must be a number of processors, as 8, or 500m"),
+        ("server.cpu=8Gi", "cpu must be a number of processors, for example 8 or 500m"),
         ("server.cpu=0.0001", "at least 1m. Received: '0.0001'"),
         ("server.env.my-var=1", "letters, digits and _, and no digit first. Received"),
         ("server.env.2ND=1", "Variables must have names"),
@@ -579,7 +579,7 @@ def test_a_file_may_leave_the_loaders_out():
         ("'", "set must be words as server.cpu=8, as in a shell"),
     ],
 )
-def test_a_setting_that_cannot_be_is_rejected(words, message):
+def test_an_invalid_setting_is_rejected(words, message):
     with pytest.raises(ConfigError, match=message):
         train(set=words)
 

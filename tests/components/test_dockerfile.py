@@ -43,7 +43,7 @@ def test_versions_come_from_the_makefile_and_packages_from_the_users_index():
     assert instructions("ARG") == ["DEVICE=cpu", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"]
 
 
-def test_what_is_copied_is_there():
+def test_copied_files_exist():
     for copy in instructions("COPY"):
         *sources, _target = copy.split()[1:]
         assert all((ROOT / source).exists() for source in sources)

@@ -183,7 +183,7 @@ def test_pods_without_the_section_are_as_torchx_makes_them(request_of):
         ("{imagePullSecrets: [My_Key]}", "names of Secrets.*'My_Key'"),
         (
             "{labels: {torchx.pytorch.org/role-name: a}}",
-            "by which torchx finds its jobs. Received: torchx.pytorch.org/role-name",
+            "that torchx sets to find its jobs. Received: torchx.pytorch.org/role-name",
         ),
     ],
 )

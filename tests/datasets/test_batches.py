@@ -135,7 +135,7 @@ def test_narrower_ids_are_widened_as_values(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
-def test_ids_that_are_not_integers_are_refused(dtype):
+def test_ids_that_are_not_integers_are_rejected(dtype):
     batch = KeyedJaggedTensor(
         ["ad"], torch.zeros(2, dtype=dtype), lengths=torch.tensor([1, 1])
     )
@@ -143,7 +143,7 @@ def test_ids_that_are_not_integers_are_refused(dtype):
         to_jagged_ids(batch, ["ad"])
 
 
-def test_a_key_that_comes_twice_is_refused():
+def test_a_key_that_comes_twice_is_rejected():
     batch = kjt([1, 2, 3], [1, 1, 1], keys=["ad", "user", "ad"])
     message = r"keys must be unique.*Received: \['ad', 'user', 'ad'\]"
     for keys in (["ad"], ["user"]):
@@ -179,7 +179,7 @@ def test_a_feature_that_a_tensor_dict_lacks_is_named():
         JaggedBatch.of(tensor_dict(ad=([7], [1])), ["ad", "user"])
 
 
-def test_features_of_different_numbers_of_samples_are_refused():
+def test_features_of_different_numbers_of_samples_are_rejected():
     batch = KeyedJaggedTensor(
         keys=["ad", "user"],
         values=torch.tensor([1, 2, 3]),
@@ -263,7 +263,7 @@ def test_repeated_samples_have_the_bags_that_they_repeat(random, num_samples):
         assert weights.tolist() == [id_ / 2 for id_ in expected]
 
 
-def test_repeats_of_a_sample_that_is_not_there_are_refused():
+def test_repeats_of_a_sample_that_is_not_there_are_rejected():
     samples = torch.tensor([[2, 3], [0, 0]])
     batch = KeyedJaggedTensor(**VARIABLE, inverse_indices=(["ad", "user"], samples))
     message = r"'ad': inverse_indices must be in \[0, 3\)\. Received: 2 to 3\."
@@ -278,6 +278,6 @@ def test_a_batch_gives_the_slice_of_each_feature():
     assert jagged.ids("user").tolist() == [2, 3]
 
 
-def test_a_batch_without_weights_says_what_to_do():
+def test_a_batch_without_weights_reports_what_to_do():
     with pytest.raises(BatchError, match=r"with weights, one for each id\..*weights="):
         JaggedBatch.of(kjt([], []), ["ad"]).weights()

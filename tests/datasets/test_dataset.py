@@ -397,7 +397,7 @@ def test_faults_of_csv_files_come_before_the_first_batch(tmp_path):
         CsvDataset(tmp_path / "none.csv", 4, given_columns)
 
 
-def test_what_lines_hide_is_named_when_they_are_read(tmp_path):
+def test_errors_within_lines_are_named(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_bytes(b"1,2\n1,\xff\n")
     with pytest.raises(DataError, match=r"line 2: text must be in utf-8, or enc"):
@@ -433,7 +433,7 @@ def test_a_parquet_file_of_another_schema_names_the_columns(tmp_path):
         ParquetDataset(path, 4, (IdColumn("user"),))
 
 
-def test_what_other_programs_write_as_parquet_reads_the_same(tmp_path):
+def test_parquet_of_other_writers_reads_the_same(tmp_path):
     user = ["a", None, "", "b"]
     tags = [["x", "y"], [], None, ["", None]]
     expected = [hash_of(text) for text in ("a", "", "", "b")]
@@ -534,7 +534,7 @@ def test_integers_beyond_their_buckets_are_counted_and_the_first_is_named(
     list(dataset)
     [line] = [r.message for r in caplog.records if "buckets" in r.message]
     assert line == (
-        "column price has values that are not below its 50 buckets, as 173: they are "
+        "column price has values outside of its 50 buckets, for example 173: they are "
         "taken modulo 50"
     )
 

@@ -219,10 +219,10 @@ def test_json_lines(path):
         ({"delimiter": ""}, "delimiter must be ASCII"),
         ({"delimiter": '"'}, "delimiter must be ASCII"),
         ({"skip_lines": -1}, "skip_lines at least 0"),
-        ({"encoding": "klingon"}, "encoding must be one that Python knows"),
+        ({"encoding": "klingon"}, "encoding must be a codec of Python"),
     ],
 )
-def test_a_format_that_cannot_be_is_an_error(path, wrong, message):
+def test_an_invalid_format_is_an_error(path, wrong, message):
     with pytest.raises(ConfigError, match=message):
         CsvDataset(path, 8, COLUMNS, **wrong)
 

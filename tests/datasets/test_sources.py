@@ -230,7 +230,7 @@ def test_a_queue_stays_in_its_process(days):
     dataset = ParquetDataset(WorkQueue([days]), 7, COLUMNS)
     with pytest.raises(ConfigError, match=r"must stay in its process.*num_workers=0"):
         pickle.dumps(dataset)
-    with pytest.raises(ConfigError, match="a WorkQueue has epochs of its own"):
+    with pytest.raises(ConfigError, match="must not be set with a WorkQueue"):
         dataset.set_epoch(1)
 
 

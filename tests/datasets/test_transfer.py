@@ -83,7 +83,7 @@ def test_arrays_of_one_dtype_share_a_copy_and_begin_where_kernels_want_them():
     assert (last.storage_offset() - first.storage_offset()) * 4 % 512 == 0
 
 
-def test_what_is_waited_for_twice_is_not_one_tensor():
+def test_two_waits_return_two_tensors():
     """So that autograd's graph does not refer to the batch, which refers to it."""
     staged = Staging(CPU).start(ARRAYS)
     (first, *_), (again, *_) = staged.wait(), staged.wait()
@@ -151,12 +151,12 @@ def test_memory_that_cannot_be_pinned_is_pageable_with_one_line(monkeypatch, cap
     transfer._tell_once.cache_clear()
     empty = torch.empty
 
-    def refuse(*args, pin_memory=False, **kwargs):
+    def reject(*args, pin_memory=False, **kwargs):
         if pin_memory:
             raise RuntimeError("CUDA error: out of memory\nof the host")
         return empty(*args, **kwargs)
 
-    monkeypatch.setattr(torch, "empty", refuse)
+    monkeypatch.setattr(torch, "empty", reject)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             tensor = empty_pinned((2, 3), torch.float32)
@@ -165,7 +165,8 @@ def test_memory_that_cannot_be_pinned_is_pageable_with_one_line(monkeypatch, cap
     assert joined.tolist() == [0, 1, 0, 1, 2]
     (record,) = caplog.records
     assert (
-        "so that copies to a device wait: CUDA error: out of memory. " in record.message
+        "copies to the device are synchronous: CUDA error: out of memory. "
+        in record.message
     )
     transfer._tell_once.cache_clear()
 

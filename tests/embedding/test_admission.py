@@ -116,7 +116,7 @@ def test_a_bloom_filter_is_as_large_as_its_rate_asks(
         ),
     ],
 )
-def test_an_argument_out_of_its_range_is_refused(cls, arguments, message):
+def test_an_argument_out_of_its_range_is_rejected(cls, arguments, message):
     with pytest.raises(ConfigError, match=message):
         cls(**arguments)
 
@@ -133,6 +133,6 @@ def test_an_argument_out_of_its_range_is_refused(cls, arguments, message):
         ({"kind": "bloom", "threshold": 1}, "arguments of AdmitBloom must be complete"),
     ],
 )
-def test_a_description_of_no_admission_is_refused(description, message):
+def test_a_description_of_no_admission_is_rejected(description, message):
     with pytest.raises(ConfigError, match=message):
         ADMISSIONS.from_json(description)

@@ -91,6 +91,6 @@ def test_counters_reserve_address_space_and_no_memory():
     assert np.count_nonzero(counters.counters[: 2**20]) == 0
 
 
-def test_more_counters_than_there_are_addresses_are_refused():
+def test_more_counters_than_there_are_addresses_are_rejected():
     with pytest.raises(StoreError, match="operating system must grant address space"):
         BloomCounters(2**60, 7)

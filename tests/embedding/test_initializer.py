@@ -71,7 +71,7 @@ def test_an_initializer_does_not_change():
         (Constant, {"value": math.inf}, "Constant: value must be a finite number"),
     ],
 )
-def test_an_argument_out_of_its_range_is_refused(cls, arguments, message):
+def test_an_argument_out_of_its_range_is_rejected(cls, arguments, message):
     with pytest.raises(ConfigError, match=message):
         cls(**arguments)
 
@@ -92,12 +92,12 @@ def test_an_argument_out_of_its_range_is_refused(cls, arguments, message):
         ({"kind": "normal", "std": -1}, "Normal: std must be finite and >= 0"),
     ],
 )
-def test_a_description_of_no_initializer_is_refused(description, message):
+def test_a_description_of_no_initializer_is_rejected(description, message):
     with pytest.raises(ConfigError, match=message):
         INITIALIZERS.from_json(description)
 
 
-def test_a_kind_that_another_class_has_is_refused():
+def test_a_kind_that_another_class_has_is_rejected():
     class OtherConstant(Constant):
         pass
 

@@ -78,7 +78,9 @@ def test_every_bit_of_uniform_weights_follows_from_the_id(id_, dim, uniform):
 
 
 @given(ids, st.integers(1, 70), others)
-def test_weights_of_every_initializer_are_those_of_the_reference(id_, dim, initializer):
+def test_weights_of_every_initializer_equal_those_of_the_reference(
+    id_, dim, initializer
+):
     expected = reference.initial_weights(initializer, id_, dim)
     np.testing.assert_allclose(draw(id_, dim, initializer), expected, 1e-5, 1e-8)
 

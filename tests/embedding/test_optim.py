@@ -58,7 +58,7 @@ def test_the_defaults_are_persias():
     assert Adam() == Adam(lr=1e-3, betas=(0.9, 0.999), weight_decay=0, eps=1e-8)
 
 
-def test_the_defaults_are_those_of_the_libraries_that_the_others_come_from():
+def test_the_defaults_equal_those_of_the_libraries_that_the_others_come_from():
     means = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
     assert AdamW() == AdamW(**means, weight_decay=1e-2)
     assert RowwiseAdam() == RowwiseAdam(**means, weight_decay=0)
@@ -136,7 +136,7 @@ def test_a_copy_is_checked_as_the_first_was(cls):
         *((FTRL, name) for name in ("l1", "l2", "beta", "initial_accumulator_value")),
     ],
 )
-def test_a_number_that_is_negative_or_not_finite_is_refused(cls, name, value):
+def test_a_number_that_is_negative_or_not_finite_is_rejected(cls, name, value):
     message = rf"{cls.__name__}: {name} must be finite and >= 0\. Received: "
     with pytest.raises(ConfigError, match=message):
         cls(**{"lr": 0.1, name: value})
@@ -193,7 +193,7 @@ def test_a_number_that_is_divided_by_must_be_positive(cls, name, value):
         ),
     ],
 )
-def test_an_argument_out_of_its_range_is_refused(cls, arguments, message):
+def test_an_argument_out_of_its_range_is_rejected(cls, arguments, message):
     with pytest.raises(ConfigError, match=message):
         cls(**{"lr": 0.1, **arguments})
 
@@ -213,7 +213,7 @@ def test_an_argument_out_of_its_range_is_refused(cls, arguments, message):
         ({"kind": "lamb", "_": 1}, "LAMB .*unexpected keyword argument '_'"),
     ],
 )
-def test_a_description_of_no_optimizer_is_refused(description, message):
+def test_a_description_of_no_optimizer_is_rejected(description, message):
     with pytest.raises(ConfigError, match=message):
         OPTIMIZERS.from_json(description)
 

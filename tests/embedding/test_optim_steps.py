@@ -442,7 +442,7 @@ def test_a_step_changes_its_row_and_nothing_else(name, dim):
 
 
 @pytest.mark.parametrize("name", EVERY_OPTIMIZER)
-def test_what_is_not_a_number_is_not_hidden(name):
+def test_nan_is_not_hidden(name):
     weights, _ = step_one(
         EVERY_OPTIMIZER[name], [0.5] * 9, [1.0] * 4 + [np.nan] + [1.0] * 4
     )

@@ -45,7 +45,7 @@ def test_an_expiry_is_on_when_one_of_its_conditions_is(expiry, is_on):
         ({"spared_steps": 5}, r"spared_steps must be 0 without min_l2_norm.*: 5\."),
     ],
 )
-def test_an_argument_out_of_its_range_is_refused(arguments, message):
+def test_an_argument_out_of_its_range_is_rejected(arguments, message):
     with pytest.raises(ConfigError, match=message):
         Expiry(**arguments)
 
@@ -57,6 +57,6 @@ def test_an_argument_out_of_its_range_is_refused(arguments, message):
         ({"kind": "expiry", "ttl": 1}, "Expiry .*unexpected keyword argument 'ttl'"),
     ],
 )
-def test_a_description_of_no_expiry_is_refused(description, message):
+def test_a_description_of_no_expiry_is_rejected(description, message):
     with pytest.raises(ConfigError, match=message):
         EXPIRIES.from_json(description)

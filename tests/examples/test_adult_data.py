@@ -255,7 +255,7 @@ def test_a_download_that_stalls_times_out(tmp_path, server):
     assert not (tmp_path / "a").exists()
 
 
-def test_without_a_network_rows_are_made_up_and_the_source_says_so(tmp_path):
+def test_without_a_network_rows_are_made_up_and_the_source_reports_it(tmp_path):
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as closed:
         port = closed.server_port
     download = adult.Download(f"http://127.0.0.1:{port}", {"adult.data": "0" * 64})
@@ -269,7 +269,7 @@ def test_without_a_network_rows_are_made_up_and_the_source_says_so(tmp_path):
     assert not cache.exists()
 
 
-def test_the_checksums_are_those_of_the_files_as_uci_serves_them(
+def test_the_checksums_equal_those_of_the_files_as_uci_serves_them(
     tmp_path, server, real_dir
 ):
     folder = real_dir if (real_dir / "adult.data.gz").exists() else real_dir / "adult"

@@ -110,7 +110,7 @@ def test_a_converted_data_set_gives_the_same_batches(name, tmp_path, capsys):
                 assert ev or 0 <= ids.values().min() <= ids.values().max() < buckets
 
 
-def test_the_labels_are_those_of_the_data_sets():
+def test_the_labels_equal_those_of_the_data_sets():
     if not (FOLDER / "census-income").is_dir():
         pytest.skip("The data sets are not on this machine.")
     shares = {"taobao": (533, 4), "census": (43_143, 6_186)}

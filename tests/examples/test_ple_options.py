@@ -1,4 +1,4 @@
-"""What the command line of the PLE example may say, and what is refused."""
+"""What the command line of the PLE example may say, and what is rejected."""
 
 import importlib
 import json
@@ -28,7 +28,7 @@ def optimizers(monkeypatch):
     return importlib.import_module("optimizers")
 
 
-def test_the_defaults_are_those_of_the_original():
+def test_the_defaults_equal_those_of_the_original():
     given = Options.parse([])
     assert (given.dataset, given.model, given.optimizer) == ("taobao", "ple", "adam")
     assert (given.batch_size, given.seed, given.steps) == (512, 2021, 0)
@@ -64,7 +64,7 @@ def test_a_flag_may_have_a_value_as_in_the_original(words):
         ("--steps 5 --epochs 2", "--steps and --epochs both"),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_reason(words, message):
+def test_invalid_arguments_are_rejected_with_the_reason(words, message):
     with pytest.raises(ConfigError, match=message):
         Options.parse(words.split())
 
@@ -103,7 +103,7 @@ def test_a_choice_that_is_none_of_them_is_an_error_that_lists_them(capsys):
         ("--dense_layer_partitioner 16", "16 has no effect: the dense .* replicated"),
     ],
 )
-def test_what_changes_nothing_is_warned_of(words, message):
+def test_settings_without_effect_give_a_warning(words, message):
     (line,) = Options.parse(words.split()).warnings()
     assert re.match(f".*{message}", line)
     assert list(Options.parse([]).warnings()) == []

@@ -164,7 +164,7 @@ def train_parts(folder):
 
 
 def resume(folder):
-    """Print the losses of a run that goes on, of one that stops, and of its rest.
+    """Print the losses of a run that continues, of one that stops, and of its rest.
 
     And of one as the first with a collection for each table, and the lookups of both.
     """
@@ -186,8 +186,8 @@ def resume(folder):
             print(json.dumps({"losses": losses, "lookups": counters[LOOKUPS]}))
 
 
-def refuse(folder):
-    """Print why runs are refused, and what starts the rows of two seeds."""
+def reject(folder):
+    """Print why runs are rejected, and what starts the rows of two seeds."""
     train, folder = of_example("train"), Path(folder)
     for variables, *words in (
         ({"PATH": "", "CXX": ""}, "--op_fusion", "true"),
@@ -276,10 +276,10 @@ def test_compiled_layers_have_the_losses_and_keys_of_those_as_written(tmp_path):
     assert max(json.loads(line)) < 1e-5
 
 
-def test_what_cannot_be_is_refused_before_anything_starts_and_tables_have_seeds(
+def test_invalid_arguments_are_rejected_before_anything_starts(
     tmp_path,
 ):
-    output = in_a_process(tmp_path, refuse)
+    output = in_a_process(tmp_path, reject)
     for reason in (
         r"--op_fusion needs a C\+\+ compiler.* no g\+\+, c\+\+, clang\+\+ in PATH",
         r"no nowhere in PATH. .* or give --op_fusion false",

@@ -105,7 +105,7 @@ def filled_store(specs: Sequence[TableSpec] = SPECS, **settings: Any) -> Embeddi
 
 
 def try_store(store: EmbeddingStore) -> None:
-    """Use a store: it must be whole, and go on."""
+    """Use a store: it must be whole, and continue."""
     check_store(store)
     for table, spec in enumerate(store.tables):
         ids = np.arange(20, dtype=np.uint64)

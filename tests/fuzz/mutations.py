@@ -1,4 +1,4 @@
-"""Inputs that nobody has meant: random ones, and valid ones that are changed.
+"""Inputs that no client sends on purpose: random ones, and valid ones that are changed.
 
 An input is bytes. A message of several frames is bytes, too: see ``pack``.
 """

@@ -123,7 +123,7 @@ def run(
     num: int,
     seed: int,
 ) -> Outcome:
-    """Fuzz in another process, which must live, and go on; it writes to a folder."""
+    """Fuzz in another process, which must survive; it writes to a folder."""
     last = folder / "last"
     last.touch()
     os.truncate(last, _LAST_BYTES)

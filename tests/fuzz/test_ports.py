@@ -84,7 +84,7 @@ def told(listening, began_s, num, seed, name, record_property):
 
 
 @pytest.mark.parametrize("name", PORTS)
-def test_a_port_lives_with_any_message(
+def test_a_port_survives_any_message(
     name, processes, tmp_path, num_inputs, fuzz_seed, record_property
 ):
     serve, seeds, ask = PORTS[name]
@@ -96,7 +96,7 @@ def test_a_port_lives_with_any_message(
 
 
 @pytest.mark.parametrize("name", PORTS)
-def test_a_port_lives_with_any_stranger(
+def test_a_port_survives_any_client(
     name, processes, tmp_path, num_inputs, fuzz_seed, record_property
 ):
     serve, _, ask = PORTS[name]
@@ -108,7 +108,7 @@ def test_a_port_lives_with_any_stranger(
     told(listening, began_s, num_inputs, fuzz_seed, row, record_property)
 
 
-def test_http_lives_with_any_request(
+def test_http_survives_any_request(
     processes, tmp_path, num_inputs, fuzz_seed, record_property
 ):
     listening = Listening(processes, tmp_path, "http", ports.serve_http, [])

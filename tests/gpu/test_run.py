@@ -42,7 +42,7 @@ def run(*arguments, python=sys.executable):
 @pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.slow
-def test_it_runs_the_tests_marked_gpu_or_says_that_there_is_no_device(wheels):
+def test_it_runs_the_tests_marked_gpu_or_reports_that_there_is_no_device(wheels):
     result = run(wheels, "tests", "-p", "carried", SOME_OF_IT)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "imported from the folder" in result.stdout
@@ -110,7 +110,7 @@ def test_packages_are_installed_once_into_a_folder_that_stays(
         archive.mkdir()
 
 
-def test_what_a_part_prints_is_in_its_log(tmp_path, monkeypatch):
+def test_the_log_of_a_part_has_its_output(tmp_path, monkeypatch):
     monkeypatch.setenv("LOGS", str(tmp_path / "logs"))
     assert run(tmp_path, "job", python=python_that(tmp_path)).returncode == 0
     assert (tmp_path / "logs/job.log").read_text() == "-m tests.gpu.job\n"
@@ -136,7 +136,7 @@ def test_a_python_without_torch_is_an_error(tmp_path):
     assert "without torch, numpy, numba" in result.stderr
 
 
-def test_it_must_be_told_where_the_wheels_are():
+def test_the_folder_of_the_wheels_is_required():
     result = run()
     assert (result.returncode, result.stderr[:6]) == (2, "usage:")
 
@@ -145,7 +145,7 @@ def test_it_must_be_told_where_the_wheels_are():
     ("arch", "arguments", "says"),
     [("90", [], "usage:"), ("sm_90", ["folder"], "ARCH must be none or a number")],
 )
-def test_what_is_collected_must_be_said(arch, arguments, says, tmp_path):
+def test_the_parts_to_collect_are_required(arch, arguments, says, tmp_path):
     result = subprocess.run(
         ["bash", SCRIPT.with_name("collect.sh"), *arguments],
         check=False,

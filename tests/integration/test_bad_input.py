@@ -62,7 +62,7 @@ def trains(model):
 
 
 class TestBatches:
-    """A refused batch leaves the model as it was: the next one trains."""
+    """A rejected batch leaves the model as it was: the next one trains."""
 
     def test_float_ids_are_rejected(self, model):
         batch = KeyedJaggedTensor(
@@ -109,7 +109,7 @@ class TestBatches:
 
 
 class TestCollections:
-    """What the servers cannot honour is refused before anything is trained."""
+    """What the servers cannot honour is rejected before anything is trained."""
 
     def test_an_optimizer_without_a_counterpart_is_rejected(self, job):
         module = Bags([table()])

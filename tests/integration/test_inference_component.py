@@ -69,13 +69,13 @@ def test_two_inference_servers_predict_what_the_job_evaluated(
             killed = MemberRecord(book, "predictor", 0).process()
             kill(killed.pid)
             check(ports[1])
-            job.has_printed("predictor 0 is back, after ")
+            job.has_printed("predictor 0 is back, failover took ")
             ready = f"ready http://127.0.0.1:{ports[0]}"
             wait_until(lambda: job.output().count(ready) == 2, "it is ready")
             check(ports[0])
             write_a_later_checkpoint(run, servers)
             kill(MemberRecord(book, "server", 0).process().pid)
-            job.has_printed("server 0 is back, after ")
+            job.has_printed("server 0 is back, failover took ")
             for port in ports:  # of the checkpoint that the job has begun with
                 check(port)
             coordinator = MemberRecord(book, "coordinator", 0).process()
@@ -85,7 +85,7 @@ def test_two_inference_servers_predict_what_the_job_evaluated(
     assert "the job is finished" in ended.logs["coordinator 0"]
 
 
-def test_a_missing_checkpoint_ends_all_roles_and_each_says_which_failed(
+def test_a_missing_checkpoint_ends_all_roles_and_each_reports_which_failed(
     tmp_path, trained
 ):
     arguments = ["--checkpoint", str(tmp_path / "absent"), "--http_port"]

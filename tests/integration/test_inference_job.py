@@ -36,7 +36,7 @@ def embeddings_of(infer):
 
 
 @pytest.mark.parametrize("num_servers", [1, 3])
-def test_embeddings_are_those_of_the_evaluation_in_the_job(
+def test_embeddings_equal_those_of_the_evaluation_in_the_job(
     processes, trained, num_servers
 ):
     with InferCtx(trained.workers) as of_job:
@@ -86,7 +86,7 @@ def test_persias_commands_start_it_without_a_coordinator(processes, trained):
             assert torch.equal(tensor, expected)
 
 
-def test_predictions_over_http_are_those_of_the_evaluation(processes, trained):
+def test_predictions_over_http_equal_those_of_the_evaluation(processes, trained):
     job = InferenceJob(processes, trained.checkpoint, trained.embedding_config)
     job.server(0)
     worker = address_of(job.worker())
@@ -162,7 +162,11 @@ def test_a_worker_with_too_few_servers_ends_with_the_reason(processes, trained):
     [
         (["127.0.0.1:1"], ["--num-shards", "2"], "1 addresses, and 2 servers"),
         (["127.0.0.1:1"], [], "must be a checkpoint, or hold one that is complete"),
-        (["127.0.0.1:1"], ["--checkpoint", "run"], "--checkpoint is for servers of a"),
+        (
+            ["127.0.0.1:1"],
+            ["--checkpoint", "run"],
+            "--checkpoint cannot be combined with",
+        ),
     ],
 )
 def test_a_server_with_invalid_settings_ends_with_the_reason(
@@ -184,7 +188,7 @@ def test_a_worker_with_contradictory_settings_ends_with_the_reason(
     command = ["worker", "--global-config", str(path), "--learn-tables"]
     monkeypatch.setattr(sys, "argv", command)
     assert worker.main() == 1
-    assert "--learn-tables is for workers of a job" in capfd.readouterr().err
+    assert "--learn-tables cannot be combined with" in capfd.readouterr().err
 
 
 def test_the_others_answer_while_a_role_is_killed_and_started_again(processes, trained):

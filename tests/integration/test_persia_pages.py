@@ -329,7 +329,7 @@ class TestTrainCtx:
             train(ctx, DataLoader(TrainData()))
         assert not np.array_equal(job.read("user_id", 700), initial)
 
-    def test_the_embedding_config_says_how_rows_start_and_end(self, job, model):
+    def test_the_embedding_config_reports_how_rows_start_and_end(self, job, model):
         embedding_config = EmbeddingConfig(
             emb_initialization=(-1, 1), admit_probability=0.8, weight_bound=1
         )

@@ -21,7 +21,7 @@ def test_the_adult_income_job_recovers_a_killed_server(slurm, tmp_path):
     with adult_income(slurm, tmp_path, "--max_retries", 0) as job:
         job.has_printed("step 50: loss")
         kill(job.pid("server", 1))
-        job.has_printed("server 1 is back, after ")
+        job.has_printed("server 1 is back, failover took ")
         (tmp_path / "go").touch()
         assert job.wait() == {"COMPLETED"}
         assert "SUCCEEDED" in job.torchx("status", job.handle)

@@ -309,7 +309,7 @@ def test_gradients_that_are_not_finite_are_dropped_and_the_others_applied(
     client, caplog
 ):
     settings = {"wild": TableSettings(initializer=Constant(0.0))}
-    refused = total(client, "gradients_refused")
+    rejected = total(client, "gradients_refused")
     with Model(client, settings) as model:
         grads = torch.ones(3, DIM)
         grads[0, 1], grads[1, 2] = torch.nan, torch.inf
@@ -320,7 +320,7 @@ def test_gradients_that_are_not_finite_are_dropped_and_the_others_applied(
         logged = [record for record in caplog.records if record.name == of_tally]
         assert [record.levelname for record in logged] == ["WARNING"]
         assert model.pipeline.tally.total.num_refused == 2
-        assert total(client, "gradients_refused") == refused + 2
+        assert total(client, "gradients_refused") == rejected + 2
         model.train({"wild": [[1], [2], [3]]})
         assert model.rows("wild", [1, 2, 3])[:, 0].tolist() == [-1.0, -1.0, -2.0]
 

@@ -73,7 +73,7 @@ def test_a_port_in_use_ends_a_torchx_job(tmp_path):
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-def test_a_killed_process_ends_a_torchx_job_and_the_last_line_says_why(tmp_path):
+def test_a_killed_process_ends_a_torchx_job_and_the_last_line_reports_why(tmp_path):
     logs, status = logs_of_failed(tmp_path)
     assert "trainer 0" in logs["trainer"].read_text()
     assert "loader 0 ends: trainer 0 has failed" in logs["loader"].read_text()

@@ -51,7 +51,7 @@ class Comers:
         }[role]
         self.started[name] = self._processes.start(name, *call, env=env)
 
-    def refusals(self):
+    def rejections(self):
         """Wait until all have ended badly; return the one error of each."""
         errors = {}
         for name, running in self.started.items():
@@ -63,17 +63,17 @@ class Comers:
         return errors
 
 
-def refusal_by(address):
+def rejection_by(address):
     """Ask a process of the job in the name of another; return the job's id."""
     greeting = Greeting("theirs")
     connections = Connections("role", [address], greeting=greeting)
     with contextlib.closing(connections):
         question = (0, Header(Kind.HELLO), [encode_json(None)])
         reply = connections.submit(*question, timeout_s=DEADLINE_S, what="asking")
-        with pytest.raises(RemoteError, match="Received: job 'theirs'") as refused:
+        with pytest.raises(RemoteError, match="Received: job 'theirs'") as rejected:
             reply.result(DEADLINE_S)
-    assert refused.value.kind == "JobMismatchError"
-    return str(refused.value).partition("belong to job '")[2].partition("'")[0]
+    assert rejected.value.kind == "JobMismatchError"
+    return str(rejected.value).partition("belong to job '")[2].partition("'")[0]
 
 
 @pytest.mark.multiprocess
@@ -101,10 +101,10 @@ def test_a_process_of_another_job_at_the_port_ends_and_the_job_continues(tmp_pat
             comers.come(f"second {role}", role)  # by one file of the environment
         for role in SCRIPTS:
             comers.come(f"further {role}", role, index=1, size=2)
-        errors = comers.refusals()
+        errors = comers.rejections()
         with contextlib.closing(AddressBook.join("localhost", int(port))) as book:
             for role in ("server", "worker"):
-                assert refusal_by(*book.addresses(role, timeout_s=DEADLINE_S)) == ours
+                assert rejection_by(*book.addresses(role, timeout_s=DEADLINE_S)) == ours
         (tmp_path / "go").touch()
         ended = job.wait()
     assert ended.status == 0, ended.output

@@ -21,9 +21,9 @@ from persia_torchrec.jit.compiled import (
     inlined,
     inlined_kernel,
     read_only,
+    report_compilation,
     sources_stamp,
     specialized,
-    telling_of_compilation,
 )
 from persia_torchrec.jit.kernel import as_written, divide
 
@@ -104,7 +104,7 @@ def test_a_loop_that_is_compiled_is_told_of_and_one_that_is_loaded_is_not(tmp_pa
     def told():
         module = load(path)
         said = []
-        with telling_of_compilation(said.append):
+        with report_compilation(said.append):
             assert module.double(np.float32(1.5)) == 3
         return said
 
@@ -184,7 +184,7 @@ def test_a_user_without_a_home_gets_no_folder_named_like_one(
     assert not Path("~").exists()
 
 
-def test_what_an_image_has_compiled_is_not_compiled_again(image, monkeypatch):
+def test_compiled_loops_of_an_image_are_reused(image, monkeypatch):
     image.with_name("__pycache__").unlink()
     assert load(image).double(np.float32(1.5)) == 3  # as its build does
     of_image = FunctionCache.__init__

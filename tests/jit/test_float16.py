@@ -136,7 +136,7 @@ def test_rounding_takes_the_nearest_and_of_two_the_even_one(dtype, weights):
 
 
 @each_dtype
-def test_what_lies_in_the_middle_goes_to_the_even_neighbour(dtype):
+def test_ties_round_to_even(dtype):
     values = VALUES[dtype]
     middles = ((values[1:] + values[:-1]) / 2).astype(np.float32)
     assert np.array_equal(to_nearest(middles, dtype), nearest(middles, dtype))
@@ -217,7 +217,7 @@ def test_exact_values_stay_whatever_the_number_that_is_drawn(dtype):
 
 @each_dtype
 @pytest.mark.parametrize("rounds", [to_nearest, lambda w, d: stochastically(w, d, 3)])
-def test_what_is_no_number_and_what_is_zero_stays_so(dtype, rounds):
+def test_nan_and_zero_are_unchanged(dtype, rounds):
     weights = np.array([np.nan, -np.nan, 0.0, -0.0], dtype=np.float32)
     rounded = values_of(rounds(weights, dtype), dtype)
     assert np.isnan(rounded[:2]).all()

@@ -73,11 +73,11 @@ def test_a_loader_is_ended_with_status_0_when_the_job_is_finished(processes):
     loader.has_printed("at work")
     trainer = job.start("trainer", "")
     assert [trainer.status(), loader.status(), job.coordinator.status()] == [0, 0, 0]
-    assert "loader 0 is not needed any more" in loader.output()
+    assert "job finished; stopping loader 0" in loader.output()
 
 
 @multiprocess
-def test_an_exception_of_a_trainer_ends_every_process_and_is_told_once(
+def test_an_exception_of_a_trainer_ends_every_process_and_learns_once(
     processes, tmp_path
 ):
     """And torchx finds it in the coordinator's file for errors."""
@@ -138,7 +138,7 @@ def test_a_silent_member_ends_the_job_and_is_killed(processes):
     trainer.send(signal.SIGSTOP)
     assert job.coordinator.status() == 1
     assert "trainer 0 was silent for 1 s" in job.coordinator.output()
-    assert "did not leave in time: trainer 0" in job.coordinator.output()
+    assert "did not exit in time: trainer 0" in job.coordinator.output()
     assert trainer.status() == -signal.SIGKILL  # torchx would wait for it
 
 
@@ -222,7 +222,7 @@ def test_a_job_ends_with_the_process_that_started_its_coordinator(processes):
     parent.has_printed("the address book of job")
     parent.send(signal.SIGKILL)
     wait_until(
-        lambda: "did not leave in time: trainer 0" in parent.output(),
+        lambda: "did not exit in time: trainer 0" in parent.output(),
         "the coordinator ends",
         details=parent.output,
     )
@@ -336,7 +336,7 @@ def test_the_next_coordinator_knows_how_often_a_member_has_ended(deaths):
 
 
 @multiprocess
-def test_the_first_process_of_a_role_tells_how_many_there_are(processes):
+def test_the_first_process_of_a_role_reports_how_many_there_are(processes):
     learn = ("--learn", "loader", "--learn", "trainer")
     job = Job(processes, *learn, "--join-timeout-s", "600")
     job.counts = {"loader": 2, "trainer": 1}
@@ -348,7 +348,7 @@ def test_the_first_process_of_a_role_tells_how_many_there_are(processes):
     assert ended == [0, 0, 0, 0], job.coordinator.output()
 
 
-def test_who_is_missing_is_named_where_roles_tell_their_size():
+def test_missing_members_are_named():
     learn = ("loader", "trainer")
     config = CoordinatorConfig(port=0, num_workers=1, learn=learn, join_timeout_s=3)
     with contextlib.closing(AddressBook.host(0)) as book:

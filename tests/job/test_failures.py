@@ -34,7 +34,7 @@ def with_note(exc, note):
         (SystemExit(), None),
     ],
 )
-def test_what_went_wrong_is_one_text(exc, cause):
+def test_a_failure_is_one_text(exc, cause):
     assert failures.describe(exc) == cause
 
 
@@ -136,7 +136,7 @@ def raised(exc, cause=None):
         RuntimeError("all elements of input should be between 0 and 1"),
     ],
 )
-def test_what_a_script_causes_comes_again_at_its_line(exc):
+def test_errors_of_a_script_repeat_at_the_same_line(exc):
     place = failures.find_place(raised(exc))
     assert place.startswith(f"{type(exc).__name__} at {__file__}:")
 
@@ -169,7 +169,7 @@ def test_the_line_is_that_of_the_script_and_not_of_a_library():
         CheckpointError("trainer 1: disk full"),
     ],
 )
-def test_what_may_pass_by_itself_has_no_line(exc):
+def test_transient_errors_have_no_line(exc):
     assert failures.find_place(exc and raised(exc)) is None
     if exc is not None:  # nor has what is raised from it
         assert failures.find_place(raised(ValueError("no rows"), exc)) is None

@@ -72,7 +72,7 @@ class Scripts(Job):
     """A job whose scripts are started by themselves."""
 
     def run(self, role, text, index=0):
-        """Start one; the text goes on where it can join the job."""
+        """Start one; the text continues where it can join the job."""
         path = self.folder / f"{role}-{index}-of-{self.port}.py"
         path.write_text(BEGIN + text)
         return self.become(str(path), path.stem, role, index)

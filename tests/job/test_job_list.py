@@ -26,7 +26,7 @@ def test_a_job_is_listed_while_it_runs_and_how_it_ended(folder):
     assert record.ended
 
 
-def test_a_coordinator_that_tells_no_end_is_lost(folder):
+def test_a_coordinator_that_reports_no_end_is_lost(folder):
     with listed(record_of("job", 29400)):
         pass
     assert [one.state for one in find_jobs()] == ["lost"]

@@ -84,7 +84,7 @@ def test_a_member_that_compiles_reports_it_with_its_heartbeats(book, processes):
     assert member.status() == 0
 
 
-def test_a_heartbeat_that_breaks_ends_its_member_and_says_why(book, processes):
+def test_a_heartbeat_that_breaks_ends_its_member_and_reports_why(book, processes):
     member = processes.start("member", members.break_heartbeat, book.port)
     assert member.status() == 1
     assert "the heartbeat of server 0 broke: ValueError" in member.output()
@@ -275,7 +275,7 @@ def test_a_member_ends_once_another_process_has_its_place(book, processes):
     member.has_printed("serving")
     book.job.member("server", 0).process = ProcessIdentity.of_this_process()
     assert member.status() == 1
-    assert "server 0 was given up, and ends: another process (" in member.output()
+    assert "server 0 exits: replaced by process " in member.output()
     assert "left" not in member.output()
     assert book.state() == ("running", "")
 
@@ -287,7 +287,7 @@ def test_an_error_of_the_process_group_waits_for_its_cause(book, processes):
     says_who_has_failed(member)
 
 
-def test_an_own_error_is_told_although_another_has_failed_before(book, processes):
+def test_an_own_error_learns_although_another_has_failed_before(book, processes):
     """Two may fail by themselves; only what may be a consequence is left out."""
     book.fail("trainer 1", "the loss is not a number")
     member = processes.start("member", members.fail, book.port)
@@ -296,7 +296,7 @@ def test_an_own_error_is_told_although_another_has_failed_before(book, processes
     assert book.state() == ("failed", "trainer 1: the loss is not a number")
 
 
-def test_torchrun_is_told_why_a_trainer_of_its_own_ends(book, processes, tmp_path):
+def test_torchrun_learns_why_a_trainer_of_its_own_ends(book, processes, tmp_path):
     path = tmp_path / "error.json"
     by_torchrun = {"TORCHELASTIC_RUN_ID": "1", "TORCHELASTIC_ERROR_FILE": str(path)}
     member = processes.start("member", members.fail, book.port, env=by_torchrun)
@@ -306,12 +306,12 @@ def test_torchrun_is_told_why_a_trainer_of_its_own_ends(book, processes, tmp_pat
     assert told.timestamp > 0
 
 
-def test_a_silence_shorter_than_two_heartbeats_is_refused():
+def test_a_silence_shorter_than_two_heartbeats_is_rejected():
     with pytest.raises(ConfigError, match=r"two heartbeats\. Received: 1\.5"):
         JobTimings(silent_s=1.5)
 
 
-def test_a_time_that_is_not_positive_is_refused():
+def test_a_time_that_is_not_positive_is_rejected():
     with pytest.raises(ConfigError, match=r"grace_s must be > 0\. Received: 0"):
         JobTimings(grace_s=0)
 

@@ -83,13 +83,13 @@ def test_a_second_process_is_not_the_same_member(book, alive):
 
 def test_of_concurrent_registrations_one_succeeds(book):
     comers = [MemberRecord(book, "server", 0) for _ in range(8)]
-    refused = []
+    rejected = []
 
     def sign(comer):
         try:
             comer.register(SILENT_S)
         except JobMismatchError:
-            refused.append(comer)
+            rejected.append(comer)
 
     stop = threading.Event()
     threads = [threading.Thread(target=sign, args=(comer,)) for comer in comers]
@@ -99,7 +99,7 @@ def test_of_concurrent_registrations_one_succeeds(book):
         book.job.member("server", 0).num_beats += 1
     for thread in threads:
         thread.join()
-    assert len(refused) == len(comers) - 1
+    assert len(rejected) == len(comers) - 1
 
 
 def put_holder(book, **changes):

@@ -75,7 +75,7 @@ def test_servers_stay_until_a_trainer_that_is_interrupted_has_saved(processes):
         assert process.status() in (1, 143), process.output()
     assert "the server has ended: None" in trainer.output()
     assert trainer.status() == job.coordinator.status() == 143
-    assert "the job is told to end (SIGTERM to " in job.coordinator.output()
+    assert "graceful shutdown (SIGTERM to " in job.coordinator.output()
     assert "job ended: it was told to end (SIGTERM)" in job.coordinator.output()
     assert "ERROR persia_torchrec" not in server.output() + trainer.output()
 
@@ -107,7 +107,7 @@ def test_a_second_signal_ends_the_job_at_once(processes):
     trainer = job.start("trainer", GOES_ON)
     trainer.has_printed("at work")
     job.coordinator.send(signal.SIGTERM)
-    job.coordinator.has_printed("the job is told to end (SIGTERM")
+    job.coordinator.has_printed("graceful shutdown (SIGTERM")
 
     # One that comes sooner is the first, passed on.
     time.sleep(timeouts.SAME_SIGNAL_S + 0.1)
@@ -123,11 +123,11 @@ def test_a_trainer_that_does_not_save_in_time_is_named(processes):
     trainer.has_printed("at work")
     job.coordinator.send(signal.SIGTERM)
     assert job.coordinator.status() == 143
-    why = "told to end (SIGTERM), and trainer 0 did not end within grace_s=0.5"
+    why = "told to end (SIGTERM), and trainer 0 did not exit within grace_s=0.5"
     assert why in job.coordinator.output()
 
 
-def test_a_process_of_a_job_that_is_told_to_end_does_not_start_again(processes):
+def test_a_process_of_a_job_under_graceful_shutdown_does_not_start_again(processes):
     with contextlib.closing(AddressBook.host(0)) as book:
         book.publish(JobTimings())
         book.tell_to_end("SIGTERM", "server 0")
@@ -183,7 +183,7 @@ def last_step(folder):
 
 
 @pytest.mark.slow
-def test_a_job_of_torchx_loses_no_step_when_it_is_told_to_end_or_ends_well(
+def test_a_job_of_torchx_loses_no_step_when_it_is_shut_down_or_ends_well(
     tmp_path, gateway
 ):
     with training(tmp_path, 10_000, gateway) as job:

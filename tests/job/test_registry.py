@@ -16,7 +16,7 @@ from persia_torchrec.errors import (
 )
 from persia_torchrec.job import registry, state
 from persia_torchrec.job.process_identity import ProcessIdentity
-from persia_torchrec.job.registry import AddressBook, Patience
+from persia_torchrec.job.registry import AddressBook, ExtendableDeadline
 from persia_torchrec.job.registry_server import Journal
 from persia_torchrec.job.requests import Beat, FindNotes, Found, Register, Report, View
 from persia_torchrec.job.survivable_memory import TwoHalves
@@ -111,7 +111,7 @@ def test_a_wait_for_the_address_book_ends_when_its_look_raises():
 
 def test_an_address_without_a_listener_is_reported_within_the_deadline():
     port = draw_port()
-    with pytest.raises(DiscoveryError, match=rf"127\.0\.0\.1:{port}.*refused"):
+    with pytest.raises(DiscoveryError, match=rf"127\.0\.0\.1:{port}.*rejected"):
         AddressBook.join("127.0.0.1", port, timeout_s=0.5)
 
 
@@ -124,7 +124,7 @@ def test_a_port_that_is_held_without_a_listener_is_not_waited_for():
             AddressBook.join("127.0.0.1", port, timeout_s=TIMEOUT_S)
 
 
-def test_a_long_wait_says_what_it_waits_for(host, monkeypatch, caplog):
+def test_a_long_wait_reports_what_it_waits_for(host, monkeypatch, caplog):
     monkeypatch.setattr(timeouts, "SAY_S", 0.01)
     monkeypatch.setattr(registry, "_SOON_S", 0.01)
     caplog.set_level("INFO")
@@ -149,8 +149,8 @@ def test_a_long_wait_says_what_it_waits_for(host, monkeypatch, caplog):
 
 
 def test_another_service_at_the_address_is_reported_within_the_deadline():
-    with socket.create_server(("127.0.0.1", 0)) as somebody:
-        port = somebody.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         with pytest.raises(DiscoveryError, match="Something else listens there"):
             AddressBook.join("127.0.0.1", port, timeout_s=0.5)
 
@@ -168,12 +168,12 @@ def test_an_unknown_host_is_reported_within_the_deadline():
         AddressBook.join("no-such-host.invalid", 29400, timeout_s=0.3)
 
 
-def test_an_index_beyond_the_size_is_refused(book):
+def test_an_index_beyond_the_size_is_rejected(book):
     with pytest.raises(ConfigError, match=r"server must be in \[0, 2\)\. Received: 2"):
         book.register("server", 2, 2, "tcp://127.0.0.1:1")
 
 
-def test_two_of_a_role_that_disagree_on_its_size_are_refused(book):
+def test_two_of_a_role_that_disagree_on_its_size_are_rejected(book):
     book.register("server", 0, 2, "tcp://127.0.0.1:1")
     with pytest.raises(ConfigError, match=r"Received: 3 from server 1, 2 from another"):
         book.register("server", 1, 3, "tcp://127.0.0.1:2")
@@ -186,7 +186,7 @@ def test_two_of_a_role_that_disagree_on_its_size_are_refused(book):
         ("server", "REPLICA_INDEX and REPLICA_SIZE", "OMPI_COMM_WORLD_RANK"),
     ],
 )
-def test_processes_that_another_launcher_has_numbered_are_told_what_to_set(
+def test_processes_that_another_launcher_has_numbered_learn_what_to_set(
     book, monkeypatch, role, names, other
 ):
     monkeypatch.setenv(other, "1")
@@ -206,7 +206,7 @@ def test_a_client_without_an_id_joins_the_job_that_is_there(host, book):
     other.close()
 
 
-def test_a_client_of_another_job_is_told_the_port_and_both_ids():
+def test_a_client_of_another_job_learns_the_port_and_both_ids():
     host = AddressBook.host(0, job_id="ours")
     AddressBook.join("localhost", host.port, "ours", timeout_s=TIMEOUT_S).close()
     message = (
@@ -221,7 +221,7 @@ def test_a_client_of_another_job_is_told_the_port_and_both_ids():
     host.close()
 
 
-def test_an_id_that_no_job_can_have_is_refused(host):
+def test_an_id_that_no_job_can_have_is_rejected(host):
     with pytest.raises(ConfigError, match="PERSIA_JOB_ID"):
         AddressBook.host(0, job_id="two words")
     with pytest.raises(ConfigError, match="PERSIA_JOB_ID"):
@@ -279,7 +279,7 @@ def test_a_book_whose_port_another_job_has_taken_raises():
     other.close()
 
 
-def test_a_request_of_another_kind_is_refused(host):
+def test_a_request_of_another_kind_is_rejected(host):
     address = f"tcp://127.0.0.1:{host.port}"
     server = Connections("address book", [address], encrypts=True)
     forward = Header(Kind.FORWARD)
@@ -289,14 +289,14 @@ def test_a_request_of_another_kind_is_refused(host):
     server.close()
 
 
-def test_a_value_that_is_too_large_is_refused(host, book):
+def test_a_value_that_is_too_large_is_rejected(host, book):
     with pytest.raises(JobError, match=r"at most 1048576 bytes\. Received: 10486"):
         book.tell("large", "x" * 2**20)
     with pytest.raises(DiscoveryError, match="Missing: large"):
         host.ask(["large"], timeout_s=0.0)
 
 
-def test_a_full_book_refuses_new_keys_only(host, book, monkeypatch):
+def test_a_full_book_rejects_new_keys_only(host, book, monkeypatch):
     monkeypatch.setattr(state, "MAX_KEYS", 1)
     book.tell("first", "1")
     with pytest.raises(JobError, match="at most 1 keys"):
@@ -340,7 +340,7 @@ def test_a_memory_of_another_kind_is_rejected(left):
     os.close(memory)
 
 
-def test_what_a_host_has_left_must_be_the_state_of_a_job():
+def test_surviving_memory_must_hold_the_state_of_a_job():
     memory = os.memfd_create("book")
     TwoHalves(memory).write(b"\x91\x01")
     with pytest.raises(FrameError, match="must hold the state of its job"):
@@ -348,7 +348,7 @@ def test_what_a_host_has_left_must_be_the_state_of_a_job():
     os.close(memory)
 
 
-def test_a_port_that_is_taken_is_refused(host):
+def test_a_port_that_is_taken_is_rejected(host):
     with pytest.raises(JobError, match=rf"port {host.port}\. .*another job"):
         AddressBook.host(host.port)
 
@@ -359,7 +359,7 @@ def test_a_book_for_all_interfaces_takes_a_free_port_too():
     host.close()
 
 
-def test_an_impossible_port_is_refused():
+def test_an_impossible_port_is_rejected():
     with pytest.raises(ConfigError, match=r"\[0, 65535\]\. Received: 65536"):
         AddressBook.host(65_536)
 
@@ -375,7 +375,7 @@ def test_there_is_no_address_towards_an_unknown_machine():
 
 
 def test_time_runs_out_at_the_deadline_where_no_process_compiles():
-    patience = Patience(10.0, 0.0)
+    patience = ExtendableDeadline(10.0, 0.0)
     assert [patience.is_over(False, now) for now in (0.0, 9.9, 10.0)] == [
         *(False, False),
         True,
@@ -383,7 +383,7 @@ def test_time_runs_out_at_the_deadline_where_no_process_compiles():
 
 
 def test_the_time_in_which_a_process_compiles_does_not_count():
-    patience = Patience(10.0, 0.0)
+    patience = ExtendableDeadline(10.0, 0.0)
     assert not patience.is_over(False, 9.0)
     for second in range(1, 100):
         assert not patience.is_over(True, 9.0 + second)
@@ -392,7 +392,7 @@ def test_the_time_in_which_a_process_compiles_does_not_count():
 
 
 def test_a_process_that_compiles_for_ever_extends_a_deadline_only_so_far():
-    patience = Patience(10.0, 0.0)
+    patience = ExtendableDeadline(10.0, 0.0)
     overs = [patience.is_over(True, float(second)) for second in range(2000)]
     assert overs.index(True) == 10 + timeouts.COMPILING_S
 

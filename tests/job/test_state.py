@@ -95,7 +95,7 @@ def test_a_member_that_is_heard_again_is_back(caplog):
     assert caplog.messages == [
         "trainer 0 has sent no heartbeat for 4.0 s",
         "trainer 0 was silent for 20 s; the job waits for its return",
-        "trainer 0 is back, after 9.8 s",
+        "trainer 0 is back, failover took 9.8 s",
     ]
 
 
@@ -172,7 +172,7 @@ REQUESTS = st.one_of(
 
 @settings(max_examples=40)
 @given(st.lists(REQUESTS, max_size=30), st.data())
-def test_what_is_read_again_continues_as_the_state_that_was_written(steps, data):
+def test_a_state_read_back_continues(steps, data):
     job, _ = job_of(3)
     cut = data.draw(st.integers(0, len(steps)))
     verdict = None

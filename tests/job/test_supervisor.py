@@ -16,7 +16,7 @@ from tests.support.faults import kill
 from tests.support.processes import DEADLINE_S, children_of, is_running, wait_until
 from tests.support.repository import ROOT
 
-KILLED = "a process was ended by SIGKILL, and is started again"
+KILLED = "process was ended by SIGKILL; restarting it"
 LISTENS = """
 import os, signal, socket
 listener = socket.socket(fileno=int(os.environ["PERSIA_LISTEN_FD"]))
@@ -64,7 +64,7 @@ def test_a_command_may_ask_to_be_started_again(processes):
     again = f"[ $PERSIA_RESTARTS = 1 ] && exit 0; exit {START_AGAIN}"
     running = shell(processes, again)
     assert running.status() == 0
-    assert "a process has failed, and is started again" in running.output()
+    assert "process has failed; restarting it" in running.output()
 
 
 @pytest.mark.parametrize("status", [0, 1, 3])
@@ -78,7 +78,7 @@ def test_a_command_that_never_joins_its_job_is_given_up(processes):
     running = shell(processes, "echo started; kill -SEGV $$")
     assert running.status() == 128 + signal.SIGSEGV
     assert running.output().count("started\n") == 4
-    assert "was ended by SIGSEGV, and 4 times in a row before" in running.output()
+    assert "was ended by SIGSEGV, 4 times in a row before" in running.output()
 
 
 def test_a_command_that_has_joined_its_job_is_started_again_any_number_of_times(
@@ -128,7 +128,7 @@ def test_socket_and_memory_outlive_the_command(processes, tmp_path, memory_dir):
     assert first == second
     kept = None if memory_dir == PRIVATE else b"kept"
     assert f"memory {kept}" in running.output()
-    says = running.output().count("memory that outlives the process is in")
+    says = running.output().count("memory that survives the process:")
     assert says == (memory_dir in (AUTO, "a folder"))
     assert [path.name for path in tmp_path.iterdir()] == ["supervisor.log"]
 
@@ -144,7 +144,7 @@ def test_a_command_ends_with_the_process_that_started_its_supervisor(processes):
         wait_until(
             lambda pid=pid: not is_running(pid), "it ends", details=parent.output
         )
-    assert "the process that started this one has ended" in parent.output()
+    assert "parent process exited" in parent.output()
 
 
 def start_again(processes, *, kill_outer=False):
@@ -154,7 +154,7 @@ def start_again(processes, *, kill_outer=False):
     command, inner = re.search(r"(\d+) is under (\d+)", running.output()).groups()
     if kill_outer:
         running.send(signal.SIGKILL)
-        wait_until(lambda: "another one waits" in running.output(), "it is replaced")
+        wait_until(lambda: "forked a replacement" in running.output(), "it is replaced")
     return running, int(command), int(inner)
 
 
@@ -221,7 +221,7 @@ def test_a_process_that_waits_for_a_supervisor_ends_with_it(processes):
     [
         ([], "must be given a command, after --"),
         (["--port", "65536", "--", "true"], "port must be in [0, 65535]. Received: 65"),
-        (["--", "no-such-command"], "The command must be one that can be run. Receiv"),
+        (["--", "no-such-command"], "The command must be executable. Receiv"),
         (["--memory-dir", "nowhere", "--", "true"], "memory_dir must be auto, private"),
     ],
 )

@@ -57,7 +57,7 @@ def test_a_job_continues_when_members_coordinator_and_supervisors_are_killed(pro
     trainer.has_printed("at work")
     with book_of(job) as book:
         first = comes_back(job, book, "server", kill_command)
-        job.coordinator.has_printed("server 0 is back, after ")
+        job.coordinator.has_printed("server 0 is back, failover took ")
         coordinator = comes_back(job, book, "coordinator", kill_command)
         for role in ("server", "coordinator"):
             comes_back(job, book, role, kill_supervisor)

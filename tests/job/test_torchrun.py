@@ -73,7 +73,7 @@ def test_a_job_waits_for_trainers_that_torchrun_starts_again(tmp_path):
     assert "the job waits for its return" in told
 
 
-def test_a_script_that_always_raises_fails_the_job_and_says_why_once(tmp_path):
+def test_a_script_that_always_raises_fails_the_job_and_reports_why_once(tmp_path):
     with Processes(tmp_path) as processes:
         job = Job(processes, trainer=1)
         torchrun = start_trainers(processes, job, RAISES, 1, max_restarts=2)

@@ -73,11 +73,11 @@ def tell(monkeypatch, *gpus):
     monkeypatch.setattr(trainer_group, "gather", lambda *_: told)
 
 
-def test_two_trainers_of_one_gpu_are_refused_under_nccl(monkeypatch):
+def test_two_trainers_of_one_gpu_are_rejected_under_nccl(monkeypatch):
     is_of(monkeypatch, "cpu:gloo,cuda:nccl")
     tell(monkeypatch, "a", "b", "a")
     must = (
-        r"Each trainer must have a GPU of its own.* Received: trainers 0, 2 on GPU a "
+        r"Each trainer must have a separate GPU.* Received: trainers 0, 2 on GPU a "
         r"of host node7\. .*CUDA_VISIBLE_DEVICES"
     )
     with pytest.raises(ConfigError, match=must):

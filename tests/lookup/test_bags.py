@@ -63,23 +63,23 @@ FRAMES = [bytes(frame) for frame in encode_bags({"a": bags_of([7, 8], [], [7])})
         (0, b'[["a", 4, 3]]', "'a' is longer than what follows"),
         (0, b'[["a", 3, 4]]', "'a' is longer than what follows"),
         (0, b'[["a", -1, 3]]', "'a' is longer than what follows"),
-        (0, b'[["a", 3, 3], ["a", 0, 0]]', "'a' comes twice"),
-        (0, b"[]", "3 ids and 3 lengths belong to nothing"),
+        (0, b'[["a", 3, 3], ["a", 0, 0]]', "Duplicate feature 'a'"),
+        (0, b"[]", "3 ids and 3 lengths follow the last feature"),
         (1, FRAMES[1][:-1], r"int32 must be a multiple of 4 bytes\. Received: 11"),
         (1, FRAMES[1][:-4], "'a' is longer than what follows"),
-        (1, FRAMES[1] + bytes(4), "0 ids and 1 lengths belong to nothing"),
+        (1, FRAMES[1] + bytes(4), "0 ids and 1 lengths follow the last feature"),
         (2, FRAMES[2][:-8], "'a' is longer than what follows"),
-        (2, FRAMES[2] + bytes(8), "1 ids and 0 lengths belong to nothing"),
+        (2, FRAMES[2] + bytes(8), "1 ids and 0 lengths follow the last feature"),
     ],
 )
-def test_frames_that_are_no_batch_are_refused(place, frame, message):
+def test_invalid_frames_of_a_batch_are_rejected(place, frame, message):
     frames = list(FRAMES)
     frames[place] = frame
     with pytest.raises(FrameError, match=message):
         decode_bags(frames)
 
 
-def test_features_that_are_nested_too_deep_are_refused():
+def test_features_that_are_nested_too_deep_are_rejected():
     with pytest.raises(FrameError, match="Frame 0"):
         decode_bags([b"[" * 100_000, *FRAMES[1:]])
 
@@ -90,14 +90,14 @@ def test_a_batch_has_three_frames(num):
         decode_bags([*FRAMES, b""][:num])
 
 
-def test_lengths_on_the_wire_that_do_not_sum_up_are_refused():
+def test_lengths_on_the_wire_that_do_not_sum_up_are_rejected():
     lengths = np.array([1, 0, 1], dtype=np.int32).tobytes()
     with pytest.raises(BatchError, match=r"number of ids, 3\. Received: a sum of 2"):
         decode_bags([FRAMES[0], lengths, FRAMES[2]])
 
 
 @given(st.lists(st.tuples(st.text(), st.integers(), st.integers())), st.binary())
-def test_random_frames_are_refused_or_are_a_batch(shapes, data):
+def test_random_frames_are_rejected_or_are_a_batch(shapes, data):
     frames = [json.dumps(shapes).encode(), data[::2], data[1::2]]
     try:
         bags = decode_bags(frames)
@@ -127,7 +127,7 @@ def test_random_frames_are_refused_or_are_a_batch(shapes, data):
         ),
     ],
 )
-def test_bags_that_do_not_fit_are_refused_by_name(ids, lengths, message):
+def test_bags_that_do_not_fit_are_rejected_by_name(ids, lengths, message):
     with pytest.raises(BatchError, match=f"^Feature 'item': .*{message}"):
         check_bags({"item": Bags(ids, lengths)})
     with pytest.raises(BatchError, match="Feature 'item': "):

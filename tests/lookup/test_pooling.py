@@ -33,7 +33,7 @@ def matrix(feature):
 
 
 @given(batches())
-def test_bags_are_pooled_as_the_reference_says(batch):
+def test_bags_are_pooled_as_in_the_reference(batch):
     features, num_samples = batch
     pooled = pool(features, num_samples)
     expected = [

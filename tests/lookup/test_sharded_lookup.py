@@ -126,7 +126,7 @@ class ReferenceWorker:
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3])
-def test_batches_are_pooled_and_trained_as_the_reference_says(start, num_shards):
+def test_batches_are_pooled_and_trained_as_in_the_reference(start, num_shards):
     worker, slow = start(num_shards), ReferenceWorker()
     rng = np.random.default_rng(0)
     for step in range(6):
@@ -213,7 +213,7 @@ def test_a_gradient_may_have_any_layout_in_memory(start):
 
 
 @pytest.mark.parametrize("shape", [(20, 16), (19, 17), (17, 20), (340,)])
-def test_a_gradient_of_another_shape_is_refused(start, shape):
+def test_a_gradient_of_another_shape_is_rejected(start, shape):
     worker = start()
     _, batch = worker.pull(random_batch(0), BatchNumber(1, 1))
     with pytest.raises(BatchError, match=r"the shapes \[\(20, 17\)\]\. Received: \[\("):
@@ -236,7 +236,7 @@ def test_a_gradient_of_another_shape_is_refused(start, shape):
         ),
     ],
 )
-def test_a_batch_that_does_not_fit_the_features_is_refused(start, change, message):
+def test_a_batch_that_does_not_fit_the_features_is_rejected(start, change, message):
     bags = dict.fromkeys(("bought", "seen", "user"), bags_of([1])) | change
     bags = {name: bag for name, bag in bags.items() if bag is not None}
     worker = start()
@@ -244,7 +244,7 @@ def test_a_batch_that_does_not_fit_the_features_is_refused(start, change, messag
         worker.pull(bags, BatchNumber(1, 1))
 
 
-def test_the_columns_are_those_of_the_features_in_their_order(start):
+def test_the_columns_equal_those_of_the_features_in_their_order(start):
     assert start().dims() == [4, 3, 4, 3, 3]
     alone = start(features=FEATURES[1:2])
     assert alone.dims() == [3]
@@ -257,7 +257,9 @@ def test_the_columns_are_those_of_the_features_in_their_order(start):
     [[], [FEATURES[0], FEATURES[1]._replace(name=FEATURES[0].name)]],
 )
 def test_features_must_be_there_and_have_names_of_their_own(start, features):
-    with pytest.raises(ConfigError, match="must be features, each of its own name"):
+    with pytest.raises(
+        ConfigError, match="features must be non-empty with unique names"
+    ):
         start(features=features)
 
 

@@ -111,7 +111,7 @@ def test_a_batch_without_ids_has_outputs_without_rows(start, lookup):
     assert missed(worker.push(batch, rows)) == 0
 
 
-def test_a_gradient_of_another_shape_is_refused(start):
+def test_a_gradient_of_another_shape_is_rejected(start):
     worker = start(SequenceLookup)
     outputs, batch = worker.pull(BAGS, BatchNumber(1, 1))
     with pytest.raises(BatchError, match=r"must have the shapes .* Received: \["):

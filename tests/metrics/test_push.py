@@ -42,8 +42,8 @@ def hanging(monkeypatch):
 
 
 @pytest.fixture
-def refusing(monkeypatch):
-    """A port at which nobody listens, as its owner does not."""
+def rejecting(monkeypatch):
+    """A port without a listener, as its owner does not listen."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         port = bound.getsockname()[1]
@@ -141,7 +141,7 @@ def test_nothing_is_pushed_without_a_gateway_or_when_disabled(monkeypatch, gatew
     assert gateway.pushes() == []
 
 
-def test_a_variable_that_does_not_name_a_gateway_is_refused(monkeypatch):
+def test_a_variable_that_does_not_name_a_gateway_is_rejected(monkeypatch):
     monkeypatch.setenv("PERSIA_METRICS_GATEWAY_ADDR", "http://gateway:9091")
     with pytest.raises(ConfigError, match="PERSIA_METRICS_GATEWAY_ADDR must be host"):
         push_metrics("nn_worker", 0, EVERY_SECOND, three)
@@ -158,7 +158,7 @@ def warnings_of(caplog):
     return [r for r in caplog.records if r.levelno == logging.WARNING]
 
 
-def test_a_gateway_that_refuses_is_logged_at_most_once_per_minute(refusing, caplog):
+def test_a_gateway_that_rejects_is_logged_at_most_once_per_minute(rejecting, caplog):
     num_read = 0
 
     def read():

@@ -102,7 +102,7 @@ def test_a_mistake_ends_the_process_and_is_named(capsys, argv, message):
     assert message in capsys.readouterr().err
 
 
-def test_what_the_class_refuses_is_its_error():
+def test_errors_of_the_class_are_passed_on():
     with pytest.raises(ConfigError, match="port must be >= 0"):
         parse("--port=-1")
 

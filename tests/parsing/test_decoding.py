@@ -62,7 +62,7 @@ def test_an_entry_of_a_dict_has_no_name_in_the_error():
 
 
 @given(TREE)
-def test_any_value_is_taken_or_refused_by_name(tree):
+def test_any_value_is_taken_or_rejected_by_name(tree):
     try:
         found = convert(tree, Table, KeyPath("f"), ConfigError)
     except ConfigError as exc:

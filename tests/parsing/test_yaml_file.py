@@ -16,13 +16,13 @@ from persia_torchrec.persia.config.embedding_config import (
 from persia_torchrec.persia.config.global_config import (
     GlobalSettings,
     load_global_config,
-    refuse_inference,
+    reject_inference,
 )
 from tests.support.yaml_configs import GLOBAL, infer
 
 
 @pytest.mark.parametrize("load", [load_embedding_config, load_global_config])
-def test_a_file_that_cannot_be_read_is_refused(tmp_path, load):
+def test_a_file_that_cannot_be_read_is_rejected(tmp_path, load):
     with pytest.raises(ConfigError, match=r"missing\.yml must be a text file"):
         load(tmp_path / "missing.yml")
     with pytest.raises(ConfigError, match="must be a text file that can be read"):
@@ -169,9 +169,9 @@ def test_a_key_of_the_tables_is_one_that_no_file_has_by_itself(
 def test_every_key_path_without_effect_is_one_that_files_may_have(load):
     """A row that no file can reach would do nothing, unnoticed."""
     for key_path in (row.key_path for row in ROWS if row.kind in ("no_effect", "zero")):
-        with pytest.raises(ConfigError) as refused:
+        with pytest.raises(ConfigError) as rejected:
             load(key_path, "{misfit: }")
-        message = str(refused.value)
+        message = str(rejected.value)
         assert "is unknown" not in message or "misfit is unknown" in message
 
 
@@ -181,14 +181,16 @@ def test_a_right_key_is_one_that_files_may_have(row):
 
 
 @pytest.mark.parametrize("row", RENAMED, ids=lambda row: row.key_path)
-def test_a_key_beside_its_other_name_is_refused(embedding_config, global_config, row):
+def test_a_key_beside_its_other_name_is_rejected(embedding_config, global_config, row):
     name, right = (key.rpartition(".")[2] for key in (row.key_path, row.right_key))
     text = f"{{{name}: 3, {right}: 3}}"
     for key in reversed(row.key_path.replace("*", "a").split(".")[:-1]):
         text = f"{{{key}: {text}}}"
     is_embedding = is_of_embedding_config(row.key_path)
     read = embedding_config if is_embedding else global_config
-    with pytest.raises(ConfigError, match=f"{name} must not stand beside {right}"):
+    with pytest.raises(
+        ConfigError, match=f"{name} must not be set together with {right}"
+    ):
         read(text)
 
 
@@ -223,7 +225,7 @@ def test_a_key_beside_its_other_name_is_refused(embedding_config, global_config,
         ),
     ],
 )
-def test_what_is_in_no_table_is_refused(
+def test_an_unknown_table_is_rejected(
     embedding_config, global_config, read, text, message
 ):
     with pytest.raises(ConfigError, match=message):
@@ -236,7 +238,7 @@ def test_a_role_beside_another_that_warns_does_not(tmp_path, warned):
     assert (
         load_global_config(path, warns=False).embedding_parameter_server.capacity == 3
     )
-    refuse_inference("data loader", path)
+    reject_inference("data loader", path)
     path.write_text("slot_config: {a: {dim: 8}, b: {dim: 8, capacity: 3}}")
     assert len(load_embedding_config(path, warns=False).slots) == 2
     assert warned() == []
@@ -334,7 +336,7 @@ def test_every_key_is_in_a_file_of_ours_and_does_what_it_says(
 
 
 @pytest.mark.parametrize("name", EVERY_KEY)
-def test_what_does_what_it_says_is_no_warning(
+def test_effective_settings_give_no_warning(
     embedding_config, global_config, warned, name
 ):
     (embedding_config if name == "slots" else global_config)(EVERY_KEY[name])

@@ -78,7 +78,7 @@ def test_the_ids_of_a_list_are_a_copy():
         (None, r"None \(NoneType\)"),
     ],
 )
-def test_a_sample_that_is_no_flat_uint64_array_is_refused(sample, received):
+def test_a_sample_that_is_no_flat_uint64_array_is_rejected(sample, received):
     good = np.array([1], dtype=np.uint64)
     message = (
         "Id type feature 'item': sample 1 must be a flat uint64 array. "
@@ -106,7 +106,7 @@ def test_a_single_id_feature_has_one_id_a_sample():
     ],
     ids=["signed", "matrix", "list", "masked"],
 )
-def test_a_single_id_feature_that_is_no_flat_uint64_array_is_refused(data):
+def test_a_single_id_feature_that_is_no_flat_uint64_array_is_rejected(data):
     with pytest.raises(BatchError, match="'item': data must be a flat uint64 array"):
         IDTypeFeatureWithSingleID("item", data)
 
@@ -129,19 +129,19 @@ def test_a_feature_can_be_made_from_flat_ids():
         (np.array([2**31 - 1] * 4, np.int32), "Received: a sum of 8589934588"),
     ],
 )
-def test_lengths_that_do_not_fit_the_flat_ids_are_refused(lengths, message):
+def test_lengths_that_do_not_fit_the_flat_ids_are_rejected(lengths, message):
     flat = np.arange(3, dtype=np.uint64)
     with pytest.raises(BatchError, match=message):
         IDTypeFeature.from_flat("item", flat, lengths)
 
 
-def test_flat_ids_that_are_signed_are_refused():
+def test_flat_ids_that_are_signed_are_rejected():
     with pytest.raises(BatchError, match="must be a flat uint64 array"):
         IDTypeFeature.from_flat("item", np.arange(3), np.array([3], np.int32))
 
 
 @pytest.mark.parametrize("name", ["", None, 3, ["swapped"]])
-def test_a_feature_without_a_name_is_refused(name):
+def test_a_feature_without_a_name_is_rejected(name):
     no_ids = np.empty(0, dtype=np.uint64)
     message = "Every id type feature must have a name, a string that is not empty"
     with pytest.raises(BatchError, match=message):
@@ -169,7 +169,7 @@ def test_dense_data_without_a_name_are_anonymous():
 
 
 @pytest.mark.parametrize("dtype", ["float16", "uint16", "uint64", ">f4", "O", "U3"])
-def test_dense_data_of_another_dtype_are_refused(dtype):
+def test_dense_data_of_another_dtype_are_rejected(dtype):
     message = "non-id type feature 'height' must have one of the dtypes bool, int8, "
     with pytest.raises(BatchError, match=message):
         NonIDTypeFeature(np.zeros(2, dtype=dtype), "height")
@@ -182,7 +182,7 @@ def test_dense_data_of_another_dtype_are_refused(dtype):
         np.ma.array([1.0, 2.0], mask=[False, True]),
     ],
 )
-def test_dense_data_that_are_no_array_of_samples_are_refused(data):
+def test_dense_data_that_are_no_array_of_samples_are_rejected(data):
     with pytest.raises(BatchError, match="label 'clicked' must be an array with the"):
         Label(data, "clicked")
 
@@ -196,7 +196,7 @@ def test_a_batch_takes_its_size_from_the_first_feature():
     assert batch.batch_id is None
 
 
-def test_a_batch_without_ids_is_refused():
+def test_a_batch_without_ids_is_rejected():
     with pytest.raises(BatchError, match="must have at least one id type feature"):
         PersiaBatch([], labels=[label()])
 
@@ -212,12 +212,12 @@ def test_a_batch_without_ids_is_refused():
         ({"batch_size": 4}, "4 samples. Received: 2 in id type feature 'item'"),
     ],
 )
-def test_parts_of_another_batch_size_are_refused(parts, message):
+def test_parts_of_another_batch_size_are_rejected(parts, message):
     with pytest.raises(BatchError, match=message):
         PersiaBatch([single()], requires_grad=False, **parts)
 
 
-def test_features_of_two_batch_sizes_are_refused():
+def test_features_of_two_batch_sizes_are_rejected():
     with pytest.raises(BatchError, match="Received: 3 in id type feature 'user'"):
         PersiaBatch([single(), single("user", 3)], requires_grad=False)
 
@@ -242,7 +242,7 @@ def test_a_batch_has_one_to_65535_samples():
         ),
     ],
 )
-def test_two_parts_of_the_same_name_are_refused(parts, twice):
+def test_two_parts_of_the_same_name_are_rejected(parts, twice):
     arguments = {"id_type_features": [single()], "labels": [label()]} | parts
     with pytest.raises(BatchError, match=f"must differ. Received: {twice} twice"):
         PersiaBatch(**arguments)
@@ -272,14 +272,14 @@ def test_parts_without_a_name_and_of_different_kinds_are_not_mixed_up():
         ({"labels": [single()]}, "labels must hold Label"),
     ],
 )
-def test_a_part_of_another_class_is_refused(parts, message):
+def test_a_part_of_another_class_is_rejected(parts, message):
     arguments = {"id_type_features": [single()], "labels": [label()]} | parts
     with pytest.raises(BatchError, match=message):
         PersiaBatch(**arguments)
 
 
 @pytest.mark.parametrize("error", [BatchError, RuntimeError, ValueError])
-def test_training_without_labels_is_refused(error):
+def test_training_without_labels_is_rejected(error):
     with pytest.raises(error, match="requires_grad=True must have labels"):
         PersiaBatch([single()])
 
@@ -290,7 +290,7 @@ def test_meta_that_is_text_becomes_its_bytes():
     assert PersiaBatch.from_bytes(batch.to_bytes()).meta == batch.meta
 
 
-def test_meta_that_is_neither_bytes_nor_text_is_refused():
+def test_meta_that_is_neither_bytes_nor_text_is_rejected():
     with pytest.raises(BatchError, match=r"meta must be bytes or text.*3 \(int\)"):
         PersiaBatch([single()], requires_grad=False, meta=3)
 

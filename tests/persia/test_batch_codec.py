@@ -71,20 +71,20 @@ def test_reading_copies_no_array(kind):
         assert array.flags.aligned
 
 
-def test_bytes_that_are_cut_off_anywhere_are_refused():
+def test_bytes_that_are_cut_off_anywhere_are_rejected():
     data = small_batch().to_bytes()
     for size in range(len(data)):
         with pytest.raises(FrameError, match="must not end within"):
             PersiaBatch.from_bytes(data[:size])
 
 
-def test_bytes_beyond_the_end_are_refused():
+def test_bytes_beyond_the_end_are_rejected():
     data = small_batch().to_bytes()
     with pytest.raises(FrameError, match=f"must end with it, after {len(data)}"):
         PersiaBatch.from_bytes(data + bytes(8))
 
 
-def test_another_version_is_refused():
+def test_another_version_is_rejected():
     data = bytearray(small_batch().to_bytes())
     data[4] = 2
     with pytest.raises(FrameError, match=r"of version 1\. Received: 2\."):
@@ -92,19 +92,19 @@ def test_another_version_is_refused():
 
 
 @given(st.binary(max_size=200))
-def test_random_bytes_are_refused(data):
+def test_random_bytes_are_rejected(data):
     with pytest.raises(FrameError):
         PersiaBatch.from_bytes(data)
 
 
 @given(st.binary(max_size=200))
-def test_random_bytes_behind_a_frame_are_refused(data):
+def test_random_bytes_behind_a_frame_are_rejected(data):
     with pytest.raises(FrameError):
         PersiaBatch.from_bytes(struct.pack("<4sIQ", b"PTRB", 1, len(data)) + data)
 
 
 @given(st.data())
-def test_a_changed_byte_is_refused_or_gives_a_valid_batch(data):
+def test_a_changed_byte_is_rejected_or_gives_a_valid_batch(data):
     changed = bytearray(small_batch().to_bytes())
     position = data.draw(st.integers(0, len(changed) - 1))
     changed[position] = data.draw(st.integers(0, 255))
@@ -127,13 +127,13 @@ def test_a_changed_byte_is_refused_or_gives_a_valid_batch(data):
         (b"{}", "header of a batch must have the key 'batch_id'"),
     ],
 )
-def test_a_header_that_is_no_object_of_json_is_refused(text, message):
+def test_a_header_that_is_no_object_of_json_is_rejected(text, message):
     data = struct.pack("<4sIQ", b"PTRB", 1, len(text)) + text + bytes(-len(text) % 8)
     with pytest.raises(FrameError, match=message):
         PersiaBatch.from_bytes(data)
 
 
-def test_a_header_that_claims_more_bytes_than_there_are_is_refused():
+def test_a_header_that_claims_more_bytes_than_there_are_is_rejected():
     data = struct.pack("<4sIQ", b"PTRB", 1, 2**64 - 1) + b"{}"
     with pytest.raises(FrameError, match="must not end within the header"):
         PersiaBatch.from_bytes(data)
@@ -167,7 +167,7 @@ NESTED = json.loads("[" * 900 + "]" * 900)
         ("dense", "shape", [1, 2], "Received: 1 in non-id type feature 'height'"),
     ],
 )
-def test_a_header_that_does_not_fit_is_refused(part, key, value, message):
+def test_a_header_that_does_not_fit_is_rejected(part, key, value, message):
     def change(header):
         header[part][0][key] = value
 
@@ -188,7 +188,7 @@ def test_a_header_that_does_not_fit_is_refused(part, key, value, message):
         ("requires_grad", "yes", "requires_grad must be true or false"),
     ],
 )
-def test_a_header_with_a_wrong_field_is_refused(key, value, message):
+def test_a_header_with_a_wrong_field_is_rejected(key, value, message):
     def change(header):
         header[key] = value
 
@@ -196,7 +196,7 @@ def test_a_header_with_a_wrong_field_is_refused(key, value, message):
         PersiaBatch.from_bytes(with_header(change))
 
 
-def test_lengths_that_do_not_sum_up_are_refused():
+def test_lengths_that_do_not_sum_up_are_rejected():
     data = small_batch().to_bytes()
     ids, lengths = b"\xff" * 8, np.array([2, 0], dtype="<i4").tobytes()
     assert data.count(ids + lengths) == 1
@@ -206,7 +206,7 @@ def test_lengths_that_do_not_sum_up_are_refused():
         PersiaBatch.from_bytes(wrong)
 
 
-def test_booleans_other_than_0_and_1_are_refused():
+def test_booleans_other_than_0_and_1_are_rejected():
     data = small_batch().to_bytes()
     clicked = b"\x01\x00" + bytes(6) + b"day 3"
     assert data.count(clicked) == 1
@@ -214,7 +214,7 @@ def test_booleans_other_than_0_and_1_are_refused():
         PersiaBatch.from_bytes(data.replace(clicked, b"\x02" + clicked[1:]))
 
 
-def test_padding_other_than_zeros_is_refused():
+def test_padding_other_than_zeros_is_rejected():
     data = bytearray(small_batch().to_bytes())
     data[-1] = 1
     with pytest.raises(FrameError, match="padding of meta must be zeros"):
@@ -228,6 +228,6 @@ def test_padding_other_than_zeros_is_refused():
         (with_header(lambda header: header["dense"][0].update(name="")), "valid one"),
     ],
 )
-def test_bytes_that_are_not_the_rest_of_a_batch_are_refused(data, message):
+def test_bytes_that_are_not_the_rest_of_a_batch_are_rejected(data, message):
     with pytest.raises(FrameError, match=message):
         decode_rest(data, Origin(0, 1, 0))

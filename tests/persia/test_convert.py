@@ -1,4 +1,4 @@
-"""PERSIA's checkpoints are converted to the bit; damaged ones are refused."""
+"""PERSIA's checkpoints are converted to the bit; damaged ones are rejected."""
 
 import contextlib
 import struct
@@ -148,7 +148,7 @@ def assert_next_step(client, rows, optimizer, step):
     num_free=st.integers(1, 40),
     seed=st.integers(0, 2**32),
 )
-def test_lookups_and_the_next_step_are_those_of_persias_rows(
+def test_lookups_and_the_next_step_equal_those_of_persias_rows(
     optimizer, bits, before, after, num_ids, num_free, seed
 ):
     rng = np.random.default_rng(seed)
@@ -245,7 +245,7 @@ def test_one_list_keeps_its_order(tmp_path, servers):
     assert is_kept == [n >= len(rows) - 60 for n in range(len(rows))]
 
 
-def refused(folder, config, match, **more):
+def rejected(folder, config, match, **more):
     """Convert what cannot be converted; there is no checkpoint then."""
     with pytest.raises((CheckpointError, ConfigError), match=match) as caught:
         convert_checkpoint(conversion(folder, config, **more))
@@ -256,7 +256,7 @@ def refused(folder, config, match, **more):
 
 @settings(max_examples=20)
 @given(data=st.data())
-def test_a_file_that_is_cut_off_is_refused_with_the_byte(data):
+def test_a_file_that_is_cut_off_is_rejected_with_the_byte(data):
     rng = np.random.default_rng(2)
     _, _, rows = make_rows(rng, "adam", 8, 4)
     whole = file_bytes(rows, len(rows) + 5, rng)
@@ -265,7 +265,7 @@ def test_a_file_that_is_cut_off_is_refused_with_the_byte(data):
         folder = Path(name) / "persia"
         (path,) = write_checkpoint(folder, [], rng)
         path.write_bytes(whole[:place])
-        caught = refused(
+        caught = rejected(
             folder, config_file(folder), rf"{path}.* byte \d+", optimizer="adam"
         )
     assert caught.type is CheckpointError
@@ -339,16 +339,16 @@ def loop(data):
         (lambda data: data[:0], r"is cut off: more must follow byte 0"),
     ],
 )
-def test_damage_is_refused_with_the_byte(dumped, change, received):
+def test_damage_is_rejected_with_the_byte(dumped, change, received):
     folder, config, _, files = dumped
     files[1].write_bytes(change(bytearray(files[1].read_bytes())))
-    refused(folder, config, rf"{files[1]} .*{received}", optimizer="adagrad")
+    rejected(folder, config, rf"{files[1]} .*{received}", optimizer="adagrad")
 
 
-def test_an_id_of_another_server_is_refused(dumped):
+def test_an_id_of_another_server_is_rejected(dumped):
     folder, config, _, files = dumped
     files[1].write_bytes(files[2].read_bytes())
-    refused(folder, config, rf"{files[1]} .* byte \d+: id \d+, which is of another")
+    rejected(folder, config, rf"{files[1]} .* byte \d+: id \d+, which is of another")
 
 
 def test_an_id_that_comes_twice_is_rejected_with_both_offsets(dumped):
@@ -356,7 +356,7 @@ def test_an_id_that_comes_twice_is_rejected_with_both_offsets(dumped):
     both = [*rows, rows[7]]
     other = folder.parent / "twice"
     write_checkpoint(other, both, np.random.default_rng(3), num_shards=2)
-    caught = refused(other, config, rf"id {rows[7].id} at .*\.emb byte \d+ and at ")
+    caught = rejected(other, config, rf"id {rows[7].id} at .*\.emb byte \d+ and at ")
     assert caught.type is CheckpointError
 
 
@@ -385,22 +385,22 @@ def test_an_id_that_comes_twice_is_rejected_with_both_offsets(dumped):
         (lambda f: (f / "dense.pt").write_bytes(b"?"), "dense.pt must be a state_dict"),
     ],
 )
-def test_an_incomplete_folder_is_refused(dumped, spoil, message):
+def test_an_incomplete_folder_is_rejected(dumped, spoil, message):
     folder, config, _, _ = dumped
     spoil(folder)
-    refused(folder, config, message)
+    rejected(folder, config, message)
 
 
-def test_another_optimizer_is_refused_with_the_sizes(dumped):
+def test_another_optimizer_is_rejected_with_the_sizes(dumped):
     folder, config, _, files = dumped
-    refused(folder, config, rf"{files[0]} .* has \d \(adam\) of", optimizer="adam")
+    rejected(folder, config, rf"{files[0]} .* has \d \(adam\) of", optimizer="adam")
 
 
-def test_state_that_no_optimizer_of_persia_has_is_refused(tmp_path):
+def test_state_that_no_optimizer_of_persia_has_is_rejected(tmp_path):
     rows = [Row(prefixed(1, 2, 8), np.ones(3 + 4, dtype=np.float32), 3)]
     (path,) = write_checkpoint(tmp_path / "persia", rows, np.random.default_rng(0))
     config = config_file(tmp_path)
-    refused(
+    rejected(
         tmp_path / "persia",
         config,
         rf"{path} .* byte \d+: .* 7 floats of dim 3; 'user'",
@@ -429,7 +429,7 @@ def test_rows_of_one_weight_leave_the_kind_of_adagrad_to_the_others(tmp_path):
 def test_a_checkpoint_without_rows_needs_the_optimizer(tmp_path):
     write_checkpoint(tmp_path / "persia", [], np.random.default_rng(0))
     config = config_file(tmp_path)
-    refused(tmp_path / "persia", config, "optimizer must be given .* has no rows")
+    rejected(tmp_path / "persia", config, "optimizer must be given .* has no rows")
     saved = convert_checkpoint(
         conversion(tmp_path / "persia", config, optimizer="adam")
     )
@@ -485,7 +485,7 @@ def test_a_trainer_continues_with_both_halves(tmp_path, monkeypatch, caplog):
         assert copied == (source / "jit_dense.pt").read_bytes()
 
 
-def test_the_command_says_why_it_fails(dumped, capsys):
+def test_the_command_reports_why_it_fails(dumped, capsys):
     folder, config, _, _ = dumped
     (folder / "embedding_dump_done").unlink()
     arguments = [str(folder), str(folder.parent / "run"), "--embedding-config", config]
@@ -496,7 +496,7 @@ def test_the_command_says_why_it_fails(dumped, capsys):
     assert "required: destination" in capsys.readouterr().err
 
 
-def test_a_negative_step_is_refused(dumped):
+def test_a_negative_step_is_rejected(dumped):
     folder, config, _, _ = dumped
     with pytest.raises(ConfigError, match=r"adam_step must be in \[0, "):
         conversion(folder, config, adam_step=-1)
@@ -509,5 +509,5 @@ def test_the_source_is_not_written_to(dumped):
         destination=f"{folder}/../{folder.name}",
         embedding_config=config,
     )
-    with pytest.raises(ConfigError, match="destination must be a folder of its own"):
+    with pytest.raises(ConfigError, match="destination must be a separate folder"):
         convert_checkpoint(same)

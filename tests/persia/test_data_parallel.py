@@ -193,7 +193,7 @@ def test_trainers_that_average_weights_have_loss_scales_of_their_own(learnt):
     assert second[:4].tolist() == [1024, 1024, 256, 256]
 
 
-def test_a_file_of_an_earlier_job_is_refused(tmp_path, monkeypatch, job):
+def test_a_file_of_an_earlier_job_is_rejected(tmp_path, monkeypatch, job):
     file = tmp_path / "sync file"
     file.write_bytes(b"of an earlier job")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -213,13 +213,13 @@ def test_a_file_that_trainer_0_does_not_make_is_waited_for_in_time(
         job.train_ctx(distributed_option=option)
 
 
-def test_trainers_without_a_rendezvous_are_refused(monkeypatch, job):
+def test_trainers_without_a_rendezvous_are_rejected(monkeypatch, job):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(ConfigError, match="master_addr must name the host of trainer"):
         job.train_ctx()
 
 
-def test_nccl_is_refused_on_the_cpu(job):
+def test_nccl_is_rejected_on_the_cpu(job):
     with pytest.raises(ConfigError, match="backend must be 'gloo' on the CPU"):
         job.train_ctx(distributed_option=DDPOption())

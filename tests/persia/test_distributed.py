@@ -5,7 +5,7 @@ import pytest
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.persia.distributed import (
     ALGORITHMS,
-    REFUSED_ALGORITHMS,
+    REJECTED_ALGORITHMS,
     BaguaDistributedOption,
     DDPOption,
     get_default_distributed_option,
@@ -44,18 +44,18 @@ def test_without_an_option_the_backend_follows_the_device():
         ({"master_port": 0}, r"master_port must be in \[1, 65535\]. Received: 0"),
     ],
 )
-def test_ddp_options_that_cannot_work_are_refused(arguments, message):
+def test_ddp_options_that_cannot_work_are_rejected(arguments, message):
     with pytest.raises(ConfigError, match=message):
         DDPOption(**arguments)
 
 
-@pytest.mark.parametrize("algorithm", REFUSED_ALGORITHMS)
-def test_an_algorithm_without_an_equivalent_is_refused_with_what_to_use(algorithm):
+@pytest.mark.parametrize("algorithm", REJECTED_ALGORITHMS)
+def test_an_algorithm_without_an_equivalent_is_rejected_with_what_to_use(algorithm):
     with pytest.raises(ConfigError, match=r"PyTorch has no equivalent\. Use '"):
         BaguaDistributedOption(algorithm)
 
 
-def test_an_unknown_algorithm_is_refused():
+def test_an_unknown_algorithm_is_rejected():
     with pytest.raises(ConfigError, match="algorithm must be one of gradient_allred"):
         BaguaDistributedOption("allreduce")
 
@@ -71,7 +71,7 @@ def test_an_unknown_algorithm_is_refused():
         ("bytegrad", {"enable_bagua_net": True}, "enable_bagua_net must be False"),
     ],
 )
-def test_settings_that_bagua_alone_could_honour_are_refused(
+def test_settings_that_bagua_alone_could_honour_are_rejected(
     algorithm, arguments, message
 ):
     with pytest.raises(ConfigError, match=message):

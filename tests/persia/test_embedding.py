@@ -26,13 +26,13 @@ def test_a_config_does_not_change_and_takes_a_list_of_bounds():
     "bounds",
     [(0.1, -0.1), (0,), (0, 1, 2), (-math.inf, 0), (0, math.inf), (math.nan, 0)],
 )
-def test_bounds_that_are_not_finite_or_not_in_order_are_refused(bounds):
+def test_bounds_that_are_not_finite_or_not_in_order_are_rejected(bounds):
     with pytest.raises(ConfigError, match=r"emb_initialization must be two finite"):
         EmbeddingConfig(emb_initialization=bounds)
 
 
 @pytest.mark.parametrize("probability", [-0.1, 1.1, math.nan])
-def test_an_admit_probability_that_is_none_is_refused(probability):
+def test_an_invalid_admit_probability_is_rejected(probability):
     with pytest.raises(ConfigError, match=r"admit_probability must be in \[0, 1\]"):
         EmbeddingConfig(admit_probability=probability)
 
@@ -45,7 +45,7 @@ def test_an_admit_probability_that_is_none_is_refused(probability):
         (EmbeddingConfig((1, 2), 0.5), Uniform(1, 2), AdmitProbability(0.5)),
     ],
 )
-def test_a_config_says_how_the_rows_of_every_table_start_and_which_ids_get_one(
+def test_a_config_reports_how_the_rows_of_every_table_start_and_which_ids_get_one(
     config, initializer, admission
 ):
     assert config.initializer == initializer
@@ -53,6 +53,6 @@ def test_a_config_says_how_the_rows_of_every_table_start_and_which_ids_get_one(
 
 
 @pytest.mark.parametrize("bound", [-1, math.inf, math.nan])
-def test_a_weight_bound_that_is_negative_or_not_finite_is_refused(bound):
+def test_a_weight_bound_that_is_negative_or_not_finite_is_rejected(bound):
     with pytest.raises(ConfigError, match="weight_bound must be finite and >= 0"):
         EmbeddingConfig(weight_bound=bound)

@@ -190,7 +190,7 @@ def test_settings_of_a_loader_for_evaluation_do_not_touch_the_training(engine):
     assert engine._settings == SETTINGS
 
 
-def test_features_that_are_not_slots_are_refused(job, engine):
+def test_features_that_are_not_slots_are_rejected(job, engine):
     message = r"\['item'\]\. Received: \['itme'\], unknown \['itme'\]"
     for is_training in (True, False):
         with pytest.raises(BatchError, match=message):

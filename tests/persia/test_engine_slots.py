@@ -81,7 +81,7 @@ def test_a_pipeline_makes_the_tables_known_everywhere(schema, job, workers):
     pipeline.close()
 
 
-def test_a_table_that_is_another_one_already_is_refused(schema, job, workers):
+def test_a_table_that_is_another_one_already_is_rejected(schema, job, workers):
     sharder = SlotsSharder(workers, spec_of(schema), CLIENT)
     spec = sharder.describe(make_collection(spec_of(schema)), ENV, "")
     sharder.make_pipeline(spec, ENV, CPU).close()

@@ -140,7 +140,7 @@ def test_a_persia_job_becomes_a_job_of_torchx(tmp_path, capsys):
     assert found["loader-0"]["command"][-2:] == ["loader", "/src/loader.py"]
 
 
-def test_what_is_not_carried_over_is_named(tmp_path, capsys):
+def test_dropped_settings_are_named(tmp_path, capsys):
     _, left, _ = convert(tmp_path, capsys, JOB)
     server, trainer = "spec.embeddingParameterServer", "spec.nnWorker"
     assert set(left) == {

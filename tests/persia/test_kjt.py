@@ -130,7 +130,7 @@ def test_a_batch_comes_back_from_a_gpu():
         ({"dense_features": (torch.tensor(3.0),)}, "samples along its first dimension"),
     ],
 )
-def test_tensors_that_make_no_batch_are_refused(parts, message):
+def test_tensors_that_make_no_batch_are_rejected(parts, message):
     whole = {"id_features": kjt(), "labels": (torch.zeros(2),), **parts}
     with pytest.raises(BatchError, match=message):
         from_torchrec(TorchRecBatch(**whole))

@@ -51,11 +51,11 @@ def configs():
     return env.embedding_config_path(), env.global_config_path()
 
 
-def refusal_of(arguments):
+def rejection_of(arguments):
     """Return the message with which a command ends."""
-    with pytest.raises(SystemExit) as refused:
+    with pytest.raises(SystemExit) as rejected:
         launcher.main(arguments)
-    return refused.value.code
+    return rejected.value.code
 
 
 def test_a_parameter_server_has_persias_default_port_and_index():
@@ -99,7 +99,7 @@ def test_all_commands_may_have_a_supervisor():
     assert coordinator.startswith(supervised("--host all --port 29400", command))
 
 
-def test_a_server_is_told_what_applies_gradients():
+def test_a_server_learns_what_applies_gradients():
     flags = ("--optimizer-engine", "fbgemm")
     server = becomes("embedding-parameter-server", *CONFIGS, *flags)
     assert server == "-m persia_torchrec.server --port 8888 --optimizer-engine fbgemm"
@@ -125,9 +125,9 @@ def test_words_behind_two_dashes_are_a_scripts_arguments(monkeypatch):
     trains = becomes("nn-worker", "--recover", "--", *module)
     assert trains.endswith(f"--max-restarts 3 -- {' '.join(module)}")
     message = "must be a file, or -m and the name of a module"
-    assert message in refusal_of(["nn-worker", "--", "--epochs", "2"])
+    assert message in rejection_of(["nn-worker", "--", "--epochs", "2"])
     words = ["coordinator", "--port", "1", "--", "a"]
-    assert "must be of a script, of nn-worker or data-loader" in refusal_of(words)
+    assert "must be of a script, of nn-worker or data-loader" in rejection_of(words)
 
 
 def test_nn_workers_are_started_by_torchrun():
@@ -231,7 +231,7 @@ def test_a_verbose_launcher_shows_what_it_starts(monkeypatch, capsys):
     ],
 )
 def test_an_invalid_command_ends_with_the_reason(arguments, message):
-    assert message in refusal_of(arguments)
+    assert message in rejection_of(arguments)
 
 
 def test_the_installed_command_is_this_one():
@@ -258,18 +258,18 @@ def test_the_module_runs_as_the_command(monkeypatch):
 def test_without_a_coordinator_nothing_starts(monkeypatch):
     monkeypatch.delenv("PERSIA_STORE_PORT")
     for arguments in (["nn-worker", "a.py"], ["data-loader", "a.py"], ["coordinator"]):
-        assert "PERSIA_STORE_PORT is not set" in refusal_of(arguments)
+        assert "PERSIA_STORE_PORT is not set" in rejection_of(arguments)
 
 
 def test_inference_needs_no_coordinator(monkeypatch, tmp_path):
     monkeypatch.delenv("PERSIA_STORE_PORT")
     for command in ("embedding-worker", "embedding-parameter-server"):
         (tmp_path / "g.yml").write_text("")
-        assert "PERSIA_STORE_PORT is not set" in refusal_of([command, *CONFIGS])
+        assert "PERSIA_STORE_PORT is not set" in rejection_of([command, *CONFIGS])
         (tmp_path / "g.yml").write_text(INFER)
         becomes(command, *CONFIGS)
         (tmp_path / "g.yml").write_text("zzz: 1")
-        assert "zzz is unknown" in refusal_of([command, *CONFIGS])
+        assert "zzz is unknown" in rejection_of([command, *CONFIGS])
 
 
 @pytest.mark.parametrize("command", ["coordinator", "nn-worker", "data-loader"])
@@ -277,7 +277,9 @@ def test_training_roles_are_rejected_for_inference(monkeypatch, tmp_path, comman
     (tmp_path / "g.yml").write_text(INFER)
     monkeypatch.setenv("PERSIA_GLOBAL_CONFIG", "g.yml")
     arguments = [command] if command == "coordinator" else [command, "script.py"]
-    assert "must belong to a job that trains. Received: job_t" in refusal_of(arguments)
+    assert "must belong to a job that trains. Received: job_t" in rejection_of(
+        arguments
+    )
 
 
 @pytest.mark.parametrize(
@@ -304,7 +306,7 @@ def test_the_place_of_nats_is_that_of_the_coordinator(monkeypatch, capsys, url, 
 def test_a_url_of_no_port_is_rejected_with_what_to_set(monkeypatch):
     monkeypatch.delenv("PERSIA_STORE_PORT")
     monkeypatch.setenv("PERSIA_NATS_URL", "nats://nats:port")
-    told = refusal_of(["coordinator"])
+    told = rejection_of(["coordinator"])
     assert "PERSIA_NATS_URL must be nats://HOST:PORT, where the coordinator is" in told
     assert "set PERSIA_STORE_PORT and PERSIA_STORE_HOST" in told
 
@@ -318,13 +320,13 @@ def test_a_coordinator_that_is_named_is_not_looked_for_at_that_of_nats(
     assert "at the coordinator at localhost:29400" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", env.REFUSED)
+@pytest.mark.parametrize("name", env.REJECTED)
 def test_an_unsupported_variable_is_rejected_with_the_reason(monkeypatch, name):
-    harmless, reason = env.REFUSED[name]
+    harmless, reason = env.REJECTED[name]
     monkeypatch.setenv(name, harmless)
     becomes("data-loader", "load.py")
     monkeypatch.setenv(name, "nats://0.0.0.0:4222")
-    error = refusal_of(["data-loader", "load.py"])
+    error = rejection_of(["data-loader", "load.py"])
     assert f"{name} must not be set. Received: 'nats://0.0.0.0:4222'" in error
     assert reason in error
 

@@ -130,7 +130,7 @@ def test_leaving_a_context_leaves_those_within_it():
     assert entered_context() is None
 
 
-def test_a_loader_outside_a_context_is_refused():
+def test_a_loader_outside_a_context_is_rejected():
     with pytest.raises(ConfigError, match=r"inside a context\. Use `with TrainCtx"):
         iter(DataLoader(Batches(1)))
 
@@ -138,6 +138,6 @@ def test_a_loader_outside_a_context_is_refused():
 @pytest.mark.parametrize(
     "name", ["forward_buffer_size", "timeout_ms", "num_workers", "embedding_staleness"]
 )
-def test_a_number_below_one_is_refused(name):
+def test_a_number_below_one_is_rejected(name):
     with pytest.raises(ConfigError, match=rf"{name} must be >= 1\. Received: 0"):
         DataLoader(Batches(1), **{name: 0})

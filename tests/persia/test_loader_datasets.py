@@ -60,7 +60,7 @@ def test_a_new_pass_starts_after_one_that_was_broken_off():
 
 
 @pytest.mark.parametrize("dataset", [StreamingDataset, lambda size: Numbered(1, size)])
-def test_a_buffer_without_room_is_refused(dataset):
+def test_a_buffer_without_room_is_rejected(dataset):
     with pytest.raises(ConfigError, match=r"buffer_size must be >= 1\. Received: 0"):
         dataset(0)
 
@@ -156,7 +156,7 @@ def test_a_dataset_that_sends_too_little_or_too_much_is_an_error(
 
 
 @pytest.mark.parametrize("cls", [IterableDataset, StreamingDataset])
-def test_what_has_no_iterator_cannot_be_iterated_over(cls):
+def test_a_dataset_without_iterator_is_an_error(cls):
     with pytest.raises(
         ConfigError, match=rf"must have __iter__.*Received: {cls.__name__}"
     ):
@@ -189,7 +189,7 @@ def test_silence_of_the_loaders_ends_the_pass(book):
         next(batches)
 
 
-def test_a_second_pass_is_refused(book):
+def test_a_second_pass_is_rejected(book):
     dataset = StreamingDataset()
     dataset.batches(DEADLINE_S, in_order=False)
     with pytest.raises(ConfigError, match="can be iterated over once"):

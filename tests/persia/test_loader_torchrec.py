@@ -149,7 +149,7 @@ def test_dense_features_that_are_no_one_tensor_are_an_error():
         list(DataLoader([both], as_torchrec=True))
 
 
-def test_what_is_no_batch_is_an_error():
+def test_an_invalid_batch_is_an_error():
     with pytest.raises(BatchError, match="must be a PersiaBatch, or TorchRec's"):
         list(DataLoader([3], as_torchrec=True))
 

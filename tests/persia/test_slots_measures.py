@@ -130,7 +130,7 @@ def test_the_parts_of_a_lookup_make_up_its_time(lookup):
     assert 0 < readings["update_gradient_time_cost_sec", None] < DEADLINE_S
 
 
-def test_the_embeddings_are_those_of_a_lookup_that_is_not_measured(servers):
+def test_the_embeddings_equal_those_of_a_lookup_that_is_not_measured(servers):
     client = servers.client(servers.start(2))
     features = make_lookup(client, SCHEMA, MetricsSettings(enable_metrics=False))
     measures = LookupMeasures(features.features)
@@ -164,7 +164,7 @@ def test_gradients_that_are_not_finite_are_counted_by_feature(lookup):
     assert counts == {"item": (0, 0), "basket": (2, 1), "word": (3, 1)}
 
 
-def test_slots_that_a_batch_has_not_are_not_measured(lookup):
+def test_missing_slots_of_a_batch_are_not_measured(lookup):
     word = np.full((1, 3), math.nan, dtype=np.float32)
     bags = {**bags_of([5], name="word"), **bags_of([1, 1], name="basket")}
     outcome = train(lookup, bags, grads=(np.ones((1, 2), dtype=np.float32), word))

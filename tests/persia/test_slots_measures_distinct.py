@@ -21,7 +21,7 @@ def test_nothing_is_no_id():
     assert estimate_of(ids_of()) == 0
 
 
-def test_few_ids_are_told_exactly():
+def test_few_ids_learn_exactly():
     assert round(estimate_of(ids_of(5))) == 1
     assert round(estimate_of(ids_of(0, 2**64 - 1, 7, 8, 7, 0))) == 4
 

@@ -100,14 +100,14 @@ def test_all_but_the_ids_arrives(trainers):
             assert np.array_equal(part.data, one.data)
 
 
-def test_what_arrives_can_become_tensors_that_are_written_to(trainers):
+def test_received_arrays_become_writable_tensors(trainers):
     trainers.sender().send(1, batch_of(), WORKER)
     received = trainers.inboxes[0].take(DEADLINE_S, in_order=False)
     for part in (*received.non_id_type_features, *received.labels):
         torch.from_numpy(part.data).zero_()
 
 
-def test_a_full_trainer_says_so_and_takes_the_batch_later():
+def test_a_full_trainer_reports_it_and_takes_the_batch_later():
     with Trainers(capacity=1) as trainers:
         sender = trainers.sender()
         first, second = batch_of(batch_id=0), batch_of(batch_id=1)
@@ -132,7 +132,7 @@ def test_every_trainer_learns_of_the_end_of_every_loader():
             assert inbox.take(DEADLINE_S, in_order=True) is None
 
 
-def test_loaders_that_disagree_on_their_number_are_refused(trainers):
+def test_loaders_that_disagree_on_their_number_are_rejected(trainers):
     trainers.sender(0, 2).end()
     with pytest.raises(RemoteError, match=r"trainer 0 at .*Received: 3, and 2 before"):
         trainers.sender(1, 3)
@@ -159,7 +159,7 @@ def test_a_trainer_that_is_gone_is_named(trainers):
         (Kind.BATCH, [b"[0, 0]", encode_rest(batch_of())[:-1]], "FrameError"),
     ],
 )
-def test_a_malformed_batch_is_refused_and_leaves_the_inbox_empty(
+def test_a_malformed_batch_is_rejected_and_leaves_the_inbox_empty(
     trainers, kind, frames, message
 ):
     header = Header(kind, stream=0, batch=0, flags=1)
@@ -193,7 +193,7 @@ def test_a_loader_that_starts_again_knows_what_has_arrived(num_trainers):
             sender.send(5, batch_of(batch_id=9), WORKER)
 
 
-def test_a_trainer_says_which_ids_are_lost_and_learns_where_they_are(trainers):
+def test_a_trainer_reports_which_ids_are_lost_and_learns_where_they_are(trainers):
     sender = trainers.sender()
     for number in (1, 2):
         sender.send(number, batch_of(batch_id=number - 1), WORKER)
@@ -232,13 +232,13 @@ def test_a_message_to_a_trainer_that_is_away_is_sent_again(trainers):
     trainers.receivers[1].close()
 
 
-def refuse(trainer):
+def reject(trainer):
     raise DataflowError(f"NN worker {trainer} was started again")
 
 
 def test_a_message_is_not_sent_again_without_hope_of_success(trainers):
     sender = trainers.sender()
-    sender.recovery_s, sender.look = DEADLINE_S, refuse
+    sender.recovery_s, sender.look = DEADLINE_S, reject
     trainers.receivers[0].close()
     with pytest.raises(DataflowError, match="NN worker 0 was started again"):
         sender.send(1, batch_of(), WORKER)
@@ -248,6 +248,6 @@ def test_a_trainer_that_never_answers_is_looked_for(trainers, monkeypatch):
     monkeypatch.setattr(timeouts, "STREAM_TRY_S", 0.1)
     trainers.receivers[0].close()
     with closing(BatchSender(trainers.addresses, 0, 1, timeout_s=3600)) as sender:
-        sender.recovery_s, sender.look = DEADLINE_S, refuse
+        sender.recovery_s, sender.look = DEADLINE_S, reject
         with pytest.raises(DataflowError, match="NN worker 0 was started again"):
             sender.begin()

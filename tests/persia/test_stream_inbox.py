@@ -118,7 +118,7 @@ def test_without_an_order_the_longest_queue_is_served_first():
     assert box.take(0, in_order=False).batch_id == 1
 
 
-def test_a_full_queue_refuses_and_takes_no_room_of_another_loader():
+def test_a_full_queue_rejects_and_takes_no_room_of_another_loader():
     box = Box(capacity=2)
     assert [box.add(0, 2, number) for number in (0, 2, 4)] == [True, True, False]
     assert box.add(1, 2, 1)
@@ -156,7 +156,7 @@ def test_a_take_waits_for_a_batch_and_for_the_end(in_order):
     assert taken == [0, 1]
 
 
-def test_a_take_that_times_out_says_how_many_loaders_have_ended():
+def test_a_take_that_times_out_reports_how_many_loaders_have_ended():
     box = Box()
     message = r"within 0 s\. Received: nothing\. Ended: 0 of an unknown number"
     with pytest.raises(DataflowError, match=message):
@@ -214,7 +214,7 @@ def test_a_loader_that_starts_again_ends_what_its_earlier_process_sends():
 
 
 @pytest.mark.parametrize("in_order", [True, False])
-def test_what_was_trained_before_a_restart_of_the_trainer_has_arrived(in_order):
+def test_batches_before_a_restart_count_as_arrived(in_order):
     box = Box(world_size=2, rank=1, trained={0: 3, 1: 1})
     for batch_id in (3, 1, 5, 7, 9):
         assert box.add(batch_id % 3, 3, batch_id)

@@ -55,7 +55,7 @@ def test_memory_is_not_filled_before_it_is_used():
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32])
-def test_a_seed_out_of_its_range_is_refused(seed):
+def test_a_seed_out_of_its_range_is_rejected(seed):
     with pytest.raises(ConfigError, match=r"seed must be in \[0, 4294967295\]"):
         setup_seed(seed)
 
@@ -78,7 +78,7 @@ def test_data_without_a_plain_form_leave_the_file_as_it_was(tmp_path):
     assert load_yaml(path) == {"a": 1}
 
 
-def test_a_missing_file_is_refused(tmp_path):
+def test_a_missing_file_is_rejected(tmp_path):
     with pytest.raises(ConfigError, match=r"b\.yml must be a text file"):
         load_yaml(tmp_path / "b.yml")
 

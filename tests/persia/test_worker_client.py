@@ -140,7 +140,7 @@ def test_a_batch_is_asked_for_where_its_ids_wait(workers, remote):
     assert origin.is_settled
 
 
-def test_what_was_pulled_can_be_written_to(remote):
+def test_pulled_rows_are_writable(remote):
     (pooled,), _ = remote.pull(bags_of([1]), number(1))
     pooled += 1
     assert pooled.flags.c_contiguous
@@ -189,7 +189,7 @@ def test_embeddings_and_gradients_may_travel_as_halves(workers, precision, toler
     np.testing.assert_allclose(before - workers.rows(1), grads, rtol=tolerance)
 
 
-def test_a_full_buffer_refuses(servers):
+def test_a_full_buffer_rejects(servers):
     client = servers.client(servers.start(1))
     workers = Workers([client], buffer_size=1)
     remote = workers.connect()
@@ -198,14 +198,14 @@ def test_a_full_buffer_refuses(servers):
     workers.close()
 
 
-def test_a_refusal_names_the_worker_and_the_features(remote):
+def test_a_rejection_names_the_worker_and_the_features(remote):
     message = r"embedding worker 1 at tcp://.*one of \['item'\].*unknown \['ad'\]"
     with pytest.raises(RemoteError, match=message) as raised:
         leave(remote, Origin(0, 1, worker=1), bags_of([1], name="ad"))
     assert raised.value.kind == "BatchError"
 
 
-def test_bags_that_do_not_fit_are_refused_before_they_are_sent(remote):
+def test_bags_that_do_not_fit_are_rejected_before_they_are_sent(remote):
     with pytest.raises(BatchError, match="Feature 'item': lengths must not be negati"):
         remote.pull({"item": Bags(ids_of(1), np.array([2], dtype=np.int32))}, None)
 
@@ -217,7 +217,7 @@ def test_an_unknown_batch_names_the_worker(remote):
     assert raised.value.kind == "LostBatchError"
 
 
-def test_a_server_that_refuses_a_table_is_named_through_the_worker(remote):
+def test_a_server_that_rejects_a_table_is_named_through_the_worker(remote):
     other = TableSpec(name="item", dim=2, optimizer=Adagrad())
     message = "embedding worker 0 at .*embedding server 0 at .*'item'"
     with pytest.raises(RemoteError, match=message):
@@ -231,14 +231,14 @@ def test_a_worker_that_is_gone_is_named(workers):
     first.close()
     with contextlib.suppress(ServerError):  # unless it is known to be gone
         remote.pull(bags_of([1]), number(1))
-    # The other one goes on.
+    # The other one continues.
     assert remote.pull(bags_of([1]), number(2))[0][0].shape == (1, 2)
     other.close()
     with pytest.raises(ServerError, match=r"embedding worker \d at .*: lookup: "):
         remote.pull(bags_of([1]), number(3))
 
 
-def test_a_reply_that_is_none_is_refused():
+def test_an_invalid_reply_is_rejected():
     service = Service("no worker", lambda _header, _frames: [encode_json(None)])
     remote = RemoteWorkers([service.address], timeout_s=DEADLINE_S)
     with pytest.raises(FrameError, match=r"Frame 1 must be a mapping. Received: None"):
@@ -247,7 +247,7 @@ def test_a_reply_that_is_none_is_refused():
     service.close()
 
 
-def test_a_batch_without_its_arrays_is_refused():
+def test_a_batch_without_its_arrays_is_rejected():
     told = {"slots": ["item"], "outputs": [[1, 2]], "places": []}
     service = Service("no worker", lambda _header, _frames: [encode_json(told)])
     remote = RemoteWorkers([service.address], timeout_s=DEADLINE_S)
@@ -257,7 +257,7 @@ def test_a_batch_without_its_arrays_is_refused():
     service.close()
 
 
-def test_workers_of_other_slots_are_refused(servers):
+def test_workers_of_other_slots_are_rejected(servers):
     client = servers.client(servers.start(1))
     client.add_tables([TABLE])
     services = [
@@ -274,7 +274,7 @@ def test_workers_of_other_slots_are_refused(servers):
         closable.close()
 
 
-def test_a_job_without_workers_is_refused():
+def test_a_job_without_workers_is_rejected():
     with pytest.raises(ConfigError, match="At least one address"):
         RemoteWorkers([])
 

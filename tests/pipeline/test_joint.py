@@ -230,7 +230,7 @@ def test_a_trainer_that_has_closed_is_named_when_the_others_begin_again(two):
         first.pull(5).push(ONE_UPDATE)
 
 
-def test_a_row_with_a_gradient_that_is_not_finite_is_refused_for_all(two):
+def test_a_row_with_a_gradient_that_is_not_finite_is_rejected_for_all(two):
     first, second = two(staleness=1)
     batches = [first.pull(5), second.pull(5)]
     batches[0].push((np.full((1, 1), np.nan, dtype=np.float32),))

@@ -460,8 +460,11 @@ def test_only_so_many_batches_wait_for_their_pull(train, monkeypatch):
 
 
 @pytest.mark.parametrize("bounds", [{"held": 0, "sent": 1}, {"held": 1, "sent": 0}])
-def test_bounds_on_updates_that_allow_none_are_refused(train, bounds):
-    with pytest.raises(ConfigError, match="At least one update must be possible"):
+def test_bounds_on_updates_that_allow_none_are_rejected(train, bounds):
+    with pytest.raises(
+        ConfigError,
+        match="backward_buffer_size and grad_update_buffer_size must be >= 1",
+    ):
         train(1).pipeline.bound(**bounds)
     with pytest.raises(ConfigError, match="At least one puller is needed"):
         train(1).pipeline.evaluation.set_num_threads(0)
@@ -535,7 +538,7 @@ def test_the_bound_changes_only_while_no_batch_is_under_way(train):
     assert len([trainer.pull() for _ in range(3)]) == 3
 
 
-def test_a_negative_bound_is_refused(train):
+def test_a_negative_bound_is_rejected(train):
     trainer = train(1)
     with pytest.raises(ConfigError, match=r"staleness must be >= 0\. Received: -1\."):
         trainer.pipeline.set_staleness(-1)
@@ -555,7 +558,7 @@ def test_a_server_that_ends_in_the_middle_is_an_exception_in_time(train, stalene
     assert time.monotonic() - started < AT_ONCE_S
 
 
-def test_a_closed_pipeline_says_so_at_once(train):
+def test_a_closed_pipeline_reports_it_at_once(train):
     trainer = train(0)
     held, waiting = trainer.pull(), trainer.start()
     trainer.start(training=False).wait(DEADLINE_S)  # meanwhile, the other waits
@@ -595,7 +598,7 @@ def test_gradients_that_are_not_finite_are_counted_and_warned_of_at_times(
     assert trainer.pipeline.tally.total.num_refused == 36
     assert trainer.pipeline.tally.total.num_missed == 0
     assert trainer.num_updates(1) == 1
-    # At the first refused row, and whenever there are ten times as many.
+    # At the first rejected row, and whenever there are ten times as many.
     warnings = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warnings) == 2
 
@@ -655,7 +658,7 @@ def test_a_change_that_alters_nothing_asks_no_server(train):
     assert trainer.counters("requests_add_tables") == before
 
 
-def test_a_refused_change_reaches_its_caller_and_the_next(train):
+def test_a_rejected_change_reaches_its_caller_and_the_next(train):
     trainer = train(1)
     done = trainer.pipeline.change_tables(
         lambda spec: replace(spec, optimizer=SGD(1.0, momentum=0.5))
@@ -761,7 +764,7 @@ def fail(trainer):
 
 
 @pytest.mark.parametrize("use", [evaluate, give_up, pull_ahead, fail])
-def test_what_needs_no_backward_pass_is_not_warned_of(train, caplog, use):
+def test_evaluation_without_backward_pass_gives_no_warning(train, caplog, use):
     trainer = train(20)
     use(trainer)
     wait_until(lambda: trainer.counters("open_batches") == [0])
@@ -779,7 +782,7 @@ def test_gradients_of_evicted_ids_are_warned_of_while_they_come(train, caplog):
             batch.push(ONE_UPDATE)
         trainer.pipeline.flush()
         summary = trainer.pipeline.summary()
-        num_told = caplog.text.count("came after their rows had been evicted")
+        num_told = caplog.text.count("came after the eviction of their rows")
         assert num_told == (summary.num_gradients >= 2 * 32)
     assert summary.num_gradients == 180
     assert summary.num_evicted == trainer.pipeline.tally.total.num_missed == 60

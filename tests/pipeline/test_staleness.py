@@ -49,7 +49,7 @@ def test_a_permit_that_is_given_back_twice_counts_once():
         take(permits)
 
 
-def test_who_waits_gets_the_permit_that_comes_back():
+def test_a_waiting_caller_gets_a_returned_permit():
     permits = StalenessSemaphore(1, timeout_s=DEADLINE_S)
     held = take(permits)
     taken = threading.Event()
@@ -61,12 +61,12 @@ def test_who_waits_gets_the_permit_that_comes_back():
     waiting.join(DEADLINE_S)
 
 
-def test_who_holds_all_that_are_out_continues_without_one():
+def test_the_holder_of_all_permits_continues():
     permits = StalenessSemaphore(2, timeout_s=0.05)
     held = [hold(permits) for _ in range(2)]
     more = Permit()
     with pytest.raises(StalenessError):
-        permits.take(more)  # nobody waits for this batch: it is only pulled ahead
+        permits.take(more)  # no caller waits for this batch: it is only pulled ahead
     permits.hold(more)
     permits.take(more)
     for permit in (*held, more):
@@ -93,7 +93,7 @@ def test_to_hold_a_batch_wakes_the_thread_that_takes_its_permit():
 
 
 @pytest.mark.parametrize("how", ["pushed", "not held", "of another thread"])
-def test_who_does_not_hold_all_that_are_out_waits(how):
+def test_a_holder_of_some_permits_waits(how):
     permits = StalenessSemaphore(2, timeout_s=0.05)
     hold(permits)
     if how == "of another thread":
@@ -112,7 +112,7 @@ def test_who_does_not_hold_all_that_are_out_waits(how):
         permits.take(more)
 
 
-def test_closing_fails_who_waits_and_who_comes_later():
+def test_closing_fails_waiting_and_later_callers():
     permits = StalenessSemaphore(1, timeout_s=DEADLINE_S)
     held = take(permits)
     errors = []

@@ -51,13 +51,13 @@ def test_a_shard_gets_the_ids_whose_hash_names_it_in_their_order(ids_L, num_shar
 
 
 @given(st.integers(0, 63))
-def test_ids_that_differ_in_any_one_bit_are_told_apart(bit):
+def test_ids_that_differ_in_any_one_bit_are_distinguished(bit):
     ids = np.arange(8, dtype=np.uint64) << np.uint64(bit)
     distinct = len(set(ids.tolist()))
     assert len(unique_ids(np.tile(ids, 3)).ids) == distinct
 
 
-def test_a_large_batch_is_told_apart_too():
+def test_a_large_batch_is_distinguished_too():
     ids = np.random.default_rng(0).integers(0, 30_000, 100_000, dtype=np.uint64)
     unique = unique_ids(ids)
     assert np.array_equal(np.sort(unique.ids), np.unique(ids))
@@ -82,7 +82,7 @@ def test_consecutive_ids_are_spread_evenly(num_shards):
     "ids",
     [np.array([1, 2]), np.array([0.5]), np.zeros((2, 2), np.uint64), np.uint64(3)],
 )
-def test_ids_that_are_no_flat_uint64_array_are_refused(ids):
+def test_ids_other_than_a_flat_uint64_array_are_rejected(ids):
     message = rf"ids must be a flat uint64 array .*Received: dtype={ids.dtype}, shape="
     with pytest.raises(BatchError, match=message):
         unique_ids(ids)

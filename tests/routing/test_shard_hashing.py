@@ -23,7 +23,7 @@ from tests.support.strategies import id_arrays
         (90, [8, 16]),
     ],
 )
-def test_hashes_are_those_of_persias_hash_stack(id_, buckets):
+def test_hashes_equal_those_of_persias_hash_stack(id_, buckets):
     assert hash_stack(np.array([id_], dtype=np.uint64), 2, 10).tolist() == buckets
 
 

@@ -38,7 +38,7 @@ def test_where_no_port_is_free_there_is_an_error():
 
 
 @pytest.mark.parametrize(("first", "step"), [(0, 1), (65_536, 1), (10_000, 0)])
-def test_a_port_out_of_range_is_refused(first, step):
+def test_a_port_out_of_range_is_rejected(first, step):
     with pytest.raises(ConfigError, match=f"Received: {first} and {step}"):
         free_port_from(first, step)
 

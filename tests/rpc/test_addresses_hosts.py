@@ -120,7 +120,7 @@ def test_ports_and_interfaces_of_ipv6_are_found():
     assert local_address("::1") == "127.0.0.1"
 
 
-def test_to_listen_on_an_unknown_host_is_an_error_that_says_so():
+def test_to_listen_on_an_unknown_host_is_an_error():
     with pytest.raises(WireError, match=f"the host '{UNKNOWN}' is unknown here"):
         Listener(UNKNOWN, 0)
 

@@ -1,4 +1,4 @@
-"""Who may connect: mechanisms, refusals, and the errors of clients."""
+"""Who may connect: mechanisms, rejections, and the errors of clients."""
 
 import contextlib
 import time
@@ -10,7 +10,7 @@ from persia_torchrec import timeouts
 from persia_torchrec.errors import ConfigError, DiscoveryError, ServerError, TokenError
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.rpc import auth
-from persia_torchrec.rpc.auth import Doorkeeper, client_options
+from persia_torchrec.rpc.auth import ZapAuthenticator, client_options
 from persia_torchrec.rpc.client import Connections
 from persia_torchrec.rpc.messages import Header, Kind, encode_json
 from persia_torchrec.rpc.server import Service
@@ -54,7 +54,7 @@ def submit(connections):
 
 @pytest.mark.parametrize("encrypt", ["0", "1"])
 @pytest.mark.parametrize("token", [OURS, None])
-def test_who_has_the_same_token_is_answered(monkeypatch, token, encrypt):
+def test_a_client_with_the_same_token_is_answered(monkeypatch, token, encrypt):
     set_token(monkeypatch, token, encrypt if token else "0")
     with serving() as address:
         assert ask(address) == b'"answer"'
@@ -87,7 +87,7 @@ def test_a_stranger_is_not_answered(monkeypatch, encrypt, token, encrypts):
         (None, OURS, "a token, or PERSIA_ENCRYPT=1, at one end only|another token"),
     ],
 )
-def test_the_error_says_what_to_set(monkeypatch, there, here, received):
+def test_the_error_reports_what_to_set(monkeypatch, there, here, received):
     set_token(monkeypatch, there)
     must = r"PERSIA_JOB_TOKEN_FILE, or PERSIA_JOB_TOKEN, must be the same for all"
     with serving() as address:
@@ -95,12 +95,12 @@ def test_the_error_says_what_to_set(monkeypatch, there, here, received):
         message = (
             rf"service 0 at {address}: a request: {must}.*Received: .*({received})"
         )
-        with pytest.raises(TokenError, match=message) as refusal:
+        with pytest.raises(TokenError, match=message) as rejection:
             ask(address)
-        assert isinstance(refusal.value, PermissionError)
+        assert isinstance(rejection.value, PermissionError)
 
 
-def test_the_address_book_is_encrypted_and_says_what_to_set(monkeypatch):
+def test_the_address_book_is_encrypted_and_reports_what_to_set(monkeypatch):
     set_token(monkeypatch, OURS)
     with contextlib.closing(AddressBook.host(0)) as book:
         address = f"tcp://127.0.0.1:{book.port}"
@@ -125,16 +125,16 @@ def test_a_proof_is_accepted_once(monkeypatch):
 def test_a_proof_is_accepted_while_it_is_new():
     now = [time.time()]
     context = zmq.Context()
-    keeper = Doorkeeper(context, OURS.replace(" ", "-"), lambda: now[0])
+    keeper = ZapAuthenticator(context, OURS.replace(" ", "-"), lambda: now[0])
     proofs = [tuple(options_of(OURS).values()) for _ in range(3)]
-    assert keeper.refusal(*proofs[0]) == ""
-    assert keeper.refusal(*proofs[0]) == "its proof was used before"
+    assert keeper.rejection(*proofs[0]) == ""
+    assert keeper.rejection(*proofs[0]) == "its proof was used before"
     now[0] += timeouts.PROOF_VALID_S - 2
-    assert keeper.refusal(*proofs[1]) == ""
+    assert keeper.rejection(*proofs[1]) == ""
     now[0] += 4
-    assert "s old, or the clocks differ" in keeper.refusal(*proofs[2])
+    assert "s old, or the clocks differ" in keeper.rejection(*proofs[2])
     name, digest = options_of(OURS).values()
-    assert keeper.refusal(b"0" + name, digest) == "it has another token"
+    assert keeper.rejection(b"0" + name, digest) == "it has another token"
     context.term()
 
 

@@ -25,7 +25,7 @@ def test_routing_ids_and_job_ids_are_unique():
 
 
 @pytest.mark.parametrize("job_id", ["two words", "a,b", "\u00e4", "x" * 129, "a\n"])
-def test_an_id_that_no_job_can_have_is_refused(job_id):
+def test_an_id_that_no_job_can_have_is_rejected(job_id):
     with pytest.raises(ConfigError, match=r"PERSIA_JOB_ID\) must have 1 to 128"):
         Greeting(job_id)
 
@@ -46,14 +46,14 @@ def test_an_id_that_no_job_can_have_is_refused(job_id):
     ],
     ids=range(10),  # the names hold random bytes
 )
-def test_a_routing_id_that_is_not_a_greeting_is_refused(name):
+def test_a_routing_id_that_is_not_a_greeting_is_rejected(name):
     with pytest.raises(FrameError, match="greeting"):
         OURS.admit(name, ADDRESS)
     NO_JOB.admit(name, ADDRESS)  # which lets everybody in
 
 
 @given(st.binary(max_size=255))
-def test_any_bytes_are_parsed_or_refused(name):
+def test_any_bytes_are_parsed_or_rejected(name):
     try:
         OURS.admit(name, ADDRESS)
     except (WireError, JobMismatchError):
@@ -67,7 +67,7 @@ def test_a_job_admits_its_own_clients_and_those_of_no_job():
     NO_JOB.admit(OURS.encode(), ADDRESS)
 
 
-def test_a_client_of_another_job_is_told_the_address_and_both_ids():
+def test_a_client_of_another_job_learns_the_address_and_both_ids():
     expected = rf"of {ADDRESS} must belong to job 'ads-7'\. Received: job 'news-1'"
     with pytest.raises(JobMismatchError, match=expected):
         OURS.admit(THEIRS.encode(), ADDRESS)

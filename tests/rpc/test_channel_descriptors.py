@@ -28,7 +28,7 @@ def no_descriptors():
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_a_client_without_descriptors_says_so_and_blames_no_address():
+def test_a_client_without_descriptors_reports_it_and_blames_no_address():
     with (
         no_descriptors(),
         pytest.raises(ServerError, match=r"no file descriptor left, of \d+ \(ulimit"),
@@ -41,7 +41,7 @@ def ask(connections):
     return connections.submit(0, header, [b""], timeout_s=0.3, what="a question")
 
 
-def test_a_request_that_fails_without_descriptors_says_so():
+def test_a_request_that_fails_without_descriptors_reports_it():
     with closing(Connections("server", [f"tcp://127.0.0.1:{draw_port()}"])) as open_one:
         with no_descriptors(), pytest.raises(RequestTimeoutError) as caught:
             ask(open_one).frames()
@@ -49,7 +49,7 @@ def test_a_request_that_fails_without_descriptors_says_so():
         assert "address" not in str(caught.value)
 
 
-def test_a_server_that_accepts_no_connection_says_so_and_the_client_does_not_blame_it(
+def test_a_server_that_accepts_no_connection_reports_it_and_is_not_blamed(
     caplog,
 ):
     with closing(Listener("127.0.0.1", 0)) as listener:

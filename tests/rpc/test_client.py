@@ -141,10 +141,10 @@ def test_several_threads_send_requests_concurrently(start, connect):
 
 
 def test_an_error_of_the_server_names_it_and_keeps_its_text(start, connect):
-    def refuse(listener, peer, header, frames):
+    def reject(listener, peer, header, frames):
         listener.send_error(peer, header.request, ConfigError("the table is round"))
 
-    peer = start(refuse)
+    peer = start(reject)
     reply = submit(connect(peer.address))
     message = rf"echo server 0 at {peer.address}: ConfigError: the table is round"
     with pytest.raises(RemoteError, match=message) as caught:
@@ -389,13 +389,13 @@ def test_a_listener_counts_the_bytes_of_frames(start, connect):
     assert peer.listener.bytes_sent == 2 * (48 + 3 + 100_000)
 
 
-def test_no_address_is_refused():
+def test_no_address_is_rejected():
     with pytest.raises(ConfigError, match="At least one address of an echo server"):
         Connections("echo server", [])
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:7000", "tcp://", "tcp://host", "", "x"])
-def test_an_address_that_cannot_be_parsed_is_refused(address):
+def test_an_address_that_cannot_be_parsed_is_rejected(address):
     good = f"tcp://127.0.0.1:{draw_port()}"
     with pytest.raises(ConfigError, match=rf"'tcp://host:port'. Received: '{address}'"):
         Connections("echo server", [good, address])
@@ -436,7 +436,7 @@ def test_a_listener_sees_whether_a_peer_is_connected():
     assert not listener.is_connected(b"a stranger")
     peer, _, (_, word) = listener.receive(0)  # it waited to be read
     assert (peer, bytes(word)) == (peers[1], b"the last word")
-    listener.send(b"a stranger", Header(Kind.REPLY))  # is dropped, as ever
+    listener.send(b"a stranger", Header(Kind.REPLY))  # is dropped, as always
     staying.close(linger=0)
     listener.close()
 
@@ -513,7 +513,7 @@ def test_a_reply_to_a_disconnected_peer_is_dropped():
     listener.close()
 
 
-def test_a_request_of_another_job_is_refused_and_not_handled(start, connect):
+def test_a_request_of_another_job_is_rejected_and_not_handled(start, connect):
     peer = start(echo, Greeting("ours"))
     theirs = connect(peer.address, greeting=Greeting("theirs"))
     message = (
@@ -521,9 +521,9 @@ def test_a_request_of_another_job_is_refused_and_not_handled(start, connect):
         "Received: job 'theirs'"
     )
     for _ in range(2):
-        with pytest.raises(RemoteError, match=message) as refusal:
+        with pytest.raises(RemoteError, match=message) as rejection:
             submit(theirs).result(DEADLINE_S)
-        assert refusal.value.kind == "JobMismatchError"
+        assert rejection.value.kind == "JobMismatchError"
     assert peer.seen == []
     assert submit(connect(peer.address, greeting=Greeting("ours"))).result(DEADLINE_S)
     assert submit(connect(peer.address)).result(DEADLINE_S)
@@ -536,7 +536,7 @@ def test_a_client_of_a_job_is_served_by_a_listener_of_no_job(start, connect):
 
 
 @pytest.mark.parametrize("name", [None, b"\x01", b"a name"])
-def test_a_client_without_a_greeting_is_refused_by_a_listener_of_a_job(start, name):
+def test_a_client_without_a_greeting_is_rejected_by_a_listener_of_a_job(start, name):
     peer = start(echo, Greeting("ours"))
     with member_socket() as stranger:
         stranger.linger = 0
@@ -579,7 +579,7 @@ def test_a_client_that_reconnects_before_its_loss_is_detected_is_served(start, c
 def test_a_request_that_failed_with_its_connection_is_never_sent_later(
     start, connect, monkeypatch
 ):
-    # With a token this listener would refuse the old socket; one started again may not.
+    # With a token this listener would reject the old socket; one started again may not.
     monkeypatch.delenv("PERSIA_JOB_TOKEN_FILE")
     peer = start(echo)
     with contextlib.closing(Relay(peer.address)) as relay:

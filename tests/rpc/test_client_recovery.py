@@ -96,12 +96,12 @@ def submit(connections, body, timeout_s=DEADLINE_S):
     return connections.submit(0, WRITE, [body], timeout_s=timeout_s, what="writing")
 
 
-def refuse(starts, peer, request):
+def reject(starts, peer, request):
     error = NotReadyError("compiling", server="it")
     starts.listener.send_error(peer, request, error)
 
 
-def test_what_is_unanswered_is_sent_again_in_order_to_the_next_start(starts, connect):
+def test_unanswered_requests_are_resent_in_order_after_a_restart(starts, connect):
     connections = connect(starts.address)
     first = submit(connections, b"0")
     assert starts.answer() == [b"0"]
@@ -125,7 +125,7 @@ def test_requests_are_sent_again_to_a_server_that_has_moved(starts, connect):
     reply = submit(connections, b"0")
     starts.take()
     starts.kill()
-    wait_until(lambda: connections.those_away() == [0], "the loss is noticed")
+    wait_until(lambda: connections.disconnected() == [0], "the loss is noticed")
     with contextlib.closing(Starts()) as elsewhere:
         connections.move(0, elsewhere.address)
         assert elsewhere.answer() == [b"0"]
@@ -154,10 +154,10 @@ def test_a_server_that_is_not_ready_is_asked_again(starts, connect):
     replies = [submit(connections, b"%d" % n) for n in range(2)]
     for _ in range(2):
         peer, request, _ = starts.take()
-        refuse(starts, peer, request)
+        reject(starts, peer, request)
     peer, header, _ = starts.receive()
     assert header.kind is Kind.HELLO
-    refuse(starts, peer, header.request)
+    reject(starts, peer, header.request)
     assert starts.answer(2) == [b"0", b"1"]
     assert all(reply.frames() for reply in replies)
 
@@ -165,12 +165,12 @@ def test_a_server_that_is_not_ready_is_asked_again(starts, connect):
 def test_a_server_that_is_not_ready_is_an_error_without_recovery(starts, connect):
     reply = submit(connect(starts.address, recovery_s=0.0), b"0")
     peer, request, _ = starts.take()
-    refuse(starts, peer, request)
+    reject(starts, peer, request)
     with pytest.raises(RemoteError, match="NotReadyError: it: compiling"):
         reply.frames()
 
 
-def test_a_server_that_stays_away_is_an_error_that_says_so(starts, connect):
+def test_a_server_that_stays_away_is_an_error(starts, connect):
     connections = connect(starts.address, recovery_s=0.2)
     reply = submit(connections, b"0")
     starts.take()
@@ -220,6 +220,6 @@ def test_connections_close_while_a_server_is_away(starts, connect):
         reply.frames()
 
 
-def test_a_descriptor_that_is_none_is_refused():
+def test_an_invalid_descriptor_is_rejected():
     with pytest.raises(ConfigError, match="PERSIA_LISTEN_FD must be the descriptor"):
         Listener("127.0.0.1", 0, fd=2**20)

@@ -140,7 +140,7 @@ def test_every_half_is_read_as_numpy_reads_it(exponent):
 
 
 @pytest.mark.parametrize("exponent", [-127, 127, 2**15 - 1, -(2**15)])
-def test_an_exponent_that_no_sender_chooses_is_refused(exponent):
+def test_an_exponent_that_no_sender_chooses_is_rejected(exponent):
     frame = struct.pack("<hH", exponent, 0)
     with pytest.raises(FrameError, match=rf"in \[-126, 126\]\. Received: {exponent}"):
         decode_floats(frame, 1, Precision.FP16)
@@ -203,7 +203,7 @@ def test_rows_that_are_not_contiguous_travel_in_their_order(precision):
 
 @pytest.mark.parametrize("precision", Precision)
 @pytest.mark.parametrize("change", [-1, 1])
-def test_a_frame_of_another_length_is_refused(precision, change):
+def test_a_frame_of_another_length_is_rejected(precision, change):
     size = frame_size(3, precision) + change
     message = rf"3 numbers as {precision.name} take .* Received: {size} bytes"
     with pytest.raises(FrameError, match=message):

@@ -58,7 +58,7 @@ def test_a_header_is_laid_out_as_the_protocol_says():
         (40, b"\3\0\0\0", "Unknown field.*3 is not a valid Precision"),
     ],
 )
-def test_a_header_of_another_protocol_is_refused(offset, value, message):
+def test_a_header_of_another_protocol_is_rejected(offset, value, message):
     frame = bytearray(Header(Kind.HELLO).encode())
     frame[offset : offset + len(value)] = value
     with pytest.raises(FrameError, match=message):
@@ -66,7 +66,7 @@ def test_a_header_of_another_protocol_is_refused(offset, value, message):
 
 
 @pytest.mark.parametrize("size", [0, 1, 47, 49, 4096])
-def test_a_header_of_another_size_is_refused(size):
+def test_a_header_of_another_size_is_rejected(size):
     frame = Header(Kind.HELLO).encode().ljust(size, b"\0")[:size]
     with pytest.raises(FrameError, match=rf"48 bytes\. Received: {size} bytes"):
         Header.decode(frame)
@@ -126,20 +126,20 @@ TWO_IDS = struct.pack("<QQ", 5, 6)
         (b"", TWO_IDS, r"as many ids as follow, 2"),
     ],
 )
-def test_segments_that_do_not_fit_the_ids_are_refused(segments, ids, message):
+def test_segments_that_do_not_fit_the_ids_are_rejected(segments, ids, message):
     with pytest.raises(FrameError, match=message):
         decode_segments([b"", segments, ids], num_frames=3)
 
 
 @pytest.mark.parametrize("num", [0, 1, 2, 4])
-def test_a_request_with_another_number_of_frames_is_refused(num):
+def test_a_request_with_another_number_of_frames_is_rejected(num):
     frames = [b"", struct.pack("<qq", 0, 2), TWO_IDS, b""][:num]
     with pytest.raises(FrameError, match=rf"must have 3 frames\. Received: {num}\."):
         decode_segments(frames, num_frames=3)
 
 
 @given(st.binary(max_size=80), st.binary(max_size=40))
-def test_random_bytes_are_refused_or_name_exactly_the_ids_that_follow(segments, ids):
+def test_random_bytes_are_rejected_or_name_exactly_the_ids_that_follow(segments, ids):
     try:
         tables = decode_segments([b"", segments, ids], num_frames=3)
     except FrameError:
@@ -157,7 +157,7 @@ def test_json_round_trips():
     [b"", b"{", b"\xff", b"'a'", b'{"a": 1} x', b"[" * 100_000],
     ids=["nothing", "half", "no text", "quotes", "more", "deep"],
 )
-def test_a_body_that_is_not_json_is_refused(body):
+def test_a_body_that_is_not_json_is_rejected(body):
     with pytest.raises(FrameError, match="Frame 1 must be JSON"):
         decode_json([b"", body])
 
@@ -223,7 +223,7 @@ def test_counts_are_laid_out_as_the_protocol_says():
         (bytes(7), r"uint32 must be a multiple of 4 bytes\. Received: 7 bytes"),
     ],
 )
-def test_counts_that_are_not_one_per_id_are_refused(frame, message):
+def test_counts_that_are_not_one_per_id_are_rejected(frame, message):
     with pytest.raises(FrameError, match=message):
         decode_counts([b"", b"", TWO_IDS, frame])
 

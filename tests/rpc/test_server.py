@@ -81,7 +81,7 @@ def test_a_request_that_waits_does_not_delay_another(start):
     assert result(waiting) == [b"wait"]
 
 
-def test_requests_beyond_the_bound_of_the_queue_are_refused(start, monkeypatch):
+def test_requests_beyond_the_bound_of_the_queue_are_rejected(start, monkeypatch):
     monkeypatch.setattr(rpc_server, "MAX_WAITING", 2)
     released = threading.Event()
 
@@ -136,7 +136,7 @@ def test_closing_answers_requests_under_way_and_no_others(start):
         result(ask(timeout_s=0.1))
 
 
-def test_a_port_that_is_taken_is_refused(start):
+def test_a_port_that_is_taken_is_rejected(start):
     ask = start(lambda header, frames: [b""])
     port = int(ask.service.address.rpartition(":")[2])
     with pytest.raises(WireError, match=f"Cannot listen on 127.0.0.1:{port}"):

@@ -212,7 +212,7 @@ def test_each_client_gets_a_quarter_of_what_is_left(echo):
     assert sizes == [16, 12, 9]
 
 
-def test_a_listener_without_memory_says_so(echo, asker, caplog):
+def test_a_listener_without_memory_reports_it(echo, asker, caplog):
     echo.slabs._max_bytes = 0
     assert asker({"proof": "0" * 64}) == {"refused": "the server has --shm-mib 0"}
     given = connect(echo)

@@ -123,12 +123,12 @@ def test_without_a_dump_the_server_waits_for_its_full_poll_interval(checkpoints)
         ({"do": "x", "task": 7}, "Frame 1: do"),
     ],
 )
-def test_an_invalid_request_is_refused(request_, message):
+def test_an_invalid_request_is_rejected(request_, message):
     with pytest.raises(FrameError, match=message):
         decode_json([b"", encode_json(request_)], CheckpointRequest)
 
 
-def test_a_missing_folder_is_refused(checkpoints, tmp_path):
+def test_a_missing_folder_is_rejected(checkpoints, tmp_path):
     checkpoints.cancel("the next one begins")
     with pytest.raises(CheckpointError, match=r"must exist\. Received: it does not"):
         checkpoints.handle(
@@ -136,7 +136,7 @@ def test_a_missing_folder_is_refused(checkpoints, tmp_path):
         )
 
 
-def test_what_was_begun_is_not_begun_again(checkpoints, tmp_path):
+def test_a_task_is_begun_once(checkpoints, tmp_path):
     dump = CheckpointRequest(do="dump", task=7, folder=str(tmp_path))
     before = checkpoints.handle(CheckpointRequest(task=7))
     for _ in range(2):

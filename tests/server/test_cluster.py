@@ -11,7 +11,7 @@ import pytest
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.embedding.optim import Adam
 from persia_torchrec.errors import ConfigError, RemoteError, ServerError
-from persia_torchrec.job.service import refusing_requests
+from persia_torchrec.job.service import reject_until_ready
 from persia_torchrec.rpc.client import Connections
 from persia_torchrec.rpc.messages import Header, Kind, encode_json
 from persia_torchrec.server.cluster import EmbeddingCluster, _wait_until_ready
@@ -41,8 +41,8 @@ os._exit(0)
 TELL_OF_COMPILATION = """
 from persia_torchrec.job.service import ChildLifetime
 with ChildLifetime() as life:
-    life.tell_compiling(True)
-    life.tell_compiling(False)
+    life.report_compiling(True)
+    life.report_compiling(False)
 """
 
 
@@ -150,7 +150,7 @@ def test_a_client_waits_for_a_server_that_compiles():
         connected.set()
 
     connecting = threading.Thread(target=connect)
-    with refusing_requests(server.listener):
+    with reject_until_ready(server.listener):
         connections = Connections("embedding server", [server.address])
         reply = connections.submit(
             *(0, Header(Kind.COUNTERS), [encode_json(None)]),
@@ -169,7 +169,7 @@ def test_a_client_waits_for_a_server_that_compiles():
     connections.close()
 
 
-def test_a_child_tells_its_parent_when_it_compiles():
+def test_a_child_reports_its_parent_when_it_compiles():
     command = [sys.executable, "-c", TELL_OF_COMPILATION]
     told = subprocess.run(
         command, stdout=subprocess.PIPE, text=True, timeout=DEADLINE_S, check=True
@@ -178,14 +178,14 @@ def test_a_child_tells_its_parent_when_it_compiles():
 
 
 @pytest.mark.parametrize(("num_servers", "capacity"), [(0, 10), (1, 0)])
-def test_a_cluster_of_nothing_is_refused(num_servers, capacity):
+def test_a_cluster_of_nothing_is_rejected(num_servers, capacity):
     message = rf"must be >= 1\. Received: {num_servers} and {capacity}\."
     with pytest.raises(ConfigError, match=message):
         EmbeddingCluster.local(num_servers=num_servers, capacity=capacity)
 
 
 @pytest.mark.parametrize(("num_servers", "capacity"), [(0, 10), (1, -1)])
-def test_a_cluster_that_cannot_serve_is_refused(
+def test_a_cluster_that_cannot_serve_is_rejected(
     servers, tmp_path, num_servers, capacity
 ):
     servers.client(servers.start()).checkpoints.dump(tmp_path)
@@ -210,7 +210,7 @@ def test_a_server_that_does_not_terminate_is_killed(monkeypatch):
         (["--host", "256.0.0.1"], "Cannot listen on 256.0.0.1"),
     ],
 )
-def test_a_server_says_why_it_does_not_start(arguments, message):
+def test_a_server_reports_why_it_does_not_start(arguments, message):
     command = [sys.executable, "-m", "persia_torchrec.server", "--standalone"]
     ended = subprocess.run(
         [*command, *arguments],

@@ -75,7 +75,7 @@ class Restarted:
     def stop(self):
         """End as a process that is killed: what waits gets no answer."""
         self._stranger.socket.close(linger=0)
-        self.running.server.shard.joint_steps.refuse_all = lambda _: None
+        self.running.server.shard.joint_steps.reject_all = lambda _: None
         self.running.stop()
         self.running = None
 
@@ -416,11 +416,11 @@ def test_an_update_that_failed_is_not_tried_again(server, monkeypatch):
         patch.setattr(server.running.server.shard.store, "add_update", fail)
         assert "none left" in server.ask(*update)[1]["message"]
     server.restart()
-    must = "must not have been refused before"
+    must = "must not have been rejected before"
     assert must in server.ask(*update)[1]["message"]
 
 
-def test_a_checkpoint_of_an_older_generation_is_refused(server):
+def test_a_checkpoint_of_an_older_generation_is_rejected(server):
     older, newer = (BatchNumber.new_stream(generation) for generation in (1, 2))
     server.ask(*request(Kind.LOOKUP, 1, *one_segment(7), stream=newer, flags=TRAINING))
     dump = encode_json({"do": "dump", "task": 1, "folder": "none"})

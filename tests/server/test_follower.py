@@ -128,7 +128,7 @@ def test_nothing_that_belongs_to_a_training_is_answered(servers, trained, tmp_pa
     assert client.read("item", IDS)[:, :4].tobytes() == expected.tobytes()
 
 
-def test_lookups_are_refused_until_the_rows_are_loaded(trained):
+def test_lookups_are_rejected_until_the_rows_are_loaded(trained):
     served, _ = serve(trained[0])
     assert served.is_loading
     assert re.search(r"loads .*run.*, 0% of it .*Wait until", str(served.not_loaded()))
@@ -190,7 +190,7 @@ def test_rows_are_as_old_as_their_checkpoint_before_the_first_increment(
     )
 
 
-def test_a_checkpoint_that_is_not_there_is_refused(tmp_path):
+def test_a_checkpoint_that_is_not_there_is_rejected(tmp_path):
     with pytest.raises(CheckpointError, match="must be a checkpoint, or hold one"):
         serve(str(tmp_path))
 

@@ -248,7 +248,7 @@ def test_a_restart_from_checkpoint_and_increments_loses_nothing_that_was_written
     assert second.client.step("item") == 3
 
 
-def test_a_restart_without_all_increments_is_refused(servers, training):
+def test_a_restart_without_all_increments_is_rejected(servers, training):
     training.train(*range(20))
     training.dump()
     for _ in range(3):

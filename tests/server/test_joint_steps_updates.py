@@ -169,7 +169,7 @@ def test_new_settings_hold_for_steps_that_are_complete_after_them(trainers):
     assert first.client.read("item", ids_of(1))[0].tolist() == [0, 0, 4, 4]
 
 
-def test_what_waits_is_bounded_in_bytes(servers):
+def test_waiting_shares_are_bounded_in_bytes(servers):
     running = servers.start(1, joint_update_bytes=3000)
     trainer = Trainer(servers, running, 0)
     trainer.look_up(1, range(100))
@@ -193,7 +193,7 @@ def test_what_waits_is_bounded_in_bytes(servers):
         (Kind.JOIN, [LONG, SHARE_1], "of length <= 500"),
     ],
 )
-def test_an_invalid_share_is_refused(trainers, running, kind, body, message):
+def test_an_invalid_share_is_rejected(trainers, running, kind, body, message):
     frames = [*one_segment(1, 2), *body] if kind is Kind.UPDATE else body
     with Stranger(running[0].address) as stranger:
         reply, error = stranger.ask(Header(kind, 3, flags=SHARE).encode(), *frames)

@@ -64,7 +64,7 @@ class TestHints:
         assert counters["updates_hinted"] == 6
         assert counters["hinted_slots"] == 0
 
-    def test_batches_of_several_trainers_are_told_apart(self, recording):
+    def test_batches_of_several_trainers_are_distinguished(self, recording):
         client, store = recording.client, recording.store
         client.add_tables([ITEM])
         split = client.split(ids_of(5, 6))
@@ -141,7 +141,7 @@ class TestCounts:
         ("frame", "message"),
         [(b"", "one count an id, 2"), (bytes(7), "multiple of 4 bytes")],
     )
-    def test_a_lookup_whose_counts_do_not_fit_is_refused(
+    def test_a_lookup_whose_counts_do_not_fit_is_rejected(
         self, recording, frame, message
     ):
         recording.client.add_tables([COUNTING])
@@ -157,7 +157,7 @@ class TestCounts:
     @pytest.mark.parametrize(
         "counts", [np.ones(3, np.uint32), np.ones(2, np.int64), np.ones((2, 1), "u4")]
     )
-    def test_counts_of_another_shape_are_refused(self, recording, counts):
+    def test_counts_of_another_shape_are_rejected(self, recording, counts):
         client = recording.client
         client.add_tables([COUNTING])
         split = client.split(ids_of(5, 6))
@@ -254,9 +254,9 @@ class TestTables:
 
 
 class TestLimits:
-    """What is too large is refused before it takes memory, on both sides."""
+    """What is too large is rejected before it takes memory, on both sides."""
 
-    def test_more_ids_than_a_server_accepts_are_refused_by_the_client(self, servers):
+    def test_more_ids_than_a_server_accepts_are_rejected_by_the_client(self, servers):
         client = servers.client(servers.start(2, max_request_ids=10))
         client.add_tables([ITEM])
         split = client.split(np.arange(100, dtype=np.uint64))
@@ -282,7 +282,7 @@ class TestLimits:
         client.pull([("item", few)])
 
     @pytest.mark.parametrize("kind", [Kind.LOOKUP, Kind.UPDATE, Kind.WRITE, Kind.READ])
-    def test_more_ids_than_a_server_accepts_are_refused_by_the_server(
+    def test_more_ids_than_a_server_accepts_are_rejected_by_the_server(
         self, servers, kind
     ):
         running = servers.start(max_request_ids=2)
@@ -295,7 +295,7 @@ class TestLimits:
         assert answer["kind"] == "BatchError"
         assert "may name 2 ids. Received: 3." in answer["message"]
 
-    def test_a_reply_of_more_than_2_gib_is_refused(self, servers):
+    def test_a_reply_of_more_than_2_gib_is_rejected(self, servers):
         (running,) = servers.start()
         client = servers.client([running])
         client.add_tables([WIDE])
@@ -329,7 +329,7 @@ class TestLimits:
             assert client.pull([("wide", few)])[0].shape == (2, 4096)
             client.close()
 
-    def test_a_limit_below_one_is_refused(self):
+    def test_a_limit_below_one_is_rejected(self):
         with pytest.raises(ConfigError, match=r"max_request_ids must be >= 1\. .* 0"):
             ServerConfig(max_request_ids=0)
 
@@ -338,7 +338,7 @@ class TestBadGradients:
     """Gradients that are not finite move nothing and are counted."""
 
     @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-    def test_a_gradient_that_is_not_finite_is_refused_and_counted(self, servers, bad):
+    def test_a_gradient_that_is_not_finite_is_rejected_and_counted(self, servers, bad):
         client = servers.client(servers.start(2))
         client.add_tables([ITEM])
         split = client.split(np.arange(20, dtype=np.uint64))
@@ -493,9 +493,7 @@ def test_a_cluster_hands_the_settings_of_the_store_on():
         assert command[command.index("--eviction") + 1] == "lfu"
         assert command[command.index("--optimizer-engine") + 1] == "compiled"
 
-    def test_what_can_wait_is_done_once_when_requests_leave_time_for_it(
-        self, recording
-    ):
+    def test_idle_work_is_done_once_between_requests(self, recording):
         server, done = recording.server, []
         server.when_idle = lambda: done.append(server.when_idle)
         recording.store.num_to_sweep = 1000  # so that it is idle often

@@ -84,7 +84,7 @@ def is_untouched(server):
         (Kind.REPLY, [b""], "FrameError", "no REPLY message"),
     ],
 )
-def test_an_invalid_request_is_refused_and_changes_nothing(
+def test_an_invalid_request_is_rejected_and_changes_nothing(
     server, kind, body, error, message
 ):
     with Stranger(server.address) as stranger:
@@ -115,7 +115,7 @@ def test_a_server_survives_a_setting_that_raises(server, monkeypatch, caplog):
 @pytest.mark.parametrize(
     ("offset", "value"), [(0, b"X"), (4, b"\1"), (6, b"\x63"), (40, b"\7")]
 )
-def test_a_header_that_is_not_ours_is_refused(server, offset, value):
+def test_a_header_that_is_not_ours_is_rejected(server, offset, value):
     frame = bytearray(Header(Kind.CLEAR, 77).encode())
     frame[offset : offset + 1] = value
     with Stranger(server.address) as stranger:
@@ -125,7 +125,7 @@ def test_a_header_that_is_not_ours_is_refused(server, offset, value):
     assert is_untouched(server)
 
 
-def test_random_frames_are_refused_and_the_server_lives_on(server):
+def test_random_frames_are_rejected_and_the_server_survives(server):
     nonsense = st.binary(max_size=60).filter(lambda data: data[:4] != b"PTRC")
     headers = nonsense | st.builds(
         lambda kind, precision: Header(kind, precision=precision).encode(),
@@ -139,11 +139,11 @@ def test_random_frames_are_refused_and_the_server_lives_on(server):
     with Stranger(server.address) as stranger:
 
         @given(headers, bodies)
-        def is_refused(header, frames):
+        def is_rejected(header, frames):
             answer, _ = stranger.ask(header, *frames)
             assert answer.kind is Kind.ERROR
 
-        is_refused()
+        is_rejected()
     assert is_untouched(server)
 
 
@@ -316,7 +316,7 @@ def test_streams_are_counted_apart(server):
     assert client.counters()[0]["open_batches_max"] == 1
 
 
-def test_a_port_that_is_taken_is_refused(server):
+def test_a_port_that_is_taken_is_rejected(server):
     with pytest.raises(WireError, match=f"Cannot listen on 127.0.0.1:{server.port}"):
         EmbeddingServer(ServerConfig(port=server.port))
 
@@ -330,11 +330,11 @@ def test_a_port_that_is_taken_is_refused(server):
         ({"update_queue_batches": 0}, r"update_queue_batches must be >= 1\. .* 0"),
     ],
 )
-def test_settings_out_of_their_range_are_refused(settings, message):
+def test_settings_out_of_their_range_are_rejected(settings, message):
     with pytest.raises(ConfigError, match=message):
         ServerConfig(**settings)
 
 
-def test_a_capacity_out_of_its_range_is_refused_before_anything_listens():
+def test_a_capacity_out_of_its_range_is_rejected_before_anything_listens():
     with pytest.raises(ConfigError, match=r"capacity_rows must be in \[1, "):
         EmbeddingServer(ServerConfig(capacity_rows=0))

@@ -79,7 +79,7 @@ def test_half_a_load_is_never_served(server, source, tmp_path):
     with server.connect() as client:
         task = client.checkpoints.start_load(after)
         server.dies()
-        task.cancel()  # so that nobody repeats it
+        task.cancel()  # so that no client repeats it
     server.start("--resume-dir", before)
     with server.connect() as client:
         client.learn_tables()
@@ -141,7 +141,7 @@ def test_a_server_that_hangs_is_named_and_no_request_waits_for_ever(
         )
         with pytest.raises(RequestTimeoutError, match=late):
             update.frames()
-        assert "has not answered for 0 s; waiting: update of table" in caplog.text
+        assert "for 0 s; pending request: update of table" in caplog.text
         client.timeout_s = client.recovery_s = DEADLINE_S
         update = client.push([("item", split)], [rows], BatchNumber(1, 1))
         server.process.send(signal.SIGCONT)

@@ -13,7 +13,7 @@ from persia_torchrec.errors import PersiaError, RemoteError
 from persia_torchrec.job.member import JobMember
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.job.requests import JobTimings
-from persia_torchrec.job.service import refusing_requests
+from persia_torchrec.job.service import reject_until_ready
 from persia_torchrec.logger import get_default_logger
 from persia_torchrec.rpc.client import Connections
 from persia_torchrec.rpc.messages import Header, Kind, encode_json
@@ -177,7 +177,7 @@ def test_a_training_continues_with_a_server_that_is_started_elsewhere(
         wait_until(lambda: book.note("checkpoint_dir"), "the run is known")
         server.kill()
         again = processes.start("again", main, ["--capacity", "1000"], env=env)
-        trainer.has_printed("is looked for at")
+        trainer.has_printed("moved; reconnecting to")
         (tmp_path / "go").touch()
         trainer.has_printed("the rows are there")
         book.finish()
@@ -203,7 +203,7 @@ def read_until_told(port, folder):
         member.wait_for_end()
 
 
-def test_requests_are_refused_until_the_rows_are_restored(
+def test_requests_are_rejected_until_the_rows_are_restored(
     servers, tmp_path, monkeypatch
 ):
     source = servers.client(servers.start())
@@ -220,7 +220,7 @@ def test_requests_are_refused_until_the_rows_are_restored(
     restoring = threading.Thread(target=server.restore, args=(str(tmp_path),))
     request = 0, Header(Kind.HELLO), [encode_json(None)]
     with (
-        refusing_requests(server.listener),
+        reject_until_ready(server.listener),
         closing(Connections("embedding server", [server.address])) as connections,
     ):
         restoring.start()

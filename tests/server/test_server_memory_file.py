@@ -91,7 +91,7 @@ def test_a_checkpoint_is_loaded_into_the_file_and_dumped_from_it(
 
 def test_increments_continue_with_the_next_process_of_the_file(servers, path, tmp_path):
     folder = tmp_path / "increments"
-    # What a process without increments changes is in no log: none goes on behind it.
+    # What a process without increments changes is in no log: none continues behind it.
     for kind in ("empty", "log", "log", None, "unknown", "log"):
         own = {} if kind is None else {"incremental_dir": str(folder)}
         [server] = servers.start(memory_file=path, **own)

@@ -436,5 +436,5 @@ def test_stock_clients_work_unchanged(server):
         assert answers["infer"] == predicted
         assert "The model must be 'adult'" in answers["unknown model"]
         assert "none for ['x']" in answers["no input"]
-        assert "must have servers of its own" in answers["load"]
+        assert "Only a model with its own servers" in answers["load"]
         assert answers["shared memory"]

@@ -58,7 +58,7 @@ def serving(request, trained, tmp_path_factory):
         assert serving.process.status() == 0
 
 
-def test_predictions_are_those_of_an_evaluation_in_the_job(serving, trained):
+def test_predictions_equal_those_of_an_evaluation_in_the_job(serving, trained):
     for batch, expected in zip(EVALUATION, trained.expected, strict=True):
         bodies = (batch.to_bytes(), BYTES), (to_json(batch), JSON)
         for body, kind in (*bodies, (reordered(batch), JSON)):
@@ -166,7 +166,7 @@ def test_sigterm_ends_the_server_and_its_embedding_servers(trained, tmp_path):
         ([], "--embedding-config, or PERSIA_EMBEDDING_CONFIG, is needed"),
         (
             ["--workers", "127.0.0.1:1", "--follow", "increments"],
-            r"--follow is for servers of its own\. Received: embedding workers too",
+            r"--follow cannot be combined with embedding workers",
         ),
     ],
 )

@@ -53,7 +53,7 @@ def test_a_joined_batch_has_the_samples_of_all(shapes):
 
 
 class Runs:
-    """Counts what is run, and holds it until the test lets it go on."""
+    """Counts what is run, and holds it until the test lets it continue."""
 
     def __init__(self):
         self.sizes = []
@@ -81,7 +81,7 @@ def pool():
         yield pool
 
 
-def test_what_comes_while_a_group_is_predicted_is_the_next_group(pool):
+def test_requests_during_a_prediction_are_the_next_batch(pool):
     batcher, runs = Batcher(Batching(0.0, 100)), Runs()
     runs.may_end.clear()
     first = pool.submit(batcher.predict, MODEL, runs, batch(1))

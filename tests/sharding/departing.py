@@ -1,7 +1,7 @@
 """Two trainers of which one goes away without a word to the other.
 
 ``python -m tests.sharding.departing ADDRESSES`` is one of them under torchrun: rank 1
-raises after some steps, and rank 0 goes on until it hears of it.
+raises after some steps, and rank 0 continues until it receives the error.
 """
 
 import contextlib

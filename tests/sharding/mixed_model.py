@@ -35,7 +35,7 @@ from persia_torchrec.sharding.sharder import RemoteSharder
 from tests.support.remote_job import META, RemoteJob, kjt_of, shard
 
 needs_mixed_sequences = pytest.mark.skipif(
-    not torchrec_api.MIXES_SEQUENCES, reason="MixedSharder refuses sequences before 1.8"
+    not torchrec_api.MIXES_SEQUENCES, reason="MixedSharder rejects sequences before 1.8"
 )
 
 NUM_IDS = 40

@@ -71,7 +71,7 @@ def sharded_model(addresses):
 
 
 def set_local_rows(model: nn.Module) -> None:
-    """Start from the same rows, whoever holds them."""
+    """Start from the same rows, on whichever side."""
     for table in LOCAL:
         weight = model.state_dict()[f"bags.embedding_bags.{table}.weight"]
         for piece, offset in pieces(weight):

@@ -170,7 +170,7 @@ class TestAPlanOfOthers:
     """A plan that was made without our sharders says what they do not do."""
 
     @pytest.mark.parametrize("told", [data_parallel(), row_wise(), table_wise(0)])
-    def test_it_is_refused(self, job, told):
+    def test_it_is_rejected(self, job, told):
         model = Bags(bags_of("bag", "f"))
         plan = construct_module_sharding_plan(
             *(model.bags, {"bag": told}, EmbeddingBagCollectionSharder()),
@@ -184,7 +184,7 @@ class TestAPlanOfOthers:
                 model, sharders=[sharder], plan=ShardingPlan({"bags": plan})
             )
 
-    def test_it_is_refused_for_processed_features(self, job):
+    def test_it_is_rejected_for_processed_features(self, job):
         sharders = remote_sharders(job.client)
         ours = shard(Bags(bags_of("processed", "h")), *sharders).plan
         (rows,) = ours.plan.values()  # by rows, as for bags without processors
@@ -195,7 +195,7 @@ class TestAPlanOfOthers:
 
 
 class TestACollectionWithoutASharder:
-    def test_it_is_refused_next_to_one_on_the_servers(self, job):
+    def test_it_is_rejected_next_to_one_on_the_servers(self, job):
         bags = RemoteEmbeddingBagCollectionSharder(job.client)
         with pytest.raises(
             ConfigError, match=r"EmbeddingCollection 'sequences'.*remote"
@@ -221,7 +221,7 @@ class TestACollectionWithoutASharder:
         job.adopt(model)
         assert isinstance(model.module.sequences, EmbeddingCollection)
 
-    def test_without_tables_on_the_servers_nothing_is_refused(self, job):
+    def test_without_tables_on_the_servers_nothing_is_rejected(self, job):
         remote_sharders(job.client)
         (default,) = (
             sharder

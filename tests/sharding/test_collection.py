@@ -95,7 +95,7 @@ def test_the_range_of_the_config_is_kept():
         (torch.nn.init.ones_, Constant(1.0)),
     ],
 )
-def test_an_init_fn_of_torch_says_how_rows_start(init, initializer):
+def test_an_init_fn_of_torch_reports_how_rows_start(init, initializer):
     (spec,) = describe(table(init_fn=init)).tables
     assert spec.initializer == initializer
 
@@ -121,13 +121,13 @@ def test_an_init_fn_that_fails_is_an_error(init):
     ("data_type", "weight_dtype"),
     [(DataType.FP32, "fp32"), (DataType.FP16, "fp16"), (DataType.BF16, "bf16")],
 )
-def test_the_data_type_says_what_weights_are_kept_in(data_type, weight_dtype):
+def test_the_data_type_reports_what_weights_are_kept_in(data_type, weight_dtype):
     (spec,) = describe(table(data_type=data_type)).tables
     assert spec.weight_dtype == weight_dtype
 
 
 @pytest.mark.parametrize("data_type", [DataType.INT8, DataType.INT4])
-def test_another_data_type_is_refused(data_type):
+def test_another_data_type_is_rejected(data_type):
     with pytest.raises(ConfigError, match=r"'term': data_type must be FP32, FP16 or B"):
         describe(table(data_type=data_type))
 
@@ -191,13 +191,13 @@ def test_an_initializer_in_the_settings_replaces_a_custom_init_fn():
         ({"admission": 3}, "Table 'term': admission must be one of AdmitAll, "),
     ],
 )
-def test_settings_that_cannot_work_are_refused_by_table(settings, message):
+def test_settings_that_cannot_work_are_rejected_by_table(settings, message):
     module = EmbeddingBagCollection(tables=[table()], device=torch.device("meta"))
     with pytest.raises(ConfigError, match=message):
         describe_collection(module, Adagrad(), {"term": TableSettings(**settings)})
 
 
-def test_a_pooling_that_the_servers_do_not_know_is_refused():
+def test_a_pooling_that_the_servers_do_not_know_is_rejected():
     module = EmbeddingBagCollection(tables=[table()], device=torch.device("meta"))
     module.embedding_bag_configs()[0].pooling = PoolingType.NONE
     with pytest.raises(ConfigError, match=r"'term': pooling must be SUM or MEAN"):
@@ -209,6 +209,6 @@ def test_whether_bags_are_weighted_is_kept(is_weighted):
     assert describe(table(), is_weighted=is_weighted).is_weighted == is_weighted
 
 
-def test_a_dim_above_the_servers_limit_is_refused():
+def test_a_dim_above_the_servers_limit_is_rejected():
     with pytest.raises(ConfigError, match=r"Table 'term': dim must be .*\[1, 4096\]"):
         describe(table(dim=4097))

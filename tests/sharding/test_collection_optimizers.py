@@ -114,7 +114,7 @@ def test_an_optimizer_that_cannot_move_is_named_and_the_nearest_that_can(cls, ne
         describe_collection(collection, SGD(1.0))
 
 
-def test_two_optimizers_of_one_table_are_refused():
+def test_two_optimizers_of_one_table_are_rejected():
     collection = bags()
     for cls in (torch.optim.SGD, torch.optim.Adam):
         apply(cls, [weight(collection, "term")], {"lr": 0.1})
@@ -135,7 +135,7 @@ def test_settings_win_over_the_model_and_the_model_over_the_sharder():
     }
 
 
-def test_what_torchrec_writes_into_the_arguments_does_not_matter():
+def test_arguments_that_torchrec_changes_are_copied():
     # Sharding a table of the same call changes the dict that all of them share.
     collection, arguments = bags(), {"lr": 0.5}
     apply(torch.optim.SGD, list(collection.parameters()), arguments)

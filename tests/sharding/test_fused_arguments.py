@@ -129,7 +129,7 @@ ON_CPU = [torchrec.optim.SGD, torchrec.optim.Adagrad, torchrec.optim.RowWiseAdag
     ],
     ids=["of others", "mode NONE", "without a mode", "not clipped", "clipped"],
 )
-def test_rows_are_those_of_fbgemms_kernels(job, cls, arguments, request):
+def test_rows_equal_those_of_fbgemms_kernels(job, cls, arguments, request):
     given = job, request.node.name, cls, arguments
     expected = trained_here(cls, arguments)
     torch.testing.assert_close(trained_on_servers(*given), expected)
@@ -224,7 +224,7 @@ def test_an_argument_counts_where_the_kernel_reads_it(cls, name, caplog):
 
 
 @pytest.mark.parametrize("cls", READ, ids=[cls.__name__ for cls in READ])
-def test_what_is_neutral_gives_no_warning(cls, caplog):
+def test_neutral_settings_give_no_warning(cls, caplog):
     neutral = {
         **{name: fused_arguments._DEFAULTS[name] for name in ARGUMENTS},
         "weight_decay_mode": WeightDecayMode.NONE,
@@ -339,7 +339,7 @@ def test_fused_params_that_the_servers_lack_are_errors(params, message):
 
 @pytest.mark.parametrize("device", [pytest.param(CUDA, marks=ON_GPU)])
 @pytest.mark.parametrize("cls", READ, ids=[cls.__name__ for cls in READ])
-def test_steps_are_those_of_fbgemms_kernels_on_a_gpu(cls, device):
+def test_steps_equal_those_of_fbgemms_kernels_on_a_gpu(cls, device):
     decays = [{"weight_decay": 0.1, "weight_decay_mode": mode} for mode in (0, 1, 2)]
     for further in ({}, {"max_norm": 0.9}, *decays):
         given = {**further}

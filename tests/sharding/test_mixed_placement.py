@@ -61,7 +61,7 @@ def test_a_table_that_is_constrained_to_a_sharding_of_torchrec_is_local(
 
 
 @pytest.mark.parametrize("name", ["min_rows", "min_bytes"])
-def test_a_negative_size_is_refused(name):
+def test_a_negative_size_is_rejected(name):
     with pytest.raises(ConfigError, match=rf"{name} must be >= 0. Received: -1"):
         Placement(**{name: -1})
 
@@ -73,11 +73,11 @@ def test_a_negative_size_is_refused(name):
         {"constraints": {"user": ParameterConstraints(["table_wise"])}},
     ],
 )
-def test_a_table_on_both_sides_is_refused(local):
+def test_a_table_on_both_sides_is_rejected(local):
     with pytest.raises(ConfigError, match=r"not both. Received: \['user'\]"):
         Placement(remote=["user", "item"], **local)
 
 
-def test_a_name_instead_of_names_is_refused():
+def test_a_name_instead_of_names_is_rejected():
     with pytest.raises(ConfigError, match=r"Received: 'user'; is \{'user'\} meant"):
         Placement(local="user")

@@ -122,5 +122,5 @@ def test_every_sharding_type_of_torchrec_can_be_mixed_with_the_servers(job, loca
 # Not data_parallel: fbgemm's dense kernel pools sequences on CPUs.
 @pytest.mark.parametrize("sharding_type", ["table_wise", "row_wise", "column_wise"])
 @needs_mixed_sequences
-def test_so_it_is_with_sequences(job, sharding_type):
+def test_sequences_train_as_in_torchrec(job, sharding_type):
     require_same_training(job, SEQUENCES, constraints(sharding_type), 20)

@@ -90,7 +90,9 @@ def test_gradients_reach_local_and_remote_rows(job, put):
     assert moved[[3, 4, 5], 0].tolist() == pytest.approx([-0.01, 0.0, -0.01], abs=1e-6)
 
 
-def test_the_state_dict_holds_the_local_tables_and_says_where_the_others_are(job, put):
+def test_the_state_dict_holds_the_local_tables_and_reports_where_the_others_are(
+    job, put
+):
     model = put()
     local = {f"sequences.embeddings.{table}.weight" for table in ("near", "user")}
     assert set(tensors_of(model)) == local

@@ -145,7 +145,7 @@ def test_a_planner_that_does_not_iterate_is_offered_both_kinds(job):
     }
 
 
-def test_a_constraint_that_a_table_on_the_servers_cannot_meet_is_refused(job):
+def test_a_constraint_that_a_table_on_the_servers_cannot_meet_is_rejected(job):
     with pytest.raises(RuntimeError, match=r"constraints for user\. .*MixedSharder"):
         put_some_on_servers(job, constraints=constraints("table_wise", ["user"]))
 
@@ -175,7 +175,7 @@ def plan_within(job, num_bytes, placement):
     )
 
 
-def test_a_local_table_that_no_trainer_can_hold_is_refused_by_the_planner(job):
+def test_a_local_table_that_no_trainer_can_hold_is_rejected_by_the_planner(job):
     with pytest.raises(PlannerError, match="Unable to find a plan"):
         plan_within(job, 10**8, Placement(local=["user", "item"]))
 
@@ -307,7 +307,7 @@ def test_a_collection_that_is_wholly_on_one_side_is_that_sides_own(job):
 
 
 def test_weights_of_a_collection_that_has_some_are_left_where_they_are(job):
-    """TorchRec draws them anew on CPUs; the collection is not written to."""
+    """TorchRec draws them again on CPUs; the collection is not written to."""
     model = Model()
     model.bags = EmbeddingBagCollection(tables=model.bags.embedding_bag_configs())
     before = {key: value.clone() for key, value in model.bags.state_dict().items()}
@@ -327,7 +327,7 @@ def test_in_evaluation_neither_half_learns(job):
     assert job.total("rows") == 0
 
 
-def test_a_batch_without_a_feature_of_the_servers_is_refused_and_the_next_trains(job):
+def test_a_batch_without_a_feature_of_the_servers_is_rejected_and_the_next_trains(job):
     model = put_some_on_servers(job)
     train(model, batches(1))
     with pytest.raises(BatchError, match="item"):
@@ -336,7 +336,7 @@ def test_a_batch_without_a_feature_of_the_servers_is_refused_and_the_next_trains
     assert job.total("open_batches") == 0
 
 
-def test_a_batch_without_a_local_feature_is_refused_before_anything_is_pulled(job):
+def test_a_batch_without_a_local_feature_is_rejected_before_anything_is_pulled(job):
     model = put_some_on_servers(job)
     with pytest.raises(ValueError, match="place"):
         model(kjt_of({key: [[1]] for key in KEYS if key != "place"}))
@@ -349,21 +349,21 @@ def test_a_mixed_collection_cannot_be_copied_to_another_device(job):
         model.module.bags.copy(CPU)
 
 
-# What is refused when a model is planned or sharded.
+# What is rejected when a model is planned or sharded.
 
 
-def test_a_placement_of_an_unknown_table_is_refused(job):
+def test_a_placement_of_an_unknown_table_is_rejected(job):
     with pytest.raises(ConfigError, match=r"'plaec'. Is 'place' meant"):
         put_some_on_servers(job, placement=Placement(local=["plaec"]))
 
 
-def test_settings_of_a_local_table_are_refused_by_the_remote_sharder(job):
+def test_settings_of_a_local_table_are_rejected_by_the_remote_sharder(job):
     settings = {"home": TableSettings(optimizer=SGD(1.0))}
     with pytest.raises(ConfigError, match="Received: 'home'"):
         put_some_on_servers(job, tables=settings)
 
 
-def test_a_plan_of_another_placement_is_refused(job):
+def test_a_plan_of_another_placement_is_rejected(job):
     pg = dist.GroupMember.WORLD
     planner = EmbeddingShardingPlanner(
         topology=Topology(world_size=1, compute_device="cpu")
@@ -401,13 +401,13 @@ def test_a_plan_made_by_hand_is_followed(job):
     assert job.total("rows") > 0
 
 
-def test_a_plan_without_one_of_the_tables_is_refused(job):
+def test_a_plan_without_one_of_the_tables_is_rejected(job):
     sharder = mixed_sharder(job)
     with pytest.raises(ConfigError, match="The plan must name the tables"):
         sharder.shard(Model().bags, {}, None)
 
 
-def test_a_local_sharder_of_another_kind_is_refused(job):
+def test_a_local_sharder_of_another_kind_is_rejected(job):
     with pytest.raises(ConfigError, match="must be a EmbeddingBagCollectionSharder"):
         mixed_sharder(job, local=EmbeddingCollectionSharder())
 
@@ -518,7 +518,7 @@ def test_a_feature_twice_in_a_table_has_two_columns_local_and_remote(job):
     torch.testing.assert_close(moved[:, 0], torch.tensor([0.02, 0.01, 0.02]))
 
 
-def test_sequences_are_refused_where_torchrec_cannot_split_them(job, monkeypatch):
+def test_sequences_are_rejected_where_torchrec_cannot_split_them(job, monkeypatch):
     monkeypatch.setattr(torchrec_api, "MIXES_SEQUENCES", False)
     remote = RemoteEmbeddingCollectionSharder(job.client, SGD(1.0))
     with pytest.raises(ConfigError, match=r"needs torchrec 1.8 or newer, with torch"):

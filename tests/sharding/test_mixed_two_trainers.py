@@ -50,7 +50,7 @@ def holders(placement):
     }
 
 
-def test_each_trainer_says_which_trainers_hold_a_table(learnt):
+def test_each_trainer_reports_which_trainers_hold_a_table(learnt):
     for trainer in learnt:
         found = holders(trainer["placement"])
         assert found.pop("place") in {"0", "1"}  # as the planner likes

@@ -104,7 +104,7 @@ def test_no_two_ids_share_both_rows():
 
 
 @pytest.mark.parametrize("combine", ["add", "mul", "concat"])
-def test_in_process_outputs_and_gradients_are_those_of_embeddings(combine):
+def test_in_process_outputs_and_gradients_equal_those_of_embeddings(combine):
     torch.manual_seed(0)
     module = MultiHashEmbeddingBagCollection(tables(), combine, device=CPU)
     plain = Plain(weights_of(module), combine)
@@ -133,7 +133,9 @@ class WithLoss(nn.Module):
 
 @pytest.mark.parametrize("pipelined", [False, True])
 @pytest.mark.parametrize("combine", ["add", "mul", "concat"])
-def test_on_the_servers_outputs_and_updates_are_those_of_embeddings(combine, pipelined):
+def test_on_the_servers_outputs_and_updates_equal_those_of_embeddings(
+    combine, pipelined
+):
     torch.manual_seed(0)
     local = MultiHashEmbeddingBagCollection(tables(), combine, device=CPU)
     weights = weights_of(local)
@@ -163,7 +165,7 @@ def test_on_the_servers_outputs_and_updates_are_those_of_embeddings(combine, pip
 
 
 @pytest.mark.parametrize(("id_", "bags"), [(90, [[3, 90]]), (-1, [[-1], [4]])])
-def test_an_id_out_of_range_is_refused_with_its_feature(id_, bags):
+def test_an_id_out_of_range_is_rejected_with_its_feature(id_, bags):
     module = MultiHashEmbeddingBagCollection(tables()[:1], device=CPU)
     with pytest.raises(
         BatchError,
@@ -214,7 +216,7 @@ def test_both_halves_start_as_the_config_says():
         ),
     ],
 )
-def test_what_cannot_work_is_refused(change, combine, message):
+def test_invalid_settings_are_rejected(change, combine, message):
     settings = {
         "num_embeddings": N,
         "embedding_dim": DIM,

@@ -333,7 +333,7 @@ def test_a_pipeline_leaves_ids_on_the_host_that_are_to_stay(job, device, stays):
     assert losses[-1] < losses[0]
 
 
-def test_the_remote_half_of_a_mixed_collection_tells_which_stream_uses_its_batch(
+def test_the_remote_half_of_a_mixed_collection_reports_which_stream_uses_its_batch(
     job, monkeypatch
 ):
     """As ids and weights may have been copied on another one."""
@@ -381,7 +381,7 @@ def test_a_batch_that_stays_is_the_same_batch(job):
     assert host["query"].to_dense_weights()[0].tolist() == [3.0, 4.0]
 
 
-def test_two_dimensional_parallelism_is_refused(job):
+def test_two_dimensional_parallelism_is_rejected(job):
     sharder = RemoteEmbeddingBagCollectionSharder(job.client, SGD(1.0))
     env = ShardingEnv2D.__new__(ShardingEnv2D)
     with pytest.raises(ConfigError, match="one copy, which all trainers share"):
@@ -406,7 +406,7 @@ def test_rows_are_no_part_of_a_cuda_graph(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_who_waits_for_coded_gradients_waits_for_their_stream():
+def test_a_wait_for_coded_gradients_includes_their_stream():
     torch.cuda.set_device(CUDA)
     store = dist.HashStore()
     dist.init_process_group("nccl", rank=0, world_size=1, store=store)

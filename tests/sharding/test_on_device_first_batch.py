@@ -274,7 +274,7 @@ def test_sums_that_cancel_out_are_no_difference():
 
 @pytest.mark.parametrize("which", ["found", "plain"])
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
-def test_what_is_finite_in_one_way_alone_differs(which, value):
+def test_rows_finite_in_only_one_way_differ(which, value):
     both = {"found": torch.zeros(2, 2), "plain": torch.zeros(2, 2)}
     both[which][0, 1] = value
     assert first_batch._difference(**both, summed=torch.ones(1)) == torch.inf

@@ -136,7 +136,7 @@ def batches(draw):
 @ALL_WAYS
 @settings(deadline=None)
 @given(given=batches(), dim=st.sampled_from([1, 4, 9]), weighted=st.booleans())
-def test_bags_are_pooled_as_the_reference_says(way, given, dim, weighted):
+def test_bags_are_pooled_as_in_the_reference(way, given, dim, weighted):
     samples, tables, poolings, num_servers = given
     routed, index, _ = batch_of(
         samples, tables, poolings, num_servers, weighted=weighted

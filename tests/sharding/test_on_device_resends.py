@@ -164,4 +164,4 @@ def test_gradients_that_are_sent_again_are_what_left_the_trainer(
         assert train(client, stop, kill) == expected
         assert client.step("item") == NUM_BATCHES
     if not least_acknowledged:
-        assert f"requests sent again: {NUM_BATCHES}" in caplog.text
+        assert f"requests resent: {NUM_BATCHES}" in caplog.text

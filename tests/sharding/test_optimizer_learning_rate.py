@@ -61,13 +61,13 @@ def test_one_table_may_get_another_rate(job, trained):
     assert moved(job, sharder) == [2.0, 11.0]
 
 
-def test_a_rate_of_an_unknown_table_is_refused(trained):
+def test_a_rate_of_an_unknown_table_is_rejected(trained):
     sharder, _ = trained
     with pytest.raises(ConfigError, match=r"\['term', 'user'\]\. Received: \['usr'\]"):
         sharder.set_learning_rate(1.0, ["usr"])
 
 
-def test_a_rate_that_the_optimizer_refuses_changes_nothing(job, trained):
+def test_a_rate_that_the_optimizer_rejects_changes_nothing(job, trained):
     sharder, step = trained
     with pytest.raises(ConfigError, match="SGD: lr must be finite and >= 0"):
         sharder.set_learning_rate(-1.0)
@@ -136,7 +136,7 @@ class TestTheOptimizer:
         sharder, _ = trained
         assert sharder.optimizer.step(lambda: 7) == 7
 
-    def test_a_rate_that_a_table_refuses_is_refused_by_step(self, job):
+    def test_a_rate_that_a_table_rejects_is_rejected_by_step(self, job):
         sharder = RemoteEmbeddingBagCollectionSharder(job.client, FTRL(0.1))
         DistributedModelParallel(Bags(TABLES), sharders=[sharder])
         sharder.optimizer.param_groups[0]["lr"] = 0.0

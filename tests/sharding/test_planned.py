@@ -86,7 +86,7 @@ def test_a_mixed_sharder_leaves_such_tables_to_torchrec(job):
     assert made.plan["bags"]["a"].sharding_type == "row_wise"
 
 
-def test_what_is_allowed_may_be_shown(job):
+def test_allowed_values_are_shown(job):
     sharder = RemoteEmbeddingBagCollectionSharder(job.client)
     assert repr(sharder.sharding_types("cpu")) == "['row_wise']"
     assert str(sharder.compute_kernels("row_wise", "cpu")) == "['fused']"

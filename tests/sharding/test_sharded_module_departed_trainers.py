@@ -1,6 +1,6 @@
 """A trainer that goes away fails the others soon, with an error that names it.
 
-No trainer here sets ``joint_timeout_s``: whoever waited for it would wait 15 minutes.
+No trainer here sets ``joint_timeout_s``: a wait for it would last 15 minutes.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ def test_a_trainer_that_goes_away_is_named_long_before_the_time_limit(
 
 
 @pytest.mark.long
-def test_on_two_machines_of_torchrun_the_error_says_what_the_other_raised(tmp_path):
+def test_on_two_machines_of_torchrun_the_error_reports_what_the_other_raised(tmp_path):
     with Servers() as servers, Processes(tmp_path) as processes:
         port = draw_port()
         agents = [
@@ -68,7 +68,7 @@ def test_on_two_machines_of_torchrun_the_error_says_what_the_other_raised(tmp_pa
     assert "ValueError: a bug of its own" in outputs[1]
     who = r"rank 1 \(process \d+ on \S+: it raised ValueError: a bug of its own\)"
     assert re.search(rf"RemoteError: .*Step 4 .*none of {who}", outputs[0]), outputs[0]
-    assert re.search(rf"were gone before this one: {who}", outputs[0]), outputs[0]
+    assert re.search(rf"had ended before this one: {who}", outputs[0]), outputs[0]
 
 
 def run_agent(node, port, addresses):

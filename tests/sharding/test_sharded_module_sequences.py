@@ -59,7 +59,7 @@ def test_each_feature_has_the_row_of_every_id_in_their_order(job, put):
     assert output["query@user"].lengths().tolist() == [1, 2, 0]
 
 
-def test_names_lengths_and_indices_are_those_of_an_unsharded_collection(put):
+def test_names_lengths_and_indices_equal_those_of_an_unsharded_collection(put):
     batch = kjt_of({**IDS, "ad": [[1, 2], [], [3]]})
     for need_indices in (False, True):
         output = put(need_indices=need_indices)(batch)
@@ -153,7 +153,7 @@ def test_a_batch_that_began_without_its_ids_has_no_indices(put):
         model(started)["ad"]
 
 
-def test_settings_of_a_table_that_no_collection_has_are_refused(job):
+def test_settings_of_a_table_that_no_collection_has_are_rejected(job):
     settings = {"other": TableSettings(optimizer=SGD(1.0))}
     sharder = RemoteEmbeddingCollectionSharder(job.client, tables=settings)
     with pytest.raises(ConfigError, match="other"):

@@ -84,7 +84,7 @@ def test_trainers_whose_data_end_unevenly_learn_from_all_of_it(learnt):
             np.testing.assert_allclose(weights, expected[half], atol=1e-5)
 
 
-def test_each_by_itself_adds_the_gradients_up_as_persia_does(learnt):
+def test_update_each_adds_gradients_up_as_persia_does(learnt):
     # The dense gradients are averaged all the same: the learning rate makes up for it.
     expected = alone(SGD(2 * 0.5), [(20, 20)])
     for rank in range(2):
@@ -111,7 +111,7 @@ def test_a_lookup_without_a_backward_pass_is_no_step(learnt):
         assert sorted(set(rows)) == [-4, 0]
 
 
-def test_trainers_with_other_settings_are_told(learnt):
+def test_trainers_with_other_settings_get_a_warning(learnt):
     for rank in range(2):
         of_rank = learnt["other settings", rank]
         assert "same update. Received: ['joint', 'each'], by rank" in str(
@@ -145,7 +145,7 @@ def test_ordinary_tensors_are_there_when_any_trainer_has_loaded_them(learnt):
         np.testing.assert_allclose(added, np.ones((30, 8)), rtol=1e-6)
 
 
-def test_trainers_that_map_ids_each_by_itself_are_refused(learnt):
+def test_trainers_that_map_ids_each_by_itself_are_rejected(learnt):
     for rank in range(2):
         error = str(learnt["saved", rank]["error"])
         assert "maps ids on each trainer by itself, and 2 trainers" in error

@@ -87,7 +87,7 @@ def test_an_unweighted_collection_takes_no_notice_of_weights(job):
     torch.testing.assert_close(output.detach(), torch.from_numpy(expected))
 
 
-def test_a_batch_without_weights_says_what_to_do(job):
+def test_a_batch_without_weights_reports_what_to_do(job):
     model = Weighted()
     sharded = job.put_on_servers(model.bags)
     with pytest.raises(BatchError, match=r"with weights.*Pass weights=\.\.\."):

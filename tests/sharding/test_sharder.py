@@ -116,7 +116,7 @@ def test_the_default_optimizer_is_persias_adagrad(job):
     assert {table.optimizer for table in spec.tables} == {Adagrad()}
 
 
-def test_a_plan_without_one_of_the_tables_is_refused(job):
+def test_a_plan_without_one_of_the_tables_is_rejected(job):
     sharder = RemoteEmbeddingBagCollectionSharder(job.client)
     env = ShardingEnv.from_local(1, 0)
     with pytest.raises(ConfigError, match=r"name the tables \['term', 'user'\]"):

@@ -142,7 +142,7 @@ class TestAttributes:
         dense = dict(in_backward_optimizer_filter(model.named_parameters()))
         assert list(dense) == ["over.weight", "over.bias"]
 
-    def test_a_new_plan_is_refused_with_the_reason(self, job, sharder):
+    def test_a_new_plan_is_rejected_with_the_reason(self, job, sharder):
         model = shard(Tower(), sharder)
         plan = model.module.bags.module_sharding_plan
         with pytest.raises(ConfigError, match="every server holds the ids that hash"):
@@ -190,8 +190,8 @@ class TestFreeze:
         assert moves[1][0] == pytest.approx(-2.0)
         assert moves[1][1] == 0.0
         assert moves[2] == pytest.approx((-2.0, -2.0))
-        with pytest.raises(ConfigError, match=r"among those sharded.*\['nobody'\]"):
-            sharder.freeze(["nobody"])
+        with pytest.raises(ConfigError, match=r"among those sharded.*\['unknown'\]"):
+            sharder.freeze(["unknown"])
         sharder.close()
 
 
@@ -259,7 +259,7 @@ class TestEmbeddingBag:
             flat = torch.tensor([1, 2, 3]), torch.tensor([0, 2])
             torch.testing.assert_close(model(*flat) + 0, plain(*flat))
 
-    def test_what_the_servers_cannot_do_is_refused(self, sharder):
+    def test_unsupported_settings_are_rejected(self, sharder):
         with pytest.raises(ConfigError, match=r"'bag'.*Received: {'mode': 'max'}"):
             shard(Single("max"), RemoteEmbeddingBagSharder(sharder))
 

@@ -36,7 +36,7 @@ def kept():
     return threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_what_is_made_and_dropped_again_and_again_leaves_no_thread_and_no_file(job):
+def test_repeated_construction_leaks_no_thread_and_no_file(job):
     use_all(job.servers.addresses)
     use(job.client)
     before = kept()
@@ -53,7 +53,7 @@ def test_what_is_made_and_dropped_again_and_again_leaves_no_thread_and_no_file(j
     wait_until(is_all_gone, "threads and files are gone", details=kept)
 
 
-def test_what_a_forked_child_drops_stays_its_parents(job):
+def test_a_forked_child_drops_nothing_of_its_parent(job):
     made = [EmbeddingClient.connect(job.servers.addresses)]
     use(made[0])
     connections = made[0]._servers.connections

@@ -178,7 +178,7 @@ def test_either_continues_what_the_other_trained_to_the_last_bit(job, batches, f
         (bags(table("ad", 4, "ad"), is_weighted=True), "must be in .* without weights"),
     ],
 )
-def test_tables_that_are_no_groups_of_the_file_are_refused(job, collection, message):
+def test_tables_that_are_no_groups_of_the_file_are_rejected(job, collection, message):
     sharders = remote_sharders(job.client, embedding_config=job.config_path)
     with pytest.raises(ConfigError, match=message):
         shard(torch.nn.Sequential(collection), sharders)
@@ -201,7 +201,7 @@ def test_rows_begin_as_in_a_train_ctx_unless_the_table_says_otherwise(job):
     del model
 
 
-def test_weights_without_ids_are_refused_as_ids_have_prefixes(job):
+def test_weights_without_ids_are_rejected_as_ids_have_prefixes(job):
     sharders = remote_sharders(job.client, embedding_config=job.config_path)
     model = shard(torch.nn.Sequential(bags(table("user", 4, "user"))), sharders)
     (key,) = model.state_dict().keys() - {"0.embedding_bags.user.ids"}

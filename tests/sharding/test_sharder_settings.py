@@ -36,7 +36,7 @@ def test_each_table_trains_by_its_own_settings(job):
     assert job.read("user", [-1, 7])[:, 0].tolist() == [-10.0, -10.0]
 
 
-def test_settings_of_an_unknown_table_are_refused_when_the_model_is_planned(job):
+def test_settings_of_an_unknown_table_are_rejected_when_the_model_is_planned(job):
     sharder = RemoteEmbeddingBagCollectionSharder(
         job.client, tables={"usr": TableSettings(keeps_metadata=True)}
     )
@@ -46,7 +46,7 @@ def test_settings_of_an_unknown_table_are_refused_when_the_model_is_planned(job)
         job.client.table("user")  # nothing was made
 
 
-def test_settings_of_an_unknown_table_are_refused_without_a_planner(job):
+def test_settings_of_an_unknown_table_are_rejected_without_a_planner(job):
     sharder = RemoteEmbeddingBagCollectionSharder(
         job.client, tables={"usr": TableSettings(keeps_metadata=True)}
     )
@@ -98,14 +98,14 @@ def test_a_table_config_of_half_precision_keeps_weights_in_half(job):
     assert job.client.table("thin").weight_dtype == "fp16"
 
 
-def test_what_waits_for_others_outlasts_the_time_that_these_may_be_away():
+def test_timeouts_exceed_the_failover_time():
     assert timeouts.TRAINING_REQUEST_S < timeouts.RECOVERY_S < timeouts.JOINT_UPDATE_S
     least_s = timeouts.CHECKPOINT_S + timeouts.RECOVERY_S
     assert least_s < timeouts.exchange_s()
     assert timeouts.exchange_s(recovery_s=7200, checkpoint_s=9000) > 16_200
 
 
-def test_a_joint_timeout_below_the_time_that_a_server_may_be_away_is_refused(
+def test_a_joint_timeout_below_the_time_that_a_server_may_be_away_is_rejected(
     job, monkeypatch
 ):
     monkeypatch.setattr(job.client, "recovery_s", 600.0)
@@ -115,7 +115,7 @@ def test_a_joint_timeout_below_the_time_that_a_server_may_be_away_is_refused(
 
 
 @pytest.mark.parametrize("kind", ["mps", "xpu", "hpu", "meta"])
-def test_a_device_that_is_neither_the_cpu_nor_a_gpu_is_refused(job, kind):
+def test_a_device_that_is_neither_the_cpu_nor_a_gpu_is_rejected(job, kind):
     sharder = RemoteEmbeddingBagCollectionSharder(job.client, SGD(1.0))
     env, device = ShardingEnv.from_local(1, 0), torch.device(kind)
     must = rf"must be on the CPU or on a CUDA device\. Received: device {kind}\."

@@ -179,7 +179,7 @@ def test_state_without_rows_loads_strictly(twins):
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_what_is_missing_or_unknown_is_reported_as_torchrec_does(twins, strict):
+def test_missing_and_unknown_keys_are_reported_as_by_torchrec(twins, strict):
     reports = []
     for model in twins:
         state = model.state_dict()
@@ -202,7 +202,7 @@ def plain_tower():
 
 
 class TestWhatStandsForRows:
-    def test_it_says_where_they_are_and_what_saves_and_reads_them(self, left_out):
+    def test_it_reports_where_they_are_and_what_saves_and_reads_them(self, left_out):
         entry = left_out.remote.state_dict()["bags.bags.embedding_bags.term.weight"]
         assert type(entry) is str
         for word in ("servers", "'term'", "save_checkpoint", "read_table"):
@@ -226,7 +226,7 @@ class TestWhatStandsForRows:
         dcp.load({"model": left_out.remote}, checkpoint_id=tmp_path)
         assert_same(left_out.remote.state_dict(), expected)
 
-    def test_a_plain_model_refuses_it(self, left_out, tmp_path):
+    def test_a_plain_model_rejects_it(self, left_out, tmp_path):
         state = left_out.remote.state_dict()
         with pytest.raises(RuntimeError, match=r"expected torch\.Tensor.*class 'str'"):
             plain_tower().load_state_dict(dict(state))

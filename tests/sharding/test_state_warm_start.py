@@ -130,7 +130,7 @@ class TestLoad:
         assert np.array_equal(client.read("plain", numbers(6)), matrix(6, 3).numpy())
 
     @pytest.mark.usefixtures("group")
-    def test_shards_by_columns_are_refused(self, client):
+    def test_shards_by_columns_are_rejected(self, client):
         weight = sharded(matrix(6, 4), (0, 0), (0, 2))
         message = (
             r"sharded by rows\. Received: a shard of \(6, 2\) of \(6, 4\)\. Gather"
@@ -139,7 +139,7 @@ class TestLoad:
             load_tables(client, {"user": weight}, ["user"])
 
     @pytest.mark.usefixtures("group")
-    def test_state_that_is_sharded_otherwise_than_the_weights_is_refused(self, client):
+    def test_state_that_is_sharded_otherwise_than_the_weights_is_rejected(self, client):
         weight = sharded(matrix(6, 4), (0, 0), (3, 0))
         state = {"state": {"user": {"sum": torch.zeros(6)}}}
         with pytest.raises(BatchError, match=r"alike\. Received: \[2, 1\] shards here"):
@@ -178,7 +178,7 @@ class TestLoad:
             ({"plain": 1}, r"must hold a tensor\. Received: <class 'int'>"),
         ],
     )
-    def test_a_table_that_is_not_there_once_is_refused(
+    def test_a_table_that_is_not_there_once_is_rejected(
         self, client, state_dict, message
     ):
         with pytest.raises(ConfigError, match=message):
@@ -201,7 +201,7 @@ class TestLoad:
             ),
         ],
     )
-    def test_other_state_than_the_optimizer_keeps_is_refused(
+    def test_other_state_than_the_optimizer_keeps_is_rejected(
         self, client, states, error, message
     ):
         with pytest.raises(error, match=message):
@@ -212,7 +212,7 @@ class TestLoad:
                 optimizer_state={"state": states},
             )
 
-    def test_state_in_another_form_is_refused(self, client):
+    def test_state_in_another_form_is_rejected(self, client):
         with pytest.raises(ConfigError, match=r"with 'state'\. Received: \['user'\]"):
             load_tables(
                 client,
@@ -265,13 +265,13 @@ class TestRead:
         assert torch.equal(read.weights, matrix(20, 3).flip(0))
 
     @pytest.mark.parametrize("ids", [None, farmhash64, ids_of(7, 5, 6)])
-    def test_an_id_that_belongs_to_no_row_is_refused(self, client, ids):
+    def test_an_id_that_belongs_to_no_row_is_rejected(self, client, ids):
         client.write("plain", ids_of(3), np.ones((1, 3), dtype=np.float32))
         with pytest.raises(BatchError, match=r"'plain'.*3 rows\. Received: id 3\."):
             read_table(client, "plain", 3, ids=ids)
 
-    def test_ids_that_repeat_are_refused(self, client):
-        with pytest.raises(BatchError, match=r"id of its own\. Received: 5 for"):
+    def test_ids_that_repeat_are_rejected(self, client):
+        with pytest.raises(BatchError, match=r"distinct id\. Received: 5 for"):
             read_table(client, "plain", 3, ids=ids_of(5, 7, 5))
 
     def test_a_table_of_no_rows_is_empty(self, client):

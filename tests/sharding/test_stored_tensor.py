@@ -42,7 +42,7 @@ NUM_ROWS = 20
 TERM, WORD = "bags.embedding_bags.term", "words.embeddings.word"
 ROWWISE = Adagrad(0.5, vectorwise_shared=True)
 IDS = {"ad": [[1, 2], [19]], "query": [[2], []], "page": [[3, 3], [0]]}
-REFUSED = r"'term'.*(shared_rows=3|dynamic).*save_checkpoint and load_checkpoint"
+REJECTED = r"'term'.*(shared_rows=3|dynamic).*save_checkpoint and load_checkpoint"
 FAR = {**IDS, "ad": [[2**40], [-1, 7]]}
 
 
@@ -168,7 +168,7 @@ class TestStateDict:
         other.load_state_dict({key: model.state_dict()[key]}, strict=False)
         assert torch.equal(other.state_dict()[key].local_shards()[0].tensor, expected)
 
-    def test_what_is_assigned_to_it_is_on_the_servers(self, job):
+    def test_assigned_rows_are_on_the_servers(self, job):
         rows = put_on_servers(job).state_dict()[f"{TERM}.weight"]
         rows.zero_()
         rows[5:7] = 1.0
@@ -215,7 +215,9 @@ class TestStateDict:
         train(model)
         assert_same(kept, loaded)
 
-    def test_rows_of_another_shape_are_refused_with_the_call_that_takes_them(self, job):
+    def test_rows_of_another_shape_are_rejected_with_the_call_that_takes_them(
+        self, job
+    ):
         model = put_on_servers(job)
         state = {f"{TERM}.weight": torch.zeros(3, 4)}
         with pytest.raises(BatchError, match=r"\(20, 4\).*\(3, 4\).*load_weights"):
@@ -336,15 +338,15 @@ class TestMoreThanRows:
         ],
         ids=["shared rows", "dynamic"],
     )
-    def test_their_state_is_refused_with_the_call_that_saves_it(self, job, settings):
+    def test_their_state_is_rejected_with_the_call_that_saves_it(self, job, settings):
         model = put_on_servers(job, tables={"term": settings})
         # A schedule does not look at the state.
         optimizer = WarmupOptimizer(CombinedOptimizer([model.fused_optimizer]), [])
         train(model)
         for state in (model.state_dict, optimizer.state_dict):
-            with pytest.raises(ConfigError, match=REFUSED):
+            with pytest.raises(ConfigError, match=REJECTED):
                 state()
-        with pytest.raises(ConfigError, match=REFUSED):
+        with pytest.raises(ConfigError, match=REJECTED):
             dcp.save({"model": model}, checkpoint_id="unused")
         with without_rows():
             assert isinstance(model.state_dict()[f"{TERM}.weight"], str)
@@ -352,9 +354,9 @@ class TestMoreThanRows:
     def test_weights_beyond_the_first_block_are_not_dropped(self, job):
         settings = TableSettings(dynamic=DynamicDim(blocks=2))
         model = put_on_servers(job, tables={"term": settings})
-        with pytest.raises(ConfigError, match=REFUSED):
+        with pytest.raises(ConfigError, match=REJECTED):
             model.load_state_dict(plain().state_dict())
-        with pytest.raises(ConfigError, match=REFUSED):
+        with pytest.raises(ConfigError, match=REJECTED):
             load_tables(job.client, plain().state_dict(), ["term"])
 
 
@@ -407,7 +409,7 @@ def copied_states(states):
     return {key: copied(state) for key, state in states.items()}
 
 
-def test_rows_are_left_out_where_a_flag_says_so(job):
+def test_rows_are_left_out_where_a_flag_reports_it(job):
     model = put_on_servers(job, state_dict_rows="none")
     train(model)
     state = model.state_dict()

@@ -204,7 +204,7 @@ def test_a_detached_table_is_sharded_and_a_part_of_it_is_not(table):
     assert not isinstance(table.local_shards()[0].tensor, ShardedTensor)
 
 
-def test_safetensors_are_told_how(table):
+def test_safetensors_get_the_remedy(table):
     safetensors = pytest.importorskip("safetensors.torch")
     with pytest.raises(BatchError, match=r"'bag'.*tensor\.clone\(\)"):
         safetensors.save({"t": table})
@@ -212,7 +212,7 @@ def test_safetensors_are_told_how(table):
     assert torch.equal(saved["t"], table.whole())
 
 
-def test_reading_its_memory_is_an_error_that_says_how(table):
+def test_reading_its_memory_is_an_error_that_reports_how(table):
     with pytest.raises(BatchError, match=r"'bag'.*Give tensor\.clone\(\)"):
         table.data_ptr()
 

@@ -86,7 +86,7 @@ def test_nothing_is_pushed_outside_of_a_job_or_without_a_gateway(
     assert gateway.pushes() == []
 
 
-def test_the_settings_are_those_of_the_global_config(
+def test_the_settings_equal_those_of_the_global_config(
     job, gateway, in_job, monkeypatch, tmp_path
 ):
     path = tmp_path / "global_config.yml"

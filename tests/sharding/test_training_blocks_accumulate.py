@@ -390,7 +390,7 @@ def test_sequences_and_rows_on_a_device_are_summed_too(job):
     np.testing.assert_allclose(job.read("s", [5, 6])[:, 0], -1, rtol=1e-5)
 
 
-def test_what_cannot_be_accumulated_is_refused(job):
+def test_unsupported_accumulation_is_rejected(job):
     sharders = remote_sharders(job.client)
     with (
         pytest.raises(ConfigError, match="the model must be sharded"),
@@ -413,7 +413,7 @@ def test_what_cannot_be_accumulated_is_refused(job):
     assert trainer.rows(5) == [-1]
 
 
-def test_tables_that_torchrec_updates_by_itself_are_refused(job):
+def test_tables_that_torchrec_updates_by_itself_are_rejected(job):
     remote = RemoteEmbeddingBagCollectionSharder(job.client, SGD(1.0))
     configs = [
         EmbeddingBagConfig(NUM_IDS, 4, name=name, feature_names=[name])

@@ -1,4 +1,4 @@
-"""A job that goes on and on: what each of its processes does."""
+"""A job without end: the work of each of its processes."""
 
 import contextlib
 import itertools

@@ -153,7 +153,7 @@ def test_a_job_grows_by_nothing(processes, tmp_path, minutes):
     assert not grown, "".join(grown)
 
 
-def test_what_leaks_is_found(processes):
+def test_a_leak_is_found(processes):
     process = processes.start("leaking", job.leak)
     process.has_printed("leaked 3")
     series = Series()

@@ -111,7 +111,7 @@ class StoreMachine(RuleBasedStateMachine):
     """Any order of requests agrees with a dictionary in the order of use.
 
     With a memory file, the store may be left between two requests, as by SIGKILL, and
-    another one goes on.
+    another one continues.
     """
 
     @initialize(
@@ -283,7 +283,7 @@ def test_a_lookup_that_is_not_for_training_changes_nothing():
 
 
 @pytest.mark.parametrize("has_hints", [True, False])
-def test_the_gradient_of_an_id_that_was_not_admitted_is_told_from_an_evicted_one(
+def test_the_gradient_of_an_id_that_was_not_admitted_learns_from_an_evicted_one(
     has_hints,
 ):
     store = EmbeddingStore(3)
@@ -406,7 +406,7 @@ def test_one_lookup_may_repeat_ids_more_often_than_the_log_of_uses_is_long():
     assert store.find(0, ids_of(1, 2, 3)).tolist().index(MISSING) == 1
 
 
-def test_more_tables_than_a_server_holds_are_refused(monkeypatch):
+def test_more_tables_than_a_server_holds_are_rejected(monkeypatch):
     monkeypatch.setattr("persia_torchrec.store.memory.MAX_TABLES", 1)
     store = EmbeddingStore(2)
     store.add_table(TableSpec(name="item", dim=1, optimizer=SGD(0.1)))
@@ -434,7 +434,7 @@ def test_a_table_that_is_added_again_gets_its_new_settings_and_keeps_its_rows():
         (3, SGD(0.1, 0.9), r"dim 3, weights fp32 and optimizer sgd \(3 state"),
     ],
 )
-def test_a_known_table_with_another_layout_is_refused(dim, optimizer, received):
+def test_a_known_table_with_another_layout_is_rejected(dim, optimizer, received):
     store = EmbeddingStore(2)
     store.add_table(TableSpec(name="item", dim=3, optimizer=SGD(0.1)))
     present = r"dim 3, weights fp32 and optimizer sgd \(0 state floats"
@@ -445,7 +445,7 @@ def test_a_known_table_with_another_layout_is_refused(dim, optimizer, received):
 
 
 @pytest.mark.parametrize("capacity", [0, -1, 2**32 - 1])
-def test_a_capacity_out_of_its_range_is_refused(capacity):
+def test_a_capacity_out_of_its_range_is_rejected(capacity):
     with pytest.raises(ConfigError, match=rf"4294967294\]\. Received: {capacity}\."):
         EmbeddingStore(capacity)
 

@@ -115,7 +115,7 @@ def test_a_count_stays_at_the_largest_number():
     assert frequencies == [LARGEST] * 3
 
 
-def test_a_gradient_that_is_refused_updates_no_metadata():
+def test_a_gradient_that_is_rejected_updates_no_metadata():
     store, clock = store_of(ITEM)
     look_up(store, ids_of(1))
     clock.now_s += 50
@@ -123,7 +123,7 @@ def test_a_gradient_that_is_refused_updates_no_metadata():
     assert metadata(store, 1) == [[1, 0, 0, 1000]]
 
 
-def test_a_table_that_keeps_no_metadata_says_so():
+def test_a_table_that_keeps_no_metadata_reports_it():
     store, _ = store_of(TableSpec(name="item", dim=3, optimizer=SGD(0.1)))
     with pytest.raises(ConfigError, match=r"'item' keeps no metadata\. Add it with"):
         store.metadata(0, ids_of(1))
@@ -133,7 +133,7 @@ def test_a_table_that_keeps_no_metadata_says_so():
 @pytest.mark.parametrize(
     ("expiry", "eviction"), [(Expiry(steps_to_live=1), "lru"), (Expiry(), "lfu")]
 )
-def test_what_needs_metadata_keeps_them(expiry, eviction):
+def test_settings_that_need_metadata_keep_them(expiry, eviction):
     spec = TableSpec(name="item", dim=3, optimizer=SGD(0.1), expiry=expiry)
     store, _ = store_of(spec, eviction=eviction)
     look_up(store, ids_of(1), [3])

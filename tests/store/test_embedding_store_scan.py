@@ -122,7 +122,7 @@ class TestWrite:
     """Rows are written with their optimizer state, or without."""
 
     @pytest.mark.parametrize("table", range(len(TABLES)))
-    def test_what_is_written_is_read(self, store, table):
+    def test_written_data_are_read_back(self, store, table):
         spec = TABLES[table]
         ids = ids_of(7, 2**63, 9)
         shape = (3, spec.dim + spec.num_state_floats)
@@ -149,7 +149,7 @@ class TestWrite:
         look_up(store, 1, ids_of(2))
         assert store.find(1, ids_of(2)) == [MISSING]
 
-    def test_more_rows_than_fit_are_refused(self, store):
+    def test_more_rows_than_fit_are_rejected(self, store):
         with pytest.raises(StoreError, match=r"At most 40 rows fit\. Received: 41"):
             store.write(0, np.arange(41, dtype=np.uint64), np.ones((41, 2)))
 

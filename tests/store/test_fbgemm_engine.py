@@ -199,7 +199,7 @@ def test_an_id_that_comes_twice_is_updated_twice():
     np.testing.assert_allclose(floats[:4], -3 / 3 - 4 / 5, rtol=1e-6)
 
 
-def test_a_refused_gradient_does_not_hide_the_next_one_of_its_id():
+def test_a_rejected_gradient_does_not_hide_the_next_one_of_its_id():
     store = EmbeddingStore(2, optimizer_engine="fbgemm")
     store.add_table(make_spec(SGD(1.0), 4))
     store.write(0, ids_of(7), np.zeros((1, 4), dtype=np.float32))
@@ -279,7 +279,7 @@ def test_a_known_table_steps_by_its_new_learning_rate():
         (FTRL(), 4, "fbgemm has no such optimizer"),
     ],
 )
-def test_what_fbgemm_lacks_is_refused_where_it_is_chosen(optimizer, dim, reason):
+def test_an_optimizer_without_fbgemm_kernel_is_rejected(optimizer, dim, reason):
     store = EmbeddingStore(2, optimizer_engine="fbgemm")
     with pytest.raises(ConfigError, match=rf"'item', dim {dim}, .*: {reason}\. Choose"):
         store.add_table(make_spec(optimizer, dim))
@@ -288,7 +288,7 @@ def test_what_fbgemm_lacks_is_refused_where_it_is_chosen(optimizer, dim, reason)
     EmbeddingStore(2).add_table(make_spec(optimizer, dim))
 
 
-def test_a_known_table_keeps_its_settings_if_the_new_ones_are_refused():
+def test_a_known_table_keeps_its_settings_if_the_new_ones_are_rejected():
     store = EmbeddingStore(2, optimizer_engine="fbgemm")
     store.add_table(make_spec(Adagrad(), 4))
     with pytest.raises(ConfigError, match="no weight decay"):
@@ -296,7 +296,7 @@ def test_a_known_table_keeps_its_settings_if_the_new_ones_are_refused():
     assert store.tables == [make_spec(Adagrad(), 4)]
 
 
-def test_fbgemm_is_refused_where_it_is_not_installed(monkeypatch):
+def test_fbgemm_is_rejected_where_it_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "fbgemm_gpu", None)
     with pytest.raises(ConfigError, match=r"needs torch and fbgemm_gpu\. Received: .*"):
         EmbeddingStore(2, optimizer_engine="fbgemm")

@@ -65,7 +65,7 @@ def test_a_chosen_engine_is_taken_whatever_was_measured():
     assert is_fbgemm((SLOWER,), SGD_16, "fbgemm")
 
 
-def test_a_log_says_which_engine_updates_which_tables_and_why():
+def test_a_log_reports_which_engine_updates_which_tables_and_why():
     specs = [
         SGD_16,
         replace(SGD_16, name="user"),
@@ -91,7 +91,7 @@ def test_tables_of_one_store_share_the_engine():
     assert choice.choose(SGD_16) is choice.choose(replace(SGD_16, name="other"))
 
 
-def test_an_unknown_engine_is_refused():
+def test_an_unknown_engine_is_rejected():
     with pytest.raises(
         ConfigError, match=r"must be one of auto, compiled, fbgemm\. .*: 'cuda'"
     ):

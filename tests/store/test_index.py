@@ -324,7 +324,7 @@ def test_an_index_with_room_does_not_grow():
 
 
 @pytest.mark.parametrize("hash_", [0, 12345, LAST_HASH])
-def test_many_ids_of_the_same_hash_are_told_apart(hash_):
+def test_many_ids_of_the_same_hash_are_distinguished(hash_):
     rows = Rows(ids_of_one_hash(hash_, 1, 500))
     assert set(rows.hashes) == {hash_}
     rows.add(list(range(500)))

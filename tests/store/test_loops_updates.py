@@ -77,7 +77,7 @@ def test_the_weight_bound_clamps_the_weights_and_not_the_state(optimizer):
 
 
 @pytest.mark.parametrize("name", EVERY_OPTIMIZER)
-def test_a_gradient_that_is_not_finite_is_refused_and_the_others_are_applied(name):
+def test_a_gradient_that_is_not_finite_is_rejected_and_the_others_are_applied(name):
     weights = np.ones((3, 3), dtype=np.float32)
     table, other = (OneTable(EVERY_OPTIMIZER[name], weights) for _ in range(2))
     before = table.store.read(0, table.ids)
@@ -179,11 +179,11 @@ def test_a_step_that_would_leave_a_row_not_finite_moves_nothing(name, dtype):
         before = store.read(0, ids_of(0, 1))
         grads = np.full((2, 8), 0.1, dtype=np.float32)
         grads[0] = size
-        refused = store.update(0, ids_of(0, 1), grads).num_refused
+        rejected = store.update(0, ids_of(0, 1), grads).num_refused
         after = store.read(0, ids_of(0, 1))
         assert np.isfinite(after).all()
-        assert not refused or (after[0] == before[0]).all()
-        num_refused += refused
+        assert not rejected or (after[0] == before[0]).all()
+        num_refused += rejected
     assert store.counters()["gradients_refused"] == num_refused
     store.update(0, ids_of(0, 1), np.full((2, 8), -0.3, dtype=np.float32))
     later = store.read(0, ids_of(0, 1))

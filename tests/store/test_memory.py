@@ -30,6 +30,6 @@ def test_memory_grows_with_use_and_not_with_the_capacity():
     assert resident_bytes() - before < 50 * MIB
 
 
-def test_what_cannot_be_reserved_is_refused():
+def test_a_failed_reservation_is_rejected():
     with pytest.raises(StoreError, match=r"must grant address space.*Lower the"):
         reserve(2**60)

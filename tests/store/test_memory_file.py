@@ -141,14 +141,14 @@ def test_a_file_has_one_store_at_a_time(path):
     ("capacity_rows", "settings", "received"),
     [(99, {}, "99 rows, lru"), (100, {"eviction": "lfu"}, "100 rows, lfu")],
 )
-def test_memory_of_other_settings_is_refused(path, capacity_rows, settings, received):
+def test_memory_of_other_settings_is_rejected(path, capacity_rows, settings, received):
     store_of(path=path).close()
     with pytest.raises(ConfigError, match=f"100 rows, lru. Received: {received}"):
         store_of(capacity_rows, path, **settings)
     store_of(path=path).close()
 
 
-def test_memory_of_another_layout_is_refused(path):
+def test_memory_of_another_layout_is_rejected(path):
     store = store_of(path=path)
     header = store.memory.area(memory.Area(0, 64))
     header[memory_file.VERSION_AT] += np.uint64(1)
@@ -229,7 +229,7 @@ def test_a_path_without_a_file_gets_one(tmp_path):
     assert store_of(path=path).tables == [SGD_TABLE]
 
 
-def test_what_is_no_memory_of_a_store_is_refused(tmp_path):
+def test_a_file_of_something_else_is_rejected(tmp_path):
     file = tmp_path / "file"
     file.write_text("rows")
     with pytest.raises(ConfigError, match=r"empty, or of a store\. Received: 4 bytes"):
@@ -280,7 +280,7 @@ def test_memory_of_huge_pages_is_allocated_in_whole_ones(tmpfs):
     assert store_of(path=tmpfs).num_rows == rows
 
 
-def test_what_another_process_noted_of_changes_is_forgotten(path):
+def test_the_change_log_of_another_process_is_dropped(path):
     store = store_of(path=path)
     store.add_tables(TABLES)
     store.journal.begin()

@@ -343,7 +343,7 @@ def test_a_client_sees_all_weights_of_an_id(servers):
     np.testing.assert_array_equal(client.read("item", IDS), written)
 
 
-def test_what_cannot_be_is_refused():
+def test_invalid_arguments_are_rejected():
     with pytest.raises(ConfigError, match="multiple of the blocks"):
         replace(spec_of(2), dim=7)
     with pytest.raises(ConfigError, match="cannot be combined"):
@@ -457,7 +457,7 @@ def test_blocks_freed_in_slices_between_requests_are_as_those_freed_at_once(
 
 @settings(max_examples=20)
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=20, max_size=60))
-def test_thresholds_of_rows_read_ahead_are_those_of_rows_read_at_the_end(seeds):
+def test_thresholds_of_rows_read_ahead_equal_those_of_rows_read_at_the_end(seeds):
     stores = [open_store(capacity_rows=200) for _ in range(2)]
     for store, group in zip(stores, (1000, 3), strict=True):
         with pytest.MonkeyPatch.context() as patch:

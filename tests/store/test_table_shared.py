@@ -144,7 +144,7 @@ def test_an_admission_that_leaves_ids_without_a_row_is_needed():
         TableSpec(name="item", dim=2, optimizer=Adam(), shared_rows=3)
 
 
-def test_shared_rows_that_leave_no_room_are_refused():
+def test_shared_rows_that_leave_no_room_are_rejected():
     store = EmbeddingStore(3)
     store.add_table(replace(SPEC, shared_rows=9))
     rows = np.empty((3, 2), dtype=np.float32)
@@ -153,7 +153,7 @@ def test_shared_rows_that_leave_no_room_are_refused():
         store.lookup(0, ids_of(3), rows[:1], training=True)
 
 
-def test_a_gradient_without_a_row_is_missed_and_one_that_is_no_number_refused():
+def test_a_gradient_without_a_row_is_missed_and_one_that_is_no_number_rejected():
     store = EmbeddingStore(9)
     store.add_table(SPEC)
     grads = np.array([[np.nan, 1], [1, 1], [np.nan, 1]], dtype=np.float32)

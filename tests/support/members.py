@@ -66,7 +66,7 @@ def exit_early(port: int) -> None:
 def compile_loops(port: int) -> None:
     """Wait for the end, and report that loops are compiled meanwhile."""
     with _join(port) as member:
-        member.tell_compiling(is_compiling=True)
+        member.report_compiling(is_compiling=True)
         member.wait_for_end()
 
 
@@ -79,7 +79,7 @@ def break_heartbeat(port: int) -> None:
 
 
 def be_stuck(port: int) -> None:
-    """Listen to nothing and nobody."""
+    """Listen to nothing."""
     get_default_logger()
     with _join(port):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -42,7 +42,7 @@ def _send_command(peer, body):
 def ending_of(address, options, timeout_s):
     """Return how a connection to a listener ends, on which a request waits."""
     socket = open_socket(zmq.DEALER, {**options, zmq.LINGER: 0})
-    events = auth.REFUSALS | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+    events = auth.REJECTIONS | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
     monitor = socket.get_monitor_socket(events)
     socket.connect(address)
     with contextlib.suppress(zmq.Again):  # ZeroMQ has given the socket up already

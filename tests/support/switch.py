@@ -91,7 +91,7 @@ def _be_host(host, sender):
     first = os.fork()  # the first in the new process table
     if first == 0:
         end_with_parent()
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for orphans
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for orphans
         call("mount", b"proc", b"/proc", b"proc", 0, None)
         os.write(writer, b".")
         while True:
@@ -126,7 +126,7 @@ class Switch:
         self._under_way = deque()  # when a packet is there, from where, to where, it
 
     def run(self):
-        """Pass packets on, and do what is asked for, until there is no more to ask."""
+        """Pass packets on, and do what is asked for, until no request is left."""
         ready = []
         while _COMMANDS not in ready or self._obey(os.read(_COMMANDS, 1000)):
             for host, interface in enumerate(self._interfaces):

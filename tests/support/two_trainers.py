@@ -462,7 +462,7 @@ def with_staleness(addresses, _):
 
 
 def with_one_that_ends(addresses, _):
-    """Go on while the other trainer has closed its tables."""
+    """Continue while the other trainer has closed its tables."""
     with Counting(addresses) as trainer:
         for _ in range(2 + 3 * dist.get_rank()):
             trainer.step()
@@ -481,7 +481,7 @@ def with_a_look(addresses, _):
 
 
 def with_one_that_vanishes(addresses, _):
-    """Wait in vain for the other trainer, which neither trains nor closes."""
+    """Wait without success for the other trainer, which neither trains nor closes."""
     with Counting(addresses, joint_timeout_s=0.5) as trainer:
         error = _error_of(trainer.step) if dist.get_rank() == 0 else ""
         dist.barrier()

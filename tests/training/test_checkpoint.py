@@ -1,4 +1,4 @@
-"""One checkpoint of both halves: training goes on as if nothing had been."""
+"""One checkpoint of both halves: training continues exactly."""
 
 import os
 import pickle  # as who changes a file would
@@ -265,7 +265,7 @@ def test_nothing_that_a_file_names_is_run(start, tmp_path, replace):
     assert not made.exists()
 
 
-def test_what_the_dense_half_lacks_is_named(start, tmp_path):
+def test_missing_parameters_of_the_dense_half_are_named(start, tmp_path):
     run = start(1, seed=0)
     run.train(1)
     run.save(tmp_path)

@@ -122,7 +122,7 @@ def test_a_training_with_a_table_more_resumes(saved, start, tmp_path, caplog):
     assert "table 'c' begins again" in caplog.text
 
 
-def test_a_model_with_a_table_less_says_so(saved, start, tmp_path, caplog):
+def test_a_model_with_a_table_less_reports_it(saved, start, tmp_path, caplog):
     run = start("a")
     run.train()
     before = run.rows("a")
@@ -305,9 +305,9 @@ def test_buffers_of_another_shape_begin_again(caplog):
     Buffers(wider, resets=True).load_state_dict(state)
     assert wider.running_mean.tolist() == [0.0] * 4
     assert wider.num_batches_tracked == 1
-    assert "these begin again: running_mean has shape [4]" in caplog.text
+    assert "reset to their initial values: running_mean has shape [4]" in caplog.text
 
 
-def test_what_no_rule_can_be_is_refused(saved, tmp_path):
+def test_an_invalid_rule_is_rejected(saved, tmp_path):
     with pytest.raises(Exception, match="on_change must be one of"):
         saved.load(tmp_path, on_change="drop")

@@ -126,7 +126,7 @@ FILES = read_embedding_config, read_global_config, *DATA
 
 
 @pytest.mark.parametrize("call", [*MAKERS, *READERS, *FILES])
-def test_no_path_is_an_error_that_says_what_a_path_must_be(call, trained):
+def test_no_path_is_an_error_that_reports_what_a_path_must_be(call, trained):
     with pytest.raises(PersiaError, match=r"must be"):
         call("", *trained)
 
@@ -143,7 +143,7 @@ def test_a_file_in_the_place_of_a_folder_is_an_error_that_names_it(
 
 
 @pytest.mark.parametrize("call", [*READERS, *FILES])
-def test_a_path_where_nothing_is_is_an_error_that_says_so(call, trained, tmp_path):
+def test_a_path_where_nothing_is_is_an_error(call, trained, tmp_path):
     path = tmp_path / "misspelt"
     with pytest.raises(
         PersiaError, match=r"no such folder|nothing of that name|No such f"
@@ -153,7 +153,7 @@ def test_a_path_where_nothing_is_is_an_error_that_says_so(call, trained, tmp_pat
 
 
 @pytest.mark.parametrize("call", [load, load_both, add_delta, serve])
-def test_an_empty_folder_is_an_error_that_says_so(call, trained, tmp_path):
+def test_an_empty_folder_is_an_error(call, trained, tmp_path):
     with pytest.raises(PersiaError, match=r"Received: an empty folder"):
         call(str(tmp_path), *trained)
 
@@ -191,7 +191,7 @@ def test_a_run_begins_where_there_is_no_folder_yet(trained, tmp_path):
     assert Folder(tmp_path / "new").described() == "a folder with 0, 1, 2"
 
 
-def test_what_torchrec_would_get_is_a_list_of_sharders_too(trained, tmp_path):
+def test_sharders_may_be_a_list(trained, tmp_path):
     job, model, sharders = trained
     for given in (sharders, list(sharders), [sharders[0]], iter(sharders)):
         with recoverable(tmp_path, {"model": model}, job.client, given) as run:
@@ -201,7 +201,7 @@ def test_what_torchrec_would_get_is_a_list_of_sharders_too(trained, tmp_path):
 
 
 @pytest.mark.parametrize("given", [[object()], get_default_sharders(), None])
-def test_sharders_without_tables_on_servers_are_refused(given, trained, tmp_path):
+def test_sharders_without_tables_on_servers_are_rejected(given, trained, tmp_path):
     job, model, _ = trained
     with pytest.raises(PersiaError, match=r"sharders must be remote_sharders"):
         save(tmp_path, job, model, given)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.multiprocess
 
 
 def resume_by_two(folder):
-    """Let two trainers go on; return what each has learnt."""
+    """Let two trainers continue; return what each has learnt."""
     with contextlib.ExitStack() as stack:
         addresses = stack.enter_context(Servers(3)).addresses
         processes = stack.enter_context(Processes(folder))

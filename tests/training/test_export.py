@@ -145,7 +145,7 @@ class Trained:
         (Deciding, f"{__name__}:Deciding"),
     ],
 )
-def test_predictions_are_those_of_the_model(servers, tmp_path, kind, factory):
+def test_predictions_equal_those_of_the_model(servers, tmp_path, kind, factory):
     trained = Trained(servers, kind())
     batches = [batch(num, num) for num in (1, 2, 7, 300)]
     expected = [trained.predicted(*one) for one in batches]
@@ -196,7 +196,7 @@ def test_it_is_served_over_http_by_name(servers, tmp_path):
         assert serving.process.status() == 0
 
 
-def test_what_cannot_be_exported_says_what_to_do(servers, tmp_path):
+def test_a_failed_export_names_the_remedy(servers, tmp_path):
     deciding = Trained(servers, Deciding())
     with pytest.raises(ConfigError, match="must have collections on the servers"):
         export_for_serving(nn.Linear(1, 1), tmp_path, deciding.client, ())

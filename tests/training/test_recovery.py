@@ -101,7 +101,7 @@ def test_a_torchrec_loop_that_is_killed_ends_as_one_that_was_not(tmp_path):
                 np.testing.assert_array_equal(of_run[key], values, err_msg=key)
 
 
-def test_what_trainers_of_an_earlier_start_send_is_refused(servers):
+def test_requests_of_an_older_generation_are_rejected(servers):
     running = servers.start(2)
     old, new = (servers.client(running) for _ in range(2))
     old.begin_generation(1)
@@ -230,7 +230,7 @@ def test_a_rate_that_is_a_tensor_stays_the_one_that_a_compiled_step_reads(
     assert train(0.75, 5) == 0.5 / 32
 
 
-def test_a_resume_into_less_room_says_so_and_keeps_the_fuller_checkpoint(
+def test_a_resume_into_less_room_reports_it_and_keeps_the_fuller_checkpoint(
     servers, tmp_path, caplog
 ):
     caplog.set_level(logging.INFO)
@@ -288,7 +288,7 @@ def test_a_loaded_state_is_set_in_the_tensors_of_the_optimizer(lr):
     assert (group["weight_decay"], group["new"]) == (0.5, 3)
 
 
-def test_settings_that_cannot_be_are_refused():
+def test_invalid_settings_are_rejected():
     with pytest.raises(ConfigError, match=r"interval must be >= 0 s\. Received: -1"):
         RecoveryConfig(folder="x", interval_s=-1)
     with pytest.raises(ConfigError, match=r"resume must be one of .*Received: 'ahead'"):
@@ -299,7 +299,7 @@ def test_settings_that_cannot_be_are_refused():
     ("variable", "interval_s", "arguments"),
     [("7", 7.0, {}), (None, 600.0, {}), ("7", 3.0, {"interval_s": 3.0})],
 )
-def test_the_environment_says_how_often_what_an_argument_leaves_open(
+def test_the_environment_reports_how_often_what_an_argument_leaves_open(
     servers, tmp_path, monkeypatch, variable, interval_s, arguments
 ):
     if variable is not None:

@@ -88,7 +88,9 @@ def test_another_number_of_servers_takes_a_delta(start, num_servers, monkeypatch
     resumed.load()
     assert resumed.snapshot() == expected
     assert resumed.train(4) == losses
-    with pytest.raises(CheckpointError, match="logs that do not lead from it to now"):
+    with pytest.raises(
+        CheckpointError, match="logs with a gap between it and the current"
+    ):
         resumed.save_delta()
     resumed.save()
     resumed.train(1)
@@ -108,7 +110,7 @@ def test_deltas_continue_after_a_restart(start):
     assert once_more.snapshot() == expected
 
 
-def test_what_came_after_a_delta_is_not_in_it(start):
+def test_later_changes_are_not_in_a_delta(start):
     job = job_with_deltas(start, incremental_interval_s=0.02)
     job.save_delta()
     expected = job.snapshot()
@@ -255,7 +257,7 @@ def test_a_death_between_save_and_deletion_leaves_what_can_be_loaded(
     assert checkpoints_of(job) == ["00000003"]
 
 
-def test_a_negative_number_of_checkpoints_is_refused(start):
+def test_a_negative_number_of_checkpoints_is_rejected(start):
     with pytest.raises(ConfigError, match="keep must be >= 0"):
         start(1).save(keep=-1)
 

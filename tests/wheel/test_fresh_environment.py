@@ -46,7 +46,7 @@ def python(environment: Path, *words: str) -> str:
     return shown
 
 
-def test_the_first_example_trains_and_says_that_it_compiles(environment):
+def test_the_first_example_trains_and_reports_that_it_compiles(environment):
     page = (ROOT / "README.md").read_text()
     block = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
     (environment / "first.py").write_text(block)

@@ -179,7 +179,7 @@ def inference_settings(path: str | Path | None) -> InferSettings | None:
         raise
 
 
-def refuse_inference(role: str, path: str | Path | None) -> None:
+def reject_inference(role: str, path: str | Path | None) -> None:
     """Raise if ``global_config.yml`` has ``job_type: Infer``.
 
     For a role, as ``"data loader"``, that only a training job has. It has no other use

@@ -263,7 +263,7 @@ class DataCtx(BaseCtx):
                 return
             self._error = exc
             if self._has_ended and isinstance(exc, DataflowError):
-                logger.warning("the script has ended, and must run again: %s", exc)
+                logger.warning("the data loader must be rerun: %s", exc)
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def _look(self, moved: dict[int, int]) -> dict[int, Frames]:

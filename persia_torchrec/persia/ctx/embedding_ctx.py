@@ -42,7 +42,7 @@ class EmbeddingCtx(LookupCtx):
             :meth:`configure_embedding_parameter_servers`; None changes nothing there.
         threadpool_worker_size: see :class:`BaseCtx`.
         device_id: CUDA device of tensors. None is the CPU; within a ``TrainCtx`` it is
-            that one's device, and another is refused.
+            that one's device, and another is rejected.
 
     Raises:
         ConfigError: this process belongs to no job, or a setting cannot work.
@@ -157,7 +157,7 @@ class EmbeddingCtx(LookupCtx):
             map_location: where ``torch.load`` reads the file to; the CPU by default.
                 The model stays on its device.
             dense_filename: of the model's state.
-            blocking: False returns when the model is loaded; the servers refuse lookups
+            blocking: False returns when the model is loaded; the servers reject lookups
                 until :meth:`wait_for_load_embedding`.
 
         Raises:
@@ -224,7 +224,7 @@ class EmbeddingCtx(LookupCtx):
             self.embeddings = outer.embeddings
             if self.device_id not in (None, self.embeddings.device.index):
                 raise ConfigError(
-                    "device_id must be that of the context around this one, "
+                    "device_id must equal that of the enclosing context, "
                     f"{self.embeddings.device.index}. Received: {self.device_id}."
                 )
         elif self._own is None:

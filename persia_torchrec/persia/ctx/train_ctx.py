@@ -123,7 +123,7 @@ class TrainCtx(EmbeddingCtx):
             their way: :meth:`backward` waits before it holds one more.
         lookup_emb_directly: whether batches of this process are looked up, of an
             ``IterableDataset`` or by ``get_embedding_from_data``. If not, they are
-            refused: all come from data loaders.
+            rejected: all come from data loaders.
         mixed_precision: scale the loss, so that small gradients of a model in half
             precision are not lost, and divide gradients by the scale again; CUDA only.
             The scale falls while gradients are not finite, to 1 at least. As PERSIA's
@@ -362,7 +362,7 @@ class TrainCtx(EmbeddingCtx):
             files[_TRAINING] = state_bytes(training)
             if len(files) != 3 + with_jit_model:
                 raise ConfigError(
-                    f"The files must have names of their own, and none {_TRAINING}. "
+                    f"The files must have distinct names, and none {_TRAINING}. "
                     f"Received: {sorted(files)} for {3 + with_jit_model} files."
                 )
         self.embeddings.checkpoints.dump(dst_dir, files, blocking=blocking)

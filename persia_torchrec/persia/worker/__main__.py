@@ -21,9 +21,9 @@ from persia_torchrec import env, timeouts
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.embedding.setting import import_settings
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.jit.compiled import telling_of_compilation
+from persia_torchrec.jit.compiled import report_compilation
 from persia_torchrec.job.member import JobMember
-from persia_torchrec.job.service import Lifetime, run_service, tell_ready
+from persia_torchrec.job.service import Lifetime, report_ready, run_service
 from persia_torchrec.lookup.pooling import warm_up
 from persia_torchrec.parsing.command_line import ImportFlags, parse_flags
 from persia_torchrec.persia.config import embedding_config, global_config
@@ -79,8 +79,8 @@ def _serve(flags: WorkerFlags) -> None:
     elif infer is not None:
         if flags.learn_tables:
             raise ConfigError(
-                "--learn-tables is for workers of a job. Received: it, and job_type: "
-                "Infer, where they learn them anyway. Leave one of them out."
+                "--learn-tables cannot be combined with job_type: Infer, where"
+                " they learn them anyway. Leave one of them out."
             )
         with Lifetime(infer.listen_host) as life:
             _run(flags, life, infer.servers)
@@ -110,7 +110,7 @@ def _run(
     if flags.global_config is not None:
         path, warns = flags.global_config, bool(flags.servers)
         settings = global_config.load_global_config(path, warns=warns)
-    with telling_of_compilation(life.tell_compiling):
+    with report_compilation(life.report_compiling):
         warm_up()
     metrics = settings.common.metrics
     client = _connect(flags, life, servers, schema)
@@ -133,7 +133,7 @@ def _run(
             greeting=life.greeting,
         )
         life.register(service.address)
-        tell_ready(service.address)
+        report_ready(service.address)
         life.wait_for_end()
         service.close()
     client.close()

@@ -184,8 +184,8 @@ class IdBuffer:
             del batches[number]
         if expired:
             logger.warning(
-                "dropped %d batches of data loader %d that no trainer asked for in "
-                "%g s",
+                "dropped %d batches of data loader %d: no trainer requested them "
+                "within %g s",
                 *(len(expired), loader, self._expires_s),
             )
         return bool(expired)
@@ -206,7 +206,7 @@ class AwaitingGradient:
         self.num_settled = 0
 
     def put(self, number: BatchNumber, batch: RoutedBatch) -> None:
-        """Keep a batch that is not settled yet; refused if too many are open."""
+        """Keep a batch that is not settled yet; rejected if too many are open."""
         with self._lock:
             if number in self._outcomes:  # a second message, which was late
                 return
@@ -451,7 +451,7 @@ def ready_client(
     client = connect(timeouts.REQUEST_S)
 
     def learn() -> None:
-        client.num_rows()  # refused until the tables are all there
+        client.num_rows()  # rejected until the tables are all there
         known = {spec.name for spec in client.learn_tables()}
         missing = [slot for slot in schema.slots.values() if slot.group not in known]
         if missing:

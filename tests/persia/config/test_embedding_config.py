@@ -1,4 +1,4 @@
-"""The embedding config: slots and groups that are read, and those that are refused."""
+"""The embedding config: slots and groups that are read, and those that are rejected."""
 
 import pytest
 
@@ -150,7 +150,7 @@ def test_a_merged_yaml_key_is_read(embedding_config):
         ("? [a]\n: b", r"(?s)must be YAML.*unhashable key"),
     ],
 )
-def test_slots_that_cannot_work_are_refused(embedding_config, text, message):
+def test_slots_that_cannot_work_are_rejected(embedding_config, text, message):
     with pytest.raises(ConfigError, match=message):
         embedding_config(text)
 
@@ -169,7 +169,7 @@ def test_slots_that_cannot_work_are_refused(embedding_config, text, message):
         ("[a, b]", "feature_groups must be a mapping"),
     ],
 )
-def test_groups_that_do_not_fit_the_slots_are_refused(
+def test_groups_that_do_not_fit_the_slots_are_rejected(
     embedding_config, groups, message
 ):
     slots = "slots_config: {a: {dim: 8}, b: {dim: 8}, c: {dim: 16}}"
@@ -188,7 +188,7 @@ def test_a_group_may_be_named_like_a_slot_that_is_in_a_group(embedding_config):
         ("index_prefix: 3", "index_prefix must be 0. Received: 3. Leave it out"),
     ],
 )
-def test_slot_settings_without_a_meaning_here_are_refused(
+def test_slot_settings_without_a_meaning_here_are_rejected(
     embedding_config, slot, message
 ):
     with pytest.raises(ConfigError, match=message):

@@ -6,7 +6,7 @@ from persia_torchrec.errors import ConfigError
 from persia_torchrec.persia.config.global_config import (
     GlobalSettings,
     inference_settings,
-    refuse_inference,
+    reject_inference,
 )
 from persia_torchrec.server.config import ServerConfig, apply_global_config
 from tests.support.yaml_configs import GLOBAL, infer
@@ -131,7 +131,7 @@ def test_a_whole_global_config_is_read(global_config):
         ),
     ],
 )
-def test_global_settings_that_cannot_work_are_refused(global_config, text, message):
+def test_global_settings_that_cannot_work_are_rejected(global_config, text, message):
     with pytest.raises(ConfigError, match=message):
         global_config(text)
 
@@ -181,15 +181,15 @@ def test_a_member_of_a_job_reads_a_bad_file_when_it_has_joined(monkeypatch, tmp_
         inference_settings(path)
 
 
-def test_a_role_that_only_trains_is_refused_for_inference(tmp_path):
+def test_a_role_that_only_trains_is_rejected_for_inference(tmp_path):
     path = tmp_path / "global_config.yml"
-    refuse_inference("data loader", None)
-    refuse_inference("data loader", path)  # it reads nothing else from the file
+    reject_inference("data loader", None)
+    reject_inference("data loader", path)  # it reads nothing else from the file
     path.write_text("")
-    refuse_inference("data loader", path)
+    reject_inference("data loader", path)
     path.write_text(INFER)
     with pytest.raises(ConfigError, match=r"data loader must .* job_type: Infer"):
-        refuse_inference("data loader", path)
+        reject_inference("data loader", path)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_a_role_that_only_trains_is_refused_for_inference(tmp_path):
         ("Eval", "true", None),
     ],
 )
-def test_servers_write_increments_where_the_file_says_so(
+def test_servers_write_increments_where_the_file_reports_it(
     global_config, job_type, is_on, expected
 ):
     text = GLOBAL.replace("job_type: Train", f"job_type: {job_type}")

@@ -1,4 +1,4 @@
-"""What all contexts share: which is the current one, and the settings of the base."""
+"""Base of all contexts: the current context, and the shared settings."""
 
 import threading
 

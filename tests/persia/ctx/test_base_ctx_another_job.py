@@ -21,7 +21,7 @@ def job(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def refused(job):
+def rejected(job):
     message = (
         "JobMismatchError: .* must belong to job 'theirs'. Received: job "
         f"'{job.book.greeting.job_id}'"
@@ -29,15 +29,15 @@ def refused(job):
     return pytest.raises(RemoteError, match=message)
 
 
-def test_a_trainer_is_refused_by_servers_and_by_workers(job, refused):
-    with refused, job.train_ctx():
+def test_a_trainer_is_rejected_by_servers_and_by_workers(job, rejected):
+    with rejected, job.train_ctx():
         pass
-    with refused:
+    with rejected:
         connect_to_job()[1].hello()
 
 
-def test_an_evaluation_outside_of_the_job_is_refused(job, refused):
-    with refused, EmbeddingCtx(PreprocessMode.EVAL):
+def test_an_evaluation_outside_of_the_job_is_rejected(job, rejected):
+    with rejected, EmbeddingCtx(PreprocessMode.EVAL):
         pass
 
 
@@ -51,12 +51,12 @@ def loader(job, receiver_of):
             yield ctx
 
 
-def test_a_data_loader_is_refused_by_workers(job, refused):
-    with refused, loader(job, Greeting()) as ctx:
+def test_a_data_loader_is_rejected_by_workers(job, rejected):
+    with rejected, loader(job, Greeting()) as ctx:
         ctx.send_data(batch_of([1]))
 
 
-def test_a_data_loader_is_refused_by_trainers(tmp_path, monkeypatch):
+def test_a_data_loader_is_rejected_by_trainers(tmp_path, monkeypatch):
     with (
         LocalJob(tmp_path, monkeypatch) as job,
         pytest.raises(RemoteError, match=r"trainer 0 at .*: JobMismatchError"),

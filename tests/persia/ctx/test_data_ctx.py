@@ -106,7 +106,7 @@ def test_batches_without_gradients_come_through_as_well(job, sending):
     assert job.num_rows() == 0
 
 
-def test_a_refused_batch_names_the_features_and_leaves_no_gap(job):
+def test_a_rejected_batch_names_the_features_and_leaves_no_gap(job):
     with job.train_ctx() as ctx:
         batches = iter(DataLoader(StreamingDataset(), reproducible=True))
         with job.data_ctx() as data_ctx:
@@ -164,7 +164,7 @@ def test_outside_a_job_there_is_no_trainer_to_send_to(monkeypatch):
         DataCtx()
 
 
-def test_a_loader_that_is_not_one_of_them_is_refused(job):
+def test_a_loader_that_is_not_one_of_them_is_rejected(job):
     message = r"REPLICA_INDEX must be in \[0, 2\).*Received: 2"
     with pytest.raises(ConfigError, match=message):
         job.data_ctx(index=2, size=2)

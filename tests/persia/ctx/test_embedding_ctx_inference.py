@@ -70,7 +70,7 @@ class SumOfRows(SumOfEmbeddings):
         return super().forward(non_id_tensors, flat)
 
 
-def test_a_batch_whose_ids_wait_with_a_worker_is_refused(trained):
+def test_a_batch_whose_ids_wait_with_a_worker_is_rejected(trained):
     _, _, addresses = trained
     data = bytearray(encode_rest(EVALUATION))
     referenced = decode_rest(data, Origin(0, 1, 0))
@@ -175,7 +175,7 @@ def test_a_server_is_no_embedding_worker(trained):
         infer.wait_for_serving(0.1)
 
 
-def test_settings_that_cannot_work_are_refused():
+def test_settings_that_cannot_work_are_rejected():
     with pytest.raises(ConfigError, match="At least one address"):
         InferCtx([])
     with pytest.raises(ConfigError, match=r"'tcp://host:port'.*tcp://nonsense"):

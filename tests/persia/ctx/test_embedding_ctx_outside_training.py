@@ -136,13 +136,15 @@ class TestAfterATraining:
             assert sum(ctx.get_embedding_size()) == 0
         assert trained.num_rows() == 0
 
-    def test_another_device_than_the_training_s_is_refused_within_it(
+    def test_another_device_than_the_training_s_is_rejected_within_it(
         self, job, monkeypatch
     ):
         with job.train_ctx() as training:
             inner = eval_ctx()
             monkeypatch.setattr(inner, "device_id", 1)
-            with pytest.raises(ConfigError, match=r"that of the context around.*: 1"):
+            with pytest.raises(
+                ConfigError, match=r"that of the enclosing context.*: 1"
+            ):
                 inner.__enter__()
             assert cnt_ctx() is training
 
@@ -267,7 +269,7 @@ class TestCheckpoints:
             ctx.load_embedding(folder, blocking=False)
         assert np.array_equal(trained.read("item", 1, 2), rows)
 
-    def test_a_folder_without_a_checkpoint_is_refused(self, trained, tmp_path):
+    def test_a_folder_without_a_checkpoint_is_rejected(self, trained, tmp_path):
         with eval_ctx() as ctx, pytest.raises(CheckpointError):
             ctx.load_embedding(str(tmp_path / "nothing"))
 
@@ -356,13 +358,13 @@ class TestWhere:
             with eval_ctx():  # waits for the updates
                 pass
             rows = job.read("item", 1, 2)
-            onlooker = processes.start(
-                "onlooker",
+            reader = processes.start(
+                "reader",
                 evaluate_elsewhere,
                 env={"PERSIA_STORE_PORT": str(job.book.port)},
             )
-            assert onlooker.process.join(DEADLINE_S * 3) is None
-            assert onlooker.status() == 0, onlooker.output()
-            sums = [float(text) for text in onlooker.output().split()[-2:]]
+            assert reader.process.join(DEADLINE_S * 3) is None
+            assert reader.status() == 0, reader.output()
+            sums = [float(text) for text in reader.output().split()[-2:]]
             np.testing.assert_allclose(sums, rows.sum(axis=1), rtol=1e-5)
             train(ctx)

@@ -256,7 +256,7 @@ class TestArguments:
                 )
         assert job.read("item", 1)[0, 0] == -(len(TWELVE) - 2)
 
-    def test_a_check_of_no_batch_is_refused(self, job):
+    def test_a_check_of_no_batch_is_rejected(self, job):
         with job.train_ctx() as ctx:
             output, _ = ctx.forward(next(iter(loader(1))))
             message = r"embedding_gradient_check_frequency must be >= 1.*: 0"

@@ -441,7 +441,7 @@ def test_mixed_batches_of_two_loaders_train_each_table_as_if_it_were_alone(
             np.testing.assert_allclose(floats, row.floats(), rtol=2e-4, atol=1e-6)
 
 
-def test_tables_stay_as_they_are_whose_slots_a_batch_has_not(tmp_path, monkeypatch):
+def test_tables_of_missing_slots_are_unchanged(tmp_path, monkeypatch):
     """Their rows, and the state of their optimizer."""
 
     def tables():
@@ -479,7 +479,7 @@ def test_tables_stay_as_they_are_whose_slots_a_batch_has_not(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("names", [("a", "e"), ("e",)])
-def test_a_slot_that_the_config_has_not_is_refused(job, names):
+def test_an_unknown_slot_is_rejected(job, names):
     batch = batch_of(names, {"a": [[1]], "e": [[1]]}, requires_grad=False)
     message = r"\['a', 'b', 'c', 'd', 'raw'\].*unknown \['e'\]"
     with job.train_ctx(Seen(), SGD(0.0)) as ctx:

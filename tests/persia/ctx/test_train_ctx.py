@@ -135,7 +135,7 @@ class TestABatch:
             meta=b"page 7",
         )
 
-    def test_a_model_of_another_width_is_told_slots_and_dims(self, job, batch):
+    def test_a_model_of_another_width_learns_slots_and_dims(self, job, batch):
         """The note is in the error of a step, and in that of an evaluation."""
         expected = (
             "The model got non-ID features as (2, 1), (2,), and 3 slots, in this "
@@ -355,7 +355,7 @@ class TestSettings:
             ({"threadpool_worker_size": 0}, r"threadpool_worker_size must be >= 1"),
         ],
     )
-    def test_what_cannot_work_is_refused(self, job, settings, message):
+    def test_invalid_settings_are_rejected(self, job, settings, message):
         with pytest.raises(ConfigError, match=message):
             job.train_ctx(**settings)
 
@@ -366,14 +366,16 @@ class TestSettings:
             TrainCtx(SGD(0.1), optimizer, model=model)
 
     @pytest.mark.parametrize("has_file", [True, False])
-    def test_outside_a_job_it_says_what_is_missing(self, job, monkeypatch, has_file):
+    def test_outside_a_job_it_reports_what_is_missing(self, job, monkeypatch, has_file):
         monkeypatch.delenv("PERSIA_STORE_PORT")
         if not has_file:
             monkeypatch.delenv("PERSIA_EMBEDDING_CONFIG")
         with pytest.raises(ConfigError, match=r"PERSIA_STORE_PORT is not set\. Start"):
             job.train_ctx()
 
-    def test_without_a_file_the_slots_are_those_of_the_workers(self, job, monkeypatch):
+    def test_without_a_file_the_slots_equal_those_of_the_workers(
+        self, job, monkeypatch
+    ):
         tell_slots(job.book, Path(os.environ["PERSIA_EMBEDDING_CONFIG"]))
         monkeypatch.delenv("PERSIA_EMBEDDING_CONFIG")
         with job.train_ctx() as ctx:
@@ -504,7 +506,7 @@ class TestWhatUsersForget:
             with job.train_ctx() as ctx:
                 train(ctx, batches, embedding_staleness=1)
                 ctx.embeddings.flush()
-                assert caplog.text.count("came after their rows had been evicted") == 1
+                assert caplog.text.count("came after the eviction of their rows") == 1
             summary = ctx.summary()
         assert warnings()[-1] == "sharding.table_control"
         assert summary.num_gradients == 40 * 20
@@ -548,7 +550,7 @@ class TestSettingsOfSingleTables:
             assert specs["things"].initializer == Constant(3.0)
             assert specs["user"].initializer == Uniform(5, 5)
 
-    def test_an_unknown_group_is_refused(self, job):
+    def test_an_unknown_group_is_rejected(self, job):
         with pytest.raises(
             ConfigError, match=r"\['item'\]\. Received: 'itm'\. Is 'item"
         ):

@@ -1,4 +1,4 @@
-"""Checkpoints as PERSIA's users type them: training goes on as if nothing had been."""
+"""Checkpoints as PERSIA's users type them: training continues exactly."""
 
 import io
 import uuid
@@ -168,7 +168,7 @@ def train_and_fail(job, folder):
         dump_and_fail(ctx, folder)
 
 
-def test_the_end_of_the_training_tells_of_a_dump_that_failed(start, tmp_path):
+def test_the_end_of_the_training_reports_of_a_dump_that_failed(start, tmp_path):
     with pytest.raises(CheckpointError, match="interrupted"):
         train_and_fail(start(), str(tmp_path))
 
@@ -191,7 +191,7 @@ def test_an_interrupted_dump_is_an_error_and_leaves_the_previous_one(
         np.testing.assert_array_equal(job.read("item", *range(30)), rows)
 
 
-def test_a_checkpoint_of_other_dims_is_refused_and_changes_nothing(start, tmp_path):
+def test_a_checkpoint_of_other_dims_is_rejected_and_changes_nothing(start, tmp_path):
     with ctx_of(start()) as ctx:
         train(ctx, range(3))
         ctx.dump_checkpoint(str(tmp_path / "run"))
@@ -206,7 +206,7 @@ def test_a_checkpoint_of_other_dims_is_refused_and_changes_nothing(start, tmp_pa
             ctx.load_embedding(str(tmp_path / "run"))
 
 
-def test_a_state_of_another_model_is_refused(start, tmp_path):
+def test_a_state_of_another_model_is_rejected(start, tmp_path):
     with ctx_of(start()) as ctx:
         ctx.dump_torch_state_dict(nn.Linear(7, 7), str(tmp_path), "other.pt")
         with pytest.raises(CheckpointError, match=r"other.pt must fit the Dense"):
@@ -325,9 +325,9 @@ def test_a_model_that_cannot_be_scripted_begins_no_checkpoint(start, tmp_path):
         assert not (tmp_path / "run").exists()
 
 
-def test_names_of_files_that_would_meet_are_refused(start, tmp_path):
+def test_names_of_files_that_would_meet_are_rejected(start, tmp_path):
     with ctx_of(start()) as ctx:
-        with pytest.raises(ConfigError, match="names of their own"):
+        with pytest.raises(ConfigError, match="distinct names"):
             ctx.dump_checkpoint(str(tmp_path / "run"), opt_filename="dense.pt")
         with pytest.raises(ConfigError, match="plain one"):
             ctx.dump_checkpoint(str(tmp_path / "run"), "manifest.json")

@@ -109,7 +109,7 @@ class TestLossScale:
             assert min(scales) == scales[-1] == 1.0
             assert not torch.equal(ctx.model.over.weight, weight)  # by the last step
             assert scaler.get_scale() == 1.0
-        lines = [r.message for r in caplog.records if "moved no row" in r.message]
+        lines = [r.message for r in caplog.records if "no row was updated" in r.message]
         assert len(lines) == 1
         assert "not finite in 20 backward passes in a row" in lines[0]
 
@@ -182,7 +182,7 @@ class TestWhatIsNotFinite:
         (line,) = warnings_of(caplog)
         assert line.startswith("the loss of step 1 is")
 
-    def test_the_end_of_a_block_tells_what_is_there(self, job, monkeypatch, caplog):
+    def test_the_end_of_a_block_reports_what_is_there(self, job, monkeypatch, caplog):
         """As where a loss function's own assertion ends the work of the GPU."""
         monkeypatch.setattr(ToHost, "is_here", lambda _: False)
 

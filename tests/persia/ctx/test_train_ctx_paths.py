@@ -52,7 +52,7 @@ LOADS = load_checkpoint, load_embedding
 
 
 @pytest.mark.parametrize("call", [*DUMPS, *LOADS, load_state])
-def test_no_path_is_an_error_that_says_what_a_path_must_be(call, ctx):
+def test_no_path_is_an_error_that_reports_what_a_path_must_be(call, ctx):
     with pytest.raises(PersiaError, match=r"must be .*Received: ''"):
         call(ctx, "")
 
@@ -68,7 +68,7 @@ def test_a_file_in_the_place_of_a_folder_is_an_error_that_names_it(call, ctx, tm
 
 
 @pytest.mark.parametrize("call", [*LOADS, load_state, load_state_within])
-def test_a_path_where_nothing_is_is_an_error_that_says_so(call, ctx, tmp_path):
+def test_a_path_where_nothing_is_is_an_error(call, ctx, tmp_path):
     path = tmp_path / "misspelt"
     with pytest.raises(PersiaError, match=r"misspelt.*(no such folder|must be there)"):
         call(ctx, str(path))
@@ -76,7 +76,7 @@ def test_a_path_where_nothing_is_is_an_error_that_says_so(call, ctx, tmp_path):
 
 
 @pytest.mark.parametrize("call", LOADS)
-def test_an_empty_folder_is_an_error_that_says_so(call, ctx, tmp_path):
+def test_an_empty_folder_is_an_error(call, ctx, tmp_path):
     with pytest.raises(PersiaError, match=r"Received: an empty folder"):
         call(ctx, str(tmp_path))
 

@@ -143,12 +143,12 @@ def test_a_batch_that_does_not_fit_the_gpu_is_given_up(tmp_path, monkeypatch):
     """The error is torch's, and no worker awaits gradients of the batch."""
     monkeypatch.setattr(Staging, "DEVICES", {"cpu"})
 
-    def refuse(*_):
+    def reject(*_):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     def pull_one():
         with job.train_ctx(Dense()) as ctx:
-            monkeypatch.setattr(StagedSlots, "__init__", refuse)
+            monkeypatch.setattr(StagedSlots, "__init__", reject)
             (data,) = DataLoader(Batches(list(batches(1))))
             ctx.forward(data)
 

@@ -173,7 +173,7 @@ def test_embeddings_travel_in_the_precision_that_is_asked_for(asker):
     assert half.tolist() == exact.astype(np.float16).tolist()
 
 
-def test_a_full_buffer_refuses_without_an_error(servers, running):
+def test_a_full_buffer_rejects_without_an_error(servers, running):
     asker = Asker(servers.client(running), buffer_size=1)
     assert asker.buffer_ids(bags_of([1]), 1)
     assert not asker.buffer_ids(bags_of([2]), 2)
@@ -200,7 +200,7 @@ def test_a_server_that_is_gone_is_named(servers, running):
         asker.forward(None, *encode_bags(bags_of([1])))
 
 
-def test_features_other_than_the_slots_are_refused_when_they_are_sent(asker):
+def test_features_other_than_the_slots_are_rejected_when_they_are_sent(asker):
     message = r"at least one of \['item'\]\. Received: .*unknown \['ad'"
     with pytest.raises(BatchError, match=message):
         asker.buffer_ids(bags_of([1], name="ad"))
@@ -237,14 +237,14 @@ GOOD = encode_bags(bags_of([1, 2], [3]))
         (Kind.FORWARD, [b'{"loader": 0, "number": "x"}'], "number"),
     ],
 )
-def test_a_malformed_message_is_refused(asker, kind, frames, message):
+def test_a_malformed_message_is_rejected(asker, kind, frames, message):
     with pytest.raises(FrameError, match=message):
         asker.ask(kind, *frames, flags=TRAINING)
     assert len(asker.buffer) == 0
     assert asker.client.num_rows() == [0, 0]
 
 
-def test_ids_of_an_impossible_loader_are_refused(asker):
+def test_ids_of_an_impossible_loader_are_rejected(asker):
     with pytest.raises(FrameError, match=r"must be below 65536\. Received: 65536"):
         asker.ask(Kind.BUFFER_IDS, *encode_bags(bags_of([1])), stream=65536)
     with pytest.raises(LostBatchError):
@@ -253,7 +253,7 @@ def test_ids_of_an_impossible_loader_are_refused(asker):
 
 
 @pytest.mark.parametrize("num_floats", [1, 3])
-def test_a_gradient_of_another_size_is_refused(asker, num_floats):
+def test_a_gradient_of_another_size_is_rejected(asker, num_floats):
     asker.forward(None, *encode_bags(bags_of([1])))
     before = asker.rows(1)
     with pytest.raises(FrameError, match=r"2 numbers as FP32 take 8 bytes"):
@@ -261,7 +261,7 @@ def test_a_gradient_of_another_size_is_refused(asker, num_floats):
     np.testing.assert_array_equal(asker.rows(1), before)
 
 
-def test_a_gradient_without_its_array_is_refused(asker):
+def test_a_gradient_without_its_array_is_rejected(asker):
     asker.forward(None, *encode_bags(bags_of([1])))
     with pytest.raises(FrameError, match=r"BACKWARD has 3 frames\. Received: 2"):
         asker.ask(Kind.BACKWARD, encode_json(None), batch=1)

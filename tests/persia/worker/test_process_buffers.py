@@ -176,7 +176,7 @@ def test_a_batch_that_awaits_its_gradient_is_settled_once():
     assert waiting.find(other).number == other
 
 
-def test_who_asks_while_a_batch_is_settled_gets_the_same_outcome():
+def test_concurrent_callers_get_the_same_outcome():
     waiting, number = AwaitingGradient(), BatchNumber(1, 1)
     begun, go_on = threading.Event(), threading.Event()
 

@@ -39,7 +39,7 @@ def test_workers_may_write_the_same_slots_in_their_own_way(book, write):
     assert ask_for_slots(store_of(book), timeout_s=120) == first
 
 
-def test_a_worker_with_other_slots_is_refused(book, write):
+def test_a_worker_with_other_slots_is_rejected(book, write):
     tell_slots(book, write(SLOTS))
     other = write(SLOTS.replace("true", "false"), "other.yml")
     with pytest.raises(ConfigError, match=r"same slots. Received: .*other\.yml, which"):
