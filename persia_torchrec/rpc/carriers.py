@@ -91,7 +91,8 @@ class Carriers:
 
         The I/O thread gets errors, and those whose end has callbacks.
         """
-        for number, frames in carrier.take():
+        taken = carrier.take()
+        for number, frames in taken:
             reply = self._pending.get(number)
             if reply is None:
                 continue  # its deadline has passed
@@ -99,6 +100,8 @@ class Carriers:
             if not (is_plain and self._finish(server, number, frames)):
                 self.arrived.append((server, frames))
                 self._wake()
+        if taken:
+            carrier.wake_callers()
 
     # In the I/O thread
 

@@ -31,6 +31,7 @@ from persia_torchrec.rpc.slab import Place, Rooms, Slab
 REPLY_BYTES = 16384
 """Room for a reply of unknown size; one that is larger comes over TCP."""
 
+_ALONE_MS, _SHARED_MS = 10, 1  # a wait of one caller, or of each of several
 _LEAST_FRAME = 4096  # bytes of frames that are not copied out of the slab
 
 
@@ -179,9 +180,16 @@ class SlabChannel:
                     continue
                 if self.is_closed or now_s >= stop_s:
                     return
-                self.slab.wait_for_reply(seen, stop_s - now_s)
+                # Another thread may have taken this reply, and wake before this waits.
+                most_s = _SHARED_MS / 1e3 if self._num_waiting > 1 else _ALONE_MS / 1e3
+                self.slab.wait_for_reply(seen, min(stop_s - now_s, most_s))
         finally:
             self._change_waiting(-1)
+
+    def wake_callers(self) -> None:
+        """Wake callers, whose replies another thread may have handed over."""
+        if self._num_waiting:
+            self.slab.wake_callers()
 
     def listen(self, listens: bool) -> None:
         """Say whether the I/O thread wants a byte for each reply."""

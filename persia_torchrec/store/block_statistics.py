@@ -29,7 +29,7 @@ from persia_torchrec.jit.compiled import compiled, compiled_as_written, read_onl
 from persia_torchrec.store import loops, memory
 from persia_torchrec.store.memory import Layout, Slots, Words
 
-GROUP_SLOTS = 2**15
+GROUP_SLOTS = 2**13
 """Slots whose statistics an update reads, at least."""
 
 _NEGLIGIBLE = 1e-7

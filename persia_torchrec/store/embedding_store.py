@@ -470,7 +470,7 @@ class EmbeddingStore:
         Looks at ``max_rows`` slots. Returns False at the end of a pass.
         """
         if self.leaving:
-            return table_states.free_rows(self, max_rows)
+            return table_states.free_rows(self, max_rows) or self.must_free_blocks
         if self.must_free_blocks:
             return self._transactions.free_blocks()
         if (rules_T := self._sweeps.rules()) is None:

@@ -7,7 +7,7 @@ import numpy as np
 
 from persia_torchrec.embedding import admission
 from persia_torchrec.embedding.optim import Adagrad
-from persia_torchrec.embedding.usage import Expiry
+from persia_torchrec.embedding.usage import DynamicDim, Expiry
 from persia_torchrec.store import memory, memory_file, row_copy
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
@@ -73,3 +73,9 @@ def _run(store: EmbeddingStore) -> None:
     for _ in row_copy.put_changes(store, [(0, columns)]):
         pass
     store.update(0, ids, rows)
+    spec = replace(
+        spec, name="blocks", expiry=Expiry(), dynamic=DynamicDim(2, period=1)
+    )
+    table = store.add_table(spec)
+    store.lookup(table, ids[:2], rows[:2], training=True)
+    store.update(table, ids[:2], rows[:2])  # ends a period
