@@ -44,6 +44,8 @@ empty variable counts as unset, for launchers that write out every variable.
     PERSIA_EMBEDDING_CONFIG, PERSIA_GLOBAL_CONFIG, PERSIA_DATA_DIR      paths
     PERSIA_NN_WORKER_ENTRY, PERSIA_DATALOADER_ENTRY                     scripts
     EMBEDDING_WORKER_SERVICE                   addresses of embedding workers
+    PERSIA_LAUNCH_COMMAND                      command line of torchx, to start it again
+    XDG_STATE_HOME                             of the list of jobs; ~/.local/state
     PERSIA_LAUNCHER_VERBOSE                    1: persia-launcher shows what it starts
     PERSIA_METRICS_GATEWAY_ADDR                host:port that metrics are pushed to
     PERSIA_METRICS_JOB_NAME                    their label job; by default the job's id

@@ -1,7 +1,9 @@
 """Verbs of running jobs: who runs, how it is, what it logs, and its end."""
 
+import itertools
 import os
 import shlex
+import shutil
 import signal
 import sys
 import time
@@ -14,6 +16,8 @@ from rich.console import Group
 from rich.live import Live
 
 from persia_torchrec import timeouts
+from persia_torchrec.checkpoint.catalog import Manifest
+from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.command import console
 from persia_torchrec.command.console import age_s, as_json, duration
 from persia_torchrec.command.job_view import Job, View, find, is_here, opened
@@ -274,13 +278,34 @@ def scale(job: str, servers: int) -> None:
 def rollback(job: str, checkpoint: str) -> None:
     """Continue a job from an earlier CHECKPOINT: stop without a save, start.
 
-    Later checkpoints stay in the folder of the run, and the job saves there.
+    The checkpoint is copied, by links where that is possible, into a new folder beside
+    that of the run. There the job saves from then on; the other history stays.
 
     persia-torchrec rollback JOB persia_checkpoints/JOB/checkpoint-00000010
     """
     record = _restartable(find(job))
+    folder = copy_alone(Path(checkpoint).resolve())
     end(record, record.job_id, saves=False)
-    _start_again(record, resume_dir=str(Path(checkpoint).resolve()))
+    _start_again(record, resume_dir=str(folder))
+
+
+def copy_alone(checkpoint: Path) -> Path:
+    """Copy a checkpoint into a new folder, as the only one; return the folder."""
+    Manifest.read(Folder(checkpoint))  # a CheckpointError if it is not complete
+    run = checkpoint.parent
+    names = (
+        run.with_name(f"{run.name}-back-{number}") for number in itertools.count(1)
+    )
+    folder = next(name for name in names if not name.exists())
+    shutil.copytree(checkpoint, folder / checkpoint.name, copy_function=_link)
+    return folder
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)  # files of checkpoints are replaced, never changed
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def _restartable(record: JobRecord) -> JobRecord:

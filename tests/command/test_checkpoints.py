@@ -11,7 +11,9 @@ from click.testing import CliRunner
 from persia_torchrec.checkpoint import catalog
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.command import main
+from persia_torchrec.command.jobs import copy_alone
 from persia_torchrec.embedding.optim import SGD
+from persia_torchrec.errors import CheckpointError
 from persia_torchrec.table import TableSpec
 from tests.support.servers import Servers
 
@@ -150,6 +152,17 @@ def test_a_pinned_checkpoint_is_deleted_by_no_process(run, tmp_path):
     call("rm", "--yes", first)
     assert not first.exists()
     assert "must be the folder of one checkpoint" in fails("rm", "--yes", copy)
+
+
+def test_a_rollback_has_the_checkpoint_alone_in_a_new_folder(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    for number in (1, 2):
+        folder = copy_alone(tmp_path / "run/checkpoint-00000001")
+        assert folder == tmp_path / f"run-back-{number}"
+        assert [one["checkpoint"][-2:] for one in told("ls", folder)] == ["01"]
+        call("verify", folder)
+    with pytest.raises(CheckpointError, match="is not complete, or does not exist"):
+        copy_alone(tmp_path / "run")
 
 
 def test_a_folder_without_a_checkpoint_is_an_error(tmp_path):
