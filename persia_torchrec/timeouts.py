@@ -122,11 +122,6 @@ MODEL_READY_S = 1.0  # an answer whether a model is ready is used again
 MODEL_DRAIN_S = 60.0  # requests of a version that is taken out are answered
 MODEL_TELL_S = 10.0  # between two lines about one error of a model
 
-# The command line
-COMMAND_JOIN_S = 5.0  # the coordinator of a listed job answers
-COMMAND_ANSWER_S = 10.0  # its servers answer
-COMMAND_STOP_S = 120.0  # a job that is told to end has ended
-
 _MAX_NAMES = 12
 
 
