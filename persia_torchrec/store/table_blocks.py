@@ -241,7 +241,7 @@ class Blocks:
     ) -> tuple[int, int] | None:
         """Free lost blocks among the next rows, from ``begin`` on.
 
-        Returns where to go on; None if that was the last one.
+        Returns where to continue; None if that was the last one.
         """
         number, slot = begin
         num_slots = MAX_SLOTS

@@ -141,7 +141,7 @@ class Transactions:
         self._store: EmbeddingStore = weakref.proxy(store)  # which owns this
         self.undo_log = undo_log
         self.opened: Transaction | None = None
-        # Tables of which a period has ended, and where to go on freeing blocks.
+        # Tables of which a period has ended, and where to continue freeing blocks.
         self._ended: dict[int, tuple[int, int]] = {}
         self._room_bytes = 0  # that the end of the transaction takes
         self.notes: Words = np.empty(0, dtype=np.uint64)

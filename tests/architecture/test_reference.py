@@ -11,9 +11,26 @@ import pytest
 import persia_torchrec
 from docs import generate
 from persia_torchrec import env, timeouts
+from persia_torchrec.embedding import usage
+from persia_torchrec.embedding.admission import ADMISSIONS
+from persia_torchrec.embedding.initializer import INITIALIZERS
+from persia_torchrec.embedding.optim import OPTIMIZERS
 from tests.support.repository import ROOT
 
+REGISTRIES = usage.DYNAMICS, usage.EXPIRIES, OPTIMIZERS, ADMISSIONS, INITIALIZERS
 LINE = re.compile(r"^\| (`.*?`(?:, `.*?`)*) \| ", re.M)
+
+
+@pytest.fixture(autouse=True)
+def own_classes(monkeypatch):
+    """Other tests of this process register classes of their own."""
+    for registry in REGISTRIES:
+        own = {
+            kind: one
+            for kind, one in registry.classes.items()
+            if one.__module__.startswith("persia_torchrec")
+        }
+        monkeypatch.setattr(registry, "classes", own)
 
 
 @pytest.mark.parametrize("name", generate.PAGES)

@@ -11,8 +11,8 @@ import pytest
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.errors import ConfigError, RequestTimeoutError
 from persia_torchrec.rpc.messages import Precision
-from tests.server.memory_files import IDS, SPEC, train
 from tests.support.faults import Killed, Point, kill
+from tests.support.memory_files import IDS, SPEC, train
 from tests.support.processes import Processes, wait_until
 from tests.support.servers import DEADLINE_S
 

@@ -9,8 +9,8 @@ import pytest
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.errors import RequestTimeoutError
 from persia_torchrec.rpc import client as rpc_client
-from tests.server.memory_files import IDS, SPEC, train
 from tests.support.faults import Killed, Point
+from tests.support.memory_files import IDS, SPEC, train
 from tests.support.processes import Processes
 from tests.support.servers import DEADLINE_S
 

@@ -15,7 +15,7 @@ from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import ConfigError, PersiaError
 from persia_torchrec.server.__main__ import main
 from persia_torchrec.server.config import ServerConfig
-from tests.server.memory_files import IDS, SPEC, train
+from tests.support.memory_files import IDS, SPEC, train
 from tests.support.processes import wait_until
 from tests.support.servers import ids_of
 
