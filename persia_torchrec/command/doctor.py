@@ -50,7 +50,10 @@ def doctor(is_json: bool) -> None:
     if is_json:
         console.show_json([check._asdict() for check in checks])
     else:
-        console.show([check._asdict() for check in checks])
+        console.show([check._asdict() for check in checks], Check._fields[:3])
+        for check in checks:  # of their own lines, to be copied
+            if check.mend:
+                click.echo(f"\n{check.check}: {check.mend}")
     sys.exit(any(check.state == "bad" for check in checks))
 
 

@@ -74,14 +74,17 @@ def serve(
 def _torchx(words: list[str], detach: bool) -> None:
     """Become ``torchx run``, or have it run in the background."""
     command = [sys.executable, "-m", "torchx.cli.main", "run", *words]
-    if not detach:
-        os.execv(command[0], command)
-    log = Path("persia-torchrec.log")
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=output, start_new_session=True
+    if detach:
+        log = Path("persia-torchrec.log")
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                command, stdout=output, stderr=output, start_new_session=True
+            )
+        click.echo(
+            f"process {process.pid} runs it, and writes {log}: persia-torchrec ps"
         )
-    click.echo(f"process {process.pid} runs it, and writes {log}: persia-torchrec ps")
+    else:
+        os.execv(command[0], command)
 
 
 @click.command()

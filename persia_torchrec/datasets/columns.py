@@ -266,8 +266,9 @@ class Columns:
 class Ids(NamedTuple):
     """The ids of some rows, int64 ``(L,)``, one row's after the other's.
 
-    Row i has those from ``offsets[i]`` to ``offsets[i + 1]``, int32 or int64 ``(N +
-    1,)``; None: one id a row. ``weights`` are float32 ``(L,)``, if there are any.
+    Row i has those from ``offsets[i]`` to ``offsets[i + 1]``, both less ``offsets[0]``,
+    int32 or int64 ``(N + 1,)``; None: one id a row. ``weights`` are float32 ``(L,)``,
+    if there are any.
     """
 
     values: Int64s
@@ -279,8 +280,8 @@ class Ids(NamedTuple):
         if self.offsets is None:
             weights = None if self.weights is None else self.weights[start:stop]
             return Ids(self.values[start:stop], None, weights)
-        offsets = self.offsets[start : stop + 1]
-        of_rows = slice(int(offsets[0]), int(offsets[-1]))
+        offsets, first = self.offsets[start : stop + 1], int(self.offsets[0])
+        of_rows = slice(int(offsets[0]) - first, int(offsets[-1]) - first)
         weights = None if self.weights is None else self.weights[of_rows]
         return Ids(self.values[of_rows], offsets, weights)
 
@@ -299,6 +300,7 @@ class Ids(NamedTuple):
             return Ids(self.values[order], None, weights)
         starts = self.offsets[order]
         offsets = to_offsets(self.offsets[order + 1] - starts)
+        starts -= self.offsets[0]
         values, weights = _take(self.values, starts, offsets), self.weights
         if weights is not None:
             words = weights.astype(np.float64).view(np.int64)

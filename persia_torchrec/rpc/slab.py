@@ -5,7 +5,7 @@ The server makes it, and seals its size. All numbers are uint64, little-endian, 
 written by one side only:
 
     offset  size      field
-    0       32        proof, see ``shared_memory.py``
+    0       32        proof, see ``slab_server.py``
     64      8         requests: how many the client has posted
     128     8         1: the server sleeps, and wants a byte over the Unix socket
     192     8         replies: how many the server has posted

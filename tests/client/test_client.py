@@ -398,7 +398,7 @@ ADDED = [b'[{"number": 0, "wants_counts": false, "spec": {}}]']
         ({Kind.LOOKUP: [bytes(16)]}, FrameError, "5 numbers as FP32 take 20 bytes"),
         ({Kind.LOOKUP: [bytes(20)] * 2}, FrameError, "must have 2 frames. Received: 3"),
         ({Kind.UPDATE: [b"0"]}, WireError, "must be a mapping. Received: 0"),
-        ({Kind.UPDATE: [b'{"missed": 0}']}, WireError, "key 'rejected'"),
+        ({Kind.UPDATE: [b'{"missed": 0}']}, WireError, "key 'refused'"),
         ({Kind.UPDATE: [b"{"]}, FrameError, "must be JSON"),
         ({Kind.READ: [bytes(4)]}, FrameError, r"10 numbers as FP32 take 40 bytes"),
     ],

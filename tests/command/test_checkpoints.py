@@ -54,7 +54,8 @@ def fails(*words):
 
 def told(*words, status=0):
     """Return the value that the command prints as JSON."""
-    return json.loads(call(*words, "--json", status=status))
+    verb, *others = words
+    return json.loads(call(verb, "--json", *others, status=status))
 
 
 def test_ls_has_all_of_a_run_or_of_all_runs(run):

@@ -24,6 +24,7 @@ from persia_torchrec.data import (
     write_parquet,
 )
 from persia_torchrec.datasets import files, hashing, reading
+from persia_torchrec.datasets.columns import Ids
 from persia_torchrec.errors import ConfigError, DataError
 
 COLUMNS = (
@@ -160,6 +161,44 @@ def test_csv_and_parquet_give_the_reference_to_the_byte(folder, data, rows):
         assert Counter(given_rows) == Counter(reference)
     if not shuffle and count == 1:
         assert given_rows == reference[: len(given_rows)]
+
+
+LISTS = st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=1, max_size=12)
+
+
+@given(st.data(), LISTS, st.booleans())
+def test_parts_of_parts_in_any_order_have_the_ids_of_their_rows(data, rows, weighted):
+    flat = np.array([i for row in rows for i in row], np.int64)
+    offsets = np.cumsum([0, *map(len, rows)])
+    ids = Ids(flat, offsets, flat.astype(np.float32) / 2 if weighted else None)
+    for _ in range(3):
+        if data.draw(st.booleans()):
+            order = data.draw(st.permutations(range(len(rows))))
+            ids, rows = ids.take(np.array(order, np.int64)), [rows[i] for i in order]
+        start = data.draw(st.integers(0, len(rows) - 1))
+        stop = data.draw(st.integers(start + 1, len(rows)))
+        ids, rows = ids.part(start, stop), rows[start:stop]
+    expected = [i for row in rows for i in row]
+    assert ids.values.tolist() == expected
+    assert ids.lengths().tolist() == list(map(len, rows))
+    if weighted:
+        assert ids.weights.tolist() == [i / 2 for i in expected]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_rows_of_several_ids_are_theirs_after_a_state_in_the_midst_of_a_block(
+    tmp_path, shuffle
+):
+    path = tmp_path / "rows.csv"
+    path.write_text("".join(f"{n},{'|'.join('ab' * (n % 4))}\n" for n in range(40)))
+    columns = (LabelColumn("n"), IdColumn("tags", separator="|"))
+    settings = {"batch_size": 3, "columns": columns, "shuffle": shuffle}
+    first, second = CsvDataset(path, **settings), CsvDataset(path, **settings)
+    batches = list(islice(first, 2))
+    second.load_state_dict(first.state_dict(2))
+    rest = list(second)
+    expected = [bytes_of(batch) for batch in CsvDataset(path, **settings)]
+    assert [bytes_of(batch) for batch in batches + rest] == expected
 
 
 @settings(max_examples=40)
