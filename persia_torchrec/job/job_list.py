@@ -56,8 +56,9 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def state(self) -> str:
         """``running``, ``finished``, ``failed``, or ``lost``: it ended untold."""
-        is_lost = self.outcome == "running" and self.coordinator.has_ended()
-        return "lost" if is_lost else self.outcome
+        if self.outcome == "running" and (self.ended or self.coordinator.has_ended()):
+            return "lost"
+        return self.outcome
 
     def write(self) -> None:
         """Write the file, if that is possible."""

@@ -42,7 +42,6 @@ from persia_torchrec.rpc.messages import (
     error_frames,
 )
 from persia_torchrec.rpc.slab_server import Slabs
-from persia_torchrec.timeouts import SAY_S
 
 logger = logging.getLogger(__name__)
 
@@ -539,7 +538,7 @@ class Silence:
     def note(self, name: str, oldest: Reply, now_s: float) -> None:
         """Log a server that hangs or is away, each time at twice the seconds."""
         silent_s = now_s - max(self.heard_s, oldest.begun_s)
-        if silent_s < SAY_S:
+        if silent_s < timeouts.SAY_S:
             self.said_s = 0.0
         elif silent_s >= 2 * self.said_s:
             self.said_s = silent_s

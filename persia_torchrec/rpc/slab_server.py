@@ -192,10 +192,10 @@ class Slabs:
         if not why:
             why = self._open_door()
         if why:
-            return encode_json({"refused": why})
+            return encode_json({"rejected": why})
         self._forget_late()
         if len(self._guests) >= _MAX_GUESTS:
-            return encode_json({"refused": "too many clients ask at once"})
+            return encode_json({"rejected": "too many clients ask at once"})
         stop_s = time.monotonic() + timeouts.SHARED_MEMORY_S
         self._guests[proof] = _Guest(peer, asked.bytes, stop_s)
         return encode_json({"socket": self._name})
@@ -203,7 +203,7 @@ class Slabs:
     def _admit(self, peer: bytes, drawn: str) -> bytes:
         tenant = self._tenants.get(peer)
         if tenant is None or tenant.proof.hex() != drawn:
-            return encode_json({"refused": "it has read another proof in the memory"})
+            return encode_json({"rejected": "it has read another proof in the memory"})
         tenant.is_admitted = True
         return encode_json({"bytes": tenant.slab.size_bytes})
 

@@ -80,7 +80,7 @@ the store is full; whether updates in 16 bits are rounded to the nearest."""
 
 HITS, MISSES, INSERTED, REJECTED, ROWS, TICK = range(6)
 EVICTED, EXPIRED_STEPS, EXPIRED_SECONDS, EXPIRED_NORM = range(6, 10)
-LEFT_AT, LEFT_ROOM, CAPACITY, MISSED, REJECTED = range(10, 15)
+LEFT_AT, LEFT_ROOM, CAPACITY, MISSED, NOT_FINITE = range(10, 15)
 CHANGE, SWEPT_ARENA, SWEPT_SLOT, LOADING, PINNED_ROWS = range(15, 20)
 RUNNING_S, HAS_LARGE = 20, 21
 NUM_TALLIES = 22
@@ -104,7 +104,7 @@ COUNTERS = {
     "expired_seconds": EXPIRED_SECONDS,
     "expired_norm": EXPIRED_NORM,
     "gradients_missed": MISSED,
-    "gradients_refused": REJECTED,
+    "gradients_refused": NOT_FINITE,
 }
 """Columns that are counted since the start, by the names of counters."""
 

@@ -345,7 +345,7 @@ class Transactions:
             transaction.totals = UpdateResult(*map(sum, zip(*results, strict=True)))
         if any(transaction.totals):
             self._store.tally[memory.MISSED] += transaction.totals.num_missed
-            self._store.tally[memory.REJECTED] += transaction.totals.num_refused
+            self._store.tally[memory.NOT_FINITE] += transaction.totals.num_refused
 
     def _clear(self, notes: list[tuple[int, int]]) -> None:
         """Drop all rows, and set notes."""

@@ -101,14 +101,14 @@ def test_scripts_that_end_well_have_done_their_work(processes):
     for script in (*trainers, *loaders, job.coordinator):
         assert script.status() == 0, script.output()
         assert "Traceback" not in script.output()
-    assert "loader 2 ends: ConnectionError: the trainers are" in loaders[2].output()
+    assert "stopping loader 2: ConnectionError: the trainers are" in loaders[2].output()
 
 
 def test_a_script_that_ends_badly_fails_the_job_with_the_reason(processes):
     endings = {
         "raise ValueError('no data')": (1, "trainer 0: ValueError: no data"),
         "sys.exit(3)": (3, "trainer 0: exit status 3"),
-        "os.kill(os.getpid(), 15); time.sleep(600)": (143, "told to end (SIGTERM to"),
+        "os.kill(os.getpid(), 15); time.sleep(600)": (143, "shutdown (SIGTERM to"),
         "as_a_process(lambda: [join(), int('x')])": (1, OF_A_FUNCTION),
         "as_a_process(lambda: [join(), exit(2)])": (2, "trainer 0: exit status 2"),
     }

@@ -111,7 +111,7 @@ def test_a_wait_for_the_address_book_ends_when_its_look_raises():
 
 def test_an_address_without_a_listener_is_reported_within_the_deadline():
     port = draw_port()
-    with pytest.raises(DiscoveryError, match=rf"127\.0\.0\.1:{port}.*rejected"):
+    with pytest.raises(DiscoveryError, match=rf"127\.0\.0\.1:{port}.*refused"):
         AddressBook.join("127.0.0.1", port, timeout_s=0.5)
 
 

@@ -173,7 +173,7 @@ def test_a_missing_script_ends_the_job_at_once(processes):
         ("sys.exit('no data')", 1, "trainer 0: no data"),
         (
             "import time; os.kill(os.getpid(), 15); time.sleep(600)",
-            *(143, "told to end (SIGTERM to trainer 0)"),
+            *(143, "graceful shutdown (SIGTERM to trainer 0)"),
         ),
         ("os._exit(0)", 0, "was killed"),
     ],

@@ -188,7 +188,8 @@ def test_pushes_resume_when_the_gateway_is_back(gateway, caplog):
         gateway.wait(2)
         stop()
     assert any(
-        "reach" in r.getMessage() and "again" in r.getMessage() for r in caplog.records
+        "pushing metrics" in r.getMessage() and "again" in r.getMessage()
+        for r in caplog.records
     )
 
 

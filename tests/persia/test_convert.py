@@ -365,11 +365,11 @@ def test_an_id_that_comes_twice_is_rejected_with_both_offsets(dumped):
     [
         (
             lambda f: (f / "embedding_dump_done").unlink(),
-            "persia/embedding_dump_done must be there",
+            "persia/embedding_dump_done must exist",
         ),
         (
             lambda f: (f / "s1/embedding_dump_done").unlink(),
-            "s1/embedding_dump_done must be there",
+            "s1/embedding_dump_done must exist",
         ),
         (
             lambda f: (f / "embedding_dump_done").write_text("num_shards: 2"),

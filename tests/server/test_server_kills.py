@@ -6,6 +6,7 @@ from contextlib import closing
 
 import pytest
 
+from persia_torchrec import timeouts
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.errors import RequestTimeoutError
 from persia_torchrec.rpc import client as rpc_client
@@ -125,7 +126,7 @@ def test_tables_are_added_once_when_the_server_was_killed_in_between(server):
 def test_a_server_that_hangs_is_named_and_no_request_waits_for_ever(
     server, monkeypatch, caplog
 ):
-    monkeypatch.setattr(rpc_client, "SAY_S", 0.05)
+    monkeypatch.setattr(timeouts, "SAY_S", 0.05)
     monkeypatch.setattr(rpc_client, "_LOOK_S", 0.05)
     server.start()
     with server.connect() as client:

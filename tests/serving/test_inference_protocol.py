@@ -220,7 +220,7 @@ def test_other_requests_that_cannot_be_answered_say_why(server):
     request["inputs"] = request["inputs"][1:]
     assert "none for ['x']" in infer(server, request)[1]["error"]
     twice = {"inputs": request_of()["inputs"] * 2}
-    assert "there once" in infer(server, twice)[1]["error"]
+    assert "occur once" in infer(server, twice)[1]["error"]
     named = request_of(outputs=[{"name": "score"}])
     assert "must be 'predictions'" in infer(server, named)[1]["error"]
     asked = [{"name": "predictions", "parameters": {"classification": 3}}]

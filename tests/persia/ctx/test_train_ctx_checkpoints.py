@@ -223,7 +223,7 @@ def test_embeddings_alone_come_and_go_without_the_model(start, tmp_path):
         ctx.dump_embedding(str(tmp_path))  # waits for the updates so far
         rows = job.read("item", *range(30))
         train(ctx, range(3, 6))
-        with pytest.raises(CheckpointError, match=r"dense.pt must be there"):
+        with pytest.raises(CheckpointError, match=r"dense.pt must exist"):
             ctx.load_checkpoint(str(tmp_path))
         bias = ctx.model.top.bias.item()
         ctx.load_embedding(str(tmp_path))
