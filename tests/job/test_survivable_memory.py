@@ -11,7 +11,7 @@ def test_memory_has_huge_pages_where_the_system_gives_any(caplog):
     caplog.set_level("INFO")
     os.close(open_memory(AUTO))
     assert re.search(
-        r"process: (huge pages, of a (memfd|tmpfs that only this job sees)|small pages: )",
+        r": (huge pages, of a (memfd|tmpfs that only this job sees)|small pages: )",
         caplog.text,
     )
 
