@@ -14,7 +14,7 @@ from persia_torchrec.server import dedup as module
 from persia_torchrec.server.dedup import (
     NOTHING,
     NUM_OUTCOMES,
-    REFUSED,
+    REJECTED,
     WINDOW,
     Streams,
 )
@@ -47,12 +47,12 @@ class Reopened:
 
 numbers = st.tuples(st.integers(1, 3), st.integers(0, 9) | st.integers(0, 3 * WINDOW))
 steps = st.lists(
-    st.tuples(numbers, st.sampled_from(["look up", "settle", "refuse", "reopen"])),
+    st.tuples(numbers, st.sampled_from(["look up", "settle", "reject", "reopen"])),
     max_size=30,
 )
 
 
-def test_what_is_remembered_is_what_was_noted(path):
+def test_marks_and_outcomes_survive_a_restart(path):
     @settings(max_examples=settings().max_examples // 4)  # a store is opened slowly
     @given(steps)
     def remembers(steps):
@@ -78,7 +78,7 @@ def test_what_is_remembered_is_what_was_noted(path):
                 kept.look_up(batch, 2)
                 looked_up.add(batch)
             elif step != "reopen":
-                settled[batch] = REFUSED if step == "refuse" else (n + 1, 2, 3, 4)
+                settled[batch] = REJECTED if step == "reject" else (n + 1, 2, 3, 4)
                 kept.settle(batch, *settled[batch])
                 assert streams.outcome(batch) == settled[batch]
         expected = {
@@ -103,7 +103,7 @@ def test_the_last_outcomes_are_remembered(path):
     assert kept.streams.outcome((1, 300)) is None
 
 
-def test_the_parts_of_a_lookup_are_told_apart(path):
+def test_the_parts_of_a_lookup_are_distinguished(path):
     kept = Reopened(path)
     for part in (0, 6):
         kept.look_up((1, 5), part)
@@ -131,7 +131,7 @@ def test_the_least_recently_used_stream_is_forgotten(path, monkeypatch):
     assert kept.streams.outcome((2, 1)) is None
 
 
-def test_an_older_generation_is_refused_and_forgotten(path):
+def test_an_older_generation_is_rejected_and_forgotten(path):
     kept = Reopened(path)
     first, second = (BatchNumber.new_stream(generation) for generation in (0, 3))
     free = BatchNumber.new_stream(NO_GENERATION)

@@ -48,7 +48,7 @@ class Restarted:
 
     def restart(self):
         if self.running is not None:
-            self.running.server.shard.joint_steps.refuse_all = lambda _: None
+            self.running.server.shard.joint_steps.reject_all = lambda _: None
             self.running.stop()
         [self.running] = self._servers.start(**self._settings)
         self.client = self._servers.client([self.running])
@@ -204,10 +204,10 @@ def test_an_update_that_failed_is_not_tried_again(server, monkeypatch):
         _, error = server.ask(*update(1, 7))
     assert "none left" in error["message"]
     _, error = again(server, update(1, 7), restarts=True)
-    assert "must not have been refused before" in error["message"]
+    assert "must not have been rejected before" in error["message"]
 
 
-def test_the_server_refuses_older_generations(server):
+def test_the_server_rejects_older_generations(server):
     older, newer = (BatchNumber.new_stream(generation) for generation in (1, 2))
     server.ask(*lookup(1, 7, stream=older))
     assert server.counter("open_batches") == 1

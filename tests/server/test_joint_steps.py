@@ -13,12 +13,12 @@ class Collected:
 
     def __init__(self, max_bytes: int = 10**6) -> None:
         self.applied: list[list[bytes]] = []
-        self.refused: dict[bytes, str] = {}
+        self.rejected: dict[bytes, str] = {}
         self.now = 0.0
         self.lost: set[bytes] = set()
         self.steps = JointSteps(
             lambda updates: self.applied.append([update.peer for update in updates]),
-            lambda update, exc: self.refused.update({update.peer: str(exc)}),
+            lambda update, exc: self.rejected.update({update.peer: str(exc)}),
             is_connected=lambda peer: peer not in self.lost,
             max_bytes=max_bytes,
             clock=lambda: self.now,
@@ -41,7 +41,7 @@ class Collected:
             self.now += 0.1
             if has_read_all:
                 self.steps.has_read_all()
-            self.steps.refuse_overdue()
+            self.steps.reject_overdue()
 
 
 def share(step, rank, num_ranks=2, group=7, timeout_s=10):
@@ -89,18 +89,18 @@ def test_steps_do_not_wait_for_a_rank_that_has_left_before_them():
     assert collected.applied[3:] == [[b"a1", b"b1"]]
 
 
-def test_a_step_that_waits_too_long_is_refused_and_the_missing_ranks_are_named():
+def test_a_step_that_waits_too_long_is_rejected_and_the_missing_ranks_are_named():
     collected = Collected()
     collected.give("a", share(5, 0, 3))
     collected.now = 9.9
-    collected.steps.refuse_overdue()
-    assert collected.refused == {}
+    collected.steps.reject_overdue()
+    assert collected.rejected == {}
     collected.now = 10.0
-    collected.steps.refuse_overdue()
+    collected.steps.reject_overdue()
     collected.give("b5", share(5, 1, 3))
     collected.give("b6", share(6, 1, 3))
-    assert collected.refused.keys() == {b"a", b"b5", b"b6"}
-    for why in collected.refused.values():
+    assert collected.rejected.keys() == {b"a", b"b5", b"b6"}
+    for why in collected.rejected.values():
         assert re.search(r"Step 5 .* all 3 .*: none of rank 1, 2 within 10 s", why)
     assert collected.steps.counters()["joint_steps_broken"] == 1
     assert collected.steps.num_steps == 0
@@ -110,27 +110,27 @@ def test_the_next_deadline_is_that_of_the_next_step():
     collected = Collected()
     collected.give("a", share(1, 0, group=1, timeout_s=5))
     collected.give("b", share(1, 0, group=2, timeout_s=9))
-    for now, refused in ((5.0, {b"a"}), (8.9, {b"a"}), (9.0, {b"a", b"b"})):
+    for now, rejected in ((5.0, {b"a"}), (8.9, {b"a"}), (9.0, {b"a", b"b"})):
         collected.now = now
-        collected.steps.refuse_overdue()
-        assert collected.refused.keys() == refused
+        collected.steps.reject_overdue()
+        assert collected.rejected.keys() == rejected
 
 
-def test_a_step_that_waits_for_a_lost_trainer_is_refused_and_names_it():
+def test_a_step_that_waits_for_a_lost_trainer_is_rejected_and_names_it():
     collected = Collected()
     for rank in range(2):
         assert collected.join(rank) == []
     collected.lost.add(b"1")
     collected.give("0", share(57, 0, timeout_s=600))
     collected.look(until=1.0)
-    assert collected.refused == {}
+    assert collected.rejected == {}
     collected.look(until=3.0)
     named = (
         r"Step 57 .* all 2 .*: none of rank 1 \(process 1: its connection was lost\)"
     )
-    assert re.search(named, collected.refused[b"0"])
+    assert re.search(named, collected.rejected[b"0"])
     collected.give("next", share(58, 0))
-    assert re.search(named, collected.refused[b"next"])
+    assert re.search(named, collected.rejected[b"next"])
 
 
 def test_a_trainer_that_gave_a_share_is_known_without_an_introduction():
@@ -140,7 +140,7 @@ def test_a_trainer_that_gave_a_share_is_known_without_an_introduction():
     collected.lost.add(b"1")
     collected.give("0", share(2, 0))
     collected.look(until=3.0)
-    assert "rank 1 (its connection was lost)" in collected.refused[b"0"]
+    assert "rank 1 (its connection was lost)" in collected.rejected[b"0"]
 
 
 def test_the_last_shares_of_a_lost_trainer_are_read_first():
@@ -150,12 +150,12 @@ def test_the_last_shares_of_a_lost_trainer_are_read_first():
     collected.give("0", share(1, 0))
     collected.lost.add(b"1")
     collected.look(until=3.0, has_read_all=False)
-    assert collected.refused == {}
+    assert collected.rejected == {}
     collected.give("1", share(1, 1))
     assert collected.applied == [[b"0", b"1"]]
     collected.give("0", share(2, 0))
     collected.look(until=20.0, has_read_all=False)
-    assert collected.refused.keys() == {b"0"}  # a server may never have read all
+    assert collected.rejected.keys() == {b"0"}  # a server may never have read all
 
 
 def test_a_connection_that_comes_back_is_not_lost():
@@ -172,7 +172,7 @@ def test_a_connection_that_comes_back_is_not_lost():
     collected.give("1 again", share(1, 1))  # by another connection
     collected.give("0", share(2, 0, timeout_s=100))
     collected.look(until=50.0)
-    assert collected.refused == {}
+    assert collected.rejected == {}
 
 
 def test_a_trainer_that_ended_is_no_fault_while_no_step_waits_for_it():
@@ -185,7 +185,7 @@ def test_a_trainer_that_ended_is_no_fault_while_no_step_waits_for_it():
     collected.give("0", share(1, 0))
     collected.look(until=120.0)
     assert collected.applied == [[b"0", b"1"]]
-    assert collected.refused == {}
+    assert collected.rejected == {}
 
 
 def test_a_trainer_that_has_left_is_no_fault():
@@ -196,7 +196,7 @@ def test_a_trainer_that_has_left_is_no_fault():
     collected.steps.leave(share(5, 1, 3))
     collected.lost.add(b"1")
     collected.look(until=60.0)
-    assert collected.refused == {}
+    assert collected.rejected == {}
     collected.give("2", share(5, 2, 3))
     assert collected.applied == [[b"0", b"2"]]
 
@@ -209,7 +209,7 @@ def test_a_trainer_that_has_left_is_expected_in_the_next_group():
     collected.lost.add(b"1")
     collected.give("0", share(1, 0, group=8))
     collected.look(until=3.0)
-    assert "rank 1 (process 1: its connection was lost)" in collected.refused[b"0"]
+    assert "rank 1 (process 1: its connection was lost)" in collected.rejected[b"0"]
 
 
 def test_why_a_trainer_ended_is_in_the_error():
@@ -220,7 +220,7 @@ def test_why_a_trainer_ended_is_in_the_error():
     collected.join(1, ended="it raised ValueError: a bug")
     collected.look(until=3.0)
     named = "rank 1 (process 1: it raised ValueError: a bug)"
-    assert named in collected.refused[b"0"]
+    assert named in collected.rejected[b"0"]
     assert collected.join(0, ended="it raised RemoteError") == [named]
 
 
@@ -229,18 +229,18 @@ def test_a_step_waits_for_an_unknown_trainer_until_the_deadline():
     collected.join(0)
     collected.give("0", share(1, 0, timeout_s=10))
     collected.look(until=9.5)
-    assert collected.refused == {}
+    assert collected.rejected == {}
     collected.look(until=11.0)
-    assert "none of rank 1 within 10 s" in collected.refused[b"0"]
+    assert "none of rank 1 within 10 s" in collected.rejected[b"0"]
 
 
-def test_what_waits_is_bounded():
+def test_waiting_shares_are_bounded():
     collected = Collected(max_bytes=40_000)
     collected.give("a", share(1, 0), num_ids=1000)
     collected.give("other", share(1, 0, group=8), num_ids=1)
     collected.give("b", share(2, 0), num_ids=1000)
-    assert collected.refused.keys() == {b"a", b"b"}  # the group, not the other one
-    assert "may keep 40000 bytes" in collected.refused[b"b"]
+    assert collected.rejected.keys() == {b"a", b"b"}  # the group, not the other one
+    assert "may keep 40000 bytes" in collected.rejected[b"b"]
     collected.give("other 1", share(1, 1, group=8), num_ids=1)
     assert collected.applied == [[b"other", b"other 1"]]
 
@@ -249,33 +249,33 @@ def test_a_group_that_gave_up_every_batch_is_bounded_as_well():
     collected = Collected(max_bytes=100_000)
     for step in range(1000):
         collected.give(f"{step}", share(step, 0), num_ids=0)
-    assert len(collected.refused) == 1000
+    assert len(collected.rejected) == 1000
 
 
 def test_a_share_is_given_once():
     collected = Collected()
     collected.give("a", share(1, 0))
     collected.give("again", share(1, 0))
-    assert "Rank 0 must give its share of step 1 once" in collected.refused[b"again"]
+    assert "Rank 0 must give its share of step 1 once" in collected.rejected[b"again"]
     collected.steps.leave(share(3, 0))
     collected.give("after", share(3, 0))
-    assert "before it leaves" in collected.refused[b"after"]
-    assert collected.refused.keys() == {b"again", b"after"}
+    assert "before it leaves" in collected.rejected[b"after"]
+    assert collected.rejected.keys() == {b"again", b"after"}
 
 
 def test_all_shares_of_a_step_have_the_same_number_of_ranks():
     collected = Collected()
     collected.give("a", share(1, 0, 2))
     collected.give("b", share(1, 1, 3))
-    assert "3 from rank 1 of step 1, 2 from the others" in collected.refused[b"b"]
+    assert "3 from rank 1 of step 1, 2 from the others" in collected.rejected[b"b"]
 
 
-def test_everything_that_waits_is_refused_at_the_end():
+def test_everything_that_waits_is_rejected_at_the_end():
     collected = Collected()
     collected.give("a", share(1, 0, group=1))
     collected.give("b", share(1, 0, group=2))
-    collected.steps.refuse_all("The end.")
-    assert collected.refused == {b"a": "The end.", b"b": "The end."}
+    collected.steps.reject_all("The end.")
+    assert collected.rejected == {b"a": "The end.", b"b": "The end."}
 
 
 def test_groups_of_dead_trainers_are_forgotten():
@@ -286,7 +286,7 @@ def test_groups_of_dead_trainers_are_forgotten():
 
 
 @given(st.data())
-def test_every_share_is_applied_once_or_refused(data):
+def test_every_share_is_applied_once_or_rejected(data):
     num_ranks = data.draw(st.integers(1, 4))
     leaves = [data.draw(st.integers(1, 6)) for _ in range(num_ranks)]
     events = [(rank, step) for rank in range(num_ranks) for step in range(1, 6)]

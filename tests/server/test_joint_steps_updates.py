@@ -100,7 +100,7 @@ def test_the_optimizer_sees_the_sum_of_all_trainers_once(trainers):
     np.testing.assert_array_equal(rows, expected)
 
 
-def test_all_trainers_are_told_what_became_of_the_whole_step(trainers):
+def test_all_trainers_learn_what_became_of_the_whole_step(trainers):
     first, second = trainers
     first.look_up(1, [1, 2])
     second.look_up(1, [1, 3])
@@ -211,7 +211,7 @@ def test_new_settings_hold_for_steps_that_are_complete_after_them(trainers):
     assert first.client.read("item", ids_of(1))[0].tolist() == [0, 0, 4, 4]
 
 
-def test_what_waits_is_bounded_in_bytes(servers):
+def test_waiting_shares_are_bounded_in_bytes(servers):
     running = servers.start(1, joint_update_bytes=3000)
     trainer = Trainer(servers, running, 0)
     trainer.look_up(1, range(100))
@@ -255,7 +255,7 @@ def test_many_steps_of_many_trainers_are_applied_each_once(servers, running):
         (Kind.JOIN, [LONG, SHARE_1], "of length <= 500"),
     ],
 )
-def test_an_invalid_share_is_refused(trainers, running, kind, body, message):
+def test_an_invalid_share_is_rejected(trainers, running, kind, body, message):
     frames = [*one_segment(1, 2), *body] if kind is Kind.UPDATE else body
     with Stranger(running[0].address) as stranger:
         reply, error = stranger.ask(Header(kind, 3, flags=SHARE).encode(), *frames)
