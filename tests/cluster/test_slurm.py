@@ -191,7 +191,7 @@ def test_a_job_that_must_leave_takes_a_last_checkpoint(
     latest = catalog.find_checkpoint(tmp_path / "run")
     assert catalog.Manifest.read(latest).step == len(steps) + 1, output
     assert f"told to end ({number}); the last checkpoint is" in output
-    assert "is started again" not in output
+    assert "restarting it" not in output
 
 
 def test_a_job_that_raises_has_failed_and_reports_where_its_log_is(slurm, tmp_path):

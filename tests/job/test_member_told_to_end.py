@@ -97,7 +97,7 @@ def test_a_warning_of_a_scheduler_to_every_process_starts_none_again(processes, 
             os.kill(pid, number)
     outputs = "".join(process.output() for process in started)
     assert trainer.status() == job.coordinator.status() == 128 + number, outputs
-    assert "is started again" not in outputs
+    assert "restarting it" not in outputs
     assert "the server has ended: None" in trainer.output()
     assert f"it was told to end ({number.name})" in job.coordinator.output()
 
@@ -197,7 +197,7 @@ def test_a_job_of_torchx_loses_no_step_when_it_is_shut_down_or_ends_well(
     saved = last_step(tmp_path)
     assert ended.status != 0
     assert saved == len(steps) + 1, ended.output  # what step() has raised after
-    assert "is started again" not in ended.output
+    assert "restarting it" not in ended.output
     assert "told to end (SIGUSR1); the last checkpoint is" in ended.output
     # What it has pushed when its processes end: all trained in less than an interval.
     last = gateway.pushes(role="nn_worker")[-1]

@@ -186,7 +186,7 @@ def test_a_command_and_its_supervisor_may_be_killed_at_once(processes):
 def test_a_supervisor_that_is_killed_while_its_command_is_down_is_replaced(processes):
     flags = ["--", "sh", "-c", SAYS_WHERE_IT_IS.replace("exec sleep 600", "kill -9 $$")]
     running = processes.start("supervisor", _be_slow, flags)
-    running.has_printed("is started again")
+    running.has_printed("; restarting it")
     inner = int(re.search(r"is under (\d+)", running.output())[1])
     kill(inner)
     has_started_again(running, inner)

@@ -26,4 +26,6 @@ def test_a_server_that_cannot_start_again_is_given_up(monkeypatch, caplog):
         cluster.processes[0].kill()
         with closing(client), pytest.raises(ServerError, match="away for 1 s"):
             client.counters()
-        wait_until(lambda: "is not started again" in caplog.text, "it is given up")
+        wait_until(
+            lambda: "giving up on embedding server" in caplog.text, "it is given up"
+        )
