@@ -198,7 +198,9 @@ def test_a_later_checkpoint_is_loaded_with_its_rows_and_the_previous_one_leaves(
         assert models.versions() == ["2"]
         assert predicted() == 24.0
         newest.append("3")
-        wait_until(lambda: "the previous version stays" in caplog.text, "it is logged")
+        wait_until(
+            lambda: "keeping the previous version" in caplog.text, "it is logged"
+        )
         assert predicted() == 24.0
     models.close()
     assert closed == ["1", "2"]

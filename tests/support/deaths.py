@@ -185,7 +185,7 @@ def fill(store, streams):
     for number in range(3):
         look_up(store, 2, 1, 2, 9)
         with store.transaction() as request:
-            streams.look_up(request, (1, number), 0)
+            streams.mark(request, (1, number), 1)
             streams.settle(request, (2, number), (number, 0, 0, 0))
     for _ in range(2):
         look_up(store, 0, 1, 2)
@@ -275,7 +275,7 @@ def look_up_tables(store, streams):
         look_up(store, 1, 3, 20, 1, 21, 20)
         look_up(store, 0, 3, 5, 6, 2)  # the first two are candidates
         look_up(store, 2, 9, 7, 8)
-        streams.look_up(request, (1, 3), 1)
+        streams.mark(request, (1, 3), 2)
 
 
 def look_up_many(store, streams):

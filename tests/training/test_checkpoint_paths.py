@@ -127,7 +127,7 @@ FILES = read_embedding_config, read_global_config, *DATA
 
 @pytest.mark.parametrize("call", [*MAKERS, *READERS, *FILES])
 def test_no_path_is_an_error_that_reports_what_a_path_must_be(call, trained):
-    with pytest.raises(PersiaError, match=r"must be"):
+    with pytest.raises(PersiaError, match=r"must (be|name) "):
         call("", *trained)
 
 
@@ -173,7 +173,7 @@ def test_arrays_of_numpy_are_files_of_that_name(trained, tmp_path):
         read_npy(str(path))
     path.rmdir()
     path.write_bytes(b"")
-    with pytest.raises(PersiaError, match=f"{path} must be an array"):
+    with pytest.raises(PersiaError, match=r"day_\w+\.npy must be an array"):
         read_npy(str(tmp_path / "day"))
 
 
