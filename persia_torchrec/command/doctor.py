@@ -106,19 +106,20 @@ def _ports() -> Iterator[Check]:
 
 
 def _token() -> Iterator[Check]:
+    mend = "set PERSIA_JOB_TOKEN_FILE to a file"
     try:
         name = env.token_file("PERSIA_JOB_TOKEN")
+        mode = 0 if name is None else stat.S_IMODE(Path(name).stat().st_mode)
+        if mode & 0o077:
+            mend = f"chmod 600 {name}"
         env.job_token()
-    except PersiaError as exc:
-        yield Check("token", "bad", str(exc), "set PERSIA_JOB_TOKEN_FILE to a file")
-        return
-    if name is None:
-        yield Check("token", "note", "in PERSIA_JOB_TOKEN, which children see")
-        return
-    mode = stat.S_IMODE(Path(name).stat().st_mode)
-    is_private = not mode & 0o077
-    mend = "" if is_private else f"chmod 600 {name}"
-    yield Check("token", "ok" if is_private else "bad", f"{name}, {mode:o}", mend)
+    except (OSError, PersiaError) as exc:
+        yield Check("token", "bad", str(exc), mend)
+    else:
+        if name is None:
+            yield Check("token", "note", "in PERSIA_JOB_TOKEN, which children see")
+        else:
+            yield Check("token", "ok", f"{name}, {mode:o}")
 
 
 def _memory() -> Iterator[Check]:

@@ -375,8 +375,6 @@ class TableState:
         self.num_updates = 0
         if self.thresholds.size:
             self.thresholds[:] = self.spec.dynamic.first_thresholds()
-        if self.blocks is not None:
-            self.blocks.forget()
         if self.remembered.size:
             [self.remembered] = source.emptied(self.remembered)
             source.commit(self.remembered, self.remembered.size)

@@ -8,9 +8,9 @@ further block is a row of a table of its own, on the same server, with the same 
 
 ``acc`` and ``cur`` are as they were when ``t`` periods had ended: a row is brought up
 to date when it is used. A period ends with the update that completes it: thresholds are
-set, of what was read in the updates before it (``block_statistics.py``). So all is kept
-as rows are, but for the thresholds, which are in the heads of files, and in a server's
-memory beside what its admission remembers.
+set, of all rows as they are then (``block_statistics.py``). So all is kept as rows are,
+but for the thresholds, which are in the heads of files, and in a server's memory beside
+what its admission remembers.
 
 Blocks that ids have lost, or whose id has no row any more, are freed behind the request
 that ends the period, a slice at a time, each a change of its own. It is as if all were
@@ -46,8 +46,7 @@ from persia_torchrec.embedding.usage import (
 from persia_torchrec.jit.compiled import read_only
 from persia_torchrec.store import loops, memory
 from persia_torchrec.store.block_statistics import (
-    GROUP_SLOTS,
-    Ranking,
+    rank_frequencies,
     read_statistics,
 )
 from persia_torchrec.store.memory import Counts, Floats, Ids, Slots, Words
@@ -75,7 +74,6 @@ class Blocks:
         first = begin + of.spec.num_row_floats - NUM_STATISTICS
         self._columns = first + np.arange(NUM_STATISTICS)
         self._columns_of = _find_columns(of.spec)
-        self._ranking: Ranking | None = None
         of.step_with(states)
 
     def look_up(
@@ -193,33 +191,14 @@ class Blocks:
                 rows_KW = rows_ND[has_N][:, columns[number]]
                 store.write_rows(state, ids_N[has_N], rows_KW)
 
-    def read_ahead(self, store: "EmbeddingStore", table: "TableState") -> None:
-        """Read some rows for the end of the period, if it is near; behind an update."""
-        step, period = table.num_updates, self._rule.period
-        num_left = -step % period
-        t = (step + num_left) // period
-        arena = int(table.layout[memory.ARENA])
-        num_used = int(store.arenas.directory[arena, memory.USED])
-        if self._ranking is not None and self._ranking.t != t:
-            self._ranking = None
-        if self._ranking is None:
-            if t > NUM_PERIODS or num_used <= num_left * GROUP_SLOTS:
-                return
-            self._ranking = Ranking(table.layout, store.capacity_rows, t)
-        self._ranking.read(num_used, num_left)
-
-    def forget(self) -> None:
-        """Forget what was read of rows: all are dropped."""
-        self._ranking = None
-
     def end_period(self, store: "EmbeddingStore", table: "TableState") -> None:
         """Set the thresholds, if they still change, and note that blocks must go."""
-        ranking, self._ranking = self._ranking, None
-        thresholds = None
-        if ranking is not None and (num := ranking.count()) > 0:
-            thresholds = self._rule.thresholds(
-                ranking.select(self._rule.ranks(num)), ranking.t
-            )
+        t, thresholds = table.num_updates // self._rule.period, None
+        if t <= NUM_PERIODS:
+            arena = int(table.layout[memory.ARENA])
+            num_used = int(store.arenas.directory[arena, memory.USED])
+            acc_R = rank_frequencies(table.layout, num_used, t, self._rule.ranks)
+            thresholds = None if acc_R is None else self._rule.thresholds(acc_R, t)
         must_free = self._must_free(store)
         if store.undo_log is not None:
             store.undo_log.keep(table.thresholds.view(np.uint64))
@@ -317,8 +296,6 @@ class Blocks:
             store.remove(state.number, new)  # of a row that has left since
         np.add.at(cur_K, which, counts_N[has_row])
         self._put_statistics(store, table, slots_K, (acc_K, cur_K, t))
-        if self._ranking is not None and self._ranking.t == t + 1:
-            self._ranking.replace(slots_K, acc_K, cur_K)
         num_N = np.zeros(len(ids_N), dtype=np.uint32)
         num_N[has_row] = num_K[which]
         return num_N

@@ -393,11 +393,9 @@ class Transactions:
         else:
             counts = state.shared.step(self._store, state, change, now_s)
         transaction.results.append(self._build_result(change, *counts))
-        if state.blocks is not None:
-            state.blocks.read_ahead(self._store, state)
-            if state.ends_period(step):
-                state.blocks.end_period(self._store, state)
-                self._ended[table] = FIRST
+        if state.blocks is not None and state.ends_period(step):
+            state.blocks.end_period(self._store, state)
+            self._ended[table] = FIRST
 
     def _write(self, state: TableState, ids_N: Ids, values_NK: Floats) -> None:
         slots_N = read_only(self._store.find(state.number, ids_N))  # rows may have left

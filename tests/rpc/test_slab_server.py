@@ -214,7 +214,7 @@ def test_each_client_gets_a_quarter_of_what_is_left(echo):
 
 def test_a_listener_without_memory_reports_it(echo, asker, caplog):
     echo.slabs._max_bytes = 0
-    assert asker({"proof": "0" * 64}) == {"refused": "the server has --shm-mib 0"}
+    assert asker({"proof": "0" * 64}) == {"rejected": "the server has --shm-mib 0"}
     given = connect(echo)
     with contextlib.closing(given), caplog.at_level("INFO"):
         given.share_memory()
@@ -256,7 +256,7 @@ def test_a_proof_is_good_once_and_only_what_the_memory_holds_is_accepted(asker):
         two.sendall(proof)
         assert two.recv(512) == b"0it was not invited"
         guessed = asker({"drawn": secrets.token_hex(32)})
-        assert guessed == {"refused": "it has read another proof in the memory"}
+        assert guessed == {"rejected": "it has read another proof in the memory"}
         drawn = os.pread(fd, 32, 0).hex()
         assert asker({"drawn": drawn}) == {"bytes": os.fstat(fd).st_size}
         os.close(fd)

@@ -15,7 +15,6 @@ from persia_torchrec.errors import ConfigError
 from persia_torchrec.rpc.messages import Header, Kind, TableIds
 from persia_torchrec.server.open_batches import Update, build_gradients
 from persia_torchrec.store import (
-    block_statistics,
     memory,
     table_blocks,
     table_states,
@@ -453,21 +452,6 @@ def test_blocks_freed_in_slices_between_requests_are_as_those_freed_at_once(
     free_all(sliced)
     assert content_of(sliced) == content_of(at_once)
     check_store(sliced)
-
-
-@settings(max_examples=20)
-@given(st.lists(st.integers(0, 2**32 - 1), min_size=20, max_size=60))
-def test_thresholds_of_rows_read_ahead_equal_those_of_rows_read_at_the_end(seeds):
-    stores = [open_store(capacity_rows=200) for _ in range(2)]
-    for store, group in zip(stores, (1000, 3), strict=True):
-        with pytest.MonkeyPatch.context() as patch:
-            for module in (block_statistics, table_blocks):
-                patch.setattr(module, "GROUP_SLOTS", group)
-            for number, seed in enumerate(seeds):
-                do_request(store, seed)
-                if number == len(seeds) // 2:
-                    store.set_step(0, store.num_updates + seed % 5)
-    assert content_of(stores[0]) == content_of(stores[1])
 
 
 def store_with_lost_blocks(monkeypatch, path=None):

@@ -34,7 +34,6 @@ from persia_torchrec.store import (
     memory,
     memory_file,
     row_copy,
-    table_blocks,
     table_states,
 )
 from persia_torchrec.store.embedding_store import EmbeddingStore
@@ -410,7 +409,6 @@ class Deaths:
 
     def __init__(self, path, case):
         self._path, self._case = path, case
-        table_blocks.GROUP_SLOTS = 4  # of this process: several groups
         os.truncate(path, 0)
         store, streams = case.open(path)
         store.journal.begin(77)

@@ -38,6 +38,11 @@ class Point(Enum):
     RESTORE_APPLIES_INCREMENT = restore, "apply_increment"
     REQUEST_IS_NOTED = dedup.Streams, "settle"
     TABLE_FREES_ROWS = table_states, "free_rows"
+
+    def __reduce_ex__(self, protocol):
+        """Pickle the name: a module cannot be."""
+        return getattr, (Point, self.name)
+
     SLAB_REQUEST_IS_READ = slab_server.Slabs, "take"
     SLAB_ROWS_ARE_GATHERED = slab_server.Slabs, "body_in_place"
     SLAB_REPLY_IS_WRITTEN = slab_server.Tenant, "answer"

@@ -17,7 +17,6 @@ from persia_torchrec import (
     Expiry,
 )
 from persia_torchrec.embedding.optim import SGD, Adagrad, Adam
-from persia_torchrec.store import table_blocks
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
 from tests.support.consistency import check_store, ids_oldest_first
@@ -161,7 +160,6 @@ def state_of(store):
 
 def kill_again_and_again(path, eviction, engine, num_kills, seed=0):
     """Kill forked processes that use a store; compare with one that is never killed."""
-    table_blocks.GROUP_SLOTS = 64  # of this process: several groups
     rng = np.random.default_rng(seed)
     undisturbed, made = store_of(None, eviction, engine), 0
     for number in range(num_kills):
