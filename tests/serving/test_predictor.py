@@ -56,7 +56,7 @@ def test_the_previous_model_stays_where_a_later_one_cannot_be_loaded(
     (later / "jit_dense.pt").write_bytes(b"no model")
     (later / "manifest.json").touch()
     with following_model(predictor, tmp_path, "jit_dense.pt", poll_s=0.001):
-        wait_until(lambda: "the previous model stays" in caplog.text, "it is logged")
+        wait_until(lambda: "keeping the previous model" in caplog.text, "it is logged")
     assert "checkpoint-00000002/jit_dense.pt must be a TorchScript model" in caplog.text
     assert predictor.model.path == str(first / "jit_dense.pt")
 
