@@ -61,6 +61,9 @@ CAUSE = find runs -path '*/coordinator/0/combined.log' -newer $(VENV)/began -exe
 .PHONY: help install train system test quick long wheel test-versions lint unit chaos fuzz soak cluster quality speed coverage docs dropin clean
 .NOTPARALLEL:
 
+# Three workers would rewrite each test file, and each process read each module.
+unexport PYTHONDONTWRITEBYTECODE
+
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' Makefile
 

@@ -32,6 +32,7 @@ PROOF_VALID_S = 300.0  # age of a proof's name, or difference of the clocks of t
 JOIN_TIMEOUT_S = 600.0  # a cold compile, after an image has been pulled
 READY_S = 600.0  # servers have loaded their checkpoint, the workers over them answer
 COMPILING_S = 900.0  # the longest extension while a process compiles its loops
+COMPILING_TURN_S = 120.0  # another process has compiled the loop that this one misses
 COMPILING_BEAT_S = 5.0  # more than between two heartbeats of a process that compiles
 ROLES_START_S = 5.0  # torchx has started all roles
 PORT_HELD_S = 1.0  # a port is held by what does not listen: it is taken

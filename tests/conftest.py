@@ -43,7 +43,7 @@ collect_ignore = ["support/stock_client.py"]  # of another environment
 
 settings.register_profile(
     "ci",
-    max_examples=40,
+    max_examples=30,
     stateful_step_count=30,
     derandomize=True,
     deadline=None,

@@ -11,12 +11,15 @@ for :func:`specialized` loops.
   checks every division, which keeps LLVM from using vector instructions.
 * ``fastmath`` allows sums to be reordered and multiply-adds to be fused, no more: NaN
   and inf keep their meaning.
+* Of several processes that miss a loop at once, as the servers of one machine, the
+  first compiles it, and the others wait for its machine code.
 * The cache: numba ties an entry to the file of the loop alone, and would keep running
   an old version of a function inlined from another file. Here an entry also names a
   hash of every source that may be inlined.
 """
 
 import contextlib
+import fcntl
 import logging
 import os
 import re
@@ -39,6 +42,7 @@ from numba.core.caching import FunctionCache
 from numba.core.errors import NumbaError
 from numba.core.runtime import rtsys
 
+from persia_torchrec import timeouts
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.jit import intrinsics
 
@@ -48,6 +52,7 @@ P = ParamSpec("P")
 S = TypeVar("S", bound=np.generic)
 R = TypeVar("R")
 
+_TURN_POLL_S = 0.02
 _MARKS = (b"@compiled", b"@inlined", b"@intrinsic", b"specialized(")
 _IMPORT = re.compile(
     r"^from persia_torchrec([\w.]*) import (\([^)]*\)|.*)", re.MULTILINE
@@ -202,6 +207,69 @@ class _NoFolderError(Exception):
     """The machine code of a function can be kept nowhere."""
 
 
+class _Turn:
+    """A loop's turn to be compiled, which one process has: a byte of a file is locked.
+
+    A process loses it with its end. Where files cannot be locked, all have it.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder = folder
+        self._place = int.from_bytes(sha256(name.encode()).digest()[:6], "little")
+
+    def wait(self) -> bool:
+        """Take the turn; return whether another process had it meanwhile."""
+        if self._is_taken():
+            return False
+        # Listeners hear of the wait as of a compilation.
+        with event.trigger_event("numba:compile", data={}):
+            deadline = time.monotonic() + timeouts.COMPILING_TURN_S
+            while not self._is_taken() and time.monotonic() < deadline:
+                time.sleep(_TURN_POLL_S)
+        return True
+
+    def _is_taken(self) -> bool:
+        try:
+            file = _lock_file(self._folder)
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._place)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
+
+    def end(self) -> None:
+        """Leave the turn to other processes."""
+        with contextlib.suppress(OSError):
+            fcntl.lockf(_lock_file(self._folder), fcntl.LOCK_UN, 1, self._place)
+
+
+@cache
+def _lock_file(folder: Path) -> int:
+    """Open the file of the turns; it stays open, as closing it would end all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    return os.open(folder / "compiling.lock", flags, 0o600)
+
+
+class _Failures(event.Listener):  # type: ignore[misc]  # untyped
+    """Ends the turn of a loop that cannot be compiled."""
+
+    def on_start(self, _event: event.Event) -> None:
+        pass
+
+    def on_end(self, ended: event.Event) -> None:
+        dispatcher = (ended.data or {}).get("dispatcher")
+        cached = getattr(dispatcher, "_cache", None)
+        if not isinstance(cached, _SourceCache):
+            return
+        if tuple(ended.data["args"]) not in dispatcher.overloads:
+            cached.turn.end()
+
+
+event.register("numba:compile", _Failures())
+
+
 class _SourceCache(FunctionCache):  # type: ignore[misc]  # untyped
     """numba's cache of one loop, whose entries hold for one state of all sources."""
 
@@ -224,10 +292,19 @@ class _SourceCache(FunctionCache):  # type: ignore[misc]  # untyped
                 numba.config.CACHE_DIR = given
             _copy_code(beside, Path(self.cache_path))
         self._stamps = sha256(code.__code__.co_code).hexdigest(), stamp
+        self.turn = _Turn(Path(self.cache_path), code.__qualname__)
 
     def load_overload(self, sig: object, target_context: object) -> object:
         # numba would prepare to compile first, which takes longer than all loops take.
         rtsys.initialize(target_context)
+        found = self._load(sig, target_context)
+        if found is None and self.turn.wait():  # another process has compiled it
+            found = self._load(sig, target_context)
+            if found is not None:
+                self.turn.end()
+        return found
+
+    def _load(self, sig: object, target_context: object) -> object:
         try:
             return self._load_overload(sig, target_context)
         except (AttributeError, ImportError):
@@ -240,6 +317,8 @@ class _SourceCache(FunctionCache):  # type: ignore[misc]  # untyped
             super().save_overload(sig, data)
         except OSError as exc:
             _say_not_kept(f"{self.cache_path}: {exc.strerror}")
+        finally:
+            self.turn.end()
 
     def _index_key(self, sig: object, codegen: Any) -> tuple[object, ...]:
         # numba's own key pickles the closure, whose functions differ by process.

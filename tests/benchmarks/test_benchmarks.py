@@ -41,8 +41,8 @@ needs_redis = pytest.mark.skipif(
 )
 
 
-LONG = {"wire", "increments", "data", "dlrm", "servers", "trainer", "serving"}
-"""Those of many processes; ``WRONG`` runs parts of wire and increments, too."""
+LONG = {"store", "wire", "increments", "data", "dlrm", "servers", "trainer", "serving"}
+"""Those that take long; ``WRONG`` runs parts of store, wire and increments, too."""
 
 CASES = [
     pytest.param(name, marks=[pytest.mark.long] if name in LONG else [])

@@ -3,6 +3,7 @@ import errno
 import importlib.util
 import inspect
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from numba.core.caching import FunctionCache
 from numba.core.datamodel import default_manager
+from numba.core.errors import NumbaError
 
 import persia_torchrec
 from persia_torchrec.jit import compiled as compiled_module
@@ -26,6 +28,7 @@ from persia_torchrec.jit.compiled import (
     specialized,
 )
 from persia_torchrec.jit.kernel import as_written, divide
+from tests.support.processes import Processes, wait_until
 
 NUMBAS_PRIVATE_NAMES = {
     "_cache": "a dispatcher's cache, which loads and saves its machine code",
@@ -123,6 +126,43 @@ def load(path):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def compile_at_once(path, go):
+    sys.path.insert(0, str(path.parent))  # loops are loaded by the name of their module
+    module = importlib.import_module(path.stem)
+    Path(f"{go}-{os.getpid()}").touch()
+    wait_until(go.exists, "all processes are ready")
+    assert module.double(np.float32(1.5)) == 3
+    print("misses", sum(module.double.stats.cache_misses.values()))
+
+
+def test_of_processes_that_miss_a_loop_at_once_the_first_compiles_it(tmp_path):
+    path, go = tmp_path / "loop.py", tmp_path / "go"
+    path.write_text(LOOP)
+    with Processes(tmp_path) as processes:
+        started = [
+            processes.start(f"process {n}", compile_at_once, path, go) for n in range(3)
+        ]
+        wait_until(lambda: len(list(tmp_path.glob("go-*"))) == 3, "all are ready")
+        go.touch()
+        assert [one.status() for one in started] == [0] * 3
+    found = [re.search(r"misses (\d)", one.output())[1] for one in started]
+    assert sorted(found) == ["0", "0", "1"]
+
+
+def require_free(path):
+    assert not load(path).double._cache.turn.wait()
+
+
+def test_a_loop_that_cannot_be_compiled_keeps_no_other_process_waiting(tmp_path):
+    path = tmp_path / "loop.py"
+    path.write_text(LOOP.replace("2 * x", "x.y"))
+    with pytest.raises(NumbaError):
+        load(path).double(np.float32(1.5))
+    with Processes(tmp_path) as processes:
+        process = processes.start("other", require_free, path)
+        assert process.status() == 0, process.output()
 
 
 @pytest.fixture

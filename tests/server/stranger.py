@@ -23,6 +23,10 @@ class Stranger:
     def ask(self, *frames):
         """Send frames; return the reply's header and what follows, decoded."""
         self.socket.send_multipart([bytes(frame) for frame in frames])
+        return self.receive()
+
+    def receive(self):
+        """Return the next reply's header and what follows, decoded."""
         assert self.socket.poll(DEADLINE_S * 1000), "no answer"
         header, *body = self.socket.recv_multipart()
         header = Header.decode(header)

@@ -103,14 +103,6 @@ def test_the_last_outcomes_are_remembered(path):
     assert kept.streams.outcome((1, 300)) is None
 
 
-def test_the_parts_of_a_lookup_are_distinguished(path):
-    kept = Reopened(path)
-    for part in (0, 6):
-        kept.look_up((1, 5), part)
-    found = [part for part in range(7) if kept.streams.was_looked_up((1, 5), part)]
-    assert found == [0, 6]
-
-
 def test_stream_0_remembers_nothing(path):
     kept = Reopened(path)
     kept.look_up((0, 5), 0)

@@ -67,28 +67,6 @@ def test_groups_do_not_wait_for_one_another():
     assert collected.steps.num_steps == 1
 
 
-def test_a_later_step_may_be_complete_before_an_earlier_one():
-    collected = Collected()
-    collected.give("a1", share(1, 0))
-    collected.give("a2", share(2, 0))
-    collected.give("b2", share(2, 1))
-    collected.give("b1", share(1, 1))
-    assert collected.applied == [[b"a2", b"b2"], [b"a1", b"b1"]]
-
-
-def test_steps_do_not_wait_for_a_rank_that_has_left_before_them():
-    collected = Collected()
-    collected.give("a3", share(3, 0))
-    collected.give("a2", share(2, 0))
-    collected.give("a1", share(1, 0))
-    collected.steps.leave(share(2, 1))
-    assert collected.applied == [[b"a2"], [b"a3"]]
-    collected.give("a4", share(4, 0))
-    assert collected.applied[2:] == [[b"a4"]]
-    collected.give("b1", share(1, 1))
-    assert collected.applied[3:] == [[b"a1", b"b1"]]
-
-
 def test_a_step_that_waits_too_long_is_rejected_and_the_missing_ranks_are_named():
     collected = Collected()
     collected.give("a", share(5, 0, 3))

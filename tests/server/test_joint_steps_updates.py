@@ -1,6 +1,5 @@
 """Updates of several trainers that a server applies as one."""
 
-import threading
 from concurrent.futures import wait
 
 import numpy as np
@@ -46,9 +45,6 @@ class Trainer:
         grads = np.empty((len(values), self.client.table(self.table).dim), np.float32)
         grads[self.split.inverse] = np.array(values, dtype=np.float32)[:, None]
         return self.client.push([(self.table, self.split)], [grads], self.number)
-
-    def give_up(self):
-        return self.client.push([], [], self.number)
 
     def outcome(self, replies):
         done, _ = wait(replies, DEADLINE_S)
@@ -100,31 +96,6 @@ def test_the_optimizer_sees_the_sum_of_all_trainers_once(trainers):
     np.testing.assert_array_equal(rows, expected)
 
 
-def test_all_trainers_learn_what_became_of_the_whole_step(trainers):
-    first, second = trainers
-    first.look_up(1, [1, 2])
-    second.look_up(1, [1, 3])
-    replies = [first.push(1.0, 1.0), second.push(np.nan, 1.0)]
-    outcomes = [t.outcome(r) for t, r in zip(trainers, replies, strict=True)]
-    assert [outcome.num_refused for outcome in outcomes] == [1, 1]
-    rows = first.client.read("item", ids_of(1, 2, 3))
-    np.testing.assert_array_equal(rows[0], 0)
-    np.testing.assert_array_equal(rows[1:], rows_after({2: 1.0, 3: 1.0})[1:])
-    assert total(first.client, "gradients_refused") == 1
-
-
-def test_a_trainer_may_give_up_its_batch(trainers):
-    first, second = trainers
-    first.look_up(1, [1, 2])
-    second.look_up(1, [2, 3])
-    given_up = second.give_up()
-    replies = first.push(1.0, 2.0)
-    assert second.outcome(given_up) == first.outcome(replies)
-    expected = rows_after({1: 1.0, 2: 2.0, 3: 0.0})
-    np.testing.assert_array_equal(first.client.read("item", ids_of(1, 2, 3)), expected)
-    assert total(first.client, "open_batches") == 0
-
-
 def test_trainers_may_update_different_tables(trainers):
     first, second = trainers
     first.look_up(1, [1])
@@ -134,19 +105,6 @@ def test_trainers_may_update_different_tables(trainers):
         assert trainer.outcome(reply).num_missed == 0
     assert first.client.read("item", ids_of(1))[0, 0] == pytest.approx(-0.5)
     assert first.client.read("place", ids_of(1))[0, 0] == pytest.approx(0.5)
-
-
-def test_the_others_continue_when_one_has_left(trainers):
-    first, second = trainers
-    first.look_up(1, [1])
-    replies = first.push(1.0)
-    second.client.leave(second.share(1))
-    assert first.outcome(replies).num_missed == 0
-    first.look_up(2, [1])
-    assert first.outcome(first.push(1.0)).num_missed == 0
-    np.testing.assert_array_equal(
-        first.client.read("item", ids_of(1)), rows_after({1: 1.0}, {1: 1.0})[:1]
-    )
 
 
 def test_a_trainer_that_does_not_come_is_named_after_a_deadline(trainers):
@@ -217,26 +175,6 @@ def test_waiting_shares_are_bounded_in_bytes(servers):
     trainer.look_up(1, range(100))
     with pytest.raises(RemoteError, match="Raise joint_update_bytes of the server"):
         trainer.outcome(trainer.push(*[1.0] * 100))
-
-
-def test_many_steps_of_many_trainers_are_applied_each_once(servers, running):
-    num_ranks, num_steps = 3, 30
-    trainers = [Trainer(servers, running, rank, num_ranks) for rank in range(num_ranks)]
-
-    def train(trainer):
-        for step in range(1, num_steps + 1):
-            trainer.look_up(step, [1, 2, 3])
-            trainer.outcome(trainer.push(1.0, 2.0, -1.0))
-
-    threads = [threading.Thread(target=train, args=(t,)) for t in trainers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(DEADLINE_S)
-        assert not thread.is_alive()
-    expected = rows_after(*[{1: 3.0, 2: 6.0, 3: -3.0}] * num_steps)
-    rows = trainers[0].client.read("item", ids_of(1, 2, 3))
-    np.testing.assert_array_equal(rows, expected)
 
 
 @pytest.mark.parametrize(
