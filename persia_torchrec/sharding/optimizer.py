@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -49,8 +49,58 @@ def _set(held: Any, value: Any) -> Any:
     return value
 
 
+class JoinedGroup(dict[str, Any]):
+    """A parameter group of several tables, where TorchRec has one: see ``join``.
+
+    A rate that is set in it becomes that of all its tables, and has that of its tables
+    where these have one. A table whose rate was set alone keeps it until the group's
+    changes.
+
+    Args:
+        tables: the groups of the single tables, of one rate.
+    """
+
+    def __init__(self, tables: Sequence[dict[str, Any]]) -> None:
+        params = [param for table in tables for param in table["params"]]
+        super().__init__(params=params, lr=tables[0]["lr"])
+        self._tables = tables
+        self._seen = float(tables[0]["lr"])
+
+    def lead(self) -> None:
+        """Let the tables have the group's rate, if that has changed; else follow."""
+        if float(self["lr"]) != self._seen:
+            for table in self._tables:
+                set_values(table, {"lr": float(self["lr"])})
+        self.follow()
+
+    def follow(self) -> None:
+        """Let the group have the rate of its tables, if that is one."""
+        rates = {float(table["lr"]) for table in self._tables}
+        if len(rates) == 1:
+            set_values(self, {"lr": rates.pop()})
+        self._seen = float(self["lr"])
+
+
+def restore_groups(
+    groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]]
+) -> None:
+    """Give the groups of an optimizer the values that they were saved with.
+
+    Earlier versions had a group per table in fused optimizers; of such a state only
+    other groups are restored.
+    """
+    if len(groups) != len(saved):
+        groups = [group for group in groups if not isinstance(group, JoinedGroup)]
+        saved = [group for group in saved if "table" not in group]
+    for group, previous in zip(groups, saved, strict=True):
+        set_values(group, previous)
+
+
 class RemoteOptimizer(FusedOptimizer):
     """Learning rates of tables on the servers, one parameter group per table.
+
+    That of a model, ``model.fused_optimizer``, has the groups of TorchRec's: tables of
+    one collection with the same optimizer, dtype and pooling are one group.
 
     It is for schedules, ``torch.optim.lr_scheduler`` or TorchRec's ``WarmupOptimizer``:
     the servers apply gradients by the current ``lr`` of the table's group. A new rate
@@ -65,7 +115,7 @@ class RemoteOptimizer(FusedOptimizer):
     placeholder is 0, or infinite where those of the embeddings were not finite, until
     ``zero_grad``: so ``scaler.step`` finds it. ``send`` makes the servers use the rates
     of ``groups``, which are by the names of parameters; ``states`` are the collections'
-    rows, by table.
+    rows, by table; ``joined`` are the groups that it shows, if they are others.
     """
 
     def __init__(
@@ -73,6 +123,7 @@ class RemoteOptimizer(FusedOptimizer):
         groups: Mapping[str, dict[str, Any]],
         send: Callable[[], None],
         states: States,
+        joined: Sequence[JoinedGroup] = (),
     ) -> None:
         if not groups:
             raise ConfigError(
@@ -80,13 +131,15 @@ class RemoteOptimizer(FusedOptimizer):
                 "it after DistributedModelParallel has sharded the model."
             )
         params = {name: group["params"][0] for name, group in groups.items()}
-        super().__init__(params, _States(groups.values(), states), [*groups.values()])
+        shown: list[dict[str, Any]] = [*joined] if joined else [*groups.values()]
+        super().__init__(params, _States(groups.values(), states), shown)
+        self._groups = [*groups.values()]
         self._send = send
         self._states = states
 
     def learning_rates(self) -> dict[str, float]:
         """Return the current rate of each table."""
-        return {group["table"]: float(group["lr"]) for group in self.param_groups}
+        return {group["table"]: float(group["lr"]) for group in self._groups}
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Send the rates that have changed; the gradients are on their way already."""
@@ -95,7 +148,7 @@ class RemoteOptimizer(FusedOptimizer):
 
     def post_load_state_dict(self) -> None:
         """Wait until all trainers have loaded the state."""
-        loaded = {group["table"] for group in self.param_groups} & self._states.keys()
+        loaded = {group["table"] for group in self._groups} & self._states.keys()
         for state in {
             id(self._states[table]): self._states[table] for table in loaded
         }.values():
@@ -104,7 +157,7 @@ class RemoteOptimizer(FusedOptimizer):
 
     def set_optimizer_step(self, step: int) -> None:
         """Continue counting Adam's steps, of all tables, from a number."""
-        for group in self.param_groups:
+        for group in self._groups:
             if state := self._states.get(group["table"]):
                 state.set_step(group["table"], step)
 

@@ -119,7 +119,9 @@ class CollectionSharder(table_control.TableControl, PlannedSharder):
         # A table of two collections is in the optimizer of the first.
         names = sharded.tables_by_key.items()
         if groups := {key: tables.groups[name] for key, name in names if name in added}:
-            given = groups, tables.send_rates, tables.states
+            poolings = {feature.table: feature.pooling for feature in spec.features}
+            joined = tables.join(groups.values(), poolings)
+            given = groups, tables.send_rates, tables.states, joined
             sharded.fused_optimizer = RemoteOptimizer(*given)
         sharded.before_first_pull = self.require_known_settings
         return sharded

@@ -30,7 +30,12 @@ from persia_torchrec.rpc.channel import OwnProcess
 from persia_torchrec.sharding import torchrec_api
 from persia_torchrec.sharding.backward_pass import Agreement, AnswersAtEnd, BackwardPass
 from persia_torchrec.sharding.first_batch import FirstBatch
-from persia_torchrec.sharding.optimizer import RemoteOptimizer, States, set_values
+from persia_torchrec.sharding.optimizer import (
+    JoinedGroup,
+    RemoteOptimizer,
+    States,
+    set_values,
+)
 from persia_torchrec.sharding.stored_tensor import is_sharded
 from persia_torchrec.sharding.trainer_metrics import TrainerCounts, TrainerMetrics
 from persia_torchrec.table import TableChange, TableSpec
@@ -67,6 +72,7 @@ class RemoteTables(OwnProcess):
         # Each with the names of its tables.
         self.pipelines: list[tuple[BatchPipeline[Any, Any], frozenset[str]]] = []
         self.groups: dict[str, dict[str, Any]] = {}  # of parameters, by table
+        self.joined: list[JoinedGroup] = []  # of several tables, of fused optimizers
         self.states: States = {}  # the rows, by table
         # By table: what its collection calls it, and the path of that.
         self.own_names: dict[str, tuple[str, str]] = {}
@@ -128,6 +134,23 @@ class RemoteTables(OwnProcess):
             self.agreement.first_batch = self.first_batch
             self.agreement.timeout_s = timeouts.exchange_s(self.recovery_s)
         return [spec.name for spec in added]
+
+    def join(
+        self, groups: Iterable[dict[str, Any]], poolings: Mapping[str, object]
+    ) -> list[JoinedGroup]:
+        """Join groups of single tables where TorchRec has one kernel for them.
+
+        That is one per optimizer, dtype and pooling of a collection; ``poolings`` are
+        by table.
+        """
+        kernels: dict[object, list[dict[str, Any]]] = {}
+        for group in groups:
+            spec = self.specs[group["table"]]
+            kernel = spec.optimizer, spec.weight_dtype, poolings.get(spec.name)
+            kernels.setdefault(kernel, []).append(group)
+        joined = [JoinedGroup(tables) for tables in kernels.values()]
+        self.joined += joined
+        return joined
 
     def require_one_optimizer(self, specs: Iterable[TableSpec]) -> None:
         """Reject a table of two collections, each with an optimizer of its own."""
@@ -280,6 +303,7 @@ class RemoteTables(OwnProcess):
 
     def change(self, change: TableChange) -> list[Future[None]]:
         """Change the settings of tables, in order with the pushes."""
+        self.agree_on_rates()
         specs = {name: change(spec) for name, spec in self.specs.items()}
         changed = {name for name, spec in specs.items() if spec != self.specs[name]}
         users = [pipeline for pipeline, names in self.pipelines if names & changed]
@@ -290,14 +314,26 @@ class RemoteTables(OwnProcess):
         for name in changed:
             if specs[name].optimizer.lr != self.specs[name].optimizer.lr:
                 set_values(self.groups[name], {"lr": specs[name].optimizer.lr})
+        self.follow_rates()
         self.specs = specs
         return [pipeline.change_tables(change) for pipeline in users]
 
     def send_rates(self) -> None:
         """Send rates that a schedule has changed, in order with the pushes."""
+        self.agree_on_rates()
         specs, groups = self.specs, self.groups
         if any(groups[n]["lr"] != specs[n].optimizer.lr for n in groups):
             self.set_rates({name: float(groups[name]["lr"]) for name in groups})
+
+    def agree_on_rates(self) -> None:
+        """Let groups of several tables, and of single ones, have the same rates."""
+        for joined in self.joined:
+            joined.lead()
+
+    def follow_rates(self) -> None:
+        """Let groups of several tables have the rates of these, which were set."""
+        for joined in self.joined:
+            joined.follow()
 
     def flush(self, table: str) -> None:
         """Wait until this trainer's updates of a table so far are applied."""
@@ -338,6 +374,7 @@ class TableControl:
 
     def rates(self) -> dict[str, float]:
         """Return the learning rate of each table, which may not have been sent yet."""
+        self.remote_tables.agree_on_rates()
         groups = self.remote_tables.groups.items()
         return {name: float(group["lr"]) for name, group in groups}
 
@@ -359,6 +396,7 @@ class TableControl:
         for name in same:
             group = tables.groups[name]
             set_values(group, {"lr": rates.get(name, group["lr"])})
+        tables.follow_rates()
 
     def close(self) -> None:
         """Stop the threads of the collections sharded so far. May be called twice."""
@@ -505,6 +543,7 @@ class TableControl:
             ConfigError: no collection is sharded, or one more since the first time.
         """
         tables = self.remote_tables
+        tables.agree_on_rates()
         if tables.optimizer is None:
             given = tables.groups, tables.send_rates, tables.states
             tables.optimizer = RemoteOptimizer(*given)

@@ -37,7 +37,7 @@ from persia_torchrec.datasets.dataset import RowDataset
 from persia_torchrec.errors import CheckpointError, ConfigError
 from persia_torchrec.job.member import JobMember
 from persia_torchrec.persia.loader import DataLoader, PersiaTrainingBatch
-from persia_torchrec.sharding.optimizer import set_values
+from persia_torchrec.sharding.optimizer import restore_groups
 from persia_torchrec.sharding.state import without_rows
 from persia_torchrec.sharding.table_control import Sharders, table_controls
 from persia_torchrec.training.checkpoint import (
@@ -413,10 +413,7 @@ class Recovery:
             )
         shared, _ = self._split()
         for name, groups in saved["groups"].items():
-            for group, previous in zip(
-                shared[name].param_groups if groups else (), groups, strict=True
-            ):
-                set_values(group, previous)
+            restore_groups([*shared[name].param_groups] if groups else [], groups)
         for sharder in self._sharders:
             sharder.restore(self._tables, saved["rates"], timeouts.RESTORE_SETTINGS_S)
 
