@@ -153,9 +153,13 @@ class EndedIncrement:
 
 @dataclass(frozen=True, slots=True)
 class DenseHalf:
-    """The dense half of a checkpoint: names of the optimizers that have state."""
+    """The dense half of a checkpoint: names of the optimizers that have state.
+
+    ``shared`` are the tables that several collections of the model had.
+    """
 
     begun: tuple[str, ...]
+    shared: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

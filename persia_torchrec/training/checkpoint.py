@@ -60,6 +60,12 @@ from persia_torchrec.training.dense_reader import (
     SavePlanner,
     reader_of,
 )
+from persia_torchrec.training.shared_tables import (
+    copy_rows,
+    find_parts,
+    load_first,
+    shared_names,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +129,7 @@ def save_checkpoint(
         assert servers is not None  # rank 0 does this
         manifest = dataclasses.replace(
             servers.wait(),
-            dense=describe_dense(state),
+            dense=describe_dense(state, sharders),
             num_batches=client.batches.trained,
         )
         manifest.write(folder)
@@ -158,12 +164,12 @@ def save_dense_beside(
         raise
 
 
-def describe_dense(state: dict[str, Any]) -> catalog.DenseHalf:
+def describe_dense(state: dict[str, Any], sharders: Sharders) -> catalog.DenseHalf:
     """Return what a manifest says of the dense half."""
     kind = torch.optim.Optimizer
     with without_rows():
         begun = [n for n, v in state.items() if isinstance(v, kind) and v.state]
-    return catalog.DenseHalf(tuple(begun))
+    return catalog.DenseHalf(tuple(begun), shared_names(table_controls(sharders)))
 
 
 def load_checkpoint(
@@ -213,13 +219,15 @@ def load_checkpoint(
         found = catalog.Saved.read(folder or catalog.find_checkpoint(path, job=job))
         _dense_of(found.folder)
         delta = found.delta
+        parts = find_parts(found, client, rules)
         saved = client.checkpoints.load(
             found.checkpoint.url,
             increments=None if delta is None else delta.increments,
             until=None if delta is None else delta.positions,
-            rules=rules,
+            rules=load_first(rules, parts),
             timeout_s=timeout_s,
         )
+        copy_rows(client, parts)
         if delta is None:
             return saved
         of_delta, step = found.folder.url, delta.step

@@ -89,7 +89,7 @@ def save_delta(
             ended[0].folder,
             tuple(of_server.position for of_server in ended),
             catalog.merge_tables([of_server.tables for of_server in ended]),
-            describe_dense(state),
+            describe_dense(state, sharders),
             datetime.now(UTC).isoformat(),
             step,
             num_batches=client.batches.trained,
