@@ -1,33 +1,89 @@
 """Run one program, plain or patched, from known weights; write losses and tables.
 
-    python -m tests.dropin.driver FOLDER MAIN OUTPUT plain|servers [arguments]
+    python -m tests.dropin.driver PROGRAM FOLDER OUTPUT KIND STEPS LOADED [arguments]
 
-The program is imported as it stands in FOLDER. Around it, and in it nowhere: each
-weight begins with numbers of its key, tables of the plain program are whole on this
-trainer, and hooks note the loss of each training batch and each AUROC.
+KIND is plain or servers; LOADED is a folder with a checkpoint of the program's own, or
+nothing. The program is imported as it stands in FOLDER, and the module of this folder
+that is named like PROGRAM calls it. Around it, and in it nowhere: each weight begins
+with numbers of its key, tables of the plain program are whole on this trainer, and
+hooks note the loss of each training batch and each metric.
 """
 
 import hashlib
-import importlib.util
+import importlib
 import json
 import sys
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
 import torch
-import torchmetrics
 from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import ShardedTensor
 
 WHOLE = ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"])
 
 
-METRICS: list[float] = []
-"""Each AUROC that the program has computed, to 6 digits."""
+@dataclass
+class Run:
+    """One run of a program: what it is asked for, and what it has given so far."""
+
+    folder: Path
+    output: Path
+    is_plain: bool
+    steps: int
+    loaded: Path | None
+    arguments: list[str]
+    losses: list[float] = field(default_factory=list)
+    metrics: list[float] = field(default_factory=list)
+    models: list[DistributedModelParallel] = field(default_factory=list)
+
+    @property
+    def checkpoint(self) -> Path:
+        """Where the program saves its own checkpoint."""
+        return self.output / "checkpoint"
+
+    def option(self, name: str) -> str:
+        """Return the value of an argument NAME=VALUE, or nothing."""
+        given = dict(argument.split("=", 1) for argument in self.arguments)
+        return given.get(name, "")
+
+    def note_metrics(self, values: Mapping[str, Any]) -> None:
+        """Note metrics, to 6 digits, in the order of their names."""
+        self.metrics += [round(float(values[name]), 6) for name in sorted(values)]
+
+    def shard(
+        self, loss_of: Callable[[Any], torch.Tensor]
+    ) -> Callable[..., DistributedModelParallel]:
+        """Return what shards a model, gives it weights and notes its losses."""
+
+        def made(*args: Any, **settings: Any) -> DistributedModelParallel:
+            model = DistributedModelParallel(*args, **settings)
+            begin(model)
+            self.models.append(model)
+
+            forward = model.forward
+
+            def noted(*args: Any, **settings: Any) -> Any:
+                result = forward(*args, **settings)
+                if model.training and torch.is_grad_enabled():
+                    self.losses.append(float(loss_of(result).detach()))
+                return result
+
+            model.forward = noted  # a hook is not called by model.forward(...)
+            return model
+
+        return made
+
+    def write(self) -> None:
+        """Write losses, metrics and the tables of the last model."""
+        torch.save(tables(self.models[-1]), self.output / "tables.pt")
+        noted = json.dumps([self.losses, self.metrics])
+        (self.output / "losses.json").write_text(noted)
 
 
 def first_weights(key: str, shape: torch.Size) -> torch.Tensor:
@@ -51,66 +107,48 @@ def begin(model: DistributedModelParallel) -> None:
 
 
 def tables(model: DistributedModelParallel) -> dict[str, torch.Tensor]:
-    """Return the tables of a model as ordinary tensors."""
+    """Return the tables of a model as ordinary float32 tensors."""
     return {
-        key: torch.cat([shard.tensor.clone() for shard in value.local_shards()])
+        key: torch.cat([shard.tensor.clone() for shard in value.local_shards()]).float()
         for key, value in model.state_dict().items()
         if isinstance(value, ShardedTensor)
     }
 
 
-def stand_in_for_missing() -> None:
-    """Let a program log to nothing where MLPerf's logger is not installed.
+class _Missing(ModuleType):
+    """A module that is not to be had: whatever is imported from it does nothing."""
 
-    Its AUROC has an argument that torchmetrics no longer takes.
-    """
-    if importlib.util.find_spec("mlperf_logging") is None:
-        for name in ("", ".mllog", ".mllog.constants", ".mllog.mllog"):
-            sys.modules[f"mlperf_logging{name}"] = MagicMock()
-    made = torchmetrics.AUROC
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__: list[str] = []
 
-    def auroc(*args: Any, compute_on_step: bool = False, **settings: Any) -> Any:
-        metric = made(*args, **settings)
-        compute = metric.compute
-
-        def noted() -> Any:
-            METRICS.append(round(float(value := compute()), 6))
-            return value
-
-        metric.compute = noted
-        return metric
-
-    torchmetrics.AUROC = auroc
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        setattr(self, name, made := MagicMock())
+        return made
 
 
-def main(folder: str, name: str, output: str, kind: str, *arguments: str) -> None:
+def stand_in(*names: str, **functions: Any) -> None:
+    """Let imports of modules that are not to be had succeed."""
+    for name in names:
+        sys.modules[name] = _Missing(name)
+        vars(sys.modules[name]).update(functions)
+
+
+def main(name: str, *rest: str) -> None:
     """Run the program."""
-    sys.path[:0] = [folder, str(Path(folder).parent)]
-    stand_in_for_missing()
-    program: Any = importlib.import_module(Path(name).stem)
-    models, losses = [], list[float]()
-
-    def made(*args: Any, **settings: Any) -> DistributedModelParallel:
-        model = DistributedModelParallel(*args, **settings)
-        begin(model)
-        models.append(model)
-
-        def note(module: Any, _: Any, result: Any) -> None:
-            if module.training:
-                losses.append(float(result[0].detach()))
-
-        model.register_forward_hook(note)
-        return model
-
-    program.DistributedModelParallel = made
-    if kind == "plain":
-        names = [f"t_{feature}" for feature in program.DEFAULT_CAT_NAMES]
-        constraints = dict.fromkeys(names, WHOLE)
-        planner = partial(EmbeddingShardingPlanner, constraints=constraints)
-        program.EmbeddingShardingPlanner = planner
-    program.main(list(arguments))
-    torch.save(tables(models[0]), Path(output, "tables.pt"))
-    Path(output, "losses.json").write_text(json.dumps([losses, METRICS]))
+    folder, output, kind, steps, loaded, *arguments = rest
+    run = Run(
+        folder=Path(folder),
+        output=Path(output),
+        is_plain=kind == "plain",
+        steps=int(steps),
+        loaded=Path(loaded) if loaded else None,
+        arguments=arguments,
+    )
+    importlib.import_module(f"tests.dropin.{name}").main(run)
+    run.write()
 
 
 if __name__ == "__main__":

@@ -31,20 +31,32 @@ SCHEDULE = ["--lr_warmup_steps=5", "--lr_decay_start=10", "--lr_decay_steps=10"]
 
 @dataclass(frozen=True)
 class Program:
-    """A program: its repository and commit, its folder there, patch and runs."""
+    """A program: its repository and commit, its folder there, patch and runs.
+
+    ``driver`` is the module of this folder that calls it, ``patched_file`` the one of
+    its files that is patched. ``packages`` are what it needs beside this project's
+    environment, in a folder of their own; ``build`` is a command in its folder. One
+    that ``saves_checkpoints`` continues from those of the other kind too. ``most`` is
+    how far a loss may be, by the title of a run, where that is not 1e-5.
+    """
 
     repository: str
     commit: str
     folder: str
-    main: str
+    driver: str
+    patched_file: str
     patch: tuple[tuple[str, str], ...]
     runs: dict[str, list[str]] = field(default_factory=dict)
+    packages: tuple[str, ...] = ()
+    build: tuple[str, ...] = ()
+    saves_checkpoints: bool = False
+    most: dict[str, float] = field(default_factory=dict)
 
     def patched(self, source: str) -> str:
         """Return the source of the program with the servers plugged in."""
         for before, after in self.patch:
             if source.count(before) != 1:
-                raise ValueError(f"{self.main} must have {before!r} once.")
+                raise ValueError(f"{self.patched_file} must have {before!r} once.")
             source = source.replace(before, after)
         return source
 
@@ -83,11 +95,38 @@ _DLRM_PATCH = (
     ),
 )
 
+_HSTU_PATCH = (
+    (
+        "import torchrec\n",
+        "import torchrec\n"
+        "from persia_torchrec import EmbeddingClient, remote_sharders\n",
+    ),
+    (
+        "    sharders = get_default_sharders()\n",
+        "    client = EmbeddingClient.connect(os.environ['SERVERS'].split(','))\n"
+        "    sharders = remote_sharders(client, staleness=0)\n",
+    ),
+)
+_TZREC_PATCH = (
+    (
+        "from torch import nn\n",
+        "from torch import nn\n"
+        "from persia_torchrec import EmbeddingClient, remote_sharders\n",
+    ),
+    (
+        '    """Get embedding module default sharder."""\n',
+        '    """Get embedding module default sharder."""\n'
+        "    client = EmbeddingClient.connect(os.environ['SERVERS'].split(','))\n"
+        "    return remote_sharders(client, staleness=0)\n",
+    ),
+)
+
 PROGRAMS = {
     "dlrm": Program(
         "facebookresearch/dlrm",
         "090956ee2319ddd349a42232958aefccfe3f7b0a",
         "torchrec_dlrm",
+        "dlrm",
         "dlrm_main.py",
         _DLRM_PATCH,
         {
@@ -100,8 +139,79 @@ PROGRAMS = {
         "mlcommons/training",
         "aa344c7f",
         "recommendation_v2/torchrec_dlrm",
+        "dlrm",
         "dlrm_main.py",
         _DLRM_PATCH,
         {"DCN, Adagrad": [*SMALL, *DCN, *ADAGRAD]},
+    ),
+    "hstu": Program(
+        "meta-recsys/generative-recommenders",
+        "db1bf8f2e8f6a92a738dafd52a245eafb25a222b",
+        ".",
+        "hstu",
+        "generative_recommenders/dlrm_v3/train/utils.py",
+        _HSTU_PATCH,
+        {
+            "debug.gin, float32": [],
+            "debug.gin, FP16 tables": ["tables=FP16"],
+            "debug.gin, bfloat16 dense half": ["dense=bf16"],
+        },
+        packages=("triton==3.7.1", "gin-config==0.5.0", "pandas"),
+        saves_checkpoints=True,
+        most={
+            "debug.gin, FP16 tables": 1e-4,
+            "debug.gin, bfloat16 dense half": 1e-4,
+        },
+    ),
+    "tzrec": Program(
+        "alibaba/TorchEasyRec",
+        "54cac3165a2adece9a932616463a5b6a2095b0ce",
+        ".",
+        "tzrec",
+        "tzrec/utils/plan_util.py",
+        _TZREC_PATCH,
+        {
+            title: [f"config={path}"]
+            for title, path in {
+                "DIN": "tzrec/tests/configs/multi_tower_din_mock.config",
+                "DeepFM": "examples/deepfm_criteo.config",
+                "MMoE": "examples/mmoe_taobao.config",
+                "DBMTL, sequences": (
+                    "tzrec/tests/configs/dbmtl_has_sequence_mock.config"
+                ),
+            }.items()
+        },
+        packages=(
+            "triton==3.7.1",
+            "protobuf<5",
+            "tensorboard==2.19",
+            "grpcio-tools<1.63",
+            "pandas",
+            "scipy",
+            "scikit-learn",
+            "joblib",
+            "threadpoolctl",
+            "narwhals",
+            "safetensors",
+            "anytree",
+            "confluent-kafka",
+            "pyodps==0.12.5.1",
+            "alibabacloud_credentials",
+            "alibabacloud_tea",
+            "alibabacloud_credentials_api",
+            "darabonba-core",
+            "aiofiles",
+            "APScheduler",
+            "tzlocal",
+        ),
+        build=(
+            "-m",
+            "grpc_tools.protoc",
+            "-I.",
+            "--python_out=.",
+            "tzrec/protos/*.proto",
+            "tzrec/protos/models/*.proto",
+        ),
+        saves_checkpoints=True,
     ),
 }

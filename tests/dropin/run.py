@@ -1,10 +1,12 @@
 """Programs of others with tables on the servers, and as they are: ``make dropin``.
 
-    python -m tests.dropin.run [--checkouts FOLDER] [--steps 20] [--only dlrm]
+    python -m tests.dropin.run [--checkouts FOLDER] [--steps 20] [--only dlrm ...]
 
 A program that is not in FOLDER is cloned there at its pinned commit, outside of this
 repository: FOLDER is a temporary one by default. Each run begins from the same weights
-and must have the same losses, at staleness 0, in float32.
+and must have the same losses, at staleness 0, in float32. A program with checkpoints of
+its own then continues from them crosswise: the plain one from those of the servers, and
+the one with servers, fresh ones, from those of the plain one.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,19 +28,21 @@ from tests.dropin.programs import PROGRAMS, Program
 ROOT = Path(__file__).parents[2]
 MOST = 1e-5
 """How far a loss may be from that of the plain program."""
+KINDS = ("plain", "servers")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run gave: the loss of each step, and the tables at the end."""
+    """What one run gave: the loss of each step, the tables at the end, metrics."""
 
     losses: list[float]
     tables: dict[str, torch.Tensor]
-    metrics: list[float]  # AUROC
+    metrics: list[float]
+    checkpoint: Path
 
 
 def fetch(program: Program, checkouts: Path) -> Path:
-    """Return the program's folder; clone it if it is not there."""
+    """Return the program's folder; clone, build and get packages if it is not there."""
     root = program.root(checkouts)
     if not root.exists():
         target = checkouts / program.repository.rpartition("/")[2]
@@ -45,43 +50,137 @@ def fetch(program: Program, checkouts: Path) -> Path:
         subprocess.run(["git", "clone", "-q", "--no-checkout", url, target], check=True)
         checkout = ["git", "-C", target, "checkout", "-q", program.commit]
         subprocess.run([*checkout, "--", program.folder], check=True)
+    packages = _packages(program, checkouts)
+    if program.packages and not packages.exists():
+        install = [sys.executable, "-m", "pip", "-q", "install", "--no-deps"]
+        made = packages.with_suffix(".part")
+        subprocess.run([*install, "--target", made, *program.packages], check=True)
+        made.rename(packages)
+    if program.build:
+        matches = [sorted(root.glob(arg)) for arg in program.build]
+        command = [
+            str(text)
+            for argument, found in zip(program.build, matches, strict=True)
+            for text in ([f.relative_to(root) for f in found] or [argument])
+        ]
+        environment = {**os.environ, "PYTHONPATH": str(packages)}
+        given = [sys.executable, *command]
+        subprocess.run(given, cwd=root, env=environment, check=True)
     return root
 
 
-def run(folder: Path, program: Program, kind: str, arguments: list[str]) -> Outcome:
-    """Run a program in a process of its own."""
-    with tempfile.TemporaryDirectory() as output:
-        driver = [sys.executable, "-m", "tests.dropin.driver", str(folder)]
-        command = [*driver, program.main, output, kind, *arguments]
+def _packages(program: Program, checkouts: Path) -> Path:
+    return checkouts / f"packages-{program.driver}"
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Runs a program in processes of their own, plain and patched."""
+
+    program: Program
+    folders: dict[str, Path]
+    packages: Path
+    output: Path
+
+    def run(
+        self, kind: str, arguments: list[str], steps: int, loaded: Path | None = None
+    ) -> Outcome:
+        """Run it once, with servers that begin without rows."""
+        output = Path(tempfile.mkdtemp(dir=self.output))
+        with EmbeddingCluster.local(2) as cluster:
+            os.environ["SERVERS"] = ",".join(cluster.addresses)
+            self._run(kind, output, [str(steps), str(loaded or ""), *arguments])
+        losses, metrics = json.loads((output / "losses.json").read_text())
+        tables = torch.load(output / "tables.pt")
+        return Outcome(losses, tables, metrics, output / "checkpoint")
+
+    def _run(self, kind: str, output: Path, rest: list[str]) -> None:
+        driver = [sys.executable, "-m", "tests.dropin.driver", self.program.driver]
+        command = [*driver, str(self.folders[kind]), str(output), kind, *rest]
         given = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         given |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env={**os.environ, **given, "LOCAL_WORLD_SIZE": "1"},
-            capture_output=True,
-            text=True,
-            timeout=1800,
-            check=False,
-        )
+        given |= {"LOCAL_WORLD_SIZE": "1", "PYTHONPATH": str(self.packages)}
+        with (output / "log").open("w") as log:
+            done = subprocess.run(
+                command,
+                cwd=ROOT,
+                env={**os.environ, **given},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                timeout=1800,
+                check=False,
+            )
         if done.returncode:
-            raise SystemExit(f"{' '.join(command)}\n{done.stderr[-3000:]}")
-        losses, metrics = json.loads(Path(output, "losses.json").read_text())
-        return Outcome(losses, torch.load(Path(output, "tables.pt")), metrics)
+            said = (output / "log").read_text()[-3000:]
+            raise SystemExit(f"{' '.join(command)}\n{said}")
 
 
-def compare(plain: Outcome, ours: Outcome) -> tuple[float, float, bool]:
-    """Return the largest differences of losses and tables; if metrics are equal."""
-    if len(plain.losses) != len(ours.losses) or not plain.losses:
-        raise SystemExit(f"Steps: {len(plain.losses)} and {len(ours.losses)}.")
-    pairs = zip(plain.losses, ours.losses, strict=True)
-    of_losses = max(abs(a - b) for a, b in pairs)
-    of_tables = max(
-        float((plain.tables[key] - ours.tables[key]).abs().max())
-        for key in plain.tables.keys() | ours.tables.keys()
-    )
-    are_equal = bool(plain.metrics) and plain.metrics == ours.metrics
-    return of_losses, of_tables, are_equal
+@dataclass(frozen=True)
+class Difference:
+    """How far two runs are apart: by the largest difference of each kind.
+
+    Metrics are compared as numbers of 6 digits.
+    """
+
+    num_steps: int
+    losses: float
+    tables: float
+    num_metrics: int
+    metrics: float
+
+    @classmethod
+    def of(cls, plain: Outcome, ours: Outcome) -> "Difference":
+        """Compare two runs."""
+        if len(plain.losses) != len(ours.losses) or not plain.losses:
+            raise SystemExit(f"Steps: {len(plain.losses)} and {len(ours.losses)}.")
+        if len(plain.metrics) != len(ours.metrics) or not plain.metrics:
+            raise SystemExit(f"Metrics: {plain.metrics} and {ours.metrics}.")
+        of_tables = max(
+            float((plain.tables[key] - ours.tables[key]).abs().max())
+            for key in plain.tables.keys() | ours.tables.keys()
+        )
+        return cls(
+            len(ours.losses),
+            _most_apart(plain.losses, ours.losses),
+            of_tables,
+            len(plain.metrics),
+            _most_apart(plain.metrics, ours.metrics),
+        )
+
+    def is_within(self, most: float) -> bool:
+        """Return whether losses are, and metrics equal if it is float32's bar."""
+        return self.losses <= most and self.metrics <= (0 if most == MOST else most)
+
+    def __str__(self) -> str:
+        apart = f"{self.metrics:.0e} apart" if self.metrics else "equal"
+        metrics = f"{self.num_metrics} {apart}"
+        return f"{self.num_steps} | {self.losses:.1e} | {self.tables:.1e} | {metrics}"
+
+
+def _most_apart(plain: list[float], ours: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(plain, ours, strict=True))
+
+
+def compare(
+    runner: Runner, title: str, arguments: list[str], steps: int
+) -> Iterator[tuple[str, Difference]]:
+    """Yield how far the kinds are apart; then continued from the other's checkpoint."""
+    plain, ours = (runner.run(kind, arguments, steps) for kind in KINDS)
+    yield title, Difference.of(plain, ours)
+    if runner.program.saves_checkpoints:
+        continued = (
+            runner.run(kind, arguments, steps, other.checkpoint)
+            for kind, other in zip(KINDS, (ours, plain), strict=True)
+        )
+        yield f"{title}, from the other's checkpoint", Difference.of(*continued)
+
+
+def _patched(program: Program, folder: Path, target: Path) -> Path:
+    """Return a copy of a program with its servers plugged in."""
+    shutil.copytree(folder, target, ignore=shutil.ignore_patterns(".git"))
+    source = (folder / program.patched_file).read_text()
+    (target / program.patched_file).write_text(program.patched(source))
+    return target
 
 
 def main() -> None:
@@ -89,36 +188,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkouts", type=Path)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--only", choices=PROGRAMS)
-    args = parser.parse_args()
-    lines, failed = [], False
+    parser.add_argument("--only", choices=PROGRAMS, nargs="*", default=list(PROGRAMS))
+    parser.add_argument("--runs", nargs="*", help="titles; by default all")
+    args, failed = parser.parse_args(), False
     with tempfile.TemporaryDirectory() as temporary:
-        checkouts = args.checkouts or Path(temporary, "checkouts")
+        checkouts = (args.checkouts or Path(temporary, "checkouts")).resolve()
         checkouts.mkdir(parents=True, exist_ok=True)
-        for name, program in PROGRAMS.items():
-            if args.only not in (None, name):
-                continue
+        for name in args.only:
+            program = PROGRAMS[name]
             folder = fetch(program, checkouts)
-            patched = Path(temporary, name)
-            shutil.copytree(folder, patched)
-            source = (folder / program.main).read_text()
-            (patched / program.main).write_text(program.patched(source))
+            copy = _patched(program, folder, Path(temporary, name))
+            folders = dict(zip(KINDS, (folder, copy), strict=True))
+            packages = _packages(program, checkouts)
+            runner = Runner(program, folders, packages, Path(temporary))
             new, changed = program.num_lines()
             for title, arguments in program.runs.items():
-                limits = [f"--limit_{kind}_batches=5" for kind in ("val", "test")]
-                given = [*arguments, *limits, f"--limit_train_batches={args.steps}"]
-                plain = run(folder, program, "plain", given)
-                with EmbeddingCluster.local(2) as cluster:
-                    os.environ["SERVERS"] = ",".join(cluster.addresses)
-                    ours = run(patched, program, "servers", given)
-                losses, tables, are_equal = compare(plain, ours)
-                failed |= losses > MOST or not are_equal
-                metrics = "equal" if are_equal else "differ"
-                lines.append(
-                    f"| {name}: {title} | {new} new, {changed} changed | "
-                    f"{len(ours.losses)} | {losses:.1e} | {tables:.1e} | {metrics} |"
-                )
-                print(lines[-1], flush=True)
+                if args.runs and title not in args.runs:
+                    continue
+                for row, difference in compare(runner, title, arguments, args.steps):
+                    most = program.most.get(title, MOST)
+                    failed |= not difference.is_within(most)
+                    lines = f"{new} new, {changed} changed"
+                    print(f"| {name}: {row} | {lines} | {difference} |", flush=True)
     if failed:
         raise SystemExit(f"Losses differ by more than {MOST}, or metrics do.")
 
