@@ -76,7 +76,7 @@ class JoinedGroup(dict[str, Any]):
     def follow(self) -> None:
         """Let the group have the rate of its tables, if that is one."""
         rates = {float(table["lr"]) for table in self._tables}
-        if len(rates) == 1:
+        if len(rates) == 1 and float(self["lr"]) not in rates:
             set_values(self, {"lr": rates.pop()})
         self._seen = float(self["lr"])
 

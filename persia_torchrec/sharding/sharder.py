@@ -418,6 +418,7 @@ class RemoteSharder(CollectionSharder):
         )
         sharded.collection_state.own_name = spec.own_name
         sharded.collection_state.has_prefixes = self._has_prefixes
+        sharded.collection_state.is_on_gpu = device.type == "cuda"
         for name in sharded.tables_by_key.values():
             tables.states.setdefault(name, sharded.collection_state)
         sharded.add_placeholders()

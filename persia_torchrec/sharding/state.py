@@ -89,10 +89,12 @@ class CollectionState:
     Attributes:
         own_name: returns what the collection, and tensors, call a table of the servers.
         has_prefixes: whether ids have prefixes: rows are then beside their ids always.
+        is_on_gpu: whether the collection is.
     """
 
     own_name: Callable[[str], str] = staticmethod(str)
     has_prefixes = False
+    is_on_gpu = False
 
     def __init__(
         self,
@@ -241,9 +243,9 @@ class CollectionState:
         self._client.step(name, step)
 
     def _stored(self, name: str, num_rows: int, ids: Ids | None) -> StoredTable:
-        trainers = self._env.rank, self._env.world_size
-        flush = partial(self._flush, name)
-        return StoredTable(self._client, name, num_rows, ids, *trainers, flush)
+        env, how = self._env, (partial(self._flush, name), self.is_on_gpu)
+        trainers = env.rank, env.world_size
+        return StoredTable(self._client, name, num_rows, ids, *trainers, *how)
 
 
 def _more_than_rows(spec: TableSpec) -> ConfigError:

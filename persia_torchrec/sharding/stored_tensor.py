@@ -63,6 +63,8 @@ class StoredTable:
         rank: of this trainer, which saves and loads a part of the rows.
         num_trainers: that save and load together.
         flush: waits for the updates of this trainer on their way.
+        is_on_gpu: whether the model is. A tensor of its rows that a script moves to the
+            CPU is then a copy, as one from a GPU is, and no view of the servers.
     """
 
     client: EmbeddingClient
@@ -72,6 +74,7 @@ class StoredTable:
     rank: int = 0
     num_trainers: int = 1
     flush: Callable[[], None] = lambda: None
+    is_on_gpu: bool = False
     # Of a checkpoint that is loaded: ids by the number of the first, and rows before
     # their ids have come.
     _loaded_ids: dict[int, Ids] = field(default_factory=dict)
@@ -434,6 +437,8 @@ class StoredTensor(torch.Tensor):
         if func in _ON_HOST:
             args = tree_map_only(StoredTensor, StoredTensor.whole, args)
             return func(*args, **kwargs)
+        if _is_move_to_host(func, args, kwargs) and args[0].stored.table.is_on_gpu:
+            return func(args[0].whole(), *args[1:], **kwargs)
         if func is torch.Tensor.copy_ and is_sharded(args[1]):
             args[0].fill_from(args[1])
             return args[0]
@@ -532,6 +537,12 @@ def _viewed(tensor: torch.Tensor, views: tuple[View, ...]) -> torch.Tensor:
         made = view.function(tensor, *view.args, **view.kwargs)
         tensor = made if view.number is None else made[view.number]
     return tensor
+
+
+def _is_move_to_host(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    given = [*args[1:], *kwargs.values()]
+    is_to = func is torch.Tensor.to and "cpu" in map(str, given)
+    return is_to or func is torch.Tensor.cpu
 
 
 _ALIASES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}

@@ -39,7 +39,7 @@ class Run:
     loaded: Path | None
     arguments: list[str]
     losses: list[float] = field(default_factory=list)
-    metrics: list[float] = field(default_factory=list)
+    metrics: list[tuple[str, float]] = field(default_factory=list)
     models: list[DistributedModelParallel] = field(default_factory=list)
 
     @property
@@ -54,7 +54,7 @@ class Run:
 
     def note_metrics(self, values: Mapping[str, Any]) -> None:
         """Note metrics, to 6 digits, in the order of their names."""
-        self.metrics += [round(float(values[name]), 6) for name in sorted(values)]
+        self.metrics += [(n, round(float(values[n]), 6)) for n in sorted(values)]
 
     def shard(
         self, loss_of: Callable[[Any], torch.Tensor]

@@ -51,7 +51,26 @@ pipelines_base = _imported("train_pipeline.tests.test_train_pipelines_base")
 sharding = _imported("test_utils.test_sharding")
 _numbers = itertools.count()
 
-DIFFERENT: dict[str, str] = {}
+_KERNELS = "compares kernels of fbgemm on a GPU; skipped without one"
+_CLASS = "wants TorchRec's class; ours is another ShardedModule"
+DIFFERENT = {
+    "StateDict.test_load_state_dict_cw_multiple_shards": (
+        "counts column-wise shards; a table has one shard per trainer, of rows"
+    ),
+    "StateDict.test_meta_device_dmp_state_dict": (
+        "shards onto the meta device, which is an error here"
+    ),
+    "StateDict.test_numerical_equivalence_between_kernel_types": _KERNELS,
+    "StateDict.test_rowwise_adagrad_numerical_equivalence": _KERNELS,
+    "SparseOnly.test_initialize_torch_state_error_includes_table_name": (
+        "replaces private methods of TorchRec's class"
+    ),
+    "SparseOnly.test_sharding_ebc_as_top_level": _CLASS,
+    "SparseOnly.test_sharding_ebc_validate_input_only_once": (
+        "wants a line of TorchRec's log: here each batch is checked, without one"
+    ),
+    "SparseOnly.test_sharding_fused_ebc_as_top_level": _CLASS,
+}
 """Tests that end otherwise than with TorchRec's sharders, and why."""
 
 

@@ -28,6 +28,8 @@ DCN = ["--interaction_type=dcn", "--dcn_num_layers=2", "--dcn_low_rank_dim=8"]
 ADAGRAD = ["--adagrad", "--learning_rate=0.005"]  # MLPerf's
 SCHEDULE = ["--lr_warmup_steps=5", "--lr_decay_start=10", "--lr_decay_steps=10"]
 
+EVALUATED = ["--evaluate_on_epoch_end", "--evaluate_on_training_end"]
+
 
 @dataclass(frozen=True)
 class Program:
@@ -142,7 +144,7 @@ PROGRAMS = {
         "dlrm",
         "dlrm_main.py",
         _DLRM_PATCH,
-        {"DCN, Adagrad": [*SMALL, *DCN, *ADAGRAD]},
+        {"DCN, Adagrad": [*SMALL, *DCN, *ADAGRAD, *EVALUATED]},
     ),
     "hstu": Program(
         "meta-recsys/generative-recommenders",

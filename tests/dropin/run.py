@@ -37,7 +37,7 @@ class Outcome:
 
     losses: list[float]
     tables: dict[str, torch.Tensor]
-    metrics: list[float]
+    metrics: list[tuple[str, float]]
     checkpoint: Path
 
 
@@ -126,39 +126,39 @@ class Difference:
     losses: float
     tables: float
     num_metrics: int
-    metrics: float
+    metrics: dict[str, float]  # those that are not equal
 
     @classmethod
     def of(cls, plain: Outcome, ours: Outcome) -> "Difference":
         """Compare two runs."""
         if len(plain.losses) != len(ours.losses) or not plain.losses:
             raise SystemExit(f"Steps: {len(plain.losses)} and {len(ours.losses)}.")
-        if len(plain.metrics) != len(ours.metrics) or not plain.metrics:
+        names = [name for name, _ in plain.metrics]
+        if names != [name for name, _ in ours.metrics] or not names:
             raise SystemExit(f"Metrics: {plain.metrics} and {ours.metrics}.")
+        pairs = zip(plain.metrics, ours.metrics, strict=True)
+        apart = {name: abs(a - b) for (name, a), (_, b) in pairs if a != b}
         of_tables = max(
             float((plain.tables[key] - ours.tables[key]).abs().max())
             for key in plain.tables.keys() | ours.tables.keys()
         )
         return cls(
             len(ours.losses),
-            _most_apart(plain.losses, ours.losses),
+            max(abs(a - b) for a, b in zip(plain.losses, ours.losses, strict=True)),
             of_tables,
-            len(plain.metrics),
-            _most_apart(plain.metrics, ours.metrics),
+            len(names),
+            apart,
         )
 
     def is_within(self, most: float) -> bool:
         """Return whether losses are, and metrics equal if it is float32's bar."""
-        return self.losses <= most and self.metrics <= (0 if most == MOST else most)
+        of_metrics = max(self.metrics.values(), default=0.0)
+        return self.losses <= most and of_metrics <= (0 if most == MOST else most)
 
     def __str__(self) -> str:
-        apart = f"{self.metrics:.0e} apart" if self.metrics else "equal"
-        metrics = f"{self.num_metrics} {apart}"
+        apart = ", ".join(f"{name} {by:.0e}" for name, by in self.metrics.items())
+        metrics = f"{self.num_metrics}, {apart} apart" if apart else self.num_metrics
         return f"{self.num_steps} | {self.losses:.1e} | {self.tables:.1e} | {metrics}"
-
-
-def _most_apart(plain: list[float], ours: list[float]) -> float:
-    return max(abs(a - b) for a, b in zip(plain, ours, strict=True))
 
 
 def compare(

@@ -204,6 +204,28 @@ def test_a_detached_table_is_sharded_and_a_part_of_it_is_not(table):
     assert not isinstance(table.local_shards()[0].tensor, ShardedTensor)
 
 
+MOVES = [lambda t: t.cpu(), lambda t: t.to("cpu"), lambda t: t.to(CPU, torch.half)]
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_a_table_of_a_model_on_a_gpu_is_copied_to_the_cpu(table, move):
+    table.stored.table.is_on_gpu = True
+    (shard,) = table.local_shards()
+    for tensor in (table, shard.tensor, table.detach()):
+        moved = move(tensor)
+        before = moved.clone()
+        table.zero_()
+        assert torch.equal(moved, before)
+        assert moved.abs().sum() > 0
+        table.copy_(before)
+
+
+def test_a_table_of_a_model_on_the_cpu_stays_itself(table):
+    moved = table.cpu()
+    table.zero_()
+    assert not moved.any()
+
+
 def test_safetensors_get_the_remedy(table):
     safetensors = pytest.importorskip("safetensors.torch")
     with pytest.raises(BatchError, match=r"'bag'.*tensor\.clone\(\)"):
