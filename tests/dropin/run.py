@@ -29,6 +29,9 @@ ROOT = Path(__file__).parents[2]
 MOST = 1e-5
 """How far a loss may be from that of the plain program."""
 KINDS = ("plain", "servers")
+OWN_TESTS = "torchrec"
+TORCHREC = "a48cef79ebc333da92af1311c04b041ee21a8e75"
+"""A commit of TorchRec that has the tests which its package lacks."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +48,7 @@ def fetch(program: Program, checkouts: Path) -> Path:
     """Return the program's folder; clone, build and get packages if it is not there."""
     root = program.root(checkouts)
     if not root.exists():
-        target = checkouts / program.repository.rpartition("/")[2]
-        url = f"https://github.com/{program.repository}"
-        subprocess.run(["git", "clone", "-q", "--no-checkout", url, target], check=True)
-        checkout = ["git", "-C", target, "checkout", "-q", program.commit]
-        subprocess.run([*checkout, "--", program.folder], check=True)
+        _clone(program.repository, program.commit, program.folder, checkouts)
     packages = _packages(program, checkouts)
     if program.packages and not packages.exists():
         install = [sys.executable, "-m", "pip", "-q", "install", "--no-deps"]
@@ -67,6 +66,23 @@ def fetch(program: Program, checkouts: Path) -> Path:
         given = [sys.executable, *command]
         subprocess.run(given, cwd=root, env=environment, check=True)
     return root
+
+
+def _clone(repository: str, commit: str, folder: str, checkouts: Path) -> None:
+    target = checkouts / repository.rpartition("/")[2]
+    url = f"https://github.com/{repository}"
+    subprocess.run(["git", "clone", "-q", "--no-checkout", url, target], check=True)
+    checkout = ["git", "-C", target, "checkout", "-q", commit, "--", folder]
+    subprocess.run(checkout, check=True)
+
+
+def _run_own_tests(checkouts: Path) -> bool:
+    """Run TorchRec's own tests; return whether all ended as is known."""
+    if not (checkouts / "torchrec").exists():
+        _clone("pytorch/torchrec", TORCHREC, "torchrec", checkouts)
+    given = {**os.environ, "TORCHREC": str(checkouts / "torchrec")}
+    command = [sys.executable, "-m", "tests.dropin.own_tests"]
+    return not subprocess.run(command, cwd=ROOT, env=given, check=False).returncode
 
 
 def _packages(program: Program, checkouts: Path) -> Path:
@@ -157,7 +173,7 @@ class Difference:
 
     def __str__(self) -> str:
         apart = ", ".join(f"{name} {by:.0e}" for name, by in self.metrics.items())
-        metrics = f"{self.num_metrics}, {apart} apart" if apart else self.num_metrics
+        metrics = f"{self.num_metrics} {apart + ' apart' if apart else 'equal'}"
         return f"{self.num_steps} | {self.losses:.1e} | {self.tables:.1e} | {metrics}"
 
 
@@ -183,35 +199,46 @@ def _patched(program: Program, folder: Path, target: Path) -> Path:
     return target
 
 
+def _run_program(
+    name: str, checkouts: Path, temporary: Path, args: argparse.Namespace
+) -> bool:
+    """Write the rows of a program; return whether all are within their bars."""
+    program, is_within = PROGRAMS[name], True
+    folder = fetch(program, checkouts)
+    copy = _patched(program, folder, temporary / name)
+    folders = dict(zip(KINDS, (folder, copy), strict=True))
+    runner = Runner(program, folders, _packages(program, checkouts), temporary)
+    new, changed = program.num_lines()
+    for title, arguments in program.runs.items():
+        if args.runs and title not in args.runs:
+            continue
+        for row, difference in compare(runner, title, arguments, args.steps):
+            is_within &= difference.is_within(program.most.get(title, MOST))
+            lines = f"{new} new, {changed} changed"
+            print(f"| {name}: {row} | {lines} | {difference} |", flush=True)
+    return is_within
+
+
 def main() -> None:
     """Run all programs; write a table; fail where losses differ."""
+    every = [*PROGRAMS, OWN_TESTS]
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkouts", type=Path)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--only", choices=PROGRAMS, nargs="*", default=list(PROGRAMS))
+    parser.add_argument("--only", choices=every, nargs="*", default=every)
     parser.add_argument("--runs", nargs="*", help="titles; by default all")
-    args, failed = parser.parse_args(), False
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         checkouts = (args.checkouts or Path(temporary, "checkouts")).resolve()
         checkouts.mkdir(parents=True, exist_ok=True)
-        for name in args.only:
-            program = PROGRAMS[name]
-            folder = fetch(program, checkouts)
-            copy = _patched(program, folder, Path(temporary, name))
-            folders = dict(zip(KINDS, (folder, copy), strict=True))
-            packages = _packages(program, checkouts)
-            runner = Runner(program, folders, packages, Path(temporary))
-            new, changed = program.num_lines()
-            for title, arguments in program.runs.items():
-                if args.runs and title not in args.runs:
-                    continue
-                for row, difference in compare(runner, title, arguments, args.steps):
-                    most = program.most.get(title, MOST)
-                    failed |= not difference.is_within(most)
-                    lines = f"{new} new, {changed} changed"
-                    print(f"| {name}: {row} | {lines} | {difference} |", flush=True)
-    if failed:
-        raise SystemExit(f"Losses differ by more than {MOST}, or metrics do.")
+        good = [
+            _run_own_tests(checkouts)
+            if name == OWN_TESTS
+            else _run_program(name, checkouts, Path(temporary), args)
+            for name in args.only
+        ]
+    if not all(good):
+        raise SystemExit("Losses or metrics differ by more than their bars, or a test.")
 
 
 if __name__ == "__main__":
