@@ -39,7 +39,8 @@ class Program:
     its files that is patched. ``packages`` are what it needs beside this project's
     environment, in a folder of their own; ``build`` is a command in its folder. One
     that ``saves_checkpoints`` continues from those of the other kind too. ``most`` is
-    how far a loss may be, by the title of a run, where that is not 1e-5.
+    how far a loss may be, by the title of a run, where that is not 1e-5, and
+    ``most_of_metrics`` how far metrics of 6 digits may be.
     """
 
     repository: str
@@ -53,6 +54,7 @@ class Program:
     build: tuple[str, ...] = ()
     saves_checkpoints: bool = False
     most: dict[str, float] = field(default_factory=dict)
+    most_of_metrics: float = 0.0
 
     def patched(self, source: str) -> str:
         """Return the source of the program with the servers plugged in."""
@@ -215,5 +217,6 @@ PROGRAMS = {
             "tzrec/protos/models/*.proto",
         ),
         saves_checkpoints=True,
+        most_of_metrics=1e-5,  # its AUC counts samples between thresholds
     ),
 }

@@ -166,10 +166,11 @@ class Difference:
             apart,
         )
 
-    def is_within(self, most: float) -> bool:
-        """Return whether losses are, and metrics equal if it is float32's bar."""
+    def is_within(self, most: float, most_of_metrics: float) -> bool:
+        """Return whether losses are, and metrics, in half precision by the same bar."""
         of_metrics = max(self.metrics.values(), default=0.0)
-        return self.losses <= most and of_metrics <= (0 if most == MOST else most)
+        bar = most_of_metrics if most == MOST else most
+        return self.losses <= most and of_metrics <= bar
 
     def __str__(self) -> str:
         apart = ", ".join(f"{name} {by:.0e}" for name, by in self.metrics.items())
@@ -213,7 +214,8 @@ def _run_program(
         if args.runs and title not in args.runs:
             continue
         for row, difference in compare(runner, title, arguments, args.steps):
-            is_within &= difference.is_within(program.most.get(title, MOST))
+            most = program.most.get(title, MOST)
+            is_within &= difference.is_within(most, program.most_of_metrics)
             lines = f"{new} new, {changed} changed"
             print(f"| {name}: {row} | {lines} | {difference} |", flush=True)
     return is_within
