@@ -167,6 +167,7 @@ class FilledServer(Filled):
     ) -> None:
         self.client, self.pid = client, pid
         self._stream, self._num_batches = BatchNumber.new_stream(), 0
+        self._split: dict[BatchNumber, ShardedIds] = {}  # of batches without their push
         self._threads = ThreadPoolExecutor(IN_FLIGHT)
         client.add_tables([spec])
         super().__init__(spec, num_rows)
@@ -180,7 +181,7 @@ class FilledServer(Filled):
 
     def _update(self, ids_N: Ids, grads_ND: Floats) -> None:
         self.num_missed += self.client.outcome(
-            self._push(ids_N, grads_ND, self._last)
+            self._push(grads_ND, self._last)
         ).num_missed
 
     def _read(self, ids_N: Ids) -> Floats:
@@ -195,13 +196,12 @@ class FilledServer(Filled):
         return _Batch(numbers_N, ids_of(numbers_N), grads_ND, self._next_name())
 
     def _pull(self, ids_N: Ids, name: BatchNumber) -> Floats:
-        return self.client.pull(self._tables(ids_N), batch=name)[0]
+        self._split[name] = self.client.split(ids_N)  # once a batch, as trainers do
+        return self.client.pull([(self.spec.name, self._split[name])], batch=name)[0]
 
-    def _push(self, ids_N: Ids, grads_ND: Floats, name: BatchNumber) -> list[Reply]:
-        return self.client.push(self._tables(ids_N), [grads_ND], name)
-
-    def _tables(self, ids_N: Ids) -> list[tuple[str, ShardedIds]]:
-        return [(self.spec.name, self.client.split(ids_N))]
+    def _push(self, grads_ND: Floats, name: BatchNumber) -> list[Reply]:
+        tables = [(self.spec.name, self._split.pop(name))]
+        return self.client.push(tables, [grads_ND], name)
 
     def pull_at_once(self, requests: Sequence[Numbers]) -> float:
         """Pull, ``IN_FLIGHT`` at once, and push nothing; return the seconds."""
@@ -210,6 +210,7 @@ class FilledServer(Filled):
         seconds, pulled = timed(lambda: list(pulls()))
         for numbers_N, rows_ND, name in zip(requests, pulled, names, strict=True):
             self.expected.check("lookup", numbers_N, rows_ND)
+            del self._split[name]
             self.client.outcome(self.client.push([], [], name))
         return seconds
 
@@ -237,7 +238,7 @@ class FilledServer(Filled):
                 num_before.append(num_acknowledged)
                 pulls.append(self._threads.submit(self._pull, ahead.ids, ahead.name))
             pulls[k].result()
-            replies.append(self._push(batch.ids, batch.grads, batch.name))
+            replies.append(self._push(batch.grads, batch.name))
         self.num_missed += sum(
             self.client.outcome(reply).num_missed for reply in replies
         )

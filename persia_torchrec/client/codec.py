@@ -217,12 +217,17 @@ class RowRequest(NamedTuple):
 
         The ids, rows and counts of one group are slices of what is given.
         """
-        slices = [slice(*group.offsets[server : server + 2]) for group in self.groups]
+        slices = [
+            slice(*group.offsets[server : server + 2].tolist()) for group in self.groups
+        ]
         counts_T = [group.num_ids[server] for group in self.groups]
         segments_T2 = np.empty((len(numbers_T), 2), dtype=np.int64)
         segments_T2[:, 0] = numbers_T
-        segments_T2[:, 1] = np.concatenate(counts_T) if counts_T else ()
-        pairs = list(zip(self.groups, slices, strict=True))
+        if len(counts_T) == 1:
+            segments_T2[:, 1] = counts_T[0]
+        elif counts_T:
+            np.concatenate(counts_T, out=segments_T2[:, 1])
+        pairs = zip(self.groups, slices, strict=True)
         ids = [group.ids[piece] for group, piece in pairs]
         frames = messages.encode_segments(segments_T2, ids)
         if self.rows is not None:
@@ -262,10 +267,10 @@ class RowRequest(NamedTuple):
         """Return how many bytes of rows a server will answer, at most."""
         if self.rows is not None:
             return 0
-        num = sum(
-            int(group.offsets[server + 1] - group.offsets[server]) * width
-            for group, width in zip(self.groups, self.widths, strict=True)
-        )
+        num = 0
+        for group, width in zip(self.groups, self.widths, strict=True):
+            begin, stop = group.offsets[server : server + 2].tolist()
+            num += (stop - begin) * width
         return 64 + size_of(header.precision) * num
 
     def read(self, server: int, reply: Frames, precision: Precision) -> "_Received":

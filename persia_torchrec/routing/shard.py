@@ -118,6 +118,7 @@ _MAX_IDS = 2**31 - 1
 """Most ids that one batch may hold, since positions are int32."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_NONE, _FIRST = np.zeros(1, dtype=np.uint64), np.zeros(1, dtype=np.int64)
 _ZERO, _ONE = np.uint64(0), np.uint64(1)
 _64 = np.uint64(64)
 
@@ -154,8 +155,8 @@ class IdGroup(NamedTuple):
     @classmethod
     def of(cls, table: str, ids: ShardedIds) -> "IdGroup":
         """Return the ids of one table as a group."""
-        num_ids = np.diff(ids.offsets).reshape(-1, 1)
-        return cls((table,), ids.ids, ids.offsets, num_ids)
+        num_ids = ids.offsets[1:] - ids.offsets[:-1]
+        return cls((table,), ids.ids, ids.offsets, num_ids[:, None])
 
     def ranges_of(self, index: int) -> list[tuple[int, int]]:
         """Return where the ids of one of the tables stand, a range for each shard."""
@@ -177,6 +178,9 @@ class FeatureColumns(NamedTuple):
     sizes: Ids
     moduli: Ids
     prefixes: Ids
+
+
+_ONE_FEATURE = FeatureColumns(_NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
 
 
 class Route(NamedTuple):
@@ -211,13 +215,17 @@ def route_features(
     1]``. ``groups_T`` are ascending numbers of the tables' groups from 0, ``shared_T``
     how many shared rows each has.
     """
+    _require_ids(ids_L)
+    given = read_only(ids_L), read_only(starts_K)
+    return Route(*_route(*given, features, groups_T, shared_T, num_shards))
+
+
+def _require_ids(ids_L: Ids) -> None:
     if ids_L.dtype != np.uint64 or ids_L.ndim != 1 or len(ids_L) > _MAX_IDS:
         raise BatchError(
             f"ids must be a flat uint64 array of at most {_MAX_IDS}. "
             f"Received: dtype={ids_L.dtype}, shape={ids_L.shape}."
         )
-    given = read_only(ids_L), read_only(starts_K)
-    return Route(*_route(*given, features, groups_T, shared_T, num_shards))
 
 
 def route_ids(
@@ -256,8 +264,14 @@ def route_ids(
 
 def unique_ids(ids_L: Ids, num_shards: int = 1, shared_rows: int = 0) -> ShardedIds:
     """Find the unique ids of one table, uint64; see :func:`route_ids`."""
-    (table,), _ = route_ids(ids_L, [ids_L.size], num_shards, [shared_rows])
-    return table
+    _require_ids(ids_L)
+    starts_K = read_only(np.array([0, ids_L.size]))
+    shared_T = np.array([shared_rows], dtype=np.uint64) if shared_rows else _NONE
+    tables = starts_K, _ONE_FEATURE, _FIRST, shared_T
+    ids, _, num_PT, inverse, _ = _route(read_only(ids_L), *tables, num_shards)
+    offsets = np.zeros(num_shards + 1, dtype=np.int64)
+    num_PT.cumsum(out=offsets[1:])
+    return ShardedIds(ids, offsets, inverse)
 
 
 def is_of_shard(

@@ -98,10 +98,9 @@ class Carriers:
                 continue  # its deadline has passed
             is_plain = frames[0][6:8] == _REPLY and not reply.has_callbacks
             if not (is_plain and self._finish(server, number, frames)):
+                reply.carrier = None
                 self.arrived.append((server, frames))
                 self._wake()
-        if taken:
-            carrier.wake_callers()
 
     # In the I/O thread
 
@@ -113,14 +112,13 @@ class Carriers:
             if self._watched.get(server) != carrier.fd:
                 self._watched[server] = carrier.fd
                 yield server, carrier.fd, carrier
-            if carrier.has_replies():
-                carrier.deliver()
+            carrier.look()
 
     def hear(self, carrier: SlabChannel) -> bool:
         """Take replies that have callbacks; return whether the server is there."""
         if carrier.is_lost():
             return False
-        carrier.deliver()
+        carrier.look()
         with self._lock:
             pending = self._pending.values()
             listens = any(r.has_callbacks and r.carrier is carrier for r in pending)

@@ -445,12 +445,11 @@ def open_socket(
 class Carrier(Protocol):
     """What has carried a request besides TCP, see ``SlabChannel``."""
 
-    deliver: Callable[[], None]
+    def wait(self, reply: "Reply", stop_s: float) -> None:
+        """Wait for a reply in the caller's thread, until a time."""
 
-    def wait(
-        self, is_done: Callable[[], bool], deliver: Callable[[], None], most_s: float
-    ) -> None:
-        """Deliver replies in the caller's thread."""
+    def look(self) -> None:
+        """Hand over the replies that are there."""
 
     def listen(self, listens: bool) -> None:
         """Say whether the I/O thread wants to know of each reply."""
@@ -483,7 +482,7 @@ class Reply(Future[tuple[Header, Frames]]):
         self.deadline_s = math.inf
         # What took the request, if that was not TCP; callbacks are the I/O thread's.
         self.carrier: Carrier | None = None
-        self.has_callbacks = False
+        self.has_callbacks = self.was_nudged = False
         self.set_running_or_notify_cancel()  # from here on, cancel() does nothing
 
     def frames(self, within_s: float | None = None) -> Frames:
@@ -493,15 +492,32 @@ class Reply(Future[tuple[Header, Frames]]):
         carrier = self.carrier
         if carrier is not None and not self.has_callbacks and not super().done():
             stop_s = time.monotonic() + most_s
-            carrier.wait(super().done, carrier.deliver, most_s)
+            carrier.wait(self, stop_s)
             most_s = max(stop_s - time.monotonic(), 0.0)
         return self.result(most_s)[1]
 
     def done(self) -> bool:
         """Return whether the reply, or an error, is there."""
         if self.carrier is not None and not self.has_callbacks and not super().done():
-            self.carrier.deliver()
+            self.carrier.look()
         return super().done()
+
+    def has_ended(self) -> bool:
+        """Return whether it is done; it is not looked for."""
+        return super().done()
+
+    def park(self, most_s: float) -> None:
+        """Wait until it is done, or nudged since the last wait."""
+        with self._condition:
+            if not self.was_nudged and not super().done():
+                self._condition.wait(max(most_s, 0.0))
+            self.was_nudged = False
+
+    def nudge(self) -> None:
+        """End a wait in :meth:`park`."""
+        with self._condition:
+            self.was_nudged = True
+            self._condition.notify_all()
 
     def add_done_callback(self, fn: Callable[[Any], object]) -> None:
         """Have a function called, as a rule in the I/O thread, once it is done."""

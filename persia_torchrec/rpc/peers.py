@@ -69,11 +69,15 @@ class Peers:
         reply_bytes: int = 0,
     ) -> Reply:
         """Send one process a message: the frames after the header."""
-        incarnation = header.incarnation or self.incarnations[peer]
-        header = self.numbered(header)._replace(incarnation=incarnation)
-        timeout_s = timeout_s or self.timeout_s + self.recovery_s
-        given: Any = {"timeout_s": timeout_s, "what": what, "reply_bytes": reply_bytes}
-        return self.connections.submit(peer, header, frames, **given)
+        header = self.numbered(header)
+        if not header.incarnation and self.incarnations[peer]:
+            header = header._replace(incarnation=self.incarnations[peer])
+        return self.connections.submit(
+            *(peer, header, frames),
+            timeout_s=timeout_s or self.timeout_s + self.recovery_s,
+            what=what,
+            reply_bytes=reply_bytes,
+        )
 
     def share_memory(self) -> None:
         """Share memory with those on this host, now and when they are back."""

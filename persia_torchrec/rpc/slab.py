@@ -106,8 +106,8 @@ class Slab:
         self.size_bytes = os.fstat(fd).st_size
         self.memory = mmap.mmap(fd, self.size_bytes)
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self.memory, np.uint8)
-        self._view = memoryview(self.memory)
-        self.words = self._view.cast("Q")
+        self.view = memoryview(self.memory)
+        self.words = self.view.cast("Q")
         self._address = self.bytes.ctypes.data
 
     def address(self, begin: int) -> int:
@@ -140,7 +140,7 @@ class Slab:
             if i == in_place:
                 pass
             elif sizes[i] < _LARGE:
-                self._view[at:stop] = frame
+                self.view[at:stop] = frame
             else:
                 np.copyto(self.bytes[at:stop], np.frombuffer(frame, np.uint8))
             at += -(-sizes[i] // 64) * 64

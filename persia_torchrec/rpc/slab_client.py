@@ -3,8 +3,9 @@
     caller  --reserve, fill, post-->  slab  --a byte, if it sleeps-->  server
     caller or I/O thread  <--take---  slab  <--a futex, or a byte---  server
 
-The caller that waits for a reply takes it, and those of others, so that no other thread
-is woken; the I/O thread takes what no caller waits for.
+One caller that waits leads: it takes the replies of all, and sleeps until the next one.
+Others wait until it has handed theirs over, or until it leaves and one of them leads.
+The I/O thread takes what no caller waits for.
 """
 
 import contextlib
@@ -25,13 +26,13 @@ import numpy as np
 from persia_torchrec import timeouts
 from persia_torchrec.errors import FrameError
 from persia_torchrec.rpc import slab as layout
+from persia_torchrec.rpc.channel import Reply
 from persia_torchrec.rpc.messages import Frame, Frames
 from persia_torchrec.rpc.slab import Place, Rooms, Slab
 
 REPLY_BYTES = 16384
 """Room for a reply of unknown size; one that is larger comes over TCP."""
 
-_ALONE_MS, _SHARED_MS = 10, 1  # a wait of one caller, or of each of several
 _LEAST_FRAME = 4096  # bytes of frames that are not copied out of the slab
 
 
@@ -66,6 +67,8 @@ class SlabChannel:
     Attributes:
         socket: a Unix socket that is closed when the server is gone.
         num_requests: how many requests went through it.
+        num_bells: of them, how many found the server asleep.
+        num_sleeps: how often a caller slept until a reply came.
     """
 
     def __init__(self, shared: Slab, connection: socket.socket) -> None:
@@ -77,10 +80,13 @@ class SlabChannel:
         self._open: dict[int, tuple[tuple[int, int], tuple[int, int], Place]] = {}
         self._views: dict[int, weakref.ref[Any]] = {}  # of replies, by their begin
         self._taking = threading.Lock()
+        self._num_taken = 0  # guarded by _taking
+        self._leading = threading.Lock()  # of who takes replies for all, and sleeps
         self._waiting = threading.Lock()
-        self._num_taken = self._num_waiting = 0  # guarded by those two
-        self._listens = False  # guarded by _waiting
+        self._sleeps = self._listens = False  # guarded by _waiting
+        self._followers: list[Reply] = []  # guarded by _waiting
         self.is_closed, self.num_requests = False, 0
+        self.num_bells = self.num_sleeps = 0
         # Of the connections: hand replies over; wake the I/O thread.
         self.deliver: Callable[[], None] = lambda: None
         self.wake: Callable[[], None] = lambda: None
@@ -110,6 +116,7 @@ class SlabChannel:
         """Have the server read a request that was filled."""
         self.num_requests += 1
         if self.slab.post_request(self._open[number][2]):
+            self.num_bells += 1
             with contextlib.suppress(OSError):  # its end is seen by who reads
                 self.socket.send(b"\0", socket.MSG_DONTWAIT)
 
@@ -162,52 +169,76 @@ class SlabChannel:
         frames[0] = bytes(frames[0])
         return frames
 
-    def wait(
-        self, is_done: Callable[[], bool], deliver: Callable[[], None], most_s: float
-    ) -> None:
-        """Deliver replies in the caller's thread, until its own is there."""
-        now_s = time.monotonic()
-        stop_s, spin_s = now_s + most_s, now_s + layout.SPIN_US * 1e-6
-        words = self._words
-        self._change_waiting(1)
-        try:
-            while not is_done():
-                if (seen := words[layout.REPLIES]) != self._num_taken:
-                    deliver()
-                    continue
-                now_s = time.monotonic()
-                if now_s < spin_s:
-                    continue
+    def wait(self, reply: Reply, stop_s: float) -> None:
+        """Wait for a reply, until a time: take what comes, or wait for who takes it.
+
+        It may return before, if another thread ends the request.
+        """
+        while not reply.has_ended() and not self.is_closed:
+            if self._leading.acquire(blocking=False):
+                try:
+                    self._lead(reply, stop_s)
+                finally:
+                    self._stop_leading()
+                return
+            with self._waiting:
+                self._followers.append(reply)
+            if self._leading.locked():  # by one that looks for followers afterwards
+                reply.park(stop_s - time.monotonic())
+            with self._waiting:
+                self._followers.remove(reply)
+            if time.monotonic() >= stop_s:
+                return
+
+    def look(self) -> None:
+        """Hand over the replies that are there, unless another thread does so."""
+        if self.has_replies() and self._leading.acquire(blocking=False):
+            try:
+                self.deliver()
+            finally:
+                self._stop_leading()
+
+    def _lead(self, reply: Reply, stop_s: float) -> None:
+        """Take replies, for all callers, until one has come or is another thread's."""
+        words, spin_s = self._words, 0.0
+        while reply.carrier is self and not reply.has_ended():
+            seen, now_s = words[layout.REPLIES], time.monotonic()
+            if seen != self._num_taken:
+                self.deliver()
+                spin_s = 0.0
+            elif not spin_s:
+                spin_s = now_s + layout.SPIN_US * 1e-6
+            elif now_s >= spin_s:
                 if self.is_closed or now_s >= stop_s:
                     return
-                # Another thread may have taken this reply, and wake before this waits.
-                most_s = _SHARED_MS / 1e3 if self._num_waiting > 1 else _ALONE_MS / 1e3
-                self.slab.wait_for_reply(seen, min(stop_s - now_s, most_s))
-        finally:
-            self._change_waiting(-1)
+                self._say_who_waits(callers=True)
+                self.num_sleeps += 1
+                self.slab.wait_for_reply(seen, stop_s - now_s)
+                self._say_who_waits(callers=False)
 
-    def wake_callers(self) -> None:
-        """Wake callers, whose replies another thread may have handed over."""
-        if self._num_waiting:
-            self.slab.wake_callers()
+    def _stop_leading(self) -> None:
+        """Have another caller take replies, if one waits."""
+        self._leading.release()
+        with self._waiting:
+            follower = next(iter(self._followers), None)
+        if follower is not None:
+            follower.nudge()
 
     def listen(self, listens: bool) -> None:
         """Say whether the I/O thread wants a byte for each reply."""
-        with self._waiting:
-            self._listens = listens
-            self._say_who_waits()
+        self._say_who_waits(listens=listens)
         layout.fence()
         if listens and self.has_replies():
             self.wake()
 
-    def _change_waiting(self, by: int) -> None:
+    def _say_who_waits(
+        self, *, callers: bool | None = None, listens: bool | None = None
+    ) -> None:
         with self._waiting:
-            self._num_waiting += by
-            self._say_who_waits()
-
-    def _say_who_waits(self) -> None:
-        callers = layout.CALLERS if self._num_waiting else 0
-        self._words[layout.WAITS] = callers | (layout.IO_THREAD * self._listens)
+            self._sleeps = self._sleeps if callers is None else callers
+            self._listens = self._listens if listens is None else listens
+            waits = layout.CALLERS * self._sleeps | layout.IO_THREAD * self._listens
+            self._words[layout.WAITS] = waits
 
     def is_lost(self) -> bool:
         """Read the bytes that the server has sent; return whether it is gone."""
@@ -221,6 +252,7 @@ class SlabChannel:
     def close(self) -> None:
         """Leave the slab; replies stay while they are used. May be called twice."""
         self.is_closed = True
+        self.slab.wake_callers()
         self.socket.close()
 
 

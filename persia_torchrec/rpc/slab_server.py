@@ -84,14 +84,14 @@ class Tenant:
 
     def __init__(self, peer: bytes, shared: Slab, connection: socket.socket) -> None:
         self.peer, self.slab, self.socket = peer, shared, connection
+        self.words = shared.words
         self.proof = bytes(shared.memory[: layout.PROOF_BYTES])
-        self.is_admitted = False
         self.num_taken = 0
         self.opened: dict[int, _Opened] = {}
 
     def has_message(self) -> bool:
         """Return whether a request is in the slab."""
-        return self.slab.words[layout.REQUESTS] != self.num_taken
+        return self.words[layout.REQUESTS] != self.num_taken
 
     def take(self) -> tuple[Header, Frames]:
         """Take a request; FrameError: the client breaks the rules of its slab."""
@@ -106,13 +106,14 @@ class Tenant:
                 raise FrameError(f"its slab has no message at {begin}.")
             if not layout.BODY <= size <= size_bytes - begin:
                 raise FrameError(f"its slab has no {size} bytes at {begin}.")
-        pieces, view = self.slab.frames(place.begin, place.size), self.slab.bytes
-        at, size = pieces[0]
-        header = Header.decode(bytes(view[at : at + min(size, layout.BODY)]))
-        frames: Frames = []
-        for i, (at, size) in enumerate(pieces):
-            frame = view[at : at + size].data
-            is_read_there = size >= _LEAST_FRAME and _IN_PLACE.get(header.kind) == i
+        (at, size), *others = self.slab.frames(place.begin, place.size)
+        view = self.slab.view
+        frames: Frames = [bytes(view[at : at + min(size, layout.BODY)])]
+        header = Header.decode(frames[0])
+        where = _IN_PLACE.get(header.kind)
+        for i, (at, size) in enumerate(others, 1):
+            frame = view[at : at + size]
+            is_read_there = where == i and size >= _LEAST_FRAME
             frames.append(frame if is_read_there else memoryview(bytearray(frame)))
         if len(self.opened) > layout.RING:
             raise FrameError(f"more than {layout.RING} requests wait for a reply.")
@@ -128,13 +129,15 @@ class Tenant:
         self.opened[request] = found._replace(rows=self.slab.address(at))
         return self.slab.bytes[at : at + num_bytes]
 
-    def answer(self, message: Sequence[Frame], found: _Opened, request: int) -> bool:
-        """Write a reply; return whether there was room for it."""
+    def answer(
+        self, message: Sequence[Frame], found: _Opened, request: int
+    ) -> int | None:
+        """Write a reply; return who waits for it, or None: there is no room."""
         sizes = list(map(len, message))
         if len(message) > layout.MAX_FRAMES:
-            return False
+            return None
         if layout.size_of_message(sizes) > found.place.room:
-            return False
+            return None
         in_place = 1 if found.rows and _address(message[1]) == found.rows else None
         self.slab.write(found.place.reply, message, in_place)
         waits = self.slab.post_reply(request)
@@ -143,7 +146,7 @@ class Tenant:
         if waits & layout.IO_THREAD:
             with contextlib.suppress(OSError):
                 self.socket.send(b"\0", socket.MSG_DONTWAIT)
-        return True
+        return waits
 
 
 class Slabs:
@@ -155,23 +158,26 @@ class Slabs:
     Attributes:
         num_bytes: of all slabs.
         num_requests: that came through them.
+        num_wakeups: of this thread, by clients.
+        num_woken: callers that slept when their reply came.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self.num_bytes = self.num_requests = 0
+        self.num_bytes = self.num_requests = self.num_wakeups = self.num_woken = 0
         self._door: socket.socket | None = None
         self._name = ""
         self._guests: dict[bytes, _Guest] = {}  # by the proof that they will show
         self._entering: dict[int, tuple[socket.socket, float]] = {}
         self._tenants: dict[bytes, Tenant] = {}
+        self._admitted: list[Tenant] = []  # of the tenants
         self._by_fd: dict[int, Tenant] = {}
         self.changes: deque[tuple[int, bool]] = deque()
         self._turn = 0
         self._next_log_s = self._heard_s = 0.0
 
     def __len__(self) -> int:
-        return sum(tenant.is_admitted for tenant in self._tenants.values())
+        return len(self._admitted)
 
     def fds(self) -> set[int]:
         """Return the descriptors to poll."""
@@ -204,7 +210,8 @@ class Slabs:
         tenant = self._tenants.get(peer)
         if tenant is None or tenant.proof.hex() != drawn:
             return encode_json({"rejected": "it has read another proof in the memory"})
-        tenant.is_admitted = True
+        if tenant not in self._admitted:
+            self._admitted.append(tenant)
         return encode_json({"bytes": tenant.slab.size_bytes})
 
     def _open_door(self) -> str:
@@ -312,6 +319,7 @@ class Slabs:
         """Read the bytes that wake this thread; a client that is gone leaves."""
         try:
             if tenant.socket.recv(4096, socket.MSG_DONTWAIT):
+                self.num_wakeups += 1
                 return
         except BlockingIOError:
             return
@@ -324,21 +332,23 @@ class Slabs:
         del self._by_fd[tenant.socket.fileno()]
         if self._tenants.get(tenant.peer) is tenant:
             del self._tenants[tenant.peer]
+        if tenant in self._admitted:
+            self._admitted.remove(tenant)
         tenant.socket.close()
         # Updates that wait still read it; it is unmapped with the last of them.
         self.num_bytes -= tenant.slab.size_bytes
 
     def has_message(self) -> bool:
         """Return whether a request is in a slab."""
-        for tenant in self._tenants.values():
-            if tenant.has_message() and tenant.is_admitted:
+        for tenant in self._admitted:
+            if tenant.words[layout.REQUESTS] != tenant.num_taken:
                 return True
         return False
 
     def has_message_of(self, peer: bytes) -> bool:
         """Return whether a request of one client is in its slab."""
         tenant = self._tenants.get(peer)
-        return tenant is not None and tenant.is_admitted and tenant.has_message()
+        return tenant in self._admitted and tenant.has_message()
 
     def is_quiet(self) -> bool:
         """Look for requests for up to 50 us; return whether there was none.
@@ -358,13 +368,11 @@ class Slabs:
     def set_sleeps(self, sleeps: int) -> None:
         """Say whether this thread wants to be woken."""
         for tenant in self._tenants.values():
-            tenant.slab.words[layout.SLEEPS] = sleeps
+            tenant.words[layout.SLEEPS] = sleeps
 
     def take(self, peer: bytes | None = None) -> tuple[bytes, Header, Frames] | None:
         """Take a request, of each client in turn or of one; None: it breaks rules."""
-        tenants = [t for t in self._tenants.values() if t.is_admitted]
-        if peer is not None:
-            tenants = [self._tenants[peer]]
+        tenants = self._admitted if peer is None else [self._tenants[peer]]
         self._turn += 1
         for i in range(len(tenants)):
             tenant = tenants[(self._turn + i) % len(tenants)]
@@ -399,7 +407,12 @@ class Slabs:
         if (tenant := self._tenants.get(peer)) is None:
             return False
         found = tenant.opened.pop(request, None)
-        return found is not None and tenant.answer(message, found, request)
+        waits = None if found is None else tenant.answer(message, found, request)
+        if waits is None:
+            return False
+        self.num_woken += bool(waits & layout.CALLERS)
+        self._heard_s = time.monotonic()  # the next request may follow at once
+        return True
 
     def close(self) -> None:
         """Leave all slabs."""
@@ -412,7 +425,10 @@ class Slabs:
 
 
 def _address(frame: Frame) -> int:
-    address: int = np.frombuffer(frame, np.uint8).ctypes.data if len(frame) else 0
+    """Return where a frame is, as ``ctypes.data`` does, which takes longer."""
+    if not len(frame):
+        return 0
+    address: int = np.frombuffer(frame, np.uint8).__array_interface__["data"][0]
     return address
 
 

@@ -46,6 +46,7 @@ from persia_torchrec.persia.config.global_config import (
 )
 from persia_torchrec.rpc import float_codec
 from persia_torchrec.rpc.channel import keep_freed_memory
+from persia_torchrec.server import open_batches
 from persia_torchrec.server.checkpoint_service import Checkpoints, KnownUpdates
 from persia_torchrec.server.config import ServerConfig, apply_global_config
 from persia_torchrec.server.server import EmbeddingServer
@@ -144,6 +145,7 @@ def _run(config: ServerConfig, life: JobMember | Lifetime) -> None:
 def _load_all(config: ServerConfig) -> None:
     """Load all compiled loops; compile those that never were."""
     float_codec.warm_up()
+    open_batches.warm_up()
     warm_up(in_file=config.memory_file is not None)
 
 

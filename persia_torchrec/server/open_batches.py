@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.jit.compiled import compiled, read_only
 from persia_torchrec.routing.shard import Ids, sum_repeats, unique_ids
 from persia_torchrec.rpc.float_codec import Floats
 from persia_torchrec.rpc.messages import Header, TableIds
@@ -42,6 +43,8 @@ _NUM_COUNTERS = 2**20
 _WATCHED_SHIFT = np.uint64(60)  # the bits above are 0 in one hash of 16
 _OFFSET_SHIFT = np.uint64(40)
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio
+_MULTIPLIER, _ZERO = np.uint64(_GOLDEN), np.uint64(0)
+_NO_OFFSETS = np.empty(0, dtype=np.uint64)
 _ARRAY_COST = 64  # what an array costs besides its slots, in slots
 
 _OBJECT_BYTES = 2048  # what an update takes besides its ids and gradients
@@ -110,6 +113,8 @@ class OpenBatches:
             slots.append([])
             for lookup in self._pop(batch):
                 slots[-1] += lookup.slots
+                if not len(lookup.watched):
+                    continue
                 watched.append(lookup.watched)
                 staleness_N = self._num_updates[lookup.watched] - lookup.seen
                 self.histogram += np.bincount(
@@ -163,13 +168,26 @@ class OpenBatches:
 
 def find_watched(tables: Sequence[TableIds]) -> Offsets:
     """Return the offsets of the counters of the watched ids; uint64 ``(N,)``."""
-    if not tables:
-        return np.empty(0, dtype=np.uint64)
-    salted = [t.ids ^ np.uint64((t.table + 1) * _GOLDEN % 2**64) for t in tables]
-    hashes = salted[0] if len(salted) == 1 else np.concatenate(salted)
-    hashes *= np.uint64(_GOLDEN)  # an array: it wraps around
-    watched_N: Offsets = hashes[hashes >> _WATCHED_SHIFT == 0]
-    return watched_N >> _OFFSET_SHIFT
+    found = [
+        _find_watched(read_only(t.ids), np.uint64((t.table + 1) * _GOLDEN % 2**64))
+        for t in tables
+    ]
+    return found[0] if len(found) == 1 else np.concatenate([_NO_OFFSETS, *found])
+
+
+@compiled
+def _find_watched(ids_L: Ids, salt: np.uint64) -> Offsets:
+    watched, num = np.empty(len(ids_L), dtype=np.uint64), 0
+    for i in range(len(ids_L)):
+        hash_ = (ids_L[i] ^ salt) * _MULTIPLIER
+        watched[num] = hash_ >> _OFFSET_SHIFT
+        num += hash_ >> _WATCHED_SHIFT == _ZERO
+    return watched[:num].copy()
+
+
+def warm_up() -> None:
+    """Compile, or load, the loop before the first request needs it."""
+    find_watched([TableIds(0, np.zeros(1, dtype=np.uint64))])
 
 
 class Update(NamedTuple):

@@ -226,6 +226,8 @@ class Shard:
             "shared_memory_bytes": self._listener.slabs.num_bytes,
             "shared_memory_clients": len(self._listener.slabs),
             "shared_memory_requests": self._listener.slabs.num_requests,
+            "shared_memory_wakeups": self._listener.slabs.num_wakeups,
+            "shared_memory_woken": self._listener.slabs.num_woken,
         }
 
     def read_ids(self, frames: Frames, num_frames: int) -> list[TableIds]:

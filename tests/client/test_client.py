@@ -378,8 +378,8 @@ class OddServer:
 
     def _run(self):
         while not self._stopping.is_set():
-            if self.listener.wait(5):
-                peer, header, _ = self.listener.take()
+            if message := self.listener.receive(5):  # None: it has answered itself
+                peer, header, _ = message
                 reply = Header(Kind.REPLY, header.request)
                 self.listener.send(peer, reply, self._answers[header.kind])
 

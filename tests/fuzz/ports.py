@@ -3,6 +3,7 @@
 Each listener is a process of its own, as is the client whose latency is measured.
 """
 
+import contextlib
 import http.client
 import json
 import random
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -27,15 +29,17 @@ from persia_torchrec.job.process_identity import ProcessIdentity
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.job.requests import Beat, FindNotes, Register, Report, SetNote
 from persia_torchrec.lookup.bags import Bags, encode_bags
+from persia_torchrec.parsing.decoding import parse_json
 from persia_torchrec.persia.batch import PersiaBatch, encode_rest
 from persia_torchrec.persia.config.embedding_config import load_embedding_config
 from persia_torchrec.persia.slots import SlotsLookup, build_features
 from persia_torchrec.persia.stream import Inbox
 from persia_torchrec.persia.worker.process import IdBuffer, WorkerProcess
-from persia_torchrec.rpc import messages
+from persia_torchrec.rpc import messages, slab
 from persia_torchrec.rpc.auth import NO_JOB, client_options
 from persia_torchrec.rpc.messages import Header, Kind, Share, encode_json
 from persia_torchrec.rpc.server import Service
+from persia_torchrec.rpc.slab_client import SlabChannel, obtain
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
 from persia_torchrec.serving.embeddings import SlotsReader
 from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
@@ -229,7 +233,7 @@ class Dealer:
         for option, value in options.items():
             self.socket.setsockopt(option, value)
         self.socket.connect(address.removesuffix("#book"))
-        self._number = 2**40
+        self._number, self.reply = 2**40, list[bytes]()
 
     def ask(self, frames: Sequence[bytes]) -> float:
         """Send a request; return the seconds until its reply."""
@@ -239,9 +243,14 @@ class Dealer:
         self.socket.send_multipart([header, *frames[1:]])
         while True:
             assert self.socket.poll(1000 * ASK_S), "no reply"
-            reply = self.socket.recv_multipart()
-            if Header.decode(reply[0]).request == self._number:
+            self.reply = self.socket.recv_multipart()
+            if Header.decode(self.reply[0]).request == self._number:
                 return time.perf_counter() - began_s
+
+    def ask_json(self, value: object, type_: Any) -> Any:
+        """Send a SLAB; return the JSON value of its reply."""
+        self.ask([Header(Kind.SLAB).encode(), encode_json(value)])
+        return parse_json(self.reply[1], type_, "The reply", FrameError)
 
     def close(self) -> None:
         self.socket.close()
@@ -273,6 +282,52 @@ def _ends_the_server(frames: Sequence[bytes]) -> bool:
         return Header.decode(frames[0]).kind is Kind.SHUTDOWN
     except FrameError:
         return False
+
+
+def fuzz_memory(
+    address: str, seeds: Sequence[Sequence[bytes]], num: int, seed: int
+) -> None:
+    """Write what no client writes into memory that the server shares with this one.
+
+    Numbers of a message, where it is, and how many there are; it may be read meanwhile.
+    """
+    rng, packed = random.Random(seed), list(map(pack, seeds))
+    hello = [Header(Kind.HELLO).encode(), b"null"]
+    dealer = Dealer(address)
+    channel = obtain(dealer.ask_json)
+    for n in range(num):
+        if channel.is_lost():
+            channel.close()
+            channel = obtain(dealer.ask_json)
+        _, data = mutate(rng, packed, change_frames)
+        frames = unpack(data)[: slab.MAX_FRAMES]
+        if not _ends_the_server(frames):
+            _post_changed(rng, channel, frames)
+        if n % 32 == 0:
+            dealer.ask(hello)  # it is answered after what is in the memory
+    dealer.ask(hello)
+    channel.close()
+    dealer.close()
+
+
+def _post_changed(
+    rng: random.Random, channel: SlabChannel, frames: Sequence[bytes]
+) -> None:
+    shared, size = channel.slab, slab.size_of_message([*map(len, frames)])
+    at = slab.FIRST + 4096 * rng.randrange(64)
+    shared.write(at, frames)
+    place = struct.pack("<4Q", at, size, slab.FIRST + 2**19, 2**18)
+    what = rng.random()
+    if what < 0.4:
+        place = rng.choice((flip, oversize))(rng, place)[:32].ljust(32, b"\0")
+    elif what < 0.8:
+        head = rng.choice((flip, oversize))(rng, shared.memory[at : at + 64])
+        shared.memory[at : at + 64] = head[:64]
+    else:
+        shared.words[slab.REQUESTS] += rng.choice((0, 0, 1, 300, 2**40))
+    shared.post_request(slab.Place(*struct.unpack("<4Q", place)))
+    with contextlib.suppress(OSError):  # the server may have closed it
+        channel.socket.send(b"\0" * rng.choice((1, 1, 100)))
 
 
 def fuzz_connections(address: str, seeds: Sequence[bytes], num: int, seed: int) -> None:

@@ -95,6 +95,17 @@ def test_a_port_survives_any_message(
     told(listening, began_s, num_inputs, fuzz_seed, row, record_property)
 
 
+def test_a_server_survives_any_bytes_in_memory_that_it_shares(
+    processes, tmp_path, num_inputs, fuzz_seed, record_property
+):
+    serve, seeds, ask = PORTS["embedding server"]
+    listening = Listening(processes, tmp_path, "server", serve, ask)
+    began_s = time.monotonic()
+    ports.fuzz_memory(listening.address, seeds(), num_inputs, fuzz_seed)
+    row = "port of embedding server: shared memory"
+    told(listening, began_s, num_inputs, fuzz_seed, row, record_property)
+
+
 @pytest.mark.parametrize("name", PORTS)
 def test_a_port_survives_any_client(
     name, processes, tmp_path, num_inputs, fuzz_seed, record_property

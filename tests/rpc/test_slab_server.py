@@ -179,6 +179,50 @@ def test_several_callers_get_their_own_replies(peers):
     assert wrong == []
 
 
+def test_a_caller_that_leaves_has_another_one_take_replies(peers, echo):
+    gates, carrier, ended = (
+        [threading.Event(), threading.Event()],
+        carrier_of(peers),
+        [],
+    )
+
+    def answer(header, frames):
+        assert gates[header.batch].wait(DEADLINE_S)
+        return [bytes(frames[1])]
+
+    echo._handler = answer
+    replies = [send(peers, b"%d" % i, batch=i) for i in range(2)]
+
+    def wait(i):
+        ended.append(bytes(replies[i].frames()[1]))
+
+    threads = [threading.Thread(target=wait, args=(i,)) for i in range(2)]
+    threads[0].start()
+    until(carrier._leading.locked)
+    threads[1].start()
+    until(lambda: carrier._followers)
+    gates[0].set()
+    threads[0].join(DEADLINE_S)
+    until(lambda: not carrier._followers)  # it leads
+    gates[1].set()
+    threads[1].join(DEADLINE_S)
+    assert ended == [b"0", b"1"]
+
+
+def test_a_request_wakes_the_server_and_a_reply_its_caller(peers, echo):
+    until(lambda: send(peers, b"x").frames() and echo.slabs.num_wakeups)
+    assert carrier_of(peers).num_bells >= 1
+    before = echo.slabs.num_woken, carrier_of(peers).num_sleeps
+    echo.may_answer.clear()
+    reply = send(peers, b"x")
+    thread = threading.Thread(target=reply.frames)
+    thread.start()
+    until(lambda: carrier_of(peers).num_sleeps > before[1])
+    echo.may_answer.set()
+    thread.join(DEADLINE_S)
+    until(lambda: echo.slabs.num_woken > before[0])
+
+
 def test_an_error_reaches_the_caller(peers, echo):
     echo.answer = None
     echo._handler = lambda *_: 1 / 0
