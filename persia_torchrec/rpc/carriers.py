@@ -16,6 +16,7 @@ from persia_torchrec.rpc.channel import Reply
 from persia_torchrec.rpc.messages import Frame, Frames, Header, Kind
 from persia_torchrec.rpc.slab_client import SlabChannel
 
+_SMALL_BYTES = 2**18  # that are copied within some tens of microseconds
 _REPLY = Kind.REPLY.to_bytes(2, "little")  # in a header
 
 
@@ -57,6 +58,12 @@ class Carriers:
             return carrier
         over_tcp.add(number)
         return None
+
+    def announce(self, server: int, frames: Sequence[Frame]) -> None:
+        """Wake a server, which takes some time, while a small request is prepared."""
+        carrier = self._carriers[server]
+        if carrier is not None and sum(map(len, frames)) < _SMALL_BYTES:
+            carrier.announce()
 
     def post(self, carrier: SlabChannel, number: int, reply: Reply) -> None:
         """Write a request to its place, and post it unless it has ended meanwhile."""

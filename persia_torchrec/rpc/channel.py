@@ -140,7 +140,9 @@ class Listener:
         if len(ready) > self._is_over_tcp:
             slabs.look(ready)
         self._watch_slabs()
-        return self._is_over_tcp or slabs.has_message()
+        if self._is_over_tcp or slabs.has_message():
+            return True
+        return has_slabs and bool(ready) and not slabs.is_quiet()
 
     def take(self) -> tuple[bytes, Header, Frames] | None:
         """Take a message: routing id, header, all frames.

@@ -69,6 +69,7 @@ class Peers:
         reply_bytes: int = 0,
     ) -> Reply:
         """Send one process a message: the frames after the header."""
+        self.connections.carriers.announce(peer, frames)
         header = self.numbered(header)
         if not header.incarnation and self.incarnations[peer]:
             header = header._replace(incarnation=self.incarnations[peer])

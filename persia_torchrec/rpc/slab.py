@@ -7,7 +7,8 @@ written by one side only:
     offset  size      field
     0       32        proof, see ``slab_server.py``
     64      8         requests: how many the client has posted
-    128     8         1: the server sleeps, and wants a byte over the Unix socket
+    128     8         0, or which of its sleeps the server is in, for the end of which
+                      it wants a byte over the Unix socket
     192     8         replies: how many the server has posted
     256     8         who waits at the client: bit 0, its I/O thread, which wants a
                       byte; bit 1, callers, which wait for "replies" (a futex)
@@ -27,6 +28,7 @@ Stores must become visible in their order, which x86-64 does; between a store an
 of another number a lock is taken, which is a fence.
 """
 
+import contextlib
 import ctypes
 import fcntl
 import mmap
@@ -62,7 +64,9 @@ SPIN_US = 50
 _REQUEST_RING, _REPLY_RING = 512, 1536
 _HEAD = struct.Struct("<8Q")
 _PIECE = struct.Struct("<4Q")
+_TOUCHED = 2**18  # bytes at a time
 _LARGE = 65536  # bytes, from which NumPy copies, without the interpreter's lock
+_MADV_POPULATE_WRITE = 23  # of Linux; Python has no name for it
 _SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE, _ALL = 202, 0, 1, 2**31 - 1
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -108,7 +112,19 @@ class Slab:
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self.memory, np.uint8)
         self.view = memoryview(self.memory)
         self.words = self.view.cast("Q")
-        self._address = self.bytes.ctypes.data
+        self._address, self._num_touched = self.bytes.ctypes.data, 0
+
+    def touch(self, stop: int) -> None:
+        """Have this process's pages up to an offset: one by one they take far longer.
+
+        A kernel without MADV_POPULATE_WRITE, before 5.14, maps them one by one.
+        """
+        if stop > self._num_touched:
+            begin, stop = self._num_touched, -(-stop // _TOUCHED) * _TOUCHED
+            self._num_touched = min(stop, self.size_bytes)
+            with contextlib.suppress(OSError):
+                size = self._num_touched - begin
+                self.memory.madvise(_MADV_POPULATE_WRITE, begin, size)
 
     def address(self, begin: int) -> int:
         """Return where in this process's memory an offset is."""
@@ -147,15 +163,15 @@ class Slab:
         sizes += [0] * (MAX_FRAMES - len(frames))
         _HEAD.pack_into(self.memory, begin, len(frames), *sizes)
 
-    def post_request(self, place: "Place") -> bool:
-        """Post a request; return whether the server sleeps."""
+    def post_request(self, place: "Place") -> int:
+        """Post a request; return which of its sleeps the server is in, or 0."""
         words = self.words
         posted = words[REQUESTS]
         at = 8 * _REQUEST_RING + posted % RING * _PIECE.size
         _PIECE.pack_into(self.memory, at, *place)
         words[REQUESTS] = posted + 1
         fence()
-        return bool(words[SLEEPS])
+        return words[SLEEPS]
 
     def request(self, number: int) -> "Place":
         """Return a copy of a request of the ring."""

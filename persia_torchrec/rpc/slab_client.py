@@ -67,7 +67,7 @@ class SlabChannel:
     Attributes:
         socket: a Unix socket that is closed when the server is gone.
         num_requests: how many requests went through it.
-        num_bells: of them, how many found the server asleep.
+        num_bells: how often the server slept, and was woken for one.
         num_sleeps: how often a caller slept until a reply came.
     """
 
@@ -86,7 +86,7 @@ class SlabChannel:
         self._sleeps = self._listens = False  # guarded by _waiting
         self._followers: list[Reply] = []  # guarded by _waiting
         self.is_closed, self.num_requests = False, 0
-        self.num_bells = self.num_sleeps = 0
+        self.num_bells = self.num_sleeps = self._rung = 0
         # Of the connections: hand replies over; wake the I/O thread.
         self.deliver: Callable[[], None] = lambda: None
         self.wake: Callable[[], None] = lambda: None
@@ -110,15 +110,27 @@ class SlabChannel:
 
     def fill(self, number: int, frames: Sequence[Frame]) -> None:
         """Write a request to its place."""
-        self.slab.write(self._open[number][2].begin, frames)
+        place = self._open[number][2]
+        self.slab.touch(max(place.begin + place.size, place.reply + place.room))
+        self.slab.write(place.begin, frames)
 
     def post(self, number: int) -> None:
         """Have the server read a request that was filled."""
         self.num_requests += 1
-        if self.slab.post_request(self._open[number][2]):
-            self.num_bells += 1
-            with contextlib.suppress(OSError):  # its end is seen by who reads
-                self.socket.send(b"\0", socket.MSG_DONTWAIT)
+        self._ring(self.slab.post_request(self._open[number][2]))
+
+    def announce(self) -> None:
+        """Wake the server for a request that is posted soon, unless it is awake."""
+        self._ring(self._words[layout.SLEEPS])
+
+    def _ring(self, sleep: int) -> None:
+        """Send a byte, the first for this sleep of the server."""
+        if sleep in (0, self._rung):
+            return
+        self._rung = sleep
+        self.num_bells += 1
+        with contextlib.suppress(OSError):  # its end is seen by who reads
+            self.socket.send(b"\0", socket.MSG_DONTWAIT)
 
     def withdraw(self, number: int) -> None:
         """Give the place of a request up that was not posted."""
@@ -174,21 +186,24 @@ class SlabChannel:
 
         It may return before, if another thread ends the request.
         """
-        while not reply.has_ended() and not self.is_closed:
-            if self._leading.acquire(blocking=False):
-                try:
-                    self._lead(reply, stop_s)
-                finally:
-                    self._stop_leading()
-                return
-            with self._waiting:
-                self._followers.append(reply)
-            if self._leading.locked():  # by one that looks for followers afterwards
-                reply.park(stop_s - time.monotonic())
-            with self._waiting:
-                self._followers.remove(reply)
-            if time.monotonic() >= stop_s:
-                return
+        try:
+            while not (reply.has_ended() or self.is_closed):
+                if self._leading.acquire(blocking=False):
+                    try:
+                        self._lead(reply, stop_s)
+                    finally:
+                        self._leading.release()
+                    return
+                with self._waiting:
+                    self._followers.append(reply)
+                if self._leading.locked():  # by one that nudges a follower afterwards
+                    reply.park(stop_s - time.monotonic())
+                with self._waiting:
+                    self._followers.remove(reply)
+                if time.monotonic() >= stop_s:
+                    return
+        finally:
+            self._nudge()
 
     def look(self) -> None:
         """Hand over the replies that are there, unless another thread does so."""
@@ -196,7 +211,17 @@ class SlabChannel:
             try:
                 self.deliver()
             finally:
-                self._stop_leading()
+                self._leading.release()
+                self._nudge()
+
+    def _nudge(self) -> None:
+        """Have another caller take replies, if one waits: this one may have led."""
+        if self._followers:
+            with self._waiting:
+                waiting = (f for f in self._followers if not f.has_ended())
+                follower = next(waiting, None)
+            if follower is not None:
+                follower.nudge()
 
     def _lead(self, reply: Reply, stop_s: float) -> None:
         """Take replies, for all callers, until one has come or is another thread's."""
@@ -215,14 +240,6 @@ class SlabChannel:
                 self.num_sleeps += 1
                 self.slab.wait_for_reply(seen, stop_s - now_s)
                 self._say_who_waits(callers=False)
-
-    def _stop_leading(self) -> None:
-        """Have another caller take replies, if one waits."""
-        self._leading.release()
-        with self._waiting:
-            follower = next(iter(self._followers), None)
-        if follower is not None:
-            follower.nudge()
 
     def listen(self, listens: bool) -> None:
         """Say whether the I/O thread wants a byte for each reply."""
@@ -304,7 +321,10 @@ def _fetch(name: str, proof: bytes) -> tuple[Slab, socket.socket, bytes]:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(timeouts.SHARED_MEMORY_S)
-        connection.connect("\0" + name)
+        try:
+            connection.connect("\0" + name)
+        except ConnectionRefusedError as exc:
+            raise FrameError("it is on another host, or in another container") from exc
         with contextlib.suppress(BrokenPipeError):  # it says why
             connection.sendall(proof)
         told, fds, _, _ = socket.recv_fds(connection, 512, 1)

@@ -53,6 +53,7 @@ _IN_PLACE = {Kind.UPDATE: 3, Kind.WRITE: 3}
 """Frames that are read where they are: numbers, of which each is only calculated with.
 Nothing keeps them longer than until the reply."""
 _LEAST_FRAME = 4096
+_SOON_BYTES = 65536  # of rows that are gathered within some tens of microseconds
 _PEER_CREDENTIALS = struct.Struct("3i")
 
 
@@ -106,6 +107,7 @@ class Tenant:
                 raise FrameError(f"its slab has no message at {begin}.")
             if not layout.BODY <= size <= size_bytes - begin:
                 raise FrameError(f"its slab has no {size} bytes at {begin}.")
+        self.slab.touch(max(place.begin + place.size, place.reply + place.room))
         (at, size), *others = self.slab.frames(place.begin, place.size)
         view = self.slab.view
         frames: Frames = [bytes(view[at : at + min(size, layout.BODY)])]
@@ -173,7 +175,7 @@ class Slabs:
         self._admitted: list[Tenant] = []  # of the tenants
         self._by_fd: dict[int, Tenant] = {}
         self.changes: deque[tuple[int, bool]] = deque()
-        self._turn = 0
+        self._turn, self._num_sleeps = 0, 1
         self._next_log_s = self._heard_s = 0.0
 
     def __len__(self) -> int:
@@ -320,6 +322,7 @@ class Slabs:
         try:
             if tenant.socket.recv(4096, socket.MSG_DONTWAIT):
                 self.num_wakeups += 1
+                self._heard_s = time.monotonic()  # a request follows, if none is there
                 return
         except BlockingIOError:
             return
@@ -361,12 +364,13 @@ class Slabs:
                 break
         else:
             return False
-        self.set_sleeps(1)
+        self._num_sleeps += 1
+        self.set_sleeps(self._num_sleeps)
         layout.fence()
         return not self.has_message()
 
     def set_sleeps(self, sleeps: int) -> None:
-        """Say whether this thread wants to be woken."""
+        """Say in which of its sleeps this thread is, or in none: 0."""
         for tenant in self._tenants.values():
             tenant.words[layout.SLEEPS] = sleeps
 
@@ -400,6 +404,9 @@ class Slabs:
         """
         if (tenant := self._tenants.get(peer)) is None:
             return np.empty(num_bytes, dtype=np.uint8)
+        if num_bytes < _SOON_BYTES and tenant.words[layout.WAITS] & layout.CALLERS:
+            tenant.slab.wake_callers()  # which takes as long as those rows
+            self.num_woken += 1
         return tenant.body_in_place(request, num_bytes)
 
     def send(self, peer: bytes, request: int, message: Sequence[Frame]) -> bool:

@@ -10,6 +10,7 @@ Dimension key:
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -85,7 +86,8 @@ def _answer_lookup(shard: Shard, request: Request) -> Frames:
                 for table, ids_N, out_ND, counts_N in pieces
             ]
             shard.streams.mark(change, batch, 1 << part)
-        shard.open_batches.begin(batch, [TableIds(*p[:2]) for p in pieces], slots)
+        found = batch, [TableIds(*piece[:2]) for piece in pieces], slots
+        shard.afterwards = partial(shard.open_batches.begin, *found)
         shard.stages.lap("lookup")
     frame = encode_floats(rows, header.precision)
     shard.stages.lap("encode")

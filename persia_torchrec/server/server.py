@@ -193,6 +193,10 @@ class EmbeddingServer:
                 if reply is not None:
                     self.listener.send(peer, Header(Kind.REPLY, header.request), reply)
                     shard.stages.lap("send")
+                if shard.afterwards is not None:
+                    shard.afterwards()
+                    shard.afterwards = None
+                    shard.stages.lap("lookup")
         if self._num_since_sweep >= _MESSAGES_PER_SWEEP:
             self._sweep(shard)
 

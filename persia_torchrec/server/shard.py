@@ -66,7 +66,8 @@ class Shard:
     """One shard. Owned by the serving thread; any thread may set ``stopping``.
 
     Each list in ``updates``, which wait, is applied as one; ``num_overtaking`` messages
-    were answered since the last one was applied.
+    were answered since the last one was applied. ``afterwards`` is what is left to do
+    when the request has its reply.
     """
 
     def __init__(self, config: ServerConfig, listener: Listener) -> None:
@@ -97,6 +98,7 @@ class Shard:
         groups = parse_json(kept or b"[]", list[SavedGroup], "groups", StoreError)
         self.joint_steps.restore(groups)
         self.updates: deque[list[Update]] = deque()
+        self.afterwards: Callable[[], None] | None = None
         self._queued: set[Batch] = set()  # of the updates
         self.num_overtaking = 0
         self.must_drop = False

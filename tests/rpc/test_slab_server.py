@@ -180,11 +180,9 @@ def test_several_callers_get_their_own_replies(peers):
 
 
 def test_a_caller_that_leaves_has_another_one_take_replies(peers, echo):
-    gates, carrier, ended = (
-        [threading.Event(), threading.Event()],
-        carrier_of(peers),
-        [],
-    )
+    gates, carrier, ended = [threading.Event() for _ in "ab"], carrier_of(peers), []
+    done = send(peers, b"done")
+    done.frames()
 
     def answer(header, frames):
         assert gates[header.batch].wait(DEADLINE_S)
@@ -201,9 +199,11 @@ def test_a_caller_that_leaves_has_another_one_take_replies(peers, echo):
     until(carrier._leading.locked)
     threads[1].start()
     until(lambda: carrier._followers)
+    carrier._followers.insert(0, done)  # as of a caller that has not left yet
     gates[0].set()
     threads[0].join(DEADLINE_S)
-    until(lambda: not carrier._followers)  # it leads
+    until(lambda: carrier._followers == [done])  # the other caller leads
+    carrier._followers.clear()
     gates[1].set()
     threads[1].join(DEADLINE_S)
     assert ended == [b"0", b"1"]
