@@ -212,17 +212,20 @@ def watched(walk: Walk, loop):
 
 def test_a_lookup_passes_few_files_and_functions(walks):
     walk, _ = walks
-    assert walk.num_hand_overs() == 2
+    # To the thread that pulls, which writes to the memory that the server shares.
+    assert walk.num_hand_overs() == 1
     # Two keep requests whole, and know those repeated; one copies by one thread.
     assert len(walk.files) <= 32
     # Three repeat what a server has lost, one has blocks; three ask before they wait,
     # so that an index is built meanwhile; routes, copies and replies are of all tables.
-    assert len(walk.hops) <= 76
+    # Through shared memory both ends find a place, and one caller takes all replies.
+    assert len(walk.hops) <= 87
 
 
 def test_a_gradient_passes_few_files_and_functions(walks):
     _, walk = walks
     assert walk.num_hand_overs() == 2
-    assert len(walk.files) <= 33  # gradients leave a device on their way
+    # Gradients leave a device on their way; both ends of shared memory have a file.
+    assert len(walk.files) <= 35
     # What shapes and bags a group has, not each table; rows are found by address.
-    assert len(walk.hops) <= 69
+    assert len(walk.hops) <= 87
