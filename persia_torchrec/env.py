@@ -50,6 +50,8 @@ empty variable counts as unset, for launchers that write out every variable.
     PERSIA_LAUNCHER_VERBOSE                    1: persia-launcher shows what it starts
     PERSIA_METRICS_GATEWAY_ADDR                host:port that metrics are pushed to
     PERSIA_METRICS_JOB_NAME                    their label job; by default the job's id
+    PERSIA_METRICS_PORT                        port from which on they are served; unset
+                                               or 0: they are not
     LOG_LEVEL                                  DEBUG, INFO, WARNING, ERROR, CRITICAL
     TORCHELASTIC_ERROR_FILE                    where torchx and torchrun look for the
                                                cause of a failure
@@ -218,8 +220,18 @@ def job_token() -> str | None:
 
 
 def http_token() -> str | None:
-    """Return what proves that a client of HTTP may ask; None when unset."""
-    return _secret("PERSIA_HTTP_TOKEN")
+    """Return what proves that a client of HTTP may ask; None when unset.
+
+    Raises:
+        ConfigError: it is the job's.
+    """
+    token = _secret("PERSIA_HTTP_TOKEN")
+    if token is not None and token == job_token():
+        raise ConfigError(
+            "PERSIA_HTTP_TOKEN must be another token than PERSIA_JOB_TOKEN, which "
+            "allows more. Received: the same."
+        )
+    return token
 
 
 def token_file(name: str) -> str | None:
@@ -464,6 +476,23 @@ def metrics_gateway() -> tuple[str, int] | None:
             f"[1, {MAX_PORT}] and no scheme or path. Received: {address!r}."
         )
     return match[1].strip("[]"), int(match[2])
+
+
+def set_metrics_port(port: int | None) -> None:
+    """Have a flag, where it is given, say what ``PERSIA_METRICS_PORT`` does."""
+    if port is not None:
+        set_variable("PERSIA_METRICS_PORT", port)
+
+
+def metrics_port() -> int | None:
+    """Return the first port at which metrics may be served; None: they are not."""
+    port = number("PERSIA_METRICS_PORT") or None
+    if port is not None and port > MAX_PORT:
+        raise ConfigError(
+            f"PERSIA_METRICS_PORT (--metrics-port) must be in [0, {MAX_PORT}], where 0 "
+            f"serves no metrics. Received: {port}."
+        )
+    return port
 
 
 def log_level(default: str = "INFO") -> str:

@@ -111,6 +111,8 @@ PUSH_S = 5.0  # the gateway takes a push
 LAST_PUSH_S = 2.0  # the same at the end of a role
 PUSH_CLOSE_S = 3.0  # the end of a role waits for that push and one in progress
 METRICS_ASK_S = 2.0  # a server answers with its counters
+METRICS_HTTP_S = 10.0  # a request to an endpoint of metrics is answered
+STATUS_S = 5.0  # between two looks at what members of a job say of themselves
 
 # Serving
 HTTP_RECEIVE_S = 30.0  # a request has arrived

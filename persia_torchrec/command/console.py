@@ -6,7 +6,6 @@ one line a row, whatever the terminal's width.
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 import click
@@ -106,12 +105,3 @@ def duration(seconds: float) -> str:
     hours, minutes = divmod(minutes, 60)
     days, of_day = divmod(hours, 24)
     return f"{days}d{of_day:02}h" if days else f"{hours}h{minutes:02}m"
-
-
-def age_s(iso: str) -> float | None:
-    """Return the seconds since a time in ISO 8601; None if it is none."""
-    try:
-        then = datetime.fromisoformat(iso)
-    except ValueError:
-        return None
-    return max((datetime.now(UTC) - then).total_seconds(), 0.0)

@@ -19,24 +19,25 @@ from persia_torchrec import timeouts
 from persia_torchrec.checkpoint.catalog import Manifest
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.command import console
-from persia_torchrec.command.console import age_s, as_json, duration
+from persia_torchrec.command.console import as_json, duration
 from persia_torchrec.command.job_view import Job, View, find, is_here, opened
 from persia_torchrec.job import job_list
 from persia_torchrec.job.job_list import JobRecord
+from persia_torchrec.job.member_lines import age_s
 from persia_torchrec.job.requests import Fail
 from persia_torchrec.job.requests import View as JobView
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 a_job: Callable[[F], F] = click.argument("job", default="")
-_BETWEEN_S = 1.0  # two looks, of which rates are made
+_BETWEEN_S = 1.5  # two looks, of which rates are made: a heartbeat comes between
 _LOOK_S = 0.2
 _WATCH_S = 2.0
 _MEMBERS = (
     *("role", "index", "state", "host", "pid", "port", "since_s", "restarts"),
     *("memory_bytes", "rows", "capacity_rows", "bytes", "evictions"),
     *("lookups_a_second", "updates_a_second", "lookup_us", "p99_us", "queue", "idle"),
-    *("staleness", "step", "steps_a_second"),
+    *("staleness", "step", "steps_a_second", "samples_a_second", "loss", "waits"),
 )
 
 
@@ -110,6 +111,10 @@ def _drawn(found: dict[str, Any]) -> Group:
         lines[0] += f", since {duration(found['since_s'])}"
     if found["step"] is not None:
         lines[0] += f", step {found['step']}"
+    if found["samples_a_second"] is not None:
+        lines[0] += f", {found['samples_a_second']:.0f} samples/s"
+    if found["loss"] is not None:
+        lines[0] += f", loss {found['loss']:.4g}"
     if found["reason"]:
         lines.append(found["reason"])
     if found["checkpoint"]:

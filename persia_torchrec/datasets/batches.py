@@ -64,6 +64,11 @@ class JaggedBatch:
         return cls(_copy(batch), keys)
 
     @property
+    def batch_size(self) -> int:
+        """The samples of the batch."""
+        return int(self.kjt.stride())
+
+    @property
     def features(self) -> Mapping[str, Bags]:
         """The ids of the features, on the host."""
         return self.take()

@@ -25,6 +25,7 @@ starts it again. The coordinator itself may be killed as often: the next one fin
 address book as it was, and watches on.
 """
 
+import contextlib
 import logging
 import math
 import os
@@ -48,6 +49,7 @@ from persia_torchrec.job.signals import EndSignals
 from persia_torchrec.job.state import Member
 from persia_torchrec.parsing.command_line import parse_flags
 from persia_torchrec.persia.config.global_config import reject_inference
+from persia_torchrec.rpc.addresses import LOOPBACK
 
 logger = logging.getLogger("persia_torchrec.job.coordinator")  # also as __main__
 
@@ -90,6 +92,9 @@ class CoordinatorConfig:
     max_restarts: int = 3
     """How often a supervisor may start a member again without progress since: batches
     that are trained, or a minute of a job that serves."""
+    metrics_port: int | None = None
+    """Serve the job's page, /metrics, /targets, /healthz and /readyz over HTTP at this
+    port; 0: do not [PERSIA_METRICS_PORT]"""
     timings: JobTimings = field(default_factory=JobTimings)
     """Heartbeat intervals and timeouts of all members."""
 
@@ -435,7 +440,16 @@ def _serve(argv: Sequence[str] | None) -> int:
     coordinator = Coordinator(config, book)
     record = job_list.record_of(book.greeting.job_id, book.port)
     set_title("coordinator 0", book.greeting.job_id)
-    with EndSignals(coordinator.end), job_list.listed(record) as told:
+    env.set_metrics_port(config.metrics_port)
+    with contextlib.ExitStack() as stack:
+        if env.metrics_port() is not None:
+            # An HTTP server and prometheus_client, for those who want them.
+            from persia_torchrec.job.status_page import StatusPage
+
+            host = LOOPBACK if is_local else ""
+            stack.enter_context(StatusPage(book, record, host))
+        stack.enter_context(EndSignals(coordinator.end))
+        told = stack.enter_context(job_list.listed(record))
         try:
             return coordinator.run()
         finally:

@@ -67,7 +67,7 @@ from persia_torchrec import env, timeouts
 from persia_torchrec.errors import ConfigError, JobError
 from persia_torchrec.job import failures, process_identity
 from persia_torchrec.job.member_record import MemberRecord
-from persia_torchrec.job.process_identity import Siblings
+from persia_torchrec.job.process_identity import METRICS_AT, OwnMetrics, Siblings
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.job.requests import Outcome
 from persia_torchrec.job.signals import (
@@ -86,7 +86,7 @@ _RETRY_S = 0.1
 _LOOK_S = 0.5  # between two looks at the heartbeats, at most
 
 
-class JobMember:
+class JobMember(OwnMetrics):
     """This process as a member of a job, from here to the end of a ``with`` block.
 
     It registers in the address book at ``store``; enter the block at once. A process
@@ -99,7 +99,7 @@ class JobMember:
     is known here; ``host`` is where to listen, the interface that leads to the book.
     ``progress`` may be set to what returns a number that grows with trained batches; a
     thread of the member calls it with each heartbeat, which sends it, and ``notes`` by
-    name.
+    name, and what ``status`` returns.
 
     The process ends with the one that started it, unless ``watches_parent`` is set to
     False before.
@@ -157,7 +157,15 @@ class JobMember:
         self._beating = threading.Thread(
             target=self._keep_beating, name="job-heartbeat", daemon=True
         )
-        book.claim_size(role, index, size)
+        self._join()
+
+    def _join(self) -> None:
+        """Serve metrics, where that is asked for, and become the member."""
+        role, index, size = self._replica
+        self.book.claim_size(role, index, size)
+        place = self.greeting.job_id, self.host
+        if address := self.serve_metrics(role, index, *place):
+            self.book.tell(METRICS_AT + self.who, address)
         by_torchrun = role == "trainer" and env.is_under_torchrun()
         agent = self._parent if by_torchrun else None
         if self.record.register(self._timings.silent_s, agent):
@@ -165,7 +173,8 @@ class JobMember:
             env.set_variable("PERSIA_RESTARTS", max(env.num_restarts(), 1))
         if role == "trainer":
             bind_gloo(self.host)
-        env.set_variable("PERSIA_MEMBER", f"{book.port} {role} {index} {self._pid}")
+        member = f"{self.book.port} {role} {index} {self._pid}"
+        env.set_variable("PERSIA_MEMBER", member)
         process_identity.report_joined()
 
     def tell_checkpoint(self, path: str) -> None:
@@ -179,8 +188,9 @@ class JobMember:
         self._callbacks.add_done_callback(lambda _: callback())
 
     def register(self, address: str) -> None:
-        """Make the address of this process known to the job."""
+        """Make the address of this process known to the job: it is ready."""
         self.book.register(*self._replica, address)
+        self.become_ready()
 
     def report_compiling(self, is_compiling: bool) -> None:
         """Report a compilation of loops; see ``ExtendableDeadline``."""
@@ -510,7 +520,7 @@ class JobMember:
         try:
             while not self._leaving.is_set():
                 num_steps, is_compiling = self._num_steps(), self._is_compiling
-                notes = dict(self.notes)
+                notes = self.notes | self.status_note(self.who)
                 view = self.record.beat(num_steps, notes, is_compiling=is_compiling)
                 self._require_place(view.successor)
                 self._num_beats += 1  # first: another one was not silent

@@ -6,6 +6,8 @@ a process is of another host, nothing is known of its end.
 A process may have a supervisor, which starts it again: ``job/supervisor.py``. It is
 killed with that, so that nothing runs twice. A supervisor is several processes, which
 have one name: as long as one of them runs, the process comes back.
+
+What a process says of itself stands here, too: its title, its metrics, its status.
 """
 
 import contextlib
@@ -15,7 +17,9 @@ import signal
 import sys
 import time
 import uuid
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import structs
@@ -23,6 +27,12 @@ from msgspec import structs
 from persia_torchrec import env, timeouts
 from persia_torchrec.errors import JobError
 from persia_torchrec.job.signals import JOINED
+
+if TYPE_CHECKING:
+    from persia_torchrec.metrics.endpoint import Endpoint
+
+METRICS_AT = "metrics at/"  # and a member: note that says where it serves metrics
+STATUS = "status/"  # and a member: note with its status, as JSON
 
 _COORDINATOR = b"persia_torchrec.job.coordinator"
 _MAX_NAME = 15  # characters of a process's name
@@ -92,6 +102,60 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
         """Return whether no process of its name runs on this host any more."""
         found = map(_read_stat, _pids())
         return all(name != self.name or state in "ZX" for state, _, name, _ in found)
+
+
+class OwnMetrics:
+    """What ``JobMember`` and ``Lifetime`` share: one endpoint, or none.
+
+    The main thread calls the methods.
+
+    Attributes:
+        endpoint: serves the metrics of this process; None where the environment does
+            not ask for it.
+        status: may be set to what returns numbers by name, for those who look at the
+            job. The thread that sends heartbeats calls it.
+    """
+
+    endpoint: "Endpoint | None" = None
+    status: Callable[[], Mapping[str, float]] | None = None
+
+    def serve_metrics(self, role: str, index: int, job_id: str, host: str) -> str:
+        """Serve metrics where the environment asks for it; return ``host:port``, or "".
+
+        A service is not ready before :meth:`become_ready`.
+
+        Raises:
+            ConfigError: no port is free.
+        """
+        if env.metrics_port() is None:
+            return ""
+        # An HTTP server and prometheus_client, for those who want them.
+        from persia_torchrec.metrics.endpoint import begin
+
+        self.endpoint = served = begin(role, index, job_id, host)
+        if role not in ("loader", "trainer"):
+            served.why_not_ready = lambda: "it does not answer requests yet"
+        return served.address
+
+    def status_note(self, who: str) -> dict[str, str]:
+        """Return the note of a member with its status; none if it has none."""
+        if self.status is None:
+            return {}
+        return {STATUS + who: msgspec.json.encode(self.status()).decode()}
+
+    def become_ready(self, why_not: Callable[[], str] = lambda: "") -> None:
+        """Say from now on that this process is ready, unless ``why_not`` says why not.
+
+        A thread of the endpoint calls it for each probe.
+        """
+        if self.endpoint is not None:
+            self.endpoint.why_not_ready = why_not
+
+
+def memory_bytes() -> int:
+    """Return the bytes of memory that this process has (RSS)."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def set_title(who: str, job_id: str) -> None:

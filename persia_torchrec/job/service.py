@@ -16,6 +16,7 @@ from concurrent.futures import Future, InvalidStateError
 
 from persia_torchrec.errors import NotReadyError, PersiaError
 from persia_torchrec.job import process_identity
+from persia_torchrec.job.process_identity import OwnMetrics
 from persia_torchrec.job.signals import EndSignals, end_by_signals
 from persia_torchrec.logger import get_default_logger
 from persia_torchrec.rpc.addresses import LOOPBACK, raise_descriptor_limit
@@ -39,7 +40,7 @@ def run_service(name: str, serve: Callable[[], int | None], level: str = "INFO")
         return 1
 
 
-class Lifetime(contextlib.ExitStack):
+class Lifetime(contextlib.ExitStack, OwnMetrics):
     """The life of a service that stands alone: it ends by SIGTERM, SIGINT or SIGHUP.
 
     The signals are handled from the first :meth:`call_at_end` on; before it, they end
@@ -68,8 +69,9 @@ class Lifetime(contextlib.ExitStack):
         ending.wait()
 
     def register(self, address: str) -> None:
-        """Make the address known to the job, if there is one."""
+        """Make the address known to the job, if there is one: the service is ready."""
         process_identity.report_joined()
+        self.become_ready()
 
     def report_compiling(self, is_compiling: bool) -> None:
         """Make known that the service compiles its loops, or no longer does."""

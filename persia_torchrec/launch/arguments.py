@@ -21,6 +21,7 @@ from torchx.schedulers import get_scheduler_factories
 
 from persia_torchrec import env
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.parsing.yaml_file import parse_yaml
 
 logger = logging.getLogger(__name__)
 Component = TypeVar("Component", bound=Callable[..., Any])
@@ -133,6 +134,53 @@ def require_known_options(scheduler: str) -> None:
             f"-cfg must name options of {scheduler}: {', '.join(dict.fromkeys(known))}."
             f" Received: {', '.join(unknown)}.{_INSTEAD.get(scheduler, '')}"
         )
+
+
+def parse_words(text: str) -> dict[str, dict[str, Any]]:
+    """Parse ``server.cpu=8 all.env.NAME=x`` into what a file would say."""
+    content: dict[str, dict[str, Any]] = {}
+    for word in split_words("set", "words as server.cpu=8", text):
+        key, is_given, value = word.partition("=")
+        role, _, name = key.partition(".")
+        if not (is_given and role and name):
+            raise ConfigError(
+                "set must be words as server.cpu=8 or all.env.NAME=value. "
+                f"Received: {word!r}."
+            )
+        section = content.setdefault(role, {})
+        kind, _, variable = name.partition(".")
+        if kind in ("env", "secrets") and variable:
+            section.setdefault(kind, {})[variable] = value
+        elif kind == "pod" and variable:
+            _parse_pod(section.setdefault("pod", {}), variable, value)
+        elif name == "volumes":
+            section[name] = value.split(",")
+        else:
+            section[name] = int(value) if value.isdecimal() else value
+    return content
+
+
+def _parse_pod(section: dict[str, Any], path: str, value: str) -> None:
+    """Parse ``labels.NAME`` as text, others, as ``affinity.podAffinity``, as YAML."""
+    name, _, rest = path.partition(".")
+    is_text = name in ("labels", "annotations", "nodeSelector") and rest
+    parsed = value if is_text else parse_yaml(value, f"set: pod.{path}")
+    *outer, last = [name, rest] if is_text else path.split(".")
+    for key in outer:
+        section = section.setdefault(key, {})
+        if not isinstance(section, dict):
+            raise ConfigError(f"set must give pod.{path} once, in one form.")
+    section[last] = parsed
+
+
+def split_words(name: str, kind: str, text: str) -> list[str]:
+    """Split the text of a setting into words, as a shell does."""
+    try:
+        return shlex.split(text)
+    except ValueError as exc:
+        raise ConfigError(
+            f"{name} must be {kind}, as in a shell. Received: {text!r} ({exc})."
+        ) from exc
 
 
 def _read(variable: str) -> str | None:

@@ -16,12 +16,11 @@ flags, the rest. What a role asks the scheduler for is a file, and words over it
 
 import math
 import re
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from msgspec import Meta, Struct, structs
 from torchx import specs
@@ -33,7 +32,7 @@ from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.script import split_module
 from persia_torchrec.job.supervisor import ALL, under_supervisor
 from persia_torchrec.job.survivable_memory import AUTO, PRIVATE
-from persia_torchrec.launch.arguments import require_rules
+from persia_torchrec.launch.arguments import parse_words, require_rules, split_words
 from persia_torchrec.launch.requests import (
     TOKEN_SECRETS,
     PodSettings,
@@ -61,7 +60,10 @@ _SETTINGS = {  # how components call the number of processes of a role
     "predictor": "predictors",
 }
 
-OF_ROLE = ("python", "image", "env", "roles_file", "set", "join_timeout_s", "recover")
+OF_ROLE = (
+    *("python", "image", "env", "roles_file", "set", "join_timeout_s", "recover"),
+    "metrics_port",
+)
 """Fields of ``JobSettings`` that each component offers."""
 
 OF_JOB = (
@@ -193,7 +195,7 @@ def read_settings(roles_file: str, words: str) -> dict[str, RoleSettings]:
         content = parse_yaml(read_text(roles_file), roles_file)
         layers.append(read_section(RolesFile, content, KeyPath(roles_file)))
     if words:
-        layers.append(read_section(RolesFile, _parse_words(words), KeyPath("set")))
+        layers.append(read_section(RolesFile, parse_words(words), KeyPath("set")))
     settings = {}
     for name in RolesFile.__struct_fields__[1:]:
         settings[name] = getattr(RolesFile(), name)
@@ -233,6 +235,10 @@ class JobSettings:
     """the same in words, over the file: "server.cpu=8 server.memory=64Gi\""""
     join_timeout_s: float = timeouts.JOIN_TIMEOUT_S
     """seconds that each wait of the start may take"""
+    metrics_port: int = 0
+    """serve metrics over HTTP: the coordinator at this port, with the job's page and
+    /targets for Prometheus, others at the next ones that are free where they run. 0:
+    none"""
     recover: bool = True
     """start again what is killed: servers with their rows, NN workers all together,
     from their last automatic checkpoint (of a TorchRec script, by recoverable()).
@@ -276,10 +282,8 @@ class JobSettings:
         for name in ("embedding_config", "global_config", "memory_dir"):
             if (text := getattr(self, name)) is not None:
                 _require_text(name, text)
-        if not 1 <= self.port <= MAX_PORT:
-            raise ConfigError(
-                f"port must be in [1, {MAX_PORT}]. Received: {self.port}."
-            )
+        _require_port("port", self.port, 1)
+        _require_port("metrics_port", self.metrics_port, 0)
         for name, least in (("nproc_per_node", 1), ("grace_s", 0)):
             if (given := getattr(self, name)) < least:
                 raise ConfigError(f"{name} must be >= {least}. Received: {given}.")
@@ -380,7 +384,8 @@ class JobSettings:
             env={
                 "PERSIA_STORE_HOST": "",
                 **as_they_are(self.variables(num_replicas)),
-                **_token_files(tokens, {**self.env, **own.env}),
+                **self._metrics(name),
+                **_token_files(self._tokens(tokens), {**self.env, **own.env}),
                 **as_they_are({**self.env, **own.env}),
             },
             num_replicas=num_replicas,
@@ -391,6 +396,24 @@ class JobSettings:
             secrets=self._secrets(own),
             pod=own.pod,
         )
+
+    def _metrics(self, name: str) -> dict[str, str]:
+        """Return where a role serves metrics; empty: what was exported does not hold.
+
+        The coordinator must have its port, before others on its host look for one.
+        """
+        is_next = name != "coordinator" and not self.host
+        port = self.metrics_port + is_next if self.metrics_port else ""
+        return {"PERSIA_METRICS_PORT": str(port)}
+
+    def _tokens(self, tokens: Sequence[str]) -> Sequence[str]:
+        """Return the tokens of a role: that of HTTP, too, if there is one for metrics.
+
+        Predictors have it anyway.
+        """
+        name = _TOKENS[1]
+        has_one = environment.text(name) or environment.text(f"{name}_FILE")
+        return _TOKENS if self.metrics_port and has_one else tokens
 
     def _survives(self, name: str) -> dict[str, object]:
         """Return the flags of a role's supervisor: what outlives the process."""
@@ -515,7 +538,7 @@ def scripts(
     _require_text(name, script)
     if gpus < 0:
         raise ConfigError(f"{name}_gpus must be >= 0. Received: {gpus}.")
-    words = _split(name, "a file name and its arguments", script)
+    words = split_words(name, "a file name and its arguments", script)
     split_module(words)
     if role == "loader" or (job.nproc_per_node == 1 and not job.recover):
         return job.role(role, "job.script", [role, *words], num, gpus=gpus)
@@ -535,52 +558,6 @@ def _token_files(names: Sequence[str], given: Mapping[str, str]) -> dict[str, st
     return {f"{n}_FILE": path.replace("$", "$$") for n, path in paths.items() if path}
 
 
-def _parse_words(text: str) -> dict[str, dict[str, Any]]:
-    """Parse ``server.cpu=8 all.env.NAME=x`` into what a file would say."""
-    content: dict[str, dict[str, Any]] = {}
-    for word in _split("set", "words as server.cpu=8", text):
-        key, is_given, value = word.partition("=")
-        role, _, name = key.partition(".")
-        if not (is_given and role and name):
-            raise ConfigError(
-                "set must be words as server.cpu=8 or all.env.NAME=value. "
-                f"Received: {word!r}."
-            )
-        section = content.setdefault(role, {})
-        kind, _, variable = name.partition(".")
-        if kind in ("env", "secrets") and variable:
-            section.setdefault(kind, {})[variable] = value
-        elif kind == "pod" and variable:
-            _parse_pod(section.setdefault("pod", {}), variable, value)
-        elif name == "volumes":
-            section[name] = value.split(",")
-        else:
-            section[name] = int(value) if value.isdecimal() else value
-    return content
-
-
-def _parse_pod(section: dict[str, Any], path: str, value: str) -> None:
-    """Parse ``labels.NAME`` as text, others, as ``affinity.podAffinity``, as YAML."""
-    name, _, rest = path.partition(".")
-    is_text = name in ("labels", "annotations", "nodeSelector") and rest
-    parsed = value if is_text else parse_yaml(value, f"set: pod.{path}")
-    *outer, last = [name, rest] if is_text else path.split(".")
-    for key in outer:
-        section = section.setdefault(key, {})
-        if not isinstance(section, dict):
-            raise ConfigError(f"set must give pod.{path} once, in one form.")
-    section[last] = parsed
-
-
-def _split(name: str, kind: str, text: str) -> list[str]:
-    try:
-        return shlex.split(text)
-    except ValueError as exc:
-        raise ConfigError(
-            f"{name} must be {kind}, as in a shell. Received: {text!r} ({exc})."
-        ) from exc
-
-
 def _agree(argument: str, value: T, default: T, setting: str, given: T | None) -> T:
     """Return what an argument, or a setting of the role in its place, says."""
     if given is None:
@@ -591,6 +568,11 @@ def _agree(argument: str, value: T, default: T, setting: str, given: T | None) -
             f"Received: {value} and {given}."
         )
     return given
+
+
+def _require_port(name: str, port: int, least: int) -> None:
+    if not least <= port <= MAX_PORT:
+        raise ConfigError(f"{name} must be in [{least}, {MAX_PORT}]. Received: {port}.")
 
 
 def _require_text(name: str, value: str) -> None:

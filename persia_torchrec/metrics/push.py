@@ -1,7 +1,8 @@
-"""Metrics of a process, pushed to a Prometheus pushgateway.
+"""Metrics of a process: pushed to a Prometheus pushgateway, served at its endpoint.
 
-A thread reads the metrics of its role at intervals and sends them by HTTP, under
-PERSIA's labels and two more:
+Where it has an endpoint (``metrics/endpoint.py``), that asks for them. Where the
+environment names a gateway, a thread reads them at intervals and sends them by HTTP,
+under PERSIA's labels and two more:
 
     job          PERSIA_METRICS_JOB_NAME, or job_name of the metrics_config; where both
                  are not set, the job's id
@@ -20,19 +21,18 @@ import http.client
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 from urllib.request import ProxyHandler, Request, build_opener
 
 from prometheus_client import push_to_gateway
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
 from persia_torchrec import env, timeouts
 from persia_torchrec.errors import PersiaError
 from persia_torchrec.job.member import JobMember
-from persia_torchrec.metrics.values import Reading
+from persia_torchrec.metrics.endpoint import Endpoint, Read, Readings
+from persia_torchrec.metrics.values import Means
 from persia_torchrec.persia.config.global_config import (
     MetricsSettings,
     load_global_config,
@@ -44,10 +44,6 @@ logger = logging.getLogger(__name__)
 
 _WARNING_S = 60.0  # seconds between two warnings
 _EXPECTED = (OSError, http.client.HTTPException, PersiaError)  # without a traceback
-
-Read = Callable[[], Sequence[Reading]]
-"""Returns the current metrics; the pushing thread calls it. An error that it raises is
-logged like a failed push."""
 
 
 def metrics_settings() -> MetricsSettings:
@@ -64,6 +60,25 @@ def metrics_settings() -> MetricsSettings:
 def is_pushed(settings: MetricsSettings) -> bool:
     """Return whether metrics are enabled, and the environment names a gateway."""
     return env.metrics_gateway() is not None and settings.enable_metrics
+
+
+def is_published(settings: MetricsSettings) -> bool:
+    """Return whether a gateway or an endpoint reads metrics."""
+    return Endpoint.current is not None or is_pushed(settings)
+
+
+def publish_metrics(
+    role: str, index: int, settings: MetricsSettings, read: Read
+) -> Callable[[], None]:
+    """Serve metrics at the endpoint, if there is one, and :func:`push_metrics`.
+
+    Returns a function that ends both.
+    """
+    ending = ExitStack()
+    if Endpoint.current is not None:
+        ending.callback(Endpoint.current.add(read))
+    ending.callback(push_metrics(role, index, settings, read))
+    return ending.close
 
 
 def push_metrics(
@@ -89,10 +104,11 @@ def push_metrics(
     job = env.text("PERSIA_METRICS_JOB_NAME") or named
     labels = {"instance": f"rep_{index}", "role": role}
     labels |= {"job_id": job_id} if job_id else {}
+    means = Means()
 
     def push(timeout_s: float) -> None:
         grouping = {**labels, "ip_addr": local_address(host)}  # which may change
-        push_to_gateway(url, job, _Readings(read()), grouping, timeout_s, _send)
+        push_to_gateway(url, job, Readings(read(means)), grouping, timeout_s, _send)
 
     closing = threading.Event()
     thread = threading.Thread(
@@ -151,21 +167,3 @@ def _send(
         build_opener(ProxyHandler({})).open(request, timeout=timeout).close()
 
     return send
-
-
-@dataclass
-class _Readings(Collector):
-    """Readings as the library expects them: those of one name together."""
-
-    readings: Sequence[Reading]
-
-    def collect(self) -> Iterator[Metric]:
-        families: dict[str, Metric] = {}
-        for reading in self.readings:
-            name = reading.name
-            kind = "unknown" if reading.kind == "untyped" else reading.kind
-            family = families.setdefault(name, Metric(name, reading.help, kind))
-            ending = "_total" if kind == "counter" else ""
-            labels = {} if reading.feature is None else {"feat": reading.feature}
-            family.add_sample(name + ending, labels, reading.value)
-        yield from families.values()

@@ -1,7 +1,8 @@
-"""Metrics of a process: counters, gauges with their maximum, means between two pushes.
+"""Metrics of a process: counters, gauges with their maximum, means, histograms.
 
-``metrics/push.py`` turns a ``Reading`` into ``prometheus_client``'s types, whose
-``Summary`` does not have PERSIA's gauges of means since the last push.
+``metrics/endpoint.py`` turns a ``Reading`` into ``prometheus_client``'s types, whose
+``Summary`` does not have PERSIA's gauges of means since the previous reading. Each
+reader, as a pusher or an endpoint, has ``Means`` of its own.
 
 The serving thread of a server counts without a lock, and makes a snapshot when it is
 asked to:
@@ -9,31 +10,91 @@ asked to:
     pushing thread   ask() -> is_wanted ... wait ... <- the counters
     serving thread   between two requests: is_wanted? -> give(counters)
 
-A gateway is pushed every counter of ``docs/metrics.md`` as ``persia_NAME``, and
-PERSIA's metrics: the value of the last request is here the mean since the previous
-push.
+Read are every counter of ``docs/metrics.md`` as ``persia_NAME``, and PERSIA's metrics:
+the value of the last request is here the mean since the previous reading.
 """
 
+import math
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
 from persia_torchrec import timeouts
 
-Kind = Literal["counter", "gauge", "untyped"]
+Kind = Literal["counter", "gauge", "untyped", "histogram"]
 _Key = tuple[str, str | None]  # name and feature
+
+_FIRST_US, _NUM_BINS = 16, 22  # the last bin with an end ends at 34 s
+_FIRST_NS = 1000 * _FIRST_US
 
 
 class Reading(NamedTuple):
-    """One current number, for a gateway that keeps numbers over time."""
+    """One current number, or a histogram, for a program that keeps them over time."""
 
     name: str  # without the ending of a counter
-    value: float
+    value: float  # of a histogram the sum, in seconds
     help: str
     kind: Kind = "gauge"  # ``untyped`` is a counter whose name another program fixed
     feature: str | None = None  # value of the label ``feat``
+    bins: Sequence[int] = ()  # of a histogram, see ``Durations``
+
+
+class Durations:
+    """How long something took, counted in bins of which each is twice the previous.
+
+        bin      0       1        ...  21         22
+        below    16 us   32 us         33.6 s     infinity
+
+    Owned by one thread; others may read.
+
+    Attributes:
+        bins: number of durations in each.
+        total_ns: their sum.
+    """
+
+    def __init__(self) -> None:
+        self.bins = [0] * (_NUM_BINS + 1)
+        self.total_ns = 0
+
+    def add(self, ns: int) -> None:
+        """Count a duration in nanoseconds."""
+        self.total_ns += ns
+        self.bins[min((ns // _FIRST_NS).bit_length(), _NUM_BINS)] += 1
+
+    def counters(self, name: str) -> dict[str, int]:
+        """Return the sum as ``NAME_us_sum``, and bins with durations by their ends."""
+        named = zip(_ENDS, self.bins, strict=True)
+        bins = {f"{name}_us_{end}": num for end, num in named if num}
+        return {f"{name}_us_sum": self.total_ns // 1000, **bins}
+
+
+_ENDS = [*(str(_FIRST_US << index) for index in range(_NUM_BINS)), "inf"]
+
+BIN_ENDS_S = [*((_FIRST_US << index) / 1e6 for index in range(_NUM_BINS)), math.inf]
+"""Where the bins of ``Durations`` end, in seconds."""
+
+
+def bins_of(counters: Mapping[str, int], name: str) -> list[int]:
+    """Return the bins of a histogram that is among counters."""
+    return [counters.get(f"{name}_us_{end}", 0) for end in _ENDS]
+
+
+def quantile_us(bins: Sequence[int], fraction: float) -> float | None:
+    """Return a quantile of durations in microseconds, or None where there are none.
+
+    It is interpolated within its bin, as Prometheus does; of what took 34 s or longer,
+    34 s.
+    """
+    rank, below = fraction * sum(bins), 0
+    for index, num in enumerate(bins):
+        if num and below + num >= rank:
+            end = _FIRST_US << min(index, _NUM_BINS - 1)
+            start = 0 if index == 0 else _FIRST_US << (index - 1)
+            return start + (end - start) * (rank - below) / num
+        below += num
+    return None
 
 
 class Means:
@@ -56,7 +117,7 @@ class Means:
 
 
 class Observations:
-    """What several threads measure; one thread reads it.
+    """What several threads measure, and others read.
 
     ``helps`` has name -> help of all that is measured.
     """
@@ -66,10 +127,9 @@ class Observations:
         self._lock = threading.Lock()
         self._sums: dict[_Key, tuple[float, int]] = {}  # and numbers. guarded by _lock
         self._counts: dict[_Key, int] = {}  # guarded by _lock
-        self._means: dict[_Key, float] = {}  # of the last reading
 
     def observe(self, name: str, value: float, feature: str | None = None) -> None:
-        """Record a value; its mean since the last reading is read."""
+        """Record a value; the mean of those since the previous reading is read."""
         with self._lock:
             total, num = self._sums.get((name, feature), (0.0, 0))
             self._sums[name, feature] = total + value, num + 1
@@ -86,20 +146,20 @@ class Observations:
         with self._lock:
             self._counts[name, feature] = self._counts.get((name, feature), 0) + times
 
-    def read(self) -> list[Reading]:
+    def read(self, means: Means) -> list[Reading]:
         """Return every count, and every mean: the previous one if there is no new."""
         with self._lock:
-            sums, self._sums = self._sums, {}
-            counts = dict(self._counts)
-        self._means |= {key: total / num for key, (total, num) in sums.items()}
-        kinds: dict[Kind, Mapping[_Key, float]] = {
+            sums, counts = dict(self._sums), dict(self._counts)
+        since = {key: means.since_last(key, *so_far) for key, so_far in sums.items()}
+        kinds: dict[Kind, Mapping[_Key, float | None]] = {
             "untyped": counts,
-            "gauge": self._means,
+            "gauge": since,
         }
         return [
             Reading(name, value, self._helps[name], kind, feature)
             for kind, values in kinds.items()
             for (name, feature), value in values.items()
+            if value is not None
         ]
 
 
@@ -175,13 +235,18 @@ class Stages:
         self._ns[stage] += now_ns - self._last_ns
         self._last_ns = now_ns
 
+    @property
+    def last_ns(self) -> int:
+        """When the latest stage has ended."""
+        return self._last_ns
+
     def counters(self) -> dict[str, int]:
         """Return the microseconds of each stage so far, as ``lookup_us``."""
         return {f"{stage}_us": ns // 1000 for stage, ns in self._ns.items()}
 
 
 class Snapshots:
-    """Counters that the serving thread gives, and one other thread asks for."""
+    """Counters that the serving thread gives, and other threads ask for."""
 
     def __init__(self) -> None:
         # Read without the lock: a stale value is corrected in the next round.
@@ -205,14 +270,21 @@ class Snapshots:
             self._changed.notify_all()
 
 
+HISTOGRAMS = {
+    "lookup": "from the arrival of a lookup until its reply is sent, on the server",
+    "update": "what applying an update takes, without its wait",
+    "queue": "how long an update waits on the server before it is applied",
+}
+"""Durations of a server, and help."""
+
+
 class ServerReadings:
-    """The metrics of a server, of ``Snapshots.ask``. Owned by the pushing thread."""
+    """The metrics of a server, of ``Snapshots.ask``. Any thread may read."""
 
     def __init__(self, ask: Callable[[float], Counters | None]) -> None:
         self._ask = ask
-        self._means = Means()
 
-    def read(self) -> list[Reading]:
+    def read(self, means: Means) -> list[Reading]:
         """Return all metrics; none before the server is serving."""
         counters = self._ask(timeouts.METRICS_ASK_S)
         if counters is None:
@@ -224,7 +296,7 @@ class ServerReadings:
         for name, (total, numbers, help_) in _MEANS.items():
             sum_ = of_means.get(total, 0) / (1e6 if total.endswith("_us") else 1)
             num = sum(of_means.get(number, 0) for number in numbers.split())
-            mean = self._means.since_last(name, sum_, num)
+            mean = means.since_last(name, sum_, num)
             if mean is not None:
                 readings.append(Reading(name, mean, help_))
         for name, (counter, help_) in _COUNTS.items():
@@ -233,7 +305,18 @@ class ServerReadings:
             help_ = "time from the writing of an increment until a follower applied it"
             delay_s = counters["increment_delay_ms"] / 1000
             readings.append(Reading("inc_update_delay_sec", delay_s, help_))
+        for name, help_ in HISTOGRAMS.items():
+            sum_s = counters.get(f"{name}_us_sum", 0) / 1e6
+            readings.append(
+                Reading(
+                    *(f"persia_{name}_seconds", sum_s, help_),
+                    kind="histogram",
+                    bins=bins_of(counters, name),
+                )
+            )
         for name, value in counters.items():
+            if name.rpartition("_us_")[0] in HISTOGRAMS:
+                continue
             is_gauge = name in GAUGES or name.endswith("_max")
             kind: Literal["gauge", "counter"] = "gauge" if is_gauge else "counter"
             readings.append(Reading(f"persia_{name}", value, _PAGE, kind))

@@ -36,8 +36,8 @@ from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.implicit_member import join_job
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.lookup.bags import Bags
-from persia_torchrec.metrics.push import metrics_settings, push_metrics
-from persia_torchrec.metrics.values import Reading
+from persia_torchrec.metrics.push import metrics_settings, publish_metrics
+from persia_torchrec.metrics.values import Means, Reading
 from persia_torchrec.persia import data_parallel, slots
 from persia_torchrec.persia.batch import PersiaBatch, ReferencedBatch
 from persia_torchrec.persia.config import embedding_config
@@ -58,7 +58,7 @@ from persia_torchrec.sharding.backward_pass import AnswersAtEnd
 from persia_torchrec.sharding.collection import CollectionSpec, TableCollection
 from persia_torchrec.sharding.sharded_module import ShardedRemoteCollection
 from persia_torchrec.sharding.sharder import CollectionSharder
-from persia_torchrec.sharding.trainer_metrics import readings
+from persia_torchrec.sharding.trainer_metrics import TrainerMetrics, readings
 from persia_torchrec.sharding.training_blocks import join
 from persia_torchrec.table import TableSettings, TableSpec
 from persia_torchrec.training.checkpoint import ContextCheckpoints, at_first
@@ -263,7 +263,8 @@ class Engine:
         for pipeline in self.pipelines:
             pipeline.set_generation(generation)
         self.checkpoints = ContextCheckpoints(self.client, self.flush)
-        self._stop_pushes = push_metrics(
+        TrainerMetrics.watch(self.sharder.remote_tables.counts)
+        self._stop_pushes = publish_metrics(
             "nn_worker", env.get_rank(), metrics, self._read
         )
 
@@ -467,10 +468,11 @@ class Engine:
         if is_training and waited_s > _SHORT_WAIT_S and self._workers is not None:
             self._workers.observed.observe(WAIT, waited_s)
 
-    def _read(self) -> list[Reading]:
-        """Return all metrics of this trainer; the pushing thread calls it."""
-        observed = [] if self._workers is None else self._workers.observed.read()
-        return [*observed, *readings([self.sharder.remote_tables.counts])]
+    def _read(self, means: Means) -> list[Reading]:
+        """Return all metrics of this trainer; a thread of their reader calls it."""
+        observed = [] if self._workers is None else self._workers.observed.read(means)
+        counts = self.sharder.remote_tables.counts
+        return [*observed, *readings([counts], TrainerMetrics.loss)]
 
     def _apply(self, settings: LookupSettings, *, is_training: bool) -> None:
         if not is_training:

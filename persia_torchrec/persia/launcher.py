@@ -54,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         command = build(COMMANDS[given.pop("command")], given)
         env.set_variable("PERSIA_JOIN_TIMEOUT_S", f"{command.join_timeout_s:g}")
         env.join_timeout_s()
+        env.set_metrics_port(command.metrics_port)
+        env.metrics_port()
         words = [sys.executable, *command.words(), *arguments]
     except PersiaError as exc:
         raise SystemExit(f"persia-launcher: {exc}") from exc
@@ -104,6 +106,9 @@ def _path(flag: str, variable: str, **metadata: bool) -> Any:
 class _Process:
     join_timeout_s: float = field(default_factory=env.join_timeout_s)
     """Seconds that each wait of the start may take [PERSIA_JOIN_TIMEOUT_S, or 600]"""
+    metrics_port: int | None = None
+    """Serve /metrics, /healthz and /readyz at this port, or the next that is free; the
+    coordinator at this one. 0: do not [PERSIA_METRICS_PORT]"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,7 +41,7 @@ from persia_torchrec.lookup.bags import (
     check_bags,
 )
 from persia_torchrec.lookup.sharded_lookup import Outputs, RoutedBatch
-from persia_torchrec.metrics.values import Observations, Reading
+from persia_torchrec.metrics.values import Means, Observations, Reading
 from persia_torchrec.persia.config.embedding_config import EmbeddingSchema
 from persia_torchrec.persia.embedding import EmbeddingConfig
 from persia_torchrec.routing.shard import Ids, Positions, farmhash64, unique_ids
@@ -238,8 +238,8 @@ def _first_ids(
 class LookupMeasures(Observations):
     """What an embedding worker measures of a lookup: PERSIA's metrics of that role.
 
-    PERSIA's values of the last batch are here means of the batches since the last push.
-    Any thread may call any method but ``read``.
+    PERSIA's values of the last batch are here means of the batches since the previous
+    reading. Any thread may call any method but ``read``, which one calls at a time.
     """
 
     def __init__(self, features: Sequence[FeatureSpec]) -> None:
@@ -250,9 +250,9 @@ class LookupMeasures(Observations):
             self.count("nan_count", 0, feature.name)
             self.count("nan_grad_skipped", 0, feature.name)
 
-    def read(self) -> list[Reading]:
+    def read(self, means: Means) -> list[Reading]:
         """Return what was measured."""
-        readings, name = super().read(), "estimated_distinct_id"
+        readings, name = super().read(means), "estimated_distinct_id"
         for feature, ids in self._distinct.items():
             number = ids.estimate()
             readings.append(Reading(name, number, _HELPS[name], feature=feature))

@@ -14,9 +14,10 @@ permit comes back.
 
 import os
 import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, Self
 
@@ -109,7 +110,7 @@ class PrefetchedBatch(Generic[Handle]):
             self._pipeline.semaphore.hold(self.permit)
         # A pull ends in time by itself, as do earlier pushes, whose permits it awaits.
         timeout_s = timeout_s or 2 * self._pipeline.timeout_s + 5
-        if not self.arrived.wait(timeout_s):
+        if not (self.arrived.is_set() or self._await(timeout_s)):
             raise StalenessError(
                 f"The rows of a batch must come within {timeout_s:g} s. "
                 "Does every training batch before it get its backward pass? A train "
@@ -119,6 +120,14 @@ class PrefetchedBatch(Generic[Handle]):
         if self.error is not None:
             raise self.error
         return self
+
+    def _await(self, timeout_s: float) -> bool:
+        began_ns = time.perf_counter_ns()
+        try:
+            return self.arrived.wait(timeout_s)
+        finally:
+            if self.is_training:
+                self._pipeline.tally.waited(time.perf_counter_ns() - began_ns)
 
     def push(self, grads: Outputs) -> None:
         """Send gradients of the shapes of ``outputs``, not to be changed any more.
@@ -385,6 +394,7 @@ class BatchPipeline(PushQueue[Source, Handle]):
             group = self._next_group()
             number = self._next_number()
             batch = PrefetchedBatch(self, ids, given, number, group)
+            self.tally.num_samples += _num_samples(ids if given is None else given)
             self.training.submit(batch)
         return batch
 
@@ -512,6 +522,13 @@ class BatchPipeline(PushQueue[Source, Handle]):
                 share = self.trainers.next_group()
             leave = partial(self.trainers.client.leave, share)
             self._put_call(leave, waits_for_acks=False)
+
+
+def _num_samples(batch: object) -> int:
+    """Return the samples of a batch: of bags by feature, or of what tells it."""
+    if isinstance(batch, Mapping):
+        return max((len(bags.lengths) for bags in batch.values()), default=0)
+    return getattr(batch, "batch_size", 0)
 
 
 def _end_threads(

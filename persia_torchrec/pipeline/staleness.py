@@ -33,6 +33,7 @@ import msgspec
 
 from persia_torchrec.client.codec import NOTHING, PushOutcome
 from persia_torchrec.errors import ConfigError, PersiaError, StalenessError
+from persia_torchrec.metrics.values import Durations
 
 logger = logging.getLogger(__name__)
 
@@ -302,10 +303,17 @@ class Tally:
         is_joint: several trainers update jointly.
         total: what became of all updates so far.
         num_dropped: batches that a model used, and that got no backward pass.
+        num_pushed: updates that were sent, one for each step.
+        steps: time between each two of these.
+        num_samples: looked up for training; the pipeline counts them.
+        waited_ns: that threads have waited for rows.
     """
 
     def __init__(self) -> None:
         self.is_joint = False
+        self.num_pushed = self.num_samples = self.waited_ns = 0
+        self.steps = Durations()
+        self._pushed_ns = 0  # when the last update was sent
         self._lock = threading.Lock()  # of all below; the public ones may be read
         self.total = self._before_window = NOTHING
         self.num_dropped = 0
@@ -316,10 +324,20 @@ class Tally:
 
     def pushed(self) -> None:
         """Count a batch that got its backward pass."""
+        now_ns = time.perf_counter_ns()
         with self._lock:
+            if self.num_pushed:
+                self.steps.add(now_ns - self._pushed_ns)
+            self.num_pushed += 1
+            self._pushed_ns = now_ns
             self._num_in_row = 0
             if self._max_in_row is not None:
                 self._max_in_row = _MAX_DROPPED
+
+    def waited(self, ns: int) -> None:
+        """Count what a thread has waited for the rows of a batch."""
+        with self._lock:
+            self.waited_ns += ns
 
     def dropped(self) -> None:
         """Count a batch that a model used, and that got no backward pass."""

@@ -16,13 +16,14 @@ answers lookups until SIGTERM: see ``follower.py``.
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from persia_torchrec import env
+from persia_torchrec import env, timeouts
 from persia_torchrec.checkpoint import catalog
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.writer import name_of_process
@@ -30,6 +31,7 @@ from persia_torchrec.embedding.setting import import_settings, non_defaults
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.jit.compiled import report_compilation
 from persia_torchrec.job.member import JobMember
+from persia_torchrec.job.process_identity import memory_bytes
 from persia_torchrec.job.registry import SERVED_CHECKPOINT, AddressBook
 from persia_torchrec.job.service import (
     ChildLifetime,
@@ -54,6 +56,8 @@ from persia_torchrec.store.warm_up import warm_up
 
 logger = logging.getLogger("persia_torchrec.server")
 
+_ASK_S = 0.2  # that a heartbeat waits for counters; else they are the previous ones
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerFlags(ServerConfig):
@@ -65,6 +69,9 @@ class ServerFlags(ServerConfig):
     """Serve without a job, until the process that started this one is gone."""
     global_config: Path | None = None
     """PERSIA's global_config.yml [PERSIA_GLOBAL_CONFIG]"""
+    metrics_port: int | None = None
+    """Serve /metrics, /healthz and /readyz at this port, or the next that is free; 0:
+    do not [PERSIA_METRICS_PORT]"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,6 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve(flags: dict[str, Any], *, is_child: bool) -> None:
     path = flags.pop("global_config", None)
+    env.set_metrics_port(flags.pop("metrics_port", None))
     shard = flags.setdefault("shard", env.get_replica_index())
     num_shards = flags.setdefault("num_shards", env.get_replica_size())
     if is_child:  # its settings are not of the environment, but of its parent
@@ -88,6 +96,7 @@ def _serve(flags: dict[str, Any], *, is_child: bool) -> None:
     infer = inference_settings(path)
     if infer is not None:
         with Lifetime(infer.listen_host) as life:
+            life.serve_metrics("server", shard, "", life.host)
             _run(_config(flags, path, life.host, infer), life)
         return
     store = env.require_job_store(
@@ -134,11 +143,14 @@ def _run(config: ServerConfig, life: JobMember | Lifetime) -> None:
             _restore(server, life)
     if isinstance(life, JobMember):
         life.progress = _teller(server, life)
+        if life.endpoint is not None:
+            life.status = _Status(server)
         life.progress()
         for name, value in life.notes.items():  # a successor counts from here on
             life.book.tell(name, value)
     life.call_at_end(server.stop)
     life.register(server.address)
+    life.become_ready(server.why_not_ready)
     server.serve_and_push(report_ready)
 
 
@@ -183,6 +195,21 @@ def _teller(server: EmbeddingServer, member: JobMember) -> Callable[[], int]:
         return updates
 
     return tell
+
+
+class _Status:
+    """The counters of a server, for those who look at the job; asked now and then."""
+
+    def __init__(self, server: EmbeddingServer) -> None:
+        self._ask = server.snapshots.ask
+        self._due_s, self._latest = 0.0, dict[str, float]()
+
+    def __call__(self) -> Mapping[str, float]:
+        now_s = time.monotonic()
+        if now_s >= self._due_s and (counters := self._ask(_ASK_S)) is not None:
+            self._due_s = now_s + timeouts.STATUS_S
+            self._latest = {**counters, "memory_bytes": memory_bytes(), "at_s": now_s}
+        return self._latest
 
 
 def _config(

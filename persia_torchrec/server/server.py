@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable
 
 from persia_torchrec.errors import ConfigError, FrameError, PersiaError, RestartedError
-from persia_torchrec.metrics.push import push_metrics
+from persia_torchrec.metrics.push import publish_metrics
 from persia_torchrec.metrics.values import ServerReadings, Snapshots
 from persia_torchrec.rpc.auth import NO_JOB, Greeting
 from persia_torchrec.rpc.channel import Listener
@@ -99,7 +99,9 @@ class EmbeddingServer:
         """Serve as :meth:`serve`, and push metrics if the environment says where."""
         read = ServerReadings(self.snapshots.ask).read
         shard, settings = self.config.shard, self.config.metrics
-        stop_pushes = push_metrics("embedding_parameter_server", shard, settings, read)
+        stop_pushes = publish_metrics(
+            "embedding_parameter_server", shard, settings, read
+        )
         try:
             self.serve(when_ready)
         finally:
@@ -126,6 +128,12 @@ class EmbeddingServer:
             self.snapshots.give(shard.counters(), is_last=True)
             self.listener.close()
             shard.store.close()
+
+    def why_not_ready(self) -> str:
+        """Return why rows cannot be asked for now, or ""; any thread may call it."""
+        if self.shard.stopping.is_set():
+            return "it ends"
+        return "its rows are loaded" if self.shard.checkpoints.is_loading else ""
 
     def stop(self) -> None:
         """Make :meth:`serve` return soon. Any thread may call it, more than once."""
@@ -176,6 +184,7 @@ class EmbeddingServer:
         shard.stages.lap("idle")
         shard.num_overtaking += bool(shard.updates)
         self._num_since_sweep += 1
+        began_ns = shard.stages.last_ns
         message = self.listener.take()
         shard.stages.lap("receive")
         if message is None:
@@ -193,6 +202,9 @@ class EmbeddingServer:
                 if reply is not None:
                     self.listener.send(peer, Header(Kind.REPLY, header.request), reply)
                     shard.stages.lap("send")
+                    if header.kind is Kind.LOOKUP:
+                        took_ns = shard.stages.last_ns - began_ns
+                        shard.durations["lookup"].add(took_ns)
                 if shard.afterwards is not None:
                     shard.afterwards()
                     shard.afterwards = None

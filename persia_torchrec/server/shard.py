@@ -13,7 +13,7 @@ Dimension key:
 import itertools
 import logging
 import threading
-from collections import Counter, deque
+from collections import ChainMap, Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from persia_torchrec.checkpoint.background import Activity
 from persia_torchrec.errors import BatchError, ConfigError, PersiaError, StoreError
-from persia_torchrec.metrics.values import Stages
+from persia_torchrec.metrics.values import HISTOGRAMS, Durations, Stages
 from persia_torchrec.parsing.decoding import parse_json
 from persia_torchrec.rpc import messages
 from persia_torchrec.rpc.channel import MAX_MESSAGE_BYTES, Listener
@@ -86,6 +86,7 @@ class Shard:
         names = "requests_lookup_inference", "requests_repeated", "updates_hinted"
         self.counts = Counter[str](dict.fromkeys(names, 0))
         self.stages = Stages()
+        self.durations = {name: Durations() for name in HISTOGRAMS}
         self.joint_steps = JointSteps(
             self.queue,
             self._reject_update,
@@ -99,6 +100,7 @@ class Shard:
         self.joint_steps.restore(groups)
         self.updates: deque[list[Update]] = deque()
         self.afterwards: Callable[[], None] | None = None
+        self._queued_ns: deque[int] = deque()  # when each was queued
         self._queued: set[Batch] = set()  # of the updates
         self.num_overtaking = 0
         self.must_drop = False
@@ -114,6 +116,7 @@ class Shard:
     def queue(self, updates: list[Update]) -> None:
         """Queue updates that are applied together."""
         self.updates.append(updates)
+        self._queued_ns.append(self.stages.last_ns)
         self._queued.update([update.batch for update in updates])
         self._max_queued = max(self._max_queued, len(self.updates))
 
@@ -144,10 +147,13 @@ class Shard:
 
     def apply_oldest_update(self) -> None:
         """Apply the update that has waited longest, and acknowledge it."""
-        updates = self.updates.popleft()
+        updates, queued_ns = self.updates.popleft(), self._queued_ns.popleft()
         self.num_overtaking = 0
         self._queued.difference_update([update.batch for update in updates])
-        self.stages.lap("other")
+        stages = self.stages
+        stages.lap("other")
+        began_ns = stages.last_ns
+        self.durations["queue"].add(began_ns - queued_ns)
         try:
             outcome = self._apply(updates)
         except Exception as exc:  # the server continues; the peers are told
@@ -156,7 +162,8 @@ class Shard:
             for update in updates:
                 self._reject_update(update, exc)
             return
-        self.stages.lap("update")
+        stages.lap("update")
+        self.durations["update"].add(stages.last_ns - began_ns)
         frame = describe_update(outcome)
         for update in updates:
             self.open_batches.end(update.batch)
@@ -167,7 +174,7 @@ class Shard:
                 )
                 continue
             self._listener.send(update.peer, ack, [frame])
-        self.stages.lap("send")
+        stages.lap("send")
 
     def reject(self, peer: bytes, request: int, exc: Exception) -> None:
         """Tell a peer that its request failed."""
@@ -214,8 +221,10 @@ class Shard:
     def counters(self) -> dict[str, int]:
         """Return everything that is counted, see ``docs/metrics.md``."""
         self.stages.lap("other")
+        durations = (each.counters(name) for name, each in self.durations.items())
         return {
             **self.store.counters(),
+            **ChainMap(*durations),
             "updates_queued": len(self.updates),
             "updates_queued_max": self._max_queued,
             **self.counts,

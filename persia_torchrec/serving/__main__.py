@@ -96,6 +96,9 @@ class ServingFlags(ImportFlags):
     others [each alone]"""
     batch_samples: int = 4096
     """Samples that are predicted together."""
+    metrics_port: int | None = None
+    """Serve /metrics, /healthz and /readyz at this port, or the next that is free; 0:
+    do not [PERSIA_METRICS_PORT]"""
     http: HttpConfig = field(default_factory=HttpConfig)
 
     def __post_init__(self) -> None:
@@ -123,9 +126,13 @@ class ServingFlags(ImportFlags):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the server; return the process's exit status."""
     prog = "python -m persia_torchrec.serving"
-    return run_service(
-        logger.name, lambda: _serve(parse_flags(ServingFlags, argv, prog=prog))
-    )
+
+    def serve() -> None:
+        flags = parse_flags(ServingFlags, argv, prog=prog)
+        env.set_metrics_port(flags.metrics_port)
+        _serve(flags)
+
+    return run_service(logger.name, serve)
 
 
 def _serve(flags: ServingFlags) -> None:
@@ -145,12 +152,9 @@ def _serve(flags: ServingFlags) -> None:
             addresses = tuple(life.book.addresses("worker"))
         else:
             life = stack.enter_context(Lifetime())
-        models = Models(flags.model_name, default_answer=flags.default_answer)
-        stack.callback(models.close)
-        if addresses:
-            _add_workers(flags, device, addresses, life, models, stack)
-        else:
-            _add_checkpoint(flags, device, models, stack)
+            life.serve_metrics("predictor", env.get_replica_index(), "", http.address)
+        models = _open_models(flags, device, addresses, life, stack)
+        life.become_ready(partial(_why_not_ready, models))
         server = PredictionServer(models, http)
         stack.callback(server.close)
         if http.grpc_port is not None:
@@ -167,6 +171,31 @@ def _serve(flags: ServingFlags) -> None:
         life.call_at_end(ending.set)
         report_ready(server.address)
         ending.wait()
+
+
+def _open_models(
+    flags: ServingFlags,
+    device: torch.device,
+    addresses: Sequence[str],
+    life: JobMember | Lifetime,
+    stack: contextlib.ExitStack,
+) -> Models:
+    """Return the model to serve, which the end of ``stack`` closes."""
+    models = Models(flags.model_name, default_answer=flags.default_answer)
+    stack.callback(models.close)
+    if life.endpoint is not None:
+        life.endpoint.add_collector(models.statistics.registry)
+    if addresses:
+        _add_workers(flags, device, addresses, life, models, stack)
+    else:
+        _add_checkpoint(flags, device, models, stack)
+    return models
+
+
+def _why_not_ready(models: Models) -> str:
+    """Return what a probe is told: why it cannot predict now, or ""."""
+    health = models.health()
+    return "" if health["ready"] else str(health["error"])
 
 
 def _add_checkpoint(

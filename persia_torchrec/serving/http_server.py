@@ -90,11 +90,6 @@ class HttpConfig:
             ConfigError: it is the job's, or there is none for a public address.
         """
         token = env.http_token()
-        if token is not None and token == env.job_token():
-            raise ConfigError(
-                "PERSIA_HTTP_TOKEN must be another token than PERSIA_JOB_TOKEN, which "
-                "allows more. Received: the same."
-            )
         if self.open_to is None:
             require_token(self.host, token, "PERSIA_HTTP_TOKEN")
         return token

@@ -1,25 +1,71 @@
-"""Metrics of a trainer's tables, pushed by one thread for all its models.
+"""Metrics of a trainer: of its tables, its steps, its samples and its loss.
 
-    each pipeline's tally and semaphore  --read()-->  metrics pushes  -->  the gateway
+    each pipeline's tally and semaphore  --read()-->  a push, a scrape, a heartbeat
+    run.step(loss=...), TrainCtx.backward  --tell-----------^
 
 They are kept when their model is dropped, so that no counter falls. A ``TrainCtx``
-pushes for its tables itself.
+publishes those of its tables itself.
 """
 
 import atexit
 import threading
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
 from persia_torchrec import env
-from persia_torchrec.metrics.push import is_pushed, metrics_settings, push_metrics
-from persia_torchrec.metrics.values import Reading
+from persia_torchrec.datasets.transfer import ToHost
+from persia_torchrec.errors import ConfigError
+from persia_torchrec.job.member import JobMember
+from persia_torchrec.job.process_identity import memory_bytes
+from persia_torchrec.metrics.push import (
+    is_published,
+    metrics_settings,
+    publish_metrics,
+)
+from persia_torchrec.metrics.values import Means, Reading
 from persia_torchrec.pipeline.pipeline import BatchPipeline
 
 if TYPE_CHECKING:
     from persia_torchrec.pipeline.staleness import StalenessSemaphore, Tally
 
 _HELP = "of this trainer; see docs/metrics.md"
+
+
+class LatestLoss:
+    """The last loss that was told, read without a wait for a GPU.
+
+    The thread that trains tells it; any thread may read it.
+    """
+
+    def __init__(self) -> None:
+        self._coming: ToHost | None = None
+        self._value: float | None = None
+
+    def tell(self, loss: torch.Tensor | float) -> None:
+        """Note a loss; one of a GPU is copied, unless the copy before is on its way."""
+        if not isinstance(loss, torch.Tensor):
+            self._coming, self._value = None, float(loss)
+            return
+        if loss.numel() != 1:
+            raise ConfigError(
+                "loss must be a number, or a tensor with one element. Received: the "
+                f"shape {tuple(loss.shape)}. Give loss.mean()."
+            )
+        if self._coming is not None:
+            if not self._coming.is_here():
+                return
+            self._value = float(self._coming.read())
+        self._coming = ToHost(loss.detach().reshape(()).float(), until_then=0.0)
+
+    def read(self) -> float | None:
+        """Return the last loss that is here; None: none was told."""
+        coming = self._coming
+        if coming is not None and coming.is_here():
+            self._value = float(coming.read())
+        return self._value
 
 
 class TrainerCounts:
@@ -55,38 +101,80 @@ class TrainerCounts:
             "batches_lacking": sum(counts["num_lacking"] for counts in lookups),
         }
 
+    def tallies(self) -> list["Tally"]:
+        """Return what is counted of each collection."""
+        return [tally for tally, _ in self._pipelines]
 
-def readings(models: Iterable[TrainerCounts]) -> list[Reading]:
-    """Return the counters of some models, each the sum of all."""
+
+def readings(models: Sequence[TrainerCounts], loss: LatestLoss) -> list[Reading]:
+    """Return the metrics of a trainer: of some models the sum."""
     each = [model.read() for model in models]
-    return [
+    tallies = [tally for model in models for tally in model.tallies()]
+    found = [
         Reading(f"persia_{name}", sum(model[name] for model in each), _HELP, "counter")
         for name in (each[0] if each else ())
     ]
+    # Each collection counts a batch.
+    most = max(tallies, key=lambda tally: tally.num_pushed, default=None)
+    if most is None:
+        return found
+    waited_s = sum(tally.waited_ns for tally in tallies) / 1e9
+    samples = max(tally.num_samples for tally in tallies)
+    steps = most.steps
+    found += [
+        Reading("persia_step", _step(most), "steps that are trained"),
+        Reading("persia_samples", samples, "samples looked up for training", "counter"),
+        Reading("persia_row_wait_seconds", waited_s, "waits for rows", "counter"),
+        Reading(
+            *("persia_step_seconds", steps.total_ns / 1e9),
+            *("time between two updates", "histogram"),
+            bins=tuple(steps.bins),
+        ),
+    ]
+    if (latest := loss.read()) is not None:
+        found.append(Reading("persia_loss", latest, "the last loss that was told"))
+    return found
+
+
+def _step(tally: "Tally") -> int:
+    """Return the step of the training, that before a restart included."""
+    member = JobMember.current
+    return member.progress() if member and member.progress else tally.num_pushed
 
 
 class TrainerMetrics:
-    """The pushes of this process, while it is a trainer of a job; for any thread."""
+    """The metrics of this process, while it is a trainer of a job; for any thread."""
 
+    loss: ClassVar = LatestLoss()
     _lock = threading.Lock()
     _models: ClassVar[list[TrainerCounts]] = []  # guarded by _lock
     _stop: ClassVar[Callable[[], None] | None] = None  # guarded by _lock
 
     @classmethod
     def begin(cls, model: TrainerCounts) -> None:
-        """Push the counters of a model too, until the process ends.
+        """Publish the metrics of a model too, until the process ends.
 
-        Nothing is pushed outside of a job, or where no gateway is named.
+        Nothing is published outside of a job, nor pushed where no gateway is named.
         """
+        if env.job_store() is None:
+            return
+        cls.watch(model)
         settings = metrics_settings()
-        if env.job_store() is None or not is_pushed(settings):
+        if not is_published(settings):
             return
         with cls._lock:
-            cls._models.append(model)
             if cls._stop is None:
                 rank = env.get_rank()
-                cls._stop = push_metrics("nn_worker", rank, settings, cls._read)
+                cls._stop = publish_metrics("nn_worker", rank, settings, cls._read)
                 atexit.register(cls.end)
+
+    @classmethod
+    def watch(cls, model: TrainerCounts) -> None:
+        """Let the job know with each heartbeat how the training of a model goes."""
+        with cls._lock:
+            cls._models.append(model)
+        if JobMember.current is not None:
+            JobMember.current.status = cls._status
 
     @classmethod
     def end(cls) -> None:
@@ -100,7 +188,16 @@ class TrainerMetrics:
             cls._models.clear()
 
     @classmethod
-    def _read(cls) -> list[Reading]:
+    def _read(cls, _: Means | None = None) -> list[Reading]:
         with cls._lock:
             models = list(cls._models)
-        return readings(models)
+        return readings(models, cls.loss)
+
+    @classmethod
+    def _status(cls) -> Mapping[str, float]:
+        found = {
+            reading.name.removeprefix("persia_"): reading.value
+            for reading in cls._read()
+            if not reading.bins
+        }
+        return {**found, "memory_bytes": memory_bytes(), "at_s": time.monotonic()}

@@ -4,6 +4,7 @@ Of a ``WorkQueue`` all trainers save the same, the rows that no trainer has trai
 any number of trainers may load it.
 """
 
+import io
 import logging
 import random
 from itertools import chain
@@ -15,7 +16,7 @@ from torch import nn
 
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.datasets.dataset import RowDataset
-from persia_torchrec.errors import CheckpointError
+from persia_torchrec.errors import CheckpointError, ConfigError
 from persia_torchrec.training.checkpoint import at_first, from_all, names_in
 
 logger = logging.getLogger(__name__)
@@ -130,3 +131,16 @@ class Buffers:
             )
         rest = {name: value for name, value in state.items() if name not in changed}
         self._model.load_state_dict(rest, strict=False)
+
+
+def unpack(data: bytes) -> dict[str, Any]:
+    """Return the state of a script, of the bytes that a checkpoint has."""
+    try:
+        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as exc:  # what cannot be read makes the reader raise has no list
+        raise ConfigError(
+            "The state of a script in checkpoints must consist of tensors, numbers, "
+            "text, "
+            f"lists and dictionaries. Received: {exc}."
+        ) from exc
+    return dict(state)

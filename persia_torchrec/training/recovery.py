@@ -16,7 +16,6 @@ were looked up ahead are in no checkpoint: only rows that lookups made.
 """
 
 import contextlib
-import io
 import itertools
 import logging
 import os
@@ -40,6 +39,7 @@ from persia_torchrec.persia.loader import DataLoader, PersiaTrainingBatch
 from persia_torchrec.sharding.optimizer import restore_groups
 from persia_torchrec.sharding.state import without_rows
 from persia_torchrec.sharding.table_control import Sharders, table_controls
+from persia_torchrec.sharding.trainer_metrics import TrainerMetrics
 from persia_torchrec.training.checkpoint import (
     at_first,
     is_first,
@@ -55,6 +55,7 @@ from persia_torchrec.training.data_state import (
     random_state,
     set_random_state,
     state_of_data,
+    unpack,
 )
 from persia_torchrec.training.schedule import (
     CheckpointClock,
@@ -318,7 +319,7 @@ class Recovery:
         at_first(self._require_folder)
         shared, own = self._parts()
         if not self._is_checked:  # at the first time, not when it is needed
-            _unpack(own)
+            unpack(own)
             self._is_checked = True
         run = Folder(self._config.folder)
         state = {**shared, self._key: own}
@@ -393,7 +394,7 @@ class Recovery:
         else:
             at_first(lambda: require_rows_stay(self._client, found, rules))
             load_dense(folder, state, resets=rules.on_change != "error")
-        self._saved = saved = _unpack(state[key])
+        self._saved = saved = unpack(state[key])
         self._set_own(saved)
         self.num_steps = self.clock.num_trained = saved["num_steps"]
         self._num_saved = self.num_steps
@@ -467,8 +468,16 @@ class Run:
             self._recovery.take(batch)
             yield batch
 
-    def step(self, num_batches: int = 1) -> None:
-        """Call it after the optimizer's step, with the batches that it was of."""
+    def step(
+        self, num_batches: int = 1, *, loss: torch.Tensor | float | None = None
+    ) -> None:
+        """Call it after the optimizer's step, with the batches that it was of.
+
+        ``loss`` has one element; it is shown to those who look at the job. No thread
+        waits for a GPU.
+        """
+        if loss is not None:
+            TrainerMetrics.loss.tell(loss)
         self._num_ahead = 0
         self._recovery.count_trained(num_batches)
         self._recovery.step()
@@ -583,15 +592,3 @@ def _groups(value: Any) -> list[dict[str, Any]]:
     """Return the settings of an optimizer's groups, which schedules change."""
     groups = value.param_groups if isinstance(value, torch.optim.Optimizer) else []
     return [{k: v for k, v in group.items() if k != "params"} for group in groups]
-
-
-def _unpack(data: bytes) -> dict[str, Any]:
-    try:
-        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as exc:  # what cannot be read makes the reader raise has no list
-        raise ConfigError(
-            "The state of a script in checkpoints must consist of tensors, numbers, "
-            "text, "
-            f"lists and dictionaries. Received: {exc}."
-        ) from exc
-    return dict(state)

@@ -8,6 +8,7 @@ import pytest
 from persia_torchrec import SGD
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.errors import RemoteError
+from persia_torchrec.metrics.values import HISTOGRAMS
 from persia_torchrec.pipeline.staleness import TrainingSummary
 from persia_torchrec.table import TableSpec
 from tests.support.processes import wait_until
@@ -15,7 +16,8 @@ from tests.support.repository import ROOT
 from tests.support.servers import ids_of
 
 PAGE = ROOT / "docs/metrics.md"
-OF_SERVERS, _, OF_TRAINERS = PAGE.read_text().partition("## Trainer metrics")
+OF_SERVERS, _, REST = PAGE.read_text().partition("## Trainer metrics")
+OF_TRAINERS, _, OVER_HTTP = REST.partition("## Over HTTP")
 
 
 def names_in(text):
@@ -60,7 +62,10 @@ def of_a_follower(servers, client, folder):
 
 def test_every_counter_is_described(counters):
     kinds = {n for n in counters if n.startswith(("requests_", "staleness_"))}
+    kinds |= {n for n in counters if n.rpartition("_us_")[0] in HISTOGRAMS}
     assert counters.keys() - kinds - DESCRIBED == set()
+    named = names_in(OVER_HTTP)
+    assert {f"persia_{name}_seconds" for name in HISTOGRAMS} <= named
 
 
 def test_every_described_counter_exists(counters):

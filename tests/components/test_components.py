@@ -120,9 +120,45 @@ def test_every_role_has_the_address_of_the_job_and_its_index():
             "REPLICA_SIZE": str(role.num_replicas),
             "PERSIA_EMBEDDING_CONFIG": "embedding.yml",
             "PERSIA_GLOBAL_CONFIG": "global.yml",
+            "PERSIA_METRICS_PORT": "",  # also where the shell has exported one
             "PYTHONUNBUFFERED": "1",
             "LOG_LEVEL": "DEBUG",
         }
+
+
+def test_the_coordinator_has_the_port_of_metrics_and_others_take_later_ones(
+    monkeypatch, tmp_path
+):
+    def ports(**given):
+        roles = train(metrics_port=9464, **given)
+        return {name: role.env["PERSIA_METRICS_PORT"] for name, role in roles.items()}
+
+    assert ports() == {
+        "coordinator": "9464",
+        **dict.fromkeys(("server", "worker", "loader", "trainer"), "9465"),
+    }
+    own = ports(set="server.env.PERSIA_METRICS_PORT=9600")
+    assert (own["server"], own["worker"]) == ("9600", "9465")
+    alone = load("embedding_server")(**COMPONENTS["embedding_server"], metrics_port=7)
+    assert alone.roles[0].env["PERSIA_METRICS_PORT"] == "7"
+    for port in (-1, 65_536):
+        with pytest.raises(ConfigError, match=r"metrics_port must be in \[0, 65535\]"):
+            train(metrics_port=port)
+
+
+def test_roles_that_serve_metrics_have_the_token_of_http_if_there_is_one(
+    monkeypatch, tmp_path
+):
+    def tokens(**given):
+        found = (
+            role.env.get("PERSIA_HTTP_TOKEN_FILE") for role in train(**given).values()
+        )
+        return set(found)
+
+    assert tokens(metrics_port=9464) == {None}
+    monkeypatch.setenv("PERSIA_HTTP_TOKEN_FILE", str(tmp_path / "token"))
+    assert tokens() == {None}
+    assert tokens(metrics_port=9464) == {str(tmp_path / "token")}
 
 
 @pytest.mark.parametrize("name", COMPONENTS)

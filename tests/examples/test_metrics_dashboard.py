@@ -9,7 +9,7 @@ import yaml
 
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.embedding.optim import SGD
-from persia_torchrec.metrics.values import ServerReadings
+from persia_torchrec.metrics.values import Means, ServerReadings
 from persia_torchrec.persia import worker_client as trainer
 from persia_torchrec.persia.config.embedding_config import load_embedding_config
 from persia_torchrec.persia.config.global_config import MetricsSettings
@@ -90,7 +90,7 @@ def pushed(servers, monkeypatch):
         (of_worker,) = gateway.wait()
     of_server = ServerReadings(lambda _: running.server.snapshots.ask(DEADLINE_S))
     of_follower = ServerReadings(lambda _: {"increment_delay_ms": 7})
-    readings = [*of_server.read(), *of_follower.read()]
+    readings = [*of_server.read(Means()), *of_follower.read(Means())]
     return of_worker.names() | {reading.name for reading in readings}
 
 
@@ -127,9 +127,9 @@ def test_the_migration_page_lists_every_metric_of_persia():
     assert {name for name, cell in here.items() if cell.startswith("none")} == MISSING
 
 
-def test_prometheus_keeps_the_pushed_labels():
-    (job,) = yaml.safe_load((FOLDER / "prometheus.yml").read_text())["scrape_configs"]
-    assert job["honor_labels"] is True
+def test_prometheus_keeps_the_labels_of_processes():
+    jobs = yaml.safe_load((FOLDER / "prometheus.yml").read_text())["scrape_configs"]
+    assert [job["honor_labels"] for job in jobs] == [True, True]
 
 
 def test_the_page_shows_the_defaults():

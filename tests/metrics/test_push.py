@@ -22,7 +22,7 @@ OFTEN = MetricsSettings(job_name="adult", push_interval_seconds=0.1)
 LOGGER = "persia_torchrec.metrics.push"
 
 
-def three():
+def three(_=None):
     return [
         Reading("persia_hits", 7, "ids found", "counter"),
         Reading("index_miss_count", 3, "ids missed", "untyped"),
@@ -161,7 +161,7 @@ def warnings_of(caplog):
 def test_a_gateway_that_rejects_is_logged_at_most_once_per_minute(rejecting, caplog):
     num_read = 0
 
-    def read():
+    def read(_):
         nonlocal num_read
         num_read += 1
         return three()
@@ -196,7 +196,7 @@ def test_pushes_resume_when_the_gateway_is_back(gateway, caplog):
 def test_an_error_while_reading_metrics_does_not_end_the_pushes(gateway, caplog):
     num_read = 0
 
-    def read():
+    def read(_):
         nonlocal num_read
         num_read += 1
         if num_read == 1:
@@ -253,14 +253,28 @@ def test_observations_of_several_threads_are_all_counted():
         thread.start()
     for thread in threads:
         thread.join(DEADLINE_S)
-    assert observed.read() == [
+    assert observed.read(Means()) == [
         Reading("errors", 4000, "how many", "untyped"),
         Reading("time", 0.5, "seconds", "gauge", "a"),
     ]
+
+
+def test_each_reader_of_observations_has_means_since_its_own_last_reading():
+    observed, first, second = Observations({"time": "seconds"}), Means(), Means()
+
+    def mean(means):
+        (reading,) = observed.read(means)
+        return reading.value
+
+    observed.observe("time", 2.0)
+    assert mean(first) == 2.0
+    observed.observe("time", 4.0)
+    assert (mean(first), mean(second)) == (4.0, 3.0)
+    assert (mean(first), mean(second)) == (4.0, 3.0)
 
 
 def test_a_block_that_raises_is_not_timed():
     observed = Observations({"time": "seconds"})
     with pytest.raises(KeyError), observed.timed("time"):
         raise KeyError
-    assert observed.read() == []
+    assert observed.read(Means()) == []

@@ -8,7 +8,18 @@ import pytest
 
 from persia_torchrec import SGD
 from persia_torchrec.client.client import BatchNumber
-from persia_torchrec.metrics.values import GAUGES, ServerReadings, Snapshots, Stages
+from persia_torchrec.metrics.values import (
+    BIN_ENDS_S,
+    GAUGES,
+    HISTOGRAMS,
+    Durations,
+    Means,
+    ServerReadings,
+    Snapshots,
+    Stages,
+    bins_of,
+    quantile_us,
+)
 from persia_torchrec.persia.config.global_config import MetricsSettings
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
 from persia_torchrec.table import TableSpec
@@ -63,10 +74,13 @@ def test_a_server_pushes_what_a_client_is_told(servers, monkeypatch):
         name: push.values.get(f"persia_{name}", push.values.get(f"persia_{name}_total"))
         for name in counters
     }
-    moves_on = re.compile(r".*_us|bytes_.*")
+    moves_on = re.compile(r".*_us|.*_us_.*|bytes_.*")
     steady = {name for name in counters if not moves_on.fullmatch(name)}
     assert {n: pushed[n] for n in steady} == {n: counters[n] for n in steady}
-    assert all(pushed[name] >= counters[name] for name in counters.keys() - steady)
+    grows = {name for name in counters.keys() - steady if "_us_" not in name}
+    assert all(pushed[name] >= counters[name] for name in grows)
+    assert push.values["persia_lookup_seconds_count"] == 3
+    assert push.kinds["persia_lookup_seconds"] == "histogram"
     for stage in ("lookup", "inference", "write"):
         assert counters[f"{stage}_us"] > 0
     for name in (
@@ -88,21 +102,21 @@ def test_gauges_are_those_that_the_page_calls_so():
 def test_ratios_and_times_are_those_since_the_last_reading():
     counters = {"hits": 6, "misses": 2, "lookup_us": 4_000_000, "requests_lookup": 4}
     counters["requests_lookup_inference"] = 2
-    readings = ServerReadings(lambda _: counters)
-    first = values_of(readings.read())
+    readings, means = ServerReadings(lambda _: counters), Means()
+    first = values_of(readings.read(means))
     assert first["index_miss_ratio"] == 0.25
     assert first["lookup_hashmap_time_cost_sec"] == 2.0
     assert "lookup_inference_batch_time_cost_sec" in first
     assert "set_embedding_time_cost_sec" not in first
     counters["hits"] += 4
-    second = values_of(readings.read())
+    second = values_of(readings.read(means))
     assert second["index_miss_ratio"] == 0.0
     assert second["lookup_hashmap_time_cost_sec"] == 2.0  # nothing came since
     assert second["index_miss_count"] == 2
 
 
 def test_a_server_that_does_not_serve_yet_has_no_readings():
-    assert ServerReadings(lambda _: None).read() == []
+    assert ServerReadings(lambda _: None).read(Means()) == []
 
 
 def test_all_time_is_attributed_to_stages():
@@ -116,6 +130,61 @@ def test_all_time_is_attributed_to_stages():
     now_ns += 600
     stages.lap("send")
     assert stages.counters()["send_us"] == 1
+
+
+def test_a_duration_is_counted_below_the_end_of_its_bin_and_not_below_the_one_before():
+    for us in (0, 1, 15, 16, 31, 32, 1000, 10**6, 33_554_431, 33_554_432, 10**9):
+        durations = Durations()
+        durations.add(us * 1000)
+        index = durations.bins.index(1)
+        assert sum(durations.bins) == 1
+        assert us / 1e6 < BIN_ENDS_S[index]
+        assert index == 0 or us / 1e6 >= BIN_ENDS_S[index - 1]
+        assert durations.total_ns == us * 1000
+
+
+def test_a_histogram_among_counters_is_read_back():
+    durations = Durations()
+    for us in (3, 20, 20, 10**9):
+        durations.add(us * 1000)
+    counters = durations.counters("lookup")
+    assert counters == {
+        "lookup_us_sum": 1_000_000_043,
+        "lookup_us_16": 1,
+        "lookup_us_32": 2,
+        "lookup_us_inf": 1,
+    }
+    assert bins_of(counters, "lookup") == durations.bins
+    readings = ServerReadings(lambda _: counters).read(Means())
+    by_name = {reading.name: reading for reading in readings}
+    assert by_name["persia_lookup_seconds"].bins == durations.bins
+    assert by_name["persia_lookup_seconds"].value == 1000.000043
+    assert by_name["persia_queue_seconds"].bins == [0] * 23
+    assert not [name for name in by_name if "_us_" in name]
+
+
+def test_a_quantile_is_within_the_bin_that_has_it():
+    durations = Durations()
+    assert quantile_us(durations.bins, 0.99) is None
+    for us in [20] * 98 + [1000] * 2:
+        durations.add(us * 1000)
+    assert 16 < quantile_us(durations.bins, 0.5) < 32
+    assert 512 < quantile_us(durations.bins, 0.99) < 1024
+    durations.add(10**15)
+    assert quantile_us(durations.bins, 1.0) == BIN_ENDS_S[-2] * 1e6
+
+
+def test_a_server_counts_how_long_lookups_and_updates_take_and_wait(servers):
+    (running,) = servers.start()
+    client = servers.client([running])
+    client.add_tables([ITEM])
+    for batch in (1, 2, 3):
+        train(client, batch, 1, 2)
+    client.pull([("item", client.split(ids_of(9)))], batch=None)
+    (counters,) = client.counters()
+    nums = {name: sum(bins_of(counters, name)) for name in HISTOGRAMS}
+    assert nums == {"lookup": 4, "update": 3, "queue": 3}
+    assert min(counters[f"{name}_us_sum"] for name in HISTOGRAMS) > 0
 
 
 class TestSnapshots:

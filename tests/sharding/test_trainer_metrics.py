@@ -3,10 +3,12 @@
 import math
 
 import pytest
+import torch
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from persia_torchrec import SGD, RemoteEmbeddingBagCollectionSharder
-from persia_torchrec.sharding.trainer_metrics import TrainerMetrics
+from persia_torchrec.errors import ConfigError
+from persia_torchrec.sharding.trainer_metrics import LatestLoss, TrainerMetrics
 from tests.support.remote_job import META, kjt_of
 
 LABELS = {"role": "nn_worker", "instance": "rep_2", "job": "seven", "job_id": "seven"}
@@ -18,6 +20,7 @@ def in_job(monkeypatch):
     variables = {"PERSIA_STORE_PORT": "1", "PERSIA_JOB_ID": "seven", "RANK": "2"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(TrainerMetrics, "loss", LatestLoss())
     yield
     TrainerMetrics.end()
 
@@ -46,12 +49,51 @@ def test_all_models_of_a_trainer_are_pushed_together(job, gateway, in_job):
     TrainerMetrics.end()
     (push,) = gateway.pushes()
     assert push.labels == {**LABELS, "ip_addr": "127.0.0.1"}
-    assert set(push.kinds.values()) == {"counter"}
+    kinds = {n: kind for n, kind in push.kinds.items() if kind != "counter"}
+    assert kinds == {"persia_step": "gauge", "persia_step_seconds": "histogram"}
     assert summary.num_lookups == 3
     assert push.values["persia_lookups_total"] == 3 + summary.num_lookups
     assert push.values["persia_gradients_total"] == 3 * 3 + summary.num_gradients == 18
     assert push.values["persia_gradients_refused_total"] == 3
     assert push.values["persia_gradients_missed_total"] == 0
+
+
+def test_steps_samples_waits_and_a_loss_that_was_told_are_read(job, gateway, in_job):
+    model, _ = model_of(job, "first")
+    train(model, 3)
+    model(kjt_of({"x": [[1], [2, 3]]})).values().sum().backward()
+    TrainerMetrics.loss.tell(torch.tensor([0.25], requires_grad=True))
+    TrainerMetrics.end()
+    values = gateway.pushes()[-1].values
+    assert values["persia_step"] == 4
+    assert values["persia_step_seconds_count"] == 3
+    assert values["persia_samples_total"] == 4 * 2
+    assert values["persia_row_wait_seconds_total"] > 0
+    assert values["persia_loss"] == 0.25
+
+
+def test_each_trainer_counts_a_batch_of_two_collections_once(job, gateway, in_job):
+    first, _ = model_of(job, "first")
+    second, _ = model_of(job, "second")
+    train(first, 3)
+    train(second, 2)
+    TrainerMetrics.end()
+    values = gateway.pushes()[-1].values
+    assert (values["persia_step"], values["persia_samples_total"]) == (3, 6)
+    assert values["persia_lookups_total"] == 5
+
+
+def test_a_loss_has_one_element():
+    loss = LatestLoss()
+    assert loss.read() is None
+    loss.tell(3)
+    assert loss.read() == 3.0
+    loss.tell(torch.tensor(0.5, dtype=torch.bfloat16))
+    assert loss.read() == 0.5
+    loss.tell(torch.tensor([[math.nan]]))
+    assert math.isnan(loss.read())
+    with pytest.raises(ConfigError, match=r"one element. Received: the shape \(2,\)"):
+        loss.tell(torch.zeros(2))
 
 
 def test_counters_do_not_fall_when_a_model_is_dropped(job, gateway, in_job):

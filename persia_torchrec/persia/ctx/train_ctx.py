@@ -30,6 +30,7 @@ from persia_torchrec.persia.torchrec_engine import TorchRecEngine, has_collectio
 from persia_torchrec.pipeline.staleness import TrainingSummary
 from persia_torchrec.sharding.optimizer import set_values
 from persia_torchrec.sharding.table_control import loss_scale
+from persia_torchrec.sharding.trainer_metrics import TrainerMetrics
 from persia_torchrec.table import TableSettings
 from persia_torchrec.training.checkpoint import Target, read_state, state_bytes
 from persia_torchrec.training.recovery import Recovery, folder_of_job
@@ -280,6 +281,7 @@ class TrainCtx(EmbeddingCtx):
             embedding_gradient_check_frequency=embedding_gradient_check_frequency
         )
         self._watch.note(self._num_steps + 1, "loss", loss)
+        TrainerMetrics.loss.tell(loss)
         if self._scaler is None:
             loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             self.dense_optimizer.step()

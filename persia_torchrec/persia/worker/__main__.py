@@ -59,6 +59,9 @@ class WorkerFlags(ImportFlags):
     """Path of embedding_config.yml [PERSIA_EMBEDDING_CONFIG]"""
     global_config: str | None = field(default_factory=env.global_config_path)
     """Path of global_config.yml [PERSIA_GLOBAL_CONFIG]"""
+    metrics_port: int | None = None
+    """Serve /metrics, /healthz and /readyz at this port, or the next that is free; 0:
+    do not [PERSIA_METRICS_PORT]"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,9 +75,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(flags: WorkerFlags) -> None:
+    env.set_metrics_port(flags.metrics_port)
     infer = global_config.inference_settings(flags.global_config)
     if flags.servers:
         with Lifetime() as life:
+            life.serve_metrics("worker", flags.index, "", life.host)
             _run(flags, life, flags.servers)
     elif infer is not None:
         if flags.learn_tables:
@@ -83,6 +88,7 @@ def _serve(flags: WorkerFlags) -> None:
                 " they learn them anyway. Leave one of them out."
             )
         with Lifetime(infer.listen_host) as life:
+            life.serve_metrics("worker", flags.index, "", life.host)
             _run(flags, life, infer.servers)
     else:
         store = env.require_job_store(

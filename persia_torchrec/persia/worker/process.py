@@ -58,8 +58,8 @@ from persia_torchrec.errors import (
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.lookup.bags import Bags, decode_bags
 from persia_torchrec.lookup.sharded_lookup import RoutedBatch
-from persia_torchrec.metrics.push import is_pushed, push_metrics
-from persia_torchrec.metrics.values import Reading
+from persia_torchrec.metrics.push import is_published, publish_metrics
+from persia_torchrec.metrics.values import Means, Reading
 from persia_torchrec.parsing.yaml_file import read_text
 from persia_torchrec.persia.config.embedding_config import (
     EmbeddingSchema,
@@ -404,7 +404,7 @@ def make_lookup(
 ) -> SlotsLookup:
     """Return the lookup of an embedding worker: measured, if metrics are pushed."""
     features = build_features(schema)
-    measures = LookupMeasures(features) if is_pushed(settings) else None
+    measures = LookupMeasures(features) if is_published(settings) else None
     return SlotsLookup(client, features, measures)
 
 
@@ -414,15 +414,15 @@ def pushing_metrics(
     """Push the metrics of an embedding worker while a block runs, and at its end."""
     measures = process.lookup.measures
 
-    def read() -> list[Reading]:
+    def read(means: Means) -> list[Reading]:
         return [
             Reading("num_pending_batches", len(process.buffer), _PENDING_HELP),
             Reading("staleness", len(process.open), _STALENESS_HELP),
-            *(measures.read() if measures else ()),
+            *(measures.read(means) if measures else ()),
         ]
 
     stack = ExitStack()
-    stack.callback(push_metrics("embedding_worker", index, settings, read))
+    stack.callback(publish_metrics("embedding_worker", index, settings, read))
     return stack
 
 
