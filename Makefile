@@ -8,6 +8,7 @@
 # make soak   one job for an hour, which must grow by nothing
 # make cluster  jobs on Slurm, in Kubernetes and on several hosts
 # make quality, make speed   what the PLE example learns, and how fast
+# make prometheus  Debian's Prometheus beside running jobs
 # make wheel       what a newcomer does: install the wheel, train, in a fresh environment
 # make coverage    the lines of the package that no test runs
 # make docs    the pages as a site, in build/site
@@ -42,8 +43,8 @@ TWIN := 1.$(shell expr $(MINOR) - 5).*
 FBGEMM := $(if $(filter cuda,$(DEVICE)),fbgemm-gpu,fbgemm-gpu-cpu)==$(TWIN)
 TORCHREC_NEEDS := tensordict torchmetrics==1.0.3 tqdm pyre-extensions $(if $(filter 11 12,$(MINOR)),iopath)
 
-# What tests use of Debian: a Slurm, and network namespaces.
-SYSTEM := slurmctld slurmd slurm-client iproute2
+# What tests use of Debian: a Slurm, network namespaces, Prometheus.
+SYSTEM := slurmctld slurmd slurm-client iproute2 prometheus
 APT := DEBIAN_FRONTEND=noninteractive timeout 300 apt-get -qq -y --no-install-recommends \
 	-o Acquire::Retries=1 -o Acquire::http::Timeout=20 -o DPkg::Lock::Timeout=60
 LACKING = $$(for one in $(SYSTEM); do dpkg-query -W -f '$${Status}' $$one 2>/dev/null \
@@ -58,7 +59,7 @@ endif
 # Why the job has failed that began last, after what torchx says at its end.
 CAUSE = find runs -path '*/coordinator/0/combined.log' -newer $(VENV)/began -exec tail -n 1 {} +
 
-.PHONY: help install train system test quick long wheel test-versions lint unit chaos fuzz soak cluster quality speed coverage docs dropin clean
+.PHONY: help install train system test quick long wheel test-versions lint unit chaos fuzz soak cluster prometheus quality speed coverage docs dropin clean
 .NOTPARALLEL:
 
 # Three workers would rewrite each test file, and each process read each module.
@@ -153,6 +154,9 @@ $(SCHEMAS): Makefile
 
 cluster: $(STAMP) $(SCHEMAS)  ## jobs on Slurm, in Kubernetes and on several hosts; not part of test
 	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest tests/cluster --timeout 3600 $(ARGS)
+
+prometheus: $(STAMP)  ## Debian's Prometheus beside jobs: every metric, panel and alert; not part of test
+	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest tests/prometheus --timeout 1200 $(ARGS)
 
 fuzz: $(STAMP)  ## inputs that no client sends; ARGS="-k shard --inputs 5000" chooses
 	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest tests/fuzz --timeout 7200 --inputs 100000 $(ARGS)

@@ -57,7 +57,7 @@ if __name__ == "__main__":
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            run.step()
+            run.step(loss=loss)
             if run.num_steps % 500 == 0:
                 rows = sum(client.num_rows())
                 print(f"step {run.num_steps}: loss {loss.item():.4f}, {rows} rows")

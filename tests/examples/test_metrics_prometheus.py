@@ -32,7 +32,7 @@ FIRING = {  # by alert: series of a job that is not well
         "persia_samples_total": "9x60",
         "persia_job_running": "1x60",
     },
-    "PersiaLossNotFinite": {"persia_loss": "NaNx60"},
+    "PersiaLossNotFinite": {"persia_loss": " ".join(["NaN"] * 60)},
     "PersiaGradientsNotFinite": {
         'persia_gradients_refused_total{role="nn_worker"}': "0+1x60"
     },
