@@ -134,7 +134,7 @@ def read_status(text: str) -> Numbers:
     Raises:
         FrameError: it is malformed.
     """
-    kind = dict[str, float | None]  # JSON has null for a NaN
+    kind = dict[str, int | float | None]  # JSON has null for a NaN
     status = parse_json(text, kind, "what a member says of itself", FrameError)
     return {name: value for name, value in status.items() if value is not None}
 

@@ -83,8 +83,8 @@ class Shard:
             self.checkpoints.incarnation = self.streams.incarnation
         self.open_batches = OpenBatches()
         self.open_batches.reopen(self.streams.open_batches())
-        names = "requests_lookup_inference", "requests_repeated", "updates_hinted"
-        self.counts = Counter[str](dict.fromkeys(names, 0))
+        names = "requests_lookup_inference", "requests_refused", "requests_repeated"
+        self.counts = Counter[str](dict.fromkeys((*names, "updates_hinted"), 0))
         self.stages = Stages()
         self.durations = {name: Durations() for name in HISTOGRAMS}
         self.joint_steps = JointSteps(

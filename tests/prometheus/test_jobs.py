@@ -60,7 +60,7 @@ OVER_HTTP = _REST.partition("## Over HTTP")[2].partition("## At a metrics")[0]
 PERSIA = (ROOT / "docs/persia.md").read_text().partition("### Metrics")[2]
 
 ONLY_WHEN_IT_HAPPENS = {
-    *("requests_refused", "following_stopped", "increment_delay_ms_max"),
+    *("following_stopped", "increment_delay_ms_max"),
     *("restored_rows", "restored_increments", "lost_ms", "lost_updates", "lost_rows"),
     "set_embedding_time_cost_sec",  # rows that a client writes
 }
