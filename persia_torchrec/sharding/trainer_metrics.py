@@ -57,14 +57,15 @@ class LatestLoss:
         if self._coming is not None:
             if not self._coming.is_here():
                 return
-            self._value = float(self._coming.read())
-        self._coming = ToHost(loss.detach().reshape(()).float(), until_then=0.0)
+            self._value = float(self._coming.read().item())
+        given = loss if loss.dtype is torch.float32 else loss.detach().float()
+        self._coming = ToHost(given, until_then=0.0)
 
     def read(self) -> float | None:
         """Return the last loss that is here; None: none was told."""
         coming = self._coming
         if coming is not None and coming.is_here():
-            self._value = float(coming.read())
+            self._value = float(coming.read().item())
         return self._value
 
 
