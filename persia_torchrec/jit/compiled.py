@@ -259,7 +259,7 @@ class _Failures(event.Listener):  # type: ignore[misc]  # untyped
         pass
 
     def on_end(self, ended: event.Event) -> None:
-        dispatcher = (ended.data or {}).get("dispatcher")
+        dispatcher: Any = (ended.data or {}).get("dispatcher")
         cached = getattr(dispatcher, "_cache", None)
         if not isinstance(cached, _SourceCache):
             return
