@@ -102,7 +102,7 @@ class Shard:
         self.afterwards: Callable[[], None] | None = None
         self._queued_ns: deque[int] = deque()  # when each was queued
         self._queued: set[Batch] = set()  # of the updates
-        self.num_overtaking = 0
+        self.num_overtaking = self._max_queued = 0
         self.must_drop = False
         self.room = Room(self.store, config.shard)
         self.num_updates = self.num_updated_rows = 0  # of tables, by this process
@@ -111,7 +111,6 @@ class Shard:
         # Peers that have added tables: process and host, and the numbers of these.
         self._users: dict[bytes, tuple[str, set[int]]] = {}
         self._listener = listener
-        self._max_queued = 0
 
     def queue(self, updates: list[Update]) -> None:
         """Queue updates that are applied together."""
