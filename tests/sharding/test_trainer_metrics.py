@@ -17,6 +17,7 @@ LABELS = {"role": "nn_worker", "instance": "rep_2", "job": "seven", "job_id": "s
 @pytest.fixture
 def in_job(monkeypatch):
     """This process is rank 2 of a job with a gateway."""
+    TrainerMetrics.end()  # forgets the models of tests before
     variables = {"PERSIA_STORE_PORT": "1", "PERSIA_JOB_ID": "seven", "RANK": "2"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
