@@ -39,7 +39,8 @@ from tests.support.gateway import Gateway
 from tests.support.processes import Processes
 from tests.support.servers import Servers
 
-collect_ignore = ["support/stock_client.py"]  # of another environment
+# Of other environments.
+collect_ignore = ["support/stock_client.py", "dropin/hstu.py", "dropin/own_tests.py"]
 
 settings.register_profile(
     "ci",
