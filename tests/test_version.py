@@ -11,6 +11,8 @@ import pytest
 from persia_torchrec.version import NEEDS, TORCH, __version__, require_set_that_fits
 from tests.support.repository import ROOT
 
+pytestmark = pytest.mark.slow
+
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
 
 

@@ -56,6 +56,7 @@ def test_every_block_is_a_file_in_an_existing_folder_and_every_list_exists():
         assert f"\n{name}" in (ROOT / "persia_torchrec" / file).read_text()
 
 
+@pytest.mark.slow
 def test_a_store_trains_with_the_optimizer_the_initializer_and_the_admission(load):
     sign_sgd = load("optim_sign.py").SignSGD
     alternating = load("initializer_alternating.py").Alternating

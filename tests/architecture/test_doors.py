@@ -70,6 +70,7 @@ def test_each_module_that_a_previous_path_leads_to_has_one():
             assert find_spec(f"persia_torchrec.{now}") is not None, now
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_previous_command_runs_with_a_warning(command):
     done = run("-m", f"persia_torchrec.{command}", "--help")

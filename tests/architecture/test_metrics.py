@@ -60,6 +60,7 @@ def of_a_follower(servers, client, folder):
     return counted()
 
 
+@pytest.mark.slow
 def test_every_counter_is_described(counters):
     kinds = {n for n in counters if n.startswith(("requests_", "staleness_"))}
     kinds |= {n for n in counters if n.rpartition("_us_")[0] in HISTOGRAMS}

@@ -6,6 +6,8 @@ import pytest
 import persia_torchrec
 from tests.support.processes import Processes, run_script
 
+pytestmark = pytest.mark.slow
+
 
 def test_every_public_name_is_listed_once_and_imports():
     # Their order is ruff's business (RUF022).

@@ -33,6 +33,7 @@ def own_classes(monkeypatch):
         monkeypatch.setattr(registry, "classes", own)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", generate.PAGES)
 def test_a_page_of_settings_is_what_is_made_of_them(name):
     page = (ROOT / "docs/reference" / name).read_text()
@@ -73,6 +74,7 @@ def test_a_range_is_read_from_the_error_of_a_value_outside_of_it():
     assert len(LINE.findall(page)) > 300
 
 
+@pytest.mark.slow
 def test_the_list_of_errors_has_the_messages_of_the_code():
     messages = generate.raised()
     assert {"ConfigError", "CheckpointError", "ServerError"} <= messages.keys()

@@ -192,6 +192,7 @@ def test_a_test_file_is_named_after_a_module_of_its_room():
     assert unnamed == []
 
 
+@pytest.mark.slow
 def test_no_test_file_is_imported():
     found = {
         f"{path}: {other}"

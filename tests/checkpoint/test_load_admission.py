@@ -52,6 +52,7 @@ PAIRS = [  # each pair of settings; without an admission nothing is shared
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("filter_", "expiry", "move", "rows"), PAIRS)
 def test_a_saved_training_continues_exactly(tmp_path, filter_, expiry, move, rows):
     num_before, num_after, has_delta = MOVES[move]

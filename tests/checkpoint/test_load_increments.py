@@ -43,6 +43,8 @@ from tests.support.copied_stores import (
 )
 from tests.support.servers import ids_of
 
+pytestmark = pytest.mark.slow
+
 EXPIRING = TableSpec(
     name="g", dim=2, optimizer=SGD(0.5), expiry=Expiry(steps_to_live=2)
 )

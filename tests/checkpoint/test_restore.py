@@ -76,6 +76,7 @@ def last_log(training, shard=0):
     return line.logs[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard", [0, 1])
 def test_a_checkpoint_and_the_increments_behind_it_are_restored(training, shard):
     store, found = restored(training, shard)

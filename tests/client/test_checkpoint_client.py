@@ -21,6 +21,8 @@ from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
 from tests.support.servers import DEADLINE_S, ids_of
 
+pytestmark = pytest.mark.slow
+
 ADAM = TableSpec(name="adam", dim=3, optimizer=Adam(0.1), initializer=Uniform(-1, 1))
 HALF = TableSpec(name="half", dim=5, optimizer=Adagrad(0.1), weight_dtype="bf16")
 SEEN = TableSpec(name="seen", dim=2, optimizer=SGD(0.1), keeps_metadata=True)

@@ -435,6 +435,7 @@ def test_a_closed_client_reports_it(servers):
         client.num_rows()
 
 
+@pytest.mark.slow
 def test_an_optimizers_settings_may_change_while_rows_stay(servers):
     client = connect(servers, 2)
     slow = TableSpec(name="toy", dim=1, optimizer=SGD(1.0), initializer=Constant(0))

@@ -54,6 +54,7 @@ def test_a_checkout_has_the_examples_too(tmp_path):
     assert "FOLDER must be a new folder" in again.output
 
 
+@pytest.mark.slow
 def test_data_describes_files(tmp_path):
     pytest.importorskip("pyarrow", reason="needs the extra data")
     (tmp_path / "a.csv").write_text("label,item\n1,7\n0,8\n")

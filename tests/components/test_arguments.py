@@ -13,6 +13,8 @@ from persia_torchrec.errors import ConfigError
 from persia_torchrec.launch.arguments import parse_pairs
 from tests.support.components import BOOK, COMPONENTS, CONFIGS, SCRIPTS
 
+pytestmark = pytest.mark.slow
+
 TORCHX = "/opt/venv/bin/torchx"
 MODULE = "/opt/site-packages/torchx/cli/main.py"
 JOB = "persia.train"

@@ -14,6 +14,8 @@ from persia_torchrec.version import __version__
 from tests.support import wheel
 from tests.support.repository import ROOT
 
+pytestmark = pytest.mark.slow
+
 TORCHX = [sys.executable, "-m", "torchx.cli.main"]
 
 

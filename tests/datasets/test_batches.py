@@ -39,6 +39,7 @@ def kjt(values, lengths, keys=("ad", "user"), **more):
     )
 
 
+@pytest.mark.slow
 @given(batches(), st.randoms())
 def test_persias_features_come_back_from_a_keyed_jagged_tensor(batch, random):
     features = [

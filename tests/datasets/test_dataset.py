@@ -27,6 +27,8 @@ from persia_torchrec.datasets import files, hashing, reading
 from persia_torchrec.datasets.columns import Ids
 from persia_torchrec.errors import ConfigError, DataError
 
+pytestmark = pytest.mark.slow
+
 COLUMNS = (
     LabelColumn("click"),
     IdColumn("user"),

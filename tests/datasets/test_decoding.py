@@ -48,6 +48,7 @@ def batch_of(tmp_path, values, kind, *columns):
     return batch, dataset
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("values", "kind", "settings", "ids", "lengths", "missing"),
     [

@@ -93,6 +93,7 @@ class Trainers:
 starts = iter(range(2**62))
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(data=st.data())
 def test_each_row_counts_once_along_the_history_that_survives(folder, book, data):

@@ -25,6 +25,8 @@ from persia_torchrec.jit.kernel import NO_LOG
 from persia_torchrec.store.memory import reserve
 from tests.support import strategies
 
+pytestmark = pytest.mark.slow
+
 count = inlined_kernel(count_candidates)
 forget = inlined_kernel(forget_candidates)
 

@@ -77,6 +77,7 @@ def test_every_bit_of_uniform_weights_follows_from_the_id(id_, dim, uniform):
     assert draw(id_, dim, uniform).tobytes() == expected.tobytes()
 
 
+@pytest.mark.slow
 @given(ids, st.integers(1, 70), others)
 def test_weights_of_every_initializer_equal_those_of_the_reference(
     id_, dim, initializer

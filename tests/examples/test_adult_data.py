@@ -269,6 +269,7 @@ def test_without_a_network_rows_are_made_up_and_the_source_reports_it(tmp_path):
     assert not cache.exists()
 
 
+@pytest.mark.slow
 def test_the_checksums_equal_those_of_the_files_as_uci_serves_them(
     tmp_path, server, real_dir
 ):

@@ -23,6 +23,7 @@ def variables():
     return dict(re.findall(r"^(\w+)=(.*)$", (EXAMPLE / ".env").read_text(), re.M))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", COMMANDS)
 def test_the_coordinator_waits_for_the_processes_that_are_started(file):
     indexes, counts = defaultdict(list), {}

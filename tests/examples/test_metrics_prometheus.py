@@ -116,6 +116,7 @@ def case(values, expression, samples):
     return {**found, "promql_expr_test": [asked]}
 
 
+@pytest.mark.slow
 def test_each_alert_fires_on_what_it_is_for_and_none_on_a_job_that_is_well(tmp_path):
     require_prometheus()
     names = [rule["alert"] for group in ALERTS for rule in group["rules"]]

@@ -121,6 +121,7 @@ def test_plain_torchrec_needs_no_option_switched_off():
     assert Options.parse(["--tf", "--smartstaged", "false", "--bf16"]).bf16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["adam", "adamasync", "adagraddecay", "adagrad", "gradientdescent"]
 )

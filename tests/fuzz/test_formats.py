@@ -7,6 +7,8 @@ from tests.fuzz.formats import FORMATS as FILE_FORMATS
 from tests.fuzz.running import CASES, is_accepted, run
 from tests.fuzz.training_formats import TRAINING_FORMATS
 
+pytestmark = pytest.mark.slow
+
 FORMATS = FILE_FORMATS | TRAINING_FORMATS
 KEPT = sorted(path for path in CASES.glob("*/*") if path.parent.name in FORMATS)
 

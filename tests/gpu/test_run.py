@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parent / "run.sh"
 SOME_OF_IT = "tests/persia/test_kjt.py"
 

@@ -21,6 +21,8 @@ from persia_torchrec import Adagrad, RemoteEmbeddingBagCollectionSharder
 from tests.integration.twins import Twins, WithLoss
 from tests.support.remote_job import META, RemoteJob, remote_modules
 
+pytestmark = pytest.mark.slow
+
 FEATURES = ("user", "query", "ad", "place")
 NUM_IDS = 40
 DIM = 8

@@ -50,6 +50,8 @@ from tests.integration.twins import Twins, WithLoss
 from tests.support.places import GPU_PLACES, require_kernels
 from tests.support.remote_job import CPU, META, RemoteJob
 
+pytestmark = pytest.mark.slow
+
 NUM_IDS = 40
 NUM_SAMPLES = 16
 NUM_STEPS_OF_VARIANTS = 24

@@ -26,6 +26,8 @@ from tests.integration.twins import Twins
 from tests.support.places import GPU_PLACES
 from tests.support.remote_job import CPU, RemoteJob
 
+pytestmark = pytest.mark.slow
+
 NUM_STEPS = 200
 
 

@@ -47,6 +47,7 @@ def dense_of(model):
     return {k: v.clone() for k, v in weights if "embedding_bags" not in k}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_training_continues_on_the_servers_with_weights_and_state(job, case):
     batches = make_batches(100)

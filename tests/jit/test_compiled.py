@@ -30,6 +30,8 @@ from persia_torchrec.jit.compiled import (
 from persia_torchrec.jit.kernel import as_written, divide
 from tests.support.processes import Processes, wait_until
 
+pytestmark = pytest.mark.slow
+
 NUMBAS_PRIVATE_NAMES = {
     "_cache": "a dispatcher's cache, which loads and saves its machine code",
     "_index_key": "what an entry of the cache is found by",

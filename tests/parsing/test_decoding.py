@@ -61,6 +61,7 @@ def test_an_entry_of_a_dict_has_no_name_in_the_error():
         convert({3: 4}, dict[str, int], KeyPath("f"), ConfigError)
 
 
+@pytest.mark.slow
 @given(TREE)
 def test_any_value_is_taken_or_rejected_by_name(tree):
     try:

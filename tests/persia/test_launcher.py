@@ -15,6 +15,8 @@ from tests.support.processes import DEADLINE_S, Processes
 from tests.support.repository import ROOT
 from tests.support.script_jobs import INFER, Job
 
+pytestmark = pytest.mark.slow
+
 SLOTS = "slots_config: {item: {dim: 4}}"
 CONFIGS = ["--embedding-config", "e.yml", "--global-config", "g.yml"]
 

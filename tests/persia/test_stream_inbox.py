@@ -71,6 +71,7 @@ def arrivals(draw):
     return num_loaders, world_size, rank, events
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(arrivals(), st.booleans(), st.booleans())
 def test_no_batch_is_lost_and_none_comes_twice(arrivals, in_order, take_at_once):

@@ -32,6 +32,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can do it")
 def test_memory_of_large_messages_is_reused():
     def faults(keep):

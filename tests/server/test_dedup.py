@@ -52,6 +52,7 @@ steps = st.lists(
 )
 
 
+@pytest.mark.slow
 def test_marks_and_outcomes_survive_a_restart(path):
     @settings(max_examples=settings().max_examples // 4)  # a store is opened slowly
     @given(steps)

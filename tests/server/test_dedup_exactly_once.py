@@ -42,6 +42,8 @@ from tests.server.server_model import REJECTED, Model
 from tests.server.stranger import Stranger, one_segment
 from tests.support.servers import RunningServer
 
+pytestmark = pytest.mark.slow
+
 PLAIN = {"dim": 1, "optimizer": SGD(1.0), "initializer": Constant(0.0)}
 COUNT = TableSpec(name="count", keeps_metadata=True, **PLAIN)
 RARE = TableSpec(name="rare", admission=AdmitFrequency(2), **PLAIN)

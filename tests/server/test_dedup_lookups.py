@@ -1,6 +1,7 @@
 """A training lookup that is sent again gives what it gave, and changes nothing."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,6 +56,7 @@ def expected_again(slow, number, id_, batch):
     return np.full(table.dim, table.admission.unadmitted_value)
 
 
+@pytest.mark.slow
 @given(batches=batches, eviction=st.sampled_from(["lru", "lfu"]))
 def test_a_lookup_that_is_sent_again_is_that_of_the_reference(batches, eviction):
     with Servers() as servers:

@@ -39,6 +39,8 @@ from tests.support.increments import (
 from tests.support.processes import wait_until
 from tests.support.servers import DEADLINE_S, ids_of
 
+pytestmark = pytest.mark.slow
+
 NEVER = Expiry(steps_to_live=1_000_000)
 
 

@@ -68,6 +68,7 @@ def train_until_a_base(training):
     wait_until(lambda: is_quiet(training), "all is written")
 
 
+@pytest.mark.slow
 def test_the_log_gets_a_base_and_what_is_before_it_goes(servers, training):
     follower = follow(servers, training)
     for _ in range(3):

@@ -1,6 +1,7 @@
 import re
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -256,6 +257,7 @@ def test_everything_that_waits_is_rejected_at_the_end():
     assert collected.rejected == {b"a": "The end.", b"b": "The end."}
 
 
+@pytest.mark.slow
 def test_groups_of_dead_trainers_are_forgotten():
     collected = Collected()
     for group in range(5000):

@@ -207,6 +207,7 @@ def test_a_later_checkpoint_is_loaded_with_its_rows_and_the_previous_one_leaves(
     assert not models.health()["ready"]
 
 
+@pytest.mark.slow
 def test_while_embeddings_are_away_each_sample_gets_the_default_answer(servers, caplog):
     running = servers.start(1)
     client = servers.client(running)

@@ -188,6 +188,7 @@ def stepped(optimizer, num=2):
     return torch.from_numpy(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [L2, DECOUPLE])
 def test_rowwise_adagrad_decays_as_fbgemms_gpu_kernel_does(job, mode):
     decay = {"weight_decay": 0.1, "weight_decay_mode": mode, "max_norm": 0.9}

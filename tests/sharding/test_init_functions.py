@@ -23,6 +23,8 @@ from persia_torchrec.store.row_copy import initial_rows
 from persia_torchrec.table import TableSpec
 from tests.support.remote_job import Bags, RemoteJob, ids_of
 
+pytestmark = pytest.mark.slow
+
 N, DIM = 500, 16
 partial = functools.partial
 

@@ -24,6 +24,8 @@ from tests.sharding.mixed_model import (
 )
 from tests.support.remote_job import ids_of, shard, tensors_of
 
+pytestmark = pytest.mark.slow
+
 NUM_STEPS = 80
 
 

@@ -61,6 +61,7 @@ def twins():
         yield Twins(job)
 
 
+@pytest.mark.slow
 @settings(
     max_examples=60,
     deadline=None,

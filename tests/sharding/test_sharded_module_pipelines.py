@@ -56,7 +56,7 @@ from tests.support.pipelined import (
 )
 from tests.support.remote_job import CPU, META, RemoteJob
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 
 # What it changes in torch, and does not change back.
 SET_BY_PT2 = {

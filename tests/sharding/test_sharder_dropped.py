@@ -7,12 +7,15 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import pytest
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.distributed.types import ShardingEnv
 
 from persia_torchrec import SGD, EmbeddingClient, remote_sharders
 from tests.support.processes import wait_until
 from tests.support.remote_job import CPU, META, kjt_of
+
+pytestmark = pytest.mark.slow
 
 NUM = 200
 CONFIG = EmbeddingBagConfig(50, 4, "table", feature_names=["x"])

@@ -38,6 +38,8 @@ from persia_torchrec.sharding.state import without_rows
 from persia_torchrec.sharding.stored_tensor import StoredTensor
 from tests.support.remote_job import CPU, META, ids_of, kjt_of, shard
 
+pytestmark = pytest.mark.slow
+
 NUM_ROWS = 20
 TERM, WORD = "bags.embedding_bags.term", "words.embeddings.word"
 ROWWISE = Adagrad(0.5, vectorwise_shared=True)

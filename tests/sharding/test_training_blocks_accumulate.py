@@ -26,6 +26,8 @@ from persia_torchrec.routing.shard import unique_ids
 from tests.support.optimizers import EVERY_OPTIMIZER
 from tests.support.remote_job import CPU, META, Bags, RemoteJob, kjt_of
 
+pytestmark = pytest.mark.slow
+
 NUM_IDS, DIM = 12, 4
 
 

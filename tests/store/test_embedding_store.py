@@ -35,6 +35,8 @@ from tests.support.reference import ReferenceStore, uniform_weights
 from tests.support.servers import ids_of
 from tests.support.strategies import id_arrays, ids_of_one_hash
 
+pytestmark = pytest.mark.slow
+
 # Rows of "momentum" and "adagrad" are of one width and share an arena; so do those of
 # "rowwise" and "adam".
 TABLES = [

@@ -303,6 +303,7 @@ def test_fbgemm_is_rejected_where_it_is_not_installed(monkeypatch):
     EmbeddingStore(2).add_table(make_spec(SGD(0.1), 4))
 
 
+@pytest.mark.slow
 def test_a_store_loads_no_torch_unless_fbgemm_is_chosen():
     code = (
         "import sys\n"

@@ -29,6 +29,8 @@ from tests.support.reference import Row, initial_weights, step
 from tests.support.saved_training import Training
 from tests.support.servers import ids_of
 
+pytestmark = pytest.mark.slow
+
 DIM, PERIOD = 6, 3
 IDS = np.arange(12, dtype=np.uint64)
 NEAR = {"rtol": 1e-5, "atol": 1e-5}

@@ -13,6 +13,8 @@ from tests.support.consistency import check_store
 from tests.support.processes import Processes
 from tests.support.servers import ids_of
 
+pytestmark = pytest.mark.slow
+
 TABLE = TableSpec(name="sgd", dim=2, optimizer=SGD(1.0), initializer=Uniform(0, 0))
 OTHER = TableSpec(
     name="other",

@@ -177,6 +177,7 @@ def test_arrays_of_numpy_are_files_of_that_name(trained, tmp_path):
         read_npy(str(tmp_path / "day"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_file", [False, True])
 def test_increments_have_a_folder(trained, tmp_path, is_file):
     path = tmp_path / "file"

@@ -28,6 +28,8 @@ from tests.support.processes import Processes
 from tests.support.remote_job import shard
 from tests.support.serving_process import Serving, ask, predict
 
+pytestmark = pytest.mark.slow
+
 KEYS = list("abc")
 
 

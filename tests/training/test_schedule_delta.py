@@ -25,6 +25,8 @@ from tests.support.delta_job import DIM, SETTINGS, Job, Trainer
 from tests.support.processes import Processes, wait_until
 from tests.support.remote_job import kjt_of
 
+pytestmark = pytest.mark.slow
+
 EXPIRING = {
     name: replace(settings, expiry=Expiry(steps_to_live=1))
     for name, settings in SETTINGS.items()

@@ -10,6 +10,8 @@ from persia_torchrec.persia.embedding import EmbeddingConfig
 from tests.support.local_job import LocalJob, Sending, batch_of
 from tests.support.servers import DEADLINE_S
 
+pytestmark = pytest.mark.slow
+
 NUM_BATCHES = 60
 
 

@@ -100,6 +100,7 @@ def test_evaluations_do_not_disturb_a_training_that_is_under_way(job, ctx, stale
     assert tests[0] != tests[-1]
 
 
+@pytest.mark.slow
 def test_training_is_the_same_with_and_without_evaluations(job):
     losses = []
     for test_every in (0, 4):

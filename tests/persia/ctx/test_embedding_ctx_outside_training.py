@@ -30,6 +30,8 @@ from tests.support.local_job import (
 from tests.support.processes import Processes
 from tests.support.servers import DEADLINE_S
 
+pytestmark = pytest.mark.slow
+
 TRAINING = [batch_of([1, step], [2]) for step in range(10)]
 EVALUATION = [batch_of([number], [1, 2, 99]) for number in range(8)]
 

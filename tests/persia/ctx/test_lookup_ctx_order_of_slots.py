@@ -27,6 +27,8 @@ from tests.support.local_job import Batches, LocalJob, Sending
 from tests.support.servers import ids_of
 from tests.support.serving_process import predict
 
+pytestmark = pytest.mark.slow
+
 SLOTS = """
 feature_index_prefix_bit: 8
 slots_config:
