@@ -217,18 +217,18 @@ class _Turn:
         self._folder = folder
         self._place = int.from_bytes(sha256(name.encode()).digest()[:6], "little")
 
-    def wait(self) -> bool:
-        """Take the turn; return whether another process had it meanwhile."""
-        if self._is_taken():
-            return False
+    def wait(self) -> None:
+        """Take the turn, when no other process has it, or after a deadline."""
+        if self.take():
+            return
         # Listeners hear of the wait as of a compilation.
         with event.trigger_event("numba:compile", data={}):
             deadline = time.monotonic() + timeouts.COMPILING_TURN_S
-            while not self._is_taken() and time.monotonic() < deadline:
+            while not self.take() and time.monotonic() < deadline:
                 time.sleep(_TURN_POLL_S)
-        return True
 
-    def _is_taken(self) -> bool:
+    def take(self) -> bool:
+        """Take the turn; return whether no other process has it."""
         try:
             file = _lock_file(self._folder)
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._place)
@@ -298,8 +298,9 @@ class _SourceCache(FunctionCache):  # type: ignore[misc]  # untyped
         # numba would prepare to compile first, which takes longer than all loops take.
         rtsys.initialize(target_context)
         found = self._load(sig, target_context)
-        if found is None and self.turn.wait():  # another process has compiled it
-            found = self._load(sig, target_context)
+        if found is None:
+            self.turn.wait()
+            found = self._load(sig, target_context)  # another process may have saved it
             if found is not None:
                 self.turn.end()
         return found
