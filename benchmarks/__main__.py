@@ -14,7 +14,7 @@ from importlib import import_module
 
 NAMES = (
     *("store", "wire", "engines", "training", "precision", "increments"),
-    *("data", "dlrm", "servers", "trainer", "serving", "members"),
+    *("data", "dlrm", "servers", "trainer", "serving", "members", "quality"),
 )
 
 

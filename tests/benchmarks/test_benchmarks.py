@@ -32,6 +32,7 @@ TABLES = {
     "trainer": "trainer 1",
     "serving": "latency 2",
     "members": "members 1",
+    "quality": "dlrm 2",
 }
 """The tables of each benchmark, and how many rows they have."""
 
@@ -41,7 +42,7 @@ needs_redis = pytest.mark.skipif(
 )
 
 
-LONG = {"store", "wire", "increments", "data", "dlrm", "servers", "trainer", "serving"}
+LONG = set(TABLES) - {"members"}
 """Those that take long; ``WRONG`` runs parts of store, wire and increments, too."""
 
 CASES = [

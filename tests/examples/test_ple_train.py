@@ -297,6 +297,7 @@ def test_invalid_arguments_are_rejected_before_anything_starts(
     assert not one & two
 
 
+@pytest.mark.long
 def test_a_job_of_two_trainers_leaves_one_set_of_results(tmp_path):
     write_rows(tmp_path)
     data.main(["--to_parquet", "--data_location", str(tmp_path)])

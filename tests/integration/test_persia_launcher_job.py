@@ -15,6 +15,7 @@ from tests.support.repository import ROOT
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 
+@pytest.mark.long
 def test_honcho_runs_the_procfile_without_a_traceback_on_made_up_rows(tmp_path):
     (tmp_path / "env").write_text(f"PERSIA_STORE_PORT={draw_port()}\n")
     nowhere = "http://127.0.0.1:9"  # so that the rows of the example are made up

@@ -183,9 +183,27 @@ def last_step(folder):
 
 
 @pytest.mark.slow
-def test_a_job_of_torchx_loses_no_step_when_it_is_shut_down_or_ends_well(
-    tmp_path, gateway
-):
+def test_a_job_of_torchx_loses_no_step_when_it_is_shut_down(tmp_path, gateway):
+    train_until_it_is_shut_down(tmp_path, gateway)
+
+
+@pytest.mark.long
+def test_a_job_resumes_at_the_step_at_which_it_was_shut_down(tmp_path, gateway):
+    saved, last = train_until_it_is_shut_down(tmp_path, gateway)
+    with training(tmp_path, saved + 3, gateway) as job:
+        ended = job.wait()
+    assert ended.status == 0, ended.output
+    then = gateway.pushes(role="nn_worker")[-1]
+    assert then.values["persia_lookups_total"] == 3
+    assert then.labels["job"] != last.labels["job"]
+    assert f"begins at {saved}." in ended.output
+    row = float(re.search(r"rows (-?\d+\.\d+)\.", ended.output)[1])
+    assert row == pytest.approx(-saved, abs=0.5)
+    assert last_step(tmp_path) == saved + 3
+
+
+def train_until_it_is_shut_down(tmp_path, gateway):
+    """Return the step of the last checkpoint, and the last metrics of the trainer."""
     with training(tmp_path, 10_000, gateway) as job:
         job.has_printed("step 5.")
         torchx = job.pids("torchx.cli.main")
@@ -202,13 +220,4 @@ def test_a_job_of_torchx_loses_no_step_when_it_is_shut_down_or_ends_well(
     # What it has pushed when its processes end: all trained in less than an interval.
     last = gateway.pushes(role="nn_worker")[-1]
     assert last.values["persia_lookups_total"] == saved
-    with training(tmp_path, saved + 3, gateway) as job:
-        ended = job.wait()
-    assert ended.status == 0, ended.output
-    then = gateway.pushes(role="nn_worker")[-1]
-    assert then.values["persia_lookups_total"] == 3
-    assert then.labels["job"] != last.labels["job"]
-    assert f"begins at {saved}." in ended.output
-    row = float(re.search(r"rows (-?\d+\.\d+)\.", ended.output)[1])
-    assert row == pytest.approx(-saved, abs=0.5)
-    assert last_step(tmp_path) == saved + 3
+    return saved, last

@@ -469,9 +469,9 @@ def die_now_and_then(path):
     """Do a little of all below."""
     cases = [case for case in CASES if case.engine == "compiled"]
     some = [cases[-1], *cases[::3]]
-    die_before_any_store(path, some, 3)
-    die_within_recovery(path, some[:3], 1, 4)
-    die_while_it_is_made(path, 3)
+    die_before_any_store(path, some, 2)
+    die_within_recovery(path, some[:2], 1, 3)
+    die_while_it_is_made(path, 2)
     separate_stores_by_a_fence(path)
 
 
