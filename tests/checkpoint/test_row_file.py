@@ -26,6 +26,7 @@ blocks = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(blocks=blocks)
 def test_written_data_are_read_back(blocks):
     data, said = written(blocks)

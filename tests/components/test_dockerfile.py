@@ -49,6 +49,7 @@ def test_copied_files_exist():
         assert all((ROOT / source).exists() for source in sources)
 
 
+@pytest.mark.slow
 def test_the_package_is_imported_read_only_by_any_user_id_without_a_home(tmp_path):
     if subprocess.run(["unshare", "-Um", "true"], check=False).returncode:
         pytest.skip("this user may not make a namespace")

@@ -336,6 +336,7 @@ NUMBERS_OF = {
 }
 
 
+@pytest.mark.slow
 @given(st.data(), st.sampled_from(list(NUMBERS_OF)), st.sampled_from([None, -2.5]))
 def test_numbers_of_a_sliced_array_are_float32_each_or_an_error(data, kind, fill):
     values = data.draw(st.lists(st.none() | NUMBERS_OF[kind], max_size=20))

@@ -61,7 +61,7 @@ class BloomMachine(RuleBasedStateMachine):
         assert self.fast.counters.tolist() == self.slow.counters
 
 
-TestBloom = BloomMachine.TestCase
+TestBloom = pytest.mark.slow(BloomMachine.TestCase)
 
 
 @pytest.mark.parametrize("rate", [0.01, 0.2])

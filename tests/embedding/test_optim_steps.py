@@ -135,6 +135,7 @@ def state_at(optimizer, dim, t, rng):
     return state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", DRAWN)
 @given(
     data=st.data(),

@@ -158,6 +158,7 @@ def test_a_truncated_gzip_file_is_named(tmp_path):
         adult.load_adult(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_real_files_hold_what_uci_says(real_dir):
     data = adult.obtain_adult(real_dir)
     assert (len(data.train), len(data.test)) == (32_561, 16_281)

@@ -189,6 +189,7 @@ def test_l2_adds_its_share_of_each_kernel_to_the_gradient():
         torch.testing.assert_close(difference, expected, atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_bf16_is_of_the_dense_layers_alone():
     seen = []
     multi_task = multi_task_model(bf16=True)

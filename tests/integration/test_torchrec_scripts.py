@@ -184,6 +184,7 @@ class TwoTowerTask(nn.Module):
         return loss, (loss.detach(), logits.detach(), batch.labels)
 
 
+@pytest.mark.slow
 def test_two_towers_are_trained_and_exported_for_retrieval(job, tmp_path):
     tables = bags(["user", "movie"])
 
@@ -241,6 +242,7 @@ class Bert(nn.Module):
         return self.out(self.block(items))
 
 
+@pytest.mark.slow
 def test_a_transformer_learns_the_masked_items_of_a_history(job):
     generator = torch.Generator().manual_seed(3)
     data = []
@@ -282,6 +284,7 @@ def test_a_transformer_learns_the_masked_items_of_a_history(job):
     assert (plain == remote).float().mean() > 0.95
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_dlrm_trains_on_several_ids_a_feature(job, tmp_path, dtype):
     keys = ["c0", "c1", "c2"]
@@ -320,6 +323,7 @@ def test_dlrm_trains_on_several_ids_a_feature(job, tmp_path, dtype):
     torch.testing.assert_close(*losses, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_dlrm_trains_with_data_parallel_tables_beside_those_on_the_servers(job):
     keys = ["c0", "c1", "c2"]
     constraints = {

@@ -84,6 +84,7 @@ def test_without_optimizer_state_the_losses_differ(job):
     assert np.abs(losses / expected - 1).max() > 1e-2
 
 
+@pytest.mark.slow
 def test_training_continues_in_plain_torchrec_with_weights_and_state(job):
     batches = make_batches(40)
     torch.manual_seed(0)

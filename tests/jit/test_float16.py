@@ -113,6 +113,7 @@ def widened(halves, dtype):
     return out
 
 
+@pytest.mark.slow
 @each_dtype
 def test_every_half_is_widened_to_its_value_and_rounds_to_itself(dtype):
     wide = widened(ALL_HALVES, dtype)

@@ -138,6 +138,7 @@ def assert_next_step(client, rows, optimizer, step):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(
     optimizer=st.sampled_from(NAMES),

@@ -175,6 +175,7 @@ def train_locally(twin, case, batches):
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_every_step_has_the_loss_of_plain_torch(tmp_path, monkeypatch, case):
     torch.manual_seed(0)

@@ -150,6 +150,7 @@ def test_an_idle_service_closes_at_once(start):
     assert time.monotonic() - started < DEADLINE_S / 2
 
 
+@pytest.mark.slow
 def test_a_message_of_too_many_frames_is_rejected(start):
     ask = start(lambda header, frames: [b"%d" % len(frames)])
     assert result(ask(*[b""] * (MAX_FRAMES - 1))) == [b"%d" % MAX_FRAMES]

@@ -143,6 +143,7 @@ def test_an_older_generation_is_rejected_and_forgotten(path):
         kept.streams.admit(2**63, 1)
 
 
+@pytest.mark.slow
 def test_incarnation_and_groups_stay_with_the_rows(path):
     kept = Reopened(path)
     incarnation = kept.streams.incarnation

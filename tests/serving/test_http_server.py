@@ -185,6 +185,7 @@ def test_a_pending_request_is_answered_before_the_end(serve):
         connect(server)
 
 
+@pytest.mark.slow
 def test_a_burst_is_answered_on_connections_that_are_kept(serve):
     server, _ = serve(Model())
     host, _, port = server.address.removeprefix("http://").partition(":")

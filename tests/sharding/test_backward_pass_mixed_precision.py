@@ -239,6 +239,7 @@ def test_a_backward_pass_that_fails_leaves_the_next_one_alone(trainer):
     assert overflow_and_recover(trainer, trainer.scaler) == [2.0, 1.0, 1.0, 2.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [torch.nan, 0.0, 1.0])
 def test_at_a_scale_of_0_steps_are_skipped_as_in_plain_torch(trainer, caplog, factor):
     """Which has no floor either, and divides by 0 without an error."""

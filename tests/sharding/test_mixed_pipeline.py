@@ -79,6 +79,7 @@ def losses_of(pipeline_type, **settings):
         return [logits.detach().numpy() for logits in outputs], pipelined
 
 
+@pytest.mark.slow
 def test_the_sparse_pipeline_trains_as_the_plain_loop_does():
     expected, _ = losses_of(TrainPipelineBase)
     logits, pipelined = losses_of(TrainPipelineSparseDist)
@@ -87,6 +88,7 @@ def test_the_sparse_pipeline_trains_as_the_plain_loop_does():
     assert not np.array_equal(expected[0], expected[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     "free_features_storage_early" not in signature(TrainPipelineSparseDist).parameters,
     reason="this TorchRec frees no features early",

@@ -147,6 +147,7 @@ def test_a_trace_shows_where_the_training_thread_waits(job, tmp_path):
         assert min(spans) >= 1e6 * Slow.DELAY_S / 2  # part of it is before the wait
 
 
+@pytest.mark.slow
 def test_a_pipeline_hides_at_least_four_fifths_of_the_delay_of_pulls(job):
     """Each pull takes 5 ms more; a step computes for longer than pull and push take."""
     delay_s, step_s, waited_s = 0.005, 0.04, {}

@@ -242,9 +242,10 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.rows.found() == self.present
 
 
-TestIndex = IndexMachine.TestCase
+TestIndex = pytest.mark.slow(IndexMachine.TestCase)
 
 
+@pytest.mark.slow
 def test_every_id_is_found_and_can_leave_at_every_stage_of_a_stretch():
     rng = np.random.default_rng(1)
     ids = rng.integers(0, 2**64, 50_000, dtype=np.uint64)

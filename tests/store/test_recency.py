@@ -203,7 +203,7 @@ class RecencyMachine(RuleBasedStateMachine):
                 assert line[HEAD] <= line[WRITE] <= line[READ] <= line[TAIL]
 
 
-TestRecency = RecencyMachine.TestCase
+TestRecency = pytest.mark.slow(RecencyMachine.TestCase)
 
 
 def compacted(num_words: int) -> float:
@@ -306,6 +306,7 @@ def test_rows_leave_in_order_while_the_log_is_compacted(num_written, num_popped)
     assert not rows.is_compacting()
 
 
+@pytest.mark.slow
 def test_a_request_larger_than_the_capacity_fits():
     rows = Rows(1, 1, num_slots=20_000)
     memory = rows.logs.directory[0, 0]

@@ -21,6 +21,7 @@ from tests.support.copied_stores import (
 from tests.support.servers import ids_of
 
 
+@pytest.mark.slow
 @given(before=requests, after=requests, eviction=evictions)
 def test_a_copied_store_continues_exactly_as_the_original(before, after, eviction):
     store = store_of(25, eviction)

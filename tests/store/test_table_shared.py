@@ -67,6 +67,7 @@ def rows_on(training, ids):
     return rows
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(
     num_servers=st.sampled_from([1, 3]),

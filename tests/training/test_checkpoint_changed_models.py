@@ -107,6 +107,7 @@ def test_a_model_with_a_table_more_begins_that_again(saved, start, tmp_path, cap
     assert run.rows("c").any()
 
 
+@pytest.mark.slow
 def test_a_training_with_a_table_more_resumes(saved, start, tmp_path, caplog):
     first = start("ab")
     with recoverable(tmp_path / "run", first.state, first.client, first.sharder) as one:

@@ -64,6 +64,7 @@ def take_first(taken, job, sending, num_loaders):
     return ahead, contexts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_loaders", [1, 2])
 def test_batches_of_data_loaders_are_trained_once_along_the_history(
     tmp_path, monkeypatch, num_loaders

@@ -90,6 +90,7 @@ def test_a_batch_may_come_as_bytes(job, ctx):
     assert embedding.any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [1, 3])
 def test_evaluations_do_not_disturb_a_training_that_is_under_way(job, ctx, staleness):
     settings = {"embedding_staleness": staleness, "reproducible": True}

@@ -83,6 +83,7 @@ def step_batch(step):
     return batch_of(*ids, label=step % 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_servers", "probability"), [(1, 1.0), (3, 1.0), (2, 0.4)])
 def test_a_resumed_run_has_the_losses_of_one_that_was_not_interrupted(
     start, tmp_path, num_servers, probability

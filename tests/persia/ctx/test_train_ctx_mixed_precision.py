@@ -94,6 +94,7 @@ class TestAutocast:
 
 
 class TestLossScale:
+    @pytest.mark.slow
     def test_it_has_a_floor_and_a_line_after_20_steps(self, job, caplog):
         """Divided by 4 in each of 100 steps it would be 0, too small to divide by."""
         with job.train_ctx(Dense()) as ctx:
