@@ -6,8 +6,8 @@ run is one seed, which gives the dense weights, the rows and the order of the ba
 differences are paired by it. Runs are appended to a file, and those in it are not made
 again, so that a table may grow over several nights.
 
-At staleness s the rows of s - 1 later batches are pulled before a batch has trained:
-the bound is what lookups lack, which a pipeline of TorchRec's would not reach.
+At staleness 8 the rows of 7 later batches are pulled before a batch has trained, which
+is all that the bound allows; or of 2, as in TorchRec's pipelines.
 
 Dimension key:
     N: samples
@@ -116,11 +116,14 @@ class Arm(NamedTuple):
     dtype: DataType = DataType.FP32
     trainers: int = 1
     update: Literal["joint", "each"] = "joint"
+    most_ahead: int = 1000
 
 
 PLAIN, SYNCHRONOUS = Arm("plain TorchRec", is_plain=True), Arm("staleness 0")
 ARMS = (
-    *(PLAIN, SYNCHRONOUS, Arm("staleness 1", 1), Arm("staleness 8", 8)),
+    *(PLAIN, SYNCHRONOUS, Arm("staleness 1", 1)),
+    Arm("staleness 8, pulls 2 ahead", 8, most_ahead=2),
+    Arm("staleness 8, pulls 7 ahead", 8),
     Arm("fp16 rows", dtype=DataType.FP16),
     Arm("bf16 rows", dtype=DataType.BF16),
     Arm("2 trainers, joint", trainers=2),
@@ -356,7 +359,10 @@ class Tables:
 
     def pooled(self, batches: Iterator[Part]) -> Iterator[tuple[Part, torch.Tensor]]:
         """Yield each batch with its rows, ``(N, F * dim)``; later ones are pulled."""
-        module, ahead = self.bags, max(self._arm.staleness - 1, 0)
+        module, ahead = (
+            self.bags,
+            min(max(self._arm.staleness - 1, 0), self._arm.most_ahead),
+        )
         if self._arm.is_plain:
             for batch in batches:
                 yield batch, module(self._ids(batch)).values()
