@@ -18,6 +18,7 @@ Dimension key:
 import importlib.util
 import json
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -161,7 +162,7 @@ def example(path: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, _EXAMPLES / path)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 

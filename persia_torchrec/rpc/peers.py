@@ -55,6 +55,7 @@ class Peers:
         self.names = self.connections.names
         # Which start of each is meant; 0 is any.
         self.incarnations = self.connections.incarnations
+        self._sharing = [threading.Lock() for _ in addresses]
 
     def __len__(self) -> int:
         return len(self.names)
@@ -103,17 +104,19 @@ class Peers:
             reply = self.send(peer, Header(Kind.SLAB), frames, what, self.timeout_s)
             return self.read(peer, reply, answer)
 
-        if self.connections.carriers[peer] is not None:
-            return
-        try:
-            carrier = obtain(ask)
-        except (PersiaError, OSError) as exc:
-            level = logging.WARNING if self.transport == "shm" else logging.INFO
-            logger.log(level, "%s is reached over TCP: %s", self.names[peer], exc)
-            return
-        if not self.connections.use(peer, carrier):
-            carrier.close()
-            return
+        # One asks at a time: the memory that a server shares last is all it shares.
+        with self._sharing[peer]:
+            if self.connections.carriers[peer] is not None:
+                return
+            try:
+                carrier = obtain(ask)
+            except (PersiaError, OSError) as exc:
+                level = logging.WARNING if self.transport == "shm" else logging.INFO
+                logger.log(level, "%s is reached over TCP: %s", self.names[peer], exc)
+                return
+            if not self.connections.use(peer, carrier):
+                carrier.close()
+                return
         size_mib = carrier.slab.size_bytes // 2**20
         logger.info("%s shares %d MiB of memory", self.names[peer], size_mib)
 

@@ -237,6 +237,27 @@ def test_a_client_that_is_gone_leaves_nothing(peers, echo):
     assert len(echo.slabs) == 0
 
 
+def test_memory_is_asked_for_once_by_threads_that_see_a_server_back(echo, monkeypatch):
+    both = threading.Barrier(2)
+
+    def obtain_together(ask):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.3)
+        return obtain(ask)
+
+    monkeypatch.setattr("persia_torchrec.rpc.peers.obtain", obtain_together)
+    with contextlib.closing(connect(echo)) as given:
+        threads = [threading.Thread(target=given._share, args=(0,)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(DEADLINE_S)
+        assert both.broken
+        assert len(echo.slabs) == 1
+        assert bytes(send(given, b"x").frames()[1]) == b"x"
+        assert carrier_of(given).num_requests == 1
+
+
 def test_a_server_that_is_gone_fails_the_requests(peers, echo):
     echo.may_answer.clear()
     reply = send(peers, b"x")
