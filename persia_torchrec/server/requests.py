@@ -152,7 +152,7 @@ def _repeat_lookup(store: EmbeddingStore, pieces: Sequence[_Piece], batch: int) 
     for table, ids_N, out_ND, _ in pieces:
         state = store.states[table]
         gone = np.flatnonzero(store.find(table, ids_N) == memory.MISSING)
-        if len(gone) and state.shared is None:
+        if len(gone) and not state.has_shared:
             gone = gone[state.was_admitted(ids_N[gone], batch)]
             out_ND[gone] = initial_rows(state.spec, ids_N[gone])[:, : state.spec.dim]
 
@@ -224,9 +224,9 @@ def _answer_read(shard: Shard, request: Request) -> Frames:
 def _begin_rows(state: TableState, ids_N: Ids) -> Floats:
     """Return what the rows of ids would begin with now."""
     rows_NK = initial_rows(state.spec, ids_N)
-    if state.shared is not None:
+    if state.has_shared:
         weights_ND = np.empty((len(ids_N), state.spec.dim), dtype=np.float32)
-        state.shared.read(ids_N, None, weights_ND)
+        state.read_missing(ids_N, None, weights_ND)
         rows_NK[:, : state.spec.dim] = weights_ND
     return rows_NK
 

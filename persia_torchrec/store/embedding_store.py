@@ -224,7 +224,7 @@ class EmbeddingStore:
     def wants_counts(self, table: int) -> bool:
         """Return whether it matters how often an id is in a batch."""
         state = self.states[table]
-        return bool(state.admission or state.blocks or state.has_metadata)
+        return bool(state.admission or state.counts_ids or state.has_metadata)
 
     def lookup(
         self,
@@ -248,17 +248,11 @@ class EmbeddingStore:
         blocks those of all, ``(N, blocks)``.
         """
         state = self.states[table]
-        if state.blocks is None:
-            return self.look_up_rows(
-                *(state, ids_N, out_ND),
-                training=training,
-                counts_N=counts_N,
-                batch=batch,
-            )
-        ids_N = read_only(ids_N)
+        if ids_N.flags.writeable:
+            ids_N = read_only(ids_N)
         if training:
-            return state.blocks.look_up(self, state, ids_N, out_ND, counts_N, batch)
-        state.blocks.read_only(self, state, ids_N, out_ND)
+            return state.look_up(self, ids_N, out_ND, counts_N, batch)
+        state.look_only(self, ids_N, out_ND)
         return _NO_SLOTS
 
     def look_up_rows(
@@ -266,18 +260,13 @@ class EmbeddingStore:
         state: TableState,
         ids_N: Ids,
         out_ND: Floats,
-        *,
-        training: bool,
         counts_N: Counts | None = None,
         batch: int = 0,
     ) -> Slots:
-        """Do :meth:`lookup` of rows that have one block."""
+        """Do a training :meth:`lookup` of rows that have one block."""
         layout = state.layout
         if ids_N.flags.writeable:
             ids_N = read_only(ids_N)
-        if not training:
-            state.read_only(ids_N, out_ND)
-            return _NO_SLOTS
         if counts_N is None:
             counts_N = _NO_COUNTS
         elif counts_N.flags.writeable:
@@ -319,14 +308,13 @@ class EmbeddingStore:
         chosen = admitted, _ = state.admit(ids_N, counts_N, missing, out_ND, now)
         self.tally[memory.REJECTED] += len(missing) - len(admitted)
         state.layout[memory.NOW_S] = self.now_s(state)
-        shared = state.shared if state.admission is not None else None
-        if shared is not None:
-            shared.make(self, ids_N, np.setdiff1d(missing, admitted))
+        rejects = state.admission is not None
+        if rejects:
+            state.make_for(self, ids_N, missing, admitted)
         self.make_room(state.number, len(admitted))
         state.insert(state.at, ids_N, counts_N, chosen, out_ND, slots_N)
-        if shared is not None:
-            shared.read(ids_N, missing, out_ND)
-            shared.begin_rows(ids_N, admitted, out_ND)
+        if rejects:
+            state.begin_rows(ids_N, missing, admitted, out_ND)
         return admitted
 
     def update(
@@ -350,13 +338,10 @@ class EmbeddingStore:
         self, table: int, ids_N: Ids, grads_ND: Floats, hints_N: Slots | None = None
     ) -> None:
         """Do :meth:`update` at the end of the transaction, which has the result."""
-        blocks = self.states[table].blocks
-        if blocks is not None:
-            parts, grads_ND, hints_N = blocks.split_update(
-                read_only(ids_N), grads_ND, hints_N
-            )
-            for part in parts:
-                self._transactions.add_update(*part)
+        state = self.states[table]
+        parts, grads_ND, hints_N = state.split_update(ids_N, grads_ND, hints_N)
+        for part in parts:
+            self._transactions.add_update(*part)
         self._transactions.add_update(table, ids_N, grads_ND, hints_N)
 
     def transaction(self) -> Transaction:
@@ -387,11 +372,7 @@ class EmbeddingStore:
             raise StoreError(
                 f"At most {self.capacity_rows} rows fit. Received: {len(ids_N)} ids."
             )
-        state = self.states[table]
-        if state.blocks is not None:
-            state.blocks.write(self, state, ids_N, rows_NK)
-        else:
-            self.write_rows(state, ids_N, rows_NK)
+        self.states[table].write(self, ids_N, rows_NK)
 
     def write_rows(self, state: TableState, ids_N: Ids, rows_NK: Floats) -> None:
         """Do :meth:`write` of rows that have one block."""
@@ -400,7 +381,7 @@ class EmbeddingStore:
         admission, state.admission = state.admission, None
         with self.transaction():
             try:
-                self.look_up_rows(state, ids_N, weights_ND, training=True)
+                self.look_up_rows(state, ids_N, weights_ND)
             finally:
                 state.admission = admission
             self._transactions.add(
@@ -409,10 +390,7 @@ class EmbeddingStore:
 
     def read(self, table: int, ids_N: Ids) -> Floats:
         """Return weights and state of ids, ``(N, D + S)``; zeros without a row."""
-        state = self.states[table]
-        if state.blocks is not None:
-            return state.blocks.read(self, state, ids_N)
-        return self.read_slots(state, self.find(table, ids_N))
+        return self.states[table].read(self, ids_N)
 
     def scan(
         self, table: int, start: int, max_rows: int, *, only_ids: bool = False

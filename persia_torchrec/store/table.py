@@ -33,8 +33,8 @@ from persia_torchrec.store.memory import (
 from persia_torchrec.table import TableSpec
 
 if TYPE_CHECKING:
-    from persia_torchrec.store.table_blocks import Blocks
-    from persia_torchrec.store.table_shared import SharedRows
+    from persia_torchrec.store.embedding_store import EmbeddingStore
+    from persia_torchrec.store.transaction import Change
 
 Bools = npt.NDArray[np.bool_]
 
@@ -138,16 +138,23 @@ def _build_admit(kernel: Kernel) -> Callable[..., None]:
 
 
 class TableState:
-    """One table of a store. Owned by the store's thread.
+    """One table of a store, a row for each id. Owned by the store's thread.
+
+    ``TableOfBlocks`` and ``TableOfSharedRows`` are the other kinds.
 
     Its loops are compiled, or loaded; the layout's columns of settings are overwritten.
     ``at`` is the layout and the log; ``engine`` is None for the fused loop; ``step``
     is the word that keeps the table's step, ``remembered`` what the admission
-    remembers. The attribute ``admission`` is None when all ids are admitted; ``shared``
-    are the table's shared rows, ``blocks`` its blocks, if it has any; ``is_part`` says
-    that it is of another table's; ``thresholds`` are those of its blocks. ``insert``
-    makes rows: see :func:`loops.build_insert`.
+    remembers. The attribute ``admission`` is None when all ids are admitted;
+    ``is_part`` says that it is a part of another table; ``thresholds`` are those of its
+    blocks. ``insert`` makes rows: see :func:`loops.build_insert`.
     """
+
+    counts_ids = False
+    """Whether it matters how often an id is in a batch, for all that is a row's."""
+
+    has_shared = False
+    """Whether ids without a row read, and train, a shared one."""
 
     def __init__(
         self,
@@ -164,8 +171,6 @@ class TableState:
         self.layout = layout = at[0]
         self.has_metadata = bool(layout[memory.HAS_METADATA])
         self.remembered, self.step = remembered, step
-        self.shared: SharedRows | None = None
-        self.blocks: Blocks | None = None
         self.is_part = self.is_dropped = False
         self._steps: list[memory.Layout] = []
         self.step_with([])
@@ -241,10 +246,6 @@ class TableState:
         for layout in self._steps:
             layout[memory.STEP] = step
 
-    def ends_period(self, step: int) -> bool:
-        """Return whether a step ends a period, after which blocks are counted."""
-        return self.blocks is not None and step % self.spec.dynamic.period == 0
-
     def step_with(self, parts: Sequence["TableState"]) -> None:
         """Count steps together with the states of other rows of the table."""
         self._steps = [self.layout, *(part.layout for part in parts)]
@@ -252,6 +253,91 @@ class TableState:
             part.step, part.is_part = self.step, True
             part._steps = self._steps  # noqa: SLF001
         self.num_updates = self.num_updates
+
+    def link(self, parts: Sequence["TableState"]) -> None:
+        """Find the tables that are parts of this one: here, none are."""
+
+    def look_up(
+        self,
+        store: "EmbeddingStore",
+        ids_N: Ids,
+        out_ND: Floats,
+        counts_N: Counts | None,
+        batch: int,
+    ) -> Slots:
+        """Do a training lookup; return the slots, hints for an update."""
+        return store.look_up_rows(self, ids_N, out_ND, counts_N, batch)
+
+    def look_only(self, store: "EmbeddingStore", ids_N: Ids, out_ND: Floats) -> None:
+        """Do a lookup that is not for training."""
+        self.read_only(ids_N, out_ND)
+
+    def read_missing(
+        self, ids_N: Ids, missing: loops.Indices | None, out_ND: Floats
+    ) -> None:
+        """Write what ids without a row read, if that is another row."""
+
+    def make_for(
+        self,
+        store: "EmbeddingStore",
+        ids_N: Ids,
+        missing: loops.Indices,
+        admitted: loops.Indices,
+    ) -> None:
+        """Make what missing ids that are not admitted read."""
+
+    def begin_rows(
+        self,
+        ids_N: Ids,
+        missing: loops.Indices,
+        admitted: loops.Indices,
+        out_ND: Floats,
+    ) -> None:
+        """Let the rows of admitted ids, just made, begin with what these have read."""
+
+    def split_update(
+        self, ids_N: Ids, grads_ND: Floats, hints_N: Slots | None
+    ) -> tuple[Sequence[tuple[int, Ids, Floats, Slots]], Floats, Slots | None]:
+        """Return the updates of its parts, then gradients and hints of itself.
+
+        Of each part: its number, ids, gradients and slots.
+        """
+        return (), grads_ND, hints_N
+
+    def apply(
+        self, store: "EmbeddingStore", change: "Change", now_s: int
+    ) -> tuple[int, int]:
+        """Apply the optimizer to the rows of ids.
+
+        Returns how many ids have none, and how many gradients were rejected.
+        """
+        _, _, step, ids_N, hints_N, grads_ND = change
+        return self.step_rows(ids_N, hints_N, grads_ND, step=step, now_s=now_s)
+
+    def read(self, store: "EmbeddingStore", ids_N: Ids) -> Floats:
+        """Return weights and state; zeros without a row."""
+        return store.read_slots(self, store.find(self.number, ids_N))
+
+    def write(self, store: "EmbeddingStore", ids_N: Ids, rows_NK: Floats) -> None:
+        """Set weights, or weights and state; missing rows are made."""
+        store.write_rows(self, ids_N, rows_NK)
+
+    def ends_period(self, step: int) -> bool:
+        """Return whether a step ends a period, after which blocks are counted."""
+        return False
+
+    def end_period(self, store: "EmbeddingStore") -> None:
+        """Do what the end of a period asks for."""
+
+    def must_free(self, store: "EmbeddingStore") -> bool:
+        """Return whether blocks are to be freed: a period has ended."""
+        return False
+
+    def free(
+        self, store: "EmbeddingStore", begin: tuple[int, int], max_rows: int
+    ) -> tuple[int, int] | None:
+        """Free lost blocks; return where to continue, None after the last one."""
+        return None
 
     def admit(
         self,
@@ -285,8 +371,7 @@ class TableState:
         else:
             value = np.float32(self.spec.admission.unadmitted_value)
             loops.lookup_readonly(self.layout, ids_N, out_ND, value)
-        if self.shared is not None:
-            self.shared.read(ids_N, None, out_ND)
+        self.read_missing(ids_N, None, out_ND)
 
     def was_admitted(self, ids_N: Ids, batch: int) -> Bools:
         """Return which ids were admitted when they were seen last, in a batch."""
@@ -307,20 +392,6 @@ class TableState:
         self.num_updates, self.layout[memory.NOW_S] = step, now_s
         numbers = self._step_numbers()
         return self._update(self.at, ids_N, hints_N, grads_ND, numbers)
-
-    def changed(
-        self, spec: TableSpec, engine: FbgemmEngine | None, remembered: Words
-    ) -> "TableState":
-        """Return the state under new settings."""
-        at = self.layout.copy(), self.at[1]
-        return TableState(
-            spec,
-            at,
-            engine,
-            step=self.step,
-            remembered=remembered,
-            thresholds=self.thresholds,
-        )
 
     def describe_both(self, spec: TableSpec, *, is_lfu: bool) -> tuple[str, str]:
         """Return what its rows look like, and would under other settings."""

@@ -50,11 +50,11 @@ from persia_torchrec.store.block_statistics import (
     read_statistics,
 )
 from persia_torchrec.store.memory import Counts, Floats, Ids, Slots, Words
+from persia_torchrec.store.table import TableState
 from persia_torchrec.store.undo_log import ROW_BYTES
 
 if TYPE_CHECKING:
     from persia_torchrec.store.embedding_store import EmbeddingStore
-    from persia_torchrec.store.table import TableState
     from persia_torchrec.table import TableSpec
 
 _NO_COUNTS: Counts = np.empty(0, dtype=np.uint32)
@@ -64,65 +64,62 @@ MAX_SLOTS = 2**15
 """Slots that are looked at for rows of a block at a time."""
 
 
-class Blocks:
-    """The blocks of one table; ``states`` are those of all but the first."""
+class TableOfBlocks(TableState):
+    """A table whose ids have one block, or more; ``parts`` are of all but the first."""
 
-    def __init__(self, of: "TableState", states: Sequence["TableState"]) -> None:
-        self.states, self._rule, self._dim = states, of.spec.dynamic, of.spec.row_dim
-        self._layout = of.layout
-        begin = int(of.layout[memory.STATE]) // 4
-        first = begin + of.spec.num_row_floats - NUM_STATISTICS
+    counts_ids = True
+
+    def link(self, parts: Sequence[TableState]) -> None:
+        """Find the tables of further blocks."""
+        self.parts, self._rule, self._dim = parts, self.spec.dynamic, self.spec.row_dim
+        begin = int(self.layout[memory.STATE]) // 4
+        first = begin + self.spec.num_row_floats - NUM_STATISTICS
         self._columns = first + np.arange(NUM_STATISTICS)
-        self._columns_of = _find_columns(of.spec)
-        of.step_with(states)
+        self._columns_of = _find_columns(self.spec)
+        self.step_with(parts)
 
     def look_up(
         self,
         store: "EmbeddingStore",
-        table: "TableState",
         ids_N: Ids,
         out_ND: Floats,
         counts_N: Counts | None,
         batch: int,
     ) -> Slots:
         """Do a training lookup; return the slots of all blocks, ``(N, blocks)``."""
-        self.settle(store, table, ids_N)
+        self.settle(store, ids_N)
         first_NW = np.empty((len(ids_N), self._dim), dtype=np.float32)
         if counts_N is None:
             counts_N = np.ones(len(ids_N), dtype=np.uint32)
         with store.transaction():
-            slots_N = store.look_up_rows(
-                table, ids_N, first_NW, training=True, counts_N=counts_N, batch=batch
-            )
-            num_N = self._count(store, table, ids_N, counts_N)
+            slots_N = store.look_up_rows(self, ids_N, first_NW, counts_N, batch)
+            num_N = self._count(store, ids_N, counts_N)
             self._spread(first_NW, out_ND)
             found = np.full((len(ids_N), self._rule.blocks), memory.MISSING)
             found[:, 0] = slots_N
-            for number, state in enumerate(self.states, start=1):
+            for number, state in enumerate(self.parts, start=1):
                 picked = np.flatnonzero(num_N > number)
                 rows_KW = np.empty((len(picked), self._dim), dtype=np.float32)
                 counts_K = counts_N[picked]
                 found[picked, number] = store.look_up_rows(
-                    state, ids_N[picked], rows_KW, training=True, counts_N=counts_K
+                    state, ids_N[picked], rows_KW, counts_K
                 )
                 out_ND[picked, self._of(number)] = rows_KW
-        out_ND[slots_N == memory.MISSING] = table.spec.admission.unadmitted_value
+        out_ND[slots_N == memory.MISSING] = self.spec.admission.unadmitted_value
         return found
 
-    def read_only(
-        self, store: "EmbeddingStore", table: "TableState", ids_N: Ids, out_ND: Floats
-    ) -> None:
+    def look_only(self, store: "EmbeddingStore", ids_N: Ids, out_ND: Floats) -> None:
         """Do a lookup that is not for training."""
-        self.settle(store, table, ids_N)
+        self.settle(store, ids_N)
         rows_NW = np.empty((len(ids_N), self._dim), dtype=np.float32)
-        store.look_up_rows(table, ids_N, rows_NW, training=False)
+        self.read_only(ids_N, rows_NW)
         self._spread(rows_NW, out_ND)
-        for number, state in enumerate(self.states, start=1):
-            store.look_up_rows(state, ids_N, rows_NW, training=False)
+        for number, state in enumerate(self.parts, start=1):
+            state.read_only(ids_N, rows_NW)
             out_ND[:, self._of(number)] = rows_NW
-        if table.spec.ids_without_row == "zeros":
-            slots_N = loops.find_slots(self._layout, ids_N)
-            out_ND[slots_N == memory.MISSING] = table.spec.admission.unadmitted_value
+        if self.spec.ids_without_row == "zeros":
+            slots_N = loops.find_slots(self.layout, ids_N)
+            out_ND[slots_N == memory.MISSING] = self.spec.admission.unadmitted_value
 
     def split_update(
         self, ids_N: Ids, grads_ND: Floats, hints_N: Slots | None
@@ -132,13 +129,14 @@ class Blocks:
         Of each block: its table, ids, gradients and slots. A block that the lookup has
         not found gets no gradient, if hints say so.
         """
+        ids_N = read_only(ids_N)
         if hints_N is not None and hints_N.shape != (len(ids_N), self._rule.blocks):
             hints_N = None  # not of a lookup of these ids
         is_seen = None if hints_N is None else hints_N != memory.MISSING
         is_finite_N = np.isfinite(grads_ND).all(axis=1)
-        has_row_N = loops.find_slots(self._layout, ids_N) != memory.MISSING
+        has_row_N = loops.find_slots(self.layout, ids_N) != memory.MISSING
         parts = []
-        for number, state in enumerate(self.states, start=1):
+        for number, state in enumerate(self.parts, start=1):
             slots_N = loops.find_slots(state.layout, ids_N)
             picked = (slots_N != memory.MISSING) & is_finite_N & has_row_N
             if is_seen is not None:
@@ -151,60 +149,62 @@ class Blocks:
             first_NW[~is_finite_N] = np.nan  # all of a gradient is rejected
         return parts, first_NW, None if hints_N is None else hints_N[:, 0].copy()
 
-    def read(self, store: "EmbeddingStore", table: "TableState", ids_N: Ids) -> Floats:
+    def read(self, store: "EmbeddingStore", ids_N: Ids) -> Floats:
         """Return weights and state of all blocks; zeros where there is none.
 
         The state is that of all weights, as of an optimizer without blocks, but that a
         number of a row is one of each block.
         """
-        self.settle(store, table, ids_N)
-        slots_N = store.find(table.number, ids_N)
+        self.settle(store, ids_N)
+        slots_N = store.find(self.number, ids_N)
         has_row_N = slots_N != memory.MISSING
-        width = table.spec.dim + table.spec.num_state_floats
+        width = self.spec.dim + self.spec.num_state_floats
         out = np.zeros((len(ids_N), width), dtype=np.float32)
-        out[:, self._columns_of[0]] = store.read_slots(table, slots_N)[
+        out[:, self._columns_of[0]] = store.read_slots(self, slots_N)[
             :, :-NUM_STATISTICS
         ]
-        for columns, state in zip(self._columns_of[1:], self.states, strict=True):
+        for columns, state in zip(self._columns_of[1:], self.parts, strict=True):
             rows = store.read_slots(state, store.find(state.number, ids_N))
             out[:, columns] = rows * has_row_N[:, None]
         return out
 
-    def write(
-        self, store: "EmbeddingStore", table: "TableState", ids_N: Ids, rows_ND: Floats
-    ) -> None:
+    def write(self, store: "EmbeddingStore", ids_N: Ids, rows_ND: Floats) -> None:
         """Set weights, or weights and state, of the blocks that ids have.
 
         A new row has one.
         """
-        self.settle(store, table, ids_N)
+        self.settle(store, ids_N)
         columns = self._columns_of
-        if rows_ND.shape[1] == table.spec.dim:
+        if rows_ND.shape[1] == self.spec.dim:
             columns = [of_block[: self._dim] for of_block in columns]
         with store.transaction():
-            is_new_N = store.find(table.number, ids_N) == memory.MISSING
-            for state in self.states if is_new_N.any() else ():
+            is_new_N = store.find(self.number, ids_N) == memory.MISSING
+            for state in self.parts if is_new_N.any() else ():
                 store.remove(state.number, ids_N[is_new_N])  # of a row that has left
-            store.write_rows(table, ids_N, rows_ND[:, columns[0]])
-            for number, state in enumerate(self.states, start=1):
+            store.write_rows(self, ids_N, rows_ND[:, columns[0]])
+            for number, state in enumerate(self.parts, start=1):
                 has_N = store.find(state.number, ids_N) != memory.MISSING
                 rows_KW = rows_ND[has_N][:, columns[number]]
                 store.write_rows(state, ids_N[has_N], rows_KW)
 
-    def end_period(self, store: "EmbeddingStore", table: "TableState") -> None:
+    def ends_period(self, step: int) -> bool:
+        """Return whether a step ends a period, after which blocks are counted."""
+        return step % self._rule.period == 0
+
+    def end_period(self, store: "EmbeddingStore") -> None:
         """Set the thresholds, if they still change, and note that blocks must go."""
-        t, thresholds = table.num_updates // self._rule.period, None
+        t, thresholds = self.num_updates // self._rule.period, None
         if t <= NUM_PERIODS:
-            arena = int(table.layout[memory.ARENA])
+            arena = int(self.layout[memory.ARENA])
             num_used = int(store.arenas.directory[arena, memory.USED])
-            acc_R = rank_frequencies(table.layout, num_used, t, self._rule.ranks)
+            acc_R = rank_frequencies(self.layout, num_used, t, self._rule.ranks)
             thresholds = None if acc_R is None else self._rule.thresholds(acc_R, t)
         must_free = self._must_free(store)
         if store.undo_log is not None:
-            store.undo_log.keep(table.thresholds.view(np.uint64))
+            store.undo_log.keep(self.thresholds.view(np.uint64))
             store.undo_log.keep(must_free)
         if thresholds is not None:
-            table.thresholds[:] = thresholds
+            self.thresholds[:] = thresholds
         must_free[0] = 1
 
     def must_free(self, store: "EmbeddingStore") -> bool:
@@ -214,7 +214,6 @@ class Blocks:
     def free(
         self,
         store: "EmbeddingStore",
-        table: "TableState",
         begin: tuple[int, int],
         max_rows: int,
     ) -> tuple[int, int] | None:
@@ -222,22 +221,24 @@ class Blocks:
 
         Returns where to continue; None if that was the last one.
         """
+        if self.is_dropped:
+            return None
         number, slot = begin
         num_slots = MAX_SLOTS
-        while number <= len(self.states) and max_rows > 0 and num_slots > 0:
-            state = self.states[number - 1]
+        while number <= len(self.parts) and max_rows > 0 and num_slots > 0:
+            state = self.parts[number - 1]
             arena = int(state.layout[memory.ARENA])
             num_used = int(store.arenas.directory[arena, memory.USED])
             stop = min(slot + num_slots, num_used)
             slots_K = np.empty(max_rows, dtype=np.uint32)
             num, end = loops.find_rows(state.layout, slot, stop, slots_K)
             ids_K = store.arena(state)[slots_K[:num], 0]
-            is_lost_K = self._count_unless_seen(store, table, ids_K) <= number
+            is_lost_K = self._count_unless_seen(store, ids_K) <= number
             if is_lost_K.any():
                 store.remove(state.number, ids_K[is_lost_K])
             max_rows, num_slots = max_rows - num, num_slots - (end - slot)
             number, slot = (number, end) if end < num_used else (number + 1, 0)
-        if number <= len(self.states):
+        if number <= len(self.parts):
             return number, slot
         must_free = self._must_free(store)
         with store.changing():  # perhaps a part of a request that will be undone
@@ -247,55 +248,53 @@ class Blocks:
             must_free[0] = 0
         return None
 
-    def settle(self, store: "EmbeddingStore", table: "TableState", ids_N: Ids) -> None:
+    def settle(self, store: "EmbeddingStore", ids_N: Ids) -> None:
         """Free what blocks ids have lost, before they are used."""
         if not self.must_free(store):
             return
-        num_N = self._count_unless_seen(store, table, ids_N)
-        for number, state in enumerate(self.states, start=1):
+        num_N = self._count_unless_seen(store, ids_N)
+        for number, state in enumerate(self.parts, start=1):
             lost = ids_N[num_N <= number]
             if len(lost):
                 store.remove(state.number, lost)
 
     def _must_free(self, store: "EmbeddingStore") -> Words:
         """Return the word that says it: the one for a step of the second block's."""
-        number = self.states[0].number
+        number = self.parts[0].number
         return store.steps[number : number + 1]
 
     def _count_unless_seen(
-        self, store: "EmbeddingStore", table: "TableState", ids_N: Ids
+        self, store: "EmbeddingStore", ids_N: Ids
     ) -> npt.NDArray[np.int64]:
         """Return how many blocks ids have kept after the last period.
 
         That is 0 without a row; and all, of an id that has been seen since.
         """
-        t = table.num_updates // self._rule.period
-        slots_N = store.find(table.number, ids_N)
+        t = self.num_updates // self._rule.period
+        slots_N = store.find(self.number, ids_N)
         has_row = np.flatnonzero(slots_N != memory.MISSING)
-        acc_K, cur_K, is_seen_K = read_statistics(self._layout, slots_N[has_row], t)
-        num_K = self._rule.count_blocks(acc_K, cur_K, t, table.thresholds)
+        acc_K, cur_K, is_seen_K = read_statistics(self.layout, slots_N[has_row], t)
+        num_K = self._rule.count_blocks(acc_K, cur_K, t, self.thresholds)
         num_K[is_seen_K] = self._rule.blocks
         num_N = np.zeros(len(ids_N), dtype=np.int64)
         num_N[has_row] = num_K
         return num_N
 
-    def _count(
-        self, store: "EmbeddingStore", table: "TableState", ids_N: Ids, counts_N: Counts
-    ) -> Slots:
+    def _count(self, store: "EmbeddingStore", ids_N: Ids, counts_N: Counts) -> Slots:
         """Count ids; return how many blocks each had before, 0 without a row."""
-        t = table.num_updates // self._rule.period
-        slots_N = loops.find_slots(self._layout, ids_N)  # some may have left again
+        t = self.num_updates // self._rule.period
+        slots_N = loops.find_slots(self.layout, ids_N)  # some may have left again
         has_row = np.flatnonzero(slots_N != memory.MISSING)
         slots_K, first, which = np.unique(
             slots_N[has_row], return_index=True, return_inverse=True
         )
-        acc_K, cur_K, _ = read_statistics(self._layout, slots_K, t)
-        num_K = self._rule.count_blocks(acc_K, cur_K, t, table.thresholds)
+        acc_K, cur_K, _ = read_statistics(self.layout, slots_K, t)
+        num_K = self._rule.count_blocks(acc_K, cur_K, t, self.thresholds)
         new = ids_N[has_row[first[(acc_K == 0) & (cur_K == 0)]]]
-        for state in self.states if len(new) else ():
+        for state in self.parts if len(new) else ():
             store.remove(state.number, new)  # of a row that has left since
         np.add.at(cur_K, which, counts_N[has_row])
-        self._put_statistics(store, table, slots_K, (acc_K, cur_K, t))
+        self._put_statistics(store, slots_K, (acc_K, cur_K, t))
         num_N = np.zeros(len(ids_N), dtype=np.uint32)
         num_N[has_row] = num_K[which]
         return num_N
@@ -303,16 +302,15 @@ class Blocks:
     def _put_statistics(
         self,
         store: "EmbeddingStore",
-        table: "TableState",
         slots_K: Slots,
         values: tuple[Doubles, Doubles, int],
     ) -> None:
         acc_K, cur_K, t = values
-        words = store.arena(table).view(np.float32)
+        words = store.arena(self).view(np.float32)
         if store.undo_log is not None:
             row_bytes = words.strides[0] + ROW_BYTES
             store.undo_log.make_room(len(slots_K) * row_bytes)
-            store.undo_log.keep_rows(self._layout, read_only(slots_K))
+            store.undo_log.keep_rows(self.layout, read_only(slots_K))
         put = np.empty((len(slots_K), NUM_STATISTICS), dtype=np.float32)
         put[:, :2] = acc_K.reshape(-1, 1).view(np.float32)
         put[:, 2], put[:, 3] = cur_K, t

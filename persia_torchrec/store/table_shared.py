@@ -17,7 +17,7 @@ Dimension key:
     D: embedding dim
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -30,11 +30,11 @@ from persia_torchrec.store import loops, memory
 from persia_torchrec.store.change_log import ChangedSlots
 from persia_torchrec.store.index import NOT_FOUND, find_slot, hash_id, index_at
 from persia_torchrec.store.memory import Floats, Ids, Layout, Slots, Words
+from persia_torchrec.store.table import TableState
 
 if TYPE_CHECKING:
     from persia_torchrec.embedding.setting import Kernel
     from persia_torchrec.store.embedding_store import EmbeddingStore
-    from persia_torchrec.store.table import TableState
     from persia_torchrec.store.transaction import Change
 
 _NO_IDS = read_only(np.empty(0, dtype=np.uint64))
@@ -42,74 +42,93 @@ _NO_COUNTS = read_only(np.empty(0, dtype=np.uint32))
 _NO_INDICES = read_only(np.empty(0, dtype=np.int64))
 
 
-class SharedRows:
-    """The shared rows of one table; ``state`` is that of the table they are kept in."""
+class TableOfSharedRows(TableState):
+    """A row for each id that is admitted, and shared rows for the others.
 
-    def __init__(self, of: "TableState", state: "TableState") -> None:
-        self.state, self._layout = state, of.layout
-        self._num = np.uint64(of.spec.shared_rows)
-        state.layout[memory.PINNED] = 1
-        of.step_with([state])
-        self._row: Words = np.zeros(
-            int(state.layout[memory.STATE]) // 8 + state.spec.num_state_floats + 1,
-            dtype=np.uint64,
-        )
-        self._read = _build_read(state.spec.initializer.kernel)
-        no_rows = np.empty((0, state.spec.dim), np.float32)
-        arguments = _NO_IDS, _NO_INDICES, self._num, no_rows, self._row
-        compile_for(self._read, state.layout, *arguments)
+    ``shared`` is the table that the shared rows are kept in.
+    """
 
-    def read(self, ids_N: Ids, missing: loops.Indices | None, out_ND: Floats) -> None:
+    has_shared = True
+
+    def link(self, parts: Sequence[TableState]) -> None:
+        """Find the table of the shared rows."""
+        [self.shared] = parts
+        self._num_shared = np.uint64(self.spec.shared_rows)
+        spec, layout = self.shared.spec, self.shared.layout
+        layout[memory.PINNED] = 1
+        self.step_with(parts)
+        num_words = int(layout[memory.STATE]) // 8 + spec.num_state_floats + 1
+        self._row: Words = np.zeros(num_words, dtype=np.uint64)
+        self._read_shared = _build_read(spec.initializer.kernel)
+        no_rows = np.empty((0, spec.dim), np.float32)
+        arguments = _NO_IDS, _NO_INDICES, self._num_shared, no_rows, self._row
+        compile_for(self._read_shared, layout, *arguments)
+
+    def read_missing(
+        self, ids_N: Ids, missing: loops.Indices | None, out_ND: Floats
+    ) -> None:
         """Copy the shared rows of ids without a row, ``missing`` if known, to rows."""
         if missing is None:
-            slots_N = loops.find_slots(self._layout, ids_N)
+            slots_N = loops.find_slots(self.layout, ids_N)
             missing = np.flatnonzero(slots_N == memory.MISSING)
         which = read_only(missing)
-        self._read(self.state.layout, ids_N, which, self._num, out_ND, self._row)
+        self._read_shared(
+            self.shared.layout, ids_N, which, self._num_shared, out_ND, self._row
+        )
 
-    def make(
-        self, store: "EmbeddingStore", ids_N: Ids, rejected: loops.Indices
+    def make_for(
+        self,
+        store: "EmbeddingStore",
+        ids_N: Ids,
+        missing: loops.Indices,
+        admitted: loops.Indices,
     ) -> None:
-        """Make the shared rows of ids, if they are not there yet."""
-        keys_K = read_only(np.unique(ids_N[rejected] % self._num))
-        slots_K = loops.find_slots(self.state.layout, keys_K)
+        """Make the shared rows of ids that get none, if they are not there yet."""
+        rejected = np.setdiff1d(missing, admitted)
+        keys_K = read_only(np.unique(ids_N[rejected] % self._num_shared))
+        slots_K = loops.find_slots(self.shared.layout, keys_K)
         keys_K = read_only(keys_K[slots_K == memory.MISSING])
         if not len(keys_K):
             return
-        require_room(store, self.state, keys_K)
-        store.make_room(self.state.number, len(keys_K))
-        self.state.layout[memory.NOW_S] = self._layout[memory.NOW_S]
+        require_room(store, self.shared, keys_K)
+        store.make_room(self.shared.number, len(keys_K))
+        self.shared.layout[memory.NOW_S] = self.layout[memory.NOW_S]
         chosen = np.arange(len(keys_K)), _NO_COUNTS
-        rows_KD = np.empty((len(keys_K), self.state.spec.dim), dtype=np.float32)
+        rows_KD = np.empty((len(keys_K), self.shared.spec.dim), dtype=np.float32)
         slots_K = np.empty(len(keys_K), dtype=np.uint32)
-        self.state.insert(self.state.at, keys_K, _NO_COUNTS, chosen, rows_KD, slots_K)
+        self.shared.insert(self.shared.at, keys_K, _NO_COUNTS, chosen, rows_KD, slots_K)
         self._note(store, slots_K)
 
     def begin_rows(
-        self, ids_N: Ids, admitted: loops.Indices, weights_ND: Floats
+        self,
+        ids_N: Ids,
+        missing: loops.Indices,
+        admitted: loops.Indices,
+        out_ND: Floats,
     ) -> None:
-        """Let the rows of ids that were just made begin with weights that were read."""
-        slots_K = loops.find_slots(self._layout, read_only(ids_N[admitted]))
-        weights_KD = read_only(weights_ND[admitted])
-        memory.write_rows(self._layout, read_only(slots_K), weights_KD)
+        """Let the rows of admitted ids begin with the shared ones they have read."""
+        self.read_missing(ids_N, missing, out_ND)
+        slots_K = loops.find_slots(self.layout, read_only(ids_N[admitted]))
+        weights_KD = read_only(out_ND[admitted])
+        memory.write_rows(self.layout, read_only(slots_K), weights_KD)
 
-    def step(
-        self, store: "EmbeddingStore", table: "TableState", change: "Change", now_s: int
+    def apply(
+        self, store: "EmbeddingStore", change: "Change", now_s: int
     ) -> tuple[int, int]:
         """Apply the optimizer to the rows of ids, and to the shared rows of others.
 
         Returns how many ids have neither, and how many gradients were rejected.
         """
         _, _, step, ids_N, hints_N, grads_ND = change
-        slots_N = loops.find_slots(table.layout, ids_N)
+        slots_N = loops.find_slots(self.layout, ids_N)
         is_own_N = slots_N != memory.MISSING
         if is_own_N.all():
-            return table.step_rows(ids_N, hints_N, grads_ND, step=step, now_s=now_s)
+            return self.step_rows(ids_N, hints_N, grads_ND, step=step, now_s=now_s)
         own = (read_only(array[is_own_N]) for array in (ids_N, slots_N, grads_ND))
-        missed, rejected = table.step_rows(*own, step=step, now_s=now_s)
+        missed, rejected = self.step_rows(*own, step=step, now_s=now_s)
         others = np.flatnonzero(~is_own_N)
-        keys = read_only(ids_N[others] % self._num)
-        slots = loops.find_slots(self.state.layout, keys)
+        keys = read_only(ids_N[others] % self._num_shared)
+        slots = loops.find_slots(self.shared.layout, keys)
         has_row = slots != memory.MISSING
         is_finite = np.isfinite(grads_ND[others]).all(axis=1)
         missed += int(np.count_nonzero(~has_row))
@@ -119,20 +138,20 @@ class SharedRows:
         sums_KD = np.zeros((len(keys_K), grads_ND.shape[1]), dtype=np.float32)
         sum_repeats(which.astype(np.int32), grads_ND[stepped], sums_KD)
         keys_K = read_only(keys_K)
-        slots_K = loops.find_slots(self.state.layout, keys_K)
+        slots_K = loops.find_slots(self.shared.layout, keys_K)
         self._note(store, slots_K)
-        _, num_refused = self.state.step_rows(
+        _, num_refused = self.shared.step_rows(
             keys_K, read_only(slots_K), read_only(sums_KD), step=step, now_s=now_s
         )
         return missed, rejected + num_refused
 
     def _note(self, store: "EmbeddingStore", slots_K: Slots) -> None:
         if store.journal.is_on:
-            arena = int(self.state.layout[memory.ARENA])
-            store.journal.changed(ChangedSlots(self.state.number, arena, 0, slots_K))
+            arena = int(self.shared.layout[memory.ARENA])
+            store.journal.changed(ChangedSlots(self.shared.number, arena, 0, slots_K))
 
 
-def require_room(store: "EmbeddingStore", state: "TableState", ids_K: Ids) -> None:
+def require_room(store: "EmbeddingStore", state: TableState, ids_K: Ids) -> None:
     """Reject shared rows beside which no other row would fit."""
     slots_K = loops.find_slots(state.layout, read_only(ids_K))
     num_rows = int(store.tally[memory.PINNED_ROWS])

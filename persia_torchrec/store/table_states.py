@@ -17,8 +17,8 @@ from persia_torchrec.jit.compiled import read_only
 from persia_torchrec.store import loops, memory
 from persia_torchrec.store.memory import Words
 from persia_torchrec.store.table import PublishedTable, TableState
-from persia_torchrec.store.table_blocks import Blocks
-from persia_torchrec.store.table_shared import SharedRows
+from persia_torchrec.store.table_blocks import TableOfBlocks
+from persia_torchrec.store.table_shared import TableOfSharedRows
 from persia_torchrec.store.transaction import KEPT_BYTES
 from persia_torchrec.table import TableSpec, names_of_shared
 
@@ -77,7 +77,12 @@ def change(store: "EmbeddingStore", state: TableState, spec: TableSpec) -> Table
         remembered = _allocate(store, spec.admission.num_memory_words())
         if counts_on:
             spec.admission.remember(remembered, state.sightings())
-    return state.changed(spec, engine, remembered)
+    return _kind_of(spec)(
+        *(spec, (state.layout.copy(), state.at[1]), engine),
+        step=state.step,
+        remembered=remembered,
+        thresholds=state.thresholds,
+    )
 
 
 def drop(store: "EmbeddingStore", numbers: Sequence[int]) -> None:
@@ -149,14 +154,10 @@ def link(store: "EmbeddingStore") -> None:
         return known[spec.name]
 
     for state in states:
-        shared = state.spec.table_of_shared_rows
-        state.shared = None if shared is None else SharedRows(state, part(shared))
-        blocks = [part(spec) for spec in state.spec.tables_of_blocks()]
-        state.blocks = Blocks(state, blocks) if blocks else None
+        state.link([part(spec) for spec in state.spec.parts()])
     dropped = [state for state in store.states if state.is_dropped]
     shared_rows = names_of_shared(state.spec for state in dropped)
     for state in dropped:
-        state.shared = state.blocks = None
         state.layout[memory.PINNED] = state.spec.name in shared_rows
 
 
@@ -178,7 +179,7 @@ def _build(
     number = int(layout[memory.OWNER]) - 1
     layout[memory.STORE] = store.addresses.ctypes.data
     at = layout, None if store.undo_log is None else store.undo_log.log
-    return TableState(
+    return _kind_of(spec)(
         spec,
         at,
         store.engine_choice.choose(spec),
@@ -186,6 +187,13 @@ def _build(
         remembered=remembered,
         thresholds=thresholds,
     )
+
+
+def _kind_of(spec: TableSpec) -> type[TableState]:
+    """Return the kind of table that settings ask for."""
+    if spec.shared_rows:
+        return TableOfSharedRows
+    return TableOfBlocks if spec.dynamic.is_on else TableState
 
 
 def _find(store: "EmbeddingStore", distance: int, num_words: int) -> Words:

@@ -265,7 +265,7 @@ class Transactions:
             self._store.tally[memory.CHANGE] = memory.LOAD
             self._store.is_loading = False
         for state in self._store.present:
-            if state.blocks is not None and state.blocks.must_free(self._store):
+            if state.must_free(self._store):
                 self._ended[state.number] = FIRST
         while self.must_free_blocks:
             self.free_blocks()
@@ -301,9 +301,8 @@ class Transactions:
 
     def _free_some_of(self, number: int) -> None:
         state = self._store.states[number]
-        begin, next_ = self._ended[number], None
-        if state.blocks is not None:  # and not dropped since
-            next_ = state.blocks.free(self._store, state, begin, SLICE_ROWS)
+        begin = self._ended[number]  # where a table was dropped there is nothing
+        next_ = state.free(self._store, begin, SLICE_ROWS)
         if next_ is None:
             del self._ended[number]
         else:
@@ -375,7 +374,7 @@ class Transactions:
         return num_bytes
 
     def _change(self, transaction: Transaction, change: Change) -> None:
-        kind, table, step, ids_N, hints_N, values_NK = change
+        kind, table, step, ids_N, _, values_NK = change
         state, undo_log = self._store.states[table], self.undo_log
         if kind == WRITE:
             self._write(state, ids_N, values_NK)
@@ -388,13 +387,10 @@ class Transactions:
             state.num_updates = step
             return
         now_s = self._store.now_s(state)
-        if state.shared is None:
-            counts = state.step_rows(ids_N, hints_N, values_NK, step=step, now_s=now_s)
-        else:
-            counts = state.shared.step(self._store, state, change, now_s)
+        counts = state.apply(self._store, change, now_s)
         transaction.results.append(self._build_result(change, *counts))
-        if state.blocks is not None and state.ends_period(step):
-            state.blocks.end_period(self._store, state)
+        if state.ends_period(step):
+            state.end_period(self._store)
             self._ended[table] = FIRST
 
     def _write(self, state: TableState, ids_N: Ids, values_NK: Floats) -> None:

@@ -24,8 +24,7 @@ def check_store(store):
     if store.undo_log is not None:
         assert not store.memory.area(RECOVERY)[int(LOST) // 8]
     check_index(store.index)
-    with_blocks = [state.blocks for state in store.states if state.blocks is not None]
-    assert not any(blocks.must_free(store) for blocks in with_blocks)
+    assert not any(state.must_free(store) for state in store.present)
     num_found = num_pinned = 0
     for number, table in enumerate(store.states):
         arena = int(table.layout[ARENA])
