@@ -1,5 +1,6 @@
 """Arrow's types as columns know them: text, integers, floats, times, lists, maps."""
 
+from functools import cache
 from typing import Any
 
 from persia_torchrec.datasets.columns import (
@@ -13,27 +14,56 @@ from persia_torchrec.datasets.columns import (
 _NUMBERS = ("integer", "float", "boolean", "decimal", "text", "bytes", "null")
 
 
+_KINDS = {
+    "text": "STRING LARGE_STRING STRING_VIEW",
+    "bytes": "BINARY LARGE_BINARY BINARY_VIEW FIXED_SIZE_BINARY",
+    "integer": "INT8 INT16 INT32 INT64 UINT8 UINT16 UINT32 UINT64",
+    "float": "HALF_FLOAT FLOAT DOUBLE",
+    "boolean": "BOOL",
+    "decimal": "DECIMAL32 DECIMAL64 DECIMAL128 DECIMAL256",
+    "time": "TIMESTAMP DATE32 DATE64",
+    "null": "NA",
+    "map": "MAP",
+    "struct": "STRUCT",
+    "list": "LIST LARGE_LIST FIXED_SIZE_LIST LIST_VIEW LARGE_LIST_VIEW",
+}
+"""What Arrow's types are to a column, as they are named in ``pyarrow.lib``."""
+
+
+@cache
+def _kinds() -> dict[int, str]:
+    """Return what a type is to a column, by Arrow's number of it."""
+    return {
+        number: name for name, kinds in _KINDS.items() for number in _numbers(kinds)
+    }
+
+
+@cache
+def _changed() -> frozenset[int]:
+    """Return Arrow's numbers of the types that :func:`plain` makes others of."""
+    names = "NA STRING_VIEW BINARY_VIEW FIXED_SIZE_BINARY DICTIONARY LIST_VIEW"
+    names += " LARGE_LIST_VIEW"
+    return frozenset(_numbers(names))
+
+
+@cache
+def lists_of_ids() -> frozenset[int]:
+    """Return Arrow's numbers of the lists whose offsets and values lie in buffers."""
+    return frozenset(_numbers("LIST LARGE_LIST"))
+
+
+def _numbers(names: str) -> list[int]:
+    """Return Arrow's numbers of types, those that this version of pyarrow has."""
+    known = vars(require("pyarrow.lib"))
+    numbers = [known.get(f"Type_{name}") for name in names.split()]
+    return [number for number in numbers if number is not None]
+
+
 def kind_of(kind: Any) -> str:
     """Return what an Arrow type is to a column: text, an integer, a list, ..."""
-    types = require("pyarrow.types")
-    if types.is_dictionary(kind):
+    if kind.id == require("pyarrow.lib").Type_DICTIONARY:
         return kind_of(kind.value_type)
-    tests: dict[str, tuple[str, ...]] = {
-        "text": ("string", "large_string", "string_view"),
-        "bytes": ("binary", "large_binary", "binary_view", "fixed_size_binary"),
-        "integer": ("integer",),
-        "float": ("floating",),
-        "boolean": ("boolean",),
-        "decimal": ("decimal",),
-        "time": ("timestamp", "date"),
-        "null": ("null",),
-        "map": ("map",),
-        "struct": ("struct",),
-    }
-    for name, of_name in tests.items():
-        if any(getattr(types, f"is_{test}")(kind) for test in of_name):
-            return name
-    return "list" if is_list(kind) else "other"
+    return _kinds().get(kind.id, "other")
 
 
 def family_of(kind: Any) -> str | None:
@@ -49,9 +79,7 @@ def family_of(kind: Any) -> str | None:
 
 def is_list(kind: Any) -> bool:
     """Return whether an Arrow type is a list of any kind."""
-    types = require("pyarrow.types")
-    names = ("list", "large_list", "fixed_size_list", "list_view", "large_list_view")
-    return any(getattr(types, f"is_{name}")(kind) for name in names)
+    return _kinds().get(kind.id) == "list"
 
 
 def misfit(column: Column, kind: Any) -> str:
@@ -121,6 +149,8 @@ def plain(array: Any) -> Any:
     if isinstance(array, arrow.ExtensionArray):
         array = array.storage
     kind = array.type
+    if kind.id not in _changed():
+        return array
     if types.is_null(kind):
         return arrow.nulls(len(array), arrow.string())
     if types.is_string_view(kind):

@@ -23,16 +23,17 @@ Dimension key:
 import logging
 import sys
 import threading
-from collections import ChainMap, Counter
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.datasets.loops import SLACK, take_ragged
+from persia_torchrec.datasets.loops import SLACK, copy_rows, find_rows
 from persia_torchrec.errors import ConfigError, DataError
 from persia_torchrec.parsing.decoding import require_at_least_1
 
@@ -125,6 +126,12 @@ class IdColumn:
                 f"Column {self.name!r}: keep must be 'head' or 'tail'. Received: "
                 f"{self.keep!r}."
             )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether integers are the ids as they are, unless there are nulls."""
+        is_cut = self.num_buckets is not None or self.max_length is not None
+        return not (self.is_text or self.is_weighted or self.unit or is_cut)
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,24 +305,70 @@ class Ids(NamedTuple):
         if self.offsets is None:
             weights = None if self.weights is None else self.weights[order]
             return Ids(self.values[order], None, weights)
-        starts = self.offsets[order]
-        offsets = to_offsets(self.offsets[order + 1] - starts)
-        starts -= self.offsets[0]
-        values, weights = _take(self.values, starts, offsets), self.weights
-        if weights is not None:
-            words = weights.astype(np.float64).view(np.int64)
-            words = _take(words, starts, offsets)
-            weights = words.view(np.float64).astype(np.float32)
-        return Ids(values, offsets, weights)
+        none = np.zeros(len(order), np.int32)
+        rows = Order(none, order.astype(np.int32))
+        return take_ids([self], rows, [0, len(order)])[0]
 
 
-def _take(values: Int64s, starts: Int64s | Int32s, offsets: Int64s) -> Int64s:
-    taken = np.empty(int(offsets[-1]) + SLACK, np.int64)
-    given = values.view(), starts.view(), offsets.view()
-    for array in given:
-        array.flags.writeable = False  # one kind of arguments: one compilation
-    take_ragged(given[0], given[1], given[2], taken)
-    return taken[:-SLACK]
+class Order(NamedTuple):
+    """Rows of several blocks in any order: each one's block and row, int32 ``(N,)``."""
+
+    blocks: Int32s
+    rows: Int32s
+
+
+def take_ids(parts: Sequence[Ids], order: Order, bounds: Sequence[int]) -> list[Ids]:
+    """Return the ids of rows of several blocks in an order, in pieces.
+
+    Args:
+        parts: the ids of each block, all with weights or none.
+        order: the rows.
+        bounds: where each piece begins among them, and the end.
+    """
+    values = _take([part.values for part in parts], parts, order, bounds)
+    weights: list[Any] = [(None, None)] * len(values)
+    if parts[0].weights is not None:
+        found = [part.weights for part in parts if part.weights is not None]
+        weights = _take(found, parts, order, bounds)
+    has_offsets = any(part.offsets is not None for part in parts)
+    return [
+        Ids(of_piece, offsets if has_offsets else None, w)
+        for (of_piece, offsets), (w, _) in zip(values, weights, strict=True)
+    ]
+
+
+def _take(
+    values: Sequence[npt.NDArray[Any]],
+    parts: Sequence[Ids],
+    order: Order,
+    bounds: Sequence[int],
+) -> list[tuple[npt.NDArray[Any], Int64s]]:
+    """Return the values of rows and their offsets, in pieces."""
+    table = np.zeros((len(parts), 4), np.uint64)
+    width = values[0].itemsize
+    for number, (of_part, part) in enumerate(zip(values, parts, strict=True)):
+        at, offsets = of_part.ctypes.data, part.offsets
+        if offsets is not None:
+            table[number, :2] = offsets.ctypes.data, offsets.itemsize
+            at -= int(offsets[0]) * width
+        table[number, 2:] = at, width
+    starts = np.empty(len(order.rows), np.uint64)
+    offsets = np.empty(len(starts) + 1, np.int64)
+    find_rows(table, order.blocks, order.rows, starts, offsets)
+    taken = []
+    for start, stop in pairwise(bounds):
+        of_piece = offsets[start : stop + 1]
+        num_values = int(of_piece[-1] - of_piece[0])
+        copy = _memory(num_values + SLACK, values[0].dtype)
+        copy_rows(starts[start:stop], of_piece, width, copy.ctypes.data)
+        taken.append((copy[:num_values], of_piece))
+    return taken
+
+
+def _memory(size: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Return unfilled memory, of Arrow's pool: what it frees is used again."""
+    num_bytes = size * np.dtype(dtype).itemsize
+    return np.frombuffer(require("pyarrow").allocate_buffer(num_bytes), dtype)
 
 
 class Rows(NamedTuple):
@@ -356,13 +409,10 @@ class Rows(NamedTuple):
         )
 
 
-def join_rows(blocks: Sequence[Rows], order: Int64s | None = None) -> Rows:
-    """Return the rows of blocks, one after the other, or in an order, or some of them.
-
-    A column at a time, so that what is put in another order is in the cache.
-    """
+def join_rows(blocks: Sequence[Rows]) -> Rows:
+    """Return the rows of blocks, one after the other."""
     if len(blocks) == 1:
-        return blocks[0] if order is None else blocks[0].take(order)
+        return blocks[0]
 
     def join_ids(parts: tuple[Ids, ...]) -> Ids:
         values = np.concatenate([part.values for part in parts])
@@ -373,26 +423,31 @@ def join_rows(blocks: Sequence[Rows], order: Int64s | None = None) -> Rows:
             weights = np.concatenate(
                 [p.weights for p in parts if p.weights is not None]
             )
-        joined = Ids(values, offsets, weights)
-        return joined if order is None else joined.take(order)
+        return Ids(values, offsets, weights)
 
-    def join(parts: tuple[Floats, ...]) -> Floats:
-        joined = np.concatenate(parts)
-        return joined if order is None else joined[order]
-
-    num_rows = sum(block.num_rows for block in blocks)
     return Rows(
-        num_rows if order is None else len(order),
+        sum(block.num_rows for block in blocks),
         [join_ids(parts) for parts in zip(*(b.ids for b in blocks), strict=True)],
-        [join(parts) for parts in zip(*(b.labels for b in blocks), strict=True)],
-        [join(parts) for parts in zip(*(b.dense for b in blocks), strict=True)],
-        _sum_counts([block.missing for block in blocks]),
-        dict(ChainMap(*(block.others for block in blocks))),
+        list(map(np.concatenate, zip(*(b.labels for b in blocks), strict=True))),
+        list(map(np.concatenate, zip(*(b.dense for b in blocks), strict=True))),
+        *joined_counts(blocks),
     )
 
 
-def _sum_counts(counts: Sequence[dict[str, int]]) -> dict[str, int]:
-    return dict(sum(map(Counter, counts), Counter[str]()))
+def joined_counts(
+    blocks: Sequence[Rows],
+) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
+    """Return ``missing`` and ``others`` of the rows of blocks together."""
+    missing, others = Counter[str](), dict[str, dict[str, int]]()
+    for block in blocks:
+        missing.update(block.missing)
+    for name in blocks[0].others:
+        if all(name in block.others for block in blocks):
+            counts = Counter[str]()
+            for block in blocks:
+                counts.update(block.others[name])
+            others[name] = counts
+    return missing, others
 
 
 def to_offsets(lengths: npt.NDArray[Any]) -> Int64s:

@@ -1,16 +1,16 @@
 """Datasets of CSV, JSON, Parquet, Arrow and NumPy files, for any TorchRec model.
 
-    files -> groups of rows -> partition -> windows -> stretches -> steps -> batches
+    files -> groups of rows -> partition -> windows -> steps -> batches
              (read ahead, by threads)       (rows in another order)
 
 Without ``shuffle`` rows come in the order of the files. With it, the order of an epoch
 follows from seed and epoch alone: groups are put in a random order, and the rows of as
 many groups as have ``SHUFFLE_ROWS`` rows, a window, are put in a random order together.
 Files of fewer rows are one window: each order of their rows is as likely as any other.
-A group of more than twice as many rows is put in order by stretches of so many.
+Of a window of more rows each so many are.
 
 A block of rows is read ahead of the one that batches are taken from, or of text
-``num_parallel_reads``; with ``shuffle`` a stretch, too.
+``num_parallel_reads``; with ``shuffle`` a piece of a stretch, too.
 """
 
 import logging
@@ -38,7 +38,7 @@ from persia_torchrec.datasets.files import CsvFormat
 from persia_torchrec.datasets.reading import (
     Group,
     Run,
-    has_legacy_order,
+    has_order_of,
     open_all,
     partition,
     runs_from,
@@ -57,6 +57,7 @@ from persia_torchrec.datasets.steps import (
     Settings,
     batch_of,
     in_steps,
+    tell_epoch,
     worker_of_loader,
 )
 from persia_torchrec.datasets.tables import TableFile
@@ -67,8 +68,7 @@ from persia_torchrec.errors import ConfigError, DataError
 logger = logging.getLogger(__name__)
 
 _MAX_AHEAD = 256  # steps that may be yielded and not trained
-_NUM_SHOWN = 5  # values of a label
-_ORDER = 2  # version of what an order follows from
+_ORDER = 3  # version of what an order follows from
 
 
 @dataclass(slots=True)
@@ -87,8 +87,8 @@ class RowDataset(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
     """What datasets of files share: batches of their rows, epoch by epoch.
 
     A batch is a ``TorchRecBatch`` on the CPU: ``id_features`` with int64 ids and int32
-    lengths, the names of the ``IdColumn`` as keys; ``labels`` float32 ``(B,)`` each;
-    ``dense_features`` float32 ``(B, 1)`` each, or ``(B, size)``. Where a column is
+    lengths, keys are the names of the ``IdColumn``; ``labels`` float32 ``(B,)`` each;
+    ``dense_features`` float32 ``(B, 1)`` or ``(B, size)`` each. Where a column is
     weighted, all ids have weights, those of other columns 1.
 
     With ``micro_batches`` n the rows of each step, in the same order, are yielded as n
@@ -113,7 +113,8 @@ class RowDataset(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
         partition_index: which of them this dataset reads.
         drop_remainder: whether an epoch ends with its last step of ``batch_size``.
         num_parallel_reads: threads that read groups ahead.
-        shuffle: whether each epoch has an order of its own, of seed and epoch.
+        shuffle: whether each epoch has an order of its own, of seed and epoch; or how
+            many rows are put in order together, 32,768 unless it says so.
         seed: of the orders, at least 0.
         min_batch_size: rows of each batch that is yielded, at least: a last step with
             fewer for one of its batches joins the step before. 2 for batch norm, which
@@ -145,7 +146,7 @@ class RowDataset(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
         partition_index: int = 0,
         drop_remainder: bool = False,
         num_parallel_reads: int = 1,
-        shuffle: bool = False,
+        shuffle: bool | int = False,
         seed: int = 0,
         min_batch_size: int = 1,
         micro_batches: int = 1,
@@ -264,8 +265,7 @@ class RowDataset(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
         if epoch < 0 or self._queue is not None:
             raise ConfigError(
                 "epoch must be at least 0, and must not be set with a WorkQueue, "
-                "which counts epochs. "
-                f"Received: {epoch}."
+                f"which counts epochs. Received: {epoch}."
             )
         with self._lock:
             self._epoch, self._start, self._is_next = epoch, 0, True
@@ -310,11 +310,10 @@ class RowDataset(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
                     self._taken[0].start = 0
                 runs = self._runs_taken(self._iteration)
             else:
-                seed = self._seed(self._epoch)
                 groups = self._kept or []
                 if worker is not None:
                     groups = groups[worker[0] :: worker[1]]
-                runs = runs_from(windows_of(groups, seed), self._start)
+                runs = self._runs(groups, self._start, self._epoch)
             return self._iterate(runs, self._iteration, is_whole=is_whole)
 
     def state_dict(self, num_trained: int | None = None) -> dict[str, Any]:
@@ -386,10 +385,12 @@ class RowDataset(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
             ConfigError: the state is of other files or settings; it names them.
         """
         here, saved, settings = self._identity, state["of"], self._settings
-        is_plain = not settings.shuffle and settings.partition_count == 1
-        if "order" not in saved and has_legacy_order(self._files, is_plain=is_plain):
-            here = {name: value for name, value in here.items() if name != "order"}
-            here["files"] = [legacy_identity(file) for file in here["files"]]
+        order, most = saved.get("order"), settings.shuffle_rows
+        count = settings.partition_count
+        if order != _ORDER and has_order_of(order, self._files, most, count):
+            here["order"] = order
+            if order is None:
+                here["files"] = [legacy_identity(file) for file in here["files"]]
         if faults := differences(saved, here):
             raise ConfigError(
                 "A dataset must have the files and settings of the saved state. "
@@ -421,6 +422,7 @@ class RowDataset(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
             **self._order_of_files,
             "order": _ORDER,
             "seed": settings.seed if settings.shuffle else None,
+            "shuffle": settings.shuffle if settings.shuffle > 1 else None,
             **workers,
         }
 
@@ -438,9 +440,11 @@ class RowDataset(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
             "partition_index": settings.partition_index,
         }
 
-    def _seed(self, *of: int) -> tuple[int, ...] | None:
-        """Return the seed of an order, or None if there is no random one."""
-        return (self._settings.seed, *of) if self._settings.shuffle else None
+    def _runs(self, groups: list[Group], row: int, *of: int) -> Iterator[Run]:
+        """Return what is to be read of groups from a row on; ``of`` is of the seed."""
+        settings = self._settings
+        seed = (settings.seed, *of) if settings.shuffle else None
+        return runs_from(windows_of(groups, seed, settings.shuffle_rows), row)
 
     def _end_of(self, num_trained: int | None) -> int:
         """Return up to which row the first batches of the iteration are."""
@@ -488,9 +492,8 @@ class RowDataset(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
                 return
             taken = waiting.popleft()
             item = taken.item
-            seed = self._seed(item.epoch, item.place)
             groups = self._groups_of(item)
-            for run in runs_from(windows_of(groups, seed), item.row):
+            for run in self._runs(groups, item.row, item.epoch, item.place):
                 run.item = taken
                 yield run
             yield Run(self._by_path[item.file], [], item=taken)
@@ -548,14 +551,16 @@ class RowDataset(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
                     self._num_steps += 1
                     self._ends.append(self._ends[-1] + num_rows)
             yield batches[-1]
-        self._tell(others if is_whole else {})
+        tell_epoch(self.missing, others if is_whole else {}, columns)
 
     def _noted(
         self, runs: Iterator[Run], iteration: int, others: dict[str, Counter[str]]
     ) -> Iterator[Rows]:
         """Yield rows; note what they lack, and where the items of a queue end."""
         num_rows = 0
-        reads = stretches(runs, self._columns, self._settings.num_parallel_reads)
+        settings = self._settings
+        kinds = settings.num_parallel_reads, settings.shuffle_rows
+        reads = stretches(runs, self._columns, *kinds)
         with closing(reads):
             for run, rows in reads:
                 with self._lock:
@@ -570,20 +575,6 @@ class RowDataset(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
                 num_rows += rows.num_rows
                 note_others(others, rows)
                 yield rows
-
-    def _tell(self, others: dict[str, Counter[str]]) -> None:
-        """Log what an epoch has shown: missing values, labels without a positive."""
-        if missing := self.missing:
-            logger.info("missing values of the epoch, by column: %s", missing)
-        positives = {c.name: c.positive for c in self._columns.labels}
-        for name, counts in others.items():
-            logger.warning(
-                "%s has no row with the positive value %r in this epoch: all labels "
-                "are 0. Most frequent values: %s",
-                name,
-                positives[name],
-                dict(counts.most_common(_NUM_SHOWN)),
-            )
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what another process, as of a loader's worker, needs."""

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from persia_torchrec.datasets.arrow_types import (
     is_list,
     kind_of,
+    lists_of_ids,
     plain,
     texts_of,
     trimmed_bytes,
@@ -108,7 +109,8 @@ def decode_ids(
     ``count`` is told the ids before buckets cut them.
     """
     arrow = require("pyarrow")
-    array = plain(array)
+    if spec.is_plain and (ids := _as_it_lies(array)) is not None:
+        return ids, 0
     try:
         tokens = tokens_of(array, spec, fail)
     except arrow.ArrowException as exc:
@@ -132,6 +134,26 @@ def decode_ids(
         buckets = wide % np.uint64(spec.num_buckets)
         ids = ids._replace(values=buckets.view(np.int64))
     return ids, missing
+
+
+def _as_it_lies(array: Any) -> Ids | None:
+    """Return lists of ids without a copy; None: they have nulls, or another type."""
+    kind = array.type
+    if kind.id not in lists_of_ids() or array.null_count or not len(array):
+        return None
+    values, arrow = array.values, require("pyarrow")
+    if values.type not in (arrow.int64(), arrow.uint64()) or values.null_count:
+        return None
+    dtype: type[np.int64 | np.int32] = np.int32
+    if kind.id == arrow.lib.Type_LARGE_LIST:
+        dtype = np.int64
+    offsets: Any = np.frombuffer(array.buffers()[1], dtype)
+    offsets = offsets[array.offset : array.offset + len(array) + 1]
+    data = values.buffers()[1]
+    if data is None:
+        return None
+    of_rows = slice(values.offset + offsets[0], values.offset + offsets[-1])
+    return Ids(np.frombuffer(data, np.int64)[of_rows], offsets)
 
 
 def _first_bad(array: Any) -> tuple[int, str]:
@@ -451,13 +473,14 @@ def _in_one_pass(array: Any, fill: float | None) -> tuple[Floats, int] | None:
     """Convert an array of plain numbers; None: it is of another type, or one is bad."""
     arrow = require("pyarrow")
     kind, num_nulls = array.type, array.null_count
-    as_it_lies = kind == arrow.float32() and not num_nulls
-    if as_it_lies or kind not in (arrow.float64(), arrow.float32(), arrow.int64()):
+    if kind not in (arrow.float64(), arrow.float32(), arrow.int64()):
         return None
     validity, data = array.buffers()
     values = np.frombuffer(data or b"", kind.to_pandas_dtype())[array.offset :][
         : len(array)
     ]
+    if kind == arrow.float32() and not num_nulls and np.isfinite(values).all():
+        return values, 0
     bits = np.frombuffer(validity if num_nulls else b"", np.uint8)
     found = np.empty(len(array), np.float32)
     fill = np.nan if fill is None else float(fill)

@@ -1,8 +1,9 @@
 """The xxh3_64 of many short texts at once; the library hashes one at a time.
 
-XXH3 reads a text of 1 to 16 bytes as one or two numbers, flips bits by numbers of its
-own, and mixes. The algorithm and its constants are those of Yann Collet's specification
-(xxHash, doc/xxhash_spec.md, "XXH3 Algorithm Overview"), with seed 0.
+XXH3 reads a text of 1 to 16 bytes as one or two little-endian numbers, flips bits by
+numbers of its own, and mixes. The algorithm and its constants are those of Yann
+Collet's specification (xxHash, doc/xxhash_spec.md, "XXH3 Algorithm Overview"), with
+seed 0.
 
 Dimension key:
     U: texts
@@ -16,13 +17,14 @@ import numpy.typing as npt
 from persia_torchrec.datasets.arrow_types import plain
 from persia_torchrec.datasets.columns import EMPTY, Int64s, require
 from persia_torchrec.jit.compiled import compiled, inlined
+from persia_torchrec.jit.intrinsics import load_u8, load_u32, load_u64
 
 UInt64s = npt.NDArray[np.uint64]
 
 MAX_SHORT = 16
 """Bytes of the longest text that is short."""
 
-_SPACE = 32
+_SPACE = np.uint64(32)
 
 # Of the specification: primes, and pairs of words of its default secret, xored.
 _SECRET = np.frombuffer(
@@ -38,7 +40,9 @@ _FLIP_LOW, _FLIP_HIGH = _SECRET[3] ^ _SECRET[4], _SECRET[5] ^ _SECRET[6]
 _PRIME_2, _PRIME_3 = np.uint64(0xC2B2AE3D27D4EB4F), np.uint64(0x165667B19E3779F9)
 _MIX_1, _MIX_2 = np.uint64(0x165667919E3779F9), np.uint64(0x9FB21C651E98DF25)
 _LOW, _BYTE = np.uint64(0xFFFFFFFF), np.uint64(0xFF)
-_EIGHT, _HALF = np.uint64(8), np.uint64(32)
+_ZERO, _ONE, _THREE = np.uint64(0), np.uint64(1), np.uint64(3)
+_FOUR, _EIGHT, _SHORT = np.uint64(4), np.uint64(8), np.uint64(MAX_SHORT)
+_HALF = np.uint64(32)
 
 
 def hash_texts(texts: Any) -> UInt64s:
@@ -57,7 +61,7 @@ def hash_texts(texts: Any) -> UInt64s:
         return hashes
     offsets = np.frombuffer(ends, np.int32 if is_small else np.int64)
     offsets = offsets[texts.offset :][: len(texts) + 1]
-    raw = np.frombuffer(data if data is not None else b"", np.uint8)
+    raw = 0 if data is None else data.address
     of_empty = hash_of(EMPTY)
     if hash_short(raw, offsets, np.uint64(of_empty), hashes, sizes):
         those = np.flatnonzero(sizes > MAX_SHORT)
@@ -98,7 +102,7 @@ def hashes_of(texts: Any) -> UInt64s:
 
 @compiled
 def hash_short(
-    raw: npt.NDArray[np.uint8],
+    raw: int,
     offsets: npt.NDArray[Any],
     of_empty: np.uint64,
     hashes: UInt64s,
@@ -107,7 +111,7 @@ def hash_short(
     """Hash texts of at most 16 bytes, without the spaces at their ends.
 
     Args:
-        raw: all texts, one after the other, not to be written to.
+        raw: the address of all texts, one after the other.
         offsets: where each begins, and the end of the last one, ``(U + 1,)``.
         of_empty: the hash of a text without bytes.
         hashes: written: uint64 ``(U,)``; 0 for longer texts.
@@ -116,23 +120,23 @@ def hash_short(
     Returns:
         How many texts are longer.
     """
-    num_long = 0
+    num_long, first = 0, np.uint64(raw)
     for i in range(len(hashes)):
-        start, stop = offsets[i], offsets[i + 1]
-        while start < stop and raw[start] == _SPACE:
-            start += 1
-        while stop > start and raw[stop - 1] == _SPACE:
-            stop -= 1
+        start, stop = first + np.uint64(offsets[i]), first + np.uint64(offsets[i + 1])
+        while start < stop and load_u8(start) == _SPACE:
+            start += _ONE
+        while stop > start and load_u8(stop - _ONE) == _SPACE:
+            stop -= _ONE
         size = stop - start
         sizes[i] = size
-        if size == 0:
+        if size == _ZERO:
             hashes[i] = of_empty
-        elif size <= 3:
-            hashes[i] = _of_3(raw, start, size)
-        elif size <= 8:
-            hashes[i] = _of_8(raw, start, size)
-        elif size <= MAX_SHORT:
-            hashes[i] = _of_16(raw, start, size)
+        elif size <= _THREE:
+            hashes[i] = _of_3(start, size)
+        elif size <= _EIGHT:
+            hashes[i] = _of_8(start, size)
+        elif size <= _SHORT:
+            hashes[i] = _of_16(start, size)
         else:
             hashes[i] = np.uint64(0)
             num_long += 1
@@ -140,18 +144,9 @@ def hash_short(
 
 
 @inlined
-def _word(raw: npt.NDArray[np.uint8], start: int, num_bytes: int) -> np.uint64:
-    """Return bytes as a little-endian number."""
-    number = np.uint64(0)
-    for i in range(num_bytes):
-        number |= np.uint64(raw[start + i]) << (_EIGHT * np.uint64(i))
-    return np.uint64(number)
-
-
-@inlined
-def _of_3(raw: npt.NDArray[np.uint8], start: int, size: int) -> np.uint64:
-    first, middle = np.uint64(raw[start]), np.uint64(raw[start + (size >> 1)])
-    number = np.uint64(raw[start + size - 1]) | (np.uint64(size) << _EIGHT)
+def _of_3(start: np.uint64, size: np.uint64) -> np.uint64:
+    first, middle = load_u8(start), load_u8(start + (size >> _ONE))
+    number = load_u8(start + size - _ONE) | (size << _EIGHT)
     number |= (first << np.uint64(16)) | (middle << np.uint64(24))
     number ^= _FLIP_3
     number ^= number >> np.uint64(33)
@@ -163,26 +158,26 @@ def _of_3(raw: npt.NDArray[np.uint8], start: int, size: int) -> np.uint64:
 
 
 @inlined
-def _of_8(raw: npt.NDArray[np.uint8], start: int, size: int) -> np.uint64:
-    first, last = _word(raw, start, 4), _word(raw, start + size - 4, 4)
+def _of_8(start: np.uint64, size: np.uint64) -> np.uint64:
+    first, last = load_u32(start), load_u32(start + size - _FOUR)
     number = (last + (first << _HALF)) ^ _FLIP_8
     number ^= _rotated(number, 49) ^ _rotated(number, 24)
     number *= _MIX_2
-    number ^= (number >> np.uint64(35)) + np.uint64(size)
+    number ^= (number >> np.uint64(35)) + size
     number *= _MIX_2
     number ^= number >> np.uint64(28)
     return np.uint64(number)
 
 
 @inlined
-def _of_16(raw: npt.NDArray[np.uint8], start: int, size: int) -> np.uint64:
-    low = _word(raw, start, 8) ^ _FLIP_LOW
-    high = _word(raw, start + size - 8, 8) ^ _FLIP_HIGH
+def _of_16(start: np.uint64, size: np.uint64) -> np.uint64:
+    low = load_u64(start) ^ _FLIP_LOW
+    high = load_u64(start + size - _EIGHT) ^ _FLIP_HIGH
     swapped = np.uint64(0)
     for i in range(8):
         byte = (low >> (_EIGHT * np.uint64(i))) & _BYTE
         swapped |= byte << (_EIGHT * np.uint64(7 - i))
-    number = np.uint64(size) + swapped + high + _folded_product(low, high)
+    number = size + swapped + high + _folded_product(low, high)
     number ^= number >> np.uint64(37)
     number *= _MIX_1
     number ^= number >> _HALF

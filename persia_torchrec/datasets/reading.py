@@ -1,12 +1,11 @@
 """Shuffle, partition and read ahead the rows of files.
 
-    groups -> windows -> runs: groups of one file -> blocks of rows -> stretches
+    groups -> windows -> runs: groups of one file -> blocks of rows -> order
                                (read ahead, by threads)
 
-A group is what a file can be read from. A window is groups whose rows are put in a
-random order together, as many as have SHUFFLE_ROWS rows; of more than twice as many
-each SHUFFLE_ROWS, a stretch, are. Without a random order each file's groups are one
-window, and each block a stretch.
+A group is what a file can be read from. A window is groups that are put in a random
+order together, as many as have SHUFFLE_ROWS rows; of more rows each SHUFFLE_ROWS,
+a stretch, are. Without a random order each file's groups are one window.
 
 Readers divide the columns of a block, or, of text, the blocks. Each is one block ahead.
 """
@@ -33,14 +32,17 @@ from persia_torchrec.datasets.columns import (
     require,
     source_of,
 )
+from persia_torchrec.datasets.shuffling import Read, shuffled
 from persia_torchrec.datasets.sources import Source
 from persia_torchrec.datasets.tables import GroupedFile, TableFile
 from persia_torchrec.errors import ConfigError, DataError
 
-SHUFFLE_ROWS = 262_144
-"""Rows that are put in a random order together, at least."""
+SHUFFLE_ROWS = 32_768
+"""Rows that are put in a random order together, unless ``shuffle`` says how many."""
 
-_LEGACY_GROUP_ROWS = 8192  # lines of a text file's group, of earlier versions
+_LEGACY_GROUP_ROWS = 8192  # lines of a text file's group, before orders had a version
+_BY_BYTES = 2  # the version of orders since when such groups are ranges of bytes
+_FORMER_ROWS = 262_144  # SHUFFLE_ROWS of these versions
 _OPENING = 8  # threads that open files of URLs
 
 
@@ -188,15 +190,25 @@ def _require_alike(first: TableFile, file: TableFile, columns: Columns) -> None:
             )
 
 
-def has_legacy_order(files: Sequence[TableFile], *, is_plain: bool) -> bool:
-    """Return whether rows come as they did before orders had a version.
+def has_order_of(
+    saved: int | None, files: Sequence[TableFile], most: int, count: int
+) -> bool:
+    """Return whether rows come as in an earlier version, of which a state was saved.
 
-    ``is_plain``: all rows come in the order of the files.
+    Args:
+        saved: the version of its order; None: there was none yet.
+        files: that have rows.
+        most: rows that are put in a random order together; 0: none are.
+        count: partitions.
     """
-    if is_plain:
+    hints = [file.rows_hint(g) for file in files for g in range(file.num_groups)]
+    window = min(most, _FORMER_ROWS)
+    is_small = None not in hints and sum(h or 0 for h in hints) <= window
+    if most and not is_small:
+        return False
+    is_plain = not most and count == 1
+    if saved == _BY_BYTES or is_plain or isinstance(files[0], GroupedFile):
         return True
-    if grouped := [file for file in files if isinstance(file, GroupedFile)]:
-        return all(max(file.group_rows) <= SHUFFLE_ROWS for file in grouped)
     most = _LEGACY_GROUP_ROWS + 1
     return all(
         file.num_groups == 1 and file.num_rows_up_to(most) < most for file in files
@@ -240,8 +252,13 @@ def partition(groups: list[Group], count: int, index: int) -> list[Group]:
     return [group for group in groups[index::count] if group.rows_hint != 0]
 
 
-def windows_of(groups: list[Group], seed: tuple[int, ...] | None) -> Iterator[Window]:
-    """Return all groups as windows; with a seed, in an order that follows from it."""
+def windows_of(
+    groups: list[Group], seed: tuple[int, ...] | None, most: int
+) -> Iterator[Window]:
+    """Return all groups as windows; with a seed, in an order that follows from it.
+
+    ``most`` rows, or a few more, are in a window of several groups.
+    """
     if seed is None:
         for _, of_file in groupby(groups, key=lambda group: id(group.file)):
             yield Window(list(of_file))
@@ -250,8 +267,8 @@ def windows_of(groups: list[Group], seed: tuple[int, ...] | None) -> Iterator[Wi
     for index in np.random.default_rng(seed).permutation(len(groups)).tolist():
         members.append(index)
         hint = groups[index].rows_hint
-        num_rows += SHUFFLE_ROWS if hint is None else hint
-        if num_rows >= SHUFFLE_ROWS:
+        num_rows += most if hint is None else hint
+        if num_rows >= most:
             number += 1
             yield Window([groups[i] for i in sorted(members)], (*seed, number))
             members, num_rows = [], 0
@@ -276,12 +293,13 @@ def runs_from(windows: Iterator[Window], row: int) -> Iterator[Run]:
             yield Run(of_file[0].file, of_file, skip, window.seed, is_last)
 
 
-Read = tuple[Run, Rows | None]
-"""A run and a block of its rows; None when all were read."""
+def stretches(
+    runs: Iterator[Run], columns: Columns, num_readers: int, most: int
+) -> "Reads":
+    """Return rows in their order, read ahead by threads; None after each run's.
 
-
-def stretches(runs: Iterator[Run], columns: Columns, num_readers: int) -> "Reads":
-    """Return rows in their order, read ahead by threads; None after each run's."""
+    ``most`` rows are put in a random order together, if they come in one.
+    """
     first = next(runs, None)
     if first is None:
         return Reads(iter(()), ExitStack())
@@ -290,7 +308,7 @@ def stretches(runs: Iterator[Run], columns: Columns, num_readers: int) -> "Reads
     if first.seed is None:
         items = _all_in_order(reads)
     else:
-        lane = _Lane(stack, _all_shuffled(reads))  # a stretch ahead
+        lane = _Lane(stack, shuffled(reads, most))  # a piece ahead
         items = iter(lane.take, None)
     stack.callback(shared.stopped.set)  # first of all: what waits for blocks ends
     return Reads(items, stack)
@@ -305,54 +323,6 @@ def _all_in_order(reads: Iterator[Read]) -> Iterator[Read]:
         run.skip -= passed
         if passed < rows.num_rows:
             yield run, rows.part(passed, rows.num_rows) if passed else rows
-
-
-def _all_shuffled(reads: Iterator[Read]) -> Iterator[Read]:
-    window = _Shuffled()
-    for run, rows in reads:
-        for stretch in window.add(run, rows):
-            yield run, stretch
-        if rows is None:
-            yield run, None
-
-
-class _Shuffled:
-    """The blocks of a window, until they are put in a random order together."""
-
-    def __init__(self) -> None:
-        self._blocks: list[Rows] = []
-        self._num_rows = self._number = self._skip = 0  # _number of a stretch
-
-    def add(self, run: Run, rows: Rows | None) -> Iterator[Rows]:
-        """Add a block; yield the rows of a stretch that is whole."""
-        if rows is not None:
-            if not self._num_rows and not self._number:
-                self._skip = run.skip
-            self._blocks.append(rows)
-            self._num_rows += rows.num_rows
-            while self._num_rows >= 2 * SHUFFLE_ROWS:
-                yield from self._stretch(run, SHUFFLE_ROWS)
-        elif run.ends_window:
-            if self._num_rows:
-                yield from self._stretch(run, self._num_rows)
-            self._blocks = []
-            self._number = self._skip = 0
-
-    def _stretch(self, run: Run, count: int) -> Iterator[Rows]:
-        blocks, num_left = [], count
-        while num_left:
-            block = self._blocks.pop(0)
-            if block.num_rows > num_left:
-                self._blocks.insert(0, block.part(num_left, block.num_rows))
-                block = block.part(0, num_left)
-            blocks.append(block)
-            num_left -= block.num_rows
-        seed = (*(run.seed or ()), *((self._number,) if self._number else ()))
-        order = np.random.default_rng(seed).permutation(count)[self._skip :]
-        self._skip = max(self._skip - count, 0)
-        self._num_rows, self._number = self._num_rows - count, self._number + 1
-        if len(order):
-            yield join_rows(blocks, order)
 
 
 def _read_ahead(

@@ -1,7 +1,8 @@
 """Rows in their order, cut into steps and batches, and batches of other kinds."""
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypedDict
 
@@ -11,11 +12,16 @@ import torch.utils.data
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from persia_torchrec.datasets import reading
 from persia_torchrec.datasets.batches import TorchRecBatch
 from persia_torchrec.datasets.columns import Columns, Floats, Int64s, Rows
 from persia_torchrec.datasets.transfer import join_arrays
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.parsing.decoding import require_at_least_1
+
+logger = logging.getLogger(__name__)
+
+_NUM_SHOWN = 5  # values of a label
 
 
 class Settings(NamedTuple):
@@ -26,12 +32,17 @@ class Settings(NamedTuple):
     partition_index: int
     drop_remainder: bool
     num_parallel_reads: int
-    shuffle: bool
+    shuffle: int
     seed: int
     min_batch_size: int
     micro_batches: int
     rows: Int64s | None
     pin_memory: bool | None
+
+    @property
+    def shuffle_rows(self) -> int:
+        """Rows that are put in a random order together, if any are."""
+        return reading.SHUFFLE_ROWS if self.shuffle == 1 else self.shuffle
 
     @property
     def min_rows(self) -> int:
@@ -53,8 +64,11 @@ class Settings(NamedTuple):
                 "min_batch_size must be at most batch_size / micro_batches. Received: "
                 f"{self.min_batch_size}, {self.batch_size} / {self.micro_batches}."
             )
-        if self.seed < 0:
-            raise ConfigError(f"seed must be at least 0. Received: {self.seed}.")
+        if self.seed < 0 or self.shuffle < 0:
+            raise ConfigError(
+                "seed must be at least 0, and shuffle a boolean or a number of rows. "
+                f"Received: seed {self.seed}, shuffle {self.shuffle}."
+            )
 
 
 class RowSettings(TypedDict, total=False):
@@ -64,7 +78,7 @@ class RowSettings(TypedDict, total=False):
     partition_index: int
     drop_remainder: bool
     num_parallel_reads: int
-    shuffle: bool
+    shuffle: bool | int
     seed: int
     min_batch_size: int
     micro_batches: int
@@ -193,6 +207,23 @@ def plain_tensors(batch: TorchRecBatch) -> dict[str, torch.Tensor]:
         if (weights := feature.weights_or_none()) is not None:
             tensors[f"{name}.weights"] = weights
     return tensors
+
+
+def tell_epoch(
+    missing: Mapping[str, int], others: Mapping[str, Counter[str]], columns: Columns
+) -> None:
+    """Log what an epoch has shown: missing values, labels without a positive."""
+    if missing:
+        logger.info("missing values of the epoch, by column: %s", missing)
+    positives = {c.name: c.positive for c in columns.labels}
+    for name, counts in others.items():
+        logger.warning(
+            "%s has no row with the positive value %r in this epoch: all labels "
+            "are 0. Most frequent values: %s",
+            name,
+            positives[name],
+            dict(counts.most_common(_NUM_SHOWN)),
+        )
 
 
 def worker_of_loader() -> tuple[int, int] | None:

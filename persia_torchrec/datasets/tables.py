@@ -29,10 +29,11 @@ from persia_torchrec.datasets.decoding import decode
 from persia_torchrec.datasets.sources import Source
 from persia_torchrec.errors import DataError
 
-BLOCK_ROWS = 32_768
+BLOCK_ROWS = 16_384
 """Rows that are decoded at once, at most."""
 
-_BUFFER_BYTES = 1 << 18  # of each column
+_NPY_ROWS = 32_768  # of a group
+_BUFFER_BYTES = 1 << 16  # of each column
 
 
 class TableFile:
@@ -131,9 +132,11 @@ class TableFile:
 
     def picked(self, table: Any, sources: Sequence[str]) -> dict[str, Any]:
         """Return columns by their names, fields of structs by dotted paths."""
-        found = {}
+        found, names = {}, table.schema.names
+        numbers = {name: number for number, name in enumerate(names)}
         for name in sources:
-            column = _pick(table, name)
+            number = numbers.get(name)
+            column = _pick(table, name) if number is None else table.column(number)
             if column is not None:
                 found[name] = column
         return found
@@ -172,6 +175,7 @@ class GroupedFile(TableFile):
     """A file whose groups have known numbers of rows."""
 
     group_rows: Sequence[int]
+    _held: frozenset[str]  # columns that are read and that the file has itself
 
     @property
     def num_groups(self) -> int:  # type: ignore[override]
@@ -203,6 +207,7 @@ class GroupedFile(TableFile):
         found = {n: type_at(schema, n) for n in self._columns.sources}
         known = {name: kind for name, kind in found.items() if kind is not None}
         self.require_columns(known, schema.names)
+        self._held = frozenset(known)
 
     def decoded(
         self, batches: Iterator[Any], groups: Sequence[int], columns: Columns | None
@@ -272,7 +277,6 @@ class ParquetFile(GroupedFile):
             and any(_is_within(column.path, text) for text in texts)
         ]
         self.require_schema(schema)
-        self._schema = schema
         groups = range(self._metadata.num_row_groups)
         self.group_rows = [self._metadata.row_group(g).num_rows for g in groups]
         self.is_empty = not self._metadata.num_rows
@@ -296,7 +300,7 @@ class ParquetFile(GroupedFile):
         """Yield the rows of groups, of all columns or some, in blocks."""
         arrow, parquet = require("pyarrow"), require("pyarrow.parquet")
         wanted = (columns or self._columns).sources
-        paths = [name for name in wanted if type_at(self._schema, name) is not None]
+        paths = [name for name in wanted if name in self._held]
         num_left = sum(self.group_rows[group] for group in groups)
         try:
             with (
@@ -436,8 +440,8 @@ class NpyFile(GroupedFile):
         arrow, num_rows = require("pyarrow"), sizes.pop()
         kinds = {n: arrow.from_numpy_dtype(a.dtype) for n, a in arrays.items()}
         self.require_columns(kinds, list(kinds))
-        whole, rest = divmod(num_rows, BLOCK_ROWS)
-        self.group_rows = [BLOCK_ROWS] * whole + [rest] * (rest > 0)
+        whole, rest = divmod(num_rows, _NPY_ROWS)
+        self.group_rows = [_NPY_ROWS] * whole + [rest] * (rest > 0)
         self.is_empty = not num_rows
 
     def _arrays(self) -> dict[str, Any]:
