@@ -353,6 +353,11 @@ class RowDataset(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
         """Whether several trainers take from the ``WorkQueue`` of this dataset."""
         return self._queue is not None and self._queue.is_shared
 
+    def divided_files(self) -> list[str]:
+        """Return the files, if trainers divide their groups of rows by partitions."""
+        is_divided = self._settings.partition_count > 1
+        return self._order_of_files["files"] if is_divided else []
+
     def num_taken(self) -> int:
         """Return how many items of the ``WorkQueue`` all trainers have taken."""
         return 0 if self._queue is None else self._queue.num_taken()

@@ -417,11 +417,12 @@ class CsvFile(TextFile):
             self._pass_lines(head, num_lines)
             self.require_columns(dict.fromkeys(names, None), names)
             return
-        if options.header is None and names == fields and len(names) > 1:
+        both = [sorted(n.lower() for n in of_one) for of_one in (names, fields)]
+        if options.header is None and both[0] == both[1] and len(names) > 1:
             raise DataError(
                 f"{self.source.url}, line {self._head_lines + 1} must be a row. "
-                f"Received: the columns' names. Set header=True, or header=False if it "
-                "is one."
+                f"Received: the columns' names, {names}. Set header=True, or "
+                "header=False if it is a row."
             )
         self.require_columns(dict.fromkeys(fields, None), fields)
 
@@ -437,6 +438,14 @@ class CsvFile(TextFile):
         else:
             parts = text.split(self._options.delimiter)
         return [part.strip(" ") for part in parts]
+
+    def _fail(self, block: Block, row: int, must: str, received: object) -> DataError:
+        error = super()._fail(block, row, must, received)
+        is_first = block.first_line() == self._head_lines + 1 and not row
+        if is_first and self._options.header is None and isinstance(received, str):
+            hint = "If the first line has the columns' names, set header=True."
+            return DataError(f"{error} {hint}")
+        return error
 
     def raw_tables(self) -> Iterator[Any]:
         """Yield all lines as Arrow tables of text."""

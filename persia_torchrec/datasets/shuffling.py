@@ -24,7 +24,7 @@ from persia_torchrec.datasets.columns import (
     to_offsets,
 )
 
-PIECE_ROWS = 8192
+PIECE_ROWS = 4096
 """Rows that are freed together."""
 
 Read = tuple[Any, Rows | None]

@@ -33,6 +33,7 @@ _CHECKSUM = re.compile(r"^(?:.*/)?([^/]*) \((\d+ bytes), xxh3 [0-9a-f]+\)")
 _NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
 _BLOCK = 1 << 16  # bytes of a checksum at each end of a file
 _MAX_FOOTER = 1 << 24
+_NUM_SHOWN = 3  # files in a message
 
 
 @dataclass(frozen=True)
@@ -247,3 +248,25 @@ def differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
         if not (missing or new):
             faults.append("files in another order")
     return faults
+
+
+def require_same_files(lists: Sequence[Sequence[str]]) -> None:
+    """Require that all trainers divide the same files; ``lists`` has each one's.
+
+    Raises:
+        ConfigError: a trainer's are others, or in another order; it names them.
+    """
+    first = lists[0]
+    for rank, files in enumerate(lists):
+        if list(files) == list(first):
+            continue
+        lacking = [file for file in first if file not in set(files)]
+        others = [file for file in files if file not in set(first)]
+        what = [f"lacks {lacking[:_NUM_SHOWN]}"] if lacking else []
+        what += [f"has {others[:_NUM_SHOWN]} besides"] if others else []
+        raise ConfigError(
+            "Trainers must divide the same files, in the same order. Received: trainer "
+            f"{rank} {' and '.join(what) or 'has another order'}, compared with "
+            f"trainer 0, which has {len(first)}. Sort the list, and see that each "
+            "trainer finds the same folder; files of its own need no partition_count."
+        )

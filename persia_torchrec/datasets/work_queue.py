@@ -20,7 +20,7 @@ row is trained twice, or left out, along the history that the checkpoints are of
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -32,7 +32,11 @@ import torch.distributed as dist
 
 from persia_torchrec import env, timeouts
 from persia_torchrec.datasets.columns import require
-from persia_torchrec.datasets.sources import Source, find_sources
+from persia_torchrec.datasets.sources import (
+    Source,
+    find_sources,
+    require_same_files,
+)
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.job.trainer_group import exchange_group, gather
@@ -154,7 +158,10 @@ class WorkQueue:
         self._leases: list[tuple[int, int]] = []  # positions and rows; guarded by _lock
         self._first = 0  # position after them; guarded by _lock
         self._num_own = 0  # taken by this trainer; guarded by _lock
-        self._counter = _Counter.of_trainers()
+        names = {s.path: f"{s.name} ({s.size} bytes)" for s in self.files}
+        self._counter = _Counter.of_trainers(
+            [self._named(i, names) for i in self._items]
+        )
 
     @property
     def is_shared(self) -> bool:
@@ -266,17 +273,18 @@ class WorkQueue:
     def identity(self) -> dict[str, Any]:
         """Return what positions depend on."""
         files = {source.path: source.identity() for source in self.files}
-        names = []
-        for item in self._items:
-            name = files[_path(item)]
-            if isinstance(item, RowGroups):
-                name += f", row groups {item.first} to {item.stop}"
-            names.append(name)
         return {
-            "files": names,
+            "files": [self._named(item, files) for item in self._items],
             "num_epochs": self._num_epochs,
             "seed of the queue": self._seed if self._shuffle else None,
         }
+
+    @staticmethod
+    def _named(item: Path | str | RowGroups, names: Mapping[Path | str, str]) -> str:
+        name = names[_path(item)]
+        if isinstance(item, RowGroups):
+            name += f", row groups {item.first} to {item.stop}"
+        return name
 
     def close(self) -> None:
         """Leave the host of the queue. May be called twice."""
@@ -307,8 +315,12 @@ class _Counter:
             weakref.finalize(self, book.close)
 
     @classmethod
-    def of_trainers(cls) -> "_Counter":
-        """Return that of all trainers, which call this together; rank 0 makes it."""
+    def of_trainers(cls, items: Sequence[str] = ()) -> "_Counter":
+        """Return that of all trainers, which call this together; rank 0 makes it.
+
+        Raises:
+            ConfigError: their items differ.
+        """
         size = dist.get_world_size() if dist.is_initialized() else 1
         if size < env.get_world_size():
             raise ConfigError(
@@ -324,7 +336,7 @@ class _Counter:
         if store is None and rank == 0:
             book = AddressBook.host(0, everywhere=host != LOOPBACK)
             port = book.port
-        nonce, port = _from_first(int.from_bytes(os.urandom(7)), port)
+        nonce, port = _from_first(int.from_bytes(os.urandom(7)), port, items=items)
         if book is None:
             book = AddressBook.join(host, port, job_id)
         return cls(book, f"queue/{nonce}", rank)
@@ -385,9 +397,11 @@ def _path(item: Path | str | RowGroups) -> Path | str:
     return item.file if isinstance(item, RowGroups) else item
 
 
-def _from_first(*numbers: int) -> list[int]:
-    """Return the numbers of rank 0 on every trainer."""
+def _from_first(*numbers: int, items: Sequence[str] = ()) -> list[int]:
+    """Return the numbers of rank 0 on every trainer; all must have the same items."""
     group = exchange_group(timeouts.exchange_s())
-    told = gather(msgspec.json.encode(numbers), group)
-    first: list[int] = msgspec.json.decode(told[0], type=list[int])
-    return first
+    kind = tuple[list[int], list[str]]
+    texts = gather(msgspec.json.encode((numbers, items)), group)
+    told = [msgspec.json.decode(text, type=kind) for text in texts]
+    require_same_files([of_trainer for _, of_trainer in told])
+    return told[0][0]

@@ -7,6 +7,7 @@ any number of trainers may load it.
 import io
 import logging
 import random
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.datasets.dataset import RowDataset
+from persia_torchrec.datasets.sources import require_same_files
 from persia_torchrec.errors import CheckpointError, ConfigError
 from persia_torchrec.training.checkpoint import at_first, from_all, names_in
 
@@ -40,6 +42,22 @@ def state_of_data(dataset: RowDataset, num_trained: int | None) -> dict[str, Any
         lambda: dataset.leases(num_taken, num_trained), list[tuple[int, int]]
     )
     return dataset.joint_state(num_taken, list(chain(*leases)))
+
+
+def require_same_data(state: Mapping[str, Any]) -> None:
+    """Require that datasets of several trainers divide the same files; all call it.
+
+    Raises:
+        ConfigError: the files of a dataset differ; it names them.
+    """
+
+    def files() -> dict[str, list[str]]:
+        datasets = {n: d for n, d in state.items() if isinstance(d, RowDataset)}
+        return {name: dataset.divided_files() for name, dataset in datasets.items()}
+
+    told = from_all(files, dict[str, list[str]])
+    for name in told[0]:
+        require_same_files([of_trainer.get(name, []) for of_trainer in told])
 
 
 def key_of_any_trainer(folder: Folder, rank: int) -> str:

@@ -53,6 +53,7 @@ from persia_torchrec.training.data_state import (
     Buffers,
     key_of_any_trainer,
     random_state,
+    require_same_data,
     set_random_state,
     state_of_data,
     unpack,
@@ -140,6 +141,7 @@ class Recovery:
         A restart without one starts again without rows, or with ``rows_ahead``.
         """
         is_restart = at_first(lambda: is_restart, bool)  # one of others may join late
+        require_same_data(self._state)
         if self._config.saves and (why := at_first(self._own_folder, str)):
             raise ConfigError(why)  # which no restart mends
         if self._config.delta_interval_s:

@@ -82,6 +82,8 @@ def test_a_quoted_field_may_hold_delimiters_and_quotes(path):
     ("text", "settings", "message"),
     [
         ("user,item,action\n1,2,buy\n", {}, "line 1 must be a row.*Set header=True"),
+        ("Action,User,Item\nbuy,1,2\n", {}, "line 1 must be a row.*Set header=True"),
+        ("who,what,how\n1,2,buy\n", {}, "line 1: user must be an .*set header=True"),
         (
             '1,2,"buy"\n',
             {},

@@ -32,6 +32,7 @@ from persia_torchrec.data import (
     torchrec_batch,
 )
 from persia_torchrec.datasets import reading, tables
+from persia_torchrec.datasets.sources import require_same_files
 from persia_torchrec.errors import ConfigError, DataError
 
 COLUMNS = IdColumn("id", is_text=False), LabelColumn("label")
@@ -299,3 +300,17 @@ def test_arrow_files_streams_and_arrays_of_criteo(tmp_path):
     np.save(tmp_path / "day_0_labels.npy", arrays["labels"][:9])
     with pytest.raises(DataError, match=r"same number of rows. Received: \[9, 10\]"):
         NpyDataset(tmp_path / "day_0_dense.npy", 10, columns)
+
+
+@pytest.mark.parametrize(
+    ("lists", "message"),
+    [
+        ([["a", "b"], ["b", "a"]], "trainer 1 has another order, compared with"),
+        ([["a"], ["a"], ["a", "c"]], r"trainer 2 has \['c'\] besides, compared"),
+        ([["a", "b"], ["a", "c"]], r"1 lacks \['b'\] and has \['c'\] besides"),
+    ],
+)
+def test_lists_of_trainers_that_differ_are_named(lists, message):
+    with pytest.raises(ConfigError, match=message):
+        require_same_files(lists)
+    require_same_files([lists[0]] * 3)

@@ -2,6 +2,7 @@
 
 import time
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 import torch.distributed as dist
 
 from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.data import CsvDataset, IdColumn, LabelColumn
 from persia_torchrec.datasets.work_queue import _from_first
+from persia_torchrec.errors import ConfigError
 from persia_torchrec.training.checkpoint import (
     ContextCheckpoints,
     at_first,
@@ -17,6 +20,7 @@ from persia_torchrec.training.checkpoint import (
     from_all,
     save_dense_beside,
 )
+from persia_torchrec.training.data_state import require_same_data
 from persia_torchrec.training.recovery import Recovery
 from persia_torchrec.training.schedule import CheckpointClock, RecoveryConfig
 from tests.support.processes import DEADLINE_S
@@ -63,7 +67,7 @@ def exchange(folder):
     dist.init_process_group("gloo", timeout=timedelta(seconds=DEADLINE_S))
     dist.barrier()
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT_S))
-    for work in (tell, resume, load, save, ask_the_clock, share_a_queue):
+    for work in (tell, resume, load, save, ask_the_clock, share_files):
         work(folder)
         print(f"{work.__name__} is done", flush=True)
     be_slow()
@@ -104,6 +108,17 @@ def ask_the_clock(_):
     clock.is_time()
 
 
-def share_a_queue(_):
+def share_files(folder):
+    """Trainers whose lists of files differ all say so, with or without a queue."""
     rank = be_slow()
     assert _from_first(7 + rank, 2**60) == [7, 2**60]
+    with pytest.raises(ConfigError, match=r"trainer 1 lacks \['0'\] and has \['1'\]"):
+        _from_first(7, items=[f"{rank}", "2"])
+    paths = [Path(f"{folder}-{rank}-{name}.csv") for name in "ab"]
+    for path in paths:
+        path.write_text("1,1\n" * 9)
+    columns = IdColumn("id"), LabelColumn("label")
+    own = {"partition_count": 2, "partition_index": rank}
+    with pytest.raises(ConfigError, match=r"trainer 1 lacks \['run-0-a.csv \(36 bytes"):
+        require_same_data({"data": CsvDataset(paths, 2, columns, **own)})
+    require_same_data({"data": CsvDataset(paths, 2, columns)})  # files of its own

@@ -8,7 +8,7 @@ from persia_torchrec.training.checkpoint import at_first
 from tests.support.faults import kill_self
 from tests.training import exchanging_trainers, groups
 
-WORKS = ("tell", "resume", "load", "save", "ask_the_clock", "share_a_queue")
+WORKS = ("tell", "resume", "load", "save", "ask_the_clock", "share_files")
 
 
 @pytest.mark.multiprocess
