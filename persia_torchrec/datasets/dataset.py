@@ -220,8 +220,10 @@ class RowDataset(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
                 num_rows += group.num_rows if num_rows < least else 0
         if num_rows < least:
             what = "A partition" if self._queue is None else "A WorkQueue"
+            more = f" and {n} more files" if (n := len(self._files) - 1) else ""
             raise DataError(
-                f"{what} must have at least {least} rows. Received: {num_rows}."
+                f"{what} must have at least {least} rows. Received: {num_rows}, of "
+                f"{self._files[0].source.url}{more}."
             )
         return groups
 

@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from persia_torchrec.datasets.arrow_types import (
     family_of,
     is_list,
     kind_of,
+    misfit,
     plain,
     texts_of,
 )
@@ -27,7 +29,7 @@ from persia_torchrec.datasets.files import CsvFile, CsvFormat
 from persia_torchrec.datasets.hashing import hash_texts
 from persia_torchrec.datasets.json_files import JsonFile
 from persia_torchrec.datasets.sources import Source, find_sources
-from persia_torchrec.datasets.tables import TableFile
+from persia_torchrec.datasets.tables import NpyFile, ParquetFile, TableFile
 from persia_torchrec.errors import DataError
 
 _NUM_ROWS = 1_000_000
@@ -68,6 +70,8 @@ class _Seen:
         if kind_of(kind) in ("map", "struct", "other"):
             self.num_values += len(array)
             return
+        if kind_of(kind) == "float":  # NaN is a missing value
+            array = compute.if_else(compute.is_nan(array), None, array)
         is_text = kind_of(kind) in ("text", "bytes")
         try:
             texts = texts_of(
@@ -135,20 +139,23 @@ def look(files: str | Sequence[str], num_rows: int = _NUM_ROWS) -> str:
     name, options = _format_of(found[0])
     seen: dict[str, _Seen] = {}
     rows = 0
-    for table in _tables(found, name, options):
-        for column in table.schema.names:
-            seen.setdefault(column, _Seen()).add(table.column(column))
+    for source, table in _tables(found, name, options):
+        for column, values in _leaves(source, table):
+            seen.setdefault(column, _Seen()).add(values)
         rows += table.num_rows
         if rows >= num_rows:
             break
     columns = _columns(seen)
     size = sum(source.size for source in sources)
     lines = [
-        f"{len(sources)} files, {size} bytes, {name}; {rows} rows were looked at",
+        f"{len(sources)} files, {size} bytes, {name}; {rows} rows were looked at"
+        f"{_of_all(found, name)}",
         "",
     ]
     lines += _table(seen)
     given = [files] if isinstance(files, str) else list(files)
+    if not any(isinstance(column, IdColumn) for column in columns):
+        return "\n".join([*lines, "", "No column can be ids, which a dataset needs."])
     return "\n".join([*lines, "", *_python(given, name, options, columns)])
 
 
@@ -158,6 +165,8 @@ def _format_of(source: Source) -> tuple[str, CsvFormat]:
         start = file.read(6)
     if start.startswith(b"PAR1"):
         return "ParquetDataset", CsvFormat()
+    if start == b"\x93NUMPY":
+        return "NpyDataset", CsvFormat()
     if start == b"ARROW1" or start.startswith(b"\xff\xff\xff\xff"):
         return "ArrowDataset", CsvFormat()
     head = _Head(source).head_lines
@@ -184,6 +193,28 @@ class _AnyJson(JsonFile):
 
     def require_columns(self, *args: object, **kwargs: object) -> None:
         """Take any."""
+
+
+class _AnyParquet(ParquetFile):
+    """A Parquet file of whose columns nothing is known."""
+
+    def require_columns(self, *args: object, **kwargs: object) -> None:
+        """Take any."""
+
+
+class _AnyNpy(NpyFile):
+    """The arrays of a day, of whose columns nothing is known."""
+
+    def require_columns(self, *args: object, **kwargs: object) -> None:
+        """Take any."""
+
+    def tables(self) -> Iterator[Any]:
+        """Yield all rows, a group at a time."""
+        arrays = self._arrays()
+        for start, stop in pairwise(self.starts):
+            yield require("pyarrow").table(
+                {n: np.ascontiguousarray(a[start:stop]) for n, a in arrays.items()}
+            )
 
 
 def _csv_format(lines: Sequence[bytes]) -> CsvFormat:
@@ -218,29 +249,62 @@ def _csv_format(lines: Sequence[bytes]) -> CsvFormat:
     )
 
 
-def _tables(sources: Sequence[Source], name: str, options: CsvFormat) -> Iterator[Any]:
+def _of_all(sources: Sequence[Source], name: str) -> str:
+    """Say how many rows there are, where footers do."""
+    if name != "ParquetDataset":
+        return ""
+    columns, num_rows = Columns([IdColumn("any")]), 0
+    for source in sources:
+        num_rows += sum(_AnyParquet(source, columns).group_rows)
+    return f", of {num_rows}"
+
+
+def _leaves(source: Source, table: Any) -> Iterator[tuple[str, Any]]:
+    """Yield columns with their names; fields of structs, and hive partitions, too."""
+    arrow, compute = require("pyarrow"), require("pyarrow.compute")
+    waiting = list(zip(table.schema.names, table.columns, strict=True))
+    while waiting:
+        name, values = waiting.pop(0)
+        kind = values.type
+        if not arrow.types.is_struct(kind):
+            yield name, values
+            continue
+        fields = [kind.field(i).name for i in range(kind.num_fields)]
+        waiting[:0] = [(f"{name}.{f}", compute.struct_field(values, f)) for f in fields]
+    for name, value in source.partitions:
+        if name not in table.schema.names:
+            scalar = arrow.scalar(value, arrow.string())
+            yield name, arrow.repeat(scalar, table.num_rows)
+
+
+def _tables(
+    sources: Sequence[Source], name: str, options: CsvFormat
+) -> Iterator[tuple[Source, Any]]:
     """Yield the rows of files as Arrow tables of all columns."""
     for source in sources:
-        match name:
-            case "ParquetDataset":
-                with source.open() as file:
-                    yield from (
-                        require("pyarrow.parquet").ParquetFile(file).iter_batches()
-                    )
-            case "ArrowDataset":
-                with source.open() as file:
-                    is_file = file.read(6) == b"ARROW1"
-                    file.seek(0)
-                    ipc = require("pyarrow.ipc")
-                    opened = ipc.open_file(file) if is_file else ipc.open_stream(file)
-                    if is_file:
-                        yield from map(
-                            opened.get_batch, range(opened.num_record_batches)
-                        )
-                    else:
-                        yield from opened
-            case _:
-                yield from _text_tables(source, name, options)
+        for table in _tables_of(source, name, options):
+            yield source, table
+
+
+def _tables_of(source: Source, name: str, options: CsvFormat) -> Iterator[Any]:
+    match name:
+        case "ParquetDataset":
+            with source.open() as file:
+                yield from (require("pyarrow.parquet").ParquetFile(file).iter_batches())
+        case "ArrowDataset":
+            with source.open() as file:
+                is_file = file.read(6) == b"ARROW1"
+                file.seek(0)
+                ipc = require("pyarrow.ipc")
+                opened = ipc.open_file(file) if is_file else ipc.open_stream(file)
+                if is_file:
+                    yield from map(opened.get_batch, range(opened.num_record_batches))
+                else:
+                    yield from opened
+        case "NpyDataset":
+            yield from _AnyNpy(source, Columns([IdColumn("any")])).tables()
+        case _:
+            yield from _text_tables(source, name, options)
 
 
 def _text_tables(source: Source, name: str, options: CsvFormat) -> Iterator[Any]:
@@ -269,10 +333,12 @@ def _columns(seen: dict[str, _Seen]) -> list[AnyColumn]:
         else:
             columns.append(_column(name, of_name, kind, has_gaps=has_gaps))
     if not any(isinstance(column, IdColumn) for column in columns):
-        first = next(n for n in seen if n != label or len(seen) == 1)
-        at = [c if isinstance(c, str) else c.name for c in columns].index(first)
-        is_whole = seen[first].is_whole and kind_of(seen[first].kind) == "integer"
-        columns[at] = IdColumn(first, is_text=not is_whole)
+        for at, (name, of_name) in enumerate(seen.items()):
+            ids = [IdColumn(name), IdColumn(name, is_text=False)]
+            fit = [column for column in ids if not misfit(column, of_name.kind)]
+            if fit and name != label:
+                columns[at] = fit[0]
+                break
     return columns
 
 
@@ -281,8 +347,13 @@ def _column(name: str, seen: _Seen, kind: str, *, has_gaps: bool) -> AnyColumn:
     while is_list(inner):
         inner = inner.value_type
     element = kind_of(inner)
-    if kind in ("map", "struct", "other") or element in ("map", "struct", "other"):
+    if element == "map" or (element == "struct" and inner.num_fields == 2):
+        weighted = _weighted(name, inner)
+        return weighted if not misfit(weighted, seen.kind) else name
+    if element in ("struct", "other"):
         return name
+    if element == "float" and hasattr(seen.kind, "list_size"):
+        return DenseColumn(name, fill=0.0 if has_gaps else None)
     if element == "time":
         return IdColumn(name, is_text=False, unit="D", fill=0 if has_gaps else None)
     if element in ("float", "decimal"):
@@ -297,6 +368,14 @@ def _column(name: str, seen: _Seen, kind: str, *, has_gaps: bool) -> AnyColumn:
     if seen.is_number and not seen.is_whole and kind == "text":
         return DenseColumn(name, fill=0.0 if has_gaps else None)
     return IdColumn(name)
+
+
+def _weighted(name: str, pair: Any) -> IdColumn:
+    """Return a column of a map, or of a list of pairs."""
+    is_map = kind_of(pair) == "map"
+    ids = pair.key_type if is_map else pair.field(0).type
+    is_text = kind_of(ids) in ("text", "bytes")
+    return IdColumn(name, is_text=is_text, is_weighted=True)
 
 
 def _table(seen: dict[str, _Seen]) -> list[str]:
@@ -352,8 +431,8 @@ def _shown(column: AnyColumn) -> str:
     if isinstance(column, str):
         return repr(column)
     shown = [repr(column.name)]
-    for name in ("is_text", "fill", "unit"):
-        default = {"is_text": True}.get(name)
+    for name in ("is_text", "is_weighted", "fill", "unit"):
+        default = {"is_text": True, "is_weighted": False}.get(name)
         if (value := getattr(column, name, default)) != default:
             shown.append(f"{name}={value!r}")
     return f"{type(column).__name__}({', '.join(shown)})"

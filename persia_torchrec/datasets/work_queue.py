@@ -404,4 +404,5 @@ def _from_first(*numbers: int, items: Sequence[str] = ()) -> list[int]:
     texts = gather(msgspec.json.encode((numbers, items)), group)
     told = [msgspec.json.decode(text, type=kind) for text in texts]
     require_same_files([of_trainer for _, of_trainer in told])
-    return told[0][0]
+    first: list[int] = told[0][0]
+    return first

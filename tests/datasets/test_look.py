@@ -123,6 +123,50 @@ def test_a_look_counts(tmp_path):
     assert 46_000 < int(number.split("about ")[1].split()[0]) < 54_000
 
 
+KINDS = {
+    "map": pa.array([[("a", 1.0)], []], pa.map_(pa.string(), pa.float32())),
+    "pairs": pa.array([[{"k": 1, "w": 0.5}], []]),
+    "at": pa.array([{"day": 1, "in": {"x": "a"}}, {"day": 2, "in": None}]),
+    "gaps": pa.array([1.5, float("nan")]),
+    "price": pa.array([150, None], pa.int64()).cast(pa.decimal128(21, 2)),
+    "time": pa.array([1, None], pa.timestamp("us")),
+    "image": pa.array([[1.0, 2.0], [3.0, 4.0]], pa.list_(pa.float32(), 2)),
+    "lists": pa.array([[[1, 2], [3]], []]),
+    "took": pa.array([1, 2], pa.duration("s")),
+    "it's": pa.array(["a", None]).dictionary_encode(),
+}
+
+
+def test_the_lines_that_read_columns_of_every_type_run_as_they_stand(tmp_path):
+    (tmp_path / "dt=2026-01-31").mkdir()
+    pq.write_table(pa.table(KINDS), tmp_path / "dt=2026-01-31" / "a.parquet")
+    text = look(str(tmp_path), 1)
+    assert "; 2 rows were looked at, of 2" in text
+    found = {}
+    exec(text[text.index("from persia_torchrec") :], found)
+    [batch] = found["dataset"]
+    features, dense = batch.id_features, batch.dense_names
+    assert [*features.keys(), *dense] == [
+        *("map", "pairs", "at.day", "at.in.x", "time", "lists", "it's", "dt"),
+        *("gaps", "price", "image"),
+    ]
+    assert features["pairs"].weights().tolist() == [0.5]
+    path = tmp_path / "no_ids"
+    pq.write_table(pa.table({"gaps": KINDS["gaps"]}), path)
+    assert look(str(path)).endswith("No column can be ids, which a dataset needs.")
+
+
+def test_a_look_at_the_arrays_of_criteo(tmp_path):
+    for name, shape, dtype in (("dense", 13, "f4"), ("sparse", 26, "i4")):
+        np.save(tmp_path / f"day_{name}.npy", np.ones((5, shape), dtype))
+    np.save(tmp_path / "day_labels.npy", np.ones((5, 1), "i4"))
+    text, found = look(str(tmp_path / "day_dense.npy")), {}
+    exec(text[text.index("from persia_torchrec") :], found)
+    [batch] = found["dataset"]
+    assert len(batch.dense_names) == 13
+    assert batch.labels[0].tolist() == [1] * 5
+
+
 def test_a_look_at_no_file_ends_with_what_is_wrong(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main([str(tmp_path / "none")])
