@@ -256,6 +256,24 @@ def test_text_of_several_row_groups_is_one_block(tmp_path, use_dictionary):
     assert batch.id_features["t"].values().tolist() == expected
 
 
+def test_a_page_whose_checksum_is_wrong_is_an_error(tmp_path):
+    path, numbers = tmp_path / "u.parquet", list(range(7000, 7100))
+    settings = {"use_dictionary": False, "compression": "none"}
+    for has_checksum in (True, False):
+        table = pa.table({"u": numbers})
+        pq.write_table(table, path, write_page_checksum=has_checksum, **settings)
+        data = bytearray(path.read_bytes())
+        data[data.index((7050).to_bytes(8, "little"))] ^= 1
+        path.write_bytes(data)
+        dataset = ParquetDataset(path, 100, [IdColumn("u", **INTEGERS)])
+        if has_checksum:
+            with pytest.raises(DataError, match=r"u.parquet, row groups 0 .*CRC"):
+                list(dataset)
+        else:
+            [batch] = dataset
+            assert batch.id_features.values().tolist()[50] == 7050 ^ 1
+
+
 def test_a_column_that_comes_twice_is_named_before_the_first_batch(tmp_path):
     twice = pa.table([[1], [2], [3]], ["id", "value", "value"])
     pq.write_table(twice, tmp_path / "u.parquet")
