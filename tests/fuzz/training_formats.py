@@ -135,7 +135,6 @@ def dense_files() -> Format:
 def data_files() -> Format:
     """Files of rows, the first byte of each which kind it is."""
     folder = temporary_folder()
-    pa.set_memory_pool(pa.system_memory_pool())  # which keeps nothing that is freed
     ids, texts = [[1, 2], [], [3], None], ["a", None, "b", "c"]
     table = pa.table({"u": ids, "t": texts, "y": [1.0, 0.0, 1.0, 0.5]})
     settings = {"store_schema": False, "write_page_checksum": True}
