@@ -21,6 +21,9 @@ class Batches:
     def __init__(self, num: int) -> None:
         self.num = num
 
+    def __len__(self) -> int:
+        return self.num
+
     def __iter__(self):
         for number in range(self.num):
             draws = torch.Generator().manual_seed(number)

@@ -19,8 +19,6 @@ empty variable counts as unset, for launchers that write out every variable.
     PERSIA_TRANSPORT                           auto or shm: share memory with servers
                                                of the same host; tcp
     TORCHX_JOB_ID                              scheduler and id of the job (torchx)
-    PERSIA_LAUNCH_COMMAND                      the command of torchx that started the
-                                               job, for a verb that starts it again
     PERSIA_JOIN_TIMEOUT_S                      seconds for each wait of a start; 600
     PERSIA_CHECKPOINT_INTERVAL_S               seconds between automatic checkpoints
     PERSIA_CHECKPOINT_DIR                      their folder; ./persia_checkpoints
@@ -45,6 +43,9 @@ empty variable counts as unset, for launchers that write out every variable.
     PERSIA_NN_WORKER_ENTRY, PERSIA_DATALOADER_ENTRY                     scripts
     EMBEDDING_WORKER_SERVICE                   addresses of embedding workers
     PERSIA_LAUNCH_COMMAND                      command line of torchx, to start it again
+    PERSIA_REPORT_DIR                          in which each job leaves the folder of
+                                               its report; unset: beside the logs, where
+                                               torchx runs it on this machine
     XDG_STATE_HOME                             of the list of jobs; ~/.local/state
     PERSIA_LAUNCHER_VERBOSE                    1: persia-launcher shows what it starts
     PERSIA_METRICS_GATEWAY_ADDR                host:port that metrics are pushed to

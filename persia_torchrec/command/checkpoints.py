@@ -54,7 +54,7 @@ def ls(run: str, is_json: bool) -> None:
     runs = [folder]
     if not folder.numbers(r"checkpoint-(\d{8,})"):
         runs = [folder.child(name) for name in sorted(folder.names())]
-        runs = [one for one in runs if one.numbers(r"checkpoint-(\d{8,})")]
+        runs = [r for r in runs if r.exists() and r.numbers(r"checkpoint-(\d{8,})")]
     for one in runs:
         numbers = reversed(one.numbers(r"checkpoint-(\d{8,})"))
         lines += [_listed(one.child(f"checkpoint-{number:08d}")) for number in numbers]

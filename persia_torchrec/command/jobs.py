@@ -22,8 +22,10 @@ from persia_torchrec.command import console
 from persia_torchrec.command.console import as_json, duration
 from persia_torchrec.command.job_view import Job, View, find, is_here, opened
 from persia_torchrec.job import job_list
+from persia_torchrec.job import report as job_report
 from persia_torchrec.job.job_list import JobRecord
 from persia_torchrec.job.member_lines import age_s
+from persia_torchrec.job.progress import CURVES
 from persia_torchrec.job.requests import Fail
 from persia_torchrec.job.requests import View as JobView
 
@@ -36,7 +38,15 @@ _WATCH_S = 2.0
 _MEMBERS = (
     *("role", "index", "state", "host", "pid", "port", "since_s", "restarts"),
     *("memory_bytes", "rows", "capacity_rows", "bytes", "evictions"),
-    *("lookups_a_second", "updates_a_second", "lookup_us", "p99_us", "queue", "idle"),
+    *(
+        "lookups_a_second",
+        "updates_a_second",
+        "hit_rate",
+        "lookup_us",
+        "p99_us",
+        "queue",
+        "idle",
+    ),
     *("staleness", "step", "steps_a_second", "samples_a_second", "loss", "waits"),
 )
 
@@ -111,10 +121,14 @@ def _drawn(found: dict[str, Any]) -> Group:
         lines[0] += f", since {duration(found['since_s'])}"
     if found["step"] is not None:
         lines[0] += f", step {found['step']}"
+    if found["last_step"] is not None:
+        lines[0] += f" of {found['last_step']}"
     if found["samples_a_second"] is not None:
         lines[0] += f", {found['samples_a_second']:.0f} samples/s"
     if found["loss"] is not None:
         lines[0] += f", loss {found['loss']:.4g}"
+    if found["eta_s"] is not None:
+        lines[0] += f", ends in {duration(found['eta_s'])}"
     if found["reason"]:
         lines.append(found["reason"])
     if found["checkpoint"]:
@@ -214,6 +228,31 @@ def logs(role: str, index: int, job: str, follow: bool, lines: int) -> None:
             if not more and find(record.job_id, is_running=False).state != "running":
                 break
             time.sleep(_LOOK_S)
+
+
+@click.command()
+@a_job
+def report(job: str) -> None:
+    """Draw the curves of a job, by default the latest one: also while it runs.
+
+    Into its folder of logs: pictures, a table, and logs for TensorBoard. JOB may be the
+    folder of a report, too.
+
+    persia-torchrec report && tensorboard --logdir runs
+    """
+    folder, record = Path(job), None
+    if not job or not (folder / CURVES).is_file():
+        record = find(job, is_running=False)
+        folder = Path(record.report)
+        if not record.report:
+            raise click.ClickException(
+                "The job must keep its curves. Received: one that torchx has not "
+                "started on this machine. Start it with PERSIA_REPORT_DIR=FOLDER."
+            )
+    for line in job_report.write(folder, record):
+        click.echo(line, err=True)
+    for path in sorted(folder.iterdir()):
+        click.echo(path)
 
 
 @click.command()

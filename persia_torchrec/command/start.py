@@ -20,6 +20,7 @@ _IN_BACKGROUND = "-d", "--detach"
 @click.option("--trainers", default=1, show_default=True, help="Trainers, here.")
 @click.option("-s", "--scheduler", default="local_cwd", show_default=True)
 @click.option("--set", "more", default="", help="Arguments of persia.train_torchrec.")
+@click.option("-v", "--verbose", is_flag=True, help="Show whole logs.")
 @click.option(*_IN_BACKGROUND, is_flag=True, help="Do not wait for its end.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -28,6 +29,7 @@ def run(
     trainers: int,
     scheduler: str,
     more: str,
+    verbose: bool,
     detach: bool,
     script: str,
     arguments: tuple[str, ...],
@@ -42,7 +44,8 @@ def run(
         *("persia.train_torchrec", "--script", shlex.join([script, *arguments])),
         *("--embedding_servers", str(servers), "--nproc_per_node", str(trainers)),
     ]
-    _torchx(["-s", scheduler, *component, *shlex.split(more)], detach)
+    words = ["--verbose"] if verbose else []
+    _torchx([*words, "-s", scheduler, *component, *shlex.split(more)], detach)
 
 
 @click.command(context_settings=_OF_TORCHX)

@@ -36,12 +36,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from msgspec import structs
+
 from persia_torchrec import env, timeouts
 from persia_torchrec.errors import ConfigError, PersiaError
-from persia_torchrec.job import failures, job_list, process_identity
+from persia_torchrec.job import failures, job_list, process_identity, report
 from persia_torchrec.job import member as membership
 from persia_torchrec.job.member_record import MemberRecord
 from persia_torchrec.job.process_identity import Siblings, set_title
+from persia_torchrec.job.progress import Progress
 from persia_torchrec.job.registry import AddressBook, HostedBook
 from persia_torchrec.job.requests import JobTimings, Outcome
 from persia_torchrec.job.service import run_service
@@ -442,13 +445,16 @@ def _serve(argv: Sequence[str] | None) -> int:
     set_title("coordinator 0", book.greeting.job_id)
     env.set_metrics_port(config.metrics_port)
     with contextlib.ExitStack() as stack:
+        folder = report.folder_of(book.greeting.job_id)
+        progress = stack.enter_context(Progress(book, folder))
         if env.metrics_port() is not None:
             # An HTTP server and prometheus_client, for those who want them.
             from persia_torchrec.job.status_page import StatusPage
 
             host = LOOPBACK if is_local else ""
-            stack.enter_context(StatusPage(book, record, host))
+            stack.enter_context(StatusPage(book, progress, record, host))
         stack.enter_context(EndSignals(coordinator.end))
+        record = structs.replace(record, report=str(folder or ""))
         told = stack.enter_context(job_list.listed(record))
         try:
             return coordinator.run()

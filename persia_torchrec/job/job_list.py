@@ -50,6 +50,8 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     checkpoint: str = ""
     """The last one that it has completed, or began from."""
+    report: str = ""
+    """Folder of the curves; empty: none are kept."""
     logs: dict[str, str] = {}
     """By member, as ``server 0``: host and file, as far as they are known."""
 

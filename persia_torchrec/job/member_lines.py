@@ -81,6 +81,7 @@ def _of_server(now: Numbers, before: Numbers, passed_s: float) -> dict[str, Any]
     risen = {name: now[name] - before.get(name, 0) for name in now}
     times_us = {name: us for name, us in risen.items() if name.endswith("_us")}
     lookups = risen.get("requests_lookup", 0)
+    found = risen.get("hits", 0) + risen.get("misses", 0)
     levels = {int(n[10:]): v for n, v in now.items() if n.startswith("staleness_")}
     watched = sum(levels.values())
     mean = sum(n * v for n, v in levels.items()) / watched if watched else None
@@ -89,6 +90,7 @@ def _of_server(now: Numbers, before: Numbers, passed_s: float) -> dict[str, Any]
     return line | {
         "lookups_a_second": round(lookups / passed_s, 1),
         "updates_a_second": round(risen.get("requests_update", 0) / passed_s, 1),
+        "hit_rate": round(risen["hits"] / found, 4) if found else None,
         "lookup_us": round(times_us.get("lookup_us", 0) / lookups) if lookups else None,
         "p99_us": None if p99_us is None else round(p99_us),
         "idle": round(times_us.get("idle_us", 0) / (sum(times_us.values()) or 1), 3),
@@ -97,7 +99,8 @@ def _of_server(now: Numbers, before: Numbers, passed_s: float) -> dict[str, Any]
 
 
 def _of_trainer(now: Numbers, before: Numbers, passed_s: float) -> dict[str, Any]:
-    line: dict[str, Any] = {"step": now.get("step"), "loss": now.get("loss")}
+    names = "step", "last_step", "loss"
+    line: dict[str, Any] = {name: now.get(name) for name in names}
     if not before:
         return line
     risen = {name: now[name] - before.get(name, 0) for name in now}
@@ -115,14 +118,20 @@ def _of_trainer(now: Numbers, before: Numbers, passed_s: float) -> dict[str, Any
 def of_training(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return how the training goes, by the lines of its trainers; None: it is unknown.
 
-    The step is the largest, samples a second the sum, the loss the mean.
+    The step is the largest, samples a second the sum, the loss the mean; how long the
+    training takes until its last step is told where a trainer knows that step.
     """
     trainers = [line for line in lines if line["role"] == "trainer"]
     step = max((line.get("step") or 0 for line in trainers), default=0)
     rates = [r for t in trainers if (r := t.get("samples_a_second")) is not None]
     losses = [one for t in trainers if (one := t.get("loss")) is not None]
+    paces = [one for t in trainers if (one := t.get("steps_a_second")) is not None]
+    last = max((line.get("last_step") or 0 for line in trainers), default=0)
+    has_eta = last >= step and bool(last) and max(paces, default=0) > 0
     return {
         "step": int(step) or None,
+        "last_step": int(last) or None,
+        "eta_s": round((last - step) / max(paces), 1) if has_eta else None,
         "samples_a_second": round(sum(rates), 1) if rates else None,
         "loss": fmean(losses) if losses else None,
     }

@@ -5,119 +5,51 @@
     GET /targets      the endpoints of all members, as Prometheus' http_sd expects them
     GET /metrics      members by state, restarts, step, time of the last checkpoint
 
-The coordinator connects to no member: what these say of themselves has come with their
-heartbeats. A thread looks at that every ``timeouts.STATUS_S``.
+``job/progress.py`` looks at the members.
 """
 
 import functools
-import logging
-import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple, Self
+from typing import Self
 
 import msgspec
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from persia_torchrec import env, timeouts
+from persia_torchrec import env
 from persia_torchrec.checkpoint.catalog import Manifest
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.errors import FrameError, PersiaError
+from persia_torchrec.errors import PersiaError
 from persia_torchrec.job.job_list import JobRecord
 from persia_torchrec.job.member import LAST_CHECKPOINT
-from persia_torchrec.job.member_lines import (
-    ROLES,
-    age_s,
-    describe,
-    of_checkpoint,
-    of_role,
-    of_training,
-    read_status,
-)
-from persia_torchrec.job.process_identity import METRICS_AT, STATUS
+from persia_torchrec.job.member_lines import age_s, of_checkpoint, of_training
+from persia_torchrec.job.process_identity import METRICS_AT
+from persia_torchrec.job.progress import Point, Progress
 from persia_torchrec.job.registry import HostedBook
-from persia_torchrec.job.state import Member
 from persia_torchrec.metrics.endpoint import Answer, Endpoint, begin, labels_of
 
-logger = logging.getLogger("persia_torchrec.job.coordinator")
-
-_HOURS = 6  # of which there are curves
 _MOST_POINTS = 360  # of a curve, as it is sent
 _PAGE = Path(__file__).with_name("status.html")
 _JSON, _HTML = "application/json", "text/html; charset=utf-8"
 
 
-class Point(NamedTuple):
-    """The curves at one time; None where a value is unknown."""
-
-    at_s: float
-    samples_a_second: float | None
-    loss: float | None
-    lookups_a_second: float | None
-    updates_a_second: float | None
-    p99_us: float | None
-    staleness: float | None
-    queue: float | None
-    rows: float | None
-
-
-def _point(at_s: float, lines: Sequence[dict[str, Any]]) -> Point:
-    """Sum up lines: rates and rows are of all, latency and queue of the worst."""
-    training = of_training(lines)
-
-    def of(role: str, name: str) -> list[float]:
-        values = (one.get(name) for one in lines if one["role"] == role)
-        return [value for value in values if value is not None]
-
-    def total(name: str) -> float | None:
-        return sum(found) if (found := of("server", name)) else None
-
-    staleness = of("trainer", "staleness")
-    return Point(
-        at_s,
-        training["samples_a_second"],
-        training["loss"],
-        total("lookups_a_second"),
-        total("updates_a_second"),
-        max(of("server", "p99_us"), default=None),
-        fmean(staleness) if staleness else None,
-        max(of("server", "queue"), default=None),
-        total("rows"),
-    )
-
-
-class _Seen(NamedTuple):
-    """What a member said of itself when it was looked at, and its line by that."""
-
-    text: str
-    process: str
-    numbers: dict[str, float]
-    line: dict[str, Any]
-
-
 class StatusPage(Collector):
-    """The page of one job; in a block it answers, and looks at the job.
+    """The page of one job, which answers from the beginning to the end of a block.
 
     Attributes:
         endpoint: at which it answers.
     """
 
-    def __init__(self, book: HostedBook, record: JobRecord, host: str) -> None:
-        self._book, self._record = book, record
+    def __init__(
+        self, book: HostedBook, progress: Progress, record: JobRecord, host: str
+    ) -> None:
+        self._book, self._progress, self._record = book, progress, record
         self._clock = time.monotonic
-        self._lines: list[dict[str, Any]] = []  # replaced, never changed
-        self._seen: dict[str, _Seen] = {}
-        num_points = int(_HOURS * 3600 / timeouts.STATUS_S)
-        self._points = deque[Point](maxlen=num_points)
-        self._closing = threading.Event()
-        self._thread = threading.Thread(
-            target=self._keep_looking, name="status page", daemon=True
-        )
         self.endpoint: Endpoint = begin("coordinator", 0, record.job_id, host)
         self.endpoint.add_collector(self)
         self.endpoint.add_route("/", lambda _: Answer(_PAGE.read_bytes(), _HTML))
@@ -125,61 +57,17 @@ class StatusPage(Collector):
         self.endpoint.add_route("/targets", self._targets)
 
     def __enter__(self) -> Self:
-        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._closing.set()
-        self._thread.join(timeouts.STATUS_S)
         self.endpoint.close()
-
-    def look(self) -> None:
-        """Look at the members once, as the thread does."""
-        job = self._book.job
-        with self._book.lock:
-            members = [one for one in job.members.values() if one.role in ROLES]
-            said = {one.who: job.notes.get(STATUS + one.who, "") for one in members}
-            addresses = dict(job.addresses)
-        members.sort(key=lambda one: (ROLES.index(one.role), one.index))
-        now_s = self._clock()
-        lines = []
-        for member in members:
-            line = describe(member, addresses.get(member.who))
-            if member.role == "trainer":
-                line["step"] = member.progress
-            lines.append(line | self._hear(member, said[member.who]))
-        self._lines = lines
-        self._points.append(_point(now_s, lines))
-
-    def _hear(self, member: Member, text: str) -> dict[str, Any]:
-        """Return what a member says of itself; rates since it said something else."""
-        before = self._seen.get(member.who)
-        if not text or (before is not None and before.text == text):
-            return {} if before is None else before.line
-        try:
-            numbers = dict(read_status(text))
-        except FrameError as exc:
-            logger.warning("%s: %s", member.who, exc)
-            return {}
-        process = member.process.nonce if member.process else ""
-        then = before.numbers if before and before.process == process else {}
-        line = of_role(member.role, numbers, then, timeouts.STATUS_S)
-        self._seen[member.who] = _Seen(text, process, numbers, line)
-        return line
-
-    def _keep_looking(self) -> None:
-        while not self._closing.wait(timeouts.STATUS_S):
-            try:
-                self.look()
-            except Exception:  # the job continues, with a page that does not move
-                logger.exception("the page of the job could not be brought up to date")
 
     def _checkpoint(self) -> str:
         with self._book.lock:
             return self._book.job.notes.get(LAST_CHECKPOINT, "")
 
     def _status(self) -> Answer:
-        now_s, points = self._clock(), list(self._points)
+        now_s, points = self._clock(), list(self._progress.points)
         view = self._book.view()
         status = {
             "job": self._record.job_id,
@@ -187,9 +75,9 @@ class StatusPage(Collector):
             "reason": view.reason,
             "since_s": age_s(self._record.began),
             "folder": self._record.folder,
-            **of_training(self._lines),
+            **of_training(self._progress.lines),
             **of_checkpoint(self._checkpoint()),
-            "members": self._lines,
+            "members": self._progress.lines,
             "curves": _columns(thinned(points, _MOST_POINTS), now_s),
         }
         return Answer(msgspec.json.encode(status), _JSON)

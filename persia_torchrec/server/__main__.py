@@ -143,8 +143,7 @@ def _run(config: ServerConfig, life: JobMember | Lifetime) -> None:
             _restore(server, life)
     if isinstance(life, JobMember):
         life.progress = _teller(server, life)
-        if life.endpoint is not None:
-            life.status = _Status(server)
+        life.status = _Status(server)
         life.progress()
         for name, value in life.notes.items():  # a successor counts from here on
             life.book.tell(name, value)

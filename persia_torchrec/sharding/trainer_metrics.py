@@ -8,9 +8,10 @@ publishes those of its tables itself.
 """
 
 import atexit
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -132,6 +133,8 @@ def readings(models: Sequence[TrainerCounts], loss: LatestLoss) -> list[Reading]
             bins=tuple(steps.bins),
         ),
     ]
+    if (last := TrainerMetrics.last_step) is not None:
+        found.append(Reading("persia_last_step", last, "at which the training ends"))
     if (latest := loss.read()) is not None:
         found.append(Reading("persia_loss", latest, "the last loss that was told"))
     return found
@@ -144,9 +147,14 @@ def _step(tally: "Tally") -> int:
 
 
 class TrainerMetrics:
-    """The metrics of this process, while it is a trainer of a job; for any thread."""
+    """The metrics of this process, while it is a trainer of a job; for any thread.
+
+    Attributes:
+        last_step: at which the training ends, as far as that is known.
+    """
 
     loss: ClassVar = LatestLoss()
+    last_step: ClassVar[int | None] = None
     _lock = threading.Lock()
     _models: ClassVar[list[TrainerCounts]] = []  # guarded by _lock
     _stop: ClassVar[Callable[[], None] | None] = None  # guarded by _lock
@@ -176,6 +184,17 @@ class TrainerMetrics:
             cls._models.append(model)
         if JobMember.current is not None:
             JobMember.current.status = cls._status
+
+    @classmethod
+    def expect(cls, batches: object, num_steps: int, num_batches: int) -> None:
+        """Note the step at which a pass over batches ends, if they have a length.
+
+        ``num_batches`` of the pass are trained, by the last of ``num_steps`` steps.
+        """
+        cls.last_step = None
+        if isinstance(batches, Sized):
+            with contextlib.suppress(TypeError):  # a DataLoader of an IterableDataset
+                cls.last_step = num_steps + max(len(batches) - num_batches, 0)
 
     @classmethod
     def end(cls) -> None:

@@ -246,11 +246,8 @@ class Recovery:
         self.num_steps += 1
         if not (may_save and self._config.saves and self.clock.is_time()):
             return
-        began_s, is_last, member = (
-            time.monotonic(),
-            self.clock.is_last,
-            JobMember.current,
-        )
+        began_s, member = time.monotonic(), JobMember.current
+        is_last = self.clock.is_last
         if is_last and member is not None:
             member.report_last_step()
         is_delta = at_first(lambda: self.clock.is_delta and not is_last, bool)
@@ -438,8 +435,9 @@ class Run:
     The thread that trains calls all methods, every trainer as often as the others.
     """
 
-    def __init__(self, recovery: Recovery) -> None:
+    def __init__(self, recovery: Recovery, last_step: int | None) -> None:
         self._recovery = recovery
+        self._last_step = TrainerMetrics.last_step = last_step
         self._num_ahead = 0
 
     @property
@@ -460,7 +458,10 @@ class Run:
         unless it is in ``state`` and continues by itself.
         """
         parts = loader.micro_batches if isinstance(loader, RowDataset) else 1
-        for batch in self._recovery.skip(loader):
+        rest = self._recovery.skip(loader)
+        if self._last_step is None and not isinstance(loader, RowDataset):
+            TrainerMetrics.expect(loader, self.num_steps, self._recovery.num_batches)
+        for batch in rest:
             self._num_ahead += 1
             if self._num_ahead > _MAX_AHEAD * parts:
                 raise ConfigError(
@@ -508,6 +509,7 @@ def recoverable(
     missing: catalog.Missing | None = None,
     on_change: catalog.OnChange | None = None,
     rename: Mapping[str, str] | None = None,
+    last_step: int | None = None,
 ) -> Iterator[Run]:
     """Make a training loop continue where it was, when its trainers start again.
 
@@ -546,6 +548,8 @@ def recoverable(
             what the job was started with, as ``torchx run ... --missing skip``.
         on_change: "error", "reset state" or "reset table", likewise.
         rename: by names of the checkpoint's tables, those of the model.
+        last_step: at which the training ends, for those who look at the job. None: the
+            end of a pass over a loader that has a length, but for a ``RowDataset``.
 
     Raises:
         CheckpointError: there are complete checkpoints, and none can be loaded; or the
@@ -576,7 +580,7 @@ def recoverable(
     if (member := JobMember.current) is not None:
         member.progress = lambda: recovery.num_steps
     with recovery.ending(), recovery.joinable():
-        yield Run(recovery)
+        yield Run(recovery, last_step)
 
 
 def _must_end() -> bool:

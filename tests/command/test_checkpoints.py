@@ -64,6 +64,7 @@ def test_ls_has_all_of_a_run_or_of_all_runs(run):
     assert {(one["state"], one["rows"], one["servers"]) for one in lines} == {
         ("complete", 3, 2)
     }
+    (run.parent / "notes.txt").write_text("a file among runs")
     names = {one["checkpoint"] for one in told("ls", run.parent)}
     assert {one["checkpoint"] for one in lines} <= names
     assert "complete" in call("ls", run)

@@ -8,6 +8,7 @@ import yaml
 
 from persia_torchrec.job import job_list
 from persia_torchrec.job.process_identity import METRICS_AT, ProcessIdentity
+from persia_torchrec.job.progress import Progress
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.job.requests import Register
 from persia_torchrec.job.status_page import StatusPage
@@ -149,7 +150,7 @@ def test_prometheus_finds_the_processes_of_a_job_by_its_coordinator(
     record = job_list.record_of("seven", book.port)
     endpoint = Endpoint("127.0.0.1", 0, labels_of("server", 0, "seven"))
     try:
-        with StatusPage(book, record, "127.0.0.1") as page:
+        with StatusPage(book, Progress(book), record, "127.0.0.1") as page:
             own = ProcessIdentity.of_this_process()
             book.call(Register("server", 0, own), str)
             book.tell(METRICS_AT + "server 0", endpoint.address)

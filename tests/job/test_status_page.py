@@ -13,9 +13,10 @@ from persia_torchrec.job import job_list
 from persia_torchrec.job.member import LAST_CHECKPOINT
 from persia_torchrec.job.member_lines import of_role
 from persia_torchrec.job.process_identity import METRICS_AT, STATUS, ProcessIdentity
+from persia_torchrec.job.progress import Point, Progress
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.job.requests import Beat, ClaimSize, Register, Report, View
-from persia_torchrec.job.status_page import Point, StatusPage, thinned
+from persia_torchrec.job.status_page import StatusPage, thinned
 from persia_torchrec.metrics.values import Durations
 from tests.support.ports import draw_port
 from tests.support.servers import DEADLINE_S
@@ -30,11 +31,13 @@ def book():
 
 @pytest.fixture
 def page(book, monkeypatch):
-    """The page of a job, whose thread does not run: the test looks."""
+    """The page of a job at which the test looks, as a thread else does."""
     monkeypatch.setenv("PERSIA_METRICS_PORT", str(draw_port()))
-    page = StatusPage(book, job_list.record_of("seven", book.port), "127.0.0.1")
-    yield page
-    page.endpoint.close()
+    progress = Progress(book)
+    record = job_list.record_of("seven", book.port)
+    with StatusPage(book, progress, record, "127.0.0.1") as page:
+        page.look = progress.look
+        yield page
 
 
 class Member:
@@ -212,13 +215,16 @@ def test_the_page_needs_nothing_but_itself_and_its_status(page):
     assert "status.json" in text
     assert "http://" not in text.replace("http://www.w3.org/2000/svg", "")
     assert "https://" not in text
-    names = {name for name in Point._fields if name != "at_s"}
+    names = {name for name in Point._fields if name not in ("at_s", "step")}
     assert all(f'["{name}",' in text for name in names)
 
 
 def test_long_curves_are_thinned_to_their_means():
+    nothing = Point(*[None] * len(Point._fields))
     points = [
-        Point(float(second), 1.0 * second, None, 2.0, None, None, None, None, None)
+        nothing._replace(
+            at_s=1.0 * second, samples_a_second=1.0 * second, lookups_a_second=2.0
+        )
         for second in range(1000)
     ]
     few = thinned(points, 100)
