@@ -63,8 +63,8 @@ def test_a_training_is_one_line_with_its_step_rate_loss_and_end(book, caplog):
         now_s[0] = at_s
         progress.look()
     assert caplog.messages[-1] == (
-        "step 200 of 1200, 5,120 samples/s, loss 0.25, hit rate 90.0 %, staleness 0.50, "
-        "ETA 1m40s"
+        "step 200 of 1200, 5,120 samples/s, loss 0.25, hit rate 90.0 %, "
+        "staleness 0.50, ETA 1m40s"
     )
 
 
