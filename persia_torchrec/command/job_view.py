@@ -42,6 +42,15 @@ class Job:
     record: JobRecord | None
     client: EmbeddingClient | None
 
+    def statuses(self, role: str) -> dict[str, Numbers]:
+        """Return what the members of a role say of themselves with their heartbeats."""
+        size = len(self.book.call(FindRole(role), Found).values or [])
+        names = [f"{role} {index}" for index in range(size)]
+        notes = FindNotes([STATUS + name for name in names])
+        texts = self.book.call(notes, Found).values or []
+        told = zip(names, texts, strict=True)
+        return {name: read_status(text) for name, text in told if text is not None}
+
 
 def find(name: str, *, is_running: bool = True) -> JobRecord:
     """Return the job of a name, or of its beginning; "": the one that there is.
@@ -121,7 +130,7 @@ class View:
             addresses = book.call(FindRole(role), Found).values or []
             size = 1 if role == "coordinator" else len(addresses)
             if role == "trainer":
-                found |= self._statuses(role, size)
+                found |= self._job.statuses(role)
             for index in range(size):
                 address = addresses[index] if index < len(addresses) else None
                 member = book.member(role, index)
@@ -152,14 +161,6 @@ class View:
             found = self._job.client.counters(timeouts.VERB_ANSWER_S)
             return {f"server {index}": one for index, one in enumerate(found)}
         return {}
-
-    def _statuses(self, role: str, size: int) -> dict[str, Numbers]:
-        """Return what members say of themselves with their heartbeats."""
-        names = [f"{role} {index}" for index in range(size)]
-        notes = FindNotes([STATUS + name for name in names])
-        texts = self._job.book.call(notes, Found).values or []
-        told = zip(names, texts, strict=True)
-        return {name: read_status(text) for name, text in told if text is not None}
 
 
 def is_here(host: str) -> bool:

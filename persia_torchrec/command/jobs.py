@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +25,8 @@ from persia_torchrec.command.job_view import Job, View, find, is_here, opened
 from persia_torchrec.job import job_list
 from persia_torchrec.job import report as job_report
 from persia_torchrec.job.job_list import JobRecord
-from persia_torchrec.job.member_lines import age_s
+from persia_torchrec.job.member_lines import Numbers, age_s
+from persia_torchrec.job.process_identity import IDS_OF
 from persia_torchrec.job.progress import CURVES
 from persia_torchrec.job.requests import Fail
 from persia_torchrec.job.requests import View as JobView
@@ -35,6 +37,7 @@ a_job: Callable[[F], F] = click.argument("job", default="")
 _BETWEEN_S = 1.5  # two looks, of which rates are made: a heartbeat comes between
 _LOOK_S = 0.2
 _WATCH_S = 2.0
+_MOST_FEATURES = 40  # that are shown
 _MEMBERS = (
     *("role", "index", "state", "host", "pid", "port", "since_s", "restarts"),
     *("memory_bytes", "rows", "capacity_rows", "bytes", "evictions"),
@@ -148,25 +151,64 @@ def _drawn(found: dict[str, Any]) -> Group:
 @click.option("-w", "--watch", is_flag=True, help="Look again every 2 s, until Ctrl-C.")
 @as_json
 def top(job: str, watch: bool, is_json: bool) -> None:
-    """Show the tables of a job, those with the most updates a second first.
+    """Show the busiest tables and features of a job, by updates and ids a second.
+
+    Features are those of trainers that look ids up by themselves, as TorchRec's do.
 
     persia-torchrec top --watch
     """
     with opened(job, needs_rows=True) as there:
-        looks = _busiest(there)
+        looks = zip(_busiest_tables(there), _busiest_features(there), strict=False)
         next(looks)
         time.sleep(_BETWEEN_S)
         if is_json or not watch:
-            lines = next(looks)
-            console.show_json(lines) if is_json else console.show(lines)
+            tables, features = next(looks)
+            if is_json:
+                console.show_json({"tables": tables, "features": features})
+            else:
+                console.console().print(_both(tables, features))
             return
         with Live(console=console.console(), auto_refresh=False) as live:
-            for lines in looks:
-                live.update(console.table(lines), refresh=True)
+            for tables, features in looks:
+                live.update(_both(tables, features), refresh=True)
                 time.sleep(_WATCH_S)
 
 
-def _busiest(there: Job) -> Iterator[list[dict[str, Any]]]:
+def _both(tables: list[dict[str, Any]], features: list[dict[str, Any]]) -> Group:
+    shown = [console.table(lines) for lines in (tables, features) if lines]
+    return Group(*shown)
+
+
+def _busiest_features(there: Job) -> Iterator[list[dict[str, Any]]]:
+    """Yield the features, with rates since the look before; trainers tell of them."""
+    before: dict[str, Numbers] = {}
+    while True:
+        now = there.statuses("trainer")
+        rates, ids = defaultdict[str, float](float), Counter[str]()
+        for who, status in now.items():
+            then = before.get(who, status)
+            passed_s = max(status.get("at_s", 0.0) - then.get("at_s", 0.0), 1e-3)
+            for name in (one for one in status if one.startswith(IDS_OF)):
+                num = status[name] - then.get(name, status[name])
+                ids[name] += int(status[name])
+                rates[name] += num / passed_s
+        whole = sum(rates.values()) or 1.0
+        before = now
+        yield [
+            {
+                "feature": name.rpartition("/")[2],
+                "table": name.removeprefix(IDS_OF).rpartition("/")[0],
+                "ids_a_second": round(rate, 1),
+                "share": round(rate / whole, 3),
+                "ids": ids[name],
+            }
+            for name, rate in sorted(rates.items(), key=lambda one: -one[1])[
+                :_MOST_FEATURES
+            ]
+        ]
+
+
+def _busiest_tables(there: Job) -> Iterator[list[dict[str, Any]]]:
     """Yield the tables, with rates since the look before."""
     client = there.client
     assert client is not None

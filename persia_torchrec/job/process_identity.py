@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from persia_torchrec.metrics.endpoint import Endpoint
 
 METRICS_AT = "metrics at/"  # and a member: note that says where it serves metrics
+IDS_OF = "ids/"  # and a table and a feature: number in the status of a trainer
 STATUS = "status/"  # and a member: note with its status, as JSON
 
 _COORDINATOR = b"persia_torchrec.job.coordinator"

@@ -15,6 +15,7 @@ T sum of the dims of all features.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -278,6 +279,7 @@ class ShardedLookup:
         self.client = client
         self.precision = precision
         self._timed = timed
+        self.num_ids: Counter[tuple[str, str]] = Counter()
         with report_compilation():  # before the first batch waits for it
             pooling.warm_up()
 
@@ -410,6 +412,11 @@ class ShardedLookup:
         """Make the ids unique per table, and group them by server; see :meth:`pull`."""
         features, jagged, places = self.select(given)
         plan = features.plan(self.client.tables, jagged.positions)
+        if number is not None:
+            num_K = np.diff(jagged.id_starts)
+            each = zip(features.specs, num_K[plan.columns.keys].tolist(), strict=True)
+            for spec, num in each:
+                self.num_ids[spec.table, spec.name] += num
         routed = route_batch(jagged, features, plan, self.client.num_servers)
         if self.each_id:
             num_F = np.diff(routed.starts)

@@ -23,7 +23,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass, fields
 from operator import add
 from statistics import fmean
@@ -307,11 +307,14 @@ class Tally:
         steps: time between each two of these.
         num_samples: looked up for training; the pipeline counts them.
         waited_ns: that threads have waited for rows.
+        num_ids: looked up for training, by table and feature; the lookup counts them,
+            where it is one of this process.
     """
 
     def __init__(self) -> None:
         self.is_joint = False
         self.num_pushed = self.num_samples = self.waited_ns = 0
+        self.num_ids: Mapping[tuple[str, str], int] = {}
         self.steps = Durations()
         self._pushed_ns = 0  # when the last update was sent
         self._lock = threading.Lock()  # of all below; the public ones may be read

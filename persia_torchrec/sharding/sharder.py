@@ -451,6 +451,7 @@ class RemoteSharder(CollectionSharder):
         # A server may be silent, and then away.
         timeout_s = self._client.timeout_s + 2 * self._client.recovery_s
         pipeline = BatchPipeline(lookup, staleness=self._staleness, timeout_s=timeout_s)
+        pipeline.tally.num_ids = lookup.num_ids
         pipeline.set_count(env.rank, self._client.batches)
         pipeline.evaluation_waits = self._evaluation_waits
         if self._joint_timeout_s and env.world_size > 1:

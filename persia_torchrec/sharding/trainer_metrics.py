@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,7 +21,7 @@ from persia_torchrec import env
 from persia_torchrec.datasets.transfer import ToHost
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.member import JobMember
-from persia_torchrec.job.process_identity import memory_bytes
+from persia_torchrec.job.process_identity import IDS_OF, memory_bytes
 from persia_torchrec.metrics.push import (
     is_published,
     metrics_settings,
@@ -32,6 +33,7 @@ from persia_torchrec.pipeline.pipeline import BatchPipeline
 if TYPE_CHECKING:
     from persia_torchrec.pipeline.staleness import StalenessSemaphore, Tally
 
+_MAX_FEATURES = 100  # of which a heartbeat tells, those with the most ids
 _HELP = "of this trainer; see docs/metrics.md"
 
 
@@ -133,11 +135,21 @@ def readings(models: Sequence[TrainerCounts], loss: LatestLoss) -> list[Reading]
             bins=tuple(steps.bins),
         ),
     ]
+    num_ids: Counter[str] = Counter()
+    for (_, feature), num in _ids_of(tallies):
+        num_ids[feature] += num
+    name, text = "persia_feature_ids", "ids of a feature, looked up for training"
+    found += [Reading(name, n, text, "counter", f) for f, n in num_ids.items()]
     if (last := TrainerMetrics.last_step) is not None:
         found.append(Reading("persia_last_step", last, "at which the training ends"))
     if (latest := loss.read()) is not None:
         found.append(Reading("persia_loss", latest, "the last loss that was told"))
     return found
+
+
+def _ids_of(tallies: Sequence["Tally"]) -> list[tuple[tuple[str, str], int]]:
+    """Return how many ids of each table and feature were looked up for training."""
+    return [one for tally in tallies for one in [*tally.num_ids.items()]]
 
 
 def _step(tally: "Tally") -> int:
@@ -215,9 +227,15 @@ class TrainerMetrics:
 
     @classmethod
     def _status(cls) -> Mapping[str, float]:
+        with cls._lock:
+            models = list(cls._models)
         found = {
             reading.name.removeprefix("persia_"): reading.value
-            for reading in cls._read()
-            if not reading.bins
+            for reading in readings(models, cls.loss)
+            if not (reading.bins or reading.feature)
         }
+        ids = _ids_of([tally for model in models for tally in model.tallies()])
+        busiest = sorted(ids, key=lambda one: one[1], reverse=True)[:_MAX_FEATURES]
+        for (table, feature), num in busiest:
+            found[f"{IDS_OF}{table}/{feature}"] = num
         return {**found, "memory_bytes": memory_bytes(), "at_s": time.monotonic()}

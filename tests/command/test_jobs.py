@@ -120,10 +120,18 @@ def test_a_job_that_is_not_there_learns_which_are(job):
 
 
 def test_top_has_the_tables_with_their_updates(job):
-    [line] = told("top")
+    [line] = told("top")["tables"]
     assert (line["table"], line["optimizer"]) == ("item", "Adagrad")
-    wait_until(lambda: told("top")[0]["updates_a_second"] > 0, "the job trains")
-    assert told("top")[0]["updates"] > line["updates"]
+
+    def is_busy():
+        found = told("top")
+        [table], [feature] = found["tables"], found["features"]
+        assert (feature["feature"], feature["table"]) == ("item", "item")
+        has_more = table["updates"] > line["updates"] and feature["ids"] > 6
+        return has_more and table["updates_a_second"] > 0 < feature["ids_a_second"]
+
+    wait_until(is_busy, "the job trains")
+    assert "ids/s" in call("top")
 
 
 def test_logs_equal_those_of_a_process(job):
