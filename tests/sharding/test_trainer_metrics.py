@@ -143,3 +143,29 @@ def test_the_settings_equal_those_of_the_global_config(
     model_of(job, "second")
     TrainerMetrics.end()
     assert len(gateway.pushes()) == 1
+
+
+def test_the_last_step_follows_from_the_length_of_a_pass(monkeypatch):
+    monkeypatch.setattr(TrainerMetrics, "last_step", 3)
+    TrainerMetrics.expect(range(100), 250, 30)  # 30 of this pass are trained
+    assert TrainerMetrics.last_step == 320
+    for unknown in (iter(range(9)), torch.utils.data.DataLoader(_Stream())):
+        TrainerMetrics.expect(unknown, 250, 30)
+        assert TrainerMetrics.last_step is None
+
+
+class _Stream(torch.utils.data.IterableDataset):
+    """Data without a length."""
+
+
+def test_a_status_has_the_ids_of_each_feature_and_the_last_step(
+    job, in_job, monkeypatch
+):
+    monkeypatch.setattr(TrainerMetrics, "last_step", 40)
+    model, _ = model_of(job, "item")
+    train(model, 2)
+    status = TrainerMetrics._status()
+    assert status["ids/item/x"] == 6
+    assert status["last_step"] == 40
+    read = {(one.name, one.feature): one.value for one in TrainerMetrics._read()}
+    assert read["persia_feature_ids", "x"] == 6
