@@ -182,6 +182,8 @@ def test_every_process_is_scraped_and_no_two_jobs_share_a_series(
         return {one["metric"]["job_id"]: one["value"] for one in found}
 
     wait_until(lambda: scraped() == jobs, "all processes are scraped", details=scraped)
+    follower = 'persia_rows{job="persia"}'
+    wait_until(lambda: prometheus.query(follower), "the follower is scraped")
     found = prometheus.query('{__name__=~"persia_.*", role!="predictor"}')
     labels = [one["metric"] for one in found]
     of_jobs = [one for one in labels if one["job"] in jobs]
