@@ -157,6 +157,9 @@ def test_the_last_step_follows_from_the_length_of_a_pass(monkeypatch):
 class _Stream(torch.utils.data.IterableDataset):
     """Data without a length."""
 
+    def __iter__(self):
+        return iter(())
+
 
 def test_a_status_has_the_ids_of_each_feature_and_the_last_step(
     job, in_job, monkeypatch
