@@ -130,7 +130,6 @@ def build_bags(features: Mapping[str, IDFeature]) -> dict[str, Bags]:
 
 def check_bags(bags: Mapping[str, Bags]) -> int:
     """Check that the features of a batch fit together; return B."""
-    num_samples = 0
     for name, (ids, lengths, _) in bags.items():
         if ids.dtype != np.uint64 or ids.ndim != 1:
             raise BatchError(
@@ -142,19 +141,25 @@ def check_bags(bags: Mapping[str, Bags]) -> int:
                 f"Feature {name!r}: lengths must be a flat int32 array. "
                 f"Received: dtype={lengths.dtype}, shape={lengths.shape}."
             )
-        total = int(lengths.sum(dtype=np.int64))
-        if total != len(ids) or (len(lengths) and lengths.min() < 0):
-            raise BatchError(
-                f"Feature {name!r}: lengths must not be negative and must sum up to "
-                f"the number of ids, {len(ids)}. Received: a sum of {total}."
-            )
-        num_samples = len(lengths)
-    if any(len(bag.lengths) != num_samples for bag in bags.values()):
+    sizes = {len(bag.lengths) for bag in bags.values()}
+    if len(sizes) > 1:
         raise BatchError(
             "All features must have the same number of samples. "
             f"Received: { {name: len(bag.lengths) for name, bag in bags.items()} }."
         )
-    return num_samples
+    if not bags:
+        return 0
+    lengths_KB = np.stack([bag.lengths for bag in bags.values()])
+    totals = lengths_KB.sum(axis=1, dtype=np.int64).tolist()
+    has_negative = lengths_KB.min(initial=0) < 0
+    for (name, bag), total in zip(bags.items(), totals, strict=True):
+        is_negative = has_negative and bag.lengths.min() < 0
+        if total != len(bag.ids) or is_negative:
+            raise BatchError(
+                f"Feature {name!r}: lengths must not be negative and must sum up to "
+                f"the number of ids, {len(bag.ids)}. Received: a sum of {total}."
+            )
+    return sizes.pop()
 
 
 def encode_bags(bags: Mapping[str, Bags]) -> Frames:

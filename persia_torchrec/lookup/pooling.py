@@ -17,7 +17,7 @@ Dimensions: B samples, F features, L ids of one feature, U unique ids of its tab
 embedding dim, T sum of the dims of all features.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numba
@@ -105,21 +105,47 @@ class FeatureBags(NamedTuple):
     pooling: Pooling
 
 
-def pool(features: Sequence[FeatureBags], num_samples: int) -> Floats:
+class BagsInRoute(NamedTuple):
+    """The bags of features whose ids were routed together: their arrays are shared.
+
+    Attributes:
+        rows: of each group.
+        groups: int64 ``(F,)``, the group of each feature.
+        inverse: int32, which row of its group each id is; a feature has ``nums`` of
+            them from ``starts`` on, int64 ``(F,)`` each.
+        lengths: int32; those of a feature begin at ``length_starts``, int64 ``(F,)``.
+        own_lengths: instead of these, by the index of a feature.
+        poolings: int64 ``(F,)``, of ``POOLINGS``.
+    """
+
+    rows: Sequence[Rows]
+    groups: npt.NDArray[np.int64]
+    inverse: Positions
+    starts: npt.NDArray[np.int64]
+    nums: npt.NDArray[np.int64]
+    lengths: Lengths
+    length_starts: npt.NDArray[np.int64]
+    own_lengths: Mapping[int, Lengths]
+    poolings: npt.NDArray[np.int64]
+
+
+AllBags = Sequence[FeatureBags] | BagsInRoute
+
+
+def pool(features: AllBags, num_samples: int) -> Floats:
     """Pool the bags of all features, in their order; float32 ``(B, T)``."""
-    width = sum([feature.rows.dim for feature in features])
+    plan_F7, width, _kept = _plan(features)
     out_BT = np.empty((num_samples, width), dtype=np.float32)
-    plan_F7, _kept = _plan(features)
     _pool(plan_F7, out_BT)
     return out_BT
 
 
-def add_gradients(grads_BT: Floats, features: Sequence[FeatureBags]) -> None:
+def add_gradients(grads_BT: Floats, features: AllBags) -> None:
     """Add the gradient of each bag, float32 ``(B, T)``, to the ``rows`` in it.
 
     Of rows that were not written, the first gradient is the sum so far.
     """
-    plan_F7, _kept = _plan(features)
+    plan_F7, _, _kept = _plan(features)
     _add_gradients(np.ascontiguousarray(grads_BT), plan_F7)
 
 
@@ -135,8 +161,10 @@ def warm_up() -> None:
     add_gradients(pool(bags, 1), bags)
 
 
-def _plan(features: Sequence[FeatureBags]) -> tuple[Plan, list[object]]:
-    """Return what the loops need to know of each feature, and what must outlive it."""
+def _plan(features: AllBags) -> tuple[Plan, int, list[object]]:
+    """Return what the loops need to know, the width T, and what must outlive it."""
+    if isinstance(features, BagsInRoute):
+        return _plan_route(features)
     plan: list[tuple[int, ...]] = []
     kept: list[object] = []
     column_bytes = 0
@@ -157,7 +185,28 @@ def _plan(features: Sequence[FeatureBags]) -> tuple[Plan, list[object]]:
             )
         )
         column_bytes += row_bytes
-    return np.array(plan, dtype=np.uint64).reshape(-1, 7), kept
+    plan_F7 = np.array(plan, dtype=np.uint64).reshape(-1, 7)
+    return plan_F7, column_bytes // 4, kept
+
+
+def _plan_route(bags: BagsInRoute) -> tuple[Plan, int, list[object]]:
+    """Plan all features at once; an address of each is slow."""
+    inverse = np.ascontiguousarray(bags.inverse)
+    lengths = np.ascontiguousarray(bags.lengths)
+    plan_F7 = np.zeros((len(bags.groups), 7), dtype=np.int64)
+    addresses = np.array([_address(rows.addresses) for rows in bags.rows], np.int64)
+    row_bytes = np.array([4 * rows.dim for rows in bags.rows], np.int64)[bags.groups]
+    plan_F7[:, _ROWS] = addresses[bags.groups]
+    plan_F7[:, _INVERSE] = _address(inverse) + 4 * bags.starts
+    plan_F7[:, _NUM_IDS] = bags.nums
+    plan_F7[:, _LENGTHS] = _address(lengths) + 4 * bags.length_starts
+    for f, own in bags.own_lengths.items():
+        plan_F7[f, _LENGTHS] = _address(own)
+    plan_F7[:, _ROW_BYTES] = row_bytes
+    plan_F7[:, _POOLING] = bags.poolings
+    row_bytes[:-1].cumsum(out=plan_F7[1:, _COLUMN_BYTES])
+    kept: list[object] = [inverse, lengths, bags]
+    return plan_F7.view(np.uint64), int(row_bytes.sum()) // 4, kept
 
 
 def _address(array: npt.NDArray[np.generic]) -> int:

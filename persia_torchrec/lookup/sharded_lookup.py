@@ -16,7 +16,7 @@ T sum of the dims of all features.
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -30,6 +30,7 @@ from persia_torchrec.errors import BatchError, ConfigError
 from persia_torchrec.jit.compiled import report_compilation
 from persia_torchrec.lookup import pooling
 from persia_torchrec.lookup.bags import (
+    POOLINGS,
     Bags,
     FeatureSpec,
     JaggedIds,
@@ -65,6 +66,9 @@ class RoutePlan(NamedTuple):
             ``positions``.
         table_groups: int64, the group of each table.
         table_shared_rows: uint64, the shared rows of each table.
+        feature_groups: int64 ``(F,)``, as ``group_of``; ``keys`` and ``poolings``, of
+            ``POOLINGS``, likewise.
+        hashed: features whose ids have several buckets.
     """
 
     version: int
@@ -75,6 +79,10 @@ class RoutePlan(NamedTuple):
     columns: FeatureColumns
     table_groups: npt.NDArray[np.int64]
     table_shared_rows: Ids
+    feature_groups: npt.NDArray[np.int64]
+    keys: npt.NDArray[np.int64]
+    poolings: npt.NDArray[np.int64]
+    hashed: tuple[int, ...]
 
 
 class BatchFeatures:
@@ -120,15 +128,21 @@ def _make_plan(
         for spec in specs
     ]
     columns = np.array(rows, dtype=np.uint64).reshape(-1, 6).T.copy()
+    group_of = tuple(dims.index(dim_of[spec.table]) for spec in specs)
+    poolings = [POOLINGS.index(spec.pooling) for spec in specs]
     return RoutePlan(
         version,
         dict(positions),
         groups,
         dims,
-        tuple(dims.index(dim_of[spec.table]) for spec in specs),
+        group_of,
         FeatureColumns(*columns),
         np.array([dims.index(dim_of[n]) for n in ordered], dtype=np.int64),
         np.array(shared, dtype=np.uint64),
+        np.array(group_of, dtype=np.int64),
+        columns[0].astype(np.int64),
+        np.array(poolings, dtype=np.int64),
+        tuple(f for f, spec in enumerate(specs) if spec.hash_stack_rounds),
     )
 
 
@@ -179,34 +193,42 @@ class RoutedBatch:
         return np.concatenate([group.ids[start:stop] for start, stop in ranges])
 
     def bags(
-        self, rows: Sequence[pooling.Rows], features: Iterable[int], *, each_id: bool
-    ) -> list[pooling.FeatureBags]:
+        self, rows: Sequence[pooling.Rows], features: Sequence[int], *, each_id: bool
+    ) -> pooling.BagsInRoute:
         """Return the bags of some features over rows, or sums of gradients, by group.
 
         With ``each_id`` every id is a bag of its own.
         """
-        specs, group_of, keys = self.features.specs, self.plan.group_of, self._keys()
-        return [
-            pooling.FeatureBags(
-                rows[group_of[f]],
-                self.inverse_of(f),
-                self._lengths_of(f, keys[f], each_id=each_id),
-                specs[f].pooling,
-            )
-            for f in features
-        ]
-
-    def _keys(self) -> list[int]:
-        keys: list[int] = self.plan.columns.keys.tolist()
-        return keys
-
-    def _lengths_of(self, feature: int, key: int, *, each_id: bool) -> Lengths:
+        chosen, plan = np.array(features, dtype=np.int64), self.plan
+        starts, keys = self.starts[chosen], plan.keys[chosen]
+        nums = self.starts[chosen + 1] - starts
         if each_id:
-            num = int(self.starts[feature + 1] - self.starts[feature])
-            return np.ones(num, dtype=np.int32)
-        lengths = self.lengths[self.bag_starts[key] : self.bag_starts[key + 1]]
-        rounds = self.features.specs[feature].hash_stack_rounds
-        return lengths * np.int32(rounds) if rounds else lengths
+            ones = np.ones(int(nums.max(initial=0)), dtype=np.int32)
+            lengths, length_starts = ones, np.zeros_like(keys)
+        else:
+            lengths, length_starts = self.lengths, self.bag_starts[keys]
+        return pooling.BagsInRoute(
+            rows,
+            plan.feature_groups[chosen],
+            self.inverse,
+            starts,
+            nums,
+            lengths,
+            length_starts,
+            {} if each_id else self._hashed_lengths(features),
+            plan.poolings[chosen],
+        )
+
+    def _hashed_lengths(self, features: Sequence[int]) -> dict[int, Lengths]:
+        """Return the lengths of the bags of features whose ids have several buckets."""
+        found = {}
+        for f in self.plan.hashed:
+            if f in features:
+                key = self.plan.keys[f]
+                lengths = self.lengths[self.bag_starts[key] : self.bag_starts[key + 1]]
+                rounds = self.features.specs[f].hash_stack_rounds
+                found[features.index(f)] = lengths * np.int32(rounds)
+        return found
 
 
 class RowGradients(NamedTuple):
@@ -421,7 +443,7 @@ class ShardedLookup:
         if self.each_id:
             num_F = np.diff(routed.starts)
         else:
-            num_F = np.diff(jagged.bag_starts)[plan.columns.keys.astype(np.int64)]
+            num_F = np.diff(jagged.bag_starts)[plan.keys]
         num, num_samples = num_F.tolist(), jagged.num_samples
         return replace(
             routed,

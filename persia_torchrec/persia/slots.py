@@ -50,6 +50,7 @@ from persia_torchrec.table import TableSettings, TableSpec, require_known_tables
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.1
+_MAX_SELECTED = 64  # orders of slots whose features are kept
 _HELPS = {
     "batch_unique_indices_rate": "different ids of a batch, of all its ids",
     "lookup_preprocess_time_cost_sec": "making the ids of a batch unique",
@@ -353,6 +354,7 @@ class SlotsLookup(sharded_lookup.ShardedLookup):
     ) -> None:
         self.measures = measures
         timed = nullcontext if measures is None else measures.timed
+        self._selected: dict[tuple[str, ...], sharded_lookup.BatchFeatures] = {}
         super().__init__(client, features, timed=timed)
 
     def pull(
@@ -382,22 +384,38 @@ class SlotsLookup(sharded_lookup.ShardedLookup):
         self, bags: Mapping[str, Bags]
     ) -> tuple[sharded_lookup.BatchFeatures, JaggedIds, Sequence[Positions]]:
         """Return the slots of a batch, a bag for each id of the raw ones."""
-        require_slots(list(bags), [feature.key for feature in self.features])
+        features = self._features_of(tuple(bags))
+        if all(not spec.num_places for spec in features.specs):
+            jagged = bags if isinstance(bags, JaggedIds) else None
+            if jagged is None:
+                check_bags(bags)
+                jagged = JaggedIds.of(bags)
+            return features, jagged, ()
         num_samples = check_bags(bags)
-        spec_of = {feature.key: feature for feature in self.features}
-        specs = [spec_of[key] for key in bags]
         selected, places = dict[str, Bags](), []
-        for spec in specs:
+        for spec in features.specs:
             of_slot = bags[spec.key]
             if spec.num_places:
                 raw = build_raw_ids(of_slot, spec.num_places)
                 places.append(raw.places)
                 of_slot = Bags(raw.ids, np.ones(len(raw.ids), dtype=np.int32))
             selected[spec.key] = of_slot
-        features = sharded_lookup.BatchFeatures(specs, self.group(specs))
         jagged = JaggedIds.of(selected)
         jagged.num_samples = num_samples  # also where all slots are raw
         return features, jagged, places
+
+    def _features_of(self, keys: tuple[str, ...]) -> sharded_lookup.BatchFeatures:
+        """Return the features of a batch; those of the same slots are made once."""
+        features = self._selected.get(keys)
+        if features is None:
+            spec_of = {feature.key: feature for feature in self.features}
+            require_slots(keys, [*spec_of])
+            specs = [spec_of[key] for key in keys]
+            if len(self._selected) >= _MAX_SELECTED:
+                self._selected.clear()
+            features = sharded_lookup.BatchFeatures(specs, self.group(specs))
+            self._selected[keys] = features
+        return features
 
     def hello(self, timeout_s: float | None = None) -> LookupHello:
         """Tell all slots, how many rows the servers hold, and how far they follow."""
