@@ -110,6 +110,11 @@ class JaggedIds(Mapping[str, Bags]):
             jagged.sources = np.concatenate(indices)
         return jagged
 
+    def of_keys(self, keys: Iterable[str]) -> "JaggedIds":
+        """Return those of some keys; the arrays are shared."""
+        starts = self.id_starts, self.bag_starts
+        return JaggedIds(keys, self.positions, self.ids, self.lengths, *starts)
+
     def __getitem__(self, key: str) -> Bags:
         k = self.positions[key]
         own = slice(int(self.id_starts[k]), int(self.id_starts[k + 1]))

@@ -9,6 +9,7 @@ the requests in progress are answered. See ``app.py`` for the requests.
 """
 
 import contextlib
+import gc
 import logging
 import math
 import sys
@@ -30,11 +31,11 @@ from persia_torchrec.parsing.command_line import ImportFlags, parse_flags
 from persia_torchrec.persia.config.embedding_config import load_embedding_config
 from persia_torchrec.persia.worker_client import RemoteWorkers
 from persia_torchrec.rpc.addresses import tcp_address
+from persia_torchrec.serving.batching import Batching
 from persia_torchrec.serving.embeddings import SlotsReader, host_checkpoint
 from persia_torchrec.serving.models import Models, Version, following_checkpoints
 from persia_torchrec.serving.predictor import (
     SCRIPT_MODEL,
-    Batching,
     Predictor,
     checkpoint_of,
     choose_device,
@@ -120,7 +121,7 @@ class ServingFlags(ImportFlags):
         """Return the settings of batching, or None."""
         if self.batch_window_s is None:
             return None
-        return Batching(self.batch_window_s, self.batch_samples)
+        return Batching(self.batch_window_s, self.batch_samples, self.lookup_timeout_s)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -169,6 +170,8 @@ def _serve(flags: ServingFlags) -> None:
         what = path, device, server.address
         logger.info("serving model=%s device=%s address=%s", *what)
         life.call_at_end(ending.set)
+        gc.collect()
+        gc.freeze()  # or each full collection walks through all of torch
         report_ready(server.address)
         ending.wait()
 

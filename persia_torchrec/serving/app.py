@@ -20,17 +20,20 @@ slowly, 413 for one that is too large, 429 while too many requests are in progre
 import asyncio
 import hmac
 import logging
+import re
 import time
 import zlib
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from persia_torchrec.errors import (
     BatchError,
@@ -40,12 +43,14 @@ from persia_torchrec.errors import (
 )
 from persia_torchrec.persia.batch import PersiaBatch
 from persia_torchrec.serving import inference_protocol as protocol
+from persia_torchrec.serving.batching import Inputs
 from persia_torchrec.serving.inference_protocol import parse_json_batch
 from persia_torchrec.serving.models import (
     Answer,
     Models,
     UnknownModelError,
     Version,
+    require_signature,
 )
 from persia_torchrec.version import __version__
 
@@ -70,6 +75,8 @@ _NOT_SUPPORTED = {
     "logging": "log settings",
 }
 _HEADER_LENGTH = "Inference-Header-Content-Length"
+_INFER = re.compile("/v2/models/(?P<model>[^/]+)(/versions/(?P<version>[^/]+))?/infer")
+_SMALL_BYTES = 2**18  # a request that is read at once, between other requests
 
 
 class TooLargeError(BatchError):
@@ -103,10 +110,10 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Application:
-    """The application, for an ASGI server: ``app``.
+    """The application, for an ASGI server.
 
     Handlers run in one event loop; predictions in threads, as many as requests may be
-    in progress.
+    in progress, or, of several requests together, in the thread of ``Batcher``.
     """
 
     def __init__(self, models: Models, limits: Limits, token: str | None) -> None:
@@ -117,7 +124,21 @@ class Application:
         self._pool = ThreadPoolExecutor(limits.max_requests, "predict")
         self._probes = ThreadPoolExecutor(1, "probe")
         self._loads = ThreadPoolExecutor(1, "load")
-        self.app = Starlette(routes=self._routes())
+        self._starlette = Starlette(routes=self._routes())
+        self._answer_infer = self._answering(self._infer, is_open=False)
+        models.statistics.in_progress.set_function(lambda: self._num_in_progress)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request; those for predictions do not go through all routes."""
+        found = None
+        if scope["type"] == "http" and scope["method"] == "POST":
+            found = _INFER.fullmatch(scope["path"])
+        if found is None:
+            await self._starlette(scope, receive, send)
+            return
+        scope["path_params"] = found.groupdict()
+        response = await self._answer_infer(Request(scope, receive))
+        await response(scope, receive, send)
 
     def close(self) -> None:
         """Wait for the predictions in progress. May be called twice."""
@@ -178,12 +199,13 @@ class Application:
             except Exception as exc:  # noqa: BLE001  # the client gets the error
                 response = _answer_error(exc)
             self.models.statistics.count("http", str(response.status_code))
-            access.info(
-                "%s %s %s %d %.1f ms",
-                *(request.client and request.client.host, request.method),
-                *(request.url.path, response.status_code),
-                (time.perf_counter() - start) * 1e3,
-            )
+            if access.isEnabledFor(logging.INFO):
+                access.info(
+                    "%s %s %s %d %.1f ms",
+                    *(request.client and request.client.host, request.method),
+                    *(request.url.path, response.status_code),
+                    (time.perf_counter() - start) * 1e3,
+                )
             return response
 
         return answer
@@ -222,17 +244,17 @@ class Application:
         body = await self._receive(request)
         is_text = kind == "application/json"
 
-        def work() -> dict[str, Any]:
-            batch = _READERS[kind](bytes(body))
-            with self.models.using(self.models.name, None) as version:
-                self._require_samples(batch)
-                answer = self.models.predict(version, batch, is_text=is_text)
+        def parse(_: Version) -> PersiaBatch:
+            return _READERS[kind](bytes(body))
+
+        def encode(_: Version, __: PersiaBatch, answer: Answer) -> Response:
             flat = answer.output.reshape(len(answer.output), -1)
             values: list[Any] = (flat[:, 0] if flat.shape[1] == 1 else flat).tolist()
             more = {"degraded": True} if answer.is_degraded else {}
-            return {"predictions": values, **more}
+            return _json({"predictions": values, **more})
 
-        return _json(await self._work(work))
+        work = _Work(parse, lambda batch: batch, encode, is_text=is_text)
+        return await self._predicted(self.models.name, None, work, len(body))
 
     async def _infer(self, request: Request) -> Response:
         name, number = _named(request)
@@ -243,22 +265,24 @@ class Application:
             )
         body = await self._receive(request)
 
-        def work() -> tuple[list[bytes], int | None]:
-            with self.models.using(name, number) as version:
-                size = None if length is None else int(length[:20])
-                signature = self.models.signature(name, version.number)
-                asked = protocol.parse_request(memoryview(body), size, signature)
-                self._require_samples(asked.batch)
-                answer = self.models.predict(version, asked.batch)
-                model = {"model_name": name, "model_version": version.number}
-                about = describe_answer(version, answer)
-                return protocol.encode_answer(asked, model, about, answer.output)
+        def parse(version: Version) -> protocol.InferRequest:
+            size = None if length is None else int(length[:20])
+            signature = require_signature(version)
+            return protocol.parse_request(memoryview(body), size, signature)
 
-        parts, json_bytes = await self._work(work)
-        if json_bytes is None:
-            return Response(parts[0], media_type="application/json")
-        headers = {_HEADER_LENGTH: str(json_bytes)}
-        return Response(b"".join(parts), 200, headers, "application/octet-stream")
+        def encode(
+            version: Version, asked: protocol.InferRequest, answer: Answer
+        ) -> Response:
+            model = {"model_name": name, "model_version": version.number}
+            about = describe_answer(version, answer)
+            parts, size = protocol.encode_answer(asked, model, about, answer.output)
+            if size is None:
+                return Response(parts[0], media_type="application/json")
+            headers = {_HEADER_LENGTH: str(size)}
+            return Response(b"".join(parts), 200, headers, "application/octet-stream")
+
+        work = _Work(parse, lambda asked: asked.batch, encode)
+        return await self._predicted(name, number, work, len(body))
 
     async def _server(self, request: Request) -> Response:
         return _json(describe_server())
@@ -360,29 +384,66 @@ class Application:
         encoding = request.headers.get("Content-Encoding", "identity").lower()
         return _decompress(bytes(body), encoding, limit)
 
-    def _require_samples(self, batch: PersiaBatch) -> None:
+    def _require_samples(self, batch: PersiaBatch | Inputs) -> None:
         if batch.batch_size > self.limits.max_samples:
             raise TooLargeError(
                 f"A batch may have {self.limits.max_samples} samples. Received: "
                 f"{batch.batch_size}. Send smaller batches, or raise --max-samples."
             )
 
-    async def _work(self, work: Callable[[], T]) -> T:
-        """Run a prediction in a thread, unless too many are in progress."""
+    async def _predicted(
+        self, name: str, number: str | None, work: "_Work[T]", num_bytes: int
+    ) -> Response:
+        """Answer a prediction, unless too many are in progress.
+
+        All of it is done in one thread. One that is predicted with others needs no
+        thread, unless it takes long to be read.
+        """
         if self._num_in_progress >= self.limits.max_requests:
             raise TooManyRequestsError(
                 f"{self.limits.max_requests} requests are in progress."
             )
         self._num_in_progress += 1
-        self.models.statistics.in_progress.set(self._num_in_progress)
         try:
-            return await self._run(self._pool, work)
+            with self.models.using(name, number) as version:
+                if not version.predictor.is_batching:
+                    return await self._run(self._pool, lambda: self._do(version, work))
+                if num_bytes <= _SMALL_BYTES:
+                    asked = self._read(version, work)
+                else:
+                    asked = await self._run(
+                        self._pool, lambda: self._read(version, work)
+                    )
+                answer = await self.models.predict_together(
+                    version, work.batch_of(asked), is_text=work.is_text
+                )
+                return work.encode(version, asked, answer)
         finally:
             self._num_in_progress -= 1
-            self.models.statistics.in_progress.set(self._num_in_progress)
+
+    def _do(self, version: Version, work: "_Work[T]") -> Response:
+        asked = self._read(version, work)
+        batch = work.batch_of(asked)
+        answer = self.models.predict(version, batch, is_text=work.is_text)
+        return work.encode(version, asked, answer)
+
+    def _read(self, version: Version, work: "_Work[T]") -> T:
+        asked = work.parse(version)
+        self._require_samples(work.batch_of(asked))
+        return asked
 
     async def _run(self, pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(pool, work)
+
+
+@dataclass(frozen=True)
+class _Work(Generic[T]):
+    """What a request for predictions takes: it is read, predicted and encoded."""
+
+    parse: Callable[[Version], T]
+    batch_of: Callable[[T], PersiaBatch | Inputs]
+    encode: Callable[[Version, T, Answer], Response]
+    is_text: bool = False
 
 
 class _Change(msgspec.Struct):

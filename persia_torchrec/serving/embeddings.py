@@ -28,7 +28,7 @@ from persia_torchrec.errors import (
     ServerError,
 )
 from persia_torchrec.jit.compiled import report_compilation
-from persia_torchrec.lookup.bags import build_bags
+from persia_torchrec.lookup.bags import JaggedIds, build_bags
 from persia_torchrec.lookup.pooling import warm_up
 from persia_torchrec.lookup.sharded_lookup import (
     Outputs,
@@ -130,6 +130,13 @@ class SlotsReader:
                 "A batch for inference must have its ids. Received: a batch of a "
                 "StreamingDataset, whose ids an embedding worker of a job holds."
             )
+        return self._pull(source)
+
+    def look_up_ids(self, ids: JaggedIds) -> Pulled:
+        """Look the ID features of a batch up; see :meth:`look_up`."""
+        return self._pull(ids)
+
+    def _pull(self, source: Any) -> Pulled:
         outputs, handle = self._persist(lambda: self._lookup.pull(source, None))
         if self.device.type not in Staging.DEVICES:
             return outputs, handle
@@ -226,16 +233,13 @@ class CollectionsReader:
         """Set the seconds that a lookup may take from now on."""
         self._client.timeout_s = timeout_s
 
-    def look_up(self, batch: PersiaBatch) -> dict[str, torch.Tensor]:
+    def look_up_ids(self, ids: JaggedIds) -> dict[str, torch.Tensor]:
         """Return ids and lengths of a batch, and the rows of each collection."""
-        features = {feature.name: feature for feature in batch.id_type_features}
-        bags = build_bags(features)
-        ids = np.concatenate([bag.ids for bag in bags.values()])
-        lengths = np.stack([bag.lengths for bag in bags.values()])
-        arrays: list[npt.NDArray[Any]] = [ids.view(np.int64), lengths]
+        lengths = ids.lengths.reshape(len(ids), -1)
+        arrays: list[npt.NDArray[Any]] = [ids.ids.view(np.int64), lengths]
         for lookup in self._lookups:
-            own = {feature.key: bags[feature.key] for feature in lookup.features}
-            arrays += lookup.pull(own, None)[0]
+            keys = dict.fromkeys(feature.key for feature in lookup.features)
+            arrays += lookup.pull(ids.of_keys(keys), None)[0]
         tensors = map(torch.from_numpy, arrays)
         return {str(i): t.to(self.device) for i, t in enumerate(tensors)}
 

@@ -277,7 +277,7 @@ class GrpcServer:
             protocol.reject_extensions(_parameters(part.parameters))
         with self._models.using(name, number) as version:
             signature = self._models.signature(name, version.number)
-            batch = protocol.build_batch(_read_tensors(request), signature)
+            batch = protocol.build_inputs(_read_tensors(request), signature)
             if batch.batch_size > self._limits.max_samples:
                 raise TooLargeError(
                     f"A batch may have {self._limits.max_samples} samples. Received: "

@@ -111,13 +111,14 @@ class PredictionServer:
         ).disabled = not config.access_log
         listening = _listen(config.address, config.port)
         settings: Any = uvicorn.Config(
-            self._application.app,
+            self._application,
             http=_protocol(config.receive_timeout_s),
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,
             backlog=_BACKLOG,
             timeout_keep_alive=timeouts.HTTP_KEEP_ALIVE_S,
             timeout_graceful_shutdown=int(timeouts.HTTP_CLOSE_S),

@@ -33,15 +33,16 @@ import numpy as np
 import numpy.typing as npt
 
 from persia_torchrec.errors import BatchError
+from persia_torchrec.lookup.bags import JaggedIds
 from persia_torchrec.parsing.decoding import KeyPath, convert
 from persia_torchrec.persia.batch import (
-    IDFeature,
+    MAX_BATCH_SIZE,
     IDTypeFeature,
-    IDTypeFeatureWithSingleID,
     NonIDTypeFeature,
     PersiaBatch,
 )
 from persia_torchrec.persia.signature import ModelSignature
+from persia_torchrec.serving.batching import Inputs, require_dense
 
 
 def parse_json_batch(data: bytes) -> PersiaBatch:
@@ -133,6 +134,7 @@ _NOT_SUPPORTED = {
     "classification": "classification",
 }
 _MAX_ELEMENTS = 2**31
+_BINARY = {"binary_data_size"}
 
 
 class InputTensor(NamedTuple):
@@ -147,12 +149,12 @@ class InferRequest(NamedTuple):
     """A request.
 
     Attributes:
-        batch: in the order of the model.
+        batch: in the order of the model, checked.
         id: to be repeated in the answer; empty if the caller gave none.
         is_binary: whether the answer has its tensor as bytes behind the JSON.
     """
 
-    batch: PersiaBatch
+    batch: Inputs
     id: str = ""
     is_binary: bool = False
 
@@ -204,7 +206,8 @@ def parse_request(
     reject_extensions(request.parameters)
     tensors, rest = [], body[size:]
     for tensor in request.inputs:
-        reject_extensions(tensor.parameters)
+        if tensor.parameters.keys() != _BINARY:
+            reject_extensions(tensor.parameters)
         num_bytes = tensor.parameters.get("binary_data_size")
         if num_bytes is None:
             array = read_list(tensor.name, tensor.datatype, tensor.shape, tensor.data)
@@ -228,7 +231,7 @@ def parse_request(
     for output in request.outputs:
         reject_extensions(output.parameters)
         is_binary = bool(output.parameters.get("binary_data", is_binary))
-    return InferRequest(build_batch(tensors, signature), request.id, is_binary)
+    return InferRequest(build_inputs(tensors, signature), request.id, is_binary)
 
 
 def encode_answer(
@@ -359,62 +362,112 @@ def _num_elements(name: str, shape: Sequence[int]) -> int:
     return num
 
 
-def build_batch(
-    tensors: Sequence[InputTensor], signature: ModelSignature
-) -> PersiaBatch:
-    """Return the batch of a request; all inputs are found by name.
+def build_inputs(tensors: Sequence[InputTensor], signature: ModelSignature) -> Inputs:
+    """Return the inputs of a model; those of a request are found by name.
 
     Raises:
         BatchError: an input is missing, unknown or there twice, or ids and lengths do
             not fit.
     """
     by_name = {tensor.name: tensor for tensor in tensors}
+    _require_inputs(tensors, by_name, signature)
+    dense = [_native(by_name[due.name].array) for due in signature.dense]
+    for due, data in zip(signature.dense, dense, strict=True):
+        require_dense(due, data)
+    ids, lengths, ones = [], [], None
+    for slot in signature.slots:
+        given, own = by_name[slot], by_name.get(slot + LENGTHS)
+        ids.append(flat := _flat_ids(given))
+        if own is None and len(flat) == len(given.array):
+            if ones is None or len(ones) != len(flat):
+                ones = np.ones(len(flat), dtype=np.int32)
+            lengths.append(ones)
+        else:
+            lengths.append(_read_lengths(given, own, flat))
+    batch_size = len(lengths[0])
+    _require_samples(signature, batch_size, lengths, dense)
+    starts = np.zeros(len(ids) + 1, dtype=np.int64)
+    np.cumsum(list(map(len, ids)), out=starts[1:])
+    jagged = JaggedIds(
+        signature.slots,
+        {slot: k for k, slot in enumerate(signature.slots)},
+        np.concatenate(ids),
+        np.concatenate(lengths),
+        starts,
+        np.arange(len(ids) + 1) * batch_size,
+    )
+    return Inputs(jagged, tuple(dense), batch_size, signature)
+
+
+def _require_inputs(
+    tensors: Sequence[InputTensor],
+    by_name: Mapping[str, InputTensor],
+    signature: ModelSignature,
+) -> None:
+    """Check the names of the inputs."""
     if len(by_name) < len(tensors):
         raise BatchError("Each input of a request must occur once.")
-    lengths = [slot + LENGTHS for slot in signature.slots]
     required = [*signature.slots, *(dense.name for dense in signature.dense)]
     missing = [name for name in required if name not in by_name]
-    unknown = [name for name in by_name if name not in {*required, *lengths}]
+    unknown = by_name.keys() - set(required)
+    if unknown:
+        unknown -= {slot + LENGTHS for slot in signature.slots}
     if missing or unknown:
         raise BatchError(
             f"A request must have the inputs {required}. Received: "
             f"{f'none for {missing}' if missing else ''}"
             f"{'; ' if missing and unknown else ''}"
-            f"{f'unknown {unknown}' if unknown else ''}."
+            f"{f'unknown {sorted(unknown)}' if unknown else ''}."
         )
-    features: list[IDFeature] = []
-    for slot in signature.slots:
-        given = by_name.get(slot + LENGTHS)
-        features.append(_build_feature(by_name[slot], given))
-    dense = [
-        NonIDTypeFeature(_native(by_name[one.name].array), one.name)
-        for one in signature.dense
-    ]
-    return PersiaBatch(features, dense, requires_grad=False)
 
 
-def _build_feature(ids: InputTensor, lengths: InputTensor | None) -> IDFeature:
-    if ids.datatype not in ("INT64", "UINT64"):
+def _require_samples(
+    signature: ModelSignature,
+    batch_size: int,
+    lengths: Sequence[Array],
+    dense: Sequence[Array],
+) -> None:
+    """Check that all inputs have as many samples, and not too many."""
+    if not 1 <= batch_size <= MAX_BATCH_SIZE:
         raise BatchError(
-            f"Input {ids.name!r} must be INT64 or UINT64, as it has ids. Received: "
-            f"{ids.datatype}."
+            f"A batch must have 1 to {MAX_BATCH_SIZE} samples. Received: {batch_size}."
         )
-    flat = _native(ids.array).reshape(-1).view(np.uint64)
-    if lengths is None and len(flat) == len(ids.array):
-        return IDTypeFeatureWithSingleID(ids.name, flat)
+    sizes = list(map(len, (*lengths, *dense)))
+    if sizes.count(batch_size) < len(sizes):
+        names = [*signature.slots, *(one.name for one in signature.dense)]
+        at = next(n for n, size in enumerate(sizes) if size != batch_size)
+        raise BatchError(
+            f"All inputs of a request must have its {batch_size} samples. "
+            f"Received: {sizes[at]} in {names[at]!r}."
+        )
+
+
+def _flat_ids(given: InputTensor) -> npt.NDArray[np.uint64]:
+    if given.datatype not in ("INT64", "UINT64"):
+        raise BatchError(
+            f"Input {given.name!r} must be INT64 or UINT64, as it has ids. Received: "
+            f"{given.datatype}."
+        )
+    return _native(given.array).reshape(-1).view(np.uint64)
+
+
+def _read_lengths(
+    ids: InputTensor, lengths: InputTensor | None, flat: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.int32]:
+    """Return how many ids each sample has."""
     if lengths is None:
         num, each = ids.array.shape[0], ids.array.shape[1:]
-        lengths_B = np.full(num, math.prod(each), dtype=np.int32)
-    else:
-        if lengths.datatype != "INT32" or lengths.array.ndim != 1:
-            raise BatchError(
-                f"Input {lengths.name!r} must be INT32 of shape [batch]. Received: "
-                f"{lengths.datatype} of {list(lengths.array.shape)}."
-            )
-        lengths_B = _native(lengths.array)
-    return IDTypeFeature.from_flat(ids.name, flat, lengths_B)
+        return np.full(num, math.prod(each), dtype=np.int32)
+    if lengths.datatype != "INT32" or lengths.array.ndim != 1:
+        raise BatchError(
+            f"Input {lengths.name!r} must be INT32 of shape [batch]. Received: "
+            f"{lengths.datatype} of {list(lengths.array.shape)}."
+        )
+    return IDTypeFeature.from_flat(ids.name, flat, _native(lengths.array)).lengths
 
 
 def _native(array: Array) -> Array:
     """Return an array in the byte order of this machine, contiguous."""
+    if array.dtype.isnative and array.flags.c_contiguous:
+        return array
     return np.ascontiguousarray(array, array.dtype.newbyteorder("="))

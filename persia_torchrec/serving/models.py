@@ -7,6 +7,7 @@ A version is a dense model and the rows of the same checkpoint, so that an answe
 joins two. Its number is that of the checkpoint.
 """
 
+import asyncio
 import contextlib
 import logging
 import threading
@@ -29,7 +30,8 @@ from persia_torchrec import timeouts
 from persia_torchrec.errors import BatchError, PersiaError, ServerError
 from persia_torchrec.persia.batch import PersiaBatch
 from persia_torchrec.persia.signature import ModelSignature
-from persia_torchrec.serving.predictor import Floats, Predictor, repeating
+from persia_torchrec.serving.batching import Floats, Inputs
+from persia_torchrec.serving.predictor import Predictor, repeating
 
 _BUCKETS_S = (
     *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05),
@@ -60,6 +62,8 @@ class Statistics:
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._totals: dict[tuple[str, str], Totals] = {}
+        self._series: dict[tuple[str, str], tuple[Histogram, Counter]] = {}
+        self._statuses: dict[tuple[str, str], Counter] = {}
         self._requests = Counter(
             "persia_serving_requests",
             "Requests by their status",
@@ -116,12 +120,27 @@ class Statistics:
                     totals.succeeded_ns += took_ns
                     totals.num_samples += num_samples
             if not has_failed:
-                self._latency.labels(model, version).observe(took_ns / 1e9)
-                self._samples.labels(model, version).inc(num_samples)
+                latency, samples = self._of_version(model, version)
+                latency.observe(took_ns / 1e9)
+                samples.inc(num_samples)
+
+    # Each of the labels is looked up once: the client library is slow to find it.
+
+    def _of_version(self, model: str, version: str) -> tuple[Histogram, Counter]:
+        found = self._series.get((model, version))
+        if found is None:
+            labels = model, version
+            found = self._latency.labels(*labels), self._samples.labels(*labels)
+            self._series[labels] = found
+        return found
 
     def count(self, protocol: str, status: str) -> None:
         """Count a request by its status."""
-        self._requests.labels(protocol, status).inc()
+        counter = self._statuses.get((protocol, status))
+        if counter is None:
+            counter = self._requests.labels(protocol, status)
+            self._statuses[protocol, status] = counter
+        counter.inc()
 
     def exposition(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
@@ -296,7 +315,7 @@ class Models:
             return require_signature(version)
 
     def predict(
-        self, version: Version, batch: PersiaBatch, *, is_text: bool = False
+        self, version: Version, batch: PersiaBatch | Inputs, *, is_text: bool = False
     ) -> Answer:
         """Predict with a version that is held; see :meth:`Predictor.predict`."""
         size, predictor = batch.batch_size, version.predictor
@@ -304,14 +323,30 @@ class Models:
             with self.statistics.timed(self.name, version.number, size):
                 return Answer(predictor.predict(batch, is_text=is_text))
         except ServerError as exc:
-            if self.default_answer is None:
-                raise
-            self.statistics.degraded.inc(size)
-            self._tell_degraded(exc)
-            signature = predictor.model.signature
-            shape = (1,) if signature is None else signature.output or ()
-            value = np.float32(self.default_answer)
-            return Answer(np.full((size, *shape), value), is_degraded=True)
+            return self._default(exc, version, size)
+
+    async def predict_together(
+        self, version: Version, batch: PersiaBatch | Inputs, *, is_text: bool = False
+    ) -> Answer:
+        """Predict as :meth:`predict`, with other requests; no thread waits for it."""
+        size, predictor = batch.batch_size, version.predictor
+        try:
+            with self.statistics.timed(self.name, version.number, size):
+                future = predictor.submit(batch, is_text=is_text)
+                return Answer(await asyncio.wrap_future(future))
+        except ServerError as exc:
+            return self._default(exc, version, size)
+
+    def _default(self, exc: ServerError, version: Version, size: int) -> Answer:
+        """Return the default answer; without one, raise why it would be given."""
+        if self.default_answer is None:
+            raise exc
+        self.statistics.degraded.inc(size)
+        self._tell_degraded(exc)
+        signature = version.predictor.model.signature
+        shape = (1,) if signature is None else signature.output or ()
+        value = np.float32(self.default_answer)
+        return Answer(np.full((size, *shape), value), is_degraded=True)
 
     def _tell_degraded(self, exc: ServerError) -> None:
         """Log why answers are the default ones, once in a while."""
@@ -368,6 +403,7 @@ class Models:
             self._changed.wait_for(
                 lambda: version.num_users == 0, timeouts.MODEL_DRAIN_S
             )
+        version.predictor.close()
         version.close()
 
 

@@ -1,10 +1,4 @@
-"""From a batch to predictions: look embeddings up, run the dense model on them.
-
-Batches of several requests are predicted together. A group takes requests until its
-window is over or it is full, and no longer than the group before it is predicted. A
-group that fails is predicted again, one batch at a time, so that each request gets an
-answer of its own.
-"""
+"""From a batch to predictions: look embeddings up, run the dense model on them."""
 
 import contextlib
 import dataclasses
@@ -15,11 +9,11 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import partial
+from concurrent.futures import Future
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 from torch.fx import GraphModule
@@ -33,7 +27,7 @@ from persia_torchrec.errors import (
     ConfigError,
     PersiaError,
 )
-from persia_torchrec.persia.batch import NonIDTypeFeature, PersiaBatch
+from persia_torchrec.persia.batch import Dense, NonIDTypeFeature, PersiaBatch
 from persia_torchrec.persia.signature import (
     EXTRA_FILE,
     SERVED_MODEL,
@@ -42,150 +36,17 @@ from persia_torchrec.persia.signature import (
     distinct_names,
 )
 from persia_torchrec.persia.slot_tensors import dense_tensor
+from persia_torchrec.serving.batching import (
+    Batcher,
+    Batching,
+    Floats,
+    Inputs,
+    require_dense,
+)
 from persia_torchrec.serving.embeddings import CollectionsReader, SlotsReader
 
 if TYPE_CHECKING:  # it needs TorchRec, which PERSIA's models do not
     from persia_torchrec.sharding.dense_half import CollectionDescription
-
-
-from persia_torchrec.errors import RequestTimeoutError
-from persia_torchrec.persia.batch import (
-    MAX_BATCH_SIZE,
-    IDFeature,
-    IDTypeFeature,
-)
-
-Floats = npt.NDArray[np.float32]
-Run = Callable[[PersiaBatch], Floats]
-
-
-class Batching(NamedTuple):
-    """Settings of batching.
-
-    Attributes:
-        window_s: seconds that the first request of a group waits for others.
-        max_samples: of a group; a larger batch is predicted alone.
-    """
-
-    window_s: float
-    max_samples: int
-
-
-class _Group:
-    """Batches that are predicted together, by the thread of the first one."""
-
-    def __init__(self) -> None:
-        self.batches: list[PersiaBatch] = []
-        self.num_samples = 0
-        self.is_full = threading.Event()
-        self.is_done = threading.Event()
-        self.answers: list[Floats | Exception] = []
-
-
-class Batcher:
-    """Predicts batches of the same features together. Any thread may call it."""
-
-    def __init__(self, batching: Batching) -> None:
-        self._batching = batching
-        self._max_samples = min(batching.max_samples, MAX_BATCH_SIZE)
-        self._lock = threading.Lock()  # guards what is open, and its batches
-        self._open: dict[int, _Group] = {}  # by the model, of whose signature they are
-        self._running = threading.Lock()  # of the group that is predicted
-
-    def predict(self, model: object, run: Run, batch: PersiaBatch) -> Floats:
-        """Return the predictions of a batch, float32 ``(B, ...)``.
-
-        Args:
-            model: those of one model are predicted together.
-            run: predicts a batch of one or more requests.
-            batch: in the order of the model's signature, and checked.
-
-        Raises:
-            RequestTimeoutError: the group's thread gives no answer.
-            PersiaError: what ``run`` raises for this batch.
-        """
-        if batch.batch_size >= self._max_samples:
-            return run(batch)
-        group, place = self._enter(id(model), batch)
-        if place == 0:
-            group.is_full.wait(self._batching.window_s)
-            with self._running:
-                with self._lock:
-                    self._leave(id(model), group)
-                try:
-                    group.answers = _run_together(run, group.batches)
-                finally:
-                    group.is_done.set()
-        elif not group.is_done.wait(timeouts.REQUEST_S):
-            raise RequestTimeoutError(
-                f"a batch must be predicted within {timeouts.REQUEST_S:g} s",
-                server="the model",
-            )
-        answer = group.answers[place]
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    def _enter(self, key: int, batch: PersiaBatch) -> tuple[_Group, int]:
-        """Put a batch into a group; return the group and its place there."""
-        with self._lock:
-            group = self._open.get(key)
-            if (
-                group is None
-                or group.num_samples + batch.batch_size > self._max_samples
-            ):
-                if group is not None:
-                    group.is_full.set()
-                group = self._open[key] = _Group()
-            group.batches.append(batch)
-            group.num_samples += batch.batch_size
-            return group, len(group.batches) - 1
-
-    def _leave(self, key: int, group: _Group) -> None:
-        """Let no further batch into a group."""
-        if self._open.get(key) is group:
-            del self._open[key]
-
-
-def _run_together(run: Run, batches: Sequence[PersiaBatch]) -> list[Floats | Exception]:
-    """Return the predictions of each batch, or what it raises."""
-    if len(batches) > 1:
-        try:
-            output = run(join(batches))
-        except Exception:  # noqa: BLE001  # each gets its own
-            return [_run_alone(run, batch) for batch in batches]
-        ends = np.cumsum([batch.batch_size for batch in batches])
-        return list(np.split(output, ends[:-1]))
-    return [_run_alone(run, batch) for batch in batches]
-
-
-def _run_alone(run: Run, batch: PersiaBatch) -> Floats | Exception:
-    try:
-        return run(batch)
-    except Exception as exc:  # noqa: BLE001  # raised in the thread of the request
-        return exc
-
-
-def join(batches: Sequence[PersiaBatch]) -> PersiaBatch:
-    """Return the samples of batches of the same features, one batch after the other."""
-    id_features = zip(*(batch.id_type_features for batch in batches), strict=True)
-    dense = zip(*(batch.non_id_type_features for batch in batches), strict=True)
-    return PersiaBatch(
-        [_join_ids(parts) for parts in id_features],
-        [
-            NonIDTypeFeature(np.concatenate([part.data for part in parts]))
-            for parts in dense
-        ],
-        batch_size=sum(batch.batch_size for batch in batches),
-        requires_grad=False,
-    )
-
-
-def _join_ids(parts: Sequence[IDFeature]) -> IDFeature:
-    ids = np.concatenate([part.ids for part in parts])
-    lengths = np.concatenate([part.lengths for part in parts])
-    return IDTypeFeature.from_flat(parts[0].name, ids, lengths)
-
 
 logger = logging.getLogger(__name__)
 
@@ -238,6 +99,7 @@ def newest_version(run: str | os.PathLike[str], model: str) -> str | None:
     return None
 
 
+@lru_cache(maxsize=64)
 def read_version(path: str) -> str:
     """Return the number of the checkpoint of a file; 1 if it is in none."""
     found = re.search(r"checkpoint-(\d+)/[^/]*$", path)
@@ -273,7 +135,12 @@ class Predictor:
             model.module.eval()
         self.model = model
 
-    def predict(self, batch: PersiaBatch, *, is_text: bool = False) -> Floats:
+    @property
+    def is_batching(self) -> bool:
+        """Whether requests are predicted together, by :meth:`submit`."""
+        return self._batcher is not None and self.model.signature is not None
+
+    def predict(self, batch: PersiaBatch | Inputs, *, is_text: bool = False) -> Floats:
         """Return what the model gives for each sample, float32 ``(B, ...)``.
 
         With ``is_text`` the batch was JSON: its features have no order, and its dense
@@ -286,25 +153,55 @@ class Predictor:
             PersiaError: the model gives no finite tensor of the batch's size.
         """
         model = self.model
-        if model.signature is not None:
-            batch = arrange(batch, model.signature, converts=is_text)
+        inputs = self._arrange(model, batch, is_text=is_text)
+        run = partial(self._run, model)
+        if self._batcher is None or model.signature is None:  # they may not fit
+            return run(inputs)
+        return self._batcher.predict(model, run, inputs)
+
+    def submit(
+        self, batch: PersiaBatch | Inputs, *, is_text: bool = False
+    ) -> Future[Floats]:
+        """Begin to predict a batch with others; see :meth:`predict`."""
+        assert self._batcher is not None, "it is batching"
+        model = self.model
+        inputs = self._arrange(model, batch, is_text=is_text)
+        return self._batcher.submit(model, partial(self._run, model), inputs)
+
+    def _arrange(
+        self, model: DenseModel, batch: PersiaBatch | Inputs, *, is_text: bool
+    ) -> Inputs:
+        """Return the inputs of the model, checked."""
+        if isinstance(batch, Inputs):
+            inputs = batch
+            if inputs.signature != model.signature:
+                raise BatchError(
+                    f"{model.path} must have the inputs of the request. Received: a "
+                    "model that has changed meanwhile. Send it again."
+                )
+        elif model.signature is not None:
+            inputs = arrange(batch, model.signature, converts=is_text)
         elif is_text and len(batch.id_type_features) > 1:
             raise BatchError(
                 f"{model.path} must have the order of its ID features, as "
                 "files of dump_checkpoint(with_jit_model=True) do. Received: one "
                 "without. Write the checkpoint again, or send PersiaBatch.to_bytes()."
             )
-        require_finite(batch)
-        run = partial(self._run, model)
-        if self._batcher is None or model.signature is None:  # they may not fit
-            return run(batch)
-        return self._batcher.predict(model, run, batch)
+        else:
+            inputs = Inputs.of(batch)
+        names = (
+            [feature.name for feature in inputs.signature.dense]
+            if (inputs.signature is not None)
+            else [f"number {n}" for n in range(len(inputs.dense))]
+        )
+        require_finite(names, inputs.dense)
+        return inputs
 
-    def _run(self, model: DenseModel, batch: PersiaBatch) -> Floats:
+    def _run(self, model: DenseModel, inputs: Inputs) -> Floats:
         """Look a batch up and run the model on it."""
         reader: Any = self.reader
-        pulled, device = reader.look_up(batch), reader.device
-        dense = [dense_tensor(f.data, device) for f in batch.non_id_type_features]
+        pulled, device = reader.look_up_ids(inputs.ids), reader.device
+        dense = [dense_tensor(data, device) for data in inputs.dense]
         with torch.inference_mode():
             slots = reader.to_tensors(pulled)
             try:
@@ -318,7 +215,12 @@ class Predictor:
                     f"{', '.join(shapes)} as embeddings; "
                     f"{type(exc).__name__}: {''.join(reason)}"
                 ) from exc
-        return _read_output(output, batch.batch_size)
+            return _read_output(output, inputs.batch_size)
+
+    def close(self) -> None:
+        """Accept no more batches to predict together. May be called twice."""
+        if self._batcher is not None:
+            self._batcher.close()
 
     def health(self) -> dict[str, object]:
         """Return readiness, rows on the servers, model and uptime."""
@@ -336,8 +238,8 @@ class Predictor:
 
 def arrange(
     batch: PersiaBatch, signature: ModelSignature, *, converts: bool = False
-) -> PersiaBatch:
-    """Return a batch with the features of a model, in its order.
+) -> Inputs:
+    """Return the features of a batch as a model takes them, in its order.
 
     Dense features are found by name, or, where none of the batch has a name of the
     model, by their order. With ``converts`` they get the dtypes of the model.
@@ -357,18 +259,14 @@ def arrange(
     for due in signature.dense:
         if converts:
             dense[due.name] = _convert(dense[due.name], due)
-        data = dense[due.name].data
-        if (str(data.dtype), data.shape[1:]) != (due.dtype, due.shape):
-            raise BatchError(
-                f"Dense feature {due.name!r} must be {due.dtype} of shape "
-                f"{('batch', *due.shape)}. Received: {data.dtype} of {data.shape}."
-            )
-    return PersiaBatch(
+        require_dense(due, dense[due.name].data)
+    ordered = PersiaBatch(
         [features[name] for name in signature.slots],
         [dense[name] for name in expected],
         batch_size=batch.batch_size,
         requires_grad=False,
     )
+    return Inputs.of(ordered, signature)
 
 
 def _convert(feature: NonIDTypeFeature, due: DenseInput) -> NonIDTypeFeature:
@@ -403,12 +301,12 @@ def _require_names(
         )
 
 
-def require_finite(batch: PersiaBatch) -> None:
+def require_finite(names: Sequence[str], dense: Sequence[Dense]) -> None:
     """Check that no dense feature has infinity or NaN, or raise BatchError."""
-    for feature in batch.non_id_type_features:
-        if feature.data.dtype.kind == "f" and not np.isfinite(feature.data).all():
+    for name, data in zip(names, dense, strict=True):
+        if data.dtype.kind == "f" and not np.isfinite(data).all():
             raise BatchError(
-                f"Dense feature {feature.name!r} must have finite numbers. Received: "
+                f"Dense feature {name!r} must have finite numbers. Received: "
                 "infinity or NaN."
             )
 
@@ -539,9 +437,9 @@ def _read_output(output: object, batch_size: int) -> Floats:
             f"The model must return a tensor whose first dimension is that of the "
             f"batch, {batch_size}. Received: {what}."
         )
-    output = output.to("cpu", torch.float32)
-    if not bool(torch.isfinite(output).all()):
+    found: Floats = output.to("cpu", torch.float32).numpy()
+    if not np.isfinite(found).all():
         raise PersiaError(
             "The model must return finite numbers. Received: infinity or NaN."
         )
-    return output.numpy()
+    return found

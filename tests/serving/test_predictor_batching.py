@@ -8,15 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia_torchrec.errors import BatchError, RequestTimeoutError
+from persia_torchrec.errors import (
+    BatchError,
+    PersiaError,
+    RequestTimeoutError,
+    ServerError,
+)
 from persia_torchrec.persia.batch import (
     IDTypeFeature,
     IDTypeFeatureWithSingleID,
     NonIDTypeFeature,
     PersiaBatch,
 )
-from persia_torchrec.serving import predictor as module
-from persia_torchrec.serving.predictor import Batcher, Batching, join
+from persia_torchrec.serving import batching as module
+from persia_torchrec.serving.batching import Batcher, Batching, Inputs, join
 from tests.support.processes import wait_until
 from tests.support.servers import DEADLINE_S, ids_of
 
@@ -26,7 +31,7 @@ MODEL = "model"
 def batch(*lengths, first=0):
     """Return a batch whose samples have so many ids, from ``first`` on."""
     num, ids = len(lengths), ids_of(*range(first, first + sum(lengths)))
-    return PersiaBatch(
+    batch = PersiaBatch(
         [
             IDTypeFeature.from_flat("a", ids, np.array(lengths, np.int32)),
             IDTypeFeatureWithSingleID("b", ids_of(*range(first, first + num))),
@@ -34,14 +39,15 @@ def batch(*lengths, first=0):
         [NonIDTypeFeature(np.arange(first, first + num, dtype=np.float32)[:, None])],
         requires_grad=False,
     )
+    return Inputs.of(batch)
 
 
 def sums(of):
     """Return per sample the sum of its ids, its single id and its dense number."""
-    a, b = of.id_type_features
+    a, b = of.ids["a"], of.ids["b"]
     owner = np.repeat(np.arange(of.batch_size), a.lengths)
     total = np.bincount(owner, a.ids.astype(float), of.batch_size)
-    dense = of.non_id_type_features[0].data[:, 0]
+    dense = of.dense[0][:, 0]
     return (total + b.ids + dense).astype(np.float32)
 
 
@@ -103,8 +109,7 @@ def test_a_full_group_does_not_wait_for_its_window(pool):
     wait_until(lambda: waiting(batcher) == 3, "the first waits")
     second = pool.submit(batcher.predict, MODEL, runs, batches[1])
     np.testing.assert_array_equal(first.result(DEADLINE_S), sums(batches[0]))
-    with batcher._lock:
-        batcher._open[id(MODEL)].is_full.set()
+    batcher.flush()
     np.testing.assert_array_equal(second.result(DEADLINE_S), sums(batches[1]))
     assert runs.sizes == [3, 3]
     large = batch(*[1] * 5)
@@ -117,7 +122,7 @@ def test_of_a_group_that_fails_each_batch_has_its_own_answer(pool):
     wait_until(lambda: waiting(batcher) == 2, "the first waits")
     bad = pool.submit(batcher.predict, MODEL, runs, batch(1, first=10**6))
     wait_until(lambda: waiting(batcher) == 3, "both wait")
-    batcher._open[id(MODEL)].is_full.set()
+    batcher.flush()
     np.testing.assert_array_equal(good.result(DEADLINE_S), sums(batch(1, 1)))
     with pytest.raises(BatchError, match="an id is too large"):
         bad.result(DEADLINE_S)
@@ -128,21 +133,46 @@ def test_models_are_not_mixed(pool):
     batcher, runs = Batcher(Batching(3600.0, 100)), Runs()
     futures = [pool.submit(batcher.predict, name, runs, batch(1)) for name in "ab"]
     wait_until(lambda: len(batcher._open) == 2, "both wait")
-    for group in batcher._open.values():
-        group.is_full.set()
+    batcher.flush()
     assert [future.result(DEADLINE_S) for future in futures] == [sums(batch(1))] * 2
     assert runs.sizes == [1, 1]
 
 
-def test_a_group_whose_thread_gives_no_answer_is_an_error(pool, monkeypatch):
-    monkeypatch.setattr(module.timeouts, "REQUEST_S", 0.01)
-    batcher, runs = Batcher(Batching(0.0, 100)), Runs()
+def test_a_request_waits_no_longer_than_a_limit(pool, monkeypatch):
+    monkeypatch.setattr(module.timeouts, "REQUEST_S", 0.0)
+    batcher, runs = Batcher(Batching(0.0, 100, timeout_s=0.05)), Runs()
     runs.may_end.clear()
-    first = pool.submit(batcher.predict, MODEL, runs, batch(1))
+    first = batcher.submit(MODEL, runs, batch(1))
     assert runs.begun.acquire(timeout=DEADLINE_S)
-    second = pool.submit(batcher.predict, MODEL, runs, batch(1))
-    wait_until(lambda: waiting(batcher) == 1, "the second waits")
+    second = batcher.submit(MODEL, runs, batch(1))
     with pytest.raises(RequestTimeoutError, match="a batch must be predicted within"):
         batcher.predict(MODEL, runs, batch(1))
     runs.may_end.set()
-    assert first.result(DEADLINE_S) == second.result(DEADLINE_S) == sums(batch(1))
+    assert first.result(DEADLINE_S) == sums(batch(1))
+    with pytest.raises(RequestTimeoutError):  # its turn came too late
+        second.result(DEADLINE_S)
+    assert runs.sizes == [1]
+
+
+def test_embeddings_that_are_away_are_asked_once_for_a_group():
+    asked = []
+
+    def run(of):
+        asked.append(of.batch_size)
+        raise ServerError("it does not answer.", server="a server")
+
+    batcher = Batcher(Batching(3600.0, 3))
+    futures = [batcher.submit(MODEL, run, batch(1)) for _ in range(3)]
+    for future in futures:
+        with pytest.raises(ServerError, match="does not answer"):
+            future.result(DEADLINE_S)
+    assert asked == [3]
+
+
+def test_what_waits_is_predicted_at_the_end():
+    batcher, runs = Batcher(Batching(3600.0, 100)), Runs()
+    future = batcher.submit(MODEL, runs, batch(1, 2))
+    batcher.close()
+    np.testing.assert_array_equal(future.result(DEADLINE_S), sums(batch(1, 2)))
+    with pytest.raises(PersiaError, match="unloaded"):
+        batcher.submit(MODEL, runs, batch(1))
