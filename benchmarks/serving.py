@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -97,6 +97,9 @@ class ServingSettings(Settings):
     burst_samples: Annotated[int, "samples of each of these"] = 10
     seconds: Annotated[float, "of each case"] = 20.0
     batch_window_s: Annotated[float, "the server's, for bursts"] = 0.002
+    transport: Annotated[
+        Literal["tcp", "shm"], "from the predictor to its embedding server"
+    ] = "tcp"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -157,7 +160,7 @@ def measure(settings: ServingSettings) -> list[Table]:
         window = "--batch-window-s", str(settings.batch_window_s)
         idle = stack.enter_context(_idle_server())
         for flags, of_server in (((), cases), (window, [burst])):
-            with _serving(folder, flags) as address:
+            with _serving(folder, flags, settings.transport) as address:
                 for case in of_server:
                     found = drive(address, case, bodies[case], settings.seconds)
                     of_idle = drive(idle, case, bodies[case], settings.seconds / 4)
@@ -169,7 +172,8 @@ def measure(settings: ServingSettings) -> list[Table]:
     question = (
         f"Latency over HTTP, binary tensors: {settings.features} ID features, "
         f"{_NUM_DENSE} numbers, D = {settings.dim}, two hidden layers of "
-        f"{settings.hidden}; {settings.rows} rows a table, uniform ids."
+        f"{settings.hidden}; {settings.rows} rows a table, uniform ids; the embedding "
+        f"server by {settings.transport}."
     )
     rows = [[*r[:7], ms, *r[7:]] for r, ms in zip(rows, lookups, strict=True)]
     return [Table("latency", question, header, rows)]
@@ -306,16 +310,17 @@ class Model:
 
 
 @contextmanager
-def _serving(folder: Path, flags: Sequence[str]) -> Iterator[Address]:
+def _serving(folder: Path, flags: Sequence[str], transport: str) -> Iterator[Address]:
     """Run an inference server on the last core, its embedding server on the first."""
     words = (
         *("-m", "persia_torchrec.serving", "--checkpoint", str(folder / "run")),
         *("--embedding-config", str(folder / "embedding_config.yml"), *flags),
         *("--max-requests", "256"),
     )
+    variables = {**_ENV, "PERSIA_TRANSPORT": transport}
     with pinned(-1):
         process = subprocess.Popen(
-            [sys.executable, *words], stdout=subprocess.PIPE, text=True, env=_ENV
+            [sys.executable, *words], stdout=subprocess.PIPE, text=True, env=variables
         )
     try:
         yield _ready(process)

@@ -99,12 +99,14 @@ class Following:
 class LookupHello:
     """The answer of a lookup that is ready: all slots, and the rows of each server.
 
-    With ``following`` where the servers follow a training.
+    With ``following`` where the servers follow a training. ``misses`` are the ids that
+    were looked up and had no row, since the servers started.
     """
 
     slots: tuple[Slot, ...]
     num_rows: tuple[int, ...]
     following: Following | None = None
+    misses: int = 0
 
     @classmethod
     def of(
@@ -118,7 +120,8 @@ class LookupHello:
             is_lost = total["following_lost"] + total["following_stopped"] > 0
             put_in = total["increments_put_in"]
             following = Following(put_in, delay_ms / 1000, is_lost)
-        return cls(slots, tuple(one["rows"] for one in counters), following)
+        misses = sum(one.get("misses", 0) for one in counters)
+        return cls(slots, tuple(one["rows"] for one in counters), following, misses)
 
 
 def wait_until_ready(

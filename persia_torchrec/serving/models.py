@@ -94,6 +94,11 @@ class Statistics:
             registry=self.registry,
             buckets=_AGES_S,
         )
+        self.without_row = Gauge(
+            "persia_serving_ids_without_row",
+            "Ids that had no row, as those never trained, since the servers started",
+            registry=self.registry,
+        )
         self.in_progress = Gauge(
             "persia_serving_in_progress",
             "Requests in progress",
@@ -370,6 +375,8 @@ class Models:
                 health["version"] = version.number
         except UnknownModelError as exc:
             health = {"ready": False, "error": str(exc)}
+        if isinstance(num := health.get("ids_without_row"), int):
+            self.statistics.without_row.set(num)
         following = health.get("following")
         if isinstance(following, dict):
             self.statistics.age.observe(following["delay_s"])

@@ -228,6 +228,7 @@ class Predictor:
         try:
             hello = self.reader.hello(of_any=True)
             health["rows"] = sum(hello.num_rows)
+            health["ids_without_row"] = hello.misses
             if hello.following is not None:
                 health["following"] = dataclasses.asdict(hello.following)
         except PersiaError as exc:

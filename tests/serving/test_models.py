@@ -223,6 +223,9 @@ def test_while_embeddings_are_away_each_sample_gets_the_default_answer(servers, 
 
     answer = predicted()
     assert (answer.output.tolist(), answer.is_degraded) == ([[1.0], [1.0]], False)
+    models.health()
+    metrics = models.statistics.exposition()
+    assert b"persia_serving_ids_without_row 1.0" in metrics  # 7 was never trained
     running[0].stop()
     for _ in range(2):
         answer = predicted()
