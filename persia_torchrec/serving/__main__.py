@@ -43,6 +43,7 @@ from persia_torchrec.serving.predictor import (
     following_model,
     load_model,
     newest_version,
+    repeating,
 )
 
 try:
@@ -155,6 +156,11 @@ def _serve(flags: ServingFlags) -> None:
             life = stack.enter_context(Lifetime())
             life.serve_metrics("predictor", env.get_replica_index(), "", http.address)
         models = _open_models(flags, device, addresses, life, stack)
+        # How old rows are is known also where no probe asks.
+        asking = repeating(
+            lambda: _why_not_ready(models), "health", timeouts.MODEL_READY_S
+        )
+        stack.enter_context(asking)
         life.become_ready(partial(_why_not_ready, models))
         server = PredictionServer(models, http)
         stack.callback(server.close)

@@ -274,7 +274,7 @@ class Application:
             version: Version, asked: protocol.InferRequest, answer: Answer
         ) -> Response:
             model = {"model_name": name, "model_version": version.number}
-            about = describe_answer(version, answer)
+            about = describe_answer(self.models, version, answer)
             parts, size = protocol.encode_answer(asked, model, about, answer.output)
             if size is None:
                 return Response(parts[0], media_type="application/json")
@@ -501,11 +501,13 @@ def describe_config(models: Models, name: str, number: str | None) -> dict[str, 
     }
 
 
-def describe_answer(version: Version, answer: Answer) -> dict[str, Any]:
-    """Return of which checkpoint an answer is, and whether it is the default one."""
+def describe_answer(models: Models, version: Version, answer: Answer) -> dict[str, Any]:
+    """Return the checkpoint and the age of rows of an answer, and if it is degraded."""
     about: dict[str, Any] = {
         "checkpoint": version.predictor.model.path.rpartition("/")[0]
     }
+    if (age_s := models.rows_age_s()) is not None:
+        about["rows_age_s"] = round(age_s, 3)
     return {**about, "degraded": True} if answer.is_degraded else about
 
 

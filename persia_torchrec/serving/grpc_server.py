@@ -94,6 +94,7 @@ parameters {}ModelRepositoryParameter 3
 RepositoryModelUnloadResponse
 """
 
+_PARAMETERS = {bool: "bool", str: "string", float: "double"}
 _ONE_OF = {"InferParameter", "ModelRepositoryParameter"}
 _FIELD = descriptor_pb2.FieldDescriptorProto
 _CONTENTS = {
@@ -284,7 +285,7 @@ class GrpcServer:
                     f"{batch.batch_size}."
                 )
             answer = self._models.predict(version, batch)
-            about = describe_answer(version, answer)
+            about = describe_answer(self._models, version, answer)
             output, number = answer.output, version.number
         return {
             "model_name": name,
@@ -292,7 +293,7 @@ class GrpcServer:
             "id": request.id,
             "parameters": {
                 key: MESSAGES["InferParameter"](
-                    **{f"{'bool' if value is True else 'string'}_param": value}
+                    **{f"{_PARAMETERS[type(value)]}_param": value}
                 )
                 for key, value in about.items()
             },

@@ -364,6 +364,15 @@ class Models:
                 "model %s answers %g: %s", self.name, self.default_answer, exc
             )
 
+    def rows_age_s(self) -> float | None:
+        """Return how old rows that follow a training are, at most; None: unknown."""
+        health = self._ready
+        following = None if health is None else health[1].get("following")
+        if health is None or not isinstance(following, dict):
+            return None
+        asked_s = health[0] - timeouts.MODEL_READY_S
+        return float(following["delay_s"]) + time.monotonic() - asked_s
+
     def health(self) -> dict[str, object]:
         """Return readiness, model and rows; asks the servers once a second at most."""
         with self._changed:

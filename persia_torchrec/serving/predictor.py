@@ -326,8 +326,8 @@ def following_model(
 
 
 @contextlib.contextmanager
-def repeating(work: Callable[[], None], what: str, poll_s: float) -> Iterator[None]:
-    """Call a function that replaces something, time and again, during a block.
+def repeating(work: Callable[[], object], what: str, poll_s: float) -> Iterator[None]:
+    """Call a function, as one that replaces something, again and again, in a block.
 
     An error is logged, and it is called again later: what there was stays.
     """

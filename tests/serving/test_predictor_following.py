@@ -4,6 +4,7 @@ import contextlib
 import re
 import urllib.request
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,9 +15,10 @@ from persia_torchrec.embedding.optim import Adagrad
 from persia_torchrec.persia.config.embedding_config import load_embedding_config
 from persia_torchrec.persia.embedding import EmbeddingConfig
 from persia_torchrec.persia.worker_client import RemoteWorkers
+from persia_torchrec.serving.app import describe_answer
 from persia_torchrec.serving.embeddings import host_checkpoint
 from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
-from persia_torchrec.serving.models import Models, Version
+from persia_torchrec.serving.models import Answer, Models, Version
 from persia_torchrec.serving.predictor import Predictor, following_model, load_model
 from tests.support.inference_job import InferenceJob, address_of
 from tests.support.local_job import Batches, LocalJob
@@ -138,6 +140,10 @@ def test_predictions_follow_a_training(tmp_path, monkeypatch):
 
             def delay_s():
                 return ask(server.address, "/health")[1]["following"]["delay_s"]
+
+            with models.using("model", None) as version:
+                said = describe_answer(models, version, Answer(np.zeros(1, np.float32)))
+            assert 0 <= said["rows_age_s"] < DEADLINE_S
 
             later_s = delay_s() + 0.2
             wait_until(lambda: delay_s() > later_s, "the rows become older")
