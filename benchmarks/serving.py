@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -55,7 +55,6 @@ _START_S, _ANSWER_S = 600.0, 60.0
 _BODIES = 32
 _WARM_UP = 64
 _NUM_DENSE = 13
-_ENV = env.of_child({"OMP_NUM_THREADS": "1"})
 
 # With the protocol's number, asyncio sends without delay.
 _IDLE = """
@@ -97,9 +96,6 @@ class ServingSettings(Settings):
     burst_samples: Annotated[int, "samples of each of these"] = 10
     seconds: Annotated[float, "of each case"] = 20.0
     batch_window_s: Annotated[float, "the server's, for bursts"] = 0.002
-    transport: Annotated[
-        Literal["tcp", "shm"], "from the predictor to its embedding server"
-    ] = "tcp"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -160,7 +156,7 @@ def measure(settings: ServingSettings) -> list[Table]:
         window = "--batch-window-s", str(settings.batch_window_s)
         idle = stack.enter_context(_idle_server())
         for flags, of_server in (((), cases), (window, [burst])):
-            with _serving(folder, flags, settings.transport) as address:
+            with _serving(folder, flags) as address:
                 for case in of_server:
                     found = drive(address, case, bodies[case], settings.seconds)
                     of_idle = drive(idle, case, bodies[case], settings.seconds / 4)
@@ -172,8 +168,7 @@ def measure(settings: ServingSettings) -> list[Table]:
     question = (
         f"Latency over HTTP, binary tensors: {settings.features} ID features, "
         f"{_NUM_DENSE} numbers, D = {settings.dim}, two hidden layers of "
-        f"{settings.hidden}; {settings.rows} rows a table, uniform ids; the embedding "
-        f"server by {settings.transport}."
+        f"{settings.hidden}; {settings.rows} rows a table, uniform ids."
     )
     rows = [[*r[:7], ms, *r[7:]] for r, ms in zip(rows, lookups, strict=True)]
     return [Table("latency", question, header, rows)]
@@ -310,14 +305,14 @@ class Model:
 
 
 @contextmanager
-def _serving(folder: Path, flags: Sequence[str], transport: str) -> Iterator[Address]:
+def _serving(folder: Path, flags: Sequence[str]) -> Iterator[Address]:
     """Run an inference server on the last core, its embedding server on the first."""
     words = (
         *("-m", "persia_torchrec.serving", "--checkpoint", str(folder / "run")),
         *("--embedding-config", str(folder / "embedding_config.yml"), *flags),
         *("--max-requests", "256"),
     )
-    variables = {**_ENV, "PERSIA_TRANSPORT": transport}
+    variables = env.of_child({"OMP_NUM_THREADS": "1"})  # and the transport's
     with pinned(-1):
         process = subprocess.Popen(
             [sys.executable, *words], stdout=subprocess.PIPE, text=True, env=variables

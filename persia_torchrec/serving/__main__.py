@@ -165,13 +165,7 @@ def _serve(flags: ServingFlags) -> None:
         server = PredictionServer(models, http)
         stack.callback(server.close)
         if http.grpc_port is not None:
-            from persia_torchrec.serving.grpc_server import (  # needs grpcio
-                GrpcServer,
-            )
-
-            grpc_server = GrpcServer(models, http)
-            stack.callback(grpc_server.close)
-            logger.info("serving gRPC port=%d", grpc_server.port)
+            _serve_grpc(models, http, stack)
         path = models.health().get("model")
         what = path, device, server.address
         logger.info("serving model=%s device=%s address=%s", *what)
@@ -180,6 +174,14 @@ def _serve(flags: ServingFlags) -> None:
         gc.freeze()  # or each full collection walks through all of torch
         report_ready(server.address)
         ending.wait()
+
+
+def _serve_grpc(models: Models, http: HttpConfig, stack: contextlib.ExitStack) -> None:
+    from persia_torchrec.serving.grpc_server import GrpcServer  # needs grpcio
+
+    server = GrpcServer(models, http)
+    stack.callback(server.close)
+    logger.info("serving gRPC port=%d", server.port)
 
 
 def _open_models(

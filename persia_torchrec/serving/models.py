@@ -83,6 +83,10 @@ class Statistics:
             buckets=_BUCKETS_S,
             registry=self.registry,
         )
+        self._add_others()
+
+    def _add_others(self) -> None:
+        """Make what has no labels."""
         self.degraded = Counter(
             "persia_serving_degraded_samples",
             "Samples that got the default answer, as embeddings did not answer",

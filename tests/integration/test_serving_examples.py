@@ -105,7 +105,7 @@ class PleExample:
 
     def train(self, model, data):
         labels = data.labels, 1 - data.labels
-        model(TorchRecBatch(data.kjt(), labels=labels))[0].backward()
+        model(TorchRecBatch(id_features=data.kjt(), labels=labels))[0].backward()
 
     def served(self, model):
         return Scores(model.module).eval()

@@ -234,7 +234,7 @@ def test_while_embeddings_are_away_each_sample_gets_the_default_answer(servers, 
     assert (
         b"persia_serving_degraded_samples_total 4.0" in models.statistics.exposition()
     )
-    assert not models.health()["ready"]
+    wait_until(lambda: not models.health()["ready"], "it is not ready")
     models.default_answer = None
     with pytest.raises(ServerError):
         predicted()
