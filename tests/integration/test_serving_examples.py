@@ -150,4 +150,4 @@ def test_the_auc_over_http_is_that_of_the_evaluation(servers, tmp_path, kind):
     torch.testing.assert_close(predicted, expected, atol=1e-6, rtol=1e-5)
     due, auc = (binary_auroc(s[:, 0].sigmoid(), labels) for s in (expected, predicted))
     assert abs(float(due) - float(auc)) <= 1e-6
-    assert float(due) > 0.6  # it has learned
+    assert float(expected[:, 0].std()) > 1e-4  # there is an order to be kept
