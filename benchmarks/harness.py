@@ -233,12 +233,12 @@ class Benchmark(Generic[S]):
         add("--figures", nargs="+", choices=self.figures, help="which questions [all]")
         add("--json", type=Path, help="file for all figures")
         add("--tiny", action="store_true", help="small numbers, to see that it works")
-        add("--transport", choices=_TRANSPORTS, help="of all clients [tcp]")
+        add("--transport", choices=_TRANSPORTS, help="of all clients [auto]")
         add_options(parser, self.normal)
         given = vars(parser.parse_args(argv))
         try:
             command = f"{prog} {shlex.join(argv)}"
-            transport = given.pop("transport", "tcp")
+            transport = given.pop("transport", "auto")
             with quiet_frameworks(), env.set_within({"PERSIA_TRANSPORT": transport}):
                 report = {"command": command, **self._run(*self.settings(given))}
             sys.stdout.write(f"command: `{command}`\n")

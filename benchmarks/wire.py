@@ -1,4 +1,4 @@
-"""How fast is one server over loopback, with a core for it and one for the client?
+"""How fast is one server of this machine, with a core for it and one for the client?
 
 rates   rows per second that are looked up and updated: one request after the other,
         and several in flight, as a trainer with staleness has them
@@ -66,6 +66,7 @@ _STREAM = f"lookup + update, {IN_FLIGHT} in flight"
 _PULLS = f"lookup alone, {IN_FLIGHT} in flight"
 _OURS, _THEIRS = "ours: lookup + update", "Redis: MGET, NumPy, MSET"
 _TIMEOUT_S = 30.0
+_TCP = {"PERSIA_TRANSPORT": "tcp"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +109,7 @@ def _rates(settings: WireSettings, dim: int) -> Table:
         times = timings.rate(f"uniform | {name}").median / rate
         text = f"The original PERSIA (D = {dim}, Adagrad, 2 cores): {name} {rate} "
         notes.append(f"{text}million rows/s; ours, uniform: {times:.1f} times that.")
-    question = "One server and one client over loopback, million unique rows/s."
+    question = "One server and one client of one machine, million unique rows/s."
     rows = timings.rows(lambda _: MEMORY_COPY)
     return Table("rates", question, RATES_HEADER, rows, notes)
 
@@ -130,7 +131,7 @@ def _stages(settings: WireSettings, dim: int) -> Table:
             if any(ms):
                 times = mean(ms), sum(ms) / total_ms, median(ms), max(ms)
                 rows.append([kind, stage, *times])
-    question = "Where the time of a request over loopback goes, ms; uniform ids."
+    question = "Where the time of a request goes, ms; uniform ids."
     header = "request | stage | mean | fraction | median | longest"
     return Table("stages", question, header, rows)
 
@@ -160,7 +161,7 @@ def _encryption(settings: WireSettings, dim: int) -> Table:
     with ExitStack() as stack:
         servers: dict[str, FilledServer] = {}
         for name, value in (("token", "0"), ("encrypted", "1")):
-            with env.set_within({"PERSIA_ENCRYPT": value}):
+            with env.set_within({"PERSIA_ENCRYPT": value} | _TCP):
                 server = filled_server(settings.table(dim), settings.rows)
                 servers[name] = stack.enter_context(server)
 

@@ -16,8 +16,9 @@ empty variable counts as unset, for launchers that write out every variable.
     PERSIA_ENCRYPT                             1: all connections of the job are
                                                encrypted
     PERSIA_IO_THREADS                          threads of each ZeroMQ context; 1
-    PERSIA_TRANSPORT                           auto or shm: share memory with servers
-                                               of the same host; tcp
+    PERSIA_TRANSPORT                           tcp or shm: never, or with a warning
+                                               where it cannot be, share memory with
+                                               servers of the same host; auto
     TORCHX_JOB_ID                              scheduler and id of the job (torchx)
     PERSIA_JOIN_TIMEOUT_S                      seconds for each wait of a start; 600
     PERSIA_CHECKPOINT_INTERVAL_S               seconds between automatic checkpoints
@@ -286,7 +287,7 @@ def io_threads() -> int:
 def transport(given: str | None = None) -> Transport:
     """Return how clients reach the servers of their own host, or what is given."""
     name = "PERSIA_TRANSPORT" if given is None else "transport"
-    value = (text("PERSIA_TRANSPORT") or "tcp") if given is None else given
+    value = (text("PERSIA_TRANSPORT") or "auto") if given is None else given
     for known in get_args(Transport):
         if value == known:
             return cast("Transport", known)

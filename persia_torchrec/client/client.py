@@ -132,7 +132,7 @@ class EmbeddingClient(OwnProcess):
         repeated, and updates that it had not acknowledged are lost. A client of
         trainers that recover says their ``generation``, see ``BatchNumber.new_stream``;
         to the servers, an older one than they have met is a FencedError. ``transport``
-        stands for ``PERSIA_TRANSPORT``: tcp, auto or shm.
+        stands for ``PERSIA_TRANSPORT``: auto, tcp or shm.
         """
         given = timeout_s, greeting, recovery_s, generation, transport
         return cls(Servers(addresses, *given))
