@@ -30,6 +30,7 @@ from torchrec import EmbeddingBagConfig
 
 import persia_torchrec
 from persia_torchrec import SGD
+from tests.support.processes import wait_until
 from tests.support.remote_job import Bags, RemoteJob, kjt_of
 
 ROOT = Path(persia_torchrec.__file__).parent
@@ -158,6 +159,8 @@ def walks():
     try:
         with RemoteJob(num_servers=1) as job, pytest.MonkeyPatch.context() as patch:
             model = job.put_on_servers(Bags(TABLES), SGD(0.1), staleness=0)
+            carriers = job.client._servers.connections.carriers
+            wait_until(lambda: carriers[0] is not None, "shared memory")
             for _ in range(3):  # warm
                 model(batch()).values().sum().backward()
             watch_compiled(walk, patch)
