@@ -29,7 +29,7 @@ import torch
 from torchrec import EmbeddingBagConfig
 
 import persia_torchrec
-from persia_torchrec import SGD
+from persia_torchrec import SGD, env
 from tests.support.processes import wait_until
 from tests.support.remote_job import Bags, RemoteJob, kjt_of
 
@@ -151,8 +151,14 @@ class Walk:
                 print(f"  {mark} {call.thread:28}", *call.function)
 
 
+@pytest.fixture(scope="module", params=["tcp", "shm"])
+def transport(request):
+    with env.set_within({"PERSIA_TRANSPORT": request.param}):
+        yield request.param
+
+
 @pytest.fixture(scope="module")
-def walks():
+def walks(transport):
     """Return the walks of a lookup and of its gradient."""
     walk = Walk()
     threading.setprofile(walk.profile)
@@ -160,7 +166,8 @@ def walks():
         with RemoteJob(num_servers=1) as job, pytest.MonkeyPatch.context() as patch:
             model = job.put_on_servers(Bags(TABLES), SGD(0.1), staleness=0)
             carriers = job.client._servers.connections.carriers
-            wait_until(lambda: carriers[0] is not None, "shared memory")
+            is_shared = transport == "shm"
+            wait_until(lambda: (carriers[0] is not None) == is_shared, "shared memory")
             for _ in range(3):  # warm
                 model(batch()).values().sum().backward()
             watch_compiled(walk, patch)
@@ -223,22 +230,25 @@ def watched(walk: Walk, loop):
     return call
 
 
-def test_a_lookup_passes_few_files_and_functions(walks):
+# Two files keep requests whole, and know those repeated; one copies by one thread. Three
+# functions repeat what a server has lost, one has blocks; three ask before they wait, so
+# that an index is built meanwhile; routes, copies and replies are of all tables, and a
+# table is asked for what its kind does. Gradients leave a device on their way. Samples
+# are counted, the step is timed, updates have a histogram. Shared memory has a channel
+# beside TCP's, which both ends look into.
+
+
+def test_a_lookup_passes_few_files_and_functions(walks, transport):
     walk, _ = walks
-    assert walk.num_hand_overs() == 2
-    # Two keep requests whole, and know those repeated; one copies by one thread.
-    assert len(walk.files) <= 32
-    # Three repeat what a server has lost, one has blocks; three ask before they wait,
-    # so that an index is built meanwhile; routes, copies and replies are of all tables.
-    # Samples are counted.
-    assert len(walk.hops) <= 78
+    hand_overs, files, hops = {"tcp": (2, 32, 79), "shm": (1, 33, 92)}[transport]
+    assert walk.num_hand_overs() == hand_overs
+    assert len(walk.files) <= files
+    assert len(walk.hops) <= hops
 
 
-def test_a_gradient_passes_few_files_and_functions(walks):
+def test_a_gradient_passes_few_files_and_functions(walks, transport):
     _, walk = walks
-    assert walk.num_hand_overs() == 2
-    # Gradients leave a device on their way; updates have a histogram.
-    assert len(walk.files) <= 34
-    # What shapes and bags a group has, not each table; rows are found by address; what
-    # another carrier would take is asked, and the step is timed.
-    assert len(walk.hops) <= 74
+    files, hops = {"tcp": (34, 75), "shm": (36, 94)}[transport]
+    assert walk.num_hand_overs() <= 2
+    assert len(walk.files) <= files
+    assert len(walk.hops) <= hops

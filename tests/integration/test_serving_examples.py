@@ -23,7 +23,7 @@ from persia_torchrec.serving.predictor import Predictor, load_model
 from tests.support.remote_job import shard
 from tests.support.serving_process import predict
 
-pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+pytestmark = [pytest.mark.long, pytest.mark.multiprocess]
 
 KEYS, NUM_IDS, NUM_DENSE, BATCH = list("abcd"), 500, 3, 512
 
