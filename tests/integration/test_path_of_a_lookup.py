@@ -230,12 +230,12 @@ def watched(walk: Walk, loop):
     return call
 
 
-# Two files keep requests whole, and know those repeated; one copies by one thread. Three
-# functions repeat what a server has lost, one has blocks; three ask before they wait, so
-# that an index is built meanwhile; routes, copies and replies are of all tables, and a
-# table is asked for what its kind does. Gradients leave a device on their way. Samples
-# are counted, the step is timed, updates have a histogram. Shared memory has a channel
-# beside TCP's, which both ends look into.
+# Two files keep requests whole, and know those repeated; one copies by one thread.
+# Three functions repeat what a server has lost, one has blocks; three ask before they
+# wait, so that an index is built meanwhile; routes, copies and replies are of all
+# tables, and a table is asked for what its kind does. Gradients leave a device on
+# their way. Samples are counted, the step is timed, updates have a histogram. Shared
+# memory has a channel beside TCP's, which both ends look into.
 
 
 def test_a_lookup_passes_few_files_and_functions(walks, transport):
