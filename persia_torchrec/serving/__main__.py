@@ -156,17 +156,15 @@ def _serve(flags: ServingFlags) -> None:
             life = stack.enter_context(Lifetime())
             life.serve_metrics("predictor", env.get_replica_index(), "", http.address)
         models = _open_models(flags, device, addresses, life, stack)
-        # How old rows are is known also where no probe asks.
-        asking = repeating(
-            lambda: _why_not_ready(models), "health", timeouts.MODEL_READY_S
-        )
-        stack.enter_context(asking)
         life.become_ready(partial(_why_not_ready, models))
         server = PredictionServer(models, http)
         stack.callback(server.close)
         if http.grpc_port is not None:
             _serve_grpc(models, http, stack)
         path = models.health().get("model")
+        if models.rows_age_s() is not None:  # which is observed also if no probe asks
+            ask = partial(_why_not_ready, models)
+            stack.enter_context(repeating(ask, "health", timeouts.MODEL_READY_S))
         what = path, device, server.address
         logger.info("serving model=%s device=%s address=%s", *what)
         life.call_at_end(ending.set)

@@ -18,7 +18,6 @@ from tests.support.inference_job import (
     comes_back,
     kill_below,
 )
-from tests.support.processes import wait_until
 from tests.support.repository import ROOT
 from tests.support.served_model import EVALUATION, are_close, predict_all
 from tests.support.servers import DEADLINE_S
@@ -209,7 +208,6 @@ def test_the_others_answer_while_a_role_is_killed_and_started_again(processes, t
         assert answers()
         kill_below(killed)
         assert answers()
-        # It is observed once a second, perhaps when the other one was just lost.
-        wait_until(lambda: ask(serving.address, "/health")[1]["ready"], "readiness")
+        assert ask(serving.address, "/health")[1]["ready"]
         comes_back(killed)
     assert answers()
