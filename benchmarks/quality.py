@@ -15,21 +15,18 @@ Dimension key:
     L: labels
 """
 
-import importlib.util
 import json
 import math
 import re
-import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice, product
 from pathlib import Path
 from statistics import mean, stdev
 from tempfile import TemporaryDirectory
-from types import ModuleType
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
@@ -42,75 +39,29 @@ from torch.nn.parallel import DistributedDataParallel
 from torchmetrics.functional.classification import binary_auroc
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
-from torchrec.models.dlrm import DenseArch, InteractionArch, OverArch
 from torchrec.modules.embedding_configs import DataType
 
 from benchmarks.harness import Benchmark, Settings, Table, describe_versions
+from benchmarks.quality_tasks import Part, Task, adult_task, census_task, dlrm_task
 from persia_torchrec import env, remote_sharders
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.embedding.optim import Adagrad, Adam, Optimizer
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.server.cluster import EmbeddingCluster
 
-_EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 _CHUNK = 4096  # samples of the test at once
 _CPU = torch.device("cpu")
 _CAPACITY = 2_000_000
 _CONFIDENCE = 0.975  # of one side: intervals are of 95 %
 
 
-class Part(NamedTuple):
-    """Samples: float32 ``(N, K)``, int64 ``(N, F)`` from 0 on, float32 ``(N, L)``."""
-
-    dense: torch.Tensor
-    ids: torch.Tensor
-    labels: torch.Tensor
-
-    def take(self, which: Any) -> "Part":
-        """Return some of the samples."""
-        return Part(*(tensor[which] for tensor in self))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """A data set, and a model that learns it.
-
-    Attributes:
-        labels: names of the tasks, in the order of ``Part.labels``.
-        make_dense: makes what gives logits, or probabilities, ``(N, L)`` of the dense
-            numbers and the pooled rows ``(N, F * dim)``.
-        loss: of its output and the labels.
-        dense_optimizer: of its parameters.
-        rows: the optimizer of the rows on servers; ``plain_rows`` is torch's.
-        std: of the rows before the first step.
-    """
-
-    train: Part
-    test: Part
-    labels: tuple[str, ...]
-    dim: int
-    batch_size: int
-    epochs: int
-    make_dense: Callable[[], nn.Module]
-    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    dense_optimizer: Callable[[Any], torch.optim.Optimizer]
-    rows: Optimizer
-    plain_rows: Callable[[Any], torch.optim.Optimizer]
-    std: float
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the tables, and of their features."""
-        return [f"feature{f}" for f in range(self.train.ids.shape[1])]
-
-    def num_ids(self) -> list[int]:
-        """Return how many ids each feature has."""
-        both = torch.cat([self.train.ids, self.test.ids])
-        return [int(most) + 1 for most in both.amax(dim=0)]
+_MODELS = "adult", "dlrm", "census"
 
 
 class Arm(NamedTuple):
-    """A way to train; the first two are what the others are compared with."""
+    """A way to train, with the rows of ``ahead`` later batches pulled before a batch.
+
+    The first two are what the others are compared with.
+    """
 
     name: str
     staleness: int = 0
@@ -118,14 +69,14 @@ class Arm(NamedTuple):
     dtype: DataType = DataType.FP32
     trainers: int = 1
     update: Literal["joint", "each"] = "joint"
-    most_ahead: int = 1000
+    ahead: int = 0
 
 
 PLAIN, SYNCHRONOUS = Arm("plain TorchRec", is_plain=True), Arm("staleness 0")
 ARMS = (
     *(PLAIN, SYNCHRONOUS, Arm("staleness 1", 1)),
-    Arm("staleness 8, pulls 2 ahead", 8, most_ahead=2),
-    Arm("staleness 8, pulls 7 ahead", 8),
+    Arm("staleness 8, pulls 2 ahead", 8, ahead=2),
+    Arm("staleness 8, pulls 7 ahead", 8, ahead=7),
     Arm("fp16 rows", dtype=DataType.FP16),
     Arm("bf16 rows", dtype=DataType.BF16),
     Arm("2 trainers, joint", trainers=2),
@@ -151,153 +102,20 @@ class QualitySettings(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require("models", set(self.models) <= set(TASKS), "of adult, census, dlrm")
+        self.require("models", set(self.models) <= set(_MODELS), f"of {_MODELS}")
         self.require("arms", set(self.arms) <= set(_BY_NAME), f"of {list(_BY_NAME)}")
         has_census = "census" not in self.models or self.census is not None
         self.require("census", has_census, "the folder of the data, or leave it out")
 
 
-def example(path: str) -> ModuleType:
-    """Return a module of the examples, which are no package."""
-    name = f"quality_{path.replace('/', '_').removesuffix('.py')}"
-    spec = importlib.util.spec_from_file_location(name, _EXAMPLES / path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def adult_task(settings: QualitySettings) -> Task:
-    """PERSIA's example: its network, optimizers and batches."""
-    adult, model = example("adult_income/adult.py"), example("adult_income/model.py")
-    given = settings.adult
-    parts = adult.load_adult(given) if given else adult.generate_adult()
-    train, test = (
-        Part(*map(torch.from_numpy, (p.dense, p.ids.astype(np.int64), p.labels)))
-        for p in parts
-    )
-
-    class Network(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.dnn = model.DNN()
-
-        def forward(self, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
-            return self.dnn([dense], [pooled])  # type: ignore[no-any-return]
-
-    return Task(
-        train=train,
-        test=test,
-        labels=("income",),
-        dim=model.EMBEDDING_DIM,
-        batch_size=128,
-        epochs=1,
-        make_dense=Network,
-        loss=nn.BCELoss(),
-        dense_optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
-        rows=Adagrad(lr=1e-2),
-        plain_rows=lambda p: torch.optim.Adagrad(
-            p, lr=1e-2, initial_accumulator_value=1e-2, eps=1e-10
-        ),
-        std=0.01,
-    )
-
-
-def census_task(settings: QualitySettings) -> Task:
-    """DeepRec's example: PLE, corrected, with two tasks."""
-    data, model = example("ple/data.py"), example("ple/model.py")
-    opened = data.open_data(data.CENSUS, settings.census, _CHUNK, ev=False)
-
-    def part(batches: Any) -> Part:
-        given = list(batches)
-        keys = list(data.CENSUS.features)
-        ids = [b.id_features.values().view(len(keys), -1).T for b in given]
-        labels = [torch.stack(tuple(b.labels), dim=1) for b in given]
-        both = torch.cat(ids), torch.cat(labels)
-        return Part(torch.zeros(len(both[0]), 0), *both)
-
-    train, test = compact(part(opened.train), part(opened.test))
-    width = train.ids.shape[1] * model.DIM
-
-    class Network(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.ple = model.DenseModel("ple", width, corrected=True)
-
-        def forward(self, _: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
-            return self.ple(pooled)  # type: ignore[no-any-return]
-
-    return Task(
-        train=train,
-        test=test,
-        labels=data.CENSUS.labels,
-        dim=model.DIM,
-        batch_size=512,
-        epochs=settings.epochs,
-        make_dense=Network,
-        loss=nn.BCEWithLogitsLoss(),
-        dense_optimizer=lambda p: torch.optim.Adam(p, lr=1e-3, fused=True),
-        rows=Adam(lr=1e-3),
-        plain_rows=lambda p: torch.optim.SparseAdam(list(p), lr=1e-3),
-        std=model.CORRECTED_STD,
-    )
-
-
-class Dlrm(nn.Module):
-    """TorchRec's DLRM without its tables."""
-
-    def __init__(self, num_dense: int, num_features: int, dim: int) -> None:
-        super().__init__()
-        self.bottom = DenseArch(num_dense, [64, dim])
-        self.interaction = InteractionArch(num_features)
-        width = dim + num_features + math.comb(num_features, 2)
-        self.over = OverArch(width, [128, 64, 1])
-        self._shape = num_features, dim
-
-    def forward(self, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
-        """Return logits ``(N, 1)``."""
-        rows = pooled.view(-1, *self._shape)
-        return self.over(self.interaction(self.bottom(dense), rows))  # type: ignore[no-any-return]
-
-
-def dlrm_task(settings: QualitySettings) -> Task:
-    """TorchRec's DLRM on lines of Criteo's format, whose labels were planted."""
-    criteo = example("dlrm/criteo.py")
-
-    def part(num: int, seed: int) -> Part:
-        [batch] = criteo.batches(criteo.generate_lines(num, seed), num)
-        ids = batch.sparse_features.values().view(len(criteo.CATEGORIES), -1).T
-        return Part(batch.dense_features, ids, batch.labels[:, None])
-
-    train, test = compact(part(settings.rows, 0), part(settings.rows // 4, 1))
-    dim, shape = 16, (train.dense.shape[1], train.ids.shape[1])
-    return Task(
-        train=train,
-        test=test,
-        labels=("click",),
-        dim=dim,
-        batch_size=512,
-        epochs=1,
-        make_dense=lambda: Dlrm(*shape, dim),
-        loss=nn.BCEWithLogitsLoss(),
-        dense_optimizer=lambda p: torch.optim.Adam(p, lr=1e-3),
-        rows=Adagrad(lr=0.05, initial_accumulator_value=0, eps=1e-8),
-        plain_rows=lambda p: torch.optim.Adagrad(p, lr=0.05, eps=1e-8),
-        std=0.01,
-    )
-
-
-def compact(train: Part, test: Part) -> tuple[Part, Part]:
-    """Number the ids of each feature from 0, as a table of plain TorchRec needs it."""
-    both = torch.cat([train.ids, test.ids])
-    columns = [column.unique(return_inverse=True)[1] for column in both.T]
-    ids = torch.stack(columns, dim=1)
-    num = len(train.ids)
-    return train._replace(ids=ids[:num]), test._replace(ids=ids[num:])
-
-
-TASKS = {"adult": adult_task, "census": census_task, "dlrm": dlrm_task}
+def make_task(model: str, settings: QualitySettings) -> Task:
+    """Return the data and the network of a model."""
+    if model == "adult":
+        return adult_task(settings.adult)
+    if model == "dlrm":
+        return dlrm_task(settings.rows)
+    assert settings.census is not None
+    return census_task(settings.census, settings.epochs)
 
 
 class Tables:
@@ -361,10 +179,7 @@ class Tables:
 
     def pooled(self, batches: Iterator[Part]) -> Iterator[tuple[Part, torch.Tensor]]:
         """Yield each batch with its rows, ``(N, F * dim)``; later ones are pulled."""
-        module, ahead = (
-            self.bags,
-            min(max(self._arm.staleness - 1, 0), self._arm.most_ahead),
-        )
+        module, ahead = self.bags, self._arm.ahead
         if self._arm.is_plain:
             for batch in batches:
                 yield batch, module(self._ids(batch)).values()
@@ -540,7 +355,7 @@ def _trainer(
             dist.broadcast_object_list(going)
             if not going[0]:
                 return
-            tasks[model] = tasks.get(model) or TASKS[model](settings)
+            tasks[model] = tasks.get(model) or make_task(model, settings)
             found = train(tasks[model], arm, seed, at)
             if found is not None:
                 runs.add(Run(model, arm.name, seed, found))
