@@ -8,9 +8,11 @@ waits for embeddings no longer than its first request would: if they do not answ
 is the answer of all.
 """
 
+import asyncio
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -174,9 +176,21 @@ class Batcher:
             RequestTimeoutError: there are none in time.
             PersiaError: what ``run`` raises for this batch.
         """
+        with self._in_time() as limit_s:
+            return self.submit(model, run, batch).result(limit_s)
+
+    async def predict_async(self, model: object, run: Run, batch: Inputs) -> Floats:
+        """Do :meth:`predict`; no thread waits for it."""
+        with self._in_time() as limit_s:
+            future = asyncio.wrap_future(self.submit(model, run, batch))
+            return await asyncio.wait_for(future, limit_s)
+
+    @contextlib.contextmanager
+    def _in_time(self) -> Iterator[float]:
+        """Give the most seconds for an answer; say so when they are over."""
         limit_s = self._batching.timeout_s + timeouts.REQUEST_S
         try:
-            return self.submit(model, run, batch).result(limit_s)
+            yield limit_s
         except TimeoutError as exc:
             if isinstance(exc, PersiaError):
                 raise

@@ -7,7 +7,6 @@ A version is a dense model and the rows of the same checkpoint, so that an answe
 joins two. Its number is that of the checkpoint.
 """
 
-import asyncio
 import contextlib
 import logging
 import threading
@@ -341,8 +340,8 @@ class Models:
         size, predictor = batch.batch_size, version.predictor
         try:
             with self.statistics.timed(self.name, version.number, size):
-                future = predictor.submit(batch, is_text=is_text)
-                return Answer(await asyncio.wrap_future(future))
+                output = await predictor.predict_together(batch, is_text=is_text)
+                return Answer(output)
         except ServerError as exc:
             return self._default(exc, version, size)
 

@@ -9,7 +9,6 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -137,7 +136,7 @@ class Predictor:
 
     @property
     def is_batching(self) -> bool:
-        """Whether requests are predicted together, by :meth:`submit`."""
+        """Whether requests are predicted together, by :meth:`predict_together`."""
         return self._batcher is not None and self.model.signature is not None
 
     def predict(self, batch: PersiaBatch | Inputs, *, is_text: bool = False) -> Floats:
@@ -159,14 +158,15 @@ class Predictor:
             return run(inputs)
         return self._batcher.predict(model, run, inputs)
 
-    def submit(
+    async def predict_together(
         self, batch: PersiaBatch | Inputs, *, is_text: bool = False
-    ) -> Future[Floats]:
-        """Begin to predict a batch with others; see :meth:`predict`."""
+    ) -> Floats:
+        """Do :meth:`predict` with other batches; no thread waits for it."""
         assert self._batcher is not None, "it is batching"
         model = self.model
         inputs = self._arrange(model, batch, is_text=is_text)
-        return self._batcher.submit(model, partial(self._run, model), inputs)
+        run = partial(self._run, model)
+        return await self._batcher.predict_async(model, run, inputs)
 
     def _arrange(
         self, model: DenseModel, batch: PersiaBatch | Inputs, *, is_text: bool

@@ -1,5 +1,6 @@
 """Batches of several requests are predicted together, each with its own answer."""
 
+import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -147,6 +148,8 @@ def test_a_request_waits_no_longer_than_a_limit(pool, monkeypatch):
     second = batcher.submit(MODEL, runs, batch(1))
     with pytest.raises(RequestTimeoutError, match="a batch must be predicted within"):
         batcher.predict(MODEL, runs, batch(1))
+    with pytest.raises(RequestTimeoutError, match="a batch must be predicted within"):
+        asyncio.run(batcher.predict_async(MODEL, runs, batch(1)))
     runs.may_end.set()
     assert first.result(DEADLINE_S) == sums(batch(1))
     with pytest.raises(RequestTimeoutError):  # its turn came too late
