@@ -1,11 +1,12 @@
 """The store's hot loops: use the rows of ids, make those that are missing, step rows.
 
-The memory of several ids is on its way at once. While a lookup is at one id, it
-prefetches what others will need:
+The memory of many ids is on its way at once. A lookup goes through its ids in chunks
+of 128, in short loops, of which the processor has several rounds in work:
 
-    id i + 24    hash it, prefetch its line of the index
-    id i + 8     read that line, prefetch the row that it probably means
-    id i         check that it is the row, touch it, copy its weights
+    chunk c + 2    hash the ids, prefetch their lines of the index
+    chunk c + 1    read those lines: the rows that the ids probably mean
+    chunk c        id i + 12    prefetch the row
+                   id i         check that it is the row, touch it, copy its weights
 
 A training lookup uses all rows that are there, and then makes those that are missing.
 The rows that leave for them stand at the front of the log, so their memory is
@@ -62,7 +63,8 @@ from persia_torchrec.store.memory import (
 Indices = npt.NDArray[np.int64]
 Rules = npt.NDArray[np.float64]
 Rings = tuple[memory.Words, memory.Words]
-"""Of the ids ahead: hashes; slots to be confirmed, or ``NOT_FOUND``, for certain."""
+"""Of the ids ahead: hashes of a chunk; of two chunks the slots to be confirmed, or
+``NOT_FOUND``, for certain."""
 
 NO_ROOM = -1
 """What :func:`lookup_training` returns, doing nothing, where a log must be enlarged."""
@@ -73,13 +75,12 @@ CHUNK = 32
 STEPS_TO_LIVE, SECONDS_TO_LIVE, MIN_L2_NORM, SPARED_STEPS, NOW_OF_ROWS = range(5)
 """Columns of the rules of expiry: the limits of ``Expiry``, the current second."""
 
-_FAR = 24
-_NEAR = 8
-_RING = 31
-"""Length of the ring of ids ahead, less one: a power of two, less one."""
+_LOOKED_AHEAD = 128
+"""Ids whose index is read at a time, a power of two: a few KiB of hashes and slots."""
 
-_AHEAD = 10
-"""How far ahead an update prefetches rows."""
+_IN_CHUNK, _IN_RING = _LOOKED_AHEAD - 1, 2 * _LOOKED_AHEAD - 1
+_LOOKUP_AHEAD, _UPDATE_AHEAD = 12, 10
+"""How far ahead rows are prefetched."""
 
 _INFINITE = np.float32(np.inf)
 _LARGEST_COUNT = np.uint64(2**32 - 1)
@@ -117,12 +118,9 @@ def lookup_training(
     target = np.uint64(out_ND.ctypes.data)
     row_bytes = np.uint64(4 * rows.dim)
     num_missing = 0
-    ahead = np.empty(_RING + 1, np.uint64), np.empty(_RING + 1, np.uint64)
-    for i in range(-_FAR, len(ids_N)):
-        _look_ahead(i, ids_N, ahead, index, rows)
-        if i < 0:
-            continue
-        slot = _confirm(i, ids_N, ahead, index, rows)
+    ahead = _begin_ahead(ids_N, index, rows)
+    for i in range(len(ids_N)):
+        slot = _next_slot(i, ids_N, ahead, index, rows)
         if slot == NOT_FOUND:
             slots_N[i] = memory.MISSING
             missing_N[num_missing] = i
@@ -155,12 +153,9 @@ def lookup_readonly(
     rows, index = memory.rows_at(store, layout), index_at(store)
     target = np.uint64(out_ND.ctypes.data)
     row_bytes = np.uint64(4 * rows.dim)
-    ahead = np.empty(_RING + 1, np.uint64), np.empty(_RING + 1, np.uint64)
-    for i in range(-_FAR, len(ids_N)):
-        _look_ahead(i, ids_N, ahead, index, rows)
-        if i < 0:
-            continue
-        slot = _confirm(i, ids_N, ahead, index, rows)
+    ahead = _begin_ahead(ids_N, index, rows)
+    for i in range(len(ids_N)):
+        slot = _next_slot(i, ids_N, ahead, index, rows)
         if slot == NOT_FOUND:
             store.tally[memory.MISSES] += 1
             out_ND[i, :] = value
@@ -175,13 +170,12 @@ def find_slots(layout: Layout, ids_N: Ids) -> Slots:
     """Return the slot of each id, or ``MISSING``; refreshes no row."""
     store = memory.store_at(layout)
     rows, index = memory.rows_at(store, layout), index_at(store)
-    ahead = np.empty(_RING + 1, np.uint64), np.empty(_RING + 1, np.uint64)
     slots = np.empty(len(ids_N), dtype=np.uint32)
-    for i in range(-_FAR, len(ids_N)):
-        _look_ahead(i, ids_N, ahead, index, rows)
-        if i >= 0:
-            slot = _confirm(i, ids_N, ahead, index, rows)
-            slots[i] = memory.MISSING if slot == NOT_FOUND else np.uint32(slot)
+    ids_N = cpu.unowned(ids_N)
+    ahead = _begin_ahead(ids_N, index, rows)
+    for i in range(len(ids_N)):
+        slot = _next_slot(i, ids_N, ahead, index, rows)
+        slots[i] = memory.MISSING if slot == NOT_FOUND else np.uint32(slot)
     return slots
 
 
@@ -238,12 +232,9 @@ def build_read_only(kernel: Kernel) -> Callable[..., None]:
         rows, index = memory.rows_at(store, layout), index_at(store)
         target = np.uint64(out_ND.ctypes.data)
         row_bytes = np.uint64(4 * rows.dim)
-        ahead = np.empty(_RING + 1, np.uint64), np.empty(_RING + 1, np.uint64)
-        for i in range(-_FAR, len(ids_N)):
-            _look_ahead(i, ids_N, ahead, index, rows)
-            if i < 0:
-                continue
-            slot = _confirm(i, ids_N, ahead, index, rows)
+        ahead = _begin_ahead(ids_N, index, rows)
+        for i in range(len(ids_N)):
+            slot = _next_slot(i, ids_N, ahead, index, rows)
             address = rows.base + slot * rows.stride
             if slot == NOT_FOUND:
                 address = np.uint64(row_W.ctypes.data)
@@ -263,37 +254,59 @@ def count_up(address: np.uint64, count: np.uint64, num_classes: int) -> np.uint6
     return recency.classify(frequency) if num_classes > 1 else _ZERO
 
 
-@inlined
-def _look_ahead(i: int, ids_N: Ids, ahead: Rings, index: IndexAt, rows: RowsAt) -> None:
-    """Prefetch the memory that ids after the i-th, from ``-_FAR``, will need."""
+@compiled
+def _begin_ahead(ids_N: Ids, index: IndexAt, rows: RowsAt) -> Rings:
+    """Guess the slots of the first chunk; prefetch the first rows."""
+    ahead = np.empty(_IN_CHUNK + 1, np.uint64), np.empty(_IN_RING + 1, np.uint64)
+    for start in (-2 * _LOOKED_AHEAD, -_LOOKED_AHEAD):
+        _look_ahead(start, ids_N, ahead, index, rows)
+    for i in range(min(_LOOKUP_AHEAD, len(ids_N))):
+        _prefetch_likely(ahead[1][i], rows)
+    return ahead
+
+
+@compiled
+def _look_ahead(
+    start: int, ids_N: Ids, ahead: Rings, index: IndexAt, rows: RowsAt
+) -> None:
+    """Guess the slots of the chunk after that at ``start``; hash the one after it."""
     hashes, likely = ahead
-    far, near = i + _FAR, i + _NEAR
-    if far < len(ids_N):
-        hash_ = hash_id(ids_N[far], rows.owner)
-        hashes[far & _RING] = hash_
-        cpu.prefetch(find_home(index, hash_))
-    if 0 <= near < len(ids_N):
-        slot = likely_slot(index, hashes[near & _RING])
-        likely[near & _RING] = slot
-        if slot != NOT_FOUND:
-            end_of_weights = rows.weights + rows.weight_bytes
-            prefetch_row(rows.base + slot * rows.stride, end_of_weights)
-            cpu.prefetch(rows.tags + slot)
+    next_ = start + _LOOKED_AHEAD
+    num_hashed = min(len(ids_N) - next_ - _LOOKED_AHEAD, _LOOKED_AHEAD)
+    num_guessed = min(len(ids_N) - next_, _LOOKED_AHEAD) if next_ >= 0 else 0
+    for k in range(max(num_guessed, num_hashed)):
+        if k < num_guessed:
+            likely[(next_ + k) & _IN_RING] = likely_slot(index, hashes[k])
+        if k < num_hashed:
+            hash_ = hash_id(ids_N[next_ + _LOOKED_AHEAD + k], rows.owner)
+            hashes[k] = hash_
+            cpu.prefetch(find_home(index, hash_))
 
 
 @inlined
-def _confirm(
+def _prefetch_likely(slot: np.uint64, rows: RowsAt) -> None:
+    """Prefetch the header, the weights and the tag of the row at a slot, if one."""
+    if slot != NOT_FOUND:
+        address = rows.base + slot * rows.stride
+        prefetch_row(address, rows.weights + rows.weight_bytes)
+        cpu.prefetch(rows.tags + slot)
+
+
+@inlined
+def _next_slot(
     i: int, ids_N: Ids, ahead: Rings, index: IndexAt, rows: RowsAt
 ) -> np.uint64:
-    """Return the slot of the i-th id, or ``NOT_FOUND``."""
-    hashes, likely = ahead
-    slot = likely[i & _RING]
-    if slot == NOT_FOUND:
-        return NOT_FOUND
-    if memory.is_row_of(rows, slot, ids_N[i]):
+    """Return the slot of the i-th id, or ``NOT_FOUND``; prefetch what follows."""
+    if i & _IN_CHUNK == 0:
+        _look_ahead(i, ids_N, ahead, index, rows)
+    likely = ahead[1]
+    if i + _LOOKUP_AHEAD < len(ids_N):
+        _prefetch_likely(likely[(i + _LOOKUP_AHEAD) & _IN_RING], rows)
+    slot = likely[i & _IN_RING]
+    if slot == NOT_FOUND or memory.is_row_of(rows, slot, ids_N[i]):
         return slot
     # Another id with the same hash comes before it in the index.
-    return find_slot(index, rows, ids_N[i], hashes[i & _RING])
+    return find_slot(index, rows, ids_N[i], hash_id(ids_N[i], rows.owner))
 
 
 @cache
@@ -538,8 +551,8 @@ def build_update(kernel: Kernel) -> Callable[..., tuple[int, int]]:
         grad, grad_bytes = np.uint64(grads_ND.ctypes.data), np.uint64(4 * rows.dim)
         num_missed = num_refused = 0
         for i in range(len(ids_N)):
-            if i + _AHEAD < len(ids_N):
-                ahead = np.uint64(slots_N[i + _AHEAD])
+            if i + _UPDATE_AHEAD < len(ids_N):
+                ahead = np.uint64(slots_N[i + _UPDATE_AHEAD])
                 _prefetch_updated(rows, ahead, log)
             hint = np.uint64(slots_N[i])
             slot = find_hinted(index, rows, ids_N[i], hint)
