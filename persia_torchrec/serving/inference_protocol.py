@@ -126,6 +126,7 @@ DTYPES = {
 OUTPUT = "predictions"
 LENGTHS = ".lengths"
 
+_UINT64 = np.dtype(np.uint64)
 _NAMES = {str(dtype): name for name, dtype in DTYPES.items()}
 _KINDS: dict[str, type] = {"b": bool, "u": int, "i": int, "f": float}
 _NOT_SUPPORTED = {
@@ -347,12 +348,15 @@ def read_bytes(
             f"Input {name!r} of {datatype} and shape {list(shape)} must have "
             f"{size * dtype.itemsize} bytes. Received: {len(data)}."
         )
-    if dtype == np.bool_ and max(bytes(data), default=0) > 1:
+    if datatype == "BOOL" and max(bytes(data), default=0) > 1:
         raise BatchError(f"Input {name!r} must have bytes 0 or 1, as it is BOOL.")
-    return np.frombuffer(data, dtype).reshape(shape)
+    array = np.frombuffer(data, dtype)
+    return array if len(shape) == 1 else array.reshape(shape)
 
 
 def _num_elements(name: str, shape: Sequence[int]) -> int:
+    if len(shape) == 1 and 0 <= shape[0] <= _MAX_ELEMENTS:  # most are
+        return shape[0]
     num = math.prod(shape)
     if not shape or min(shape) < 0 or num > _MAX_ELEMENTS:
         raise BatchError(
@@ -375,8 +379,10 @@ def build_inputs(tensors: Sequence[InputTensor], signature: ModelSignature) -> I
     for due, data in zip(signature.dense, dense, strict=True):
         require_dense(due, data)
     ids, lengths, ones = [], [], None
+    has_lengths = len(by_name) > len(signature.slots) + len(dense)
     for slot in signature.slots:
-        given, own = by_name[slot], by_name.get(slot + LENGTHS)
+        given = by_name[slot]
+        own = by_name.get(slot + LENGTHS) if has_lengths else None
         ids.append(flat := _flat_ids(given))
         if own is None and len(flat) == len(given.array):
             if ones is None or len(ones) != len(flat):
@@ -448,7 +454,9 @@ def _flat_ids(given: InputTensor) -> npt.NDArray[np.uint64]:
             f"Input {given.name!r} must be INT64 or UINT64, as it has ids. Received: "
             f"{given.datatype}."
         )
-    return _native(given.array).reshape(-1).view(np.uint64)
+    flat = _native(given.array)
+    flat = flat if flat.ndim == 1 else flat.reshape(-1)
+    return flat if flat.dtype is _UINT64 else flat.view(_UINT64)
 
 
 def _read_lengths(
