@@ -26,9 +26,10 @@ from benchmarks.workload import MEMORY_COPY, TURN, MemoryCopy, Workload
 from persia_torchrec.embedding.usage import DynamicDim
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.memory import MISSING
+from persia_torchrec.store.warm_up import warm_up
 
 RATES_HEADER = f"{RATES} | of memory copy"
-_PERIOD, _LOOKUPS_PER_SLICE, _COUNT = 100, 16, 100
+_PERIOD, _LOOKUPS_PER_SLICE, _COUNT, _IDLE_SLICES = 100, 16, 100, 16
 _SIZES_DIM, _HEADER_BYTES, _CACHED_BYTES, _NO_SLOT = 16, 16, 2**19, 0xFFFFFFFF
 
 
@@ -251,10 +252,12 @@ def _measure_files(settings: StoreSettings, dim: int) -> Table:
 def _measure_periods(settings: StoreSettings, dim: int) -> Table:
     """Count ids so that most lose their second block; end the period between lookups.
 
-    As a server does, a slice of the blocks is freed after every 16th lookup.
+    As a server does, slices are done while no request comes, here some after the
+    period's end, and one after every 16th lookup. The first lookup ranks the rest.
     """
     num, size = settings.rows, min(settings.ids, 1024)
     spec = replace(settings.table(dim), dynamic=DynamicDim(2, _PERIOD))
+    warm_up(in_file=False)
     store, rng = EmbeddingStore(2 * num + 1), np.random.default_rng(20_239)
     store.add_table(spec)
     out_ND = np.empty((size, dim), dtype=np.float32)
@@ -269,7 +272,8 @@ def _measure_periods(settings: StoreSettings, dim: int) -> Table:
 
     def look_up(number: int) -> None:
         if number % _LOOKUPS_PER_SLICE == 0:
-            store.sweep(1)
+            kind = "slice" if store.must_free_blocks else "slice of nothing"
+            add(kind, harness.timed(partial(store.sweep, 1))[0])
         store.lookup(0, ids_of(rng.integers(0, num, size)), out_ND, training=True)
 
     times: dict[str, list[float]] = {}
@@ -284,6 +288,8 @@ def _measure_periods(settings: StoreSettings, dim: int) -> Table:
         add("update, last of the period" if step == _PERIOD - 1 else "update", seconds)
         for number in range(_LOOKUPS_PER_SLICE if step < _PERIOD - 1 else 0):
             add("lookup before", harness.timed(partial(look_up, number))[0])
+    for _ in range(_IDLE_SLICES):
+        add("slice while all are ranked", harness.timed(partial(store.sweep, 1))[0])
     number = 0
     while store.must_free_blocks:
         add("lookup while blocks are freed", harness.timed(partial(look_up, number))[0])

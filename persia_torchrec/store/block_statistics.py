@@ -1,12 +1,13 @@
 """How often ids of a table with blocks were seen: read, and ranked.
 
 A row's statistics are ``acc`` (float64), ``cur`` and t (float32), the last words of its
-state. They are brought up to the t that is asked for when they are read. At the end of
-a period one loop reads all rows, and the thresholds are selected without a sort.
+state. They are brought up to the t that is asked for when they are read. When a period
+has ended all rows are read and ranked, a slice at a time: each slice is sorted, and a
+frequency of a rank is found by bisecting its bits, which a search in each slice counts.
 
 Dimension key:
     K: rows, each once
-    R: ranks
+    S: slices; R: ranks
 """
 
 from collections.abc import Callable
@@ -18,40 +19,61 @@ from persia_torchrec.embedding.usage import KEPT, LEAST, NUM_STATISTICS, Doubles
 from persia_torchrec.jit import intrinsics as cpu
 from persia_torchrec.jit.compiled import compiled_as_written, read_only
 from persia_torchrec.store import loops, memory
-from persia_torchrec.store.memory import Layout, Slots
+from persia_torchrec.store.memory import Layout, Slots, Words
 
 _NEGLIGIBLE = 1e-7
 _AHEAD = 12
 _STATISTICS_BYTES = np.uint64(4 * NUM_STATISTICS)
 _4, _8, _12 = (np.uint64(num) for num in (4, 8, 12))
-_S32 = np.uint64(32)
+_S32, _1 = np.uint64(32), np.uint64(1)
+_LARGEST = np.uint64(2**63 - 1)
 
 Int64s = npt.NDArray[np.int64]
 
 
-def rank_frequencies(
-    layout: Layout, num_used: int, t: int, ranks: Callable[[int], Int64s]
-) -> Doubles | None:
-    """Return the frequencies, when ``t`` periods have ended, at some ranks.
+class Ranking:
+    """Finds the frequencies at some ranks, when ``t`` periods have ended.
 
-    Args:
-        layout: of the table.
-        num_used: slots of its arena that may have rows.
-        t: periods.
-        ranks: given how many rows are ranked, how many come before each, the most
-            frequent ones first, ``(R,)``.
-
-    Returns:
-        float64 ``(R,)``; None: no row was seen often enough.
+    Until it is over no row of the table may leave or be counted; a new one may come.
     """
-    acc_K = np.empty(num_used, dtype=np.float64)
-    acc_K = acc_K[: _read_all(layout, t, acc_K)]
-    if not len(acc_K):
-        return None
-    places = len(acc_K) - 1 - ranks(len(acc_K))
-    acc_K.partition(np.unique(places))
-    found: Doubles = acc_K[places]
-    return found
+
+    def __init__(self, layout: Layout, num_used: int, t: int) -> None:
+        """Begin with the first of ``num_used`` slots of the table's arena."""
+        self._layout, self._t = layout, t
+        self._acc_K: Doubles = np.empty(num_used, dtype=np.float64)
+        self._ends_S, self._slot = [0], 0
+
+    @property
+    def is_read(self) -> bool:
+        """Whether all rows are read."""
+        return self._slot == len(self._acc_K)
+
+    def read(self, num_slots: int) -> int:
+        """Read the rows of the next slots; return of how many."""
+        begin, num = self._slot, self._ends_S[-1]
+        self._slot = min(begin + num_slots, len(self._acc_K))
+        into = self._acc_K[num:]
+        num = _read_range(self._layout, self._t, (begin, self._slot), into)
+        into[:num].sort()
+        self._ends_S.append(self._ends_S[-1] + num)
+        return self._slot - begin
+
+    def find(self, ranks: Callable[[int], Int64s]) -> Doubles | None:
+        """Return the frequencies at ranks, when all rows are read.
+
+        Args:
+            ranks: given how many rows are ranked, how many come before each, the most
+                frequent ones first, ``(R,)``.
+
+        Returns:
+            float64 ``(R,)``; None: no row was seen often enough.
+        """
+        num, ends_S = self._ends_S[-1], np.array(self._ends_S)
+        if not num:
+            return None
+        bits_K = read_only(self._acc_K[:num].view(np.uint64))
+        places_R = num - 1 - ranks(num)
+        return _select(bits_K, ends_S, places_R)
 
 
 def read_statistics(
@@ -88,11 +110,12 @@ def _read(
 
 
 @compiled_as_written
-def _read_all(layout: Layout, t: int, into_C: Doubles) -> int:
-    """Read the rows of a table; return how many are ranked, which are written."""
-    rows, end, num = memory.rows_at(memory.store_at(layout), layout), len(into_C), 0
+def _read_range(layout: Layout, t: int, slots: tuple[int, int], into_K: Doubles) -> int:
+    """Read the rows of slots; return how many are ranked, which are written."""
+    rows, num = memory.rows_at(memory.store_at(layout), layout), 0
     at = rows.state + rows.state_bytes - _STATISTICS_BYTES
-    for slot in range(end):
+    begin, end = slots
+    for slot in range(begin, end):
         address = rows.base + np.uint64(slot) * rows.stride
         if slot + _AHEAD < end:
             ahead = address + np.uint64(_AHEAD) * rows.stride
@@ -101,9 +124,46 @@ def _read_all(layout: Layout, t: int, into_C: Doubles) -> int:
         if memory.owner_at(address) == rows.owner:
             acc, _ = _bring_up(address + at, t)
             if acc >= LEAST:
-                into_C[num] = acc
+                into_K[num] = acc
                 num += 1
     return num
+
+
+@compiled_as_written
+def _select(bits_K: Words, ends_S: Int64s, places_R: Int64s) -> Doubles:
+    """Return the numbers at places of the order of all, whose slices are sorted.
+
+    ``bits_K`` are theirs, which have the order of the numbers: none is negative.
+    """
+    found_R = np.empty(len(places_R), dtype=np.float64)
+    for r in range(len(places_R)):
+        low, high = np.uint64(0), _LARGEST
+        while low < high:  # the least word that more are at or below than the place
+            middle = low + ((high - low) >> _1)
+            num = np.int64(0)
+            for s in range(len(ends_S) - 1):
+                num += _count_up_to(bits_K, ends_S[s], ends_S[s + 1], middle)
+            if num > places_R[r]:
+                high = middle
+            else:
+                low = middle + _1
+        found_R[r] = cpu.double_of(low)
+    return found_R
+
+
+@compiled_as_written
+def _count_up_to(
+    bits_K: Words, begin: np.int64, end: np.int64, word: np.uint64
+) -> np.int64:
+    """Return how many words of a sorted slice are at most another."""
+    low, high = begin, end
+    while low < high:
+        middle = (low + high) >> 1
+        if bits_K[middle] <= word:
+            low = middle + 1
+        else:
+            high = middle
+    return low - begin
 
 
 @compiled_as_written

@@ -12,19 +12,20 @@ set, of all rows as they are then (``block_statistics.py``). So all is kept as r
 but for the thresholds, which are in the heads of files, and in a server's memory beside
 what its admission remembers.
 
-Blocks that ids have lost, or whose id has no row any more, are freed behind the request
-that ends the period, a slice at a time, each a change of its own. It is as if all were
-freed at once, though other requests come in between:
+All rows are ranked, and blocks that ids have lost, or whose id has no row any more, are
+freed, behind the request that ends the period, a slice at a time, each a change of its
+own. It is as if all was done at once, though other requests come in between:
 
-    an id that is used      loses its blocks first; it was seen in this period then, and
-                            what blocks it gets are its own
+    an id that is used      has the ranking completed, and loses its blocks first; it
+                            was seen in this period then, and what blocks it gets are
+                            its own
     a row that needs room   has blocks freed until there is room; none is evicted before
     another period's end,
     a sweep, a dump         has the rest freed first
 
-In a memory file a word says that it is not over, and the process that opens the file of
-a killed one frees the rest: which blocks an id has lost depends on nothing that freeing
-changes.
+An update needs no thresholds. In a memory file a word says what is not over, and the
+process that opens the file of a killed one ranks all again, or frees the rest: which
+blocks an id has lost depends on nothing that either changes.
 
 Dimension key:
     N: ids of one request
@@ -46,7 +47,7 @@ from persia_torchrec.embedding.usage import (
 from persia_torchrec.jit.compiled import read_only
 from persia_torchrec.store import loops, memory
 from persia_torchrec.store.block_statistics import (
-    rank_frequencies,
+    Ranking,
     read_statistics,
 )
 from persia_torchrec.store.memory import Counts, Floats, Ids, Slots, Words
@@ -58,10 +59,12 @@ if TYPE_CHECKING:
     from persia_torchrec.table import TableSpec
 
 _NO_COUNTS: Counts = np.empty(0, dtype=np.uint32)
-FIRST = 1, 0
-"""Where freeing begins: the number of a block, from 1 on, and a slot."""
+FIRST = 0, 0
+"""Where freeing begins: the number of a block, 0 to rank all first, and a slot."""
 MAX_SLOTS = 2**15
-"""Slots that are looked at for rows of a block at a time."""
+"""Slots that are looked at, to rank their rows or free blocks, at a time."""
+_LATER = 0, 1  # slices of the ranking but the first; where is the ranking's
+_FREE, _RANK = 1, 2  # what is left, in the word that says it
 
 
 class TableOfBlocks(TableState):
@@ -77,6 +80,7 @@ class TableOfBlocks(TableState):
         self._columns = first + np.arange(NUM_STATISTICS)
         self._columns_of = _find_columns(self.spec)
         self.step_with(parts)
+        self._ranking: Ranking | None = None  # of a period that has ended
 
     def look_up(
         self,
@@ -192,20 +196,13 @@ class TableOfBlocks(TableState):
         return step % self._rule.period == 0
 
     def end_period(self, store: "EmbeddingStore") -> None:
-        """Set the thresholds, if they still change, and note that blocks must go."""
-        t, thresholds = self.num_updates // self._rule.period, None
-        if t <= NUM_PERIODS:
-            arena = int(self.layout[memory.ARENA])
-            num_used = int(store.arenas.directory[arena, memory.USED])
-            acc_R = rank_frequencies(self.layout, num_used, t, self._rule.ranks)
-            thresholds = None if acc_R is None else self._rule.thresholds(acc_R, t)
+        """Note that thresholds must be set, if they still change, and blocks go."""
         must_free = self._must_free(store)
         if store.undo_log is not None:
-            store.undo_log.keep(self.thresholds.view(np.uint64))
             store.undo_log.keep(must_free)
-        if thresholds is not None:
-            self.thresholds[:] = thresholds
-        must_free[0] = 1
+        is_first = self.num_updates // self._rule.period <= NUM_PERIODS
+        must_free[0] = _RANK if is_first else _FREE
+        self._ranking = None
 
     def must_free(self, store: "EmbeddingStore") -> bool:
         """Return whether blocks are to be freed: a period has ended."""
@@ -225,6 +222,11 @@ class TableOfBlocks(TableState):
             return None
         number, slot = begin
         num_slots = MAX_SLOTS
+        if number == 0:
+            num_slots -= self._rank(store, num_slots)
+            if self._must_free(store)[0] == _RANK:
+                return _LATER
+            number, slot = 1, 0
         while number <= len(self.parts) and max_rows > 0 and num_slots > 0:
             state = self.parts[number - 1]
             arena = int(state.layout[memory.ARENA])
@@ -240,18 +242,49 @@ class TableOfBlocks(TableState):
             number, slot = (number, end) if end < num_used else (number + 1, 0)
         if number <= len(self.parts):
             return number, slot
+        self._leave_to_do(store, 0)
+        return None
+
+    def _rank(self, store: "EmbeddingStore", num_slots: int) -> int:
+        """Rank the rows of the next slots; set the thresholds after the last ones.
+
+        Returns how many slots these are.
+        """
+        if self._must_free(store)[0] != _RANK:
+            return 0
+        t = self.num_updates // self._rule.period
+        if self._ranking is None:
+            arena = int(self.layout[memory.ARENA])
+            num_used = int(store.arenas.directory[arena, memory.USED])
+            self._ranking = Ranking(self.layout, num_used, t)
+        num_read = self._ranking.read(num_slots)
+        if self._ranking.is_read:
+            acc_R = self._ranking.find(self._rule.ranks)
+            thresholds = None if acc_R is None else self._rule.thresholds(acc_R, t)
+            self._leave_to_do(store, _FREE, thresholds)
+            self._ranking = None
+        return num_read
+
+    def _leave_to_do(
+        self, store: "EmbeddingStore", left: int, thresholds: Doubles | None = None
+    ) -> None:
+        """Note what is left of the end of a period, and set the thresholds."""
         must_free = self._must_free(store)
         with store.changing():  # perhaps a part of a request that will be undone
             if store.undo_log is not None:
-                store.undo_log.make_room(ROW_BYTES)
+                store.undo_log.make_room(8 * self.thresholds.size + 2 * ROW_BYTES)
                 store.undo_log.keep(must_free)
-            must_free[0] = 0
-        return None
+                store.undo_log.keep(self.thresholds.view(np.uint64))
+            if thresholds is not None:
+                self.thresholds[:] = thresholds
+            must_free[0] = left
 
     def settle(self, store: "EmbeddingStore", ids_N: Ids) -> None:
         """Free what blocks ids have lost, before they are used."""
         if not self.must_free(store):
             return
+        while self._must_free(store)[0] == _RANK:
+            self._rank(store, MAX_SLOTS)
         num_N = self._count_unless_seen(store, ids_N)
         for number, state in enumerate(self.parts, start=1):
             lost = ids_N[num_N <= number]

@@ -370,7 +370,7 @@ class Transactions:
         row_bytes = store.arena(state).strides[0]
         num_bytes = ROW_BYTES + len(change.ids) * (row_bytes + ROW_BYTES)
         if change.kind == UPDATE and state.ends_period(change.step):
-            num_bytes += 8 * state.thresholds.size + 2 * ROW_BYTES
+            num_bytes += ROW_BYTES
         return num_bytes
 
     def _change(self, transaction: Transaction, change: Change) -> None:
