@@ -24,9 +24,11 @@ from benchmarks.harness import RATES, Benchmark, Table, Timings, interleave
 from benchmarks.reference import Numbers, ids_of, require
 from benchmarks.workload import MEMORY_COPY, TURN, MemoryCopy, Workload
 from persia_torchrec.embedding.usage import DynamicDim
+from persia_torchrec.rpc.float_codec import Floats
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.memory import MISSING
 from persia_torchrec.store.warm_up import warm_up
+from persia_torchrec.table import TableSpec
 
 RATES_HEADER = f"{RATES} | of memory copy"
 _PERIOD, _LOOKUPS_PER_SLICE, _COUNT, _IDLE_SLICES = 100, 16, 100, 16
@@ -256,19 +258,8 @@ def _measure_periods(settings: StoreSettings, dim: int) -> Table:
     period's end, and one after every 16th lookup. The first lookup ranks the rest.
     """
     num, size = settings.rows, min(settings.ids, 1024)
-    spec = replace(settings.table(dim), dynamic=DynamicDim(2, _PERIOD))
-    warm_up(in_file=False)
-    store, rng = EmbeddingStore(2 * num + 1), np.random.default_rng(20_239)
-    store.add_table(spec)
-    out_ND = np.empty((size, dim), dtype=np.float32)
-    for numbers in np.array_split(np.arange(num), -(-num // size)) * 2:
-        counts = np.full(len(numbers), _COUNT, dtype=np.uint32)
-        store.lookup(
-            *(0, ids_of(numbers), out_ND[: len(numbers)]),
-            training=True,
-            counts_N=counts,
-        )
-    require("rows", received=store.num_rows, expected=2 * num)
+    rng, out_ND = np.random.default_rng(20_239), np.empty((size, dim), np.float32)
+    store = _store_of_blocks(settings.table(dim), num, out_ND)
 
     def look_up(number: int) -> None:
         if number % _LOOKUPS_PER_SLICE == 0:
@@ -302,6 +293,19 @@ def _measure_periods(settings: StoreSettings, dim: int) -> Table:
     ]
     question = f"The end of a period of a dynamic table, requests of {size} ids, ms."
     return Table("periods", question, "request | number | median | p99 | slowest", rows)
+
+
+def _store_of_blocks(spec: TableSpec, num: int, out_ND: Floats) -> EmbeddingStore:
+    """Return a store of ``num`` ids with two blocks each, looked up N at a time."""
+    warm_up(in_file=False)
+    store = EmbeddingStore(2 * num + 1)
+    store.add_table(replace(spec, dynamic=DynamicDim(2, _PERIOD)))
+    for numbers in np.array_split(np.arange(num), -(-num // len(out_ND))) * 2:
+        counts = np.full(len(numbers), _COUNT, dtype=np.uint32)
+        rows_ND = out_ND[: len(numbers)]
+        store.lookup(0, ids_of(numbers), rows_ND, training=True, counts_N=counts)
+    require("rows", received=store.num_rows, expected=2 * num)
+    return store
 
 
 BENCHMARK = Benchmark(

@@ -280,7 +280,7 @@ class TableOfBlocks(TableState):
             must_free[0] = left
 
     def settle(self, store: "EmbeddingStore", ids_N: Ids) -> None:
-        """Free what blocks ids have lost, before they are used."""
+        """Complete the ranking, and free blocks that ids have lost before their use."""
         if not self.must_free(store):
             return
         while self._must_free(store)[0] == _RANK:

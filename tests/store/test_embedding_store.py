@@ -464,3 +464,29 @@ def test_clearing_forgets_how_often_a_table_was_updated():
         steps.append(store.read(0, ids_of(1)).tolist())
         store.clear()
     assert steps[0] == steps[1]
+
+
+@pytest.mark.parametrize("num", [1, 12, 13, 127, 128, 129, 256, 257, 385])
+def test_a_lookup_of_any_length_finds_each_row_and_makes_the_others(num):
+    # Ids are looked ahead in chunks of 128.
+    store, rng = EmbeddingStore(1000), np.random.default_rng(num)
+    spec = TableSpec(name="t", dim=2, optimizer=SGD(1.0), initializer=Constant(0.5))
+    [table] = store.add_tables([spec])
+    numbers = np.arange(num)
+    ids = numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    weights = np.stack([numbers, -numbers], axis=1).astype(np.float32)
+    store.write(table, ids[::2], weights[::2])
+    asked = rng.permutation(np.concatenate([numbers, numbers[:3]]))  # some are repeated
+    has_row, rows = asked % 2 == 0, np.empty((len(asked), 2), dtype=np.float32)
+
+    def expected(without_row):
+        return np.where(has_row[:, None], weights[asked], np.float32(without_row))
+
+    np.testing.assert_array_equal(store.find(table, ids[asked]) != MISSING, has_row)
+    store.lookup(table, ids[asked], rows, training=False)
+    np.testing.assert_array_equal(rows, expected(spec.admission.unadmitted_value))
+    slots = store.lookup(table, ids[asked], rows, training=True)
+    np.testing.assert_array_equal(rows, expected(0.5))
+    np.testing.assert_array_equal(slots, store.find(table, ids[asked]))
+    assert len(set(slots.tolist())) == num
+    check_store(store)
