@@ -273,7 +273,14 @@ class RowRequest(NamedTuple):
             num += (stop - begin) * width
         return 64 + size_of(header.precision) * num
 
-    def read(self, server: int, reply: Frames, precision: Precision) -> "_Received":
+    def received(
+        self, replies: Sequence[Frames], precision: Precision
+    ) -> list["Received"]:
+        """Return the rows of each server where they are."""
+        each = enumerate(replies)
+        return [self.read(server, reply, precision) for server, reply in each]
+
+    def read(self, server: int, reply: Frames, precision: Precision) -> "Received":
         """Return the rows of one server, of all groups, as they travelled."""
         bounds = [group.offsets[server : server + 2].tolist() for group in self.groups]
         sizes = [
@@ -285,7 +292,7 @@ class RowRequest(NamedTuple):
         pieces = [
             numbers[stop - size : stop] for size, stop in zip(sizes, stops, strict=True)
         ]
-        return _Received([slice(*pair) for pair in bounds], pieces, exponent)
+        return Received([slice(*pair) for pair in bounds], pieces, exponent)
 
     def merge(self, replies: Sequence[Frames], precision: Precision) -> list[Floats]:
         """Merge the rows of all servers: float32 ``(U, W)`` per group, read-only.
@@ -299,7 +306,9 @@ class RowRequest(NamedTuple):
                 np.empty((len(group.ids), width), dtype=np.float32)
                 for group, width in zip(self.groups, self.widths, strict=True)
             ]
-            self.merge_into(rows, replies, precision)
+            for slices, pieces, exponent in self.received(replies, precision):
+                for rows_UW, piece, numbers in zip(rows, slices, pieces, strict=True):
+                    write_floats(numbers, exponent, rows_UW[piece].reshape(-1))
         for rows_UW in rows:
             rows_UW.flags.writeable = False
         return rows
@@ -313,39 +322,13 @@ class RowRequest(NamedTuple):
         """
         if precision is not Precision.FP32:
             return [[rows_UW] for rows_UW in self.merge(replies, precision)]
-        of_servers = [
-            self.read(server, reply, precision).pieces
-            for server, reply in enumerate(replies)
-        ]
+        of_servers = [one.pieces for one in self.received(replies, precision)]
         return [
             [_as_rows(piece, width) for piece in of_group]
             for of_group, width in zip(
                 zip(*of_servers, strict=True), self.widths, strict=True
             )
         ]
-
-    def merge_into(
-        self,
-        rows: Sequence[npt.NDArray[np.generic]],
-        replies: Sequence[Frames],
-        precision: Precision,
-    ) -> list[int]:
-        """Write the rows of all servers, once, into ``(U, W)`` per group.
-
-        These are float32; or uint16, which halves stay in: then a row is the half
-        times 2 to the power of minus the exponent of its server, which are returned.
-        """
-        exponents = []
-        for server, reply in enumerate(replies):
-            slices, pieces, exponent = self.read(server, reply, precision)
-            exponents.append(exponent)
-            for rows_UW, piece, numbers in zip(rows, slices, pieces, strict=True):
-                if rows_UW.dtype == numbers.dtype:
-                    rows_UW[piece].reshape(-1)[:] = numbers
-                else:
-                    out: Any = rows_UW[piece].reshape(-1)
-                    write_floats(numbers, exponent, out)
-        return exponents
 
 
 class Asked:
@@ -374,18 +357,22 @@ class Asked:
         """Wait for the rows where they are; see :meth:`RowRequest.pieces`."""
         return self._request.pieces(self._repeat(self._frames), self._precision)
 
-    def write(self, rows: Sequence[npt.NDArray[np.generic]]) -> list[int]:
-        """Wait for the rows, and write them; see :meth:`RowRequest.merge_into`."""
-        frames = self._repeat(self._frames)
-        return self._request.merge_into(rows, frames, self._precision)
+    def received(self) -> list["Received"]:
+        """Wait for the rows of each server, as they travelled, where they are."""
+        return self._request.received(self._repeat(self._frames), self._precision)
 
     def _frames(self) -> list[Frames]:
         replies, self._replies = self._replies or self._send(), []
         return [reply.frames() for reply in replies]
 
 
-class _Received(NamedTuple):
-    """Rows of a server: where each group's belong, numbers, and their exponent."""
+class Received(NamedTuple):
+    """Rows of a server: where each group's belong, numbers, and their exponent.
+
+    The numbers are float32; or the bits of halves, uint16, each times 2 to the power of
+    minus the exponent. They may be views of memory that the server writes again when
+    they are gone.
+    """
 
     slices: list[slice]
     pieces: list[npt.NDArray[np.generic]]

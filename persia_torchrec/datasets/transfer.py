@@ -12,17 +12,23 @@ import ctypes
 import functools
 import logging
 import math
+import os
+import sys
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from persia_torchrec.rpc.slab import PINNED
+
 logger = logging.getLogger(__name__)
 
 Array = npt.NDArray[Any]
 
+_PORTABLE = 1  # cudaHostRegisterPortable: for all GPUs
 _ALIGNED_BYTES = 512
 """Where a tensor of torch's allocator begins; kernels read wide words from there."""
 
@@ -41,6 +47,43 @@ def pin(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type != "cpu" or tensor.is_pinned():
         return tensor
     return _copied(tensor, empty_pinned)
+
+
+def register(device: torch.device, address: int, num_bytes: int) -> Callable[[], None]:
+    """Pin memory that torch has not made, for copies of a GPU; return what undoes it.
+
+    Where it cannot be pinned it stays pageable.
+    """
+    runtime, pid = torch.cuda.cudart(), os.getpid()
+    with torch.cuda.device(device):
+        error = runtime.cudaHostRegister(address, num_bytes, _PORTABLE)
+    if int(error):
+        _tell_once(f"of shared memory, {num_bytes} bytes: {error}")
+        return lambda: None
+
+    def undo() -> None:
+        if os.getpid() == pid and not sys.is_finalizing():  # a fork has no GPU
+            with torch.cuda.device(device):
+                runtime.cudaHostUnregister(address)
+
+    return undo
+
+
+def copy_into(out: torch.Tensor, array: Array) -> None:
+    """Begin to copy an array into a flat tensor of its length, on the current stream.
+
+    From pinned memory, also what was registered between multiples of ``PINNED``, a GPU
+    copies at once; the rest is staged. The array must stay until that has ended.
+    """
+    array = np.require(array, requirements=["A", "W"])
+    if out.device.type == "cpu":
+        out.numpy()[:] = array
+        return
+    source, size = torch.from_numpy(array), array.itemsize
+    first = PINNED - array.ctypes.data % PINNED
+    stops = [*range(first // size, len(array), PINNED // size), len(array)]
+    for start, stop in pairwise([0, *stops]):
+        out[start:stop].copy_(pin(source[start:stop]), non_blocking=True)
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -173,6 +173,8 @@ def _build(
     floats = out.view(np.float32)
     scales = floats[ends[3] : ends[4]], floats[ends[4] : ends[5]]
     state = cursor_U, extra_U, starts
+    if not wanted.each_id:
+        _write_offsets(batch, features, parts[0])
     _fill(batch, features, wanted, parts, scales, state)
     _build_levels(counts_U, num_extra, sizes, out[ends[8] :])
     return sizes
@@ -202,6 +204,20 @@ def _start_chunks(counts_U: Counts, starts: Positions) -> tuple[Positions, Posit
 
 
 @compiled
+def _write_offsets(batch: _Batch, features: _Features, offsets: Positions) -> None:
+    """Write where each bag begins; feature by feature, as lengths stand in memory."""
+    num_features = len(features.indices)
+    for n in range(num_features):
+        first, rounds = batch.bag_starts[features.keys[n]], features.rounds[n]
+        for b in range(batch.num_bags):
+            length = batch.lengths[first + b] * rounds
+            offsets[b * num_features + n + 1] = length
+    offsets[0] = 0
+    for bag in range(batch.num_bags * num_features):
+        offsets[bag + 1] += offsets[bag]
+
+
+@compiled
 def _fill(
     batch: _Batch,
     features: _Features,
@@ -210,47 +226,46 @@ def _fill(
     scales: tuple[Floats, Floats],
     state: tuple[Positions, Positions, Positions],
 ) -> None:
-    """Write each id where its bag is, and where its row is; a counting sort."""
+    """Write each id where its bag is, and where its row is; a counting sort.
+
+    It goes from feature to feature: the rows of one are few, and stay in the caches,
+    while samples of all features are often the same power of two apart, of which a
+    cache holds few.
+    """
     each_id, with_scales, with_sources = wanted
     offsets, rows_L, bags_L, sources_L, chunk_sources_L, bag_of_L = parts
     scales_L, chunk_scales_L = scales
     cursor_U, extra_U, starts = state
-    num_features = len(features.indices)
-    cursor_F = batch.starts[features.indices]
-    num_bags = 1 if each_id else batch.num_bags
-    k, bag, scale = 0, 0, _ONE
-    for b in range(num_bags):
-        for n in range(num_features):
-            f, key = features.indices[n], features.keys[n]
+    num_features, k, scale = len(features.indices), 0, _ONE
+    for n in range(num_features):
+        f, key = features.indices[n], features.keys[n]
+        j, num_bags = batch.starts[f], 1 if each_id else batch.num_bags
+        to_source = batch.id_starts[key] - j
+        for b in range(num_bags):
+            bag = b * num_features + n
             if each_id:
-                length = batch.starts[f + 1] - batch.starts[f]
+                length = batch.starts[f + 1] - j
             else:
-                offsets[bag] = k
-                of_bag = batch.lengths[batch.bag_starts[key] + b]
-                length = of_bag * features.rounds[n]
-                if with_scales and length > 0:
-                    scale = scale_of(np.int32(length), features.poolings[n])
-            first = cursor_F[n]
-            cursor_F[n] = first + length
-            for j in range(first, first + length):
-                u = batch.inverse[j]
-                at = cursor_U[u]
+                k = offsets[bag]
+                length = offsets[bag + 1] - k
+            if with_scales and length > 0:
+                scale = scale_of(np.int32(length), features.poolings[n])
+            for _ in range(length):
+                u = np.uint32(batch.inverse[j])
+                at = np.uint32(cursor_U[u])
                 rows_L[k] = u
                 bags_L[at] = k if each_id else bag
                 if with_scales:
                     scales_L[k] = chunk_scales_L[at] = scale
                 if with_sources:
-                    sources_L[k] = batch.id_starts[key] + j - batch.starts[f]
+                    sources_L[k] = j + to_source
                     chunk_sources_L[at] = k
                     bag_of_L[k] = bag
-                k += 1
-                at += 1
-                if at == starts[u + 1]:  # a row without further chunks has all its bags
-                    at = extra_U[u]
-                cursor_U[u] = at
-            bag += 1
-    if not each_id:
-        offsets[bag] = k
+                j, k = j + 1, k + 1
+                # A row without further chunks has all its bags. No branch: half of them
+                # have one.
+                more = extra_U[u]
+                cursor_U[u] = more if at + 1 == starts[u + 1] else at + 1
 
 
 @compiled

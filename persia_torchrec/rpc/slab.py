@@ -38,7 +38,7 @@ import struct
 import sys
 import threading
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -65,6 +65,8 @@ _REQUEST_RING, _REPLY_RING = 512, 1536
 _HEAD = struct.Struct("<8Q")
 _PIECE = struct.Struct("<4Q")
 _TOUCHED = 2**18  # bytes at a time
+PINNED = 2**23
+"""A GPU is given memory between multiples of so many bytes; no copy may cross one."""
 _LARGE = 65536  # bytes, from which NumPy copies, without the interpreter's lock
 _MADV_POPULATE_WRITE = 23  # of Linux; Python has no name for it
 _SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE, _ALL = 202, 0, 1, 2**31 - 1
@@ -103,16 +105,43 @@ def fence() -> None:
         pass
 
 
+Pin = Callable[[int, int], Callable[[], None]]
+"""Pins memory, of an address and bytes, for a GPU; returns what undoes it."""
+_pin: Pin | None = None
+
+
+def pin_with(pin: Pin) -> None:
+    """Pin the slabs of this process, those to come too, for its GPU to copy from."""
+    global _pin
+    _pin = pin
+
+
+class _Memory(mmap.mmap):
+    """Memory that no GPU reads any more when its addresses become another's."""
+
+    def __new__(cls, fd: int, size_bytes: int) -> "_Memory":
+        made = super().__new__(cls, fd, size_bytes)
+        made.unpins = list[Callable[[], None]]()
+        return made
+
+    unpins: list[Callable[[], None]]
+
+    def __del__(self) -> None:
+        for unpin in self.unpins:
+            unpin()
+
+
 class Slab:
     """The memory of a descriptor, mapped; it stays while a view of it is alive."""
 
     def __init__(self, fd: int) -> None:
         self.size_bytes = os.fstat(fd).st_size
-        self.memory = mmap.mmap(fd, self.size_bytes)
+        self.memory = _Memory(fd, self.size_bytes)
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self.memory, np.uint8)
         self.view = memoryview(self.memory)
         self.words = self.view.cast("Q")
         self._address, self._num_touched = self.bytes.ctypes.data, 0
+        self._pinning, self._num_pinned = threading.Lock(), 0
 
     def touch(self, stop: int) -> None:
         """Have this process's pages up to an offset: one by one they take far longer.
@@ -125,6 +154,17 @@ class Slab:
             with contextlib.suppress(OSError):
                 size = self._num_touched - begin
                 self.memory.madvise(_MADV_POPULATE_WRITE, begin, size)
+        if _pin is not None and stop > self._num_pinned:
+            self._pin(stop, _pin)
+
+    def _pin(self, stop: int, pin: Pin) -> None:
+        with self._pinning:
+            while self._num_pinned < min(stop, self.size_bytes):
+                address = self.address(self._num_pinned)
+                size = PINNED - address % PINNED
+                size = min(size, self.size_bytes - self._num_pinned)
+                self.memory.unpins.append(pin(address, size))
+                self._num_pinned += size
 
     def address(self, begin: int) -> int:
         """Return where in this process's memory an offset is."""

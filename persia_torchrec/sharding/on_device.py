@@ -1,6 +1,7 @@
 """Unique rows on the device of the model, and the pooling of them there.
 
-    pulling thread   rows, index of bags -> pinned memory -> device, on a side stream
+    pulling thread   rows, index of bags -> device, on a side stream: rows out of the
+                     memory that a server of this host shares, all else by pinned memory
     compute          the model's stream waits for that copy, and pools
     backward pass    gradient of the rows -> pinned memory, on another side stream
     pushing thread   waits for that copy, and sends
@@ -16,6 +17,7 @@ Dimensions: B samples, F features of one dim D, L ids of them, U unique rows.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -25,7 +27,7 @@ import torch
 from torch.nn import functional
 
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
-from persia_torchrec.datasets.transfer import empty_pinned
+from persia_torchrec.datasets.transfer import copy_into, empty_pinned, register
 from persia_torchrec.lookup.bags import Bags, FeatureSpec
 from persia_torchrec.lookup.sharded_lookup import (
     Outputs,
@@ -35,6 +37,7 @@ from persia_torchrec.lookup.sharded_lookup import (
 )
 from persia_torchrec.lookup.transposed import IndexSizes, Wanted, build_index
 from persia_torchrec.routing.shard import Positions
+from persia_torchrec.rpc import slab
 from persia_torchrec.rpc.messages import Precision
 from persia_torchrec.sharding import torchrec_api
 
@@ -302,7 +305,10 @@ class RowsOnDevice(ShardedLookup):
         super().__init__(client, features, precision=precision)
         self.each_id, self._has_weights = each_id, has_weights
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+            slab.pin_with(partial(register, device))
 
     def pull(
         self, bags: Mapping[str, Bags], number: BatchNumber | None
@@ -319,19 +325,26 @@ class RowsOnDevice(ShardedLookup):
         groups = range(len(batch.groups))
         indices = [self._index(batch, group) for group in groups]  # meanwhile
         dtype = _DTYPES[self.precision]
-        rows = [self._staged(shape, dtype) for shape in batch.row_shapes]
-        exponents = asked.write([_bits_of(rows_UD) for rows_UD in rows])
+        received = asked.received()
         if self.precision is Precision.FP16:
+            exponents = [of_server.exponent for of_server in received]
             scales_P = np.exp2(-np.array(exponents, dtype=np.float32))
             for group, index in zip(batch.groups, indices, strict=True):
                 scales_U = np.repeat(scales_P, np.diff(group.offsets))
                 index.further[0][:] = torch.from_numpy(scales_U).view(torch.int32)
         with torch.cuda.stream(self._stream):  # does nothing for None
             device = self._device
-            on_device = tuple([r_UD.to(device, non_blocking=True) for r_UD in rows])
+            rows = [
+                torch.empty(s, dtype=dtype, device=device) for s in batch.row_shapes
+            ]
+            for slices, pieces, _ in received:
+                for rows_UD, piece, numbers in zip(rows, slices, pieces, strict=True):
+                    _copy_rows(rows_UD[piece], numbers)
             moved = tuple([index.to(device) for index in indices])
-            came = None if self._stream is None else self._stream.record_event()
-        return DeviceBatch(batch, on_device, moved, self.each_id, came)
+            came = None if self._stream is None else _end_of_work(self._stream)
+        if came is not None:  # the servers write there again, when ``received`` is gone
+            came.synchronize()
+        return DeviceBatch(batch, tuple(rows), moved, self.each_id, came)
 
     def gradients_of(self, batch: RoutedBatch, grads: Outputs) -> RowGradients:
         """Return the gradients of the rows, which are given."""
@@ -403,12 +416,13 @@ class _HostIndex(NamedTuple):
         return DeviceIndex(flat, self.sizes, further)
 
 
-def _bits_of(rows_UD: torch.Tensor) -> npt.NDArray[np.generic]:
-    """Return rows of the host as an array; halves as uint16."""
-    if rows_UD.dtype == torch.float32:
-        array: npt.NDArray[np.generic] = rows_UD.numpy()
-        return array
-    return rows_UD.view(torch.int16).numpy().view(np.uint16)
+def _copy_rows(rows_ND: torch.Tensor, numbers: npt.NDArray[np.generic]) -> None:
+    """Begin to copy numbers as they travelled into rows; halves are uint16."""
+    flat = rows_ND.view(-1)
+    if flat.dtype == torch.float32:
+        copy_into(flat, numbers)
+    else:
+        copy_into(flat.view(torch.int16), numbers.view(np.int16))
 
 
 def by_feature(

@@ -1,8 +1,10 @@
 """Copies between host and device, on a machine that need not have a device."""
 
 import logging
+import os
 import threading
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,11 +18,14 @@ from persia_torchrec.datasets.batches import HostKeyedJaggedTensor, TorchRecBatc
 from persia_torchrec.datasets.transfer import (
     Staging,
     ToHost,
+    copy_into,
     empty_pinned,
     join_arrays,
+    register,
     to_device,
 )
 from persia_torchrec.persia.slot_tensors import dense_tensor
+from persia_torchrec.rpc import slab
 from tests.support.places import CPU, CUDA, ON_GPU
 from tests.support.remote_job import META
 
@@ -169,6 +174,36 @@ def test_memory_that_cannot_be_pinned_is_pageable_with_one_line(monkeypatch, cap
         in record.message
     )
     transfer._tell_once.cache_clear()
+
+
+@pytest.mark.parametrize("device", [CPU, pytest.param(CUDA, marks=ON_GPU, id="a GPU")])
+def test_an_array_of_any_memory_is_copied_into_a_tensor(device):
+    bits = bytes(range(256)) * 2**16  # 16 MiB, which is more than one copy takes
+    whole = np.frombuffer(bits, np.int16)
+    for array in (whole, whole[:0], whole[1:7], np.frombuffer(memoryview(bits)[1:19], np.int16)):
+        out = torch.empty(len(array), dtype=torch.int16, device=device)
+        copy_into(out, array)
+        np.testing.assert_array_equal(out.cpu().numpy(), array)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_copies_out_of_memory_that_processes_share(monkeypatch):
+    monkeypatch.setattr(slab, "_pin", None)
+    slab.pin_with(partial(register, CUDA))
+    for _ in range(3):  # the next has the addresses of the previous
+        fd = slab.make_memory(3 * slab.PINNED)
+        shared = slab.Slab(fd)
+        os.close(fd)
+        shared.touch(shared.size_bytes)
+        whole = shared.bytes.view(np.float32)
+        whole[:] = np.random.default_rng(1).random(len(whole), dtype=np.float32)
+        for array in (whole[: slab.PINNED // 2], whole[5:-3]):
+            assert torch.from_numpy(array[:9]).is_pinned()
+            out = torch.empty(len(array), device=CUDA)
+            copy_into(out, array)
+            np.testing.assert_array_equal(out.cpu().numpy(), array)
+        del shared, whole, array
 
 
 @pytest.mark.parametrize("device", [CPU, pytest.param(CUDA, marks=ON_GPU, id="a GPU")])

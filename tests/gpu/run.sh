@@ -17,10 +17,10 @@
 # FOLDER is what tests/gpu/collect.sh made. $PYTHON, by default python3.12, must have a
 # CUDA build of torch 2.11, numpy and numba; nothing is installed into it. Packages of
 # FOLDER go into $PACKAGES, where later runs find them, by default into a folder that
-# goes with this run. The package itself is on the path and not installed. What a part
-# prints is in $LOGS/PART.log too, if that is set. Without a device the tests are skipped,
-# and the benchmarks run with small numbers on the CPU. The status is not zero if anything
-# fails.
+# goes with this run. The package itself is on the path; of what its installation would
+# make there are the entry points alone. What a part prints is in $LOGS/PART.log too, if
+# that is set. Without a device the tests are skipped, and the benchmarks run with small
+# numbers on the CPU. The status is not zero if anything fails.
 set -euo pipefail
 
 limit_s=480 of_all_s=535 # of a part, and of all
@@ -77,6 +77,21 @@ if [[ ! -e $packages/complete ]]; then
     fi
     "$python" -m pip --quiet --disable-pip-version-check install --no-index --no-deps \
         --no-compile --target "$packages" "${wheels[@]}"
+    "$python" - "$packages" <<'ENTRY_POINTS'
+import sys
+import tomllib
+from pathlib import Path
+
+project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+info = Path(sys.argv[1], "persia_torchrec-0.dist-info")
+info.mkdir()
+named = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 0\n"
+(info / "METADATA").write_text(named)
+lines = []
+for group, points in project["entry-points"].items():
+    lines += [f"[{group}]", *(f"{name} = {value}" for name, value in points.items())]
+(info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+ENTRY_POINTS
     touch "$packages/complete"
 fi
 export PYTHONPATH=$packages:$PWD

@@ -19,9 +19,9 @@ from tests.support.inference_job import (
     kill_below,
 )
 from tests.support.repository import ROOT
-from tests.support.served_model import EVALUATION, are_close, predict_all
+from tests.support.served_model import EVALUATION, are_close
 from tests.support.servers import DEADLINE_S
-from tests.support.serving_process import Serving, ask, predict
+from tests.support.serving_process import Serving, ask, predict, predict_all
 
 pytestmark = pytest.mark.multiprocess
 
@@ -202,7 +202,7 @@ def test_the_others_answer_while_a_role_is_killed_and_started_again(processes, t
     )
 
     def answers():
-        return are_close(predict_all(serving.address), trained.expected)
+        return are_close(predict_all(serving.address, EVALUATION), trained.expected)
 
     for killed in (*workers, server):  # each worker alone, when the other is back
         assert answers()

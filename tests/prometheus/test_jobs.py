@@ -22,9 +22,9 @@ from tests.support.ports import draw_port, draw_ports
 from tests.support.processes import Processes, wait_until
 from tests.support.prometheus import FILES, Prometheus, require_prometheus
 from tests.support.repository import ROOT
-from tests.support.served_model import predict_all, trained  # noqa: F401  # a fixture
+from tests.support.served_model import EVALUATION, trained  # noqa: F401  # a fixture
 from tests.support.servers import DEADLINE_S
-from tests.support.serving_process import Serving
+from tests.support.serving_process import Serving, predict_all
 
 pytestmark = pytest.mark.multiprocess
 
@@ -150,7 +150,7 @@ def predictor(trained, tmp_path_factory):  # noqa: F811
 
         def ask():
             while not closing.wait(0.2):
-                predict_all(serving.address)
+                predict_all(serving.address, EVALUATION)
 
         asking = threading.Thread(target=ask)
         asking.start()

@@ -1,6 +1,7 @@
 """Memory that two processes share: messages in it, and which of it is free."""
 
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -42,6 +43,41 @@ def test_a_message_is_read_as_it_was_written(slab, sizes):
         if sum(sizes):
             with pytest.raises(FrameError, match="must fit into"):
                 slab.frames(layout.FIRST, 64 + sum(sizes) - 1)
+
+
+def test_a_gpu_is_given_the_memory_that_is_used_until_it_is_unmapped(monkeypatch):
+    monkeypatch.setattr(layout, "_pin", None)
+    given, taken = [], []
+
+    def pin(address, size):
+        given.append((address, size))
+        return lambda: taken.append(slab_is_mapped(address))
+
+    def slab_is_mapped(address):
+        maps = Path("/proc/self/maps").read_text()
+        return f"{base:x}-" in maps and "memfd:persia_torchrec" in maps
+
+    fd = layout.make_memory(3 * layout.PINNED)
+    slab = Slab(fd)
+    os.close(fd)
+    base = slab.address(0)
+    slab.touch(100)
+    assert not given
+    layout.pin_with(pin)
+    slab.touch(100)
+    assert len(given) == 1
+    slab.touch(slab.size_bytes)
+    slab.touch(slab.size_bytes)
+    ends = [address + size for address, size in given]
+    assert [address for address, _ in given] == [base, *ends[:-1]]
+    assert ends[-1] == base + slab.size_bytes
+    assert all(end % layout.PINNED == 0 for end in ends[:-1])
+    assert all(size <= layout.PINNED for _, size in given)
+    view = slab.view[100:200]
+    del slab
+    assert not taken
+    del view
+    assert taken == [True] * len(given)
 
 
 @pytest.mark.parametrize("num", [0, 8, 2**64 - 1])

@@ -29,9 +29,8 @@ from tests.support.served_model import (
     Dense,
     are_close,
     batch_of_numbers,
-    predict_all,
 )
-from tests.support.serving_process import ask
+from tests.support.serving_process import ask, predict_all
 
 
 def train(ctx, seeds):
@@ -121,7 +120,7 @@ def test_predictions_follow_a_training(tmp_path, monkeypatch):
             models.add(Version(predictor))
             server = PredictionServer(models, HttpConfig())
             stack.callback(server.close)
-            assert are_close(predict_all(server.address), first)
+            assert are_close(predict_all(server.address, EVALUATION), first)
 
             with torch.no_grad():  # only the rows train
                 state = {k: v.clone() for k, v in model.state_dict().items()}
@@ -130,7 +129,7 @@ def test_predictions_follow_a_training(tmp_path, monkeypatch):
             second = evaluate(model)
             assert not are_close(first, second)
             wait_until(
-                lambda: are_close(predict_all(server.address), second),
+                lambda: are_close(predict_all(server.address, EVALUATION), second),
                 "the rows are those of the training",
             )
             following = ask(server.address, "/health")[1]["following"]
@@ -157,7 +156,7 @@ def test_predictions_follow_a_training(tmp_path, monkeypatch):
             third = evaluate(model)
             assert not are_close(second, third)
             wait_until(
-                lambda: are_close(predict_all(server.address), third),
+                lambda: are_close(predict_all(server.address, EVALUATION), third),
                 "the model is that of the latest checkpoint",
             )
             assert predictor.model.path.endswith("checkpoint-00000002/jit_dense.pt")

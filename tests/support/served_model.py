@@ -20,7 +20,6 @@ from persia_torchrec.persia.batch import (
 from persia_torchrec.persia.embedding import EmbeddingConfig
 from tests.support.local_job import Batches, LocalJob
 from tests.support.servers import ids_of
-from tests.support.serving_process import predict
 
 CONFIG = """
 feature_index_prefix_bit: 8
@@ -108,10 +107,6 @@ def trained(tmp_path_factory):
                 job.num_rows(),
                 [worker.address for worker in job.workers],
             )
-
-
-def predict_all(address):
-    return [predict(address, batch.to_bytes()) for batch in EVALUATION]
 
 
 def are_close(predicted, expected):

@@ -30,6 +30,10 @@ def predict(address, body, kind=BYTES):
     return answer["predictions"]
 
 
+def predict_all(address, batches):
+    return [predict(address, batch.to_bytes()) for batch in batches]
+
+
 class Serving:
     """An inference server, once it is ready."""
 
