@@ -42,6 +42,7 @@ class Carriers:
         self._carriers: list[SlabChannel | None] = [None] * num_servers
         self._watched: dict[int, int] = {}  # descriptors by server; the I/O thread's
         self.arrived: deque[tuple[int, Frames]] = deque()
+        self._io_thread: int | None = None  # which looks for them before it waits
 
     def __getitem__(self, server: int) -> SlabChannel | None:
         return self._carriers[server]
@@ -107,12 +108,14 @@ class Carriers:
             if not (is_plain and self._finish(server, number, frames)):
                 reply.carrier = None
                 self.arrived.append((server, frames))
-                self._wake()
+                if threading.get_ident() != self._io_thread:
+                    self._wake()
 
     # In the I/O thread
 
     def to_watch(self) -> Iterator[tuple[int, int, SlabChannel]]:
         """Take replies that no caller waits for; return descriptors that have come."""
+        self._io_thread = threading.get_ident()
         for server, carrier in enumerate(self._carriers):
             if carrier is None:
                 continue

@@ -318,6 +318,8 @@ class Connections(OwnProcess):
         """Do what is due; return how many ms to wait, None once closed."""
         for server, fd, carrier in self.carriers.to_watch():
             self._sockets.handle(fd, partial(self._hear, server, carrier))
+        for server, frames in self.carriers.arrivals():
+            self._accept(server, frames)
         self._name_the_silent()
         wait_ms = self._greet_those_away() if self._away else _IDLE_POLL_MS
         while True:
@@ -356,8 +358,6 @@ class Connections(OwnProcess):
 
     def _send_outgoing(self) -> None:
         self._wakeup.drain()
-        for server, frames in self.carriers.arrivals():
-            self._accept(server, frames)
         with self._lock:
             outgoing, self._outgoing = self._outgoing, []
         for server, frames in outgoing:

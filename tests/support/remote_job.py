@@ -143,7 +143,9 @@ class RemoteJob:
             self.servers.addresses, timeout_s=self._timeout_s
         )
         self.client.pulled = weakref.WeakSet()
-        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        # As trainers on GPUs have it: gloo's copies to the host would be waited for.
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
         return self
 
     def __exit__(
