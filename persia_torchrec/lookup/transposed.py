@@ -99,6 +99,19 @@ class _Features(NamedTuple):
     rounds: Offsets
 
 
+class _Parts(NamedTuple):
+    """The parts of an index that ids fill, see :class:`IndexSizes`."""
+
+    offsets: Positions
+    rows: Positions
+    bags: Positions
+    scales: Floats
+    chunk_scales: Floats
+    sources: Positions
+    chunk_sources: Positions
+    bag_of: Positions
+
+
 def build_index(
     batch: RoutedBatch,
     group: int,
@@ -161,52 +174,99 @@ def _build(
     sizes[6] = sizes[7] = sizes[8] = num_ids if wanted.sources else 0
     ends = np.cumsum(sizes[:9])
     starts = out[ends[2] : ends[3]]
-    cursor_U, extra_U = _start_chunks(counts_U, starts)
-    parts = (
+    cursor_U, hot = _start_chunks(counts_U, num_extra, starts)
+    floats = out.view(np.float32)
+    parts = _Parts(
         out[: ends[0]],
         out[ends[0] : ends[1]],
         out[ends[1] : ends[2]],
+        floats[ends[3] : ends[4]],
+        floats[ends[4] : ends[5]],
         out[ends[5] : ends[6]],
         out[ends[6] : ends[7]],
         out[ends[7] : ends[8]],
     )
-    floats = out.view(np.float32)
-    scales = floats[ends[3] : ends[4]], floats[ends[4] : ends[5]]
-    state = cursor_U, extra_U, starts
-    if not wanted.each_id:
-        _write_offsets(batch, features, parts[0])
-    _fill(batch, features, wanted, parts, scales, state)
+    is_single = not wanted.each_id and _write_offsets(batch, features, parts.offsets)
+    _fill(batch, features, wanted, is_single, parts, cursor_U)
+    for by_chunk in (parts.bags, out[ends[4] : ends[5]], parts.chunk_sources):
+        _move_chunks(counts_U, hot, cursor_U, by_chunk)
     _build_levels(counts_U, num_extra, sizes, out[ends[8] :])
     return sizes
 
 
 @compiled
-def _start_chunks(counts_U: Counts, starts: Positions) -> tuple[Positions, Positions]:
-    """Write where chunks begin; return that of each row's first and of its others."""
+def _start_chunks(
+    counts_U: Counts, num_extra: int, starts: Positions
+) -> tuple[Positions, Positions]:
+    """Write where chunks begin; return where rows begin, and rows of several chunks.
+
+    The first is where all bags of each row would stand one row after the other.
+    """
     num_rows = len(counts_U)
     cursor_U = np.empty(num_rows, dtype=np.int32)
-    extra_U = np.empty(num_rows, dtype=np.int32)
-    at = 0
+    hot = np.empty(num_extra, dtype=np.int32)
+    at = whole = num_hot = 0
     for u in range(num_rows):
-        cursor_U[u] = starts[u] = at
-        at += min(int(counts_U[u]), LONGEST)
+        starts[u], cursor_U[u] = at, whole
+        count = int(counts_U[u])
+        whole += count
+        at += min(count, LONGEST)
+        if count > LONGEST:
+            hot[num_hot] = u
+            num_hot += 1
     chunk = num_rows
     starts[chunk] = at
-    for u in range(num_rows):
-        left = int(counts_U[u]) - LONGEST
-        extra_U[u] = at
+    for h in range(num_hot):
+        left = int(counts_U[hot[h]]) - LONGEST
         while left > 0:
             at += min(left, LONGEST)
             left -= LONGEST
             chunk += 1
             starts[chunk] = at
-    return cursor_U, extra_U
+    return cursor_U, hot[:num_hot]
 
 
 @compiled
-def _write_offsets(batch: _Batch, features: _Features, offsets: Positions) -> None:
-    """Write where each bag begins; feature by feature, as lengths stand in memory."""
+def _move_chunks(
+    counts_U: Counts, hot: Positions, stops_U: Positions, out: Positions
+) -> None:
+    """Move what stands row by row to its chunks: the first ones, then all others."""
+    if len(hot) == 0 or len(out) == 0:
+        return
+    num_others = 0
+    for u in hot:
+        num_others += int(counts_U[u]) - LONGEST
+    others = np.empty(num_others, dtype=out.dtype)
+    to, begin, moved = 0, 0, 0
+    for h in range(len(hot) + 1):
+        # From the last row of several chunks up to the first chunk of the next one.
+        stop, skipped = len(out), 0
+        if h < len(hot):
+            skipped = int(counts_U[hot[h]]) - LONGEST
+            stop = stops_U[hot[h]] - skipped
+        for i in range(begin, stop):
+            out[to] = out[i]
+            to += 1
+        begin = stop + skipped
+        others[moved : moved + skipped] = out[stop:begin]
+        moved += skipped
+    out[to:] = others
+
+
+@compiled
+def _write_offsets(batch: _Batch, features: _Features, offsets: Positions) -> bool:
+    """Write where each bag begins; return whether each has one id."""
     num_features = len(features.indices)
+    is_single = True
+    for n in range(num_features):
+        first, is_one = batch.bag_starts[features.keys[n]], features.rounds[n] == 1
+        for b in range(first, first + batch.num_bags):
+            is_one &= batch.lengths[b] == 1
+        is_single &= is_one
+    if is_single:
+        for bag in range(len(offsets)):
+            offsets[bag] = bag
+        return True
     for n in range(num_features):
         first, rounds = batch.bag_starts[features.keys[n]], features.rounds[n]
         for b in range(batch.num_bags):
@@ -215,6 +275,7 @@ def _write_offsets(batch: _Batch, features: _Features, offsets: Positions) -> No
     offsets[0] = 0
     for bag in range(batch.num_bags * num_features):
         offsets[bag + 1] += offsets[bag]
+    return False
 
 
 @compiled
@@ -222,20 +283,21 @@ def _fill(
     batch: _Batch,
     features: _Features,
     wanted: Wanted,
-    parts: tuple[Positions, Positions, Positions, Positions, Positions, Positions],
-    scales: tuple[Floats, Floats],
-    state: tuple[Positions, Positions, Positions],
+    is_single: bool,
+    parts: _Parts,
+    cursor_U: Positions,
 ) -> None:
     """Write each id where its bag is, and where its row is; a counting sort.
 
-    It goes from feature to feature: the rows of one are few, and stay in the caches,
-    while samples of all features are often the same power of two apart, of which a
-    cache holds few.
+    The bags of a row stand one after the other, whatever their number; ``cursor_U``
+    moves from where they begin to where they end. It goes from feature to feature: the
+    rows of one are few, and stay in the caches, while samples of all features are often
+    the same power of two apart, of which a cache holds few.
     """
     each_id, with_scales, with_sources = wanted
-    offsets, rows_L, bags_L, sources_L, chunk_sources_L, bag_of_L = parts
-    scales_L, chunk_scales_L = scales
-    cursor_U, extra_U, starts = state
+    offsets, rows_L, bags_L = parts.offsets, parts.rows, parts.bags
+    scales_L, chunk_scales_L = parts.scales, parts.chunk_scales
+    sources_L, chunk_sources_L = parts.sources, parts.chunk_sources
     num_features, k, scale = len(features.indices), 0, _ONE
     for n in range(num_features):
         f, key = features.indices[n], features.keys[n]
@@ -245,6 +307,8 @@ def _fill(
             bag = b * num_features + n
             if each_id:
                 length = batch.starts[f + 1] - j
+            elif is_single:
+                k, length = bag, 1
             else:
                 k = offsets[bag]
                 length = offsets[bag + 1] - k
@@ -260,12 +324,9 @@ def _fill(
                 if with_sources:
                     sources_L[k] = j + to_source
                     chunk_sources_L[at] = k
-                    bag_of_L[k] = bag
+                    parts.bag_of[k] = bag
                 j, k = j + 1, k + 1
-                # A row without further chunks has all its bags. No branch: half of them
-                # have one.
-                more = extra_U[u]
-                cursor_U[u] = more if at + 1 == starts[u + 1] else at + 1
+                cursor_U[u] = at + 1
 
 
 @compiled

@@ -15,6 +15,7 @@ that travel in 16 bits become float32 there.
 Dimensions: B samples, F features of one dim D, L ids of them, U unique rows.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -42,6 +43,10 @@ from persia_torchrec.rpc.messages import Precision
 from persia_torchrec.sharding import torchrec_api
 
 Tensors = tuple[torch.Tensor, ...]
+
+_SWITCH_S = 5e-4
+"""After which a thread has Python's lock that waits for it; 5 ms by default, for which
+the thread that launches kernels would wait for those that pull and push."""
 
 _DTYPES = {
     Precision.FP32: torch.float32,
@@ -309,6 +314,7 @@ class RowsOnDevice(ShardedLookup):
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
             slab.pin_with(partial(register, device))
+            sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
 
     def pull(
         self, bags: Mapping[str, Bags], number: BatchNumber | None

@@ -240,6 +240,8 @@ class RemoteSharder(CollectionSharder):
     POOLS_ON: ClassVar[frozenset[str]] = frozenset({"cuda"})
     # Those of them on which the first batch is pooled plainly too, and compared.
     COMPARES_ON: ClassVar[frozenset[str]] = frozenset({"cuda"})
+    # How many batches are pulled at once, within the staleness; 1 on others.
+    PULLS_ON: ClassVar[Mapping[str, int]] = {"cuda": 3}
     host_lookup: ClassVar[type[ShardedLookup]] = ShardedLookup
 
     def __init__(
@@ -451,6 +453,8 @@ class RemoteSharder(CollectionSharder):
         # A server may be silent, and then away.
         timeout_s = self._client.timeout_s + 2 * self._client.recovery_s
         pipeline = BatchPipeline(lookup, staleness=self._staleness, timeout_s=timeout_s)
+        num_pulls = min(self._staleness, self.PULLS_ON.get(device.type, 1))
+        pipeline.training.set_num_threads(max(num_pulls, 1))
         pipeline.tally.num_ids = lookup.num_ids
         pipeline.set_count(env.rank, self._client.batches)
         pipeline.evaluation_waits = self._evaluation_waits

@@ -180,7 +180,12 @@ def test_memory_that_cannot_be_pinned_is_pageable_with_one_line(monkeypatch, cap
 def test_an_array_of_any_memory_is_copied_into_a_tensor(device):
     bits = bytes(range(256)) * 2**16  # 16 MiB, which is more than one copy takes
     whole = np.frombuffer(bits, np.int16)
-    for array in (whole, whole[:0], whole[1:7], np.frombuffer(memoryview(bits)[1:19], np.int16)):
+    for array in (
+        whole,
+        whole[:0],
+        whole[1:7],
+        np.frombuffer(memoryview(bits)[1:19], np.int16),
+    ):
         out = torch.empty(len(array), dtype=torch.int16, device=device)
         copy_into(out, array)
         np.testing.assert_array_equal(out.cpu().numpy(), array)

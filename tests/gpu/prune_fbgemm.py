@@ -40,12 +40,9 @@ UNUSED = ("_vbe.so", "_gwd.so", "_inference.so", "_index_select.so")
 
 RARE = (
     b"rowwise_adagrad_with_counter",
-    b"partial_rowwise",
-    b"codegen_lamb",
-    b"codegen_lars",
     b"codegen_none",
 )
-"""Optimizers that neither tests nor the benchmark give to plain TorchRec."""
+"""Optimizers that neither tests nor the benchmark give to fbgemm."""
 
 _CONTAINER, _MAGIC = Struct("<IHHQ"), 0xBA55ED50
 _ENTRY = Struct("<HHIQ12xI")

@@ -186,6 +186,31 @@ def test_rows_leave_the_device_with_the_graph(job, device, place):
     assert job.total("requests_update") == 2
 
 
+def test_batches_that_are_pulled_at_once_are_each_updated_once(job, monkeypatch):
+    monkeypatch.setattr(RemoteEmbeddingBagCollectionSharder, "PULLS_ON", {"cpu": 3})
+    table = EmbeddingBagConfig(10, DIM, name="term", feature_names=["ad"])
+    model, sharder = put(job, CPU, Bags([table]), staleness=4)
+    (module,) = remote_modules(model)
+    lookup, together = module.pipeline.lookup, threading.Barrier(3)
+    route = lookup.route
+
+    def route_at_once(*args):
+        together.wait(DEADLINE_S)  # raises unless three are pulled at once
+        return route(*args)
+
+    monkeypatch.setattr(lookup, "route", route_at_once)
+    rows = []
+    for step in range(20):
+        ids = kjt_of({"ad": [[1, 2], [2]]})
+        for batch in [module.start(ids, is_training=True) for _ in range(3)]:
+            module(batch).values().sum().backward()
+        if step in (0, 19):
+            sharder.flush()
+            rows.append(job.read("term", [1, 2])[:, :DIM])
+    moved = rows[1] - rows[0]  # by SGD(1.0), in 57 batches
+    np.testing.assert_allclose(moved, [[-57] * DIM, [-114] * DIM], atol=1e-3)
+
+
 @pytest.mark.parametrize(("device", "place"), PLACES)
 def test_a_backward_pass_that_fails_leaves_no_batch_behind(job, device, place):
     model, sharder = put(job, device, OverDense())
@@ -229,7 +254,8 @@ def test_a_step_on_a_gpu_waits_for_nothing(job, device, place, is_scaled):
     scaler.scale(torch.ones((), device=device))
     sharder.use_grad_scaler(scaler)
     dense = torch.ones(3, 3, device=device)
-    model(dense, ids_on(place)).sum().backward()  # makes buffers, learns sizes
+    for _ in range(3):  # makes buffers, and DDP's anew; learns sizes
+        model(dense, ids_on(place)).sum().backward()
     loss = model(dense, ids_on(place)).sum()
     torch.cuda.set_sync_debug_mode("error")
     try:
