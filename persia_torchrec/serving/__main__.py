@@ -2,6 +2,7 @@ r"""Run an inference server.
 
     python -m persia_torchrec.serving --checkpoint runs/7 \
         --embedding-config embedding_config.yml --port 8080
+    python -m persia_torchrec.serving --models ranking=runs/7 ads=runs/8
 
 It loads the embeddings into servers of its own, or asks embedding workers for them. It
 prints ``ready ADDRESS`` when it can predict, and ends by SIGTERM, or with its job, when
@@ -12,11 +13,13 @@ import contextlib
 import gc
 import logging
 import math
+import re
 import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -33,7 +36,12 @@ from persia_torchrec.persia.worker_client import RemoteWorkers
 from persia_torchrec.rpc.addresses import tcp_address
 from persia_torchrec.serving.batching import Batching
 from persia_torchrec.serving.embeddings import SlotsReader, host_checkpoint
-from persia_torchrec.serving.models import Models, Version, following_checkpoints
+from persia_torchrec.serving.models import (
+    Models,
+    ServedModel,
+    Version,
+    following_checkpoints,
+)
 from persia_torchrec.serving.predictor import (
     SCRIPT_MODEL,
     Predictor,
@@ -56,13 +64,18 @@ except ModuleNotFoundError as exc:
 
 logger = logging.getLogger("persia_torchrec.serving")
 
+_NAMED = re.compile("([^/=]+)=.+")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServingFlags(ImportFlags):
     """Predict over HTTP, from a checkpoint."""
 
-    checkpoint: str
+    checkpoint: str | None = None
     """Folder of a checkpoint, or its URL."""
+    models: tuple[str, ...] = ()
+    """NAME=FOLDER of each of several models, in place of ``--checkpoint`` and
+    ``--model-name``; an embedding_config.yml in the folder is that of its model."""
     model: str | None = None
     """File in that folder: the dense model [jit_dense.pt, TorchScript, or else
     serving_model.pt, of ``export_for_serving``]"""
@@ -104,6 +117,12 @@ class ServingFlags(ImportFlags):
     http: HttpConfig = field(default_factory=HttpConfig)
 
     def __post_init__(self) -> None:
+        if (self.checkpoint is None) == (not self.models):
+            raise ConfigError(
+                "One of --checkpoint FOLDER and --models NAME=FOLDER must be given. "
+                f"Received: {'both' if self.models else 'neither'}."
+            )
+        self._require_several()
         for name, least in (
             ("lookup_timeout_s", 0.001),
             ("batch_window_s", 0.0),
@@ -117,6 +136,45 @@ class ServingFlags(ImportFlags):
             raise ConfigError(
                 f"default_answer must be finite. Received: {self.default_answer}."
             )
+
+    def _require_several(self) -> None:
+        """Check ``models``, or raise ConfigError."""
+        names = [_NAMED.fullmatch(one) for one in self.models]
+        found = {match[1] for match in names if match is not None}
+        if len(found) != len(names):
+            raise ConfigError(
+                "models must be NAME=FOLDER each, of different names without '/'. "
+                f"Received: {' '.join(self.models)}."
+            )
+        for flag, given in (
+            ("--workers", self.workers),
+            ("--workers-of-job", self.workers_of_job),
+            ("--follow", self.follow),
+        ):
+            if self.models and given:
+                raise ConfigError(
+                    f"{flag} cannot be combined with --models: its rows are of one "
+                    "model. Serve that model by a process of its own."
+                )
+
+    def each(self) -> list["ServingFlags"]:
+        """Return the flags of each model, as if it were the only one."""
+        if not self.models:
+            return [self]
+        found = []
+        for one in self.models:
+            name, _, folder = one.partition("=")
+            own = Path(folder) / "embedding_config.yml"
+            config = str(own) if own.is_file() else self.embedding_config
+            of_model = replace(self, models=(), model_name=name, checkpoint=folder)
+            found.append(replace(of_model, embedding_config=config))
+        return found
+
+    @property
+    def run(self) -> str:
+        """The folder of the checkpoints of the one model."""
+        assert self.checkpoint is not None, "it is one of each()"
+        return self.checkpoint
 
     def batching(self) -> Batching | None:
         """Return the settings of batching, or None."""
@@ -161,11 +219,11 @@ def _serve(flags: ServingFlags) -> None:
         stack.callback(server.close)
         if http.grpc_port is not None:
             _serve_grpc(models, http, stack)
-        path = models.health().get("model")
-        if models.rows_age_s() is not None:  # which is observed also if no probe asks
+        paths = ",".join(str(model.health().get("model")) for model in models)
+        if any(m.rows_age_s() is not None for m in models):  # also if no probe asks
             ask = partial(_why_not_ready, models)
             stack.enter_context(repeating(ask, "health", timeouts.MODEL_READY_S))
-        what = path, device, server.address
+        what = paths, device, server.address
         logger.info("serving model=%s device=%s address=%s", *what)
         life.call_at_end(ending.set)
         gc.collect()
@@ -189,15 +247,17 @@ def _open_models(
     life: JobMember | Lifetime,
     stack: contextlib.ExitStack,
 ) -> Models:
-    """Return the model to serve, which the end of ``stack`` closes."""
-    models = Models(flags.model_name, default_answer=flags.default_answer)
+    """Return the models to serve, which the end of ``stack`` closes."""
+    models = Models()
     stack.callback(models.close)
     if life.endpoint is not None:
         life.endpoint.add_collector(models.statistics.registry)
-    if addresses:
-        _add_workers(flags, device, addresses, life, models, stack)
-    else:
-        _add_checkpoint(flags, device, models, stack)
+    for one in flags.each():
+        model = models.add(one.model_name, default_answer=one.default_answer)
+        if addresses:
+            _add_workers(one, device, addresses, life, model, stack)
+        else:
+            _add_checkpoint(one, device, model, stack)
     return models
 
 
@@ -210,11 +270,11 @@ def _why_not_ready(models: Models) -> str:
 def _add_checkpoint(
     flags: ServingFlags,
     device: torch.device,
-    models: Models,
+    served: ServedModel,
     stack: contextlib.ExitStack,
 ) -> None:
     """Serve the rows of a checkpoint by servers of its own."""
-    run, name = flags.checkpoint, flags.model or find_model(flags.checkpoint)
+    run, name = flags.run, flags.model or find_model(flags.run)
     first = load_model(run, name, device)  # its errors come before servers are started
     schema = None
     if first.collections is None:
@@ -244,15 +304,15 @@ def _add_checkpoint(
             predictor.health()
             return Version(predictor, opening.pop_all().close)
 
-    models.open = open_version
-    models.load()
+    served.open = open_version
+    served.load()
     if flags.follow is not None:
-        with models.using(flags.model_name, None) as version:
+        with served.using() as version:
             predictor = version.predictor
         stack.enter_context(following_model(predictor, run, name))
     elif flags.follow_model:
         newest = partial(newest_version, run, name)
-        stack.enter_context(following_checkpoints(models, newest))
+        stack.enter_context(following_checkpoints(served, newest))
 
 
 def _add_workers(
@@ -260,7 +320,7 @@ def _add_workers(
     device: torch.device,
     addresses: Sequence[str],
     life: JobMember | Lifetime,
-    models: Models,
+    served: ServedModel,
     stack: contextlib.ExitStack,
 ) -> None:
     """Serve the rows that embedding workers look up."""
@@ -274,10 +334,10 @@ def _add_workers(
     stack.callback(workers.close)
     reader = SlotsReader(workers, device, patience_s=flags.patience_s)
     reader.wait_until_ready(timeouts.READY_S)
-    served = None
+    checkpoint = None
     if isinstance(life, JobMember):
-        served = life.book.note(SERVED_CHECKPOINT)
-    run = find_dense(flags, served)
+        checkpoint = life.book.note(SERVED_CHECKPOINT)
+    run = find_dense(flags, checkpoint)
     name = flags.model or find_model(run)
     model = load_model(run, name, device)
     if model.collections is not None:
@@ -287,7 +347,7 @@ def _add_workers(
         )
     reader.set_lookup_timeout(flags.lookup_timeout_s)
     predictor = Predictor(reader, model, flags.batching())
-    models.add(Version(predictor))
+    served.add(Version(predictor))
     if flags.follow_model:
         stack.enter_context(following_model(predictor, run, name))
 
@@ -299,7 +359,7 @@ def find_dense(flags: ServingFlags, served: str | None) -> str:
         ConfigError: later models are wanted, without their rows.
     """
     if served is None:
-        return flags.checkpoint
+        return flags.run
     if flags.follow_model:
         raise ConfigError(
             "With --follow-model, servers must follow the training "
@@ -308,7 +368,7 @@ def find_dense(flags: ServingFlags, served: str | None) -> str:
             f"{served}."
         )
     has_model = (flags.model or SCRIPT_MODEL) in Folder(served).names()
-    return served if has_model else flags.checkpoint
+    return served if has_model else flags.run
 
 
 if __name__ == "__main__":

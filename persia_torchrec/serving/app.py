@@ -4,7 +4,7 @@
     GET  /readyz, /v2/health/ready      it can predict; to anybody
     GET  /health                        {"ready": true, "rows": ..., "model": ...}
     GET  /metrics                       Prometheus
-    POST /predict                       application/octet-stream: PersiaBatch.to_bytes()
+    POST /predict, /predict/M           application/octet-stream: PersiaBatch.to_bytes()
                                         application/json: inference_protocol.py
                                         answer: {"predictions": [...]}
     GET  /v2, /v2/models/M, .../ready, .../config, .../stats
@@ -22,8 +22,7 @@ import hmac
 import logging
 import re
 import time
-import zlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -35,24 +34,37 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from persia_torchrec.errors import (
-    BatchError,
-    FrameError,
-    PersiaError,
-    ServerError,
-)
+from persia_torchrec.errors import BatchError
 from persia_torchrec.persia.batch import PersiaBatch
 from persia_torchrec.serving import inference_protocol as protocol
 from persia_torchrec.serving.batching import Inputs
+from persia_torchrec.serving.descriptions import (
+    describe_answer,
+    describe_config,
+    describe_index,
+    describe_model,
+    describe_server,
+    describe_stats,
+)
+from persia_torchrec.serving.http_requests import (
+    RETRY_AFTER,
+    Limits,
+    TooLargeError,
+    TooManyRequestsError,
+    answer_error,
+    error_response,
+    json_response,
+    receive,
+)
 from persia_torchrec.serving.inference_protocol import parse_json_batch
 from persia_torchrec.serving.models import (
     Answer,
     Models,
-    UnknownModelError,
+    ServedModel,
     Version,
+    join_health,
     require_signature,
 )
-from persia_torchrec.version import __version__
 
 logger = logging.getLogger(__name__)
 access = logging.getLogger("persia_torchrec.serving.access")
@@ -60,14 +72,6 @@ access = logging.getLogger("persia_torchrec.serving.access")
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 
-_RETRY_AFTER = {"Retry-After": "1"}
-_EXTENSIONS = (
-    "binary_tensor_data",
-    "model_configuration",
-    "model_repository",
-    "model_repository(unload_dependents)",
-    "statistics",
-)
 _NOT_SUPPORTED = {
     "systemsharedmemory": "shared memory",
     "cudasharedmemory": "shared memory",
@@ -77,36 +81,6 @@ _NOT_SUPPORTED = {
 _HEADER_LENGTH = "Inference-Header-Content-Length"
 _INFER = re.compile("/v2/models/(?P<model>[^/]+)(/versions/(?P<version>[^/]+))?/infer")
 _SMALL_BYTES = 2**18  # a request that is read at once, between other requests
-
-
-class TooLargeError(BatchError):
-    """A body, or the number of its samples, is above the limit."""
-
-
-class TooManyRequestsError(PersiaError):
-    """As many requests as are allowed are in progress."""
-
-
-STATUSES: tuple[tuple[type[Exception], int], ...] = (
-    (TooLargeError, 413),
-    (UnknownModelError, 404),
-    (TooManyRequestsError, 429),
-    (BatchError, 400),
-    (FrameError, 400),
-    (ServerError, 503),
-    (TimeoutError, 408),
-    (Exception, 500),
-)
-"""The status of each error: of the first class that fits."""
-
-
-class Limits(msgspec.Struct, frozen=True):
-    """What a request may take."""
-
-    max_requests: int
-    max_body_bytes: int
-    max_samples: int
-    receive_timeout_s: float
 
 
 class Application:
@@ -122,7 +96,7 @@ class Application:
         self._token = token
         self._num_in_progress = 0
         self._pool = ThreadPoolExecutor(limits.max_requests, "predict")
-        self._probes = ThreadPoolExecutor(1, "probe")
+        self._probes = {m.name: ThreadPoolExecutor(1, "probe") for m in models}
         self._loads = ThreadPoolExecutor(1, "load")
         self._starlette = Starlette(routes=self._routes())
         self._answer_infer = self._answering(self._infer, is_open=False)
@@ -142,7 +116,7 @@ class Application:
 
     def close(self) -> None:
         """Wait for the predictions in progress. May be called twice."""
-        for pool in (self._pool, self._probes, self._loads):
+        for pool in (self._pool, self._loads, *self._probes.values()):
             pool.shutdown(wait=True)
 
     def _routes(self) -> list[Route]:
@@ -163,7 +137,7 @@ class Application:
         add(("/readyz", "/v2/health/ready"), "GET", self._ready)
         add("/health", "GET", self._health)
         add("/metrics", "GET", self._metrics)
-        add("/predict", "POST", self._predict)
+        add(("/predict", "/predict/{model}"), "POST", self._predict)
         add("/v2", "GET", self._server)
         add("/v2/models/stats", "GET", self._stats)
         add(both("/ready"), "GET", self._model_ready)
@@ -186,7 +160,7 @@ class Application:
             start = time.perf_counter()
             try:
                 if not is_open and not self._is_allowed(request):
-                    response = _error(
+                    response = error_response(
                         "The header 'Authorization: Bearer TOKEN' must have the "
                         "server's PERSIA_HTTP_TOKEN.",
                         *(401, {"WWW-Authenticate": "Bearer"}),
@@ -197,7 +171,7 @@ class Application:
                 logger.debug("the client of %s disconnected", request.url.path)
                 response = Response(status_code=499)
             except Exception as exc:  # noqa: BLE001  # the client gets the error
-                response = _answer_error(exc)
+                response = answer_error(exc)
             self.models.statistics.count("http", str(response.status_code))
             if access.isEnabledFor(logging.INFO):
                 access.info(
@@ -220,17 +194,17 @@ class Application:
         return Response("ok", media_type="text/plain")
 
     async def _ready(self, request: Request) -> Response:
-        health = await self._run(self._probes, self.models.health)
+        health = await self._ask_health()
         if health["ready"]:
             return Response("ok", media_type="text/plain")
-        return _error(str(health["error"]), 503, _RETRY_AFTER)
+        return error_response(str(health["error"]), 503, RETRY_AFTER)
 
     async def _health(self, request: Request) -> Response:
-        health = await self._run(self._probes, self.models.health)
-        return _json(health, 200 if health["ready"] else 503)
+        health = await self._ask_health()
+        return json_response(health, 200 if health["ready"] else 503)
 
     async def _metrics(self, request: Request) -> Response:
-        await self._run(self._probes, self.models.health)  # the age of its rows
+        await self._ask_health()  # the age of its rows
         text = self.models.statistics.exposition()
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -241,7 +215,9 @@ class Application:
                 f"Content-Type must be one of {', '.join(_READERS)}. "
                 f"Received: {kind!r:.100}."
             )
-        body = await self._receive(request)
+        name, _ = _named(request)
+        model = self.models[name] if name else self.models.only()
+        body = await receive(request, self.limits)
         is_text = kind == "application/json"
 
         def parse(_: Version) -> PersiaBatch:
@@ -251,19 +227,20 @@ class Application:
             flat = answer.output.reshape(len(answer.output), -1)
             values: list[Any] = (flat[:, 0] if flat.shape[1] == 1 else flat).tolist()
             more = {"degraded": True} if answer.is_degraded else {}
-            return _json({"predictions": values, **more})
+            return json_response({"predictions": values, **more})
 
         work = _Work(parse, lambda batch: batch, encode, is_text=is_text)
-        return await self._predicted(self.models.name, None, work, len(body))
+        return await self._predicted(model, None, work, len(body))
 
     async def _infer(self, request: Request) -> Response:
         name, number = _named(request)
+        model = self.models[name]
         length = request.headers.get(_HEADER_LENGTH)
         if length is not None and not (length.isascii() and length.isdigit()):
             raise BatchError(
                 f"{_HEADER_LENGTH} must be a number. Received: {length!r:.40}."
             )
-        body = await self._receive(request)
+        body = await receive(request, self.limits)
 
         def parse(version: Version) -> protocol.InferRequest:
             size = None if length is None else int(length[:20])
@@ -273,116 +250,73 @@ class Application:
         def encode(
             version: Version, asked: protocol.InferRequest, answer: Answer
         ) -> Response:
-            model = {"model_name": name, "model_version": version.number}
-            about = describe_answer(self.models, version, answer)
-            parts, size = protocol.encode_answer(asked, model, about, answer.output)
+            named = {"model_name": name, "model_version": version.number}
+            about = describe_answer(model, version, answer)
+            parts, size = protocol.encode_answer(asked, named, about, answer.output)
             if size is None:
                 return Response(parts[0], media_type="application/json")
             headers = {_HEADER_LENGTH: str(size)}
             return Response(b"".join(parts), 200, headers, "application/octet-stream")
 
         work = _Work(parse, lambda asked: asked.batch, encode)
-        return await self._predicted(name, number, work, len(body))
+        return await self._predicted(model, number, work, len(body))
 
     async def _server(self, request: Request) -> Response:
-        return _json(describe_server())
+        return json_response(describe_server())
 
     async def _model(self, request: Request) -> Response:
         name, number = _named(request)
-        return _json(describe_model(self.models, name, number))
+        return json_response(describe_model(self.models[name], number))
 
     async def _model_ready(self, request: Request) -> Response:
         name, number = _named(request)
-        with self.models.using(name, number):
+        model = self.models[name]
+        with model.using(number):
             pass
-        await self._run(self._probes, self.models.require_ready)
-        return _json({"name": name, "ready": True})
+        await self._run(self._probes[name], model.require_ready)
+        return json_response({"name": name, "ready": True})
 
     async def _config(self, request: Request) -> Response:
         name, number = _named(request)
-        return _json(describe_config(self.models, name, number))
+        return json_response(describe_config(self.models[name], number))
 
     async def _stats(self, request: Request) -> Response:
         name, number = _named(request)
-        versions = [number] if number else self.models.versions()
-        if name:
-            with self.models.using(name, number):
-                pass
-        found = self.models.statistics.of_versions(self.models.name, versions)
-        return _json({"model_stats": found})
+        found = describe_stats(self.models, name, number)
+        return json_response({"model_stats": found})
 
     async def _index(self, request: Request) -> Response:
-        await self._receive(request)
-        return _json(
-            [
-                {
-                    "name": self.models.name,
-                    "version": number,
-                    "state": "READY",
-                    "reason": "",
-                }
-                for number in self.models.versions()
-            ]
-        )
+        asked = _decode(await receive(request, self.limits))
+        return json_response(describe_index(self.models, only_ready=asked.ready))
 
     async def _load(self, request: Request) -> Response:
-        return await self._change(request, self.models.load)
+        return await self._change(request, self.models[_named(request)[0]].load)
 
     async def _unload(self, request: Request) -> Response:
-        return await self._change(request, self.models.unload)
+        return await self._change(request, self.models[_named(request)[0]].unload)
 
     async def _change(
         self, request: Request, change: Callable[[str | None], object]
     ) -> Response:
         """Load or unload; the request may name a version, ``parameters.version``."""
-        body = bytes(await self._receive(request)) or b"{}"
-        self.models.require_name(_named(request)[0])
-        try:
-            parameters = msgspec.json.decode(body, type=_Change).parameters
-        except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
-            raise BatchError(f"The body must be a JSON object ({exc}).") from exc
-        number = parameters.get("version")
+        asked = _decode(await receive(request, self.limits))
+        number = asked.parameters.get("version")
         if not isinstance(number, str | None):
             raise BatchError(f"version must be text. Received: {number!r:.40}.")
         found = await self._run(self._loads, lambda: change(number))
-        return _json({} if found is None else {"version": found})
+        return json_response({} if found is None else {"version": found})
 
     async def _unknown(self, request: Request) -> Response:
         parts = request.url.path.strip("/").split("/")
         for part in parts:
             if part in _NOT_SUPPORTED:
-                return _error(f"{_NOT_SUPPORTED[part]} is not supported.", 404)
-        return _error(
+                return error_response(f"{_NOT_SUPPORTED[part]} is not supported.", 404)
+        return error_response(
             "The path must be /predict (POST), /health, /healthz, /readyz, /metrics "
             "(GET), or one below /v2 of the Open Inference Protocol. Received: "
             f"{request.method} {request.url.path!r:.100}.",
             404,
         )
-
-    async def _receive(self, request: Request) -> bytes:
-        """Receive a body within the limits of size and time, and decompress it.
-
-        What comes after it has been rejected is discarded, so that a client which
-        reads only when it has sent all gets its answer.
-        """
-        limit = self.limits.max_body_bytes
-        length = request.headers.get("Content-Length", "")
-        body = bytearray()
-        is_large = length.isdigit() and _exceeds(length, limit)
-        async with asyncio.timeout(self.limits.receive_timeout_s):
-            if not is_large:
-                async for chunk in request.stream():
-                    is_large = len(body) + len(chunk) > limit
-                    if is_large:
-                        break
-                    body += chunk
-        if is_large:
-            raise TooLargeError(
-                f"A body may have {limit} bytes. Received: {length or 'more'}. Send "
-                "smaller batches, or raise --max-body-bytes."
-            )
-        encoding = request.headers.get("Content-Encoding", "identity").lower()
-        return _decompress(bytes(body), encoding, limit)
 
     def _require_samples(self, batch: PersiaBatch | Inputs) -> None:
         if batch.batch_size > self.limits.max_samples:
@@ -392,7 +326,7 @@ class Application:
             )
 
     async def _predicted(
-        self, name: str, number: str | None, work: "_Work[T]", num_bytes: int
+        self, model: ServedModel, number: str | None, work: "_Work[T]", num_bytes: int
     ) -> Response:
         """Answer a prediction, unless too many are in progress.
 
@@ -405,32 +339,44 @@ class Application:
             )
         self._num_in_progress += 1
         try:
-            with self.models.using(name, number) as version:
+            with model.using(number) as version:
                 if not version.predictor.is_batching:
-                    return await self._run(self._pool, lambda: self._do(version, work))
+                    return await self._run(
+                        self._pool, lambda: self._do(model, version, work)
+                    )
                 if num_bytes <= _SMALL_BYTES:
                     asked = self._read(version, work)
                 else:
                     asked = await self._run(
                         self._pool, lambda: self._read(version, work)
                     )
-                answer = await self.models.predict_together(
+                answer = await model.predict_together(
                     version, work.batch_of(asked), is_text=work.is_text
                 )
                 return work.encode(version, asked, answer)
         finally:
             self._num_in_progress -= 1
 
-    def _do(self, version: Version, work: "_Work[T]") -> Response:
+    def _do(self, model: ServedModel, version: Version, work: "_Work[T]") -> Response:
         asked = self._read(version, work)
         batch = work.batch_of(asked)
-        answer = self.models.predict(version, batch, is_text=work.is_text)
+        answer = model.predict(version, batch, is_text=work.is_text)
         return work.encode(version, asked, answer)
 
     def _read(self, version: Version, work: "_Work[T]") -> T:
         asked = work.parse(version)
         self._require_samples(work.batch_of(asked))
         return asked
+
+    async def _ask_health(self) -> dict[str, object]:
+        """Return the health of the server; each model is asked in a thread of its own.
+
+        One whose embeddings are away keeps no other model's probe waiting.
+        """
+        asked = [self._run(self._probes[m.name], m.health) for m in self.models]
+        names = [model.name for model in self.models]
+        healths = await asyncio.gather(*asked)
+        return join_health(dict(zip(names, healths, strict=True)))
 
     async def _run(self, pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(pool, work)
@@ -446,8 +392,18 @@ class _Work(Generic[T]):
     is_text: bool = False
 
 
-class _Change(msgspec.Struct):
+class _Asked(msgspec.Struct):
+    """What a request to the repository says."""
+
     parameters: dict[str, Any] = {}
+    ready: bool = False
+
+
+def _decode(body: bytes) -> _Asked:
+    try:
+        return msgspec.json.decode(body or b"{}", type=_Asked)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+        raise BatchError(f"The body must be a JSON object ({exc}).") from exc
 
 
 _READERS: dict[str, Callable[[bytes], PersiaBatch]] = {
@@ -456,115 +412,7 @@ _READERS: dict[str, Callable[[bytes], PersiaBatch]] = {
 }
 
 
-def describe_server() -> dict[str, Any]:
-    """Return the server's metadata of the protocol."""
-    return {
-        "name": "persia_torchrec",
-        "version": __version__,
-        "extensions": list(_EXTENSIONS),
-    }
-
-
-def describe_model(models: Models, name: str, number: str | None) -> dict[str, Any]:
-    """Return a model's metadata of the protocol."""
-    signature = models.signature(name, number)
-    return {
-        "name": name,
-        "versions": models.versions(),
-        "platform": "persia_torchrec_torchscript",
-        "inputs": protocol.describe_inputs(signature),
-        "outputs": [protocol.describe_output(signature)],
-    }
-
-
-def describe_config(models: Models, name: str, number: str | None) -> dict[str, Any]:
-    """Return a model's configuration of the protocol's extension."""
-    metadata = describe_model(models, name, number)
-
-    def tensors(of: str) -> list[dict[str, Any]]:
-        return [
-            {
-                "name": tensor["name"],
-                "data_type": f"TYPE_{tensor['datatype']}",
-                "dims": tensor["shape"],
-                "optional": tensor["name"].endswith(protocol.LENGTHS),
-            }
-            for tensor in metadata[of]
-        ]
-
-    return {
-        "name": name,
-        "platform": metadata["platform"],
-        "max_batch_size": 0,
-        "input": tensors("inputs"),
-        "output": tensors("outputs"),
-    }
-
-
-def describe_answer(models: Models, version: Version, answer: Answer) -> dict[str, Any]:
-    """Return the checkpoint and the age of rows of an answer, and if it is degraded."""
-    about: dict[str, Any] = {
-        "checkpoint": version.predictor.model.path.rpartition("/")[0]
-    }
-    if (age_s := models.rows_age_s()) is not None:
-        about["rows_age_s"] = round(age_s, 3)
-    return {**about, "degraded": True} if answer.is_degraded else about
-
-
-def status_of(exc: Exception) -> int:
-    """Return the HTTP status of an error."""
-    return next(status for kind, status in STATUSES if isinstance(exc, kind))
-
-
-def _answer_error(exc: Exception) -> Response:
-    status = status_of(exc)
-    if status == 500:
-        logger.error("a request failed", exc_info=exc)
-    text = str(exc) or "The body must come within the time limit."
-    headers = _RETRY_AFTER if status in (429, 503) else {}
-    if status == 408:
-        headers = {"Connection": "close"}
-    return _error(f"{type(exc).__name__}: {text}", status, headers)
-
-
-def _error(
-    text: str, status: int, headers: Mapping[str, str] | None = None
-) -> Response:
-    return _json({"error": text}, status, headers)
-
-
-def _json(
-    value: object, status: int = 200, headers: Mapping[str, str] | None = None
-) -> Response:
-    data = msgspec.json.encode(value)
-    return Response(data, status, dict(headers or {}), "application/json")
-
-
 def _named(request: Request) -> tuple[str, str | None]:
     """Return the model and the version that a path names."""
     parameters = request.path_params
     return parameters.get("model", ""), parameters.get("version")
-
-
-def _exceeds(length: str, limit: int) -> bool:
-    return len(length) > len(str(limit)) or int(length) > limit
-
-
-def _decompress(body: bytes, encoding: str, limit: int) -> bytes:
-    """Undo the encoding of a body, as long as what comes is within a limit."""
-    if encoding == "identity":
-        return body
-    if encoding not in ("gzip", "deflate"):
-        raise BatchError(
-            f"Content-Encoding must be gzip or deflate. Received: {encoding!r:.40}."
-        )
-    decoder = zlib.decompressobj(zlib.MAX_WBITS | 32)  # of either
-    try:
-        data = decoder.decompress(body, limit + 1)
-    except zlib.error as exc:
-        raise BatchError(f"The body must be {encoding} ({exc}).") from exc
-    if len(data) > limit:
-        raise TooLargeError(f"A body may have {limit} bytes. Received: more.")
-    if not decoder.eof:
-        raise BatchError(f"The body must be {encoding} to its end.")
-    return data

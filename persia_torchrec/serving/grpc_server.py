@@ -19,16 +19,17 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from persia_torchrec import timeouts
 from persia_torchrec.errors import BatchError, ConfigError
 from persia_torchrec.serving import inference_protocol as protocol
-from persia_torchrec.serving.app import (
-    TooLargeError,
+from persia_torchrec.serving.descriptions import (
     describe_answer,
     describe_config,
+    describe_index,
     describe_model,
     describe_server,
-    status_of,
+    describe_stats,
 )
+from persia_torchrec.serving.http_requests import TooLargeError, status_of
 from persia_torchrec.serving.http_server import HttpConfig
-from persia_torchrec.serving.models import Models
+from persia_torchrec.serving.models import Models, ServedModel, require_signature
 
 logger = logging.getLogger(__name__)
 
@@ -225,7 +226,7 @@ class GrpcServer:
             "ServerReady": lambda _: {"ready": bool(models.health()["ready"])},
             "ModelReady": self._model_ready,
             "ServerMetadata": lambda _: describe_server(),
-            "ModelMetadata": lambda request: describe_model(models, *_named(request)),
+            "ModelMetadata": lambda request: describe_model(*self._found(request)),
             "ModelConfig": self._config,
             "ModelStatistics": self._statistics,
             "ModelInfer": self._infer,
@@ -271,24 +272,24 @@ class GrpcServer:
         return hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode())
 
     def _infer(self, request: Any) -> Mapping[str, Any]:
-        name, number = request.model_name, request.model_version or None
+        model, number = self._models[request.model_name], request.model_version or None
         protocol.reject_extensions(_parameters(request.parameters))
         protocol.require_outputs([output.name for output in request.outputs])
         for part in (*request.inputs, *request.outputs):
             protocol.reject_extensions(_parameters(part.parameters))
-        with self._models.using(name, number) as version:
-            signature = self._models.signature(name, version.number)
+        with model.using(number) as version:
+            signature = require_signature(version)
             batch = protocol.build_inputs(_read_tensors(request), signature)
             if batch.batch_size > self._limits.max_samples:
                 raise TooLargeError(
                     f"A batch may have {self._limits.max_samples} samples. Received: "
                     f"{batch.batch_size}."
                 )
-            answer = self._models.predict(version, batch)
-            about = describe_answer(self._models, version, answer)
+            answer = model.predict(version, batch)
+            about = describe_answer(model, version, answer)
             output, number = answer.output, version.number
         return {
-            "model_name": name,
+            "model_name": model.name,
             "model_version": number,
             "id": request.id,
             "parameters": {
@@ -308,11 +309,12 @@ class GrpcServer:
         }
 
     def _model_ready(self, request: Any) -> Mapping[str, Any]:
-        with self._models.using(*_named(request)):
-            return {"ready": bool(self._models.health()["ready"])}
+        model, number = self._found(request)
+        with model.using(number):
+            return {"ready": bool(model.health()["ready"])}
 
     def _config(self, request: Any) -> Mapping[str, Any]:
-        config = describe_config(self._models, *_named(request))
+        config = describe_config(*self._found(request))
         for tensor in (*config["input"], *config["output"]):
             kind = tensor["data_type"].removeprefix("TYPE_")
             tensor["data_type"] = _TRITON_TYPES.index(kind)
@@ -321,12 +323,7 @@ class GrpcServer:
         return {"config": config}
 
     def _statistics(self, request: Any) -> Mapping[str, Any]:
-        name, number = _named(request)
-        versions = [number] if number else self._models.versions()
-        if name:
-            with self._models.using(name, number):
-                pass
-        stats = self._models.statistics.of_versions(self._models.name, versions)
+        stats = describe_stats(self._models, request.name, request.version or None)
         return {
             "model_stats": [
                 {key: value for key, value in one.items() if key != "batch_stats"}
@@ -335,29 +332,26 @@ class GrpcServer:
         }
 
     def _index(self, request: Any) -> Mapping[str, Any]:
-        name, versions = self._models.name, self._models.versions()
-        return {
-            "models": [{"name": name, "version": v, "state": "READY"} for v in versions]
-        }
+        return {"models": describe_index(self._models, only_ready=request.ready)}
 
     def _load(self, request: Any) -> Mapping[str, Any]:
-        self._models.load(self._changed(request))
+        self._models[request.model_name].load(_changed(request))
         return {}
 
     def _unload(self, request: Any) -> Mapping[str, Any]:
-        self._models.unload(self._changed(request))
+        self._models[request.model_name].unload(_changed(request))
         return {}
 
-    def _changed(self, request: Any) -> str | None:
-        """Return the version that a request to load or unload names."""
-        self._models.require_name(request.model_name)
-        if "version" not in request.parameters:
-            return None
-        return str(request.parameters["version"].string_param)
+    def _found(self, request: Any) -> tuple[ServedModel, str | None]:
+        """Return the model and the version that a request names."""
+        return self._models[request.name], request.version or None
 
 
-def _named(request: Any) -> tuple[str, str | None]:
-    return request.name, request.version or None
+def _changed(request: Any) -> str | None:
+    """Return the version that a request to load or unload names."""
+    if "version" not in request.parameters:
+        return None
+    return str(request.parameters["version"].string_param)
 
 
 def _parameters(parameters: Any) -> dict[str, Any]:

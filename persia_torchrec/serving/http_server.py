@@ -19,7 +19,8 @@ from persia_torchrec import env, timeouts
 from persia_torchrec.env import MAX_PORT
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.rpc.addresses import require_token
-from persia_torchrec.serving.app import Application, Limits
+from persia_torchrec.serving.app import Application
+from persia_torchrec.serving.http_requests import Limits
 from persia_torchrec.serving.models import Models
 
 logger = logging.getLogger(__name__)

@@ -12,18 +12,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    generate_latest,
-)
 
 from persia_torchrec import timeouts
 from persia_torchrec.errors import BatchError, PersiaError, ServerError
@@ -31,158 +23,7 @@ from persia_torchrec.persia.batch import PersiaBatch
 from persia_torchrec.persia.signature import ModelSignature
 from persia_torchrec.serving.batching import Floats, Inputs
 from persia_torchrec.serving.predictor import Predictor, repeating
-
-_BUCKETS_S = (
-    *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05),
-    *(0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0),
-)
-_AGES_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 3600.0)
-_LABELS = ("model", "version")
-
-
-@dataclass
-class Totals:
-    """Of one version of a model: numbers of requests and samples, nanoseconds."""
-
-    num_succeeded: int = 0
-    num_failed: int = 0
-    num_samples: int = 0
-    succeeded_ns: int = 0
-    failed_ns: int = 0
-    last_ms: int = 0  # since 1970
-
-
-@dataclass
-class Statistics:
-    """Counts what was predicted. Any thread may call any method."""
-
-    registry: CollectorRegistry = field(default_factory=CollectorRegistry)
-
-    def __post_init__(self) -> None:
-        self._lock = threading.Lock()
-        self._totals: dict[tuple[str, str], Totals] = {}
-        self._series: dict[tuple[str, str], tuple[Histogram, Counter]] = {}
-        self._statuses: dict[tuple[str, str], Counter] = {}
-        self._requests = Counter(
-            "persia_serving_requests",
-            "Requests by their status",
-            ("protocol", "status"),
-            registry=self.registry,
-        )
-        self._samples = Counter(
-            "persia_serving_samples",
-            "Samples predicted",
-            _LABELS,
-            registry=self.registry,
-        )
-        self._latency = Histogram(
-            "persia_serving_predict_seconds",
-            "Seconds of a prediction, lookup and model",
-            _LABELS,
-            buckets=_BUCKETS_S,
-            registry=self.registry,
-        )
-        self._add_others()
-
-    def _add_others(self) -> None:
-        """Make what has no labels."""
-        self.degraded = Counter(
-            "persia_serving_degraded_samples",
-            "Samples that got the default answer, as embeddings did not answer",
-            registry=self.registry,
-        )
-        self.age = Histogram(
-            "persia_serving_rows_age_seconds",
-            "Age of rows that follow a training, once a second at most",
-            registry=self.registry,
-            buckets=_AGES_S,
-        )
-        self.without_row = Gauge(
-            "persia_serving_ids_without_row",
-            "Ids that had no row, as those never trained, since the servers started",
-            registry=self.registry,
-        )
-        self.in_progress = Gauge(
-            "persia_serving_in_progress",
-            "Requests in progress",
-            registry=self.registry,
-        )
-
-    @contextmanager
-    def timed(self, model: str, version: str, num_samples: int) -> Iterator[None]:
-        """Time a prediction, and count whether it succeeds."""
-        start_ns, has_failed = time.perf_counter_ns(), True
-        try:
-            yield
-            has_failed = False
-        finally:
-            took_ns = time.perf_counter_ns() - start_ns
-            with self._lock:
-                totals = self._totals.setdefault((model, version), Totals())
-                totals.last_ms = time.time_ns() // 10**6
-                if has_failed:
-                    totals.num_failed += 1
-                    totals.failed_ns += took_ns
-                else:
-                    totals.num_succeeded += 1
-                    totals.succeeded_ns += took_ns
-                    totals.num_samples += num_samples
-            if not has_failed:
-                latency, samples = self._of_version(model, version)
-                latency.observe(took_ns / 1e9)
-                samples.inc(num_samples)
-
-    # Each of the labels is looked up once: the client library is slow to find it.
-
-    def _of_version(self, model: str, version: str) -> tuple[Histogram, Counter]:
-        found = self._series.get((model, version))
-        if found is None:
-            labels = model, version
-            found = self._latency.labels(*labels), self._samples.labels(*labels)
-            self._series[labels] = found
-        return found
-
-    def count(self, protocol: str, status: str) -> None:
-        """Count a request by its status."""
-        counter = self._statuses.get((protocol, status))
-        if counter is None:
-            counter = self._requests.labels(protocol, status)
-            self._statuses[protocol, status] = counter
-        counter.inc()
-
-    def exposition(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
-
-    def of_versions(self, model: str, versions: list[str]) -> list[Mapping[str, Any]]:
-        """Return ``model_stats`` of the protocol's extension of statistics."""
-        with self._lock:
-            found = {v: self._totals.get((model, v), Totals()) for v in versions}
-            return [_describe(model, version, t) for version, t in found.items()]
-
-
-def _describe(model: str, version: str, totals: Totals) -> Mapping[str, Any]:
-    none = {"count": 0, "ns": 0}
-    success = {"count": totals.num_succeeded, "ns": totals.succeeded_ns}
-    return {
-        "name": model,
-        "version": version,
-        "last_inference": totals.last_ms,
-        "inference_count": totals.num_samples,
-        "execution_count": totals.num_succeeded,
-        "inference_stats": {
-            "success": success,
-            "fail": {"count": totals.num_failed, "ns": totals.failed_ns},
-            "queue": none,
-            "compute_input": none,
-            "compute_infer": success,
-            "compute_output": none,
-            "cache_hit": none,
-            "cache_miss": none,
-        },
-        "batch_stats": [],
-    }
-
+from persia_torchrec.serving.statistics import Statistics
 
 logger = logging.getLogger(__name__)
 
@@ -222,11 +63,12 @@ Open = Callable[[str | None], Version]
 
 
 @dataclass
-class Models:
-    """One name with its versions. Any thread may call any method.
+class ServedModel:
+    """One model with its versions. Any thread may call any method.
 
     Attributes:
-        name: of the model.
+        name: in the paths of the protocol.
+        open: opens a version; None: requests load none.
         statistics: of all predictions.
         default_answer: what is predicted for each sample while embeddings do not
             answer; None: nothing, the request gets their error.
@@ -284,7 +126,9 @@ class Models:
             self._ready = None
         for version in leaving:
             self._drain(version)
-        logger.info("model %s: version %s is unloaded", self.name, ", ".join(numbers))
+        if numbers:
+            what = self.name, ", ".join(numbers)
+            logger.info("model %s: version %s is unloaded", *what)
 
     def close(self) -> None:
         """Unload all. May be called twice."""
@@ -297,9 +141,8 @@ class Models:
             return sorted(self._versions, key=_order)
 
     @contextlib.contextmanager
-    def using(self, name: str, number: str | None) -> Iterator[Version]:
+    def using(self, number: str | None = None) -> Iterator[Version]:
         """Hold a version, the current one for None, until the end of a block."""
-        self.require_name(name)
         with self._changed:
             version = self._require(number)
             version.num_users += 1
@@ -310,16 +153,9 @@ class Models:
                 version.num_users -= 1
                 self._changed.notify_all()
 
-    def require_name(self, name: str) -> None:
-        """Raise UnknownModelError for another name than the model's."""
-        if name != self.name:
-            raise UnknownModelError(
-                f"The model must be {self.name!r}. Received: {name!r:.100}."
-            )
-
-    def signature(self, name: str, number: str | None = None) -> ModelSignature:
+    def signature(self, number: str | None = None) -> ModelSignature:
         """Return the inputs of a version by name, or raise BatchError if unknown."""
-        with self.using(name, number) as version:
+        with self.using(number) as version:
             return require_signature(version)
 
     def predict(
@@ -349,7 +185,7 @@ class Models:
         """Return the default answer; without one, raise why it would be given."""
         if self.default_answer is None:
             raise exc
-        self.statistics.degraded.inc(size)
+        self.statistics.degraded.labels(self.name).inc(size)
         self._tell_degraded(exc)
         signature = version.predictor.model.signature
         shape = (1,) if signature is None else signature.output or ()
@@ -382,16 +218,16 @@ class Models:
             if self._ready is not None and time.monotonic() < self._ready[0]:
                 return self._ready[1]
         try:
-            with self.using(self.name, None) as version:
+            with self.using() as version:
                 health = version.predictor.health()
                 health["version"] = version.number
         except UnknownModelError as exc:
             health = {"ready": False, "error": str(exc)}
         if isinstance(num := health.get("ids_without_row"), int):
-            self.statistics.without_row.set(num)
+            self.statistics.without_row.labels(self.name).set(num)
         following = health.get("following")
         if isinstance(following, dict):
-            self.statistics.age.observe(following["delay_s"])
+            self.statistics.age.labels(self.name).observe(following["delay_s"])
         with self._changed:
             previous = self._ready
             self._ready = time.monotonic() + timeouts.MODEL_READY_S, health
@@ -426,22 +262,105 @@ class Models:
         version.close()
 
 
+class Models:
+    """The models of a server, by name. Any thread may call any method but ``add``.
+
+    Attributes:
+        statistics: of all models.
+    """
+
+    def __init__(self) -> None:
+        self.statistics = Statistics()
+        self._models: dict[str, ServedModel] = {}
+
+    def add(
+        self,
+        name: str,
+        open_version: Open | None = None,
+        *,
+        default_answer: float | None = None,
+    ) -> ServedModel:
+        """Add a model, which has no version yet; see :class:`ServedModel`."""
+        model = ServedModel(name, open_version, self.statistics, default_answer)
+        self._models[name] = model
+        return model
+
+    def __iter__(self) -> Iterator[ServedModel]:
+        """Iterate over the models, in the order in which they were added."""
+        return iter(self._models.values())
+
+    def __getitem__(self, name: str) -> ServedModel:
+        """Return a model, or raise UnknownModelError."""
+        model = self._models.get(name)
+        if model is None:
+            names = " or ".join(map(repr, self._models))
+            raise UnknownModelError(
+                f"The model must be {names}. Received: {name!r:.100}."
+            )
+        return model
+
+    def only(self) -> ServedModel:
+        """Return the one model, or raise BatchError where there are several."""
+        if len(self._models) != 1:
+            raise BatchError(
+                "A path must name the model, as /predict/MODEL does. Received: none; "
+                f"there are {', '.join(map(repr, self._models))}."
+            )
+        return next(iter(self))
+
+    def health(self) -> dict[str, object]:
+        """Return readiness, models and rows; see :func:`join_health`."""
+        return join_health({model.name: model.health() for model in self})
+
+    def close(self) -> None:
+        """Unload all. May be called twice."""
+        for model in self:
+            model.close()
+
+
+def join_health(healths: Mapping[str, dict[str, object]]) -> dict[str, object]:
+    """Return the health of a server of that of each model by name.
+
+    It is ready while each model is that has a version, and one has. That of the only
+    model is returned as it is.
+    """
+    if len(healths) == 1:
+        return next(iter(healths.values()))
+    loaded = {name: one for name, one in healths.items() if "version" in one}
+    ready = [bool(one["ready"]) for one in loaded.values()]
+    joined: dict[str, object] = {"ready": bool(ready) and all(ready), "models": healths}
+    if not joined["ready"]:
+        errors = [
+            f"model {name}: {one['error']}"
+            for name, one in (loaded or healths).items()
+            if not one["ready"]
+        ]
+        joined["error"] = "; ".join(errors)
+    return joined
+
+
 @contextlib.contextmanager
 def following_checkpoints(
-    models: Models, newest: Callable[[], str | None], poll_s: float = 1.0
+    model: ServedModel, newest: Callable[[], str | None], poll_s: float = 1.0
 ) -> Iterator[None]:
     """Load each later checkpoint, rows and dense model together, during a block.
 
     ``newest`` returns the number of the latest complete one; None if there is none. The
-    previous version is unloaded when the new one is current.
+    previous version is unloaded when the new one is current. A version that a request
+    has loaded stays until a later checkpoint; a model that was unloaded stays so.
     """
+    seen = next(reversed(model.versions()), None)
 
     def load_newest() -> None:
-        number, held = newest(), models.versions()
-        if number is not None and number not in held:
-            models.load(number)
+        nonlocal seen
+        number, held = newest(), model.versions()
+        if number is None or number == seen or not held:
+            return
+        if number not in held:
+            model.load(number)
             for previous in held:
-                models.unload(previous)
+                model.unload(previous)
+        seen = number
 
     with repeating(load_newest, "version", poll_s):
         yield

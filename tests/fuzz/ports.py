@@ -103,8 +103,8 @@ class Zeros(nn.Module):
 
 def serve_http(address: str) -> None:
     reader = SlotsReader(_connect(address), torch.device("cpu"))
-    models = Models("zeros")
-    models.add(Version(Predictor(reader, DenseModel(Zeros(), "zeros"))))
+    models = Models()
+    models.add("zeros").add(Version(Predictor(reader, DenseModel(Zeros(), "zeros"))))
     _tell(PredictionServer(models, HttpConfig(receive_timeout_s=5)).address)
     threading.Event().wait()
 

@@ -140,8 +140,8 @@ def test_the_auc_over_http_is_that_of_the_evaluation(servers, tmp_path, kind):
     loaded = load_model(saved.path, "serving_model.pt")
     with contextlib.ExitStack() as stack:
         reader = stack.enter_context(host_checkpoint(saved.path, loaded.collections))
-        models = Models("model")
-        models.add(Version(Predictor(reader, loaded)))
+        models = Models()
+        models.add("model").add(Version(Predictor(reader, loaded)))
         server = PredictionServer(models, HttpConfig())
         stack.callback(server.close)
         found = [predict(server.address, example.body(data)) for data in tests]

@@ -67,8 +67,8 @@ def serve(servers):
         client = servers.client(running)
         client.add_tables([TableSpec(name="item", dim=2, optimizer=SGD(1.0))])
         reader = SlotsReader(SlotsLookup(client, [FEATURE]), torch.device("cpu"))
-        models = Models("model")
-        models.add(Version(Predictor(reader, DenseModel(model, "model"))))
+        models = Models()
+        models.add("model").add(Version(Predictor(reader, DenseModel(model, "model"))))
         started.append((PredictionServer(models, HttpConfig(**settings)), running))
         return started[-1]
 
@@ -95,7 +95,7 @@ def whole(body, version="1.0"):
 
 def use(server, model):
     """Have a server predict with another model."""
-    with server.models.using("model", None) as version:
+    with server.models["model"].using() as version:
         version.predictor.use(DenseModel(model, "other"))
 
 

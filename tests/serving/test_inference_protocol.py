@@ -5,8 +5,6 @@ import json
 import re
 import struct
 import subprocess
-import urllib.error
-import urllib.request
 
 import grpc
 import numpy as np
@@ -23,11 +21,12 @@ from persia_torchrec.persia.batch import (
 from persia_torchrec.persia.signature import DenseInput, ModelSignature
 from persia_torchrec.persia.slots import SlotsLookup
 from persia_torchrec.serving.embeddings import SlotsReader
-from persia_torchrec.serving.grpc_server import MESSAGES, GrpcServer
+from persia_torchrec.serving.grpc_server import GrpcServer
 from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
 from persia_torchrec.serving.models import Models, Version
 from persia_torchrec.serving.predictor import DenseModel, Predictor
 from persia_torchrec.table import TableSpec
+from tests.support.inference_client import ask, call
 from tests.support.one_feature import FEATURE
 from tests.support.repository import ROOT
 from tests.support.servers import DEADLINE_S, Servers
@@ -58,10 +57,10 @@ def serving(name, model, signature):
         client.add_tables([TableSpec(name="item", dim=2, optimizer=SGD(1.0))])
         rows = np.float32([[1, 2], [10, 20], [100, 200]])
         client.write("item", np.array(IDS, dtype=np.uint64), rows)
-        models = Models(name)
+        models = Models()
         reader = SlotsReader(SlotsLookup(client, [FEATURE]), torch.device("cpu"))
         dense = DenseModel(model, "/runs/checkpoint-00000003/m.pt", signature)
-        models.add(Version(Predictor(reader, dense)))
+        models.add(name).add(Version(Predictor(reader, dense)))
         config = HttpConfig(grpc_port=0, max_samples=5)
         http, rpc = PredictionServer(models, config), GrpcServer(models, config)
         yield http, rpc, models
@@ -97,34 +96,9 @@ def request_of(*changed, **more):
     return {"inputs": list(by_name.values()), **more}
 
 
-def ask(server, path, value=None, **headers):
-    """Return status, headers and body of an answer."""
-    body = value if isinstance(value, bytes | None) else json.dumps(value).encode()
-    request = urllib.request.Request(server[0].address + path, body, headers)
-    try:
-        with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
-            return answer.status, answer.headers, answer.read()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.headers, error.read()
-
-
 def infer(server, value, **headers):
     status, _, body = ask(server, "/v2/models/adult/infer", value, **headers)
     return status, json.loads(body)
-
-
-def call(server, method, *, metadata=(), **fields):
-    """Return the answer of gRPC."""
-    address = f"127.0.0.1:{server[1].port}"
-    with grpc.insecure_channel(address) as channel:
-        ask_for = channel.unary_unary(
-            f"/inference.GRPCInferenceService/{method}",
-            MESSAGES[f"{method}Request"].SerializeToString,
-            MESSAGES[f"{method}Response"].FromString,
-        )
-        request = MESSAGES[f"{method}Request"](**fields)
-        return ask_for(request, timeout=DEADLINE_S, metadata=metadata)
 
 
 @pytest.mark.parametrize("version", ["", "/versions/3"])

@@ -18,7 +18,7 @@ from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import CheckpointError, ServerError
 from persia_torchrec.persia.slots import SlotsLookup
 from persia_torchrec.serving.embeddings import SlotsReader
-from persia_torchrec.serving.models import Models, Version, following_checkpoints
+from persia_torchrec.serving.models import ServedModel, Version, following_checkpoints
 from persia_torchrec.serving.predictor import DenseModel, Predictor
 from persia_torchrec.table import TableSpec
 from tests.support.faults import kill
@@ -45,10 +45,12 @@ def run(trained, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def serving(run, trained, tmp_path_factory):
-    arguments = "--checkpoint", str(run), "--model-name", "adult"
+    """Return a server of two models, the second from the checkpoint of the training."""
+    shutil.copy(trained.embedding_config, run / "embedding_config.yml")
+    models = "--models", f"adult={run}", f"other={trained.checkpoint}"
     config = "--embedding-config", str(trained.embedding_config)
     with Processes(tmp_path_factory.mktemp("serving")) as processes:
-        serving = Serving(processes, *arguments, *config)
+        serving = Serving(processes, *models, *config)
         yield serving
         serving.process.send(signal.SIGTERM)
         assert serving.process.status() == 0
@@ -57,7 +59,8 @@ def serving(run, trained, tmp_path_factory):
 class Load:
     """Requests at a rate, whether or not they are answered, until a block ends."""
 
-    def __init__(self, address, expected, rate=50, num_threads=10):
+    def __init__(self, address, expected, rate=50, num_threads=10, model="adult"):
+        self._path = f"/predict/{model}"
         self.statuses, self.wrong, self.sent = Counter(), 0, 0
         self._address, self._expected = address, expected
         self._interval_s = num_threads / rate
@@ -80,7 +83,7 @@ class Load:
             due_s += self._interval_s
             with self._lock:
                 self.sent += 1
-            status, answer = ask(self._address, "/predict", BODY)
+            status, answer = ask(self._address, self._path, BODY)
             is_wrong = status == 200 and not np.allclose(
                 answer["predictions"], self._expected, atol=1e-6
             )
@@ -89,12 +92,16 @@ class Load:
                 self.wrong += is_wrong
 
 
-def servers_of(pid):
-    """Return the embedding servers of a process, which any of its threads started."""
+def servers_of(pid, checkpoint=""):
+    """Return the embedding servers of a process, which any of its threads started.
+
+    With ``checkpoint`` those alone that serve one below it.
+    """
     files = Path(f"/proc/{pid}/task").glob("*/children")
     pids = [int(child) for file in files for child in file.read_text().split()]
     commands = {p: Path(f"/proc/{p}/cmdline").read_bytes() for p in pids}
-    return [p for p in pids if b"persia_torchrec.server" in commands[p]]
+    words = b"persia_torchrec.server", str(checkpoint).encode()
+    return [p for p in pids if all(word in commands[p] for word in words)]
 
 
 def ask_status(serving, path):
@@ -140,9 +147,13 @@ def test_a_version_is_loaded_and_unloaded_without_a_failed_request(
 
 
 @pytest.mark.multiprocess
-def test_a_server_that_is_killed_under_load_is_started_again(serving, trained):
-    (server,) = servers_of(serving.process.pid)
-    with Load(serving.address, trained.expected[0], rate=300, num_threads=30) as load:
+def test_a_server_that_is_killed_under_load_is_started_again(serving, run, trained):
+    (server,) = servers_of(serving.process.pid, run)
+    asked = serving.address, trained.expected[0]
+    with (
+        Load(*asked, rate=300, num_threads=30) as load,
+        Load(*asked, model="other") as others,
+    ):
         wait_until(lambda: load.statuses[200] > 0, "it predicts")
         kill(server)
         wait_until(lambda: load.statuses[503] > 0, "a 503")
@@ -151,7 +162,8 @@ def test_a_server_that_is_killed_under_load_is_started_again(serving, trained):
         assert ask_status(serving, "/healthz") == 200
     assert load.statuses.total() == load.sent  # each request has an answer
     assert set(load.statuses) == {200, 503}
-    assert load.wrong == 0
+    assert load.wrong == others.wrong == 0
+    assert others.statuses == {200: others.sent}  # its rows are on another server
     wait_until(lambda: ask_status(serving, "/readyz") == 200, "it is ready")
     assert serving.process.output().count("starting it again") == 1
 
@@ -183,11 +195,11 @@ def test_a_later_checkpoint_is_loaded_with_its_rows_and_the_previous_one_leaves(
         model = DenseModel(Bias(10 * int(number)), f"run/checkpoint-{number}/m.pt")
         return Version(Predictor(reader, model), lambda: closed.append(number))
 
-    models = Models("adult", open_version)
+    models = ServedModel("adult", open_version)
     models.load()
 
     def predicted():
-        with models.using("adult", None) as version:
+        with models.using() as version:
             batch = batch_of([7], requires_grad=False)
             return models.predict(version, batch).output.item()
 
@@ -207,6 +219,40 @@ def test_a_later_checkpoint_is_loaded_with_its_rows_and_the_previous_one_leaves(
     assert not models.health()["ready"]
 
 
+def test_what_a_request_has_loaded_stays_until_a_later_checkpoint():
+    asked, newest = [0], ["2"]
+
+    def open_version(number):
+        return Version(
+            Predictor(SlotsReader(None), DenseModel(Bias(1), path_of(number)))
+        )
+
+    def path_of(number):
+        return f"run/checkpoint-{number or newest[-1]}/m.pt"
+
+    def ask_newest():
+        asked.append(asked[-1] + 1)
+        return newest[-1]
+
+    def have_asked_twice():
+        num = asked[-1]
+        wait_until(lambda: asked[-1] > num + 1, "it looks for later checkpoints")
+
+    model = ServedModel("adult", open_version)
+    model.load()
+    with following_checkpoints(model, ask_newest, poll_s=0.01):
+        model.load("1")
+        model.unload("2")
+        have_asked_twice()
+        assert model.versions() == ["1"]
+        newest.append("3")
+        wait_until(lambda: model.versions() == ["3"], "the later one is loaded")
+        model.unload()
+        newest.append("4")
+        have_asked_twice()
+        assert model.versions() == []
+
+
 @pytest.mark.slow
 def test_while_embeddings_are_away_each_sample_gets_the_default_answer(servers, caplog):
     running = servers.start(1)
@@ -214,25 +260,28 @@ def test_while_embeddings_are_away_each_sample_gets_the_default_answer(servers, 
     client.add_tables([TableSpec(name="item", dim=2, optimizer=SGD(1.0))])
     reader = SlotsReader(SlotsLookup(client, [FEATURE]))
     reader.set_lookup_timeout(0.2)
-    models = Models("adult", default_answer=0.25)
+    models = ServedModel("adult", default_answer=0.25)
     models.add(Version(Predictor(reader, DenseModel(Bias(1), "m.pt"))))
 
     def predicted():
-        with models.using("adult", None) as version:
+        with models.using() as version:
             return models.predict(version, batch_of([7], [], requires_grad=False))
 
     answer = predicted()
     assert (answer.output.tolist(), answer.is_degraded) == ([[1.0], [1.0]], False)
     models.health()
     metrics = models.statistics.exposition()
-    assert b"persia_serving_ids_without_row 1.0" in metrics  # 7 was never trained
+    assert (
+        b'persia_serving_ids_without_row{model="adult"} 1.0' in metrics
+    )  # 7 was never trained
     running[0].stop()
     for _ in range(2):
         answer = predicted()
         assert (answer.output.tolist(), answer.is_degraded) == ([[0.25]] * 2, True)
     assert caplog.text.count("model adult answers 0.25") == 1
     assert (
-        b"persia_serving_degraded_samples_total 4.0" in models.statistics.exposition()
+        b'persia_serving_degraded_samples_total{model="adult"} 4.0'
+        in models.statistics.exposition()
     )
     wait_until(lambda: not models.health()["ready"], "it is not ready")
     models.default_answer = None

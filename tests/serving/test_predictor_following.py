@@ -116,8 +116,9 @@ def test_predictions_follow_a_training(tmp_path, monkeypatch):
         with hosting as reader, contextlib.ExitStack() as stack:
             predictor = Predictor(reader, load_model(run, "jit_dense.pt"))
             stack.enter_context(following_model(predictor, run, "jit_dense.pt", 0.1))
-            models = Models("model")
-            models.add(Version(predictor))
+            models = Models()
+            served = models.add("model")
+            served.add(Version(predictor))
             server = PredictionServer(models, HttpConfig())
             stack.callback(server.close)
             assert are_close(predict_all(server.address, EVALUATION), first)
@@ -140,15 +141,17 @@ def test_predictions_follow_a_training(tmp_path, monkeypatch):
             def delay_s():
                 return ask(server.address, "/health")[1]["following"]["delay_s"]
 
-            with models.using("model", None) as version:
-                said = describe_answer(models, version, Answer(np.zeros(1, np.float32)))
+            with served.using() as version:
+                said = describe_answer(served, version, Answer(np.zeros(1, np.float32)))
             assert 0 <= said["rows_age_s"] < DEADLINE_S
 
             later_s = delay_s() + 0.2
             wait_until(lambda: delay_s() > later_s, "the rows become older")
             with urllib.request.urlopen(f"{server.address}/metrics") as answer:
                 metrics = answer.read().decode()
-            (num,) = re.findall(r"rows_age_seconds_count (\S+)", metrics)
+            (num,) = re.findall(
+                r"rows_age_seconds_count{model=\"model\"} (\S+)", metrics
+            )
             assert float(num) >= 1
 
             train(ctx, range(10, 15))

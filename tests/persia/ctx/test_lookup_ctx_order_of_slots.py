@@ -308,8 +308,8 @@ def served(request, job):
     local = SlotsLookup(job.client, build_features(job.schema))
     reader = SlotsReader(local if request.param == "local" else workers, CPU)
     model = torch.jit.script(InARow())
-    models = Models("model")
-    models.add(Version(Predictor(reader, DenseModel(model, "model"))))
+    models = Models()
+    models.add("model").add(Version(Predictor(reader, DenseModel(model, "model"))))
     server = PredictionServer(models, HttpConfig())
     yield server
     server.close()

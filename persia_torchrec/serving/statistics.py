@@ -1,0 +1,173 @@
+"""What an inference server counts: requests, predictions, and the age of its rows.
+
+Each metric of a model has the labels ``model`` and, where versions differ, ``version``.
+"""
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
+
+_BUCKETS_S = (
+    *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05),
+    *(0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0),
+)
+_AGES_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 3600.0)
+_LABELS = ("model", "version")
+
+
+@dataclass
+class Totals:
+    """Of one version of a model: numbers of requests and samples, nanoseconds."""
+
+    num_succeeded: int = 0
+    num_failed: int = 0
+    num_samples: int = 0
+    succeeded_ns: int = 0
+    failed_ns: int = 0
+    last_ms: int = 0  # since 1970
+
+
+@dataclass
+class Statistics:
+    """Counts what was predicted. Any thread may call any method."""
+
+    registry: CollectorRegistry = field(default_factory=CollectorRegistry)
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+        self._totals: dict[tuple[str, str], Totals] = {}
+        self._series: dict[tuple[str, str], tuple[Histogram, Counter]] = {}
+        self._statuses: dict[tuple[str, str], Counter] = {}
+        self._requests = Counter(
+            "persia_serving_requests",
+            "Requests by their status",
+            ("protocol", "status"),
+            registry=self.registry,
+        )
+        self._samples = Counter(
+            "persia_serving_samples",
+            "Samples predicted",
+            _LABELS,
+            registry=self.registry,
+        )
+        self._latency = Histogram(
+            "persia_serving_predict_seconds",
+            "Seconds of a prediction, lookup and model",
+            _LABELS,
+            buckets=_BUCKETS_S,
+            registry=self.registry,
+        )
+        self._add_others()
+
+    def _add_others(self) -> None:
+        """Make what does not depend on the version."""
+        self.degraded = Counter(
+            "persia_serving_degraded_samples",
+            "Samples that got the default answer, as embeddings did not answer",
+            ("model",),
+            registry=self.registry,
+        )
+        self.age = Histogram(
+            "persia_serving_rows_age_seconds",
+            "Age of rows that follow a training, once a second at most",
+            ("model",),
+            registry=self.registry,
+            buckets=_AGES_S,
+        )
+        self.without_row = Gauge(
+            "persia_serving_ids_without_row",
+            "Ids that had no row, as those never trained, since the servers started",
+            ("model",),
+            registry=self.registry,
+        )
+        self.in_progress = Gauge(
+            "persia_serving_in_progress",
+            "Requests in progress",
+            registry=self.registry,
+        )
+
+    @contextmanager
+    def timed(self, model: str, version: str, num_samples: int) -> Iterator[None]:
+        """Time a prediction, and count whether it succeeds."""
+        start_ns, has_failed = time.perf_counter_ns(), True
+        try:
+            yield
+            has_failed = False
+        finally:
+            took_ns = time.perf_counter_ns() - start_ns
+            with self._lock:
+                totals = self._totals.setdefault((model, version), Totals())
+                totals.last_ms = time.time_ns() // 10**6
+                if has_failed:
+                    totals.num_failed += 1
+                    totals.failed_ns += took_ns
+                else:
+                    totals.num_succeeded += 1
+                    totals.succeeded_ns += took_ns
+                    totals.num_samples += num_samples
+            if not has_failed:
+                latency, samples = self._of_version(model, version)
+                latency.observe(took_ns / 1e9)
+                samples.inc(num_samples)
+
+    # Each of the labels is looked up once: the client library is slow to find it.
+
+    def _of_version(self, model: str, version: str) -> tuple[Histogram, Counter]:
+        found = self._series.get((model, version))
+        if found is None:
+            labels = model, version
+            found = self._latency.labels(*labels), self._samples.labels(*labels)
+            self._series[labels] = found
+        return found
+
+    def count(self, protocol: str, status: str) -> None:
+        """Count a request by its status."""
+        counter = self._statuses.get((protocol, status))
+        if counter is None:
+            counter = self._requests.labels(protocol, status)
+            self._statuses[protocol, status] = counter
+        counter.inc()
+
+    def exposition(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def of_versions(self, model: str, versions: list[str]) -> list[Mapping[str, Any]]:
+        """Return ``model_stats`` of the protocol's extension of statistics."""
+        with self._lock:
+            found = {v: self._totals.get((model, v), Totals()) for v in versions}
+            return [_describe(model, version, t) for version, t in found.items()]
+
+
+def _describe(model: str, version: str, totals: Totals) -> Mapping[str, Any]:
+    none = {"count": 0, "ns": 0}
+    success = {"count": totals.num_succeeded, "ns": totals.succeeded_ns}
+    return {
+        "name": model,
+        "version": version,
+        "last_inference": totals.last_ms,
+        "inference_count": totals.num_samples,
+        "execution_count": totals.num_succeeded,
+        "inference_stats": {
+            "success": success,
+            "fail": {"count": totals.num_failed, "ns": totals.failed_ns},
+            "queue": none,
+            "compute_input": none,
+            "compute_infer": success,
+            "compute_output": none,
+            "cache_hit": none,
+            "cache_miss": none,
+        },
+        "batch_stats": [],
+    }
