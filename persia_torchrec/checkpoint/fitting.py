@@ -10,12 +10,14 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from persia_torchrec.checkpoint.catalog import LoadRules, SavedTable
 from persia_torchrec.checkpoint.row_file import IncrementHead
 from persia_torchrec.embedding.admission import AdmitAll
+from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.embedding.usage import DynamicDim
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.jit.compiled import read_only
@@ -35,6 +37,21 @@ _WHERE = (
 
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float32]
+
+
+def tables_without_state(tables: Iterable[SavedTable]) -> tuple[SavedTable, ...]:
+    """Return tables as a server of inference has them: without optimizer state."""
+    specs = [replace(table.spec, optimizer=SGD(0.0)).to_json() for table in tables]
+    return tuple(
+        msgspec.structs.replace(table, description=spec)
+        for table, spec in zip(tables, specs, strict=True)
+    )
+
+
+def rows_without_state(rows: RowColumns, saved: SavedTable) -> RowColumns:
+    """Return rows of a table of a file without what its optimizer keeps of them."""
+    num = len(saved.spec.optimizer.initial_state(saved.spec.row_dim))
+    return replace(rows, state=np.ascontiguousarray(rows.state[:, num:]))
 
 
 class TablePlan(NamedTuple):

@@ -48,7 +48,9 @@ from persia_torchrec.checkpoint.fitting import (
     left_out,
     plan_tables,
     require_same_rows,
+    rows_without_state,
     set_thresholds,
+    tables_without_state,
     written_s,
 )
 from persia_torchrec.checkpoint.folder import Folder, named_errors
@@ -83,12 +85,14 @@ _NO_ROWS = np.empty(0, np.uint64), np.empty(0, np.uint16), np.empty(0, np.uint32
 
 
 class Target(NamedTuple):
-    """The server that rows are read for, and what its store evicts."""
+    """The server that rows are read for, and what its store evicts and keeps."""
 
     shard: int
     num_shards: int
     capacity_rows: int
     is_lfu: bool
+    has_state: bool = True
+    """Whether it keeps optimizer state: not where it serves inference."""
 
     def select(self, of_servers: Sequence[T]) -> list[T]:
         """Return the items of those writing servers that may hold rows of this one."""
@@ -125,7 +129,10 @@ class Increment:
     def select(self, target: Target) -> "Increment":
         """Return a server's part: its rows in slices, in the order of eviction."""
         blocks: dict[int, list[list[npt.NDArray[Any]]]] = {}
+        head = self.head
         for table, rows in self.rows:
+            if not target.has_state:
+                rows = rows_without_state(rows, head.tables[table])
             shared_rows = self.head.tables[table].spec.shared_rows
             is_own_N = is_of_shard(rows.ids, *target[:2], shared_rows)
             columns = [column[is_own_N] for column in rows.columns()]
@@ -141,7 +148,10 @@ class Increment:
         beyond = slices(tables, order_R[:num_left_out])
         gone = [*self.gone, *((table, rows.ids) for table, rows in beyond)]
         kept = list(slices(tables, order_R[num_left_out:]))
-        return Increment(self.head, kept, gone, self.seen)
+        if not target.has_state:
+            tables_of = tables_without_state(head.tables)
+            head = msgspec.structs.replace(head, tables=tables_of)
+        return Increment(head, kept, gone, self.seen)
 
     def without(self, plans: Mapping[str, TablePlan]) -> "Increment":
         """Return what is loaded of it: nothing of tables that are left out."""
@@ -367,7 +377,7 @@ class ShardLoad(BackgroundTask):
 
     def _check(self) -> None:
         manifest = self.manifest = self._read_manifest()
-        self._tables = renamed(manifest.tables, self.rules.rename)
+        self._tables = self._as_kept(manifest.tables)
         saved_specs = [table.spec for table in self._tables]
         known = {spec.name: spec for spec in self._store.tables}
         self._routed = [known.get(spec.name, spec).shared_rows for spec in saved_specs]
@@ -543,8 +553,13 @@ class ShardLoad(BackgroundTask):
         """Return the head of an increment with the names of the store's tables."""
         rename = self.rules.rename
         dropped = tuple(catalog.name_of(name, rename) for name in head.dropped)
-        tables = renamed(head.tables, rename)
+        tables = self._as_kept(head.tables)
         return msgspec.structs.replace(head, tables=tables, dropped=dropped)
+
+    def _as_kept(self, tables: Sequence[SavedTable]) -> tuple[SavedTable, ...]:
+        """Return tables of a file as the store has them."""
+        of_store = renamed(tables, self.rules.rename)
+        return of_store if self._target.has_state else tables_without_state(of_store)
 
     def _read_rows(self) -> Iterator[tuple[int, RowColumns, Bools]]:
         """Yield of all blocks the table's index, rows, and which are this server's."""
@@ -556,7 +571,7 @@ class ShardLoad(BackgroundTask):
             with named_errors("read", path):
                 file.seek(0)
                 reader = RowFileReader(file, path, ShardHead)
-                tables = renamed(reader.head.tables, self.rules.rename)
+                tables = self._as_kept(reader.head.tables)
                 require_same_rows(path, tables, specs, all_known=True)
                 for table in tables:
                     self._ranked.setdefault(table.name, table)
@@ -569,6 +584,9 @@ class ShardLoad(BackgroundTask):
                         continue
                     index = index_of[name]
                     if isinstance(block, RowColumns):
+                        if not self._target.has_state:
+                            saved_as = reader.head.tables[number]
+                            block = rows_without_state(block, saved_as)
                         of_shard = *self._target[:2], self._routed[index]
                         yield index, block, is_of_shard(block.ids, *of_shard)
                     elif isinstance(block, Sightings):

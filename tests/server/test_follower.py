@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from persia_torchrec import Expiry
+from persia_torchrec import Adam, AdmitFrequency, DynamicDim, Expiry
 from persia_torchrec.checkpoint.background import Activity
 from persia_torchrec.checkpoint.load import ShardLoad
 from persia_torchrec.client.client import BatchNumber
-from persia_torchrec.embedding.optim import Adagrad
+from persia_torchrec.embedding.optim import SGD, Adagrad
 from persia_torchrec.errors import (
     CheckpointError,
     PersiaError,
@@ -98,6 +98,51 @@ def test_any_number_of_servers_serves_what_was_trained(servers, trained, num_ser
     assert sum(client.num_rows()) == len(IDS)
     assert not weights_of(client, ids_of(1000)).any()
     assert sum(client.num_rows()) == len(IDS)
+
+
+MANY = np.arange(5000, dtype=np.uint64)
+ROOM = 3 * len(MANY)
+COUNTED = AdmitFrequency(1)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"weight_dtype": "bf16"},
+        {"optimizer": Adam(0.1)},
+        {"optimizer": Adagrad(0.1, vectorwise_shared=True), "keeps_metadata": True},
+        {"admission": COUNTED, "shared_rows": 3},
+        {"dynamic": DynamicDim(2, period=1)},
+    ],
+)
+def test_rows_take_no_optimizer_state(servers, tmp_path, settings):
+    spec = replace(ITEM, dim=16, **settings)
+    client = servers.client(servers.start(capacity_rows=ROOM))
+    client.add_tables([spec])
+    for step in range(3):
+        number = BatchNumber(1, step)
+        split = client.split(MANY[step * 500 :])
+        [rows] = client.pull([("item", split)], batch=number)
+        client.outcome(client.push([("item", split)], [rows], number))
+    client.checkpoints.dump(tmp_path / "run")
+    served, store = serve(str(tmp_path / "run"), capacity_rows=ROOM)
+    finish(served)
+    served.close()
+    found = np.empty((len(MANY), 16), np.float32)
+    store.lookup(0, MANY, found, training=False)
+    assert found.tobytes() == weights_of(client, MANY).tobytes()
+    assert found.any(axis=1).all()
+    assert all(state.spec.optimizer.kind == "sgd" for state in store.states)
+    alone = ServerConfig(capacity_rows=ROOM).make_store()
+    alone.add_table(replace(spec, optimizer=SGD(0.1)))
+    for _ in range(3):
+        out = np.empty((len(MANY), 16), np.float32)
+        alone.lookup(0, MANY, out, training=True)
+    assert store.counters()["bytes"] <= alone.counters()["bytes"]
+    least = 4 * (1 if "dynamic" in settings else spec.num_state_floats) * len(MANY)
+    of_training = client.counters()[0]["bytes"]
+    assert of_training - store.counters()["bytes"] >= least
 
 
 def test_a_checkpoint_without_tables_is_served(servers, tmp_path):
