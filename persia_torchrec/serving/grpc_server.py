@@ -174,6 +174,7 @@ class GrpcServer:
     """
 
     def __init__(self, models: Models, config: HttpConfig) -> None:
+        config.require_tls()
         self._models, self._limits = models, config.limits
         self._token = config.token()
         limit = config.max_body_bytes

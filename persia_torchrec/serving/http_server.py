@@ -8,6 +8,7 @@ limit is closed, so that half-sent requests cost the other clients nothing. With
 import asyncio
 import logging
 import socket
+import ssl
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,6 +70,19 @@ class HttpConfig:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("tls_cert and tls_key must be given together.")
 
+    def require_tls(self) -> None:
+        """Raise ConfigError unless the files of TLS, if any, are a pair."""
+        if self.tls_cert is None:
+            return
+        try:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(self.tls_cert, self.tls_key)
+        except OSError as exc:
+            raise ConfigError(
+                "tls_cert and tls_key must be PEM files of a certificate and its key. "
+                f"Received: {self.tls_cert}, {self.tls_key} ({exc})."
+            ) from exc
+
     @property
     def address(self) -> str:
         """The address to listen on."""
@@ -105,6 +119,7 @@ class PredictionServer:
     """
 
     def __init__(self, models: Models, config: HttpConfig) -> None:
+        config.require_tls()
         self.models = models
         self._application = Application(models, config.limits, config.token())
         logging.getLogger(
@@ -126,13 +141,6 @@ class PredictionServer:
             ssl_certfile=config.tls_cert,
             ssl_keyfile=config.tls_key,
         )
-        try:
-            settings.load()
-        except OSError as exc:
-            listening.close()
-            raise ConfigError(
-                f"tls_cert and tls_key must be files of PEM. Received: {exc}."
-            ) from exc
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
         self._server = uvicorn.Server(settings)
         self._thread = threading.Thread(

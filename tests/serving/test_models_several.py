@@ -4,36 +4,21 @@ import json
 
 import numpy as np
 import pytest
-from torch import nn
 
-from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.parsing.command_line import parse_flags
-from persia_torchrec.persia.signature import ModelSignature
-from persia_torchrec.persia.slots import SlotsLookup
 from persia_torchrec.serving.__main__ import ServingFlags
-from persia_torchrec.serving.embeddings import SlotsReader
 from persia_torchrec.serving.grpc_server import GrpcServer
 from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
-from persia_torchrec.serving.models import Models, Version
-from persia_torchrec.serving.predictor import DenseModel, Predictor
-from persia_torchrec.table import TableSpec
+from persia_torchrec.serving.models import Models
 from tests.support.inference_client import ask, call
+from tests.support.item_model import INPUTS, version_of
 from tests.support.local_job import batch_of
-from tests.support.one_feature import FEATURE
 from tests.support.processes import wait_until
-from tests.support.servers import Servers, ids_of
+from tests.support.servers import Servers
 
 BYTES = {"Content-Type": "application/octet-stream"}
 BODY = batch_of([7], requires_grad=False).to_bytes()
-INPUTS = [{"name": "item", "datatype": "INT64", "shape": [1], "data": [7]}]
-
-
-class Sum(nn.Module):
-    """Adds up the embedding of an item."""
-
-    def forward(self, non_id_tensors, embeddings):
-        return embeddings[0].sum(1, keepdim=True)
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +32,8 @@ def served():
                 server = servers.start(1)
                 running[name] = server[0]
                 client = servers.client(server)
-                client.add_tables([TableSpec(name="item", dim=2, optimizer=SGD(1.0))])
-                row = np.full((1, 2), value * int(number or 1), np.float32)
-                client.write("item", ids_of(7), row)
-                reader = SlotsReader(SlotsLookup(client, [FEATURE]))
                 path = f"/runs/{name}/checkpoint-{number or 1}/m.pt"
-                model = DenseModel(Sum(), path, ModelSignature(("item",), (), (1,)))
-                return Version(Predictor(reader, model))
+                return version_of(client, value * int(number or 1), path)
 
             return open_version
 
