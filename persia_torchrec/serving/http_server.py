@@ -9,6 +9,7 @@ import asyncio
 import logging
 import socket
 import ssl
+import struct
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -188,37 +189,50 @@ def _listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def _protocol(timeout_s: float) -> type[HttpToolsProtocol]:
-    """Return a protocol that closes a connection whose head does not come in time."""
+class _Protocol(HttpToolsProtocol):
+    """Closes a connection whose request does not come, or whose answer is not read.
 
-    class Protocol(HttpToolsProtocol):
-        head: asyncio.TimerHandle | None = None
+    A request's head must come within ``receive_timeout_s``. An answer must be read in
+    the time that an idle connection stays open, so that no other is kept in memory.
+    """
 
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
+    receive_timeout_s = timeouts.HTTP_RECEIVE_S
+    head: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._expect_head()
+
+    def data_received(self, data: bytes) -> None:
+        if self.head is None and (self.cycle is None or self.cycle.response_complete):
             self._expect_head()
+        super().data_received(data)
 
-        def data_received(self, data: bytes) -> None:
-            if self.head is None and (
-                self.cycle is None or self.cycle.response_complete
-            ):
-                self._expect_head()
-            super().data_received(data)
+    def on_headers_complete(self) -> None:
+        self._drop_timer()
+        super().on_headers_complete()
 
-        def on_headers_complete(self) -> None:
-            self._drop_timer()
-            super().on_headers_complete()
+    def timeout_keep_alive_handler(self) -> None:
+        if self.transport.get_write_buffer_size():
+            at_once = struct.pack("ii", 1, 0)  # not when the other side has read it
+            opened = self.transport.get_extra_info("socket")
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
+            self.transport.abort()
+        super().timeout_keep_alive_handler()
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._drop_timer()
-            super().connection_lost(exc)
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._drop_timer()
+        super().connection_lost(exc)
 
-        def _expect_head(self) -> None:
-            self.head = self.loop.call_later(timeout_s, self.transport.close)
+    def _expect_head(self) -> None:
+        self.head = self.loop.call_later(self.receive_timeout_s, self.transport.close)
 
-        def _drop_timer(self) -> None:
-            if self.head is not None:
-                self.head.cancel()
-                self.head = None
+    def _drop_timer(self) -> None:
+        if self.head is not None:
+            self.head.cancel()
+            self.head = None
 
-    return Protocol
+
+def _protocol(timeout_s: float) -> type[HttpToolsProtocol]:
+    """Return the protocol with a time limit of a request's head."""
+    return type("Protocol", (_Protocol,), {"receive_timeout_s": timeout_s})

@@ -18,6 +18,7 @@ from tests.support.inference_job import (
     comes_back,
     kill_below,
 )
+from tests.support.load import Load
 from tests.support.repository import ROOT
 from tests.support.served_model import EVALUATION, are_close
 from tests.support.servers import DEADLINE_S
@@ -204,10 +205,14 @@ def test_the_others_answer_while_a_role_is_killed_and_started_again(processes, t
     def answers():
         return are_close(predict_all(serving.address, EVALUATION), trained.expected)
 
-    for killed in (*workers, server):  # each worker alone, when the other is back
+    load = Load(serving.address, EVALUATION[0].to_bytes(), trained.expected[0])
+    with load:
+        for killed in (*workers, server):  # each worker alone, when the other is back
+            assert answers()
+            kill_below(killed)
+            assert answers()
+            assert ask(serving.address, "/health")[1]["ready"]
+            comes_back(killed)
         assert answers()
-        kill_below(killed)
-        assert answers()
-        assert ask(serving.address, "/health")[1]["ready"]
-        comes_back(killed)
-    assert answers()
+    assert load.statuses == {200: load.sent}
+    assert load.wrong == 0

@@ -3,11 +3,8 @@
 import json
 import shutil
 import signal
-import threading
-import time
 import urllib.error
 import urllib.request
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +19,7 @@ from persia_torchrec.serving.models import ServedModel, Version, following_check
 from persia_torchrec.serving.predictor import DenseModel, Predictor
 from persia_torchrec.table import TableSpec
 from tests.support.faults import kill
+from tests.support.load import Load
 from tests.support.local_job import batch_of
 from tests.support.one_feature import FEATURE
 from tests.support.processes import DEADLINE_S, Processes, wait_until
@@ -56,40 +54,10 @@ def serving(run, trained, tmp_path_factory):
         assert serving.process.status() == 0
 
 
-class Load:
-    """Requests at a rate, whether or not they are answered, until a block ends."""
-
-    def __init__(self, address, expected, rate=50, num_threads=10, model="adult"):
-        self._path = f"/predict/{model}"
-        self.statuses, self.wrong, self.sent = Counter(), 0, 0
-        self._address, self._expected = address, expected
-        self._interval_s = num_threads / rate
-        self._ending, self._lock = threading.Event(), threading.Lock()
-        self._threads = [threading.Thread(target=self._ask) for _ in range(num_threads)]
-
-    def __enter__(self):
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self._ending.set()
-        for thread in self._threads:
-            thread.join()
-
-    def _ask(self):
-        due_s = time.monotonic()
-        while not self._ending.wait(max(due_s - time.monotonic(), 0)):
-            due_s += self._interval_s
-            with self._lock:
-                self.sent += 1
-            status, answer = ask(self._address, self._path, BODY)
-            is_wrong = status == 200 and not np.allclose(
-                answer["predictions"], self._expected, atol=1e-6
-            )
-            with self._lock:
-                self.statuses[status] += 1
-                self.wrong += is_wrong
+def load(serving, trained, model="adult", **how):
+    """Return requests to a model of the server."""
+    path = f"/predict/{model}"
+    return Load(serving.address, BODY, trained.expected[0], path=path, **how)
 
 
 def servers_of(pid, checkpoint=""):
@@ -130,15 +98,15 @@ def test_a_version_is_loaded_and_unloaded_without_a_failed_request(
 ):
     assert versions(serving) == ["1"]
     shutil.copytree(run / "checkpoint-00000001", run / "checkpoint-00000002")
-    with Load(serving.address, trained.expected[0]) as load:
+    with load(serving, trained) as sent:
         assert change(serving, "load") == (200, {"version": "2"})
         assert versions(serving) == ["1", "2"]
         assert change(serving, "unload", "1")[0] == 200
         assert versions(serving) == ["2"]
         assert change(serving, "load", "1") == (200, {"version": "1"})  # roll back
         assert change(serving, "unload", "2")[0] == 200
-    assert set(load.statuses) == {200}
-    assert load.wrong == 0
+    assert sent.statuses == {200: sent.sent}
+    assert sent.wrong == 0
     status, answer = change(serving, "load", "7")
     assert status >= 400
     assert "complete checkpoint of this number" in answer["error"]
@@ -149,20 +117,19 @@ def test_a_version_is_loaded_and_unloaded_without_a_failed_request(
 @pytest.mark.multiprocess
 def test_a_server_that_is_killed_under_load_is_started_again(serving, run, trained):
     (server,) = servers_of(serving.process.pid, run)
-    asked = serving.address, trained.expected[0]
     with (
-        Load(*asked, rate=300, num_threads=30) as load,
-        Load(*asked, model="other") as others,
+        load(serving, trained, rate=300, num_threads=30) as sent,
+        load(serving, trained, "other") as others,
     ):
-        wait_until(lambda: load.statuses[200] > 0, "it predicts")
+        wait_until(lambda: sent.statuses[200] > 0, "it predicts")
         kill(server)
-        wait_until(lambda: load.statuses[503] > 0, "a 503")
-        seen = load.statuses[200]
-        wait_until(lambda: load.statuses[200] > seen, "it predicts again")
+        wait_until(lambda: sent.statuses[503] > 0, "a 503")
+        seen = sent.statuses[200]
+        wait_until(lambda: sent.statuses[200] > seen, "it predicts again")
         assert ask_status(serving, "/healthz") == 200
-    assert load.statuses.total() == load.sent  # each request has an answer
-    assert set(load.statuses) == {200, 503}
-    assert load.wrong == others.wrong == 0
+    assert sent.statuses.total() == sent.sent  # each request has an answer
+    assert set(sent.statuses) == {200, 503}
+    assert sent.wrong == others.wrong == 0
     assert others.statuses == {200: others.sent}  # its rows are on another server
     wait_until(lambda: ask_status(serving, "/readyz") == 200, "it is ready")
     assert serving.process.output().count("starting it again") == 1

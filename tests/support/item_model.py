@@ -17,16 +17,21 @@ INPUTS = [{"name": "item", "datatype": "INT64", "shape": [1], "data": [7]}]
 
 
 class Sum(nn.Module):
-    """Adds up the embedding of an item."""
+    """Adds up the embedding of an item; gives it in columns."""
+
+    def __init__(self, num_columns=1) -> None:
+        super().__init__()
+        self.num_columns = num_columns
 
     def forward(self, non_id_tensors, embeddings):
-        return embeddings[0].sum(1, keepdim=True)
+        return embeddings[0].sum(1, keepdim=True).repeat(1, self.num_columns)
 
 
-def version_of(client, value, path="m.pt", model=None, batching=None):
-    """Return a version that predicts twice the value for item 7."""
+def version_of(client, value, path="m.pt", num_columns=1, batching=None):
+    """Return a version that predicts twice the value for item 7, in columns."""
     client.add_tables([TableSpec(name="item", dim=2, optimizer=SGD(1.0))])
     client.write("item", ids_of(7), np.full((1, 2), value, np.float32))
     reader = SlotsReader(SlotsLookup(client, [FEATURE]))
-    dense = DenseModel(model or Sum(), path, ModelSignature(("item",), (), (1,)))
+    signature = ModelSignature(("item",), (), (num_columns,))
+    dense = DenseModel(Sum(num_columns), path, signature)
     return Version(Predictor(reader, dense, batching))
