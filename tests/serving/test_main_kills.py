@@ -23,11 +23,7 @@ from tests.support.serving_process import Serving
 
 RATE, NUM_THREADS, ENOUGH = 300, 60, 300
 
-pytestmark = [
-    pytest.mark.multiprocess,
-    pytest.mark.long,
-    pytest.mark.timeout(5 * DEADLINE_S),
-]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.long]
 
 
 def load(serving, trained):
