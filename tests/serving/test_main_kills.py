@@ -1,9 +1,18 @@
-"""Each part of a serving job is killed under load; every request is counted."""
+"""Parts of a serving job are killed under load; every request is counted."""
 
+import shutil
 import signal
 
+import numpy as np
 import pytest
+import torch
+from torch import nn
 
+from persia_torchrec.ctx import eval_ctx
+from persia_torchrec.data import DataLoader
+from persia_torchrec.embedding.optim import Adagrad
+from persia_torchrec.persia.embedding import EmbeddingConfig
+from tests.support.faults import kill
 from tests.support.inference_job import (
     InferenceJob,
     address_of,
@@ -11,6 +20,7 @@ from tests.support.inference_job import (
     kill_below,
 )
 from tests.support.load import NO_ANSWER, Load
+from tests.support.local_job import Batches, LocalJob
 from tests.support.ports import draw_port
 from tests.support.processes import (
     DEADLINE_S,
@@ -18,8 +28,13 @@ from tests.support.processes import (
     is_running,
     wait_until,
 )
-from tests.support.served_model import EVALUATION
-from tests.support.serving_process import Serving
+from tests.support.served_model import (
+    CONFIG,
+    EVALUATION,
+    Dense,
+    batch_of_numbers,
+)
+from tests.support.serving_process import Serving, ask
 
 RATE, NUM_THREADS, ENOUGH = 300, 60, 300
 
@@ -76,3 +91,84 @@ def test_a_killed_predictor_answers_again_when_it_is_started_again(processes, tr
     assert sent.statuses.total() == sent.sent
     assert set(sent.statuses) == {200, NO_ANSWER}
     assert sent.wrong == 0
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory):
+    """Return a folder with two checkpoints, its config, and predictions of each."""
+    folder = tmp_path_factory.mktemp("two")
+    torch.manual_seed(0)
+    model, predictions = Dense(), []
+    with pytest.MonkeyPatch.context() as patch:
+        job = LocalJob(folder, patch, CONFIG)
+        settings = {"embedding_config": EmbeddingConfig((-1, 1))}
+        with job, job.train_ctx(model, Adagrad(0.5), **settings) as ctx:
+            for first in (0, 10):
+                training = [batch_of_numbers(seed) for seed in range(first, first + 10)]
+                for batch in DataLoader(Batches(training), embedding_staleness=1):
+                    output, labels = ctx.forward(batch)
+                    ctx.backward(nn.functional.binary_cross_entropy(output, labels[0]))
+                ctx.dump_checkpoint(str(folder / "run"), with_jit_model=True)
+                model.eval()
+                with eval_ctx() as evaluation, torch.no_grad():
+                    (batch,) = DataLoader(Batches(EVALUATION[:1]))
+                    predictions.append(evaluation.forward(batch)[0].flatten().tolist())
+                model.train()
+        assert not np.allclose(*predictions, atol=1e-3)
+        yield folder / "run", job.config_path, predictions
+
+
+ORDERS = {
+    "kill, then a checkpoint": ["kill 1", "arrive"],
+    "a checkpoint, then kill": ["arrive", "kill 1"],
+    "kill of the one that loads": ["arrive", "kill 2"],
+    "kill of both": ["arrive", "kill 2", "kill 1"],
+    "kill of the one that answers": ["arrive", "switch", "kill 2"],
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_each_answer_is_of_one_checkpoint_in_any_order_of_events(
+    processes, two_checkpoints, tmp_path, order
+):
+    run, config, predictions = two_checkpoints
+    served = tmp_path / "served"
+    shutil.copytree(run / "checkpoint-00000001", served / "checkpoint-00000001")
+    shutil.copytree(run / "checkpoint-00000002", tmp_path / "later")
+    words = "--checkpoint", str(served), "--embedding-config", str(config)
+    serving = Serving(processes, *words, "--follow-model")
+    pid = serving.process.pid
+    first = set(children_of(pid))
+
+    def later():
+        return set(children_of(pid)) - first
+
+    def happens(event):
+        match event:
+            case "kill 1":
+                for server in first:
+                    kill(server)
+            case "arrive":
+                (tmp_path / "later").rename(served / "checkpoint-00000002")
+            case "kill 2":
+                wait_until(later, "servers of the later one are started")
+                for server in later():
+                    kill(server)
+            case "switch":
+                wait_until(lambda: sent.found[1], "it predicts by the later one")
+
+    body = EVALUATION[0].to_bytes()
+    with Load(serving.address, body, *predictions) as sent:
+        wait_until(lambda: sent.found[0], "it predicts")
+        for event in ORDERS[order]:
+            happens(event)
+        seen = sent.found[1]
+        wait_until(lambda: sent.found[1] > seen + 10, "it predicts by the later one")
+        wait_until(lambda: versions(serving) == ["2"], "the previous one is unloaded")
+    assert sent.wrong == 0
+    assert sent.statuses.total() == sent.sent
+    assert set(sent.statuses) <= {200, 503}
+
+
+def versions(serving):
+    return ask(serving.address, "/v2/models/model")[1]["versions"]

@@ -16,14 +16,16 @@ NO_ANSWER = 0
 class Load:
     """Requests at a rate, whether or not they are answered, until a block ends.
 
-    ``statuses`` counts the answers, ``wrong`` those of status 200 that differ from the
-    prediction to be had by more than 1e-6, and ``sent`` all requests.
+    ``statuses`` counts the answers, ``wrong`` those of status 200 that differ by more
+    than 1e-6 from each of the ``expected`` predictions, and ``sent`` all requests;
+    ``found`` those that are like the n-th of these.
     """
 
     def __init__(
-        self, address, body, expected, rate=50, num_threads=10, path="/predict"
+        self, address, body, *expected, rate=50, num_threads=10, path="/predict"
     ):
         self.statuses, self.wrong, self.sent = Counter(), 0, 0
+        self.found = [0] * len(expected)
         self._request = address, path, body
         self._expected = expected
         self._interval_s = num_threads / rate
@@ -50,11 +52,14 @@ class Load:
                 status, answer = ask(*self._request)
             except (OSError, http.client.HTTPException):
                 status, answer = NO_ANSWER, {}
-            is_wrong = status == 200 and not self.is_right(answer["predictions"])
             with self._lock:
                 self.statuses[status] += 1
-                self.wrong += is_wrong
+                if status == 200:
+                    self._compare(answer["predictions"])
 
-    def is_right(self, predictions):
-        """Return whether these are the predictions to be had."""
-        return np.allclose(predictions, self._expected, atol=1e-6)
+    def _compare(self, predictions):
+        for number, expected in enumerate(self._expected):
+            if np.allclose(predictions, expected, atol=1e-6):
+                self.found[number] += 1
+                return
+        self.wrong += 1
