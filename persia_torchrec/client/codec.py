@@ -438,6 +438,21 @@ class ServerHello(msgspec.Struct):
     max_request_ids: int
     tables: list[AddedTable] = []
     generation: int = 0
+    serves: str = ""
+
+
+def require_one_checkpoint(hellos: Sequence[ServerHello], names: Sequence[str]) -> None:
+    """Raise ConfigError if servers of inference serve several checkpoints."""
+    if len({hello.serves for hello in hellos}) > 1:
+        told = [
+            f"{hello.serves or 'none'} by {name}"
+            for hello, name in zip(hellos, names, strict=True)
+        ]
+        raise ConfigError(
+            "All embedding servers must serve one checkpoint, or answers would join "
+            f"several. Received: {', '.join(told)}. Name the checkpoint itself, and "
+            "restart those that serve another."
+        )
 
 
 def tables_of_all(

@@ -11,7 +11,11 @@ from functools import partial
 from typing import TypeVar
 
 from persia_torchrec import timeouts
-from persia_torchrec.client.codec import BatchNumber, ServerHello
+from persia_torchrec.client.codec import (
+    BatchNumber,
+    ServerHello,
+    require_one_checkpoint,
+)
 from persia_torchrec.env import Transport
 from persia_torchrec.errors import (
     ConfigError,
@@ -84,12 +88,14 @@ class Servers(Peers):
                 self._read_hello(server, reply, give_up_s)
                 for server, reply in enumerate(self.send_all(*_HELLO))
             ]
+            require_one_checkpoint(hellos, self.names)
         except BaseException:
             self.close()
             raise
         self.incarnations[:] = [hello.incarnation for hello in hellos]
         self.share_memory()
         self.max_request_ids = [hello.max_request_ids for hello in hellos]
+        self.serves = hellos[0].serves
         self.generation = max(hello.generation for hello in hellos)
         member = JobMember.current
         if recovery_s and member is not None and member.greeting == greeting:

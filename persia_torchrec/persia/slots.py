@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -100,13 +100,15 @@ class LookupHello:
     """The answer of a lookup that is ready: all slots, and the rows of each server.
 
     With ``following`` where the servers follow a training. ``misses`` are the ids that
-    were looked up and had no row, since the servers started.
+    were looked up and had no row, since the servers started. With ``is_fixed`` they
+    serve one checkpoint, and follow nothing.
     """
 
     slots: tuple[Slot, ...]
     num_rows: tuple[int, ...]
     following: Following | None = None
     misses: int = 0
+    is_fixed: bool = False
 
     @classmethod
     def of(
@@ -426,4 +428,5 @@ class SlotsLookup(sharded_lookup.ShardedLookup):
             Slot(name=feature.name, dim=dim, num_places=feature.num_places)
             for feature, dim in zip(self.features, self.dims(), strict=True)
         )
-        return LookupHello.of(slots, self.client.counters(timeout_s))
+        hello = LookupHello.of(slots, self.client.counters(timeout_s))
+        return replace(hello, is_fixed=bool(self.client.checkpoints.serves))

@@ -50,6 +50,7 @@ The frames after it, by kind:
 The JSON values of an embedding server; those not named here are null:
 
     reply to HELLO       {"shard", "num_shards", "incarnation", "max_request_ids",
+                         "serves": the checkpoint, if its rows stay as they are,
                          "tables": all of them, as in the reply to ADD_TABLES}
     ADD_TABLES           {"tables": list, each as TableSpec.to_json describes it,
                          "who": process and host that will use them}, or the list

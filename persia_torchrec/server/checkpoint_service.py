@@ -339,6 +339,7 @@ class Checkpoints:
     def __init__(
         self, config: ServerConfig, store: EmbeddingStore, activity: Activity
     ) -> None:
+        self.serves = ""  # as a server of inference does
         self.incarnation = secrets.randbits(63) | 1
         self.is_loading = False
         self.is_active = config.incremental_dir is not None

@@ -10,7 +10,8 @@ checkpoint from which it can continue, into another store, and lookups are answe
 meanwhile. A log that continues another one is followed without that. Clients cannot
 change the rows, and no row expires, since training is what keeps a row alive. After a
 restart the server has the same incarnation as long as its tables are the same, so its
-clients need no restart.
+clients need no restart; if it follows no training, as long as it serves the same
+checkpoint, so that no lookup joins the rows of two.
 """
 
 import contextlib
@@ -283,7 +284,11 @@ def _read_increment(logs: Folder, position: LogPosition) -> Increment | None:
 
 
 class ServedCheckpoint:
-    """What a server of inference serves and follows. Owned by the serving thread."""
+    """What a server of inference serves and follows. Owned by the serving thread.
+
+    Attributes:
+        serves: the checkpoint whose rows stay as they are; "" if it follows a training.
+    """
 
     def __init__(
         self, config: ServerConfig, store: EmbeddingStore, activity: Activity
@@ -292,10 +297,15 @@ class ServedCheckpoint:
         self._config = config
         self._store = store
         self._folder = catalog.find_checkpoint(config.checkpoint)
-        # A number for what clients remember of a server: shard, and tables.
-        specs = [table.spec for table in Manifest.read(self._folder).tables]
-        tables = [[spec.name, spec.dim] for spec in specs]
-        known = json.dumps([config.shard, config.num_shards, tables]).encode()
+        manifest = Manifest.read(self._folder)
+        self.serves = ""
+        if config.incremental_dir is None:
+            self.serves = f"the checkpoint of {manifest.created}"
+        # A number for what clients remember of a server: shard, tables, and rows that
+        # stay as they are.
+        tables = [[spec.name, spec.dim] for spec in (t.spec for t in manifest.tables)]
+        told = config.shard, config.num_shards, tables, self.serves
+        known = json.dumps(told).encode()
         digest = hashlib.sha256(known).digest()
         self.incarnation = int.from_bytes(digest[:8], "little") >> 1 | 1
         self.is_loading = self.is_active = True

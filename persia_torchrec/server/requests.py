@@ -312,6 +312,7 @@ def _answer_hello(shard: Shard, _: Request) -> Frames:
         "incarnation": shard.checkpoints.incarnation,
         "generation": shard.streams.generation,
         "max_request_ids": shard.config.max_request_ids,
+        "serves": shard.checkpoints.serves,
         "tables": [
             _describe_table(shard, number)
             for number, state in enumerate(shard.store.states)

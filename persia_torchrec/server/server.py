@@ -223,9 +223,12 @@ class EmbeddingServer:
                 "of another role?"
             )
         if header.incarnation not in (0, tasks.incarnation):
+            why, do = "the previous rows are gone", "load a checkpoint"
+            if self.config.checkpoint:
+                why, do = f"serves {tasks.serves}", "load its dense model"
             raise RestartedError(
-                "it restarted since the client connected, and the previous rows are "
-                "gone. Connect again, and load a checkpoint.",
+                f"it restarted since the client connected, and {why}. Connect again, "
+                f"and {do}.",
                 server="",
             )
         if header.stream and shard.streams.admit(header.stream, header.batch):

@@ -338,6 +338,8 @@ def _add_workers(
     if isinstance(life, JobMember):
         checkpoint = life.book.note(SERVED_CHECKPOINT)
     run = find_dense(flags, checkpoint)
+    if flags.follow_model and reader.hello(of_any=True).is_fixed:
+        raise _joins_two("one checkpoint")
     name = flags.model or find_model(run)
     model = load_model(run, name, device)
     if model.collections is not None:
@@ -361,14 +363,17 @@ def find_dense(flags: ServingFlags, served: str | None) -> str:
     if served is None:
         return flags.run
     if flags.follow_model:
-        raise ConfigError(
-            "With --follow-model, servers must follow the training "
-            "(enable_incremental_update and incremental_dir in global_config.yml), or "
-            "answers would join two checkpoints. Received: servers that serve "
-            f"{served}."
-        )
+        raise _joins_two(served)
     has_model = (flags.model or SCRIPT_MODEL) in Folder(served).names()
     return served if has_model else flags.run
+
+
+def _joins_two(served: str) -> ConfigError:
+    return ConfigError(
+        "With --follow-model, servers must follow the training "
+        "(enable_incremental_update and incremental_dir in global_config.yml), or "
+        f"answers would join two checkpoints. Received: servers that serve {served}."
+    )
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from persia_torchrec.ctx import InferCtx
 from persia_torchrec.persia import launcher
 from persia_torchrec.persia.worker import __main__ as worker
 from persia_torchrec.server import __main__ as server
+from persia_torchrec.serving.__main__ import main
 from tests.support.inference_job import (
     InferenceJob,
     address_of,
@@ -87,15 +88,21 @@ def test_persias_commands_start_it_without_a_coordinator(processes, trained):
             assert torch.equal(tensor, expected)
 
 
-def test_predictions_over_http_equal_those_of_the_evaluation(processes, trained):
+def test_predictions_over_http_equal_those_of_the_evaluation(
+    processes, trained, monkeypatch, capfd
+):
     job = InferenceJob(processes, trained.checkpoint, trained.embedding_config)
     job.server(0)
     worker = address_of(job.worker())
-    checkpoint = ["--checkpoint", str(trained.checkpoint)]
-    serving = Serving(processes, *checkpoint, "--workers", worker)
+    arguments = ["--checkpoint", str(trained.checkpoint), "--workers", worker]
+    serving = Serving(processes, *arguments)
     for batch, expected in zip(EVALUATION, trained.expected, strict=True):
         predictions = predict(serving.address, batch.to_bytes())
         np.testing.assert_allclose(predictions, expected, atol=1e-6)
+    command = ["serving", *arguments, "--follow-model"]
+    monkeypatch.setattr(sys, "argv", command)
+    assert main() == 1  # rows that stay would be joined to a later dense model
+    assert "servers must follow the training" in capfd.readouterr().err
 
 
 def test_a_worker_reconnects_to_a_restarted_server(processes, trained):

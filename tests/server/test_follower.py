@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import shutil
 import threading
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -18,6 +19,7 @@ from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.embedding.optim import SGD, Adagrad
 from persia_torchrec.errors import (
     CheckpointError,
+    ConfigError,
     PersiaError,
     RemoteError,
 )
@@ -263,6 +265,54 @@ def test_a_server_that_restarts_is_the_same_to_its_clients(servers, trained):
         assert weights_of(client).tobytes() == expected.tobytes()
     finally:
         running.stop()
+
+
+@pytest.mark.parametrize("num_servers", [1, 2])
+def test_rows_of_two_checkpoints_are_never_joined(servers, trained, num_servers):
+    run = Path(trained[0])
+    config = ServerConfig(
+        checkpoint=str(run),
+        capacity_rows=100,
+        num_shards=num_servers,
+        shard=num_servers - 1,
+        port=draw_port(),
+    )
+    others = []
+    if num_servers == 2:
+        settings = {"checkpoint": str(run), "num_shards": 2, "capacity_rows": 100}
+        others = [RunningServer(ServerConfig(shard=0, **settings))]
+    running = RunningServer(config)
+    try:
+        client = client_of(servers, [*others, running])
+        running.stop()
+        copy_with_date(run, DATE)
+        running = once_the_port_is_free(lambda: RunningServer(config))
+        wait_until(lambda: is_restarted(client), "the server is back")
+        if others:
+            with pytest.raises(ConfigError, match=f"must serve one .*{DATE} by"):
+                servers.client([*others, running])
+    finally:
+        for server in (*others, running):
+            server.stop()
+
+
+DATE = "2020-01-01T00:00:00"
+
+
+def copy_with_date(run, created):
+    """Put a later checkpoint with the rows of the first one into a folder."""
+    later = run / "checkpoint-00000002"
+    shutil.copytree(run / "checkpoint-00000001", later)
+    manifest = json.loads((later / "manifest.json").read_text())
+    manifest["created"] = created
+    (later / "manifest.json").write_text(json.dumps(manifest))
+
+
+def is_restarted(client):
+    """Whether lookups end with the error of a server that serves other rows."""
+    with pytest.raises(PersiaError) as caught:
+        weights_of(client)
+    return re.search(f"it restarted .*serves .*{DATE}", str(caught.value))
 
 
 def test_a_server_may_be_stopped_before_it_is_ready(trained):
