@@ -42,11 +42,11 @@ class IncrementSettings(ZipfLoad):
 
 def measure_cost(settings: IncrementSettings) -> list[Table]:
     """Measure what writing costs, by servers that write and others that do not."""
-    turns, num_rows = _draw_turns(settings)
+    turns, num_rows = draw_turns(settings)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         servers = {
-            name: stack.enter_context(_filled(settings, num_rows, name, log))
+            name: stack.enter_context(filled(settings, num_rows, name, log))
             for name, log in {
                 "nothing": None,
                 "increments": folder / "logs",
@@ -59,11 +59,11 @@ def measure_cost(settings: IncrementSettings) -> list[Table]:
 
 def measure_freshness(settings: IncrementSettings) -> list[Table]:
     """Measure the delay of a follower."""
-    turns, num_rows = _draw_turns(settings)
+    turns, num_rows = draw_turns(settings)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         logs, run = folder / "logs", folder / "run"
-        writing = stack.enter_context(_filled(settings, num_rows, "increments", logs))
+        writing = stack.enter_context(filled(settings, num_rows, "increments", logs))
         writing.client.checkpoints.dump(run)
         with pinned(-1):
             cluster = EmbeddingCluster.of_checkpoint(
@@ -83,7 +83,7 @@ def measure_freshness(settings: IncrementSettings) -> list[Table]:
     return [Table("freshness", question, "median | mean | longest", [row])]
 
 
-def _draw_turns(settings: IncrementSettings) -> tuple[list[Sequence[Numbers]], int]:
+def draw_turns(settings: IncrementSettings) -> tuple[list[Sequence[Numbers]], int]:
     """Return the batches of each turn, and of how many rows they are."""
     num = settings.batches
     requests, num_rows = settings.draw_zipf(num * settings.repeats)
@@ -92,9 +92,10 @@ def _draw_turns(settings: IncrementSettings) -> tuple[list[Sequence[Numbers]], i
 
 
 @contextmanager
-def _filled(
+def filled(
     settings: IncrementSettings, num_rows: int, name: str, log: Path | None
 ) -> Iterator[FilledServer]:
+    """Run a filled server during a block, which has written all its rows."""
     server = filled_server(
         *(
             table_of(settings.dim),
@@ -105,7 +106,7 @@ def _filled(
         restarts="," in name,
     )
     with server as filled:
-        _wait_until_written(filled)
+        wait_until_written(filled)
         yield filled
 
 
@@ -123,11 +124,11 @@ def _measure_cost(
         for name, server in list(servers.items())[:: 1 if turn % 2 else -1]:
             start_s = cpu_seconds(server.pid)
             timings.add(name, num_rows, server.stream(requests))
-            _wait_until_written(server)
+            wait_until_written(server)
             cpu_s[name] += (cpu_seconds(server.pid) - start_s) / num_rows
             paced = requests[: settings.paced_batches]
             paced_s[name] += _take_paced_turn(server, paced)
-            _wait_until_written(server)
+            wait_until_written(server)
     rows = []
     for name, batch_s in paced_s.items():
         base = name.replace("increments", "nothing")
@@ -168,13 +169,14 @@ def _wait_for(is_done: Callable[[], bool], pause_s: float = 0.5) -> None:
         never.wait(pause_s)
 
 
-def _wait_until_written(server: FilledServer) -> None:
+def wait_until_written(server: FilledServer) -> None:
+    """Wait until increments have all that has changed."""
     _wait_for(lambda: not server.client.counters()[0].get("increments_waiting"))
 
 
 def _require_same_rows(server: FilledServer, follower: EmbeddingClient) -> None:
     """End the benchmark if a follower differs when nothing comes any more."""
-    _wait_until_written(server)
+    wait_until_written(server)
     counts = [-1]
 
     def is_settled() -> bool:

@@ -30,7 +30,9 @@ import psutil
 import torch
 from torch import nn
 
+from benchmarks import serving_freshness
 from benchmarks.harness import Benchmark, Settings, Table, move_to_core, pinned
+from benchmarks.increments import IncrementSettings
 from benchmarks.reference import require
 from persia_torchrec import env
 from persia_torchrec.client.client import EmbeddingClient
@@ -96,6 +98,11 @@ class ServingSettings(Settings):
     burst_samples: Annotated[int, "samples of each of these"] = 10
     seconds: Annotated[float, "of each case"] = 20.0
     batch_window_s: Annotated[float, "the server's, for bursts"] = 0.002
+    intervals_s: Annotated[tuple[float, ...], "of increments"] = (0.1, 0.25, 0.5)
+    fresh_rows: Annotated[int, "rows of the training that is followed"] = 500_000
+    fresh_batches: Annotated[int, "batches of it in a turn"] = 100
+    fresh_repeats: Annotated[int, "turns with and without increments"] = 3
+    fresh_updates: Annotated[int, "updates until an answer has them"] = 60
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -172,6 +179,28 @@ def measure(settings: ServingSettings) -> list[Table]:
     )
     rows = [[*r[:7], ms, *r[7:]] for r, ms in zip(rows, lookups, strict=True)]
     return [Table("latency", question, header, rows)]
+
+
+def measure_freshness(settings: ServingSettings) -> list[Table]:
+    """Measure what an interval of increments costs, and how fresh answers are."""
+    training = IncrementSettings(
+        rows=settings.fresh_rows,
+        batches=settings.fresh_batches,
+        repeats=settings.fresh_repeats,
+        zipf_draws=min(106_496, 8 * settings.fresh_rows),
+    )
+    cost = serving_freshness.measure_cost(training, settings.intervals_s)
+    rows = []
+    for interval_s in settings.intervals_s:
+        found = serving_freshness.measure_delays(
+            training, interval_s, settings.fresh_updates, _serving
+        )
+        of_all = found.seconds
+        at = [float(np.quantile(of_all, share)) for share in (0.5, 0.99)]
+        rows.append([interval_s, found.num_rows, len(of_all), *at, max(of_all)])
+    question = "Seconds from an acknowledged update to an answer over HTTP."
+    header = "interval, s | rows of a batch | updates | p50 s | p99 s | longest, s"
+    return [cost, Table("freshness", question, header, rows)]
 
 
 def _row(case: Case, found: Latencies, of_idle: Latencies) -> list[object]:
@@ -424,7 +453,17 @@ BENCHMARK = Benchmark(
     name="serving",
     normal=ServingSettings(),
     tiny=ServingSettings(
-        rows=100, features=3, candidates=(4,), rates=(50.0,), bursts=4, seconds=1.0
+        rows=100,
+        features=3,
+        candidates=(4,),
+        rates=(50.0,),
+        bursts=4,
+        seconds=1.0,
+        intervals_s=(0.05,),
+        fresh_rows=4096,
+        fresh_batches=4,
+        fresh_repeats=1,
+        fresh_updates=2,
     ),
-    figures={"latency": measure},
+    figures={"latency": measure, "freshness": measure_freshness},
 )

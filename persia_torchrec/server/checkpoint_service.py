@@ -339,7 +339,6 @@ class Checkpoints:
     def __init__(
         self, config: ServerConfig, store: EmbeddingStore, activity: Activity
     ) -> None:
-        self.serves = ""  # as a server of inference does
         self.incarnation = secrets.randbits(63) | 1
         self.is_loading = False
         self.is_active = config.incremental_dir is not None
@@ -357,7 +356,7 @@ class Checkpoints:
         self._increments = Increments(config, store, activity)
         shard, num_shards = config.shard, config.num_shards
         self._target = Target(shard, num_shards, store.capacity_rows, store.is_lfu)
-        self._url = self._run = ""
+        self.serves = self._url = self._run = ""  # only one of inference serves one
         self._lost: dict[str, int] = {}  # counters of a server that lost its memory
 
     @property

@@ -30,7 +30,7 @@ TABLES = {
     "dlrm": "dlrm 3",
     "servers": "servers 1",
     "trainer": "trainer 1",
-    "serving": "latency 2",
+    "serving": "latency 2 cost 1 freshness 1",
     "members": "members 1",
     "quality": "dlrm 2",
 }
