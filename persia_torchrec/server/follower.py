@@ -45,7 +45,8 @@ from persia_torchrec.store.embedding_store import EmbeddingStore
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.5  # how often the folders are polled
+POLL_S = 0.1  # how often the folders are polled
+_URL_POLL_S = 0.5  # those of an object store, where each look is a request
 _CPU_FRACTION = 0.2  # of a CPU that increments may take while lookups arrive
 _LOADING_POLL_MS = 20  # how often the progress of the load is checked
 _MAX_EVENTS = 2
@@ -132,6 +133,7 @@ class Follower(BackgroundTask):
         return load.manifest.created
 
     def _follow(self, logs: Folder) -> None:
+        poll_s = _URL_POLL_S if "://" in logs.url else POLL_S
         has_caught_up = False
         logged = ""
         while not self.cancelled.is_set():
@@ -151,7 +153,7 @@ class Follower(BackgroundTask):
                 if not has_caught_up:  # or as far as possible
                     self._send(None)
                     has_caught_up = True
-                self.cancelled.wait(POLL_S)
+                self.cancelled.wait(poll_s)
 
     def _poll(self, folder: Folder) -> bool:
         """Hand over the next increment of each log; return whether there was one."""
