@@ -138,7 +138,7 @@ def _delay(
     name, dim, id_ = training.spec.name, training.spec.dim, ids_of(probe)
     before = _ask(asked, name, id_)
     training.run(next(work))
-    due = before
+    start, due = monotonic(), before
     while abs(due - before) < 1e-3:  # steps of several weights may add up to nothing
         training.run(probe)
         start = monotonic()
