@@ -4,8 +4,7 @@ The ids of a request are grouped by shard; each server is sent its part of every
 in one message, and the replies are merged in the order of the grouped ids. Every server
 gets one, also when none of the ids are its own: so all count the same batches.
 
-Dimension key: U unique ids of one table, D its embedding dim, S its optimizer-state
-floats per row.
+Dimension key: U unique ids of a table, D its embedding dim, S its state floats a row.
 """
 
 import contextlib
@@ -52,6 +51,7 @@ from persia_torchrec.client.codec import BatchNumber as BatchNumber
 from persia_torchrec.client.shards import Servers
 from persia_torchrec.errors import BatchError, RestartedError, WireError
 from persia_torchrec.job.registry import AddressBook
+from persia_torchrec.routing import shard
 from persia_torchrec.routing.shard import Counts, IdGroup, Ids, ShardedIds, unique_ids
 from persia_torchrec.rpc import messages
 from persia_torchrec.rpc.auth import NO_JOB, Greeting
@@ -147,6 +147,7 @@ class EmbeddingClient(OwnProcess):
         """
         book = AddressBook.join(*env.require_job_store("EmbeddingClient.of_job()"))
         with contextlib.closing(book):
+            shard.warm_up()  # while servers compile their loops
             servers = book.addresses("server")
         return cls(Servers(servers, timeout_s, book.greeting, book.recovery_s))
 

@@ -12,7 +12,8 @@ for :func:`specialized` loops.
 * ``fastmath`` allows sums to be reordered and multiply-adds to be fused, no more: NaN
   and inf keep their meaning.
 * Of several processes that miss a loop at once, as the servers of one machine, the
-  first compiles it, and the others wait for its machine code.
+  first compiles it, and the others wait for its machine code. :func:`share` has them
+  compile different loops.
 * The cache: numba ties an entry to the file of the loop alone, and would keep running
   an old version of a function inlined from another file. Here an entry also names a
   hash of every source that may be inlined.
@@ -27,8 +28,8 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
 from types import FunctionType
@@ -137,6 +138,41 @@ def compile_for(loop: Callable[..., Any], *arguments: object) -> None:
             "A kernel must be made of what numba compiles: numbers, pointers, NumPy's "
             f"and math's functions. Received: {loop.__qualname__}: {exc}"
         ) from exc
+
+
+def compile_all(*calls: tuple[Any, ...]) -> None:
+    """Compile loops, each for arguments of these types, as :func:`compile_for` does.
+
+    A call is a loop and its arguments. Processes :func:`share` them.
+    """
+    share({loop.__qualname__: partial(compile_for, loop, *at) for loop, *at in calls})
+
+
+def share(parts: Mapping[str, Callable[[], object]]) -> None:
+    """Run all parts, which compile loops; last those that another process is running.
+
+    So the processes of a machine that start at once, and have named parts alike,
+    compile different loops, and load those that the others have compiled. Parts must
+    be in any order.
+    """
+    try:
+        folder = Path(_SourceCache(share, "").cache_path)
+    except _NoFolderError:  # nothing is kept that others could load
+        folder = None
+    left = []
+    for name, part in parts.items():
+        turn = _Turn(folder, f"part {name}") if folder else None
+        if turn is None:
+            part()
+        elif turn.take():
+            try:
+                part()
+            finally:
+                turn.end()
+        else:
+            left.append(part)
+    for part in left:
+        part()
 
 
 def sources_stamp(folder: Path) -> str:

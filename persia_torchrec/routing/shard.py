@@ -38,7 +38,12 @@ import numpy as np
 import numpy.typing as npt
 
 from persia_torchrec.errors import BatchError
-from persia_torchrec.jit.compiled import compiled, inlined, read_only
+from persia_torchrec.jit.compiled import (
+    compiled,
+    inlined,
+    read_only,
+    report_compilation,
+)
 
 Ids = npt.NDArray[np.uint64]
 
@@ -272,6 +277,12 @@ def unique_ids(ids_L: Ids, num_shards: int = 1, shared_rows: int = 0) -> Sharded
     offsets = np.zeros(num_shards + 1, dtype=np.int64)
     num_PT.cumsum(out=offsets[1:])
     return ShardedIds(ids, offsets, inverse)
+
+
+def warm_up() -> None:
+    """Compile, or load, the loop of :func:`unique_ids`; log it if it is compiled."""
+    with report_compilation():
+        unique_ids(np.zeros(1, np.uint64))
 
 
 def is_of_shard(

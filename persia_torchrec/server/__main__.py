@@ -29,7 +29,7 @@ from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.writer import name_of_process
 from persia_torchrec.embedding.setting import import_settings, non_defaults
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.jit.compiled import report_compilation
+from persia_torchrec.jit.compiled import report_compilation, share
 from persia_torchrec.job.member import JobMember
 from persia_torchrec.job.process_identity import memory_bytes
 from persia_torchrec.job.registry import SERVED_CHECKPOINT, AddressBook
@@ -154,10 +154,15 @@ def _run(config: ServerConfig, life: JobMember | Lifetime) -> None:
 
 
 def _load_all(config: ServerConfig) -> None:
-    """Load all compiled loops; compile those that never were."""
-    float_codec.warm_up()
-    open_batches.warm_up()
-    warm_up(in_file=config.memory_file is not None)
+    """Load all compiled loops; compile those that never were, with other servers."""
+    in_file = config.memory_file is not None
+    share(
+        {
+            "store": partial(warm_up, in_file=in_file),
+            "floats": float_codec.warm_up,
+            "batches": open_batches.warm_up,
+        }
+    )
 
 
 def _restore(server: EmbeddingServer, life: JobMember | Lifetime) -> None:

@@ -12,6 +12,7 @@ from persia_torchrec.embedding.setting import Admission, Kernel, Sightings
 from persia_torchrec.embedding.usage import Doubles
 from persia_torchrec.errors import ConfigError, StoreError
 from persia_torchrec.jit.compiled import (
+    compile_all,
     compile_for,
     inlined_kernel,
     read_only,
@@ -195,15 +196,24 @@ class TableState:
         self._checks = _checks(spec, self._kept[memory.FILL], state_S)
         self.insert = loops.build_insert(spec.initializer.kernel)
         self._begun_row = self._read_what_rows_begin_with()
-        no_rows, slots = np.empty((0, spec.row_dim), np.float32), _NO_COUNTS.copy()
-        used = at, _NO_IDS, _NO_COUNTS
-        compile_for(loops.lookup_training, *used, no_rows, slots, _NO_INDICES)
-        compile_for(self.insert, *used, (_NO_INDICES, _NO_COUNTS), no_rows, slots)
+        self._update = self._compile_uses(engine)
+
+    def _compile_uses(self, engine: FbgemmEngine | None) -> Callable[..., Any]:
+        """Compile training lookups, ``insert`` and updates; return the update."""
+        spec, slots = self.spec, _NO_COUNTS.copy()
+        no_rows = np.empty((0, spec.row_dim), np.float32)
+        used = self.at, _NO_IDS, _NO_COUNTS
+        calls: list[tuple[Any, ...]] = [
+            (loops.lookup_training, *used, no_rows, slots, _NO_INDICES),
+            (self.insert, *used, (_NO_INDICES, _NO_COUNTS), no_rows, slots),
+        ]
         if engine is not None:
-            self._update = engine.build_update(spec.optimizer, spec.row_dim)
+            update = engine.build_update(spec.optimizer, spec.row_dim)
         else:
-            self._update = loops.build_update(spec.optimizer.kernel)
-            compile_for(self._update, *used, read_only(no_rows), self._step_numbers())
+            update = loops.build_update(spec.optimizer.kernel)
+            calls.append((update, *used, read_only(no_rows), self._step_numbers()))
+        compile_all(*calls)
+        return update
 
     def _read_what_rows_begin_with(self) -> Words:
         """Compile reads of ids without a row, if they read what it begins with.

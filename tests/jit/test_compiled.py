@@ -4,8 +4,10 @@ import importlib.util
 import inspect
 import os
 import re
+import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numba
@@ -24,6 +26,7 @@ from persia_torchrec.jit.compiled import (
     inlined_kernel,
     read_only,
     report_compilation,
+    share,
     sources_stamp,
     specialized,
 )
@@ -151,6 +154,77 @@ def test_of_processes_that_miss_a_loop_at_once_the_first_compiles_it(tmp_path):
         assert [one.status() for one in started] == [0] * 3
     found = [re.search(r"misses (\d)", one.output())[1] for one in started]
     assert sorted(found) == ["0", "0", "1"]
+
+
+TWO_LOOPS = LOOP + "\n\n@compiled\ndef triple(x):\n    return 3 * x\n"
+
+
+def compile_parts(path):
+    sys.path.insert(0, str(path.parent))
+    module = importlib.import_module(path.stem)
+
+    def part(loop):
+        Path(f"{path}-{loop.__name__}-{os.getpid()}").touch()
+        wait_until(
+            lambda: len(list(path.parent.glob("loop.py-*"))) >= 2, "both compile"
+        )
+        loop(np.float32(1.5))
+
+    both = module.double, module.triple
+    share({loop.__name__: partial(part, loop) for loop in both})
+    print("misses", *(sum(loop.stats.cache_misses.values()) for loop in both))
+
+
+def test_processes_that_share_loops_compile_different_ones_and_load_the_others(
+    tmp_path,
+):
+    path = tmp_path / "loop.py"
+    path.write_text(TWO_LOOPS)
+    with Processes(tmp_path) as processes:
+        started = [
+            processes.start(f"process {n}", compile_parts, path) for n in range(2)
+        ]
+        assert [one.status() for one in started] == [0] * 2
+    found = [re.search(r"misses (\d) (\d)", one.output()).groups() for one in started]
+    assert sorted(found) == [("0", "1"), ("1", "0")]
+
+
+def hold_turns(path, begun):
+    module = load(path)
+
+    def compile_for_ever():
+        assert module.double._cache.turn.take()
+        begun.touch()
+        signal.pause()
+
+    share({"double": compile_for_ever})
+
+
+def test_a_process_that_is_killed_while_it_compiles_keeps_no_other_waiting(tmp_path):
+    path, begun, go = tmp_path / "loop.py", tmp_path / "begun", tmp_path / "go"
+    path.write_text(LOOP)
+    with Processes(tmp_path) as processes:
+        killed = processes.start("killed", hold_turns, path, begun)
+        wait_until(begun.exists, "it compiles")
+        other = processes.start("other", compile_at_once, path, go)
+        wait_until(lambda: list(tmp_path.glob("go-*")), "it waits")
+        go.touch()
+        killed.kill()
+        assert other.status() == 0, other.output()
+    assert "misses 1" in other.output()
+
+
+def test_what_was_kept_in_part_is_compiled_again(tmp_path):
+    path, go = tmp_path / "loop.py", tmp_path / "go"
+    path.write_text(LOOP)
+    go.touch()
+    with Processes(tmp_path) as processes:
+        assert processes.start("first", compile_at_once, path, go).status() == 0
+        [code] = tmp_path.glob("__pycache__/*.nbc")
+        code.unlink()  # the index was written, the machine code not yet
+        again = processes.start("again", compile_at_once, path, go)
+        assert again.status() == 0, again.output()
+    assert "misses 1" in again.output()
 
 
 def require_free(path):
