@@ -12,8 +12,14 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+import click
 import pytest
+from torchx.runner import get_runner
 
+from persia_torchrec import command as command_line
+from persia_torchrec.parsing.command_line import parse_flags
+from persia_torchrec.persia import launcher
+from persia_torchrec.serving.__main__ import ServingFlags
 from tests.support.processes import Processes, run_script
 from tests.support.repository import ROOT
 
@@ -176,6 +182,60 @@ def test_what_a_page_submits_to_a_cluster_is_accepted():
         )
         assert shown.returncode == 0, shown.stderr
         assert "persia_torchrec.job.coordinator" in shown.stdout
+
+
+@pytest.mark.slow
+def test_components_take_the_arguments_that_pages_give(monkeypatch):
+    given = {command for block in blocks("bash") for command in commands(block)}
+    local = [shlex.split(one) for one in given if one.startswith("torchx run persia.")]
+    assert len(local) >= 3
+    monkeypatch.chdir(ROOT)
+    with get_runner() as runner:
+        for _, _, component, *words in local:
+            started = runner.dryrun_component(component, words, "local_cwd", {})
+            assert "coordinator" in {role.name for role in started._app.roles}
+
+
+def verb_of(words):
+    """Return the verb of ``persia-torchrec`` that words give, and its own words."""
+    found = command_line.main
+    while isinstance(found, click.Group) and words:
+        _, found, words = found.resolve_command(click.Context(found), words)
+    return found, words
+
+
+def test_verbs_take_the_options_and_arguments_that_pages_give():
+    given = {command for block in blocks("bash") for command in commands(block)}
+    for text in PAGES.values():
+        prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+        given.update(re.findall(r"`(persia-torchrec [^`]+)`", prose))
+    given = [one for one in given if one.startswith("persia-torchrec ")]
+    assert len(given) >= 20
+    for command in given:
+        verb, words = verb_of(shlex.split(command)[1:])
+        context = click.Context(verb, **verb.context_settings)
+        _, left, _ = verb.make_parser(context).parse_args(words)
+        assert not left, command
+
+
+@pytest.mark.parametrize(
+    ("program", "parse"),
+    [
+        ("persia-launcher", lambda words: launcher.parser().parse_args(words)),
+        (
+            "python -m persia_torchrec.serving",
+            lambda words: parse_flags(ServingFlags, words, prog="serving"),
+        ),
+    ],
+)
+def test_programs_take_the_flags_that_pages_give(monkeypatch, program, parse):
+    monkeypatch.chdir(ROOT)
+    given = {command for block in blocks("bash") for command in commands(block)}
+    given = [one for one in given if one.startswith(f"{program} ")]
+    assert len(given) >= 3
+    for command in given:
+        words = command.removeprefix(program).removesuffix("&")
+        parse(shlex.split(words, comments=True))
 
 
 def test_imports_of_a_diff_exist():
