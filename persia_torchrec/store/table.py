@@ -195,11 +195,16 @@ class TableState:
         layout[memory.TO_NEAREST] = not spec.stochastic_rounding
         self._checks = _checks(spec, self._kept[memory.FILL], state_S)
         self.insert = loops.build_insert(spec.initializer.kernel)
-        self._begun_row = self._read_what_rows_begin_with()
+        has_begun = spec.ids_without_row != "zeros"
+        num_words = int(layout[memory.STATE]) // 8 + spec.num_row_floats + 1
+        self._begun_row: Words = np.zeros(num_words * has_begun, dtype=np.uint64)
         self._update = self._compile_uses(engine)
 
     def _compile_uses(self, engine: FbgemmEngine | None) -> Callable[..., Any]:
-        """Compile training lookups, ``insert`` and updates; return the update."""
+        """Compile training lookups, ``insert`` and updates; return the update.
+
+        And reads of ids without a row, if they read what it begins with.
+        """
         spec, slots = self.spec, _NO_COUNTS.copy()
         no_rows = np.empty((0, spec.row_dim), np.float32)
         used = self.at, _NO_IDS, _NO_COUNTS
@@ -212,23 +217,12 @@ class TableState:
         else:
             update = loops.build_update(spec.optimizer.kernel)
             calls.append((update, *used, read_only(no_rows), self._step_numbers()))
+        if len(self._begun_row):
+            self._read_begun = loops.build_read_only(spec.initializer.kernel)
+            begun = self.layout, _NO_IDS, no_rows, self._begun_row
+            calls.append((self._read_begun, *begun))
         compile_all(*calls)
         return update
-
-    def _read_what_rows_begin_with(self) -> Words:
-        """Compile reads of ids without a row, if they read what it begins with.
-
-        Returns the memory of one row for them, or nothing.
-        """
-        layout, spec = self.layout, self.spec
-        if spec.ids_without_row == "zeros":
-            return np.zeros(0, dtype=np.uint64)
-        num_words = int(layout[memory.STATE]) // 8 + spec.num_row_floats + 1
-        row_W: Words = np.zeros(num_words, dtype=np.uint64)
-        self._read_begun = loops.build_read_only(spec.initializer.kernel)
-        none = np.empty((0, spec.row_dim), np.float32)
-        compile_for(self._read_begun, layout, _NO_IDS, none, row_W)
-        return row_W
 
     @cached_property
     def is_by_running_time(self) -> bool:

@@ -42,13 +42,10 @@ def warm_up(*, in_file: bool = True) -> None:
 
 
 def _run(store: EmbeddingStore) -> None:
-    spec = TableSpec(
-        name="item", dim=2, optimizer=Adagrad(), expiry=Expiry(steps_to_live=9)
-    )
-    blocks = replace(
-        spec, name="blocks", expiry=Expiry(), dynamic=DynamicDim(2, period=1)
-    )
-    item, blocks_table = store.add_table(spec), store.add_table(blocks)
+    spec = TableSpec(name="item", dim=2, optimizer=Adagrad())
+    rows = replace(spec, expiry=Expiry(steps_to_live=9), ids_without_row="initial")
+    blocks = replace(spec, name="blocks", dynamic=DynamicDim(2, period=1))
+    item, blocks_table = store.add_table(rows), store.add_table(blocks)
     share(
         {
             "rows": lambda: _use(store, item),
@@ -96,6 +93,7 @@ def _change(store: EmbeddingStore) -> None:
 def _end_period(store: EmbeddingStore, table: int) -> None:
     rows = _make_rows(store, table)
     store.update(table, _IDS, rows)
+    store.lookup(table, _IDS, rows, training=False)  # zeros without a row
 
 
 def _make_rows(store: EmbeddingStore, table: int) -> Floats:
