@@ -304,6 +304,7 @@ class DataLoader:
             num_workers=num_workers,
             embedding_staleness=embedding_staleness,
         )
+        self._given = dataset
         if not isinstance(dataset, IterableDatasetBase):
             dataset = _Iterated(dataset)
         self.dataset = dataset
@@ -372,7 +373,9 @@ class DataLoader:
         if context is not None and context.trained:
             self.dataset.trained = context.trained
         batches = self.dataset.batches(self._timeout_s, in_order=self._reproducible)
-        return batches if context is None else cast("Any", context.skip(batches))
+        if context is None:
+            return batches
+        return cast("Iterator[Any]", context.skip(batches, self._given))
 
 
 def in_background(

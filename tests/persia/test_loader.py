@@ -27,7 +27,8 @@ class Context:
     """Notes what a loader asks of it."""
 
     trained, takes_ids = MappingProxyType({}), False
-    skip = count = staticmethod(iter)
+    count = staticmethod(iter)
+    skip = staticmethod(lambda batches, dataset: iter(batches))
 
     def __init__(self) -> None:
         self.started = []

@@ -82,7 +82,7 @@ class LookupCtx(BaseCtx):
     trained: Mapping[int, int] = {}
     """By data loader, its last batch that was trained before a restart."""
 
-    def skip(self, batches: Iterator[B]) -> Iterator[B]:
+    def skip(self, batches: Iterator[B], dataset: object) -> Iterator[B]:
         """Leave out batches of a ``DataLoader`` that were trained before a restart."""
         return batches
 

@@ -159,6 +159,8 @@ class TrainCtx(EmbeddingCtx):
         on_change: what becomes of a table with another dim or optimizer, and of changed
             parameters of the model: "error", "reset state" or "reset table".
         rename: by names of the checkpoint's tables, what they are called now.
+        last_step: at which the training ends, for those who look at the job. None: the
+            end of a pass over a dataset that has a length.
 
     Attributes:
         embedding_optimizer: the learning rates of the embeddings, for
@@ -198,19 +200,16 @@ class TrainCtx(EmbeddingCtx):
         missing: Missing | None = None,
         on_change: OnChange | None = None,
         rename: Mapping[str, str] | None = None,
+        last_step: int | None = None,
     ) -> None:
-        self._update_factor = grad_scalar_update_factor
-        if grad_scalar_update_factor <= 1:
-            raise ConfigError(
-                "grad_scalar_update_factor must be > 1. "
-                f"Received: {grad_scalar_update_factor}."
-            )
+        self._update_factor = _require_falling(grad_scalar_update_factor)
         _require_device(device_id, mixed_precision=mixed_precision)
         require_at_least_1(
             backward_buffer_size=backward_buffer_size,
             backward_workers_size=backward_workers_size,
             grad_update_buffer_size=grad_update_buffer_size,
         )
+        self._last_step = TrainerMetrics.last_step = last_step
         # Not EmbeddingCtx's: the connections are those of an engine.
         BaseCtx.__init__(self, threadpool_worker_size, device_id)
         self.model = model = _require_given(model)
@@ -235,8 +234,7 @@ class TrainCtx(EmbeddingCtx):
         given = engine.job_id, checkpoint_interval_s, resume
         rules = rules_of(missing, on_change, rename)
         of_load: Missing = "skip" if rules.missing == "skip" else "add"
-        changes = rules.on_change, rules.rename
-        engine.checkpoints.rules = LoadRules(of_load, *changes)
+        engine.checkpoints.rules = LoadRules(of_load, rules.on_change, rules.rename)
         self._recovery_config = replace(_configure_recovery(*given), rules=rules)
 
     def forward(self, batch: PersiaTrainingBatch) -> tuple[Any, Tensors | None]:
@@ -325,9 +323,14 @@ class TrainCtx(EmbeddingCtx):
         """
         self._own_state |= state
 
-    def skip(self, batches: Iterator[B]) -> Iterator[B]:
+    def skip(self, batches: Iterator[B], dataset: object) -> Iterator[B]:
         """Leave out batches of a ``DataLoader`` that were trained before a restart."""
-        return batches if self._recovery is None else self._recovery.skip(batches)
+        recovery, num_batches = self._recovery, 0
+        if recovery is not None:
+            batches, num_batches = recovery.skip(batches), recovery.num_batches
+        if self._last_step is None:
+            TrainerMetrics.expect(dataset, self._num_steps, num_batches)
+        return batches
 
     def count(
         self, batches: Iterator[PersiaTrainingBatch]
@@ -437,6 +440,15 @@ class TrainCtx(EmbeddingCtx):
             state,
             is_replicated=engine.weights is None,
         )
+
+
+def _require_falling(grad_scalar_update_factor: float) -> float:
+    if grad_scalar_update_factor <= 1:
+        raise ConfigError(
+            "grad_scalar_update_factor must be > 1. "
+            f"Received: {grad_scalar_update_factor}."
+        )
+    return grad_scalar_update_factor
 
 
 def _require_given(model: nn.Module | None) -> nn.Module:

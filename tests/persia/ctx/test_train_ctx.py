@@ -24,6 +24,7 @@ from persia_torchrec.persia.batch import (
 )
 from persia_torchrec.persia.embedding import EmbeddingConfig
 from persia_torchrec.persia.worker.process import tell_slots
+from persia_torchrec.sharding.trainer_metrics import TrainerMetrics
 from persia_torchrec.table import TableSettings
 from tests.support.local_job import Batches, LocalJob, SumOfEmbeddings, batch_of
 from tests.support.servers import DEADLINE_S, ids_of
@@ -241,6 +242,20 @@ class Turns(Towers):
         self.step += 1
         both = [self.click, self.buy]
         return both[self.step % 2](embeddings[0])
+
+
+@pytest.mark.parametrize(("given", "told"), [(None, [3, 5, None]), (9, [9, 9, 9])])
+def test_the_last_step_is_given_or_follows_from_the_length_of_a_dataset(
+    job, monkeypatch, given, told
+):
+    monkeypatch.setattr(TrainerMetrics, "last_step", None)
+    batches, seen = [batch_of([1])], []
+    with job.train_ctx(last_step=given) as ctx:
+        for dataset in (batches * 3, batches * 2, iter(batches)):
+            for batch in DataLoader(dataset):
+                ctx.backward(ctx.forward(batch)[0].sum())
+            seen.append(TrainerMetrics.last_step)
+    assert seen == told
 
 
 class TestAModel:
