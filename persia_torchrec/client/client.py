@@ -280,7 +280,7 @@ class EmbeddingClient(OwnProcess):
     def push(
         self,
         tables: Tables,
-        grads: Sequence[Floats],
+        grads: Sequence[Floats] | messages.LateRows,
         batch: BatchNumber,
         *,
         precision: Precision = Precision.FP32,

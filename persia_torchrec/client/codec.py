@@ -41,7 +41,14 @@ from persia_torchrec.rpc.float_codec import (
     size_of,
     write_floats,
 )
-from persia_torchrec.rpc.messages import Frames, Header, Precision, Share
+from persia_torchrec.rpc.messages import (
+    Frames,
+    Header,
+    LateRows,
+    Precision,
+    SentFrame,
+    Share,
+)
 from persia_torchrec.rpc.peers import body_of
 from persia_torchrec.table import TableSpec
 
@@ -206,13 +213,13 @@ class RowRequest(NamedTuple):
 
     groups: Sequence[IdGroup]
     widths: Sequence[int]
-    rows: Sequence[Floats] | None = None
+    rows: Sequence[Floats] | LateRows | None = None
     counts: Sequence[Counts | None] | None = None
     share: Share | None = None
 
     def encode(
         self, server: int, numbers_T: npt.NDArray[np.int64], precision: Precision
-    ) -> Frames:
+    ) -> list[SentFrame]:
         """Return the frames after the header of one server's message.
 
         The ids, rows and counts of one group are slices of what is given.
@@ -229,8 +236,10 @@ class RowRequest(NamedTuple):
             np.concatenate(counts_T, out=segments_T2[:, 1])
         pairs = zip(self.groups, slices, strict=True)
         ids = [group.ids[piece] for group, piece in pairs]
-        frames = messages.encode_segments(segments_T2, ids)
-        if self.rows is not None:
+        frames: list[SentFrame] = [*messages.encode_segments(segments_T2, ids)]
+        if isinstance(self.rows, LateRows):
+            frames.append(self.rows.part(slices))
+        elif self.rows is not None:
             rows = zip(self.rows, slices, strict=True)
             floats = [rows_UW[piece].reshape(-1) for rows_UW, piece in rows]
             whole = floats[0] if len(floats) == 1 else _joined(floats)
@@ -405,15 +414,20 @@ def check_counts(groups: Sequence[IdGroup], counts: Sequence[Counts | None]) -> 
 
 
 def check_gradients(
-    groups: Sequence[IdGroup], dims: Sequence[int], grads: Sequence[Floats]
+    groups: Sequence[IdGroup], dims: Sequence[int], grads: Sequence[Floats] | LateRows
 ) -> None:
     """Check that there is one gradient per id."""
-    for group, dim, grads_UD in zip(groups, dims, grads, strict=True):
+    shapes = (
+        grads.shapes
+        if isinstance(grads, LateRows)
+        else [grads_UD.shape for grads_UD in grads]
+    )
+    for group, dim, shape in zip(groups, dims, shapes, strict=True):
         expected = (len(group.ids), dim)
-        if grads_UD.shape != expected:
+        if shape != expected:
             raise BatchError(
                 f"Table {_named(group)}: gradients must have the shape "
-                f"{expected}. Received: {grads_UD.shape}."
+                f"{expected}. Received: {shape}."
             )
 
 

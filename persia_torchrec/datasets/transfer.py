@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -79,11 +79,30 @@ def copy_into(out: torch.Tensor, array: Array) -> None:
     if out.device.type == "cpu":
         out.numpy()[:] = array
         return
-    source, size = torch.from_numpy(array), array.itemsize
-    first = PINNED - array.ctypes.data % PINNED
-    stops = [*range(first // size, len(array), PINNED // size), len(array)]
-    for start, stop in pairwise([0, *stops]):
+    source = torch.from_numpy(array)
+    for start, stop in _registered(array):
         out[start:stop].copy_(pin(source[start:stop]), non_blocking=True)
+
+
+def copy_out(tensor: torch.Tensor, array: Array) -> None:
+    """Begin to copy a flat tensor into an array of its length, on the current stream.
+
+    A GPU copies to pinned memory while others run, and to other memory before this
+    returns.
+    """
+    if tensor.device.type == "cpu":
+        array[:] = tensor.numpy()
+        return
+    out = torch.from_numpy(array)
+    for start, stop in _registered(array):
+        out[start:stop].copy_(tensor[start:stop], non_blocking=True)
+
+
+def _registered(array: Array) -> Iterator[tuple[int, int]]:
+    """Yield the parts of an array between which no copy may cross a boundary."""
+    size, first = array.itemsize, PINNED - array.ctypes.data % PINNED
+    stops = [*range(first // size, len(array), PINNED // size), len(array)]
+    return pairwise([0, *stops])
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

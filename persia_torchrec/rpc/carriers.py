@@ -13,7 +13,7 @@ from functools import partial
 
 from persia_torchrec.errors import WireError
 from persia_torchrec.rpc.channel import Reply
-from persia_torchrec.rpc.messages import Frame, Frames, Header, Kind
+from persia_torchrec.rpc.messages import Frame, Frames, Header, Kind, SentFrame
 from persia_torchrec.rpc.slab_client import SlabChannel
 
 _SMALL_BYTES = 2**18  # that are copied within some tens of microseconds
@@ -48,7 +48,7 @@ class Carriers:
         return self._carriers[server]
 
     def reserve(
-        self, server: int, number: int, message: list[Frame], reply_bytes: int
+        self, server: int, number: int, message: list[SentFrame], reply_bytes: int
     ) -> SlabChannel | None:
         """Return what has a place for a request; None: TCP. The lock is held."""
         carrier, over_tcp = self._carriers[server], self._over_tcp[server]
@@ -60,7 +60,7 @@ class Carriers:
         over_tcp.add(number)
         return None
 
-    def announce(self, server: int, frames: Sequence[Frame]) -> None:
+    def announce(self, server: int, frames: Sequence[SentFrame]) -> None:
         """Wake a server, which takes some time, while a small request is prepared."""
         carrier = self._carriers[server]
         if carrier is not None and sum(map(len, frames)) < _SMALL_BYTES:
@@ -68,7 +68,12 @@ class Carriers:
 
     def post(self, carrier: SlabChannel, number: int, reply: Reply) -> None:
         """Write a request to its place, and post it unless it has ended meanwhile."""
-        carrier.fill(number, reply.message)
+        try:
+            carrier.fill(number, reply.message)
+        except BaseException:  # of a device that a late frame is on
+            with self._lock:
+                carrier.withdraw(number)
+            raise
         with self._lock:
             if self._carriers[reply.server] is carrier and number in self._pending:
                 reply.carrier = carrier

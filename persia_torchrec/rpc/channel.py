@@ -38,8 +38,10 @@ from persia_torchrec.rpc.messages import (
     Frames,
     Header,
     Kind,
+    SentFrame,
     decode_json,
     error_frames,
+    whole,
 )
 from persia_torchrec.rpc.slab_server import Slabs
 
@@ -358,7 +360,7 @@ class Wakeup:
                 os.close(self.fd)
 
 
-def require_sendable(frames: Sequence[Frame], what: str) -> None:
+def require_sendable(frames: Sequence[SentFrame], what: str) -> None:
     """Raise WireError for a message that no receiver would accept."""
     largest = max(map(len, frames), default=0)
     if largest > MAX_MESSAGE_BYTES:
@@ -368,11 +370,11 @@ def require_sendable(frames: Sequence[Frame], what: str) -> None:
         )
 
 
-def send_frames(socket: "zmq.Socket[bytes]", frames: Sequence[Frame]) -> None:
+def send_frames(socket: "zmq.Socket[bytes]", frames: Sequence[SentFrame]) -> None:
     """Send a message; large frames are not copied, and must not change until then."""
     for i, frame in enumerate(frames):
         more = zmq.SNDMORE if i + 1 < len(frames) else 0
-        socket.send(frame, more, copy=len(frame) < _MIN_ZERO_COPY_BYTES)
+        socket.send(whole(frame), more, copy=len(frame) < _MIN_ZERO_COPY_BYTES)
 
 
 def receive_frames(socket: "zmq.Socket[bytes]") -> Frames:
@@ -479,7 +481,7 @@ class Reply(Future[tuple[Header, Frames]]):
         self.begun_s, self.incarnation = time.monotonic(), 0
         # Of the connections, guarded by their lock: what is sent again; what is left
         # of the timeout while the server is away; the deadline while it is not.
-        self.message: list[Frame] = []
+        self.message: list[SentFrame] = []
         self.left_s = timeout_s
         self.deadline_s = math.inf
         # What took the request, if that was not TCP; callbacks are the I/O thread's.

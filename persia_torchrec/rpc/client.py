@@ -62,7 +62,7 @@ from persia_torchrec.rpc.channel import (
     require_sendable,
     send_frames,
 )
-from persia_torchrec.rpc.messages import Frame, Frames, Header, Kind, encode_json
+from persia_torchrec.rpc.messages import Frames, Header, Kind, SentFrame, encode_json
 from persia_torchrec.rpc.slab_client import SlabChannel
 from persia_torchrec.rpc.sockets import Sockets
 
@@ -111,7 +111,7 @@ class Connections(OwnProcess):
         self._recovery_s, self._when_restarted = recovery_s, when_restarted
         self._slots = threading.BoundedSemaphore(_MAX_PENDING)
         self._lock, self.is_closed = threading.Lock(), False
-        self._outgoing: list[tuple[int, list[Frame]]] = []  # guarded by _lock
+        self._outgoing: list[tuple[int, list[SentFrame]]] = []  # guarded by _lock
         # By request number, in the order of submit(); guarded by _lock
         self._pending: dict[int, Reply] = {}
         # Deadline and request number, the earliest first.
@@ -142,7 +142,7 @@ class Connections(OwnProcess):
         self,
         server: int,
         header: Header,
-        frames: Sequence[Frame],
+        frames: Sequence[SentFrame],
         *,
         timeout_s: float,
         what: str,
@@ -166,7 +166,7 @@ class Connections(OwnProcess):
         reply = Reply(timeout_s, server, what, recovery_s=self._recovery_s)
         reply.incarnation = header.incarnation
         number = next(self._numbers)
-        message: list[Frame] = [header.encode(request=number), *frames]
+        message: list[SentFrame] = [header.encode(request=number), *frames]
         reply.message = message
         carrier: SlabChannel | None = None
         with self._lock:
@@ -364,7 +364,7 @@ class Connections(OwnProcess):
             if server not in self._away:  # else it is sent when the server is back
                 self._send(server, frames)
 
-    def _send(self, server: int, frames: Sequence[Frame]) -> None:
+    def _send(self, server: int, frames: Sequence[SentFrame]) -> None:
         """Send a message, unless ZeroMQ has given the socket up."""
         with contextlib.suppress(zmq.Again):
             send_frames(self._sockets[server], frames)

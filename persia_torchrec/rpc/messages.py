@@ -105,6 +105,7 @@ A frame holds at most 2**31 bytes: the sender of a larger one is disconnected.
 import itertools
 import json
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple, TypeVar
@@ -132,6 +133,44 @@ MAX_MEMBER_CHARS = 500  # of each text of a JOIN
 
 Frame = bytes | memoryview
 Frames = list[Frame]
+
+
+class LateFrame(ABC):
+    """A frame whose bytes are copied when it is known where they go; they stay so.
+
+    Any thread may call any method. ``len`` is how many bytes there are.
+    """
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def write(self, out: npt.NDArray[np.uint8]) -> None:
+        """Write the bytes; they are there when this returns."""
+
+    @abstractmethod
+    def whole(self) -> memoryview:
+        """Return the bytes in memory of their own."""
+
+
+class LateRows(ABC):
+    """Rows of groups of tables, float32 ``(U, W)``, that are sent as a late frame."""
+
+    shapes: Sequence[tuple[int, ...]]
+
+    @abstractmethod
+    def part(self, pieces: Sequence[slice]) -> LateFrame:
+        """Return a frame of some rows, of each group its piece."""
+
+
+SentFrame = Frame | LateFrame
+
+
+def whole(frame: SentFrame) -> Frame:
+    """Return the bytes of a frame."""
+    return frame.whole() if isinstance(frame, LateFrame) else frame
+
+
 Ids = npt.NDArray[np.uint64]
 Counts = npt.NDArray[np.uint32]
 Scalar = TypeVar("Scalar", bound=np.generic)

@@ -13,7 +13,15 @@ from persia_torchrec.parsing.decoding import parse_json
 from persia_torchrec.rpc.auth import Greeting
 from persia_torchrec.rpc.channel import Reply
 from persia_torchrec.rpc.client import Connections
-from persia_torchrec.rpc.messages import Frame, Frames, Header, Kind, encode_json
+from persia_torchrec.rpc.messages import (
+    Frame,
+    Frames,
+    Header,
+    Kind,
+    SentFrame,
+    encode_json,
+    whole,
+)
 from persia_torchrec.rpc.slab_client import obtain
 
 T = TypeVar("T")
@@ -64,13 +72,16 @@ class Peers:
         self,
         peer: int,
         header: Header,
-        frames: Sequence[Frame],
+        frames: Sequence[SentFrame],
         what: str,
         timeout_s: float | None = None,
         reply_bytes: int = 0,
     ) -> Reply:
         """Send one process a message: the frames after the header."""
-        self.connections.carriers.announce(peer, frames)
+        carriers = self.connections.carriers
+        if carriers[peer] is None:
+            frames = list(map(whole, frames))  # here, and not in the I/O thread
+        carriers.announce(peer, frames)
         header = self.numbered(header)
         if not header.incarnation and self.incarnations[peer]:
             header = header._replace(incarnation=self.incarnations[peer])
@@ -127,7 +138,7 @@ class Peers:
     def send_all(
         self,
         header: Header,
-        frames: Sequence[Frame],
+        frames: Sequence[SentFrame],
         what: str,
         timeout_s: float | None = None,
     ) -> list[Reply]:

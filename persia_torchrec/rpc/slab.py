@@ -45,7 +45,7 @@ import numpy as np
 import numpy.typing as npt
 
 from persia_torchrec.errors import FrameError
-from persia_torchrec.rpc.messages import Frame
+from persia_torchrec.rpc.messages import LateFrame, SentFrame
 
 PROOF_BYTES = 32
 REQUESTS, SLEEPS, REPLIES, WAITS = 8, 16, 24, 32
@@ -187,7 +187,7 @@ class Slab:
         return found
 
     def write(
-        self, begin: int, frames: Sequence[Frame], in_place: int | None = None
+        self, begin: int, frames: Sequence[SentFrame], in_place: int | None = None
     ) -> None:
         """Write a message; the frame of number ``in_place`` is there already."""
         sizes, at = list(map(len, frames)), begin + 64
@@ -195,6 +195,8 @@ class Slab:
             stop = at + sizes[i]
             if i == in_place:
                 pass
+            elif isinstance(frame, LateFrame):
+                frame.write(self.bytes[at:stop])
             elif sizes[i] < _LARGE:
                 self.view[at:stop] = frame
             else:

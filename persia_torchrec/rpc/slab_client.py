@@ -27,7 +27,7 @@ from persia_torchrec import timeouts
 from persia_torchrec.errors import FrameError
 from persia_torchrec.rpc import slab as layout
 from persia_torchrec.rpc.channel import Reply
-from persia_torchrec.rpc.messages import Frame, Frames
+from persia_torchrec.rpc.messages import Frames, SentFrame
 from persia_torchrec.rpc.slab import Place, Rooms, Slab
 
 REPLY_BYTES = 16384
@@ -42,10 +42,12 @@ class Channel(Protocol):
     Its client's lock is held by callers of ``reserve`` and ``post``.
     """
 
-    def reserve(self, number: int, frames: Sequence[Frame], reply_bytes: int) -> bool:
+    def reserve(
+        self, number: int, frames: Sequence[SentFrame], reply_bytes: int
+    ) -> bool:
         """Find a place for a request and its reply; False: send it over TCP."""
 
-    def fill(self, number: int, frames: Sequence[Frame]) -> None:
+    def fill(self, number: int, frames: Sequence[SentFrame]) -> None:
         """Write a request to its place."""
 
     def post(self, number: int) -> None:
@@ -91,7 +93,9 @@ class SlabChannel:
         self.deliver: Callable[[], None] = lambda: None
         self.wake: Callable[[], None] = lambda: None
 
-    def reserve(self, number: int, frames: Sequence[Frame], reply_bytes: int) -> bool:
+    def reserve(
+        self, number: int, frames: Sequence[SentFrame], reply_bytes: int
+    ) -> bool:
         """Find a place for a request and its reply; False: send it over TCP."""
         while self._freed:
             self._rooms.give(self._freed.popleft())
@@ -108,7 +112,7 @@ class SlabChannel:
         self._open[number] = asked, told, place
         return True
 
-    def fill(self, number: int, frames: Sequence[Frame]) -> None:
+    def fill(self, number: int, frames: Sequence[SentFrame]) -> None:
         """Write a request to its place."""
         place = self._open[number][2]
         self.slab.touch(max(place.begin + place.size, place.reply + place.room))

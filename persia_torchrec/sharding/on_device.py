@@ -3,8 +3,9 @@
     pulling thread   rows, index of bags -> device, on a side stream: rows out of the
                      memory that a server of this host shares, all else by pinned memory
     compute          the model's stream waits for that copy, and pools
-    backward pass    gradient of the rows -> pinned memory, on another side stream
-    pushing thread   waits for that copy, and sends
+    backward pass    gradient of the rows
+    pushing thread   that gradient -> the memory that a server of this host shares, on
+                     another side stream; to other hosts by pinned memory
 
 On a GPU the trainer's thread never blocks: the streams wait for one another, and the
 pipeline's threads for the copies, asleep. Nothing waits within the backward pass. All
@@ -27,8 +28,13 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
-from persia_torchrec.client.client import BatchNumber, EmbeddingClient
-from persia_torchrec.datasets.transfer import copy_into, empty_pinned, register
+from persia_torchrec.client.client import BatchNumber, EmbeddingClient, Reply
+from persia_torchrec.datasets.transfer import (
+    copy_into,
+    copy_out,
+    empty_pinned,
+    register,
+)
 from persia_torchrec.lookup.bags import Bags, FeatureSpec
 from persia_torchrec.lookup.sharded_lookup import (
     Outputs,
@@ -39,7 +45,7 @@ from persia_torchrec.lookup.sharded_lookup import (
 from persia_torchrec.lookup.transposed import IndexSizes, Wanted, build_index
 from persia_torchrec.routing.shard import Positions
 from persia_torchrec.rpc import slab
-from persia_torchrec.rpc.messages import Precision
+from persia_torchrec.rpc.messages import LateFrame, LateRows, Precision
 from persia_torchrec.sharding import torchrec_api
 
 Tensors = tuple[torch.Tensor, ...]
@@ -224,6 +230,8 @@ class Leaving:
     The thread of the backward pass makes it. On a GPU ``stream`` copies, when the
     current stream has computed the gradients; these are kept until then, so that
     autograd neither changes nor frees them. ``check`` wants to know if all are finite.
+    Those of rows ``of`` a ``DeviceBatch`` that travel as float32 are copied when they
+    are sent.
     """
 
     def __init__(
@@ -232,23 +240,28 @@ class Leaving:
         stream: torch.cuda.Stream | None,
         *,
         check: bool,
+        of: object = None,
     ) -> None:
         self._grads: Sequence[torch.Tensor] = grads
         self._device = None if stream is None else stream.device
         self._is_finite: torch.Tensor | None = None
         self._checked = self._left = None
+        late = isinstance(of, DeviceBatch) and of.rows[0].dtype == torch.float32
         if check:
             each = [torch.isfinite(grad).all() for grad in grads]
             self._is_finite = each[0] if len(each) == 1 else torch.stack(each).all()
+        grads = [grad.contiguous() for grad in grads]
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
             with torch.cuda.stream(stream):
                 if self._is_finite is not None:
                     self._is_finite = _copied(self._is_finite, stream)
                     self._checked = _end_of_work(stream)
-                grads = [_copied(grad, stream) for grad in grads]
+                if not late:
+                    grads = [_copied(grad, stream) for grad in grads]
                 self._left = _end_of_work(stream)
-        self._arrays = tuple([grad.contiguous().numpy() for grad in grads])
+        self._late = LeavingRows(grads, stream) if late else None
+        self._arrays = () if late else tuple([grad.numpy() for grad in grads])
 
     def is_finite(self) -> bool:
         """Return whether all are finite, True unchecked; waits for the check alone."""
@@ -258,16 +271,74 @@ class Leaving:
         # By NumPy, which reads memory of the host only.
         return self._is_finite is None or bool(self._is_finite.numpy())
 
-    def wait(self) -> Outputs:
+    def wait(self) -> Any:
         """Wait until the gradients are on the host, and return them; any thread.
 
-        Their memory is not written again: it may be sent more than once.
+        Their memory is not written again: it may be sent more than once. Those that are
+        copied when they are sent are ``LeavingRows``.
         """
         if self._left is not None:
             use_device(self._device)
             self._left.synchronize()
         self._grads = ()
-        return self._arrays
+        return self._arrays if self._late is None else self._late
+
+
+class LeavingRows(LateRows):
+    """Gradients of rows, float32 ``(U, D)`` per group, computed; ``stream`` copies."""
+
+    def __init__(
+        self, grads: Sequence[torch.Tensor], stream: torch.cuda.Stream | None
+    ) -> None:
+        self.shapes = [tuple(grad.shape) for grad in grads]
+        self._grads, self._stream = grads, stream
+
+    def part(self, pieces: Sequence[slice]) -> LateFrame:
+        """Return a frame of some rows, of each group its piece."""
+        pairs = zip(self._grads, pieces, strict=True)
+        return _Part([grad[piece].view(-1) for grad, piece in pairs], self._stream)
+
+    def arrays(self) -> Outputs:
+        """Return all rows on the host."""
+        found = []
+        for grad in self._grads:
+            numbers = np.frombuffer(
+                _Part([grad.view(-1)], self._stream).whole(), np.float32
+            )
+            found.append(numbers.reshape(grad.shape))
+        return tuple(found)
+
+
+class _Part(LateFrame):
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], stream: torch.cuda.Stream | None
+    ) -> None:
+        self._tensors, self._stream = tensors, stream
+        self._num = sum([len(tensor) for tensor in tensors])
+
+    def __len__(self) -> int:
+        return 4 * self._num
+
+    def write(self, out: npt.NDArray[np.uint8]) -> None:
+        """Write the rows; they are there when this returns."""
+        at, floats, stream = 0, out.view(np.float32), self._stream
+        if stream is not None:
+            use_device(stream.device)
+        with torch.cuda.stream(stream):  # does nothing for None
+            for tensor in self._tensors:
+                copy_out(tensor, floats[at : at + len(tensor)])
+                at += len(tensor)
+            if stream is not None:
+                _end_of_work(stream).synchronize()
+
+    def whole(self) -> memoryview:
+        """Return the rows in memory of their own."""
+        if self._stream is None and len(self._tensors) == 1:
+            return self._tensors[0].numpy().view(np.uint8).data
+        empty = torch.empty if self._stream is None else empty_pinned
+        out = empty((self._num,), dtype=torch.float32).numpy().view(np.uint8)
+        self.write(out)
+        return out.data
 
 
 def use_device(device: torch.device | None) -> None:
@@ -352,9 +423,16 @@ class RowsOnDevice(ShardedLookup):
             came.synchronize()
         return DeviceBatch(batch, tuple(rows), moved, self.each_id, came)
 
-    def gradients_of(self, batch: RoutedBatch, grads: Outputs) -> RowGradients:
-        """Return the gradients of the rows, which are given."""
-        return RowGradients(batch.groups, grads)
+    def push(self, batch: RoutedBatch, grads: Any) -> list[Reply]:
+        """Send the gradients of the rows, which are given, or late."""
+        assert batch.number is not None, "a batch that was not pulled for training"
+        given = batch.groups, grads, batch.number
+        return self.client.push(*given, precision=self.precision)
+
+    def gradients_of(self, batch: RoutedBatch, grads: Any) -> RowGradients:
+        """Return the gradients of the rows, which are given, or late."""
+        arrays = grads.arrays() if isinstance(grads, LeavingRows) else grads
+        return RowGradients(batch.groups, arrays)
 
     def _staged(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         if self._stream is None:

@@ -340,7 +340,7 @@ class ShardedRemoteCollection(
         elif not is_one or any(grad.requires_grad for grad in grads):
             grads = [grad.detach().to(torch.float32) * factor for grad in grads]
         is_checked = self.skip_non_finite or is_scaled
-        leaving = Leaving(grads, self._leaving, check=is_checked)
+        leaving = Leaving(grads, self._leaving, check=is_checked, of=batch.outputs)
         tables.send_rates()
         if tables.first_batch.is_open:
             tables.current_backward()  # at whose end trainers agree on it

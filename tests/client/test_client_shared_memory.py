@@ -43,6 +43,9 @@ def test_rows_are_the_same_as_over_tcp(connect, num_servers):
     near, far = connect("shm", num_servers), connect("tcp", num_servers)
     for number in range(3):
         assert train(near, number) == train(far, number)
+        near_late, far_late = number == 1, number == 2
+        rows = train(near, 3 + number, is_late=near_late)
+        assert rows == train(far, 3 + number, is_late=far_late)
     assert near.read("item", IDS).tobytes() == far.read("item", IDS).tobytes()
     for precision in Precision:
         rows = [
@@ -91,8 +94,13 @@ def killed(tmp_path, monkeypatch):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("point", POINTS)
-def test_each_update_is_applied_once_wherever_the_server_dies(connect, killed, point):
+@pytest.mark.parametrize(
+    ("point", "is_late"),
+    [*((point, False) for point in POINTS), (Point.UPDATE_IS_QUEUED, True)],
+)
+def test_each_update_is_applied_once_wherever_the_server_dies(
+    connect, killed, point, is_late
+):
     plain = connect("tcp")
     killed.start()
     with killed.connect() as client:
@@ -103,7 +111,9 @@ def test_each_update_is_applied_once_wherever_the_server_dies(connect, killed, p
         killed.start(dies_in=point)
         wait_until(lambda: carrier_of(client) is not None, "shared memory")
         trained = []
-        threading.Thread(target=lambda: trained.append(train(client, 1))).start()
+        threading.Thread(
+            target=lambda: trained.append(train(client, 1, is_late=is_late))
+        ).start()
         killed.dies()
         killed.start()
         wait_until(lambda: trained, "the batch")

@@ -40,9 +40,15 @@ UNUSED = ("_vbe.so", "_gwd.so", "_inference.so", "_index_select.so")
 
 RARE = (
     b"rowwise_adagrad_with_counter",
+    b"partial_rowwise",
+    b"codegen_lamb",
+    b"codegen_lars",
     b"codegen_none",
 )
-"""Optimizers that neither tests nor the benchmark give to fbgemm."""
+"""Optimizers that neither tests nor the benchmark give to plain TorchRec."""
+
+LEFT_OUT = "fbgemm_gpu/left_out.txt"
+"""Names them, for tests that start their kernels all the same."""
 
 _CONTAINER, _MAGIC = Struct("<IHHQ"), 0xBA55ED50
 _ENTRY = Struct("<HHIQ12xI")
@@ -142,6 +148,7 @@ def main() -> None:
         folder = Path(name)
         with zipfile.ZipFile(given.wheel) as wheel:
             wheel.extractall(folder)
+        (folder / LEFT_OUT).write_bytes(b"\n".join(RARE))
         left = 0
         for path in sorted(folder.rglob("*.so")):
             before, after = prune(path, given.arch)

@@ -29,6 +29,7 @@ from persia_torchrec import (
     Placement,
     RemoteEmbeddingBagCollectionSharder,
     RemoteEmbeddingCollectionSharder,
+    accumulate,
 )
 from persia_torchrec.datasets.batches import JaggedBatch
 from persia_torchrec.errors import ConfigError
@@ -243,6 +244,48 @@ def test_gradients_of_the_cpu_are_on_the_host(check):
         assert np.array_equal(array, grad.numpy())
     spoilt = Leaving([*grads, torch.tensor([0.0, np.nan])], None, check=check)
     assert spoilt.is_finite() is not check
+
+
+@pytest.mark.parametrize(
+    "device", [CPU, pytest.param(CUDA, marks=ON_GPU, id="on a GPU")]
+)
+def test_gradients_of_rows_are_copied_to_where_they_are_sent_from(device):
+    grads = [torch.randn(6, 2), torch.randn(3, 5).t()]
+    stream = torch.cuda.Stream(device) if device == CUDA else None
+    rows = (torch.empty(0, device=device),)
+    pulled = DeviceBatch(None, rows, (), each_id=False, came=None)
+    given = [grad.to(device) for grad in grads]
+    late = Leaving(given, stream, check=True, of=pulled).wait()
+    assert late.shapes == [(6, 2), (5, 3)]
+    for pieces in ([slice(2, 5), slice(0, 2)], [slice(0, 0), slice(5, 5)]):
+        parts = [
+            grad[piece].flatten() for grad, piece in zip(grads, pieces, strict=True)
+        ]
+        expected = torch.cat(parts).numpy()
+        frame = late.part(pieces)
+        out = np.full(len(frame), 9, dtype=np.uint8)
+        frame.write(out)
+        np.testing.assert_array_equal(out.view(np.float32), expected)
+        assert frame.whole() == out.data
+    for array, grad in zip(late.arrays(), grads, strict=True):
+        np.testing.assert_array_equal(array, grad.numpy())
+
+
+@pytest.mark.parametrize(("device", "place"), PLACES)
+def test_parts_of_an_update_of_rows_on_a_device_are_added_up(job, device, place):
+    table = EmbeddingBagConfig(10, DIM, name="parts", feature_names=["ad"])
+    model, sharder = put(job, device, Bags([table]), staleness=2)
+    ids = kjt_of({"ad": [[1, 2], [2]]}).to(place)
+    model(ids).values().sum().backward()
+    sharder.flush()
+    before = job.read("parts", [1, 2])[:, :DIM]
+    with accumulate(sharder, 2):
+        for _ in range(6):
+            model(ids).values().sum().backward()
+    sharder.flush()
+    moved = job.read("parts", [1, 2])[:, :DIM] - before  # by SGD(1.0)
+    np.testing.assert_allclose(moved, [[-6] * DIM, [-12] * DIM], atol=1e-4)
+    assert job.client.step("parts") == 1 + 3
 
 
 @pytest.mark.parametrize(("device", "place"), GPU_PLACES)

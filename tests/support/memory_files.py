@@ -1,9 +1,11 @@
 """The table of servers with a memory file, and batches that train it."""
 
 import numpy as np
+import torch
 
 from persia_torchrec.client.codec import BatchNumber
 from persia_torchrec.embedding.optim import Adagrad
+from persia_torchrec.sharding.on_device import LeavingRows
 from persia_torchrec.table import TableSpec
 from tests.support.servers import ids_of, missed
 
@@ -11,10 +13,16 @@ IDS = ids_of(*range(0, 2000, 7), 2**64 - 1)
 SPEC = TableSpec(name="item", dim=8, optimizer=Adagrad(0.1), keeps_metadata=True)
 
 
-def train(client, number):
-    """Train a batch; return the rows that it read."""
+def train(client, number, *, is_late=False):
+    """Train a batch; return the rows that it read.
+
+    Gradients that are late are copied when they are sent, as those on a device.
+    """
     batch, tables = BatchNumber(1, number), [("item", client.split(IDS))]
     rows = client.pull(tables, batch=batch)
     grads = np.random.default_rng(number).normal(size=rows[0].shape)
-    assert missed(client.push(tables, [grads.astype(np.float32)], batch)) == 0
+    given = [grads.astype(np.float32)]
+    if is_late:
+        given = LeavingRows([torch.from_numpy(given[0])], None)
+    assert missed(client.push(tables, given, batch)) == 0
     return rows[0].tobytes()
