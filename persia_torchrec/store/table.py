@@ -216,7 +216,7 @@ class TableState:
             update = engine.build_update(spec.optimizer, spec.row_dim)
         else:
             update = loops.build_update(spec.optimizer.kernel)
-            calls.append((update, *used, read_only(no_rows), self._step_numbers()))
+            calls.append((update, *used, read_only(no_rows), self._step_numbers(1)))
         if len(self._begun_row):
             self._read_begun = loops.build_read_only(spec.initializer.kernel)
             begun = self.layout, _NO_IDS, no_rows, self._begun_row
@@ -393,8 +393,12 @@ class TableState:
         All arrays are read-only. Returns how many ids have no row, and how many
         gradients were rejected.
         """
-        self.num_updates, self.layout[memory.NOW_S] = step, now_s
-        numbers = self._step_numbers()
+        if self.is_part:
+            self.layout[memory.STEP] = step  # the table counts it, after its parts
+        else:
+            self.num_updates = step
+        self.layout[memory.NOW_S] = now_s
+        numbers = self._step_numbers(step)
         return self._update(self.at, ids_N, hints_N, grads_ND, numbers)
 
     def describe_both(self, spec: TableSpec, *, is_lfu: bool) -> tuple[str, str]:
@@ -456,10 +460,9 @@ class TableState:
         rule = self.spec.admission, self.spec.seed
         self.admission = build_admission(*rule, self.remembered, self._log)
 
-    def _step_numbers(self) -> Floats:
+    def _step_numbers(self, step: int) -> Floats:
         """Return the bound of the weights, that of gradients, and the optimizer's."""
-        spec, step = self.spec, max(self.num_updates, 1)
-        numbers = spec.optimizer.step_numbers(spec.row_dim, step)
+        numbers = self.spec.optimizer.step_numbers(self.spec.row_dim, max(step, 1))
         return np.array((*self._checks, *numbers), dtype=np.float32)
 
 

@@ -23,6 +23,13 @@ own. It is as if all was done at once, though other requests come in between:
     another period's end,
     a sweep, a dump         has the rest freed first
 
+Which blocks an id has lost depends on its statistics, the thresholds, and t: all three
+as when the period had ended. So the table counts an update after the updates of its
+further blocks: the rest of a period is freed before the next t. Rows, their order of
+eviction and all answers depend on the requests only. The slots of rows, and how many
+there are meanwhile, depend on when the slices are done; so does, as a sweep frees
+blocks first, when a row that has expired leaves.
+
 An update needs no thresholds. In a memory file a word says what is not over, and the
 process that opens the file of a killed one ranks all again, or frees the rest: which
 blocks an id has lost depends on nothing that either changes.

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from persia_torchrec import AdmitFrequency, DynamicDim, Uniform
@@ -431,6 +431,9 @@ def free_all(store):
     st.lists(st.integers(0, 2**32 - 1), min_size=20, max_size=70),
     st.integers(0, 4),
     st.booleans(),
+)
+@example(  # blocks are left when the next period ends, of an id at its threshold
+    [0, 1, 1, 16, 22, 37, 143, 1218, 5757939], 0, False
 )
 def test_blocks_freed_in_slices_between_requests_are_as_those_freed_at_once(
     tmp_path_factory, seeds, sweeps, is_killed
