@@ -395,7 +395,7 @@ def do_request(store, seed):
     rng = np.random.default_rng(seed)
     ids = np.unique(rng.zipf(1.3, 8) % len(MANY_IDS)).astype(np.uint64)
     counts = rng.integers(1, 9, len(ids)).astype(np.uint32)
-    rows = np.empty((len(ids), DIM), dtype=np.float32)
+    rows = np.zeros((len(ids), DIM), dtype=np.float32)  # a write leaves them
     action, table = rng.integers(8), int(rng.integers(4) == 0)
     if action < 3:
         store.lookup(table, ids, rows, training=True, counts_N=counts)
