@@ -331,7 +331,10 @@ class RowRequest(NamedTuple):
         """
         if precision is not Precision.FP32:
             return [[rows_UW] for rows_UW in self.merge(replies, precision)]
-        of_servers = [one.pieces for one in self.received(replies, precision)]
+        of_servers = [
+            self.read(server, reply, precision).pieces
+            for server, reply in enumerate(replies)
+        ]
         return [
             [_as_rows(piece, width) for piece in of_group]
             for of_group, width in zip(

@@ -75,9 +75,13 @@ def copy_into(out: torch.Tensor, array: Array) -> None:
     From pinned memory, also what was registered between multiples of ``PINNED``, a GPU
     copies at once; the rest is staged. The array must stay until that has ended.
     """
-    array = np.require(array, requirements=["A", "W"])
     if out.device.type == "cpu":
         out.numpy()[:] = array
+        return
+    if not (array.flags.aligned and array.flags.writeable):  # as torch wants it
+        staged = empty_pinned(out.shape, out.dtype)
+        staged.numpy()[:] = array
+        out.copy_(staged, non_blocking=True)
         return
     source = torch.from_numpy(array)
     for start, stop in _registered(array):

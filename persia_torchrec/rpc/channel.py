@@ -38,10 +38,10 @@ from persia_torchrec.rpc.messages import (
     Frames,
     Header,
     Kind,
+    LateFrame,
     SentFrame,
     decode_json,
     error_frames,
-    whole,
 )
 from persia_torchrec.rpc.slab_server import Slabs
 
@@ -374,7 +374,9 @@ def send_frames(socket: "zmq.Socket[bytes]", frames: Sequence[SentFrame]) -> Non
     """Send a message; large frames are not copied, and must not change until then."""
     for i, frame in enumerate(frames):
         more = zmq.SNDMORE if i + 1 < len(frames) else 0
-        socket.send(whole(frame), more, copy=len(frame) < _MIN_ZERO_COPY_BYTES)
+        if isinstance(frame, LateFrame):
+            frame = frame.whole()
+        socket.send(frame, more, copy=len(frame) < _MIN_ZERO_COPY_BYTES)
 
 
 def receive_frames(socket: "zmq.Socket[bytes]") -> Frames:

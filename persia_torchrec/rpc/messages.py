@@ -166,11 +166,6 @@ class LateRows(ABC):
 SentFrame = Frame | LateFrame
 
 
-def whole(frame: SentFrame) -> Frame:
-    """Return the bytes of a frame."""
-    return frame.whole() if isinstance(frame, LateFrame) else frame
-
-
 Ids = npt.NDArray[np.uint64]
 Counts = npt.NDArray[np.uint32]
 Scalar = TypeVar("Scalar", bound=np.generic)

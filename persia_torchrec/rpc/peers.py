@@ -18,9 +18,9 @@ from persia_torchrec.rpc.messages import (
     Frames,
     Header,
     Kind,
+    LateFrame,
     SentFrame,
     encode_json,
-    whole,
 )
 from persia_torchrec.rpc.slab_client import obtain
 
@@ -80,7 +80,8 @@ class Peers:
         """Send one process a message: the frames after the header."""
         carriers = self.connections.carriers
         if carriers[peer] is None:
-            frames = list(map(whole, frames))  # here, and not in the I/O thread
+            # Here, and not in the I/O thread.
+            frames = [f.whole() if isinstance(f, LateFrame) else f for f in frames]
         carriers.announce(peer, frames)
         header = self.numbered(header)
         if not header.incarnation and self.incarnations[peer]:

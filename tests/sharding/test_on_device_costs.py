@@ -107,7 +107,7 @@ def test_26_tables_are_as_many_operators_as_2(poolings):
         with RemoteJob() as job:
             found.append(operators(Steps(job, num_tables, poolings)))
     few, many = found
-    assert len(many) <= 40, many
+    assert len(many) <= 56, many  # some for each of the two servers
     assert len(many) <= len(few) + 4, (few, many)
 
 
@@ -144,5 +144,5 @@ def test_a_step_allocates_rows_once_and_their_gradient_once(monkeypatch):
         allocated = sum(size for size in sizes if size > 0)
         num_ids = len(steps.batch.values())
         of_batch = num_ids * (8 + 4) + 4 * len(steps.batch.lengths())
-        assert of_rows <= sum(staged) <= of_rows + 4 * 4 * num_ids
+        assert sum(staged) <= 4 * 4 * num_ids  # the indices alone
         assert of_rows <= allocated <= of_rows + steps.grad.nbytes + 2 * of_batch
