@@ -390,6 +390,8 @@ def test_machine_code_of_a_release_whose_classes_are_gone_is_compiled_again(tmp_
         code = f"import pairs; assert pairs.first(pairs.{name}(1.5)) == 1.5"
         path = os.pathsep.join([str(tmp_path), str(Path.cwd())])
         environment = os.environ | {"PYTHONPATH": path}
+        # Else Python's own cache takes two texts of one second for the same.
+        environment |= {"PYTHONDONTWRITEBYTECODE": "1"}
         command = [sys.executable, "-c", code]
         subprocess.run(command, check=True, env=environment)
 
