@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 Array = npt.NDArray[Any]
 
+_NUMPY = {torch.float32: np.float32, torch.int16: np.int16}
 _PORTABLE = 1  # cudaHostRegisterPortable: for all GPUs
 _ALIGNED_BYTES = 512
 """Where a tensor of torch's allocator begins; kernels read wide words from there."""
@@ -69,15 +70,23 @@ def register(device: torch.device, address: int, num_bytes: int) -> Callable[[],
     return undo
 
 
-def copy_into(out: torch.Tensor, array: Array) -> None:
-    """Begin to copy an array into a flat tensor of its length, on the current stream.
+def copy_into(out: torch.Tensor, arrays: Sequence[Array]) -> None:
+    """Begin to copy arrays, one after the other, into a flat tensor of their length.
 
-    From pinned memory, also what was registered between multiples of ``PINNED``, a GPU
-    copies at once; the rest is staged. The array must stay until that has ended.
+    It is copied on the current stream. From pinned memory, also what was registered
+    between multiples of ``PINNED``, a GPU copies at once; the rest is staged. Arrays
+    have numbers of the tensor's size, and must stay until that has ended.
     """
-    if out.device.type == "cpu":
-        out.numpy()[:] = array
-        return
+    at, whole = 0, out.numpy() if out.device.type == "cpu" else None
+    for array in arrays:
+        begin, at = at, at + len(array)
+        if whole is not None:
+            whole[begin:at] = array.view(whole.dtype)
+        elif len(array):
+            _copy_one(out[begin:at], array.view(_NUMPY[out.dtype]))
+
+
+def _copy_one(out: torch.Tensor, array: Array) -> None:
     if not (array.flags.aligned and array.flags.writeable):  # as torch wants it
         staged = empty_pinned(out.shape, out.dtype)
         staged.numpy()[:] = array
@@ -89,14 +98,11 @@ def copy_into(out: torch.Tensor, array: Array) -> None:
 
 
 def copy_out(tensor: torch.Tensor, array: Array) -> None:
-    """Begin to copy a flat tensor into an array of its length, on the current stream.
+    """Begin to copy a flat tensor of a GPU into an array, on the current stream.
 
-    A GPU copies to pinned memory while others run, and to other memory before this
+    It copies to pinned memory while others run, and to other memory before this
     returns.
     """
-    if tensor.device.type == "cpu":
-        array[:] = tensor.numpy()
-        return
     out = torch.from_numpy(array)
     for start, stop in _registered(array):
         out[start:stop].copy_(tensor[start:stop], non_blocking=True)

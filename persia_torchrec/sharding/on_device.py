@@ -291,30 +291,30 @@ class LeavingRows(LateRows):
         self, grads: Sequence[torch.Tensor], stream: torch.cuda.Stream | None
     ) -> None:
         self.shapes = [tuple(grad.shape) for grad in grads]
-        self._grads, self._stream = grads, stream
+        self._flat: list[Any] = [grad.view(-1) for grad in grads]
+        if stream is None:
+            self._flat = [flat.numpy() for flat in self._flat]
+        self._stream = stream
 
     def part(self, pieces: Sequence[slice]) -> LateFrame:
         """Return a frame of some rows, of each group its piece."""
-        pairs = zip(self._grads, pieces, strict=True)
-        return _Part([grad[piece].view(-1) for grad, piece in pairs], self._stream)
+        each = zip(self._flat, self.shapes, pieces, strict=True)
+        found = [flat[piece.start * D : piece.stop * D] for flat, (_, D), piece in each]
+        return _Part(found, self._stream)
 
     def arrays(self) -> Outputs:
         """Return all rows on the host."""
-        found = []
-        for grad in self._grads:
-            numbers = np.frombuffer(
-                _Part([grad.view(-1)], self._stream).whole(), np.float32
-            )
-            found.append(numbers.reshape(grad.shape))
-        return tuple(found)
+        whole = [_Part([flat], self._stream).whole() for flat in self._flat]
+        each = zip(whole, self.shapes, strict=True)
+        return tuple([np.frombuffer(one, np.float32).reshape(s) for one, s in each])
 
 
 class _Part(LateFrame):
-    def __init__(
-        self, tensors: Sequence[torch.Tensor], stream: torch.cuda.Stream | None
-    ) -> None:
-        self._tensors, self._stream = tensors, stream
-        self._num = sum([len(tensor) for tensor in tensors])
+    """Pieces of float32, flat: tensors that ``stream`` copies, or without it arrays."""
+
+    def __init__(self, pieces: Sequence[Any], stream: torch.cuda.Stream | None) -> None:
+        self._pieces, self._stream = pieces, stream
+        self._num = sum(map(len, pieces))
 
     def __len__(self) -> int:
         return 4 * self._num
@@ -322,21 +322,24 @@ class _Part(LateFrame):
     def write(self, out: npt.NDArray[np.uint8]) -> None:
         """Write the rows; they are there when this returns."""
         at, floats, stream = 0, out.view(np.float32), self._stream
-        if stream is not None:
-            use_device(stream.device)
-        with torch.cuda.stream(stream):  # does nothing for None
-            for tensor in self._tensors:
+        if stream is None:
+            np.concatenate(self._pieces, out=floats)
+            return
+        use_device(stream.device)
+        with torch.cuda.stream(stream):
+            for tensor in self._pieces:
                 copy_out(tensor, floats[at : at + len(tensor)])
                 at += len(tensor)
-            if stream is not None:
-                _end_of_work(stream).synchronize()
+            _end_of_work(stream).synchronize()
 
     def whole(self) -> memoryview:
         """Return the rows in memory of their own."""
-        if self._stream is None and len(self._tensors) == 1:
-            return self._tensors[0].numpy().view(np.uint8).data
-        empty = torch.empty if self._stream is None else empty_pinned
-        out = empty((self._num,), dtype=torch.float32).numpy().view(np.uint8)
+        if self._stream is None:
+            one = len(self._pieces) == 1
+            array = self._pieces[0] if one else np.concatenate(self._pieces)
+            found: memoryview = array.view(np.uint8).data
+            return found
+        out = empty_pinned((self._num,), torch.float32).numpy().view(np.uint8)
         self.write(out)
         return out.data
 
@@ -414,9 +417,8 @@ class RowsOnDevice(ShardedLookup):
             rows = [
                 torch.empty(s, dtype=dtype, device=device) for s in batch.row_shapes
             ]
-            for slices, pieces, _ in received:
-                for rows_UD, piece, numbers in zip(rows, slices, pieces, strict=True):
-                    _copy_rows(rows_UD[piece], numbers)
+            for g, rows_UD in enumerate(rows):
+                copy_into(_flat(rows_UD), [one.pieces[g] for one in received])
             moved = tuple([index.to(device) for index in indices])
             came = None if self._stream is None else _end_of_work(self._stream)
         if came is not None:  # the servers write there again, when ``received`` is gone
@@ -500,13 +502,10 @@ class _HostIndex(NamedTuple):
         return DeviceIndex(flat, self.sizes, further)
 
 
-def _copy_rows(rows_ND: torch.Tensor, numbers: npt.NDArray[np.generic]) -> None:
-    """Begin to copy numbers as they travelled into rows; halves are uint16."""
-    flat = rows_ND.view(-1)
-    if flat.dtype == torch.float32:
-        copy_into(flat, numbers)
-    else:
-        copy_into(flat.view(torch.int16), numbers.view(np.int16))
+def _flat(rows_UD: torch.Tensor) -> torch.Tensor:
+    """Return all numbers of rows, as they travel: of halves the bits."""
+    flat = rows_UD.view(-1)
+    return flat if flat.dtype == torch.float32 else flat.view(torch.int16)
 
 
 def by_feature(

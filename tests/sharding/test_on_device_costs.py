@@ -107,7 +107,7 @@ def test_26_tables_are_as_many_operators_as_2(poolings):
         with RemoteJob() as job:
             found.append(operators(Steps(job, num_tables, poolings)))
     few, many = found
-    assert len(many) <= 56, many  # some for each of the two servers
+    assert len(many) <= 40, many
     assert len(many) <= len(few) + 4, (few, many)
 
 

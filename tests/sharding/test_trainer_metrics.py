@@ -22,6 +22,7 @@ def in_job(monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(TrainerMetrics, "loss", LatestLoss())
+    monkeypatch.setattr(TrainerMetrics, "last_step", None)  # of a run of tests before
     yield
     TrainerMetrics.end()
 

@@ -23,6 +23,7 @@ from persia_torchrec.data import CsvDataset, IdColumn, LabelColumn, WorkQueue
 from persia_torchrec.sharding.training_blocks import join
 from persia_torchrec.training.recovery import recoverable
 from tests.support.faults import kill_self
+from tests.support.processes import wait_until
 from tests.support.remote_job import META, shard
 
 COLUMNS = (IdColumn("id", is_text=False), LabelColumn("label"))
@@ -54,12 +55,16 @@ def write_files(folder: Path, sizes) -> int:
 def train(rank: int, size: int, addresses, folder: Path, dies_at: int) -> None:
     """Be one of some trainers; the last one is killed before it counts a step.
 
+    It has trained so many, and a checkpoint is complete. How many steps each takes
+    depends on who is first at the queue: if the last one has fewer, it is killed when
+    all have trained what they got.
+
     Args:
         rank: of this one.
         size: how many there are.
         addresses: of the servers.
         folder: of the files, and of the checkpoints.
-        dies_at: the step; 0: none.
+        dies_at: the first step at which it may be; 0: none.
     """
     torch.set_num_threads(1)
     life = env.num_group_restarts()
@@ -70,6 +75,11 @@ def train(rank: int, size: int, addresses, folder: Path, dies_at: int) -> None:
     model, sharder, optimizer, together = make_model(client)
     state = {"model": model, "optimizer": optimizer, "data": data}
     given = {"interval_s": 0, "save_steps": 3}
+    dies = dies_at > 0 and rank == size - 1
+
+    def is_saved() -> bool:
+        return any((folder / "run").glob("checkpoint-*/manifest.json"))
+
     with recoverable(folder / "run", state, client, sharder, **given) as run:
         with together():
             num_steps = 0
@@ -79,9 +89,12 @@ def train(rank: int, size: int, addresses, folder: Path, dies_at: int) -> None:
                 model(batch).backward()
                 optimizer.step()
                 num_steps += 1
-                if num_steps == dies_at and rank == size - 1:
+                if dies and num_steps >= dies_at and is_saved():
                     kill_self()
                 run.step()
+        if dies:
+            wait_until(is_saved, "a checkpoint")
+            kill_self()
         print(f"resumed from {run.resumed_from}, {num_steps} steps")
     sharder.flush()
     dist.barrier()
