@@ -24,8 +24,9 @@ increments behind each position they are the rows of the training.
 An increment stays if it continues a complete checkpoint: the latest of a run, or one
 that has deltas; where there is a base: the base, what is newer, or has deltas. So it
 does not matter who deletes checkpoints, and a server that is killed before it has
-deleted increments deletes them later. Each log has a list of the runs that were dumped
-to while it was written.
+deleted increments deletes them later. The last one of a log stays, so that a follower
+that is further back sees that some are missing. Each log has a list of the runs that
+were dumped to while it was written.
 """
 
 import contextlib
@@ -423,7 +424,7 @@ class Retention:
             folder.remove_all()
             self._known.pop(name, None)
             return
-        for number in list_increments(folder):
+        for number in list_increments(folder)[:-1]:  # the last one: others are missed
             if number < needed.get(name, 1):
                 folder.remove(increment_name(number))
 

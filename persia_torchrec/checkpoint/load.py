@@ -458,7 +458,7 @@ class ShardLoad(BackgroundTask):
             store, saved, written_s(self.manifest.created), goes_back=self._replaces
         )
         for table, number in zip(saved, numbers, strict=True):
-            if continues(plans, table):
+            if continues(plans, table):  # add_tables has ended its periods
                 state = store.states[number]
                 state.num_updates = max(state.num_updates, table.num_updates)
                 set_thresholds(state, self._ranked.get(table.name, table))

@@ -125,8 +125,8 @@ class DeltaEnd:
         self.error: Exception | None = None
         self.result: EndedIncrement | None = None
         self._folder = "" if logs is None else Folder(logs).url
-        self._increments = increments
-        self._tables = saved_tables(store.present, store.seconds)
+        self._increments, self._store = increments, store
+        self._tables: tuple[SavedTable, ...] = ()
         self._cut: int | None = None
 
     def advance(self) -> None:
@@ -135,6 +135,7 @@ class DeltaEnd:
             self.fail("there is no log now; the next one begins in seconds")
         elif self._cut is None:
             self._cut = self._increments.end_increment()
+            self._tables = saved_tables(self._store.present, self._store.seconds)
         elif (position := self._increments.ended_before(self._cut)) is not None:
             self.result = EndedIncrement(self._folder, position, self._tables)
             self.phase = "written"
@@ -217,16 +218,13 @@ class ShardDump(BackgroundTask):
         own = f"shard-{config.shard:05d}-of-{config.num_shards:05d}.rows"
         self._name = name or own
         super().__init__(folder.file_path(self._name))
-        self._folder = folder
-        self._store = store
-        self._config = config
+        self._folder, self._store, self._config = folder, store, config
         self.log: LogPosition | None = None
         self._export = RowExport(store)
         self._tables = self._describe_tables()
         self._remembered = self._copy_remembered()
         self.chunks: queue.Queue[Chunk | None] = queue.Queue(_MAX_CHUNKS)
-        self._has_copied_all = False
-        self._tick = 0
+        self._has_copied_all, self._tick = False, 0
         self._writer_cpu_s = self._charged_cpu_s = 0.0
         self.result: DumpResult | None = None
         self.start("dumping", self._write, "dumped")
@@ -260,6 +258,8 @@ class ShardDump(BackgroundTask):
         return since_s
 
     def _describe_tables(self) -> tuple[SavedTable, ...]:
+        if self._export.is_done:
+            self._store.free_blocks()  # of a period that has ended meanwhile
         states = (self._store.states[table.number] for table in self._export.tables)
         return saved_tables(states, self._store.seconds)
 

@@ -65,9 +65,6 @@ _SLICE_BYTES = 2**19
 _CHECK_S = 0.1
 
 
-_SLICE_ROWS = 2048  # looked at, at the end of a log, to free blocks
-
-
 class FlushRequest(NamedTuple):
     """What a journal noted, and the head of an increment that would begin then.
 
@@ -566,6 +563,7 @@ class Increments:
                 self._written_s = now_s
             return
         self._waits_for_more = not is_due
+        store.free_blocks()  # where they did not wait: the log ends
         head = IncrementHead(
             log=writer.log.name,
             number=0,
@@ -577,8 +575,6 @@ class Increments:
             tables=saved_tables(store.present, store.seconds),
         )
         numbers = [state.number for state in store.present]
-        while store.must_free_blocks:  # where none may wait: the log ends
-            store.sweep(_SLICE_ROWS)
         changes = store.journal.cut()
         self._cuts.append((changes.number, now_s))
         spread = _SPREAD if is_due else 1 + _SPREAD

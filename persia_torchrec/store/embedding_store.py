@@ -196,6 +196,7 @@ class EmbeddingStore:
 
         The rows of a known table keep their form. An error changes no table.
         """
+        self.free_blocks()  # by the rules as they were
         number_of = {state.spec.name: state.number for state in self.present}
         states, num_arenas = list(self.states), len(self.arenas.words)
         try:
@@ -478,6 +479,11 @@ class EmbeddingStore:
         """Whether ids have lost blocks that were not freed yet: a period has ended."""
         return self._transactions.must_free_blocks
 
+    def free_blocks(self) -> None:
+        """Free all blocks that ids have lost, and set the thresholds of that period."""
+        while self.must_free_blocks:
+            self._transactions.free_blocks()
+
     def now_s(self, state: TableState) -> int:
         """Return the second that rows of a table note now."""
         by_clock = not state.is_by_running_time
@@ -485,6 +491,11 @@ class EmbeddingStore:
 
     def remove(self, table: int, ids_N: Ids) -> None:
         """Drop the rows of ids; those that have none are skipped."""
+        self.free_blocks()  # these rows are still ranked
+        self.take_out(table, ids_N)
+
+    def take_out(self, table: int, ids_N: Ids) -> None:
+        """Drop the rows of ids, as :meth:`remove`, also while a period is ended."""
         self.journal.make_room(len(ids_N))
         with self.changing():
             self.journal.leaving(table, ids_N)

@@ -191,7 +191,7 @@ class TableOfBlocks(TableState):
         with store.transaction():
             is_new_N = store.find(self.number, ids_N) == memory.MISSING
             for state in self.parts if is_new_N.any() else ():
-                store.remove(state.number, ids_N[is_new_N])  # of a row that has left
+                store.take_out(state.number, ids_N[is_new_N])  # of a row that has left
             store.write_rows(self, ids_N, rows_ND[:, columns[0]])
             for number, state in enumerate(self.parts, start=1):
                 has_N = store.find(state.number, ids_N) != memory.MISSING
@@ -244,7 +244,7 @@ class TableOfBlocks(TableState):
             ids_K = store.arena(state)[slots_K[:num], 0]
             is_lost_K = self._count_unless_seen(store, ids_K) <= number
             if is_lost_K.any():
-                store.remove(state.number, ids_K[is_lost_K])
+                store.take_out(state.number, ids_K[is_lost_K])
             max_rows, num_slots = max_rows - num, num_slots - (end - slot)
             number, slot = (number, end) if end < num_used else (number + 1, 0)
         if number <= len(self.parts):
@@ -296,7 +296,7 @@ class TableOfBlocks(TableState):
         for number, state in enumerate(self.parts, start=1):
             lost = ids_N[num_N <= number]
             if len(lost):
-                store.remove(state.number, lost)
+                store.take_out(state.number, lost)
 
     def _must_free(self, store: "EmbeddingStore") -> Words:
         """Return the word that says it: the one for a step of the second block's."""
@@ -332,7 +332,7 @@ class TableOfBlocks(TableState):
         num_K = self._rule.count_blocks(acc_K, cur_K, t, self.thresholds)
         new = ids_N[has_row[first[(acc_K == 0) & (cur_K == 0)]]]
         for state in self.parts if len(new) else ():
-            store.remove(state.number, new)  # of a row that has left since
+            store.take_out(state.number, new)  # of a row that has left since
         np.add.at(cur_K, which, counts_N[has_row])
         self._put_statistics(store, slots_K, (acc_K, cur_K, t))
         num_N = np.zeros(len(ids_N), dtype=np.uint32)

@@ -267,7 +267,7 @@ class Transactions:
         for state in self._store.present:
             if state.must_free(self._store):
                 self._ended[state.number] = FIRST
-        while self.must_free_blocks:
+        while self._ended:
             self.free_blocks()
 
     @property

@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 
+from persia_torchrec.checkpoint.catalog import Manifest, find_checkpoint
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.increment_log import (
     base_of,
     find_lines,
+    find_start,
     list_increments,
     read_base,
 )
@@ -84,6 +86,29 @@ def test_the_log_gets_a_base_and_what_is_before_it_goes(servers, training):
     for name in ("item", "other"):
         expected = training.client.read(name, IDS)
         assert np.array_equal(client.read(name, IDS), expected)
+
+
+def test_the_last_increment_stays_so_that_others_are_missed(training):
+    training.dump()
+    first = find_checkpoint(training.run)
+    training.train(*range(30))
+    wait_until(lambda: is_quiet(training), "all is written")
+    training.dump()
+    second = find_checkpoint(training.run)
+    training.client.checkpoints.prune()
+
+    def are_pruned():
+        return all(
+            list_increments(Folder(training.logs).child(line.logs[0].name))
+            == [line.position_in(Manifest.read(second)).number - 1]
+            for line in find_lines(Folder(training.logs), {})
+        )
+
+    wait_until(are_pruned, "all but the last ones are deleted")
+    for folder, has_all in (first, False), (second, True):
+        checkpoint = folder, Manifest.read(folder)
+        start = find_start(find_lines(Folder(training.logs), {}), [checkpoint])
+        assert start.has_increments(Folder(training.logs)) == has_all
 
 
 def test_a_lost_memory_is_restored_from_the_base(training):

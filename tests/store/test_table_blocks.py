@@ -493,6 +493,22 @@ def test_a_copy_of_all_rows_has_no_block_that_is_lost(monkeypatch):
     assert num_copied == store.num_rows
 
 
+@pytest.mark.parametrize("does", ["remove", "change the period"])
+def test_what_changes_the_ranked_rows_or_the_rule_waits_for_the_end(monkeypatch, does):
+    left, at_once = (store_with_lost_blocks(monkeypatch) for _ in range(2))
+    free_all(at_once)
+    for store in left, at_once:
+        if does == "remove":
+            store.remove(0, MANY_IDS[:9])
+        else:
+            spec = store.states[0].spec
+            dynamic = replace(spec.dynamic, period=spec.dynamic.period + 5)
+            store.add_table(replace(spec, dynamic=dynamic))
+        assert not store.must_free_blocks
+        check_store(store)
+    assert content_of(left) == content_of(at_once)
+
+
 def test_a_store_that_is_cleared_frees_no_blocks_of_what_comes_then(monkeypatch):
     store = store_with_lost_blocks(monkeypatch)
     store.clear()
