@@ -28,6 +28,7 @@ from persia_torchrec.metrics.push import (
     publish_metrics,
 )
 from persia_torchrec.metrics.values import Means, Reading
+from persia_torchrec.parsing.decoding import require_at_least_1
 from persia_torchrec.pipeline.pipeline import BatchPipeline
 
 if TYPE_CHECKING:
@@ -196,6 +197,17 @@ class TrainerMetrics:
             cls._models.append(model)
         if JobMember.current is not None:
             JobMember.current.status = cls._status
+
+    @classmethod
+    def ends_at(cls, last_step: int | None) -> int | None:
+        """Note the step at which the training ends, if it is known, and return it.
+
+        Raises:
+            ConfigError: it is not at least 1.
+        """
+        require_at_least_1(last_step=last_step)
+        cls.last_step = last_step
+        return last_step
 
     @classmethod
     def expect(cls, batches: object, num_steps: int, num_batches: int) -> None:

@@ -437,7 +437,7 @@ class Run:
 
     def __init__(self, recovery: Recovery, last_step: int | None) -> None:
         self._recovery = recovery
-        self._last_step = TrainerMetrics.last_step = last_step
+        self._last_step = TrainerMetrics.ends_at(last_step)
         self._num_ahead = 0
 
     @property

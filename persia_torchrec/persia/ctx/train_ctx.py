@@ -159,8 +159,8 @@ class TrainCtx(EmbeddingCtx):
         on_change: what becomes of a table with another dim or optimizer, and of changed
             parameters of the model: "error", "reset state" or "reset table".
         rename: by names of the checkpoint's tables, what they are called now.
-        last_step: at which the training ends, for those who look at the job. None: the
-            end of a pass over a dataset that has a length.
+        last_step: at which the training ends, at least 1, for those who look at the
+            job. None: the end of a pass over a dataset that has a length.
 
     Attributes:
         embedding_optimizer: the learning rates of the embeddings, for
@@ -209,7 +209,7 @@ class TrainCtx(EmbeddingCtx):
             backward_workers_size=backward_workers_size,
             grad_update_buffer_size=grad_update_buffer_size,
         )
-        self._last_step = TrainerMetrics.last_step = last_step
+        self._last_step = TrainerMetrics.ends_at(last_step)
         # Not EmbeddingCtx's: the connections are those of an engine.
         BaseCtx.__init__(self, threadpool_worker_size, device_id)
         self.model = model = _require_given(model)

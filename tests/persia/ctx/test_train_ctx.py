@@ -258,6 +258,11 @@ def test_the_last_step_is_given_or_follows_from_the_length_of_a_dataset(
     assert seen == told
 
 
+def test_the_last_step_must_be_one(job):
+    with pytest.raises(ConfigError, match=r"last_step must be >= 1\. Received: 0"):
+        job.train_ctx(last_step=0)
+
+
 class TestAModel:
     def test_it_may_return_several_tensors(self, job):
         model = Towers()
