@@ -100,7 +100,7 @@ class ServingSettings(Settings):
     batch_window_s: Annotated[float, "the server's, for bursts"] = 0.002
     intervals_s: Annotated[tuple[float, ...], "of increments"] = (0.1, 0.25, 0.5)
     fresh_rows: Annotated[int, "rows of the training that is followed"] = 500_000
-    fresh_batches: Annotated[int, "batches of it in a turn"] = 100
+    fresh_batches: Annotated[int, "batches of it in a turn"] = 250
     fresh_repeats: Annotated[int, "turns with and without increments"] = 3
     fresh_updates: Annotated[int, "updates until an answer has them"] = 60
 

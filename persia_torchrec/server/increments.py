@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 _MAX_RATIO = 20  # bytes of increments since a dump, by those of rows, before a warning
 _LEAST_BYTES = 2**24  # of which no warning, and no base, is worth it
 _CPU_FRACTION = 0.06  # of a CPU for what could wait, the writing included
-_SPREAD = 0.75  # of an interval, in which the rows of the previous one are copied
+_SPREAD = 0.25  # of an interval, in which the rows of the previous one are copied
 _TOLERATED_S = 1.0  # beyond two intervals, before a warning
 _POLL_S = 0.002  # how soon rows are copied that the other thread had no room for
 _MAX_BUFFERS = 32  # how many times ``incremental_buffer_rows`` may be noted for one
@@ -262,6 +262,7 @@ class Increments:
         self._begin_s = -math.inf  # when the next log begins, if there is none
         self.next_log = Base("empty"), ""
         self._bytes_at_dump = 0  # of increments
+        self._compared_bytes, self._wants_base = 0, False
         self._warn_bytes = _LEAST_BYTES
         self._owner: FolderWriter | None = None
         self._noted: Changes | None = None  # by the previous process
@@ -295,7 +296,11 @@ class Increments:
         if not (ratio and self.is_writing):
             return False
         num_bytes = self._num_bytes() - self._bytes_at_dump
-        return num_bytes >= _LEAST_BYTES and num_bytes > ratio * self._row_bytes()
+        if num_bytes != self._compared_bytes:  # by an increment, not in every turn
+            self._compared_bytes = num_bytes
+            is_much = num_bytes >= _LEAST_BYTES
+            self._wants_base = is_much and num_bytes > ratio * self._row_bytes()
+        return self._wants_base
 
     def begin_base(self) -> LogPosition | None:
         """Note that a base begins; return the log's position, if any."""
