@@ -72,20 +72,20 @@ def test_an_increment_is_written_before_the_next_one_whatever_the_budget(busy):
     busy.work(0.1)
     # The budget allows one a moment: a second is that of 16 seconds.
     wait_until(lambda: busy.work() == 1, "one is copied")
-    busy.work(0.75 * INTERVAL_S / 2)
+    busy.work(0.25 * INTERVAL_S / 2)  # a quarter of it is for all
     half = num_slices // 2
     wait_until(lambda: busy.work() >= half, "half of the rows are copied")
     assert busy.work() in range(half, half + 3)
     busy.use(500)
-    busy.work(0.75 * INTERVAL_S / 2)
+    busy.work(0.25 * INTERVAL_S / 2)
     wait_until(lambda: busy.counter("increments") == 1, "it is written")
-    assert busy.counter("unwritten_ms") == 750 * INTERVAL_S
-    assert busy.counter("unwritten_ms_max") == 1750 * INTERVAL_S
-    busy.work(0.25 * INTERVAL_S)
+    assert busy.counter("unwritten_ms") == 250 * INTERVAL_S
+    assert busy.counter("unwritten_ms_max") == 1250 * INTERVAL_S
     busy.work(0.75 * INTERVAL_S)
+    busy.work(0.25 * INTERVAL_S)
     wait_until(lambda: busy.counter("increments") == 2, "the next one is written")
     assert busy.counter("unwritten_ms") == 0
-    assert busy.counter("unwritten_ms_max") == 1750 * INTERVAL_S
+    assert busy.counter("unwritten_ms_max") == 1250 * INTERVAL_S
 
 
 def test_late_increments_are_logged(busy, monkeypatch, caplog):
