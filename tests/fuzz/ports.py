@@ -366,7 +366,8 @@ def measure(address: str, ask: Sequence[bytes], folder: str) -> None:
     else:
         dealer = Dealer(address)
         ask_once, close = (lambda: dealer.ask(ask)), dealer.close
-    print("asking", flush=True)
+    took.append(ask_once())
+    print("asking", flush=True)  # and connected
     while not end.exists():
         took.append(ask_once())
         time.sleep(0.002)
