@@ -495,7 +495,7 @@ class EmbeddingStore:
         self.take_out(table, ids_N)
 
     def take_out(self, table: int, ids_N: Ids) -> None:
-        """Drop the rows of ids, as :meth:`remove`, also while a period is ended."""
+        """Drop the rows of ids, as :meth:`remove`, also while a period ends."""
         self.journal.make_room(len(ids_N))
         with self.changing():
             self.journal.leaving(table, ids_N)

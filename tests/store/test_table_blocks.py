@@ -8,11 +8,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from persia_torchrec import AdmitFrequency, DynamicDim, Uniform
+from persia_torchrec.checkpoint.background import Activity
 from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.checkpoint.increment_log import find_lines, list_increments
+from persia_torchrec.checkpoint.load import Increment
 from persia_torchrec.client.codec import BatchNumber
 from persia_torchrec.embedding.optim import Adagrad, Adam
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.rpc.messages import Header, Kind, TableIds
+from persia_torchrec.server.checkpoint_service import ShardDump
+from persia_torchrec.server.config import ServerConfig
+from persia_torchrec.server.increments import Increments
 from persia_torchrec.server.open_batches import Update, build_gradients
 from persia_torchrec.store import (
     memory,
@@ -25,6 +31,7 @@ from persia_torchrec.store.memory import MISSING
 from persia_torchrec.store.row_copy import RowExport, split_by_table
 from persia_torchrec.table import TableSpec
 from tests.support.consistency import check_store, rows_oldest_first
+from tests.support.processes import wait_until
 from tests.support.reference import Row, initial_weights, step
 from tests.support.saved_training import Training
 from tests.support.servers import ids_of
@@ -462,7 +469,11 @@ def test_blocks_freed_in_slices_between_requests_are_as_those_freed_at_once(
 def store_with_lost_blocks(monkeypatch, path=None):
     """Return a store whose ids have lost blocks, of which few are freed yet."""
     monkeypatch.setattr(transaction, "SLICE_ROWS", 2)
-    store = open_store(path, capacity_rows=200)
+    return lose_blocks(open_store(path, capacity_rows=200))
+
+
+def lose_blocks(store):
+    """End a period, and return the store."""
     rows = np.empty((len(MANY_IDS), DIM), dtype=np.float32)
     counts = np.arange(50, 50 - len(MANY_IDS), -1).astype(np.uint32)
     for _ in range(3):
@@ -491,6 +502,50 @@ def test_a_copy_of_all_rows_has_no_block_that_is_lost(monkeypatch):
             num_copied += sum(len(columns) for _, columns in split)
     assert not store.must_free_blocks
     assert num_copied == store.num_rows
+
+
+def thresholds_of(tables):
+    (found,) = [table.thresholds for table in tables if table.name == "item"]
+    return found
+
+
+def test_a_dump_has_the_thresholds_of_a_period_that_ends_before_it_does(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setattr(table_blocks, "MAX_SLOTS", 7)
+    store = free_all(store_with_lost_blocks(monkeypatch))
+    before = store.states[0].thresholds.tolist()
+    dump = ShardDump(Folder(str(tmp_path)), store, ServerConfig())
+    while dump.progress < 1:
+        if not dump.chunks.full():
+            dump.advance()
+    lose_blocks(store)
+    while dump.is_copying:
+        if not dump.chunks.full():
+            dump.advance()
+    assert not store.must_free_blocks
+    wait_until(lambda: dump.phase == "dumped", "it is written")
+    assert thresholds_of(dump.result.tables) == store.states[0].thresholds.tolist()
+    assert store.states[0].thresholds.tolist() != before
+
+
+def test_the_end_of_a_log_has_the_thresholds_of_the_period_that_has_ended(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setattr(table_blocks, "MAX_SLOTS", 7)
+    monkeypatch.setattr(transaction, "SLICE_ROWS", 2)
+    store = open_store(capacity_rows=200)
+    before = store.states[0].thresholds.tolist()
+    config = ServerConfig(capacity_rows=200, incremental_dir=str(tmp_path))
+    increments = Increments(config, store, Activity())
+    increments.work(0)  # begins the log
+    lose_blocks(store)
+    increments.close()
+    assert not store.must_free_blocks
+    (line,) = find_lines(Folder(str(tmp_path)), {})
+    folder = Folder(str(tmp_path)).child(line.logs[0].name)
+    head = Increment.read(folder, list_increments(folder)[-1]).head
+    assert thresholds_of(head.tables) == store.states[0].thresholds.tolist() != before
 
 
 @pytest.mark.parametrize("does", ["remove", "change the period"])
