@@ -18,7 +18,8 @@ empty variable counts as unset, for launchers that write out every variable.
     PERSIA_IO_THREADS                          threads of each ZeroMQ context; 1
     PERSIA_TRANSPORT                           tcp or shm: never, or with a warning
                                                where it cannot be, share memory with
-                                               servers of the same host; auto
+                                               servers, workers and trainers of the
+                                               same host; auto
     TORCHX_JOB_ID                              scheduler and id of the job (torchx)
     PERSIA_JOIN_TIMEOUT_S                      seconds for each wait of a start; 600
     PERSIA_CHECKPOINT_INTERVAL_S               seconds between automatic checkpoints

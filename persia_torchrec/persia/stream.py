@@ -45,7 +45,6 @@ from persia_torchrec.persia.batch import (
     encode_rest,
 )
 from persia_torchrec.rpc.auth import NO_JOB, Greeting
-from persia_torchrec.rpc.client import Connections
 from persia_torchrec.rpc.messages import (
     Frames,
     Header,
@@ -53,6 +52,7 @@ from persia_torchrec.rpc.messages import (
     decode_json,
     encode_json,
 )
+from persia_torchrec.rpc.peers import Peers
 from persia_torchrec.rpc.server import Service
 
 _RETRY_S = 0.2
@@ -325,7 +325,8 @@ class BatchSender:
         greeting: Greeting = NO_JOB,
         timeout_s: float = 60.0,
     ) -> None:
-        self._connections = Connections("trainer", addresses, greeting=greeting)
+        self._trainers = Peers("trainer", addresses, timeout_s, greeting)
+        self._trainers.share_memory(waits=False)
         self.num_trainers = len(addresses)
         self.start = secrets.randbits(63)
         self.look: Callable[[int], None] = lambda trainer: None
@@ -400,7 +401,7 @@ class BatchSender:
     def close(self) -> None:
         """Close the connections. May be called twice."""
         self._closing.set()
-        self._connections.close()
+        self._trainers.close()
 
     def _ask(self, trainer: int, kind: Kind, number: int, frames: Frames) -> Position:
         header = Header(
@@ -414,9 +415,7 @@ class BatchSender:
             else self._timeout_s
         )
         while True:
-            reply = self._connections.submit(
-                trainer, header, frames, timeout_s=timeout_s, what="a batch"
-            )
+            reply = self._trainers.send(trainer, header, frames, "a batch", timeout_s)
             try:
                 return _read(reply.frames())
             except ServerError as exc:

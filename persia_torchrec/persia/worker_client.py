@@ -45,6 +45,7 @@ from persia_torchrec.rpc import messages
 from persia_torchrec.rpc.auth import NO_JOB, Greeting
 from persia_torchrec.rpc.float_codec import decode_floats, encode_floats
 from persia_torchrec.rpc.messages import Frame, Frames, Header, Kind, Precision
+from persia_torchrec.rpc.slab import size_of_message
 from persia_torchrec.table import TableChange, TableSpec, changed_tables
 
 logger = logging.getLogger(__name__)
@@ -127,6 +128,7 @@ class RemoteWorkers(Workers):
         self.observed = Observations(_HELPS)
         self.observed.count(_FORWARD_ERROR, 0)
         self._num_direct = itertools.count()
+        self._reply_bytes = 0  # of the largest batch of embeddings so far
         self._tables: dict[str, TableSpec] = {}
         # Bounded by the permits: each is a push in flight.
         self._again: queue.SimpleQueue[_End | None] = queue.SimpleQueue()
@@ -212,9 +214,12 @@ class RemoteWorkers(Workers):
         header = self._header(Kind.FORWARD, number, flags)
 
         def ask(worker: int) -> tuple[int, Frames]:
-            return worker, self.send(worker, header, frames, "lookup").frames()
+            room = {"reply_bytes": self._reply_bytes}
+            return worker, self.send(worker, header, frames, "lookup", **room).frames()
 
         worker, reply = self.insist(worker, ask, origin)
+        num_bytes = size_of_message(list(map(len, reply)))
+        self._reply_bytes = max(self._reply_bytes, num_bytes)
         if origin is not None and not is_training:
             origin.settle()
         told: _Forwarded = messages.decode_json(reply[:2], _Forwarded)

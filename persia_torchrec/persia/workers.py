@@ -57,6 +57,7 @@ class Workers(Peers):
         self.recovery_s = recovery_s
         self._away: dict[int, float] = {}  # when it has hung last
         self._closing = threading.Event()
+        self.share_memory(waits=False)  # one may not be there yet
 
     def buffer(
         self,

@@ -226,7 +226,7 @@ class Connections(OwnProcess):
             return self._lost[server][1] if server in self._lost else None
 
     def renew(self, server: int, incarnation: int) -> None:
-        """Send requests to the start of a server that came back without its rows."""
+        """Send requests to a start of a server that is back."""
         with self._lock:
             self.incarnations[server] = incarnation
             self._lost.pop(server, None)
@@ -450,8 +450,8 @@ class Connections(OwnProcess):
         elif is_lost and why is not ServerError:
             self._lose_connection(server)
         elif why is ServerError and not is_lost:
-            with self._lock:
-                self._lost.pop(server, None)
+            self.renew(server, self.incarnations[server])
+            self.when_back(server)
 
     def _lose_connection(self, server: int) -> None:
         """Wait for a server whose connection was lost, or fail the requests to it."""

@@ -93,8 +93,11 @@ class Peers:
             reply_bytes=reply_bytes,
         )
 
-    def share_memory(self) -> None:
-        """Share memory with those on this host, now and when they are back."""
+    def share_memory(self, *, waits: bool = True) -> None:
+        """Share memory with those on this host, now and when they are back.
+
+        Without ``waits`` requests go over TCP until it is there.
+        """
         if self.transport == "tcp":
             return
         share = weakref.WeakMethod(self._share)
@@ -106,7 +109,10 @@ class Peers:
 
         self.connections.when_back = share_again
         for peer in range(len(self)):
-            self._share(peer)
+            if waits:
+                self._share(peer)
+            else:
+                share_again(peer)
 
     def _share(self, peer: int) -> None:
         """Share memory with one of them, or log why that cannot be done."""

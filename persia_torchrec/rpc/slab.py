@@ -17,8 +17,9 @@ written by one side only:
     12288   256 * 8   a ring of replies: numbers of requests
     32768   -         messages
 
-    message  0   64   number of frames, from 1 to 7; their sizes in bytes
-             64  -    the frames, each from a multiple of 64 on
+    message  0   -    number of frames, from 1 to 63; their sizes in bytes
+             64  -    the frames, each from a multiple of 64 on; the first is at 64,
+                      128 or a later multiple, behind the sizes
 
 The client alone says what lies where. It leaves the memory of a request as it is until
 the server has answered, whatever its caller does, or until the slab is given up.
@@ -52,17 +53,17 @@ REQUESTS, SLEEPS, REPLIES, WAITS = 8, 16, 24, 32
 """Where the numbers are, in words of 8 bytes."""
 IO_THREAD, CALLERS = 1, 2
 RING = 256
-MAX_FRAMES = 7
+MAX_FRAMES = 63
 FIRST = 32768
 """Where messages begin, in bytes."""
 BODY = 128
-"""Where frame 1 of a message begins, after a header."""
+"""Where frame 1 of a message with 7 or fewer begins, after a header."""
 LEAST_BYTES = 2**20
 SPIN_US = 50
 """How long either side looks for the next message before it sleeps, microseconds."""
 
 _REQUEST_RING, _REPLY_RING = 512, 1536
-_HEAD = struct.Struct("<8Q")
+_HEAD = struct.Struct("<8Q")  # of 7 frames, or the first line of a longer one
 _PIECE = struct.Struct("<4Q")
 _TOUCHED = 2**18  # bytes at a time
 PINNED = 2**23
@@ -173,9 +174,15 @@ class Slab:
     def frames(self, begin: int, room: int) -> list[tuple[int, int]]:
         """Return where the frames of a message are, and their sizes."""
         num, *sizes = _HEAD.unpack_from(self.memory, begin)
-        if not 1 <= num <= MAX_FRAMES:
-            raise FrameError(f"A message in a slab has 1 to 7 frames. Received: {num}.")
-        found, at = [], 64
+        at = head_bytes(num)
+        if not 1 <= num <= MAX_FRAMES or at > room:
+            raise FrameError(
+                f"A message in {room} bytes of a slab has 1 to {MAX_FRAMES} frames. "
+                f"Received: {num}."
+            )
+        if num > len(sizes):
+            sizes = list(struct.unpack_from(f"<{num}Q", self.memory, begin + 8))
+        found = []
         for size in sizes[:num]:
             if size > room - at:
                 raise FrameError(
@@ -190,7 +197,8 @@ class Slab:
         self, begin: int, frames: Sequence[SentFrame], in_place: int | None = None
     ) -> None:
         """Write a message; the frame of number ``in_place`` is there already."""
-        sizes, at = list(map(len, frames)), begin + 64
+        sizes, num = list(map(len, frames)), len(frames)
+        at = begin + head_bytes(num)
         for i, frame in enumerate(frames):
             stop = at + sizes[i]
             if i == in_place:
@@ -202,8 +210,9 @@ class Slab:
             else:
                 np.copyto(self.bytes[at:stop], np.frombuffer(frame, np.uint8))
             at += -(-sizes[i] // 64) * 64
-        sizes += [0] * (MAX_FRAMES - len(frames))
-        _HEAD.pack_into(self.memory, begin, len(frames), *sizes)
+        sizes += [0] * (7 - num)
+        head = _HEAD if num <= 7 else struct.Struct(f"<{1 + num}Q")
+        head.pack_into(self.memory, begin, num, *sizes)
 
     def post_request(self, place: "Place") -> int:
         """Post a request; return which of its sleeps the server is in, or 0."""
@@ -257,9 +266,14 @@ class Place(NamedTuple):
     room: int
 
 
+def head_bytes(num_frames: int) -> int:
+    """Return how many bytes stand before the frames of a message."""
+    return 64 * (num_frames // 8 + 1)
+
+
 def size_of_message(sizes: Sequence[int]) -> int:
     """Return the bytes that a message with frames of these sizes takes."""
-    return 64 + sum([-(-size // 64) * 64 for size in sizes])
+    return head_bytes(len(sizes)) + sum([-(-size // 64) * 64 for size in sizes])
 
 
 class Rooms:

@@ -49,9 +49,15 @@ MOST_MIB = 2**20
 _MOST_BYTES = 2**28  # of one client
 _SHARE = 4  # of what is left, one client gets no more than this part
 _MAX_GUESTS = 64  # clients that have not got their memory yet
-_IN_PLACE = {Kind.UPDATE: 3, Kind.WRITE: 3}
-"""Frames that are read where they are: numbers, of which each is only calculated with.
-Nothing keeps them longer than until the reply."""
+_IN_PLACE = {
+    Kind.UPDATE: range(3, 4),
+    Kind.WRITE: range(3, 4),
+    Kind.BACKWARD: range(2, layout.MAX_FRAMES),
+    Kind.BATCH: range(2, 3),
+}
+"""Frames that are read where they are: numbers, of which each is only calculated with,
+and batches, which are copied before they are read. Nothing keeps them longer than until
+the reply."""
 _LEAST_FRAME = 4096
 _SOON_BYTES = 65536  # of rows that are gathered within some tens of microseconds
 _PEER_CREDENTIALS = struct.Struct("3i")
@@ -112,10 +118,10 @@ class Tenant:
         view = self.slab.view
         frames: Frames = [bytes(view[at : at + min(size, layout.BODY)])]
         header = Header.decode(frames[0])
-        where = _IN_PLACE.get(header.kind)
+        where = _IN_PLACE.get(header.kind, ())
         for i, (at, size) in enumerate(others, 1):
             frame = view[at : at + size]
-            is_read_there = where == i and size >= _LEAST_FRAME
+            is_read_there = i in where and size >= _LEAST_FRAME
             frames.append(frame if is_read_there else memoryview(bytearray(frame)))
         if len(self.opened) > layout.RING:
             raise FrameError(f"more than {layout.RING} requests wait for a reply.")

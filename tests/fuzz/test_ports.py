@@ -95,14 +95,15 @@ def test_a_port_survives_any_message(
     told(listening, began_s, num_inputs, fuzz_seed, row, record_property)
 
 
-def test_a_server_survives_any_bytes_in_memory_that_it_shares(
-    processes, tmp_path, num_inputs, fuzz_seed, record_property
+@pytest.mark.parametrize("name", ["embedding server", "embedding worker", "data path"])
+def test_a_port_survives_any_bytes_in_memory_that_it_shares(
+    name, processes, tmp_path, num_inputs, fuzz_seed, record_property
 ):
-    serve, seeds, ask = PORTS["embedding server"]
-    listening = Listening(processes, tmp_path, "server", serve, ask)
+    serve, seeds, ask = PORTS[name]
+    listening = Listening(processes, tmp_path, name, serve, ask)
     began_s = time.monotonic()
     ports.fuzz_memory(listening.address, seeds(), num_inputs, fuzz_seed)
-    row = "port of embedding server: shared memory"
+    row = f"port of {name}: shared memory"
     told(listening, began_s, num_inputs, fuzz_seed, row, record_property)
 
 

@@ -15,9 +15,11 @@ from persia_torchrec.persia.batch import (
     encode_rest,
 )
 from persia_torchrec.persia.stream import BatchSender, Inbox
+from persia_torchrec.rpc import slab as layout
 from persia_torchrec.rpc.client import Connections
 from persia_torchrec.rpc.messages import Header, Kind, encode_json
 from persia_torchrec.rpc.server import Service
+from tests.support.processes import wait_until
 from tests.support.servers import DEADLINE_S, once_the_port_is_free
 
 WORKER = 2
@@ -98,6 +100,22 @@ def test_all_but_the_ids_arrives(trainers):
         for part, one in zip(parts, expected, strict=True):
             assert part.data.dtype == one.data.dtype
             assert np.array_equal(part.data, one.data)
+
+
+def test_batches_go_through_memory_that_is_shared(trainers, monkeypatch):
+    monkeypatch.setenv("PERSIA_TRANSPORT", "shm")
+    sender, (inbox,) = trainers.sender(), trainers.inboxes
+    connections = sender._trainers.connections
+    wait_until(lambda: connections.carriers[0] is not None, "shared memory")
+    carrier, num_samples = connections.carriers[0], 60_000
+    assert sender.send(1, batch_of(num_samples), WORKER).has_room
+    assert sender.send(2, batch_of(5), WORKER).has_room
+    assert (carrier.num_requests, carrier._num_taken) == (2, 2)
+    first, second = (inbox.take(DEADLINE_S, in_order=False) for _ in range(2))
+    carrier.slab.bytes[layout.FIRST :] = 255  # what arrived is a copy
+    labels = [part.data for part in (first.labels[0], second.labels[0])]
+    np.testing.assert_array_equal(labels[0], np.arange(num_samples))
+    np.testing.assert_array_equal(labels[1], np.arange(5))
 
 
 def test_received_arrays_become_writable_tensors(trainers):

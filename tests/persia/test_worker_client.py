@@ -41,11 +41,11 @@ FEATURE = FeatureSpec(name="item", key="item", table="item")
 class Workers:
     """Embedding workers behind sockets."""
 
-    def __init__(self, clients, *, buffer_size=10) -> None:
+    def __init__(self, clients, *, buffer_size=10, features=(FEATURE,)) -> None:
         self.clients = clients
         self.buffers = [IdBuffer(buffer_size, expires_s=60) for _ in clients]
         self.services = [
-            Service("worker", WorkerProcess(SlotsLookup(c, [FEATURE]), buffer).answer)
+            Service("worker", WorkerProcess(SlotsLookup(c, features), buffer).answer)
             for c, buffer in zip(clients, self.buffers, strict=True)
         ]
         self._remotes = []
@@ -324,6 +324,85 @@ def recovering(workers):
     remote = workers.connect(recovery_s=DEADLINE_S)
     remote.add_tables([TABLE])
     return remote
+
+
+class TestSharedMemory:
+    """Workers whose memory is shared: what went over TCP before goes through it."""
+
+    @pytest.fixture
+    def near(self, workers, monkeypatch):
+        monkeypatch.setenv("PERSIA_TRANSPORT", "shm")
+        remote = workers.connect()
+        remote.add_tables([TABLE])
+        wait_until(lambda: all(self.carriers(remote)), "shared memory")
+        return remote
+
+    @pytest.fixture
+    def far(self, workers, monkeypatch):
+        monkeypatch.setenv("PERSIA_TRANSPORT", "tcp")
+        return workers.connect()
+
+    @staticmethod
+    def carriers(remote):
+        return [remote.connections.carriers[worker] for worker in range(2)]
+
+    def sent(self, remote):
+        """Return how many requests went through memory, and how many replies came."""
+        each = [(one.num_requests, one._num_taken) for one in self.carriers(remote)]
+        return tuple(map(sum, zip(*each, strict=True)))
+
+    def test_all_that_is_sent_goes_through_memory(self, workers, near):
+        assert self.sent(near)[0] == 0 or self.sent(near)[0] == self.sent(near)[1]
+        before, origin = self.sent(near)[0], Origin(5, 1, worker=1)
+        assert leave(near, origin, bags_of([7], [], [7, 8]))
+        (pooled,), handle = near.pull(waiting(origin), number(1))
+        rows = workers.rows(7)
+        missed(near.push(handle, (np.ones_like(pooled),)))
+        np.testing.assert_allclose(workers.rows(7), rows - 2, rtol=1e-6)
+        assert self.sent(near) == (before + 3, before + 3)
+
+    def test_embeddings_and_gradients_are_those_over_tcp(self, near, far):
+        bags = bags_of(*np.arange(6000).reshape(3000, 2))
+        for batch in range(1, 4):
+            pulled = [remote.pull(bags, None)[0][0].tobytes() for remote in (near, far)]
+            assert pulled[0] == pulled[1]
+            remote = (near, far)[batch % 2]
+            (pooled,), handle = remote.pull(bags, number(batch))
+            missed(remote.push(handle, (0.25 * pooled,)))
+
+    def test_large_replies_come_through_memory_from_the_second_on(self, near):
+        bags = bags_of(*np.arange(3000)[:, None])
+        for batch in range(4):  # of which two to each worker
+            requests, replies = self.sent(near)
+            near.pull(bags, None)
+            assert self.sent(near) == (requests + 1, replies + bool(batch))
+
+    def test_memory_is_shared_again_with_a_worker_that_is_back(self, workers, near):
+        former = self.carriers(near)[0]
+        workers.end(0)
+        wait_until(lambda: near.connections.lost(0), "the worker is lost")
+        assert near.connections.carriers[0] is None
+        workers.restart(0)
+        wait_until(lambda: near.connections.carriers[0], "shared memory")
+        assert self.carriers(near)[0] is not former
+        assert leave(near, Origin(5, 1, worker=0), bags_of([7]))
+        assert self.carriers(near)[0].num_requests == 1
+
+    def test_outputs_of_many_raw_slots_fit_into_a_message(self, servers, monkeypatch):
+        monkeypatch.setenv("PERSIA_TRANSPORT", "shm")
+        names = [f"slot{i}" for i in range(20)]
+        features = [FEATURE._replace(name=n, key=n, num_places=2) for n in names]
+        workers = Workers([servers.client(servers.start(1))], features=features)
+        with contextlib.closing(workers):
+            remote = workers.connect()
+            remote.add_tables([TABLE])
+            wait_until(lambda: remote.connections.carriers[0], "shared memory")
+            before = remote.connections.carriers[0]._num_taken
+            bags = {name: bags_of([7], [8, 9])["item"] for name in names}
+            outputs, handle = remote.pull(bags, number(1))
+            assert len(outputs) == 21
+            missed(remote.push(handle, tuple(map(np.ones_like, outputs))))
+            assert remote.connections.carriers[0]._num_taken == before + 2
 
 
 class TestRecovery:
