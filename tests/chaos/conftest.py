@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from persia_torchrec import env
+
 README = Path(__file__).with_name("README.md")
-COLUMNS = "| test | kills | seconds | measured | seed | cores |\n"
+COLUMNS = "| test | kills | seconds | measured | seed | transport | cores |\n"
 
 
 def pytest_addoption(parser):
@@ -59,7 +61,8 @@ def pytest_terminal_summary(terminalreporter, config):
             continue
         cells = (
             *(name, told.get("kills", "-"), f"{report.duration:.0f}"),
-            *(told.get("measured", "-"), config.getoption("seed"), os.cpu_count()),
+            *(told.get("measured", "-"), config.getoption("seed")),
+            *(env.transport(None), os.cpu_count()),
         )
         rows[name] = f"| {' | '.join(map(str, cells))} |\n"
     README.write_text("".join([head, columns, line, *map(rows.get, sorted(rows))]))
