@@ -39,11 +39,14 @@ from persia_torchrec.store.memory import (
 logger = logging.getLogger(__name__)
 
 MAGIC = int.from_bytes(b"PERSIAME", "little")
-VERSION = 4
+VERSION, READ_TOO = 5, (4,)
+"""The layout of new files, and those before it that are used as they are."""
 
 MAGIC_AT, VERSION_AT, BOOT, CAPACITY, CLASSES, STATE = 0, 1, 2, 4, 5, 6
 PID, TIMES_OPENED, PUBLISHED, NUM_REGIONS, PARTITIONS, FIRST_AREA = range(7, 13)
-"""Words of the header. ``BOOT`` takes two."""
+FEATURES = 13
+"""Words of the header. ``BOOT`` takes two; ``FEATURES`` are bits, of which none means
+anything yet: what a file has that its reader must know."""
 
 MAKING, IN_USE, CLOSED = range(3)
 """Values of ``STATE``."""
@@ -255,11 +258,19 @@ class MemoryFile:
     def _require_usable(self, capacity_rows: int, num_classes: int) -> None:
         """Reject memory that this store cannot continue with; it is not changed."""
         header = self._header.tolist()
-        if header[MAGIC_AT] != MAGIC or header[VERSION_AT] != VERSION:
+        known, newer = [VERSION, *READ_TOO], header[PARTITIONS : FEATURES + 1]
+        if header[MAGIC_AT] != MAGIC or header[VERSION_AT] not in known:
             raise StoreError(
                 f"The memory file {self.path} must have layout {VERSION}. Received: "
                 f"layout {header[VERSION_AT]}, magic {header[MAGIC_AT]:#x}. Start the "
                 "version that made it, or delete the file and load a checkpoint."
+            )
+        if newer != [1, TALLY.offset, 0]:
+            raise StoreError(
+                f"The memory file {self.path} must have one partition and no features "
+                "that this version does not know. Received: partitions, first area and "
+                f"features {newer}. Start the version that made it, or delete the file "
+                "and load a checkpoint."
             )
         made_for, asked = header[CAPACITY : CLASSES + 1], [capacity_rows, num_classes]
         if made_for != asked:

@@ -153,8 +153,45 @@ def test_memory_of_another_layout_is_rejected(path):
     header = store.memory.area(memory.Area(0, 64))
     header[memory_file.VERSION_AT] += np.uint64(1)
     store.close()
-    with pytest.raises(StoreError, match=r"layout 4. Received: layout 5"):
+    with pytest.raises(StoreError, match=r"layout 5. Received: layout 6"):
         store_of(path=path)
+    header[memory_file.VERSION_AT] = 3
+    with pytest.raises(StoreError, match=r"layout 5. Received: layout 3"):
+        store_of(path=path)
+
+
+def test_memory_of_the_layout_before_is_used_and_stays_readable_by_its_version(path):
+    store, undisturbed = store_of(path=path), store_of()
+    header = store.memory.area(memory.Area(0, 64))
+    assert header[memory_file.VERSION_AT] == 5
+    header[memory_file.VERSION_AT] = 4  # its files differ in nothing else
+    for one in (store, undisturbed):
+        one.add_tables(TABLES)
+    for seed in range(3):
+        assert run(store, seed) == run(undisturbed, seed)
+        store.close()
+        store = store_of(path=path)
+        assert store.memory.area(memory.Area(0, 64))[memory_file.VERSION_AT] == 4
+
+
+@pytest.mark.parametrize(
+    ("word", "number"),
+    [
+        *((memory_file.FEATURES, bit) for bit in (1, 2, 4, 2**63)),
+        *((memory_file.PARTITIONS, num) for num in (0, 2)),
+        (memory_file.FIRST_AREA, 8192),
+    ],
+)
+def test_memory_with_what_this_version_does_not_know_is_rejected(path, word, number):
+    store = store_of(path=path)
+    header = store.memory.area(memory.Area(0, 64))
+    before = int(header[word])
+    header[word] = number
+    store.close()
+    with pytest.raises(StoreError, match=rf"features \[.*{number}.*\]\. Start"):
+        store_of(path=path)
+    header[word] = before
+    store_of(path=path).close()
 
 
 @pytest.mark.parametrize("is_closed", [True, False])
