@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import cycle, islice
+from itertools import cycle, islice, product
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -44,6 +44,8 @@ from persia_torchrec.server.cluster import EmbeddingCluster
 from persia_torchrec.sharding.sharder import RemoteEmbeddingBagCollectionSharder
 from persia_torchrec.training.recovery import Run, recoverable
 
+Carrier = Literal["given", "tcp", "shm"]
+
 TABLES = tuple(f"table{f}" for f in range(26))
 """Names of the tables, and of their features, one id each."""
 
@@ -61,6 +63,9 @@ class TrainingSettings(Settings):
     dims: Annotated[tuple[int, ...], "embedding dims, multiples of 4"] = (16, 64)
     rows: Annotated[tuple[int, ...], "rows on the servers"] = (10**6, 10**7, 5 * 10**7)
     staleness: Annotated[tuple[int, ...], "bounds; the last with more rows"] = (0, 8)
+    transports: Annotated[
+        tuple[Carrier, ...], "of clients, each with its servers; given: --transport"
+    ] = ("given",)
     table_rows: Annotated[int, "rows per table of plain TorchRec"] = 1_000_000
     batch_size: Annotated[int, "samples per batch"] = 4096
     batches: Annotated[int, "different batches, used again and again"] = 32
@@ -105,6 +110,7 @@ class Server(NamedTuple):
     pid: int
     num_rows: int
     staleness: int
+    carrier: Carrier = "given"
 
 
 class Arm:
@@ -175,6 +181,8 @@ class Arm:
         if self.server is None:
             return ["plain TorchRec", None, *cells[:-1], None]
         name = f"on the server, staleness {self.server.staleness}"
+        if self.server.carrier != "given":
+            name += f", {self.server.carrier}"
         return [name, self.server.num_rows, *cells]
 
 
@@ -206,17 +214,18 @@ def _dlrm(
 def _start_servers(
     settings: TrainingSettings, dim: int, num_ids: int, stack: ExitStack
 ) -> Iterator[Arm]:
-    """Start a server for each number of rows; yield the models on it."""
-    for rows in settings.rows if dim == settings.dims[0] else settings.rows[:1]:
+    """Start a server for each number of rows and transport; yield the models on it."""
+    all_rows = settings.rows if dim == settings.dims[0] else settings.rows[:1]
+    for rows, carrier in product(all_rows, settings.transports):
         num_rows, is_first = max(rows, num_ids), rows == settings.rows[0]
         cluster = stack.enter_context(EmbeddingCluster.local(1, num_rows))
-        client, pid = (
-            EmbeddingClient.connect(cluster.addresses),
-            cluster.processes[0].pid,
-        )
+        pid = cluster.processes[0].pid
+        transport = None if carrier == "given" else carrier
+        client = EmbeddingClient.connect(cluster.addresses, transport=transport)
         stack.callback(client.close)
         for staleness in settings.staleness if is_first else settings.staleness[-1:]:
-            arm = Arm(settings, dim, Server(client, pid, num_rows, staleness))
+            at = Server(client, pid, num_rows, staleness, carrier)
+            arm = Arm(settings, dim, at)
             stack.callback(arm.close)
             yield arm
 
