@@ -128,7 +128,7 @@ class _Memory(mmap.mmap):
     unpins: list[Callable[[], None]]
 
     def __del__(self) -> None:
-        for unpin in self.unpins:
+        for unpin in getattr(self, "unpins", ()):  # none if it could not be mapped
             unpin()
 
 

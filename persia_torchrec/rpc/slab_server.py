@@ -226,15 +226,17 @@ class Slabs:
         """Listen on a Unix socket; return why that cannot be done, or ""."""
         if self._door is not None:
             return ""
-        door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         name = f"persia_torchrec/{secrets.token_hex(8)}"
-        try:
-            door.setblocking(False)
-            door.bind("\0" + name)
-            door.listen(_MAX_GUESTS)
-        except OSError as exc:
-            door.close()
-            return f"no Unix socket ({exc})"
+        with contextlib.ExitStack() as opened:
+            try:
+                door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                opened.callback(door.close)
+                door.setblocking(False)
+                door.bind("\0" + name)
+                door.listen(_MAX_GUESTS)
+            except OSError as exc:
+                return f"no Unix socket ({exc})"
+            opened.pop_all()
         self._door, self._name = door, name
         self.changes.append((door.fileno(), True))
         return ""
@@ -390,7 +392,7 @@ class Slabs:
                 continue
             try:
                 header, frames = tenant.take()
-            except WireError as exc:
+            except (WireError, MemoryError) as exc:
                 if time.monotonic() >= self._next_log_s:
                     self._next_log_s = time.monotonic() + timeouts.SAY_S
                     logger.warning("a client lost its shared memory: %s", exc)
