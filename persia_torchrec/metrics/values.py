@@ -314,10 +314,16 @@ class ServerReadings:
                     bins=bins_of(counters, name),
                 )
             )
-        for name, value in counters.items():
-            if name.rpartition("_us_")[0] in HISTOGRAMS:
-                continue
-            is_gauge = name in GAUGES or name.endswith("_max")
-            kind: Literal["gauge", "counter"] = "gauge" if is_gauge else "counter"
-            readings.append(Reading(f"persia_{name}", value, _PAGE, kind))
-        return readings
+        return readings + readings_of(counters)
+
+
+def readings_of(counters: Counters) -> list[Reading]:
+    """Return the metrics that are counters as they are, but for histograms."""
+    readings = []
+    for name, value in counters.items():
+        if name.rpartition("_us_")[0] in HISTOGRAMS:
+            continue
+        is_gauge = name in GAUGES or name.endswith("_max")
+        kind: Literal["gauge", "counter"] = "gauge" if is_gauge else "counter"
+        readings.append(Reading(f"persia_{name}", value, _PAGE, kind))
+    return readings

@@ -45,6 +45,10 @@ class ListenerThread(ABC):
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
+    def shared_memory(self) -> dict[str, int]:
+        """Return the counters of the memory that it shares. Any thread may ask."""
+        return self._listener.slabs.counters()
+
     def close(self) -> None:
         """Stop; requests under way are answered first. May be called twice."""
         self._closing.set()

@@ -187,6 +187,16 @@ class Slabs:
     def __len__(self) -> int:
         return len(self._admitted)
 
+    def counters(self) -> dict[str, int]:
+        """Return what is counted, see ``docs/metrics.md``. Any thread may ask."""
+        return {
+            "shared_memory_bytes": self.num_bytes,
+            "shared_memory_clients": len(self),
+            "shared_memory_requests": self.num_requests,
+            "shared_memory_wakeups": self.num_wakeups,
+            "shared_memory_woken": self.num_woken,
+        }
+
     def fds(self) -> set[int]:
         """Return the descriptors to poll."""
         door = set() if self._door is None else {self._door.fileno()}

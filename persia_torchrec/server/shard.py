@@ -233,11 +233,7 @@ class Shard:
             **self.checkpoints.counters(),
             "bytes_received": self._listener.bytes_received,
             "bytes_sent": self._listener.bytes_sent,
-            "shared_memory_bytes": self._listener.slabs.num_bytes,
-            "shared_memory_clients": len(self._listener.slabs),
-            "shared_memory_requests": self._listener.slabs.num_requests,
-            "shared_memory_wakeups": self._listener.slabs.num_wakeups,
-            "shared_memory_woken": self._listener.slabs.num_woken,
+            **self._listener.slabs.counters(),
         }
 
     def read_ids(self, frames: Frames, num_frames: int) -> list[TableIds]:

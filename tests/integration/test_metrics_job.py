@@ -54,6 +54,8 @@ def test_every_role_of_a_job_pushes_metrics_until_its_end(tmp_path):
     assert trainer.values["backward_client_time_cost_sec"] > 0
     assert worker.values["staleness"] == 0
     assert worker.values["num_pending_batches"] == 0
+    # Of the trainer and the loader: three a batch, but for the first ones.
+    assert worker.values["persia_shared_memory_requests_total"] > 40
     assert worker.features["batch_unique_indices_rate"].keys() == SLOTS
     distinct = worker.features["estimated_distinct_id"]
     assert distinct["user_id"] == pytest.approx(40, abs=1)

@@ -138,6 +138,7 @@ def _run(
             num_threads=8,
             greeting=life.greeting,
         )
+        process.shared_memory = service.shared_memory
         life.register(service.address)
         report_ready(service.address)
         life.wait_for_end()

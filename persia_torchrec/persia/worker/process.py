@@ -36,7 +36,7 @@ import math
 import threading
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -59,7 +59,7 @@ from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.lookup.bags import Bags, decode_bags
 from persia_torchrec.lookup.sharded_lookup import RoutedBatch
 from persia_torchrec.metrics.push import is_published, publish_metrics
-from persia_torchrec.metrics.values import Means, Reading
+from persia_torchrec.metrics.values import Means, Reading, readings_of
 from persia_torchrec.parsing.yaml_file import read_text
 from persia_torchrec.persia.config.embedding_config import (
     EmbeddingSchema,
@@ -258,7 +258,10 @@ class WorkerProcess:
     Attributes:
         buffer: batches of data loaders that no trainer has asked for yet.
         open: training batches that are pulled, and whose update is not yet applied.
+        shared_memory: returns the counters of what its service shares.
     """
+
+    shared_memory: Callable[[], Mapping[str, int]] = staticmethod(dict)
 
     def __init__(self, lookup: SlotsLookup, buffer: IdBuffer) -> None:
         self.lookup = lookup
@@ -418,6 +421,7 @@ def pushing_metrics(
         return [
             Reading("num_pending_batches", len(process.buffer), _PENDING_HELP),
             Reading("staleness", len(process.open), _STALENESS_HELP),
+            *readings_of(process.shared_memory()),
             *(measures.read(means) if measures else ()),
         ]
 
