@@ -1,14 +1,14 @@
 """What carries the requests of ``Connections`` besides TCP, one carrier a server.
 
-A request goes through the server's slab if it fits, and if no request before it is
-unanswered over TCP, which it must not overtake. A lost connection ends both: what is
+A request goes through the server's slab if it fits, and says how many messages over TCP
+come before it, which it must not overtake. A lost connection ends both: what is
 unanswered is sent again over TCP, or fails, and another slab is obtained later.
 """
 
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from persia_torchrec.errors import WireError
@@ -17,7 +17,8 @@ from persia_torchrec.rpc.messages import Frame, Frames, Header, Kind, SentFrame
 from persia_torchrec.rpc.slab_client import SlabChannel
 
 _SMALL_BYTES = 2**18  # that are copied within some tens of microseconds
-_REPLY = Kind.REPLY.to_bytes(2, "little")  # in a header
+_REPLY, _SLAB = (k.to_bytes(2, "little") for k in (Kind.REPLY, Kind.SLAB))
+"""Kinds, in a header."""
 
 
 class Carriers:
@@ -38,7 +39,8 @@ class Carriers:
     ) -> None:
         self._lock, self._pending = lock, pending
         self._wake, self._finish = wake, finish
-        self._over_tcp: list[set[int]] = [set() for _ in range(num_servers)]
+        # Messages over TCP: all, and those before the server read the latest SLAB.
+        self._num_over_tcp, self._num_before = [0] * num_servers, [0] * num_servers
         self._carriers: list[SlabChannel | None] = [None] * num_servers
         self._watched: dict[int, int] = {}  # descriptors by server; the I/O thread's
         self.arrived: deque[tuple[int, Frames]] = deque()
@@ -51,14 +53,12 @@ class Carriers:
         self, server: int, number: int, message: list[SentFrame], reply_bytes: int
     ) -> SlabChannel | None:
         """Return what has a place for a request; None: TCP. The lock is held."""
-        carrier, over_tcp = self._carriers[server], self._over_tcp[server]
-        if carrier is None or over_tcp:
-            over_tcp.add(number)
+        carrier, num_before = self._carriers[server], self._num_over_tcp[server]
+        asked = number, message, reply_bytes, num_before
+        if carrier is None or not carrier.reserve(*asked):
+            self.sent_over_tcp(server, message)
             return None
-        if carrier.reserve(number, message, reply_bytes):
-            return carrier
-        over_tcp.add(number)
-        return None
+        return carrier
 
     def announce(self, server: int, frames: Sequence[SentFrame]) -> None:
         """Wake a server, which takes some time, while a small request is prepared."""
@@ -85,19 +85,22 @@ class Carriers:
         """Send requests to a server through its memory. The lock is held."""
         carrier.deliver = partial(self.deliver, server, carrier)
         carrier.wake = self._wake
+        carrier.first_over_tcp = self._num_before[server]
         self._carriers[server] = carrier
 
-    def sent_over_tcp(self, server: int, numbers: Iterable[int]) -> None:
-        """Note which requests a server was sent over TCP. The lock is held."""
-        self._over_tcp[server].update(numbers)
+    def sent_over_tcp(self, server: int, message: Sequence[SentFrame]) -> None:
+        """Note a message that a server is sent over TCP. The lock is held."""
+        self._num_over_tcp[server] += 1
+        header = message[0]
+        if isinstance(header, bytes) and header[6:8] == _SLAB:
+            # The server counts those that come behind it.
+            self._num_before[server] = self._num_over_tcp[server]
 
     def answered_over_tcp(self, server: int, frames: Sequence[Frame]) -> None:
         """Note that a request has its reply, or an error."""
         with self._lock, contextlib.suppress(WireError):
-            number = Header.decode(frames[0]).request
-            self._over_tcp[server].discard(number)
             if (carrier := self._carriers[server]) is not None:
-                carrier.settle(number)
+                carrier.settle(Header.decode(frames[0]).request)
 
     def deliver(self, server: int, carrier: SlabChannel) -> None:
         """Hand over the replies of a slab, in any thread.
@@ -154,7 +157,6 @@ class Carriers:
         """Use no memory of a server any more; return what is no longer watched."""
         with self._lock:
             carrier, self._carriers[server] = self._carriers[server], None
-            self._over_tcp[server].clear()
         if carrier is not None:
             carrier.close()
         return self._watched.pop(server, None)

@@ -158,10 +158,13 @@ class Listener:
             return self._took(slabs.take())
         message = self._held.popleft() if self._held else self._take_over_tcp()
         self._is_over_tcp = False
-        if message is None or not slabs.has_message_of(message[0]):
-            return message
-        self._held.append(message)
-        return self._took(slabs.take(message[0]))
+        if message is None:
+            return None
+        if slabs.has_message_of(message[0]):
+            self._held.append(message)
+            return self._took(slabs.take(message[0]))
+        slabs.note_over_tcp(message[0])
+        return message
 
     def _took(
         self, message: tuple[bytes, Header, Frames] | None
@@ -189,10 +192,12 @@ class Listener:
             if isinstance(exc, WireError) and time.monotonic() >= self._next_log_s:
                 self._next_log_s = time.monotonic() + _LOG_S
                 logger.warning("rejected message (further ones not logged): %s", exc)
+            self.slabs.note_over_tcp(peer)
             self.send_error(peer, number, exc)
             self.was_rejected = True
             return None
         if header.kind is Kind.SLAB:
+            self.slabs.note_over_tcp(peer)
             self._answer_slab(peer, number, frames)
             return None
         return peer, header, frames

@@ -375,8 +375,8 @@ class Connections(OwnProcess):
             self._outgoing = [one for one in self._outgoing if one[0] != server]
             pending = self._pending.values()
             messages = [reply.message for reply in pending if reply.server == server]
-            numbers = [n for n, one in self._pending.items() if one.server == server]
-            self.carriers.sent_over_tcp(server, numbers)
+            for message in messages:
+                self.carriers.sent_over_tcp(server, message)
         for message in messages:
             self._send(server, message)
         return len(messages)

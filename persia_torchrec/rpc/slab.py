@@ -12,9 +12,10 @@ written by one side only:
     192     8         replies: how many the server has posted
     256     8         who waits at the client: bit 0, its I/O thread, which wants a
                       byte; bit 1, callers, which wait for "replies" (a futex)
-    4096    256 * 32  a ring of requests: where the message begins, its bytes; where the
-                      reply may begin, its bytes
-    12288   256 * 8   a ring of replies: numbers of requests
+    4096    256 * 40  a ring of requests: where the message begins, its bytes; where the
+                      reply may begin, its bytes; how many messages over TCP come before
+                      it, since the memory was obtained
+    16384   256 * 8   a ring of replies: numbers of requests
     32768   -         messages
 
     message  0   -    number of frames, from 1 to 63; their sizes in bytes
@@ -62,9 +63,11 @@ LEAST_BYTES = 2**20
 SPIN_US = 50
 """How long either side looks for the next message before it sleeps, microseconds."""
 
-_REQUEST_RING, _REPLY_RING = 512, 1536
+REQUEST_RING, _REPLY_RING = 512, 2048
+AFTER = 4
+"""Where a request says behind how many messages over TCP it is read, in words."""
 _HEAD = struct.Struct("<8Q")  # of 7 frames, or the first line of a longer one
-_PIECE = struct.Struct("<4Q")
+_PIECE = struct.Struct("<5Q")
 _TOUCHED = 2**18  # bytes at a time
 PINNED = 2**23
 """A GPU is given memory between multiples of so many bytes; no copy may cross one."""
@@ -174,7 +177,7 @@ class Slab:
     def frames(self, begin: int, room: int) -> list[tuple[int, int]]:
         """Return where the frames of a message are, and their sizes."""
         num, *sizes = _HEAD.unpack_from(self.memory, begin)
-        at = head_bytes(num)
+        at = 64 * (num // 8 + 1)
         if not 1 <= num <= MAX_FRAMES or at > room:
             raise FrameError(
                 f"A message in {room} bytes of a slab has 1 to {MAX_FRAMES} frames. "
@@ -198,7 +201,7 @@ class Slab:
     ) -> None:
         """Write a message; the frame of number ``in_place`` is there already."""
         sizes, num = list(map(len, frames)), len(frames)
-        at = begin + head_bytes(num)
+        at = begin + 64 * (num // 8 + 1)
         for i, frame in enumerate(frames):
             stop = at + sizes[i]
             if i == in_place:
@@ -218,7 +221,7 @@ class Slab:
         """Post a request; return which of its sleeps the server is in, or 0."""
         words = self.words
         posted = words[REQUESTS]
-        at = 8 * _REQUEST_RING + posted % RING * _PIECE.size
+        at = 8 * REQUEST_RING + posted % RING * _PIECE.size
         _PIECE.pack_into(self.memory, at, *place)
         words[REQUESTS] = posted + 1
         fence()
@@ -226,7 +229,7 @@ class Slab:
 
     def request(self, number: int) -> "Place":
         """Return a copy of a request of the ring."""
-        at = 8 * _REQUEST_RING + number % RING * _PIECE.size
+        at = 8 * REQUEST_RING + number % RING * _PIECE.size
         return Place(*_PIECE.unpack_from(self.memory, at))
 
     def post_reply(self, request: int) -> int:
@@ -258,22 +261,21 @@ class Slab:
 
 
 class Place(NamedTuple):
-    """Where a request is in a slab, and where its reply may be; in bytes."""
+    """Where a request is in a slab, and where its reply may be; in bytes.
+
+    ``after`` so many messages over TCP it is read.
+    """
 
     begin: int
     size: int
     reply: int
     room: int
-
-
-def head_bytes(num_frames: int) -> int:
-    """Return how many bytes stand before the frames of a message."""
-    return 64 * (num_frames // 8 + 1)
+    after: int = 0
 
 
 def size_of_message(sizes: Sequence[int]) -> int:
     """Return the bytes that a message with frames of these sizes takes."""
-    return head_bytes(len(sizes)) + sum([-(-size // 64) * 64 for size in sizes])
+    return 64 * (len(sizes) // 8 + 1) + sum([-(-size // 64) * 64 for size in sizes])
 
 
 class Rooms:

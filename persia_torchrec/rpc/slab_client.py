@@ -43,9 +43,16 @@ class Channel(Protocol):
     """
 
     def reserve(
-        self, number: int, frames: Sequence[SentFrame], reply_bytes: int
+        self,
+        number: int,
+        frames: Sequence[SentFrame],
+        reply_bytes: int,
+        num_over_tcp: int,
     ) -> bool:
-        """Find a place for a request and its reply; False: send it over TCP."""
+        """Find a place for a request and its reply; False: send it over TCP.
+
+        So many messages over TCP come before it.
+        """
 
     def fill(self, number: int, frames: Sequence[SentFrame]) -> None:
         """Write a request to its place."""
@@ -71,6 +78,7 @@ class SlabChannel:
         num_requests: how many requests went through it.
         num_bells: how often the server slept, and was woken for one.
         num_sleeps: how often a caller slept until a reply came.
+        first_over_tcp: how many messages had gone over TCP when it was obtained.
     """
 
     def __init__(self, shared: Slab, connection: socket.socket) -> None:
@@ -87,14 +95,18 @@ class SlabChannel:
         self._waiting = threading.Lock()
         self._sleeps = self._listens = False  # guarded by _waiting
         self._followers: list[Reply] = []  # guarded by _waiting
-        self.is_closed, self.num_requests = False, 0
+        self.is_closed, self.num_requests, self.first_over_tcp = False, 0, 0
         self.num_bells = self.num_sleeps = self._rung = 0
         # Of the connections: hand replies over; wake the I/O thread.
         self.deliver: Callable[[], None] = lambda: None
         self.wake: Callable[[], None] = lambda: None
 
     def reserve(
-        self, number: int, frames: Sequence[SentFrame], reply_bytes: int
+        self,
+        number: int,
+        frames: Sequence[SentFrame],
+        reply_bytes: int,
+        num_over_tcp: int,
     ) -> bool:
         """Find a place for a request and its reply; False: send it over TCP."""
         while self._freed:
@@ -108,7 +120,7 @@ class SlabChannel:
         if told is None:
             self._rooms.give(asked)
             return False
-        place = Place(asked[0], size, *told)
+        place = Place(asked[0], size, *told, num_over_tcp - self.first_over_tcp)
         self._open[number] = asked, told, place
         return True
 

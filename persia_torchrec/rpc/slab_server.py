@@ -10,8 +10,8 @@ How both prove that they share memory, and a user:
     server --> {"bytes": size}
 
 From then on the client may send any request either way. Those of one client are read in
-the order in which it sent them: what is in its slab is read before what came over TCP,
-and a client writes nothing into the slab while a request is unanswered over TCP.
+the order in which it sent them: each one in its slab says how many messages over TCP,
+since the second SLAB, come before it. It is read behind these, and before the next one.
 """
 
 import contextlib
@@ -59,6 +59,7 @@ _IN_PLACE = {
 and batches, which are copied before they are read. Nothing keeps them longer than until
 the reply."""
 _LEAST_FRAME = 4096
+_MOST_TO_COME = 2**20  # messages over TCP that one in a slab may wait for
 _SOON_BYTES = 65536  # of rows that are gathered within some tens of microseconds
 _PEER_CREDENTIALS = struct.Struct("3i")
 
@@ -93,12 +94,16 @@ class Tenant:
         self.peer, self.slab, self.socket = peer, shared, connection
         self.words = shared.words
         self.proof = bytes(shared.memory[: layout.PROOF_BYTES])
-        self.num_taken = 0
+        self.num_taken = self.num_over_tcp = 0
         self.opened: dict[int, _Opened] = {}
 
     def has_message(self) -> bool:
-        """Return whether a request is in the slab."""
-        return self.words[layout.REQUESTS] != self.num_taken
+        """Return whether a request is in the slab that is to be read now."""
+        if self.words[layout.REQUESTS] == self.num_taken:
+            return False
+        at = layout.REQUEST_RING + self.num_taken % layout.RING * len(Place._fields)
+        num_to_come = self.words[at + layout.AFTER] - self.num_over_tcp
+        return not 0 < num_to_come <= _MOST_TO_COME  # more is an error
 
     def take(self) -> tuple[Header, Frames]:
         """Take a request; FrameError: the client breaks the rules of its slab."""
@@ -106,9 +111,11 @@ class Tenant:
         if not 0 < posted - self.num_taken <= layout.RING:
             raise FrameError(f"it has posted {posted}, of which {self.num_taken} are.")
         place = self.slab.request(self.num_taken)
+        if place.after > self.num_over_tcp:
+            raise FrameError(f"it has sent fewer than {place.after} messages over TCP.")
         self.num_taken += 1
         size_bytes = self.slab.size_bytes
-        for begin, size in (place[:2], place[2:]):
+        for begin, size in (place[:2], place[2:4]):
             if begin % 64 or not layout.FIRST <= begin <= size_bytes:
                 raise FrameError(f"its slab has no message at {begin}.")
             if not layout.BODY <= size <= size_bytes - begin:
@@ -230,6 +237,7 @@ class Slabs:
             return encode_json({"rejected": "it has read another proof in the memory"})
         if tenant not in self._admitted:
             self._admitted.append(tenant)
+        tenant.num_over_tcp = 0  # from here on
         return encode_json({"bytes": tenant.slab.size_bytes})
 
     def _open_door(self) -> str:
@@ -360,11 +368,19 @@ class Slabs:
         self.num_bytes -= tenant.slab.size_bytes
 
     def has_message(self) -> bool:
-        """Return whether a request is in a slab."""
+        """Return whether a request is in a slab that is to be read now."""
         for tenant in self._admitted:
-            if tenant.words[layout.REQUESTS] != tenant.num_taken:
+            if (
+                tenant.words[layout.REQUESTS] != tenant.num_taken
+                and tenant.has_message()
+            ):
                 return True
         return False
+
+    def note_over_tcp(self, peer: bytes) -> None:
+        """Count a message of a client that came over TCP, and is read now."""
+        if (tenant := self._tenants.get(peer)) is not None:
+            tenant.num_over_tcp += 1
 
     def has_message_of(self, peer: bytes) -> bool:
         """Return whether a request of one client is in its slab."""

@@ -296,7 +296,7 @@ def fuzz_memory(
     dealer = Dealer(address)
     channel = obtain(dealer.ask_json)
     for n in range(num):
-        if channel.is_lost():
+        if channel.is_lost() or n % 200 == 0:  # it may wait for messages over TCP
             channel.close()
             channel = obtain(dealer.ask_json)
         _, data = mutate(rng, packed, change_frames)
@@ -316,16 +316,16 @@ def _post_changed(
     shared, size = channel.slab, slab.size_of_message([*map(len, frames)])
     at = slab.FIRST + 4096 * rng.randrange(64)
     shared.write(at, frames)
-    place = struct.pack("<4Q", at, size, slab.FIRST + 2**19, 2**18)
+    place = struct.pack("<5Q", at, size, slab.FIRST + 2**19, 2**18, 0)
     what = rng.random()
     if what < 0.4:
-        place = rng.choice((flip, oversize))(rng, place)[:32].ljust(32, b"\0")
+        place = rng.choice((flip, oversize))(rng, place)[:40].ljust(40, b"\0")
     elif what < 0.8:
         head = rng.choice((flip, oversize))(rng, shared.memory[at : at + 64])
         shared.memory[at : at + 64] = head[:64]
     else:
         shared.words[slab.REQUESTS] += rng.choice((0, 0, 1, 300, 2**40))
-    shared.post_request(slab.Place(*struct.unpack("<4Q", place)))
+    shared.post_request(slab.Place(*struct.unpack("<5Q", place)))
     with contextlib.suppress(OSError):  # the server may have closed it
         channel.socket.send(b"\0" * rng.choice((1, 1, 100)))
 

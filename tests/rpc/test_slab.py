@@ -41,7 +41,7 @@ def test_a_message_is_read_as_it_was_written(slab, sizes):
         slab.write(layout.FIRST, frames)
         assert read(slab, layout.FIRST, size) == frames
         if sum(sizes):
-            head = layout.head_bytes(len(sizes))
+            head = layout.size_of_message([0] * len(sizes))
             with pytest.raises(FrameError, match="must fit into"):
                 slab.frames(layout.FIRST, head + sum(sizes) - 1)
 
@@ -107,7 +107,7 @@ def test_frames_of_any_bytes_lie_within_their_message(slab, numbers):
 
 def test_the_rings_begin_again(slab):
     for i in range(layout.RING + 3):
-        place = Place(i, i + 1, i + 2, i + 3)
+        place = Place(i, i + 1, i + 2, i + 3, i + 4)
         assert not slab.post_request(place)
         assert slab.request(i) == place
         slab.post_reply(10 * i)

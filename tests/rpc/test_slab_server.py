@@ -2,10 +2,12 @@
 
 import contextlib
 import os
+import random
 import secrets
 import socket
 import struct
 import threading
+from collections import deque
 
 import msgspec
 import pytest
@@ -113,9 +115,39 @@ def test_what_does_not_fit_goes_over_tcp_and_is_not_overtaken(peers, echo):
     echo.may_answer.set()
     assert [len(reply.frames()[1]) for reply in replies] == sizes
     assert echo.seen == list(range(6))
-    assert carrier_of(peers).num_requests == 1
-    send(peers, b"").frames()
-    assert carrier_of(peers).num_requests == 2
+    assert carrier_of(peers).num_requests == 4
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_requests_either_way_are_read_in_their_order(peers, echo, seed):
+    rng, size = random.Random(seed), carrier_of(peers).slab.size_bytes
+    replies = deque()
+    for batch in range(200):
+        num_bytes = size if rng.random() < 0.1 else rng.randrange(5000)
+        if rng.random() < 0.1:
+            echo.may_answer.clear()
+        replies.append(send(peers, memoryview(bytes(size))[:num_bytes], batch=batch))
+        while len(replies) > rng.randrange(1, 40):
+            echo.may_answer.set()
+            replies.popleft().frames()
+    echo.may_answer.set()
+    for reply in replies:
+        reply.frames()
+    assert echo.seen == list(range(200))
+    assert 150 < carrier_of(peers).num_requests < 200
+
+
+def test_memory_is_used_at_once_though_requests_over_tcp_are_unanswered(echo):
+    with contextlib.closing(connect(echo)) as peers:
+        echo.may_answer.clear()
+        first = send(peers, b"x", batch=0)
+        peers.share_memory()
+        others = [send(peers, b"x", batch=batch) for batch in (1, 2)]
+        assert carrier_of(peers).num_requests == 2
+        echo.may_answer.set()
+        for reply in (first, *others):
+            reply.frames()
+        assert echo.seen == [0, 1, 2]
 
 
 def test_many_frames_go_over_tcp(peers):
@@ -343,6 +375,12 @@ def break_place(slab):
     slab.words[layout.REQUESTS] = 1
 
 
+def break_order(slab):
+    place = layout.FIRST, 4096, layout.FIRST, 4096, 2**21
+    struct.pack_into("<5Q", slab.memory, 4096, *place)
+    slab.words[layout.REQUESTS] = 1
+
+
 def break_frames(slab):
     struct.pack_into("<4Q", slab.memory, 4096, layout.FIRST, 4096, layout.FIRST, 4096)
     struct.pack_into("<8Q", slab.memory, layout.FIRST, 7, *[2**64 - 1] * 7)
@@ -356,7 +394,7 @@ def break_header(slab):
 
 
 @pytest.mark.parametrize(
-    "harm", [break_posted, break_place, break_frames, break_header]
+    "harm", [break_posted, break_place, break_order, break_frames, break_header]
 )
 def test_a_client_that_breaks_its_slab_gets_another_and_no_other_does(
     peers, echo, harm
