@@ -272,7 +272,12 @@ class Slabs:
     def _accept(self, door: socket.socket) -> None:
         try:
             connection, _ = door.accept()
-        except OSError:
+        except (BlockingIOError, ConnectionError):
+            return
+        except OSError:  # no descriptor is left: who waits there goes away
+            self.changes.append((door.fileno(), False))
+            door.close()
+            self._door = None
             return
         self._forget_late()
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)

@@ -67,6 +67,13 @@ def another_user():
 
 
 def answer(_, frames):
+    """Answer with what was asked, once that is so."""
+    if frames[1] == b"no descriptors":
+        free = os.dup(0)  # the lowest number that is free
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, 4096))
+    elif frames[1] == b"many descriptors":
+        resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
     return [bytes(frame) for frame in frames[1:]]
 
 
@@ -124,6 +131,41 @@ def test_a_server_without_memory_is_reached_over_tcp(processes, caplog, what, wh
     said = [r.message for r in caplog.records if "is reached over TCP" in r.message]
     assert len(said) == 1
     assert re.search(why, said[0]), said
+
+
+def test_a_server_without_descriptors_sends_those_away_that_wait(processes, caplog):
+    server = processes.start("server", serve, "nothing")
+    server.has_printed("ready ")
+    address = server.output().partition("ready ")[2].split()[0]
+    with contextlib.ExitStack() as stack:
+        peers = [
+            stack.enter_context(
+                contextlib.closing(
+                    Peers("echo", [address], DEADLINE_S, NO_JOB, transport="shm")
+                )
+            )
+            for _ in range(3)
+        ]
+
+        def send(number, body):
+            reply = peers[number].send(0, Header(Kind.LOOKUP), [body], "echo")
+            assert bytes(reply.frames()[1]) == body
+
+        for number in range(3):  # all are connected
+            send(number, b"x")
+        peers[0].share_memory()
+        send(0, b"no descriptors")
+        for number in (1, 2):
+            peers[number].share_memory()
+            send(number, b"y")
+        send(0, b"many descriptors")
+        peers[1].share_memory()
+        shared = [each.connections.carriers[0] is not None for each in peers]
+        assert shared == [True, True, False]
+    said = [r.message for r in caplog.records if "is reached over TCP" in r.message]
+    assert len(said) == 2
+    sent_away = r"Connection reset|hung up|Too many open files"
+    assert all(re.search(sent_away, one) for one in said), said
 
 
 @pytest.mark.parametrize(
