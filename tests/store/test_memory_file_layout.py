@@ -25,7 +25,7 @@ class Reader:
         self.words = np.frombuffer(memory, np.uint64)
         self.bytes = self.words.view(np.uint8)
         assert bytes(self.bytes[:8]) == b"PERSIAME"
-        assert self.words[1] == 4
+        assert (self.words[1], self.words[13]) == (5, 0)
         if self.at(TALLY, 16)[15] == 1:
             self.undo()
         published = int(self.words[9])
