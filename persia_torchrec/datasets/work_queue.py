@@ -40,7 +40,7 @@ from persia_torchrec.datasets.sources import (
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.job.trainer_group import exchange_group, gather
-from persia_torchrec.parsing.decoding import require_at_least_1
+from persia_torchrec.parsing.decoding import decoder_of, require_at_least_1
 from persia_torchrec.rpc.addresses import LOOPBACK
 
 
@@ -384,7 +384,7 @@ class _Counter:
 
 
 def _decoded(held: str) -> _Count:
-    return msgspec.json.decode(held, type=_Count) if held else _Count()
+    return decoder_of(_Count).decode(held) if held else _Count()
 
 
 def _file(
@@ -402,7 +402,7 @@ def _from_first(*numbers: int, items: Sequence[str] = ()) -> list[int]:
     group = exchange_group(timeouts.exchange_s())
     kind = tuple[list[int], list[str]]
     texts = gather(msgspec.json.encode((numbers, items)), group)
-    told = [msgspec.json.decode(text, type=kind) for text in texts]
+    told = [decoder_of(kind).decode(text) for text in texts]
     require_same_files([of_trainer for _, of_trainer in told])
     first: list[int] = told[0][0]
     return first

@@ -22,6 +22,7 @@ from msgspec import structs
 from persia_torchrec import env
 from persia_torchrec.job.process_identity import ProcessIdentity
 from persia_torchrec.job.requests import Outcome
+from persia_torchrec.parsing.decoding import decoder_of
 from persia_torchrec.rpc.addresses import LOOPBACK
 
 logger = logging.getLogger(__name__)
@@ -112,7 +113,7 @@ def find_jobs() -> list[JobRecord]:
     folder, found = jobs_folder(), []
     for path in [] if folder is None else folder.glob("*.json"):
         with contextlib.suppress(OSError, msgspec.MsgspecError):  # of another version
-            found.append(msgspec.json.decode(path.read_bytes(), type=JobRecord))
+            found.append(decoder_of(JobRecord).decode(path.read_bytes()))
     return sorted(found, key=lambda one: one.began, reverse=True)
 
 

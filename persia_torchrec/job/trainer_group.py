@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from persia_torchrec.errors import ConfigError, JobError
+from persia_torchrec.parsing.decoding import decoder_of
 
 # By the group that trains, and by the time limit; they are gone with the former.
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[float, dist.ProcessGroup]]
@@ -120,7 +121,7 @@ def require_own_gpu(
     told = gather(msgspec.json.encode(own), exchange_group(timeout_s, trainers))
     ranks = defaultdict(list)
     for rank, text in enumerate(told):
-        ranks[msgspec.json.decode(text, type=_Gpu)].append(rank)
+        ranks[decoder_of(_Gpu).decode(text)].append(rank)
     for gpu, twins in ranks.items():
         if len(twins) > 1:
             raise ConfigError(

@@ -5,6 +5,7 @@ path of the value within it, what it must be and what it is.
 """
 
 import re
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -46,6 +47,22 @@ class KeyPath:
         return KeyPath(self.source, f"{self.path}.{key}".removeprefix("."))
 
 
+_decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
+_building = threading.Lock()
+
+
+def decoder_of(kind: Any) -> msgspec.json.Decoder[Any]:
+    """Return what decodes JSON to a type, in any thread.
+
+    msgspec notes what it finds out of a class on that class, and reads notes that are
+    half written: two threads that decode to it first, at once, would end the process.
+    """
+    if (decoder := _decoders.get(kind)) is None:
+        with _building:
+            decoder = _decoders[kind] = msgspec.json.Decoder(kind)
+    return decoder
+
+
 def parse_json(
     data: bytes | memoryview | str, kind: Any, source: str, error: Error
 ) -> Any:
@@ -55,7 +72,7 @@ def parse_json(
     """
     try:
         try:
-            return msgspec.json.decode(data, type=kind)
+            return decoder_of(kind).decode(data)
         except msgspec.ValidationError as exc:
             content = msgspec.json.decode(data)
             raise error(_describe(exc, content, KeyPath(source))[:_LONGEST]) from exc
@@ -65,6 +82,7 @@ def parse_json(
 
 def convert(content: object, kind: type[T], at: KeyPath, error: Error) -> T:
     """Check the type of plain values, as of a YAML file; see :func:`parse_json`."""
+    decoder_of(kind)
     try:
         return msgspec.convert(content, kind)
     except msgspec.ValidationError as exc:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from persia_torchrec.errors import CheckpointError
+from persia_torchrec.parsing.decoding import decoder_of
 
 EXTRA_FILE = "persia_signature.json"
 """Name within the TorchScript file."""
@@ -67,7 +68,8 @@ class ModelSignature(msgspec.Struct, frozen=True):
     def decode(cls, data: bytes, file: str) -> "ModelSignature":
         """Read what :meth:`encode` returned, or raise CheckpointError."""
         try:
-            return msgspec.json.decode(data, type=cls)
+            signature: ModelSignature = decoder_of(cls).decode(data)
+            return signature
         except msgspec.MsgspecError as exc:
             raise CheckpointError(
                 f"{file} must have a valid signature ({exc}). Write the model again."

@@ -35,6 +35,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from persia_torchrec.errors import BatchError
+from persia_torchrec.parsing.decoding import decoder_of
 from persia_torchrec.persia.batch import PersiaBatch
 from persia_torchrec.serving import inference_protocol as protocol
 from persia_torchrec.serving.batching import Inputs
@@ -401,7 +402,8 @@ class _Asked(msgspec.Struct):
 
 def _decode(body: bytes) -> _Asked:
     try:
-        return msgspec.json.decode(body or b"{}", type=_Asked)
+        asked: _Asked = decoder_of(_Asked).decode(body or b"{}")
+        return asked
     except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
         raise BatchError(f"The body must be a JSON object ({exc}).") from exc
 

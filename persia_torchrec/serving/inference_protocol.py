@@ -34,7 +34,7 @@ import numpy.typing as npt
 
 from persia_torchrec.errors import BatchError
 from persia_torchrec.lookup.bags import JaggedIds
-from persia_torchrec.parsing.decoding import KeyPath, convert
+from persia_torchrec.parsing.decoding import KeyPath, convert, decoder_of
 from persia_torchrec.persia.batch import (
     MAX_BATCH_SIZE,
     IDTypeFeature,
@@ -201,7 +201,7 @@ def parse_request(
             f"{len(body)}. Received: {size}."
         )
     try:
-        request = msgspec.json.decode(body[:size], type=_Request)
+        request = decoder_of(_Request).decode(body[:size])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         raise BatchError(f"A request must follow the protocol ({exc}).") from exc
     reject_extensions(request.parameters)

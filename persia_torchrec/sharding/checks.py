@@ -26,6 +26,7 @@ from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.trainer_group import exchange_group, gather
+from persia_torchrec.parsing.decoding import decoder_of
 from persia_torchrec.sharding import torchrec_api
 from persia_torchrec.sharding.sharded_module import ShardedRemoteCollection
 from persia_torchrec.table import TableSpec, align
@@ -131,7 +132,7 @@ def require_same_settings(
     group = exchange_group(limit_s, env.process_group)
     texts = gather(msgspec.json.encode((update, told)), group)
     kind = tuple[str, dict[str, str]]
-    by_rank = [msgspec.json.decode(text, type=kind) for text in texts]
+    by_rank = [decoder_of(kind).decode(text) for text in texts]
     updates = [of_rank for of_rank, _ in by_rank]
     if len(set(updates)) > 1:
         raise ConfigError(

@@ -18,6 +18,7 @@ from torch import nn
 
 from persia_torchrec.errors import CheckpointError, ConfigError
 from persia_torchrec.lookup.bags import FeatureSpec
+from persia_torchrec.parsing.decoding import decoder_of
 from persia_torchrec.persia.signature import ModelSignature
 from persia_torchrec.sharding.sharded_module import (
     ShardedRemoteCollection,
@@ -224,7 +225,7 @@ def load_served(data: bytes, file: str) -> tuple[nn.Module, ServedModel]:
     """
     try:
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        about = msgspec.json.decode(state["about"], type=ServedModel)
+        about = decoder_of(ServedModel).decode(state["about"])
         if about.factory is None:
             program = io.BytesIO(state["program"].numpy().tobytes())
             return torch.export.load(program).module(), about

@@ -51,6 +51,7 @@ from persia_torchrec.client.checkpoint_client import SavedCheckpoint, Task, tell
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import CheckpointError, ConfigError, PersiaError
 from persia_torchrec.job import trainer_group
+from persia_torchrec.parsing.decoding import decoder_of
 from persia_torchrec.sharding.optimizer import keeping_tensors
 from persia_torchrec.sharding.state import without_rows
 from persia_torchrec.sharding.table_control import Sharders, table_controls
@@ -386,7 +387,7 @@ def everywhere(
 
     The result of a ``kind`` travels as JSON, without one it does not.
     """
-    return msgspec.json.decode(_outcomes(work, kind, limit_s)[0], type=kind)
+    return decoder_of(kind).decode(_outcomes(work, kind, limit_s)[0])
 
 
 def from_all(work: Callable[[], T], kind: Any) -> list[T]:
@@ -395,7 +396,7 @@ def from_all(work: Callable[[], T], kind: Any) -> list[T]:
     The results travel as JSON, and are each a ``kind``.
     """
     told = _outcomes(work, kind, timeouts.exchange_s())
-    return [msgspec.json.decode(one, type=kind) for one in told]
+    return [decoder_of(kind).decode(one) for one in told]
 
 
 def _outcomes(
@@ -410,7 +411,7 @@ def _outcomes(
     told = msgspec.json.encode((None if kind is None else result, error))
     texts = trainer_group.gather(told, group)
     outcome = tuple[msgspec.Raw, str | None]
-    outcomes = [msgspec.json.decode(text, type=outcome) for text in texts]
+    outcomes = [decoder_of(outcome).decode(text) for text in texts]
     failed = [f"trainer {r}: {error}" for r, (_, error) in enumerate(outcomes) if error]
     if failed:
         raise CheckpointError(" ".join(failed))

@@ -1,4 +1,7 @@
-from dataclasses import dataclass
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, make_dataclass
 
 import msgspec
 import pytest
@@ -69,3 +72,28 @@ def test_any_value_is_taken_or_rejected_by_name(tree):
     except ConfigError as exc:
         found = str(exc)
     assert isinstance(found, Table) or found.startswith("f")
+
+
+@pytest.fixture
+def switch_often():
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("switch_often")
+def test_threads_that_decode_to_a_class_first_do_not_end_the_process():
+    for _ in range(200):
+        inner = make_dataclass("Inner", [("d", int)])
+        fields = [("a", tuple[int, ...]), ("b", int | None), ("c", inner)]
+        outer, begin = make_dataclass("Outer", fields), threading.Barrier(4)
+
+        def decode(kind=outer, begin=begin):
+            begin.wait()
+            text = b'{"a": [1], "b": null, "c": {"d": 2}}'
+            return parse_json(text, kind, "a test", ValueError).c.d
+
+        with ThreadPoolExecutor(4) as threads:
+            decoded = [threads.submit(decode) for _ in range(4)]
+            assert [one.result() for one in decoded] == [2] * 4
