@@ -72,7 +72,7 @@ def parse_json(
     """
     try:
         try:
-            return decoder_of(kind).decode(data)
+            return (_decoders.get(kind) or decoder_of(kind)).decode(data)
         except msgspec.ValidationError as exc:
             content = msgspec.json.decode(data)
             raise error(_describe(exc, content, KeyPath(source))[:_LONGEST]) from exc

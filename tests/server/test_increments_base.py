@@ -91,8 +91,9 @@ def test_the_log_gets_a_base_and_what_is_before_it_goes(servers, training):
 def test_the_last_increment_stays_so_that_others_are_missed(training):
     training.dump()
     first = find_checkpoint(training.run)
-    training.train(*range(30))
-    wait_until(lambda: is_quiet(training), "all is written")
+    for batches in (range(15), range(15, 30)):  # in two increments at least
+        training.train(*batches)
+        wait_until(lambda: is_quiet(training), "all is written")
     training.dump()
     second = find_checkpoint(training.run)
     training.client.checkpoints.prune()
