@@ -129,6 +129,8 @@ class Peers:
             try:
                 carrier = obtain(ask)
             except (PersiaError, OSError) as exc:
+                if self.connections.is_closed:
+                    return
                 level = logging.WARNING if self.transport == "shm" else logging.INFO
                 logger.log(level, "%s is reached over TCP: %s", self.names[peer], exc)
                 return

@@ -374,13 +374,7 @@ class Slabs:
 
     def has_message(self) -> bool:
         """Return whether a request is in a slab that is to be read now."""
-        for tenant in self._admitted:
-            if (
-                tenant.words[layout.REQUESTS] != tenant.num_taken
-                and tenant.has_message()
-            ):
-                return True
-        return False
+        return any(tenant.has_message() for tenant in self._admitted)
 
     def note_over_tcp(self, peer: bytes) -> None:
         """Count a message of a client that came over TCP, and is read now."""
