@@ -118,6 +118,7 @@ class JobMember(OwnMetrics):
     _is_deferred = False  # whether the last signal interrupted nothing
     _num_beats = 0  # written by the heartbeat thread only
     _repeat = ""  # what a failure says that would only repeat
+    _unreported = ""  # why it fails, as a thread that does not tell the job has found
 
     def __init__(
         self,
@@ -249,9 +250,10 @@ class JobMember(OwnMetrics):
             self._leave_as_told(exc)
         elif has_raised and self._may_start_again(exc) and not self._find_repeat(exc):
             self._end_and_start_again(str(cause), exc)
-        elif has_raised or self._verdict[0] == "running":
+        elif has_raised or self._unreported or self._verdict[0] == "running":
             is_known = self._is_known(cause)
-            reason = cause or "it left before the job had ended"
+            why = self._unreported if failures.may_be_consequence(exc) else ""
+            reason = why or cause or "it left before the job had ended"
             self._fail(f"{reason}{self._repeat}")
         self._leave()
         if self._verdict[0] == "finished":  # no signal makes that a failure
@@ -464,10 +466,7 @@ class JobMember(OwnMetrics):
         It was stopped, or cut off, for so long that the job has given it up.
         """
         if successor:
-            logger.error(
-                "%s exits: replaced by process %d",
-                *(self.who, successor),
-            )
+            logger.error("%s exits: replaced by process %d", self.who, successor)
             os._exit(1)
 
     def _ask_for_verdict(self) -> None:
@@ -539,7 +538,8 @@ class JobMember(OwnMetrics):
             self._fail_alone(f"{self.who} lost the coordinator: {exc}")
         except Exception as exc:  # else the guard would blame the coordinator
             logger.exception("the heartbeat thread of %s failed", self.who)
-            self._fail_alone(f"the heartbeat of {self.who} broke: {exc!r}")
+            self._unreported = f"the heartbeat of {self.who} broke: {exc!r}"
+            self._fail_alone(self._unreported)
 
     def _guard(self) -> None:
         """End the process with the job; in a thread that touches no network."""
@@ -564,7 +564,9 @@ class JobMember(OwnMetrics):
             if self.watches_parent and os.getppid() != self._parent:
                 if env.is_under_torchrun() and self._supervisor is not None:
                     os._exit(START_AGAIN)  # the next torchrun starts another
-                self._fail_alone(f"{self.who} lost the process that started it")
+                parent = "torchrun" if env.is_under_torchrun() else "process"
+                self._unreported = f"lost the {parent} that started it"
+                self._fail_alone(f"{self.who} {self._unreported}")
             silent_s = now_s - heard_s
             limit_s = max(timings.silent_s, self.book.recovery_s)
             if silent_s > limit_s:

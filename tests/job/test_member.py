@@ -90,7 +90,7 @@ def test_a_heartbeat_that_breaks_ends_its_member_and_reports_why(book, processes
     assert "the heartbeat of server 0 broke: ValueError" in member.output()
     state, reason = book.state()
     assert state == "failed"
-    assert "server 0" in reason
+    assert reason.startswith("server 0: the heartbeat of server 0 broke: ValueError")
 
 
 def test_a_member_whose_main_thread_is_stuck_is_ended_when_the_job_fails(
@@ -133,6 +133,7 @@ def test_a_member_ends_when_its_parent_process_has_ended(book, processes):
     parent.send(signal.SIGKILL)
     wait_until(lambda: not is_running(child), "the child ends")
     assert "server 0 lost the process that started it" in parent.output()
+    assert book.state() == ("failed", "server 0: lost the process that started it")
 
 
 def test_a_forked_child_that_exits_does_not_fail_the_job(book, processes):

@@ -12,7 +12,7 @@ from persia_torchrec.errors import ConfigError, JobMismatchError
 from persia_torchrec.job import torchrun
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.job.requests import JobTimings
-from tests.support.processes import Processes
+from tests.support.processes import Processes, children_of
 from tests.support.script_jobs import WAIT_FOR_EVER, Job, start_trainers
 
 pytestmark = pytest.mark.multiprocess
@@ -182,15 +182,28 @@ def test_a_hang_up_ends_the_job_unless_it_was_ignored_at_the_start(
 
 def test_a_torchrun_that_ended_first_is_named_where_all_are_ended_for_it(tmp_path):
     with Processes(tmp_path) as processes:
-        job = Job(processes, "--heartbeat-s", "4", trainer=1)  # a look a second
+        flags = "--heartbeat-s", "4", "--leave-timeout-s", "1"  # a look a second
+        job = Job(processes, *flags, trainer=1)
         agent = start_trainers(processes, job, WAIT_FOR_EVER, 1, max_restarts=0)
         agent.has_printed("at work")
-        agent.send(signal.SIGKILL)
-        agent.process.join()
+        for trainer in children_of(agent.pid):
+            os.kill(trainer, signal.SIGSTOP)  # else it may be first to say so
+        agent.kill()
         job.coordinator.send(signal.SIGTERM)
         assert job.coordinator.status() == 1
         last = job.coordinator.output().splitlines()[-1]
     assert "job failed: the torchrun of trainer 0 was killed" in last
+
+
+def test_a_trainer_that_lost_its_torchrun_says_so(tmp_path):
+    with Processes(tmp_path) as processes:
+        job = Job(processes, trainer=1)
+        agent = start_trainers(processes, job, WAIT_FOR_EVER, 1, max_restarts=0)
+        agent.has_printed("at work")
+        agent.kill()
+        assert job.coordinator.status() == 1
+        last = job.coordinator.output().splitlines()[-1]
+    assert "job failed: trainer 0: lost the torchrun that started it" in last
 
 
 def test_an_agent_that_is_through_is_not_ended_since_its_book_is_closed(
