@@ -142,7 +142,7 @@ class JobMember(OwnMetrics):
         self.notes: dict[str, str] = {}
         self._timings = book.timings()
         self._view = book.view()  # the last one, of a heartbeat
-        if env.num_restarts():
+        if env.num_group_restarts():
             self._require_running()
         self._signals = EndSignals(self._hear, handler=self._interrupt)
         self._pid = os.getpid()
