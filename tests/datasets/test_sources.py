@@ -9,6 +9,7 @@ import re
 import resource
 import threading
 from collections import Counter
+from pathlib import Path
 
 import fsspec
 import numpy as np
@@ -143,7 +144,8 @@ def test_files_cost_no_descriptors(tmp_path):
     for n in range(150):
         (tmp_path / f"{n:03}.csv.gz").write_bytes(gzip.compress(b"%d,1\n" % n))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (120, hard))
+    last = max(int(open_one.name) for open_one in Path("/proc/self/fd").iterdir())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (last + 100, hard))
     try:
         dataset = CsvDataset(tmp_path, 64, COLUMNS)
         assert ids_of(dataset) == list(range(150))
