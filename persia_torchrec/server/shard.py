@@ -415,17 +415,18 @@ class Room:
         num_ids, num_evictions = self._counts()
         num_ids -= self._begin_ids
         num_evictions -= self._begin_evictions
-        if num_evictions and not self.text:
-            self._tell("is full, and evicts")
-        if num_ids < min(max(self._store.capacity_rows, _LEAST_IDS), _MOST_IDS):
-            return
-        if num_evictions > THRASHING * num_ids and not self._is_thrashing:
+        least_ids = min(max(self._store.capacity_rows, _LEAST_IDS), _MOST_IDS)
+        is_much = num_ids >= least_ids and num_evictions > THRASHING * num_ids
+        if is_much and not self._is_thrashing:
             self._is_thrashing = True
             self._tell(
                 f"evicts {num_evictions} rows while {num_ids} ids are looked up: most "
                 "leave before they have learnt. It is full, and evicts"
             )
-        self.begin()
+        elif num_evictions and not self.text:
+            self._tell("is full, and evicts")
+        if num_ids >= least_ids:
+            self.begin()
 
     def untold(self, peer: bytes) -> dict[str, str]:
         """Return what a peer has not been told, by the name of this server."""

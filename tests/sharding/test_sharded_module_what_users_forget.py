@@ -19,6 +19,7 @@ from torchrec.inference.modules import quantize_inference_model
 
 from persia_torchrec import SGD, RemoteEmbeddingBagCollectionSharder, TableSettings
 from persia_torchrec.errors import ConfigError
+from tests.support.processes import wait_until
 from tests.support.remote_job import META, Bags, RemoteJob, kjt_of, shard
 from tests.support.servers import DEADLINE_S, ids_of
 
@@ -144,6 +145,11 @@ def test_a_server_that_evicts_and_thrashes_is_named_by_both_sides(logged):
             train(first)
         loop.sharder.flush()
         assert logged(logging.WARNING, "pipeline.staleness") == []
+        train(600)
+        # A server looks when it has a moment; a reply has the last text only.
+        wait_until(lambda: logged(logging.WARNING, "server.shard"), "it is full")
+        train(700)
+        loop.sharder.flush()
         for _ in range(3):
             for first in range(0, 1200, 100):
                 train(first)
@@ -156,7 +162,7 @@ def test_a_server_that_evicts_and_thrashes_is_named_by_both_sides(logged):
         assert "most leave before they have learnt" in second
         loop.sharder.flush()
         again = [text for (text,) in logged(logging.WARNING, "sharding.table_control")]
-        assert again == [second]
+        assert again == [first, second]  # one each time
 
 
 class WithDense(nn.Module):
