@@ -455,6 +455,8 @@ class JobMember(OwnMetrics):
         view = self._view
         if view.outcome == "failed":
             raise JobError(f"The job failed: {view.reason}")
+        if not env.num_restarts():  # torchrun has, which takes an end for a failure
+            return
         if view.outcome == "finished":
             raise SystemExit(0)
         if told := view.signal:
