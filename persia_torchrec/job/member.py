@@ -455,7 +455,7 @@ class JobMember(OwnMetrics):
         view = self._view
         if view.outcome == "failed":
             raise JobError(f"The job failed: {view.reason}")
-        if not env.num_restarts():  # torchrun has, which takes an end for a failure
+        if not env.num_restarts():  # by torchrun, to which any end is a failure
             return
         if view.outcome == "finished":
             raise SystemExit(0)

@@ -393,7 +393,8 @@ class Room:
 
     Both are a line in the server's log, and in that of each trainer: the reply to one
     of its updates has it. The store counts evictions anyway; here the counters are
-    looked at between requests. The serving thread owns it.
+    looked at between requests; where a look finds both, the second is told. The serving
+    thread owns it.
 
     Attributes:
         text: what is to be told; empty while no row has been evicted.

@@ -77,6 +77,17 @@ def test_a_member_ends_when_another_has_failed_and_logs_which(book, processes):
     assert "left" not in member.output()
 
 
+@pytest.mark.parametrize("restarts", ["PERSIA_RESTARTS", "TORCHELASTIC_RESTART_COUNT"])
+def test_a_process_that_is_started_again_does_not_join_a_job_that_has_failed(
+    book, processes, restarts
+):
+    book.fail("trainer 1", "the loss is not a number")
+    member = processes.start("member", members.serve, book.port, env={restarts: "1"})
+    assert member.status() == 1
+    assert "The job failed: trainer 1: the loss is not a number" in member.output()
+    assert MemberRecord(book, "server", 0).process() is None
+
+
 def test_a_member_that_compiles_reports_it_with_its_heartbeats(book, processes):
     member = processes.start("member", members.compile_loops, book.port)
     wait_until(lambda: book.view().is_compiling, "it compiles")
