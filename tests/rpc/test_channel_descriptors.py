@@ -1,7 +1,9 @@
 """What happens to processes that can open no file or socket more."""
 
 import contextlib
+import os
 import resource
+import socket
 from contextlib import closing
 
 import pytest
@@ -11,15 +13,16 @@ from persia_torchrec.rpc.addresses import raise_descriptor_limit
 from persia_torchrec.rpc.channel import Listener
 from persia_torchrec.rpc.client import Connections
 from persia_torchrec.rpc.messages import Header, Kind
-from tests.support.ports import draw_port
+from tests.support.processes import DEADLINE_S
 
 
 @contextlib.contextmanager
 def no_descriptors():
     """Let this process open nothing; what is open stays so."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    standard = 3  # another thread of this process may close any other meanwhile
-    resource.setrlimit(resource.RLIMIT_NOFILE, (standard, before[1]))
+    free = os.dup(0)  # the lowest number that is free
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
     try:
         yield
     finally:
@@ -40,8 +43,16 @@ def ask(connections):
 
 
 def test_a_request_that_fails_without_descriptors_reports_it():
-    with closing(Connections("server", [f"tcp://127.0.0.1:{draw_port()}"])) as open_one:
-        with no_descriptors(), pytest.raises(RequestTimeoutError) as caught:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(DEADLINE_S)
+        address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        # Where nobody listens ZeroMQ closes a socket again and again.
+        with (
+            closing(Connections("server", [address])) as open_one,
+            closing(silent.accept()[0]),
+            no_descriptors(),
+            pytest.raises(RequestTimeoutError) as caught,
+        ):
             ask(open_one).frames()
         assert "no file descriptor left" in str(caught.value)
         assert "address" not in str(caught.value)
