@@ -10,8 +10,8 @@ from torchx.specs.finder import get_component
 
 from tests.support.repository import ROOT
 
-MAX_LINES = 600
-MAX_FUNCTION_LINES = 40
+MAX_LINES = 1000
+MAX_FUNCTION_LINES = 60
 FILES = sorted(
     str(path.relative_to(ROOT))
     for folder in ("persia_torchrec", "examples")
