@@ -268,6 +268,11 @@ class Saved(NamedTuple):
         return (self.manifest if self.delta is None else self.delta).num_batches
 
     @property
+    def step(self) -> int | None:
+        """The step of the training then: the largest of a trainer."""
+        return (self.manifest if self.delta is None else self.delta).step
+
+    @property
     def tables(self) -> tuple[SavedTable, ...]:
         """The tables, as they were then."""
         return self.manifest.tables if self.delta is None else self.delta.tables

@@ -96,6 +96,29 @@ def gather(text: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
     return [one.numpy().tobytes()[:size] for one, size in sent]
 
 
+def broadcast(text: bytes, source: int, group: dist.ProcessGroup | None) -> bytes:
+    """Return the text of the trainer with rank ``source``, as a tensor; all call it.
+
+    Raises:
+        JobError: a trainer has ended, or did not come within the time limit.
+    """
+    if group is None:
+        return text
+    size = torch.tensor([len(text)])
+    try:
+        dist.broadcast(size, source, group=group)
+        data = torch.zeros(int(size), dtype=torch.uint8)
+        if group.rank() == source and text:
+            data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        dist.broadcast(data, source, group=group)
+    except RuntimeError as exc:
+        raise JobError(
+            "All trainers must take part when one sends its state to the others. "
+            f"Received: {exc}. Has one ended?"
+        ) from exc
+    return data.numpy().tobytes()
+
+
 def device_in(trainers: dist.ProcessGroup, device: torch.device) -> torch.device:
     """Return a device whose tensors a group exchanges: the given one if it does so."""
     pairs = dist.get_backend_config(trainers).split(",")  # cpu:gloo,cuda:nccl

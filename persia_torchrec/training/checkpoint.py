@@ -29,7 +29,7 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -40,6 +40,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
+from torch.optim import Optimizer
 from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer
 
@@ -52,7 +53,7 @@ from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import CheckpointError, ConfigError, PersiaError
 from persia_torchrec.job import trainer_group
 from persia_torchrec.parsing.decoding import decoder_of
-from persia_torchrec.sharding.optimizer import keeping_tensors
+from persia_torchrec.sharding.optimizer import keeping_tensors, set_values
 from persia_torchrec.sharding.state import without_rows
 from persia_torchrec.sharding.table_control import Sharders, table_controls
 from persia_torchrec.training.dense_reader import (
@@ -72,7 +73,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-Target = nn.Module | torch.optim.Optimizer
+Target = nn.Module | Optimizer
 
 
 def save_checkpoint(
@@ -124,14 +125,15 @@ def save_checkpoint(
     servers = None
     if _rank() == 0:
         servers = client.checkpoints.start_files(folder, step=step, timeout_s=timeout_s)
-    save_dense_beside(servers, state, folder)
+    trained = client.batches.trained
+    num_batches, begun = save_dense_beside(servers, state, folder, num_batches=trained)
 
     def complete() -> SavedCheckpoint:
         assert servers is not None  # rank 0 does this
         manifest = dataclasses.replace(
             servers.wait(),
-            dense=describe_dense(state, sharders),
-            num_batches=client.batches.trained,
+            dense=describe_dense(begun, sharders),
+            num_batches=num_batches,
         )
         manifest.write(folder)
         tell_job(folder)
@@ -154,22 +156,41 @@ def flush_all(sharders: Sharders) -> None:
 
 
 def save_dense_beside(
-    servers: Task[Any] | None, state: dict[str, Any], folder: Folder
-) -> None:
-    """Save the dense half while the servers write theirs; stop them if that fails."""
+    servers: Task[Any] | None,
+    state: dict[str, Any],
+    folder: Folder,
+    *,
+    num_batches: int = 0,
+) -> tuple[int, list[str]]:
+    """Save the dense half while the servers write theirs; stop them if that fails.
+
+    Each trainer saves the ``state`` that it has: one at the end of its data leaves out
+    what others have trained since. ``num_batches`` are those that it has trained.
+
+    Returns:
+        The largest ``num_batches`` of a trainer, and the names of the optimizers that
+        have a state at one.
+    """
+
+    def save() -> tuple[int, list[str]]:
+        _save_dense(state, folder.child(catalog.DENSE))
+        kind = Optimizer
+        with without_rows():
+            begun = [n for n, v in state.items() if isinstance(v, kind) and v.state]
+        return num_batches, begun
+
     try:
-        everywhere(lambda: _save_dense(state, folder.child(catalog.DENSE)))
+        told = from_all(save, tuple[int, list[str]])
     except BaseException:
         if servers is not None:  # the servers must be free for the next attempt
             _give_up(servers, timeouts.SAVE_CANCEL_S)
         raise
+    names = dict.fromkeys(name for _, begun in told for name in begun)
+    return max(num for num, _ in told), [*names]
 
 
-def describe_dense(state: dict[str, Any], sharders: Sharders) -> catalog.DenseHalf:
-    """Return what a manifest says of the dense half."""
-    kind = torch.optim.Optimizer
-    with without_rows():
-        begun = [n for n, v in state.items() if isinstance(v, kind) and v.state]
+def describe_dense(begun: Sequence[str], sharders: Sharders) -> catalog.DenseHalf:
+    """Return what a manifest says of the dense half, whose optimizers have begun."""
     return catalog.DenseHalf(tuple(begun), shared_names(table_controls(sharders)))
 
 
@@ -303,14 +324,14 @@ def _load_dense(
     state: dict[str, Any], folder: Folder, begun: Iterable[str], *, resets: bool
 ) -> None:
     for name in begun:
-        if isinstance(optimizer := state.get(name), torch.optim.Optimizer):
+        if isinstance(optimizer := state.get(name), Optimizer):
             _make_state(optimizer)
     reader = reader_of(folder)
     reader.read_metadata()  # of what is wrong with it, torch 2.11 says nothing
     load = partial(state_dict_loader.load, storage_reader=reader)
     with contextlib.ExitStack() as stack:
         for value in state.values():
-            if isinstance(value, torch.optim.Optimizer):
+            if isinstance(value, Optimizer):
                 stack.enter_context(keeping_tensors(value))
         planner = LoadPlanner()
         planner.resets = resets
@@ -331,17 +352,17 @@ def _let_torch(
         raise CheckpointError(f"The dense half in {at.url}: {exc}") from exc
 
 
-def _make_state(optimizer: torch.optim.Optimizer) -> None:
+def _make_state(optimizer: Optimizer) -> None:
     """Let an optimizer make its state, which is loaded into: by a step of nothing."""
-    if isinstance(optimizer, CombinedOptimizer):
-        for _, inner in optimizer.optimizers:
-            _make_state(inner)
-        return
-    if optimizer.state or isinstance(optimizer, FusedOptimizer):
-        return  # there already, or on the servers
+    for inner in _plain_parts(optimizer):
+        if not inner.state:
+            _step_by_nothing(inner)
+
+
+def _step_by_nothing(optimizer: Optimizer) -> None:
     groups = optimizer.param_groups
     rates = [group["lr"] for group in groups]
-    every = [p for group in groups for p in group["params"]]
+    every = _parameters(optimizer)
     # Those without numbers stand for tables on the servers, and get no gradients.
     parameters = [p for p in every if p.requires_grad and p.numel()]
     grads = [parameter.grad for parameter in parameters]
@@ -354,6 +375,54 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = rate
     for parameter, grad in zip(parameters, grads, strict=True):
         parameter.grad = grad
+
+
+def copy_states(optimizers: Iterable[Optimizer], is_current: bool) -> None:
+    """Copy the states of optimizers from a trainer that trained last to the others.
+
+    Every trainer calls it, and says whether it ``is_current``. Tensors are copied in
+    place; settings of groups, such as rates, stay as they are.
+    """
+    told = from_all(lambda: is_current, bool)
+    if all(told) or not any(told):
+        return
+    inner = [one for optimizer in optimizers for one in _plain_parts(optimizer)]
+    source, group = (
+        told.index(True),
+        trainer_group.exchange_group(timeouts.exchange_s()),
+    )
+    own = b""
+    if _rank() == source:
+        own = state_bytes([dict(_states(one)) for one in inner])
+    data = io.BytesIO(trainer_group.broadcast(own, source, group))
+    if is_current:
+        return
+    copies = torch.load(data, map_location="cpu", weights_only=True)
+    for optimizer, states in zip(inner, copies, strict=True):
+        _make_state(optimizer)
+        every = _parameters(optimizer)
+        for number, state in states.items():
+            set_values(optimizer.state[every[number]], state)
+
+
+def _plain_parts(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """Yield the optimizers of a combined one whose state is the trainers'."""
+    if isinstance(optimizer, CombinedOptimizer):
+        for _, inner in optimizer.optimizers:
+            yield from _plain_parts(inner)
+    elif not isinstance(optimizer, FusedOptimizer):
+        yield optimizer
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _states(optimizer: Optimizer) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the state of each parameter that has one, by its number in all groups."""
+    for number, parameter in enumerate(_parameters(optimizer)):
+        if parameter.numel() and parameter in optimizer.state:
+            yield number, optimizer.state[parameter]
 
 
 def _give_up(task: Task[Any], timeout_s: float) -> None:
@@ -570,7 +639,7 @@ def apply_state(target: Target, state: Any, path: str) -> None:
     """Load a state dictionary into a model or an optimizer."""
     try:
         with contextlib.ExitStack() as stack:
-            if isinstance(target, torch.optim.Optimizer):
+            if isinstance(target, Optimizer):
                 stack.enter_context(keeping_tensors(target))
             target.load_state_dict(state)
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as exc:

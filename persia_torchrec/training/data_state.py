@@ -60,8 +60,8 @@ def require_same_data(state: Mapping[str, Any]) -> None:
         require_same_files([of_trainer.get(name, []) for of_trainer in told])
 
 
-def key_of_any_trainer(folder: Folder, rank: int) -> str:
-    """Return a name of what a trainer has saved, of which there may be fewer now.
+def num_trainers_of(folder: Folder) -> int:
+    """Return how many trainers have saved a checkpoint; all call it.
 
     Raises:
         CheckpointError: the checkpoint is none of ``recoverable``.
@@ -71,7 +71,7 @@ def key_of_any_trainer(folder: Folder, rank: int) -> str:
         return sum(name.startswith("trainer ") for name in names_in(folder))
 
     if num_saved := at_first(count, int):
-        return f"trainer {rank % num_saved}"
+        return num_saved
     raise CheckpointError(
         f"{folder.url} must be a checkpoint of recoverable(). Received: one without "
         "the state of a trainer."

@@ -27,6 +27,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from persia_torchrec import env, timeouts
 from persia_torchrec.checkpoint import catalog
@@ -42,6 +43,8 @@ from persia_torchrec.sharding.table_control import Sharders, table_controls
 from persia_torchrec.sharding.trainer_metrics import TrainerMetrics
 from persia_torchrec.training.checkpoint import (
     at_first,
+    copy_states,
+    from_all,
     is_first,
     load_checkpoint,
     load_dense,
@@ -51,7 +54,7 @@ from persia_torchrec.training.checkpoint import (
 )
 from persia_torchrec.training.data_state import (
     Buffers,
-    key_of_any_trainer,
+    num_trainers_of,
     random_state,
     require_same_data,
     set_random_state,
@@ -102,6 +105,7 @@ class Recovery:
         self._state = state
         self._is_replicated = is_replicated
         self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._num_trainers = dist.get_world_size() if dist.is_initialized() else 1
         self._key = f"trainer {self._rank}"
         self._saved: dict[str, Any] | None = None  # of this trainer, to continue from
         self._tables: dict[str, Any] = {}  # their settings then
@@ -114,10 +118,13 @@ class Recovery:
             delta_interval_s=config.delta_interval_s,
             must_end=_must_end,
         )
+        self.clock.save_ended = self._save_ended
+        self.clock.catch_up = self._catch_up
         self._may_continue = False  # a checkpoint, by a delta
         self._release: Callable[[], None] = lambda: None  # the folder
         self._require_folder: Callable[[], None] = lambda: None  # of rank 0
         self._num_saved = 0  # steps that a checkpoint has
+        self._has_ended = False  # its data, while other trainers continue
         self.resumed_from: str | None = None
         self.num_batches = 0
         self._num_before = 0  # of these, before the data were iterated over
@@ -204,6 +211,8 @@ class Recovery:
         set_random_state(self._random)
         if isinstance(batches, DataLoader):
             batches.dataset.trained = dict(self.last_numbers)
+        elif saved.get("has_ended") and not _is_queued(batches):
+            return self._end_pass(batches, saved)
         rest = iter(batches)
         continues_by_itself = any(batches is value for value in self._state.values())
         if not (self.last_numbers or continues_by_itself):
@@ -215,6 +224,17 @@ class Recovery:
             *(self._num_passes, self.num_batches),
         )
         return rest
+
+    def _end_pass(self, batches: Iterable[T], saved: Mapping[str, Any]) -> Iterator[T]:
+        """Leave out the rest of a pass, which had ended at this trainer alone."""
+        if isinstance(batches, RowDataset):
+            batches.set_epoch(batches.epoch + 1)
+        elif any(batches is value for value in self._state.values()):
+            deque(batches, maxlen=0)
+        set_random_state(saved["random"])
+        what = self._num_passes, self._rank, self.num_batches
+        logger.info("pass %d of the data had ended at trainer %d after %d", *what)
+        return iter(())
 
     def count(
         self, batches: Iterator[PersiaTrainingBatch]
@@ -244,8 +264,23 @@ class Recovery:
         It is if the job is told to end: then the trainer ends, by SystemExit.
         """
         self.num_steps += 1
-        if not (may_save and self._config.saves and self.clock.is_time()):
-            return
+        if may_save and self._config.saves and self.clock.is_time():
+            self._save_in_time()
+
+    def _save_ended(self) -> None:
+        """Save with trainers that train on, at the end of this one's data."""
+        self._has_ended = True
+        try:
+            self._save_in_time()
+        finally:
+            self._has_ended = False
+
+    def _catch_up(self, is_current: bool) -> None:
+        """Take the state of optimizers of a trainer that trained last."""
+        shared = [*self._split()[0].values()]
+        copy_states([v for v in shared if isinstance(v, Optimizer)], is_current)
+
+    def _save_in_time(self) -> None:
         began_s, member = time.monotonic(), JobMember.current
         is_last = self.clock.is_last
         if is_last and member is not None:
@@ -275,7 +310,7 @@ class Recovery:
             member.saves_at_end = True
         try:
             yield
-            if self._config.saves and at_first(self._has_news, bool):
+            if self._config.saves and any(from_all(self._has_news, bool)):
                 self._save(is_delta=False)
         finally:
             if member is not None:
@@ -315,24 +350,30 @@ class Recovery:
 
     def _save(self, *, is_delta: bool) -> None:
         began_s = time.monotonic()
-        at_first(self._require_folder)
+        step = max(from_all(self._begin_save, int))
         shared, own = self._parts()
         if not self._is_checked:  # at the first time, not when it is needed
             unpack(own)
             self._is_checked = True
         run = Folder(self._config.folder)
-        state = {**shared, self._key: own}
+        # What is shared is older here than at those that train on.
+        state = {**({} if self._has_ended else shared), self._key: own}
         both = self._client, self._sharders
         if is_delta:
-            saved = save_delta(run.url, state, *both, step=self.num_steps)
+            saved = save_delta(run.url, state, *both, step=step)
         else:
-            keep, step = self._config.keep, self.num_steps
+            keep = self._config.keep
             saved = save_checkpoint(run.url, state, *both, step=step, keep=keep)
             self._may_continue = True
         self._num_saved = self.num_steps
         if is_first():
             took = time.monotonic() - began_s
             logger.info("automatic checkpoint %s in %.1f s", saved.path, took)
+
+    def _begin_save(self) -> int:
+        """Require that the folder is still this run's; return how many steps it has."""
+        self._require_folder()
+        return max(self.num_steps, self.clock.num_trained)
 
     def _parts(self) -> tuple[dict[str, Any], bytes]:
         """Return what is saved once for all trainers, and what is this one's own."""
@@ -341,6 +382,8 @@ class Recovery:
             "num_steps": self.num_steps,
             "num_passes": self._num_passes,
             "num_batches": self.num_batches,
+            "num_numbered": self._client.batches.trained,
+            "has_ended": self._has_ended,
             "last": self.last_numbers,
             "random": random_state(),
             "random_at_pass": self._random,
@@ -359,7 +402,7 @@ class Recovery:
             return value.state_dict() if hasattr(value, "state_dict") else value
 
     def _split(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        kinds = nn.Module | torch.optim.Optimizer
+        kinds = nn.Module | Optimizer
         shared = {
             name: value
             for name, value in self._state.items()
@@ -376,12 +419,12 @@ class Recovery:
         """Load a checkpoint; return how many rows did not fit."""
         num_left_out, rules = 0, self._config.rules
         found = catalog.Saved.read(folder)
-        shared, own = self._split()
-        key = self._key
-        datasets = (value for value in own.values() if isinstance(value, RowDataset))
-        if any(dataset.is_queued for dataset in datasets):
-            key = key_of_any_trainer(folder, self._rank)
+        shared, _ = self._split()
+        num_saved, num_now = num_trainers_of(folder), self._num_trainers
+        key = f"trainer {self._rank % num_saved}"
         state = {**shared, key: b""}
+        left_out = range(num_now, num_saved) if is_first() else ()
+        state |= {f"trainer {rank}": b"" for rank in left_out}
         if is_exact:
             loaded = load_checkpoint(
                 *(folder.url, state, self._client),
@@ -394,15 +437,60 @@ class Recovery:
             at_first(lambda: require_rows_stay(self._client, found, rules))
             load_dense(folder, state, resets=rules.on_change != "error")
         self._saved = saved = unpack(state[key])
+        left = {rank: self._describe(state[f"trainer {rank}"]) for rank in left_out}
+        self._require_divisible(num_saved, saved)
+        if told := [f"of trainer {rank} {what}" for rank, what in left.items() if what]:
+            logger.warning(
+                "trainers that continue: %d, of %d that have saved. Left out: %s",
+                *(num_now, num_saved, "; ".join(told)),
+            )
         self._set_own(saved)
-        self.num_steps = self.clock.num_trained = saved["num_steps"]
-        self._num_saved = self.num_steps
+        self.num_steps = self._num_saved = saved["num_steps"]
+        self.clock.num_trained = max(found.step or 0, self.num_steps)
         self.last_numbers = saved["last"]
-        self._client.batches.continue_after(found.num_batches)
+        num_batches = saved.get("num_numbered", found.num_batches)
+        self._client.batches.continue_after(num_batches)
         self._client.checkpoints.note_continued(found.manifest)
         tables = catalog.renamed(found.tables, rules.rename)
         self._tables = {table.name: table.spec for table in tables}
         return num_left_out
+
+    def _describe(self, data: bytes) -> str:
+        """Return what a trainer has saved that no other one continues."""
+        saved, queued = unpack(data), self._queued()
+        names = [
+            name
+            for name in saved["own"]
+            if name not in queued and not name.startswith("buffers of ")
+        ]
+        told = [", ".join(map(repr, names))] if names else []
+        if saved["num_batches"] and not queued:
+            where = saved["num_batches"], saved["num_passes"]
+            told.append("the position after {} batches of pass {}".format(*where))
+        return ", ".join(told)
+
+    def _require_divisible(self, num_saved: int, saved: dict[str, Any]) -> None:
+        """Require that more trainers than have saved can divide what is left."""
+        cannot = [
+            name
+            for name, value in self._state.items()
+            if isinstance(value, Iterable) and hasattr(value, "load_state_dict")
+            if not isinstance(value, nn.Module) and name not in self._queued()
+        ]
+        if saved["num_batches"] and not self._queued():
+            cannot.insert(0, "the position in the data")
+        told = at_first(lambda: cannot, list[str])
+        if told and num_saved < self._num_trainers:
+            raise ConfigError(
+                f"A training that {num_saved} trainers have saved must continue with "
+                f"as many, or fewer: {', '.join(told)} cannot be divided among more. "
+                f"Received: {self._num_trainers} trainers. Start {num_saved}, or let "
+                "trainers take their data from a WorkQueue."
+            )
+
+    def _queued(self) -> set[str]:
+        """Return the names of data that trainers take from a queue."""
+        return {name for name, value in self._state.items() if _is_queued(value)}
 
     def _restore(self, saved: dict[str, Any]) -> None:
         """Set the own state again, and rates and settings that the script changed."""
@@ -583,6 +671,10 @@ def recoverable(
         yield Run(recovery, last_step)
 
 
+def _is_queued(data: object) -> bool:
+    return isinstance(data, RowDataset) and data.is_queued
+
+
 def _must_end() -> bool:
     """Return whether this trainer must save, as its job is told to end."""
     return JobMember.current is not None and JobMember.current.is_ending
@@ -596,5 +688,5 @@ def folder_of_job(job_id: str) -> str:
 
 def _groups(value: Any) -> list[dict[str, Any]]:
     """Return the settings of an optimizer's groups, which schedules change."""
-    groups = value.param_groups if isinstance(value, torch.optim.Optimizer) else []
+    groups = value.param_groups if isinstance(value, Optimizer) else []
     return [{k: v for k, v in group.items() if k != "params"} for group in groups]

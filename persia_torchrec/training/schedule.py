@@ -80,7 +80,8 @@ def save_delta(
     servers = None
     if is_first():
         servers = client.checkpoints.start_delta(checkpoint, timeout_s=timeout_s)
-    save_dense_beside(servers, state, folder)
+    trained = client.batches.trained
+    num_batches, begun = save_dense_beside(servers, state, folder, num_batches=trained)
 
     def complete() -> SavedCheckpoint:
         assert servers is not None  # rank 0 does this
@@ -89,10 +90,10 @@ def save_delta(
             ended[0].folder,
             tuple(of_server.position for of_server in ended),
             catalog.merge_tables([of_server.tables for of_server in ended]),
-            describe_dense(state, sharders),
+            describe_dense(begun, sharders),
             datetime.now(UTC).isoformat(),
             step,
-            num_batches=client.batches.trained,
+            num_batches=num_batches,
         )
         folder.write_json(catalog.DELTA, delta)
         manifest = catalog.Manifest.read(checkpoint)
@@ -166,11 +167,14 @@ def rules_of(
 class CheckpointClock(AnswersAtEnd):
     """Tells all trainers at the same step that it is time for a checkpoint.
 
-    All call :meth:`is_time` after each step. Once a trainer is at the end of its data
-    there are no more checkpoints, as it trains no more: its model is an old one.
+    All call :meth:`is_time` after each step. A trainer at the end of its data, within
+    :func:`join`, answers instead of it after each step of the others.
 
     Attributes:
-        num_trained: steps of the whole training.
+        save_ended: takes part in a checkpoint of the others.
+        catch_up: is called at the end of ``join``, with whether the trainer was one of
+            the last that trained.
+        num_trained: steps of the whole training, those of other trainers included.
         is_delta: at rank 0, whether it was time for a delta only.
         is_last: whether a trainer has been told to end: no other checkpoint follows.
     """
@@ -186,6 +190,8 @@ class CheckpointClock(AnswersAtEnd):
     ) -> None:
         super().__init__()
         self._must_end = must_end
+        self.save_ended: Callable[[], None] = lambda: None
+        self.catch_up: Callable[[bool], None] = lambda _: None
         self._interval_s, self._save_steps = interval_s, save_steps
         self._delta_interval_s = delta_interval_s
         self._now = now
@@ -209,27 +215,32 @@ class CheckpointClock(AnswersAtEnd):
         """Return whether all trainers save a checkpoint now."""
         if work := Join.notify_join_context(self):
             work.wait()
-        return self._count(is_training=True)
+        return self._count()
 
     def main_hook(self) -> None:
-        """Take part in the questions of the others."""
-        self._count(is_training=False)
+        """Take part in a question of the others, and in a checkpoint if it is time."""
+        if self._count():
+            self.save_ended()
 
-    def _count(self, *, is_training: bool) -> bool:
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Take from a trainer that trained last what the others have not."""
+        self.catch_up(is_last_joiner)
+
+    def _count(self) -> bool:
         self._num_steps += 1
-        self.num_trained += is_training
+        self.num_trained += 1
         self._left -= 1
         if self._left > 0 and (_has_others() or not self._must_end()):
             return False
-        answer = torch.tensor([_MAX_STEPS, is_training, not self._must_end()])
-        if is_first() and is_training:
+        answer = torch.tensor([_MAX_STEPS, not self._must_end()])
+        if is_first():
             answer[0] = self._steps_to_wait()
         if _has_others():
             dist.all_reduce(answer, dist.ReduceOp.MIN, self.cpu_group())
-        steps, all_train, all_continue = answer.tolist()
+        steps, all_continue = answer.tolist()
         self.is_last = not all_continue
         self._left = max(steps, 1)
-        return bool(all_train) and (steps == 0 or self.is_last)
+        return steps == 0 or self.is_last
 
     def _steps_to_wait(self) -> int:
         """Return 0 if it is time, or steps until it may be."""

@@ -141,9 +141,10 @@ TRAIN = """
 import sys, time, numpy as np, torch, torch.distributed as dist
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
-from persia_torchrec import SGD, EmbeddingClient, recoverable, remote_sharders
+from persia_torchrec import SGD, EmbeddingClient, join, recoverable, remote_sharders
 
 dist.init_process_group("gloo")
+rank = dist.get_rank()
 client = EmbeddingClient.of_job()
 sharders = remote_sharders(client, SGD(lr=1.0))
 table = EmbeddingBagConfig(1000, 4, "item", feature_names=["item"])
@@ -153,23 +154,28 @@ with recoverable(None, {"model": model}, client, sharders) as run:
     if run.num_steps:
         print(f"rows {client.read('item', np.arange(1, dtype='u8'))[0, 0]:.3f}.")
     print(f"begins at {run.num_steps}.", flush=True)
-    for _ in run.skip(range(int(sys.argv[1]))):
-        ids = KeyedJaggedTensor(["item"], torch.arange(4), lengths=torch.ones(4).int())
-        model(ids).values().sum().backward()
-        time.sleep(0.02)
-        run.step()
-        print(f"step {run.num_steps}.", flush=True)
+    with join(model):
+        for _ in run.skip(range(int(sys.argv[1 + rank]))):
+            ids = torch.arange(4) + 4 * rank
+            bags = KeyedJaggedTensor(["item"], ids, lengths=torch.ones(4).int())
+            model(bags).values().sum().backward()
+            time.sleep(0.02)
+            run.step()
+            print(f"step {run.num_steps}.", flush=True)
 print("ends well", flush=True)
 """
 
 
 @contextlib.contextmanager
-def training(folder, num_steps, gateway):
+def training(folder, gateway, *nums):
+    """Start a job of trainers with so many steps each."""
     script = folder / "train.py"
     script.write_text(TRAIN)
-    arguments = ["--script", f"{script} {num_steps}", "--embedding_servers", "2"]
+    words = " ".join(map(str, [script, *nums]))
+    arguments = ["--script", words, "--embedding_servers", "2"]
+    arguments += ["--nproc_per_node", str(len(nums))]
     arguments += ["--resume_dir", str(folder / "run"), "--grace_s", "60"]
-    folder = folder / str(num_steps)
+    folder = folder / "-".join(map(str, nums))
     folder.mkdir()
     variables = {"PERSIA_METRICS_GATEWAY_ADDR": gateway.address}
     component = "persia.train_torchrec"
@@ -190,7 +196,7 @@ def test_a_job_of_torchx_loses_no_step_when_it_is_shut_down(tmp_path, gateway):
 @pytest.mark.long
 def test_a_job_resumes_at_the_step_at_which_it_was_shut_down(tmp_path, gateway):
     saved, last = train_until_it_is_shut_down(tmp_path, gateway)
-    with training(tmp_path, saved + 3, gateway) as job:
+    with training(tmp_path, gateway, saved + 3) as job:
         ended = job.wait()
     assert ended.status == 0, ended.output
     then = gateway.pushes(role="nn_worker")[-1]
@@ -202,9 +208,26 @@ def test_a_job_resumes_at_the_step_at_which_it_was_shut_down(tmp_path, gateway):
     assert last_step(tmp_path) == saved + 3
 
 
+@pytest.mark.long
+def test_a_job_is_saved_when_it_is_shut_down_and_a_trainer_has_ended(tmp_path, gateway):
+    with training(tmp_path, gateway, 3, 10_000) as job:
+        job.has_printed("step 9.")
+        os.kill(job.pids("torchx.cli.main")[0], signal.SIGTERM)
+        ended = job.wait()
+    saved = last_step(tmp_path)
+    last = max(map(int, re.findall(r"step (\d+)\.", ended.output)))
+    assert saved == last + 1, ended.output
+    assert "did not exit within" not in ended.output
+    with training(tmp_path, gateway, 3, saved + 2) as job:
+        ended = job.wait()
+    assert ended.status == 0, ended.output
+    assert {*re.findall(r"begins at (\d+)\.", ended.output)} == {"3", f"{saved}"}
+    assert last_step(tmp_path) == saved + 2
+
+
 def train_until_it_is_shut_down(tmp_path, gateway):
     """Return the step of the last checkpoint, and the last metrics of the trainer."""
-    with training(tmp_path, 10_000, gateway) as job:
+    with training(tmp_path, gateway, 10_000) as job:
         job.has_printed("step 5.")
         torchx = job.pids("torchx.cli.main")
         for pid in set(job.pids()) - set(torchx):  # as Slurm does
