@@ -7,7 +7,9 @@
     resume  trainers that are started again load the newest complete checkpoint
     skip    of trained batches; then the trainer's own state is set, random numbers last
     end     what no checkpoint has is saved: when the training ends well, and when the
-            job is told to end (``job/member.py``), after the current step
+            job is told to end (``job/member.py``), after the current step. A trainer at
+            the end of its data, within ``join``, saves with the others: its own part,
+            since what is shared is older there
 
 ``exact`` also takes the servers back: rows, optimizer state, settings and steps of the
 tables. With ``rows_ahead`` rows stay as they are, with the updates since; the batches

@@ -64,7 +64,7 @@ def train(folder, passes, *lives, sizes=(2, 2, 2), **settings):
 
 
 @pytest.mark.parametrize("nums", [(12, 32), (0, 32), (32, 10)])
-def test_the_end_of_a_training_is_saved_whoever_trained_last(tmp_path, nums):
+def test_the_end_of_a_training_is_saved_for_any_last_trainer(tmp_path, nums):
     outputs, counts = train(tmp_path, [nums])
     assert steps_saved(tmp_path) == [5, 10, 15, 20, 25, 30, 32]
     assert (counts == expected_trainings(2, [nums])).all()
