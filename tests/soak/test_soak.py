@@ -1,10 +1,8 @@
 """A job of many minutes: memory, descriptors, threads, files and latency stay flat."""
 
-import contextlib
 import os
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,71 +10,14 @@ import pytest
 from persia_torchrec.client.client import EmbeddingClient
 from tests.soak import job
 from tests.soak.conftest import COLUMNS, LEAST_OF_A_TABLE, README
+from tests.soak.series import Series, files_of, sample
 from tests.soak.trend import trend_of
 from tests.support.processes import wait_until
 
 NUM_SAMPLES = 120
 LEAST_S = 0.02
-MIB = 2**20
 
 pytestmark = pytest.mark.multiprocess
-
-
-def tolerated(what, median):
-    """Return how much more at the end is none: of noise, and of what is kept ahead."""
-    match what:
-        case "memory MiB":
-            return 2.0 + 0.03 * median
-        case "files MiB":
-            return 1.0 + 0.1 * median
-        case "p50 ms" | "p99 ms":
-            return 0.5 * median
-    return 2.0
-
-
-def sample(pid):
-    """Return what a process holds."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    return {
-        "memory MiB": int(status.partition("VmRSS:")[2].split()[0]) / 1024,
-        "descriptors": len([*Path(f"/proc/{pid}/fd").iterdir()]),
-        "threads": int(status.partition("Threads:")[2].split()[0]),
-    }
-
-
-def files_of(folder):
-    """Return how many files there are, and their bytes; some go meanwhile."""
-    sizes = []
-    for place, _, names in os.walk(folder):
-        for name in names:
-            if not name.startswith(("memory", "latencies")):
-                with contextlib.suppress(FileNotFoundError):
-                    sizes.append((Path(place) / name).stat().st_size)
-    return {"files": len(sizes), "files MiB": sum(sizes) / MIB}
-
-
-class Series:
-    """Measurements at equal intervals, by what and of which process."""
-
-    def __init__(self):
-        self.values = {}
-
-    def add(self, of, measured):
-        for what, value in measured.items():
-            self.values.setdefault((of, what), []).append(value)
-
-    def grown(self):
-        """Return the lines of the table, and those of what has grown."""
-        lines, found = [], []
-        for (of, what), values in sorted(self.values.items()):
-            trend = trend_of(np.array(values))
-            most = tolerated(what, trend.median)
-            numbers = trend.median, trend.growth, trend.z, most
-            line = f"| {of} | {what} | {' | '.join(f'{n:.2f}' for n in numbers)} |\n"
-            lines.append(line)
-            if trend.grows(most):
-                found.append(line)
-        return lines, found
 
 
 def start_job(processes, folder, *, fills):
@@ -110,7 +51,7 @@ def watch(running, folder, seconds):
         threading.Event().wait(max(wait_s, LEAST_S))
         for of, process in running.items():
             series.add(of, sample(process.pid))
-        series.add("job", files_of(folder))
+        series.add("job", files_of(folder, but=["memory", "latencies"]))
         latencies = folder / "latencies"
         lines = latencies.read_text().split() if latencies.exists() else []
         if len(lines) > seen:

@@ -4,6 +4,7 @@ import itertools
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -55,6 +56,39 @@ def make_counts(client: EmbeddingClient):
     return model, sharder, torch.optim.Adam(model.parameters(), lr=0.01)
 
 
+def train_step(model, optimizer, id_: int) -> None:
+    """Train one id."""
+    optimizer.zero_grad()
+    model(id_).backward()
+    optimizer.step()
+
+
+def expected_trainings(passes: list[tuple[int, ...]]) -> np.ndarray:
+    """Return how often each id is trained, by trainer, if nothing is lost."""
+    counts = np.zeros((len(passes[0]), IDS_OF_A_TRAINER), int)
+    for nums in passes:
+        for rank, num in enumerate(nums):
+            counts[rank, :num] += 1
+    return counts
+
+
+def expected_dense(passes: list[tuple[int, ...]]) -> np.ndarray:
+    """Return the weights of the dense half, as one trainer alone learns them."""
+    torch.manual_seed(1)
+    dense = Counts().dense
+    optimizer = torch.optim.Adam(dense.parameters(), lr=0.01)
+    for nums in passes:
+        data = [ids_of_trainer(rank, num) for rank, num in enumerate(nums)]
+        for step in range(max(nums)):
+            ids = [of_trainer[step] for of_trainer in data if step < len(of_trainer)]
+            optimizer.zero_grad()
+            loss = sum(dense(torch.tensor([[n / 100]])).square().sum() for n in ids)
+            (loss / len(nums)).backward()
+            optimizer.step()
+    weights = [parameter.detach().numpy().ravel() for parameter in dense.parameters()]
+    return np.concatenate(weights)
+
+
 def ids_of_trainer(rank: int, num: int) -> range:
     """Return the ids that a trainer has in one pass, a step each."""
     return range(IDS_OF_A_TRAINER * rank, IDS_OF_A_TRAINER * rank + num)
@@ -93,9 +127,7 @@ def train(
             for nums in passes:
                 with join(model):
                     for id_ in run.skip(ids_of_trainer(rank, nums[rank])):
-                        optimizer.zero_grad()
-                        model(id_).backward()
-                        optimizer.step()
+                        train_step(model, optimizer, id_)
                         state["num_seen"] += 1
                         if rank == size - 1 and next(numbers) == dies_at:
                             kill_self()

@@ -1,6 +1,5 @@
 """Checkpoints of trainers whose data end at different steps, within ``join``."""
 
-import itertools
 from contextlib import closing
 
 import numpy as np
@@ -11,7 +10,7 @@ from persia_torchrec.checkpoint import catalog
 from tests.support import uneven_trainers
 from tests.support.processes import Processes
 from tests.support.remote_job import Servers
-from tests.support.uneven_trainers import IDS_OF_A_TRAINER, ids_of_trainer
+from tests.support.uneven_trainers import IDS_OF_A_TRAINER, expected_trainings
 from tests.training.groups import run, run_group_to_a_kill
 
 pytestmark = pytest.mark.multiprocess
@@ -30,13 +29,6 @@ def trainings_of(servers, size):
         ids = np.arange(size * IDS_OF_A_TRAINER, dtype=np.uint64)
         counts = -client.read("id", ids)[:, 0].astype(int)
     return counts.reshape(size, -1)
-
-
-def expected_trainings(size, passes):
-    counts = np.zeros((size, IDS_OF_A_TRAINER), int)
-    for nums, rank in itertools.product(passes, range(size)):
-        counts[rank, : len(ids_of_trainer(rank, nums[rank]))] += 1
-    return counts
 
 
 def results(outputs):
@@ -67,7 +59,7 @@ def train(folder, passes, *lives, sizes=(2, 2, 2), **settings):
 def test_the_end_of_a_training_is_saved_for_any_last_trainer(tmp_path, nums):
     outputs, counts = train(tmp_path, [nums])
     assert steps_saved(tmp_path) == [5, 10, 15, 20, 25, 30, 32]
-    assert (counts == expected_trainings(2, [nums])).all()
+    assert (counts == expected_trainings([nums])).all()
     results(outputs)
 
 
@@ -78,7 +70,7 @@ def test_a_training_of_which_one_has_ended_continues_at_its_last_checkpoint(
     passes = [(10, 30), (4, 6)]
     undisturbed, _ = train(tmp_path / "undisturbed", passes)
     outputs, counts = train(tmp_path / "killed", passes, *dies_at)
-    assert (counts == expected_trainings(2, passes)).all()
+    assert (counts == expected_trainings(passes)).all()
     assert results(outputs) == results(undisturbed)
     assert "checkpoint-" in outputs[0]
     assert [int(o.partition("trained ")[2].split(";")[0]) for o in outputs] == [14, 36]
@@ -86,7 +78,7 @@ def test_a_training_of_which_one_has_ended_continues_at_its_last_checkpoint(
 
 def test_what_fewer_trainers_leave_out_is_named(tmp_path):
     outputs, counts = train(tmp_path, [(10, 30)], 22, sizes=(2, 1))
-    assert (counts[0] == expected_trainings(2, [(10, 30)])[0]).all()
+    assert (counts[0] == expected_trainings([(10, 30)])[0]).all()
     assert (
         "trainers that continue: 1, of 2 that have saved. Left out: of trainer 1 "
         "'num_seen', the position after 20 batches of pass 1"
