@@ -5,7 +5,7 @@
 # make long    tests of many processes for one case, which make test leaves out
 # make chaos  jobs whose processes are killed again and again
 # make fuzz   inputs that no client sends, 100,000 for each port and file format
-# make soak   one job for an hour, which must grow by nothing
+# make soak   two jobs for an hour each, which must grow by nothing
 # make cluster  jobs on Slurm, in Kubernetes and on several hosts
 # make quality, make speed   what the PLE example learns, and how fast
 # make prometheus  Debian's Prometheus beside running jobs
@@ -161,7 +161,7 @@ prometheus: $(STAMP)  ## Debian's Prometheus beside jobs: every metric, panel an
 fuzz: $(STAMP)  ## inputs that no client sends; ARGS="-k shard --inputs 5000" chooses
 	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest tests/fuzz --timeout 7200 --inputs 100000 $(ARGS)
 
-soak: $(STAMP)  ## one job for an hour; ARGS="--minutes 10" for less
+soak: $(STAMP)  ## two jobs for an hour each; ARGS="--minutes 10" for less
 	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest tests/soak --timeout 90000 --minutes 60 $(ARGS)
 
 dropin: $(STAMP)  ## programs of others, plain and on servers; ARGS="--checkouts DIR"
