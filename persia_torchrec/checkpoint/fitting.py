@@ -414,7 +414,7 @@ def _with_metadata(
             metadata[:, 3] = last_s.clip(0, 2**32 - 1)
             return replace(rows, metadata=metadata)
         return rows
-    step, now_s = state.num_updates, store.now_s(state)
+    step, now_s = state.num_updates % 2**32, store.now_s(state)
     metadata = np.empty((len(rows), METADATA_WORDS), dtype=np.uint32)
     metadata[:] = np.array([1, step, step, now_s], dtype=np.uint32)
     return replace(rows, metadata=metadata)

@@ -16,6 +16,7 @@ from typing import (
     ClassVar,
     Generic,
     NamedTuple,
+    Self,
     TypeVar,
     get_type_hints,
 )
@@ -122,6 +123,11 @@ class Setting:
             except TypeError:
                 holds = False
             self._require(name, holds, rule.must)
+
+    @classmethod
+    def from_arguments(cls, arguments: Mapping[str, Any]) -> Self:
+        """Build the setting from what :meth:`to_json` had, without the ``kind``."""
+        return cls(**arguments)
 
     def to_json(self) -> dict[str, object]:
         """Describe the setting in plain JSON values: its fields, and its ``kind``."""
@@ -360,7 +366,7 @@ class Registry(Generic[S]):
             )
         cls = self.classes[kind]
         try:
-            return cls(**arguments)
+            return cls.from_arguments(arguments)
         except TypeError as exc:
             raise ConfigError(
                 f"The arguments of {cls.__name__} must be complete and known. "

@@ -4,8 +4,9 @@ A dynamic dim gives frequent ids more weights. An expiry removes rows although t
 server is not full.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -110,7 +111,16 @@ DYNAMICS: Registry[DynamicDim] = Registry(DynamicDim, DynamicDim)
 """The one kind of dynamic dim."""
 
 
-Steps = Annotated[int, integer_in(0, 2**48)]
+MOST_STEPS = 2**31 - 1
+"""What an age in steps is at most: rows have their steps modulo 2**32."""
+Steps = Annotated[
+    int,
+    Rule(
+        f"an integer in [0, {MOST_STEPS}], as rows keep 32 bits of a step; "
+        "seconds_to_live has no such limit",
+        lambda value: type(value) is int and 0 <= value <= MOST_STEPS,
+    ),
+]
 _CLOCKS = "running", "wall"
 
 
@@ -133,6 +143,11 @@ class Expiry(Setting):
     between a dump and its load, and between two runs on a memory file, and a jump of
     the machine's clock changes nothing. "wall": seconds since 1970, so that a
     checkpoint which is loaded after a pause may lose its rows at once.
+
+    A row has 32 bits of its steps, and ages are compared modulo 2**32: a table's step
+    may pass that. A row whose step is more than ``2**31 - 1`` behind that of the table
+    counts as new until the step is 2**32 ahead; sweeps find it long before. So a row
+    older than that, whose norm becomes small later, may stay for 2**31 more steps.
 
     Lookups keep no row alive. Optimizer state does not count towards the norm.
     ``spared_steps`` needs ``min_l2_norm``.
@@ -158,6 +173,16 @@ class Expiry(Setting):
             self.min_l2_norm > 0 or self.spared_steps == 0,
             "0 without min_l2_norm, from which it spares young rows",
         )
+
+    @classmethod
+    def from_arguments(cls, arguments: Mapping[str, Any]) -> "Expiry":
+        """Build it; earlier versions allowed more steps than an age can have."""
+        steps = {
+            name: min(value, MOST_STEPS)
+            for name, value in arguments.items()
+            if name in ("steps_to_live", "spared_steps") and type(value) is int
+        }
+        return cls(**{**arguments, **steps})
 
     def to_json(self) -> dict[str, object]:
         """Describe the setting; without the clock if it is the default."""

@@ -497,8 +497,7 @@ def sweep_slots(
         layout, rules = layouts_T[table], rules_T[table]
         if not rules.any():
             continue
-        step = np.int64(layout[memory.STEP])
-        age_steps = step - np.int64(cpu.load_u32(address + memory.LAST_STEP))
+        age_steps = _steps_since(layout, address + memory.LAST_STEP)
         age_s = rules[NOW_OF_ROWS] - np.float64(cpu.load_u32(address + memory.LAST_S))
         if 0 < rules[STEPS_TO_LIVE] < age_steps:
             store.tally[memory.EXPIRED_STEPS] += 1
@@ -511,12 +510,18 @@ def sweep_slots(
         remove_row(store, index, arena, np.uint64(slot))
 
 
+@inlined
+def _steps_since(layout: Layout, address: np.uint64) -> np.int64:
+    """Return the age of a step that a row has, modulo 2**32: see ``Expiry``."""
+    age_steps = np.int64(np.int32(layout[memory.STEP] - cpu.load_u32(address)))
+    return max(age_steps, np.int64(0))
+
+
 @compiled
 def _is_below_norm(
     rows: RowsAt, layout: Layout, address: np.uint64, rules: Rules
 ) -> bool:
-    first_step = np.int64(cpu.load_u32(address + memory.FIRST_STEP))
-    age_steps = np.int64(layout[memory.STEP]) - first_step
+    age_steps = _steps_since(layout, address + memory.FIRST_STEP)
     if rules[MIN_L2_NORM] <= 0 or age_steps < rules[SPARED_STEPS]:
         return False
     memory.read_weights(rows, address, layout[memory.SCRATCH])

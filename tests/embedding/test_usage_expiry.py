@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from persia_torchrec.embedding.usage import EXPIRIES, Expiry
 from persia_torchrec.errors import ConfigError
 
-steps = st.integers(0, 2**48)
+steps = st.integers(0, 2**31 - 1)
 expiries = st.builds(Expiry, steps, st.floats(0, 1e9)) | st.builds(
     Expiry, steps, st.floats(0, 1e9), st.floats(1e-6, 1e6), steps
 )
@@ -37,6 +37,7 @@ def test_an_expiry_is_on_when_one_of_its_conditions_is(expiry, is_on):
     [
         ({"steps_to_live": -1}, r"Expiry: steps_to_live must be an integer in \[0, "),
         ({"steps_to_live": 1.5}, "Expiry: steps_to_live must be an integer in"),
+        ({"steps_to_live": 2**31}, r"\[0, 2147483647\].*seconds_to_live.*: 2147483648"),
         ({"seconds_to_live": -1}, "seconds_to_live must be finite and >= 0"),
         ({"seconds_to_live": math.inf}, "seconds_to_live must be finite and >= 0"),
         ({"clock": "sun"}, "clock must be running or wall"),
@@ -48,6 +49,12 @@ def test_an_expiry_is_on_when_one_of_its_conditions_is(expiry, is_on):
 def test_an_argument_out_of_its_range_is_rejected(arguments, message):
     with pytest.raises(ConfigError, match=message):
         Expiry(**arguments)
+
+
+def test_more_steps_than_a_row_can_count_of_an_earlier_version_are_as_many_as_it_can():
+    described = {"kind": "expiry", "min_l2_norm": 1.0, "spared_steps": 2**31}
+    found = EXPIRIES.from_json({**described, "steps_to_live": 2**48})
+    assert found == Expiry(2**31 - 1, min_l2_norm=1.0, spared_steps=2**31 - 1)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,14 @@
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from persia_torchrec import Constant, Expiry
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
 from tests.support.consistency import check_store, ids_oldest_first
+from tests.support.copied_stores import exported
 from tests.support.servers import ids_of
 
 
@@ -310,3 +313,50 @@ def test_many_rows_that_expire_at_once_are_named_once(caplog):
     stores.now_s += 6
     stores.sweep()
     assert not caplog.text  # once a minute
+
+
+def test_rows_that_are_trained_stay_while_the_step_passes_2_to_the_32():
+    stores = Stores(Expiry(steps_to_live=100_000))
+    stores.use(0, *range(100))
+    stores.store.set_step(0, 2**32 - 5)
+    for _ in range(10):
+        stores.update(0, *range(100))
+        stores.sweep()
+    assert stores.store.states[0].num_updates == 2**32 + 5
+    assert stores.rows(0) == list(range(100))
+    assert stores.expired() == [0, 0, 0]
+
+
+def kept_by_an_export(store):
+    """Return table and id of the rows that a checkpoint has."""
+    blocks = exported(store)
+    return sorted((table, int(id_)) for table, rows in blocks for id_ in rows.ids)
+
+
+@settings(max_examples=30)
+@given(
+    st.sampled_from([2**31, 2**32, 2**33, 2**40]).flatmap(
+        lambda end: st.integers(end - 5, end + 5)
+    ),
+    st.integers(-3, 6) | st.integers(0, 2**31 - 1),
+    st.integers(1, 4),
+)
+@example(2**32 - 1, 1, 1)
+@example(2**32 - 1, 2**31 - 1, 1)
+def test_ages_in_steps_are_right_where_a_step_passes_2_to_the_32(made, age, limit):
+    stores = Stores(
+        Expiry(steps_to_live=limit),
+        Expiry(min_l2_norm=9.0, spared_steps=limit + 1),
+        Expiry(steps_to_live=2**31 - 1),
+        Expiry(min_l2_norm=9.0),
+    )
+    for table, state in enumerate(stores.store.states):
+        state.num_updates = made
+        stores.use(table, 1)
+        state.num_updates = made + age
+    expected = [(0, 1), (1, 1), (2, 1)] if age <= limit else [(2, 1)]
+    assert kept_by_an_export(stores.store) == expected
+    stores.sweep()
+    assert [
+        (table, id_) for table in range(4) for id_ in stores.rows(table)
+    ] == expected
