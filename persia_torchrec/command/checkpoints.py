@@ -383,7 +383,7 @@ def _write(tables: Mapping[str, _Rows], target: Path) -> Folder:
     ]
     saved = tuple(SavedTable(spec.to_json(), 0, False) for spec in specs)
     folder = catalog.begin_checkpoint(target)
-    name = "shard-00000-of-00001.rows"
+    name, last_tick = "shard-00000-of-00001.rows", 0
     with folder.created(name) as file:
         head = ShardHead(shard=0, num_shards=1, tables=saved)
         writer = RowFileWriter(file, head)
@@ -394,9 +394,10 @@ def _write(tables: Mapping[str, _Rows], target: Path) -> Folder:
                 block.ids[:], block.weights[:] = ids[rows], weights[rows]
                 # A tick is of one table.
                 tick = 1 + number + start // _BLOCK_ROWS * len(specs)
+                last_tick = max(last_tick, tick)
                 block.uses[:] = (tick << POSITION_BITS) + np.arange(len(block))
                 writer.write(number, block)
         written = writer.end()
-    shard = SavedShard(name, *written, tick=2**39, server={})
+    shard = SavedShard(name, *written, tick=last_tick, server={})
     Manifest(saved, (shard,), datetime.now(UTC).isoformat()).write(folder)
     return folder

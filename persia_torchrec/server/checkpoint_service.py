@@ -250,7 +250,7 @@ class ShardDump(BackgroundTask):
             self.chunks.put_nowait(remembered)
         else:
             self._tables = self._describe_tables()  # with their steps
-            self._tick = self._store.tick
+            self._tick = self._store.tick_in_files
             self.chunks.put_nowait(None)
             self._has_copied_all = True
         cpu_s = self._writer_cpu_s

@@ -16,7 +16,14 @@ from persia_torchrec.embedding.setting import Sightings
 from persia_torchrec.jit.compiled import compiled
 from persia_torchrec.store.change_log import ChangedSlots, Changes
 from persia_torchrec.store.embedding_store import EmbeddingStore
-from persia_torchrec.store.memory import MISSING, POSITION_BITS, Ids, Slots, Words
+from persia_torchrec.store.memory import (
+    LARGEST_TICK,
+    MISSING,
+    POSITION_BITS,
+    Ids,
+    Slots,
+    Words,
+)
 from persia_torchrec.store.row_copy import gather_rows
 
 Uses = npt.NDArray[np.uint64]
@@ -76,7 +83,8 @@ class DirtySet:
         pieces: dict[int, list[tuple[Slots, Uses]]] = {}
         # The last use first; updates, which are no use, at the end.
         for note in sorted(self._notes, key=lambda note: -note.tick):
-            piece = _unmark(self._marks[note.arena], note.slots, np.uint64(note.tick))
+            tick = np.uint64(min(note.tick, LARGEST_TICK))
+            piece = _unmark(self._marks[note.arena], note.slots, tick)
             pieces.setdefault(note.table, []).append(piece)
         for table in pieces.keys() & rows_a_slice.keys():
             of_table = pieces[table]

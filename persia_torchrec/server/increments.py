@@ -575,7 +575,7 @@ class Increments:
             shard=config.shard,
             num_shards=config.num_shards,
             created_s=time.time(),  # noqa: TID251  # others compare it with their clock
-            tick=store.tick,
+            tick=store.tick_in_files,
             was_cleared=False,
             tables=saved_tables(store.present, store.seconds),
         )

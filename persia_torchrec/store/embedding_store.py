@@ -183,6 +183,11 @@ class EmbeddingStore:
         self.tally[memory.TICK] = tick
 
     @property
+    def tick_in_files(self) -> int:
+        """The tick as files have it, where a use has 40 bits of it."""
+        return min(self.tick, memory.LARGEST_TICK)
+
+    @property
     def is_loading(self) -> bool:
         """Whether rows are being loaded: of a process that dies now, none are left."""
         return bool(self.tally[memory.LOADING])

@@ -121,6 +121,10 @@ MISSING = np.uint32(2**32 - 1)
 POSITION_BITS = 24
 """Bits of a use that hold a row's, or an id's, position in its request."""
 
+LARGEST_TICK = 2 ** (64 - POSITION_BITS) - 1
+"""The largest tick of a use. Later requests have it, too: their rows are in a file as
+those of one request, and a store that reads it gives them ticks of 48 bits again."""
+
 OWNER_SHIFT = np.uint64(48)
 TICK_MASK = np.uint64(2**48 - 1)
 WORD = np.uint64(8)

@@ -66,6 +66,7 @@ _CHUNK_BYTES = 2**20
 _SLICE_BYTES = 2**18
 _SLICE_ROWS, _SLICE_RECORDS = 2048, 4096
 _LARGEST_POSITION = np.uint64(2**POSITION_BITS - 1)
+_LARGEST_TICK = np.uint64(memory.LARGEST_TICK)
 _POSITION_BITS = np.uint64(POSITION_BITS)
 _TOUCHES = 2**16
 _NO_TABLE = 2**64 - 1
@@ -199,18 +200,22 @@ def split_by_table(
 def _find_expired(rows: RowColumns, spec: TableSpec, step: int, now_s: float) -> Bools:
     """Return which rows have expired by a step and a time."""
     expiry, weights = spec.expiry, rows.weights
-    _, last_step, first_step, last_s = rows.metadata.T.astype(np.int64)
+    _, last_steps, first_steps, seconds = rows.metadata.T
+    now = np.uint32(step % 2**32)
+    since_last, since_first = (  # modulo 2**32: see ``Expiry``
+        (now - steps).view(np.int32).clip(0) for steps in (last_steps, first_steps)
+    )
     if spec.weight_dtype == "bf16":
         weights = (weights.astype(np.uint32) << 16).view(np.float32)
     elif spec.weight_dtype == "fp16":
         weights = weights.view(np.float16)
     norms = np.sqrt(np.square(weights, dtype=np.float64).sum(axis=1))
     is_small = norms < expiry.min_l2_norm
-    is_expired: Bools = is_small & (step - first_step >= expiry.spared_steps)
+    is_expired: Bools = is_small & (since_first >= expiry.spared_steps)
     if expiry.steps_to_live:
-        is_expired |= step - last_step > expiry.steps_to_live
+        is_expired |= since_last > expiry.steps_to_live
     if expiry.seconds_to_live:
-        is_expired |= now_s - last_s > expiry.seconds_to_live
+        is_expired |= now_s - seconds.astype(np.int64) > expiry.seconds_to_live
     return is_expired
 
 
@@ -307,7 +312,8 @@ def copy_columns(
     for k in range(len(slots_K)):
         address = base + np.uint64(slots_K[k]) * stride
         position = min(np.uint64(positions_K[k]), _LARGEST_POSITION)
-        use = (memory.tick_at(address) << _POSITION_BITS) | position
+        tick = min(memory.tick_at(address), _LARGEST_TICK)
+        use = (tick << _POSITION_BITS) | position
         _copy_row(layout, address, use, to, np.uint64(k))
 
 
@@ -383,7 +389,7 @@ class RowImport:
         uses = read_only(uses_R)
         self._ticks[self._order] = 1  # of pinned rows, which are in no log
         order = self._order[~is_pinned_R[self._order]]
-        _draw_ticks(order, uses, tables_R, store.tick, last, self._ticks)
+        _draw_ticks(order, uses, tables_R, last, self._ticks)
         self._slots = np.zeros(len(uses_R), dtype=np.uint32)
 
     def add(self, table: int, rows: RowColumns, is_own_N: Bools) -> None:
@@ -411,7 +417,7 @@ class RowImport:
             num_words = (1 + recency.MARK_WORDS) * len(some)
             store.logs.make_room(store.arenas.directory, num_words)
             _touch_rows(some, self._ticks, self._slots, self._tables, layouts_T)
-        store.tick = max(int(self._ticks.max(initial=0)), store.tick + tick)
+        store.tick = max(int(self._ticks.max(initial=0)), store.tick, tick)
         store.tally[memory.CHANGE] = memory.NO_CHANGE
 
 
@@ -432,7 +438,7 @@ def put_changes(
             ticks_N[:] = max(store.tick, 1)
         else:
             tables_N = np.full(num, table, dtype=np.uint16)
-            _draw_ticks(np.arange(num), uses_N, tables_N, 0, last, ticks_N)
+            _draw_ticks(np.arange(num), uses_N, tables_N, last, ticks_N)
         with store.changing():
             num_words = (1 + recency.MARK_WORDS) * num
             directory = store.arenas.directory
@@ -517,14 +523,13 @@ def _draw_ticks(
     order: loops.Indices,
     uses_R: Words,
     tables_R: npt.NDArray[np.uint16],
-    base: int,
     last: Words,
     ticks_R: Words,
 ) -> None:
     """Give rows of one request one tick, later requests later ones.
 
-    A tick is that of the use plus ``base``, unless that is not later than all previous
-    ones, or belongs to another table, as it may when rows come from several servers: in
+    A tick is that of the use, unless that is not later than all previous ones, or
+    belongs to another table, as it may when rows come from several servers: in
     a log, a tick belongs to one arena. ``last`` is overwritten: the tick, the use and
     the table of the previous row.
     """
@@ -532,7 +537,7 @@ def _draw_ticks(
     for r in order:
         of_row = uses_R[r] >> _POSITION_BITS
         if of_row != old or tables_R[r] != table:
-            tick = max(tick + _ONE, np.uint64(base) + of_row)
+            tick = max(tick + _ONE, of_row)
             old, table = of_row, np.uint64(tables_R[r])
         ticks_R[r] = tick
     last[0], last[1], last[2] = tick, old, table

@@ -22,6 +22,7 @@ from persia_torchrec.jit.kernel import NO_LOG
 from persia_torchrec.store import finite, loops, memory
 from persia_torchrec.store.fbgemm_engine import FbgemmEngine
 from persia_torchrec.store.memory import (
+    LARGEST_TICK,
     POSITION_BITS,
     Counts,
     Floats,
@@ -114,7 +115,7 @@ def build_admission(
         ids_N: Ids, counts_N: npt.NDArray[np.int64], tick: int, batch: int
     ) -> Bools:
         is_admitted_N = np.empty(len(ids_N), dtype=np.bool_)
-        p[-2:] = tick << POSITION_BITS, batch
+        p[-2:] = min(tick, LARGEST_TICK) << POSITION_BITS, batch
         loop(remembered, numbers, read_only(ids_N), counts_N, is_admitted_N)
         return is_admitted_N
 

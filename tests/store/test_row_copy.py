@@ -1,9 +1,10 @@
 """Rows go out of a store and into another one: what is copied, and in which order."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from persia_torchrec.store.memory import STATE, WEIGHTS
+from persia_torchrec.store.memory import LARGEST_TICK, STATE, WEIGHTS
 from tests.support.consistency import check_store, ids_oldest_first
 from tests.support.copied_stores import (
     TABLES,
@@ -163,3 +164,33 @@ def test_an_empty_store_has_nothing_to_copy():
     store = store_of(3)
     assert import_into(store, [], 4) == 0
     assert store.num_rows == 0
+
+
+def test_a_store_that_loads_its_own_rows_again_and_again_counts_few_requests():
+    store = store_of(specs=TABLES[:2])
+    use(store, 0, [1, 2])
+    use(store, 1, [3])
+    for _ in range(50):
+        import_into(store, exported(store), store.tick)
+    assert store.tick <= 2 + 2 * 50  # one for each request that used rows
+    assert ids_oldest_first(store) == [(0, 1), (0, 2), (1, 3)]
+
+
+@settings(max_examples=20)
+@given(requests, requests, evictions, st.integers(LARGEST_TICK - 20, LARGEST_TICK + 20))
+def test_a_store_is_copied_where_its_requests_pass_what_a_use_can_count(
+    before, after, eviction, tick
+):
+    store = store_of(eviction=eviction)
+    store.tick = tick
+    run(store, before)
+    copy = store_of(eviction=eviction)
+    blocks = exported(store)
+    import_into(copy, blocks, store.tick_in_files)
+    assert sorted(ids_oldest_first(copy)) == sorted(ids_oldest_first(store))
+    if store.tick <= LARGEST_TICK:
+        assert ids_oldest_first(copy) == ids_oldest_first(store)
+    for one in (store, copy):
+        run(one, after)
+        check_store(one)
+    assert copy.tick >= LARGEST_TICK - 20
