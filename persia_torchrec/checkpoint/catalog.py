@@ -32,6 +32,8 @@ _MAX_MANIFESTS = 16  # that are looked at for the jobs of a folder, the latest o
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Tick = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
+Batches = Annotated[int, msgspec.Meta(ge=0, lt=2**47)]
+"""Batches of a trainer, whose numbers have its rank from bit 47 on."""
 
 
 class SavedTable(msgspec.Struct, frozen=True):
@@ -183,7 +185,7 @@ class Manifest:
     """Ids of the jobs whose training that job has continued, the last one first."""
     format: Literal["persia_torchrec checkpoint"] = "persia_torchrec checkpoint"
     version: Literal[1] = 1
-    num_batches: Count = 0
+    num_batches: Batches = 0
 
     def __post_init__(self) -> None:
         for table in self.tables:
@@ -246,7 +248,7 @@ class Delta:
     step: int | None = None
     format: Literal["persia_torchrec delta"] = "persia_torchrec delta"
     version: Literal[1] = 1
-    num_batches: Count = 0
+    num_batches: Batches = 0
 
 
 class Saved(NamedTuple):

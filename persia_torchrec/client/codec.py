@@ -42,6 +42,7 @@ from persia_torchrec.rpc.float_codec import (
     write_floats,
 )
 from persia_torchrec.rpc.messages import (
+    GENERATION_SHIFT,
     Frames,
     Header,
     LateRows,
@@ -70,7 +71,7 @@ class BatchNumber(NamedTuple):
         Of its 63 bits the upper 16 are the ``generation`` of the trainers: how often
         their group was started. Servers reject an older one than they have seen.
         """
-        return generation % 2**16 << 47 | secrets.randbits(47)
+        return generation << GENERATION_SHIFT | secrets.randbits(GENERATION_SHIFT)
 
 
 _RANK_SHIFT = 47
@@ -81,9 +82,10 @@ class BatchCount:
     """How far the training batches of one trainer are numbered.
 
     The number of a batch has the trainer's rank in its upper 16 bits, and below them
-    how many training batches of its collection were begun, from 1 on. Servers draw by
-    it which ids get a row: so the next start of a training continues with the numbers
-    behind those of its checkpoint. Any thread may call any method.
+    how many training batches of its collection were begun, from 1 on: 47 bits, which
+    end after 446 years of 10,000 batches a second. Servers draw by it which ids get a
+    row: so the next start of a training continues with the numbers behind those of its
+    checkpoint. Any thread may call any method.
 
     Attributes:
         first: batches of the checkpoint that was loaded last.

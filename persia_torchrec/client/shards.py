@@ -118,6 +118,12 @@ class Servers(Peers):
 
     def begin_generation(self, generation: int) -> None:
         """Have all servers reject what older trainers still send; wait for them."""
+        if not 0 <= generation < NO_GENERATION:
+            raise ConfigError(
+                f"The trainers of servers must be started at most {NO_GENERATION - 1} "
+                f"times again. Received: start {generation}. Start the servers again, "
+                "without their memory, and load a checkpoint."
+            )
         self._stream = BatchNumber.new_stream(generation)
         self.require_current(self._stream)
         self.generation = generation

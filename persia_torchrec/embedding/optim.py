@@ -302,12 +302,14 @@ class AdagradDecay(Optimizer):
 
     The accumulator ``a`` starts at ``initial_accumulator_value``, ``> 0``; ``lr`` is
     ``>= 0``, ``decay_rate`` in ``(0, 1)``. State: D + 1 floats, ``a`` and then the
-    period of the row's last update, ``t // decay_step``. A row decays when it is next
-    updated, with the result of decaying it at each boundary. DeepRec, where the
-    arguments are called ``accumulator_decay_step`` and ``accumulator_decay_rate``,
-    decays once at most in an update, so that a row which slept for several periods
-    catches up over as many updates. fbgemm and torch have no such optimizer;
-    ``persia_torchrec.optim.AdagradDecay`` is this one for dense parameters.
+    period of the row's last update, ``t // decay_step``; from 2**24 on a float32 has
+    every second one, later every fourth, and the row decays by as many at once. A row
+    decays when it is next updated, with the result of decaying it at each boundary.
+    DeepRec, where the arguments are called ``accumulator_decay_step`` and
+    ``accumulator_decay_rate``, decays once at most in an update, so that a row which
+    slept for several periods catches up over as many updates. fbgemm and torch have no
+    such optimizer; ``persia_torchrec.optim.AdagradDecay`` is this one for dense
+    parameters.
     """
 
     kind: ClassVar[str] = "adagrad_decay"

@@ -288,7 +288,7 @@ def _row_bytes(shard: Shard, table: int) -> int:
 
 class _Step(msgspec.Struct):
     table: int
-    step: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
+    step: Annotated[int, msgspec.Meta(ge=0, le=2**62)] | None = None
 
 
 def _answer_step(shard: Shard, request: Request) -> Frames:

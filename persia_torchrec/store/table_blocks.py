@@ -211,6 +211,14 @@ class TableOfBlocks(TableState):
         must_free[0] = _RANK if is_first else _FREE
         self._ranking = None
 
+    @property
+    def _num_periods(self) -> int:
+        """How many periods have ended, as rows have it: a float32.
+
+        From 2**24 on that is every second one, later every fourth.
+        """
+        return int(np.float32(self.num_updates // self._rule.period))
+
     def must_free(self, store: "EmbeddingStore") -> bool:
         """Return whether blocks are to be freed: a period has ended."""
         return bool(self._must_free(store)[0])
@@ -259,7 +267,7 @@ class TableOfBlocks(TableState):
         """
         if self._must_free(store)[0] != _RANK:
             return 0
-        t = self.num_updates // self._rule.period
+        t = self._num_periods
         if self._ranking is None:
             arena = int(self.layout[memory.ARENA])
             num_used = int(store.arenas.directory[arena, memory.USED])
@@ -310,7 +318,7 @@ class TableOfBlocks(TableState):
 
         That is 0 without a row; and all, of an id that has been seen since.
         """
-        t = self.num_updates // self._rule.period
+        t = self._num_periods
         slots_N = store.find(self.number, ids_N)
         has_row = np.flatnonzero(slots_N != memory.MISSING)
         acc_K, cur_K, is_seen_K = read_statistics(self.layout, slots_N[has_row], t)
@@ -322,7 +330,7 @@ class TableOfBlocks(TableState):
 
     def _count(self, store: "EmbeddingStore", ids_N: Ids, counts_N: Counts) -> Slots:
         """Count ids; return how many blocks each had before, 0 without a row."""
-        t = self.num_updates // self._rule.period
+        t = self._num_periods
         slots_N = loops.find_slots(self.layout, ids_N)  # some may have left again
         has_row = np.flatnonzero(slots_N != memory.MISSING)
         slots_K, first, which = np.unique(

@@ -169,3 +169,46 @@ def test_an_increment_has_the_ids_that_wait_and_that_wait_no_more(tmp_path):
     other.servers[0].load(folder, Folder(tmp_path / "increments"))
     assert [id_ for _, id_, _ in other.waiting()] == [6]
     assert other.rows() == training.rows()
+
+
+def train_from(step, folder, expiry, has_delta):
+    """Train, save, load on other servers, and train; return rows, by steps from it."""
+    spec = replace(SPEC, expiry=EXPIRIES[expiry])
+    before, after = Training(2, folder, spec), Training(3, folder, spec)
+    for server in before.servers:
+        server.store.states[0].num_updates = step
+    before.train(range(12))
+    before.sweep()
+    change = lambda: before.train(range(12, 16))  # noqa: E731
+    saved = before.save(change if has_delta else None)
+    for server in after.servers:
+        server.load(saved, Folder(folder / "increments") if has_delta else None)
+    after.train(range(16, 30))
+    after.sweep()
+    return {
+        id_: (weights, frequency, (last_step - step) % 2**32)
+        for id_, (weights, frequency, last_step) in after.rows().items()
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_delta", [False, True])
+@pytest.mark.parametrize("expiry", ["steps", "norm"])
+def test_a_training_is_saved_and_loaded_where_its_step_passes_2_to_the_32(
+    tmp_path, expiry, has_delta
+):
+    expected = train_from(100, tmp_path / "small", expiry, has_delta)
+    assert len(expected) > 10
+    for before in (6, 14, 20):
+        folder = tmp_path / f"{before}"
+        assert train_from(2**32 - before, folder, expiry, has_delta) == expected
+
+
+@pytest.mark.slow
+def test_rows_without_metadata_get_it_where_the_step_is_beyond_2_to_the_32(tmp_path):
+    before = Training(1, tmp_path, replace(SPEC, keeps_metadata=False))
+    before.servers[0].store.states[0].num_updates = 2**32 + 3
+    before.train(range(2))
+    after = Training(1, tmp_path, SPEC)
+    after.servers[0].load(before.save())
+    assert {last_step for _, _, last_step in after.rows().values()} == {5}

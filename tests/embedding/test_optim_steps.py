@@ -289,6 +289,18 @@ def test_an_accumulator_decays_once_for_every_period_that_began():
     assert state.tolist() == [4, 1, 6]
 
 
+@pytest.mark.parametrize("first", [2**24 - 50, 2**25 - 50, 2**28, 2**40])
+def test_periods_beyond_what_a_float_counts_decay_by_as_much_in_all(first):
+    spacing = int(np.spacing(np.float32(first + 200)))
+    optimizer = AdagradDecay(
+        1, decay_step=1, decay_rate=0.5 ** (1 / spacing), initial_accumulator_value=1e-9
+    )
+    weights, state, grad = float32s(0), float32s(2.0**20, first), float32s(0)
+    for period in range(first, first + 8 * spacing + 1, max(spacing // 64, 1)):
+        step_row(optimizer, period, weights, state, grad)
+    assert state[0] == pytest.approx(2.0**12, rel=0.02)
+
+
 def test_an_accumulator_does_not_grow_when_a_server_counts_again():
     optimizer = AdagradDecay(1, decay_step=10, decay_rate=0.5)
     state = float32s(64, 2)

@@ -1,7 +1,7 @@
 """Open batches: the slots of their rows, and how stale their gradients are."""
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from persia_torchrec import SGD
@@ -250,3 +250,17 @@ def test_a_client_adds_the_histograms_of_its_servers_up(servers):
     assert counts == [counts[0]] * 3
     assert 30 < counts[0] < 70
     assert [c["staleness_2"] > 0 for c in client.counters()] == [True, True]
+
+
+@settings(max_examples=20)
+@given(st.integers(2**32 - 9, 2**32 - 1), st.integers(0, 20))
+def test_staleness_is_right_where_the_count_of_updates_begins_again(num_before, num):
+    batches, rows = OpenBatches(), request(WATCHED[:1])
+    batches._num_updates[:] = num_before
+    pull(batches, (1, 0), rows)
+    for batch in range(1, num + 1):
+        pull(batches, (1, batch), rows)
+        batches.apply([(1, batch)])
+    before = staleness_of(batches).get(f"staleness_{num}", 0)
+    batches.apply([(1, 0)])
+    assert staleness_of(batches)[f"staleness_{num}"] == before + 1

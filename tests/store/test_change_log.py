@@ -2,9 +2,16 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from persia_torchrec.errors import StoreError
-from persia_torchrec.store.change_log import ChangedSlots, ChangeJournal, Ring
+from persia_torchrec.store.change_log import (
+    ChangedSlots,
+    ChangeJournal,
+    Changes,
+    Ring,
+)
 from persia_torchrec.store.memory import NUM_TALLIES
 
 
@@ -96,3 +103,18 @@ def test_a_clear_forgets_what_came_before():
     _, changes = kept.open().previous()
     assert changes.was_cleared
     assert noted(kept) == ([77], [[2]], [])
+
+
+@settings(max_examples=20)
+@given(st.integers(2**63 - 2**10, 2**63 + 2**10))
+def test_notes_go_round_after_any_number_of_words(num_words):
+    kept = Kept(8 + 50)
+    kept.words[[2, 3]] = num_words - num_words % 50  # head and tail
+    journal = kept.open()
+    journal.begin(77, Changes())  # which keeps the place
+    for number in range(20):
+        change(journal, *range(number, number + 1 + number % 7), tick=2**48 - 1)
+        last = journal.cut()
+        found = [note.slots.tolist() for note in kept.open().previous()[1].slots]
+        assert found[-1] == last.slots[0].slots.tolist()
+        journal.release(last.number)

@@ -26,6 +26,7 @@ from persia_torchrec.store import (
     table_states,
     transaction,
 )
+from persia_torchrec.store.block_statistics import read_statistics
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.memory import MISSING
 from persia_torchrec.store.row_copy import RowExport, split_by_table
@@ -591,3 +592,22 @@ def test_the_process_after_a_killed_one_frees_the_rest(monkeypatch, path):
     check_store(store)
     assert content_of(store)[0] == content_of(expected)[0]
     store.close()
+
+
+@pytest.mark.parametrize("t", [2**24 - 1, 2**24 + 1, 2**24 + 3, 2**30 + 17])
+def test_what_is_counted_of_an_id_stays_however_many_periods_have_ended(t):
+    store = EmbeddingStore(100)
+    store.add_table(spec_of(2))
+    state = store.states[0]
+    state.num_updates = PERIOD * t
+    out = np.empty((1, DIM), dtype=np.float32)
+    counted = []
+    for _ in range(3):  # in one period
+        store.lookup(
+            0, IDS[:1], out, training=True, counts_N=np.array([100], np.uint32)
+        )
+        acc, cur, is_seen = read_statistics(
+            state.layout, store.find(0, IDS[:1]), state._num_periods
+        )
+        counted.append((float(acc[0]), float(cur[0]), bool(is_seen[0])))
+    assert counted == [(0.0, 100.0, True), (0.0, 200.0, True), (0.0, 300.0, True)]

@@ -12,6 +12,7 @@ from persia_torchrec.checkpoint import catalog
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.data import CsvDataset, IdColumn
 from persia_torchrec.errors import ConfigError, RemoteError
+from persia_torchrec.rpc.messages import NO_GENERATION
 from persia_torchrec.sharding.optimizer import set_values
 from persia_torchrec.table import TableSpec
 from persia_torchrec.training.checkpoint import apply_state
@@ -111,6 +112,12 @@ def test_requests_of_an_older_generation_are_rejected(servers):
     with pytest.raises(RemoteError, match=r"must be of generation 2\. Received: 1"):
         old.clear()
     assert servers.client(running).generation == 2
+    new.begin_generation(NO_GENERATION - 1)
+    new.clear()
+    for generation in (NO_GENERATION, NO_GENERATION + 1):
+        with pytest.raises(ConfigError, match=r"at most 65534 times again\."):
+            new.begin_generation(generation)
+    new.clear()
 
 
 def test_the_clock_is_asked_rarely_and_says_when_it_is_time():
