@@ -1,10 +1,19 @@
 """Rows go out of a store and into another one: what is copied, and in which order."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from persia_torchrec.store.memory import LARGEST_TICK, STATE, WEIGHTS
+from persia_torchrec import AdmitFrequency
+from persia_torchrec.store.memory import (
+    LARGEST_TICK,
+    POSITION_BITS,
+    STATE,
+    WEIGHTS,
+)
 from tests.support.consistency import check_store, ids_oldest_first
 from tests.support.copied_stores import (
     TABLES,
@@ -194,3 +203,15 @@ def test_a_store_is_copied_where_its_requests_pass_what_a_use_can_count(
         run(one, after)
         check_store(one)
     assert copy.tick >= LARGEST_TICK - 20
+
+
+def test_ids_wait_where_the_requests_pass_what_a_use_can_count():
+    spec = replace(TABLES[0], admission=AdmitFrequency(threshold=2))
+    store = store_of(specs=[spec])
+    store.tick = LARGEST_TICK - 1
+    for ids in ([1], [2], [3], [1, 3]):
+        use(store, 0, ids)
+    assert sorted(ids_oldest_first(store)) == [(0, 1), (0, 3)]
+    seen = spec.admission.sightings_of(store.states[0].remembered, ids_of(2))
+    assert (seen.uses >> np.uint64(POSITION_BITS)).tolist() == [LARGEST_TICK]
+    assert store.tick_in_files == LARGEST_TICK
