@@ -3,8 +3,10 @@
     python -m persia_torchrec.job.torchrun --nproc-per-node 2 -- train.py --epochs 2
 
 Each NN worker is a ``job/script.py``. The agents of all machines meet at the first
-one's (c10d); where that is, a note in the address book says. A single one has a file in
-place of that port, which would be open to all.
+one's (c10d); where that is, a note in the address book says. A single agent meets in
+its own process: a port would be open to all, and a file would grow. No agent has files,
+which a cleaner of the temporary folder would remove: NN workers write to its output,
+and report to the coordinator why they fail.
 
     what ends          what follows
     an NN worker       its agent restarts those of its machine. The other agents notice,
@@ -25,15 +27,22 @@ import secrets
 import select
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # no __all__
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from persia_torchrec import env
@@ -57,6 +66,7 @@ logger = logging.getLogger("persia_torchrec.job.torchrun")  # also as __main__
 _PROG = "python -m persia_torchrec.job.torchrun"
 _MACHINE = "machine of NN workers"
 _MEETING = "nn-worker/master"
+_IN_PROCESS = "in-process"
 _LOOK_S = 0.5
 # torchrun kills an NN worker that does not end so soon. torch 2.11 has no such setting.
 _HAS_SHUTDOWN = "shutdown_timeout" in LaunchConfig.__dataclass_fields__
@@ -117,11 +127,8 @@ class Agent:
 
     def _launch(self, config: LaunchConfig, script: Sequence[str]) -> int:
         try:
-            with tempfile.TemporaryDirectory(prefix="torchrun") as logs:
-                config.logs_specs = DefaultLogsSpecs(log_dir=logs)
-                config.rdzv_endpoint = config.rdzv_endpoint or f"{logs}/store"
-                launch = elastic_launch(config, sys.executable)
-                launch("-m", "persia_torchrec.job.script", "trainer", *script)
+            launch = elastic_launch(config, sys.executable)
+            launch("-m", "persia_torchrec.job.script", "trainer", *script)
         except SignalException as exc:
             name = signal.Signals(exc.sigval).name
             failures.tell_launcher(f"NN workers were told to end ({name}), and did")
@@ -164,9 +171,10 @@ class Agent:
         """Return torchrun's settings; agents of several machines know the first one."""
         config, book = self._config, self._book
         address, is_first = LOOPBACK, config.node_rank == 0
-        endpoint = ""  # a file in a folder of its own
-        where: dict[str, object] = {"store_type": "file"}
+        backend, endpoint = _IN_PROCESS, ""
+        where: dict[str, object] = {}
         if config.nnodes > 1:
+            backend = "c10d"
             book.claim_size(_MACHINE, config.node_rank, config.nnodes)
             own = secrets.token_hex(8)
             known = book.claim_note(f"{_MACHINE}/{config.node_rank}", own)
@@ -192,11 +200,12 @@ class Agent:
             nproc_per_node=config.nproc_per_node,
             run_id=book.greeting.job_id,
             role="trainer",
-            rdzv_backend="c10d",
+            rdzv_backend=backend,
             rdzv_endpoint=endpoint,
             rdzv_configs={**where, "join_timeout": math.ceil(env.join_timeout_s())},
             max_restarts=config.max_restarts,
             local_addr=address,
+            logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
             **ends,
         )
 
@@ -218,6 +227,45 @@ class Agent:
         with contextlib.suppress(JobError):  # the coordinator has ended
             for number in heard[:1]:
                 self._book.tell_to_end(number.name, who)
+
+
+class InProcessRendezvous(RendezvousHandler):
+    """The rendezvous of a single agent, in its memory; the agent's thread calls it."""
+
+    def __init__(self, params: RendezvousParameters) -> None:
+        self._params = params
+
+    def get_backend(self) -> str:
+        """Return the name under which torchrun finds it."""
+        return _IN_PROCESS
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Return a store of its own for each start of the NN workers."""
+        store = HashStore()
+        place = RendezvousStoreInfo.build(0, store, self._params.local_addr)
+        return RendezvousInfo(store, 0, 1, place)
+
+    def is_closed(self) -> bool:
+        """Return False: it is open as long as the process lives."""
+        return False
+
+    def set_closed(self) -> None:
+        """Do nothing: no other agent asks."""
+
+    def num_nodes_waiting(self) -> int:
+        """Return 0: there is no other agent."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """Return the id of the job."""
+        return self._params.run_id
+
+    def shutdown(self) -> bool:
+        """Do nothing: the memory goes with the process."""
+        return True
+
+
+rendezvous_handler_registry.register(_IN_PROCESS, InProcessRendezvous)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

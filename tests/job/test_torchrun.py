@@ -4,7 +4,10 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -53,12 +56,50 @@ def test_agents_meet_at_the_first_one_and_only_once(monkeypatch):
         assert meet(book, 0) == place  # that of an agent before it
 
 
-def test_the_agent_of_a_single_machine_opens_no_port():
+def test_the_agent_of_a_single_machine_opens_no_port_and_no_file():
     with contextlib.closing(AddressBook.host(0)) as book:
         book.publish(JobTimings())
         config = torchrun.Agent(torchrun.AgentConfig(nnodes=1), book)._meet()
-    assert config.rdzv_endpoint == ""  # a file in the folder of its logs
-    assert config.rdzv_configs["store_type"] == "file"
+    assert (config.rdzv_backend, config.rdzv_endpoint) == ("in-process", "")
+    assert config.logs_specs.root_log_dir == os.devnull
+
+
+WAITS_FOR_GO = """
+import os, pathlib, time
+start, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
+print(f"start {start} of rank {rank}", flush=True)
+while not pathlib.Path("go").exists():
+    time.sleep(0.02)
+print("trained by", rank)
+"""
+
+
+def run_with_its_own_temporary_folder(words):
+    """Run torchrun with a temporary folder in the folder of the test."""
+    tempfile.tempdir = os.environ["TMPDIR"] = str(Path("temporary").absolute())
+    return torchrun.main(words)
+
+
+def test_an_agent_keeps_no_file_that_a_cleaned_temporary_folder_takes_away(tmp_path):
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    with Processes(tmp_path) as processes:
+        job = Job(processes, trainer=2)
+        main = run_with_its_own_temporary_folder
+        agent = start_trainers(
+            processes, job, WAITS_FOR_GO, 2, max_restarts=1, main=main
+        )
+        for rank in range(2):
+            agent.has_printed(f"start 0 of rank {rank}")
+        assert list(folder.iterdir()) == []  # else an agent's file could grow
+        shutil.rmtree(folder)
+        os.kill(max(children_of(agent.pid)), signal.SIGKILL)
+        for rank in range(2):
+            agent.has_printed(f"start 1 of rank {rank}")
+        (tmp_path / "go").touch()
+        assert agent.status() == 0, agent.output()
+        assert job.coordinator.status() == 0, job.coordinator.output()
+        assert agent.output().count("trained by") == 2
 
 
 def test_a_job_waits_for_trainers_that_torchrun_starts_again(tmp_path):
