@@ -563,10 +563,12 @@ def _make_secret(path: Path) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not path.exists():
             draft.touch(0o600, exist_ok=False)
-            draft.write_text(secrets.token_hex(32) + "\n")
-            with contextlib.suppress(FileExistsError):  # of another launcher
-                os.link(draft, path)
-            draft.unlink()
+            try:
+                draft.write_text(secrets.token_hex(32) + "\n")
+                with contextlib.suppress(FileExistsError):  # of another launcher
+                    os.link(draft, path)
+            finally:
+                draft.unlink()
     except OSError as exc:
         raise ConfigError(
             f"The file for the token must be one that can be created. Received: "

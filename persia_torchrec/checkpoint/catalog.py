@@ -7,6 +7,7 @@ A dump takes a new number. A manifest names a position in each server's log of
 increments (``increment_log.py``). docs/formats/checkpoint.md describes the files.
 """
 
+import contextlib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -466,6 +467,26 @@ def delete(folder: Folder) -> None:
     """Delete a checkpoint and its deltas; first what makes it complete."""
     folder.remove(MANIFEST)
     folder.remove_all()
+
+
+@contextlib.contextmanager
+def discarding(
+    folder: Folder,
+    complete: str = MANIFEST,
+    errors: type[BaseException] = BaseException,
+) -> Iterator[None]:
+    """Delete what a block has written to a folder if it fails, as far as possible.
+
+    Whoever else writes there must have ended by then. Nothing is deleted if there is
+    the file that makes it ``complete``, or if it is not known whether there is.
+    """
+    try:
+        yield
+    except errors:
+        with contextlib.suppress(CheckpointError):
+            if complete not in folder.names():
+                folder.remove_all()
+        raise
 
 
 def pin(folder: Folder, is_kept: bool = True) -> None:

@@ -217,10 +217,9 @@ class Folder:
     def created(self, name: str) -> Iterator[IO[bytes]]:
         """Open a file to write it; it gets its name once the block has succeeded.
 
-        A file of JSON may be written by several processes at a time.
+        Several processes may write it at a time, or one that was given up and its next.
         """
-        is_shared = name.endswith(".json")
-        mark = f"{os.getpid()}-{threading.get_ident()}." if is_shared else ""
+        mark = f"{os.getpid()}-{threading.get_ident()}."
         write = self._write_local if self._is_local else self._upload
         path = self._within(name)
         with named_errors("write", self.file_path(name)):

@@ -253,13 +253,15 @@ class Checkpoints:
         """
         self.require_free(path)
         run, folder = Folder(path), catalog.begin_checkpoint(path)
-        _write(files, folder)
+        with catalog.discarding(folder):
+            _write(files, folder)
         num_batches = self._batches.trained
 
         def work(task: Task[SavedCheckpoint]) -> SavedCheckpoint:
-            manifest = self._write_files(task, folder, step, timeout_s)
-            manifest = dataclasses.replace(manifest, num_batches=num_batches)
-            manifest.write(folder)
+            with catalog.discarding(folder):
+                manifest = self._write_files(task, folder, step, timeout_s)
+                manifest = dataclasses.replace(manifest, num_batches=num_batches)
+                manifest.write(folder)
             tell_job(folder)
             _write(files, run)
             return SavedCheckpoint.of(folder, manifest)

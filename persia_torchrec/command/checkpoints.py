@@ -343,7 +343,10 @@ def convert(source: str, target: Path) -> None:
             raise click.ClickException(
                 f"{source} must be a file of torch.save, of tensors. Received: {exc}."
             ) from exc
-        made = _write(_tables_of(state, source), target)
+        given = _tables_of(state, source)
+        made = catalog.begin_checkpoint(target)
+        with catalog.discarding(made):
+            _write(given, made)
         click.echo(f"{made.url}: {Manifest.read(made).num_rows} rows")
         return
     tables = {
@@ -353,7 +356,8 @@ def convert(source: str, target: Path) -> None:
         }
         for name, (ids, weights) in _by_table(source).items()
     }
-    torch.save(tables, target)
+    with Folder(target.parent).created(target.name) as file:
+        torch.save(tables, file)
     click.echo(f"{target}: {sum(len(one['ids']) for one in tables.values())} rows")
 
 
@@ -375,14 +379,13 @@ def _tables_of(state: Any, source: str) -> dict[str, _Rows]:
     return found
 
 
-def _write(tables: Mapping[str, _Rows], target: Path) -> Folder:
-    """Write a checkpoint of one server; return its folder."""
+def _write(tables: Mapping[str, _Rows], folder: Folder) -> None:
+    """Write a checkpoint of one server."""
     specs = [
         TableSpec(name=name, dim=weights.shape[1], optimizer=SGD(lr=_LR))
         for name, (_, weights) in tables.items()
     ]
     saved = tuple(SavedTable(spec.to_json(), 0, False) for spec in specs)
-    folder = catalog.begin_checkpoint(target)
     name, last_tick = "shard-00000-of-00001.rows", 0
     with folder.created(name) as file:
         head = ShardHead(shard=0, num_shards=1, tables=saved)
@@ -400,4 +403,3 @@ def _write(tables: Mapping[str, _Rows], target: Path) -> Folder:
         written = writer.end()
     shard = SavedShard(name, *written, tick=last_tick, server={})
     Manifest(saved, (shard,), datetime.now(UTC).isoformat()).write(folder)
-    return folder

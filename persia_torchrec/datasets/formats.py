@@ -163,15 +163,16 @@ def write_parquet(
             if writer is None:
                 writer = require("pyarrow.parquet").ParquetWriter(part, table.schema)
             writer.write_table(table)
+        assert writer is not None
+        writer.close()
+        part.replace(target)
     except BaseException:
         if writer is not None:
-            writer.close()
+            with suppress(OSError):  # of a full disk, as before
+                writer.close()
             with suppress(OSError):
                 part.unlink()
         raise
-    assert writer is not None
-    writer.close()
-    part.replace(target)
     return num_rows
 
 

@@ -431,8 +431,11 @@ def _copy_code(source: Path, target: Path) -> None:
         with contextlib.suppress(OSError):
             if not copy.exists():
                 part = copy.with_suffix(f"{copy.suffix}.{os.getpid()}")
-                shutil.copyfile(path, part)
-                part.replace(copy)
+                try:
+                    shutil.copyfile(path, part)
+                    part.replace(copy)
+                finally:
+                    part.unlink(missing_ok=True)
 
 
 def _helpers(kernel: Any) -> dict[str, Any]:

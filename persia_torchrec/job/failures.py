@@ -83,7 +83,7 @@ def find_place(exc: BaseException | None) -> str | None:
     That are errors of servers, the network, collectives and memory, and what ends a
     process from outside. The line is the innermost one of no library.
     """
-    if not isinstance(exc, Exception) or any(map(_may_pass, _with_causes(exc))):
+    if not isinstance(exc, Exception) or any(map(_may_pass, with_causes(exc))):
         return None
     frames = traceback.extract_tb(exc.__traceback__)
     if not frames or _OF_DISTRIBUTED in str(Path(frames[-1].filename).parent):
@@ -93,7 +93,7 @@ def find_place(exc: BaseException | None) -> str | None:
     return f"{type(exc).__name__} at {place.filename}:{place.lineno}"
 
 
-def _with_causes(exc: BaseException) -> Iterator[BaseException]:
+def with_causes(exc: BaseException) -> Iterator[BaseException]:
     """Yield an exception, and those that it was raised from, or while handling."""
     current: BaseException | None = exc
     while current is not None:

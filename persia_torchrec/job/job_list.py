@@ -72,8 +72,11 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             path = folder / f"{self.job_id}.json"
             begun = path.with_suffix(f".{os.getpid()}")
-            begun.write_bytes(msgspec.json.format(msgspec.json.encode(self)))
-            begun.replace(path)
+            try:
+                begun.write_bytes(msgspec.json.format(msgspec.json.encode(self)))
+                begun.replace(path)
+            finally:
+                begun.unlink(missing_ok=True)
             ended = [one for one in find_jobs() if one.state != "running"]
             for old in ended[_MAX_JOBS:]:
                 (folder / f"{old.job_id}.json").unlink(missing_ok=True)

@@ -45,6 +45,7 @@ from persia_torchrec.checkpoint.catalog import (
     SavedShard,
     SavedTable,
     begin_checkpoint,
+    discarding,
 )
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.row_file import RowFileWriter, ShardHead
@@ -126,6 +127,21 @@ def convert_checkpoint(settings: Conversion) -> Folder:
     form, tables = _find_form(settings, servers)
     dense = _read_dense(source)
     target = begin_checkpoint(run.url)
+    with discarding(target):
+        manifest = _convert(servers, form, tables, dense, target)
+    _write(dense, run)
+    logger.info("converted path=%s rows=%d", target.url, manifest.num_rows)
+    return target
+
+
+def _convert(
+    servers: Sequence[Sequence[RowFile]],
+    form: Form,
+    tables: tuple[SavedTable, ...],
+    dense: Mapping[str, bytes],
+    target: Folder,
+) -> Manifest:
+    """Write all files of the new checkpoint, its manifest last."""
     _write(dense, target)
     total = 2 * sum(file.size_bytes for files in servers for file in files)
     shards = []
@@ -135,9 +151,7 @@ def convert_checkpoint(settings: Conversion) -> Folder:
             shards.append(_convert_server(files, form, head, target, bar.update))
     manifest = Manifest(tables, tuple(shards), datetime.now(UTC).isoformat())
     manifest.write(target)
-    _write(dense, run)
-    logger.info("converted path=%s rows=%d", target.url, manifest.num_rows)
-    return target
+    return manifest
 
 
 def main(argv: Sequence[str] | None = None) -> int:

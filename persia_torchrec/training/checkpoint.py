@@ -20,7 +20,8 @@ PERSIA's contexts is a few files of ``torch.save`` and ``torch.jit.save``:
     rank 0          waits for the servers, and writes the manifest last
 
 No trainer trains meanwhile, so that both halves are of the same step. When a trainer or
-server fails, all trainers raise, and the previous checkpoint is still the latest.
+server fails, all trainers raise, and the previous checkpoint is still the latest; what
+was written of the new one is deleted.
 """
 
 import contextlib
@@ -61,6 +62,7 @@ from persia_torchrec.training.dense_reader import (
     LoadPlanner,
     SavePlanner,
     reader_of,
+    writer_of,
 )
 from persia_torchrec.training.shared_tables import (
     copy_rows,
@@ -122,11 +124,6 @@ def save_checkpoint(
     limit_s = timeouts.exchange_s(client.recovery_s, timeout_s)
     flush_all(sharders)
     folder = Folder(at_first(begin, str, limit_s))
-    servers = None
-    if _rank() == 0:
-        servers = client.checkpoints.start_files(folder, step=step, timeout_s=timeout_s)
-    trained = client.batches.trained
-    num_batches, begun = save_dense_beside(servers, state, folder, num_batches=trained)
 
     def complete() -> SavedCheckpoint:
         assert servers is not None  # rank 0 does this
@@ -142,7 +139,26 @@ def save_checkpoint(
             client.checkpoints.prune()
         return SavedCheckpoint.of(folder, manifest)
 
-    return at_first(complete, SavedCheckpoint, limit_s)
+    servers = None
+    with discarding(folder, catalog.MANIFEST):
+        if _rank() == 0:
+            start = client.checkpoints.start_files
+            servers = start(folder, step=step, timeout_s=timeout_s)
+        num = client.batches.trained
+        num_batches, begun = save_dense_beside(servers, state, folder, num_batches=num)
+        return at_first(complete, SavedCheckpoint, limit_s)
+
+
+def discarding(
+    folder: Folder, complete: str
+) -> contextlib.AbstractContextManager[None]:
+    """Let rank 0 delete what a block has written if it fails, and is not complete.
+
+    Not if a trainer is not heard of (JobError), as it may still write.
+    """
+    if not is_first():
+        return contextlib.nullcontext()
+    return catalog.discarding(folder, complete, CheckpointError)
 
 
 def flush_all(sharders: Sharders) -> None:
@@ -309,7 +325,8 @@ def _dense_of(folder: Folder) -> catalog.DenseHalf:
 
 def _save_dense(state: dict[str, Any], folder: Folder) -> None:
     folder.make()
-    _let_torch(save_state, state, SavePlanner(), folder)
+    save = partial(save_state, storage_writer=writer_of(folder))
+    _let_torch(save, state, SavePlanner(), folder)
 
 
 def names_in(folder: Folder) -> list[str]:
@@ -349,7 +366,26 @@ def _let_torch(
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             act(state, planner=planner, checkpoint_id=at.url, **how)
     except CheckpointException as exc:  # no Exception, and of all trainers
-        raise CheckpointError(f"The dense half in {at.url}: {exc}") from exc
+        raise _own_error(exc, at) from exc
+
+
+class _OthersFailedError(CheckpointError):
+    """This trainer has no failure of its own: torch tells it those of the others."""
+
+
+def _own_error(exc: CheckpointException, at: Folder) -> CheckpointError:
+    """Return why this trainer's part of the dense half failed, the cause first."""
+    cause, _ = exc.failures.get(_rank(), (None, None))
+    if cause is None:
+        return _OthersFailedError(f"Trainers {sorted(exc.failures)} failed.")
+    if isinstance(cause, PersiaError):
+        what = str(cause)
+    elif isinstance(cause, OSError) and cause.strerror:
+        what = cause.strerror
+    else:  # of torch, whose text may have many lines, and the stack of C++ last
+        text = " ".join(str(cause).split())
+        what = f"{type(cause).__name__}: {text:.1000}"
+    return CheckpointError(f"{what} (the dense half in {at.url})")
 
 
 def _make_state(optimizer: Optimizer) -> None:
@@ -475,15 +511,20 @@ def _outcomes(
     result, error = None, None
     try:
         result = work()
+    except _OthersFailedError:
+        error = ""
+    except CheckpointError as exc:
+        error = str(exc)
     except Exception as exc:  # noqa: BLE001  # raised by every trainer
         error = f"{type(exc).__name__}: {exc}"
     told = msgspec.json.encode((None if kind is None else result, error))
     texts = trainer_group.gather(told, group)
     outcome = tuple[msgspec.Raw, str | None]
     outcomes = [decoder_of(outcome).decode(text) for text in texts]
-    failed = [f"trainer {r}: {error}" for r, (_, error) in enumerate(outcomes) if error]
-    if failed:
-        raise CheckpointError(" ".join(failed))
+    errors = {r: error for r, (_, error) in enumerate(outcomes) if error is not None}
+    if errors:
+        causes = [f"trainer {r}: {error}" for r, error in errors.items() if error]
+        raise CheckpointError("; ".join(causes))
     return [result for result, _ in outcomes]
 
 

@@ -1,4 +1,4 @@
-"""Planners of torch's checkpoints for a model without the tables on servers.
+"""Planners, readers and writers of torch's checkpoints, without tables on servers.
 
 torch lists the tensors of a checkpoint in a pickle, which may name any function: it is
 read without running anything that it names.
@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint import default_planner, metadata
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.errors import CheckpointError
+from persia_torchrec.job.failures import with_causes
 from persia_torchrec.sharding.state import is_state_entry
 
 logger = logging.getLogger(__name__)
@@ -139,6 +140,32 @@ class FileReader(_Reader, FileSystemReader):
 
 class UrlReader(_Reader, FsspecReader):
     """Reads from what fsspec knows."""
+
+
+def writer_of(dense: Folder) -> "FileWriter | UrlWriter":
+    """Return what writes the folder of a dense half."""
+    return (UrlWriter if "://" in dense.url else FileWriter)(dense.url)
+
+
+class _Writer:
+    """Raises the error of the disk, which torch hides behind one of its own."""
+
+    def write_data(self, *args: Any) -> Any:
+        try:
+            return super().write_data(*args)  # type: ignore[misc]
+        except RuntimeError as exc:  # as it ends a file that lacks something
+            for cause in with_causes(exc):
+                if isinstance(cause, OSError):
+                    raise cause from None
+            raise
+
+
+class FileWriter(_Writer, FileSystemWriter):
+    """Writes to a file system of this host."""
+
+
+class UrlWriter(_Writer, FsspecWriter):
+    """Writes to what fsspec knows."""
 
 
 class _ListUnpickler(pickle.Unpickler):  # torch has written a pickle

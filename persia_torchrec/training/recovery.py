@@ -294,8 +294,8 @@ class Recovery:
         except CheckpointError as exc:
             self._may_continue &= not is_delta  # a whole one is next
             if is_first():
-                why = "no automatic checkpoint; the last one stays"
-                logger.warning("%s: %s", why, exc)
+                told = "%s; there is no automatic checkpoint, and the last one stays"
+                logger.warning(told, str(exc).removesuffix("."))
         self.clock.restart(time.monotonic() - began_s, was_delta=is_delta)
         if is_last and member is not None:
             member.end_as_told()
@@ -481,7 +481,8 @@ class Recovery:
         ]
         if saved["num_batches"] and not self._queued():
             cannot.insert(0, "the position in the data")
-        told = at_first(lambda: cannot, list[str])
+        of_all = itertools.chain(*from_all(lambda: cannot, list[str]))
+        told = dict.fromkeys(of_all)
         if told and num_saved < self._num_trainers:
             raise ConfigError(
                 f"A training that {num_saved} trainers have saved must continue with "

@@ -35,6 +35,7 @@ from persia_torchrec.sharding.table_control import Sharders
 from persia_torchrec.training.checkpoint import (
     at_first,
     describe_dense,
+    discarding,
     flush_all,
     is_first,
     save_dense_beside,
@@ -77,11 +78,6 @@ def save_delta(
     found = at_first(lambda: catalog.find_checkpoint(path, own=own).url, str)
     checkpoint = Folder(found)
     folder = Folder(at_first(lambda: catalog.begin_delta(checkpoint).url, str))
-    servers = None
-    if is_first():
-        servers = client.checkpoints.start_delta(checkpoint, timeout_s=timeout_s)
-    trained = client.batches.trained
-    num_batches, begun = save_dense_beside(servers, state, folder, num_batches=trained)
 
     def complete() -> SavedCheckpoint:
         assert servers is not None  # rank 0 does this
@@ -100,7 +96,13 @@ def save_delta(
         saved = SavedCheckpoint.of(checkpoint, manifest)
         return dataclasses.replace(saved, path=folder.url, step=step)
 
-    return at_first(complete, SavedCheckpoint, limit_s)
+    servers = None
+    with discarding(folder, catalog.DELTA):
+        if is_first():
+            servers = client.checkpoints.start_delta(checkpoint, timeout_s=timeout_s)
+        num = client.batches.trained
+        num_batches, begun = save_dense_beside(servers, state, folder, num_batches=num)
+        return at_first(complete, SavedCheckpoint, limit_s)
 
 
 _LEAST_INTERVAL = 20  # times what the last checkpoint took: at most 5 % of the time

@@ -15,6 +15,7 @@ from persia_torchrec.checkpoint.catalog import (
     begin_checkpoint,
     complete_checkpoints,
     delete_older,
+    discarding,
     find_checkpoint,
     merge_tables,
     saved_states,
@@ -212,6 +213,22 @@ def test_older_checkpoints_are_deleted_once_the_newer_ones_are_complete(path):
     delete_older(run, 1)
     assert folders[2].names() == []
     assert folders[4].names() == ["rows"]
+
+
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_only_what_is_not_complete_is_deleted_where_a_save_fails(path, is_complete):
+    folder = begin_checkpoint(path)
+
+    @discarding(folder)
+    def save():
+        manifest = manifest_of(folder)
+        if is_complete:
+            manifest.write(folder)
+        raise OSError("a full disk")
+
+    with pytest.raises(OSError, match="a full disk"):
+        save()
+    assert bool(folder.names()) == is_complete
 
 
 def write_of(path, job, *continues):

@@ -252,6 +252,7 @@ def rejected(folder, config, match, **more):
         convert_checkpoint(conversion(folder, config, **more))
     with pytest.raises(CheckpointError, match="must be a checkpoint"):
         find_checkpoint(folder.parent / "run")
+    assert list(folder.parent.glob("run/*")) == []
     return caught
 
 

@@ -1,8 +1,10 @@
 """One checkpoint of both halves: training continues exactly."""
 
+import errno
 import os
 import pickle  # as who changes a file would
 from pathlib import Path
+from traceback import StackSummary
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, save
+from torch.distributed.checkpoint.api import CheckpointException
 from torchrec import EmbeddingBagConfig
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
@@ -222,10 +225,62 @@ def test_a_half_that_fails_leaves_the_previous_checkpoint(start, tmp_path, monke
     run.servers.servers[1].stop()
     with pytest.raises(CheckpointError, match=r"trainer 0: .*embedding server 1"):
         run.save(tmp_path)
-    assert len(list(Path(tmp_path).iterdir())) == 3
+    assert list(Path(tmp_path).iterdir()) == [Path(first.path)]
     resumed = start(1, seed=1)
     assert resumed.load(tmp_path).path == first.path
     assert resumed.state["num_batches"] == 2
+
+
+def fill(path, num_bytes_left):
+    """Fill the disk of a file but for some bytes."""
+    with path.open("wb") as file:
+        disk = os.statvfs(path.parent)
+        num_bytes = disk.f_bavail * disk.f_bsize - num_bytes_left
+        os.posix_fallocate(file.fileno(), 0, num_bytes)
+
+
+@pytest.mark.parametrize("tmpfs", ["size=4m"], indirect=True)
+@pytest.mark.parametrize("has_room_for_a_part", [False, True])
+def test_a_full_disk_is_the_cause_and_leaves_nothing_of_what_failed(
+    start, tmpfs, has_room_for_a_part
+):
+    disk = Path(tmpfs).parents[1] / "root" / "tmp"
+    run = start(2, seed=0)
+    run.state["large"] = torch.zeros(200_000)  # torch writes parts of a file before
+    run.train(2)
+    ballast, first = disk / "ballast", run.save(disk / "run")
+    before = sorted(disk.rglob("*"))
+    of_dense = sum(4096 + p.stat().st_size for p in Path(first.path, "dense").iterdir())
+    fill(ballast, of_dense // 2 if has_room_for_a_part else 0)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="No space left on device") as told:
+            run.save(disk / "run")
+        assert "\n" not in str(told.value)
+    ballast.unlink()
+    assert sorted(disk.rglob("*")) == before
+    assert run.save(disk / "run").path > first.path
+
+
+def test_each_trainer_that_failed_tells_its_own_cause(start, tmp_path, monkeypatch):
+    run = start(1, seed=0)
+    full = OSError(errno.ENOSPC, "No space left on device", "a file")
+    denied, stack = RuntimeError("no access\nframe #0"), StackSummary()
+
+    def fail_at(*failures):
+        def fail(*_, **__):
+            raise CheckpointException(
+                "", {rank: (exc, stack) for rank, exc in failures}
+            )
+
+        monkeypatch.setattr("persia_torchrec.training.checkpoint.save_state", fail)
+        with pytest.raises(CheckpointError) as told:
+            run.save(tmp_path)
+        return str(told.value)
+
+    first = fail_at((0, full), (1, denied))
+    assert first.startswith("trainer 0: No space left on device (the dense half in ")
+    only = fail_at((0, denied), (1, full))
+    assert only.startswith("trainer 0: RuntimeError: no access frame #0 (the dense ")
 
 
 def test_a_checkpoint_of_the_servers_alone_has_no_dense_half(start, tmp_path):

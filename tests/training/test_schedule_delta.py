@@ -142,6 +142,9 @@ def test_a_delta_that_was_not_finished_is_not_loaded(start, monkeypatch):
         patched.setattr(Folder, "write_json", die)
         with pytest.raises(CheckpointError, match="killed"):
             job.save_delta()
+    checkpoint = Folder(first.path.rpartition("/")[0])
+    assert checkpoint.numbers(r"delta-(\d+)")[-1] == int(first.path[-8:])
+    catalog.begin_delta(checkpoint)  # as trainers leave one that are killed
     resumed = start(2)
     assert resumed.load().path == first.path
     assert resumed.snapshot() == expected
