@@ -10,10 +10,13 @@ generated from the themes and comments of this file.
 
 import contextlib
 import logging
+import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
-SAY_S = 10.0  # between two lines about one wait
+SAY_S = 10.0  # of a wait, until a line says for whom; the next are at twice the time
 
 # Requests
 REQUEST_S = 60.0  # a server answers a worker, a worker an inference server
@@ -126,6 +129,7 @@ MODEL_DRAIN_S = 60.0  # requests of a version that is taken out are answered
 MODEL_TELL_S = 10.0  # between two lines about one error of a model
 
 _MAX_NAMES = 12
+_WATCH_S = 1.0  # between two looks for waits that have become long
 
 
 def exchange_s(
@@ -143,30 +147,114 @@ def exchange_s(
 def saying(
     logger: logging.Logger, what: Callable[[], str], *, first_s: float | None = None
 ) -> Iterator[None]:
-    """Log every ten seconds what a block waits for; an empty text is left out.
+    """Log what a block waits for after ``SAY_S`` seconds, and at twice the seconds.
 
-    The first time is after ``first_s`` seconds, if it is given. A thread of its own
-    calls ``what``, which must be quick and must not raise.
+    The first time is after ``first_s`` seconds, if it is given. An empty text is left
+    out. The end of a wait that was said is said, too. A short wait costs microseconds;
+    in a long one a thread of its own calls ``what``, which must not raise.
     """
-    over = threading.Event()
-
-    def say() -> None:
-        wait_s = SAY_S if first_s is None else first_s
-        while not over.wait(wait_s):
-            wait_s = SAY_S
-            if text := what():
-                logger.info("%s", text)
-
-    threading.Thread(target=say, name="long wait", daemon=True).start()
+    wait = _Wait(logger, what, time.monotonic(), SAY_S if first_s is None else first_s)
+    _watch.add(wait)
     try:
         yield
     finally:
-        over.set()
+        _watch.remove(wait)
+        wait.end()
+
+
+class _Wait:
+    """A block that waits; ``due_s`` is when the first line about it is due."""
+
+    def __init__(
+        self, logger: logging.Logger, what: Callable[[], str], now_s: float, in_s: float
+    ) -> None:
+        self._logger, self._what, self._begun_s = logger, what, now_s
+        self.due_s = now_s + in_s
+        self._lock = threading.Lock()
+        self._over: threading.Event | None = None  # of a wait that is long
+        self._has_ended = False  # guarded by _lock
+        self._said = ""  # guarded by _lock
+
+    def start(self) -> None:
+        """Have a thread say it until the end."""
+        self._over = threading.Event()
+        say = partial(self._say, self._over)
+        threading.Thread(target=say, name="long wait", daemon=True).start()
+
+    def end(self) -> None:
+        """Say no more of it, but its end."""
+        if self._over is None:
+            return
+        self._over.set()
+        with self._lock:
+            self._has_ended = True
+            if self._said:
+                seconds = time.monotonic() - self._begun_s
+                self._logger.warning("waited %.0f s: %s", seconds, self._said)
+
+    def _say(self, over: threading.Event) -> None:
+        while not over.is_set():
+            text, seconds = self._what(), time.monotonic() - self._begun_s
+            with self._lock:
+                if text and not self._has_ended:
+                    self._said = text
+                    self._logger.warning("%s, for %.0f s", text, seconds)
+            next_s = self._begun_s + max(SAY_S, 2 * seconds)
+            over.wait(next_s - time.monotonic())
+
+
+class _Watch:
+    """Finds waits that have become long, in a thread that is there while any is."""
+
+    def __init__(self) -> None:
+        self.begin()
+        os.register_at_fork(after_in_child=self.begin)  # without its parent's thread
+
+    def begin(self) -> None:
+        """Know no wait."""
+        self._changed = threading.Condition()
+        self._waits: set[_Wait] = set()  # guarded by _changed
+        self._look_s = 0.0  # when the thread looks again, 0 without. guarded by it
+
+    def add(self, wait: _Wait) -> None:
+        """Look whether a wait becomes long."""
+        with self._changed:
+            self._waits.add(wait)
+            if not self._look_s:
+                self._look_s = time.monotonic()
+                name = "looks for long waits"
+                threading.Thread(target=self._run, name=name, daemon=True).start()
+            elif wait.due_s < self._look_s:
+                self._changed.notify()
+
+    def remove(self, wait: _Wait) -> None:
+        """Look for a wait no more."""
+        with self._changed:
+            self._waits.discard(wait)
+
+    def _run(self) -> None:
+        with self._changed:
+            while self._waits:
+                now_s = time.monotonic()
+                for wait in [one for one in self._waits if one.due_s <= now_s]:
+                    self._waits.discard(wait)
+                    wait.start()
+                due = (one.due_s for one in self._waits)
+                self._look_s = min([now_s + _WATCH_S, *due])
+                self._changed.wait(self._look_s - now_s)
+            self._look_s = 0.0
+
+
+_watch = _Watch()
 
 
 def waiting_for(missing: Sequence[str], num: int, kind: str = "roles") -> str:
     """Return "2 of 5 roles: waiting for server 1, trainer 0"; empty if none is."""
     if not missing:
         return ""
-    names = [*missing[:_MAX_NAMES], *(["..."] if missing[_MAX_NAMES:] else [])]
-    return f"{len(missing)} of {num} {kind}: waiting for {', '.join(names)}"
+    return f"{len(missing)} of {num} {kind}: waiting for {some_of(missing)}"
+
+
+def some_of(names: Sequence[str]) -> str:
+    """Return the first of many names as a list."""
+    return ", ".join([*names[:_MAX_NAMES], *(["..."] if names[_MAX_NAMES:] else [])])

@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from persia_torchrec import env
+from persia_torchrec import env, timeouts
 from persia_torchrec.checkpoint import catalog, increment_log, writer
 from persia_torchrec.checkpoint.catalog import (
     DumpResult,
@@ -48,7 +48,6 @@ from persia_torchrec.errors import (
 from persia_torchrec.job.member import JobMember
 from persia_torchrec.parsing.decoding import KeyPath, convert
 from persia_torchrec.rpc.messages import Kind, TaskState
-from persia_torchrec.timeouts import CHECKPOINT_S
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +93,7 @@ class Task(Generic[T]):
     """A dump or a load in the background. Any thread may call any method."""
 
     def __init__(self, name: str, work: "Callable[[Task[T]], T]") -> None:
-        self._progress = 0.0
+        self._name, self._progress = name, 0.0
         self._cancelled = threading.Event()
         self._outcome: Future[T] = Future()
         run = partial(self._run, work)
@@ -116,7 +115,10 @@ class Task(Generic[T]):
         After ``timeout_s`` seconds, by default never, it raises TimeoutError and the
         work continues.
         """
-        return self._outcome.result(timeout_s)
+        with timeouts.saying(
+            logger, lambda: f"{self._name}: {self._progress:.0%} done"
+        ):
+            return self._outcome.result(timeout_s)
 
     def cancel(self) -> None:
         """Make it end early: :meth:`wait` raises then. It may end well before that."""
@@ -174,7 +176,11 @@ class Checkpoints:
         writer.require_free(Folder(path), self.job)
 
     def dump(
-        self, path: Path, *, step: int | None = None, timeout_s: float = CHECKPOINT_S
+        self,
+        path: Path,
+        *,
+        step: int | None = None,
+        timeout_s: float = timeouts.CHECKPOINT_S,
     ) -> SavedCheckpoint:
         """Write a checkpoint of all servers, and wait for it: :meth:`start_dump`."""
         return self.start_dump(path, step=step, timeout_s=timeout_s).wait()
@@ -187,7 +193,7 @@ class Checkpoints:
         increments: Path | None = None,
         until: Sequence[LogPosition] | None = None,
         rules: LoadRules | None = None,
-        timeout_s: float = CHECKPOINT_S,
+        timeout_s: float = timeouts.CHECKPOINT_S,
     ) -> SavedCheckpoint:
         """Load a checkpoint, and wait for it: :meth:`start_load`."""
         return self.start_load(
@@ -237,7 +243,7 @@ class Checkpoints:
         path: Path,
         *,
         step: int | None = None,
-        timeout_s: float = CHECKPOINT_S,
+        timeout_s: float = timeouts.CHECKPOINT_S,
         files: Mapping[str, bytes] | None = None,
     ) -> Task[SavedCheckpoint]:
         """Begin to write a checkpoint of all servers, while they continue serving.
@@ -285,7 +291,7 @@ class Checkpoints:
         increments: Path | None = None,
         until: Sequence[LogPosition] | None = None,
         rules: LoadRules | None = None,
-        timeout_s: float = CHECKPOINT_S,
+        timeout_s: float = timeouts.CHECKPOINT_S,
     ) -> Task[SavedCheckpoint]:
         """Begin to load a checkpoint, of any number of servers.
 

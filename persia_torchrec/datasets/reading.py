@@ -10,6 +10,7 @@ a stretch, are. Without a random order each file's groups are one window.
 Readers divide the columns of a block, or, of text, the blocks. Each is one block ahead.
 """
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from persia_torchrec import timeouts
 from persia_torchrec.datasets.arrow_types import family_of
 from persia_torchrec.datasets.columns import (
     Columns,
@@ -36,6 +38,8 @@ from persia_torchrec.datasets.shuffling import Read, shuffled
 from persia_torchrec.datasets.sources import Source
 from persia_torchrec.datasets.tables import GroupedFile, TableFile
 from persia_torchrec.errors import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
 
 SHUFFLE_ROWS = 32_768
 """Rows that are put in a random order together, unless ``shuffle`` says how many."""
@@ -417,7 +421,8 @@ class _Lane:
     def take(self) -> Any:
         """Return the next item; None: there is none."""
         if not self._made:
-            self._made += self._next.result()
+            with timeouts.saying(logger, lambda: "waiting for the rows of a file"):
+                self._made += self._next.result()
             if not self._made:
                 return None
             self._next = self._pool.submit(self._more)

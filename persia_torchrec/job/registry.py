@@ -82,8 +82,8 @@ class AddressBook:
     """One connection to the job's address book. Any thread may call any method.
 
     Every method raises :class:`JobError` when the coordinator is gone.
-    ``timeout_s`` is ``PERSIA_JOIN_TIMEOUT_S`` unless it is given; a longer wait says
-    every ten seconds what for.
+    ``timeout_s`` is ``PERSIA_JOIN_TIMEOUT_S`` unless it is given; a long wait says
+    what for.
     """
 
     def __init__(

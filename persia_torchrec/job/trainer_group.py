@@ -6,21 +6,33 @@ that of a step, and NCCL ends a process that waits for longer, having kept its G
 So checkpoints, resumes and the start have groups by gloo, with a time limit that fits.
 """
 
+import contextlib
+import itertools
+import logging
 import socket
 import weakref
 from collections import defaultdict
+from collections.abc import Iterator
 from datetime import timedelta
 
 import msgspec
 import torch
 import torch.distributed as dist
 
+from persia_torchrec import timeouts
 from persia_torchrec.errors import ConfigError, JobError
 from persia_torchrec.parsing.decoding import decoder_of
+
+logger = logging.getLogger(__name__)
 
 # By the group that trains, and by the time limit; they are gone with the former.
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[float, dist.ProcessGroup]]
 _groups = weakref.WeakKeyDictionary()
+
+
+# How often each group has waited, the same on all its trainers.
+_num_waits: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]]
+_num_waits = weakref.WeakKeyDictionary()
 
 
 class _Gpu(msgspec.Struct, frozen=True):
@@ -35,13 +47,40 @@ def make_cpu_group(trainers: dist.ProcessGroup, timeout_s: float) -> dist.Proces
         trainers: the group that trains.
         timeout_s: seconds that a trainer waits for the others.
     """
-    group: dist.ProcessGroup = dist.new_group(
-        dist.get_process_group_ranks(trainers),
-        timeout=timedelta(seconds=timeout_s),
-        backend="gloo",
-        use_local_synchronization=True,
-    )
+    with waiting(trainers, "a process group"):
+        group: dist.ProcessGroup = dist.new_group(
+            dist.get_process_group_ranks(trainers),
+            timeout=timedelta(seconds=timeout_s),
+            backend="gloo",
+            use_local_synchronization=True,
+        )
     return group
+
+
+@contextlib.contextmanager
+def waiting(group: dist.ProcessGroup, what: str) -> Iterator[None]:
+    """Say which trainers are missing in a collective operation that takes long.
+
+    A trainer that waits so long notes it in the store of the group; those without a
+    note are missing. All trainers of the group call it together, ``what`` is said.
+    """
+    number = next(_num_waits.setdefault(group, itertools.count()))
+    with timeouts.saying(logger, lambda: _missing(group, number, what)):
+        yield
+
+
+def _missing(group: dist.ProcessGroup, number: int, what: str) -> str:
+    """Return for whom a trainer waits; with one other, that is the one."""
+    own, ranks = group.rank(), range(group.size())
+    others = [rank for rank in ranks if rank != own]
+    if len(others) > 1:
+        with contextlib.suppress(RuntimeError):  # of a store that is gone: any other
+            store = group.get_group_store()
+            store.set(f"waits/{number}/{own}", "")
+            there = [r for r in others if store.check([f"waits/{number}/{r}"])]
+            others = [rank for rank in others if rank not in there] or others
+    names = [f"trainer {rank}" for rank in others]
+    return f"{what}: {timeouts.waiting_for(names, len(ranks), 'trainers')}"
 
 
 def exchange_group(
@@ -81,11 +120,12 @@ def gather(text: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
     sizes = torch.zeros(group.size(), dtype=torch.int64)
     sizes[group.rank()] = len(text)
     try:
-        dist.all_reduce(sizes, group=group)
-        longest = int(sizes.max())
-        own = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
-        texts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
-        dist.all_gather(texts, own, group=group)
+        with waiting(group, "a checkpoint, or the start"):
+            dist.all_reduce(sizes, group=group)
+            longest = int(sizes.max())
+            own = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
+            texts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+            dist.all_gather(texts, own, group=group)
     except RuntimeError as exc:
         raise JobError(
             "All trainers must take part when they agree on the result of a "

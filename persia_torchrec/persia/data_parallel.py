@@ -49,6 +49,7 @@ from torchrec.distributed.types import ShardingEnv
 
 from persia_torchrec import env, timeouts
 from persia_torchrec.errors import ConfigError, DiscoveryError
+from persia_torchrec.job.trainer_group import waiting
 from persia_torchrec.persia import distributed
 from persia_torchrec.rpc.addresses import open_listening
 from persia_torchrec.sharding.backward_pass import AnswersAtEnd
@@ -141,8 +142,10 @@ class AveragedWeights(DataParallelWrapper, AnswersAtEnd):
         """Begin with the weights of rank 0; TorchRec calls this."""
         self.device = device
         self._dense.to(device)
-        for tensor in (*self._dense.parameters(), *self._dense.buffers()):
-            dist.broadcast(tensor.detach(), src=0)
+        assert dist.group.WORLD is not None
+        with waiting(dist.group.WORLD, "the first weights"):
+            for tensor in (*self._dense.parameters(), *self._dense.buffers()):
+                dist.broadcast(tensor.detach(), src=0)
 
     def after_step(self) -> bool:
         """Average the weights with other trainers, if it is time; return whether."""

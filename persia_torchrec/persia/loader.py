@@ -11,6 +11,7 @@ only thing in this package that is known without being passed on.
 """
 
 import contextlib
+import logging
 import queue
 import threading
 import time
@@ -28,6 +29,8 @@ from persia_torchrec.persia import batch as persia_batch
 from persia_torchrec.persia.batch import PersiaBatch, ReferencedBatch
 from persia_torchrec.persia.stream import Inbox
 from persia_torchrec.rpc.addresses import local_address
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     import torch
@@ -406,7 +409,7 @@ def in_background(
     try:
         while True:
             began_s = time.perf_counter()
-            with changed:
+            with changed, timeouts.saying(logger, lambda: f"waiting for the {name}"):
                 changed.wait_for(lambda: made)
                 entry = made.popleft()
                 changed.notify_all()

@@ -25,6 +25,7 @@ In the order of all batches, number n of a loader is ``loader + (n - 1) * num_lo
 the next one in this order (``in_order``) is always at the head of a known queue.
 """
 
+import logging
 import secrets
 import threading
 import time
@@ -54,6 +55,8 @@ from persia_torchrec.rpc.messages import (
 )
 from persia_torchrec.rpc.peers import Peers
 from persia_torchrec.rpc.server import Service
+
+logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.2
 _MAX_LOADERS_AT_ONCE = 16
@@ -198,7 +201,7 @@ class Inbox:
 
     def take(self, timeout_s: float, *, in_order: bool) -> ReferencedBatch | None:
         """Return the next batch, or None when all loaders have ended."""
-        with self._changed:
+        with self._changed, timeouts.saying(logger, self._waits_for):
             queue = self._changed.wait_for(
                 lambda: self._next_queue(in_order=in_order), timeout_s
             )
@@ -253,6 +256,17 @@ class Inbox:
                 f"are {'with it' if comes_whole else f'with {left_with}'}. Start it "
                 "again, with DataCtx() or with the NN worker's as_torchrec."
             )
+
+    def _waits_for(self) -> str:
+        """Return which loaders give no batch, in the thread of a long wait."""
+        with self._changed:
+            num = self._num_loaders or 1
+            names = [
+                f"data loader {index}"
+                for index in range(num)
+                if not (self._loaders[index].has_ended or self._loaders[index].queue)
+            ]
+        return f"the next batch: {timeouts.waiting_for(names, num, 'loaders')}"
 
     def _num_ended(self) -> int:
         return sum(loader.has_ended for loader in self._loaders.values())

@@ -12,6 +12,7 @@ push (no backward pass came, or it raised) is given up: the servers are told, an
 permit comes back.
 """
 
+import logging
 import os
 import threading
 import time
@@ -42,6 +43,8 @@ from persia_torchrec.pipeline.staleness import (
     TrainingSummary,
 )
 from persia_torchrec.rpc.messages import NO_GENERATION
+
+logger = logging.getLogger(__name__)
 
 _MAX_WAITING = 4096
 """Batches that may wait for their pull."""
@@ -121,10 +124,17 @@ class PrefetchedBatch(Generic[Handle]):
             raise self.error
         return self
 
+    def _waits_for(self) -> str:
+        """Return why the pull has not begun; the connections say why it takes long."""
+        why = self._pipeline.semaphore.waits_for(self.permit)
+        is_late = self.is_training and why
+        return f"the rows of a batch wait for {why}" if is_late else ""
+
     def _await(self, timeout_s: float) -> bool:
         began_ns = time.perf_counter_ns()
         try:
-            return self.arrived.wait(timeout_s)
+            with timeouts.saying(logger, self._waits_for):
+                return self.arrived.wait(timeout_s)
         finally:
             if self.is_training:
                 self._pipeline.tally.waited(time.perf_counter_ns() - began_ns)

@@ -140,6 +140,14 @@ class StalenessSemaphore:
             permit.num_in_flight = len(self._out)
             return True
 
+    def waits_for(self, permit: Permit) -> str:
+        """Return which batches keep a permit that another one waits for."""
+        with self._changed:
+            if permit in self._out or len(self._out) < self._num:
+                return ""
+            num_held = sum(not other.has_left for other in self._out)
+        return f"the backward pass of {num_held} batches" if num_held else ""
+
     def recall(self, permit: Permit) -> None:
         """Let a batch that waits for its pull not be pulled."""
         with self._changed:

@@ -41,6 +41,7 @@ from persia_torchrec.rpc.messages import (
     LateFrame,
     SentFrame,
     decode_json,
+    encode_json,
     error_frames,
 )
 from persia_torchrec.rpc.slab_server import Slabs
@@ -115,6 +116,8 @@ class Listener:
         self._poller.register(self.wakeup.fd, zmq.POLLIN)
         self.slabs = Slabs(shm_bytes)
         self.was_rejected = False
+        # What requests of a peer wait for, besides their turn: in answers to pings.
+        self.waits_for: Callable[[bytes], str] = lambda _: ""
         self._num_in_row = 0  # messages of slabs since it has looked for others
         self._is_over_tcp = False  # whether a message is there
         # A message over TCP, for which those of its client's slab come first.
@@ -196,9 +199,13 @@ class Listener:
             self.send_error(peer, number, exc)
             self.was_rejected = True
             return None
-        if header.kind is Kind.SLAB:
+        if header.kind in (Kind.SLAB, Kind.PING):
             self.slabs.note_over_tcp(peer)
-            self._answer_slab(peer, number, frames)
+            if header.kind is Kind.PING:
+                waits_for = encode_json(self.waits_for(peer))
+                self.send(peer, Header(Kind.REPLY, number), [waits_for])
+            else:
+                self._answer_slab(peer, number, frames)
             return None
         return peer, header, frames
 
@@ -549,38 +556,6 @@ class Away:
     hello: int = -1
     hello_s: float = math.inf
     address: str = ""
-
-
-@dataclass(slots=True)
-class Silence:
-    """When a server has sent something, how long a silence was said last.
-
-    ``is_connected`` says whether something has accepted a connection there.
-    """
-
-    heard_s: float = 0.0
-    said_s: float = 0.0
-    is_connected: bool = False
-
-    def note(self, name: str, oldest: Reply, now_s: float) -> None:
-        """Log a server that hangs or is away, each time at twice the seconds."""
-        silent_s = now_s - max(self.heard_s, oldest.begun_s)
-        if silent_s < timeouts.SAY_S:
-            self.said_s = 0.0
-        elif silent_s >= 2 * self.said_s:
-            self.said_s = silent_s
-            logger.warning(
-                "no reply from %s for %.0f s; pending request: %s",
-                *(name, silent_s, oldest.what),
-            )
-
-    def ask_why(self) -> str:
-        """Return what may be the cause that a request has had no reply."""
-        if not addresses.has_descriptors():
-            return addresses.no_descriptors()
-        if self.is_connected:
-            return "Is it the right server, and out of descriptors? See its log."
-        return "Is it running, and is the address right?"
 
 
 class Told(msgspec.Struct):

@@ -54,7 +54,6 @@ from persia_torchrec.rpc.channel import (
     Away,
     OwnProcess,
     Reply,
-    Silence,
     Told,
     Wakeup,
     read_reply,
@@ -62,7 +61,15 @@ from persia_torchrec.rpc.channel import (
     require_sendable,
     send_frames,
 )
-from persia_torchrec.rpc.messages import Frames, Header, Kind, SentFrame, encode_json
+from persia_torchrec.rpc.messages import (
+    Frames,
+    Header,
+    Kind,
+    SentFrame,
+    decode_json,
+    encode_json,
+)
+from persia_torchrec.rpc.silences import Silences
 from persia_torchrec.rpc.slab_client import SlabChannel
 from persia_torchrec.rpc.sockets import Sockets
 
@@ -71,7 +78,6 @@ logger = logging.getLogger(__name__)
 _IDLE_POLL_MS = 200
 _MAX_PENDING = 256  # requests that wait for replies; the caller of one more waits
 _RETRY_S = 0.1  # until a server that is not ready is asked again
-_LOOK_S = 1.0  # between two looks for servers that do not answer
 _STILL_LOST = "the connection was lost, and is not there yet. Did the process end?"
 _ROWS_GONE = (
     "the server was started again, and its rows are gone. Fill or export the table "
@@ -125,7 +131,7 @@ class Connections(OwnProcess):
         shared = self._lock, self._pending, self._wakeup.wake, self._finish
         self.carriers = Carriers(len(addresses), *shared)
         # From its start on, the I/O thread owns these.
-        self._silences, self._look_s = [Silence() for _ in addresses], 0.0
+        self._silences = Silences(self.names)
         self._sockets = Sockets()
         self._sockets.handle(self._wakeup.fd, self._send_outgoing)
         self._families = [self._find_host(server) for server in range(len(addresses))]
@@ -201,10 +207,8 @@ class Connections(OwnProcess):
 
     def _finish(self, server: int, number: int, frames: Frames) -> bool:
         """Hand a reply to its caller, in any thread; False: the I/O thread shall."""
-        silence = self._silences[server]
-        if silence.said_s or server in self._away:
+        if server in self._away or not self._silences.heard(server, time.monotonic()):
             return False
-        silence.heard_s = time.monotonic()
         if (reply := self._take(number, server)) is not None:
             reply.set_result((Header.decode(frames[0]), frames))
         return True
@@ -336,21 +340,28 @@ class Connections(OwnProcess):
                     return min(int(left_s * 1000) + 1, wait_ms)
                 heapq.heappop(self._deadlines)
             if is_due and reply is not None:
-                why = self._silences[reply.server].ask_why()
+                why = self._silences.ask_why(reply.server)
                 late = f"no reply within {reply.timeout_s:g} s. {why}"
                 self._fail(late, [number], RequestTimeoutError)
 
     def _name_the_silent(self) -> None:
-        """Log, now and then, which servers do not answer."""
+        """Log, now and then, for whom requests wait; ping servers to learn it."""
         now_s = time.monotonic()
-        if now_s < self._look_s or not self._recovery_s:
+        if not self._silences.is_time(now_s):
             return
-        self._look_s, oldest = now_s + _LOOK_S, dict[int, Reply]()
+        oldest = dict[int, Reply]()
         with self._lock:
             for reply in self._pending.values():
                 oldest.setdefault(reply.server, reply)
-        for server, reply in oldest.items():
-            self._silences[server].note(self.names[server], reply, now_s)
+        for server in self._silences.look(now_s, oldest):
+            if server in self._away:
+                continue
+            number = next(self._numbers)
+            self._silences.pinged(server, number)
+            ping: list[SentFrame] = [Header(Kind.PING).encode(request=number), b"null"]
+            with self._lock:
+                self.carriers.sent_over_tcp(server, ping)
+            self._send(server, ping)
 
     def _hear(self, server: int, carrier: SlabChannel) -> None:
         if not self.carriers.hear(carrier) and self.carriers[server] is carrier:
@@ -389,8 +400,6 @@ class Connections(OwnProcess):
 
     def _accept(self, server: int, frames: Frames) -> None:
         name = self.names[server]
-        silence = self._silences[server]
-        silence.heard_s = time.monotonic()
         try:
             header, error = read_reply(frames, name)
         except WireError as exc:
@@ -400,12 +409,15 @@ class Connections(OwnProcess):
             return
         if self._recovery_s and self._concerns_recovery(server, header, frames, error):
             return
-        if silence.said_s:
-            logger.warning("%s answers again", name)
-            silence.said_s = 0.0
+        self._silences.note_message(server, time.monotonic())
+        if self._silences.is_ping(server, header.request):
+            with contextlib.suppress(WireError):
+                self._silences.answered(server, decode_json(frames, str))
+            return
         reply = self._take(header.request, server)
         if reply is None:
             return  # its deadline has passed
+        self._silences.heard(server, time.monotonic())
         if error and self._recovery_s and error.kind == RestartedError.__name__:
             if reply.incarnation == self.incarnations[server]:  # none that was renewed
                 self._lose_rows(server)
@@ -435,7 +447,7 @@ class Connections(OwnProcess):
         event, value = self._sockets.change(server)
         is_lost = event == zmq.EVENT_DISCONNECTED
         if event == zmq.EVENT_CONNECTED:
-            self._silences[server].is_connected = True
+            self._silences.note_connected(server)
             return
         _, why = self._lost.get(server, ("", None))
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:

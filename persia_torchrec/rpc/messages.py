@@ -75,6 +75,8 @@ The JSON values of an embedding server; those not named here are null:
     BOOK                 a request to the job's address book, see registry.py
     SLAB                 {"proof", "drawn", "bytes"}, see slab_server.py; any listener
                          answers it
+    reply to PING        text: what requests of this client wait for, as trainers; any
+                         listener answers it
     STEP                 {"table": number, "step": how many updates the table shall
                          have had, or null to only ask}
     reply to STEP        how many updates the table has had
@@ -208,6 +210,7 @@ class Kind(IntEnum):
     POSITION = 25
     IDS = 26
     SLAB = 27
+    PING = 28
 
     @classmethod
     def define(cls, name: str, number: int) -> "Kind":

@@ -371,7 +371,9 @@ def _wait_until_ready(
         while line in ("compiling", "compiled"):
             begun = time.monotonic()
             if line == "compiled":
-                line = lines.get(timeout=max(deadline - begun, timeouts.CLUSTER_LINE_S))
+                most_s = max(deadline - begun, timeouts.CLUSTER_LINE_S)
+                with timeouts.saying(logger, lambda: f"waiting for {name} to start"):
+                    line = lines.get(timeout=most_s)
             else:
                 # A warning, which a script that configures no logging shows.
                 logger.warning(

@@ -49,6 +49,10 @@ class Member:
         who = f"{self.who}: " if self.who else ""
         return f"rank {rank} ({who}{self.ended or 'its connection was lost'})"
 
+    def name(self, rank: int) -> str:
+        """Return its rank, and its process and host as far as they are known."""
+        return f"rank {rank}{self.who and f' ({self.who})'}"
+
 
 class SavedGroup(msgspec.Struct, array_like=True):
     """What is kept of a group: peer, name and end of its members, and the others."""
@@ -233,6 +237,22 @@ class JointSteps:
         group.left[share.rank] = min(share.step, group.left.get(share.rank, share.step))
         self._keep_groups()
         self._apply_complete(group, sorted(group.steps))
+
+    def waits_for(self, peer: bytes) -> str:
+        """Return which trainers the first step lacks that has a share of a peer."""
+        for group in self._groups.values():
+            for number, step in sorted(group.steps.items()):
+                if any(update.peer == peer for update in step.updates.values()):
+                    known = group.members
+                    names = [
+                        known.get(rank, Member(b"")).name(rank)
+                        for rank in group.missing(number)
+                    ]
+                    return (
+                        f"step {number} waits for the gradients of "
+                        f"{timeouts.some_of(names)}"
+                    )
+        return ""
 
     def has_read_all(self) -> None:
         """Note that the server has no message to read."""

@@ -95,6 +95,7 @@ class Shard:
             grace_s=config.recovery_s,
             keep=self._keep_groups,
         )
+        listener.waits_for = self.joint_steps.waits_for
         kept = self.streams.groups
         groups = parse_json(kept or b"[]", list[SavedGroup], "groups", StoreError)
         self.joint_steps.restore(groups)

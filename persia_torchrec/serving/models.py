@@ -254,7 +254,12 @@ class ServedModel:
 
     def _drain(self, version: Version) -> None:
         """Close a version when the requests in progress have ended."""
-        with self._changed:
+        with (
+            self._changed,
+            timeouts.saying(
+                logger, lambda: f"waiting for {version.num_users} requests of a version"
+            ),
+        ):
             self._changed.wait_for(
                 lambda: version.num_users == 0, timeouts.MODEL_DRAIN_S
             )

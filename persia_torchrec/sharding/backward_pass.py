@@ -128,7 +128,8 @@ class Agreement(AnswersAtEnd):
             dtype=torch.float64,
         )
         of_all = [torch.empty_like(mine) for _ in range(self.join_process_group.size())]
-        dist.all_gather(of_all, mine, self.cpu_group())
+        with trainer_group.waiting(self.cpu_group(), "the loss scale at the end"):
+            dist.all_gather(of_all, mine, self.cpu_group())
         scale, tracker = next(of[1:].tolist() for of in of_all if of[0])
         state |= {"scale": scale, torchrec_api.GROWTH_TRACKER: int(tracker)}
         self.scaler.load_state_dict(state)
@@ -136,7 +137,8 @@ class Agreement(AnswersAtEnd):
     def _any(self, is_true: bool, difference: float) -> bool:
         told = torch.tensor([is_true, difference], dtype=torch.float64)
         try:
-            dist.all_reduce(told, dist.ReduceOp.MAX, self.cpu_group())
+            with trainer_group.waiting(self.cpu_group(), "a backward pass"):
+                dist.all_reduce(told, dist.ReduceOp.MAX, self.cpu_group())
         except RuntimeError as exc:
             raise JobError(
                 "All trainers must take part when they agree on the loss scale, once "

@@ -23,7 +23,7 @@ from torch import nn
 from torchrec.distributed.types import ShardingEnv
 
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.job.trainer_group import device_in
+from persia_torchrec.job.trainer_group import device_in, waiting
 
 OptimizerState = Mapping[str, object]
 """``{"state": {key of a weight: {name: tensor}}}``, as the ``state_dict()`` of
@@ -117,8 +117,10 @@ def agree_on(counts: dict[str, int], env: ShardingEnv) -> dict[str, int]:
         return counts
     device = device_in(env.process_group, torch.device("cpu"))
     known = torch.tensor([*counts.values()], device=device)
-    dist.broadcast(known, group_src=0, group=env.process_group)
-    return dict(zip(counts, known.tolist(), strict=True))
+    with waiting(env.process_group, "sharding"):
+        dist.broadcast(known, group_src=0, group=env.process_group)
+        agreed = known.tolist()
+    return dict(zip(counts, agreed, strict=True))
 
 
 def names_on_servers(

@@ -24,7 +24,11 @@ from persia_torchrec.client.bulk import IdsOfRows
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.embedding.optim import Adagrad, Optimizer
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.job.trainer_group import device_in, require_own_gpu
+from persia_torchrec.job.trainer_group import (
+    device_in,
+    require_own_gpu,
+    waiting,
+)
 from persia_torchrec.lookup.sharded_lookup import SequenceLookup, ShardedLookup
 from persia_torchrec.pipeline.joint import Trainers
 from persia_torchrec.pipeline.pipeline import BatchPipeline
@@ -471,15 +475,18 @@ class RemoteSharder(CollectionSharder):
             )
         device = device_in(env.process_group, device)
         group = torch.tensor([secrets.randbits(62)], device=device)
-        dist.broadcast(group, group_src=0, group=env.process_group)
+        with waiting(env.process_group, "sharding"):
+            dist.broadcast(group, group_src=0, group=env.process_group)
+            group = group.cpu()  # on a GPU, the wait for it
         timeout_ms = round(1000 * self._joint_timeout_s)
         first = Share(int(group), 1, env.rank, env.world_size, timeout_ms)
         trainers = Trainers(self._client, first)
         trainers.join()
         # The servers know all of them before one begins, and notice which one is lost.
         are_here = torch.zeros(1, device=device)
-        dist.all_reduce(are_here, group=env.process_group)
-        are_here.item()  # on a GPU, the wait for it
+        with waiting(env.process_group, "sharding"):
+            dist.all_reduce(are_here, group=env.process_group)
+            are_here.item()  # on a GPU, the wait for it
         return trainers
 
 

@@ -24,6 +24,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingEnv
 
 from persia_torchrec import timeouts
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.job.trainer_group import waiting
 from persia_torchrec.pipeline.pipeline import BatchPipeline
 from persia_torchrec.pipeline.staleness import TrainingSummary
 from persia_torchrec.rpc.channel import OwnProcess
@@ -344,7 +345,9 @@ class RemoteTables(OwnProcess):
     def meet(self) -> None:
         """Wait until all trainers are here; all call this together."""
         if self.agreement is not None:
-            dist.barrier(self.agreement.cpu_group())
+            group = self.agreement.cpu_group()
+            with waiting(group, "tables"):
+                dist.barrier(group)
 
     def set_rates(self, rates: Mapping[str, float]) -> None:
         """Change learning rates by table, in order with the pushes."""

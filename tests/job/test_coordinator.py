@@ -152,7 +152,7 @@ def test_an_absent_member_ends_the_job(processes):
     assert "trainer 1 ends: trainer 0 has failed" in trainer.output()
     assert job.coordinator.status() == 1
     assert "trainer 0 did not join within 3 s" in job.coordinator.output()
-    assert "1 of 2 roles: waiting for trainer 0\n" in job.coordinator.output()
+    assert "1 of 2 roles: waiting for trainer 0, for " in job.coordinator.output()
 
 
 @multiprocess

@@ -139,10 +139,10 @@ def test_a_long_wait_reports_what_it_waits_for(host, monkeypatch, caplog):
         with pytest.raises(DiscoveryError):
             wait()
     assert {
-        "1 of 2 roles: waiting for server 1",
-        "1 of 1 roles: waiting for any worker",
-        "1 of 1 notes: waiting for trainer 1 host",
-        f"waiting for the coordinator at 127.0.0.1:{port}",
+        "1 of 2 roles: waiting for server 1, for 0 s",
+        "1 of 1 roles: waiting for any worker, for 0 s",
+        "1 of 1 notes: waiting for trainer 1 host, for 0 s",
+        f"waiting for the coordinator at 127.0.0.1:{port}, for 0 s",
     } <= set(caplog.messages)
     many = [f"server {index}" for index in range(13)]
     assert timeouts.waiting_for(many, 14).endswith("server 11, ...")

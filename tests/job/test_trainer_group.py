@@ -13,8 +13,10 @@ from persia_torchrec.job.trainer_group import (
     exchange_group,
     gather,
     require_own_gpu,
+    waiting,
 )
 from persia_torchrec.training.schedule import CheckpointClock
+from tests.support.processes import wait_until
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 PAIR = SimpleNamespace(size=lambda: 2)  # of trainers
@@ -96,3 +98,32 @@ def test_two_trainers_of_one_gpu_may_talk_by_gloo(monkeypatch):
 def test_an_exchange_outlasts_a_checkpoint_and_a_server_that_is_away():
     limit_s = timeouts.exchange_s(recovery_s=900.0)
     assert limit_s > timeouts.CHECKPOINT_S + 900.0
+
+
+class Group:
+    """What is asked of a process group, of trainers that share a store."""
+
+    def __init__(self, rank, size, store):
+        self._rank, self._size, self._store = rank, size, store
+
+    def rank(self):
+        return self._rank
+
+    def size(self):
+        return self._size
+
+    def get_group_store(self):
+        return self._store
+
+
+def test_a_long_wait_names_the_trainers_that_are_missing(monkeypatch, caplog):
+    monkeypatch.setattr(timeouts, "SAY_S", 0.05)
+    store = dist.HashStore()
+    first, second, _ = (Group(rank, 3, store) for rank in range(3))
+    said = "a checkpoint: 1 of 3 trainers: waiting for trainer 2"
+    with waiting(first, "a checkpoint"), waiting(second, "a checkpoint"):
+        wait_until(lambda: caplog.text.count(f"{said}, for ") > 2, "it is named")
+    assert f"s: {said}" in caplog.text  # the end
+    with waiting(Group(1, 2, None), "tables"):
+        only = "1 of 2 trainers: waiting for trainer 0, for "
+        wait_until(lambda: only in caplog.text, "the only other one is named")

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from persia_torchrec import timeouts
 from persia_torchrec.errors import DataflowError, FrameError
 from persia_torchrec.persia.batch import Origin
 from persia_torchrec.persia.stream import Inbox
@@ -43,6 +44,18 @@ def all_that_is_there(box, *, in_order):
         if batch is None:
             return taken, True
         taken.append(batch.batch_id)
+
+
+def test_a_trainer_that_waits_for_a_batch_names_the_loaders(monkeypatch, caplog):
+    monkeypatch.setattr(timeouts, "SAY_S", 0.02)
+    box = Box()
+    box.finish(0, 3)
+    box.add(1, 3, 1)
+    assert box.take(0, in_order=False).batch_id == 1
+    with pytest.raises(DataflowError, match=r"within 0\.3 s"):
+        box.take(0.3, in_order=False)
+    said = "the next batch: 2 of 3 loaders: waiting for data loader 1, data loader 2"
+    assert f"{said}, for 0 s" in caplog.messages
 
 
 @pytest.mark.parametrize(("loader", "num"), [(0, 0), (2, 2), (2**63, 1), (0, 2**17)])

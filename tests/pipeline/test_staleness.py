@@ -39,6 +39,17 @@ def test_no_more_permits_are_out_than_there_are():
     take(permits)
 
 
+def test_what_a_batch_waits_for_is_a_backward_pass_or_an_acknowledgement():
+    permits = StalenessSemaphore(2, timeout_s=0.05)
+    first, second = take(permits), take(permits)
+    assert permits.waits_for(first) == ""
+    assert permits.waits_for(Permit()) == "the backward pass of 2 batches"
+    first.let_go()
+    assert permits.waits_for(Permit()) == "the backward pass of 1 batches"
+    second.let_go()
+    assert permits.waits_for(Permit()) == ""
+
+
 def test_a_permit_that_is_given_back_twice_counts_once():
     permits = StalenessSemaphore(1, timeout_s=0.05)
     first = take(permits)

@@ -85,6 +85,24 @@ def test_a_step_that_waits_too_long_is_rejected_and_the_missing_ranks_are_named(
     assert collected.steps.num_steps == 0
 
 
+def test_what_a_trainer_waits_for_names_those_that_are_missing():
+    collected = Collected()
+    collected.join(2)
+    collected.give("0", share(1, 0, 4))
+    collected.give("0", share(2, 0, 4))
+    collected.give("1", share(2, 1, 4))
+    missing = "step 1 waits for the gradients of rank 1, rank 2 (process 2), rank 3"
+    assert collected.steps.waits_for(b"0") == missing
+    others = "step 2 waits for the gradients of rank 2 (process 2), rank 3"
+    assert collected.steps.waits_for(b"1") == others
+    assert collected.steps.waits_for(b"2") == ""
+    for step in (1, 2):
+        for rank in range(4):
+            if (step == 1 and rank) or rank > 1:
+                collected.give(str(rank), share(step, rank, 4))
+    assert collected.steps.waits_for(b"0") == ""
+
+
 def test_the_next_deadline_is_that_of_the_next_step():
     collected = Collected()
     collected.give("a", share(1, 0, group=1, timeout_s=5))

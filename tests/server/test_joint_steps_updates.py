@@ -5,14 +5,16 @@ from concurrent.futures import wait
 import numpy as np
 import pytest
 
-from persia_torchrec import Constant
+from persia_torchrec import Constant, timeouts
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.embedding.optim import Adagrad
 from persia_torchrec.errors import RemoteError
+from persia_torchrec.rpc import silences
 from persia_torchrec.rpc.messages import SHARE, Header, Kind, Share
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
 from tests.server.stranger import GRADS, Stranger, one_segment
+from tests.support.processes import wait_until
 from tests.support.servers import DEADLINE_S, ids_of
 
 ADAGRAD = Adagrad(lr=0.5, initial_accumulator_value=0.0)
@@ -105,6 +107,22 @@ def test_trainers_may_update_different_tables(trainers):
         assert trainer.outcome(reply).num_missed == 0
     assert first.client.read("item", ids_of(1))[0, 0] == pytest.approx(-0.5)
     assert first.client.read("place", ids_of(1))[0, 0] == pytest.approx(0.5)
+
+
+def test_a_trainer_that_waits_for_others_says_for_whom(monkeypatch, servers, caplog):
+    monkeypatch.setattr(timeouts, "SAY_S", 0.05)
+    monkeypatch.setattr(silences, "LOOK_S", 0.05)
+    running = servers.start(2)
+    first, second = (Trainer(servers, running, rank) for rank in range(2))
+    second.client.join(second.share(1), "process 7 on a host")
+    first.look_up(1, [1, 2, 3])
+    replies = first.push(1.0, 1.0, 1.0)
+    said = "step 1 waits for the gradients of rank 1 (process 7 on a host)"
+    wait_until(lambda: said in caplog.text, "the missing trainer is named")
+    second.look_up(1, [1])
+    second.outcome(second.push(1.0))
+    first.outcome(replies)
+    wait_until(lambda: "replies after " in caplog.text, "the end is said")
 
 
 def test_a_trainer_that_does_not_come_is_named_after_a_deadline(trainers):

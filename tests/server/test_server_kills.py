@@ -9,7 +9,7 @@ import pytest
 from persia_torchrec import timeouts
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.errors import RequestTimeoutError
-from persia_torchrec.rpc import client as rpc_client
+from persia_torchrec.rpc import silences
 from tests.support.faults import Killed, Point
 from tests.support.memory_files import IDS, SPEC, train
 from tests.support.processes import Processes
@@ -127,7 +127,7 @@ def test_a_server_that_hangs_is_named_and_no_request_waits_for_ever(
     server, monkeypatch, caplog
 ):
     monkeypatch.setattr(timeouts, "SAY_S", 0.05)
-    monkeypatch.setattr(rpc_client, "_LOOK_S", 0.05)
+    monkeypatch.setattr(silences, "LOOK_S", 0.05)
     server.start()
     with server.connect() as client:
         client.add_tables([SPEC])
@@ -135,14 +135,14 @@ def test_a_server_that_hangs_is_named_and_no_request_waits_for_ever(
         split = client.split(IDS)
         [rows] = client.pull([("item", split)], batch=BatchNumber(1, 1))
         server.process.send(signal.SIGSTOP)
-        client.timeout_s = client.recovery_s = 0.1
+        client.timeout_s = client.recovery_s = 0.4
         [update] = client.push([("item", split)], [rows], BatchNumber(1, 1))
         late = (
-            r"^embedding server 0 at \S+: update of table 'item': no reply within 0.2"
+            r"^embedding server 0 at \S+: update of table 'item': no reply within 0.8"
         )
         with pytest.raises(RequestTimeoutError, match=late):
             update.frames()
-        assert "for 0 s; pending request: update of table" in caplog.text
+        assert "pending request: update of table" in caplog.text
         client.timeout_s = client.recovery_s = DEADLINE_S
         update = client.push([("item", split)], [rows], BatchNumber(1, 1))
         server.process.send(signal.SIGCONT)
