@@ -477,7 +477,7 @@ def discarding(
 ) -> Iterator[None]:
     """Delete what a block has written to a folder if it fails, as far as possible.
 
-    Whoever else writes there must have ended by then. Nothing is deleted if there is
+    Other writers of the folder must have ended by then. Nothing is deleted if there is
     the file that makes it ``complete``, or if it is not known whether there is.
     """
     try:
