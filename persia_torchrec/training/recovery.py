@@ -645,7 +645,8 @@ def recoverable(
     Raises:
         CheckpointError: there are complete checkpoints, and none can be loaded; or the
             one at the end failed.
-        ConfigError: deltas are wanted, and the servers write no increments.
+        ConfigError: deltas are wanted, and the servers write no increments; or more
+            trainers resume than have saved, and their data have a position.
 
     Example:
         ``with recoverable("runs/7", {"model": model, "optimizer": optimizer}, client,
