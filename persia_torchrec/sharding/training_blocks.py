@@ -93,7 +93,8 @@ def join(model: nn.Module) -> Iterator[None]:
     others: it answers the all-reduces of their dense gradients, and joint updates
     proceed without its gradients. The block ends when all trainers are there; all then
     have the dense model and the loss scale of the last one, and within ``recoverable``
-    the state of its dense optimizers; the next steps are joint again. Gradients are divided by the number of all trainers throughout, as in
+    the state of its dense optimizers; the next steps are joint again. Gradients are
+    divided by the number of all trainers throughout, as in
     ``torch.nn.parallel.DistributedDataParallel.join``.
 
     An exception ends the block at once, on this trainer alone.
