@@ -30,6 +30,7 @@ from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.client.checkpoint_client import SavedCheckpoint
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.job import trainer_group
 from persia_torchrec.sharding.backward_pass import AnswersAtEnd
 from persia_torchrec.sharding.table_control import Sharders
 from persia_torchrec.training.checkpoint import (
@@ -238,7 +239,9 @@ class CheckpointClock(AnswersAtEnd):
         if is_first():
             answer[0] = self._steps_to_wait()
         if _has_others():
-            dist.all_reduce(answer, dist.ReduceOp.MIN, self.cpu_group())
+            group = self.cpu_group()
+            with trainer_group.waiting(group, "whether to save"):
+                dist.all_reduce(answer, dist.ReduceOp.MIN, group)
         steps, all_continue = answer.tolist()
         self.is_last = not all_continue
         self._left = max(steps, 1)

@@ -22,6 +22,7 @@ from persia_torchrec.errors import (
 )
 from persia_torchrec.lookup.sharded_lookup import ShardedLookup
 from persia_torchrec.pipeline.pipeline import BatchPipeline
+from persia_torchrec.rpc import silences
 from persia_torchrec.rpc.messages import Header, Kind
 from tests.support.count_table import COUNT, FEATURE, ONE_UPDATE, bags_of, wait_until
 from tests.support.servers import DEADLINE_S, ids_of
@@ -716,7 +717,9 @@ def test_a_change_that_waits_for_room_ends_with_the_pipeline(train):
 
 
 def num_warnings(caplog):
-    return [record.levelno for record in caplog.records].count(logging.WARNING)
+    """Count all but those of waits, which a loaded machine makes long."""
+    of_others = [r for r in caplog.records if r.name != silences.__name__]
+    return [record.levelno for record in of_others].count(logging.WARNING)
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
