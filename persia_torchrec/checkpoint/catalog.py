@@ -169,6 +169,8 @@ class DenseHalf:
 class Manifest:
     """A complete checkpoint; ``created`` is ISO 8601, ``step`` as the user gave it.
 
+    ``created`` is for people, and identifies it; nothing is ordered by it.
+
     ``num_batches`` says behind which number the batches of a trainer continue.
     """
 
@@ -477,8 +479,8 @@ def discarding(
 ) -> Iterator[None]:
     """Delete what a block has written to a folder if it fails, as far as possible.
 
-    Other writers of the folder must have ended by then. Nothing is deleted if there is
-    the file that makes it ``complete``, or if it is not known whether there is.
+    Other writers must have ended by then. Nothing is deleted if there is the file that
+    makes it ``complete``, or if it is not known whether there is.
     """
     try:
         yield

@@ -27,6 +27,10 @@ does not matter who deletes checkpoints, and a server that is killed before it h
 deleted increments deletes them later. The last one of a log stays, so that a follower
 that is further back sees that some are missing. Each log has a list of the runs that
 were dumped to while it was written.
+
+What is newer is told by numbers, never by clocks, which differ between hosts and are
+set back: logs are numbered, increments in a log, and manifests have a position. One
+without a position in any log here is older than those that have one.
 """
 
 import contextlib
@@ -72,8 +76,10 @@ class Base:
 class Log:
     """A log of one server, named as its folder; ``begun`` is ISO 8601, UTC.
 
-    ``history`` is a random number. Servers that load a checkpoint together draw one
-    together; a log that continues another one, and lacks nothing of it, has the same.
+    ``number`` is larger than those of all logs that were there when it began; 0 in logs
+    of previous versions, which are ordered by ``begun``. ``history`` is a random
+    number. Servers that load a checkpoint together draw one together; a log that
+    continues another one, and lacks nothing of it, has the same.
     """
 
     name: str
@@ -84,6 +90,7 @@ class Log:
     history: str = ""
     format: Literal["persia_torchrec increments"] = "persia_torchrec increments"
     version: Literal[1] = 1
+    number: catalog.Count = 0
 
     def __post_init__(self) -> None:
         require_shard(self.shard, self.num_shards)
@@ -216,6 +223,17 @@ def find_lines(folder: Folder, known: dict[str, Log]) -> list[Line]:
     return lines_of([known[name] for name in names if name in known])
 
 
+def next_number(folder: Folder) -> int:
+    """Return the number of a log that begins now, beside those in a folder."""
+    numbers = [0]
+    for name in folder.names():
+        if re.fullmatch(_LOG_NAME, name):
+            with contextlib.suppress(CheckpointError):  # it is deleted just now
+                log: Log = folder.child(name).read_json(LOG_FILE, Log)
+                numbers.append(log.number)
+    return max(numbers) + 1
+
+
 def shard_of_log(name: str) -> int | None:
     """Return whose log would have a name; None if no log would."""
     found = re.fullmatch(_LOG_NAME, name)
@@ -224,7 +242,8 @@ def shard_of_log(name: str) -> int | None:
 
 def lines_of(logs: Iterable[Log]) -> list[Line]:
     """Return the line of each log, the oldest log first."""
-    by_name = {log.name: log for log in sorted(logs, key=lambda g: (g.begun, g.name))}
+    ordered = sorted(logs, key=lambda log: (log.number, log.begun, log.name))
+    by_name = {log.name: log for log in ordered}
     lines: list[Line] = []
     for log in by_name.values():
         line = [log]
@@ -272,7 +291,7 @@ def find_end(lines: Sequence[Line], folder: Folder, manifest: Manifest) -> Start
             candidates.setdefault(line.logs[-1].history, []).append(line)
     last = max(
         map(latest_lines, candidates.values()),
-        key=lambda found: found[0].logs[0].begun if found else "",
+        key=lambda found: lines.index(found[0]) if found else -1,
     )
     return find_start(last, [(folder, manifest)])
 
@@ -326,12 +345,35 @@ def read_base(logs: Folder) -> tuple[Folder, Manifest] | None:
     return None
 
 
-def newer_base(logs: Folder, lines: list[Line], than: Manifest) -> Folder | None:
-    """Return the base if it is newer than a checkpoint, and all lines continue it."""
+def is_newer(first: Manifest, second: Manifest, lines: Sequence[Line]) -> bool:
+    """Return whether a checkpoint has changes that another lacks, by their positions.
+
+    ``lines`` are those of all logs, as :func:`find_lines` returns them. The moments of
+    servers in one checkpoint may differ: those of one server are compared.
+    """
+    order = {line.logs[0].name: place for place, line in enumerate(lines)}
+
+    def positions(manifest: Manifest) -> list[tuple[int, int]]:
+        logs = [shard.log for shard in manifest.shards]
+        return [(order.get(p.log, -1), p.number) if p else (-1, 0) for p in logs]
+
+    ours, others = positions(first), positions(second)
+    if len(ours) != len(others):  # of other numbers of servers
+        return max(ours, default=(-1, 0)) > max(others, default=(-1, 0))
+    return any(our > other for our, other in zip(ours, others, strict=True))
+
+
+def newer_base(
+    logs: Folder, lines: Sequence[Line], last: Sequence[Line], than: Manifest
+) -> Folder | None:
+    """Return the base if a checkpoint is not newer, and the last lines continue it.
+
+    ``lines`` are those of all logs.
+    """
     found = read_base(logs)
-    if found is None or found[1].created <= than.created or not lines:
+    if found is None or is_newer(than, found[1], lines) or not last:
         return None
-    is_continued = all(line.position_in(found[1]) for line in lines)
+    is_continued = all(line.position_in(found[1]) for line in last)
     return found[0] if is_continued else None
 
 
@@ -407,7 +449,7 @@ class Retention:
             continued = _continued_checkpoints(runs, left_out)
             kept = [manifest for manifest, _ in continued]
             if (found := read_base(self._logs)) is not None:
-                kept = [found[1], *_needed_beside(continued, found[1])]
+                kept = [found[1], *_needed_beside(continued, found[1], lines)]
             needed = _needed_increments(lines, kept)
             for name in self._logs.names() if kept else ():
                 shard = shard_of_log(name)
@@ -443,10 +485,10 @@ class Retention:
 
 
 def _needed_beside(
-    found: Iterable[tuple[Manifest, bool]], base: Manifest
+    found: Iterable[tuple[Manifest, bool]], base: Manifest, lines: Sequence[Line]
 ) -> list[Manifest]:
     """Return the checkpoints that are newer than the base, and those with deltas."""
-    return [m for m, has_deltas in found if has_deltas or m.created > base.created]
+    return [m for m, has_deltas in found if has_deltas or is_newer(m, base, lines)]
 
 
 def _continued_checkpoints(

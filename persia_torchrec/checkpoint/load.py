@@ -427,8 +427,9 @@ class ShardLoad(BackgroundTask):
         if self._logs is not None and self._until is None:
             lines = increment_log.find_lines(self._logs, {})
             end = increment_log.find_end(lines, self._folder, manifest)
-            of_end = [] if end is None else list(end.lines)
-            if (found := newer_base(self._logs, of_end, manifest)) is not None:
+            last = () if end is None else end.lines
+            found = newer_base(self._logs, lines, last, manifest)
+            if found is not None:
                 self._folder = found
                 return Manifest.read(found)
         return manifest

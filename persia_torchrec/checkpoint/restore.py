@@ -9,7 +9,7 @@ rows: those of this one are older, by what had not been written.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import NamedTuple
 
@@ -72,7 +72,7 @@ def restore(
     lines = [] if logs is None else increment_log.find_lines(logs, {})
     own = [line for line in lines if line.is_of(target.shard, target.num_shards)]
     store.is_loading, found = True, Restored()  # the next process begins again
-    for plan in _plans(own[-1] if own else None, run, logs):
+    for plan in _plans(lines, own[-1] if own else None, run, logs):
         try:
             found = _carry_out(plan, store, target, logs)
             break
@@ -92,14 +92,14 @@ def restore(
 
 
 def _plans(
-    line: Line | None, run: Folder | None, logs: Folder | None
+    lines: Sequence[Line], line: Line | None, run: Folder | None, logs: Folder | None
 ) -> Iterator[_Plan]:
-    """Yield what can be restored, the best first."""
+    """Yield what can be restored, the best first; ``line`` is this server's last."""
     others = []
     found = list(_checkpoints(run))
-    if logs is not None and (of_logs := increment_log.read_base(logs)) is not None:
-        found.append(of_logs)
-        found.sort(key=lambda one: one[1].created, reverse=True)
+    if logs is not None and (base := increment_log.read_base(logs)) is not None:
+        newer = [increment_log.is_newer(m, base[1], lines) for _, m in found]
+        found.insert((*newer, False).index(False), base)
     for checkpoint in found:
         position = None
         if line is not None:

@@ -18,6 +18,7 @@ the log that it has restored its rows from.
 """
 
 import contextlib
+import dataclasses
 import logging
 import math
 import os
@@ -103,7 +104,7 @@ class IncrementWriter(BackgroundTask):
         self.number = 1
         self.written = Counter(increment_rows=0, increment_bytes=0)
         self.cpu_s = 0.0  # of the thread
-        self._folder = folder.child(log.name)
+        self._logs, self._folder = folder, folder.child(log.name)
         self._config = config
         self.inbox: queue.Queue[FlushRequest] = queue.Queue(config.incremental_queue)
         self.retention = Retention(folder, log)
@@ -147,9 +148,13 @@ class IncrementWriter(BackgroundTask):
                 self.inbox.get_nowait()
 
     def _run(self) -> None:
+        has_begun = False
         try:
+            number = increment_log.next_number(self._logs)
             self._folder.make()
-            self._folder.write_json(increment_log.LOG_FILE, self.log)
+            log = dataclasses.replace(self.log, number=number)
+            self._folder.write_json(increment_log.LOG_FILE, log)
+            has_begun = True
             while True:
                 is_last = self.ending.is_set()
                 self._take_flushes(_CHECK_S)
@@ -161,9 +166,11 @@ class IncrementWriter(BackgroundTask):
                 elif is_last:
                     return
         except CheckpointError:
-            if self.cancelled.is_set() and self.number == 1:  # the log is empty
+            is_over = self.cancelled.is_set() or not has_begun
+            if is_over and self.number == 1:  # the log is empty
                 with contextlib.suppress(Exception):  # a leftover does no harm
                     self._folder.remove(increment_log.LOG_FILE)
+                    self._folder.remove_all()  # others know a log by its folder
             raise
 
     def _begins(self) -> bool:

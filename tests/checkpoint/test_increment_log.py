@@ -1,5 +1,7 @@
 """From where a training can be followed."""
 
+from dataclasses import replace
+
 import pytest
 
 from persia_torchrec.checkpoint.catalog import LogPosition, Manifest, SavedShard
@@ -10,6 +12,7 @@ from persia_torchrec.checkpoint.increment_log import (
     find_end,
     find_start,
     increment_name,
+    is_newer,
     latest_lines,
     lines_of,
     list_increments,
@@ -43,6 +46,33 @@ FIRST = [log("a0", 0, 1), log("a1", 1, 1)]
 DUMP = dumped("noon", ("a0", 3), ("a1", 7))
 LATER = dumped("evening", ("a0", 5), ("a1", 9))
 ON_DUMP = Base("checkpoint", "x", "noon")
+
+
+@pytest.mark.parametrize(
+    ("positions", "expected"),
+    [
+        ((("a0", 3), ("a1", 8)), False),
+        ((("a0", 4), ("a1", 8)), False),
+        ((("a0", 4), ("a1", 9)), True),  # of one server
+        ((("b0", 1), ("a1", 8)), True),
+        ((("b0", 1),), True),  # of another number of servers
+        ((("a0", 9),), False),
+        ((None, None), False),
+        ((("gone", 9), ("gone too", 9)), False),
+    ],
+)
+def test_what_is_newer_is_told_by_positions(positions, expected):
+    lines = lines_of([*FIRST, log("b0", 0, 2)])
+    base = dumped("1999", ("a0", 4), ("a1", 8))
+    for created in ("1980", "2099"):
+        assert is_newer(dumped(created, *positions), base, lines) == expected
+
+
+def test_logs_are_ordered_by_number_and_those_without_one_come_first():
+    clocks = [("c0", 3, 0), ("b0", 2, 2), ("a0", 9, 1), ("d0", 1, 0)]
+    logs = [replace(log(name, 0, day), number=number) for name, day, number in clocks]
+    names = [line.logs[0].name for line in lines_of(logs)]
+    assert names == ["d0", "c0", "a0", "b0"]
 
 
 def test_a_log_is_followed_from_where_the_dump_began_in_it():

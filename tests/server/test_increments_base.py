@@ -1,5 +1,7 @@
 """The base of the increments, which servers write where the log has grown."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -125,6 +127,33 @@ def test_a_lost_memory_is_restored_from_the_base(training):
             return is_of_base and store.num_rows == num_rows[1]
 
         wait_until(has_all, "a restore from the base has all rows")
+
+
+def set_created(training, year):
+    """Set when the latest checkpoint was written; return its URL."""
+    folder = find_checkpoint(training.run)
+    manifest = replace(Manifest.read(folder), created=f"{year}-01-01T00:00:00+00:00")
+    manifest.write(folder)
+    return folder.url
+
+
+def restored(training):
+    """Return what a server without memory restores from."""
+    store = ServerConfig(capacity_rows=1000).make_store()
+    target, run = Target(1, 2, 1000, is_lfu=False), Folder(training.run)
+    return restore(store, target, run, Folder(training.logs)).checkpoint
+
+
+@pytest.mark.parametrize("year", [1999, 2099])
+def test_no_clock_decides_what_is_deleted_and_read(servers, training, year):
+    set_created(training, year)
+    train_until_a_base(training)
+    base = base_of(Folder(training.logs)).url
+    wait_until(lambda: restored(training) == base, "the base is restored")
+    become_equal(follow(servers, training, 3), training)
+    training.dump()
+    assert restored(training) == set_created(training, year)
+    become_equal(follow(servers, training, 3), training)
 
 
 def test_no_delta_is_saved_whose_increments_were_deleted(training):
