@@ -65,6 +65,7 @@ FINISH_S = 20.0  # a member has left after the job is finished
 MAIN_THREAD_LEAVE_S = 3.0  # an interrupted main thread has ended by itself
 LINGER_S = 1.5  # the coordinator stays after the last member, for the lines of its log
 COMMAND_END_S = 60.0  # a command with a supervisor has ended after a signal
+DAEMON_END_S = 1.0  # a daemon of multiprocessing has ended by SIGTERM
 CHILD_END_S = 10.0  # a process that this one has started has ended
 SAME_SIGNAL_S = 2.0  # signals are one: from a scheduler, a supervisor and torchrun
 SIGNALS_CLOSE_S = 2.0  # the thread that handles signals has ended

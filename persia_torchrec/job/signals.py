@@ -14,11 +14,13 @@ processes that a user's script starts would inherit the mask.
 """
 
 import logging
+import multiprocessing
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.util import Finalize
 from types import FrameType
 from typing import Self
 
@@ -152,6 +154,8 @@ class EndSignals:
     def _be_forked(self) -> None:
         is_set = self._is_set
         self._restore()
+        for descriptor in (self._reader, self._writer) if is_set else ():
+            os.close(descriptor)  # else the parent's thread does not end
         for number in WARNINGS if is_set else ():
             if signal.getsignal(number) == signal.SIG_DFL:
                 signal.signal(number, signal.SIG_IGN)
@@ -175,6 +179,42 @@ def end_by_signals() -> None:
     """Let SIGINT end a process at once, as SIGTERM does, until ``EndSignals``."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def outlive_end_signals() -> None:
+    """Let a child of a member train on when the signals of the job reach it, too.
+
+    Its main thread calls this; in another it does nothing. The child ends with its
+    work, or with its parent, by ``end_daemons_at_exit``. No signal is ignored or
+    blocked: programs that the child starts would inherit that.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in END_SIGNALS:
+        if signal.getsignal(number) in (*_DEFAULTS, None):
+            signal.signal(number, lambda *_: None)
+
+
+def end_daemons_at_exit() -> None:
+    """Have the daemons of this process end with it, those that outlive signals, too.
+
+    ``multiprocessing`` ends them by SIGTERM, and waits without a deadline.
+    """
+    Finalize(None, end_daemons, exitpriority=0)
+
+
+def end_daemons() -> None:
+    """End the daemons of this process within ``timeouts.DAEMON_END_S``."""
+    daemons = [one for one in multiprocessing.active_children() if one.daemon]
+    if daemons and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's raises for a worker
+    for daemon in daemons:
+        daemon.terminate()
+    until_s = time.monotonic() + timeouts.DAEMON_END_S
+    for daemon in daemons:
+        daemon.join(max(until_s - time.monotonic(), 0.0))
+        if daemon.is_alive():
+            daemon.kill()
 
 
 def is_in_compiler(frame: FrameType | None) -> bool:

@@ -106,6 +106,7 @@ START_PROCESSES = {
     "benchmarks/servers.py",
     "persia_torchrec/job/children.py",
     "persia_torchrec/job/implicit_member.py",
+    "persia_torchrec/job/signals.py",  # ends them
 }
 
 

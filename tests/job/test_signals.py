@@ -1,10 +1,18 @@
+import multiprocessing
 import os
 import signal
+import time
 
 import pytest
 
-from persia_torchrec.job.signals import EndSignals
-from tests.support.processes import Processes
+from persia_torchrec import timeouts
+from persia_torchrec.job.signals import (
+    END_SIGNALS,
+    EndSignals,
+    end_daemons,
+    outlive_end_signals,
+)
+from tests.support.processes import DEADLINE_S, Processes
 
 pytestmark = pytest.mark.multiprocess
 
@@ -73,4 +81,48 @@ def be_told_of_what_is_ignored():
 def test_a_signal_that_is_ignored_ends_the_job_only_where_it_is_not(tmp_path):
     with Processes(tmp_path) as processes:
         process = processes.start("process", be_told_of_what_is_ignored)
+        assert process.status() == 0, process.output()
+
+
+def be_told_while_a_child_lives():
+    until = multiprocessing.get_context("fork").Event()
+    began_s = time.monotonic()
+    with EndSignals(print):
+        child = multiprocessing.get_context("fork").Process(target=until.wait)
+        child.start()
+    took_s = time.monotonic() - began_s
+    until.set()
+    child.join()
+    assert took_s < timeouts.SIGNALS_CLOSE_S
+
+
+def test_a_child_that_lives_does_not_delay_the_end_of_the_block(tmp_path):
+    with Processes(tmp_path) as processes:
+        process = processes.start("process", be_told_while_a_child_lives)
+        assert process.status() == 0, process.output()
+
+
+def outlive(connection):
+    outlive_end_signals()
+    connection.send("ready")
+    connection.poll(DEADLINE_S)
+
+
+def end_a_daemon_that_outlives_signals():
+    here, there = multiprocessing.Pipe()
+    daemon = multiprocessing.get_context("fork").Process(
+        target=outlive, args=(there,), daemon=True
+    )
+    daemon.start()
+    assert here.recv() == "ready"
+    for number in END_SIGNALS:
+        os.kill(daemon.pid, number)
+    end_daemons()
+    daemon.join()
+    assert daemon.exitcode == -signal.SIGKILL
+
+
+def test_a_daemon_that_outlives_signals_ends_with_its_parent(tmp_path):
+    with Processes(tmp_path) as processes:
+        process = processes.start("process", end_a_daemon_that_outlives_signals)
         assert process.status() == 0, process.output()
