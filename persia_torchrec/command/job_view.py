@@ -31,6 +31,7 @@ from persia_torchrec.job.member_lines import (
 from persia_torchrec.job.process_identity import STATUS
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.job.requests import FindNotes, FindRole, Found
+from persia_torchrec.job.saves import SAVES, Saves
 from persia_torchrec.rpc.addresses import LOOPBACK
 
 
@@ -50,6 +51,16 @@ class Job:
         texts = self.book.call(notes, Found).values or []
         told = zip(names, texts, strict=True)
         return {name: read_status(text) for name, text in told if text is not None}
+
+    def saves(self) -> Saves | None:
+        """Return how its saves went; None: it saves nothing."""
+        text = self.book.note(SAVES)
+        return None if text is None else Saves.of({SAVES: text})
+
+    def step(self) -> int:
+        """Return the step at which its training is."""
+        every = self.statuses("trainer").values()
+        return max((int(one.get("step", 0)) for one in every), default=0)
 
 
 def find(name: str, *, is_running: bool = True) -> JobRecord:
@@ -124,7 +135,7 @@ class View:
         now_s = time.monotonic()
         passed_s = max(now_s - self._then_s, 1e-3)
         book, record = self._job.book, self._job.record
-        view = book.view()
+        view, saves = book.view(), self._job.saves()
         lines, found = [], self._counters()
         for role in ROLES:
             addresses = book.call(FindRole(role), Found).values or []
@@ -150,6 +161,7 @@ class View:
             "folder": record.folder if record else None,
             **of_training(lines),
             **of_checkpoint(book.note(LAST_CHECKPOINT) or ""),
+            "failed_saves": saves.failed() if saves else "",
             "members": lines,
         }
 

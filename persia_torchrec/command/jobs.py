@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import secrets
 import shlex
 import shutil
 import signal
@@ -22,14 +23,16 @@ from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.command import console
 from persia_torchrec.command.console import as_json, duration
 from persia_torchrec.command.job_view import Job, View, find, is_here, opened
-from persia_torchrec.job import job_list
+from persia_torchrec.job import failures, job_list
 from persia_torchrec.job import report as job_report
 from persia_torchrec.job.job_list import JobRecord
+from persia_torchrec.job.member import LAST_CHECKPOINT
 from persia_torchrec.job.member_lines import Numbers, age_s
 from persia_torchrec.job.process_identity import IDS_OF
 from persia_torchrec.job.progress import CURVES
 from persia_torchrec.job.requests import Fail
 from persia_torchrec.job.requests import View as JobView
+from persia_torchrec.job.saves import SAVE_REQUEST, steps
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -143,6 +146,8 @@ def _drawn(found: dict[str, Any]) -> Group:
         )
     else:
         lines.append("newest checkpoint: none yet")
+    if found["failed_saves"]:
+        lines.append(found["failed_saves"])
     return Group("\n".join(lines), console.table(members, _MEMBERS))
 
 
@@ -305,11 +310,14 @@ def stop(job: str, no_save: bool) -> None:
 
     persia-torchrec stop
     """
-    end(find(job) if ":" not in job else None, job, saves=not no_save)
+    saves = not no_save
+    record = end(find(job) if ":" not in job else None, job, saves=saves)
+    if saves and (lost := _lost(record)):
+        raise click.ClickException(lost)
 
 
-def end(record: JobRecord | None, name: str, *, saves: bool) -> str:
-    """Have a job end, and wait until it has; return the last checkpoint, or ""."""
+def end(record: JobRecord | None, name: str, *, saves: bool) -> JobRecord:
+    """Have a job end, and wait until it has; return its record then."""
     with opened(name if record is None else record.job_id) as there:
         record = record or find(there.book.greeting.job_id)
         has_trainers = there.book.view().has_trainers
@@ -331,8 +339,10 @@ def end(record: JobRecord | None, name: str, *, saves: bool) -> str:
         known = find(record.job_id, is_running=False)
         if known.state != "running":
             last = known.checkpoint or "none"
+            if has_trainers and known.saves is None:
+                last = "none, as its script saves nothing (no recoverable())"
             click.echo(f"{known.job_id} has ended; its last checkpoint: {last}")
-            return known.checkpoint
+            return known
         time.sleep(_LOOK_S)
     raise click.ClickException(
         f"{record.job_id} must end within {timeouts.VERB_END_S:.0f} s. Received: it "
@@ -340,22 +350,80 @@ def end(record: JobRecord | None, name: str, *, saves: bool) -> str:
     )
 
 
+def _lost(record: JobRecord) -> str:
+    """Return which steps a job that was told to end has lost, and why; or ""."""
+    saves, reason = record.saves, record.reason.removeprefix("coordinator: ")
+    if saves is None:
+        return ""
+    if saves.trained > saves.step:
+        cause = saves.cause if saves.num_failed else reason
+        lost = steps(saves.step + 1, saves.trained)
+        return f"the last save failed: {cause}; {lost} are lost"
+    if record.state == "finished" or failures.TOLD_ALONE.fullmatch(reason):
+        return ""
+    return f"no last save: {reason}; steps behind step {saves.step} are lost"
+
+
 @click.command()
 @a_job
 @click.option("--servers", type=int, required=True, help="Number of servers from now.")
-def scale(job: str, servers: int) -> None:
-    """Continue a job with another number of servers: stop, save, start.
+@click.option("--no-save", is_flag=True, help="Go back to the newest checkpoint.")
+def scale(job: str, servers: int, no_save: bool) -> None:
+    """Continue a job with another number of servers: save, stop, start.
 
-    It runs in this terminal from then on.
+    A job whose save fails runs on. It runs in this terminal from then on.
 
     persia-torchrec scale --servers 3
     """
     record = _restartable(find(job))
-    checkpoint = end(record, record.job_id, saves=True)
+    with opened(record.job_id) as there:
+        if not no_save:
+            _save(there)
+        checkpoint, trained = there.book.note(LAST_CHECKPOINT), there.step()
     if not checkpoint:
-        raise click.ClickException("The job has saved no checkpoint: start it again.")
+        raise click.ClickException(
+            f"{record.job_id} must have a checkpoint. Received: none; the job runs on."
+        )
+    ended = end(record, record.job_id, saves=not no_save)
+    lost = _given_up(checkpoint, trained) if no_save else _lost(ended)
+    if lost:
+        click.echo(lost, err=True)
     run = str(Path(checkpoint).parent)
     _start_again(record, embedding_servers=str(servers), resume_dir=run)
+
+
+def _save(there: Job) -> None:
+    """Have a job save a checkpoint, and wait until it is complete."""
+    name, hint = there.book.greeting.job_id, "Use --no-save to go back to the last one."
+    wanted = f"{name} must save a checkpoint before it stops. Received:"
+    if there.saves() is None:
+        raise click.ClickException(f"{wanted} its script has no recoverable().")
+    request = secrets.token_hex(8)
+    there.book.tell(SAVE_REQUEST, request)
+    click.echo(f"{name} saves", err=True)
+    deadline = time.monotonic() + timeouts.CHECKPOINT_S
+    while time.monotonic() < deadline:
+        view, saves = there.book.view(), there.saves()
+        if saves is not None and saves.request == request:
+            if saves.num_failed:
+                raise click.ClickException(
+                    f"{wanted} {saves.failed()}. The job runs on. {hint}"
+                )
+            return
+        if view.outcome != "running" or view.signal:
+            raise click.ClickException(f"{wanted} it ends meanwhile: {view.reason}")
+        time.sleep(_LOOK_S)
+    raise click.ClickException(
+        f"{wanted} none within {timeouts.CHECKPOINT_S:.0f} s. The job runs on. {hint}"
+    )
+
+
+def _given_up(checkpoint: str, trained: int) -> str:
+    """Return which steps are behind a checkpoint, where a job continues; or ""."""
+    step = Manifest.read(Folder(checkpoint)).step
+    if step is None or trained <= step:
+        return ""
+    return f"given up: {steps(step + 1, trained)}"
 
 
 @click.command()
@@ -371,7 +439,11 @@ def rollback(job: str, checkpoint: str) -> None:
     """
     record = _restartable(find(job))
     folder = copy_alone(Path(checkpoint).resolve())
+    with opened(record.job_id) as there:
+        trained = there.step()
     end(record, record.job_id, saves=False)
+    if lost := _given_up(checkpoint, trained):
+        click.echo(lost, err=True)
     _start_again(record, resume_dir=str(folder))
 
 

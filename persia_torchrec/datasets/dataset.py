@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch.utils.data
 
+from persia_torchrec import env
 from persia_torchrec.datasets.batches import TorchRecBatch
 from persia_torchrec.datasets.columns import (
     AnyColumn,
@@ -64,6 +65,7 @@ from persia_torchrec.datasets.tables import TableFile
 from persia_torchrec.datasets.transfer import uses_gpu
 from persia_torchrec.datasets.work_queue import Item, WorkQueue
 from persia_torchrec.errors import ConfigError, DataError
+from persia_torchrec.job.signals import outlive_end_signals
 
 logger = logging.getLogger(__name__)
 
@@ -293,6 +295,8 @@ class RowDataset(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
     def __iter__(self) -> Iterator[Any]:
         """Yield the next epoch; after a load the rest of the one that was saved."""
         worker = worker_of_loader()
+        if worker is not None and env.text("PERSIA_MEMBER"):
+            outlive_end_signals()
         with self._lock:
             if not self._is_next:
                 self._epoch, self._start = self._epoch + 1, 0

@@ -47,6 +47,7 @@ from persia_torchrec.job.process_identity import Siblings, set_title
 from persia_torchrec.job.progress import Progress
 from persia_torchrec.job.registry import AddressBook, HostedBook
 from persia_torchrec.job.requests import JobTimings, Outcome
+from persia_torchrec.job.saves import Saves
 from persia_torchrec.job.service import run_service
 from persia_torchrec.job.signals import EndSignals
 from persia_torchrec.job.state import Member
@@ -217,6 +218,7 @@ class Coordinator:
             "outcome": job.outcome,
             "reason": job.reason,
             "checkpoint": job.notes.get(membership.LAST_CHECKPOINT, ""),
+            "saves": Saves.of(job.notes),
             "logs": {one.who: one.log for one in job.members.values() if one.log},
         }
 

@@ -38,6 +38,8 @@ _OF_FILES = (
 )
 TOLD = "it was told to end"
 """With this begins why a job has ended that was told to, from outside."""
+TOLD_ALONE = re.compile(rf"{TOLD} \(\w+\)")
+"""Such a reason where nothing else has failed."""
 
 _PASSING_KINDS = re.compile("connect|timeout|network|unavailable", re.IGNORECASE)
 _PASSING_TEXTS = re.compile(

@@ -22,6 +22,7 @@ from msgspec import structs
 from persia_torchrec import env
 from persia_torchrec.job.process_identity import ProcessIdentity
 from persia_torchrec.job.requests import Outcome
+from persia_torchrec.job.saves import Saves
 from persia_torchrec.parsing.decoding import decoder_of
 from persia_torchrec.rpc.addresses import LOOPBACK
 
@@ -51,6 +52,8 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     checkpoint: str = ""
     """The last one that it has completed, or began from."""
+    saves: Saves | None = None
+    """How its saves went; None: it saves nothing, or runs."""
     report: str = ""
     """Folder of the curves; empty: none are kept."""
     logs: dict[str, str] = {}

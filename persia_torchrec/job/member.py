@@ -34,8 +34,9 @@ With a supervisor (``job/supervisor.py``) this is otherwise:
     the supervisor has ended  the kernel has killed this process, too.
 
 That of a trainer under torchrun is torchrun, as long as it may start all of them again.
-Before it does, it ends those that are left by SIGTERM, which is no failure then: for a
-trainer under torchrun SIGTERM counts if the job is told to end by another process, too.
+Before it does, it ends those that are left by SIGTERM, which is no failure then: for
+one of several trainers under torchrun SIGTERM counts if the job is told to end by
+another process, too.
 
 A coordinator with a supervisor is waited for, up to ``recovery_timeout_s``.
 
@@ -70,10 +71,12 @@ from persia_torchrec.job.member_record import MemberRecord
 from persia_torchrec.job.process_identity import METRICS_AT, OwnMetrics, Siblings
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.job.requests import Outcome
+from persia_torchrec.job.saves import SAVES, Saves
 from persia_torchrec.job.signals import (
     START_AGAIN,
     WARNINGS,
     EndSignals,
+    end_daemons_at_exit,
     is_in_compiler,
 )
 from persia_torchrec.job.state import AwakeClock
@@ -184,6 +187,17 @@ class JobMember(OwnMetrics):
             with contextlib.suppress(JobError):  # the coordinator has ended
                 self.book.tell(LAST_CHECKPOINT, path)
 
+    def tell_saves(self, saves: Saves) -> None:
+        """Make known in the job how the saves of its trainers go."""
+        if self._pid == os.getpid():  # else of a forked child
+            with contextlib.suppress(JobError):  # the coordinator has ended
+                self.book.tell(SAVES, saves.text())
+
+    @property
+    def save_request(self) -> str:
+        """The last request for a save, as far as the last heartbeat knows; or ""."""
+        return self._view.save_request
+
     def call_at_end(self, callback: Callable[[], None]) -> None:
         """Have another thread call something quick when the job ends, or has ended."""
         self._callbacks.add_done_callback(lambda _: callback())
@@ -209,6 +223,16 @@ class JobMember(OwnMetrics):
         told = self._told
         return bool(told) and not self._signals.is_foreign(signal.Signals[told])
 
+    def learns_to_end(self, *, is_likely: bool) -> bool:
+        """Return whether ``is_ending``; where that is likely, ask for some seconds."""
+        until_s = time.monotonic() + timeouts.MEMBER_DECISION_S
+        while is_likely and not self._told and time.monotonic() < until_s:
+            self._ask_for_verdict()
+            if self._verdict[0] != "running":
+                break
+            time.sleep(_RETRY_S)
+        return self.is_ending
+
     def report_last_step(self) -> None:
         """Make known that the trainers of a job that is told to end train no more."""
         with contextlib.suppress(JobError):  # the coordinator has ended
@@ -229,6 +253,7 @@ class JobMember(OwnMetrics):
     def __enter__(self) -> Self:
         JobMember.current = self
         process_identity.set_title(self.who, self.book.greeting.job_id)
+        end_daemons_at_exit()
         self._beating.start()
         self._signals.__enter__()
         threading.Thread(target=self._guard, name="job-guard", daemon=True).start()
@@ -331,9 +356,11 @@ class JobMember(OwnMetrics):
     def _tell_to_end(self, name: str) -> None:
         """Have the job end, if it is one of trainers, and note whether it is told to.
 
-        torchrun ends trainers by SIGTERM before it starts them again.
+        torchrun ends trainers by SIGTERM before it starts them again: others than the
+        one that has failed.
         """
-        is_of_torchrun = self._replica[0] == "trainer" and env.is_under_torchrun()
+        role, _, size = self._replica
+        is_of_torchrun = role == "trainer" and size > 1 and env.is_under_torchrun()
         with contextlib.suppress(JobError):  # the coordinator has ended
             if not self.book.view().has_trainers:
                 return

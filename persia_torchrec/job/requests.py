@@ -206,6 +206,8 @@ class View(msgspec.Struct, frozen=True):
     signal_to: str = ""
     is_after_last_step: bool = False
     """Whether the trainers of a job that is told to end need no more batches."""
+    save_request: str = ""
+    """By which a save is asked for; each is another text."""
     has_trainers: bool = False
     is_compiling: bool = False
     coordinator: ProcessIdentity | None = None

@@ -51,6 +51,7 @@ from persia_torchrec.job.requests import (
     View,
     Welcome,
 )
+from persia_torchrec.job.saves import SAVE_REQUEST
 
 logger = logging.getLogger("persia_torchrec.job.coordinator")  # which ticks
 
@@ -269,6 +270,7 @@ class JobState(msgspec.Struct):
             signal=self.signal,
             signal_to=self.signal_to,
             is_after_last_step=self.is_after_last_step,
+            save_request=self.notes.get(SAVE_REQUEST, ""),
             has_trainers=self._has_trainers(),
             is_compiling=self.clock.now_s < until_s,
             coordinator=coordinator.process if coordinator else None,

@@ -31,6 +31,7 @@ from persia_torchrec.job.member_lines import age_s, of_checkpoint, of_training
 from persia_torchrec.job.process_identity import METRICS_AT
 from persia_torchrec.job.progress import Point, Progress
 from persia_torchrec.job.registry import HostedBook
+from persia_torchrec.job.saves import Saves
 from persia_torchrec.metrics.endpoint import Answer, Endpoint, begin, labels_of
 
 _MOST_POINTS = 360  # of a curve, as it is sent
@@ -69,6 +70,8 @@ class StatusPage(Collector):
     def _status(self) -> Answer:
         now_s, points = self._clock(), list(self._progress.points)
         view = self._book.view()
+        with self._book.lock:
+            saves = Saves.of(self._book.job.notes)
         status = {
             "job": self._record.job_id,
             "state": "ending" if view.signal else view.outcome,
@@ -77,6 +80,7 @@ class StatusPage(Collector):
             "folder": self._record.folder,
             **of_training(self._progress.lines),
             **of_checkpoint(self._checkpoint()),
+            "failed_saves": saves.failed() if saves else "",
             "members": self._progress.lines,
             "curves": _columns(thinned(points, _MOST_POINTS), now_s),
         }

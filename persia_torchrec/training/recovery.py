@@ -28,6 +28,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from msgspec import structs
 from torch import nn
 from torch.optim import Optimizer
 
@@ -38,6 +39,7 @@ from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.datasets.dataset import RowDataset
 from persia_torchrec.errors import CheckpointError, ConfigError
 from persia_torchrec.job.member import JobMember
+from persia_torchrec.job.saves import Saves
 from persia_torchrec.persia.loader import DataLoader, PersiaTrainingBatch
 from persia_torchrec.sharding.optimizer import restore_groups
 from persia_torchrec.sharding.state import without_rows
@@ -62,6 +64,11 @@ from persia_torchrec.training.data_state import (
     set_random_state,
     state_of_data,
     unpack,
+)
+from persia_torchrec.training.loader_workers import (
+    WorkerDeaths,
+    is_of_worker,
+    let_workers_outlive_signals,
 )
 from persia_torchrec.training.schedule import (
     CheckpointClock,
@@ -119,9 +126,13 @@ class Recovery:
             save_steps=config.save_steps,
             delta_interval_s=config.delta_interval_s,
             must_end=_must_end,
+            must_save=self._must_save,
         )
         self.clock.save_ended = self._save_ended
         self.clock.catch_up = self._catch_up
+        self._saves = Saves(step=0)  # what this job knows of them
+        self._deaths = WorkerDeaths()
+        self._num_sent = 0  # batches whose gradients were sent by the last step
         self._may_continue = False  # a checkpoint, by a delta
         self._release: Callable[[], None] = lambda: None  # the folder
         self._require_folder: Callable[[], None] = lambda: None  # of rank 0
@@ -149,6 +160,11 @@ class Recovery:
 
         A restart without one starts again without rows, or with ``rows_ahead``.
         """
+        self._resume(is_restart=is_restart)
+        self._num_sent = self._client.batches.trained
+        self._tell_saves(step=self._num_trained, trained=self._num_trained)
+
+    def _resume(self, *, is_restart: bool) -> None:
         is_restart = at_first(lambda: is_restart, bool)  # one of others may join late
         require_same_data(self._state)
         if self._config.saves and (why := at_first(self._own_folder, str)):
@@ -197,6 +213,9 @@ class Recovery:
     def skip(self, batches: Iterable[T]) -> Iterator[T]:
         """Return the batches of a pass of the data that were not trained before."""
         self._num_passes += 1
+        if JobMember.current is not None:
+            for one in (batches, *self._state.values()):
+                let_workers_outlive_signals(one)
         saved = self._saved
         self._dataset = batches
         if saved is None:
@@ -242,11 +261,15 @@ class Recovery:
         self, batches: Iterator[PersiaTrainingBatch]
     ) -> Iterator[PersiaTrainingBatch]:
         """Count the batches of a pass when they are handed out, to be trained next."""
-        for batch in batches:
+        for batch in self.watch(batches):
             self.num_batches += 1
             if batch.loader is not None and batch.batch_id is not None:
                 self.last_numbers[batch.loader] = batch.batch_id
             yield batch
+
+    def watch(self, batches: Iterator[T]) -> Iterator[T]:
+        """Return batches; in a job the death of a worker is raised between steps."""
+        return batches if JobMember.current is None else self._deaths.watch(batches)
 
     def take(self, batch: object) -> None:
         """Note a batch that is handed out, to be trained behind those before it."""
@@ -266,8 +289,11 @@ class Recovery:
         It is if the job is told to end: then the trainer ends, by SystemExit.
         """
         self.num_steps += 1
+        self._num_sent = self._client.batches.trained
         if may_save and self._config.saves and self.clock.is_time():
             self._save_in_time()
+        if JobMember.current is not None:
+            self._deaths.end_step()
 
     def _save_ended(self) -> None:
         """Save with trainers that train on, at the end of this one's data."""
@@ -283,22 +309,55 @@ class Recovery:
         copy_states([v for v in shared if isinstance(v, Optimizer)], is_current)
 
     def _save_in_time(self) -> None:
-        began_s, member = time.monotonic(), JobMember.current
-        is_last = self.clock.is_last
-        if is_last and member is not None:
-            member.report_last_step()
-        is_delta = at_first(lambda: self.clock.is_delta and not is_last, bool)
-        is_delta = is_delta and self._may_continue
-        try:
-            self._save(is_delta=is_delta)
-        except CheckpointError as exc:
+        if self.clock.is_last:
+            self._save_last()
+            return
+        began_s = time.monotonic()
+        is_delta = at_first(lambda: self.clock.is_delta, bool) and self._may_continue
+        if not self._try_to_save(is_delta=is_delta):
             self._may_continue &= not is_delta  # a whole one is next
+        self.clock.restart(time.monotonic() - began_s, was_delta=is_delta)
+
+    def _save_last(self) -> None:
+        """Save, and end as the job is told to."""
+        member = JobMember.current
+        if member is not None:
+            member.report_last_step()
+        if self._has_news():
+            self._tell_saves(trained=self._num_trained)
+            self._try_to_save(is_delta=False)
+        if member is not None:
+            member.end_as_told()
+
+    def _try_to_save(self, *, is_delta: bool) -> bool:
+        try:
+            self._save_and_tell(is_delta=is_delta)
+        except CheckpointError as exc:
             if is_first():
                 told = "%s; there is no automatic checkpoint, and the last one stays"
                 logger.warning(told, str(exc).removesuffix("."))
-        self.clock.restart(time.monotonic() - began_s, was_delta=is_delta)
-        if is_last and member is not None:
-            member.end_as_told()
+            return False
+        return True
+
+    def _end_if_told(self, exc: Exception) -> None:
+        """Save the last step where the data have ended first, as the job is told to.
+
+        A signal to all processes also reaches what feeds this trainer.
+        """
+        member = JobMember.current if self._config.saves else None
+        if member is None or not member.learns_to_end(is_likely=is_of_worker(exc)):
+            return
+        is_whole = self._client.batches.trained == self._num_sent
+        steps = from_all(lambda: self._num_trained if is_whole else -1, int)
+        if {*steps} == {self._num_trained}:
+            logger.info("the data have ended with the job: %s", exc)
+            self._save_last()
+            return
+        logger.warning(
+            "no last checkpoint; the previous one stays: the data have ended within a "
+            "step, or trainers are at several ones: %s",
+            steps,
+        )
 
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:
@@ -311,10 +370,15 @@ class Recovery:
         if member is not None:
             member.saves_at_end = True
         try:
-            yield
-            if self._config.saves and any(from_all(self._has_news, bool)):
-                self._save(is_delta=False)
+            try:
+                yield
+            except Exception as exc:
+                self._end_if_told(exc)
+                raise
+            if self._config.saves and self._has_news():
+                self._save_and_tell(is_delta=False)
         finally:
+            self._deaths.close()
             if member is not None:
                 member.saves_at_end = False
             self._release()
@@ -329,7 +393,13 @@ class Recovery:
         return ""
 
     def _has_news(self) -> bool:
-        return self.num_steps > self._num_saved
+        """Return whether a trainer has steps that no checkpoint has; all call it."""
+        return any(from_all(lambda: self.num_steps > self._num_saved, bool))
+
+    @property
+    def _num_trained(self) -> int:
+        """Steps of the training, those of other trainers included."""
+        return max(self.num_steps, self.clock.num_trained)
 
     @contextlib.contextmanager
     def joinable(self) -> Iterator[None]:
@@ -348,7 +418,37 @@ class Recovery:
 
     def save(self) -> None:
         """Save a checkpoint now; CheckpointError if a trainer or a server failed."""
-        self._save(is_delta=False)
+        self._save_and_tell(is_delta=False)
+
+    def _must_save(self) -> bool:
+        """Return whether rank 0 is asked to save, by ``persia-torchrec scale``."""
+        member = JobMember.current
+        return member is not None and member.save_request != self._saves.request
+
+    def _tell_saves(self, **changes: Any) -> None:
+        """Make known in the job how the saves go."""
+        self._saves = structs.replace(self._saves, **changes)
+        member = JobMember.current
+        if member is not None and self._config.saves and is_first():
+            member.tell_saves(self._saves)
+
+    def _save_and_tell(self, *, is_delta: bool) -> None:
+        member, trained = JobMember.current, self._num_trained
+        request = self._saves.request
+        if member is not None and not is_delta:
+            request = member.save_request
+        try:
+            self._save(is_delta=is_delta)
+        except CheckpointError as exc:
+            lines = str(exc).splitlines() or [type(exc).__name__]
+            num, cause = self._saves.num_failed + 1, lines[0]
+            self._tell_saves(
+                trained=trained, num_failed=num, cause=cause, request=request
+            )
+            raise
+        self._tell_saves(
+            step=trained, trained=trained, num_failed=0, cause="", request=request
+        )
 
     def _save(self, *, is_delta: bool) -> None:
         began_s = time.monotonic()
@@ -375,7 +475,7 @@ class Recovery:
     def _begin_save(self) -> int:
         """Require that the folder is still this run's; return how many steps it has."""
         self._require_folder()
-        return max(self.num_steps, self.clock.num_trained)
+        return self._num_trained
 
     def _parts(self) -> tuple[dict[str, Any], bytes]:
         """Return what is saved once for all trainers, and what is this one's own."""
@@ -549,7 +649,7 @@ class Run:
         unless it is in ``state`` and continues by itself.
         """
         parts = loader.micro_batches if isinstance(loader, RowDataset) else 1
-        rest = self._recovery.skip(loader)
+        rest = self._recovery.watch(self._recovery.skip(loader))
         if self._last_step is None and not isinstance(loader, RowDataset):
             TrainerMetrics.expect(loader, self.num_steps, self._recovery.num_batches)
         for batch in rest:

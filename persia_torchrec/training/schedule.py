@@ -190,9 +190,10 @@ class CheckpointClock(AnswersAtEnd):
         save_steps: int = 0,
         delta_interval_s: float = 0.0,
         must_end: Callable[[], bool] = lambda: False,
+        must_save: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__()
-        self._must_end = must_end
+        self._must_end, self._must_save = must_end, must_save
         self.save_ended: Callable[[], None] = lambda: None
         self.catch_up: Callable[[bool], None] = lambda _: None
         self._interval_s, self._save_steps = interval_s, save_steps
@@ -233,7 +234,8 @@ class CheckpointClock(AnswersAtEnd):
         self._num_steps += 1
         self.num_trained += 1
         self._left -= 1
-        if self._left > 0 and (_has_others() or not self._must_end()):
+        is_told = not _has_others() and (self._must_end() or self._must_save())
+        if self._left > 0 and not is_told:
             return False
         answer = torch.tensor([_MAX_STEPS, not self._must_end()])
         if is_first():
@@ -249,6 +251,9 @@ class CheckpointClock(AnswersAtEnd):
 
     def _steps_to_wait(self) -> int:
         """Return 0 if it is time, or steps until it may be."""
+        if self._must_save():
+            self.is_delta = False
+            return 0
         steps = self._steps_until(self._due_s)
         if self._save_steps:
             steps = min(steps, -self.num_trained % self._save_steps)

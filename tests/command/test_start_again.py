@@ -82,6 +82,7 @@ def test_scale_continues_with_other_servers_and_rollback_from_a_checkpoint(job):
     output = (job.folder / "scale.txt").read_text()
     assert re.search(r"its last checkpoint: \S+/run/checkpoint-", output)
     assert "training resumes from" in output
+    assert " are lost" not in output
 
     listed = json.loads(verb(job, "checkpoint", "ls", "run", "--json").stdout)
     old = listed[-1]
@@ -90,6 +91,7 @@ def test_scale_continues_with_other_servers_and_rollback_from_a_checkpoint(job):
     back = next_job(job, now)
     output = (job.folder / "rollback.txt").read_text()
     (resumed,) = set(re.findall(r"training resumes from (\S+)", output))
+    assert re.search(r"given up: steps? \d+", output)
     assert resumed.startswith(str(job.folder / "run-back-1"))
     assert Path(resumed).name == Path(old["checkpoint"]).name
     assert len([one for one in back["members"] if one["role"] == "server"]) == 3

@@ -120,6 +120,18 @@ def test_requests_of_an_older_generation_are_rejected(servers):
     new.clear()
 
 
+def test_the_clock_says_at_once_that_a_save_is_asked_for():
+    requests = []
+    clock = CheckpointClock(600.0, delta_interval_s=1e-9, must_save=lambda: requests)
+    assert clock.is_time()
+    assert clock.is_delta
+    clock.restart(took_s=100.0, was_delta=True)
+    assert [clock.is_time() for _ in range(3)] == [False] * 3
+    requests.append("scale")
+    assert clock.is_time()
+    assert not clock.is_delta
+
+
 def test_the_clock_is_asked_rarely_and_says_when_it_is_time():
     now_s, asked = 0.0, []
 
