@@ -349,6 +349,17 @@ class RowDataset(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
         num_taken = queue.num_taken()
         return self.joint_state(num_taken, self.leases(num_taken, num_trained))
 
+    def next_state(self) -> dict[str, Any]:
+        """Return the state at the beginning of the pass that ``iter`` begins next.
+
+        Of an iteration that has yielded nothing yet, that at its own beginning.
+        """
+        with self._lock:
+            is_ahead = self._is_next or not self._num_steps
+            epoch = self._epoch if is_ahead else self._epoch + 1
+            row = self._start if is_ahead else 0
+            return {"epoch": epoch, "row": row, "of": self._identity}
+
     @property
     def is_queued(self) -> bool:
         """Whether a ``WorkQueue`` says what is read."""

@@ -51,6 +51,11 @@ def make_tensor(cls: type[T], shape: tuple[int, ...], dtype: torch.dtype) -> T:
     return tensor
 
 
+def has_iterator(loader: "torch.utils.data.DataLoader[Any]") -> bool:
+    """Return whether a loader has an iterator, which persistent workers keep."""
+    return loader._iterator is not None
+
+
 def call_operator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function of torch's with tensors of a subclass, which it may return."""
     with torch._C.DisableTorchFunctionSubclass():

@@ -164,10 +164,12 @@ class TrainerMetrics:
 
     Attributes:
         last_step: at which the training ends, as far as that is known.
+        num_other_passes: that had other batches after a resume than before.
     """
 
     loss: ClassVar = LatestLoss()
     last_step: ClassVar[int | None] = None
+    num_other_passes: ClassVar[int] = 0
     _lock = threading.Lock()
     _models: ClassVar[list[TrainerCounts]] = []  # guarded by _lock
     _stop: ClassVar[Callable[[], None] | None] = None  # guarded by _lock

@@ -9,6 +9,7 @@ import logging
 import random
 from collections.abc import Mapping
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,12 @@ from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.datasets.dataset import RowDataset
 from persia_torchrec.datasets.sources import require_same_files
 from persia_torchrec.errors import CheckpointError, ConfigError
-from persia_torchrec.training.checkpoint import at_first, from_all, names_in
+from persia_torchrec.training.checkpoint import (
+    at_first,
+    from_all,
+    names_in,
+    state_bytes,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -78,21 +84,101 @@ def num_trainers_of(folder: Folder) -> int:
     )
 
 
-def random_state() -> dict[str, Any]:
-    """Return the state of the random numbers of torch, NumPy and Python."""
+Generator = (
+    torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+)
+
+
+def state_of_generator(generator: Generator) -> Any:
+    """Return the state of a random generator, of tensors, numbers and text."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return _packed(generator.bit_generator.state)
+    return _packed(generator.get_state(legacy=False))
+
+
+def set_generator(generator: Generator, state: Any) -> None:
+    """Go back to a :func:`state_of_generator`."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = _unpacked(state)
+    else:
+        generator.set_state(_unpacked(state))
+
+
+def _packed(state: Any) -> Any:
+    """Return a state of NumPy with a list and its dtype in place of each array."""
+    if isinstance(state, dict):
+        return {name: _packed(value) for name, value in state.items()}
+    if isinstance(state, np.ndarray):
+        return [state.dtype.str, state.tolist()]
+    # Of 128 bits: a number of NumPy is none for those who read checkpoints.
+    return int(state) if isinstance(state, np.integer) else state
+
+
+def _unpacked(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {name: _unpacked(value) for name, value in state.items()}
+    return np.array(state[1], state[0]) if isinstance(state, list) else state
+
+
+def require_savable(state: Mapping[str, Any]) -> None:
+    """Require that each value of a script's own can be saved, and loaded again.
+
+    Raises:
+        ConfigError: one cannot; it names the value and its type.
+    """
+    for name, value in state.items():
+        saves, loads = (hasattr(value, f"{verb}state_dict") for verb in ("", "load_"))
+        if (saves and loads) or isinstance(value, Generator):
+            continue
+        if saves:
+            raise _unsavable(name, value, "load_state_dict")
+        try:
+            unpack(state_bytes({name: value}))
+        except Exception as exc:  # what cannot be pickled raises what it likes
+            raise _unsavable(name, value, "state_dict") from exc
+
+
+def _unsavable(name: str, value: object, lacks: str) -> ConfigError:
+    return ConfigError(
+        "A value in state must have state_dict and load_state_dict, be a random "
+        "generator, or consist of tensors, numbers, text, lists and dictionaries. "
+        f"Received: {name!r}, a {type(value).__name__} without {lacks}. Leave out what "
+        "each start makes again, such as a DataLoader: run.skip counts its batches."
+    )
+
+
+def random_state(
+    generators: Mapping[str, Generator] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Return the state of the random numbers of torch, NumPy, Python and a script."""
     kind, key, *rest = np.random.get_state()  # noqa: NPY002  # scripts draw from it
     state = {
         "python": random.getstate(),
         "numpy": (kind, torch.from_numpy(np.asarray(key, dtype=np.int64)), *rest),
         "torch": torch.get_rng_state(),
+        "generators": {n: state_of_generator(one) for n, one in generators.items()},
     }
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
-def set_random_state(state: dict[str, Any]) -> None:
+def set_random_state(
+    state: dict[str, Any],
+    generators: Mapping[str, Generator] = MappingProxyType({}),
+) -> None:
     """Go back to a :func:`random_state`."""
+    for name, value in state.get("generators", {}).items():
+        if name in generators:
+            set_generator(generators[name], value)
     kind, key, *rest = state["numpy"]
     random.setstate(state["python"])
     numbers = kind, key.numpy().astype(np.uint32), *rest

@@ -23,7 +23,7 @@ import logging
 import os
 import time
 from collections import ChainMap, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
@@ -56,13 +56,18 @@ from persia_torchrec.training.checkpoint import (
     save_checkpoint,
     state_bytes,
 )
+from persia_torchrec.training.data_pass import DataPass, has_position
 from persia_torchrec.training.data_state import (
     Buffers,
+    Generator,
     num_trainers_of,
     random_state,
     require_same_data,
+    require_savable,
+    set_generator,
     set_random_state,
     state_of_data,
+    state_of_generator,
     unpack,
 )
 from persia_torchrec.training.loader_workers import (
@@ -72,6 +77,7 @@ from persia_torchrec.training.loader_workers import (
 )
 from persia_torchrec.training.schedule import (
     CheckpointClock,
+    OnOtherBatches,
     RecoveryConfig,
     Resume,
     rules_of,
@@ -119,7 +125,7 @@ class Recovery:
         self._saved: dict[str, Any] | None = None  # of this trainer, to continue from
         self._tables: dict[str, Any] = {}  # their settings then
         self.num_steps = self._num_passes = 0
-        self._random = random_state()  # at the beginning of the pass
+        self._random = self._random_state()  # at the beginning of the pass
         self._is_checked = False
         self.clock = CheckpointClock(
             config.interval_s,
@@ -140,8 +146,10 @@ class Recovery:
         self._has_ended = False  # its data, while other trainers continue
         self.resumed_from: str | None = None
         self.num_batches = 0
-        self._num_before = 0  # of these, before the data were iterated over
-        self._dataset: object = None  # in ``state``, which is iterated over
+        self._pass: DataPass | None = None  # the current one
+        # What is left to do with the data of a pass that had ended before a resume.
+        self._finish: Callable[[], object] = lambda: None
+        self._loaded: set[str] = set()  # data in ``state``, when the block was entered
         self.last_numbers: dict[int, int] = {}
         # Of batches of data loaders that are handed out, and not trained.
         self._taken = deque[tuple[int, int]]()
@@ -166,6 +174,7 @@ class Recovery:
 
     def _resume(self, *, is_restart: bool) -> None:
         is_restart = at_first(lambda: is_restart, bool)  # one of others may join late
+        require_savable(self._split()[1])
         require_same_data(self._state)
         if self._config.saves and (why := at_first(self._own_folder, str)):
             raise ConfigError(why)  # which no restart mends
@@ -213,49 +222,101 @@ class Recovery:
     def skip(self, batches: Iterable[T]) -> Iterator[T]:
         """Return the batches of a pass of the data that were not trained before."""
         self._num_passes += 1
+        self._finish()
+        self._finish = lambda: None
         if JobMember.current is not None:
             for one in (batches, *self._state.values()):
                 let_workers_outlive_signals(one)
         saved = self._saved
-        self._dataset = batches
-        if saved is None:
-            self._random = random_state()
-            self.num_batches, self.last_numbers = 0, {}
-            self._num_before = 0
-            return iter(batches)
-        if self._num_passes < saved["num_passes"]:
+        if saved is not None and self._is_trained(saved):
+            # A generator expression of the next pass begins to read when it is made.
+            self._set_own(saved, set(saved.get("pass", {}).get("names", ())))
             return iter(())
-        self._saved, self._random = None, saved["random_at_pass"]
+        self._saved = None
+        data = {n: v for n, v in self._split()[1].items() if has_position(v)}
+        self._pass = current = DataPass(batches, data, (self._state, self))
+        if saved is not None:
+            self._restore(saved, current)
+        if saved is None or self._num_passes > saved["num_passes"]:
+            if saved is not None:
+                set_random_state(saved["random"], self._generators())
+            self.num_batches, self.last_numbers = 0, {}
+            return current.begin(self._note_random)
+        return self._resume_pass(batches, saved)
+
+    def _is_trained(self, saved: Mapping[str, Any]) -> bool:
+        """Return whether a checkpoint has all of the current pass."""
+        is_left = saved.get("pass", {}).get("is_left", False)
+        return bool(self._num_passes < saved["num_passes"] + is_left)
+
+    def _resume_pass(
+        self, batches: Iterable[T], saved: Mapping[str, Any]
+    ) -> Iterator[T]:
+        current = self._pass
+        assert current is not None
+        self._random = saved["random_at_pass"]
         self.num_batches, self.last_numbers = saved["num_batches"], saved["last"]
-        self._num_before = self.num_batches
-        self._restore(saved)
-        set_random_state(self._random)
         if isinstance(batches, DataLoader):
             batches.dataset.trained = dict(self.last_numbers)
-        elif saved.get("has_ended") and not _is_queued(batches):
-            return self._end_pass(batches, saved)
-        rest = iter(batches)
-        continues_by_itself = any(batches is value for value in self._state.values())
-        if not (self.last_numbers or continues_by_itself):
-            for _ in itertools.islice(rest, self.num_batches):
-                pass
-        set_random_state(saved["random"])
+
+        def set_random() -> None:
+            set_random_state(self._random, self._generators())
+
+        if saved.get("has_ended") and not _is_queued(batches):
+            return self._end_pass(batches, saved, set_random)
+        rest = current.resume(saved, set_random, self._report_others)
+        set_random_state(saved["random"], self._generators())
         logger.info(
-            "pass %d of the data continues after %d batches",
-            *(self._num_passes, self.num_batches),
+            "pass %d of the data continues after %d batches%s",
+            *(self._num_passes, self.num_batches, current.how),
         )
         return rest
 
-    def _end_pass(self, batches: Iterable[T], saved: Mapping[str, Any]) -> Iterator[T]:
+    def _end_pass(
+        self,
+        batches: Iterable[T],
+        saved: Mapping[str, Any],
+        set_random: Callable[[], None],
+    ) -> Iterator[T]:
         """Leave out the rest of a pass, which had ended at this trainer alone."""
+        current = self._pass
+        assert current is not None
         if isinstance(batches, RowDataset):
-            batches.set_epoch(batches.epoch + 1)
-        elif any(batches is value for value in self._state.values()):
-            deque(batches, maxlen=0)
-        set_random_state(saved["random"])
+            current.stand_at(self.num_batches)
+            self._finish = lambda: batches.set_epoch(batches.epoch + 1)
+        elif current.names:  # its state is that of the place where it has ended
+            rest = current.resume(saved, set_random, self._report_others)
+            self._finish = lambda: deque(rest, maxlen=0)
+        set_random_state(saved["random"], self._generators())
         what = self._num_passes, self._rank, self.num_batches
         logger.info("pass %d of the data had ended at trainer %d after %d", *what)
         return iter(())
+
+    def _report_others(self, loader: str, what: str) -> None:
+        """Say that a pass has other batches than before the resume, or raise."""
+        told = (
+            "A resumed training must get the batches of its pass again. Received: of "
+            f"{loader}, in pass {self._num_passes}, {what}."
+        )
+        if self._config.on_other_batches == "error":
+            raise ConfigError(
+                f"{told} Put the loader's random generator, or a loader that continues "
+                "by itself (a StatefulDataLoader, a dataset of this package), into "
+                'state. recoverable(..., on_other_batches="continue") trains on: then '
+                "some samples of this pass are trained twice, and others not."
+            )
+        TrainerMetrics.num_other_passes += 1
+        logger.warning("%s Some of its samples are trained twice, others not.", told)
+
+    def _generators(self) -> dict[str, Generator]:
+        own = self._split()[1]
+        return {n: value for n, value in own.items() if isinstance(value, Generator)}
+
+    def _note_random(self) -> None:
+        self._random = self._random_state()
+
+    def _random_state(self) -> dict[str, Any]:
+        return random_state(self._generators())
 
     def count(
         self, batches: Iterator[PersiaTrainingBatch]
@@ -263,6 +324,8 @@ class Recovery:
         """Count the batches of a pass when they are handed out, to be trained next."""
         for batch in self.watch(batches):
             self.num_batches += 1
+            if self._pass is not None:
+                self._pass.count(1)
             if batch.loader is not None and batch.batch_id is not None:
                 self.last_numbers[batch.loader] = batch.batch_id
             yield batch
@@ -275,10 +338,19 @@ class Recovery:
         """Note a batch that is handed out, to be trained behind those before it."""
         if (loader := getattr(batch, "loader", None)) is not None:
             self._taken.append((loader, getattr(batch, "batch_id", 0)))
+        if self._pass is not None:
+            self._pass.take(batch)
+
+    def end_pass(self) -> None:
+        """Note that the last batch of the pass is handed out."""
+        if self._pass is not None:
+            self._pass.is_over = True
 
     def count_trained(self, num_batches: int) -> None:
         """Count the batches of a step."""
         self.num_batches += num_batches
+        if self._pass is not None:
+            self._pass.count(num_batches)
         for _ in range(min(num_batches, len(self._taken))):
             loader, batch_id = self._taken.popleft()
             self.last_numbers[loader] = batch_id
@@ -487,7 +559,8 @@ class Recovery:
             "num_numbered": self._client.batches.trained,
             "has_ended": self._has_ended,
             "last": self.last_numbers,
-            "random": random_state(),
+            "pass": self._pass.saved() if self._pass is not None else {},
+            "random": self._random_state(),
             "random_at_pass": self._random,
             "groups": {name: _groups(value) for name, value in shared.items()},
             "rates": dict(ChainMap(*(s.rates() for s in self._sharders))),
@@ -497,9 +570,12 @@ class Recovery:
 
     def _state_of(self, value: Any) -> Any:
         """Return the state of this trainer's own value: of data, of what is trained."""
+        if self._pass is not None and self._pass.reads(value):
+            return self._pass.state_of(value)
         if isinstance(value, RowDataset):
-            trained = self.num_batches - self._num_before
-            return state_of_data(value, trained if value is self._dataset else None)
+            return state_of_data(value, None)
+        if isinstance(value, Generator):
+            return state_of_generator(value)
         with without_rows():
             return value.state_dict() if hasattr(value, "state_dict") else value
 
@@ -521,7 +597,7 @@ class Recovery:
         """Load a checkpoint; return how many rows did not fit."""
         num_left_out, rules = 0, self._config.rules
         found = catalog.Saved.read(folder)
-        shared, _ = self._split()
+        shared, own = self._split()
         num_saved, num_now = num_trainers_of(folder), self._num_trainers
         key = f"trainer {self._rank % num_saved}"
         state = {**shared, key: b""}
@@ -547,6 +623,7 @@ class Recovery:
                 *(num_now, num_saved, "; ".join(told)),
             )
         self._set_own(saved)
+        self._loaded = {n for n in saved["own"] if has_position(own.get(n))}
         self.num_steps = self._num_saved = saved["num_steps"]
         self.clock.num_trained = max(found.step or 0, self.num_steps)
         self.last_numbers = saved["last"]
@@ -566,7 +643,7 @@ class Recovery:
             if name not in queued and not name.startswith("buffers of ")
         ]
         told = [", ".join(map(repr, names))] if names else []
-        if saved["num_batches"] and not queued:
+        if _has_position(saved) and not queued:
             where = saved["num_batches"], saved["num_passes"]
             told.append("the position after {} batches of pass {}".format(*where))
         return ", ".join(told)
@@ -575,11 +652,10 @@ class Recovery:
         """Require that more trainers than have saved can divide what is left."""
         cannot = [
             name
-            for name, value in self._state.items()
-            if isinstance(value, Iterable) and hasattr(value, "load_state_dict")
-            if not isinstance(value, nn.Module) and name not in self._queued()
+            for name, value in self._split()[1].items()
+            if has_position(value) and name not in self._queued()
         ]
-        if saved["num_batches"] and not self._queued():
+        if _has_position(saved) and not self._queued():
             cannot.insert(0, "the position in the data")
         of_all = itertools.chain(*from_all(lambda: cannot, list[str]))
         told = dict.fromkeys(of_all)
@@ -595,9 +671,14 @@ class Recovery:
         """Return the names of data that trainers take from a queue."""
         return {name for name, value in self._state.items() if _is_queued(value)}
 
-    def _restore(self, saved: dict[str, Any]) -> None:
-        """Set the own state again, and rates and settings that the script changed."""
-        if lacking := self._set_own(saved):
+    def _restore(self, saved: dict[str, Any], current: DataPass) -> None:
+        """Set the own state again, and rates and settings that the script changed.
+
+        Data that something has begun to read stay as they were loaded at first.
+        """
+        again = set() if current.is_begun else set(current.names)
+        names = saved["own"].keys() - (self._loaded - again)
+        if lacking := self._set_own(saved, names):
             raise ConfigError(
                 "All state must be passed to recoverable() before the first batch. "
                 f"Received: a checkpoint that also has {lacking}."
@@ -608,13 +689,21 @@ class Recovery:
         for sharder in self._sharders:
             sharder.restore(self._tables, saved["rates"], timeouts.RESTORE_SETTINGS_S)
 
-    def _set_own(self, saved: dict[str, Any]) -> list[str]:
+    def _set_own(
+        self, saved: dict[str, Any], names: Collection[str] | None = None
+    ) -> list[str]:
         """Set what is this trainer's own; return the names that the script lacks."""
         _, own = self._split()
         with without_rows():
             for name, value in saved["own"].items():
-                if hasattr(own.get(name), "load_state_dict"):
-                    own[name].load_state_dict(value)
+                current = own.get(name)
+                if names is not None and name not in names:
+                    continue
+                if isinstance(current, Generator):
+                    set_generator(current, value)
+                elif current is not None and hasattr(current, "load_state_dict"):
+                    if value is not None:  # data whose next pass begins by itself
+                        current.load_state_dict(value)
                 elif name in own:
                     self._state[name] = value
         return sorted(saved["own"].keys() - own.keys())
@@ -661,6 +750,7 @@ class Run:
                 )
             self._recovery.take(batch)
             yield batch
+        self._recovery.end_pass()
 
     def step(
         self, num_batches: int = 1, *, loss: torch.Tensor | float | None = None
@@ -701,6 +791,7 @@ def recoverable(
     on_change: catalog.OnChange | None = None,
     rename: Mapping[str, str] | None = None,
     last_step: int | None = None,
+    on_other_batches: OnOtherBatches = "error",
 ) -> Iterator[Run]:
     """Make a training loop continue where it was, when its trainers start again.
 
@@ -741,6 +832,9 @@ def recoverable(
         rename: by names of the checkpoint's tables, those of the model.
         last_step: at which the training ends, for those who look at the job. None: the
             end of a pass over a loader that has a length, but for a ``RowDataset``.
+        on_other_batches: "error" where a loader that is read again from the beginning
+            of its pass gives other batches than those that are trained; "continue"
+            trains on, with a warning and ``persia_other_passes_total``.
 
     Raises:
         CheckpointError: there are complete checkpoints, and none can be loaded; or the
@@ -765,6 +859,7 @@ def recoverable(
         keep=keep,
         delta_interval_s=delta_interval_s,
         rules=rules_of(missing, on_change, rename),
+        on_other_batches=on_other_batches,
     )
     recovery = Recovery(config, client, sharders, state)
     recovery.begin_generation()
@@ -773,6 +868,12 @@ def recoverable(
         member.progress = lambda: recovery.num_steps
     with recovery.ending(), recovery.joinable():
         yield Run(recovery, last_step)
+
+
+def _has_position(saved: Mapping[str, Any]) -> bool:
+    """Return whether a trainer had trained a part of the pass in which it saved."""
+    is_left = saved.get("pass", {}).get("is_left", False)
+    return bool(saved["num_batches"]) and not is_left
 
 
 def _is_queued(data: object) -> bool:

@@ -110,6 +110,7 @@ _LEAST_INTERVAL = 20  # times what the last checkpoint took: at most 5 % of the 
 _MAX_STEPS = 256  # between two questions whether it is time
 _MAX_S = 1.0  # between them, too, where steps are short: a job may be told to end
 Resume = Literal["exact", "rows_ahead"]
+OnOtherBatches = Literal["error", "continue"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,6 +133,8 @@ class RecoveryConfig:
     0: there are none."""
     rules: LoadRules = field(default_factory=lambda: LoadRules(missing="error"))
     """What becomes of tables that have changed since."""
+    on_other_batches: OnOtherBatches = "error"
+    """What a resume does where a loader gives other batches than those trained."""
 
     def __post_init__(self) -> None:
         for name, least in (("save_steps", 0), ("keep", 1)):
@@ -146,6 +149,11 @@ class RecoveryConfig:
         if self.resume not in get_args(Resume):
             raise ConfigError(
                 f"resume must be one of {get_args(Resume)}. Received: {self.resume!r}."
+            )
+        if self.on_other_batches not in get_args(OnOtherBatches):
+            raise ConfigError(
+                f"on_other_batches must be one of {get_args(OnOtherBatches)}. "
+                f"Received: {self.on_other_batches!r}."
             )
 
     @property

@@ -52,6 +52,7 @@ OWNERS = {
     "torch.autograd.Variable": lambda: torch.autograd.Variable,
     "a DistributedModelParallel": lambda: DistributedModelParallel,
     "the memory of a tensor": lambda: torch.ones(1).untyped_storage(),
+    "a DataLoader": lambda: torch.utils.data.DataLoader([]),
     "torch.distributed": lambda: torch.distributed,
     "a parameter of apply_optimizer_in_backward": weight_with_optimizer,
     "an EmbeddingBagCollection": bags,
@@ -62,6 +63,7 @@ OWNERS = {
 
 TAKEN = {
     "_base": "torch.Tensor",
+    "_iterator": "a DataLoader",
     "_cdata": "the memory of a tensor",
     "_init_delta_tracker": "a DistributedModelParallel",
     "_init_raw_id_tracker": "a DistributedModelParallel",

@@ -1,0 +1,141 @@
+"""Whatever loads the batches, a resumed training trains each sample once a pass."""
+
+from itertools import islice
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torchdata import nodes
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from persia_torchrec.data import IdColumn, ParquetDataset
+from tests.support.resumed_loops import (
+    BATCH_SIZE,
+    NUM_BATCHES,
+    NUM_SAMPLES,
+    once_each,
+    train_in_parts,
+)
+from tests.support.servers import Servers
+
+
+class Numbers(IterableDataset):
+    """Sample numbers, with a position."""
+
+    def __init__(self):
+        self.position = 0
+
+    def __iter__(self):
+        first, self.position = self.position, 0
+        for number in range(first, NUM_SAMPLES):
+            self.position = number + 1
+            yield number
+        self.position = 0
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+class Around:
+    """Any class of a script that reads another object."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        yield from self.data
+
+
+def nodes_loader():
+    source = nodes.SamplerWrapper(RandomSampler(range(NUM_SAMPLES)))
+    batches = nodes.Batcher(source, BATCH_SIZE)
+    return nodes.Loader(nodes.Prefetcher(batches, 2))
+
+
+def streaming():
+    datasets = pytest.importorskip(
+        "datasets", reason="Hugging Face's are not installed"
+    )
+    samples = datasets.Dataset.from_dict({"x": [*range(NUM_SAMPLES)]})
+    return samples.to_iterable_dataset(num_shards=3)
+
+
+def rows(folder, **settings):
+    path = folder / "rows.parquet"
+    if not path.exists():
+        table = pa.table({"x": range(NUM_SAMPLES)})
+        pq.write_table(table, path, row_group_size=5)
+    columns = [IdColumn("x", is_text=False)]
+    return ParquetDataset(path, BATCH_SIZE, columns, **settings)
+
+
+LOADERS = {
+    "map": lambda _: StatefulDataLoader(range(NUM_SAMPLES), BATCH_SIZE),
+    "shuffled": lambda _: StatefulDataLoader(
+        range(NUM_SAMPLES), BATCH_SIZE, shuffle=True
+    ),
+    "iterable": lambda _: StatefulDataLoader(Numbers(), BATCH_SIZE),
+    "nodes": lambda _: nodes_loader(),
+    "rows": rows,
+    "shuffled rows": lambda folder: rows(folder, shuffle=True),
+    "rows in a loader": lambda folder: StatefulDataLoader(rows(folder), None),
+    "streaming": lambda _: StatefulDataLoader(streaming(), BATCH_SIZE),
+    "streaming alone": lambda _: streaming().batch(BATCH_SIZE),
+}
+STOPS = 2, NUM_BATCHES, NUM_BATCHES + 1, 2 * NUM_BATCHES + 4
+
+
+@pytest.fixture(scope="module")
+def client():
+    with Servers() as servers:
+        yield servers.client(servers.start(1))
+
+
+AHEAD = [*((kind, 2) for kind in LOADERS), ("shuffled", 0), ("nodes", 0)]
+
+
+@pytest.mark.parametrize(("kind", "num_ahead"), AHEAD)
+def test_a_loader_in_state_continues_behind_what_is_trained(
+    client, tmp_path, kind, num_ahead
+):
+    def make():
+        loader = LOADERS[kind](tmp_path)
+        return {"data": loader}, lambda _: loader
+
+    run = tmp_path / "run"
+    trained = train_in_parts(client, run, make, STOPS, num_ahead=num_ahead)
+    assert [sorted(of_pass) for of_pass in trained] == once_each()
+
+
+WRAPS = {
+    "DataLoader": lambda data: DataLoader(data, batch_size=None),
+    "generator expression": lambda data: (batch for batch in data),
+    "class": Around,
+    "islice": lambda data: islice(data, None),
+    "class within": lambda data: Around(zip(Around(data))),
+}
+
+
+CASES = [
+    *((wrap, "shuffled rows") for wrap in WRAPS),
+    *(
+        ("generator expression", kind)
+        for kind in ("rows", "shuffled", "streaming alone")
+    ),
+]
+
+
+@pytest.mark.parametrize(("wrap", "kind"), CASES)
+def test_data_in_state_that_something_else_reads_are_not_skipped_twice(
+    client, tmp_path, wrap, kind
+):
+    def make():
+        data = LOADERS[kind](tmp_path)
+        return {"data": data}, lambda _: WRAPS[wrap](data)
+
+    trained = train_in_parts(client, tmp_path / "run", make, STOPS, num_ahead=2)
+    assert [sorted(of_pass) for of_pass in trained] == once_each()
