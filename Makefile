@@ -6,6 +6,7 @@
 # make chaos  jobs whose processes are killed again and again
 # make fuzz   inputs that no client sends, 100,000 for each port and file format
 # make soak   two jobs for an hour each, which must grow by nothing
+# make resume  a training with every loader, stopped and resumed
 # make cluster  jobs on Slurm, in Kubernetes and on several hosts
 # make quality, make speed   what the PLE example learns, and how fast
 # make prometheus  Debian's Prometheus beside running jobs
@@ -59,7 +60,7 @@ endif
 # Why the job has failed that began last, after what torchx says at its end.
 CAUSE = find runs -path '*/coordinator/0/combined.log' -newer $(VENV)/began -exec tail -n 1 {} +
 
-.PHONY: help install train system test quick long wheel test-versions lint unit chaos fuzz soak cluster prometheus quality speed coverage docs dropin clean
+.PHONY: help install train system test quick long wheel test-versions lint unit chaos fuzz soak cluster prometheus quality speed coverage docs dropin resume clean
 .NOTPARALLEL:
 
 # Three workers would rewrite each test file, and each process read each module.
@@ -163,6 +164,9 @@ fuzz: $(STAMP)  ## inputs that no client sends; ARGS="-k shard --inputs 5000" ch
 
 soak: $(STAMP)  ## two jobs for an hour each; ARGS="--minutes 10" for less
 	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest tests/soak --timeout 90000 --minutes 60 $(ARGS)
+
+resume: $(STAMP)  ## stop and resume a training with every loader; ARGS="--only nodes" chooses
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.resume.run $(ARGS)
 
 dropin: $(STAMP)  ## programs of others, plain and on servers; ARGS="--checkouts DIR"
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.dropin.run $(ARGS)

@@ -127,6 +127,8 @@ def _unit(name: str) -> str:
     words = name.strip("-").replace("-", "_").lower().split("_")
     if words[0] == "num" or words[0].endswith("replicas"):
         return "count"
+    if words[0] == "on":  # what to do on other batches is no number of them
+        return "-"
     return _UNITS.get(words[-1], "-")
 
 

@@ -45,7 +45,8 @@ class Model(torch.nn.Module):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=3000, help="of an epoch")
+    parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds a step")
     args = parser.parse_args()
     dist.init_process_group("gloo")
@@ -55,14 +56,15 @@ if __name__ == "__main__":
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     state = {"model": model, "optimizer": optimizer}
     with recoverable(None, state, client, sharders) as run:
-        for ids, labels in run.skip(Batches(args.steps)):
-            loss = torch.nn.BCEWithLogitsLoss()(model(ids), labels)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            run.step(loss=loss)
-            if run.num_steps % 500 == 0:
-                rows = sum(client.num_rows())
-                print(f"step {run.num_steps}: loss {loss.item():.4f}, {rows} rows")
-            time.sleep(args.pause)
+        for _ in run.epochs(args.epochs):
+            for ids, labels in run.skip(Batches(args.steps)):
+                loss = torch.nn.BCEWithLogitsLoss()(model(ids), labels)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                run.step(loss=loss)
+                if run.num_steps % 500 == 0:
+                    rows = sum(client.num_rows())
+                    print(f"step {run.num_steps}: loss {loss.item():.4f}, {rows} rows")
+                time.sleep(args.pause)
     dist.destroy_process_group()

@@ -136,6 +136,8 @@ def readings(models: Sequence[TrainerCounts], loss: LatestLoss) -> list[Reading]
             bins=tuple(steps.bins),
         ),
     ]
+    name, text = "persia_other_passes", "passes with other batches after a resume"
+    found.append(Reading(name, TrainerMetrics.num_other_passes, text, "counter"))
     num_ids: Counter[str] = Counter()
     for (_, feature), num in _ids_of(tallies):
         num_ids[feature] += num
@@ -212,15 +214,19 @@ class TrainerMetrics:
         return last_step
 
     @classmethod
-    def expect(cls, batches: object, num_steps: int, num_batches: int) -> None:
+    def expect(
+        cls, batches: object, num_steps: int, num_batches: int, num_passes: int = 0
+    ) -> None:
         """Note the step at which a pass over batches ends, if they have a length.
 
-        ``num_batches`` of the pass are trained, by the last of ``num_steps`` steps.
+        ``num_batches`` of the pass are trained, by the last of ``num_steps`` steps;
+        ``num_passes`` more of them follow.
         """
         cls.last_step = None
         if isinstance(batches, Sized):
             with contextlib.suppress(TypeError):  # a DataLoader of an IterableDataset
-                cls.last_step = num_steps + max(len(batches) - num_batches, 0)
+                left = max(len(batches) - num_batches, 0)
+                cls.last_step = num_steps + left + num_passes * len(batches)
 
     @classmethod
     def end(cls) -> None:

@@ -16,7 +16,7 @@ from persia_torchrec.persia.batch import (
     PersiaBatch,
 )
 
-_MAX_VALUES = 2048  # of a tensor, evenly spread, whatever its size
+_MAX_VALUES = 512  # of a tensor, evenly spread, whatever its size
 _MAX_TENSORS = 512  # of a batch
 
 
@@ -24,7 +24,7 @@ def checksum_of(batch: object) -> int | None:
     """Return a checksum of the tensors on the host in a batch; None: it has none.
 
     They are found in tuples, lists, dictionaries, dataclasses, ``KeyedJaggedTensor``
-    and ``PersiaBatch``. Of a large tensor 2,048 values count, and its shape. Nothing is
+    and ``PersiaBatch``. Of a large tensor 512 values count, and its shape. Nothing is
     copied from a device.
     """
     found = None

@@ -39,7 +39,7 @@ from persia_torchrec.training.reachable import reachable
 
 logger = logging.getLogger(__name__)
 
-_SHARE = 100  # a kept state costs at most this fraction of the time
+_SHARE = 200  # times what a kept state took, until the next: half a percent of a pass
 _END = object()
 _MAX_SUMS = 1024  # batches handed out and not trained, of which there are checksums
 
@@ -104,7 +104,7 @@ class DataPass:
             and id(one) not in in_state
         ]
         self._has_begun = False  # a loader with persistent workers, at the beginning
-        self._compares = not isinstance(self._data.get(self._own or ""), RowDataset)
+        self._compares = self._own is None  # which continues by itself
         self._sums = deque[int | None]()
         self._first: int | None = None
         self._last: int | None = None
@@ -170,28 +170,27 @@ class DataPass:
         rest = iter(self._batches)
         if not is_loaded:
             self._keep_beginning()
-        sums = {num - position - 1: self._last}
-        if not position:
-            sums.setdefault(0, self._first)
+        num_again = num - position
         is_same_size = told.get("size", self._size) == self._size
-        can_compare = is_same_size and self._compares
-        expected = {at: one for at, one in sums.items() if can_compare and one}
-        if num > position and not self._leave_out(rest, num - position, expected, fail):
-            return rest
-        if num > position:
-            self.how = ", which were read again and are the same"
-            if not expected:
-                why = (
-                    "of tensors on the host" if is_same_size else "of as many trainers"
-                )
-                self.how = f", which were read again and not compared: none is {why}"
+        sums = {num_again - 1: self._last} | ({} if position else {0: self._first})
+        if num_again == 1 and not position:
+            sums = {0: self._first}
+        compared = self._compares and is_same_size
+        known = {at: one for at, one in sums.items() if compared and one is not None}
+        if num_again and self._leave_out(rest, num_again, known, fail):
+            why = "the loader continues by itself"
+            if self._own is None:
+                few = "they have no tensor on the host"
+                why = few if is_same_size else "trainers are of another number"
+            how = "and are the same" if known else f"and not compared: {why}"
+            self.how = f", of which {num_again} were read again {how}"
         return rest
 
     def _leave_out(
         self,
         rest: Iterator[Any],
         num: int,
-        expected: dict[int, int],
+        sums: dict[int, int],
         fail: Callable[[str, str], None],
     ) -> bool:
         """Read batches that are trained; return whether they are those with a sum."""
@@ -202,7 +201,7 @@ class DataPass:
             if batch is _END:
                 fail(name, f"{at} batches, of which {num} are trained")
                 return False
-            if is_same and at in expected and checksum_of(batch) != expected[at]:
+            if is_same and at in sums and checksum_of(batch) != sums[at]:
                 is_same = False
                 fail(name, "another first batch" if not at else f"another batch {at}")
         return is_same

@@ -149,6 +149,9 @@ class Recovery:
         self._pass: DataPass | None = None  # the current one
         # What is left to do with the data of a pass that had ended before a resume.
         self._finish: Callable[[], object] = lambda: None
+        self._num_epochs = 0  # of run.epochs; 0: it was not called
+        self._epoch: int | None = None
+        self._num_passes_before = 0  # the epoch
         self._loaded: set[str] = set()  # data in ``state``, when the block was entered
         self.last_numbers: dict[int, int] = {}
         # Of batches of data loaders that are handed out, and not trained.
@@ -243,6 +246,42 @@ class Recovery:
             self.num_batches, self.last_numbers = 0, {}
             return current.begin(self._note_random)
         return self._resume_pass(batches, saved)
+
+    def begin_epochs(self, num: int) -> int:
+        """Return the first epoch that is not over; the loop is over ``num`` of them."""
+        data = [v for v in self._state.values() if isinstance(v, RowDataset)]
+        told = f"{num} epochs" if num < 1 else ""
+        if self._num_epochs:
+            told = "a second call"
+        elif any(one.is_queued for one in data):
+            told = "a dataset with a WorkQueue in state"
+        if told:
+            raise ConfigError(
+                "run.epochs(n) must be called once, with n >= 1, and without a "
+                f"WorkQueue, whose pass has all its epochs. Received: {told}."
+            )
+        self._num_epochs = num
+        saved = self._saved
+        if saved is None:
+            return 0
+        epoch: int | None = saved.get("epoch")
+        if epoch is None:  # of a script that counts them by itself, one pass each
+            epoch = max(saved["num_passes"] - 1, 0)
+            self._num_passes = epoch
+        else:
+            self._num_passes = saved["num_passes_before"]
+        return epoch
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Note that the epochs before one are over, with what stands behind a pass."""
+        if self._pass is not None:
+            self._pass.leave()
+        self._epoch, self._num_passes_before = epoch, self._num_passes
+
+    @property
+    def num_epochs_left(self) -> int:
+        """Epochs after the current one, if they are known."""
+        return max(self._num_epochs - 1 - (self._epoch or 0), 0)
 
     def _is_trained(self, saved: Mapping[str, Any]) -> bool:
         """Return whether a checkpoint has all of the current pass."""
@@ -555,6 +594,8 @@ class Recovery:
         state = {
             "num_steps": self.num_steps,
             "num_passes": self._num_passes,
+            "epoch": self._epoch,
+            "num_passes_before": self._num_passes_before,
             "num_batches": self.num_batches,
             "num_numbered": self._client.batches.trained,
             "has_ended": self._has_ended,
@@ -730,17 +771,35 @@ class Run:
         """Steps that are trained, those before the checkpoint included."""
         return self._recovery.num_steps
 
+    def epochs(self, num: int) -> Iterator[int]:
+        """Yield the epochs of a training that are not over, from 0 to ``num`` - 1.
+
+        The first is the one in which the checkpoint was saved. ``run.skip`` yields what
+        is left of its pass: nothing, if that was its last step; then what stands behind
+        the pass, such as an evaluation, runs once.
+
+        Raises:
+            ConfigError: it is called a second time, ``num`` is less than 1, or a
+                dataset in ``state`` has a ``WorkQueue``, whose pass has all epochs.
+        """
+        for epoch in range(self._recovery.begin_epochs(num), num):
+            self._recovery.begin_epoch(epoch)
+            yield epoch
+        self._recovery.begin_epoch(num)
+
     def skip(self, loader: Iterable[T]) -> Iterator[T]:
         """Return the batches of a pass over a loader, without those trained before.
 
-        Call it once for each pass, whichever are over. The loader must give the same
-        batches each time, from the same random numbers of torch, NumPy and Python;
-        unless it is in ``state`` and continues by itself.
+        Call it once for each pass, whichever are over, or in :meth:`epochs`. What is
+        read is found in ``state``, however it is wrapped, or is read again from the
+        beginning of the pass: then the loader must give the same batches, from the same
+        random numbers of torch, NumPy, Python and of generators in ``state``.
         """
         parts = loader.micro_batches if isinstance(loader, RowDataset) else 1
         rest = self._recovery.watch(self._recovery.skip(loader))
         if self._last_step is None and not isinstance(loader, RowDataset):
-            TrainerMetrics.expect(loader, self.num_steps, self._recovery.num_batches)
+            told = self.num_steps, self._recovery.num_batches
+            TrainerMetrics.expect(loader, *told, self._recovery.num_epochs_left)
         for batch in rest:
             self._num_ahead += 1
             if self._num_ahead > _MAX_AHEAD * parts:

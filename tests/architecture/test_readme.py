@@ -158,7 +158,9 @@ def test_the_script_of_a_tutorial_runs_as_it_stands(tmp_path, tutorial, printed)
 
 def test_no_other_page_has_an_example_in_python():
     of_clients = blocks("python", "docs/serving.md")  # test_inference_protocol runs it
-    assert len(blocks("python")) == 4 + len(of_clients)
+    of_epochs = blocks("python", "docs/torchrec.md")  # test_recovery_epochs runs it
+    assert len(blocks("python")) == 4 + len(of_clients) + len(of_epochs)
+    assert len(of_epochs) == 1
     assert len(of_clients) == 1
 
 

@@ -153,7 +153,16 @@ def imported(nodes):
 # rooms, or about what stands beside the package.
 SUITES = {
     *("architecture", "benchmarks", "chaos", "cluster", "components", "docs"),
-    *("dropin", "examples", "fuzz", "gpu", "integration", "prometheus", "soak"),
+    *(
+        "dropin",
+        "examples",
+        "fuzz",
+        "gpu",
+        "integration",
+        "prometheus",
+        "resume",
+        "soak",
+    ),
     *("support", "wheel"),
 }
 TEST_FILES = sorted(path.relative_to(ROOT) for path in (ROOT / "tests").rglob("*.py"))

@@ -4,6 +4,7 @@ from collections import deque
 from itertools import islice
 
 import torch
+from torch.utils.data import IterableDataset
 
 from persia_torchrec.training.recovery import recoverable
 
@@ -11,6 +12,26 @@ NUM_SAMPLES = 24
 BATCH_SIZE = 4
 NUM_BATCHES = NUM_SAMPLES // BATCH_SIZE
 NUM_PASSES = 3
+
+
+class Numbers(IterableDataset):
+    """Sample numbers, with a position."""
+
+    def __init__(self):
+        self.position = 0
+
+    def __iter__(self):
+        first, self.position = self.position, 0
+        for number in range(first, NUM_SAMPLES):
+            self.position = number + 1
+            yield number
+        self.position = 0
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
 
 
 class StoppedError(Exception):

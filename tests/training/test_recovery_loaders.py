@@ -5,7 +5,7 @@ from itertools import islice
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler
 from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -14,30 +14,11 @@ from tests.support.resumed_loops import (
     BATCH_SIZE,
     NUM_BATCHES,
     NUM_SAMPLES,
+    Numbers,
     once_each,
     train_in_parts,
 )
 from tests.support.servers import Servers
-
-
-class Numbers(IterableDataset):
-    """Sample numbers, with a position."""
-
-    def __init__(self):
-        self.position = 0
-
-    def __iter__(self):
-        first, self.position = self.position, 0
-        for number in range(first, NUM_SAMPLES):
-            self.position = number + 1
-            yield number
-        self.position = 0
-
-    def state_dict(self):
-        return {"position": self.position}
-
-    def load_state_dict(self, state):
-        self.position = state["position"]
 
 
 class Around:
