@@ -327,7 +327,8 @@ class JobMember(OwnMetrics):
 
     def _end_by(self, name: str) -> None:
         """Make the process end by a signal, which it or another member has got."""
-        self.book.recovery_s = 0.0
+        if not self._is_of_group:  # torchrun starts it again, in a job that runs
+            self.book.recovery_s = 0.0
         self._ask_for_verdict()
         if self._verdict[0] == "finished":
             self.ended.set()
@@ -353,18 +354,22 @@ class JobMember(OwnMetrics):
             self._fail(f"ended from outside ({name}){twice}")
         self._end(*self._verdict)
 
+    @property
+    def _is_of_group(self) -> bool:
+        """Whether torchrun ends this trainer when another one has failed."""
+        role, _, size = self._replica
+        return role == "trainer" and size > 1 and env.is_under_torchrun()
+
     def _tell_to_end(self, name: str) -> None:
         """Have the job end, if it is one of trainers, and note whether it is told to.
 
         torchrun ends trainers by SIGTERM before it starts them again: others than the
         one that has failed.
         """
-        role, _, size = self._replica
-        is_of_torchrun = role == "trainer" and size > 1 and env.is_under_torchrun()
         with contextlib.suppress(JobError):  # the coordinator has ended
             if not self.book.view().has_trainers:
                 return
-            if not is_of_torchrun or signal.Signals[name] in WARNINGS:
+            if not self._is_of_group or signal.Signals[name] in WARNINGS:
                 self.book.tell_to_end(name, self.who)
             until_s = time.monotonic() + timeouts.MEMBER_AGENT_S
             while not (told := self.book.view().signal) and time.monotonic() < until_s:

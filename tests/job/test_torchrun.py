@@ -15,7 +15,7 @@ from persia_torchrec.errors import ConfigError, JobMismatchError
 from persia_torchrec.job import torchrun
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.job.requests import JobTimings
-from tests.support.processes import Processes, children_of
+from tests.support.processes import Processes, children_of, is_running, wait_until
 from tests.support.script_jobs import WAIT_FOR_EVER, Job, start_trainers
 
 pytestmark = pytest.mark.multiprocess
@@ -26,6 +26,16 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
     signal.pause()  # until torchrun ends this one, too
+print("trained by", os.environ["RANK"])
+"""
+
+KILLED_LATER = """
+import os, pathlib, signal, time
+print("at work", os.environ["RANK"], flush=True)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    while os.environ["RANK"] == "0" or not pathlib.Path("go").exists():
+        time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGKILL)
 print("trained by", os.environ["RANK"])
 """
 
@@ -112,6 +122,29 @@ def test_a_job_waits_for_trainers_that_torchrun_starts_again(tmp_path):
         told = job.coordinator.output()
     assert "trainer 1 (process" in told
     assert "the job waits for its return" in told
+
+
+@pytest.mark.long
+def test_trainers_start_again_though_the_coordinator_is_away_when_one_is_killed(
+    tmp_path,
+):
+    """For longer than a member waits that is told to end."""
+    with Processes(tmp_path) as processes:
+        job = Job(processes, trainer=2, recovers=True)
+        torchrun = start_trainers(processes, job, KILLED_LATER, 2, max_restarts=1)
+        for rank in range(2):
+            torchrun.has_printed(f"at work {rank}")
+        trainers = children_of(torchrun.pid)
+        os.kill(job.coordinator.pid, signal.SIGSTOP)  # it starts no other one
+        (inner,) = children_of(job.coordinator.pid)
+        os.kill(inner, signal.SIGKILL)
+        (tmp_path / "go").touch()
+        wait_until(lambda: not any(map(is_running, trainers)), "both trainers end")
+        os.kill(job.coordinator.pid, signal.SIGCONT)
+        assert torchrun.status() == 0, torchrun.output()
+        assert job.coordinator.status() == 0, job.coordinator.output()
+    assert torchrun.output().count("trained by") == 2
+    assert "lost the coordinator" not in torchrun.output()
 
 
 def test_a_script_that_always_raises_fails_the_job_and_reports_why_once(tmp_path):
