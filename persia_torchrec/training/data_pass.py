@@ -58,8 +58,10 @@ class DataPass:
         batches: what the loop reads.
         data: values in ``state`` that have a position, by name.
         hidden: objects that ``batches`` may hold and does not read.
+        generators: of random numbers, that are in ``state``.
 
     Attributes:
+        unsaved: loaders that draw an order from a generator that is in no state.
         num_trained: batches, those before a resume included.
         how: what a resume did to be there, for its line of log.
         is_over: whether the last batch was handed out.
@@ -71,6 +73,7 @@ class DataPass:
         batches: Iterable[Any],
         data: Mapping[str, Any],
         hidden: Iterable[object] = (),
+        generators: Iterable[object] = (),
     ) -> None:
         self._batches = batches
         self.how = ""
@@ -96,12 +99,17 @@ class DataPass:
                     "dataset in state. Make what the loop needs with convert=..."
                 )
         in_state = {id(value) for value in self._data.values()}
-        self._persistent = [
+        loaders = [
             one
             for one in inside
-            if isinstance(one, torch.utils.data.DataLoader)
-            and one.persistent_workers
-            and id(one) not in in_state
+            if isinstance(one, torch.utils.data.DataLoader) and id(one) not in in_state
+        ]
+        self._persistent = [one for one in loaders if one.persistent_workers]
+        saved = {id(None), *(id(generator) for generator in generators)}
+        self.unsaved = [
+            type(one).__name__
+            for one in loaders
+            if id(getattr(one.sampler, "generator", None)) not in saved
         ]
         self._has_begun = False  # a loader with persistent workers, at the beginning
         self._compares = self._own is None  # which continues by itself

@@ -126,7 +126,7 @@ class Recovery:
         self._tables: dict[str, Any] = {}  # their settings then
         self.num_steps = self._num_passes = 0
         self._random = self._random_state()  # at the beginning of the pass
-        self._is_checked = False
+        self._is_checked = self._has_warned = False
         self.clock = CheckpointClock(
             config.interval_s,
             save_steps=config.save_steps,
@@ -237,7 +237,16 @@ class Recovery:
             return iter(())
         self._saved = None
         data = {n: v for n, v in self._split()[1].items() if has_position(v)}
-        self._pass = current = DataPass(batches, data, (self._state, self))
+        hidden, generators = (self._state, self), self._generators()
+        self._pass = current = DataPass(batches, data, hidden, generators.values())
+        if current.unsaved and self._config.saves and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "a %s shuffles by a random generator that is not in state: a resume in "
+                "a later pass gets another order, which is an error. Put the generator "
+                "into state, or the loader if it continues by itself",
+                current.unsaved[0],
+            )
         if saved is not None:
             self._restore(saved, current)
         if saved is None or self._num_passes > saved["num_passes"]:

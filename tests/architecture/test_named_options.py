@@ -57,6 +57,7 @@ PLACES = {
     "capture_error_mode": [torch.cuda.graph],
     "clock": [package.Expiry],
     "column": [data.IdColumn, data.DenseColumn],
+    "convert": [data.ParquetDataset],
     "data_parallel_wrapper": [DistributedModelParallel],
     "data_type": [EmbeddingBagConfig],
     "device": [data.DataLoader, DistributedModelParallel],

@@ -212,6 +212,8 @@ def result_of(
         except ConfigError as exc:
             is_known = "must get the batches of its pass again" in str(exc)
             return "error: other batches" if is_known else f"error: {str(exc)[:60]}"
+        except IndexError:  # of datasets, as it loads a state in a worker
+            return "error of datasets"
         ids = np.arange(NUM_PASSES * NUM_SAMPLES, dtype=np.uint64)
         counts = client.read("x", ids)[:, 0].round().astype(int)
     twice, never = int((counts > 1).sum()), int((counts < 1).sum())
@@ -248,8 +250,8 @@ def main() -> int:
                 results += found
                 lines.append(f"{name} {' | '.join(found)} |")
                 print(lines[-1], flush=True)
-    if not args.only:
-        write(lines, results, time.monotonic() - began_s, args.seed)
+                if not args.only:
+                    write(lines, results, time.monotonic() - began_s, args.seed)
     return any("WRONG" in result for result in results)
 
 

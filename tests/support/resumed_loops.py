@@ -69,11 +69,12 @@ def train(client, folder, make, *, stop, num_ahead=0, trained=None, **settings):
         trained: of an earlier part, to be continued.
         settings: of ``recoverable``.
     """
+    settings = {"interval_s": 0} | settings
     trained = trained or [[] for _ in range(NUM_PASSES)]
     torch.manual_seed(7)
     state, batches_of = make()
     try:
-        with recoverable(folder, state, client, (), interval_s=0, **settings) as run:
+        with recoverable(folder, state, client, (), **settings) as run:
             for number in range(NUM_PASSES):
                 for batch in ahead_of(run.skip(batches_of(number)), num_ahead):
                     trained[number] += ids_of(batch)

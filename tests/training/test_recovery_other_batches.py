@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from persia_torchrec.data import CsvDataset, IdColumn, WorkQueue
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.sharding.trainer_metrics import TrainerMetrics
 from persia_torchrec.training.recovery import recoverable
@@ -109,6 +110,41 @@ def test_other_batches_may_be_trained_with_a_warning(client, tmp_path, caplog):
     told = [r for r in caplog.records if "in pass 2, another first batch" in r.message]
     assert [record.levelno for record in told] == [logging.WARNING]
     assert TrainerMetrics.num_other_passes == num + 1
+
+
+def warned_of(client, folder, caplog, make):
+    caplog.clear()
+    train(client, folder, make, stop=0, save_steps=1000)
+    return "shuffles by a random generator that is not in state" in caplog.text
+
+
+def test_a_generator_that_is_not_in_state_is_a_warning_at_first(
+    client, tmp_path, caplog
+):
+    def make(**state):
+        given = {"shuffle": True, "generator": state.get("own")}
+        loader = DataLoader(range(NUM_SAMPLES), BATCH_SIZE, **given)
+        return state, lambda _: loader
+
+    def make_saved():
+        return make(own=torch.Generator())
+
+    given = client, tmp_path, caplog
+    assert not warned_of(*given, make)
+    assert not warned_of(*given, make_saved)
+    assert warned_of(*given, unrepeatable)
+
+
+def test_a_work_queue_must_be_handed_out_itself(client, tmp_path):
+    (tmp_path / "rows.csv").write_text("1\n2\n")
+    queue = WorkQueue([tmp_path / "rows.csv"], 2)
+    data = CsvDataset(queue, 1, [IdColumn("one")])
+    state, batches = {"data": data}, (batch for batch in data)
+    with (
+        recoverable(tmp_path / "run", state, client, (), interval_s=0) as run,
+        pytest.raises(ConfigError, match="Received: a generator that reads 'data'"),
+    ):
+        next(run.skip(batches))
 
 
 def test_the_last_batch_that_is_left_out_is_compared_too(client, tmp_path):
