@@ -162,8 +162,9 @@ class DataPass:
         """
         told, num = saved.get("pass", {}), saved["num_batches"]
         is_loaded = all(name in saved["own"] for name in self._data)
-        continues = saved["last"] or self._own is not None
-        position = told.get("position", num if continues else 0) if is_loaded else 0
+        position = told.get("position", num if self._own else 0) if is_loaded else 0
+        if saved["last"]:  # data loaders leave out by themselves what is trained
+            position = num
         if is_loaded:
             kept = {name: _Kept(position, saved["own"][name]) for name in self._data}
             self._kept.update(kept)

@@ -114,7 +114,7 @@ def test_other_batches_may_be_trained_with_a_warning(client, tmp_path, caplog):
 
 def warned_of(client, folder, caplog, make):
     caplog.clear()
-    train(client, folder, make, stop=0, save_steps=1000)
+    train(client, folder / make.__name__, make, stop=0, save_steps=1000)
     return "shuffles by a random generator that is not in state" in caplog.text
 
 
