@@ -99,6 +99,11 @@ class BatchCount:
     @staticmethod
     def number(rank: int, begun: int) -> int:
         """Return the number of a batch: of a rank in ``[0, 2**16)``."""
+        if begun > _IN_TRAINER:
+            raise ConfigError(
+                f"A trainer must begin at most {_IN_TRAINER} batches, those of its "
+                f"checkpoint included. Received: {begun}. Load a checkpoint of fewer."
+            )
         return rank << _RANK_SHIFT | begun
 
     def has_trained(self, number: int) -> None:

@@ -19,7 +19,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from msgspec import structs
@@ -39,11 +39,14 @@ _COORDINATOR = b"persia_torchrec.job.coordinator"
 _MAX_NAME = 15  # characters of a process's name
 _LOOK_S = 0.5
 
+Number = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
+"""Of a process, its starts and its progress, as members tell it."""
+
 
 class ProcessIdentity(msgspec.Struct, frozen=True):
     """One process; a later one of the same number has another identity."""
 
-    pid: int
+    pid: Number
     process_table: str  # boot and process namespace of its host; empty: it has none
     start: str  # time, in the table's own unit
     nonce: str  # unique text, where the table tells nothing

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from persia_torchrec import env, timeouts
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.job.process_identity import ProcessIdentity
+from persia_torchrec.job.process_identity import Number, ProcessIdentity
 
 Outcome = Literal["running", "finished", "failed"]
 
@@ -21,7 +21,6 @@ MAX_TEXT = 2**16
 
 Role = Annotated[str, Meta(max_length=64)]
 Index = Annotated[int, Meta(ge=0, lt=2**16)]
-Number = Annotated[int, Meta(ge=0, lt=2**48)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 
 
@@ -121,7 +120,7 @@ class Report(OfMember, frozen=True):
     is_done: bool = False
     has_saved: bool = False
     left: ProcessIdentity | None = None
-    pid: int = 0
+    pid: Number = 0
     cause: Text = ""
 
 
@@ -131,7 +130,7 @@ class Raise(OfMember, frozen=True):
     ``progress`` is None where it is that of all trainers.
     """
 
-    start: int
+    start: Number
     place: Text
     progress: Number | None = None
 

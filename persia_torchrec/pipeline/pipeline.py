@@ -342,7 +342,7 @@ class BatchPipeline(PushQueue[Source, Handle]):
         self, lookup: Lookup[Source, Handle], *, staleness: int, timeout_s: float
     ) -> None:
         super().__init__(lookup, timeout_s)
-        self._first_number, self.batches = 0, BatchCount()
+        self._rank, self.batches = 0, BatchCount()
         self.trainers: Trainers | None = None  # guarded by _starting, set before use
         self._stream = BatchNumber.new_stream(NO_GENERATION)
         self._starting = threading.Lock()
@@ -379,7 +379,7 @@ class BatchPipeline(PushQueue[Source, Handle]):
     def set_count(self, rank: int, batches: BatchCount) -> None:
         """Number batches as those of a trainer; before the first."""
         with self._starting:
-            self._first_number, self.batches = BatchCount.number(rank, 0), batches
+            self._rank, self.batches = rank, batches
 
     def set_trainers(self, trainers: Trainers) -> None:
         """Make every update a share of a joint step; before the first batch."""
@@ -410,7 +410,8 @@ class BatchPipeline(PushQueue[Source, Handle]):
 
     def _next_number(self) -> BatchNumber:
         self._num_started = max(self._num_started, self.batches.first) + 1
-        return BatchNumber(self._stream, self._first_number + self._num_started)
+        number = BatchCount.number(self._rank, self._num_started)
+        return BatchNumber(self._stream, number)
 
     def number_step(self, number: BatchNumber) -> BatchNumber:
         """Return the number of an update, with this trainer's next share, if any."""
