@@ -258,36 +258,3 @@ def test_the_latest_checkpoint_needs_a_job_only_where_there_are_several(path):
         find_checkpoint(path, job="d")
     local = write_of(path, "")
     assert find_checkpoint(path, own="b").url == local
-
-
-@pytest.mark.parametrize("number", [99_999_998, 99_999_999, 10**12, 2**63 - 2])
-def test_numbers_of_checkpoints_have_as_many_digits_as_they_need(path, number):
-    run = Folder(path)
-    for last in (number, number + 1):
-        folder = run.child(f"checkpoint-{last:08d}")
-        folder.make()
-        Manifest((), (), "2026-01-01T00:00:00+00:00").write(folder)
-    assert find_checkpoint(path).url == folder.url
-    assert begin_checkpoint(path).url == run.child(f"checkpoint-{number + 2:08d}").url
-    delete_older(run, 1)
-    assert [found.url for found in complete_checkpoints(run)] == [folder.url]
-
-
-@pytest.mark.parametrize("changed", [{"num_batches": 2**47}, {"num_batches": -1}])
-def test_more_batches_than_a_number_of_a_batch_has_are_rejected(path, changed):
-    folder = Folder(path)
-    folder.make()
-    folder.write_json("manifest.json", {**MANIFEST_OF_NOTHING, **changed})
-    with pytest.raises(CheckpointError, match="num_batches"):
-        Manifest.read(folder)
-    folder.write_json(
-        "manifest.json", {**MANIFEST_OF_NOTHING, "num_batches": 2**47 - 1}
-    )
-    assert Manifest.read(folder).num_batches == 2**47 - 1
-
-
-MANIFEST_OF_NOTHING = {
-    "tables": [],
-    "shards": [],
-    "created": "2026-01-01T00:00:00+00:00",
-}

@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
-
 from persia_torchrec.checkpoint.catalog import LogPosition, Manifest, SavedShard
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.increment_log import (
@@ -11,11 +9,9 @@ from persia_torchrec.checkpoint.increment_log import (
     Log,
     find_end,
     find_start,
-    increment_name,
     is_newer,
     latest_lines,
     lines_of,
-    list_increments,
 )
 
 ANYWHERE = Folder("/tmp")
@@ -167,10 +163,3 @@ def test_a_follower_continues_to_another_history_from_its_checkpoint_only():
     line = continuing("d")[0]
     assert line.next_position(LogPosition("a0", 6)) is None
     assert line.next_position(LogPosition("a0", 6), {"d0"}) == LogPosition("d0", 1)
-
-
-@pytest.mark.parametrize("number", [999_999_999_998, 2**63 - 2])
-def test_numbers_of_increments_have_as_many_digits_as_they_need(tmp_path, number):
-    for last in (number + 1, number):
-        (tmp_path / increment_name(last)).touch()
-    assert list_increments(Folder(tmp_path)) == [number, number + 1]

@@ -192,16 +192,14 @@ def train_from(step, folder, expiry, has_delta):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("has_delta", [False, True])
-@pytest.mark.parametrize("expiry", ["steps", "norm"])
+@pytest.mark.parametrize(("expiry", "has_delta"), [("steps", True), ("norm", False)])
 def test_a_training_is_saved_and_loaded_where_its_step_passes_2_to_the_32(
     tmp_path, expiry, has_delta
 ):
     expected = train_from(100, tmp_path / "small", expiry, has_delta)
     assert len(expected) > 10
-    for before in (6, 14, 20):
-        folder = tmp_path / f"{before}"
-        assert train_from(2**32 - before, folder, expiry, has_delta) == expected
+    found = train_from(2**32 - 14, tmp_path / "large", expiry, has_delta)
+    assert found == expected
 
 
 @pytest.mark.slow

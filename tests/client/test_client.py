@@ -511,11 +511,3 @@ class TestMetadata:
         client._servers.connections.submit = lambda *_, **__: reply
         with pytest.raises(FrameError, match=r"12 numbers as FP32.* 48 bytes.*: 16 b"):
             client.metadata("seen", self.IDS)
-
-
-def test_a_step_is_set_to_2_to_the_62_at_most(servers):
-    client = connect(servers)
-    assert client.step("item", 2**62) == 2**62
-    with pytest.raises(RemoteError, match="step must be <= 4611686018427387904"):
-        client.step("item", 2**62 + 1)
-    assert client.step("item") == 2**62

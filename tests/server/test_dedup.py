@@ -154,20 +154,3 @@ def test_incarnation_and_groups_stay_with_the_rows(path):
         assert kept.streams.groups == text
     assert kept.streams.incarnation == incarnation
     assert Streams(EmbeddingStore(10)).incarnation != incarnation
-
-
-@pytest.mark.slow
-@settings(max_examples=10)
-@given(st.integers(2**63 - 2 * WINDOW, 2**63 - 1), st.integers(0, 2**63 - 1))
-def test_numbers_near_their_end_are_remembered_as_others(
-    tmp_path_factory, number, stream
-):
-    kept = Reopened(tmp_path_factory.mktemp("near") / "memory")
-    batch, before = (stream | 1, number), (stream | 1, number - 1)
-    kept.look_up(batch, 3)
-    kept.settle(before, 7)
-    kept.reopen()
-    assert kept.streams.was_looked_up(batch, 3)
-    assert kept.streams.open_batches() == [batch]
-    assert kept.streams.outcome(before) == (7, 0, 0, 0)
-    assert kept.streams.outcome(batch) is None

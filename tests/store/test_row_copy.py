@@ -1,16 +1,11 @@
 """Rows go out of a store and into another one: what is copied, and in which order."""
 
-from dataclasses import replace
-
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from persia_torchrec import AdmitFrequency
 from persia_torchrec.store.memory import (
     LARGEST_TICK,
-    POSITION_BITS,
     STATE,
     WEIGHTS,
 )
@@ -179,9 +174,9 @@ def test_a_store_that_loads_its_own_rows_again_and_again_counts_few_requests():
     store = store_of(specs=TABLES[:2])
     use(store, 0, [1, 2])
     use(store, 1, [3])
-    for _ in range(50):
+    for _ in range(9):
         import_into(store, exported(store), store.tick)
-    assert store.tick <= 2 + 2 * 50  # one for each request that used rows
+    assert store.tick <= 2 + 2 * 9  # one for each request that used rows
     assert ids_oldest_first(store) == [(0, 1), (0, 2), (1, 3)]
 
 
@@ -203,15 +198,3 @@ def test_a_store_is_copied_where_its_requests_pass_what_a_use_can_count(
         run(one, after)
         check_store(one)
     assert copy.tick >= LARGEST_TICK - 20
-
-
-def test_ids_wait_where_the_requests_pass_what_a_use_can_count():
-    spec = replace(TABLES[0], admission=AdmitFrequency(threshold=2))
-    store = store_of(specs=[spec])
-    store.tick = LARGEST_TICK - 1
-    for ids in ([1], [2], [3], [1, 3]):
-        use(store, 0, ids)
-    assert sorted(ids_oldest_first(store)) == [(0, 1), (0, 3)]
-    seen = spec.admission.sightings_of(store.states[0].remembered, ids_of(2))
-    assert (seen.uses >> np.uint64(POSITION_BITS)).tolist() == [LARGEST_TICK]
-    assert store.tick_in_files == LARGEST_TICK
