@@ -24,6 +24,7 @@ from persia_torchrec.errors import CheckpointError, ConfigError, PersiaError
 from persia_torchrec.server.checkpoint_service import Checkpoints
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.server import EmbeddingServer
+from persia_torchrec.store.memory import LARGEST_TICK
 from persia_torchrec.table import TableSpec
 from tests.support.increments import (
     OTHER,
@@ -71,6 +72,22 @@ def test_followers_become_equal_to_the_training(servers, training, num_servers):
     training.client.clear()
     training.train(3)
     become_equal(client, training)
+
+
+def test_a_follower_becomes_equal_where_requests_pass_what_a_use_can_count(
+    servers, training
+):
+    for running in training.running:
+        running.server.shard.store.tick = LARGEST_TICK - 3
+    training.train(*range(20))
+    training.dump()
+    follower = follow(servers, training)
+    for first in range(0, 12, 3):
+        training.train(*range(first, first + 15), table=OTHER.name)
+        training.train(*range(first, first + 15))
+        become_equal(follower, training)
+    for running in training.running:
+        assert running.server.shard.store.tick > LARGEST_TICK
 
 
 def test_a_follower_is_ready_when_it_has_caught_up(servers, training):
