@@ -22,8 +22,8 @@ State = tuple[np.uint64, np.uint64, np.uint64, np.uint64]
 _PCG_MUL = 6364136223846793005
 _PCG_INC = 11634580027462260723
 _32_BITS = np.uint64(2**32 - 1)
-_S12, _S17, _S18, _S19, _S23, _S27, _S32, _S41, _S45, _S59 = (
-    np.uint64(bits) for bits in (12, 17, 18, 19, 23, 27, 32, 41, 45, 59)
+_S12, _S17, _S18, _S19, _S23, _S27, _S32, _S41, _S45, _S56, _S59 = (
+    np.uint64(bits) for bits in (12, 17, 18, 19, 23, 27, 32, 41, 45, 56, 59)
 )
 _UNIT = np.float32(2.0**-23)
 _UNIT_52 = 2.0**-52
@@ -67,19 +67,54 @@ def _draw_constant(p: Pointer, seed: np.uint64, w: Pointer, dim: int) -> None:
 
 
 def _draw_quantile(p: Pointer, seed: np.uint64, w: Pointer, dim: int) -> None:
-    """Draw from quantiles behind their number; between two if ``p[1]`` is 0."""
-    num, is_discrete = np.int64(p[0]), p[1] != np.float32(0)
+    """Draw from the numbers of :meth:`Quantiles.fill_numbers`, by ``p[1]``.
+
+    Of equal probability: 0, between two values; 1, a value. Of those that stand behind
+    the values: 2, between two; 3, a value.
+    """
+    num, how = np.int64(p[0]), np.int64(p[1])
+    is_discrete, has_counts = how % 2 == 1, how >= 2
     state = _seed_state(seed)
     for d in range(dim):
         word, state = _next_word(state)
         u = np.float32(np.int64(word >> _S41)) * _UNIT
-        if is_discrete:
+        if has_counts:
+            w[d] = _counted_quantile(p, word, num, is_discrete)
+        elif is_discrete:
             w[d] = p[2 + np.int64(u * np.float32(num))]
         else:
             place = u * np.float32(num - 1)
             at = np.int64(place)
             below = p[2 + at]
             w[d] = below + (place - np.float32(at)) * (p[3 + at] - below)
+
+
+def _counted_quantile(
+    p: Pointer, word: np.uint64, num: np.int64, is_discrete: bool
+) -> np.float32:
+    """Return the quantile of a random word, by sums of counts behind the values.
+
+    They are whole numbers up to 2**24, which float32 has. What follows them tells for
+    each value of the first 8 bits between which sums it is: often of one interval.
+    """
+    num_counts = num if is_discrete else num - 1
+    first = 2 + num
+    guide = first + num_counts + np.int64(word >> _S56)
+    low, high = np.int64(p[guide]), np.int64(p[guide + 1])
+    total = np.float64(p[first + num_counts - 1])
+    place = (np.float64(word >> _S12) + 0.5) * _UNIT_52 * total
+    while low < high:
+        middle = (low + high) // 2
+        if place < np.float64(p[first + middle]):
+            high = middle
+        else:
+            low = middle + 1
+    if is_discrete:
+        return np.float32(p[2 + low])
+    begin = np.float64(p[first + low - 1]) if low > 0 else 0.0
+    fraction = (place - begin) / (np.float64(p[first + low]) - begin)
+    below, above = np.float64(p[2 + low]), np.float64(p[3 + low])
+    return np.float32(below + fraction * (above - below))
 
 
 def _next_word(state: State) -> tuple[np.uint64, State]:
@@ -305,9 +340,13 @@ class Constant(setting.Initializer):
 class Quantiles(setting.Initializer):
     """Draw each weight from the distribution of a sample, by its quantiles.
 
-    ``values``, at least 2 and at most 65,536 in ascending order, are equally probable
-    if ``is_discrete``; else a weight lies between two neighbours, each pair of which is
-    equally probable, uniformly.
+    Args:
+        values: 2 to 65,536 in ascending order.
+        is_discrete: whether a weight is one of them; else it lies uniformly between two
+            neighbours.
+        counts: how often each value, or an interval between two, is drawn, of all that
+            the counts sum up to, at most 2**24: a probability. By default all are
+            equally probable.
     """
 
     kind: ClassVar[str] = "quantiles"
@@ -315,15 +354,22 @@ class Quantiles(setting.Initializer):
 
     values: tuple[float, ...]
     is_discrete: setting.Flag = False
+    counts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "values", tuple(self.values))
+        object.__setattr__(self, "counts", tuple(self.counts))
         super().__post_init__()
         must = "2 to 65,536 finite numbers in ascending order"
         values = np.array(self.values, dtype=np.float64)
         holds = 2 <= len(values) <= 2**16 and bool(np.isfinite(values).all())
         holds = holds and bool((np.diff(values) >= 0).all())
         self._require("values", holds, must)
+        num = len(values) if self.is_discrete else len(values) - 1
+        are_whole = all(type(count) is int and count > 0 for count in self.counts)
+        holds = are_whole and len(self.counts) == num and sum(self.counts) <= 2**24
+        must = f"none, or {num} whole numbers > 0 whose sum is at most 2**24"
+        self._require("counts", holds or not self.counts, must)
 
     def __repr__(self) -> str:
         return (
@@ -331,9 +377,26 @@ class Quantiles(setting.Initializer):
             f"{self.values[-1]:g}])"
         )
 
+    def to_json(self) -> dict[str, object]:
+        """Describe it; earlier versions do not know counts."""
+        described = super().to_json()
+        if not self.counts:
+            del described["counts"]
+        return described
+
     def fill_numbers(self, dim: int) -> tuple[float, ...]:
-        """Return how many there are, whether they are discrete, and they."""
-        return (len(self.values), float(self.is_discrete), *self.values)
+        """Return how many values there are, how they are drawn, and they.
+
+        With counts, their sums follow, and the guide of :func:`_counted_quantile`.
+        """
+        num = len(self.values)
+        if not self.counts:
+            return (num, float(self.is_discrete), *self.values)
+        sums = np.cumsum(self.counts)
+        cells = np.arange(257) * (float(sums[-1]) / 256)
+        guide = np.searchsorted(sums, cells, side="right").clip(0, len(sums) - 1)
+        how = 3.0 if self.is_discrete else 2.0
+        return (num, how, *self.values, *sums.tolist(), *guide.tolist())
 
 
 INITIALIZERS: setting.Registry[setting.Initializer] = setting.Registry(

@@ -9,15 +9,18 @@ a whole table must be a distribution of one weight:
 
 A sample is called with tables of the shape, and looked at: where values depend on their
 position, as in an identity, a row for padding or rows of length 1, no distribution says
-what they are, and that is an error.
+what they are, and that is an error. Of a sample of 2**20 numbers, or a little more:
+
+    at most 256 values    they, and how often each occurs
+    others                minimum, maximum and quantiles, dense toward both ends, and
+                          the bounds of what occurs often; uniform between two
 """
 
 import contextlib
 import functools
 import inspect
-import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -35,16 +38,32 @@ from persia_torchrec.embedding.initializer import (
 from persia_torchrec.embedding.setting import Initializer
 from persia_torchrec.errors import ConfigError
 
-Floats = npt.NDArray[np.float32]
+Floats = npt.NDArray[np.floating[Any]]
+Indices = npt.NDArray[np.int64]
 
-_NUM_QUANTILES = 1025
-_NUM_SAMPLED = 2**15
-"""Weights that a sample has at least."""
+_NUM_SAMPLED = 2**20
+"""Weights that a sample has, unless its tables are too small; and those of the largest
+table that is sampled as a whole."""
 
-_MAX_SAMPLED = 2**20
-"""Weights of the largest table that is sampled as a whole."""
+_NUM_LOOKED_AT = 2**15
+"""Weights of several tables that are searched for what depends on the position."""
 
 _MAX_CALLS = 512
+_MAX_VALUES = 256
+"""Of a distribution that is known by its values."""
+
+_NUM_QUANTILES = 256
+"""Intervals of equal probability."""
+
+_PER_OCTAVE = 12
+"""Quantiles of the tails, while the probability beyond them halves."""
+
+_MAX_ATOMS = 32
+"""Values that a quantile begins and ends, of those that occur most often."""
+
+_BY_CHANCE = 1e-6
+"""Of what is not by position, the probability to be rejected."""
+
 _SIGNIFICANT = 2.7
 """Of the statistic of Kolmogorov and Smirnov: exceeded once in a million times."""
 
@@ -130,40 +149,63 @@ def _sampled(config: BaseEmbeddingConfig) -> Initializer:
     init: Any = config.init_fn
     if getattr(init, "func", init) in _OF_THE_WHOLE:
         raise _by_position(config, "a matrix as a whole")
-    num_rows = min(shape[0], max(_MAX_SAMPLED // shape[1], 1))
-    calls = _calls(config, (num_rows, shape[1]))
-    first, second = next(calls), next(calls)
-    is_same = first == second
-    if is_same.all():
+    num_rows = min(shape[0], max(_NUM_SAMPLED // shape[1], 1))
+    num_calls = math.ceil(_NUM_SAMPLED / (num_rows * shape[1]))
+    num_calls = min(max(num_calls, 2), _MAX_CALLS)
+    tables_CND = _tables(config, num_calls, (num_rows, shape[1]))
+    first = tables_CND[0]
+    if (tables_CND == first).all():
         if (first != first[0, 0]).any():
             raise _by_position(config, "the same values twice, which differ")
         return Constant(float(first[0, 0]))
-    values = np.concatenate([first, second])
-    discrete = len(np.unique(values[: 2**10])) <= min(256, values.size // 8)
-    are_fixed = is_same.all(axis=1).any() and shape[1] > 3
-    if not discrete and (are_fixed or is_same.mean() > 1e-3):  # some are by chance
-        raise _by_position(config, "some values equal in two calls, and others not")
     if num_rows < shape[0]:
-        shorter = next(_calls(config, (num_rows // 2, shape[1])))
+        shorter = _tables(config, 1, (num_rows // 2, shape[1]))
         _require_same(config, "tables of two lengths", first, shorter)
-    num_calls = min(math.ceil(_NUM_SAMPLED / first.size), _MAX_CALLS)
-    more = itertools.islice(calls, max(num_calls - 2, 0))
-    values = np.concatenate([values, *more])
-    _require_no_position(config, values, num_rows)
-    if discrete:
-        ordered = np.sort(values, axis=None)
-        at = np.linspace(0, len(ordered) - 1, _NUM_QUANTILES).astype(np.int64)
-        return Quantiles(tuple(map(float, ordered[at])), is_discrete=True)
-    quantiles = np.quantile(values, np.linspace(0, 1, _NUM_QUANTILES))
-    return Quantiles(tuple(map(float, quantiles)))
+    ordered = np.sort(tables_CND, axis=None)
+    values, starts = np.unique(ordered, return_index=True)
+    counts = np.diff(starts, append=len(ordered))
+    num_looked_at = max(math.ceil(_NUM_LOOKED_AT / first.size), 2)
+    looked_at_CND = tables_CND[:num_looked_at]
+    _require_no_fixed(config, looked_at_CND, counts / len(ordered))
+    _require_no_position(config, looked_at_CND.reshape(-1, shape[1]), num_rows)
+    if len(values) <= min(_MAX_VALUES, ordered.size // 8):
+        return Quantiles(_shortest(values), True, tuple(counts.tolist()))
+    knots = _knots(len(ordered), starts, counts)
+    return Quantiles(_shortest(ordered[knots]), False, tuple(np.diff(knots).tolist()))
 
 
-def _calls(config: BaseEmbeddingConfig, shape: tuple[int, int]) -> Iterator[Floats]:
-    """Yield what ``init_fn`` makes of new tables; torch's generator stays as it is."""
+def _knots(num: int, starts: Indices, counts: Indices) -> Indices:
+    """Return the indices of those of ``num`` values that a table of quantiles has.
+
+    ``starts`` and ``counts`` tell where each value begins, and how often it occurs.
+    """
+    last = num - 1
+    body = np.linspace(0, last, _NUM_QUANTILES + 1).astype(np.int64)
+    octaves = math.log2(num / 2)
+    powers = np.arange(math.ceil(octaves * _PER_OCTAVE)) / _PER_OCTAVE
+    tail = np.exp2(powers).astype(np.int64)
+    tail = tail[np.diff(tail, append=num) < num // _NUM_QUANTILES]
+    often = np.argsort(counts)[-_MAX_ATOMS:]
+    often = often[counts[often] >= 3]
+    begin, end = starts[often], starts[often] + counts[often] - 1
+    atoms = np.concatenate([begin - 1, begin, end, end + 1]).clip(0, last)
+    return np.unique(np.concatenate([body, tail - 1, last - (tail - 1), atoms]))
+
+
+def _shortest(values: Floats) -> tuple[float, ...]:
+    """Return numbers as those of fewest digits that are the same float32."""
+    return tuple([float(str(value)) for value in values.astype(np.float32)])
+
+
+def _tables(
+    config: BaseEmbeddingConfig, num_calls: int, shape: tuple[int, int]
+) -> Floats:
+    """Return what ``init_fn`` makes of new tables; torch's generator stays as it is."""
     init: Any = config.init_fn
-    for seed in range(1, _MAX_CALLS + 3):
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(seed)
+    tables_CND = np.empty((num_calls, *shape), dtype=np.float32)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(1)
+        for out_ND in tables_CND:
             table = torch.full(shape, torch.nan)
             try:
                 made = init(table)
@@ -172,13 +214,30 @@ def _calls(config: BaseEmbeddingConfig, shape: tuple[int, int]) -> Iterator[Floa
                     f"Table {config.name!r}: init_fn must take a tensor {shape}. "
                     f"Received: {_named(config)}, which raised {exc!r:.200}."
                 ) from exc
-        floats: Floats = (made if isinstance(made, torch.Tensor) else table).numpy()
-        if floats.shape != shape or not np.isfinite(floats).all():
-            raise ConfigError(
-                f"Table {config.name!r}: init_fn must fill a tensor {shape} in place, "
-                f"with finite numbers. Received: {_named(config)}."
-            )
-        yield floats
+            table = made if isinstance(made, torch.Tensor) else table
+            if tuple(table.shape) != shape or not torch.isfinite(table).all():
+                raise ConfigError(
+                    f"Table {config.name!r}: init_fn must fill a tensor {shape} in "
+                    f"place, with finite numbers. Received: {_named(config)}."
+                )
+            out_ND[:] = table.numpy()
+    return tables_CND
+
+
+def _require_no_fixed(
+    config: BaseEmbeddingConfig, tables_CND: Floats, probabilities: Floats
+) -> None:
+    """Reject values that several calls make equal, beyond what chance does.
+
+    ``probabilities`` are those of all different values.
+    """
+    is_same_ND = (tables_CND == tables_CND[0]).all(axis=0)
+    by_chance = float((probabilities ** len(tables_CND)).sum())
+    num_rows, dim = is_same_ND.shape
+    are_fixed = num_rows * by_chance**dim < _BY_CHANCE and is_same_ND.all(axis=1).any()
+    deviation = math.sqrt(by_chance / is_same_ND.size)
+    if are_fixed or is_same_ND.mean() > by_chance + max(6 * deviation, 1e-3):
+        raise _by_position(config, "some values equal in two calls, and others not")
 
 
 def _require_no_position(

@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persia_torchrec import Constant, InverseSqrtDim, Normal, TruncatedNormal, Uniform
+from persia_torchrec.embedding.initializer import INITIALIZERS, Quantiles
+from persia_torchrec.errors import ConfigError
 from tests.support import reference
 from tests.support.kernels import draw
 from tests.support.strategies import ids
@@ -26,6 +28,8 @@ others = st.sampled_from(
         TruncatedNormal(0.0, 1.0, 40.0),
         TruncatedNormal(0.0, 1.0, 2.0**-20),
         Constant(-0.5),
+        Quantiles((-1.0, 0.0, 0.0, 4.0), counts=(2**20, 5, 1)),
+        Quantiles((0.0, 0.25, 0.5, 7.0), True, (3, 1, 2**23, 1)),
     ]
 )
 
@@ -97,6 +101,40 @@ def test_the_weights_of_a_shorter_row_begin_those_of_a_longer_one(
     assert whole[:dim].tobytes() == draw(id_, dim, initializer).tobytes()
 
 
+@pytest.mark.slow
+@given(
+    st.lists(st.floats(-2, 2, width=16), min_size=2, max_size=400),
+    st.data(),
+    st.booleans(),
+    st.integers(0, 100),
+)
+def test_quantiles_are_drawn_as_often_as_their_counts_say(
+    values, data, is_discrete, seed
+):
+    num = len(values) - (not is_discrete)
+    counts = st.integers(1, 9) | st.integers(1, 2**15)
+    counts = data.draw(st.lists(counts, min_size=num, max_size=num))
+    drawn_by = Quantiles(tuple(sorted(values)), is_discrete, tuple(counts))
+    assert INITIALIZERS.from_json(drawn_by.to_json()) == drawn_by
+    expected = reference.initial_weights(drawn_by, seed, 40)
+    np.testing.assert_allclose(draw(seed, 40, drawn_by), expected, 1e-6, 1e-6)
+
+
+def test_values_have_the_probabilities_of_their_counts():
+    weights = draw_many(Quantiles((0.0, 1.0, 2.0), True, (900_000, 90_000, 10_000)))
+    found = [np.mean(weights == value) for value in (0, 1, 2)]
+    assert found == pytest.approx([0.9, 0.09, 0.01], abs=0.003)
+
+
+@pytest.mark.parametrize(
+    ("counts", "is_discrete"),
+    [((1, 2, 3), False), ((1, 2), True), ((0, 1), False), ((2**24, 1), False)],
+)
+def test_counts_that_fit_no_values_are_an_error(counts, is_discrete):
+    with pytest.raises(ConfigError, match=r"counts must be none, or . whole numbers"):
+        Quantiles((0.0, 1.0, 2.0), is_discrete, counts)
+
+
 def test_weights_fill_their_range_evenly():
     weights = draw_many(Uniform(-1.0, 3.0))
     assert weights.min() >= -1
@@ -145,9 +183,16 @@ def test_another_id_starts_with_other_weights(initializer):
     [
         (Normal(0.5, 0.1), "ee7fbb58df22f3e9"),
         (TruncatedNormal(0.5, 0.1, 1.5), "57f1abb388c03f25"),
+        (Quantiles((-1.0, -0.3, 0.1, 0.1, 2.5)), "fa1bdd903f4148b8"),
+        (Quantiles((-1.0, -0.3, 0.1, 0.1, 2.5), True), "fb55151f94311207"),
     ],
 )
 def test_every_bit_is_the_same_on_every_machine(initializer, digest):
     rows = [draw(id_ << 40, 64, initializer).astype("<f4") for id_ in range(200)]
     found = hashlib.sha256(b"".join(row.tobytes() for row in rows)).hexdigest()
     assert found[:16] == digest
+
+
+def test_quantiles_without_counts_are_described_as_earlier_versions_do():
+    described = {"kind": "quantiles", "values": (0.0, 1.0), "is_discrete": True}
+    assert INITIALIZERS.from_json(described).to_json() == described

@@ -1,6 +1,7 @@
 """``init_fn`` of a table becomes a distribution, or an error says why not."""
 
 import functools
+import json
 import math
 
 import numpy as np
@@ -71,7 +72,7 @@ def exponential(tensor):
 
 
 def two_values(tensor):
-    tensor.bernoulli_(0.25).mul_(3)
+    return tensor.bernoulli_(0.25).mul_(3)
 
 
 def shaped(tensor):
@@ -108,6 +109,83 @@ def test_a_discrete_distribution_has_its_values_only():
     weights = drawn(initializer_of(config(two_values)))
     assert set(np.unique(weights)) == {0.0, 3.0}
     assert (weights == 3).mean() == pytest.approx(0.25, abs=0.01)
+
+
+def log_normal(tensor):
+    return tensor.log_normal_(0, 1)
+
+
+def student(tensor):
+    return tensor.copy_(torch.distributions.StudentT(5.0).sample(tensor.shape))
+
+
+def half_zeros(tensor):
+    return nn.init.normal_(tensor).mul_(torch.rand_like(tensor) < 0.5)
+
+
+def of_a_hundred_thousand(tensor):
+    return tensor.bernoulli_(1e-5)
+
+
+def of_100_values(tensor):
+    return tensor.geometric_(0.1).clamp_(max=100)
+
+
+def sample_of(init, num_rows):
+    """Return the numbers of which ``initializer_of`` makes a distribution."""
+    num_calls = max(math.ceil(2**20 / (num_rows * DIM)), 2)
+    torch.manual_seed(1)
+    tables = [init(torch.empty(num_rows, DIM)).numpy() for _ in range(num_calls)]
+    return np.stack(tables).astype(np.float64)
+
+
+def moments(found):
+    """Return the mean and the deviation of what quantiles draw, by integration."""
+    values, counts = np.array(found.values), np.array(found.counts)
+    if found.is_discrete:
+        firsts, seconds = values, values**2
+    else:
+        low, high = values[:-1], values[1:]
+        firsts, seconds = (low + high) / 2, (low**2 + low * high + high**2) / 3
+    mean = np.average(firsts, weights=counts)
+    return mean, math.sqrt(np.average(seconds, weights=counts) - mean**2)
+
+
+@pytest.mark.parametrize(
+    ("init", "num_rows"),
+    [(log_normal, N), (log_normal, 62_500), (student, N), (half_zeros, N)],
+)
+def test_mean_and_deviation_are_those_of_the_sample(init, num_rows):
+    found = initializer_of(config(init, num_rows))
+    sample = sample_of(init, num_rows)
+    mean, deviation = moments(found)
+    assert mean == pytest.approx(sample.mean(), abs=0.005 * sample.std())
+    assert deviation == pytest.approx(sample.std(), rel=0.005)
+    assert np.float32(found.values[0]) == sample.min()
+    assert np.float32(found.values[-1]) == sample.max()
+    spec = TableSpec(name="t", dim=DIM, optimizer=SGD(1.0), initializer=found)
+    assert len(json.dumps(spec.to_json())) <= 16_384
+
+
+@pytest.mark.parametrize(
+    ("init", "num_rows"),
+    [
+        (two_values, N),
+        (of_100_values, N),
+        (of_a_hundred_thousand, N),
+        (of_a_hundred_thousand, 62_500),
+    ],
+)
+def test_each_of_a_few_values_is_as_frequent_as_in_the_sample(init, num_rows):
+    found = initializer_of(config(init, num_rows))
+    values, counts = np.unique(sample_of(init, num_rows), return_counts=True)
+    assert found == Quantiles(tuple(values.tolist()), True, tuple(counts.tolist()))
+
+
+def test_a_value_that_occurs_often_is_drawn_as_often():
+    weights = drawn(initializer_of(config(half_zeros, 62_500)), 60_000)
+    assert (weights == 0).mean() == pytest.approx(0.5, abs=0.003)
+    assert weights.std() == pytest.approx(math.sqrt(0.5), rel=0.01)
 
 
 def test_a_constant_callable_is_a_constant():

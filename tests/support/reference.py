@@ -29,6 +29,7 @@ from persia_torchrec import (
     TruncatedNormal,
     Uniform,
 )
+from persia_torchrec.embedding.initializer import Quantiles
 from persia_torchrec.embedding.optim import (
     FTRL,
     LAMB,
@@ -131,6 +132,19 @@ def initial_weights(
             low, high = normal.cdf(-bound), normal.cdf(bound)
             shares = [low + (high - low) * next(units) for _ in range(dim)]
             weights = [mean + std * normal.inv_cdf(share) for share in shares]
+        case Quantiles(values, is_discrete, counts):
+            num = len(values) if is_discrete else len(values) - 1
+            counts = counts or (1,) * num
+            weights = []
+            for place in (next(units) * sum(counts) for _ in range(dim)):
+                ends = np.cumsum(counts)
+                at = int(np.argmax(place < ends))
+                fraction = 1 - (ends[at] - place) / counts[at]
+                weights.append(
+                    values[at]
+                    if is_discrete
+                    else values[at] + fraction * (values[at + 1] - values[at])
+                )
     return np.array(weights, np.float32)
 
 
