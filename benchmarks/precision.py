@@ -219,7 +219,7 @@ def _measure_conversions(settings: PrecisionSettings) -> list[Table]:
     """Time each conversion of the same gradients to fewer bits, and back."""
     rng = np.random.default_rng(20_239)
     floats = rng.standard_normal((settings.rows, 64), np.float32) * np.float32(1e-4)
-    flat, tensor = floats.reshape(-1), torch.from_numpy(floats)
+    tensor = torch.from_numpy(floats)
     ops, num = torch.ops.fbgemm, floats.size
     brain = ops.FloatToBfloat16Quantized, ops.Bfloat16QuantizedToFloat
     eight = ops.FloatToFused8BitRowwiseQuantized, ops.Fused8BitRowwiseQuantizedToFloat
@@ -230,8 +230,8 @@ def _measure_conversions(settings: PrecisionSettings) -> list[Table]:
         "fbgemm, 8 bits rowwise": (partial(eight[0], tensor), eight[1]),
     }
     for precision in (Precision.FP16, Precision.BF16):
-        encode = partial(encode_floats, flat, precision)
-        decode = partial(decode_floats, num=flat.size, precision=precision)
+        encode = partial(encode_floats, floats, precision)
+        decode = partial(decode_floats, shapes=[floats.shape], precision=precision)
         calls[f"ours, {precision.name.lower()}"] = encode, decode
     threads, rows = torch.get_num_threads(), []
     torch.set_num_threads(1)

@@ -185,7 +185,7 @@ def export_blocks(
         if next_start is not None:
             in_flight.append(ask(server, next_start))
         ids = array_of(frames[2], np.uint64)
-        flat = decode_floats(frames[3], len(ids) * width, Precision.FP32)
+        flat = decode_floats(frames[3], [(len(ids), width)], Precision.FP32)
         rows = flat.reshape(len(ids), width)
         if len(ids):
             # Copied: the message is not kept, and the arrays may be changed.

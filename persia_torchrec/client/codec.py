@@ -248,9 +248,11 @@ class RowRequest(NamedTuple):
             frames.append(self.rows.part(slices))
         elif self.rows is not None:
             rows = zip(self.rows, slices, strict=True)
-            floats = [rows_UW[piece].reshape(-1) for rows_UW, piece in rows]
-            whole = floats[0] if len(floats) == 1 else _joined(floats)
-            frames.append(encode_floats(whole, precision))
+            given = [rows_UW[piece] for rows_UW, piece in rows]
+            flat = [rows_NW.reshape(-1) for rows_NW in given]
+            whole = flat[0] if len(flat) == 1 else _joined(flat)
+            shapes = [rows_NW.shape for rows_NW in given]
+            frames.append(encode_floats(whole, precision, shapes))
         if self.counts is not None:
             counts = [
                 np.ones(piece.stop - piece.start, dtype=np.uint32)
@@ -267,11 +269,9 @@ class RowRequest(NamedTuple):
         self, what: str, precision: Precision, max_request_ids: Sequence[int]
     ) -> None:
         """Reject what one of the servers would, before any of them gets its part."""
-        row_bytes = size_of(precision) * np.array(self.widths, dtype=np.int64)
-        num_ids = np.stack([np.diff(group.offsets) for group in self.groups], axis=1)
-        totals = zip(num_ids.sum(axis=1), num_ids @ row_bytes, strict=True)
-        for server, (num, num_bytes) in enumerate(totals):
-            max_ids = max_request_ids[server]
+        for server, max_ids in enumerate(max_request_ids):
+            shapes = self._shapes(server)
+            num, num_bytes = sum(n for n, _ in shapes), size_of(shapes, precision)
             if num > max_ids or num_bytes > MAX_MESSAGE_BYTES:
                 raise BatchError(
                     f"{what}: one server's part must have at most {max_ids} ids and "
@@ -283,11 +283,13 @@ class RowRequest(NamedTuple):
         """Return how many bytes of rows a server will answer, at most."""
         if self.rows is not None:
             return 0
-        num = 0
-        for group, width in zip(self.groups, self.widths, strict=True):
-            begin, stop = group.offsets[server : server + 2].tolist()
-            num += (stop - begin) * width
-        return 64 + size_of(header.precision) * num
+        return 64 + size_of(self._shapes(server), header.precision)
+
+    def _shapes(self, server: int) -> list[tuple[int, int]]:
+        """Return the shape of one server's rows of each group."""
+        bounds = [group.offsets[server : server + 2].tolist() for group in self.groups]
+        pairs = zip(bounds, self.widths, strict=True)
+        return [(stop - start, width) for (start, stop), width in pairs]
 
     def received(
         self, replies: Sequence[Frames], precision: Precision
@@ -298,17 +300,16 @@ class RowRequest(NamedTuple):
 
     def read(self, server: int, reply: Frames, precision: Precision) -> "Received":
         """Return the rows of one server, of all groups, as they travelled."""
-        bounds = [group.offsets[server : server + 2].tolist() for group in self.groups]
-        sizes = [
-            (stop - start) * width
-            for (start, stop), width in zip(bounds, self.widths, strict=True)
-        ]
-        numbers, exponent = read_numbers(body_of(reply), sum(sizes), precision)
-        stops = itertools.accumulate(sizes)
-        pieces = [
-            numbers[stop - size : stop] for size, stop in zip(sizes, stops, strict=True)
-        ]
-        return Received([slice(*pair) for pair in bounds], pieces, exponent)
+        shapes, body = self._shapes(server), body_of(reply)
+        numbers, exponents = read_numbers(body, shapes, precision)
+        received, first, row = Received([], [], []), 0, 0
+        for (num, width), group in zip(shapes, self.groups, strict=True):
+            begin, stop = int(group.offsets[server]), first + num * width
+            received.slices.append(slice(begin, begin + num))
+            received.pieces.append(numbers[first:stop])
+            received.exponents.append(exponents[row : row + num])
+            first, row = stop, row + num
+        return received
 
     def merge(self, replies: Sequence[Frames], precision: Precision) -> list[Floats]:
         """Merge the rows of all servers: float32 ``(U, W)`` per group, read-only.
@@ -322,9 +323,11 @@ class RowRequest(NamedTuple):
                 np.empty((len(group.ids), width), dtype=np.float32)
                 for group, width in zip(self.groups, self.widths, strict=True)
             ]
-            for slices, pieces, exponent in self.received(replies, precision):
-                for rows_UW, piece, numbers in zip(rows, slices, pieces, strict=True):
-                    write_floats(numbers, exponent, rows_UW[piece].reshape(-1))
+            for received in self.received(replies, precision):
+                for rows_UW, piece, numbers, exponents in zip(
+                    rows, *received, strict=True
+                ):
+                    write_floats(numbers, exponents, rows_UW[piece])
         for rows_UW in rows:
             rows_UW.flags.writeable = False
         return rows
@@ -386,16 +389,16 @@ class Asked:
 
 
 class Received(NamedTuple):
-    """Rows of a server: where each group's belong, numbers, and their exponent.
+    """Rows of a server, by group: where they belong, numbers, and an exponent per row.
 
-    The numbers are float32; or the bits of halves, uint16, each times 2 to the power of
-    minus the exponent. They may be views of memory that the server writes again when
-    they are gone.
+    The numbers are float32; or the bits of halves, uint16, which are FP16 times 2 to
+    the power of minus the exponent of their row, or BF16, which has none. They may be
+    views of memory that the server writes again when they are gone.
     """
 
     slices: list[slice]
     pieces: list[npt.NDArray[np.generic]]
-    exponent: int
+    exponents: list[npt.NDArray[np.int8]]
 
 
 def _as_rows(numbers: npt.NDArray[np.generic], width: int) -> Floats:

@@ -22,9 +22,13 @@ from persia_torchrec.jit.intrinsics import Pointer
 Floats = npt.NDArray[np.float32]
 Halves = npt.NDArray[np.uint16]
 Words = npt.NDArray[np.uint32]
+Exponents = npt.NDArray[np.int8]
 
 FP32, FP16, BF16 = range(3)
 """How floats are stored; their numbers are those of ``TableSpec.weight_dtype``."""
+
+LARGEST_EXPONENT = 126
+"""2**126 and its inverse are float32 of full precision."""
 
 _LARGEST_HALF = np.float32(65504)
 _NORMAL_HALF = np.uint32(113 << 23)  # 2**-14, the smallest half of full precision
@@ -36,9 +40,12 @@ _SIGN_16 = np.uint16(0x8000)
 _NAN_16 = np.uint16(0x7E00)
 _ONE_STEP = np.float32(1)
 _UNIT = np.float32(2.0**-24)
+_NO_BITS, _ALL_BITS = np.uint32(0), np.uint32(2**32 - 1)
+_SMALLEST_HALF, _TWO = np.float32(2.0**-24), np.float32(2)
+_HALF_ULP = np.uint32(2**12)  # of a half, in the bits of a float32
 _HALF_BITS = np.uint32(2**13 - 1)
 _KEPT_BITS = np.uint32(2**32 - 2**13)
-_S8, _S15, _S16 = np.uint32(8), np.uint32(15), np.uint32(16)
+_S8, _S15, _S16, _S23 = np.uint32(8), np.uint32(15), np.uint32(16), np.uint32(23)
 _ONE = np.uint32(1)
 _GOLDEN = np.uint32(0x9E3779B9)
 _MIX_A = np.uint32(0x7FEB352D)
@@ -119,30 +126,60 @@ def from_bfloat16(halves_N: Halves, out_N: Floats) -> None:
 
 
 @compiled_as_written
-def to_float16(values_N: Floats, scale: np.float32, out_N: Halves) -> None:
-    """Write float32 times ``scale`` as FP16; infinities stay, as NaN does."""
-    for i in range(len(values_N)):
-        w = values_N[i] * scale
-        magnitude = cpu.to_bits(w) & _MAGNITUDE
-        half = cpu.narrow_to_half(_clamp(w) if magnitude < _INFINITY else w)
-        out_N[i] = half & _SIGN_16 | _NAN_16 if magnitude > _INFINITY else half
+def to_float16(values_ND: Floats, halves_ND: Halves, exponents_N: Exponents) -> int:
+    """Write float32 as FP16, each row times 2 to the power of an exponent of its own.
+
+    That is the largest with which no half overflows, at most 126. Infinities stay, as
+    NaN does. Return how many numbers became 0 that were not.
+    """
+    num_zeroed = 0
+    dim = np.uint64(values_ND.shape[1])
+    values, halves = values_ND.reshape(-1), halves_ND.reshape(-1)
+    for n in range(len(values_ND)):
+        first = np.uint64(n) * dim
+        largest, least = _NO_BITS, _ALL_BITS
+        for d in range(dim):
+            size = np.uint32(cpu.to_bits(values[first + d]) & _MAGNITUDE)
+            largest, least = max(largest, size), min(least, np.uint32(size - _ONE))
+        is_finite = largest < _INFINITY
+        if not is_finite:
+            largest = _NO_BITS
+            for d in range(dim):
+                size = np.uint32(cpu.to_bits(values[first + d]) & _MAGNITUDE)
+                largest = max(largest, size if size < _INFINITY else _NO_BITS)
+        # A float32 exponent of 127 + e becomes 127 + 15, after it is rounded to a half.
+        exponent = 142 - np.int64(np.uint32(largest + _HALF_ULP) >> _S23)
+        exponent = min(exponent, np.int64(LARGEST_EXPONENT))
+        exponents_N[n] = exponent
+        scale = _power_of_two(exponent)
+        for d in range(dim):
+            halves[first + d] = cpu.narrow_to_half(values[first + d] * scale)
+        zeroed = cpu.to_bits(_power_of_two(-exponent) * _SMALLEST_HALF / _TWO)
+        if is_finite and least >= zeroed:
+            continue
+        for d in range(dim):
+            size = np.uint32(cpu.to_bits(values[first + d]) & _MAGNITUDE)
+            num_zeroed += np.uint32(size - _ONE) < zeroed
+            if size > _INFINITY:
+                halves[first + d] = halves[first + d] & _SIGN_16 | _NAN_16
+    return num_zeroed
 
 
 @compiled_as_written
-def from_float16(halves_N: Halves, scale: np.float32, out_N: Floats) -> None:
-    """Write FP16 as float32, times ``scale``."""
-    for i in range(len(halves_N)):
-        out_N[i] = cpu.widen_half(halves_N[i]) * scale
+def from_float16(halves_ND: Halves, exponents_N: Exponents, out_ND: Floats) -> None:
+    """Write what :func:`to_float16` wrote as float32."""
+    dim = np.uint64(out_ND.shape[1])
+    halves, out = halves_ND.reshape(-1), out_ND.reshape(-1)
+    for n in range(len(out_ND)):
+        first, scale = np.uint64(n) * dim, _power_of_two(-np.int64(exponents_N[n]))
+        for d in range(dim):
+            out[first + d] = cpu.widen_half(halves[first + d]) * scale
 
 
-@compiled_as_written
-def largest_finite(bits_N: Words) -> np.uint32:
-    """Return the bits of the largest magnitude of float32; 0 if none is finite."""
-    largest = np.uint32(0)
-    for i in range(len(bits_N)):
-        size = np.uint32(bits_N[i] & _MAGNITUDE)
-        largest = max(largest, size if size < _INFINITY else np.uint32(0))
-    return largest
+@inlined
+def _power_of_two(exponent: np.int64) -> np.float32:
+    """Return 2 to a power in [-126, 127]."""
+    return cpu.from_bits(np.uint32(np.uint32(exponent + 127) << _S23))
 
 
 @inlined

@@ -43,7 +43,12 @@ from persia_torchrec.persia.workers import Workers, is_away, worker_of
 from persia_torchrec.routing.shard import Positions
 from persia_torchrec.rpc import messages
 from persia_torchrec.rpc.auth import NO_JOB, Greeting
-from persia_torchrec.rpc.float_codec import decode_floats, encode_floats
+from persia_torchrec.rpc.float_codec import (
+    UNDERFLOWS,
+    decode_floats,
+    encode_floats,
+    num_zeroed,
+)
 from persia_torchrec.rpc.messages import Frame, Frames, Header, Kind, Precision
 from persia_torchrec.rpc.slab import size_of_message
 from persia_torchrec.table import TableChange, TableSpec, changed_tables
@@ -53,6 +58,7 @@ logger = logging.getLogger(__name__)
 _FORWARD = "forward_client_time_cost_sec"
 _FORWARD_ERROR = "forward_error"
 _BACKWARD = "backward_client_time_cost_sec"
+_UNDERFLOWS = f"persia_{UNDERFLOWS}_total"
 WAIT = "get_train_batch_time_cost_more_than_1ms_sec"
 
 # PERSIA's metrics of its NN workers. What PERSIA has as the value of the last batch is
@@ -61,6 +67,7 @@ _HELPS = {
     _FORWARD: "a lookup by an embedding worker",
     _FORWARD_ERROR: "lookups that failed",
     _BACKWARD: "an update by an embedding worker, until it is applied",
+    _UNDERFLOWS: "see docs/metrics.md",
     WAIT: "waiting for a training batch and its rows, where it took more than 1 ms",
 }
 
@@ -239,11 +246,10 @@ class RemoteWorkers(Workers):
     ) -> tuple[Outputs, tuple[Positions, ...]]:
         # Copied: the frames are read-only, and torch wants memory that can be written.
         outputs = tuple(
-            decode_floats(frame, math.prod(shape), self._precision)
-            .reshape(shape)
-            .copy()
+            decode_floats(frame, [tuple(shape)], self._precision).reshape(shape).copy()
             for frame, shape in zip(reply[2:], told.outputs, strict=False)
         )
+        self._count_zeroed(reply[2 : 2 + len(outputs)])
         first = 2 + len(outputs)
         places = tuple(
             messages.array_of(frame, np.int32).reshape(shape).copy()
@@ -251,12 +257,17 @@ class RemoteWorkers(Workers):
         )
         return outputs, places
 
+    def _count_zeroed(self, floats: Sequence[Frame]) -> None:
+        num = sum(num_zeroed(frame, self._precision) for frame in floats)
+        self.observed.count(_UNDERFLOWS, num)
+
     def push(self, handle: RemoteBatch, grads: Outputs) -> list[Reply]:
         """Send the gradients of a batch; the reply comes when they are applied."""
         header = self._header(Kind.BACKWARD, handle.number)
         began_s = time.perf_counter()
-        frames = [_origin_of(handle)]
-        frames += [encode_floats(grad, self._precision) for grad in grads]
+        encoded = [encode_floats(grad, self._precision) for grad in grads]
+        self._count_zeroed(encoded)
+        frames = [_origin_of(handle), *encoded]
         reply = self._end(handle, header, frames, "update")
 
         def observe(_: object) -> None:

@@ -4,7 +4,7 @@ A message is a list of frames. Frame 0 is a header of 48 bytes, little-endian:
 
     offset  size  field
     0       4     magic, the bytes "PTRC"
-    4       2     version of this protocol, 3
+    4       2     version of this protocol, 4
     6       2     kind, see Kind
     8       8     request: the reply carries the same number
     16      8     incarnation: which start of the server is meant; 0 for any
@@ -119,7 +119,7 @@ import numpy.typing as npt
 from persia_torchrec.errors import FrameError, RemoteError
 from persia_torchrec.parsing.decoding import parse_json
 
-VERSION = 3
+VERSION = 4
 TRAINING = 1
 COUNTS = 2
 SHARE = 4

@@ -21,7 +21,13 @@ from persia_torchrec.jit.compiled import read_only
 from persia_torchrec.routing.shard import Ids
 from persia_torchrec.rpc import messages
 from persia_torchrec.rpc.channel import MAX_MESSAGE_BYTES
-from persia_torchrec.rpc.float_codec import Floats, encode_floats, size_of
+from persia_torchrec.rpc.float_codec import (
+    UNDERFLOWS,
+    Floats,
+    encode_floats,
+    num_zeroed,
+    size_of,
+)
 from persia_torchrec.rpc.messages import (
     Frames,
     Header,
@@ -89,7 +95,9 @@ def _answer_lookup(shard: Shard, request: Request) -> Frames:
         found = batch, [TableIds(*piece[:2]) for piece in pieces], slots
         shard.afterwards = partial(shard.open_batches.begin, *found)
         shard.stages.lap("lookup")
-    frame = encode_floats(rows, header.precision)
+    shapes = [piece.out.shape for piece in pieces]
+    frame = encode_floats(rows, header.precision, shapes)
+    shard.counts[UNDERFLOWS] += num_zeroed(frame, header.precision)
     shard.stages.lap("encode")
     return [frame]
 
@@ -105,19 +113,17 @@ def _read_lookup(shard: Shard, request: Request) -> tuple[Floats, list[_Piece]]:
             f"A batch may have {messages.MAX_PARTS} lookups, from 0 on. Received: "
             f"lookup {header.flags >> messages.PART_SHIFT}."
         )
-    num_floats = 0
-    for t in tables:
-        num_floats += len(t.ids) * states[t.table].spec.dim
+    shapes = [(len(t.ids), states[t.table].spec.dim) for t in tables]
+    num_floats = sum([num * dim for num, dim in shapes])
     if 4 * num_floats > MAX_MESSAGE_BYTES:
-        require_fits(num_floats * size_of(header.precision))
+        require_fits(size_of(shapes, header.precision))
     if header.precision is Precision.FP32:  # they are the reply, maybe in its place
         rows = shard.body_in_place(request, 4 * num_floats).view(np.float32)
     else:
         rows = np.empty(num_floats, dtype=np.float32)
     pieces = []
     start = first = 0
-    for t in tables:
-        num, dim = len(t.ids), states[t.table].spec.dim
+    for t, (num, dim) in zip(tables, shapes, strict=True):
         out_ND = rows[start : start + num * dim].reshape(num, dim)
         counts_N = None
         if counts is not None and shard.store.wants_counts(t.table):

@@ -26,7 +26,12 @@ from persia_torchrec.metrics.values import HISTOGRAMS, Durations, Stages
 from persia_torchrec.parsing.decoding import parse_json
 from persia_torchrec.rpc import messages
 from persia_torchrec.rpc.channel import MAX_MESSAGE_BYTES, Listener
-from persia_torchrec.rpc.float_codec import Floats, decode_floats
+from persia_torchrec.rpc.float_codec import (
+    UNDERFLOWS,
+    Floats,
+    decode_floats,
+    num_zeroed,
+)
 from persia_torchrec.rpc.messages import Frame, Frames, Header, Kind, TableIds
 from persia_torchrec.server.checkpoint_service import Checkpoints
 from persia_torchrec.server.config import ServerConfig
@@ -84,7 +89,8 @@ class Shard:
         self.open_batches = OpenBatches()
         self.open_batches.reopen(self.streams.open_batches())
         names = "requests_lookup_inference", "requests_refused", "requests_repeated"
-        self.counts = Counter[str](dict.fromkeys((*names, "updates_hinted"), 0))
+        others = "updates_hinted", UNDERFLOWS
+        self.counts = Counter[str](dict.fromkeys((*names, *others), 0))
         self.stages = Stages()
         self.durations = {name: Durations() for name in HISTOGRAMS}
         self.joint_steps = JointSteps(
@@ -335,13 +341,13 @@ class Shard:
         With ``has_state``, ``(N, D + S)``: weights and optimizer state.
         """
         states = self.store.states
-        shapes, num_floats = [], 0
+        shapes = []
         for t in tables:
             spec = states[t.table].spec
             width = spec.dim + (spec.num_state_floats if has_state else 0)
             shapes.append((len(t.ids), width))
-            num_floats += len(t.ids) * width
-        flat = decode_floats(frame, num_floats, precision)
+        flat = decode_floats(frame, shapes, precision)
+        self.counts[UNDERFLOWS] += num_zeroed(frame, precision)
         rows, start = [], 0
         for num, width in shapes:
             rows.append(flat[start : start + num * width].reshape(num, width))

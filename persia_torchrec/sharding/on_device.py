@@ -407,10 +407,9 @@ class RowsOnDevice(ShardedLookup):
         dtype = _DTYPES[self.precision]
         received = asked.received()
         if self.precision is Precision.FP16:
-            exponents = [of_server.exponent for of_server in received]
-            scales_P = np.exp2(-np.array(exponents, dtype=np.float32))
-            for group, index in zip(batch.groups, indices, strict=True):
-                scales_U = np.repeat(scales_P, np.diff(group.offsets))
+            for g, index in enumerate(indices):
+                exponents_U = np.concatenate([one.exponents[g] for one in received])
+                scales_U = np.exp2(-exponents_U.astype(np.float32))
                 index.further[0][:] = torch.from_numpy(scales_U).view(torch.int32)
         with torch.cuda.stream(self._stream):  # does nothing for None
             device = self._device

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from persia_torchrec import Constant
+from persia_torchrec import Constant, env
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient, Reply
 from persia_torchrec.embedding.optim import SGD, Adagrad, Adam
 from persia_torchrec.errors import (
@@ -122,6 +122,39 @@ def test_half_precision_is_for_the_way_only(servers, precision):
     assert np.array_equal(rounded.read("item", ids)[:, :5], weights)
     [rows] = rounded.pull([("item", rounded.split(ids))], precision=precision)
     assert np.array_equal(rows, np.ones((1, 5)))
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_a_huge_gradient_leaves_other_ids_and_tables_as_they_are(servers, transport):
+    with env.set_within({"PERSIA_TRANSPORT": transport}):
+        client = servers.client(servers.start(2))
+    names = ["a", "b", "c"]
+    specs = [
+        TableSpec(name=name, dim=dim, optimizer=SGD(1.0), initializer=Constant(1.0))
+        for name, dim in zip(names, (4, 4, 3), strict=True)
+    ]
+    client.add_tables(specs)
+    given = {"batch": BatchNumber(1, 1), "precision": Precision.FP16}
+    tables = [(name, client.split(ids_of(0, 1, 2, 3))) for name in names]
+    client.pull(tables, **given)
+    grads = [np.ones((4, dim), np.float32) for dim in (4, 4, 3)]
+    [(_, split), *_] = tables
+    grads[0][split.inverse[0]] = 1e14
+    grads[2][split.inverse[1]] = [1.0, 1e-20, 0.0]
+    client.outcome(client.push(tables, grads, **given))
+    for name, dim in zip(names, (4, 4, 3), strict=True):
+        weights = client.read(name, ids_of(0, 1, 2, 3))
+        expected = np.zeros((4, dim))
+        if name == "a":
+            assert weights[0].tolist() == pytest.approx([-1e14] * 4, rel=1e-3)
+            expected[0] = weights[0]
+        if name == "c":
+            expected[1, 1:] = 1.0
+        assert weights.tolist() == expected.tolist()
+    assert sum(each["wire_underflows"] for each in client.counters()) == 1
+    client.write("a", ids_of(1), np.full((1, 4), 0.5, np.float32))
+    rows, *_ = client.pull(tables, precision=Precision.FP16)
+    assert rows[split.inverse[1]].tolist() == [0.5] * 4
 
 
 @pytest.mark.parametrize("num_shards", [1, 2])

@@ -58,7 +58,7 @@ from persia_torchrec.persia.batch import (
 )
 from persia_torchrec.persia.convert import Conversion, convert_checkpoint
 from persia_torchrec.rpc import messages
-from persia_torchrec.rpc.float_codec import decode_floats
+from persia_torchrec.rpc.float_codec import decode_floats, encode_floats
 from persia_torchrec.rpc.messages import Header, Kind, Share
 from persia_torchrec.server.checkpoint_service import CheckpointRequest
 from persia_torchrec.serving.inference_protocol import parse_json_batch
@@ -419,6 +419,7 @@ def wire_messages() -> Format:
     lookup = messages.encode_segments(np.array([[0, 3], [1, 1]]), [ids, ids[:1]])
     counts = np.ones(4, dtype=np.uint32).tobytes()
     share = Share(1, 2, 0, 2, 1000).encode()
+    rows = np.ones((3, 2), dtype=np.float32)
     bags = encode_bags({"x": Bags(ids, np.array([2, 1], dtype=np.int32))})
     jsons = [
         {"kind": "ServerError", "message": "x"},
@@ -430,6 +431,7 @@ def wire_messages() -> Format:
         [header, *map(bytes, lookup), np.ones(4, np.float32).tobytes(), share],
         [header, *map(bytes, bags)],
         *([header, json.dumps(value).encode()] for value in jsons),
+        *([header, bytes(encode_floats(rows, p))] for p in messages.Precision),
     ]
 
     def check(data: bytes) -> None:
@@ -453,6 +455,12 @@ def _decode_lookup(frames: list[Any], num_frames: int) -> None:
         messages.decode_counts(frames)
 
 
+_PAIR_BYTES = {
+    messages.Precision.FP32: 8,
+    messages.Precision.FP16: 5,  # and 4 of a frame
+    messages.Precision.BF16: 4,
+}
+
 _DECODERS: list[Callable[[list[Any]], object]] = [
     lambda frames: Header.decode(frames[0]),
     partial(_decode_lookup, num_frames=3),
@@ -465,7 +473,9 @@ _DECODERS: list[Callable[[list[Any]], object]] = [
         for kind in (messages.ErrorReply, messages.TaskState, CheckpointRequest)
     ),
     *(
-        lambda frames, p=p: decode_floats(frames[-1], len(frames[-1]) // 4, p)
+        lambda frames, p=p: decode_floats(
+            frames[-1], [(len(frames[-1]) // _PAIR_BYTES[p], 2)], p
+        )
         for p in messages.Precision
     ),
 ]

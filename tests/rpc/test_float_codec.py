@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from persia_torchrec.errors import FrameError
-from persia_torchrec.rpc.float_codec import decode_floats, encode_floats
+from persia_torchrec.rpc.float_codec import (
+    decode_floats,
+    encode_floats,
+    num_zeroed,
+    read_numbers,
+    size_of,
+)
 from persia_torchrec.rpc.messages import Precision
 
 floats = hnp.arrays(
@@ -31,13 +37,14 @@ EDGES_OF_LOW_HALVES = [
 
 
 def frame_size(num, precision):
-    return {"FP32": 4 * num, "FP16": 2 + 2 * num, "BF16": 2 * num}[precision.name]
+    """Return the bytes of one row."""
+    return {"FP32": 4 * num, "FP16": 5 + 2 * num, "BF16": 2 * num}[precision.name]
 
 
 def there_and_back(values, precision):
     frame = encode_floats(values, precision)
     assert len(frame) == frame_size(len(values), precision)
-    back = decode_floats(frame, len(values), precision)
+    back = decode_floats(frame, [values.shape], precision)
     assert back.dtype == np.float32
     return back
 
@@ -54,18 +61,19 @@ def test_bfloat16_is_rounded_as_torch_rounds_it(values):
 
 
 def exponent_of(values):
-    """Return what brings the largest finite magnitude into [2**15, 2**16)."""
+    """Return what brings the largest finite magnitude, as a half, to [2**15, 2**16)."""
     sizes = np.abs(values[np.isfinite(values)])
     largest = max(sizes.tolist(), default=0)
-    return min(16 - math.frexp(largest)[1], 126) if largest else 126
+    if not largest:
+        return 126
+    mantissa, power = math.frexp(largest)
+    return min(16 - power - (mantissa >= 1 - 2**-12), 126)
 
 
 def scaled(values):
     """Return values as halves that are scaled, and the scale."""
     exponent = exponent_of(values)
     products = np.ldexp(values.astype(np.float64), exponent)
-    is_finite = np.isfinite(products)
-    products[is_finite] = products[is_finite].clip(-65504, 65504)
     return products.astype(np.float16), exponent
 
 
@@ -74,6 +82,44 @@ def test_float16_is_rounded_as_numpy_rounds_it_at_the_best_scale(values):
     halves, exponent = scaled(values)
     expected = np.ldexp(halves.astype(np.float64), -exponent).astype(np.float32)
     np.testing.assert_array_equal(there_and_back(values, Precision.FP16), expected)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(1, 40)), max_size=4), st.data()
+)
+def test_each_row_of_float16_is_scaled_by_itself(shapes, data):
+    rows = [
+        data.draw(hnp.arrays(np.float32, width, elements=st.floats(width=32)))
+        for num, width in shapes
+        for _ in range(num)
+    ]
+    values = np.concatenate([np.empty(0, np.float32), *rows])
+    frame = encode_floats(values, Precision.FP16, shapes)
+    assert len(frame) == size_of(shapes, Precision.FP16)
+    back = decode_floats(frame, shapes, Precision.FP16)
+    alone = [there_and_back(row, Precision.FP16) for row in rows]
+    np.testing.assert_array_equal(back, np.concatenate([back[:0], *alone]))
+    assert num_zeroed(frame, Precision.FP16) == np.sum((back == 0) & (values != 0))
+
+
+def test_a_huge_row_leaves_the_others_as_they_are():
+    values = np.array([[1e14, -1e14], [1.0, 3e-6], [0.0, -2.5]], dtype=np.float32)
+    frame = encode_floats(values, Precision.FP16)
+    back = decode_floats(frame, [values.shape], Precision.FP16)
+    np.testing.assert_allclose(back, values.reshape(-1), rtol=2**-11)
+    assert num_zeroed(frame, Precision.FP16) == 0
+
+
+def test_numbers_that_become_zero_are_counted():
+    values = np.array([[1.0, 2**-41, 2**-42, 0.0], [0.0] * 4], dtype=np.float32)
+    frame = encode_floats(values, Precision.FP16)
+    back = decode_floats(frame, [values.shape], Precision.FP16)
+    assert back.tolist() == [1.0, 0.0, 0.0, 0.0] + 4 * [0.0]
+    assert num_zeroed(frame, Precision.FP16) == 2
+
+
+def test_a_scale_for_each_row_takes_few_bytes():
+    assert size_of([(10_000, 16)], Precision.FP16) <= 1.04 * (2 * 160_000 + 2)
 
 
 @given(
@@ -117,14 +163,17 @@ def test_halves_are_numpys_bit_for_bit(precision):
     values = (high | low).view(np.float32)
     values = values[~np.isnan(values)]
     if precision is Precision.FP16:
-        values = values[np.abs(values) < 2**16]
+        values = values[np.abs(values) < 65520]
         halves, exponent = scaled(values)
         assert exponent == 0
-        expected = np.concatenate([[exponent], halves.view(np.uint16)])
+        expected = halves.view(np.uint16)
     else:
         expected = in_brain_floats(values)
-    bits = np.frombuffer(encode_floats(values, precision), dtype=np.uint16)
-    np.testing.assert_array_equal(bits, expected)
+    numbers, exponents = read_numbers(
+        encode_floats(values, precision), [values.shape], precision
+    )
+    np.testing.assert_array_equal(numbers, expected)
+    assert exponents.tolist() == [0] * (precision is Precision.FP16)
 
 
 @pytest.mark.parametrize("exponent", [0, 1, -9, 126, -126])
@@ -132,23 +181,23 @@ def test_every_half_is_read_as_numpy_reads_it(exponent):
     halves = np.arange(2**16, dtype=np.uint16)
     with np.errstate(over="ignore", invalid="ignore"):
         expected = np.ldexp(halves.view(np.float16).astype(np.float32), -exponent)
-    frame = struct.pack("<h", exponent) + halves.tobytes()
-    read = decode_floats(frame, len(halves), Precision.FP16)
+    frame = bytes(4) + halves.tobytes() + struct.pack("<b", exponent)
+    read = decode_floats(frame, [halves.shape], Precision.FP16)
     assert np.array_equal(np.isnan(read), np.isnan(expected))
     is_number = ~np.isnan(expected)
     assert read[is_number].tobytes() == expected[is_number].tobytes()
 
 
-@pytest.mark.parametrize("exponent", [-127, 127, 2**15 - 1, -(2**15)])
+@pytest.mark.parametrize("exponent", [-127, 127, -128])
 def test_an_exponent_that_no_sender_chooses_is_rejected(exponent):
-    frame = struct.pack("<hH", exponent, 0)
+    frame = struct.pack("<IHHbb", 0, 0, 0, 5, exponent)
     with pytest.raises(FrameError, match=rf"in \[-126, 126\]\. Received: {exponent}"):
-        decode_floats(frame, 1, Precision.FP16)
+        decode_floats(frame, [(2, 1)], Precision.FP16)
 
 
 def test_every_upper_half_is_read_as_a_float_of_its_own():
     halves = np.arange(2**16, dtype=np.uint16)
-    read = decode_floats(halves.data.cast("B"), len(halves), Precision.BF16)
+    read = decode_floats(halves.data.cast("B"), [halves.shape], Precision.BF16)
     bits = read.view(np.uint32)
     assert np.array_equal(bits >> np.uint32(16), halves)
     assert not (bits & np.uint32(0xFFFF)).any()
@@ -158,7 +207,7 @@ def test_every_upper_half_is_read_as_a_float_of_its_own():
 def test_frames_may_begin_anywhere_in_memory(precision):
     frame = encode_floats(np.array([1.5, -2, 0], dtype=np.float32), precision)
     shifted = memoryview(b"x" + bytes(frame))[1:]
-    assert decode_floats(shifted, 3, precision).tolist() == [1.5, -2, 0]
+    assert decode_floats(shifted, [(3,)], precision).tolist() == [1.5, -2, 0]
 
 
 @pytest.mark.parametrize("precision", Precision)
@@ -198,7 +247,14 @@ def test_a_nan_stays_a_nan(precision):
 def test_rows_that_are_not_contiguous_travel_in_their_order(precision):
     values = np.arange(6, dtype=np.float32).reshape(2, 3).T
     frame = encode_floats(values, precision)
-    assert decode_floats(frame, 6, precision).tolist() == [0, 3, 1, 4, 2, 5]
+    assert decode_floats(frame, [values.shape], precision).tolist() == [
+        0,
+        3,
+        1,
+        4,
+        2,
+        5,
+    ]
 
 
 @pytest.mark.parametrize("precision", Precision)
@@ -207,10 +263,10 @@ def test_a_frame_of_another_length_is_rejected(precision, change):
     size = frame_size(3, precision) + change
     message = rf"3 numbers as {precision.name} take .* Received: {size} bytes"
     with pytest.raises(FrameError, match=message):
-        decode_floats(bytes(size), 3, precision)
+        decode_floats(bytes(size), [(3,)], precision)
 
 
 def test_float32_is_not_copied():
     values = np.ones(3, dtype=np.float32)
     frame = encode_floats(values, Precision.FP32)
-    assert np.shares_memory(decode_floats(frame, 3, Precision.FP32), values)
+    assert np.shares_memory(decode_floats(frame, [(3,)], Precision.FP32), values)

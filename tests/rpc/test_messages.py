@@ -46,14 +46,14 @@ def test_a_header_round_trips(header):
 
 def test_a_header_is_laid_out_as_the_protocol_says():
     header = Header(Kind.UPDATE, 6, 7, 8, 9, Precision.BF16, 1)
-    assert header.encode() == b"PTRC" + struct.pack("<HHQQQQII", 3, 5, 6, 7, 8, 9, 2, 1)
+    assert header.encode() == b"PTRC" + struct.pack("<HHQQQQII", 4, 5, 6, 7, 8, 9, 2, 1)
 
 
 @pytest.mark.parametrize(
     ("offset", "value", "message"),
     [
         (0, b"PTRX", r"must begin with b'PTRC'\. Received: b'PTRX'"),
-        (4, b"\1\0", r"version must be 3\. Received: 1\. Run the same version"),
+        (4, b"\1\0", r"version must be 4\. Received: 1\. Run the same version"),
         (6, b"\x63\0", "Unknown field.*99 is not a valid Kind"),
         (40, b"\3\0\0\0", "Unknown field.*3 is not a valid Precision"),
     ],

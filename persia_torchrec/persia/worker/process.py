@@ -32,7 +32,6 @@ the text of the file in the job's address book. All of them must have the same s
 """
 
 import logging
-import math
 import threading
 import time
 from collections import OrderedDict, defaultdict
@@ -368,7 +367,7 @@ class WorkerProcess:
                 f"BACKWARD has {2 + len(shapes)} frames. Received: {2 + len(floats)}."
             )
         grads = tuple(
-            decode_floats(frame, math.prod(shape), header.precision).reshape(shape)
+            decode_floats(frame, [shape], header.precision).reshape(shape)
             for frame, shape in zip(floats, shapes, strict=True)
         )
         return self.lookup.update(batch, grads)
