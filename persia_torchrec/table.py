@@ -68,8 +68,8 @@ class TableSpec(Setting):
     keeps_metadata: setting.Flag = False
     """Whether each row carries how often it was seen, and its last step."""
     weight_bound: setting.NonNegative = 0.0
-    """After an update each weight is clamped to ``[-weight_bound, weight_bound]``;
-    0 switches the bound off."""
+    """After an update each weight is clamped to ``[-weight_bound, weight_bound]``; in
+    16 bits to the largest number within it. 0 switches the bound off."""
     is_frozen: setting.Flag = False
     """Whether the rows keep their weights and state: gradients are dropped."""
     shared_rows: Annotated[int, setting.integer_in(0, 2**32 - 2)] = 0
@@ -96,6 +96,13 @@ class TableSpec(Setting):
             raise ConfigError(
                 f"{self._title()}: dim must be a multiple of the blocks of dynamic. "
                 f"Received: dim={self.dim} and {self.dynamic.describe()}."
+            )
+        if self.dynamic.is_on and self.optimizer.reads_norms:
+            raise ConfigError(
+                f"{self._title()}: an optimizer that reads the norm of a row cannot be "
+                "combined with dynamic, whose blocks are rows. Received: "
+                f"{self.optimizer.describe()} and {self.dynamic.describe()}. Leave "
+                "max_norm out, or take another optimizer than LAMB and LARS."
             )
         if self.shared_rows and self.dynamic.is_on:
             raise ConfigError(

@@ -273,11 +273,17 @@ def require_keys(batch: KeyedJaggedTensor | TensorDict, keys: Iterable[str]) -> 
 
 
 def require_ids(kjt: KeyedJaggedTensor) -> None:
-    """Reject values that are no ids, and keys that come twice.
+    """Reject values that are no ids or not there, and keys that come twice.
 
     A batch without ids may have any dtype: ``torch.tensor([])`` is float32.
     """
     values = kjt.values()
+    for part in (values, kjt.lengths_or_none(), kjt.offsets_or_none()):
+        if part is not None and part.is_meta:
+            raise BatchError(
+                "A KeyedJaggedTensor's ids and lengths must be on the CPU or a GPU. "
+                "Received: a tensor on the meta device, which has no numbers."
+            )
     if values.dtype not in _ID_DTYPES and len(values):
         raise BatchError(
             "A KeyedJaggedTensor's ids must be int64, the same 64 bits as PERSIA's "
@@ -303,6 +309,12 @@ def to_jagged_ids(kjt: KeyedJaggedTensor, keys: Iterable[str]) -> Mapping[str, B
     flat = kjt.lengths().to("cpu").numpy().astype(np.int32)
     num_bags_K = np.array(kjt.stride_per_key(), dtype=np.int64)
     bag_starts = np.concatenate([[0], np.cumsum(num_bags_K)])
+    if len(flat) != bag_starts[-1]:
+        raise BatchError(
+            "A KeyedJaggedTensor must have a length for each key and sample, "
+            f"{bag_starts[-1]} of the samples {num_bags_K.tolist()}. Received: "
+            f"{len(flat)} lengths for the keys {kjt.keys()}."
+        )
     num_ids_K = _sums(flat, num_bags_K, bag_starts)
     id_starts = np.concatenate([[0], np.cumsum(num_ids_K)])
     if id_starts[-1] != len(ids_L):

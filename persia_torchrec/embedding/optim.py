@@ -26,6 +26,7 @@ from persia_torchrec.embedding.optim_adam import (
     RowwiseLAMB,
 )
 from persia_torchrec.embedding.setting import (
+    MODERATE_DECAY,
     MODERATE_EPS,
     MODERATE_LR,
     Kernel,
@@ -34,7 +35,14 @@ from persia_torchrec.embedding.setting import (
     Rule,
 )
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.jit.kernel import ONE, ZERO, Pointer, divide, sum_of_squares
+from persia_torchrec.jit.kernel import (
+    ONE,
+    ZERO,
+    Pointer,
+    divide,
+    length_of,
+    sum_of_squares,
+)
 
 __all__ = [
     "FTRL",
@@ -107,7 +115,10 @@ class SGD(Optimizer):
     @property
     def stays_finite(self) -> bool:
         """Whether each step leaves a row finite while all numbers are moderate."""
-        return self.lr <= MODERATE_LR and self.lr * self.weight_decay <= 1
+        decays = (
+            self.weight_decay <= MODERATE_DECAY and self.lr * self.weight_decay <= 1
+        )
+        return self.lr <= MODERATE_LR and decays
 
     def fbgemm_cpu_arguments(self) -> tuple[float, ...] | str:
         """Return nothing, or why fbgemm cannot step these rows."""
@@ -176,8 +187,8 @@ class Adagrad(Optimizer):
 
     With ``vectorwise_shared`` two more arguments, by name. ``decoupled_weight_decay``
     takes ``lr * wd * w`` from the weights instead, past the accumulator. ``max_norm``,
-    ``>= 0``, is the largest Euclidean norm of a row after a step: a longer row is
-    scaled down to it; 0 sets no bound.
+    ``>= 0``, is the largest Euclidean norm of a row after a step, up to one rounding of
+    each weight: a longer row is scaled down to it; 0 sets no bound.
 
     PERSIA steps with the accumulator without this gradient, puts ``eps`` under the root
     and ignores ``weight_decay``. Of fbgemm only the GPU kernel of the rowwise one has
@@ -208,7 +219,7 @@ class Adagrad(Optimizer):
         float, Rule("in (0, 1]", lambda value: 0 < value <= 1)
     ] = 1.0
     eps: setting.NonNegative = 1e-10
-    vectorwise_shared: bool = False
+    vectorwise_shared: setting.Flag = False
     _: KW_ONLY
     decoupled_weight_decay: setting.Flag = False
     max_norm: setting.NonNegative = 0.0
@@ -259,6 +270,11 @@ class Adagrad(Optimizer):
         if self.decoupled_weight_decay:
             is_moderate &= self.lr * self.weight_decay <= 1
         return is_moderate and self.eps >= MODERATE_EPS
+
+    @property
+    def reads_norms(self) -> bool:
+        """Whether a step bounds the norm of the weights."""
+        return self.max_norm > 0
 
     @property
     def fbgemm_name(self) -> str:
@@ -348,8 +364,8 @@ class AdagradDecay(Optimizer):
 
 def _step_lars(p: Pointer, w: Pointer, s: Pointer, g: Pointer, dim: int) -> None:
     lr, momentum, weight_decay, eta = p[0], p[1], p[2], p[3]
-    length = np.sqrt(sum_of_squares(w, dim))
-    denominator = np.sqrt(sum_of_squares(g, dim)) + weight_decay * length
+    length = length_of(w, dim)
+    denominator = length_of(g, dim) + weight_decay * length
     rate = lr
     if length > ZERO and denominator > ZERO:
         rate = lr * eta * length / denominator
@@ -383,6 +399,7 @@ class LARS(Optimizer):
 
     kind: ClassVar[str] = "lars"
     kernel = staticmethod(_step_lars)
+    reads_norms: ClassVar[bool] = True
     fbgemm_name = "lars_sgd"
     torch_twins: ClassVar = {
         "torchrec.optim.LarsSGD": {
@@ -454,7 +471,10 @@ class FTRL(Optimizer):
 
     State: 2 D floats, ``n`` and then ``z``; ``n`` starts at
     ``initial_accumulator_value`` and ``z`` at 0, as in TensorFlow. So the first step of
-    a row keeps only the fraction ``1 - (n / n')**p`` of its initial weights; after it,
+    a row keeps only the fraction ``1 - (n / n')**p`` of its initial weights, and of
+    those that were written or loaded without state, as from a checkpoint of another
+    optimizer: a small gradient makes them nearly 0, one of 0 makes them 0. With
+    ``initial_accumulator_value=0`` they stay where the gradient is not 0. After it,
     without ``l1``, ``l2`` and ``beta``, a row trains as with Adagrad. The paper writes
     ``l2`` where TensorFlow writes ``2 * l2``. DeepRec's embedding variables compare the
     norm of the row's ``z`` with ``l1`` and so zero whole rows. A gradient that is NaN

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from persia_torchrec.embedding.setting import (
+    MODERATE_DECAY,
     MODERATE_EPS,
     MODERATE_LR,
     Flag,
@@ -21,7 +22,14 @@ from persia_torchrec.embedding.setting import (
     Rule,
 )
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.jit.kernel import ONE, ZERO, Pointer, divide, sum_of_squares
+from persia_torchrec.jit.kernel import (
+    ONE,
+    ZERO,
+    Pointer,
+    divide,
+    length_of,
+    sum_of_squares,
+)
 
 Floats = npt.NDArray[np.float32]
 Betas = Annotated[
@@ -86,7 +94,7 @@ def _step_lamb(p: Pointer, w: Pointer, s: Pointer, g: Pointer, dim: int) -> None
         s[dim + d] = v
         u = m_scale * s[d] / (root_scale * np.sqrt(v) + eps) + weight_decay * w[d]
         total += u * u
-    rate = lr * _trust_ratio(sum_of_squares(w, dim), total)
+    rate = lr * _trust_ratio(length_of(w, dim), np.sqrt(total))
     for d in range(dim):  # recompute u: there is no scratch buffer
         root = root_scale * np.sqrt(s[dim + d])
         u = m_scale * s[d] / (root + eps) + weight_decay * w[d]
@@ -103,16 +111,13 @@ def _step_row_lamb(p: Pointer, w: Pointer, s: Pointer, g: Pointer, dim: int) -> 
         s[d] = beta1 * s[d] + rest1 * g[d]
         u = m_scale * s[d] + weight_decay * w[d]
         total += u * u
-    rate = lr * _trust_ratio(sum_of_squares(w, dim), total)
+    rate = lr * _trust_ratio(length_of(w, dim), np.sqrt(total))
     for d in range(dim):
         w[d] -= rate * (m_scale * s[d] + weight_decay * w[d])
 
 
-def _trust_ratio(w_squares: np.float32, u_squares: np.float32) -> np.float32:
-    if w_squares > ZERO and u_squares > ZERO:
-        # Two roots: the quotient of the squares might be too large for a float32.
-        return np.float32(np.sqrt(w_squares) / np.sqrt(u_squares))
-    return ONE
+def _trust_ratio(w_length: np.float32, u_length: np.float32) -> np.float32:
+    return divide(w_length, u_length) if w_length > ZERO and u_length > ZERO else ONE
 
 
 def _means(
@@ -153,7 +158,10 @@ class _Moments(Optimizer):
     @property
     def stays_finite(self) -> bool:
         """Whether each step leaves a row finite while all numbers are moderate."""
-        return _stays_finite(self) and self.lr * self.weight_decay <= 1
+        decays = (
+            self.weight_decay <= MODERATE_DECAY and self.lr * self.weight_decay <= 1
+        )
+        return _stays_finite(self) and decays
 
     def initial_state(self, dim: int) -> Floats:
         """Return ``m`` and ``v``, both 0."""
@@ -275,6 +283,7 @@ class LAMB(_Moments):
     """
 
     kind: ClassVar[str] = "lamb"
+    reads_norms: ClassVar[bool] = True
     kernel = staticmethod(_step_lamb)
     stays_finite: ClassVar[bool] = False  # a step is as long as the row
     fbgemm_name = "lamb"

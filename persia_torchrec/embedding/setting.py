@@ -28,9 +28,10 @@ from persia_torchrec.errors import ConfigError
 
 _FLOAT32_RANGE = 2.0**127
 
-MODERATE_LR, MODERATE_EPS = 1e3, 1e-12
-"""The largest learning rate, and the least that is added to a divisor, of an optimizer
-that says that rows stay finite: a step of a gradient of 1e10 is 1e25 at most."""
+MODERATE_LR, MODERATE_EPS, MODERATE_DECAY = 1e3, 1e-12, 1e3
+"""The largest learning rate, the least that is added to a divisor, and the largest
+weight decay of an optimizer that says that rows stay finite: a step of a gradient of
+1e10 is 1e25 at most, and the square of the decay of a weight of 1e15 1e36."""
 
 Words = npt.NDArray[np.uint64]
 
@@ -106,7 +107,7 @@ def non_defaults(setting: Any) -> dict[str, object]:
 class Setting:
     """Base of the settings; a field that breaks its :class:`Rule` is a ConfigError.
 
-    Lists, which JSON has, become tuples.
+    Lists, which JSON has, become tuples, and NumPy's numbers those of Python.
     """
 
     kind: ClassVar[str]
@@ -118,6 +119,9 @@ class Setting:
             value = getattr(self, name)
             if isinstance(value, list):
                 object.__setattr__(self, name, tuple(value))
+            elif isinstance(value, np.generic):
+                value = value.item()
+                object.__setattr__(self, name, value)
             try:
                 holds = rule.holds(value)
             except TypeError:
@@ -195,6 +199,11 @@ class Optimizer(Setting, ABC):
         number of steps that a job makes. Rows are not looked at then; else they are,
         after each step, which takes some nanoseconds.
         """
+        return False
+
+    @property
+    def reads_norms(self) -> bool:
+        """Whether a step depends on the Euclidean norm of the weights, or bounds it."""
         return False
 
     @property

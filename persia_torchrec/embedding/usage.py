@@ -41,7 +41,9 @@ class DynamicDim(Setting):
     blocks that the lookup of its batch has read, though the id may have more by then;
     after a restart of the server in between, all that the id has. A written row gets
     weights, and state, in the blocks that it has; a new one has one. The state of an
-    optimizer is that of all weights, and one number a row is one a block here.
+    optimizer is that of all weights, and one number a row is one a block here: rowwise
+    optimizers step each block by its own mean. Those that read the norm of a row (LAMB,
+    LARS, ``max_norm``) are a ConfigError.
 
     A ``period`` is so many updates of the table; in its course an id is seen ``cur``
     times, repeats in a batch included. When t periods have ended::

@@ -52,6 +52,19 @@ _MIX_A = np.uint32(0x7FEB352D)
 _MIX_B = np.uint32(0x846CA68B)
 
 
+def largest_within(bound: np.float32, dtype: int) -> np.float32:
+    """Return the largest number of ``dtype`` that is at most a bound, ``>= 0``."""
+    if dtype == BF16:
+        bits = np.float32(bound).view(np.uint32) & np.uint32(0xFFFF0000)
+        return np.float32(bits.view(np.float32))
+    if dtype == FP16:
+        with np.errstate(over="ignore"):
+            half = np.float16(bound)
+        below = np.nextafter(half, np.float16(0))
+        return np.float32(below if half > bound else half)
+    return bound
+
+
 @compiled
 def widen(halves: Pointer, weights: Pointer, dim: np.int64, dtype: np.int64) -> None:
     """Read ``dim`` weights of ``FP16`` or ``BF16`` as float32."""

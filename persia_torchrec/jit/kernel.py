@@ -25,6 +25,8 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 ZERO = np.float32(0)
 ONE = np.float32(1)
+_LEAST_SQUARES, _MOST_SQUARES = np.float32(1e-20), np.float32(1e37)
+_INFINITE = np.float32(np.inf)
 
 _MUL_A = np.uint64(0xBF58476D1CE4E5B9)
 _MUL_B = np.uint64(0x94D049BB133111EB)
@@ -57,6 +59,28 @@ def sum_of_squares(x: Pointer, dim: int) -> np.float32:
     for d in range(dim):
         total += x[d] * x[d]
     return total
+
+
+def length_of(x: Pointer, dim: int) -> np.float32:
+    """Return the Euclidean norm of a vector, whatever its magnitude.
+
+    Where squares overflow, or lose digits, the vector is divided by its largest
+    magnitude.
+    """
+    squares = sum_of_squares(x, dim)
+    if _LEAST_SQUARES < squares < _MOST_SQUARES:
+        return np.float32(np.sqrt(squares))
+    largest = ZERO
+    for d in range(dim):
+        size = abs(x[d])
+        largest = size if size > largest else largest
+    if not ZERO < largest < _INFINITE:
+        return np.float32(np.sqrt(squares))
+    squares = ZERO
+    for d in range(dim):
+        scaled = divide(x[d], largest)
+        squares += scaled * scaled
+    return np.float32(largest * np.sqrt(squares))
 
 
 def splitmix64(word: W) -> W:

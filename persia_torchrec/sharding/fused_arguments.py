@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 _NEAREST = {
     "AdamW": "torch.optim.Adam, whose weight_decay is AdamW's on the servers",
-    "SparseAdam": "torch.optim.Adam, which changes the rows of a batch alone there",
+    "SparseAdam": "TableSettings(optimizer=AdamAsync(...)), which is the same",
     "RMSprop": "TableSettings(optimizer=AdamAsync(apply_sparse_rmsprop=True))",
     "NAdam": "TableSettings(optimizer=AdamAsync(use_nesterov=True))",
     "Adadelta": "torch.optim.Adagrad",
@@ -195,6 +195,11 @@ def translate(
     given.pop("optimizer", None)  # TorchRec writes fbgemm's name among the arguments
     clips = bool(given.pop("gradient_clipping", False))
     max_gradient = float(given.pop("max_gradient", 1.0)) if clips else 0.0
+    if clips and not max_gradient > 0:
+        raise ConfigError(
+            f"Table {table!r}: max_gradient must be > 0 with gradient_clipping. "
+            f"Received: {max_gradient}. Leave gradient_clipping out to clip nothing."
+        )
     if not clips:
         given.pop("max_gradient", None)
     rounds = bool(given.pop("stochastic_rounding", True))

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, SupportsFloat, TypeAlias
 
 import torch
 from torch import nn
@@ -64,21 +64,30 @@ class JoinedGroup(dict[str, Any]):
         params = [param for table in tables for param in table["params"]]
         super().__init__(params=params, lr=tables[0]["lr"])
         self._tables = tables
-        self._seen = float(tables[0]["lr"])
+        self._seen = rate_of(tables[0])
 
     def lead(self) -> None:
         """Let the tables have the group's rate, if that has changed; else follow."""
-        if float(self["lr"]) != self._seen:
+        if rate_of(self) != self._seen:
             for table in self._tables:
-                set_values(table, {"lr": float(self["lr"])})
+                set_values(table, {"lr": rate_of(self)})
         self.follow()
 
     def follow(self) -> None:
         """Let the group have the rate of its tables, if that is one."""
-        rates = {float(table["lr"]) for table in self._tables}
-        if len(rates) == 1 and float(self["lr"]) not in rates:
+        rates = {rate_of(table) for table in self._tables}
+        if len(rates) == 1 and rate_of(self) not in rates:
             set_values(self, {"lr": rates.pop()})
-        self._seen = float(self["lr"])
+        self._seen = rate_of(self)
+
+
+def rate_of(group: Mapping[str, Any]) -> float:
+    """Return the learning rate of a group: a number, or a tensor of one."""
+    rate = group["lr"]
+    is_number = isinstance(rate, SupportsFloat) and not isinstance(rate, bool)
+    if not is_number or (isinstance(rate, torch.Tensor) and rate.numel() != 1):
+        raise ConfigError(f"lr of a group must be a number. Received: {rate!r:.100}.")
+    return float(rate)
 
 
 def restore_groups(
@@ -139,7 +148,7 @@ class RemoteOptimizer(FusedOptimizer):
 
     def learning_rates(self) -> dict[str, float]:
         """Return the current rate of each table."""
-        return {group["table"]: float(group["lr"]) for group in self._groups}
+        return {group["table"]: rate_of(group) for group in self._groups}
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Send the rates that have changed; the gradients are on their way already."""

@@ -14,6 +14,7 @@ for a pull that waits for this backward pass. The backward pass pushes the gradi
 Dimensions: B samples, L ids of one feature, T sum of all dims, D embedding dim.
 """
 
+import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -59,6 +60,8 @@ from persia_torchrec.sharding.table_control import (
     RemoteTables,
     loss_scale,
 )
+
+logger = logging.getLogger(__name__)
 
 EMBEDDING_BAG_KEY = "ids"
 """How the one feature of an ``nn.EmbeddingBag`` is called."""
@@ -417,6 +420,7 @@ class ShardedRemoteEmbeddingBagCollection(ShardedRemoteCollection):
     """An ``EmbeddingBagCollection``; its bags come pooled, or are pooled here."""
 
     unsharded_module_type = torchrec.EmbeddingBagCollection
+    _has_told_weights = False
 
     def make_output(
         self, batch: PrefetchedBatch[Any], weights: torch.Tensor | None = None
@@ -424,6 +428,8 @@ class ShardedRemoteEmbeddingBagCollection(ShardedRemoteCollection):
         """Wait for the embeddings, float32 ``(B, T)``; by default with own weights."""
         if weights is None and self.spec.is_weighted:
             weights = batch.source.weights()
+        elif weights is None and batch.source.kjt.weights_or_none() is not None:
+            self._tell_ignored_weights()
         self.wait(batch)
         if weights is not None:
             weights = weights.to(self._device, torch.float32, non_blocking=True)
@@ -437,6 +443,16 @@ class ShardedRemoteEmbeddingBagCollection(ShardedRemoteCollection):
         if any(self._clips):
             self.clip(values, self._bounds())
         return torchrec.KeyedTensor(self._names, self._dims, values)
+
+    def _tell_ignored_weights(self) -> None:
+        """Warn once that weights of a batch change nothing, as in plain TorchRec."""
+        if not self._has_told_weights:
+            self._has_told_weights = True
+            logger.warning(
+                "The collection of the tables %s ignores the weights of its batches. "
+                "Build it with is_weighted=True if its bags are weighted sums.",
+                ", ".join(repr(table.name) for table in self.spec.tables),
+            )
 
     def _bounds(self) -> torch.Tensor:
         """Return what the gradient of each column is clamped to, float32 ``(T,)``."""

@@ -35,6 +35,7 @@ from persia_torchrec.sharding.optimizer import (
     JoinedGroup,
     RemoteOptimizer,
     States,
+    rate_of,
     set_values,
 )
 from persia_torchrec.sharding.stored_tensor import is_sharded
@@ -324,7 +325,7 @@ class RemoteTables(OwnProcess):
         self.agree_on_rates()
         specs, groups = self.specs, self.groups
         if any(groups[n]["lr"] != specs[n].optimizer.lr for n in groups):
-            self.set_rates({name: float(groups[name]["lr"]) for name in groups})
+            self.set_rates({name: rate_of(groups[name]) for name in groups})
 
     def agree_on_rates(self) -> None:
         """Let groups of several tables, and of single ones, have the same rates."""
@@ -379,7 +380,7 @@ class TableControl:
         """Return the learning rate of each table, which may not have been sent yet."""
         self.remote_tables.agree_on_rates()
         groups = self.remote_tables.groups.items()
-        return {name: float(group["lr"]) for name, group in groups}
+        return {name: rate_of(group) for name, group in groups}
 
     def restore(
         self,

@@ -130,7 +130,7 @@ TICK_MASK = np.uint64(2**48 - 1)
 WORD = np.uint64(8)
 
 _HEADER_BYTES = _METADATA_BYTES = 16
-_DTYPES = ("fp32", "fp16", "bf16")
+DTYPES = ("fp32", "fp16", "bf16")
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named from Python 3.13 on
 _MANY = 2**40
 """Length of arrays that the loops see by address: no index is ever checked."""
@@ -344,7 +344,7 @@ class Arenas:
 
 def build_layout(spec: TableSpec, number: int, *, has_metadata: bool) -> Layout:
     """Return a layout ``(17,)`` without addresses, arena, seed, step and time."""
-    dtype = _DTYPES.index(spec.weight_dtype)
+    dtype = DTYPES.index(spec.weight_dtype)
     layout = np.zeros(NUM_COLUMNS, dtype=np.uint64)
     layout[OWNER] = number + 1
     layout[DIM], layout[NUM_STATE] = spec.row_dim, spec.num_row_floats

@@ -18,6 +18,7 @@ from persia_torchrec.jit.compiled import (
     read_only,
     specialized,
 )
+from persia_torchrec.jit.float16 import largest_within
 from persia_torchrec.jit.kernel import NO_LOG
 from persia_torchrec.store import finite, loops, memory
 from persia_torchrec.store.fbgemm_engine import FbgemmEngine
@@ -479,4 +480,6 @@ def _checks(
     is_sure &= bool(np.abs(fill).max(initial=0) <= finite.MODERATE_WEIGHT)
     is_sure &= bool(state_S[:num_state].max(initial=0) <= finite.MODERATE_STATE)
     moderate = float(finite.MODERATE_SQUARES) if is_sure else -1.0
-    return np.float32(spec.weight_bound or np.inf), moderate, num_state
+    bound = np.float32(spec.weight_bound or np.inf)
+    bound = largest_within(bound, memory.DTYPES.index(spec.weight_dtype))
+    return bound, moderate, num_state

@@ -192,6 +192,27 @@ def test_features_of_different_numbers_of_samples_are_rejected():
         to_jagged_ids(batch, ["ad"])
 
 
+@pytest.mark.parametrize("lengths", [[1, 1, 1], [1, 1, 1, 0, 0]])
+def test_there_must_be_a_length_for_each_key_and_sample(lengths):
+    batch = kjt([0] * sum(lengths), lengths)
+    message = rf"a length for each key and sample, .*Received: {len(lengths)} lengths"
+    with pytest.raises(BatchError, match=message):
+        to_jagged_ids(batch, ["ad"])
+
+
+@pytest.mark.parametrize("of_meta", ["values", "lengths"])
+def test_ids_of_the_meta_device_are_an_error(of_meta):
+    parts = {
+        name: torch.ones(
+            2, dtype=torch.int64, device="meta" if of_meta == name else "cpu"
+        )
+        for name in ("values", "lengths")
+    }
+    batch = KeyedJaggedTensor(["ad", "user"], **parts, stride=1)
+    with pytest.raises(BatchError, match=r"Received: a tensor on the meta device"):
+        JaggedBatch.of(batch, ["ad"])
+
+
 @pytest.mark.parametrize("num_ids", [3, 5])
 def test_lengths_must_sum_up_to_the_number_of_ids(num_ids):
     batch = kjt([0] * num_ids, [1, 1, 1, 1])

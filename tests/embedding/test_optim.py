@@ -22,7 +22,9 @@ from persia_torchrec.embedding.optim import (
     RowwiseAdam,
     RowwiseLAMB,
 )
+from persia_torchrec.embedding.usage import DynamicDim
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.table import TableSpec
 from tests.support.optimizers import EVERY_OPTIMIZER, optimizers_by_kind
 
 EVERY_CLASS = [
@@ -221,3 +223,25 @@ def test_a_description_of_no_optimizer_is_rejected(description, message):
 def test_the_base_class_is_no_optimizer():
     with pytest.raises(TypeError, match="abstract"):
         Optimizer(0.1)
+
+
+def test_numbers_of_numpy_are_numbers():
+    optimizer = SGD(np.float32(0.5), momentum=np.float64(0.25))
+    assert optimizer == SGD(0.5, momentum=0.25)
+    assert type(optimizer.lr) is float
+
+
+def test_a_flag_must_be_true_or_false():
+    with pytest.raises(ConfigError, match="vectorwise_shared must be True or False"):
+        Adagrad(0.1, vectorwise_shared=1)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [LAMB(), RowwiseLAMB(), LARS(), Adagrad(vectorwise_shared=True, max_norm=1.0)],
+)
+def test_an_optimizer_that_reads_the_norm_of_a_row_takes_no_blocks(optimizer):
+    given = {"name": "t", "dim": 4, "optimizer": optimizer}
+    assert TableSpec(**given, dynamic=DynamicDim())
+    with pytest.raises(ConfigError, match="'t': an optimizer that reads the norm of"):
+        TableSpec(**given, dynamic=DynamicDim(blocks=2))

@@ -498,3 +498,30 @@ def test_a_loop_is_made_of_vectors_of_single_precision(name):
     (code,) = step.inspect_llvm().values()
     assert re.search(r"store <\d+ x float>", code)
     assert "fpext" not in code
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-23, 1e-15, 1.0, 1e15])
+@pytest.mark.parametrize("optimizer", [LAMB(0.1), RowwiseLAMB(0.1), LARS(0.1, eta=1.0)])
+def test_a_step_is_in_proportion_to_the_row_whatever_its_magnitude(optimizer, size):
+    weights = np.array([[0.5, -2.0, 1.0, 0.25]], dtype=np.float32)
+    grads = np.array([[1.0, 2.0, -1.0, 3.0]], dtype=np.float32)
+    whole = train_rows(weights, [([0], grads)], optimizer)
+    scaled = train_rows(weights * np.float32(size), [([0], grads)], optimizer)
+    np.testing.assert_allclose(scaled.weights / size, whole.weights, rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-22, 1e19, 1e30])
+def test_a_step_of_lars_does_not_depend_on_the_magnitude_of_the_gradient(size):
+    weights = np.array([[0.5, -2.0, 1.0, 0.25]], dtype=np.float32)
+    grads = np.array([[1.0, 2.0, -1.0, 3.0]], dtype=np.float32)
+    optimizer = LARS(0.1, eta=1.0, momentum=0)
+    whole = train_rows(weights, [([0], grads)], optimizer)
+    scaled = train_rows(weights, [([0], grads * np.float32(size))], optimizer)
+    np.testing.assert_allclose(scaled.weights, whole.weights, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "optimizer", [SGD(1e-30, weight_decay=1e30), Adam(1e-20, weight_decay=1e20)]
+)
+def test_a_row_is_looked_at_where_the_weight_decay_is_absurd(optimizer):
+    assert not optimizer.stays_finite

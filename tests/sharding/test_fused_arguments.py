@@ -364,3 +364,17 @@ def test_steps_equal_those_of_fbgemms_kernels_on_a_gpu(cls, device):
         made = translate(cls, {"lr": LR, **given}, table="t").optimizer
         rows = trained_here(cls, given, str(device))
         torch.testing.assert_close(stepped(made), rows, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("most", [0.0, -1.0, float("nan")])
+def test_clipping_needs_a_largest_gradient_above_zero(most):
+    given = {"learning_rate": 1.0, "gradient_clipping": True, "max_gradient": most}
+    with pytest.raises(ConfigError, match=r"max_gradient must be > 0 with gradient_cl"):
+        translate_fused_params(given, None)
+
+
+def test_the_error_of_sparse_adam_names_its_twin():
+    with pytest.raises(
+        ConfigError, match=r"nearest is TableSettings\(optimizer=AdamAs"
+    ):
+        translate(torch.optim.SparseAdam, {}, table="t")

@@ -206,3 +206,15 @@ def test_a_shared_table_keeps_its_rate_until_every_collection_has_pushed(job):
     model(kjt_of(IDS)).backward()
     assert moved(job, sharder) == [22.0, 22.0]
     sharder.close()
+
+
+@pytest.mark.parametrize("rate", ["0.1", True, None])
+def test_a_rate_that_is_no_number_is_an_error(job, rate):
+    sharder = RemoteEmbeddingBagCollectionSharder(job.client, SGD(1.0))
+    DistributedModelParallel(Bags(TABLES), sharders=[sharder])
+    optimizer = sharder.optimizer
+    optimizer.param_groups[0]["lr"] = rate
+    with pytest.raises(ConfigError, match=rf"must be a number\. Received: {rate!r}"):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 1.0
+    sharder.close()

@@ -117,3 +117,14 @@ def test_a_batch_without_ids_pools_to_zeros_and_moves_nothing(job, num_samples):
     assert torch.equal(output.detach(), torch.zeros(num_samples, 2 * DIM))
     output.sum().backward()
     assert job.total("open_batches") == 0
+
+
+def test_weights_for_a_collection_without_them_are_one_warning(job, caplog):
+    collection = EmbeddingBagCollection(tables=tables(), device=META)
+    model = job.put_on_servers(nn.Sequential(collection), SGD(0.5))
+    with_weights = model(batch()).values()
+    assert torch.equal(with_weights, model(batch(None)).values())
+    model(batch())
+    [line] = [one for one in caplog.messages if "ignores the weights" in one]
+    assert "is_weighted=True" in line
+    assert all(repr(table.name) in line for table in tables())

@@ -235,3 +235,26 @@ def test_rows_that_were_written_large_are_looked_at(engine):
     assert store.update(0, ids_of(0, 1), grads).num_refused == 1
     store.clear()
     assert store.tally[memory.HAS_LARGE] == 0
+
+
+@pytest.mark.parametrize("is_stochastic", [True, False])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_no_weight_exceeds_the_bound_in_any_dtype(dtype, is_stochastic):
+    bound = np.float32(0.3)
+    weights = np.zeros((3, 7), dtype=np.float32)
+    grads = np.tile(np.array([-1.0, 1.0, -1e6], dtype=np.float32)[:, None], 7)
+    settings = {"weight_dtype": dtype, "stochastic_rounding": is_stochastic}
+    steps = [([0, 1, 2], grads)] * 5
+    table = train_table(weights, steps, SGD(1.0), weight_bound=0.3, **settings)
+    assert np.abs(table.weights).max() <= bound
+    assert np.abs(table.weights).min() >= bound * (1 - 2**-7)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_a_bound_on_the_norm_holds_up_to_a_rounding_of_each_weight(dtype):
+    weights, steps = batches(8, some_rows=False)
+    optimizer = Adagrad(1.0, vectorwise_shared=True, max_norm=0.3)
+    table = train_table(weights, steps, optimizer, weight_dtype=dtype)
+    roundings = np.abs(table.weights) * 2.0 ** (-10 if dtype == "fp16" else -7)
+    norms = np.linalg.norm(np.abs(table.weights) - roundings, axis=1)
+    assert norms.max() <= 0.3
