@@ -62,7 +62,7 @@ _UNDERFLOWS = f"persia_{UNDERFLOWS}_total"
 WAIT = "get_train_batch_time_cost_more_than_1ms_sec"
 
 # PERSIA's metrics of its NN workers. What PERSIA has as the value of the last batch is
-# here the mean of the batches since the last push.
+# here the mean of the batches since the last push. One of this package's own.
 _HELPS = {
     _FORWARD: "a lookup by an embedding worker",
     _FORWARD_ERROR: "lookups that failed",

@@ -113,7 +113,7 @@ def test_every_panel_has_its_own_position_and_title():
 
 
 def test_every_metric_of_persia_is_pushed_or_documented_as_missing(pushed):
-    in_trainers = set(trainer._HELPS)
+    in_trainers = {n for n in trainer._HELPS if not n.startswith("persia_")}
     assert {*PERSIAS["server"], *PERSIAS["worker"]} - pushed - MISSING == set()
     assert set(PERSIAS["trainer"]) - MISSING == in_trainers
     assert MISSING & (pushed | in_trainers) == set()
