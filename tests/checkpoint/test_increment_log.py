@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from persia_torchrec.checkpoint.catalog import LogPosition, Manifest, SavedShard
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.increment_log import (
