@@ -128,11 +128,23 @@ class DataPass:
         """Whether what is handed out has begun to read before this pass did."""
         return self._own is None and isinstance(self._batches, Iterator)
 
-    def begin(self, note_random: Callable[[], None]) -> Iterator[Any]:
-        """Begin the pass; ``note_random`` is called before it draws numbers."""
+    def begin(
+        self, note_random: Callable[[], None], *, is_resumed: bool = False
+    ) -> Iterator[Any]:
+        """Begin the pass; ``note_random`` is called before it draws numbers.
+
+        ``is_resumed`` tells that it is the first one behind the pass of a checkpoint.
+        """
         self._has_begun = any(has_iterator(loader) for loader in self._persistent)
         for stream in self._streams:
             stream.load_state_dict({})
+        own = self._data.get(self._own or "")
+        if (
+            is_resumed
+            and self._streams
+            and isinstance(own, torch.utils.data.DataLoader)
+        ):
+            own.load_state_dict({})  # workers that persist would keep where they began
         for name, value in self._data.items():
             if name != self._own:
                 self._kept[name] = _Kept(0, self._state_at_next(value))

@@ -127,6 +127,7 @@ class Recovery:
         self.num_steps = self._num_passes = 0
         self._random = self._random_state()  # at the beginning of the pass
         self._is_checked = self._has_warned = False
+        self._is_behind_resume = False  # the next pass is the first after that
         self.clock = CheckpointClock(
             config.interval_s,
             save_steps=config.save_steps,
@@ -253,7 +254,8 @@ class Recovery:
             if saved is not None:
                 set_random_state(saved["random"], self._generators())
             self.num_batches, self.last_numbers = 0, {}
-            return current.begin(self._note_random)
+            is_resumed, self._is_behind_resume = self._is_behind_resume, False
+            return current.begin(self._note_random, is_resumed=is_resumed)
         return self._resume_pass(batches, saved)
 
     def begin_epochs(self, num: int) -> int:
@@ -302,7 +304,7 @@ class Recovery:
     ) -> Iterator[T]:
         current = self._pass
         assert current is not None
-        self._random = saved["random_at_pass"]
+        self._random, self._is_behind_resume = saved["random_at_pass"], True
         self.num_batches, self.last_numbers = saved["num_batches"], saved["last"]
         if isinstance(batches, DataLoader):
             batches.dataset.trained = dict(self.last_numbers)
