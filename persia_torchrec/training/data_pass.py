@@ -138,12 +138,8 @@ class DataPass:
         self._has_begun = any(has_iterator(loader) for loader in self._persistent)
         for stream in self._streams:
             stream.load_state_dict({})
-        own = self._data.get(self._own or "")
-        if (
-            is_resumed
-            and self._streams
-            and isinstance(own, torch.utils.data.DataLoader)
-        ):
+        own: Any = self._data.get(self._own or "")
+        if is_resumed and self._streams and getattr(own, "persistent_workers", False):
             own.load_state_dict({})  # workers that persist would keep where they began
         for name, value in self._data.items():
             if name != self._own:
