@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.client.codec import BatchCount
 from persia_torchrec.data import CsvDataset, IdColumn, LabelColumn
 from persia_torchrec.datasets.work_queue import _from_first
 from persia_torchrec.errors import ConfigError
@@ -39,7 +40,7 @@ def be_slow(rank=0):
 class SlowServers:
     """What a recovery asks of a client of servers that take their time."""
 
-    generation, recovery_s = 0, 600.0
+    generation, recovery_s, batches = 0, 600.0, BatchCount()
     checkpoints = SimpleNamespace(job="")
 
     def begin_generation(self, generation):
