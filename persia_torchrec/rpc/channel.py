@@ -549,13 +549,16 @@ class Reply(Future[tuple[Header, Frames]]):
 class Away:
     """Since when a server is away, the HELLO it was sent, and when it gets the next.
 
-    ``address`` is where it is now, if it has moved.
+    ``address`` is where it is now, if it has moved. A new socket is opened at
+    ``again_s``, as it ``rejects`` the token that it had accepted.
     """
 
     since_s: float
     hello: int = -1
     hello_s: float = math.inf
     address: str = ""
+    again_s: float = math.inf
+    rejects: str = ""
 
 
 class Told(msgspec.Struct):

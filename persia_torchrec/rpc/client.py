@@ -78,6 +78,7 @@ logger = logging.getLogger(__name__)
 _IDLE_POLL_MS = 200
 _MAX_PENDING = 256  # requests that wait for replies; the caller of one more waits
 _RETRY_S = 0.1  # until a server that is not ready is asked again
+_REJECTED_S = 1.0  # until one that rejects a token which it had accepted is
 _STILL_LOST = "the connection was lost, and is not there yet. Did the process end?"
 _ROWS_GONE = (
     "the server was started again, and its rows are gone. Fill or export the table "
@@ -481,8 +482,18 @@ class Connections(OwnProcess):
         self._open(server)
 
     def _notice_rejection(self, server: int, event: int, value: int) -> None:
-        """Prove the token once more, or give up a server that does not accept it."""
-        if reason := self._proofs[server].reject(event, value):
+        """Prove the token once more, or give up a server that does not accept it.
+
+        One that had accepted it may have a clock that jumped: it is given time.
+        """
+        reason = self._proofs[server].reject(event, value)
+        if reason and event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and server in self._away:
+            away = self._away[server]
+            if not away.rejects:
+                logger.warning("%s: %s Trying again", self.names[server], reason)
+            away.rejects = f" {reason}"
+            away.again_s = time.monotonic() + _REJECTED_S
+        elif reason:
             self._lose(server, reason, reason, TokenError)
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             # ZeroMQ has given the socket up. Nothing was sent over it.
@@ -559,12 +570,17 @@ class Connections(OwnProcess):
                 gone = (
                     f"the server was away for {self._recovery_s:g} s, and is not back"
                 )
-                self._lose(server, f"{gone}. See its log.", f"{gone} yet.")
+                why = away.rejects or " See its log."
+                self._lose(server, f"{gone}.{why}", f"{gone} yet.")
+            elif away.again_s <= now_s:
+                away.again_s = math.inf
+                self._close_socket(server)
+                self._open(server)
             elif away.hello_s <= now_s:
                 away.hello, away.hello_s = next(self._numbers), math.inf
                 hello = Header(Kind.HELLO).encode(request=away.hello)
                 self._send(server, [hello, encode_json(None)])
-            next_s = min(next_s, away.hello_s)
+            next_s = min(next_s, away.hello_s, away.again_s)
         return max(int(1000 * (next_s - now_s)), 0) + 1
 
     def _concerns_recovery(

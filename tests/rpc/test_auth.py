@@ -15,7 +15,7 @@ from persia_torchrec.rpc.client import Connections
 from persia_torchrec.rpc.messages import Header, Kind, encode_json
 from persia_torchrec.rpc.server import Service
 from tests.support.ports import draw_port
-from tests.support.processes import DEADLINE_S
+from tests.support.processes import DEADLINE_S, wait_until
 from tests.support.sockets import ending_of
 
 OURS, THEIRS = "our token, of the job", "their token, of another"
@@ -35,8 +35,8 @@ def options_of(token, *, encrypts=False):
 
 
 @contextlib.contextmanager
-def serving(**settings):
-    service = Service("service", lambda *_: [encode_json("answer")], **settings)
+def serving(answer="answer", **settings):
+    service = Service("service", lambda *_: [encode_json(answer)], **settings)
     yield service.address
     service.close()
 
@@ -112,6 +112,23 @@ def test_the_address_book_is_encrypted_and_reports_what_to_set(monkeypatch):
         set_token(monkeypatch, THEIRS)
         with pytest.raises(DiscoveryError, match="PERSIA_JOB_TOKEN_FILE, or"):
             AddressBook.join("127.0.0.1", book.port, timeout_s=DEADLINE_S)
+
+
+def test_a_server_whose_clock_jumps_over_a_restart_is_waited_for(monkeypatch):
+    set_token(monkeypatch, OURS)
+    port, answer = draw_port(), {"incarnation": 7}
+    with serving(answer, port=port) as address:
+        kept = Connections("service", [address], recovery_s=DEADLINE_S)
+        assert submit(kept) == encode_json(answer)
+    with monkeypatch.context() as apart, contextlib.closing(kept):
+        apart.setattr(timeouts, "PROOF_VALID_S", -1.0)  # no clock is near
+        with serving(answer, port=port):
+            wait_until(
+                lambda: any(away.rejects for away in [*kept._away.values()]),
+                "the token is rejected",
+            )
+            apart.undo()
+            assert submit(kept) == encode_json(answer)
 
 
 def test_a_proof_is_accepted_once(monkeypatch):
