@@ -103,7 +103,12 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
         return state not in "ZX" and start == self.start
 
     def is_last(self) -> bool:
-        """Return whether no process of its name runs on this host any more."""
+        """Return whether no process of its name runs on this host any more.
+
+        That is not known of one that had ended when its name was read.
+        """
+        if not self.name:
+            return False
         found = map(_read_stat, _pids())
         return all(name != self.name or state in "ZX" for state, _, name, _ in found)
 
