@@ -20,7 +20,7 @@ PAGE = Path(__file__).with_name("uneven_job.md")
 NUM_SAMPLES = 120
 EACH_KILL = 3  # samples between two kills
 MOST_STEPS, SAVE_STEPS = 800, 200  # of a trainer in a pass; between two checkpoints
-PAUSE_S = 0.008  # a step; less than two cores can do, so that the rate is even
+PAUSE_S = 0.004  # a step; less than two cores can do, so that the rate is even
 MEMBERS = [(role, index) for role in ("server", "trainer") for index in range(2)]
 
 pytestmark = pytest.mark.multiprocess
