@@ -146,15 +146,21 @@ def exchange_s(
 
 @contextlib.contextmanager
 def saying(
-    logger: logging.Logger, what: Callable[[], str], *, first_s: float | None = None
+    logger: logging.Logger,
+    what: Callable[[], str],
+    *,
+    first_s: float | None = None,
+    level: int = logging.WARNING,
 ) -> Iterator[None]:
     """Log what a block waits for after ``SAY_S`` seconds, and at twice the seconds.
 
-    The first time is after ``first_s`` seconds, if it is given. An empty text is left
-    out. The end of a wait that was said is said, too. A short wait costs microseconds;
-    in a long one a thread of its own calls ``what``, which must not raise.
+    The first time is after ``first_s`` seconds, if it is given; the ``level`` of a
+    start, which may take long, is INFO. An empty text is left out. The end of a wait
+    that was said is said, too. A short wait costs microseconds; in a long one a thread
+    of its own calls ``what``, which must not raise.
     """
-    wait = _Wait(logger, what, time.monotonic(), SAY_S if first_s is None else first_s)
+    in_s = SAY_S if first_s is None else first_s
+    wait = _Wait(partial(logger.log, level), what, time.monotonic(), in_s)
     _watch.add(wait)
     try:
         yield
@@ -167,9 +173,13 @@ class _Wait:
     """A block that waits; ``due_s`` is when the first line about it is due."""
 
     def __init__(
-        self, logger: logging.Logger, what: Callable[[], str], now_s: float, in_s: float
+        self,
+        log: Callable[..., None],
+        what: Callable[[], str],
+        now_s: float,
+        in_s: float,
     ) -> None:
-        self._logger, self._what, self._begun_s = logger, what, now_s
+        self._log, self._what, self._begun_s = log, what, now_s
         self.due_s = now_s + in_s
         self._lock = threading.Lock()
         self._over: threading.Event | None = None  # of a wait that is long
@@ -191,7 +201,7 @@ class _Wait:
             self._has_ended = True
             if self._said:
                 seconds = time.monotonic() - self._begun_s
-                self._logger.warning("waited %.0f s: %s", seconds, self._said)
+                self._log("waited %.0f s: %s", seconds, self._said)
 
     def _say(self, over: threading.Event) -> None:
         while not over.is_set():
@@ -199,7 +209,7 @@ class _Wait:
             with self._lock:
                 if text and not self._has_ended:
                     self._said = text
-                    self._logger.warning("%s, for %.0f s", text, seconds)
+                    self._log("%s, for %.0f s", text, seconds)
             next_s = self._begun_s + max(SAY_S, 2 * seconds)
             over.wait(next_s - time.monotonic())
 

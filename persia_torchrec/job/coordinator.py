@@ -262,7 +262,11 @@ class Coordinator:
 
     def _watch(self) -> tuple[Outcome, str]:
         is_joining = True
-        with timeouts.saying(logger, lambda: self._line(self._absent())):
+
+        def absent() -> str:
+            return self._line(self._absent())
+
+        with timeouts.saying(logger, absent, level=logging.INFO):
             while True:
                 with self._book.lock:
                     now_s = self._job.clock.advance(time.monotonic())

@@ -168,6 +168,7 @@ class AddressBook:
             logger,
             lambda: f"waiting for the coordinator at {host}:{port}",
             first_s=_SOON_S,
+            level=logging.INFO,
         ):
             address = _await_listener(host, port, listens_by, look)
         book = cls((address, port), own, host)
@@ -325,7 +326,7 @@ class AddressBook:
 
         now = time.monotonic()
         patience = ExtendableDeadline(now + timeout_s, now)
-        with timeouts.saying(logger, what):
+        with timeouts.saying(logger, what, level=logging.INFO):
             while found.values is None or None in found.values:
                 if found.view.outcome == "failed":
                     raise JobError(f"The job failed: {found.view.reason}")

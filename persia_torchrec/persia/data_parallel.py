@@ -234,7 +234,7 @@ def init_process_group(
     rank, world_size = env.get_rank(), env.get_world_size()
     most_s = max(timeouts.exchange_s(recovery_s), env.join_timeout_s())
     what = f"waiting for the other NN workers of {world_size}"
-    with timeouts.saying(logger, lambda: what):
+    with timeouts.saying(logger, lambda: what, level=logging.INFO):
         store = _make_store(option, rank, world_size)
         # Without a store torch takes the launcher's own rendezvous, which torchrun's
         # agents may host already.

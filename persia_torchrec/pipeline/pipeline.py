@@ -133,8 +133,11 @@ class PrefetchedBatch(Generic[Handle]):
     def _await(self, timeout_s: float) -> bool:
         began_ns = time.perf_counter_ns()
         try:
-            with timeouts.saying(logger, self._waits_for):
-                return self.arrived.wait(timeout_s)
+            said_s = min(timeout_s, timeouts.SAY_S)
+            if self.arrived.wait(said_s):
+                return True
+            with timeouts.saying(logger, self._waits_for, first_s=0.0):
+                return self.arrived.wait(timeout_s - said_s)
         finally:
             if self.is_training:
                 self._pipeline.tally.waited(time.perf_counter_ns() - began_ns)

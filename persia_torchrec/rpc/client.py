@@ -208,8 +208,10 @@ class Connections(OwnProcess):
 
     def _finish(self, server: int, number: int, frames: Frames) -> bool:
         """Hand a reply to its caller, in any thread; False: the I/O thread shall."""
-        if server in self._away or not self._silences.heard(server, time.monotonic()):
+        known = self._silences.servers[server]
+        if server in self._away or known.is_silent:
             return False
+        known.heard_s = time.monotonic()
         if (reply := self._take(number, server)) is not None:
             reply.set_result((Header.decode(frames[0]), frames))
         return True
@@ -348,7 +350,7 @@ class Connections(OwnProcess):
     def _name_the_silent(self) -> None:
         """Log, now and then, for whom requests wait; ping servers to learn it."""
         now_s = time.monotonic()
-        if not self._silences.is_time(now_s):
+        if now_s < self._silences.look_s:
             return
         oldest = dict[int, Reply]()
         with self._lock:
@@ -358,7 +360,7 @@ class Connections(OwnProcess):
             if server in self._away:
                 continue
             number = next(self._numbers)
-            self._silences.pinged(server, number)
+            self._silences.servers[server].ping = number
             ping: list[SentFrame] = [Header(Kind.PING).encode(request=number), b"null"]
             with self._lock:
                 self.carriers.sent_over_tcp(server, ping)
@@ -410,15 +412,18 @@ class Connections(OwnProcess):
             return
         if self._recovery_s and self._concerns_recovery(server, header, frames, error):
             return
-        self._silences.note_message(server, time.monotonic())
-        if self._silences.is_ping(server, header.request):
+        known = self._silences.servers[server]
+        known.answered_s = time.monotonic()
+        if known.is_silent:
+            self._silences.end(server)
+        if header.request == known.ping != 0:
             with contextlib.suppress(WireError):
                 self._silences.answered(server, decode_json(frames, str))
             return
         reply = self._take(header.request, server)
         if reply is None:
             return  # its deadline has passed
-        self._silences.heard(server, time.monotonic())
+        known.heard_s = known.answered_s
         if error and self._recovery_s and error.kind == RestartedError.__name__:
             if reply.incarnation == self.incarnations[server]:  # none that was renewed
                 self._lose_rows(server)
@@ -448,7 +453,7 @@ class Connections(OwnProcess):
         event, value = self._sockets.change(server)
         is_lost = event == zmq.EVENT_DISCONNECTED
         if event == zmq.EVENT_CONNECTED:
-            self._silences.note_connected(server)
+            self._silences.servers[server].is_connected = True
             return
         _, why = self._lost.get(server, ("", None))
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:

@@ -28,7 +28,7 @@ _PAUSE = 6  # times SAY_S after a line, until one says that the next wait is lon
 
 
 @dataclass(slots=True)
-class _Server:
+class Server:
     """What is known of a server.
 
     ``heard_s`` is when it replied to a request. A wait since ``since_s`` was said at
@@ -67,54 +67,33 @@ class _Server:
 
 
 class Silences:
-    """The servers of one client. The I/O thread owns it; any may call ``heard``."""
+    """The servers of one client, by their number; the I/O thread owns it.
+
+    Attributes:
+        servers: what is known of each. A caller's thread may set ``heard_s`` unless the
+            server ``is_silent``: then the I/O thread says that it answers again.
+        look_s: when to look for long waits again.
+    """
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._names, self._look_s = names, 0.0
-        self._servers = [_Server() for _ in names]
+        self._names, self.look_s = names, 0.0
+        self.servers = [Server() for _ in names]
 
-    def heard(self, server: int, now_s: float) -> bool:
-        """Note a reply; False: the I/O thread shall, as a line is due."""
-        one = self._servers[server]
-        if one.is_silent:
-            return False
-        one.heard_s = now_s
-        return True
-
-    def note_message(self, server: int, now_s: float) -> None:
-        """Note that a server has sent something."""
-        one = self._servers[server]
-        one.answered_s = now_s
-        if one.is_silent:
-            one.is_silent = False
-            logger.warning("%s answers again", self._names[server])
-
-    def note_connected(self, server: int) -> None:
-        """Note that something has accepted a connection there."""
-        self._servers[server].is_connected = True
-
-    def pinged(self, server: int, request: int) -> None:
-        """Note the number of a ping."""
-        self._servers[server].ping = request
-
-    def is_ping(self, server: int, request: int) -> bool:
-        """Return whether a message answers the last ping."""
-        return request == self._servers[server].ping != 0
+    def end(self, server: int) -> None:
+        """Say that a server which was silent has sent something."""
+        self.servers[server].is_silent = False
+        logger.warning("%s answers again", self._names[server])
 
     def answered(self, server: int, waits_for: str) -> None:
         """Note the answer to a ping: what this client's requests wait for."""
-        one = self._servers[server]
+        one = self.servers[server]
         one.ping, one.waits_for = 0, waits_for
-
-    def is_time(self, now_s: float) -> bool:
-        """Return whether to look for long waits."""
-        return now_s >= self._look_s
 
     def look(self, now_s: float, oldest: Mapping[int, Reply]) -> list[int]:
         """Log which servers let their oldest request wait; return which to ping."""
-        self._look_s, to_ping, ended = now_s + LOOK_S, [], []
+        self.look_s, to_ping, ended = now_s + LOOK_S, [], []
         due: dict[tuple[bool, str], list[int]] = defaultdict(list)
-        for server, one in enumerate(self._servers):
+        for server, one in enumerate(self.servers):
             reply = oldest.get(server)
             since_s = now_s if reply is None else max(one.heard_s, reply.begun_s)
             waited_s = now_s - since_s
@@ -141,7 +120,7 @@ class Silences:
         """Return what may be the cause that a request has had no reply."""
         if not addresses.has_descriptors():
             return addresses.no_descriptors()
-        if self._servers[server].is_connected:
+        if self.servers[server].is_connected:
             return "Is it the right server, and out of descriptors? See its log."
         return "Is it running, and is the address right?"
 
@@ -160,8 +139,8 @@ class Silences:
             *(what, longest_s, names, f": {waits_for}" if waits_for else ""),
         )
 
-    def _of(self, servers: Sequence[int]) -> list[_Server]:
-        return [self._servers[server] for server in servers]
+    def _of(self, servers: Sequence[int]) -> list[Server]:
+        return [self.servers[server] for server in servers]
 
     def _join(self, servers: Sequence[int]) -> str:
         return timeouts.some_of([self._names[server] for server in servers])

@@ -117,10 +117,11 @@ class Killer:
         victim = process
         if drawn == SUPERVISOR:
             victim = process.supervisor
-        elif drawn == AGENT:
-            victim = ProcessIdentity.of(psutil.Process(process.pid).ppid())
-        if victim.kill():
-            return True
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ends just now
+            if drawn == AGENT:
+                victim = ProcessIdentity.of(psutil.Process(process.pid).ppid())
+            if victim.kill():
+                return True
         del self._away[record]  # it ends, or starts, by itself
         return False
 

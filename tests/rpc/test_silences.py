@@ -24,6 +24,13 @@ class Waits:
         self.now_s, self.oldest = 1000.0, {}
         self._log = caplog
 
+    def hears(self, server, now_s):
+        """Note a message, as a client does."""
+        known = self.silences.servers[server]
+        known.answered_s = now_s
+        if known.is_silent:
+            self.silences.end(server)
+
     def ask(self, *servers):
         for server in servers:
             self.oldest[server] = Reply(900, server, "update of table 'item'")
@@ -37,7 +44,7 @@ class Waits:
             self._log.clear()
             for server in self.silences.look(self.now_s, self.oldest):
                 if server in answers:
-                    self.silences.note_message(server, self.now_s + 0.1)
+                    self.hears(server, self.now_s + 0.1)
                     self.silences.answered(server, waits_for)
             lines += [(self.now_s - 1000, text) for text in self._log.messages]
         return lines
@@ -45,8 +52,8 @@ class Waits:
     def reply(self, *servers):
         self._log.clear()
         for server in servers:
-            self.silences.note_message(server, self.now_s)
-            self.silences.heard(server, self.now_s)
+            self.hears(server, self.now_s)
+            self.silences.servers[server].heard_s = self.now_s
             del self.oldest[server]
         return self._log.messages
 

@@ -237,7 +237,8 @@ def dense_files(folder):
 
 
 def test_a_complete_dump_replaces_the_dense_files_at_persias_paths(start, tmp_path):
-    first, _, third = [tmp_path / f"checkpoint-{n:08d}" for n in (1, 2, 3)]
+    # What fails leaves nothing, and the next one has its number.
+    first, second = [tmp_path / f"checkpoint-{n:08d}" for n in (1, 2)]
     with ctx_of(start()) as ctx:
         train(ctx, range(2))
         ctx.dump_checkpoint(str(tmp_path), with_jit_model=True)
@@ -255,7 +256,7 @@ def test_a_complete_dump_replaces_the_dense_files_at_persias_paths(start, tmp_pa
             ctx.wait_for_dump_embedding()
         ctx.dump_checkpoint(str(tmp_path))
     jit = {"jit_dense.pt": at_first["jit_dense.pt"]}
-    assert dense_files(tmp_path) == dense_files(third) | jit != at_first
+    assert dense_files(tmp_path) == dense_files(second) | jit != at_first
 
 
 class Handler:
