@@ -75,7 +75,8 @@ class BatchNumber(NamedTuple):
 
 
 _RANK_SHIFT = 47
-_IN_TRAINER = (1 << _RANK_SHIFT) - 1
+MOST_BATCHES = (1 << _RANK_SHIFT) - 1
+"""That a trainer can number: 446 years of 10,000 a second."""
 
 
 class BatchCount:
@@ -99,16 +100,16 @@ class BatchCount:
     @staticmethod
     def number(rank: int, begun: int) -> int:
         """Return the number of a batch: of a rank in ``[0, 2**16)``."""
-        if begun > _IN_TRAINER:
+        if begun > MOST_BATCHES:
             raise ConfigError(
-                f"A trainer must begin at most {_IN_TRAINER} batches, those of its "
+                f"A trainer must begin at most {MOST_BATCHES} batches, those of its "
                 f"checkpoint included. Received: {begun}. Load a checkpoint of fewer."
             )
         return rank << _RANK_SHIFT | begun
 
     def has_trained(self, number: int) -> None:
         """Note that the gradients of a batch are sent."""
-        self.trained = max(self.trained, number & _IN_TRAINER)
+        self.trained = max(self.trained, number & MOST_BATCHES)
 
     def continue_after(self, num_batches: int) -> None:
         """Number the batches from now on behind those of a checkpoint."""

@@ -24,7 +24,7 @@ from typing import Any, Generic, Self
 
 from persia_torchrec import timeouts
 from persia_torchrec.client.client import BatchNumber
-from persia_torchrec.client.codec import BatchCount
+from persia_torchrec.client.codec import MOST_BATCHES, BatchCount
 from persia_torchrec.errors import BatchError, ConfigError, PersiaError, StalenessError
 from persia_torchrec.lookup.sharded_lookup import Outputs
 from persia_torchrec.pipeline.joint import AccumulationGroup, AddingLookup, Trainers
@@ -345,7 +345,8 @@ class BatchPipeline(PushQueue[Source, Handle]):
         self, lookup: Lookup[Source, Handle], *, staleness: int, timeout_s: float
     ) -> None:
         super().__init__(lookup, timeout_s)
-        self._rank, self.batches = 0, BatchCount()
+        self._rank = self._first_number = 0
+        self.batches = BatchCount()
         self.trainers: Trainers | None = None  # guarded by _starting, set before use
         self._stream = BatchNumber.new_stream(NO_GENERATION)
         self._starting = threading.Lock()
@@ -383,6 +384,7 @@ class BatchPipeline(PushQueue[Source, Handle]):
         """Number batches as those of a trainer; before the first."""
         with self._starting:
             self._rank, self.batches = rank, batches
+            self._first_number = BatchCount.number(rank, 0)
 
     def set_trainers(self, trainers: Trainers) -> None:
         """Make every update a share of a joint step; before the first batch."""
@@ -413,8 +415,9 @@ class BatchPipeline(PushQueue[Source, Handle]):
 
     def _next_number(self) -> BatchNumber:
         self._num_started = max(self._num_started, self.batches.first) + 1
-        number = BatchCount.number(self._rank, self._num_started)
-        return BatchNumber(self._stream, number)
+        if self._num_started > MOST_BATCHES:
+            BatchCount.number(self._rank, self._num_started)  # raises
+        return BatchNumber(self._stream, self._first_number + self._num_started)
 
     def number_step(self, number: BatchNumber) -> BatchNumber:
         """Return the number of an update, with this trainer's next share, if any."""
