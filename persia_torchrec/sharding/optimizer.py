@@ -66,15 +66,14 @@ class JoinedGroup(dict[str, Any]):
         self._tables = tables
         self._seen = rate_of(tables[0])
 
-    def lead(self) -> None:
-        """Let the tables have the group's rate, if that has changed; else follow."""
-        if rate_of(self) != self._seen:
+    def agree(self, *, leads: bool) -> None:
+        """Let the tables have the group's rate if it ``leads`` and that has changed.
+
+        The group then has the rate of its tables, if that is one.
+        """
+        if leads and rate_of(self) != self._seen:
             for table in self._tables:
                 set_values(table, {"lr": rate_of(self)})
-        self.follow()
-
-    def follow(self) -> None:
-        """Let the group have the rate of its tables, if that is one."""
         rates = {rate_of(table) for table in self._tables}
         if len(rates) == 1 and rate_of(self) not in rates:
             set_values(self, {"lr": rates.pop()})

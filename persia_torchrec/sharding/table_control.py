@@ -330,12 +330,12 @@ class RemoteTables(OwnProcess):
     def agree_on_rates(self) -> None:
         """Let groups of several tables, and of single ones, have the same rates."""
         for joined in self.joined:
-            joined.lead()
+            joined.agree(leads=True)
 
     def follow_rates(self) -> None:
         """Let groups of several tables have the rates of these, which were set."""
         for joined in self.joined:
-            joined.follow()
+            joined.agree(leads=False)
 
     def flush(self, table: str) -> None:
         """Wait until this trainer's updates of a table so far are applied."""
