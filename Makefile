@@ -165,7 +165,9 @@ fuzz: $(STAMP)  ## inputs that no client sends; ARGS="-k shard --inputs 5000" ch
 soak: $(STAMP)  ## two jobs for an hour each; ARGS="--minutes 10" for less
 	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest tests/soak --timeout 90000 --minutes 60 $(ARGS)
 
+# Hugging Face's datasets are not among what make installs: they bring a dozen packages.
 resume: $(STAMP)  ## stop and resume a training with every loader; ARGS="--only nodes" chooses
+	$(PIP) 'datasets>=5,<6'
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.resume.run $(ARGS)
 
 dropin: $(STAMP)  ## programs of others, plain and on servers; ARGS="--checkouts DIR"
