@@ -190,9 +190,9 @@ def save_dense_beside(
 
     def save() -> tuple[int, list[str]]:
         _save_dense(state, folder.child(catalog.DENSE))
-        kind = Optimizer
+        optimizers = {n: v for n, v in state.items() if isinstance(v, Optimizer)}
         with without_rows():
-            begun = [n for n, v in state.items() if isinstance(v, kind) and v.state]
+            begun = [n for n, v in optimizers.items() if v.state]
         return num_batches, begun
 
     try:

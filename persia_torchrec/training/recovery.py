@@ -312,7 +312,9 @@ class Recovery:
         def set_random() -> None:
             set_random_state(self._random, self._generators())
 
-        if saved.get("has_ended") and not _is_queued(batches):
+        # A queue, data loaders and streams say by themselves what is left for whom.
+        is_own = not (_is_queued(batches) or isinstance(batches, DataLoader | Iterator))
+        if saved.get("has_ended") and is_own:
             return self._end_pass(batches, saved, set_random)
         rest = current.resume(saved, set_random, self._report_others)
         set_random_state(saved["random"], self._generators())
