@@ -12,7 +12,8 @@ What a loop reads from may be in ``state`` (``recovery.py``):
                         and leaves them out
     read by what is     its state at the beginning of the pass is saved: the count of
     handed out          the loop alone decides
-    not                 a resume reads the pass from its beginning
+    not                 a resume reads the pass from its beginning, of a ``RowDataset``
+                        in the same epoch
 
 A kept state counts when another batch has followed: none is of the end of a pass, where
 loaders begin the next one.
@@ -53,6 +54,8 @@ class _Kept(NamedTuple):
 
 class DataPass:
     """What is known of one pass; the thread that trains calls all methods.
+
+    But ``take``, where another thread takes batches ahead of training.
 
     Args:
         batches: what the loop reads.
@@ -99,6 +102,12 @@ class DataPass:
                     "dataset in state. Make what the loop needs with convert=..."
                 )
         in_state = {id(value) for value in self._data.values()}
+        self._datasets = [
+            one
+            for one in ([batches] if is_known else inside)
+            if isinstance(one, RowDataset) and not (in_state or one.is_queued)
+        ]
+        self._epochs: list[int] = []  # of these, that the pass reads
         loaders = [
             one
             for one in inside
@@ -145,9 +154,20 @@ class DataPass:
             if name != self._own:
                 self._kept[name] = _Kept(0, self._state_at_next(value))
         note_random()
+        self._note_epochs()
         rest = iter(self._batches)
         self._keep_beginning()
         return rest
+
+    def _note_epochs(self) -> None:
+        self._epochs = [dataset.epoch for dataset in self._datasets]
+
+    def set_epochs(self, saved: Mapping[str, Any]) -> None:
+        """Have datasets that are not in ``state`` begin the epoch of a checkpoint."""
+        epochs = saved.get("pass", {}).get("epochs", ())
+        if len(epochs) == len(self._datasets):
+            for dataset, epoch in zip(self._datasets, epochs, strict=True):
+                dataset.set_epoch(epoch)
 
     def _keep_beginning(self) -> None:
         own = self._data.get(self._own or "")
@@ -184,6 +204,7 @@ class DataPass:
             if not has_iterator(loader):
                 iter(loader)  # torch draws a number more where it starts workers
         set_random()
+        self._note_epochs()
         rest = iter(self._batches)
         if not is_loaded:
             self._keep_beginning()
@@ -245,16 +266,18 @@ class DataPass:
         return {
             "position": position,
             "names": [name for name in self._data if name != self._own],
-            "first": self._first,
-            "last": self._last,
+            "first": self._first if self._compares else None,
+            "last": self._last if self._compares else None,
             "has_begun": self._has_begun,
             "size": self._size,
             "is_left": self.is_left,
+            "epochs": self._epochs,
         }
 
     def leave(self) -> None:
         """Let the next pass begin: what stands behind this one in the loop is over."""
         self.is_left = True
+        self._note_epochs()
         for name, value in self._data.items():
             is_told = self.is_over or isinstance(value, RowDataset)
             state = self._state_at_next(value) if is_told else None
@@ -269,6 +292,11 @@ class DataPass:
         if begins_where_loaded(value) or (is_loader and self._streams):
             return {}
         return copy.deepcopy(value.state_dict())
+
+    @property
+    def num_ahead(self) -> int:
+        """Batches that are handed out and not trained."""
+        return self._num_taken - self.num_trained
 
     def reads(self, value: object) -> bool:
         """Return whether data in ``state`` is of this pass."""
@@ -293,9 +321,7 @@ class DataPass:
         self._sums.append(None if of_loader else checksum_of(batch))
         if self._num_taken == 1:
             self._first = self._sums[-1]
-        if len(self._sums) > _MAX_SUMS:
-            self._compares, self._first, self._last = False, None, None
-            self._sums.clear()
+        self._compares = len(self._sums) <= _MAX_SUMS
 
     def count(self, num_batches: int) -> None:
         """Count batches of a step."""

@@ -226,6 +226,14 @@ class Recovery:
     def skip(self, batches: Iterable[T]) -> Iterator[T]:
         """Return the batches of a pass of the data that were not trained before."""
         self._num_passes += 1
+        if self._pass is not None and self._pass.is_over and self._pass.num_ahead:
+            logger.warning(
+                "pass %d of the data begins, and %d batches of the pass before are not "
+                "trained: a checkpoint from here on does not have them, and counts "
+                "them as this pass's. Give a train pipeline an iterator for each "
+                "pass, and call run.step() for each batch",
+                *(self._num_passes, self._pass.num_ahead),
+            )
         self._finish()
         self._finish = lambda: None
         if JobMember.current is not None:
@@ -250,6 +258,7 @@ class Recovery:
             )
         if saved is not None:
             self._restore(saved, current)
+            current.set_epochs(saved)
         if saved is None or self._num_passes > saved["num_passes"]:
             if saved is not None:
                 set_random_state(saved["random"], self._generators())
@@ -257,6 +266,18 @@ class Recovery:
             is_resumed, self._is_behind_resume = self._is_behind_resume, False
             return current.begin(self._note_random, is_resumed=is_resumed)
         return self._resume_pass(batches, saved)
+
+    def skip_ahead(self, batches: Iterable[T]) -> Iterator[T]:
+        """Do as ``skip``, for batches that another thread takes ahead of training."""
+        rest, current = self.skip(batches), self._pass
+
+        def taken() -> Iterator[T]:
+            for batch in rest:
+                if current is not None:
+                    current.take(batch)
+                yield batch
+
+        return taken()
 
     def begin_epochs(self, num: int) -> int:
         """Return the first epoch that is not over; the loop is over ``num`` of them."""
@@ -354,8 +375,9 @@ class Recovery:
             raise ConfigError(
                 f"{told} Put the loader's random generator, or a loader that continues "
                 "by itself (a StatefulDataLoader, a dataset of this package), into "
-                'state. recoverable(..., on_other_batches="continue") trains on: then '
-                "some samples of this pass are trained twice, and others not."
+                "state, of a TrainCtx by register_state. With "
+                'on_other_batches="continue" of recoverable or TrainCtx it trains on: '
+                "then some samples of this pass are trained twice, and others not."
             )
         TrainerMetrics.num_other_passes += 1
         logger.warning("%s Some of its samples are trained twice, others not.", told)

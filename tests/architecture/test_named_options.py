@@ -84,7 +84,7 @@ PLACES = {
     "num_parts": [package.accumulate],
     "num_workers": [data.DataLoader],
     "on_change": [package.load_checkpoint, package.recoverable, TrainCtx],
-    "on_other_batches": [package.recoverable],
+    "on_other_batches": [package.recoverable, TrainCtx],
     "optimizer": [_SHARDER],
     "optimizer_engine": [package.EmbeddingCluster.local],
     "partition_count": [data.ParquetDataset],

@@ -1,6 +1,6 @@
 """Whatever loads the batches, a resumed training trains each sample once a pass."""
 
-from itertools import islice
+from itertools import chain, islice
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -10,12 +10,15 @@ from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from persia_torchrec.data import IdColumn, ParquetDataset
+from persia_torchrec.training.recovery import recoverable
 from tests.support.resumed_loops import (
     BATCH_SIZE,
     NUM_BATCHES,
     NUM_SAMPLES,
     Numbers,
+    ahead_of,
     once_each,
+    train,
     train_in_parts,
 )
 from tests.support.servers import Servers
@@ -120,3 +123,39 @@ def test_data_in_state_that_something_else_reads_are_not_skipped_twice(
 
     trained = train_in_parts(client, tmp_path / "run", make, STOPS, num_ahead=2)
     assert [sorted(of_pass) for of_pass in trained] == once_each()
+
+
+ROWS = {
+    "alone": lambda data: data,
+    "in a DataLoader": lambda data: DataLoader(data, None),
+    "in nodes": lambda data: nodes.Loader(nodes.IterableWrapper(data)),
+    "in a class": Around,
+}
+
+
+@pytest.mark.parametrize("wrap", ROWS)
+@pytest.mark.parametrize("stop", STOPS)
+def test_shuffled_rows_that_are_not_in_state_begin_the_epoch_of_their_pass(
+    client, tmp_path, wrap, stop
+):
+    def make():
+        loader = ROWS[wrap](rows(tmp_path, shuffle=True))
+        return {}, lambda _: loader
+
+    trained = train_in_parts(client, tmp_path / "run", make, [stop])
+    assert [sorted(of_pass) for of_pass in trained] == once_each()
+    assert trained == train(client, tmp_path / "whole", make, stop=0)
+    assert trained[0] != trained[1]
+
+
+def test_batches_that_a_pipeline_has_across_two_passes_are_told_of(
+    client, tmp_path, caplog
+):
+    with recoverable(tmp_path, {}, client, (), interval_s=0) as run:
+        both = chain.from_iterable(run.skip(range(3)) for _ in range(2))
+        for _ in ahead_of(both, 2):
+            run.step()
+    (told,) = [one for one in caplog.messages if "are not trained" in one]
+    assert told.startswith(
+        "pass 2 of the data begins, and 2 batches of the pass before"
+    )

@@ -34,7 +34,12 @@ from persia_torchrec.sharding.trainer_metrics import TrainerMetrics
 from persia_torchrec.table import TableSettings
 from persia_torchrec.training.checkpoint import Target, read_state, state_bytes
 from persia_torchrec.training.recovery import Recovery, folder_of_job
-from persia_torchrec.training.schedule import RecoveryConfig, Resume, rules_of
+from persia_torchrec.training.schedule import (
+    OnOtherBatches,
+    RecoveryConfig,
+    Resume,
+    rules_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -161,6 +166,10 @@ class TrainCtx(EmbeddingCtx):
         rename: by names of the checkpoint's tables, what they are called now.
         last_step: at which the training ends, at least 1, for those who look at the
             job. None: the end of a pass over a dataset that has a length.
+        on_other_batches: "error" where a data set of the trainer's own, which is read
+            again from the beginning of its pass when training resumes, yields other
+            batches than those that are trained; "continue" trains on, with a warning
+            and ``persia_other_passes_total``.
 
     Attributes:
         embedding_optimizer: the learning rates of the embeddings, for
@@ -201,6 +210,7 @@ class TrainCtx(EmbeddingCtx):
         on_change: OnChange | None = None,
         rename: Mapping[str, str] | None = None,
         last_step: int | None = None,
+        on_other_batches: OnOtherBatches = "error",
     ) -> None:
         self._update_factor = _require_falling(grad_scalar_update_factor)
         _require_device(device_id, mixed_precision=mixed_precision)
@@ -231,7 +241,7 @@ class TrainCtx(EmbeddingCtx):
         self.embedding_optimizer = engine.sharder.optimizer
         self._watch = NonFiniteWatch()
         self._own_state: dict[str, Any] = {}
-        given = engine.job_id, checkpoint_interval_s, resume
+        given = engine.job_id, checkpoint_interval_s, resume, on_other_batches
         rules = rules_of(missing, on_change, rename)
         of_load: Missing = "skip" if rules.missing == "skip" else "add"
         engine.checkpoints.rules = LoadRules(of_load, rules.on_change, rules.rename)
@@ -327,7 +337,7 @@ class TrainCtx(EmbeddingCtx):
         """Leave out batches of a ``DataLoader`` that were trained before a restart."""
         recovery, num_batches = self._recovery, 0
         if recovery is not None:
-            batches, num_batches = recovery.skip(batches), recovery.num_batches
+            batches, num_batches = recovery.skip_ahead(batches), recovery.num_batches
         if self._last_step is None:
             TrainerMetrics.expect(dataset, self._num_steps, num_batches)
         return batches
@@ -469,7 +479,10 @@ def _require_device(device_id: int | None, *, mixed_precision: bool) -> None:
 
 
 def _configure_recovery(
-    job_id: str, interval_s: float | None, resume: Resume | None
+    job_id: str,
+    interval_s: float | None,
+    resume: Resume | None,
+    on_other_batches: OnOtherBatches,
 ) -> RecoveryConfig:
     """Return what arguments of a context say, or else the environment."""
     if interval_s is None:
@@ -479,4 +492,5 @@ def _configure_recovery(
         folder=f"{run}-{number}" if number > 1 else run,
         interval_s=interval_s,
         resume=resume or cast("Resume", env.resume() or "exact"),
+        on_other_batches=on_other_batches,
     )

@@ -2,6 +2,7 @@
 
 import io
 import uuid
+from itertools import islice, repeat
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from persia_torchrec.data import DataLoader
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.optim import Adam
 from persia_torchrec.errors import CheckpointError, ConfigError
+from persia_torchrec.persia.ctx import train_ctx
 from persia_torchrec.persia.utils import get_embedding_worker_services
 from tests.support.local_job import ONE_SLOT, Batches, LocalJob, batch_of
 from tests.support.servers import DEADLINE_S
@@ -366,3 +368,32 @@ def test_the_loss_scale_is_kept(start, tmp_path):
 def load_script(data):
     with pytest.warns((DeprecationWarning, FutureWarning), match=r"torch.jit"):
         return torch.jit.load(io.BytesIO(data))
+
+
+def train_and_stop(job, batches, num, **settings):
+    """Train some batches of a data set; the end of the block saves a checkpoint."""
+    with ctx_of(job, checkpoint_interval_s=1000, **settings) as ctx:
+        loader = DataLoader(Batches(batches), embedding_staleness=1, reproducible=True)
+        for batch in islice(loader, num):
+            output, _ = ctx.forward(batch)
+            ctx.backward(output.sum())
+
+
+@pytest.mark.parametrize("differs_at", [0, 2])
+def test_a_resume_that_gets_other_batches_is_an_error(
+    start, tmp_path, monkeypatch, differs_at
+):
+    monkeypatch.setenv("PERSIA_RESUME_DIR", str(tmp_path / "run"))
+    monkeypatch.setattr(
+        train_ctx, "_numbers", repeat(1)
+    )  # as in processes of their own
+    batches = [*map(step_batch, range(5))]
+    others = [*batches]
+    others[differs_at] = step_batch(7)
+    job = start()
+    train_and_stop(job, batches, 3)
+    told = "another first batch" if not differs_at else "another batch 2"
+    with pytest.raises(ConfigError, match=told):
+        train_and_stop(job, others, 2)
+    train_and_stop(job, batches, 1)
+    train_and_stop(job, others, 1, on_other_batches="continue")
