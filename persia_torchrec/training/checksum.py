@@ -3,7 +3,6 @@
 import dataclasses
 import zlib
 from collections.abc import Iterator, Mapping
-from itertools import islice
 
 import numpy as np
 import torch
@@ -27,42 +26,51 @@ def checksum_of(batch: object) -> int | None:
     and ``PersiaBatch``. Of a large tensor 512 values count, and its shape. Nothing is
     copied from a device.
     """
+    arrays: list[np.ndarray] = []
+    _collect(batch, arrays)
     found = None
-    for array in islice(_arrays(batch), _MAX_TENSORS):
-        flat = array.reshape(-1)
-        told = f"{array.dtype} {array.shape}".encode()
-        some = np.ascontiguousarray(flat[:: -(-len(flat) // _MAX_VALUES) or 1])
-        found = zlib.crc32(some.tobytes(), zlib.crc32(told, found or 0))
+    for array in arrays[:_MAX_TENSORS]:
+        told = f"{array.dtype.str} {array.shape}".encode()
+        if array.size > _MAX_VALUES:
+            array = array.reshape(-1)[:: -(-array.size // _MAX_VALUES)]
+        found = zlib.crc32(array.tobytes(), zlib.crc32(told, found or 0))
     return found
 
 
-def _arrays(value: object) -> Iterator[np.ndarray]:
-    if isinstance(value, np.ndarray):
+def _collect(value: object, arrays: list[np.ndarray]) -> None:
+    if value is None or len(arrays) >= _MAX_TENSORS:
+        return
+    if isinstance(value, torch.Tensor):
+        array = _of_tensor(value)
+        if array is not None:
+            arrays.append(array)
+    elif isinstance(value, np.ndarray):
         if value.dtype.kind in "biufcmM":
-            yield value
-    elif isinstance(value, torch.Tensor):
-        yield from _of_tensor(value)
+            arrays.append(value)
     else:
         for part in _parts(value):
-            yield from _arrays(part)
+            _collect(part, arrays)
 
 
-def _of_tensor(value: torch.Tensor) -> Iterator[np.ndarray]:
-    is_plain = value.layout is torch.strided and type(value) is torch.Tensor
-    if value.device.type == "cpu" and is_plain and not value.is_quantized:
-        value = value.detach().resolve_conj().resolve_neg()
-        if value.dtype is torch.bfloat16:
-            value = value.view(torch.int16)
-        if value.dtype.itemsize <= 8 and not value.dtype.is_complex:
-            yield value.numpy()
+def _of_tensor(value: torch.Tensor) -> np.ndarray | None:
+    """Return the values of a tensor, if it is on the host."""
+    is_plain = value.is_cpu and type(value) is torch.Tensor
+    if not is_plain or value.layout is not torch.strided or value.is_quantized:
+        return None
+    value = value.detach()
+    if value.dtype is torch.bfloat16:
+        value = value.view(torch.int16)
+    if value.dtype.itemsize > 8 or value.is_complex():
+        return None
+    return value.resolve_neg().numpy() if value.is_neg() else value.numpy()
 
 
 def _parts(value: object) -> Iterator[object]:
     """Yield what a part of a batch consists of."""
-    if isinstance(value, Mapping):
-        yield from value.values()
-    elif isinstance(value, tuple | list):
+    if isinstance(value, tuple | list):
         yield from value
+    elif isinstance(value, Mapping):
+        yield from value.values()
     elif isinstance(value, KeyedJaggedTensor | JaggedTensor):
         # Lengths may have been made of offsets or not: they are always made here.
         on_host = value.values().device.type == "cpu"

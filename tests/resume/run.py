@@ -8,6 +8,7 @@
 import argparse
 import logging
 import multiprocessing
+import signal
 import sys
 import time
 import warnings
@@ -43,7 +44,8 @@ def results_of(task: Task) -> list[str]:
 
 
 def be_quiet() -> None:
-    """Set up a process that trains."""
+    """Set up a process that trains; Ctrl-C reaches it where a shell would ignore it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
 
