@@ -242,6 +242,14 @@ def token_file(name: str) -> str | None:
     It is what ``NAME_FILE`` says, or one in the user's home, which is made if there is
     none. None: ``NAME`` has the token, which processes inherit.
     """
+    path = token_path(name)
+    if path is not None and text(f"{name}_FILE") is None:
+        _make_secret(Path(path))
+    return path
+
+
+def token_path(name: str) -> str | None:
+    """Return what :func:`token_file` does, and make no file."""
     path = text(f"{name}_FILE")
     if path is None and text(name) is None:
         file = name.removeprefix("PERSIA_").lower()  # as job_token
@@ -252,8 +260,16 @@ def token_file(name: str) -> str | None:
                 f"{name}_FILE must be set where a user has no home: the path of a file "
                 "for the token of the user's jobs, which is made. Received: none."
             ) from exc
-        _make_secret(Path(path))
     return None if path is None else str(Path(path).absolute())
+
+
+def read_token(path: str, name: str) -> str:
+    """Return the token of a file that ``NAME_FILE`` names, or would.
+
+    Raises:
+        ConfigError: there is none, others may read it, or it is no token.
+    """
+    return _require_token(_read_secret(Path(path), f"{name}_FILE"), name)
 
 
 def encrypts() -> bool:
@@ -528,9 +544,14 @@ def _is_local_torchx() -> bool:
 
 def _secret(name: str) -> str | None:
     """Return the content of the file that ``NAME_FILE`` names, or else a variable."""
-    path = text(f"{name}_FILE")
-    token = text(name) if path is None else _read_secret(Path(path), f"{name}_FILE")
-    if token is not None and not re.fullmatch(r"[!-~]{16,255}", token):
+    path, token = text(f"{name}_FILE"), text(name)
+    if path is not None:
+        return read_token(path, name)
+    return None if token is None else _require_token(token, name)
+
+
+def _require_token(token: str, name: str) -> str:
+    if not re.fullmatch(r"[!-~]{16,255}", token):
         raise ConfigError(
             f"{name} must be 16 to 255 ASCII characters without blanks, for example "
             f"from `openssl rand -hex 32`. Received: {len(token)} characters."

@@ -28,7 +28,9 @@ _GOOD, _BAD = ("running", "finished", "ok", "yes"), ("failed", "lost", "no", "ba
 def console() -> Console:
     """Return where to print; it is as wide as it takes where no person looks."""
     is_terminal = sys.stdout.isatty()
-    return Console(width=None if is_terminal else 500, soft_wrap=not is_terminal)
+    width = None if is_terminal else 500
+    # Paths, reasons and names are those of others: no tag in them is one of rich.
+    return Console(width=width, soft_wrap=not is_terminal, markup=False, emoji=False)
 
 
 def show(lines: Sequence[Line], columns: Iterable[str] = (), title: str = "") -> None:

@@ -106,20 +106,22 @@ def _ports() -> Iterator[Check]:
 
 
 def _token() -> Iterator[Check]:
-    mend = "set PERSIA_JOB_TOKEN_FILE to a file"
+    name = "PERSIA_JOB_TOKEN"
+    mend = f"set {name}_FILE to a file"
     try:
-        name = env.token_file("PERSIA_JOB_TOKEN")
-        mode = 0 if name is None else stat.S_IMODE(Path(name).stat().st_mode)
-        if mode & 0o077:
-            mend = f"chmod 600 {name}"
-        env.job_token()
+        path = env.token_path(name)
+        if path is None:
+            env.job_token()
+            yield Check("token", "note", f"in {name}, which children see")
+        elif env.text(f"{name}_FILE") is None and not Path(path).exists():
+            yield Check("token", "ok", f"none yet: the first job makes {path}")
+        else:
+            mend = f"chmod 600 {path}"
+            env.read_token(path, name)
+            mode = stat.S_IMODE(Path(path).stat().st_mode)
+            yield Check("token", "ok", f"{path}, {mode:o}")
     except (OSError, PersiaError) as exc:
         yield Check("token", "bad", str(exc), mend)
-    else:
-        if name is None:
-            yield Check("token", "note", "in PERSIA_JOB_TOKEN, which children see")
-        else:
-            yield Check("token", "ok", f"{name}, {mode:o}")
 
 
 def _memory() -> Iterator[Check]:

@@ -98,7 +98,6 @@ def opened(name: str, *, needs_rows: bool = False) -> Iterator[Job]:
             env.set_variable("PERSIA_JOB_TOKEN_FILE", record.token_file)
         if record.encrypts:
             env.set_variable("PERSIA_ENCRYPT", "1")
-    env.token_file("PERSIA_JOB_TOKEN")
     with contextlib.ExitStack() as stack:
         book = AddressBook.join(*place, timeout_s=timeouts.VERB_JOIN_S)
         stack.callback(book.close)
