@@ -19,6 +19,8 @@ import fcntl
 import logging
 import mmap
 import os
+import re
+import stat
 import uuid
 from pathlib import Path
 
@@ -67,6 +69,7 @@ _SMALL_STEP = 2**16
 _LARGEST_STEP = 16 * _MIB
 _NUM_FIXED = 4  # lines of the head, the lines themselves, and of both halves of tables
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_DESCRIPTOR = re.compile(r"/proc/(self|\d+)/fd/\d+")
 
 
 class MemoryFile:
@@ -349,13 +352,26 @@ class MemoryFile:
 
 
 def _open_locked(path: str) -> int:
+    # What a parent hands over is a link to a file without a name.
+    is_handed_over = _DESCRIPTOR.fullmatch(path)
+    flags = os.O_RDWR | os.O_CREAT | (0 if is_handed_over else os.O_NOFOLLOW)
     try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        file = os.open(path, flags, 0o600)
     except OSError as exc:
         raise ConfigError(
-            "A memory file must be a file that can be read and written. Received: "
-            f"{exc}."
+            "A memory file must be a file that can be read and written, and no link. "
+            f"Received: {exc}."
         ) from exc
+    status = os.fstat(file)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+        os.close(file)
+        raise ConfigError(
+            "A memory file must be a regular file of the user whose process uses it: "
+            f"others could read its rows and change them. Received: {path}, "
+            f"{stat.filemode(status.st_mode)}, of user {status.st_uid}."
+        )
+    if status.st_mode & 0o077:
+        os.fchmod(file, status.st_mode & 0o700)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as exc:

@@ -266,13 +266,39 @@ def test_a_path_without_a_file_gets_one(tmp_path):
     assert store_of(path=path).tables == [SGD_TABLE]
 
 
+def test_a_file_that_others_may_use_becomes_that_of_its_user_alone(tmp_path):
+    path = tmp_path / "rows"
+    path.touch(0o666)
+    path.chmod(0o666)
+    store = store_of(path=str(path))
+    assert path.stat().st_mode & 0o777 == 0o600
+    store.close()
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "file of another user"])
+def test_what_is_no_file_of_this_user_is_rejected(tmp_path, kind):
+    path = tmp_path / "rows"
+    if kind == "link":
+        (tmp_path / "target").touch()
+        path.symlink_to(tmp_path / "target")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.touch(0o600)
+        if os.geteuid():
+            pytest.skip("only root can give a file to another user")
+        os.chown(path, 12345, 12345)
+    with pytest.raises(ConfigError, match=r"memory file must be a .*file"):
+        store_of(path=str(path))
+
+
 def test_a_file_of_something_else_is_rejected(tmp_path):
     file = tmp_path / "file"
     file.write_text("rows")
     with pytest.raises(ConfigError, match=r"empty, or of a store\. Received: 4 bytes"):
         store_of(path=str(file))
     assert file.read_text() == "rows"
-    with pytest.raises(ConfigError, match=r"read and written. Received: .*directory"):
+    with pytest.raises(ConfigError, match=r"read and written.*Received: .*directory"):
         store_of(path=str(tmp_path))
 
 
