@@ -299,7 +299,13 @@ def _plan(
         return plan._replace(has_rows=False), (
             f"table {saved.name!r} begins again: {told}"
         )
-    keeps = ' on_change="reset state" keeps its weights,' if fits else ""
+    named = saved.optimizer.describe()
+    keeps = (
+        f" With the optimizer {named} of the sharders, or of its TableSettings, it "
+        'continues; on_change="reset state" keeps its weights,'
+        if fits
+        else ""
+    )
     raise CheckpointError(
         f"{where}: table {saved.name!r} must have {expected.describe_rows()}. "
         f"Received: {saved.describe_rows()}.{keeps} "

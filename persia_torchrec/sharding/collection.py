@@ -38,7 +38,11 @@ from persia_torchrec.persia.config.embedding_config import (
     load_embedding_config,
 )
 from persia_torchrec.persia.embedding import EmbeddingConfig
-from persia_torchrec.sharding.fused_arguments import FusedOptimizer, read_optimizers
+from persia_torchrec.sharding.fused_arguments import (
+    FusedOptimizer,
+    read_optimizers,
+    translate_fused_params,
+)
 from persia_torchrec.sharding.init_functions import initializer_of
 from persia_torchrec.sharding.torchrec_api import set_device
 from persia_torchrec.table import TableSettings, TableSpec, WeightDtype
@@ -66,6 +70,8 @@ class CollectionSpec:
     own_names: Mapping[str, str] = field(default_factory=dict)
     # By table: what clamps the gradient of each element of the output.
     max_gradients: Mapping[str, float] = field(default_factory=dict)
+    # Tables for which no optimizer is named.
+    unnamed: frozenset[str] = frozenset()
 
     def renamed(self, names: Mapping[str, str]) -> "CollectionSpec":
         """Return the collection with other names of its tables on the servers."""
@@ -83,6 +89,7 @@ class CollectionSpec:
             features=tuple([f._replace(table=names[f.table]) for f in self.features]),
             own_names={new: name for name, new in names.items()},
             max_gradients={names[n]: most for n, most in self.max_gradients.items()},
+            unnamed=frozenset(names[name] for name in self.unnamed),
         )
 
     def own_name(self, table: str) -> str:
@@ -160,21 +167,23 @@ def table_configs(collection: TableCollection) -> list[BaseEmbeddingConfig]:
 
 def describe_collection(
     module: TableCollection,
-    optimizer: Optimizer | FusedOptimizer,
+    optimizer: Optimizer | FusedOptimizer | None,
     settings: Mapping[str, TableSettings] | None = None,
     persia: PersiaTables | None = None,
     fused_params: Mapping[str, Any] | None = None,
 ) -> CollectionSpec:
     """Describe a collection of bags or of sequences; only its configuration is read.
 
-    ``optimizer`` is of the tables that neither ``settings`` nor the model give one,
-    ``fused_params`` complete the arguments of the model's.
+    ``optimizer`` is of the tables that neither ``settings`` nor the model give one; by
+    None they have TorchRec's default. ``fused_params`` complete the arguments of the
+    model's.
     """
     are_sequences = isinstance(module, _SEQUENCES)
     columns, own = name_columns(module), read_optimizers(module, fused_params)
-    if isinstance(optimizer, Optimizer):
-        optimizer = FusedOptimizer(optimizer)
-    tables, features, max_gradients = [], [], {}
+    is_named = optimizer is not None
+    if not isinstance(optimizer, FusedOptimizer):
+        optimizer = translate_fused_params({}, optimizer)
+    tables, features, max_gradients, unnamed = [], [], {}, set()
     for config in table_configs(module):
         pooling = "sum" if are_sequences else config.pooling.value.lower()
         if pooling not in POOLINGS:
@@ -191,6 +200,8 @@ def describe_collection(
             features.append(spec)
         given = (settings or {}).get(config.name, TableSettings())
         chosen = own.get(config.name, optimizer)
+        if not is_named and config.name not in own and given.optimizer is None:
+            unnamed.add(config.name)
         if chosen.max_gradient and given.optimizer is None:
             max_gradients[config.name] = chosen.max_gradient
         tables.append(_describe_table(config, chosen, given, persia))
@@ -203,28 +214,27 @@ def describe_collection(
         is_weighted=is_weighted,
         needs_ids=are_sequences and module.need_indices(),
         max_gradients=max_gradients,
+        unnamed=frozenset(unnamed),
     )
 
 
-def as_trained(
-    spec: CollectionSpec, known: Sequence[TableSpec], default: object
-) -> CollectionSpec:
+def as_trained(spec: CollectionSpec, known: Sequence[TableSpec]) -> CollectionSpec:
     """Return a collection whose sharder was given no optimizer.
 
-    Tables that were given none, and that the servers have, as from a checkpoint, keep
-    the optimizer there, and not the default.
+    Of the tables that have none, those on the servers, as from a checkpoint, keep the
+    optimizer there; it is then that of the table, which is no longer ``unnamed``.
     """
     on_servers = {(table.name, table.dim): table.optimizer for table in known}
-    tables = []
+    tables, unnamed = [], set(spec.unnamed)
     for table in spec.tables:
-        optimizer = on_servers.get((table.name, table.dim), table.optimizer)
-        if table.optimizer != default:
-            optimizer = table.optimizer
-        elif optimizer != default:
-            told = table.name, type(optimizer).__name__
+        optimizer = on_servers.get((table.name, table.dim))
+        if table.name in spec.unnamed and optimizer is not None:
+            unnamed.remove(table.name)
+            told = table.name, optimizer.describe("lr")
             logger.info("table %r keeps the servers' optimizer, %s", *told)
-        tables.append(replace(table, optimizer=optimizer))
-    return replace(spec, tables=tuple(tables))
+            table = replace(table, optimizer=optimizer)
+        tables.append(table)
+    return replace(spec, tables=tuple(tables), unnamed=frozenset(unnamed))
 
 
 def _of_slot(spec: FeatureSpec, slot: SlotConfig, prefix_bits: int) -> FeatureSpec:

@@ -22,7 +22,7 @@ from torchrec.distributed import types
 from persia_torchrec import timeouts
 from persia_torchrec.client.bulk import IdsOfRows
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.embedding.optim import Adagrad, Optimizer
+from persia_torchrec.embedding.setting import Optimizer
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.trainer_group import (
     device_in,
@@ -114,6 +114,7 @@ class CollectionSharder(table_control.TableControl, PlannedSharder):
         tables.require_one_optimizer(spec.tables)
         pipeline = self.make_pipeline(spec, env, device)
         added = tables.add(pipeline, spec.tables, env, device)
+        tables.unnamed.update(spec.unnamed)
         for name in collection.frozen_tables(module, spec):
             tables.tell_of_frozen(name)
         scale = 1 / env.world_size if self._gradient_division else 1.0
@@ -191,7 +192,8 @@ class RemoteSharder(CollectionSharder):
         client: of the servers; it must live as long as the model.
         optimizer: of the tables that have none in ``tables`` nor in the model, by
             ``apply_optimizer_in_backward`` or as a ``FusedEmbeddingBagCollection``;
-            applied by the servers. None: Adagrad, or what servers have for a table.
+            applied by the servers. None: what servers have for a table, else TorchRec's
+            default, ``SGD(0.01)``, with one warning.
         staleness: training batches of one trainer that may be between the pull of their
             rows and the acknowledgement of their update. 0 waits for it in the backward
             pass, which equals ordinary synchronous training; 1 waits for it before the
@@ -286,10 +288,9 @@ class RemoteSharder(CollectionSharder):
         tables_of = self.remote_tables
         tables_of.lost, tables_of.recovery_s = client.lost, client.recovery_s
         tables_of.users = client.tables.users
-        self._is_default = optimizer is None and fused_params is None
-        self._optimizer: Optimizer | FusedOptimizer = optimizer or Adagrad()
-        if fused_params is not None:
-            self._optimizer = translate_fused_params(fused_params, optimizer)
+        self._optimizer: FusedOptimizer | None = None  # none is named
+        if optimizer is not None or fused_params is not None:
+            self._optimizer = translate_fused_params(fused_params or {}, optimizer)
         self._fused_params = fused_params
         self._staleness, self._evaluation_waits = staleness, evaluation_waits
         self._namespace = f"{namespace}/" if namespace else ""
@@ -332,8 +333,9 @@ class RemoteSharder(CollectionSharder):
         further = given, self._persia, self._fused_params
         spec = collection.describe_collection(module, self._optimizer, *further)
         spec = spec.renamed(on_servers)
-        known = self._client.learn_tables() if self._is_default else ()
-        return collection.as_trained(spec, known, self._optimizer)
+        if self._optimizer is not None:
+            return spec
+        return collection.as_trained(spec, self._client.learn_tables())
 
     def _tell_of_several(self, names: list[str], path: str) -> None:
         if not self.remote_tables.tells_of_several:
@@ -436,6 +438,7 @@ class RemoteSharder(CollectionSharder):
     def require_known_settings(self) -> None:
         """Reject settings of unknown tables: all collections are sharded by now."""
         require_known_tables(self._settings, self.planned | self.described)
+        self.remote_tables.tell_of_unnamed()
 
     def make_pipeline(
         self, spec: CollectionSpec, env: types.ShardingEnv, device: torch.device

@@ -78,6 +78,7 @@ class RemoteTables(OwnProcess):
         self.states: States = {}  # the rows, by table
         # By table: what its collection calls it, and the path of that.
         self.own_names: dict[str, tuple[str, str]] = {}
+        self.unnamed: set[str] = set()  # tables for which no optimizer is named
         self.tells_of_several = True  # of names that several collections have, once
         # What was loaded last, by table: for which collection, and the tensor.
         self.loaded: dict[str, tuple[object, ref[torch.Tensor]]] = {}
@@ -180,6 +181,19 @@ class RemoteTables(OwnProcess):
                 "tables %s are those of another model too, and both train the same "
                 'rows. If that is not meant, give the sharders of one namespace="...".',
                 shared,
+            )
+
+    def tell_of_unnamed(self) -> None:
+        """Log which tables train by TorchRec's default, as no optimizer is named."""
+        if self.unnamed:
+            specs = [self.specs[name] for name in sorted(self.unnamed)]
+            optimizer = specs[0].optimizer.describe("lr")
+            self._tell_once(
+                "unnamed",
+                "no optimizer is named for the tables %s: they train by %s, TorchRec's "
+                "default. Name it: remote_sharders(client, %s), or another one; "
+                "Adagrad(), if they are of a version whose default that was.",
+                *([spec.name for spec in specs], optimizer, optimizer),
             )
 
     def tell_of_evaluation(self) -> None:

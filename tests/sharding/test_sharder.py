@@ -10,7 +10,6 @@ from torchrec.distributed.types import ShardingEnv
 
 from persia_torchrec import (
     SGD,
-    Adagrad,
     RemoteEmbeddingBagCollectionSharder,
 )
 from persia_torchrec.errors import ConfigError
@@ -108,12 +107,6 @@ def test_the_servers_draw_other_weights_than_the_collection_had(job):
     pooled = model(kjt_of({"ad": [[0], [1], [2**62]]})).values()
     assert (pooled.abs() <= 0.5).all()  # TorchRec's sqrt(1 / num_embeddings)
     assert pooled.unique().numel() == pooled.numel()
-
-
-def test_the_default_optimizer_is_persias_adagrad(job):
-    sharder = RemoteEmbeddingBagCollectionSharder(job.client)
-    spec = sharder.describe(Bags(TABLES).bags, ShardingEnv.from_local(1, 0), "")
-    assert {table.optimizer for table in spec.tables} == {Adagrad()}
 
 
 def test_a_plan_without_one_of_the_tables_is_rejected(job):

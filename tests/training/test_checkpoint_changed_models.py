@@ -221,6 +221,21 @@ def test_a_checkpoint_is_evaluated_without_naming_its_optimizer(
     sharder.close()
 
 
+def test_a_checkpoint_of_another_optimizer_names_what_continues_it(
+    start, servers, tmp_path
+):
+    trained = start("ab", optimizer=Adagrad())  # what was the default once
+    trained.train()
+    save_checkpoint(tmp_path, trained.state, trained.client, [trained.sharder])
+    client = servers.client(servers.start(1))
+    sharder = RemoteEmbeddingBagCollectionSharder(client)
+    tables = [EmbeddingBagConfig(50, 4, name, feature_names=[name]) for name in "ab"]
+    model = shard(Model(tables, 8), sharder)
+    with pytest.raises(CheckpointError, match=r"optimizer Adagrad\(\) of the sharders"):
+        load_checkpoint(tmp_path, {"model": model}, client)
+    sharder.close()
+
+
 @pytest.fixture
 def restored(saved, start, tmp_path):
     """Return a function that starts a model on a server that restored its tables."""
