@@ -156,7 +156,7 @@ class CollectionState:
         parts = zip(_STATE_NAMES, _state_parts(table.spec), strict=False)
         for of_state, (columns, is_flat) in parts:
             stored = StoredColumns(table, columns, is_flat=is_flat)
-            tensors[f"{name}.{of_state}"] = StoredTensor(stored)
+            tensors[f"{name}.{of_state}"] = StoredShardedTensor(stored)
         return tensors
 
     def load(
@@ -244,7 +244,7 @@ class CollectionState:
 
     def _stored(self, name: str, num_rows: int, ids: Ids | None) -> StoredTable:
         env, how = self._env, (partial(self._flush, name), self.is_on_gpu)
-        trainers = env.rank, env.world_size
+        trainers = env.rank, env.world_size, env.process_group
         return StoredTable(self._client, name, num_rows, ids, *trainers, *how)
 
 

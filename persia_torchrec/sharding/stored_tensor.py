@@ -17,16 +17,18 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import metadata, planner
 from torch.utils._pytree import tree_map_only
+from torchrec.distributed.types import EnumerableShardingSpec
 
 from persia_torchrec.client import bulk
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.errors import BatchError
+from persia_torchrec.errors import BatchError, ConfigError
 from persia_torchrec.routing.shard import Ids
 from persia_torchrec.rpc.float_codec import Floats
 from persia_torchrec.sharding import torchrec_api
@@ -62,6 +64,7 @@ class StoredTable:
         ids: of the rows, uint64 ``(N,)``, sorted; None where a row's number is its id.
         rank: of this trainer, which saves and loads a part of the rows.
         num_trainers: that save and load together.
+        group: of these.
         flush: waits for the updates of this trainer on their way.
         is_on_gpu: whether the model is. A tensor of its rows that a script moves to the
             CPU is then a copy, as one from a GPU is, and no view of the servers.
@@ -73,6 +76,7 @@ class StoredTable:
     ids: Ids | None = None
     rank: int = 0
     num_trainers: int = 1
+    group: ProcessGroup | None = None
     flush: Callable[[], None] = lambda: None
     is_on_gpu: bool = False
     # Of a checkpoint that is loaded: ids by the number of the first, and rows before
@@ -482,10 +486,11 @@ class StoredTensor(torch.Tensor):
         return [StoredTensor(*of_rows, (*self.views, view)) for view in views]
 
 
-class StoredShardedTensor(StoredTensor, ShardedTensor):
+class StoredShardedTensor(StoredTensor, torchrec_api.ShardedTensorFields):
     """A whole table as a state dict has it, where plain TorchRec has a ShardedTensor.
 
-    It passes the checks of code that saves and loads those by themselves. What a
+    So are the tensors of an optimizer's state. It passes the checks of code that saves
+    and loads those by themselves, and has the fields that such code reads. What a
     ShardedTensor does in another way than any tensor, as ``cpu``, is a tensor's here.
     Parts of it, ``local_shards`` too, are tensors as any.
     """
@@ -500,6 +505,27 @@ class StoredShardedTensor(StoredTensor, ShardedTensor):
             shards.append(ShardMetadata(offsets, [b - a, *of_row], placement=where))
         properties = TensorProperties(dtype=self.dtype)
         return ShardedTensorMetadata(shards, torch.Size(self.shape), properties)
+
+    def sharding_spec(self) -> EnumerableShardingSpec:
+        """Return the same as a spec."""
+        return EnumerableShardingSpec(self.metadata().shards_metadata)
+
+    @property
+    def process_group(self) -> ProcessGroup | None:
+        """The trainers that save and load together."""
+        return self.stored.table.group
+
+    def reshard(self, _: object) -> NoReturn:
+        """Reject, as the sharded module does."""
+        raise ConfigError(
+            f"Table {self.stored.table.name!r} cannot be resharded: every server holds "
+            "the ids that hash to it. Received: a new sharding spec. Start more "
+            "servers, and load a checkpoint into them."
+        )
+
+    def load_state_dict(self, values: torch.Tensor) -> None:
+        """Set the rows; TorchRec's keyed optimizers ask for it, and load tensors."""
+        self.detach().copy_(values)
 
     def local_tensor(self) -> torch.Tensor:
         """Return this trainer's rows, which stay on the servers."""

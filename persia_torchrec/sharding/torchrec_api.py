@@ -8,7 +8,7 @@ missing.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any, TypeVar
 
 import torch
@@ -49,6 +49,43 @@ def make_tensor(cls: type[T], shape: tuple[int, ...], dtype: torch.dtype) -> T:
     """Make a tensor of a subclass, without memory; it has ``__torch_dispatch__``."""
     tensor: T = cls._make_wrapper_subclass(cls, shape, dtype=dtype)
     return tensor
+
+
+class _EqualsShardedTensor(torch._C._TensorMeta):
+    """The type of a class that equals ``ShardedTensor``, its base.
+
+    torchsnapshot restores tensors whose type equals it, and rejects subclasses.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is ShardedTensor
+
+    __hash__ = type.__hash__
+
+
+class ShardedTensorFields(ShardedTensor, metaclass=_EqualsShardedTensor):
+    """A ``ShardedTensor`` whose fields are made by its methods when they are read.
+
+    Its own ones read them, and so does code that saves and loads.
+    """
+
+    _init_rrefs = False  # there are no remote references to its shards
+    _sharded_tensor_id = None
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a field that a ``ShardedTensor`` sets when it is made."""
+        if name not in _FIELDS:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return _FIELDS[name](self)
+
+
+_FIELDS: dict[str, Callable[[Any], Any]] = {
+    "_metadata": methodcaller("metadata"),
+    "_sharding_spec": methodcaller("sharding_spec"),
+    "_local_shards": methodcaller("local_shards"),
+    "_process_group": attrgetter("process_group"),
+    "_remote_shards": lambda _: {},
+}
 
 
 def has_iterator(loader: "torch.utils.data.DataLoader[Any]") -> bool:

@@ -5,6 +5,7 @@ import io
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
@@ -27,7 +28,7 @@ from torchrec.distributed.model_tracker.types import (
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import ShardedTensor
 
-from persia_torchrec import SGD, remote_sharders
+from persia_torchrec import SGD, Adagrad, remote_sharders
 from persia_torchrec.errors import BatchError, ConfigError
 from tests.support.remote_job import CPU, META, RemoteJob, kjt_of, shard
 
@@ -116,6 +117,80 @@ def test_tables_are_sharded_tensors_where_plain_has_them(remote):
     state = remote.state_dict()
     assert sharded(state) == sharded(plain().state_dict())
     assert len(sharded(state)) == 2
+
+
+@pytest.fixture(scope="module")
+def with_state(job):
+    """Return tensors of weights and of state, ours and plain's, by name."""
+    named = {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.1}
+    sharders = [EmbeddingBagCollectionSharder(named), EmbeddingCollectionSharder(named)]
+    models = [
+        shard(Model(), *sharders, constraints={"bag": FUSED, "row": FUSED}),
+        job.shard(
+            Model(), remote_sharders(job.client, fused_params=named, namespace="s")
+        ),
+    ]
+    found = []
+    for model in models:
+        tensors = dict(model.state_dict())
+        for state in model.fused_optimizer.state_dict()["state"].values():
+            tensors |= state
+        found.append({k: tensors[k] for k in sorted(sharded(tensors))})
+    return found
+
+
+def test_state_of_optimizers_is_of_sharded_tensors_too(with_state):
+    of_plain, ours = with_state
+    assert ours.keys() == of_plain.keys()
+    assert {"bag.momentum1", "row.momentum1"} < ours.keys()
+
+
+def test_they_have_all_that_code_reads_of_sharded_tensors(with_state):
+    for plain_one, own in zip(
+        *(tensors.values() for tensors in with_state), strict=True
+    ):
+        assert own.sharding_spec() == plain_one.sharding_spec()
+        assert own.metadata().shards_metadata == plain_one.metadata().shards_metadata
+        assert type(own) == type(plain_one)  # noqa: E721  # as torchsnapshot asks
+        assert own._process_group is plain_one._process_group
+        fields = {name for name in vars(plain_one) if name.startswith("_")}
+        assert fields
+        assert [name for name in fields if not hasattr(own, name)] == []
+        for asked in (plain_one, own):
+            with pytest.raises(RuntimeError, match="no RRefs to remote shards"):
+                asked.remote_shards()
+        with pytest.raises(ConfigError, match="cannot be resharded"):
+            own.reshard(own.sharding_spec())
+
+
+def test_shards_are_read_and_written_by_parts_of_their_rows(with_state):
+    for own in with_state[1].values():
+        (local,) = own.local_shards()
+        expected = torch.rand(own.shape)
+        for start in range(0, NUM_IDS, 3):
+            of_part = dim, begin, num = 0, start, min(3, NUM_IDS - start)
+            part = torch.narrow(local.tensor, *of_part)
+            assert part.shape[dim] == num
+            part.detach().copy_(expected[begin : begin + num])
+        assert torch.equal(own.clone(), expected)
+
+
+def test_torchsnapshot_takes_and_restores_them(remote, job, tmp_path):
+    torchsnapshot = pytest.importorskip("torchsnapshot")
+    named = job.client, Adagrad(0.1)
+    model = job.shard(Model(), remote_sharders(*named, namespace="taken"))
+    other = job.shard(Model(), remote_sharders(*named, namespace="restored"))
+    model(kjt_of({"f": [[0, 1]]})).sum().backward()
+    snapshot = torchsnapshot.Snapshot.take(str(tmp_path / "model"), {"model": model})
+    snapshot.restore({"model": other})
+    assert_same(other, values_of(model))
+    states = [{"state": m.fused_optimizer} for m in (model, other)]
+    saving = torchsnapshot.Snapshot.async_take(str(tmp_path / "state"), states[0])
+    saving.wait().restore(states[1])
+    read = [one["state"].state_dict()["state"].values() for one in states]
+    for taken, restored in zip(*read, strict=True):
+        for name, tensor in taken.items():
+            assert torch.equal(tensor.clone(), restored[name].clone())
 
 
 def test_a_checkpoint_by_kind_is_loaded_by_the_same_code(remote, tmp_path):

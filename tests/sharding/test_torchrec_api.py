@@ -18,6 +18,7 @@ from torchrec.distributed.embeddingbag import (
 )
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import LazyAwaitable
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
@@ -72,6 +73,7 @@ TAKEN = {
     "_current_graph_task_id": "torch._C",
     "_execution_engine": "torch.autograd.Variable",
     "_make_wrapper_subclass": "torch.Tensor",
+    "_TensorMeta": "torch._C",
     "_schema": "an operator of torch",
     "_in_backward_optimizers": "a parameter of apply_optimizer_in_backward",
     "_shard": "torch.distributed",
@@ -85,6 +87,10 @@ TAKEN = {
 """Each private attribute, and what has it; more below: those of sharded modules."""
 
 OF_SHARDED = ("_table_name_to_config", "_lookups")
+OF_SHARDED_TENSORS = {
+    *("_metadata", "_sharding_spec", "_local_shards"),
+    *("_process_group", "_remote_shards"),
+}
 
 FILE = Path(torchrec_api.__file__)
 OWN = {"_begin_turn", "_C"}
@@ -116,6 +122,15 @@ def test_sharded_modules_have_their_configs_and_lookups(job):
     )
     for name in OF_SHARDED:
         assert hasattr(module.module.bags, name), missing(name, "a sharded collection")
+    kept = ParameterConstraints(sharding_types=["table_wise"])
+    plain = shard(
+        Bags(bags().embedding_bag_configs()),
+        EmbeddingBagCollectionSharder(),
+        constraints={"term": kept},
+    )
+    for name in (*OF_SHARDED_TENSORS, "_init_rrefs", "_sharded_tensor_id"):
+        [table] = plain.state_dict().values()
+        assert name in vars(table), missing(name, "a ShardedTensor")
     assert list(torchrec_api.table_configs(module.module.bags)) == ["term"]
     (kernel,) = torchrec_api.embedding_kernels(module.module.bags)
     assert [table.name for table in kernel.config.embedding_tables] == ["term"]
@@ -164,4 +179,5 @@ def test_this_list_names_every_private_attribute_of_the_file():
         if isinstance(name, str) and name.startswith("_") and name.isidentifier()
     }
     private = {name for name in private if not name.startswith("__")}
-    assert private - OWN == {*TAKEN, *OF_SHARDED, torchrec_api.GROWTH_TRACKER}
+    named = {*TAKEN, *OF_SHARDED, *OF_SHARDED_TENSORS, torchrec_api.GROWTH_TRACKER}
+    assert private - OWN == named
