@@ -183,6 +183,11 @@ class MixedCollection(types.ShardedModule[Any, Any, Any, Any], FusedOptimizerMod
         self.remote.train(mode)
         return super().train(mode)
 
+    def forward(self, *input: Any, **kwargs: Any) -> Any:
+        """Look up in both halves; torch.fx traces it as a leaf."""
+        traced = torchrec_api.traced_call(self, input, kwargs)
+        return traced if traced is not None else super().forward(*input, **kwargs)
+
     def input_dist(self, ctx: Any, *input: Any, **kwargs: Any) -> Any:
         """Begin to distribute the ids, and to pull; returns TorchRec's awaitable."""
         batch = require_batch([*input, *kwargs.values()], PrefetchedBatch)

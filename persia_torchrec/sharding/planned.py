@@ -119,12 +119,14 @@ class PlannedSharder(types.ModuleSharder[nn.Module]):
         """Check the plan, and put the tables on the servers."""
         require_tables(self.tables_in(module), params)
         for name, sharding in params.items():
-            if not is_planned_on_servers(sharding, self.sharding_type):
+            # The rows of a plan by hand, or by other sharders, go to servers as well.
+            if sharding.sharding_type != self.sharding_type:
                 raise ConfigError(
-                    f"The plan must have table {name!r} on the servers, where this "
-                    f"sharder puts it: {self.sharding_type}, with a placeholder of one "
-                    f"row. Received: {sharding}. Pass the sharders that the model gets "
-                    "to the planner: planner.collective_plan(model, sharders, pg)."
+                    f"The plan must have table {name!r} as {self.sharding_type}, by "
+                    "which this sharder puts it on the servers. Received: "
+                    f"{sharding.sharding_type}. Give a plan by hand "
+                    f"{self.sharding_type}(...); or pass the sharders that the model "
+                    "gets to the planner: planner.collective_plan(model, sharders, pg)."
                 )
         given = env, device or torch.device("cpu"), module_fqn or ""
         sharded = self.put_on_servers(module, *given)

@@ -30,6 +30,7 @@ from torch.autograd.function import once_differentiable
 from torch.profiler import record_function
 from torchrec.distributed import types
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
+from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 from torchrec.distributed.utils import init_parameters
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
@@ -128,7 +129,7 @@ class _Embeddings(torch.autograd.Function):
 
 
 class ShardedRemoteCollection(
-    types.ShardedModule[Any, Any, Any, Any], FusedOptimizerModule
+    ShardedEmbeddingModule[Any, Any, Any, Any], FusedOptimizerModule
 ):
     """A collection on the embedding servers; what all kinds of it share.
 
@@ -168,6 +169,7 @@ class ShardedRemoteCollection(
         self.skip_non_finite = False
         self.num_skipped = 0
         self.spec = spec
+        self._is_weighted = spec.is_weighted  # TorchRec's name
         self._keys = list(dict.fromkeys(feature.key for feature in spec.features))
         self._names = [feature.name for feature in spec.features]
         dim_of = {table.name: table.dim for table in spec.tables}
@@ -191,9 +193,10 @@ class ShardedRemoteCollection(
         self.register_state_dict_post_hook(state.add_entries)
         self.register_load_state_dict_pre_hook(state.take_entries)
 
-    @torch.compiler.disable
+    @torch.compiler.disable(reason=torchrec_api.NOT_IN_GRAPHS)
     def start(self, batch: object, *, is_training: bool) -> PrefetchedBatch[Any]:
         """Begin to pull a KeyedJaggedTensor, TensorDict, or what the pipeline takes."""
+        torchrec_api.require_no_trace()
         if self.before_first_pull is not None:
             self.before_first_pull()
             self.before_first_pull = None
@@ -201,7 +204,7 @@ class ShardedRemoteCollection(
             return self.pipeline.start(batch, training=is_training)
         return self._pull(JaggedBatch.of(batch, self._keys), is_training=is_training)
 
-    @torch.compiler.disable
+    @torch.compiler.disable(reason=torchrec_api.NOT_IN_GRAPHS)
     def begin(self, batch: object, *, is_training: bool) -> PrefetchedBatch[Any]:
         """Begin to pull, by :meth:`start`, a batch that this is called with."""
         started = self.start(batch, is_training=is_training)
@@ -214,6 +217,16 @@ class ShardedRemoteCollection(
         if self._leaving is None:  # without a GPU the ids are here
             ids = given.features
         return self.pipeline.start(ids, training=is_training, given=given)
+
+    @property
+    def shardings(self) -> dict[str, Any]:
+        """Those of TorchRec's: none."""
+        return {}
+
+    def forward(self, *input: Any, **kwargs: Any) -> Any:
+        """Look up, as every sharded module does; torch.fx traces it as a leaf."""
+        traced = torchrec_api.traced_call(self, input, kwargs)
+        return traced if traced is not None else super().forward(*input, **kwargs)
 
     def input_dist(
         self, ctx: object, *input: Any, **kwargs: Any
@@ -244,7 +257,7 @@ class ShardedRemoteCollection(
             return types.LazyNoWait(self.compute(ctx, batch))
         return LazyOutput(partial(self.compute, ctx, batch))
 
-    @torch.compiler.disable
+    @torch.compiler.disable(reason=torchrec_api.NOT_IN_GRAPHS)
     def compute(self, ctx: object, batch: PrefetchedBatch[Any]) -> Any:
         """Return the output of a batch, outside of what torch.compile traces."""
         most = self.pipeline.max_in_flight
@@ -426,7 +439,7 @@ class ShardedRemoteEmbeddingBagCollection(ShardedRemoteCollection):
         self, batch: PrefetchedBatch[Any], weights: torch.Tensor | None = None
     ) -> torchrec.KeyedTensor:
         """Wait for the embeddings, float32 ``(B, T)``; by default with own weights."""
-        if weights is None and self.spec.is_weighted:
+        if weights is None and self._is_weighted:
             weights = batch.source.weights()
         elif weights is None and batch.source.kjt.weights_or_none() is not None:
             self._tell_ignored_weights()
@@ -521,7 +534,7 @@ class ShardedRemoteEmbeddingBag(ShardedRemoteEmbeddingBagCollection):
         )
         return super().input_dist(ctx, self._begin(kjt, has_one_more=not has_lines))
 
-    @torch.compiler.disable
+    @torch.compiler.disable(reason=torchrec_api.NOT_IN_GRAPHS)
     def _begin(
         self, kjt: torchrec.KeyedJaggedTensor, *, has_one_more: bool
     ) -> PrefetchedBatch[Any]:
@@ -530,7 +543,7 @@ class ShardedRemoteEmbeddingBag(ShardedRemoteEmbeddingBagCollection):
             self._with_one_more.add(batch.given)
         return batch
 
-    @torch.compiler.disable
+    @torch.compiler.disable(reason=torchrec_api.NOT_IN_GRAPHS)
     def compute(self, ctx: object, batch: PrefetchedBatch[Any]) -> torch.Tensor:
         """Return the pooled rows alone."""
         pooled: torch.Tensor = super().compute(ctx, batch).values()

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch._guards import detect_fake_mode
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import (
@@ -20,6 +21,7 @@ from torch.distributed._shard.sharded_tensor.metadata import (
     TensorProperties,
 )
 from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torchrec import EmbeddingCollection
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_kernel import BaseEmbedding
@@ -206,6 +208,57 @@ def require_no_capture() -> None:
             "current stream is captured. Capture the dense half alone, by "
             'torch.cuda.graph(..., capture_error_mode="thread_local").'
         )
+
+
+def require_no_trace() -> None:
+    """Reject a lookup while a model is traced: its rows would be those of an example.
+
+    Called before each lookup; other modes of dispatch, as of profilers, are none.
+    """
+    if torch._C._is_tracing():
+        how = "torch.jit.trace, as by torch.onnx.export(dynamo=False)"
+    elif torch.compiler.is_exporting():
+        how = "torch.export"
+    elif not (
+        torch._C._len_torch_dispatch_stack()
+        or torch._ops._len_torch_dispatch_stack_pre_dispatch()
+    ):
+        return
+    elif get_proxy_mode() is not None:
+        how = "make_fx"
+    elif detect_fake_mode() is not None:
+        how = "a FakeTensorMode, in which ids have no numbers"
+    else:
+        return
+    raise ConfigError(
+        "Rows of tables on the servers must be looked up outside of a trace, which "
+        "would answer every batch with the rows of its example. Received: a lookup in "
+        f"{how}. export_for_serving(model, path, client, example) of persia_torchrec "
+        "exports such a model, and its lookups; or trace the dense half alone, with "
+        "embeddings as its inputs."
+    )
+
+
+NOT_IN_GRAPHS = (
+    "rows of tables on the servers are looked up outside of graphs; to export the "
+    "model, use export_for_serving of persia_torchrec"
+)
+"""Why Dynamo breaks its graph at a lookup; it says so where it may not."""
+
+
+def traced_call(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.fx.Proxy | None:
+    """Return the call of a module in a trace of torch.fx; None outside of one.
+
+    The module is a leaf of the graph, whatever the names of a tracer's leaf modules.
+    """
+    for given in (*args, *kwargs.values()):
+        if isinstance(given, torch.fx.Proxy):
+            tracer: Any = given.tracer
+            path = tracer.path_of_module(module)
+            return tracer.create_proxy("call_module", path, args, kwargs)
+    return None
 
 
 def replace_trackers(model: Any, tracker: Callable[..., Any]) -> None:

@@ -14,7 +14,6 @@ from torchrec.distributed.embedding import (
     EmbeddingCollectionSharder,
     ShardedEmbeddingCollection,
 )
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import (
     construct_module_sharding_plan,
     data_parallel,
@@ -166,29 +165,43 @@ class TestRemoteSharders:
                 sharders.load_weights({"bag": torch.zeros(4, 4)})
 
 
+def plan_by_hand(bags, told):
+    """Return a plan as TorchRec's helper makes it when no sharder is named."""
+    given = {"local_size": 1, "world_size": 1, "device_type": "cpu"}
+    return construct_module_sharding_plan(bags, told, **given)
+
+
 class TestAPlanOfOthers:
     """A plan that was made without our sharders says what they do not do."""
 
-    @pytest.mark.parametrize("told", [data_parallel(), row_wise(), table_wise(0)])
+    @pytest.mark.parametrize("told", [data_parallel(), table_wise(0)])
     def test_it_is_rejected(self, job, told):
         model = Bags(bags_of("bag", "f"))
-        plan = construct_module_sharding_plan(
-            *(model.bags, {"bag": told}, EmbeddingBagCollectionSharder()),
-            local_size=1,
-            world_size=1,
-            device_type="cpu",
-        )
+        plan = plan_by_hand(model.bags, {"bag": told})
         sharder = RemoteEmbeddingBagCollectionSharder(job.client)
-        with pytest.raises(ConfigError, match=r"(?s)'bag' on the servers.*Pass the"):
+        match = r"'bag' as row_wise.*Give a plan by hand row_wise\(.*pass the sharders"
+        with pytest.raises(ConfigError, match=match):
             DistributedModelParallel(
                 model, sharders=[sharder], plan=ShardingPlan({"bags": plan})
             )
+
+    def test_by_rows_it_is_one_by_hand_and_rows_are_on_servers(self, job):
+        model = Bags(bags_of("bag", "f"))
+        plan = plan_by_hand(model.bags, {"bag": row_wise()})
+        sharders = remote_sharders(job.client, SGD(1.0))
+        model = DistributedModelParallel(
+            model, sharders=sharders, plan=ShardingPlan({"bags": plan})
+        )
+        job.adopt(model)
+        before = model.state_dict()["bags.embedding_bags.bag.weight"].clone()
+        model(kjt_of({"f": [[1]]})).values().sum().backward()
+        assert (job.read("bag", [1]) == before[1].numpy() - 1).all()
 
     def test_it_is_rejected_for_processed_features(self, job):
         sharders = remote_sharders(job.client)
         ours = shard(Bags(bags_of("processed", "h")), *sharders).plan
         (rows,) = ours.plan.values()  # by rows, as for bags without processors
-        with pytest.raises(ConfigError, match="table_wise, with a placeholder"):
+        with pytest.raises(ConfigError, match=r"as table_wise.*Received: row_wise"):
             DistributedModelParallel(
                 Processed(), sharders=sharders, plan=ShardingPlan({"bags": rows})
             )

@@ -11,6 +11,7 @@ from torchrec import (
     EmbeddingCollection,
     EmbeddingConfig,
 )
+from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 from torchrec.distributed.shard import shard as shard_module
 from torchrec.distributed.shard import shard_modules
 from torchrec.distributed.sharding_plan import row_wise, table_wise
@@ -122,6 +123,13 @@ class TestComposable:
 
 
 class TestAttributes:
+    def test_collections_are_sharded_embedding_modules_of_torchrec(self, job):
+        sharder = RemoteEmbeddingBagCollectionSharder(job.client, SGD(1.0))
+        mixed = MixedSharder(sharder, Placement(local={"term"}))
+        for each in (sharder, mixed):
+            module = job.shard(Tower(), [each]).module.bags
+            assert isinstance(module, ShardedEmbeddingModule)
+
     def test_they_are_where_torchrec_has_them(self, sharder):
         module = shard(Tower(), sharder).module.bags
         assert list(module.embedding_bags) == ["term", "user"]

@@ -46,7 +46,9 @@ def feature_processed():
 
 
 OWNERS = {
+    "torch": lambda: torch,
     "torch._C": lambda: torch._C,
+    "torch._ops": lambda: torch._ops,
     "torch.Tensor": lambda: torch.Tensor,
     "the operators of torch": lambda: torch.ops.aten,
     "an operator of torch": lambda: torch.ops.aten.copy_.default,
@@ -74,6 +76,11 @@ TAKEN = {
     "_execution_engine": "torch.autograd.Variable",
     "_make_wrapper_subclass": "torch.Tensor",
     "_TensorMeta": "torch._C",
+    "_is_tracing": "torch._C",
+    "_len_torch_dispatch_stack": "torch._C",
+    "_len_torch_dispatch_stack_pre_dispatch": "torch._ops",
+    "_ops": "torch",
+    "_guards": "torch",
     "_schema": "an operator of torch",
     "_in_backward_optimizers": "a parameter of apply_optimizer_in_backward",
     "_shard": "torch.distributed",
