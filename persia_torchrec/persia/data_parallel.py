@@ -53,6 +53,7 @@ from persia_torchrec.job.trainer_group import waiting
 from persia_torchrec.persia import distributed
 from persia_torchrec.rpc.addresses import open_listening
 from persia_torchrec.sharding.backward_pass import AnswersAtEnd
+from persia_torchrec.sharding.planned import dense_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +118,7 @@ class _Prepare(torch.autograd.Function):
         ctx: Any, anchor: torch.Tensor, replica: DistributedDataParallel
     ) -> torch.Tensor:
         with torch.enable_grad():
-            used = [p.flatten()[:1].sum() for p in replica.parameters()]
+            used = [p.flatten()[:1].sum() for p in dense_parameters(replica)]
             replica.reducer.prepare_for_backward(used)
         return anchor
 
@@ -144,7 +145,7 @@ class AveragedWeights(DataParallelWrapper, AnswersAtEnd):
         self._dense.to(device)
         assert dist.group.WORLD is not None
         with waiting(dist.group.WORLD, "the first weights"):
-            for tensor in (*self._dense.parameters(), *self._dense.buffers()):
+            for tensor in (*dense_parameters(self._dense), *self._dense.buffers()):
                 dist.broadcast(tensor.detach(), src=0)
 
     def after_step(self) -> bool:
@@ -158,7 +159,7 @@ class AveragedWeights(DataParallelWrapper, AnswersAtEnd):
 
     def main_hook(self) -> None:
         """Average the weights over all trainers, those at the end of their data too."""
-        parameters = [p for p in self._dense.parameters() if p.requires_grad]
+        parameters = [p for p in dense_parameters(self._dense) if p.requires_grad]
         if parameters:
             average_parameters(iter(parameters), self.join_process_group)
 

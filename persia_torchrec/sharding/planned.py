@@ -9,6 +9,7 @@ warning.
 """
 
 import inspect
+import operator
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
@@ -18,6 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torchrec.distributed import types
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 
@@ -26,26 +28,41 @@ from persia_torchrec.sharding import collection, torchrec_api
 from persia_torchrec.sharding.collection import TableCollection
 from persia_torchrec.sharding.torchrec_api import Allowed, ParametersInTurn
 
-_FILLS = frozenset(
-    {
-        *("bernoulli_", "cauchy_", "exponential_", "fill_", "geometric_"),
-        *("log_normal_", "normal_", "random_", "uniform_", "zero_"),
-    }
-)
-
 
 class Placeholder(nn.Parameter):
-    """The parameter of one table, ``(0,)``; filling it is a ConfigError.
+    """The parameter of one table, which holds no rows: to need them is a ConfigError.
+
+    It has the shape that a table of TorchRec's has. What torch does with all parameters
+    of a model works and changes nothing, as moves, copies, and steps of optimizers,
+    which it never gives a gradient.
 
     Attributes:
+        table: its name on the servers.
+        declared: the shape of TorchRec's table, if it is known.
         told: called when someone asks for no gradient of it.
     """
 
+    table = ""
+    declared: tuple[int, ...] | None = None
     told: Callable[[], None] | None = None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Be pickled as a plain parameter, without whom it tells."""
-        return nn.Parameter, (self.detach().as_subclass(torch.Tensor), False)
+        return nn.Parameter, (_plain(self), False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Placeholder":
+        memo[id(self)] = copied = self.alike(_plain(self))
+        copied.requires_grad = self.requires_grad
+        return copied
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"Placeholder of table {self.table!r}, whose rows are on the servers"
+
+    def alike(self, data: torch.Tensor) -> "Placeholder":
+        """Return another one of the same table, which wants no gradient."""
+        other = Placeholder(data, requires_grad=False)
+        other.table, other.declared, other.told = self.table, self.declared, self.told
+        return other
 
     @classmethod
     def __torch_function__(
@@ -55,27 +72,105 @@ class Placeholder(nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call an operator as for a plain parameter, unless it fills this one."""
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if name in _FILLS or _is_init(func, inspect.currentframe()):
-            raise ConfigError(
-                "Rows of tables on the servers are drawn there, by id, when an id is "
-                f"first trained. Received: {name} of a table's parameter, which holds "
-                "no rows. Give the table's config init_fn=..., or its TableSettings "
-                "initializer=...; write rows by model.load_state_dict or load_weights "
-                "of the sharders."
-            )
+        """Call a function as for a plain parameter, unless it needs rows."""
+        kwargs, first = kwargs or {}, args[0] if args else None
+        name = _name_of(func)
+        needs_rows = name in _ON_HOST or _is_init(func, inspect.currentframe())
+        if func == _SET_DATA and not isinstance(args[1], Placeholder):
+            needs_rows = args[1].numel() > 0
+        if needs_rows:
+            raise _needs_rows(name, (args, kwargs))
+        shape = getattr(first, "declared", None) if func in _OF_SHAPE else None
+        if shape is not None and not _is_step(inspect.currentframe()):
+            return func(torch.empty(shape, device="meta"), *args[1:], **kwargs)
         if func in (_SET_REQUIRES_GRAD, torch.Tensor.requires_grad_):
             wants = (*args[1:2], *kwargs.values(), True)[0]
-            told = getattr(args[0], "told", None)
+            told = getattr(first, "told", None)
             if not wants and told is not None:
                 told()
-        result = torchrec_api.call_operator(func, *args, **kwargs)
-        return result.as_subclass(cls) if func == _GET_DATA else result
+        try:
+            return torchrec_api.call_operator(func, *args, **kwargs)
+        except (RuntimeError, IndexError, ConfigError) as exc:
+            # Of its own shape, which is without rows, or by the operator.
+            raise _needs_rows(name, (args, kwargs)) from exc
 
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own has no signature
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operator that torch runs over all parameters; reject all others."""
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        copies = name == "copy_" and isinstance(args[1], Placeholder)
+        if not (copies or name in _OF_ALL or _is_step(inspect.currentframe())):
+            raise _needs_rows(name, (args, kwargs))
+        plain = tree_map_only(Placeholder, _plain, (args, kwargs))
+        result = func(*plain[0], **plain[1])
+        if name in _SAME:
+            return args[0].alike(result)
+        return args[0] if copies else result
+
+
+def dense_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of a module that hold what they are."""
+    return [p for p in module.parameters() if not isinstance(p, Placeholder)]
+
+
+def _plain(tensor: Placeholder) -> torch.Tensor:
+    """Return what a placeholder has in place of rows."""
+    shape = torchrec_api.call_operator(torch.Tensor.size, tensor)
+    return torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def _name_of(func: Callable[..., Any]) -> str:
+    """Return the name of a function of torch's, or of what it gets or sets."""
+    name: str = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__"):
+        return getattr(getattr(func, "__self__", None), "__name__", name)
+    return name
+
+
+def _needs_rows(name: str, given: Any) -> ConfigError:
+    tables = [one.table for one in tree_leaves(given) if isinstance(one, Placeholder)]
+    return ConfigError(
+        "Rows of tables on the servers are drawn there, by id, when an id is first "
+        f"trained. Received: {name} of the parameter of table {tables[0]!r}, which "
+        "holds no rows. Give the table's config init_fn=..., or its TableSettings "
+        "initializer=...; read and write rows in model.state_dict(), or write them by "
+        "model.load_state_dict or load_weights of the sharders."
+    )
+
+
+_GET = operator.attrgetter("__get__")
+_OF_SHAPE = frozenset(
+    [
+        *(torch.Tensor.size, torch.Tensor.dim, torch.Tensor.ndimension),
+        *(torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.__len__, torch.numel),
+        *map(_GET, (torch.Tensor.shape, torch.Tensor.ndim, torch.Tensor.nbytes)),
+    ]
+)
+"""What asks for the shape of a tensor."""
+
+_ON_HOST = frozenset({"numpy", "tolist", "item", "__array__", "__dlpack__"})
+"""What reads a tensor's memory without an operator."""
+
+_SAME = frozenset({"detach", "alias", "clone", "_to_copy"})
+_OF_ALL = _SAME | {
+    *("empty_like", "zeros_like", "ones_like", "full_like"),
+    *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
+}
+"""Operators that torch runs over all parameters of a model, and that read no rows."""
 
 _SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
-_GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def _is_step(called: FrameType | None) -> bool:
+    """Return whether an optimizer calls, whose parameters are all of a model."""
+    while called is not None:
+        if isinstance(called.f_locals.get("self"), torch.optim.Optimizer):
+            return True
+        called = called.f_back
+    return False
 
 
 def _is_init(func: Callable[..., Any], called: FrameType | None) -> bool:

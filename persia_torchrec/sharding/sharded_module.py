@@ -16,7 +16,7 @@ Dimensions: B samples, L ids of one feature, T sum of all dims, D embedding dim.
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, NoReturn
 from weakref import WeakSet, ref
@@ -378,14 +378,18 @@ class ShardedRemoteCollection(
         batch.give_up()  # the graph, and with it the batch, may live on
         return None
 
-    def add_placeholders(self) -> None:
+    def add_placeholders(self, num_embeddings: Mapping[str, int]) -> None:
         """Register the modules and parameters of the tables, which hold no rows.
 
         They are where TorchRec has those of its own tables. Gradients never reach them.
+        ``num_embeddings`` are by the collection's own names.
         """
+        dims = {table.name: table.dim for table in self.spec.tables}
         for key, full_name in self.tables_by_key.items():
             table = self.spec.own_name(full_name)
-            weight = Placeholder(torch.empty(0, device=self._device))
+            dim = dims[full_name]
+            weight = Placeholder(torch.empty(0, dim, device=self._device))
+            weight.table, weight.declared = full_name, (num_embeddings[table], dim)
             weight.told = partial(self.remote_tables.tell_of_frozen, full_name)
             torchrec_api.mark_in_backward(weight)
             owner: nn.Module = self

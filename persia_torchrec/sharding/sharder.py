@@ -429,7 +429,7 @@ class RemoteSharder(CollectionSharder):
         sharded.collection_state.is_on_gpu = device.type == "cuda"
         for name in sharded.tables_by_key.values():
             tables.states.setdefault(name, sharded.collection_state)
-        sharded.add_placeholders()
+        sharded.add_placeholders(rows_of)
         weights = collection.weights_of(module)
         full = {t.name: weights.get(spec.own_name(t.name)) for t in spec.tables}
         sharded.collection_state.begin({n: w for n, w in full.items() if w is not None})

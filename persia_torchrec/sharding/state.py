@@ -331,7 +331,7 @@ def take_entries(
         entry = state_dict.pop(prefix + key, None)
         ids = state_dict.pop(ids_key(prefix + key), None)
         if entry is not None and key in placeholders:
-            state_dict[prefix + key] = placeholders[key].detach()  # as torch wants it
+            state_dict[prefix + key] = placeholders[key]  # as torch wants it
         elif entry is None and strict and key not in placeholders:
             missing_keys.append(prefix + key)
         if entry is None or isinstance(entry, str):

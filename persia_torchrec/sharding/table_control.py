@@ -18,7 +18,6 @@ from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.profiler import record_function
 from torchrec.distributed.types import ModuleSharder, ShardingEnv
 
@@ -38,6 +37,7 @@ from persia_torchrec.sharding.optimizer import (
     rate_of,
     set_values,
 )
+from persia_torchrec.sharding.planned import Placeholder
 from persia_torchrec.sharding.stored_tensor import is_sharded
 from persia_torchrec.sharding.trainer_metrics import TrainerCounts, TrainerMetrics
 from persia_torchrec.table import TableChange, TableSpec
@@ -124,8 +124,10 @@ class RemoteTables(OwnProcess):
         self.specs.update((spec.name, spec) for spec in specs)
         added = [spec for spec in specs if spec.name not in self.groups]
         for spec in added:
+            stands_for_table = Placeholder(torch.zeros((), device=device))
+            stands_for_table.table = spec.name
             self.groups[spec.name] = {
-                "params": [nn.Parameter(torch.zeros((), device=device))],
+                "params": [stands_for_table],
                 "lr": spec.optimizer.lr,
                 "table": spec.name,
             }

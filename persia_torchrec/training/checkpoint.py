@@ -55,6 +55,7 @@ from persia_torchrec.errors import CheckpointError, ConfigError, PersiaError
 from persia_torchrec.job import trainer_group
 from persia_torchrec.parsing.decoding import decoder_of
 from persia_torchrec.sharding.optimizer import keeping_tensors, set_values
+from persia_torchrec.sharding.planned import Placeholder
 from persia_torchrec.sharding.state import without_rows
 from persia_torchrec.sharding.table_control import Sharders, table_controls
 from persia_torchrec.training.dense_reader import (
@@ -399,8 +400,8 @@ def _step_by_nothing(optimizer: Optimizer) -> None:
     groups = optimizer.param_groups
     rates = [group["lr"] for group in groups]
     every = _parameters(optimizer)
-    # Those without numbers stand for tables on the servers, and get no gradients.
-    parameters = [p for p in every if p.requires_grad and p.numel()]
+    # Placeholders stand for tables on the servers, and get no gradients.
+    parameters = [p for p in every if p.requires_grad and _is_dense(p)]
     grads = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
@@ -454,10 +455,14 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
+def _is_dense(parameter: nn.Parameter) -> bool:
+    return not isinstance(parameter, Placeholder) and parameter.numel() > 0
+
+
 def _states(optimizer: Optimizer) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the state of each parameter that has one, by its number in all groups."""
     for number, parameter in enumerate(_parameters(optimizer)):
-        if parameter.numel() and parameter in optimizer.state:
+        if _is_dense(parameter) and parameter in optimizer.state:
             yield number, optimizer.state[parameter]
 
 

@@ -12,6 +12,7 @@ from torchrec.distributed.types import ShardingEnv
 from persia_torchrec import SGD, RemoteEmbeddingBagCollectionSharder
 from persia_torchrec.errors import ConfigError, JobError
 from persia_torchrec.sharding.backward_pass import Agreement
+from persia_torchrec.sharding.planned import dense_parameters
 from persia_torchrec.sharding.table_control import RemoteTables, TableControl
 from tests.support.places import GPU_PLACES
 from tests.support.processes import Processes, wait_until
@@ -125,9 +126,10 @@ def test_gradients_that_float16_cannot_hold_arrive_by_the_scale(job):
 class TestOverflow:
     def test_nothing_moves_and_the_scale_falls(self, trainer):
         trainer.use(init_scale=2.0**20)
-        dense = [p.detach().clone() for p in trainer.model.parameters()]
+        weights = dense_parameters(trainer.model)
+        dense = [p.detach().clone() for p in weights]
         assert not trainer.moves_of(dtype=torch.float16, factor=1e4).any()
-        for weight, before in zip(trainer.model.parameters(), dense, strict=True):
+        for weight, before in zip(weights, dense, strict=True):
             assert torch.equal(weight, before)
         assert trainer.scaler.get_scale() == 2.0**19
         assert trainer.module.num_skipped == 1

@@ -212,51 +212,6 @@ def test_the_dense_half_trains_in_evaluation_mode(job, logged):
     assert len(logged(logging.WARNING, "sharding.table_control")) == 1
 
 
-INITS = {
-    "uniform_": (),
-    "normal_": (),
-    "constant_": (0.5,),
-    "ones_": (),
-    "zeros_": (),
-    "eye_": (),
-    "dirac_": (),
-    "trunc_normal_": (),
-    "sparse_": (0.5,),
-    "orthogonal_": (),
-    "xavier_uniform_": (),
-    "xavier_normal_": (),
-    "kaiming_uniform_": (),
-    "kaiming_normal_": (),
-}
-
-
-@pytest.mark.parametrize("name", INITS)
-def test_nn_init_of_a_table_names_init_fn(job, name):
-    loop = Loop(job)
-    (weight,) = loop.model.parameters()
-    with pytest.raises(ConfigError, match="init_fn"):
-        getattr(nn.init, name)(weight, *INITS[name])
-
-
-@pytest.mark.parametrize("name", ["fill_", "zero_", "normal_", "uniform_"])
-def test_a_fill_of_a_parameter_or_its_data_names_init_fn(job, name):
-    loop = Loop(job)
-    (weight,) = loop.model.parameters()
-    values = (0.5,) if name == "fill_" else ()
-    for given in (weight, weight.data):
-        with torch.no_grad(), pytest.raises(ConfigError, match="init_fn"):
-            getattr(given, name)(*values)
-
-
-def test_parameters_of_tables_are_otherwise_ordinary(job):
-    loop = Loop(job)
-    loop.model.load_state_dict(loop.model.state_dict())
-    loop.model.float().zero_grad()
-    (weight,) = loop.model.parameters()
-    assert isinstance(weight, nn.Parameter)
-    assert (weight.shape, weight.norm().item()) == ((0,), 0.0)
-
-
 def set_attribute(model):
     for parameter in model.parameters():
         parameter.requires_grad = False

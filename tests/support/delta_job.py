@@ -20,6 +20,7 @@ from persia_torchrec import (
     save_delta,
 )
 from persia_torchrec.embedding.optim import Adam
+from persia_torchrec.sharding.planned import dense_parameters
 from persia_torchrec.store.memory import MISSING
 from tests.support.consistency import ids_oldest_first
 from tests.support.processes import wait_until
@@ -94,7 +95,7 @@ class Trainer:
 
     def dense(self):
         """Return the weights, and the state of their optimizer, as bytes."""
-        arrays = list(self.model.module.parameters())
+        arrays = dense_parameters(self.model.module)
         for state in self.optimizer.state_dict()["state"].values():
             arrays += state.values()
         return b"".join(array.detach().numpy().tobytes() for array in arrays)

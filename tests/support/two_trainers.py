@@ -31,6 +31,7 @@ from persia_torchrec import (
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import PersiaError
+from persia_torchrec.sharding.planned import dense_parameters
 from persia_torchrec.sharding.training_blocks import join
 from tests.support.remote_job import (
     CPU,
@@ -154,7 +155,7 @@ class Trainer:
         """Return dense weights and rows, once all trainers are here."""
         self.sharder.flush()
         dist.barrier()
-        weights = [weight.flatten().cpu() for weight in self.model.parameters()]
+        weights = [weight.flatten().cpu() for weight in dense_parameters(self.model)]
         dense = torch.cat([*weights, torch.zeros(0)])
         rows = [self.client.read(t.name, ids_of(range(NUM_IDS))) for t in TABLES]
         return {
@@ -410,7 +411,7 @@ def overflowing(trainer, is_on):
 
 def state_of(trainer, scaler):
     """Return the loss scale, and copies of dense weights and of a table's rows."""
-    weights = nn.utils.parameters_to_vector(trainer.model.parameters())
+    weights = nn.utils.parameters_to_vector(dense_parameters(trainer.model))
     rows = trainer.client.read("term", ids_of(range(NUM_IDS)))
     return scaler.get_scale(), weights.detach().cpu().numpy().copy(), rows.copy()
 
