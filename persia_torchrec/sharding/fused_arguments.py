@@ -130,7 +130,7 @@ def read_optimizers(
     """
     common = {k: v for k, v in (fused_params or {}).items() if k != "optimizer"}
     if isinstance(module, FusedEmbeddingBagCollection | FusedEmbeddingCollection):
-        cls, own = module.optimizer_type(), {**common, **module.optimizer_kwargs()}
+        cls, own = module.optimizer_type(), _over(common, module.optimizer_kwargs())
         names = [name.split(".")[-2] for name, _ in module.named_parameters()]
         return {name: translate(cls, own, table=name) for name in names}
     optimizers = {}
@@ -143,7 +143,7 @@ def read_optimizers(
                 f"{[cls.__name__ for cls, _ in given]}, by apply_optimizer_in_backward."
             )
         for cls, arguments in given:
-            own = {**common, **_renamed(arguments)}
+            own = _over(common, arguments)
             optimizers[table] = translate(cls, own, table=table)
     return optimizers
 
@@ -224,6 +224,14 @@ def _renamed(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if "learning_rate" in given:
         given["lr"] = given.pop("learning_rate")
     return given
+
+
+def _over(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a table, which win over common ones by any name."""
+    own = _renamed(own)
+    replaced = {"beta1", "beta2"} if "betas" in own else frozenset()
+    rest = {k: v for k, v in _renamed(common).items() if k not in replaced}
+    return {**rest, **own}
 
 
 def _twin(

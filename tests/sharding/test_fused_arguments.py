@@ -18,12 +18,15 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torch.distributed.optim import _apply_optimizer_in_backward as apply
 from torchrec import EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
 from persia_torchrec import SGD, Adagrad, TableSettings, remote_sharders
+from persia_torchrec.embedding.optim import AdamW
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.sharding import fused_arguments
 from persia_torchrec.sharding.fused_arguments import (
     FusedOptimizer,
+    read_optimizers,
     translate,
     translate_fused_params,
 )
@@ -301,6 +304,10 @@ def test_fused_params_are_translated(given, expected):
     assert translate_fused_params(given, None) == expected
 
 
+def adam(betas):
+    return AdamW(0.01, betas=betas, eps=1e-8, weight_decay=0.0)
+
+
 def test_fused_params_complete_the_optimizers_of_the_model(job):
     model = Bags(
         [
@@ -311,7 +318,7 @@ def test_fused_params_complete_the_optimizers_of_the_model(job):
     )
     weights = model.bags.embedding_bags
     apply(torchrec.optim.Adagrad, weights["own"].parameters(), {"lr": 0.25})
-    params = {"optimizer": EmbOptimType.EXACT_SGD, "lr": 0.5, "eps": 1e-3, **CLIPPED}
+    params = {"optimizer": EmbOptimType.EXACT_SGD, **RATE, "eps": 1e-3, **CLIPPED}
     settings = {"set": TableSettings(optimizer=Adagrad(1.0))}
     model = job.shard(
         model, remote_sharders(job.client, fused_params=params, tables=settings)
@@ -323,6 +330,37 @@ def test_fused_params_complete_the_optimizers_of_the_model(job):
     ]
     [bags] = [m for m in model.modules() if hasattr(m, "spec")]
     assert bags.spec.max_gradients == {"own": 0.75, "none": 0.75}
+
+
+RATE, BETAS = {"learning_rate": 0.5}, {"beta1": 0.5, "beta2": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("cls", "own", "common", "expected"),
+    [
+        (torch.optim.SGD, {"lr": 0.25}, RATE, SGD(0.25)),
+        (torchrec.optim.SGD, {"learning_rate": 0.25}, {"lr": 0.5}, SGD(0.25)),
+        (torch.optim.SGD, {}, RATE, SGD(0.5)),
+        (torch.optim.Adam, {"betas": (0.8, 0.9)}, BETAS, adam((0.8, 0.9))),
+        (torchrec.optim.Adam, {"beta2": 0.9}, BETAS, adam((0.5, 0.9))),
+    ],
+)
+def test_arguments_of_a_table_win_over_fused_params_by_any_name(
+    cls, own, common, expected
+):
+    table = EmbeddingBagConfig(NUM_IDS, DIM, "table", feature_names=["f"])
+    bags = Bags([table]).bags
+    apply(cls, bags.parameters(), own)
+    assert read_optimizers(bags, common)["table"].optimizer == expected
+
+
+def test_arguments_of_a_fused_module_win_over_fused_params():
+    bags = FusedEmbeddingBagCollection(
+        [EmbeddingBagConfig(NUM_IDS, DIM, "table", feature_names=["f"])],
+        *(torch.optim.SGD, {"lr": 0.25}),
+        device=META,
+    )
+    assert read_optimizers(bags, RATE)["table"].optimizer == SGD(0.25)
 
 
 @pytest.mark.parametrize(
