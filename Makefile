@@ -7,6 +7,7 @@
 # make fuzz   inputs that no client sends, 100,000 for each port and file format
 # make soak   two jobs for an hour each, which must grow by nothing
 # make resume  a training with every loader, stopped and resumed
+# make differential  random models on servers and in plain TorchRec
 # make cluster  jobs on Slurm, in Kubernetes and on several hosts
 # make quality, make speed   what the PLE example learns, and how fast
 # make prometheus  Debian's Prometheus beside running jobs
@@ -60,7 +61,7 @@ endif
 # Why the job has failed that began last, after what torchx says at its end.
 CAUSE = find runs -path '*/coordinator/0/combined.log' -newer $(VENV)/began -exec tail -n 1 {} +
 
-.PHONY: help install train system test quick long wheel test-versions lint unit chaos fuzz soak cluster prometheus quality speed coverage docs dropin resume clean
+.PHONY: help install train system test quick long wheel test-versions lint unit chaos fuzz soak cluster prometheus quality speed coverage docs dropin differential resume clean
 .NOTPARALLEL:
 
 # Three workers would rewrite each test file, and each process read each module.
@@ -169,6 +170,9 @@ soak: $(STAMP)  ## two jobs for an hour each; ARGS="--minutes 10" for less
 resume: $(STAMP)  ## stop and resume a training with every loader; ARGS="--only nodes" chooses
 	$(PIP) 'datasets>=5,<6'
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.resume.run $(ARGS)
+
+differential: $(STAMP)  ## random models, plain and on servers; ARGS="--seed 7 --models 1"
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.differential.run $(ARGS)
 
 dropin: $(STAMP)  ## programs of others, plain and on servers; ARGS="--checkouts DIR"
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.dropin.run $(ARGS)

@@ -154,6 +154,7 @@ def imported(nodes):
 SUITES = {
     *("architecture", "benchmarks", "chaos", "cluster", "components", "docs"),
     *(
+        "differential",
         "dropin",
         "examples",
         "fuzz",
