@@ -117,13 +117,16 @@ class Collection:
 class Drawn:
     """A model and its training.
 
-    ``num_steps`` is that of each trainer. ``has_groups`` says whether the dense half
-    and the tables are in one ``CombinedOptimizer``, whose rates fall at ``falls_at``.
+    ``common`` is the optimizer of ``fused_params`` or of the sharder, where these have
+    one, and ``num_steps`` that of each trainer. ``has_groups`` says whether the dense
+    half and the tables are in one ``CombinedOptimizer``, whose rates fall at
+    ``falls_at``.
     """
 
     seed: int
     collections: tuple[Collection, ...]
     way: str
+    common: Choice
     num_steps: tuple[int, ...]
     num_servers: int
     has_groups: bool
@@ -200,7 +203,7 @@ def draw(seed: int, *, most_trainers: int = 3, plant: str | None = None) -> Draw
     is_simple = rng.random() < 0.6  # for plain TorchRec
     # A step at a rate of 0.01 may hide a gradient, and so may one of LARS.
     way = rng.choice([w for w in WAYS if not (plant and w.endswith(HIDING))])
-    choose = _chooser(rng, way, is_simple=is_simple, plant=plant)
+    common, choose = _chooser(rng, way, is_simple=is_simple, plant=plant)
     num_trainers = min(rng.choice([1, 1, 2, 3]), most_trainers)
     num_steps = rng.randint(3, 7)
     uneven = not is_simple and num_trainers > 1 and rng.random() < 0.6
@@ -214,6 +217,7 @@ def draw(seed: int, *, most_trainers: int = 3, plant: str | None = None) -> Draw
         seed=seed,
         collections=collections,
         way=way,
+        common=common,
         num_steps=(num_steps, *steps[: num_trainers - 1]),
         num_servers=rng.randint(1, 3),
         has_groups=has_groups,
@@ -231,25 +235,30 @@ def draw(seed: int, *, most_trainers: int = 3, plant: str | None = None) -> Draw
 def _revealing(drawn: Drawn) -> Drawn:
     """Return a model that shows each fault, in one of whose batches are ids."""
 
-    def table(given: Table) -> Table:
-        arguments = dict(given.choice.arguments or {})
+    def unclipped(choice: Choice) -> Choice:
+        arguments = dict(choice.arguments or {})
         arguments.pop("gradient_clipping", None)
-        choice = replace(given.choice, arguments=arguments, max_gradient=0.0)
+        return replace(choice, arguments=arguments, max_gradient=0.0)
+
+    def table(given: Table) -> Table:
+        choice = unclipped(given.choice)
         return replace(given, choice=choice, frozen_at=None, dtype="FP32")
 
     collections = tuple(
         replace(c, tables=tuple(map(table, c.tables))) for c in drawn.collections
     )
     num_steps = tuple(num + 5 for num in drawn.num_steps)
-    return replace(drawn, collections=collections, num_steps=num_steps)
+    more = {"num_steps": num_steps, "common": unclipped(drawn.common)}
+    return replace(drawn, collections=collections, **more)
 
 
 def _chooser(
     rng: random.Random, way: str, *, is_simple: bool, plant: str | None
-) -> Callable[[bool], tuple[Choice, bool]]:
-    """Return what draws the optimizer of a table, given if it begins a collection.
+) -> tuple[Choice, Callable[[bool], tuple[Choice, bool]]]:
+    """Return a common optimizer, and what draws that of a table and whether it is own.
 
-    The other thing that it draws is whether a table has it in the backward pass.
+    The drawing is told if the table begins a collection. Tables with optimizers of
+    their own in the backward pass clip as ``fused_params`` say.
     """
 
     def draw_one() -> Choice:
@@ -265,10 +274,14 @@ def _chooser(
         is_applied = way == IN_BACKWARD or (is_some and rng.random() < 0.5)
         if way == FUSED_MODULE and is_first:
             common = draw_one()
-        has_own = (is_applied or way == TABLES) and varies
-        return draw_one() if has_own else common, is_applied
+        if not ((is_applied or way == TABLES) and varies):
+            return common, is_applied
+        own = draw_one()
+        if way == SOME_IN_BACKWARD and not own.max_gradient:
+            own = replace(own, max_gradient=common.max_gradient)
+        return own, is_applied
 
-    return choose
+    return common, choose
 
 
 def _choice(

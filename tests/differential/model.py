@@ -1,5 +1,6 @@
 """The module of a drawn model, its batches, and how its optimizers are given."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -29,6 +30,7 @@ from tests.differential.drawing import (
     SHARDER,
     SOME_IN_BACKWARD,
     TABLES,
+    Choice,
     Collection,
     Drawn,
     Table,
@@ -126,7 +128,7 @@ def _module(drawn: Drawn, collection: Collection, *, in_plain: bool) -> nn.Modul
         kind = [FusedEmbeddingCollection, FusedEmbeddingBagCollection]
         kind = kind[collection.has_bags]
         choice = collection.tables[0].choice
-        more = {"optimizer_kwargs": _arguments(collection.tables[0])}
+        more = {"optimizer_kwargs": _arguments(choice, collection.tables)}
         given |= {"optimizer_type": choice.cls, **more}
     module = kind(
         tables=[config_of(t) for t in collection.tables], device=META, **given
@@ -134,7 +136,11 @@ def _module(drawn: Drawn, collection: Collection, *, in_plain: bool) -> nn.Modul
     weights = {name.split(".")[-2]: w for name, w in module.named_parameters()}
     for table in collection.tables:
         if table.is_applied or (in_plain and drawn.way in (SHARDER, TABLES)):
-            apply(table.choice.cls, [weights[table.name]], _arguments(table))
+            apply(
+                table.choice.cls,
+                [weights[table.name]],
+                _arguments(table.choice, [table]),
+            )
         weights[table.name].requires_grad_(table.requires_grad)
     return module
 
@@ -153,10 +159,10 @@ def config_of(table: Table) -> EmbeddingBagConfig | EmbeddingConfig:
     return EmbeddingBagConfig(**given, pooling=PoolingType[table.pooling])
 
 
-def _arguments(table: Table) -> dict[str, Any]:
-    given = dict(table.choice.arguments)
-    takes_more = not table.choice.cls.__module__.startswith("torch.optim")
-    if table.dtype in HALVES and takes_more:
+def _arguments(choice: Choice, tables: Iterable[Table]) -> dict[str, Any]:
+    given = dict(choice.arguments)
+    takes_more = not choice.cls.__module__.startswith("torch.optim")
+    if takes_more and any(table.dtype in HALVES for table in tables):
         given["stochastic_rounding"] = False
     return given
 
@@ -165,13 +171,11 @@ def fused_params_of(drawn: Drawn) -> dict[str, Any] | None:
     """Return the ``fused_params`` of a model that has its optimizer there."""
     if drawn.way not in (FUSED_PARAMS, SOME_IN_BACKWARD):
         return None
-    rest = [table for _, table in drawn.tables if not table.is_applied]
-    table = rest[0] if rest else drawn.tables[0][1]
-    given = _arguments(table)
+    given = _arguments(drawn.common, [table for _, table in drawn.tables])
     given["learning_rate"] = given.pop("lr")
     if "betas" in given:
         given["beta1"], given["beta2"] = given.pop("betas")
-    kind = optimizer_type_to_emb_opt_type(table.choice.cls)
+    kind = optimizer_type_to_emb_opt_type(drawn.common.cls)
     return {"optimizer": kind, **given}
 
 

@@ -148,7 +148,7 @@ def _remote_sharders(drawn: Drawn, client: EmbeddingClient) -> Any:
             tables[names[name_of(collection, table)]] = TableSettings(**given)
     optimizer = None
     if drawn.way == SHARDER:
-        optimizer = drawn.tables[0][1].choice.formula
+        optimizer = drawn.common.formula
     more = {"fused_params": fused_params_of(drawn), "tables": tables}
     return remote_sharders(client, optimizer, **more)
 
