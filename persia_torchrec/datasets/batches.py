@@ -8,10 +8,11 @@ Dimension key:
     L: ids of all features, or of one
 """
 
+import copy
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,13 +23,20 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from torchrec.streamable import Pipelineable
 
-from persia_torchrec.datasets.transfer import copy_of, empty_pinned, pin
+from persia_torchrec.datasets.transfer import (
+    copy_of,
+    copy_to_send,
+    empty_pinned,
+    pin,
+)
 from persia_torchrec.errors import BatchError
 from persia_torchrec.lookup.bags import Bags, JaggedIds, Lengths
 
 _SIGNED = torch.int64, torch.int32, torch.int16, torch.int8
 _UNSIGNED = torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool
 _ID_DTYPES = {*_SIGNED, *_UNSIGNED}
+
+TBatch = TypeVar("TBatch", bound="Batch | TorchRecBatch")
 
 
 class JaggedBatch:
@@ -197,15 +205,38 @@ def move(kjt: KeyedJaggedTensor, device: torch.device) -> KeyedJaggedTensor:
     return KeyedJaggedTensor.to(kjt, device, non_blocking=device.type != "cpu")
 
 
-def _copy(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
+def copy_batch(batch: TBatch) -> TBatch:
+    """Return a batch on the same device with tensors of its own.
+
+    Those of the host are pinned where this process uses a GPU, but for ids that stay
+    on the host.
+    """
+    own = copy.copy(batch)  # it may have attributes of the user's own
+    for name, value in vars(batch).items():
+        if isinstance(value, HostKeyedJaggedTensor):
+            value = value.of(_copy(value))
+        elif isinstance(value, KeyedJaggedTensor):
+            value = _copy(value, copy_to_send)
+        elif isinstance(value, torch.Tensor):
+            value = copy_to_send(value)
+        elif isinstance(value, tuple):
+            is_tensor = [isinstance(one, torch.Tensor) for one in value]
+            value = tuple(map(copy_to_send, value)) if all(is_tensor) else value
+        object.__setattr__(own, name, value)  # TorchRecBatch is frozen
+    return own
+
+
+def _copy(
+    kjt: KeyedJaggedTensor, copy_one: Callable[[torch.Tensor], torch.Tensor] = copy_of
+) -> KeyedJaggedTensor:
     """Return a copy on the same device; of the weights in the autograd graph."""
     parts = kjt.weights_or_none(), kjt.lengths_or_none(), kjt.offsets_or_none()
     with torch.enable_grad():  # pipelines begin pulls without
-        copies = [part if part is None else copy_of(part) for part in parts]
+        copies = [part if part is None else copy_one(part) for part in parts]
     strides = kjt.stride_per_key_per_rank() if kjt.variable_stride_per_key() else None
     return KeyedJaggedTensor(
         kjt.keys(),
-        copy_of(kjt.values()),
+        copy_one(kjt.values()),
         *copies,
         stride=None if strides is not None else kjt.stride(),
         stride_per_key_per_rank=strides,

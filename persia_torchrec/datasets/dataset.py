@@ -230,6 +230,11 @@ class RowDataset(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
         return groups
 
     @property
+    def makes_new_memory(self) -> bool:
+        """Whether no batch shares memory with another, or with the caller."""
+        return self._convert is None
+
+    @property
     def feature_names(self) -> list[str]:
         """Names of the ID features, the keys of ``id_features``."""
         return [column.name for column in self._columns.ids]

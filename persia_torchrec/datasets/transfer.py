@@ -132,6 +132,12 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     return _copied(tensor, torch.empty)
 
 
+def copy_to_send(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy, in pinned memory where a GPU may take it from the host."""
+    is_host = tensor.device.type == "cpu" and not tensor.requires_grad
+    return _copied(tensor, empty_pinned) if is_host and uses_gpu() else copy_of(tensor)
+
+
 def _copied(tensor: torch.Tensor, make: Callable[..., torch.Tensor]) -> torch.Tensor:
     """Copy a tensor of the host by one thread.
 

@@ -21,7 +21,13 @@ arrays themselves, little-endian, each at a multiple of 8 and padded with zeros:
               for each non-id type feature, then for each label: the array
               meta, if there is any
 
-Writing copies every array once; reading copies none: arrays are views of the bytes.
+Writing copies every array once; reading copies none, so that arrays are views of the
+bytes. What a trainer receives is copied array by array: each has memory of its own, and
+one that is kept holds no other.
+
+A batch keeps the arrays that it is given. :meth:`PersiaBatch.copy` is for who keeps a
+batch while its maker may fill the arrays again.
+
 Bytes from outside are not trusted: every size is compared with what is there before it
 is used, and what is there must be used up to the last byte.
 
@@ -31,6 +37,7 @@ Dimension key:
 """
 
 import contextlib
+import copy
 import math
 import operator
 import struct
@@ -67,6 +74,7 @@ Dense = npt.NDArray[np.generic]
 Buffer = bytes | bytearray | memoryview
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 S = TypeVar("S", bound=np.generic)
+P = TypeVar("P", bound="IDTypeFeature | IDTypeFeatureWithSingleID | NdarrayDataBase")
 
 _DTYPE_OF = {dtype.name: dtype for dtype in DTYPES}
 _FRAME = struct.Struct("<4sIQ")
@@ -142,7 +150,8 @@ class IDTypeFeatureWithSingleID:
 
     Means the same as an :class:`IDTypeFeature` whose arrays have one id each, and costs
     less to make, check and send. ``data`` is uint64 ``(B,)``; it is kept, not copied,
-    when contiguous, so leave it unchanged until the batch is sent.
+    when contiguous. ``send_data``, a ``DataLoader`` and a lookup copy it: then it may
+    change.
     """
 
     KIND = IDTypeFeature.KIND
@@ -163,8 +172,9 @@ class NdarrayDataBase:
     """Dense data with the samples along the first dimension; use a subclass.
 
     ``data`` is ``(B, ...)`` of a dtype in :data:`DTYPES`; it is kept, not copied, when
-    contiguous, so leave it unchanged until the batch is sent. ``name`` is for messages
-    only: the model receives dense data in order.
+    contiguous. ``send_data``, a ``DataLoader`` and a lookup copy it: then it may
+    change, and a model may change its own. ``name`` is for messages only: the model
+    receives dense data in order.
     """
 
     KIND: ClassVar[str] = "ndarray"
@@ -273,17 +283,25 @@ class PersiaBatch:
             FrameError: the bytes are not a batch of this version, are cut off or too
                 many, or describe a batch that cannot be.
         """
-        try:
-            batch_id, features, rest = _decode(data)
-            batch = cls(features, **rest)
-        except BatchError as exc:
-            raise _invalid(exc) from exc
-        batch.batch_id = batch_id
-        return batch
+        return _read(data)
 
     def to_bytes(self) -> bytes:
         """Return the batch as bytes; equal batches give equal bytes."""
         return _encode(self, self.id_type_features)
+
+    def copy(self, *, copies_dense: bool = True) -> "PersiaBatch":
+        """Return the batch with arrays of its own, which may be written.
+
+        Without ``copies_dense`` dense features and labels are shared: for who copies
+        them next.
+        """
+        features = tuple(map(_copied, self.id_type_features))
+        batch = copy.copy(self)
+        batch.id_type_features = features
+        if copies_dense:
+            batch.non_id_type_features = tuple(map(_copied, self.non_id_type_features))
+            batch.labels = tuple(map(_copied, self.labels))
+        return batch
 
     def _check_parts(self) -> None:
         """Check the number of samples, which all parts have, and that names differ."""
@@ -306,6 +324,15 @@ class PersiaBatch:
                 )
             if part.name != part.DEFAULT_NAME:
                 seen.add((part.KIND, part.name))
+
+
+def _copied(part: P) -> P:
+    """Return a part of a batch with arrays of its own, each copied once."""
+    new = copy.copy(part)
+    arrays = {id(a): a for a in vars(part).values() if isinstance(a, np.ndarray)}
+    own = {key: array.copy() for key, array in arrays.items()}
+    vars(new).update((n, own[id(a)]) for n, a in vars(part).items() if id(a) in own)
+    return new
 
 
 _CLASSES: dict[str, tuple[type, ...]] = {
@@ -405,9 +432,9 @@ def encode_rest(batch: PersiaBatch) -> bytes:
 
 
 def decode_rest(data: Buffer, origin: Origin) -> ReferencedBatch:
-    """Read what :func:`encode_rest` wrote; the arrays are views of the bytes."""
+    """Read what :func:`encode_rest` wrote; each array has memory of its own."""
     try:
-        batch_id, features, rest = _decode(data)
+        batch_id, features, rest = _decode(data, copies=True)
     except BatchError as exc:
         raise _invalid(exc) from exc
     if features:
@@ -418,12 +445,22 @@ def decode_rest(data: Buffer, origin: Origin) -> ReferencedBatch:
 def decode_whole(data: Buffer, origin: Origin) -> ReferencedBatch:
     """Read what ``to_bytes`` wrote, of a data loader; no process is asked for its ids.
 
-    The arrays are views of the bytes.
+    Each array has memory of its own.
     """
-    batch = PersiaBatch.from_bytes(data)
+    batch = _read(data, copies=True)
     origin.settle()
     names = {field.name for field in fields(ReferencedBatch)} - {"origin"}
     return ReferencedBatch(origin=origin, **{n: getattr(batch, n) for n in names})
+
+
+def _read(data: Buffer, *, copies: bool = False) -> PersiaBatch:
+    try:
+        batch_id, features, rest = _decode(data, copies=copies)
+        batch = PersiaBatch(features, **rest)
+    except BatchError as exc:
+        raise _invalid(exc) from exc
+    batch.batch_id = batch_id
+    return batch
 
 
 def _invalid(exc: BatchError) -> FrameError:
@@ -459,9 +496,11 @@ def _encode(batch: PersiaBatch, features: Sequence[IDFeature]) -> bytes:
     return b"".join(padded)
 
 
-def _decode(data: Buffer) -> tuple[int | None, list[IDFeature], dict[str, Any]]:
+def _decode(
+    data: Buffer, *, copies: bool = False
+) -> tuple[int | None, list[IDFeature], dict[str, Any]]:
     """Read a batch's number, its features, and the arguments beside them by name."""
-    reader = _SectionReader(data)
+    reader = _SectionReader(data, copies=copies)
     header = reader.header
     features = [reader.read_ids(ids, header.batch_size) for ids in header.ids]
     dense = [NonIDTypeFeature(reader.read_dense(d), d.name) for d in header.dense]
@@ -481,9 +520,13 @@ def _decode(data: Buffer) -> tuple[int | None, list[IDFeature], dict[str, Any]]:
 
 
 class _SectionReader:
-    """Reads one section after the other, never beyond the end; arrays are views."""
+    """Reads one section after the other, never beyond the end.
 
-    def __init__(self, data: Buffer) -> None:
+    Arrays are views of the bytes, or ``copies``.
+    """
+
+    def __init__(self, data: Buffer, *, copies: bool) -> None:
+        self._copies = copies
         self.data = memoryview(data).cast("B")
         self.offset = 0
         magic, version, num_bytes = _FRAME.unpack(self.read(_FRAME.size, "the frame"))
@@ -540,7 +583,7 @@ class _SectionReader:
             raise FrameError(f"The booleans of {what} must be 0 or 1.")
         try:
             array = np.frombuffer(section, dtype=dtype.newbyteorder("<"))
-            return array.astype(dtype, copy=False).reshape(shape)
+            return array.astype(dtype, copy=self._copies).reshape(shape)
         except ValueError as exc:
             raise FrameError(f"{what} must have a shape for NumPy ({exc}).") from exc
 

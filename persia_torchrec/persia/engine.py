@@ -336,13 +336,15 @@ class Engine:
         is_training: bool,
         settings: LookupSettings | None = None,
     ) -> Pull:
-        """Begin to pull a batch; one of training makes rows and awaits its gradient."""
+        """Begin to pull a batch; one of training makes rows and awaits its gradient.
+
+        The pull is put off: the arrays of the batch must not change meanwhile.
+        """
         self._begin_pull(batch, is_training=is_training)
         source: ReferencedBatch | dict[str, Bags]
         if isinstance(batch, PersiaBatch) or batch.id_type_features:
-            # Copied: the pull is put off, and the user's arrays may change meanwhile.
             source = {
-                feature.name: Bags(feature.ids.copy(), feature.lengths.copy())
+                feature.name: Bags(feature.ids, feature.lengths)
                 for feature in batch.id_type_features
             }
             slots.require_slots([*source], [f.name for f in self._spec.features])

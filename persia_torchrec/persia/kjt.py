@@ -24,6 +24,7 @@ from persia_torchrec.datasets.batches import (
     HostKeyedJaggedTensor,
     LoadedBatch,
     TorchRecBatch,
+    copy_batch,
     to_jagged_ids,
 )
 from persia_torchrec.datasets.transfer import uses_gpu
@@ -187,6 +188,16 @@ def to_persia(batch: Any) -> PersiaBatch | ReferencedBatch:
         "A batch must be a PersiaBatch, or TorchRec's, as a Batch of "
         f"torchrec.datasets.utils. Received: {persia_batch.describe(batch)}."
     )
+
+
+def own(batch: Any) -> Any:
+    """Return a batch of any kind with memory of its own: its maker may use its again.
+
+    What is no batch is returned as it is.
+    """
+    if isinstance(batch, PersiaBatch):
+        return batch.copy()
+    return copy_batch(batch) if isinstance(batch, TorchRecBatch | Batch) else batch
 
 
 def _with_tuples(batch: Batch) -> TorchRecBatch:

@@ -52,9 +52,9 @@ class PersiaBatchDataSender:
         self._sent: queue.Queue[PersiaBatch] = queue.Queue(capacity)
 
     def send(self, batch_data: PersiaBatch) -> None:
-        """Send a batch; wait while there is no room for it."""
+        """Send a copy of a batch; wait while there is no room for it."""
         try:
-            self._sent.put(batch_data, timeout=timeouts.SEND_BATCH_S)
+            self._sent.put(_own(batch_data), timeout=timeouts.SEND_BATCH_S)
         except queue.Full as exc:
             raise DataflowError(
                 "A DataLoader must take the batches of a dataset within "
@@ -89,6 +89,7 @@ class IterableDatasetBase:
     """
 
     trained: Mapping[int, int] = {}
+    _makes_new = False  # memory for each batch, which nothing else has
 
     def __init__(self, buffer_size: int = 10) -> None:
         require_at_least_1(buffer_size=buffer_size)
@@ -115,7 +116,8 @@ class IterableDatasetBase:
         """Yield the batches of one pass; ``in_order``: as the loaders numbered them.
 
         They are made ahead by a thread, and in order anyway, but for those of a
-        StreamingDataset.
+        StreamingDataset. The thread copies each as it is made: the next one may have
+        the same arrays.
         """
         has_own = type(self).consume_dataset is not IterableDatasetBase.consume_dataset
 
@@ -123,7 +125,12 @@ class IterableDatasetBase:
             for _ in self.consume_dataset():
                 yield self.sender.take(timeout_s)
 
-        return in_background(sent() if has_own else self, self.buffer_size, "dataset")
+        def copied() -> Iterator[PersiaBatch]:
+            for batch in self:
+                yield batch if self._makes_new else _own(batch)
+
+        made = sent() if has_own else copied()
+        return in_background(made, self.buffer_size, "dataset")
 
 
 class IterableDataset(IterableDatasetBase):
@@ -133,9 +140,10 @@ class IterableDataset(IterableDatasetBase):
 class _Iterated(IterableDatasetBase):
     """Any iterable of batches, such as the datasets of files."""
 
-    def __init__(self, batches: Iterable[Any]) -> None:
+    def __init__(self, batches: Iterable[Any], *, makes_new: bool) -> None:
         super().__init__()
         self._batches = batches
+        self._makes_new = makes_new
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._batches)
@@ -309,7 +317,8 @@ class DataLoader:
         )
         self._given = dataset
         if not isinstance(dataset, IterableDatasetBase):
-            dataset = _Iterated(dataset)
+            makes_new = getattr(dataset, "makes_new_memory", False)
+            dataset = _Iterated(dataset, makes_new=makes_new)
         self.dataset = dataset
         self.as_torchrec = as_torchrec or getattr(dataset, "as_torchrec", False)
         self._where = device, ids_on_host
@@ -379,6 +388,13 @@ class DataLoader:
         if context is None:
             return batches
         return cast("Iterator[Any]", context.skip(batches, self._given))
+
+
+def _own(batch: Any) -> Any:
+    # Not above: a data loader process, which needs this module, runs without torch.
+    from persia_torchrec.persia import kjt
+
+    return kjt.own(batch)
 
 
 def in_background(

@@ -306,8 +306,7 @@ class Inbox:
             origin = Origin(header.stream, header.batch, worker)
             self._require_ids(origin)
             decode = decode_whole if self._takes_ids else decode_rest
-            # Copied: a frame is read-only, and torch wants memory that can be written.
-            batch = decode(bytearray(frames[2]), origin)
+            batch = decode(frames[2], origin)
             has_room = self.put(header, batch, timeouts.STREAM_PUT_S, checksum)
         else:
             raise FrameError(f"A trainer answers no such message: {header}.")

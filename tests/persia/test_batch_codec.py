@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persia_torchrec.errors import FrameError
-from persia_torchrec.persia.batch import Origin, PersiaBatch, decode_rest
+from persia_torchrec.persia.batch import (
+    WITH_BATCH,
+    NdarrayDataBase,
+    Origin,
+    PersiaBatch,
+    decode_rest,
+    decode_whole,
+    encode_rest,
+)
 from tests.support.batches import content, small_batch
 from tests.support.strategies import batches
 
@@ -231,3 +239,21 @@ def test_padding_other_than_zeros_is_rejected():
 def test_bytes_that_are_not_the_rest_of_a_batch_are_rejected(data, message):
     with pytest.raises(FrameError, match=message):
         decode_rest(data, Origin(0, 1, 0))
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_an_array_of_a_received_batch_holds_no_other(is_whole):
+    origin = Origin(0, 1, WITH_BATCH)
+    if is_whole:
+        batch = decode_whole(small_batch().to_bytes(), origin)
+    else:
+        batch = decode_rest(encode_rest(small_batch()), origin)
+    for part in (*batch.non_id_type_features, *batch.labels, *batch.id_type_features):
+        array = part.data if is_dense(part) else part.ids
+        base = array if array.base is None else array.base
+        assert (base.base, base.nbytes) == (None, array.nbytes)
+        assert array.flags.writeable
+
+
+def is_dense(part):
+    return isinstance(part, NdarrayDataBase)

@@ -50,7 +50,10 @@ class LookupCtx(BaseCtx):
         batch: PersiaBatch | ReferencedBatch,
         settings: loader.LookupSettings | None = None,
     ) -> loader.PersiaTrainingBatch:
-        """Begin to look up a batch: to evaluate, unless a loader gives its settings."""
+        """Begin to look up a batch: to evaluate, unless a loader gives its settings.
+
+        Nothing else may have its arrays; the tensors on the CPU share them.
+        """
         is_training = False
         if settings is not None:
             num_workers = min(settings.num_workers, self.threadpool_worker_size)
@@ -131,7 +134,18 @@ class LookupCtx(BaseCtx):
         """Return a batch of a ``DataLoader``; any other is looked up from now on."""
         if isinstance(batch, loader.PersiaTrainingBatch):
             return batch
-        return self.start_lookup(kjt.to_persia(batch), _AT_ONCE)
+        persia_batch = kjt.to_persia(batch)
+        if isinstance(persia_batch, PersiaBatch):
+            persia_batch = self._copied(persia_batch)
+        return self.start_lookup(persia_batch, _AT_ONCE)
+
+    def _copied(self, batch: PersiaBatch) -> PersiaBatch:
+        """Return a batch of the user's with memory of its own.
+
+        What goes to a GPU is copied when it is staged.
+        """
+        is_staged = self.embeddings.device.type in Staging.DEVICES
+        return batch.copy(copies_dense=not is_staged)
 
     def get_embedding_from_data(
         self, persia_batch: PersiaBatch, device_id: int | None = None
@@ -143,7 +157,7 @@ class LookupCtx(BaseCtx):
                 f"device_id must be that of the context, {device.index}. "
                 f"Received: {device_id}."
             )
-        return self.start_lookup(persia_batch)
+        return self.start_lookup(self._copied(persia_batch))
 
     def get_embedding_from_bytes(
         self, data: bytes, device_id: int | None = None
