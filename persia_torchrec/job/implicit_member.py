@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import Literal, NoReturn
 
 from persia_torchrec import env
-from persia_torchrec.errors import JobError
+from persia_torchrec.errors import JobError, PersiaError
 from persia_torchrec.job.member import JobMember
 from persia_torchrec.logger import get_default_logger
 
@@ -112,9 +112,11 @@ class _Script:
             if isinstance(exc, SystemExit) and exc.code in (None, 0):
                 if not member.ended.is_set():
                     logger.info("%s has ended, waiting for the job", member.who)
-                member.record.report_done()
+                member.report_done()
                 member.wait_for_end()
-        except (JobError, KeyboardInterrupt, SystemExit) as raised:
+        except (PersiaError, KeyboardInterrupt, SystemExit) as raised:
+            if not isinstance(raised, JobError):
+                self._report(type(raised), raised, raised.__traceback__)
             exc, status = raised, 1
         try:
             if member.__exit__(type(exc), exc, None):

@@ -152,6 +152,7 @@ class JobMember(OwnMetrics):
         self._supervisor = process_identity.find_supervisor()
         self._parent = env.agent() or os.getppid()
         self._callbacks: Future[None] = Future()  # done: they have been called
+        self._when_done: list[Callable[[], None]] = []
         self._verdict: tuple[Outcome, str] = ("running", "")  # set under _lock
         self._lock = threading.Lock()  # no handler of signals takes it
         self._waiting = threading.Event()
@@ -183,13 +184,13 @@ class JobMember(OwnMetrics):
 
     def tell_checkpoint(self, path: str) -> None:
         """Make known in the job that a checkpoint is complete."""
-        if self._pid == os.getpid():  # else of a forked child
+        if self.is_here:
             with contextlib.suppress(JobError):  # the coordinator has ended
                 self.book.tell(LAST_CHECKPOINT, path)
 
     def tell_saves(self, saves: Saves) -> None:
         """Make known in the job how the saves of its trainers go."""
-        if self._pid == os.getpid():  # else of a forked child
+        if self.is_here:
             with contextlib.suppress(JobError):  # the coordinator has ended
                 self.book.tell(SAVES, saves.text())
 
@@ -201,6 +202,21 @@ class JobMember(OwnMetrics):
     def call_at_end(self, callback: Callable[[], None]) -> None:
         """Have another thread call something quick when the job ends, or has ended."""
         self._callbacks.add_done_callback(lambda _: callback())
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this process is the member, and no forked child of it."""
+        return self._pid == os.getpid()
+
+    def call_when_done(self, callback: Callable[[], None]) -> None:
+        """Have the main thread call something when its script has ended well."""
+        self._when_done.append(callback)
+
+    def report_done(self) -> None:
+        """Report that the script has ended well, and what was given to be called."""
+        for callback in self._when_done:
+            callback()
+        self.record.report_done()
 
     def register(self, address: str) -> None:
         """Make the address of this process known to the job: it is ready."""
@@ -261,7 +277,7 @@ class JobMember(OwnMetrics):
         return self
 
     def __exit__(self, _: object, exc: BaseException | None, traceback: object) -> bool:
-        if os.getpid() != self._pid:
+        if not self.is_here:
             return False  # a forked child that leaves the block as it exits
         cause = None if exc is None else failures.describe(exc)
         has_raised = cause is not None  # SystemExit with status 0 is not a failure

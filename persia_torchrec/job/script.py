@@ -112,7 +112,7 @@ def run_member(role: str, script: str, work: Callable[[], object]) -> int:
         if not member.ended.is_set():
             work_name = "the block" if is_proxy else script
             logger.info("%s: %s has ended, waiting for the job", member.who, work_name)
-        member.record.report_done()
+        member.report_done()
         try:
             member.wait_for_end()
         except JobError:

@@ -21,6 +21,7 @@ from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.job.script import PROXY
 from persia_torchrec.parsing.command_line import format_flags
 from persia_torchrec.parsing.decoding import require_at_least_1
+from persia_torchrec.persia import feed
 from persia_torchrec.persia.config.embedding_config import load_embedding_config
 from persia_torchrec.persia.config.global_config import reject_inference
 from persia_torchrec.persia.utils import dump_yaml
@@ -149,6 +150,7 @@ class PersiaServiceCtx:
         with self._stack:
             failure = self._watch.disarm()
             if exc is None and failure is None:
+                feed.end_all()
                 self._children.finish()
                 status = self._children.wait_for_coordinator(self._timeout_s)
                 failure = self._watch.stop() or f"the coordinator's status is {status}"

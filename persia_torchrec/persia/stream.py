@@ -4,8 +4,8 @@ The ids have gone to an embedding worker; what is left of the batch, and the num
 that worker, goes to the trainer whose turn it is. A trainer whose batches are
 TorchRec's takes the ids itself, and no worker is needed:
 
-    BATCH         1: JSON [worker, checksum of the ids]; WITH_BATCH for the worker
-                     says that 2 has the ids, too
+    BATCH         1: JSON [worker, checksum of ids, dense features and labels];
+                     WITH_BATCH for the worker says that 2 has the ids, too
                   2: the rest of the batch (persia/batch.py)
     END_OF_DATA   1: JSON null
     POSITION      1: JSON {number: worker}: which batches had lost their ids, and who
@@ -17,7 +17,9 @@ loader it is. The reply is a ``Position``: what has become of the loader's batch
 
 A loader that is started again begins with POSITION; its numbers begin at 1, and batches
 that have arrived are not sent again. It keeps the ids of a batch until the batch is
-trained, in case the embedding worker loses them.
+trained, in case the embedding worker loses them. A message whose answer was lost comes
+again with the same checksum; of a number that comes again with another one two batches
+were given the same, which ends the job.
 
 The trainer keeps a bounded queue per loader, so that one that is ahead takes no room of
 one that is behind; a loader whose queue stays full for a moment sends the batch again.
@@ -25,19 +27,25 @@ In the order of all batches, number n of a loader is ``loader + (n - 1) * num_lo
 the next one in this order (``in_order``) is always at the head of a known queue.
 """
 
+import functools
 import logging
 import secrets
 import threading
 import time
+import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from persia_torchrec import timeouts
 from persia_torchrec.errors import DataflowError, FrameError, RemoteError, ServerError
 from persia_torchrec.persia.batch import (
     WITH_BATCH,
+    IDTypeFeature,
     Origin,
     PersiaBatch,
     ReferencedBatch,
@@ -62,6 +70,7 @@ _RETRY_S = 0.2
 _MAX_LOADERS_AT_ONCE = 16
 _MAX_LOADERS = 2**16
 _NUM_CHECKSUMS = 64  # of the latest batches of each loader
+_FACTOR = 0x9E3779B97F4A7C15  # odd, and near 2**64 divided by the golden ratio
 
 _Queue = deque[ReferencedBatch | None]
 
@@ -73,7 +82,7 @@ class Position(msgspec.Struct, kw_only=True):
         arrived: number of the last one that has arrived; they come in their order.
         open: numbers of those that have arrived, and are not trained yet.
         lost: of these, whose ids an embedding worker has lost.
-        checksums: numbers of the latest, and checksums of their ids; only for POSITION.
+        checksums: numbers of the latest, and their checksums; only for POSITION.
         has_room: whether there was room for the batch.
         takes_ids: whether the trainer takes the ids itself, with the batch.
     """
@@ -91,7 +100,7 @@ class _Loader:
 
     def __init__(self) -> None:
         self.start = 0
-        self.arrived = 0
+        self.arrived = self.trained = 0
         self.queue: _Queue = deque()
         self.open: dict[int, Origin] = {}
         self.checksums = deque[tuple[int, int]](maxlen=_NUM_CHECKSUMS)
@@ -119,6 +128,8 @@ class Inbox:
         self._takes_ids = takes_ids
         self._world_size = world_size
         self._changed = threading.Condition()
+        self._error: DataflowError | None = None  # guarded by _changed
+        self._is_over = False  # guarded by _changed
         self._loaders = defaultdict[int, _Loader](_Loader)  # guarded by _changed
         self._num_loaders: int | None = None  # guarded by _changed
         self._trained = dict(trained)
@@ -136,9 +147,16 @@ class Inbox:
         )
 
     def begin(self, header: Header) -> None:
-        """Note which start of a loader sends from now on."""
+        """Note which start of a loader sends from now on.
+
+        One whose data had ended has more batches then.
+        """
         with self._changed:
-            self._require_loader(header).start = header.incarnation
+            loader = self._require_loader(header)
+            if loader.start == header.incarnation and loader.has_ended:
+                self._require_more(header)
+                loader.has_ended = False
+            loader.start = header.incarnation
 
     def put(
         self,
@@ -149,7 +167,7 @@ class Inbox:
     ) -> bool:
         """Add a batch; return whether there was room for it within ``timeout_s``.
 
-        One that has arrived is not added again.
+        One that has arrived is not added again: it must be the same.
         """
         number = header.batch
         with self._changed:
@@ -165,6 +183,8 @@ class Inbox:
                 loader.checksums.append((number, checksum))
                 loader.queue.append(batch)
                 self._changed.notify_all()
+            elif number <= loader.arrived:
+                self._require_same(header, loader, checksum)
             return number <= loader.arrived
 
     def end(self, header: Header) -> None:
@@ -203,9 +223,11 @@ class Inbox:
         """Return the next batch, or None when all loaders have ended."""
         with self._changed, timeouts.saying(logger, self._waits_for):
             queue = self._changed.wait_for(
-                lambda: self._next_queue(in_order=in_order), timeout_s
+                lambda: self._error or self._next_queue(in_order=in_order), timeout_s
             )
-            if not queue:
+            if self._error is not None:
+                raise self._error
+            if not isinstance(queue, deque) or not queue:
                 raise DataflowError(
                     f"A data loader must send a batch within {timeout_s:g} s. "
                     f"Received: nothing. Ended: {self._num_ended()} of "
@@ -213,7 +235,9 @@ class Inbox:
                 )
             self._next_batch += self._world_size
             self._changed.notify_all()
-            return queue.popleft()
+            batch = queue.popleft()
+            self._is_over = batch is None
+            return batch
 
     def _require_loader(self, header: Header) -> _Loader:
         num_loaders = header.flags
@@ -233,8 +257,9 @@ class Inbox:
                 f"and {self._num_loaders} before."
             )
         self._num_loaders = num_loaders
-        last = self._trained.pop(header.stream, -1)
-        loader.arrived = max(loader.arrived, last // num_loaders + 1)
+        if (last := self._trained.pop(header.stream, None)) is not None:
+            loader.trained = last // num_loaders + 1
+            loader.arrived = max(loader.arrived, loader.trained)
         if header.incarnation != loader.start:
             raise DataflowError(
                 f"A process of data loader {header.stream} must ask first which "
@@ -243,6 +268,27 @@ class Inbox:
                 "again."
             )
         return loader
+
+    def _require_same(self, header: Header, loader: _Loader, checksum: int) -> None:
+        """Reject other contents under a number that has arrived, and end the job."""
+        known = dict(loader.checksums).get(header.batch)
+        if header.batch > loader.trained and known != checksum:
+            self._error = DataflowError(
+                f"Each batch of data loader {header.stream} must have a number of its "
+                f"own. Received: {header.batch} again, with other contents. Two "
+                "processes may send as one data loader: check REPLICA_INDEX."
+            )
+            self._changed.notify_all()
+            raise self._error
+
+    def _require_more(self, header: Header) -> None:
+        """Reject more batches where the training has seen the end of the data."""
+        if self._is_over:
+            raise DataflowError(
+                f"Data loader {header.stream} must send all batches before the data "
+                "end. Received: another DataCtx behind the end, which the training has "
+                "seen. Put the batches into one DataCtx."
+            )
 
     def _require_ids(self, origin: Origin) -> None:
         """Reject a batch whose ids are not where this trainer wants them."""
@@ -313,6 +359,36 @@ class Inbox:
         position = self.position(header)
         position.has_room = has_room
         return [msgspec.json.encode(position)]
+
+
+def contents_sum(batch: PersiaBatch) -> int:
+    """Return a checksum of ids, dense features and labels; never 0.
+
+    Each word of 8 bytes is multiplied by an odd number of its position: a batch in
+    which one word differs, or two have changed places, has another sum.
+    """
+    parts = (*batch.non_id_type_features, *batch.labels)
+    arrays: list[npt.NDArray[Any]] = [part.data for part in parts]
+    for feature in batch.id_type_features:
+        arrays += [feature.ids]
+        if isinstance(feature, IDTypeFeature):
+            arrays += [feature.lengths]
+    total = 0
+    for array in arrays:
+        of_bytes = array.reshape(-1).view(np.uint8)
+        num_words, rest = divmod(len(of_bytes), 8)
+        words = of_bytes[: 8 * num_words].view(np.uint64)
+        weights = _weights(1 << max(num_words - 1, 0).bit_length())[:num_words]
+        total = total * _FACTOR + int(words @ weights)
+        if rest:
+            total = total * _FACTOR + zlib.crc32(of_bytes[8 * num_words :].tobytes())
+    return total % 2**63 or 1
+
+
+@functools.lru_cache(maxsize=24)
+def _weights(num: int) -> npt.NDArray[np.uint64]:
+    weights: npt.NDArray[np.uint64] = np.random.PCG64(0).random_raw(num)
+    return weights | np.uint64(1)
 
 
 class BatchSender:

@@ -8,13 +8,14 @@ import torch
 from persia_torchrec import timeouts
 from persia_torchrec.errors import DataflowError, RemoteError, ServerError
 from persia_torchrec.persia.batch import (
+    IDTypeFeature,
     IDTypeFeatureWithSingleID,
     Label,
     NonIDTypeFeature,
     PersiaBatch,
     encode_rest,
 )
-from persia_torchrec.persia.stream import BatchSender, Inbox
+from persia_torchrec.persia.stream import BatchSender, Inbox, contents_sum
 from persia_torchrec.rpc import slab as layout
 from persia_torchrec.rpc.client import Connections
 from persia_torchrec.rpc.messages import Header, Kind, encode_json
@@ -269,3 +270,46 @@ def test_a_trainer_that_never_answers_is_looked_for(trainers, monkeypatch):
         sender.recovery_s, sender.look = DEADLINE_S, reject
         with pytest.raises(DataflowError, match="NN worker 0 was started again"):
             sender.begin()
+
+
+class TestTheChecksumOfABatch:
+    @staticmethod
+    def batch(dtype=np.float32, *, single=False):
+        ids = np.arange(6, dtype=np.uint64)
+        if single:
+            feature = IDTypeFeatureWithSingleID("item", ids)
+        else:
+            feature = IDTypeFeature("item", [ids[:2], ids[2:2], *ids[2:].reshape(4, 1)])
+        dense = np.arange(18).reshape(6, 3).astype(dtype)
+        return PersiaBatch(
+            [feature], [NonIDTypeFeature(dense)], [Label(np.ones(6, np.float32))]
+        )
+
+    @pytest.mark.parametrize("dtype", [np.bool_, np.int8, np.float32, np.float64])
+    @pytest.mark.parametrize("single", [False, True])
+    def test_it_is_that_of_a_copy_and_of_its_bytes(self, dtype, single):
+        batch = self.batch(dtype, single=single)
+        again = PersiaBatch.from_bytes(batch.to_bytes())
+        assert contents_sum(batch) == contents_sum(again) == contents_sum(batch.copy())
+
+    @pytest.mark.parametrize("single", [False, True])
+    def test_each_number_of_ids_dense_features_and_labels_counts(self, single):
+        batch = self.batch(single=single)
+        arrays = [batch.id_type_features[0].ids]
+        arrays += [batch.non_id_type_features[0].data, batch.labels[0].data]
+        if not single:
+            arrays += [batch.id_type_features[0].lengths]
+        seen = {contents_sum(batch)}
+        for array in arrays:
+            for index in range(array.size):
+                array.reshape(-1)[index] += 1
+                seen.add(contents_sum(batch))
+                array.reshape(-1)[index] -= 1
+        assert len(seen) == 1 + sum(array.size for array in arrays)
+
+    def test_the_order_counts(self):
+        batch = self.batch()
+        before = contents_sum(batch)
+        dense = batch.non_id_type_features[0].data
+        dense[[0, 1]] = dense[[1, 0]]
+        assert contents_sum(batch) != before

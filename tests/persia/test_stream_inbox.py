@@ -19,11 +19,11 @@ class Box(Inbox):
     def __init__(self, *, capacity=100, rank=0, world_size=1, trained=None) -> None:
         super().__init__(capacity, rank, world_size, trained or {})
 
-    def add(self, loader, num_loaders, batch_id, timeout_s=0, **header):
+    def add(self, loader, num_loaders, batch_id, timeout_s=0, *, checksum=0, **header):
         number = batch_id // num_loaders + 1
         batch = SimpleNamespace(batch_id=batch_id, origin=Origin(loader, number, 0))
         header = header_of(loader, num_loaders, Kind.BATCH, batch=number, **header)
-        return self.put(header, batch, timeout_s)
+        return self.put(header, batch, timeout_s, checksum)
 
     def finish(self, loader, num_loaders):
         self.end(header_of(loader, num_loaders, Kind.END_OF_DATA))
@@ -196,6 +196,32 @@ def test_a_batch_that_comes_twice_is_one():
     assert all_that_is_there(box, in_order=True) == ([0], False)
     assert box.add(0, 1, 0)
     assert all_that_is_there(box, in_order=True) == ([], False)
+
+
+@pytest.mark.parametrize("num_since", [0, 1, 100])
+def test_two_batches_of_one_number_end_the_training(num_since):
+    box = Box(capacity=200)
+    assert box.add(0, 1, 0, checksum=7)
+    for number in range(num_since):
+        assert box.add(0, 1, 1 + number)
+    message = r"number of its own\. Received: 1 again, with other contents"
+    with pytest.raises(DataflowError, match=message):
+        box.add(0, 1, 0, checksum=8)
+    with pytest.raises(DataflowError, match=message):
+        box.take(0, in_order=False)
+
+
+def test_a_loader_may_have_more_batches_until_the_training_has_seen_the_end():
+    box = Box()
+    box.add(0, 1, 0)
+    box.finish(0, 1)
+    box.begin(header_of(0, 1))
+    assert all_that_is_there(box, in_order=True) == ([0], False)
+    box.finish(0, 1)
+    assert all_that_is_there(box, in_order=True) == ([], True)
+    with pytest.raises(DataflowError, match="another DataCtx behind the end"):
+        box.begin(header_of(0, 1))
+    box.begin(header_of(0, 1, incarnation=1))  # one that is started again asks, too
 
 
 def test_a_loader_learns_what_has_become_of_its_batches():

@@ -1,4 +1,5 @@
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -6,6 +7,7 @@ from persia_torchrec import timeouts
 from persia_torchrec.ctx import DataCtx
 from persia_torchrec.data import DataLoader, StreamingDataset
 from persia_torchrec.errors import ConfigError, DataflowError, RemoteError
+from persia_torchrec.persia import feed
 from persia_torchrec.persia.embedding import EmbeddingConfig
 from tests.support.local_job import LocalJob, Sending, batch_of
 from tests.support.servers import DEADLINE_S
@@ -93,11 +95,11 @@ def test_a_loader_sends_and_keeps_no_more_than_the_trainer_takes(
             assert sent.acquire(timeout=DEADLINE_S)
         assert not sent.acquire(timeout=0.3)
         assert thread.is_alive()
-        assert 5 <= len(data_ctx._kept) <= 6
+        assert 5 <= len(data_ctx._feed.kept) <= 6
         ctx.backward(ctx.forward(first)[0].sum())
         train(ctx, batches)
     sending.join()
-    assert data_ctx._kept == {}
+    assert data_ctx._feed.kept == {}
 
 
 def test_batches_without_gradients_come_through_as_well(job, sending):
@@ -172,6 +174,57 @@ def test_a_loader_that_is_not_one_of_them_is_rejected(job):
         job.data_ctx(index=2, size=2)
 
 
+def test_threads_may_share_a_context(job):
+    num, ready = 40, threading.Barrier(4)
+
+    def send(first):
+        ready.wait(DEADLINE_S)
+        for number in range(first, num, 4):
+            data_ctx.send_data(batch_of([number], label=number))
+
+    with job.train_ctx(embedding_config=FROM_ZERO) as ctx:
+        batches = iter(DataLoader(StreamingDataset(num), embedding_staleness=3))
+        with job.data_ctx() as data_ctx, ThreadPoolExecutor(4) as pool:
+            list(pool.map(send, range(4)))
+        labels, ids = [], []
+        for batch in batches:
+            output, (label,) = ctx.forward(batch)
+            ctx.backward(label.sum() * output.sum())
+            labels.append(label.item())
+            ids.append(batch.batch_id)
+    assert sorted(labels) == sorted(ids) == list(range(num))
+    # The gradient of each id is the label of its own batch.
+    assert (-job.read("item", *range(num)))[:, 0].tolist() == list(range(num))
+
+
+def test_a_second_context_of_a_process_continues_the_numbers(job):
+    with job.train_ctx() as ctx:
+        batches = iter(DataLoader(StreamingDataset()))
+        with job.data_ctx() as first:
+            first.send_data(batch_of([0], meta=b"0"))
+            for number in (1, 3):
+                with job.data_ctx() as inner:
+                    assert inner.position == number
+                    inner.send_data(batch_of([number], meta=b"%d" % number))
+                number += 1
+                first.send_data(batch_of([number], meta=b"%d" % number))
+        assert train(ctx, batches) == [0, 1, 2, 3, 4]
+
+
+def test_a_batch_behind_the_block_is_an_error_that_says_so(job):
+    with job.train_ctx():
+        batches = iter(DataLoader(StreamingDataset()))
+        with job.data_ctx() as data_ctx:
+            data_ctx.send_data(batch_of([0]))
+        with pytest.raises(
+            ConfigError, match="before the block of its DataCtx is left"
+        ):
+            data_ctx.send_data(batch_of([1]))
+        with pytest.raises(ConfigError, match="must be entered once"), data_ctx:
+            pass
+        batches.close()
+
+
 FROM_ZERO = EmbeddingConfig((0, 0), weight_bound=0)
 
 
@@ -182,8 +235,10 @@ def recovering_job(tmp_path, monkeypatch):
 
 
 def crash(data_ctx):
+    """End a loader by an exception, and its process with it."""
     with pytest.raises(ZeroDivisionError), data_ctx:
         raise ZeroDivisionError
+    feed._feeds.clear()
 
 
 def times_trained(job):
@@ -243,8 +298,10 @@ def test_other_ids_of_a_batch_that_has_arrived_are_reported(
         sending.join()
     assert sorted(ids) == [0, 1, 2]
     assert times_trained(job)[:3] == [[1.0] * 4] * 3
-    assert "batch 2 of data loader 0 has arrived with other ids" in caplog.text
-    assert "batches=3, of which had arrived before=2, with other ids=1" in caplog.text
+    assert "batch 2 of data loader 0 has arrived with other contents" in caplog.text
+    assert (
+        "batches=3, of which had arrived before=2, with other contents=1" in caplog.text
+    )
 
 
 def train_on(ctx, batch):
