@@ -12,12 +12,14 @@ only thing in this package that is known without being passed on.
 
 import contextlib
 import logging
+import os
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from persia_torchrec import env, timeouts
@@ -150,54 +152,122 @@ class _Iterated(IterableDatasetBase):
 
 
 class StreamingDataset(IterableDatasetBase):
-    """What data loader processes send to this trainer; one pass, until all have ended.
+    """What data loader processes send to this trainer, until all have ended.
 
-    The trainer begins to listen, and registers with the job, on the first pass.
+    The trainer begins to listen, and registers with the job, on the first pass. A pass
+    that was left continues with the next batch in another one, by a ``DataLoader`` of
+    the same arguments: so an endless stream is cut into epochs. A pass behind the end
+    has no batches. A process has one such dataset in a job.
 
     Args:
         buffer_size: batches of each data loader that may wait, at least 1.
         as_torchrec: whether the batches are TorchRec's: then it may be iterated over
             without a ``DataLoader``, too; see there.
+
+    Attributes:
+        handed: by data loader, the ``batch_id`` of its last batch that was handed out.
+        reader: the context that looks batches up; None: there is none.
     """
 
-    _is_iterated = False
+    _inbox: Inbox | None = None
+    _ahead: Iterator[Any] | None = None  # batches on their way to the loop
+    _arguments: tuple[object, ...] = ()  # of the DataLoader that reads it
+    reader: Any = None
 
     def __init__(self, buffer_size: int = 10, *, as_torchrec: bool = False) -> None:
         super().__init__(buffer_size)
         self.as_torchrec = self.takes_ids = as_torchrec
+        self.handed: dict[int, int] = {}
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield TorchRec's batches of the one pass."""
+        """Yield TorchRec's batches of a pass."""
         return iter(DataLoader(self)) if self.as_torchrec else super().__iter__()
 
     def batches(self, timeout_s: float, *, in_order: bool) -> Iterator[ReferencedBatch]:
         """Yield the batches as they come; raise DataflowError if none comes in time."""
-        if self._is_iterated:
+        if self._inbox is None:
+            self._inbox = self._listen()
+        take = partial(self._inbox.take, timeout_s, in_order=in_order)
+        return iter(take, None)
+
+    def read(
+        self,
+        reader: object,
+        arguments: tuple[object, ...],
+        begin: Callable[[], Iterator[Any]],
+    ) -> Iterator[Any]:
+        """Return the batches of one more pass, with those on their way first.
+
+        ``begin`` makes the iterator of them all, as a ``DataLoader`` of these arguments
+        does for a context, ``reader``.
+        """
+        if self._arguments not in ((), arguments):
             raise ConfigError(
-                "A StreamingDataset can be iterated over once: what was received is "
-                "gone. Let the data loaders send the data again to a new job."
+                "A StreamingDataset must be read by DataLoaders of the same arguments: "
+                f"their batches are on their way. Received: {arguments}, and before "
+                f"{self._arguments}. Make one DataLoader, and iterate over it in each "
+                "epoch."
             )
+        self._arguments, self.reader = arguments, reader
+        return self._pass(begin)
+
+    def leave(self, reader: Any, outer: Any) -> None:
+        """Give up the batches on their way to a context that is left.
+
+        The one around it gets them if it has the same embeddings.
+        """
+        if self.reader is not reader:
+            return
+        self.reader = outer
+        if outer is None or outer.embeddings is not reader.embeddings:
+            if self._ahead is not None:
+                with contextlib.suppress(ValueError):  # a thread waits for a batch
+                    self._ahead.close()  # type: ignore[attr-defined]  # a generator
+            self._ahead, self._arguments = None, ()
+
+    def _pass(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        self._ahead = ahead = self._ahead or begin()
+        try:
+            for batch in ahead:
+                if batch.loader is not None and batch.batch_id is not None:
+                    self.handed[batch.loader] = batch.batch_id
+                yield batch
+        except GeneratorExit:  # the next pass continues
+            raise
+        except BaseException:
+            self._ahead = None
+            raise
+        self._ahead = None
+
+    def _listen(self) -> Inbox:
         store = env.require_job_store(
             "A StreamingDataset", ", or use an IterableDataset"
         )
         rank, world_size = env.get_rank(), env.get_world_size()
         join_job("trainer", rank, world_size, store)
+        self.handed |= self.trained
         inbox = Inbox(
             *(self.buffer_size, rank, world_size, self.trained),
             takes_ids=self.takes_ids,
         )
         with contextlib.closing(AddressBook.join(*store)) as book:
+            key = os.getpid(), book.greeting.job_id, rank
+            if streams.setdefault(key, self) is not self:
+                raise ConfigError(
+                    "A process must have one StreamingDataset in a job: the data "
+                    "loaders send to it. Received: a second one. Make it once, and "
+                    "iterate over it in each epoch: a pass continues with the next "
+                    "batch."
+                )
             service = inbox.listen(local_address(store.host), book.greeting)
-            self._is_iterated = True
             book.register("trainer", rank, world_size, service.address)
-
-        def take_all() -> Iterator[ReferencedBatch]:
-            while (batch := inbox.take(timeout_s, in_order=in_order)) is not None:
-                yield batch
             if not book.recovery_s:  # else data loaders ask what is trained
-                service.close()
+                inbox.when_over = service.close
+        return inbox
 
-        return take_all()
+
+streams: dict[tuple[int, str, int], StreamingDataset] = {}
+"""Of this process, by process, job and rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -246,6 +316,8 @@ def leave_context(context: object) -> None:
         index, looks_up = entered.index(context), _looks_up(context)
         within = entered[index + 1 :]
         entered[index:] = [c for c in within if not (looks_up and _looks_up(c))]
+    for stream in [*streams.values()] if _looks_up(context) else ():
+        stream.leave(context, entered_context())
 
 
 def entered_context() -> Any:
@@ -356,27 +428,37 @@ class DataLoader:
         from persia_torchrec.persia import kjt
 
         context = entered_context()
-        if self.as_torchrec:
-            batches = self._batches(context, takes_ids=True)
-            device, ids_on_host = self._where
-            made = (kjt.to_batch(b, device, ids_on_host=ids_on_host) for b in batches)
-            ahead = self._settings.forward_buffer_size
-            ready = in_background(made, ahead, "batches ahead")
-            return ready if context is None else cast("Any", context.count(ready))
-        if context is None:
+        if context is None and not self.as_torchrec:
             raise ConfigError(
                 "A DataLoader must be iterated over inside a context. "
                 "Use `with TrainCtx(...):` or `with eval_ctx(...):` around the loop, "
                 "or DataLoader(..., as_torchrec=True) for a TorchRec model."
             )
-        settings = self._settings
-        batches = self._batches(context, takes_ids=context.takes_ids)
-        started = (
-            context.start_lookup(kjt.to_persia(batch), settings) for batch in batches
-        )
-        ahead = settings.forward_buffer_size
-        ready = in_background(started, ahead, "lookups ahead", context.note_wait)
-        return cast("Iterator[PersiaTrainingBatch]", context.count(ready))
+        takes_ids = self.as_torchrec or context.takes_ids
+        settings, ahead = self._settings, self._settings.forward_buffer_size
+        stream = self.dataset if isinstance(self.dataset, StreamingDataset) else None
+        batches = self._batches(context, takes_ids=takes_ids)
+
+        def begin() -> Iterator[Any]:
+            if self.as_torchrec:
+                device, on_host = self._where
+                made = (kjt.to_batch(b, device, ids_on_host=on_host) for b in batches)
+                return in_background(made, ahead, "batches ahead")
+            started = (
+                (stream.reader if stream else context).start_lookup(
+                    kjt.to_persia(batch), settings
+                )
+                for batch in batches
+            )
+            return in_background(started, ahead, "lookups ahead", context.note_wait)
+
+        if stream is None:
+            ready = begin()
+        else:
+            arguments = self.as_torchrec, *self._where, self._timeout_s, settings
+            ready = stream.read(context, arguments, begin)
+            ready = ready if context is None else context.skip(ready, self._given)
+        return ready if context is None else cast("Any", context.count(ready))
 
     def _batches(self, context: Any, *, takes_ids: bool) -> Iterator[Any]:
         """Return the batches of one pass, without those trained before a restart."""
@@ -385,7 +467,7 @@ class DataLoader:
         if context is not None and context.trained:
             self.dataset.trained = context.trained
         batches = self.dataset.batches(self._timeout_s, in_order=self._reproducible)
-        if context is None:
+        if context is None or isinstance(self.dataset, StreamingDataset):
             return batches
         return cast("Iterator[Any]", context.skip(batches, self._given))
 

@@ -112,8 +112,11 @@ class Inbox:
 
     Any thread may call any method. Trainer ``rank`` gets the batches
     ``rank + n * world_size``. Those up to ``trained``, by loader, have been there.
-    With ``takes_ids`` the batches come with their ids.
+    With ``takes_ids`` the batches come with their ids. ``when_over`` is called when the
+    data have ended, and :meth:`take` has said so.
     """
+
+    when_over: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -231,13 +234,16 @@ class Inbox:
                 raise DataflowError(
                     f"A data loader must send a batch within {timeout_s:g} s. "
                     f"Received: nothing. Ended: {self._num_ended()} of "
-                    f"{self._num_loaders or 'an unknown number of'} loaders."
+                    f"{self._num_loaders or 'an unknown number of'} loaders. Does the "
+                    "script of each send, or has it ended?"
                 )
             self._next_batch += self._world_size
             self._changed.notify_all()
             batch = queue.popleft()
             self._is_over = batch is None
-            return batch
+        if batch is None:
+            self.when_over()
+        return batch
 
     def _require_loader(self, header: Header) -> _Loader:
         num_loaders = header.flags

@@ -223,8 +223,11 @@ class Recovery:
                 "component, or leave the deltas out."
             )
 
-    def skip(self, batches: Iterable[T]) -> Iterator[T]:
-        """Return the batches of a pass of the data that were not trained before."""
+    def skip(self, batches: Iterable[T], dataset: object = None) -> Iterator[T]:
+        """Return the batches of a pass of the data that were not trained before.
+
+        ``dataset`` is where they come from, if they do not say it.
+        """
         self._num_passes += 1
         if self._pass is not None and self._pass.is_over and self._pass.num_ahead:
             logger.warning(
@@ -262,14 +265,18 @@ class Recovery:
         if saved is None or self._num_passes > saved["num_passes"]:
             if saved is not None:
                 set_random_state(saved["random"], self._generators())
-            self.num_batches, self.last_numbers = 0, {}
+            if isinstance(batches, DataLoader):
+                dataset = batches.dataset
+            self.num_batches = 0
+            # A stream continues: what earlier passes had of it is trained.
+            self.last_numbers = dict(getattr(dataset, "handed", {}))
             is_resumed, self._is_behind_resume = self._is_behind_resume, False
             return current.begin(self._note_random, is_resumed=is_resumed)
         return self._resume_pass(batches, saved)
 
-    def skip_ahead(self, batches: Iterable[T]) -> Iterator[T]:
+    def skip_ahead(self, batches: Iterable[T], dataset: object) -> Iterator[T]:
         """Do as ``skip``, for batches that another thread takes ahead of training."""
-        rest, current = self.skip(batches), self._pass
+        rest, current = self.skip(batches, dataset), self._pass
 
         def taken() -> Iterator[T]:
             for batch in rest:

@@ -189,11 +189,10 @@ def test_silence_of_the_loaders_ends_the_pass(book):
         next(batches)
 
 
-def test_a_second_pass_is_rejected(book):
-    dataset = StreamingDataset()
-    dataset.batches(DEADLINE_S, in_order=False)
-    with pytest.raises(ConfigError, match="can be iterated over once"):
-        dataset.batches(DEADLINE_S, in_order=False)
+def test_a_second_dataset_of_a_process_is_rejected_at_once(book):
+    StreamingDataset().batches(DEADLINE_S, in_order=False)
+    with pytest.raises(ConfigError, match=r"one StreamingDataset.*Make it once"):
+        StreamingDataset().batches(DEADLINE_S, in_order=False)
 
 
 def test_outside_a_job_nothing_can_be_received(monkeypatch):

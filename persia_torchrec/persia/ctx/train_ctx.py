@@ -337,7 +337,8 @@ class TrainCtx(EmbeddingCtx):
         """Leave out batches of a ``DataLoader`` that were trained before a restart."""
         recovery, num_batches = self._recovery, 0
         if recovery is not None:
-            batches, num_batches = recovery.skip_ahead(batches), recovery.num_batches
+            batches = recovery.skip_ahead(batches, dataset)
+            num_batches = recovery.num_batches
         if self._last_step is None:
             TrainerMetrics.expect(dataset, self._num_steps, num_batches)
         return batches

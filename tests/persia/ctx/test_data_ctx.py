@@ -1,10 +1,11 @@
+import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from persia_torchrec import timeouts
-from persia_torchrec.ctx import DataCtx
+from persia_torchrec.ctx import DataCtx, eval_ctx
 from persia_torchrec.data import DataLoader, StreamingDataset
 from persia_torchrec.errors import ConfigError, DataflowError, RemoteError
 from persia_torchrec.persia import feed
@@ -223,6 +224,63 @@ def test_a_batch_behind_the_block_is_an_error_that_says_so(job):
         with pytest.raises(ConfigError, match="must be entered once"), data_ctx:
             pass
         batches.close()
+
+
+class TestEpochsOfAStream:
+    """A stream that is cut into passes, by ``islice`` or ``break``."""
+
+    def test_each_pass_continues_with_the_next_batch(self, job, sending):
+        seen = []
+        with job.train_ctx(embedding_config=FROM_ZERO) as ctx:
+            dataset = StreamingDataset(4)
+            loader = DataLoader(dataset, reproducible=True)
+            passes = [iter(loader)]
+            sending.start(job.data_ctx(), share(0, 1, num=35))
+            for epoch in range(3):
+                batches = passes.pop() if passes else loader
+                seen += train(ctx, itertools.islice(batches, 10))
+                loader = DataLoader(dataset, reproducible=True)  # or a new one
+                assert seen == list(range(10 * (epoch + 1)))
+            for batch in loader:
+                seen += train(ctx, [batch])
+                break
+            seen += train(ctx, loader)
+            assert seen == list(range(35))
+            assert train(ctx, loader) == []  # behind the end
+            ctx.embeddings.flush()
+            assert (-job.read("item", *range(35))).tolist() == [[1.0] * 4] * 35
+
+    def test_an_evaluation_may_take_some_batches_between(self, job, sending):
+        with job.train_ctx() as ctx:
+            loader = DataLoader(StreamingDataset(4), reproducible=True)
+            batches = iter(loader)
+            sending.start(job.data_ctx(), share(0, 1, num=30))
+            seen = train(ctx, itertools.islice(batches, 10))
+            with eval_ctx(model=ctx.model) as inner:
+                for batch in itertools.islice(loader, 10):
+                    inner.forward(batch)
+                    seen.append(batch.batch_id)
+            seen += train(ctx, loader)
+        assert seen == list(range(30))
+
+    def test_loaders_of_other_arguments_are_rejected(self, job):
+        with job.train_ctx():
+            dataset = StreamingDataset()
+            iter(DataLoader(dataset))
+            message = "DataLoaders of the same arguments"
+            with pytest.raises(ConfigError, match=message):
+                iter(DataLoader(dataset, embedding_staleness=1))
+
+    def test_torchrecs_batches_continue_too(self, tmp_path, monkeypatch, sending):
+        with LocalJob(tmp_path, monkeypatch, num_workers=0) as job:
+            dataset = StreamingDataset(4, as_torchrec=True)
+            first = iter(dataset)
+            sending.start(job.data_ctx(), share(0, 1, num=25))
+            seen = [b.batch_id for b in itertools.islice(first, 10)]
+            seen += [b.batch_id for b in itertools.islice(dataset, 10)]
+            seen += [b.batch_id for b in dataset]
+            assert seen == list(range(25))
+            assert list(dataset) == []
 
 
 FROM_ZERO = EmbeddingConfig((0, 0), weight_bound=0)
