@@ -59,6 +59,9 @@ MAX_BATCH_SIZE = 65_535
 DTYPES = tuple(map(np.dtype, ("?", "i1", "i2", "i4", "i8", "u1", "f4", "f8")))
 """What dense features and labels may be made of."""
 
+_ND_ARRAY_SUPPORT_TYPE = {dtype.type for dtype in DTYPES}
+"""PERSIA's name of them, as NumPy's types."""
+
 MAGIC = b"PTRB"
 VERSION = 1
 

@@ -45,6 +45,19 @@ INSTEAD = {
 """PERSIA's commands, and what to use in their place."""
 
 
+EARLIER_NAMES = {
+    "global_config_path": "PERSIA_GLOBAL_CONFIG",
+    "globalConfigPath": "PERSIA_GLOBAL_CONFIG",
+    "embedding_config_path": "PERSIA_EMBEDDING_CONFIG",
+    "embeddingConfigPath": "PERSIA_EMBEDDING_CONFIG",
+    "nn_worker_py_entry_path": "PERSIA_NN_WORKER_ENTRY",
+    "nnWorkerPyEntryPath": "PERSIA_NN_WORKER_ENTRY",
+    "data_loader_py_entry_path": "PERSIA_DATALOADER_ENTRY",
+    "dataLoaderPyEntryPath": "PERSIA_DATALOADER_ENTRY",
+}
+"""Fields of ``spec`` in earlier versions of PERSIA, now variables of ``persiaEnv``."""
+
+
 class Variable(Struct, frozen=True, kw_only=True, rename="camel"):
     """One of the environment: text, as Kubernetes wants it."""
 
@@ -205,9 +218,11 @@ class Converted:
     def _find_job(self, path: str) -> PersiaJob:
         jobs = []
         for document in parse_documents(read_text(path), path):
-            kind = document.get("kind") if isinstance(document, dict) else document
+            given: Any = document
+            kind = given.get("kind") if isinstance(given, dict) else given
             if kind == "PersiaJob":
-                jobs.append(read_section(PersiaJob, document, KeyPath(path)))
+                self._rename(given.get("spec"))
+                jobs.append(read_section(PersiaJob, given, KeyPath(path)))
             elif kind == "NatsCluster":
                 self.left[kind] = NO_NATS
             elif kind is not None:
@@ -218,6 +233,20 @@ class Converted:
                 f"Received: {len(jobs)}."
             )
         return jobs[0]
+
+    def _rename(self, spec: Any) -> None:
+        """Give the fields of earlier versions of PERSIA their present names."""
+        if not isinstance(spec, dict):
+            return
+        for name in EARLIER_NAMES.keys() & spec.keys():
+            files = spec.setdefault("persiaEnv", {})
+            if isinstance(files, dict):
+                files.setdefault(EARLIER_NAMES[name], spec.pop(name))
+        for block in spec.values():
+            mounts = block.get("volumeMounts") if isinstance(block, dict) else None
+            for mount in mounts or ():
+                if isinstance(mount, dict) and "read_only" in mount:
+                    mount.setdefault("readOnly", mount.pop("read_only"))
 
     def _script(self, name: str, script: str | None) -> str:
         if not script:

@@ -140,6 +140,20 @@ def test_a_persia_job_becomes_a_job_of_torchx(tmp_path, capsys):
     assert found["loader-0"]["command"][-2:] == ["loader", "/src/loader.py"]
 
 
+@pytest.mark.parametrize("style", ["camel", "snake"])
+def test_fields_of_earlier_versions_mean_the_present_ones(tmp_path, capsys, style):
+    job = yaml.safe_load(next(iter(JOB.split("---"))))
+    spec = job["spec"]
+    files = list(spec.pop("persiaEnv").values())
+    names = [n for n in k8s_utils.EARLIER_NAMES if ("_" in n) == (style == "snake")]
+    spec |= dict(zip(names, files, strict=True))
+    spec["dataloader"]["volumeMounts"][0]["read_only"] = True
+    command, _, roles = convert(tmp_path, capsys, yaml.safe_dump(job))
+    values = [f"/conf/{name}.yml" for name in ("global", "embedding")]
+    assert {*values, "/src/loader.py"} <= {word.strip("'") for word in command}
+    assert roles["loader"]["volumes"] == ["clicks-2026:/data:ro"]
+
+
 def test_dropped_settings_are_named(tmp_path, capsys):
     _, left, _ = convert(tmp_path, capsys, JOB)
     server, trainer = "spec.embeddingParameterServer", "spec.nnWorker"

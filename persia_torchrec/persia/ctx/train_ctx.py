@@ -175,6 +175,8 @@ class TrainCtx(EmbeddingCtx):
         embedding_optimizer: the learning rates of the embeddings, for
             ``torch.optim.lr_scheduler``; a new rate holds from the next
             :meth:`backward` on.
+        rank_id, world_size: of this trainer, as the environment says.
+        mixed_precision: the argument.
 
     Raises:
         ConfigError: a setting that cannot work, or this process belongs to no job.
@@ -224,6 +226,8 @@ class TrainCtx(EmbeddingCtx):
         BaseCtx.__init__(self, threadpool_worker_size, device_id)
         self.model = model = _require_given(model)
         self.dense_optimizer = dense_optimizer
+        self.mixed_precision = mixed_precision
+        self.rank_id, self.world_size = env.get_rank(), env.get_world_size()
         self._scaler = torch.amp.GradScaler("cuda") if mixed_precision else None
         self.embedding_config = embedding_config or EmbeddingConfig()
         kind = TorchRecEngine if has_collections(model) else Engine
