@@ -331,12 +331,15 @@ class PersiaBatch:
 
 def _copied(part: P) -> P:
     """Return a part of a batch with arrays of its own, each copied once."""
-    new = copy.copy(part)
-    arrays = {id(a): a for a in vars(part).values() if isinstance(a, np.ndarray)}
-    if isinstance(part, IDTypeFeatureWithSingleID):
-        del arrays[id(part.lengths)]  # ones, made here
-    own = {key: array.copy() for key, array in arrays.items()}
-    vars(new).update((n, own[id(a)]) for n, a in vars(part).items() if id(a) in own)
+    new = object.__new__(type(part))
+    own = vars(new)
+    own.update(vars(part))
+    if isinstance(part, IDTypeFeature):
+        own.update(ids=part.ids.copy(), lengths=part.lengths.copy())
+    else:
+        own["data"] = data = part.data.copy()
+        if isinstance(part, IDTypeFeatureWithSingleID):
+            own["ids"] = data  # lengths are ones, made here
     return new
 
 
