@@ -57,9 +57,12 @@ class Run:
         self.metrics += [(n, round(float(values[n]), 6)) for n in sorted(values)]
 
     def shard(
-        self, loss_of: Callable[[Any], torch.Tensor]
+        self, loss_of: Callable[[Any], torch.Tensor] | None = None
     ) -> Callable[..., DistributedModelParallel]:
-        """Return what shards a model, gives it weights and notes its losses."""
+        """Return what shards a model, gives it weights and notes its losses.
+
+        Without ``loss_of`` another part of the program has them.
+        """
 
         def made(*args: Any, **settings: Any) -> DistributedModelParallel:
             model = DistributedModelParallel(*args, **settings)
@@ -70,7 +73,7 @@ class Run:
 
             def noted(*args: Any, **settings: Any) -> Any:
                 result = forward(*args, **settings)
-                if model.training and torch.is_grad_enabled():
+                if loss_of and model.training and torch.is_grad_enabled():
                     self.losses.append(float(loss_of(result).detach()))
                 return result
 

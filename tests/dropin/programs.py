@@ -40,7 +40,8 @@ class Program:
     environment, in a folder of their own; ``build`` is a command in its folder. One
     that ``saves_checkpoints`` continues from those of the other kind too. ``most`` is
     how far a loss may be, by the title of a run, where that is not 1e-5, and
-    ``most_of_metrics`` how far metrics of 6 digits may be.
+    ``most_of_metrics`` how far metrics of 6 digits may be. ``checkout`` names the
+    folder of the repository, by default as the repository.
     """
 
     repository: str
@@ -55,6 +56,7 @@ class Program:
     saves_checkpoints: bool = False
     most: dict[str, float] = field(default_factory=dict)
     most_of_metrics: float = 0.0
+    checkout: str = ""
 
     def patched(self, source: str) -> str:
         """Return the source of the program with the servers plugged in."""
@@ -65,18 +67,25 @@ class Program:
         return source
 
     def num_lines(self) -> tuple[int, int]:
-        """Return how many lines of the program are new, and how many are changed."""
+        """Return how many lines of the program are new, and how many are changed.
+
+        Of lines that become fewer, those that are left are changed.
+        """
         new = changed = 0
         for before, after in self.patch:
             old, now = before.splitlines(), after.splitlines()
             kept = sum(line in old for line in now)
-            changed += len(old) - kept
-            new += len(now) - len(old)
+            changed += min(len(old), len(now)) - kept
+            new += max(len(now) - len(old), 0)
         return new, changed
 
+    def top(self, checkouts: Path) -> Path:
+        """Return the folder of the program's repository below that of all checkouts."""
+        return checkouts / (self.checkout or self.repository.rpartition("/")[2])
+
     def root(self, checkouts: Path) -> Path:
-        """Return the program's folder below that of all checkouts."""
-        return checkouts / self.repository.rpartition("/")[2] / self.folder
+        """Return the program's folder there."""
+        return self.top(checkouts) / self.folder
 
 
 _DLRM_PATCH = (
@@ -125,7 +134,110 @@ _TZREC_PATCH = (
     ),
 )
 
+_IMPORT = "from persia_torchrec import EmbeddingClient, remote_sharders\n"
+_CLIENT = "EmbeddingClient.connect(os.environ['SERVERS'].split(','))"
+_OF_BAGS = (
+    "from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder\n"
+)
+_QCOMM = "EmbeddingBagCollectionSharder(qcomm_codecs_registry=qcomm_codecs_registry)"
+
+
+def _example(path: str, *patch: tuple[str, str]) -> Program:
+    """Return an example of TorchRec's repository; ``patch`` has no import."""
+    return Program(
+        "meta-pytorch/torchrec",
+        "376cac6ad13c3a6e7fd43cc0fe432abbc7c39f7d",
+        ".",
+        "examples",
+        f"{path}.py",
+        patch,
+        {path.rpartition("/")[2]: [f"program={path}"]},
+        checkout="torchrec-examples",
+    )
+
+
+_EXAMPLES = {
+    "golden": _example(
+        "examples/golden_training/train_dlrm",
+        (_OF_BAGS, _OF_BAGS + _IMPORT),
+        (f"sharder = {_QCOMM}", f"sharder = remote_sharders({_CLIENT})"),
+        ("        sharders=[sharder],\n", "        sharders=sharder,\n"),
+    ),
+    "golden-dense": _example(
+        "examples/golden_training/train_dlrm_data_parallel",
+        (
+            _OF_BAGS,
+            _OF_BAGS + "from persia_torchrec import EmbeddingClient, MixedSharder, "
+            "Placement, RemoteEmbeddingBagCollectionSharder\n",
+        ),
+        (
+            "    plan: ShardingPlan = planner.collective_plan(train_model)\n",
+            f"    remote = RemoteEmbeddingBagCollectionSharder({_CLIENT})\n"
+            "    sharder = MixedSharder(remote, Placement(local=['t_cat_10']))\n"
+            "    plan: ShardingPlan = planner.collective_plan(train_model, [sharder], "
+            "dist.group.WORLD)\n",
+        ),
+        (f"    sharder = {_QCOMM}\n", ""),
+    ),
+    "ray": _example(
+        "examples/ray/train_torchrec",
+        (_OF_BAGS, _OF_BAGS + _IMPORT),
+        (
+            "    sharders = [\n"
+            "        EmbeddingBagCollectionSharder(fused_params=fused_params),\n"
+            "    ]\n",
+            f"    sharders = remote_sharders({_CLIENT}, fused_params=fused_params)\n",
+        ),
+    ),
+    "quickstart": _example(
+        "examples/cloud_deployment/quickstart/train_torchrec_quickstart",
+        (f"    {_OF_BAGS}", f"    {_OF_BAGS}    {_IMPORT}"),
+        (
+            "        sharders = cast(\n"
+            "            List[ModuleSharder[nn.Module]],\n"
+            "            [EmbeddingBagCollectionSharder()],\n"
+            "        )\n",
+            f"        sharders = remote_sharders({_CLIENT})\n",
+        ),
+    ),
+    "installation": _example(
+        "test_installation",
+        (
+            "from torchrec.models.dlrm import DLRM\n",
+            "from torchrec.models.dlrm import DLRM\n" + _IMPORT,
+        ),
+        (
+            "        module=model,\n        device=device,\n",
+            "        module=model,\n        device=device,\n"
+            f"        sharders=remote_sharders({_CLIENT}),\n",
+        ),
+    ),
+}
+
 PROGRAMS = {
+    **_EXAMPLES,
+    "tnt": Program(
+        "pytorch/tnt",
+        "b83990d2e1c32ea78e49f5d464516abc26db1848",
+        ".",
+        "tnt",
+        "examples/torchrec/main.py",
+        (
+            (
+                "from torchrec.models.dlrm import DLRM, DLRMTrain\n",
+                "from torchrec.models.dlrm import DLRM, DLRMTrain\n"
+                "import os\n" + _IMPORT,
+            ),
+            (
+                "        train_model, get_default_sharders(), dist.GroupMember.WORLD\n",
+                f"        train_model, (sharders := remote_sharders({_CLIENT})), "
+                "dist.GroupMember.WORLD\n",
+            ),
+            ("        plan=plan,\n", "        plan=plan, sharders=sharders,\n"),
+        ),
+        {"DLRM, fit with evaluation": []},
+        packages=("torcheval==0.0.7",),
+    ),
     "dlrm": Program(
         "facebookresearch/dlrm",
         "090956ee2319ddd349a42232958aefccfe3f7b0a",

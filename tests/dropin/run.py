@@ -48,7 +48,9 @@ def fetch(program: Program, checkouts: Path) -> Path:
     """Return the program's folder; clone, build and get packages if it is not there."""
     root = program.root(checkouts)
     if not root.exists():
-        _clone(program.repository, program.commit, program.folder, checkouts)
+        _clone(
+            program.repository, program.commit, program.folder, program.top(checkouts)
+        )
     packages = _packages(program, checkouts)
     if program.packages and not packages.exists():
         install = [sys.executable, "-m", "pip", "-q", "install", "--no-deps"]
@@ -68,8 +70,7 @@ def fetch(program: Program, checkouts: Path) -> Path:
     return root
 
 
-def _clone(repository: str, commit: str, folder: str, checkouts: Path) -> None:
-    target = checkouts / repository.rpartition("/")[2]
+def _clone(repository: str, commit: str, folder: str, target: Path) -> None:
     url = f"https://github.com/{repository}"
     subprocess.run(["git", "clone", "-q", "--no-checkout", url, target], check=True)
     checkout = ["git", "-C", target, "checkout", "-q", commit, "--", folder]
@@ -79,7 +80,7 @@ def _clone(repository: str, commit: str, folder: str, checkouts: Path) -> None:
 def _run_own_tests(checkouts: Path) -> bool:
     """Run TorchRec's own tests; return whether all ended as is known."""
     if not (checkouts / "torchrec").exists():
-        _clone("pytorch/torchrec", TORCHREC, "torchrec", checkouts)
+        _clone("pytorch/torchrec", TORCHREC, "torchrec", checkouts / "torchrec")
     given = {**os.environ, "TORCHREC": str(checkouts / "torchrec")}
     command = [sys.executable, "-m", "tests.dropin.own_tests"]
     return not subprocess.run(command, cwd=ROOT, env=given, check=False).returncode
@@ -150,7 +151,7 @@ class Difference:
         if len(plain.losses) != len(ours.losses) or not plain.losses:
             raise SystemExit(f"Steps: {len(plain.losses)} and {len(ours.losses)}.")
         names = [name for name, _ in plain.metrics]
-        if names != [name for name, _ in ours.metrics] or not names:
+        if names != [name for name, _ in ours.metrics]:
             raise SystemExit(f"Metrics: {plain.metrics} and {ours.metrics}.")
         pairs = zip(plain.metrics, ours.metrics, strict=True)
         apart = {name: abs(a - b) for (name, a), (_, b) in pairs if a != b}
@@ -175,6 +176,7 @@ class Difference:
     def __str__(self) -> str:
         apart = ", ".join(f"{name} {by:.0e}" for name, by in self.metrics.items())
         metrics = f"{self.num_metrics} {apart + ' apart' if apart else 'equal'}"
+        metrics = metrics if self.num_metrics else ""
         return f"{self.num_steps} | {self.losses:.1e} | {self.tables:.1e} | {metrics}"
 
 
