@@ -238,6 +238,29 @@ PROGRAMS = {
         {"DLRM, fit with evaluation": []},
         packages=("torcheval==0.0.7",),
     ),
+    "twhin": Program(
+        "twitter/the-algorithm-ml",
+        "b85210863f7a94efded0ef5c5ccf4ff42767876c",
+        ".",
+        "twhin",
+        "model.py",
+        (
+            ("import torch\n", "import os\nimport torch\n" + _IMPORT),
+            (
+                "      module=model,\n      device=device,\n",
+                "      module=model,\n      device=device,\n"
+                f"      sharders=remote_sharders({_CLIENT}),\n",
+            ),
+        ),
+        {"SGD by table": []},
+        packages=(
+            *("torchsnapshot==0.1.0", "nest_asyncio", "aiofiles", "aiohttp"),
+            *("importlib-metadata", "zipp", "dm-tree", "attrs", "wrapt", "absl-py"),
+            *("pydantic<2", "multidict", "yarl", "propcache", "frozenlist"),
+            *("aiosignal", "aiohappyeyeballs", "idna"),
+        ),
+        saves_checkpoints=True,
+    ),
     "dlrm": Program(
         "facebookresearch/dlrm",
         "090956ee2319ddd349a42232958aefccfe3f7b0a",
