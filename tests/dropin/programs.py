@@ -259,7 +259,6 @@ PROGRAMS = {
             *("pydantic<2", "multidict", "yarl", "propcache", "frozenlist"),
             *("aiosignal", "aiohappyeyeballs", "idna"),
         ),
-        saves_checkpoints=True,
     ),
     "dlrm": Program(
         "facebookresearch/dlrm",

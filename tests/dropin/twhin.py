@@ -1,7 +1,6 @@
 """Calls ``projects/twhin`` of twitter/the-algorithm-ml: its loop and checkpoints."""
 
 import importlib
-import shutil
 import sys
 from functools import wraps
 from types import ModuleType
@@ -17,12 +16,12 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 
 from tests.dropin.driver import WHOLE, Run, stand_in
 
-NUM_IDS, BATCH_SIZE, NUM_FURTHER = 300, 50, 10
+NUM_IDS, BATCH_SIZE = 300, 50
 TABLES = "user", "tweet"
 
 
 def main(run: Run) -> None:
-    """Train, with a checkpoint every few steps; or continue from one."""
+    """Train, with a checkpoint every ten steps."""
     package = ModuleType("tml")
     package.__path__ = [str(run.folder)]
     sys.modules["tml"] = package
@@ -50,11 +49,7 @@ def main(run: Run) -> None:
     loss = program.F.binary_cross_entropy_with_logits
     program.F.binary_cross_entropy_with_logits = _noted(run, loss)
     program.env.is_reader, program.env.is_chief = (lambda: False), (lambda: True)
-    steps = run.steps
-    if run.loaded:
-        shutil.copytree(run.loaded, run.checkpoint)
-        steps += NUM_FURTHER
-    program.run(_config(run, program, steps), str(run.checkpoint))
+    program.run(_config(run, program), str(run.checkpoint))
 
 
 def _noted(run: Run, loss_of: Any) -> Any:
@@ -68,14 +63,14 @@ def _noted(run: Run, loss_of: Any) -> Any:
     return noted
 
 
-def _config(run: Run, program: Any, steps: int) -> Any:
+def _config(run: Run, program: Any) -> Any:
     """Return a configuration in a small size, of generated edges."""
     source = run.folder / "projects" / "twhin" / "config" / "local.yaml"
     config = yaml.safe_load(source.read_text())
     for table in config["model"]["embeddings"]["tables"]:
         table["num_embeddings"] = NUM_IDS
     generator = np.random.default_rng(1)
-    num = BATCH_SIZE * (run.steps + NUM_FURTHER + 5)
+    num = BATCH_SIZE * (run.steps + 15)
     columns = {n: generator.integers(NUM_IDS, size=num) for n in ("lhs", "rhs")}
     columns["rel"] = generator.integers(len(config["model"]["relations"]), size=num)
     pq.write_table(pa.table(columns), run.output / "edges.parquet")
@@ -83,7 +78,7 @@ def _config(run: Run, program: Any, steps: int) -> Any:
     data["per_replica_batch_size"] = BATCH_SIZE
     for part in ("train_data", "validation_data"):
         config[part] |= data
-    config["training"] |= {"num_train_steps": steps, "checkpoint_every_n": 10}
+    config["training"] |= {"num_train_steps": run.steps, "checkpoint_every_n": 10}
     path = run.output / "config.yaml"
     path.write_text(yaml.safe_dump(config))
     return program.setup_configuration(program.TwhinConfig, yaml_path=str(path))
