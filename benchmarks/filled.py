@@ -28,6 +28,7 @@ from persia_torchrec.errors import ConfigError
 from persia_torchrec.routing.shard import Ids, ShardedIds
 from persia_torchrec.rpc.channel import keep_freed_memory
 from persia_torchrec.rpc.float_codec import Floats
+from persia_torchrec.rpc.messages import Precision
 from persia_torchrec.server.cluster import EmbeddingCluster
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
@@ -194,6 +195,34 @@ class FilledServer(Filled):
     def _batch(self, numbers_N: Numbers) -> _Batch:
         grads_ND = self.grads(len(numbers_N))
         return _Batch(numbers_N, ids_of(numbers_N), grads_ND, self._next_name())
+
+    def run_in(self, precision: Precision, numbers_N: Numbers) -> tuple[float, float]:
+        """Look rows up and update them in a precision of the wire; return seconds.
+
+        Rows are checked to 1/128 of the largest weight, steps by their direction.
+        """
+        batch = self._batch(numbers_N)
+        dim = self.spec.dim
+        before_ND = self._read(batch.ids)[:, :dim]
+        tables = [(self.spec.name, self.client.split(batch.ids))]
+        pull_s, (rows_ND,) = timed(
+            lambda: self.client.pull(tables, batch=batch.name, precision=precision)
+        )
+        largest_N = np.abs(before_ND).max(axis=1)
+        is_near_N = np.abs(rows_ND - before_ND).max(axis=1) <= largest_N / 128
+        require("near rows", received=int(is_near_N.sum()), expected=len(numbers_N))
+
+        def push() -> int:
+            grads = [batch.grads]
+            replies = self.client.push(tables, grads, batch.name, precision=precision)
+            return self.client.outcome(replies).num_missed
+
+        push_s, num_missed = timed(push)
+        require("gradients without a row", received=num_missed, expected=0)
+        steps_ND = (self._read(batch.ids)[:, :dim] - before_ND) * batch.grads
+        wrong = int((steps_ND > 0).sum())
+        require("steps along the gradient", received=wrong, expected=0)
+        return pull_s, push_s
 
     def _pull(self, ids_N: Ids, name: BatchNumber) -> Floats:
         self._split[name] = self.client.split(ids_N)  # once a batch, as trainers do

@@ -12,6 +12,7 @@ encryption  what ``PERSIA_ENCRYPT=1`` costs, against connections that prove the 
 transports  TCP, shared memory, and a store in the same process, turn by turn: a request
         of one id, lookup and update one request after the other, the client's
         processor time
+precisions  rows and gradients in 16 bits beside float32, turn by turn
 """
 
 import subprocess
@@ -49,6 +50,7 @@ from persia_torchrec.errors import ConfigError, ServerError
 from persia_torchrec.routing.shard import Ids
 from persia_torchrec.rpc.addresses import free_port
 from persia_torchrec.rpc.float_codec import Floats
+from persia_torchrec.rpc.messages import Precision
 from persia_torchrec.table import TableSpec
 
 T = TypeVar("T")
@@ -175,6 +177,22 @@ def _encryption(settings: WireSettings, dim: int) -> Table:
     rows = timings.rows(lambda key: f"{key.split(' | ')[0]} | token")
     question = "What encryption costs: lookup + update, million unique rows/s."
     return Table("encryption", question, f"{RATES} | of token", rows)
+
+
+@harness.per_dim
+def _precisions(settings: WireSettings, dim: int) -> Table:
+    with filled_server(settings.table(dim), settings.rows) as server:
+
+        def turn(timings: Timings) -> None:
+            for precision in Precision:
+                seconds = server.run_in(precision, server.draw(settings.ids))
+                timings.add_both(precision.name.lower(), settings.ids, seconds)
+
+        timings = interleave(turn, settings.repeats)
+    rows = timings.rows(lambda key: f"fp32 | {key.split(' | ')[1]}")
+    question = "Rows and gradients in 16 bits, million unique rows/s, uniform ids."
+    header = RATES.replace("ids |", "precision |")
+    return Table("precisions", question, f"{header} | of fp32", rows)
 
 
 @harness.per_dim
@@ -337,6 +355,7 @@ BENCHMARK = Benchmark(
         "survival": restarts.measure_survival,
         "encryption": _encryption,
         "transports": _transports,
+        "precisions": _precisions,
     },
     only_for={"redis": "redis"},
 )
