@@ -6,7 +6,7 @@ path of the value within it, what it must be and what it is.
 
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -110,7 +110,40 @@ def _describe(exc: msgspec.ValidationError, content: Any, at: KeyPath) -> str:
         return f"{subject} must be {must}."
     for key, index in re.findall(r"\.([^.\[]+)|\[(\d+)\]", path):
         content = content[int(index)] if index else content[key]
-    return f"{subject} must be {must}. Received: {content!r:.100}."
+    return f"{subject} must be {must}. Received: {shown(content)}."
+
+
+def shown(value: object, most: int = 100) -> str:
+    """Return the first characters of a value's ``repr``; what follows is not made."""
+    text = ""
+    for part in _parts(value, most):
+        text += part
+        if len(text) >= most:
+            break
+    return text[:most]
+
+
+def _parts(value: object, most: int) -> Iterator[str]:
+    """Yield the ``repr`` of a value of JSON, a piece at a time."""
+    match value:
+        case list():
+            yield "["
+            for n, one in enumerate(value):
+                yield ", " if n else ""
+                yield from _parts(one, most)
+            yield "]"
+        case dict():
+            yield "{"
+            for n, (key, one) in enumerate(value.items()):
+                yield ", " if n else ""
+                yield from _parts(key, most)
+                yield ": "
+                yield from _parts(one, most)
+            yield "}"
+        case str():
+            yield repr(value[:most])
+        case _:
+            yield repr(value)
 
 
 def require_at_least_1(**numbers: int | None) -> None:

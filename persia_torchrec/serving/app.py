@@ -21,6 +21,7 @@ import asyncio
 import hmac
 import logging
 import re
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +36,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from persia_torchrec.errors import BatchError
-from persia_torchrec.parsing.decoding import decoder_of
+from persia_torchrec.parsing.decoding import decoder_of, shown
 from persia_torchrec.persia.batch import PersiaBatch
 from persia_torchrec.serving import inference_protocol as protocol
 from persia_torchrec.serving.batching import Inputs
@@ -49,6 +50,7 @@ from persia_torchrec.serving.descriptions import (
 )
 from persia_torchrec.serving.http_requests import (
     RETRY_AFTER,
+    SMALL_BYTES,
     Limits,
     TooLargeError,
     TooManyRequestsError,
@@ -56,6 +58,7 @@ from persia_torchrec.serving.http_requests import (
     error_response,
     json_response,
     receive,
+    require_few_values,
 )
 from persia_torchrec.serving.inference_protocol import parse_json_batch
 from persia_torchrec.serving.models import (
@@ -81,7 +84,6 @@ _NOT_SUPPORTED = {
 }
 _HEADER_LENGTH = "Inference-Header-Content-Length"
 _INFER = re.compile("/v2/models/(?P<model>[^/]+)(/versions/(?P<version>[^/]+))?/infer")
-_SMALL_BYTES = 2**18  # a request that is read at once, between other requests
 
 
 class Application:
@@ -99,6 +101,7 @@ class Application:
         self._pool = ThreadPoolExecutor(limits.max_requests, "predict")
         self._probes = {m.name: ThreadPoolExecutor(1, "probe") for m in models}
         self._loads = ThreadPoolExecutor(1, "load")
+        self._large = threading.Lock()  # one large request is read at a time
         self._starlette = Starlette(routes=self._routes())
         self._answer_infer = self._answering(self._infer, is_open=False)
         models.statistics.in_progress.set_function(lambda: self._num_in_progress)
@@ -222,6 +225,8 @@ class Application:
         is_text = kind == "application/json"
 
         def parse(_: Version) -> PersiaBatch:
+            if is_text:
+                require_few_values(body)
             return _READERS[kind](bytes(body))
 
         def encode(_: Version, __: PersiaBatch, answer: Answer) -> Response:
@@ -230,8 +235,8 @@ class Application:
             more = {"degraded": True} if answer.is_degraded else {}
             return json_response({"predictions": values, **more})
 
-        work = _Work(parse, lambda batch: batch, encode, is_text=is_text)
-        return await self._predicted(model, None, work, len(body))
+        work = _Work(parse, lambda batch: batch, encode, len(body), is_text=is_text)
+        return await self._predicted(model, None, work)
 
     async def _infer(self, request: Request) -> Response:
         name, number = _named(request)
@@ -246,6 +251,7 @@ class Application:
         def parse(version: Version) -> protocol.InferRequest:
             size = None if length is None else int(length[:20])
             signature = require_signature(version)
+            require_few_values(memoryview(body)[:size])
             return protocol.parse_request(memoryview(body), size, signature)
 
         def encode(
@@ -259,8 +265,8 @@ class Application:
             headers = {_HEADER_LENGTH: str(size)}
             return Response(b"".join(parts), 200, headers, "application/octet-stream")
 
-        work = _Work(parse, lambda asked: asked.batch, encode)
-        return await self._predicted(model, number, work, len(body))
+        work = _Work(parse, lambda asked: asked.batch, encode, len(body))
+        return await self._predicted(model, number, work)
 
     async def _server(self, request: Request) -> Response:
         return json_response(describe_server())
@@ -287,7 +293,7 @@ class Application:
         return json_response({"model_stats": found})
 
     async def _index(self, request: Request) -> Response:
-        asked = _decode(await receive(request, self.limits))
+        asked = _decode(await receive(request, self.limits, SMALL_BYTES))
         return json_response(describe_index(self.models, only_ready=asked.ready))
 
     async def _load(self, request: Request) -> Response:
@@ -300,10 +306,10 @@ class Application:
         self, request: Request, change: Callable[[str | None], object]
     ) -> Response:
         """Load or unload; the request may name a version, ``parameters.version``."""
-        asked = _decode(await receive(request, self.limits))
+        asked = _decode(await receive(request, self.limits, SMALL_BYTES))
         number = asked.parameters.get("version")
         if not isinstance(number, str | None):
-            raise BatchError(f"version must be text. Received: {number!r:.40}.")
+            raise BatchError(f"version must be text. Received: {shown(number, 40)}.")
         found = await self._run(self._loads, lambda: change(number))
         return json_response({} if found is None else {"version": found})
 
@@ -327,7 +333,7 @@ class Application:
             )
 
     async def _predicted(
-        self, model: ServedModel, number: str | None, work: "_Work[T]", num_bytes: int
+        self, model: ServedModel, number: str | None, work: "_Work[T]"
     ) -> Response:
         """Answer a prediction, unless too many are in progress.
 
@@ -345,7 +351,7 @@ class Application:
                     return await self._run(
                         self._pool, lambda: self._do(model, version, work)
                     )
-                if num_bytes <= _SMALL_BYTES:
+                if work.num_bytes <= SMALL_BYTES:
                     asked = self._read(version, work)
                 else:
                     asked = await self._run(
@@ -365,7 +371,11 @@ class Application:
         return work.encode(version, asked, answer)
 
     def _read(self, version: Version, work: "_Work[T]") -> T:
-        asked = work.parse(version)
+        if work.num_bytes <= SMALL_BYTES:
+            asked = work.parse(version)
+        else:
+            with self._large:
+                asked = work.parse(version)
         self._require_samples(work.batch_of(asked))
         return asked
 
@@ -390,6 +400,7 @@ class _Work(Generic[T]):
     parse: Callable[[Version], T]
     batch_of: Callable[[T], PersiaBatch | Inputs]
     encode: Callable[[Version, T, Answer], Response]
+    num_bytes: int
     is_text: bool = False
 
 
@@ -404,7 +415,7 @@ def _decode(body: bytes) -> _Asked:
     try:
         asked: _Asked = decoder_of(_Asked).decode(body or b"{}")
         return asked
-    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         raise BatchError(f"The body must be a JSON object ({exc}).") from exc
 
 

@@ -6,15 +6,24 @@ import zlib
 from collections.abc import Mapping
 
 import msgspec
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
 from persia_torchrec.errors import BatchError, FrameError, PersiaError, ServerError
 from persia_torchrec.serving.models import UnknownModelError
+from persia_torchrec.serving.predictor import UnknownVersionError
 
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER = {"Retry-After": "1"}
+SMALL_BYTES = 2**18  # a request that is read at once, between other requests
+
+_MAX_VALUES = 2**20  # of JSON, which one call reads while no other thread runs
+_MAX_TEXT_BYTES = 2**25
+_COST = np.zeros(256, np.uint8)  # of what stands before a value
+_COST[[*b",[{:"]] = 1, 4, 4, 8
+_CHUNK_BYTES = 2**20
 
 
 class TooLargeError(BatchError):
@@ -28,6 +37,7 @@ class TooManyRequestsError(PersiaError):
 STATUSES: tuple[tuple[type[Exception], int], ...] = (
     (TooLargeError, 413),
     (UnknownModelError, 404),
+    (UnknownVersionError, 404),
     (TooManyRequestsError, 429),
     (BatchError, 400),
     (FrameError, 400),
@@ -47,13 +57,15 @@ class Limits(msgspec.Struct, frozen=True):
     receive_timeout_s: float
 
 
-async def receive(request: Request, limits: Limits) -> bytes:
+async def receive(
+    request: Request, limits: Limits, max_bytes: int | None = None
+) -> bytes:
     """Receive a body within the limits of size and time, and decompress it.
 
-    What comes after it has been rejected is discarded, so that a client which
-    reads only when it has sent all gets its answer.
+    ``max_bytes`` is a lower limit of the size. What comes after it has been rejected is
+    discarded, so that a client which reads only when it has sent all gets its answer.
     """
-    limit = limits.max_body_bytes
+    limit = min(limits.max_body_bytes, max_bytes or limits.max_body_bytes)
     length = request.headers.get("Content-Length", "")
     body = bytearray()
     is_large = length.isdigit() and _exceeds(length, limit)
@@ -70,7 +82,29 @@ async def receive(request: Request, limits: Limits) -> bytes:
             "smaller batches, or raise --max-body-bytes."
         )
     encoding = request.headers.get("Content-Encoding", "identity").lower()
-    return _decompress(bytes(body), encoding, limit)
+    if encoding == "identity":
+        return bytes(body)
+    run = asyncio.get_running_loop().run_in_executor  # a few bytes may be many MiB
+    return await run(None, _decompress, bytes(body), encoding, limit)
+
+
+def require_few_values(text: bytes | memoryview) -> None:
+    """Raise TooLargeError for JSON of too many values, before memory is taken for them.
+
+    A list counts as four numbers, and a key as eight, as they take as much time.
+    """
+    if len(text) <= _MAX_VALUES // 8:
+        return
+    marks, cost = np.frombuffer(text, np.uint8), 0
+    if len(marks) <= _MAX_TEXT_BYTES:
+        for at in range(0, len(marks), _CHUNK_BYTES):
+            cost += int(_COST[marks[at : at + _CHUNK_BYTES]].sum())
+    if len(marks) > _MAX_TEXT_BYTES or cost > _MAX_VALUES:
+        raise TooLargeError(
+            f"A request as JSON may have {_MAX_TEXT_BYTES} bytes and {_MAX_VALUES} "
+            "values, where a list counts as four and a key as eight. Received: "
+            f"{len(marks)} bytes. Send smaller batches, or tensors as bytes."
+        )
 
 
 def status_of(exc: Exception) -> int:
@@ -111,8 +145,6 @@ def _exceeds(length: str, limit: int) -> bool:
 
 def _decompress(body: bytes, encoding: str, limit: int) -> bytes:
     """Undo the encoding of a body, as long as what comes is within a limit."""
-    if encoding == "identity":
-        return body
     if encoding not in ("gzip", "deflate"):
         raise BatchError(
             f"Content-Encoding must be gzip or deflate. Received: {encoding!r:.40}."

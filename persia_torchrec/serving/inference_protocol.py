@@ -34,7 +34,7 @@ import numpy.typing as npt
 
 from persia_torchrec.errors import BatchError
 from persia_torchrec.lookup.bags import JaggedIds
-from persia_torchrec.parsing.decoding import KeyPath, convert, decoder_of
+from persia_torchrec.parsing.decoding import KeyPath, convert, decoder_of, shown
 from persia_torchrec.persia.batch import (
     MAX_BATCH_SIZE,
     IDTypeFeature,
@@ -77,11 +77,13 @@ def _read_ids(name: str, value: object) -> IDTypeFeature:
     feature = f"Id type feature {name!r}"
     samples = convert(value, list[list[int]], KeyPath(feature), BatchError)
     try:
-        return IDTypeFeature(name, [np.array(ids, dtype=np.uint64) for ids in samples])
+        flat = np.array([*chain.from_iterable(samples)], dtype=np.uint64)
     except OverflowError as exc:
         raise BatchError(
-            f"{feature} must have ids in [0, 2**64). Received: {value!r:.100}."
+            f"{feature} must have ids in [0, 2**64). Received: {shown(value)}."
         ) from exc
+    lengths = np.fromiter(map(len, samples), np.int32, len(samples))
+    return IDTypeFeature.from_flat(name, flat, lengths)
 
 
 def _read_all_dense(
@@ -102,7 +104,7 @@ def _read_dense(which: str, value: object, feature: str) -> NonIDTypeFeature:
     except (ValueError, FloatingPointError) as exc:
         raise BatchError(
             f"{name} must have a number of float32, or a list of as many numbers, for "
-            f"each sample. Received: {value!r:.100}."
+            f"each sample. Received: {shown(value)}."
         ) from exc
     return NonIDTypeFeature(array, feature)
 
@@ -135,6 +137,7 @@ _NOT_SUPPORTED = {
     "classification": "classification",
 }
 _MAX_ELEMENTS = 2**31
+_MAX_DIMS = 32  # of which NumPy allows 64, and 32 before version 2
 _BINARY = {"binary_data_size"}
 
 
@@ -216,7 +219,8 @@ def parse_request(
             if not isinstance(num_bytes, int) or not 0 <= num_bytes <= len(rest):
                 raise BatchError(
                     f"Input {tensor.name!r} must have binary_data_size within the "
-                    f"{len(rest)} bytes that are left. Received: {num_bytes!r:.40}."
+                    f"{len(rest)} bytes that are left. "
+                    f"Received: {shown(num_bytes, 40)}."
                 )
             part, rest = rest[:num_bytes], rest[num_bytes:]
             array = read_bytes(tensor.name, tensor.datatype, tensor.shape, part)
@@ -357,13 +361,18 @@ def read_bytes(
 def _num_elements(name: str, shape: Sequence[int]) -> int:
     if len(shape) == 1 and 0 <= shape[0] <= _MAX_ELEMENTS:  # most are
         return shape[0]
-    num = math.prod(shape)
-    if not shape or min(shape) < 0 or num > _MAX_ELEMENTS:
+    # Of an empty array, too, NumPy multiplies the sizes that are not 0.
+    if (
+        not 1 <= len(shape) <= _MAX_DIMS
+        or min(shape) < 0
+        or math.prod(filter(None, shape)) > _MAX_ELEMENTS
+    ):
         raise BatchError(
-            f"Input {name!r} must have a shape of sizes >= 0, the batch first. "
-            f"Received: {list(shape)!r:.100}."
+            f"Input {name!r} must have a shape of 1 to {_MAX_DIMS} sizes >= 0, the "
+            f"batch first, of {_MAX_ELEMENTS} numbers at most. Received: "
+            f"{shown(list(shape))}."
         )
-    return num
+    return math.prod(shape)
 
 
 def build_inputs(tensors: Sequence[InputTensor], signature: ModelSignature) -> Inputs:
@@ -375,11 +384,12 @@ def build_inputs(tensors: Sequence[InputTensor], signature: ModelSignature) -> I
     """
     by_name = {tensor.name: tensor for tensor in tensors}
     _require_inputs(tensors, by_name, signature)
+    has_lengths = len(by_name) > len(signature.slots) + len(signature.dense)
+    batch_size = _num_samples(by_name, signature, has_lengths=has_lengths)
     dense = [_native(by_name[due.name].array) for due in signature.dense]
     for due, data in zip(signature.dense, dense, strict=True):
         require_dense(due, data)
     ids, lengths, ones = [], [], None
-    has_lengths = len(by_name) > len(signature.slots) + len(dense)
     for slot in signature.slots:
         given = by_name[slot]
         own = by_name.get(slot + LENGTHS) if has_lengths else None
@@ -390,8 +400,6 @@ def build_inputs(tensors: Sequence[InputTensor], signature: ModelSignature) -> I
             lengths.append(ones)
         else:
             lengths.append(_read_lengths(given, own, flat))
-    batch_size = len(lengths[0])
-    _require_samples(signature, batch_size, lengths, dense)
     starts = np.zeros(len(ids) + 1, dtype=np.int64)
     np.cumsum(list(map(len, ids)), out=starts[1:])
     jagged = JaggedIds(
@@ -427,25 +435,33 @@ def _require_inputs(
         )
 
 
-def _require_samples(
-    signature: ModelSignature,
-    batch_size: int,
-    lengths: Sequence[Array],
-    dense: Sequence[Array],
-) -> None:
-    """Check that all inputs have as many samples, and not too many."""
+def _num_samples(
+    by_name: Mapping[str, InputTensor], signature: ModelSignature, *, has_lengths: bool
+) -> int:
+    """Return the size of the batch, before anything of that size is made.
+
+    Raises:
+        BatchError: it is too large, or inputs differ.
+    """
+    names = [*signature.slots, *(one.name for one in signature.dense)]
+    of_samples = names
+    if has_lengths:
+        given = [slot + LENGTHS for slot in signature.slots]
+        of_samples = [own if own in by_name else own[: -len(LENGTHS)] for own in given]
+        of_samples += names[len(given) :]
+    sizes = [len(by_name[name].array) for name in of_samples]
+    batch_size = sizes[0]
     if not 1 <= batch_size <= MAX_BATCH_SIZE:
         raise BatchError(
             f"A batch must have 1 to {MAX_BATCH_SIZE} samples. Received: {batch_size}."
         )
-    sizes = list(map(len, (*lengths, *dense)))
     if sizes.count(batch_size) < len(sizes):
-        names = [*signature.slots, *(one.name for one in signature.dense)]
         at = next(n for n, size in enumerate(sizes) if size != batch_size)
         raise BatchError(
             f"All inputs of a request must have its {batch_size} samples. "
             f"Received: {sizes[at]} in {names[at]!r}."
         )
+    return batch_size
 
 
 def _flat_ids(given: InputTensor) -> npt.NDArray[np.uint64]:

@@ -77,6 +77,10 @@ class DenseModel(NamedTuple):
         return read_version(self.path)
 
 
+class UnknownVersionError(CheckpointError):
+    """A request names a checkpoint that is not there."""
+
+
 def checkpoint_of(run: str | os.PathLike[str], number: str | None) -> Folder:
     """Return a complete checkpoint of a folder by number, or the latest for None."""
     if number is None:
@@ -84,7 +88,7 @@ def checkpoint_of(run: str | os.PathLike[str], number: str | None) -> Folder:
     for folder in complete_checkpoints(Folder(run)):
         if read_version(folder.file_path("")) == number:
             return folder
-    raise CheckpointError(
+    raise UnknownVersionError(
         f"{os.fspath(run)} must hold a complete checkpoint of this number. "
         f"Received: {number!r:.40}."
     )

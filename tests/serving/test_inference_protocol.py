@@ -165,7 +165,7 @@ def test_binary_tensors_are_equal_to_lists(server):
         (tensor("item", "INT64", [2**64]), "must have numbers of INT64"),
         (tensor("item", "INT64", [1.5]), "must have numbers of INT64"),
         (tensor("item", "INT65", [1]), "one of the datatypes"),
-        (tensor("item.lengths", "INT32", [1, 1]), "sum up to the number of ids"),
+        (tensor("item.lengths", "INT32", [1, 1, 0]), "sum up to the number of ids"),
         (tensor("item.lengths", "INT64", LENGTHS), "INT32 of shape"),
         (tensor("item.lengths", "INT32", [4, -1, 0]), "lengths must be >= 0"),
         (tensor("age", "FP32", AGES), "'age' must be float64 of shape"),
@@ -173,7 +173,8 @@ def test_binary_tensors_are_equal_to_lists(server):
         (tensor("x", "FP32", XS[:2]), "must have its 3 samples"),
         (tensor("y", "FP32", AGES), "unknown.*'y'"),
         ({**tensor("age", "FP64", AGES), "shape": [4]}, "must have 4 numbers"),
-        ({**tensor("age", "FP64", AGES), "shape": [-3]}, "shape of sizes >= 0"),
+        ({**tensor("age", "FP64", AGES), "shape": [-3]}, "1 to 32 sizes >= 0"),
+        ({**tensor("age", "FP64", AGES), "shape": []}, "1 to 32 sizes >= 0"),
         ({**tensor("age", "FP64", AGES), "data": [[1], 2, 3]}, "lists of one depth"),
         ({**tensor("age", "FP64", AGES), "data": None}, "numbers of FP64"),
         (
