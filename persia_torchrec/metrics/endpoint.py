@@ -9,7 +9,8 @@ to its end; without the variable this module is not loaded. The port is that one
 next that is free, as several processes share a host; the coordinator's is exactly that
 one, and it tells where the others are (``job/status_page.py``). With
 ``PERSIA_HTTP_TOKEN`` all but the two probes ask for it, as a bearer token or, for
-browsers, as the password of basic authentication.
+browsers, as the password of basic authentication; without it, on the loopback, they
+answer pages of this host alone, as ``rpc/browsers.py`` says.
 
 Sources are called when a client asks, one at a time; between requests nothing runs.
 """
@@ -37,6 +38,7 @@ from persia_torchrec import env, timeouts
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.metrics.values import BIN_ENDS_S, Means, Reading
 from persia_torchrec.rpc.addresses import join_address, open_listening
+from persia_torchrec.rpc.browsers import AllowedHosts
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +134,7 @@ class Endpoint:
     Attributes:
         current: that of this process, if it has one.
         address: ``host:port``.
+        hosts: by which it may be asked.
         why_not_ready: returns what the process waits for before it is ready, or "".
 
     Raises:
@@ -146,6 +149,7 @@ class Endpoint:
         self.labels = labels
         self.why_not_ready: Callable[[], str] = lambda: ""
         self._token = env.http_token()
+        self.hosts = AllowedHosts(host, is_any=self._token is not None)
         self._reading = threading.Lock()  # one scrape at a time
         self._means = Means()  # guarded by _reading
         self._reads: list[Read] = []  # replaced, never changed
@@ -197,20 +201,22 @@ class Endpoint:
         registry: Any = _Labelled(collectors, self.labels)  # it is only collected
         return generate_latest(registry)
 
-    def answer(self, path: str, host: str, authorization: str) -> Answer:
-        """Return the answer to a request for a path."""
+    def answer(self, path: str, header: Callable[[str], str | None]) -> Answer:
+        """Return the answer to a GET of a path."""
         route = self._routes.get(path)
         is_probe = path in ("/healthz", "/readyz")
-        if not is_probe and not self._is_allowed(authorization):
+        if not is_probe and not self._is_allowed(header("Authorization") or ""):
             text = "The header 'Authorization: Bearer TOKEN' must have the"
             return Answer(
                 f"{text} PERSIA_HTTP_TOKEN of the job.\n".encode(), _TEXT, 401
             )
+        if not is_probe and (why := self.hosts.why_rejected("GET", header)):
+            return Answer(f"{why}\n".encode(), _TEXT, 403)
         if route is None:
             known = ", ".join(self._routes)
             return Answer(f"The path must be one of {known}.\n".encode(), _TEXT, 404)
         try:
-            return route(host)
+            return route(header("Host") or "")
         except Exception as exc:  # noqa: BLE001  # who asks is told
             logger.warning("%s could not be answered: %r", path, exc)
             return Answer(f"{exc}\n".encode(), _TEXT, 500)
@@ -324,10 +330,9 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "persia", ""
 
     def do_GET(self) -> None:
-        host = self.headers.get("Host", "")
-        given = self.headers.get("Authorization", "")
         path = self.path.partition("?")[0]
-        body, content_type, status = self.server.endpoint.answer(path, host, given)
+        answer = self.server.endpoint.answer(path, self.headers.get)
+        body, content_type, status = answer
         self.send_response(status)
         if status == 401:
             self.send_header("WWW-Authenticate", 'Bearer, Basic realm="persia"')

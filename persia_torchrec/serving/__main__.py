@@ -252,6 +252,7 @@ def _open_models(
     stack.callback(models.close)
     if life.endpoint is not None:
         life.endpoint.add_collector(models.statistics.registry)
+        life.endpoint.hosts.add(flags.http.allowed_hosts)
     for one in flags.each():
         model = models.add(one.model_name, default_answer=one.default_answer)
         if addresses:

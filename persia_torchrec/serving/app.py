@@ -12,7 +12,8 @@
     POST /v2/repository/index, /v2/repository/models/M/load and /unload
 
 Each path of a model may have ``/versions/V``. An error is ``{"error": text}``: 400 for
-what cannot be predicted, 401 without the token, 404, 408 for a body that comes too
+what cannot be predicted, 401 without the token, 403 for a page of another site, as
+``rpc/browsers.py`` says, 404, 408 for a body that comes too
 slowly, 413 for one that is too large, 429 while too many requests are in progress, and
 503 while embeddings are away; both with ``Retry-After``.
 """
@@ -38,6 +39,7 @@ from starlette.types import Receive, Scope, Send
 from persia_torchrec.errors import BatchError
 from persia_torchrec.parsing.decoding import decoder_of, shown
 from persia_torchrec.persia.batch import PersiaBatch
+from persia_torchrec.rpc.browsers import AllowedHosts
 from persia_torchrec.serving import inference_protocol as protocol
 from persia_torchrec.serving.batching import Inputs
 from persia_torchrec.serving.descriptions import (
@@ -93,8 +95,11 @@ class Application:
     in progress, or, of several requests together, in the thread of ``Batcher``.
     """
 
-    def __init__(self, models: Models, limits: Limits, token: str | None) -> None:
+    def __init__(
+        self, models: Models, limits: Limits, token: str | None, hosts: AllowedHosts
+    ) -> None:
         self.models = models
+        self._hosts = hosts
         self.limits = limits
         self._token = token
         self._num_in_progress = 0
@@ -163,14 +168,8 @@ class Application:
         async def answer(request: Request) -> Response:
             start = time.perf_counter()
             try:
-                if not is_open and not self._is_allowed(request):
-                    response = error_response(
-                        "The header 'Authorization: Bearer TOKEN' must have the "
-                        "server's PERSIA_HTTP_TOKEN.",
-                        *(401, {"WWW-Authenticate": "Bearer"}),
-                    )
-                else:
-                    response = await handler(request)
+                rejected = None if is_open else self._rejected(request)
+                response = rejected or await handler(request)
             except ClientDisconnect:
                 logger.debug("the client of %s disconnected", request.url.path)
                 response = Response(status_code=499)
@@ -187,6 +186,17 @@ class Application:
             return response
 
         return answer
+
+    def _rejected(self, request: Request) -> Response | None:
+        """Return the answer to a client that may not ask, or None."""
+        if not self._is_allowed(request):
+            return error_response(
+                "The header 'Authorization: Bearer TOKEN' must have the "
+                "server's PERSIA_HTTP_TOKEN.",
+                *(401, {"WWW-Authenticate": "Bearer"}),
+            )
+        why = self._hosts.why_rejected(request.method, request.headers.get)
+        return error_response(why, 403) if why else None
 
     def _is_allowed(self, request: Request) -> bool:
         given = request.headers.get("Authorization", "").encode()

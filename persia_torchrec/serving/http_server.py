@@ -21,6 +21,7 @@ from persia_torchrec import env, timeouts
 from persia_torchrec.env import MAX_PORT
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.rpc.addresses import require_token
+from persia_torchrec.rpc.browsers import AllowedHosts
 from persia_torchrec.serving.app import Application
 from persia_torchrec.serving.http_requests import Limits
 from persia_torchrec.serving.models import Models
@@ -38,6 +39,9 @@ class HttpConfig:
     """Address to listen on."""
     open_to: str | None = field(default=None, metadata={"flag": "--open"})
     """Address to listen on without a token, in place of ``--host``."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names in the header Host, beside those of the loopback, under which a server
+    without a token is asked, as by a proxy that passes its own name on."""
     port: int = 0
     """Port to listen on; 0 takes a free one."""
     grpc_port: int | None = None
@@ -110,6 +114,11 @@ class HttpConfig:
             require_token(self.host, token, "PERSIA_HTTP_TOKEN")
         return token
 
+    def hosts(self) -> AllowedHosts:
+        """Return the hosts that requests may name: any with a token or ``--open``."""
+        is_any = self.open_to is not None or self.token() is not None
+        return AllowedHosts(self.address, self.allowed_hosts, is_any=is_any)
+
 
 class PredictionServer:
     """Answers requests from the constructor to :meth:`close`.
@@ -122,7 +131,9 @@ class PredictionServer:
     def __init__(self, models: Models, config: HttpConfig) -> None:
         config.require_tls()
         self.models = models
-        self._application = Application(models, config.limits, config.token())
+        self._application = Application(
+            models, config.limits, config.token(), config.hosts()
+        )
         logging.getLogger(
             "persia_torchrec.serving.access"
         ).disabled = not config.access_log

@@ -159,6 +159,26 @@ def test_a_client_needs_the_token_but_a_probe_does_not(monkeypatch):
         endpoint.close()
 
 
+def test_a_page_of_another_site_reads_no_metrics(served, monkeypatch):
+    served.add_route("/status.json", lambda _: Answer(b"{}"))
+    for path in ("/metrics", "/status.json", "/other"):
+        status, text, _ = ask(served, path, Host=f"evil.example:{served.port}")
+        assert status == 403
+        assert "The header Host must be of this host's loopback" in text
+        assert ask(served, path, Host="localhost")[0] in (200, 404)
+    for probe in ("/healthz", "/readyz"):
+        assert ask(served, probe, Host="evil.example")[0] == 200
+    served.hosts.add(["proxy.example"])
+    assert ask(served, Host="proxy.example:80")[0] == 200
+    monkeypatch.setenv("PERSIA_HTTP_TOKEN", TOKEN)
+    endpoint = Endpoint("127.0.0.1", 0, LABELS)
+    try:
+        headers = {"Host": "evil.example", "Authorization": f"Bearer {TOKEN}"}
+        assert ask(endpoint, **headers)[0] == 200
+    finally:
+        endpoint.close()
+
+
 def test_the_token_of_the_job_is_none_of_http(monkeypatch):
     monkeypatch.setenv("PERSIA_HTTP_TOKEN", TOKEN)
     monkeypatch.delenv("PERSIA_JOB_TOKEN_FILE", raising=False)

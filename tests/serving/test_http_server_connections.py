@@ -21,7 +21,7 @@ from tests.support.servers import DEADLINE_S
 NUM_CONNECTIONS, NUM_REQUESTS = 1000, 100
 MANY, COLUMNS = 60_000, 40  # of an answer that no buffer of a socket holds
 BODY = json.dumps({"inputs": INPUTS}).encode()
-HEAD = b"POST /v2/models/model/infer HTTP/1.1\r\nHost: a\r\n"
+HEAD = b"POST /v2/models/model/infer HTTP/1.1\r\nHost: localhost\r\n"
 WHOLE = HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
 
 
