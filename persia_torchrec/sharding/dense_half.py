@@ -20,6 +20,7 @@ from persia_torchrec.errors import CheckpointError, ConfigError
 from persia_torchrec.lookup.bags import FeatureSpec
 from persia_torchrec.parsing.decoding import decoder_of
 from persia_torchrec.persia.signature import ModelSignature
+from persia_torchrec.sharding.exported_program import read_program
 from persia_torchrec.sharding.sharded_module import (
     ShardedRemoteCollection,
     ShardedRemoteEmbeddingBagCollection,
@@ -227,12 +228,12 @@ def load_served(data: bytes, file: str) -> tuple[nn.Module, ServedModel]:
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         about = decoder_of(ServedModel).decode(state["about"])
         if about.factory is None:
-            program = io.BytesIO(state["program"].numpy().tobytes())
-            return torch.export.load(program).module(), about
+            return read_program(state["program"].numpy().tobytes()), about
     except Exception as exc:  # what a damaged file makes the readers raise has no list
+        why = str(exc).strip().partition("\n")[0].removesuffix(".")
         raise CheckpointError(
             f"{file} must be a file of export_for_serving. Received: "
-            f"{type(exc).__name__}: {exc}."
+            f"{type(exc).__name__}: {why}."
         ) from exc
     half = make_by_factory(about.factory, about.collections, about.arguments)
     half.load_state_dict(state["weights"])

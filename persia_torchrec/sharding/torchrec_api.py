@@ -106,6 +106,13 @@ def is_mutable(operator: Any) -> bool:
     return bool(operator._schema.is_mutable)
 
 
+def arguments_of(operator: Any) -> list[str] | None:
+    """Return the names of an operator's arguments; None if it is no operator."""
+    if not isinstance(operator, torch._ops.OpOverload):
+        return None
+    return [argument.name for argument in operator._schema.arguments]
+
+
 def is_view(operator: Any) -> bool:
     """Return whether an operator of torch's returns a view of its argument."""
     returned = [value.alias_info for value in operator._schema.returns]

@@ -33,6 +33,7 @@ from persia_torchrec.sharding.dense_half import (
     make_by_factory,
     sharded_collections,
 )
+from persia_torchrec.sharding.exported_program import checked_program
 from persia_torchrec.training.checkpoint import at_first, state_bytes
 
 _NUM_LEAST = 2  # samples of an example: torch.export takes 1 for a constant
@@ -199,6 +200,7 @@ def _export(
                 half, (dense, given), dynamic_shapes=sizes, strict=False
             )
         torch.export.save(program, buffer)
+        return checked_program(buffer.getvalue())  # as servers will
     except Exception as exc:  # the exporter raises a class for each kind of mistake
         why = str(exc).strip().partition("\n")[0]
         raise ConfigError(
@@ -207,4 +209,3 @@ def _export(
             'factory="module:function" that makes it. Received: '
             f"{type(half.model).__name__} ({type(exc).__name__}: {why})."
         ) from exc
-    return buffer.getvalue()
