@@ -11,13 +11,14 @@ or a notebook that trains cannot be a member itself, since a member ends with it
 """
 
 import argparse
+import contextlib
 import importlib.util
 import logging
 import runpy
 import shlex
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.job.signals import end_by_signals
 from persia_torchrec.logger import get_default_logger
 from persia_torchrec.persia.config.global_config import reject_inference
-from persia_torchrec.rpc.addresses import free_port, local_address
+from persia_torchrec.rpc.addresses import local_address
 
 logger = logging.getLogger("persia_torchrec.job.script")  # also as __main__
 
@@ -101,10 +102,10 @@ def run_member(role: str, script: str, work: Callable[[], object]) -> int:
     except PersiaError as exc:
         logger.error("%s", exc)
         return 1
-    with member:
+    with member, contextlib.ExitStack() as until_the_end:
         if role == "trainer" and not by_torchrun and not is_proxy:
             try:
-                set_up_rendezvous(member.book, index, size)
+                until_the_end.enter_context(set_up_rendezvous(member.book, index, size))
             except PersiaError as exc:
                 raise SystemExit(str(exc)) from exc
         if not by_torchrun or member.book.state()[0] != "finished":
@@ -149,17 +150,24 @@ def run_script(
             raise
 
 
-def set_up_rendezvous(book: AddressBook, rank: int, world_size: int) -> None:
+@contextlib.contextmanager
+def set_up_rendezvous(book: AddressBook, rank: int, world_size: int) -> Iterator[None]:
     """Set the variables of this trainer that ``torch.distributed`` reads.
 
     The local rank is among the trainers with the same host name. Waits until every
-    trainer of the job has called this, or raises DiscoveryError.
+    trainer of the job has called this, or raises DiscoveryError. Within the block
+    trainer 0 hosts the store at which they meet.
     """
     hosts = [f"trainer/{other}/host" for other in range(world_size)]
     book.tell(hosts[rank], socket.gethostname())
+    store = None
     if rank == 0:
+        # A data loader, or a script without torch, does not wait for its import.
+        from persia_torchrec.job.rendezvous import host_store
+
         address = local_address(book.host_name)
-        book.tell("trainer/master", f"{address} {free_port(address)}")
+        store = host_store(address)
+        book.tell("trainer/master", f"{address} {store.port}")
     *host_names, master = book.ask([*hosts, "trainer/master"])
     address, _, port = master.rpartition(" ")
     env.set_variable("RANK", rank)
@@ -168,6 +176,9 @@ def set_up_rendezvous(book: AddressBook, rank: int, world_size: int) -> None:
     env.set_variable("LOCAL_WORLD_SIZE", host_names.count(host_names[rank]))
     env.set_variable("MASTER_ADDR", address)
     env.set_variable("MASTER_PORT", port)
+    env.set_variable("TORCHELASTIC_USE_AGENT_STORE", True)
+    yield
+    del store
 
 
 if __name__ == "__main__":

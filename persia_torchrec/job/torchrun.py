@@ -2,18 +2,16 @@
 
     python -m persia_torchrec.job.torchrun --nproc-per-node 2 -- train.py --epochs 2
 
-Each NN worker is a ``job/script.py``. The agents of all machines meet at the first
-one's (c10d); where that is, a note in the address book says. A single agent meets in
-its own process: a port would be open to all, and a file would grow. No agent has files,
-which a cleaner of the temporary folder would remove: NN workers write to its output,
-and report to the coordinator why they fail.
+Each NN worker is a ``job/script.py``. The agents of all machines meet in the address
+book, see ``rendezvous.py``. No agent has files, which a cleaner of the temporary folder
+would remove: NN workers write to its output, and report to the coordinator why they
+fail.
 
     what ends          what follows
     an NN worker       its agent restarts those of its machine. The other agents notice,
                        and restart theirs
     an agent           its NN workers end. A supervisor starts the next agent, and the
-                       others restart their NN workers with that. Where they met at the
-                       agent that has ended, they end, and are started again too
+                       others restart their NN workers with that
     the job, failed    the agent ends its NN workers, and itself
     a signal           the agent makes known that the job is told to end, so that NN
                        workers know what SIGTERM means. They have ``grace_s`` to save
@@ -32,41 +30,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # no __all__
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import (
-    RendezvousError,
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-    rendezvous_handler_registry,
-)
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from persia_torchrec import env
-from persia_torchrec.errors import ConfigError, JobError, JobMismatchError, PersiaError
+from persia_torchrec.errors import (
+    ConfigError,
+    FrameError,
+    JobError,
+    JobMismatchError,
+    PersiaError,
+)
 from persia_torchrec.job import failures, process_identity
 from persia_torchrec.job.process_identity import Siblings
 from persia_torchrec.job.registry import AddressBook
+from persia_torchrec.job.rendezvous import BACKEND, BookRendezvous
 from persia_torchrec.job.signals import END_SIGNALS, START_AGAIN, WARNINGS
 from persia_torchrec.logger import get_default_logger
 from persia_torchrec.parsing.command_line import parse_flags
 from persia_torchrec.persia.config.global_config import reject_inference
-from persia_torchrec.rpc.addresses import (
-    LOOPBACK,
-    free_port,
-    join_address,
-    local_address,
-)
+from persia_torchrec.rpc.addresses import local_address
 
 logger = logging.getLogger("persia_torchrec.job.torchrun")  # also as __main__
 
 _PROG = "python -m persia_torchrec.job.torchrun"
 _MACHINE = "machine of NN workers"
-_MEETING = "nn-worker/master"
-_IN_PROCESS = "in-process"
 _LOOK_S = 0.5
 # torchrun kills an NN worker that does not end so soon. torch 2.11 has no such setting.
 _HAS_SHUTDOWN = "shutdown_timeout" in LaunchConfig.__dataclass_fields__
@@ -95,6 +85,10 @@ class Agent:
     def __init__(self, config: AgentConfig, book: AddressBook) -> None:
         self._config = config
         self._book = book
+        address = local_address(book.host_name)
+        # A single agent is the first one, whatever its machine's index is.
+        rank = config.node_rank if config.nnodes > 1 else 0
+        self._rendezvous = BookRendezvous(book, rank, config.nnodes, address)
         self._supervisor = process_identity.find_supervisor()
         self._is_over = threading.Event()
         self._failure = ""  # why the job has failed
@@ -146,8 +140,6 @@ class Agent:
             env.set_variable("PERSIA_SUPERVISOR_PARENT", os.getppid())
         env.set_variable("PERSIA_SUPERVISOR", self._supervisor or "")
         env.set_variable("PERSIA_AGENT", os.getpid())
-        # Else agents that stay remember the store of one that was killed.
-        env.set_variable("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", 1)
         if self._config.nproc_per_node > 1 and env.text("OMP_NUM_THREADS") is None:
             env.set_variable("OMP_NUM_THREADS", 1)  # as torchrun
 
@@ -163,18 +155,14 @@ class Agent:
 
     def _ask_for_failure(self) -> None:
         try:
-            _, self._failure = self._book.state()
-        except JobError as exc:  # the coordinator has ended
+            self._failure = self._rendezvous.look().reason
+        except (JobError, FrameError) as exc:  # the coordinator has ended
             self._failure = str(exc)
 
     def _meet(self) -> LaunchConfig:
-        """Return torchrun's settings; agents of several machines know the first one."""
+        """Return torchrun's settings; there is one agent for each machine."""
         config, book = self._config, self._book
-        address, is_first = LOOPBACK, config.node_rank == 0
-        backend, endpoint = _IN_PROCESS, ""
-        where: dict[str, object] = {}
         if config.nnodes > 1:
-            backend = "c10d"
             book.claim_size(_MACHINE, config.node_rank, config.nnodes)
             own = secrets.token_hex(8)
             known = book.claim_note(f"{_MACHINE}/{config.node_rank}", own)
@@ -184,12 +172,6 @@ class Agent:
                     f"once in a job. Received: job {book.greeting.job_id!r}, at port "
                     f"{book.port}, has them already. {book.another_port()}"
                 )
-            address = local_address(book.host_name)
-            if is_first:  # the next agent of this machine takes the same port
-                book.claim_note(_MEETING, f"{address} {free_port(address)}")
-            (meeting,) = book.ask([_MEETING])
-            endpoint = join_address(*meeting.rsplit(" ", 1))
-            where = {"is_host": is_first}
         save_s = math.ceil(book.timings().grace_s)
         ends: dict[str, Any] = (
             {"shutdown_timeout": _SHUTDOWN_S + save_s} if _HAS_SHUTDOWN else {}
@@ -200,11 +182,9 @@ class Agent:
             nproc_per_node=config.nproc_per_node,
             run_id=book.greeting.job_id,
             role="trainer",
-            rdzv_backend=backend,
-            rdzv_endpoint=endpoint,
-            rdzv_configs={**where, "join_timeout": math.ceil(env.join_timeout_s())},
+            rdzv_backend=BACKEND,
+            rdzv_configs={"handler": self._rendezvous},
             max_restarts=config.max_restarts,
-            local_addr=address,
             logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
             **ends,
         )
@@ -227,45 +207,6 @@ class Agent:
         with contextlib.suppress(JobError):  # the coordinator has ended
             for number in heard[:1]:
                 self._book.tell_to_end(number.name, who)
-
-
-class InProcessRendezvous(RendezvousHandler):
-    """The rendezvous of a single agent, in its memory; the agent's thread calls it."""
-
-    def __init__(self, params: RendezvousParameters) -> None:
-        self._params = params
-
-    def get_backend(self) -> str:
-        """Return the name under which torchrun finds it."""
-        return _IN_PROCESS
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Return a store of its own for each start of the NN workers."""
-        store = HashStore()
-        place = RendezvousStoreInfo.build(0, store, self._params.local_addr)
-        return RendezvousInfo(store, 0, 1, place)
-
-    def is_closed(self) -> bool:
-        """Return False: it is open as long as the process lives."""
-        return False
-
-    def set_closed(self) -> None:
-        """Do nothing: no other agent asks."""
-
-    def num_nodes_waiting(self) -> int:
-        """Return 0: there is no other agent."""
-        return 0
-
-    def get_run_id(self) -> str:
-        """Return the id of the job."""
-        return self._params.run_id
-
-    def shutdown(self) -> bool:
-        """Do nothing: the memory goes with the process."""
-        return True
-
-
-rendezvous_handler_registry.register(_IN_PROCESS, InProcessRendezvous)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

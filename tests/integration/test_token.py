@@ -1,6 +1,5 @@
 """Who sees a job's token, and what its processes open to others."""
 
-import contextlib
 import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -19,28 +18,16 @@ from persia_torchrec.rpc import auth
 from tests.support import helped
 from tests.support.components import COMPONENTS, SCHEDULERS, cfg_of, load
 from tests.support.ports import draw_port
-from tests.support.processes import DEADLINE_S, children_of_this_process, wait_until
-from tests.support.script_jobs import draw_service_ports
-from tests.support.sockets import ending_of
+from tests.support.processes import (
+    DEADLINE_S,
+    children_of,
+    children_of_this_process,
+    wait_until,
+)
+from tests.support.script_jobs import Job, draw_service_ports, start_trainers
+from tests.support.sockets import ending_of, listening
 
 TOKEN = "the-token-that-no-one-is-shown"
-
-
-def listening(pids):
-    """Return the addresses on which processes listen, by port."""
-    inodes = set()
-    for pid in pids:
-        for entry in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):
-                link = str(entry.readlink())
-                inodes.add(link.removeprefix("socket:[").rstrip("]"))
-    found = {}
-    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-        fields = line.split()
-        if fields[3] == "0A" and fields[9] in inodes:
-            host, _, port = fields[1].partition(":")
-            found[int(port, 16)] = socket.inet_ntoa(bytes.fromhex(host)[::-1])
-    return found
 
 
 @pytest.mark.multiprocess
@@ -108,6 +95,43 @@ def test_the_store_of_one_machine_listens_on_the_loopback(monkeypatch):
     stores[0].set("key", "value")
     assert stores[1].get("key") == b"value"
     assert listening([os.getpid()])[port] == "127.0.0.1"
+
+
+MEETS = """
+import pathlib, time
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+print("at work", flush=True)
+while not pathlib.Path("go").exists():
+    time.sleep(0.02)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("has_torchrun", [False, True])
+def test_no_process_of_a_job_of_one_machine_listens_beyond_the_loopback(
+    processes, monkeypatch, has_torchrun
+):
+    monkeypatch.setenv("PERSIA_STORE_HOST", "127.0.0.1")
+    job = Job(processes, trainer=2)
+    if has_torchrun:
+        first = start_trainers(processes, job, MEETS, 2, max_restarts=0)
+        wait_until(lambda: first.output().count("at work") == 2, "both have met")
+    else:
+        first, other = (job.start("trainer", MEETS, index=i) for i in range(2))
+        other.has_printed("at work")
+        first.has_printed("at work")
+    jobs = [job.coordinator.pid, *(one.pid for one in processes.started)]
+    pids = {*jobs, *(pid for one in jobs for pid in children_of(one))}
+    found = listening(pids)
+    assert len(found) >= 4  # address book, the trainers' store, gloo of both
+    assert set(found.values()) == {"127.0.0.1"}
+    (processes.folder / "go").touch()
+    assert first.status() == 0, first.output()
+    assert job.coordinator.status() == 0, job.coordinator.output()
 
 
 def test_memory_is_of_mode_600():

@@ -45,32 +45,31 @@ raise ValueError("a bug of its own")
 
 
 def meet(book, node_rank, nnodes=2):
-    """Return where an agent meets those of the other machines."""
+    """Return the settings of an agent."""
     config = torchrun.AgentConfig(node_rank=node_rank, nnodes=nnodes)
-    return torchrun.Agent(config, book)._meet().rdzv_endpoint
+    return torchrun.Agent(config, book)._meet()
 
 
-def test_agents_meet_at_the_first_one_and_only_once(monkeypatch):
+def test_the_agents_of_a_job_are_started_once(monkeypatch):
     with contextlib.closing(AddressBook.host(0)) as book:
         book.publish(JobTimings())
-        place = meet(book, 0)
-        assert place.startswith("127.0.0.1:")
-        assert meet(book, 1) == place
         for node in range(2):
+            meet(book, node)
             must = f"--node-rank {node} must be started once in a job. Received: job"
             with pytest.raises(JobMismatchError, match=must):
                 meet(book, node)
         with pytest.raises(ConfigError, match="3 from machine of NN workers 2, 2"):
             meet(book, 2, nnodes=3)
         monkeypatch.setenv("PERSIA_RESTARTS", "1")
-        assert meet(book, 0) == place  # that of an agent before it
+        meet(book, 0)
 
 
-def test_the_agent_of_a_single_machine_opens_no_port_and_no_file():
+@pytest.mark.parametrize("nnodes", [1, 2])
+def test_an_agent_has_no_port_and_no_file_before_its_nn_workers(nnodes):
     with contextlib.closing(AddressBook.host(0)) as book:
         book.publish(JobTimings())
-        config = torchrun.Agent(torchrun.AgentConfig(nnodes=1), book)._meet()
-    assert (config.rdzv_backend, config.rdzv_endpoint) == ("in-process", "")
+        config = meet(book, 0, nnodes)
+    assert (config.rdzv_backend, config.rdzv_endpoint) == ("address-book", "")
     assert config.logs_specs.root_log_dir == os.devnull
 
 
@@ -285,14 +284,14 @@ def test_an_agent_that_is_through_is_not_ended_since_its_book_is_closed(
 ):
     agent, killed = torchrun.Agent(torchrun.AgentConfig(), book), []
     agent._signals, writer = os.pipe()
-    state = book.state
+    call = book.call
 
-    def end_meanwhile():
+    def end_meanwhile(*request):
         agent._is_over.set()
         book.close()
-        return state()
+        return call(*request)
 
-    monkeypatch.setattr(book, "state", end_meanwhile)
+    monkeypatch.setattr(book, "call", end_meanwhile)
     monkeypatch.setattr(os, "kill", lambda *to: killed.append(to))
     agent._watch()
     assert killed == []

@@ -1,7 +1,9 @@
 """Sockets of tests that speak to a listener without this package's clients."""
 
 import contextlib
+import ipaddress
 import socket
+from pathlib import Path
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -57,3 +59,23 @@ def ending_of(address, options, timeout_s):
     monitor.close()
     socket.close()
     return event
+
+
+def listening(pids):
+    """Return the addresses on which processes listen over TCP, by port."""
+    inodes = set()
+    for pid in pids:
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                link = str(entry.readlink())
+                inodes.add(link.removeprefix("socket:[").rstrip("]"))
+    found = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                host, _, port = fields[1].partition(":")
+                words = [host[i : i + 8] for i in range(0, len(host), 8)]
+                packed = b"".join(bytes.fromhex(word)[::-1] for word in words)
+                found[int(port, 16)] = str(ipaddress.ip_address(packed))
+    return found
