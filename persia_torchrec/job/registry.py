@@ -38,6 +38,7 @@ from persia_torchrec.errors import (
 )
 from persia_torchrec.job.registry_server import BookServer, Journal
 from persia_torchrec.job.requests import (
+    MAX_REQUEST_BYTES,
     MAX_TEXT,
     ClaimSize,
     Fail,
@@ -388,6 +389,11 @@ class AddressBook:
         look: Callable[[], None] = lambda: None,
     ) -> T:
         body = [msgspec.json.encode(request)]
+        if len(body[0]) > MAX_REQUEST_BYTES:
+            raise JobError(
+                f"A request to the address book must have at most {MAX_REQUEST_BYTES} "
+                f"bytes. Received: {len(body[0])}, of a {type(request).__name__}."
+            )
         reply = self._connection.submit(
             0, Header(Kind.BOOK), body, timeout_s=timeout_s, what="a request"
         )

@@ -26,16 +26,21 @@ import msgspec
 
 from persia_torchrec import timeouts
 from persia_torchrec.errors import FrameError
-from persia_torchrec.job.requests import Beat, Register, Request
+from persia_torchrec.job.requests import (
+    MAX_REQUEST_BYTES,
+    Beat,
+    Register,
+    Request,
+)
 from persia_torchrec.job.state import ANSWERS, UNWRITTEN, JobState, Member
 from persia_torchrec.job.survivable_memory import TwoHalves
 from persia_torchrec.rpc.auth import Greeting
+from persia_torchrec.rpc.channel import Limits
 from persia_torchrec.rpc.messages import Frames, Header, Kind, decode_json
 from persia_torchrec.rpc.server import ListenerThread, make_reply
 
 _REQUESTS: Any = functools.reduce(operator.or_, ANSWERS)
 _DECODER = msgspec.json.Decoder(_REQUESTS)  # by which a heartbeat takes half the time
-_MAX_TEXT = 2**20  # bytes of a request
 _LOOK_S = 0.2
 _MOST_LOOKS = 32  # members whose connections are looked at then
 _LATE = 1.25  # a heartbeat is, after this part of its interval
@@ -81,6 +86,7 @@ class BookServer(ListenerThread):
     """The state of a job behind a lock, and the thread that answers requests to it."""
 
     encrypts = True
+    limits = Limits(frame_bytes=MAX_REQUEST_BYTES + 1024)  # with what CURVE adds
 
     def __init__(
         self, host: str, port: int, greeting: Greeting, job: JobState, journal: Journal
@@ -119,12 +125,6 @@ class BookServer(ListenerThread):
                 raise FrameError(
                     "A message to the address book must be of kind BOOK. "
                     f"Received: {header.kind.name}."
-                )
-            size = sum(map(len, frames[1:]))
-            if size > _MAX_TEXT:
-                raise FrameError(
-                    f"A request to the address book must have at most {_MAX_TEXT} "
-                    f"bytes. Received: {size}."
                 )
             reply = self.answer(_decode(frames), peer)
             return [msgspec.json.encode(reply)]

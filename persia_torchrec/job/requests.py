@@ -19,6 +19,9 @@ Outcome = Literal["running", "finished", "failed"]
 MAX_TEXT = 2**16
 """Characters of what a member reports: why it fails, where its log is."""
 
+MAX_REQUEST_BYTES = 2**20
+"""Of a request to the address book."""
+
 Role = Annotated[str, Meta(max_length=64)]
 Index = Annotated[int, Meta(ge=0, lt=2**16)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]

@@ -72,14 +72,25 @@ _LIMITS: Mapping[zmq.SocketOption, int | bytes] = {
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What clients of a listener may use."""
+
+    frame_bytes: int = MAX_MESSAGE_BYTES
+    """Of a frame; who sends a larger one is disconnected. ZeroMQ has no other limit for
+    what a connection sends before it has proven the token."""
+
+    shm_bytes: int = 0
+    """Of all memory that clients of this host share, see ``slab_server.py``."""
+
+
 class Listener:
     """A server's socket, owned by one thread; any thread may ``wakeup.wake()`` it.
 
     Clients prove this process's token; without one it must listen on the loopback. It
     answers what is malformed or of another job. Port 0 takes a free one. ``fd`` is a
     TCP socket that listens already, and stays open; without it one is opened, see
-    ``addresses.open_listening``. That no connection can be accepted is logged. Up to
-    ``shm_bytes`` are memory that clients of this host share, see ``slab_server.py``.
+    ``addresses.open_listening``. That no connection can be accepted is logged.
     """
 
     def __init__(
@@ -90,7 +101,7 @@ class Listener:
         *,
         fd: int | None = None,
         encrypts: bool = False,
-        shm_bytes: int = 0,
+        limits: Limits = Limits(),
     ) -> None:
         self._greeting = greeting
         self._known: set[bytes] = set()  # routing ids of admitted peers
@@ -100,6 +111,7 @@ class Listener:
         # A client reconnects under its routing id, maybe before its loss is seen.
         options = {zmq.LINGER: 1000, zmq.ROUTER_HANDOVER: 1}
         options[zmq.HANDSHAKE_IVL] = _HANDSHAKE_MS
+        options[zmq.MAXMSGSIZE] = limits.frame_bytes
         self._socket = open_socket(zmq.ROUTER, options, self._context)
         try:
             self.address = self._listen(host, port, fd, encrypts=encrypts)
@@ -114,7 +126,7 @@ class Listener:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self.wakeup.fd, zmq.POLLIN)
-        self.slabs = Slabs(shm_bytes)
+        self.slabs = Slabs(limits.shm_bytes)
         self.was_rejected = False
         # What requests of a peer wait for, besides their turn: in answers to pings.
         self.waits_for: Callable[[bytes], str] = lambda _: ""

@@ -11,7 +11,7 @@ from persia_torchrec import env
 from persia_torchrec.errors import PersiaError
 from persia_torchrec.rpc.addresses import LOOPBACK
 from persia_torchrec.rpc.auth import NO_JOB, Greeting
-from persia_torchrec.rpc.channel import Listener, require_sendable
+from persia_torchrec.rpc.channel import Limits, Listener, require_sendable
 from persia_torchrec.rpc.messages import Frames, Header, Kind, error_frames
 from persia_torchrec.rpc.slab_server import DEFAULT_MIB
 
@@ -30,7 +30,7 @@ class ListenerThread(ABC):
     a supervisor, its socket is taken.
     """
 
-    shm_bytes = 0  # of memory, that clients of this host share with it
+    limits = Limits()
     encrypts = False  # whether its connections are encrypted, if there is a token
 
     def __init__(self, name: str, host: str, port: int, greeting: Greeting) -> None:
@@ -38,7 +38,7 @@ class ListenerThread(ABC):
             *(host, port, greeting),
             fd=env.listen_fd(),
             encrypts=self.encrypts,
-            shm_bytes=self.shm_bytes,
+            limits=self.limits,
         )
         self.address = self._listener.address
         self._closing = threading.Event()
@@ -96,7 +96,7 @@ class Service(ListenerThread):
     replies return through a queue. ``MAX_WAITING`` requests wait, more are rejected.
     """
 
-    shm_bytes = DEFAULT_MIB * 2**20
+    limits = Limits(shm_bytes=DEFAULT_MIB * 2**20)
 
     def __init__(
         self,

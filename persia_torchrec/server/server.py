@@ -16,7 +16,7 @@ from persia_torchrec.errors import ConfigError, FrameError, PersiaError, Restart
 from persia_torchrec.metrics.push import publish_metrics
 from persia_torchrec.metrics.values import ServerReadings, Snapshots
 from persia_torchrec.rpc.auth import NO_JOB, Greeting
-from persia_torchrec.rpc.channel import Listener
+from persia_torchrec.rpc.channel import Limits, Listener
 from persia_torchrec.rpc.messages import TRAINING, Header, Kind
 from persia_torchrec.server.checkpoint_service import Checkpoints, KnownUpdates
 from persia_torchrec.server.config import ServerConfig as ServerConfig
@@ -56,7 +56,7 @@ class EmbeddingServer:
         self.listener = Listener(
             *(config.host, config.port, greeting),
             fd=fd,
-            shm_bytes=config.shm_mib * 2**20,
+            limits=Limits(shm_bytes=config.shm_mib * 2**20),
         )
         try:
             self.shard = Shard(config, self.listener)

@@ -1,3 +1,4 @@
+import contextlib
 import os
 import socket
 import threading
@@ -27,6 +28,7 @@ from persia_torchrec.rpc.server import Service
 from tests.support.ports import draw_port
 from tests.support.processes import wait_until
 from tests.support.servers import once_the_port_is_free
+from tests.support.strangers import AS_ANOTHER_USER, be_stranger
 
 TIMEOUT_S = 120.0
 
@@ -458,3 +460,27 @@ def test_a_member_that_is_back_is_not_lost(host):
     again.call(Beat("server", 0, own.nonce), View)
     wait_until(lambda: not host.member("server", 0).is_lost, "it is back")
     again.close()
+
+
+def send_a_large_command(port):
+    """Send much in a connection's handshake; print how many MiB were accepted."""
+    greeting = b"\xff" + bytes(8) + b"\x7f\3\1" + b"CURVE".ljust(20, b"\0") + bytes(32)
+    num_mib, chunk = 0, bytes(2**20)
+    with socket.create_connection(("127.0.0.1", port), TIMEOUT_S) as peer:
+        peer.sendall(greeting + b"\6" + (300 * len(chunk)).to_bytes(8, "big"))
+        with contextlib.suppress(ConnectionError):
+            while num_mib < 300:
+                peer.sendall(chunk)
+                num_mib += 1
+    print("accepted:", num_mib)
+
+
+@AS_ANOTHER_USER
+@pytest.mark.multiprocess
+def test_a_stranger_cannot_fill_the_memory_of_the_address_book(host, processes):
+    args = be_stranger, send_a_large_command, host.port
+    stranger = processes.start("stranger", *args)
+    assert stranger.status() == 0, stranger.output()
+    # More than a frame may wait in the kernel.
+    assert int(stranger.output().rpartition("accepted:")[2]) < 32
+    host.tell("name", "value")
