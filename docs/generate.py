@@ -488,6 +488,7 @@ READERS: Mapping[str, Callable[[], object]] = {
     "LOG_LEVEL": env.log_level,
     "PERSIA_JOB_TOKEN": env.job_token,
     "PERSIA_HTTP_TOKEN": env.http_token,
+    "PERSIA_HTTP_ADMIN_TOKEN": env.http_admin_token,
     "PERSIA_METRICS_GATEWAY_ADDR": env.metrics_gateway,
 }
 

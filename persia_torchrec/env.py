@@ -13,6 +13,9 @@ empty variable counts as unset, for launchers that write out every variable.
     PERSIA_JOB_TOKEN_FILE, PERSIA_JOB_TOKEN    what proves that a process is one of the
                                                job: the path of a file, or the token
     PERSIA_HTTP_TOKEN_FILE, PERSIA_HTTP_TOKEN  the same of clients of HTTP, another one
+    PERSIA_HTTP_ADMIN_TOKEN_FILE, PERSIA_HTTP_ADMIN_TOKEN
+                                               the same of those clients of an inference
+                                               server who load and unload models
     PERSIA_ENCRYPT                             1: all connections of the job are
                                                encrypted
     PERSIA_IO_THREADS                          threads of each ZeroMQ context; 1
@@ -232,6 +235,21 @@ def http_token() -> str | None:
         raise ConfigError(
             "PERSIA_HTTP_TOKEN must be another token than PERSIA_JOB_TOKEN, which "
             "allows more. Received: the same."
+        )
+    return token
+
+
+def http_admin_token() -> str | None:
+    """Return what proves that a client may load and unload models; None when unset.
+
+    Raises:
+        ConfigError: it is that of other clients, or the job's.
+    """
+    token = _secret("PERSIA_HTTP_ADMIN_TOKEN")
+    if token is not None and token in (http_token(), job_token()):
+        raise ConfigError(
+            "PERSIA_HTTP_ADMIN_TOKEN must be another token than PERSIA_HTTP_TOKEN and "
+            "PERSIA_JOB_TOKEN. Received: the same."
         )
     return token
 

@@ -75,6 +75,7 @@ OF_JOB = (
 OF_RESUME = ("resume_dir", "missing", "on_change", "rename")
 
 _TOKENS = ("PERSIA_JOB_TOKEN", "PERSIA_HTTP_TOKEN")  # of these, files are named
+_ALL_TOKENS = (*_TOKENS, "PERSIA_HTTP_ADMIN_TOKEN")
 
 _CLAIM = r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?"
 _VOLUME = re.compile(
@@ -549,7 +550,7 @@ def scripts(
 
 def _token_files(names: Sequence[str], given: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that name the files of tokens, on this machine."""
-    if tokens := [name for name in _TOKENS if name in given]:
+    if tokens := [name for name in _ALL_TOKENS if name in given]:
         raise ConfigError(
             "env must hold no token, which would be on command lines. Received: "
             f"{tokens[0]}. Set {tokens[0]}_FILE to the path of a file, where roles run."

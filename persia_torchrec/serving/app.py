@@ -12,14 +12,14 @@
     POST /v2/repository/index, /v2/repository/models/M/load and /unload
 
 Each path of a model may have ``/versions/V``. An error is ``{"error": text}``: 400 for
-what cannot be predicted, 401 without the token, 403 for a page of another site, as
+what cannot be predicted, 401 without a token, 403 with one of too few rights
+(``roles.py``) and for a page of another site, as
 ``rpc/browsers.py`` says, 404, 408 for a body that comes too
 slowly, 413 for one that is too large, 429 while too many requests are in progress, and
 503 while embeddings are away; both with ``Retry-After``.
 """
 
 import asyncio
-import hmac
 import logging
 import re
 import threading
@@ -71,6 +71,7 @@ from persia_torchrec.serving.models import (
     join_health,
     require_signature,
 )
+from persia_torchrec.serving.roles import Roles
 
 logger = logging.getLogger(__name__)
 access = logging.getLogger("persia_torchrec.serving.access")
@@ -96,12 +97,12 @@ class Application:
     """
 
     def __init__(
-        self, models: Models, limits: Limits, token: str | None, hosts: AllowedHosts
+        self, models: Models, limits: Limits, roles: Roles, hosts: AllowedHosts
     ) -> None:
         self.models = models
         self._hosts = hosts
         self.limits = limits
-        self._token = token
+        self._roles = roles
         self._num_in_progress = 0
         self._pool = ThreadPoolExecutor(limits.max_requests, "predict")
         self._probes = {m.name: ThreadPoolExecutor(1, "probe") for m in models}
@@ -164,11 +165,12 @@ class Application:
 
     def _answering(self, handler: Handler, *, is_open: bool) -> Handler:
         """Return what answers a request: by a handler, or with its error."""
+        changes = handler in (self._load, self._unload)
 
         async def answer(request: Request) -> Response:
             start = time.perf_counter()
             try:
-                rejected = None if is_open else self._rejected(request)
+                rejected = None if is_open else self._reject(request, changes=changes)
                 response = rejected or await handler(request)
             except ClientDisconnect:
                 logger.debug("the client of %s disconnected", request.url.path)
@@ -187,22 +189,14 @@ class Application:
 
         return answer
 
-    def _rejected(self, request: Request) -> Response | None:
+    def _reject(self, request: Request, *, changes: bool) -> Response | None:
         """Return the answer to a client that may not ask, or None."""
-        if not self._is_allowed(request):
-            return error_response(
-                "The header 'Authorization: Bearer TOKEN' must have the "
-                "server's PERSIA_HTTP_TOKEN.",
-                *(401, {"WWW-Authenticate": "Bearer"}),
-            )
+        given = request.headers.get("Authorization", "")
+        if rejected := self._roles.why_rejected(given, changes=changes):
+            headers = {"WWW-Authenticate": "Bearer"} if rejected.status == 401 else {}
+            return error_response(rejected.text, rejected.status, headers)
         why = self._hosts.why_rejected(request.method, request.headers.get)
         return error_response(why, 403) if why else None
-
-    def _is_allowed(self, request: Request) -> bool:
-        given = request.headers.get("Authorization", "").encode()
-        return self._token is None or hmac.compare_digest(
-            given, f"Bearer {self._token}".encode()
-        )
 
     async def _live(self, request: Request) -> Response:
         return Response("ok", media_type="text/plain")

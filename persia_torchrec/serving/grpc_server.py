@@ -2,10 +2,10 @@
 
 The messages are described here by name, number and type, as the protocol has them, and
 built at the start: no generated code. Statuses are those of HTTP: INVALID_ARGUMENT 400,
-UNAUTHENTICATED 401, NOT_FOUND 404, RESOURCE_EXHAUSTED 413 and 429, UNAVAILABLE 503.
+UNAUTHENTICATED 401, PERMISSION_DENIED 403, NOT_FOUND 404, RESOURCE_EXHAUSTED 413 and
+429, UNAVAILABLE 503.
 """
 
-import hmac
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -117,6 +117,8 @@ _TRITON_TYPES = (
 )
 _CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
     404: grpc.StatusCode.NOT_FOUND,
     408: grpc.StatusCode.DEADLINE_EXCEEDED,
     413: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -176,7 +178,7 @@ class GrpcServer:
     def __init__(self, models: Models, config: HttpConfig) -> None:
         config.require_tls()
         self._models, self._limits = models, config.limits
-        self._token = config.token()
+        self._roles = config.roles()
         limit = config.max_body_bytes
         self._server = grpc.server(
             ThreadPoolExecutor(config.max_requests, "grpc"),
@@ -189,7 +191,7 @@ class GrpcServer:
         )
         handlers = {
             name: grpc.unary_unary_rpc_method_handler(
-                self._answering(method, is_open=name in ("ServerLive", "ServerReady")),
+                self._answering(name, method),
                 request_deserializer=MESSAGES[f"{name}Request"].FromString,
                 response_serializer=MESSAGES[f"{name}Response"].SerializeToString,
             )
@@ -237,20 +239,22 @@ class GrpcServer:
         }
 
     def _answering(
-        self, method: Callable[[Any], Mapping[str, Any]], *, is_open: bool
+        self, name: str, method: Callable[[Any], Mapping[str, Any]]
     ) -> Callable[[Any, Any], Any]:
         """Return what answers a request: by a method, or with its error."""
+        is_open = name in ("ServerLive", "ServerReady")
+        changes = name in ("RepositoryModelLoad", "RepositoryModelUnload")
 
         def answer(request: Any, context: Any) -> Any:
             asked = type(request).DESCRIPTOR.name.removesuffix("Request")
             kind = MESSAGES[f"{asked}Response"]
-            if not is_open and not self._is_allowed(context):
-                self._models.statistics.count("grpc", "UNAUTHENTICATED")
-                context.abort(
-                    grpc.StatusCode.UNAUTHENTICATED,
-                    "The metadata 'authorization: Bearer TOKEN' must have the server's "
-                    "PERSIA_HTTP_TOKEN.",
-                )
+            given = dict(context.invocation_metadata()).get("authorization", "")
+            if not is_open and (
+                rejected := self._roles.why_rejected(given, changes=changes)
+            ):
+                code = _CODES[rejected.status]
+                self._models.statistics.count("grpc", code.name)
+                context.abort(code, rejected.text)
             try:
                 response = kind(**method(request))
             except Exception as exc:
@@ -265,12 +269,6 @@ class GrpcServer:
                 return response
 
         return answer
-
-    def _is_allowed(self, context: Any) -> bool:
-        if self._token is None:
-            return True
-        given = dict(context.invocation_metadata()).get("authorization", "")
-        return hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode())
 
     def _infer(self, request: Any) -> Mapping[str, Any]:
         model, number = self._models[request.model_name], request.model_version or None

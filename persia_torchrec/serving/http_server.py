@@ -25,6 +25,7 @@ from persia_torchrec.rpc.browsers import AllowedHosts
 from persia_torchrec.serving.app import Application
 from persia_torchrec.serving.http_requests import Limits
 from persia_torchrec.serving.models import Models
+from persia_torchrec.serving.roles import Roles
 
 logger = logging.getLogger(__name__)
 
@@ -103,20 +104,19 @@ class HttpConfig:
             self.receive_timeout_s,
         )
 
-    def token(self) -> str | None:
-        """Return the token of clients, or None.
+    def roles(self) -> Roles:
+        """Return the tokens of clients.
 
         Raises:
-            ConfigError: it is the job's, or there is none for a public address.
+            ConfigError: two are the same, or there is none for a public address.
         """
-        token = env.http_token()
         if self.open_to is None:
-            require_token(self.host, token, "PERSIA_HTTP_TOKEN")
-        return token
+            require_token(self.host, env.http_token(), "PERSIA_HTTP_TOKEN")
+        return Roles.of_environment()
 
     def hosts(self) -> AllowedHosts:
         """Return the hosts that requests may name: any with a token or ``--open``."""
-        is_any = self.open_to is not None or self.token() is not None
+        is_any = self.open_to is not None or env.http_token() is not None
         return AllowedHosts(self.address, self.allowed_hosts, is_any=is_any)
 
 
@@ -132,7 +132,7 @@ class PredictionServer:
         config.require_tls()
         self.models = models
         self._application = Application(
-            models, config.limits, config.token(), config.hosts()
+            models, config.limits, config.roles(), config.hosts()
         )
         logging.getLogger(
             "persia_torchrec.serving.access"
