@@ -6,18 +6,23 @@ UNAUTHENTICATED 401, PERMISSION_DENIED 403, NOT_FOUND 404, RESOURCE_EXHAUSTED 41
 429, UNAVAILABLE 503.
 """
 
+import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
 
 from persia_torchrec import timeouts
-from persia_torchrec.errors import BatchError, ConfigError
+from persia_torchrec.errors import BatchError, ConfigError, PersiaError
 from persia_torchrec.serving import inference_protocol as protocol
 from persia_torchrec.serving.descriptions import (
     describe_answer,
@@ -27,9 +32,16 @@ from persia_torchrec.serving.descriptions import (
     describe_server,
     describe_stats,
 )
-from persia_torchrec.serving.http_requests import TooLargeError, status_of
+from persia_torchrec.serving.http_requests import (
+    MAX_VALUES,
+    SMALL_BYTES,
+    TooLargeError,
+    TooManyRequestsError,
+    status_of,
+)
 from persia_torchrec.serving.http_server import HttpConfig
 from persia_torchrec.serving.models import Models, ServedModel, require_signature
+from persia_torchrec.serving.roles import Rejection
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +139,17 @@ _CODES = {
 }
 
 
+_AT_ONCE = contextlib.nullcontext()
+_LEAST_STREAMS = 100  # at once over one connection, as RFC 9113 advises
+_FIELD_COST = 32
+_SIZED = 2  # wire type of a field with a size
+_VARINTS = -1
+_Inner = Mapping[int, Any] | int
+_CONTENT = {**dict.fromkeys(range(1, 6), _VARINTS), 6: 4, 7: 8}
+_COUNTED: Mapping[int, _Inner] = {5: {3: _VARINTS, 5: _CONTENT}, 7: 0}
+"""Of a ModelInferRequest: ``inputs`` with ``shape`` and ``contents``, and raw bytes."""
+
+
 def _build_messages() -> dict[str, Any]:
     """Return a class for each message, by name."""
     file = descriptor_pb2.FileDescriptorProto(
@@ -171,6 +194,10 @@ MESSAGES = _build_messages()
 class GrpcServer:
     """Answers requests from the constructor to :meth:`close`.
 
+    Handlers run in an event loop of a thread of its own, as each gets the metadata of a
+    request before its message: a client without the token sends none that is read, and
+    one that does not come takes no place. Predictions are made in threads.
+
     Attributes:
         port: on which it listens.
     """
@@ -179,48 +206,45 @@ class GrpcServer:
         config.require_tls()
         self._models, self._limits = models, config.limits
         self._roles = config.roles()
-        limit = config.max_body_bytes
-        self._server = grpc.server(
-            ThreadPoolExecutor(config.max_requests, "grpc"),
-            maximum_concurrent_rpcs=config.max_requests,
-            options=[
-                ("grpc.max_receive_message_length", limit),
-                ("grpc.max_send_message_length", -1),
-                ("grpc.so_reuseport", 0),
-            ],
+        self._places = threading.Semaphore(config.max_requests)
+        self._pool = ThreadPoolExecutor(config.max_requests, "grpc")
+        self._probes = ThreadPoolExecutor(len([*models]) + 1, "probe")
+        self._large = threading.Lock()  # one large message is read at a time
+        started: Future[int] = Future()
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._serve(config, started)), name="grpc"
         )
-        handlers = {
-            name: grpc.unary_unary_rpc_method_handler(
-                self._answering(name, method),
-                request_deserializer=MESSAGES[f"{name}Request"].FromString,
-                response_serializer=MESSAGES[f"{name}Response"].SerializeToString,
-            )
-            for name, method in self._methods().items()
-        }
-        self._server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(_SERVICE, handlers),)
-        )
-        self.port = self._listen(config)
-        self._server.start()
+        self._thread.start()
+        self.port = started.result()
 
     def close(self) -> None:
         """Finish the requests in progress, and accept no more. May be called twice."""
-        self._server.stop(timeouts.GRPC_CLOSE_S).wait()
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._ending.set)
+        self._thread.join()
+        for pool in (self._pool, self._probes):
+            pool.shutdown(wait=True)
 
-    def _listen(self, config: HttpConfig) -> int:
-        host = f"[{config.address}]" if ":" in config.address else config.address
-        address = f"{host or '[::]'}:{config.grpc_port or 0}"
+    async def _serve(self, config: HttpConfig, started: "Future[int]") -> None:
+        """Answer until the end; tell the port, or why there is none."""
+        self._loop, self._ending = asyncio.get_running_loop(), asyncio.Event()
+        server = grpc.aio.server(options=_options(config))
+        handlers = {
+            name: grpc.stream_unary_rpc_method_handler(self._answering(name, method))
+            for name, method in self._methods().items()
+        }
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(_SERVICE, handlers),)
+        )
         try:
-            if config.tls_cert is None or config.tls_key is None:
-                return int(self._server.add_insecure_port(address))
-            pair = Path(config.tls_key).read_bytes(), Path(config.tls_cert).read_bytes()
-            credentials = grpc.ssl_server_credentials([pair])
-            return int(self._server.add_secure_port(address, credentials))
-        except (RuntimeError, OSError) as exc:
-            raise ConfigError(
-                f"The server must be able to listen on {address}. "
-                f"Received: {exc}. Give another --grpc-port."
-            ) from exc
+            port = _listen(server, config)
+            await server.start()
+        except BaseException as exc:  # noqa: BLE001  # who waits for the port is told
+            started.set_exception(exc)
+            return
+        started.set_result(port)
+        await self._ending.wait()
+        await server.stop(timeouts.GRPC_CLOSE_S)
 
     def _methods(self) -> Mapping[str, Callable[[Any], Mapping[str, Any]]]:
         models = self._models
@@ -240,35 +264,59 @@ class GrpcServer:
 
     def _answering(
         self, name: str, method: Callable[[Any], Mapping[str, Any]]
-    ) -> Callable[[Any, Any], Any]:
+    ) -> Callable[[Any, Any], Awaitable[bytes]]:
         """Return what answers a request: by a method, or with its error."""
-        is_open = name in ("ServerLive", "ServerReady")
-        changes = name in ("RepositoryModelLoad", "RepositoryModelUnload")
+        work = _Work(name, method)
 
-        def answer(request: Any, context: Any) -> Any:
-            asked = type(request).DESCRIPTOR.name.removesuffix("Request")
-            kind = MESSAGES[f"{asked}Response"]
-            given = dict(context.invocation_metadata()).get("authorization", "")
-            if not is_open and (
-                rejected := self._roles.why_rejected(given, changes=changes)
-            ):
-                code = _CODES[rejected.status]
-                self._models.statistics.count("grpc", code.name)
-                context.abort(code, rejected.text)
+        async def answer(_: object, context: Any) -> bytes:
             try:
-                response = kind(**method(request))
-            except Exception as exc:
-                status = status_of(exc)
-                if status == 500:
-                    logger.error("a request failed", exc_info=exc)
-                code = _CODES.get(status, grpc.StatusCode.INTERNAL)
-                self._models.statistics.count("grpc", code.name)
-                context.abort(code, f"{type(exc).__name__}: {exc}")
+                self._require_allowed(name, context)
+                data = await self._receive(context)
+                response = await self._do(work, data)
+            except Exception as exc:  # noqa: BLE001  # the client gets the error
+                code, text = _describe(exc)
             else:
                 self._models.statistics.count("grpc", "OK")
                 return response
+            self._models.statistics.count("grpc", code.name)
+            await context.abort(code, text)
+            raise AssertionError("unreachable")
 
         return answer
+
+    def _require_allowed(self, name: str, context: Any) -> None:
+        """Raise _RejectedError unless a client may ask, by its metadata."""
+        if name in ("ServerLive", "ServerReady"):
+            return
+        given = dict(context.invocation_metadata()).get("authorization", "")
+        changes = name in ("RepositoryModelLoad", "RepositoryModelUnload")
+        if rejected := self._roles.why_rejected(given, changes=changes):
+            raise _RejectedError(rejected)
+
+    async def _receive(self, context: Any) -> bytes:
+        """Return the bytes of a message, which must come within the time limit."""
+        async with asyncio.timeout(self._limits.receive_timeout_s):
+            data = await context.read()
+        if not isinstance(data, bytes):
+            raise BatchError("A request must have a message. Received: none.")
+        return data
+
+    async def _do(self, work: "_Work", data: bytes) -> bytes:
+        """Answer a request by a thread; those that are no probes need a place."""
+        if work.name == "ServerLive":
+            return work.answer(data)
+        if work.name in ("ServerReady", "ModelReady"):
+            run = self._loop.run_in_executor
+            return await run(self._probes, work.answer, data)
+        if not self._places.acquire(blocking=False):
+            raise TooManyRequestsError(
+                f"{self._limits.max_requests} requests are in progress."
+            )
+        reading = self._large if len(data) > SMALL_BYTES else _AT_ONCE
+        future = self._pool.submit(work.answer, data, reading)
+        # A client may be gone before: the place is free when the thread is.
+        future.add_done_callback(lambda _: self._places.release())
+        return await asyncio.wrap_future(future)
 
     def _infer(self, request: Any) -> Mapping[str, Any]:
         model, number = self._models[request.model_name], request.model_version or None
@@ -344,6 +392,139 @@ class GrpcServer:
     def _found(self, request: Any) -> tuple[ServedModel, str | None]:
         """Return the model and the version that a request names."""
         return self._models[request.name], request.version or None
+
+
+@dataclass(frozen=True)
+class _Work:
+    """How a method answers: from the bytes of a message to those of its answer."""
+
+    name: str
+    method: Callable[[Any], Mapping[str, Any]]
+
+    def answer(
+        self, data: bytes, reading: contextlib.AbstractContextManager[Any] = _AT_ONCE
+    ) -> bytes:
+        """Answer a message; ``reading`` is held while it is read."""
+        with reading:
+            request = self._read(data)
+        response: bytes = MESSAGES[f"{self.name}Response"](
+            **self.method(request)
+        ).SerializeToString()
+        return response
+
+    def _read(self, data: bytes) -> Any:
+        if len(data) > SMALL_BYTES:
+            if self.name != "ModelInfer":
+                raise TooLargeError(
+                    f"A message of {self.name} may have {SMALL_BYTES} bytes. Received: "
+                    f"{len(data)}."
+                )
+            _count_values(memoryview(data), _COUNTED, 0)
+        try:
+            return MESSAGES[f"{self.name}Request"].FromString(data)
+        except DecodeError as exc:
+            raise BatchError(f"A request must be a message of {self.name}.") from exc
+
+
+class _RejectedError(PersiaError):
+    """A client may not ask."""
+
+    def __init__(self, rejection: Rejection) -> None:
+        super().__init__(rejection.text)
+        self.status = rejection.status
+
+
+def _describe(exc: Exception) -> tuple[grpc.StatusCode, str]:
+    """Return status and text of an error; log one that is a bug."""
+    if isinstance(exc, _RejectedError):
+        return _CODES[exc.status], str(exc)
+    status = status_of(exc)
+    if status == 500:
+        logger.error("a request failed", exc_info=exc)
+    text = str(exc) or "The message must come within the time limit."
+    code = _CODES.get(status, grpc.StatusCode.INTERNAL)
+    return code, f"{type(exc).__name__}: {text}"
+
+
+def _options(config: HttpConfig) -> list[tuple[str, int]]:
+    """Return the limits of connections and of what comes over one."""
+    grace_s = config.receive_timeout_s + timeouts.GRPC_CLOSE_S
+    return [
+        ("grpc.max_receive_message_length", config.max_body_bytes),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_concurrent_streams", max(_LEAST_STREAMS, 2 * config.max_requests)),
+        ("grpc.server_handshake_timeout_ms", int(1000 * config.receive_timeout_s)),
+        ("grpc.max_connection_idle_ms", int(1000 * timeouts.HTTP_KEEP_ALIVE_S)),
+        ("grpc.max_connection_age_ms", int(1000 * timeouts.GRPC_AGE_S)),
+        ("grpc.max_connection_age_grace_ms", int(1000 * grace_s)),
+    ]
+
+
+def _listen(server: grpc.aio.Server, config: HttpConfig) -> int:
+    """Listen; return the port, or raise ConfigError."""
+    host = f"[{config.address}]" if ":" in config.address else config.address
+    address = f"{host or '[::]'}:{config.grpc_port or 0}"
+    try:
+        if config.tls_cert is None or config.tls_key is None:
+            return int(server.add_insecure_port(address))
+        pair = Path(config.tls_key).read_bytes(), Path(config.tls_cert).read_bytes()
+        credentials = grpc.ssl_server_credentials([pair])
+        return int(server.add_secure_port(address, credentials))
+    except (RuntimeError, OSError) as exc:
+        raise ConfigError(
+            f"The server must be able to listen on {address}. "
+            f"Received: {exc}. Give another --grpc-port."
+        ) from exc
+
+
+def _count_values(part: memoryview, inner: Mapping[int, "_Inner"], so_far: int) -> int:
+    """Count what memory is taken for as a message is parsed, and what came before.
+
+    A field counts as 32 numbers, as it takes as much time. ``inner`` says of fields
+    with a size what is in one: fields, numbers of as many bytes, or with 0 nothing that
+    is parsed. Elsewhere each byte may be a value.
+
+    Raises:
+        TooLargeError: they are too many.
+    """
+    at = 0
+    while at < len(part):
+        tag, at = _read_varint(part, at)
+        so_far += _FIELD_COST
+        if tag & 7 == _SIZED:
+            size, at = _read_varint(part, at)
+            content = part[at : at + size]
+            within = inner.get(tag >> 3, 1)
+            if isinstance(within, Mapping):
+                so_far = _count_values(content, within, so_far)
+            elif within == _VARINTS:  # the last byte of each is below 128
+                ends = np.frombuffer(content, np.uint8) < 128
+                so_far += int(np.count_nonzero(ends))
+            elif within:
+                so_far += len(content) // within
+            at += size
+        elif tag & 7 == 0:
+            _, at = _read_varint(part, at)
+        else:
+            at += 8 if tag & 7 == 1 else 4
+        if so_far > MAX_VALUES:
+            raise TooLargeError(
+                f"A request may have {MAX_VALUES} values beside raw_input_contents, "
+                f"where a field counts as {_FIELD_COST}. Received: more. Send smaller "
+                "batches, or tensors as raw_input_contents."
+            )
+    return so_far
+
+
+def _read_varint(part: memoryview, at: int) -> tuple[int, int]:
+    """Return a number of a message, and the offset behind it."""
+    number = 0
+    for shift, byte in zip(range(0, 70, 7), part[at : at + 10], strict=False):
+        number |= (byte & 127) << shift
+        if byte < 128:
+            return number, at + shift // 7 + 1
+    raise BatchError("A request must be a message of ModelInfer.")
 
 
 def _changed(request: Any) -> str | None:

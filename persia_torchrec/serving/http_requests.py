@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 RETRY_AFTER = {"Retry-After": "1"}
 SMALL_BYTES = 2**18  # a request that is read at once, between other requests
 
-_MAX_VALUES = 2**20  # of JSON, which one call reads while no other thread runs
+MAX_VALUES = 2**20  # of JSON, which one call reads while no other thread runs
 _MAX_TEXT_BYTES = 2**25
 _COST = np.zeros(256, np.uint8)  # of what stands before a value
 _COST[[*b",[{:"]] = 1, 4, 4, 8
@@ -93,15 +93,15 @@ def require_few_values(text: bytes | memoryview) -> None:
 
     A list counts as four numbers, and a key as eight, as they take as much time.
     """
-    if len(text) <= _MAX_VALUES // 8:
+    if len(text) <= MAX_VALUES // 8:
         return
     marks, cost = np.frombuffer(text, np.uint8), 0
     if len(marks) <= _MAX_TEXT_BYTES:
         for at in range(0, len(marks), _CHUNK_BYTES):
             cost += int(_COST[marks[at : at + _CHUNK_BYTES]].sum())
-    if len(marks) > _MAX_TEXT_BYTES or cost > _MAX_VALUES:
+    if len(marks) > _MAX_TEXT_BYTES or cost > MAX_VALUES:
         raise TooLargeError(
-            f"A request as JSON may have {_MAX_TEXT_BYTES} bytes and {_MAX_VALUES} "
+            f"A request as JSON may have {_MAX_TEXT_BYTES} bytes and {MAX_VALUES} "
             "values, where a list counts as four and a key as eight. Received: "
             f"{len(marks)} bytes. Send smaller batches, or tensors as bytes."
         )

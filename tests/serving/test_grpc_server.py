@@ -1,0 +1,251 @@
+"""Clients of gRPC that send nothing, too much, or what is no message."""
+
+import contextlib
+import threading
+
+import grpc
+import numpy as np
+import pytest
+from torch import nn
+
+from persia_torchrec.serving.grpc_server import MESSAGES, GrpcServer
+from persia_torchrec.serving.http_server import HttpConfig
+from persia_torchrec.serving.models import Models
+from persia_torchrec.serving.predictor import DenseModel
+from tests.support.item_model import Sum, version_of
+from tests.support.processes import DEADLINE_S, wait_until
+
+SERVICE = "/inference.GRPCInferenceService/"
+TOKEN = "a-token-of-clients"
+ABOUT = {"name": "item", "datatype": "INT64"}
+VALID = {**ABOUT, "shape": [1], "contents": {"int64_contents": [7]}}
+
+
+@pytest.fixture
+def serve(servers, monkeypatch):
+    """Return what starts a server of a model."""
+    monkeypatch.delenv("PERSIA_HTTP_TOKEN", raising=False)
+    started = []
+
+    def start(**settings):
+        models = Models()
+        models.add("model").add(version_of(servers.client(servers.start(1)), 1.5))
+        server = GrpcServer(models, HttpConfig(grpc_port=0, **settings))
+        started.append((server, models))
+        return server, models
+
+    yield start
+    for server, models in started:
+        server.close()
+        server.close()
+        models.close()
+
+
+@contextlib.contextmanager
+def connected(server):
+    """Return a connection of its own."""
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    with grpc.insecure_channel(f"127.0.0.1:{server.port}", options) as channel:
+        yield channel
+
+
+def call(channel, method, data=b"", **settings):
+    """Return the bytes that are answered to the bytes of a message."""
+    return channel.unary_unary(SERVICE + method)(data, timeout=DEADLINE_S, **settings)
+
+
+def code_of(channel, method, data, **settings):
+    """Return the status of an error, and its text."""
+    with pytest.raises(grpc.RpcError) as caught:
+        call(channel, method, data, **settings)
+    return caught.value.code().name, caught.value.details()
+
+
+def infer_of(*inputs, **more):
+    fields = {"model_name": "model", "inputs": list(inputs), **more}
+    return MESSAGES["ModelInferRequest"](**fields).SerializeToString()
+
+
+def predict(channel, **settings):
+    """Return a prediction."""
+    answer = call(channel, "ModelInfer", infer_of(VALID), **settings)
+    (content,) = MESSAGES["ModelInferResponse"].FromString(answer).raw_output_contents
+    return np.frombuffer(content, "<f4").item()
+
+
+@contextlib.contextmanager
+def silent(channel, method, num):
+    """Return calls of a method whose message does not come, during a block."""
+    ending = threading.Event()
+
+    def nothing():
+        ending.wait(DEADLINE_S)
+        yield from ()
+
+    ask = channel.stream_unary(SERVICE + method)
+    try:
+        yield [ask.future(nothing(), timeout=DEADLINE_S) for _ in range(num)]
+    finally:
+        ending.set()
+
+
+def test_requests_whose_message_does_not_come_take_no_place_and_end(serve):
+    server, _ = serve(max_requests=2, receive_timeout_s=1.0)
+    with connected(server) as channel, connected(server) as other:
+        for method in ("ServerLive", "ModelInfer"):
+            with silent(channel, method, 50) as held:
+                call(other, "ServerLive")
+                call(other, "ServerReady")
+                assert predict(other) == 3.0
+                for one in held:
+                    assert one.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+                    assert "within the time limit" in one.details()
+        assert predict(channel) == 3.0
+
+
+def test_a_client_without_the_token_is_rejected_before_its_message(serve, monkeypatch):
+    monkeypatch.setenv("PERSIA_HTTP_TOKEN", TOKEN)
+    server, models = serve()
+    allowed = {"metadata": [("authorization", f"Bearer {TOKEN}")]}
+    with connected(server) as channel:
+        for method in ("ModelInfer", "ModelMetadata", "RepositoryModelUnload"):
+            with silent(channel, method, 3) as held:  # and none is waited for
+                for one in held:
+                    assert one.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert call(channel, "ServerLive")
+        assert predict(channel, **allowed) == 3.0
+    text = models.statistics.exposition().decode()
+    assert 'requests_total{protocol="grpc",status="UNAUTHENTICATED"} 9.0' in text
+
+
+class Waiting(nn.Module):
+    """Predicts once it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.may_end = threading.Semaphore(0), threading.Event()
+
+    def forward(self, non_id_tensors, embeddings):
+        self.begun.release()
+        assert self.may_end.wait(DEADLINE_S)
+        return Sum()(non_id_tensors, embeddings)
+
+
+def test_probes_are_answered_while_all_places_are_taken(serve):
+    server, models = serve(max_requests=2)
+    waiting = Waiting()
+    with models["model"].using() as version:
+        signature = version.predictor.model.signature
+        version.predictor.use(DenseModel(waiting, "m.pt", signature))
+    with connected(server) as channel:
+        ask = channel.unary_unary(SERVICE + "ModelInfer")
+        asked = [ask.future(infer_of(VALID), timeout=DEADLINE_S) for _ in range(2)]
+        for _ in asked:
+            assert waiting.begun.acquire(timeout=DEADLINE_S)
+        code, text = code_of(channel, "ModelInfer", infer_of(VALID))
+        assert (code, "2 requests are in progress" in text) == (
+            "RESOURCE_EXHAUSTED",
+            True,
+        )
+        call(channel, "ServerLive")
+        call(channel, "ServerReady")
+        name = MESSAGES["ModelReadyRequest"](name="model").SerializeToString()
+        call(channel, "ModelReady", name)
+        asked.pop().cancel()  # its place is free when its thread is
+        assert code_of(channel, "ModelInfer", infer_of(VALID))[0] == code
+        waiting.may_end.set()
+        assert asked.pop().result()
+
+        def is_free():
+            with contextlib.suppress(grpc.RpcError):
+                return predict(channel) == 3.0
+            return False
+
+        wait_until(is_free, "a place is free")
+
+
+INPUT, CONTENTS = b"\x2a", b"\x2a"  # fields 5 of a request and of an input
+
+
+def sized(tag, data):
+    size = len(data)
+    digits = []
+    while size > 127:
+        digits.append(size & 127 | 128)
+        size >>= 7
+    return tag + bytes([*digits, size]) + data
+
+
+NUMBERS = sized(b"\x1a", bytes(2_000_000))  # field 3 of contents
+FLOATS = sized(b"\x32", bytes(4 * 1_100_000))  # field 6
+LARGE = {
+    "numbers": sized(INPUT, sized(CONTENTS, NUMBERS)),
+    "numbers of one byte a field": sized(INPUT, sized(CONTENTS, b"\x18\x01" * 200_000)),
+    "floats": sized(INPUT, sized(CONTENTS, FLOATS)),
+    "sizes of a shape": sized(INPUT, sized(b"\x1a", bytes(2_000_000))),
+    "empty inputs": (INPUT + b"\0") * 300_000,
+    "empty outputs": b"\x32\0" * 300_000,
+    "empty parameters": b"\x22\0" * 300_000,
+    "empty raw bytes": b"\x3a\0" * 300_000,
+    "contents again and again": sized(INPUT, (CONTENTS + b"\0") * 300_000),
+    "unknown fields": b"\xf8\x07\x01" * 300_000,
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_message_of_many_values_is_rejected_unread(serve, name, caplog):
+    server, _ = serve()
+    with connected(server) as channel:
+        code, text = code_of(
+            channel, "ModelInfer", LARGE[name], compression=grpc.Compression.Gzip
+        )
+        assert (code, "values beside raw_input_contents" in text) == (
+            "RESOURCE_EXHAUSTED",
+            True,
+        )
+        assert predict(channel) == 3.0
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_a_large_message_within_the_limits_is_predicted(serve):
+    server, _ = serve()
+    ids = np.full((60_000, 10), 7)
+    fields = {**ABOUT, "shape": ids.shape}
+    contents = {"int64_contents": ids.ravel().tolist()}
+    with connected(server) as channel:
+        for data in (
+            infer_of({**fields, "contents": contents}),
+            infer_of(fields, raw_input_contents=[ids.astype("<i8").tobytes()]),
+        ):
+            assert len(data) > 2**19
+            answer = MESSAGES["ModelInferResponse"].FromString(
+                call(channel, "ModelInfer", data)
+            )
+            output = np.frombuffer(answer.raw_output_contents[0], "<f4")
+            assert (len(output), set(output)) == (60_000, {30.0})
+
+
+@pytest.mark.parametrize(
+    ("data", "due"),
+    [
+        (b"\xff" * 20, "INVALID_ARGUMENT"),
+        (b"\xff" * 300_000, "INVALID_ARGUMENT"),
+        (b"\x0a\xff", "INVALID_ARGUMENT"),
+        (infer_of(VALID)[:-3], "INVALID_ARGUMENT"),
+        (sized(b"\x0a", b"\xff" * 300_000), "INVALID_ARGUMENT"),  # not UTF-8
+        (bytes(2**26 + 1), "RESOURCE_EXHAUSTED"),
+    ],
+    ids=range(6),
+)
+def test_what_is_no_message_is_the_clients_fault(serve, data, due, caplog):
+    server, _ = serve()
+    with connected(server) as channel:
+        assert code_of(channel, "ModelInfer", data)[0] == due
+        assert code_of(channel, "RepositoryModelLoad", bytes(2**18 + 1))[0] == (
+            "RESOURCE_EXHAUSTED"
+        )
+        ask = channel.stream_unary(SERVICE + "ModelInfer")
+        with pytest.raises(grpc.RpcError, match="must have a message"):
+            ask(iter(()), timeout=DEADLINE_S)
+        assert predict(channel) == 3.0
+    assert not [record for record in caplog.records if record.exc_info]
