@@ -57,7 +57,9 @@ ROLES = {
 """What the label ``role`` says of a role of a job: names of PERSIA's launcher."""
 
 _NUM_PORTS = 1000  # from the given one on, of which a process takes the first free one
-_MAX_REQUESTS = 16  # in progress; further connections are closed
+_MAX_CONNECTIONS = 64  # for a further one the oldest that has sent no head is closed
+_MAX_REQUESTS = 16  # in progress, beside probes; further ones are answered 503
+_PROBES = "/healthz", "/readyz"
 _TEXT = "text/plain; charset=utf-8"
 
 
@@ -204,7 +206,7 @@ class Endpoint:
     def answer(self, path: str, header: Callable[[str], str | None]) -> Answer:
         """Return the answer to a GET of a path."""
         route = self._routes.get(path)
-        is_probe = path in ("/healthz", "/readyz")
+        is_probe = path in _PROBES
         if not is_probe and not self._is_allowed(header("Authorization") or ""):
             text = "The header 'Authorization: Bearer TOKEN' must have the"
             return Answer(
@@ -281,7 +283,7 @@ def _listen(host: str, port: int, num_ports: int) -> socket.socket:
 
 
 class _Server(ThreadingHTTPServer):
-    """A thread a request, each with a deadline, and at most so many at a time."""
+    """A thread a connection, each with a deadline, and at most so many at a time."""
 
     daemon_threads = True
     block_on_close = False
@@ -292,21 +294,30 @@ class _Server(ThreadingHTTPServer):
         self.socket = listening
         self.endpoint = endpoint
         self._lock = threading.Lock()
-        self._open: dict[Any, float] = {}  # until when. guarded by _lock
+        self._open: dict[Any, float] = {}  # until when, oldest first. guarded by _lock
+        self._asked: set[Any] = set()  # those whose head is there. guarded by _lock
+        self._num_answered = 0  # now, beside probes. guarded by _lock
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
-            is_full = len(self._open) >= _MAX_REQUESTS
-            if not is_full:
+            oldest = None
+            if len(self._open) >= _MAX_CONNECTIONS:
+                silent = (one for one in self._open if one not in self._asked)
+                oldest = next(silent, request)
+                self._open.pop(oldest, None)
+            if oldest is not request:
                 self._open[request] = time.monotonic() + timeouts.METRICS_HTTP_S
-        if is_full:
+        if oldest is request:
             self.shutdown_request(request)
-        else:
-            super().process_request(request, client_address)
+            return
+        if oldest is not None:
+            _end(oldest)
+        super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
         with self._lock:
             self._open.pop(request, None)
+            self._asked.discard(request)
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
@@ -315,11 +326,33 @@ class _Server(ThreadingHTTPServer):
             now_s, begun = time.monotonic(), list(self._open.items())
         for request, until_s in begun:
             if now_s > until_s:
-                with contextlib.suppress(OSError):
-                    request.shutdown(socket.SHUT_RDWR)
+                _end(request)
+
+    def have_asked(self, request: Any) -> None:
+        """Keep a connection whose head is there."""
+        with self._lock:
+            self._asked.add(request)
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[bool]:
+        """Tell whether one more request may be answered, during a block."""
+        with self._lock:
+            may = self._num_answered < _MAX_REQUESTS
+            self._num_answered += may
+        try:
+            yield may
+        finally:
+            with self._lock:
+                self._num_answered -= may
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         logger.debug("a request of %s broke: %r", client_address, sys.exception())
+
+
+def _end(request: Any) -> None:
+    """Have the thread of a connection see its end."""
+    with contextlib.suppress(OSError):
+        request.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -329,9 +362,24 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = timeouts.METRICS_HTTP_S
     server_version, sys_version = "persia", ""
 
+    def parse_request(self) -> bool:
+        is_valid = super().parse_request()
+        self.server.have_asked(self.connection)
+        return is_valid
+
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
-        answer = self.server.endpoint.answer(path, self.headers.get)
+        if path in _PROBES:
+            self._send(self.server.endpoint.answer(path, self.headers.get))
+            return
+        with self.server.answering() as may:
+            if may:
+                self._send(self.server.endpoint.answer(path, self.headers.get))
+        if not may:
+            text = f"{_MAX_REQUESTS} requests are in progress.\n"
+            self._send(Answer(text.encode(), _TEXT, 503))
+
+    def _send(self, answer: Answer) -> None:
         body, content_type, status = answer
         self.send_response(status)
         if status == 401:

@@ -5,6 +5,7 @@ import contextlib
 import http.client
 import math
 import socket
+import threading
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter
@@ -16,6 +17,7 @@ from persia_torchrec.metrics.endpoint import Answer, Endpoint, begin, labels_of
 from persia_torchrec.metrics.push import is_published, publish_metrics
 from persia_torchrec.metrics.values import Durations, Means, Reading
 from persia_torchrec.persia.config.global_config import MetricsSettings
+from persia_torchrec.rpc.addresses import raise_descriptor_limit
 from tests.support.ports import draw_ports
 from tests.support.processes import wait_until
 from tests.support.servers import DEADLINE_S
@@ -219,22 +221,52 @@ def test_a_request_that_does_not_arrive_is_closed(served, monkeypatch):
     assert ask(served, "/healthz")[0] == 200
 
 
-def test_connections_beyond_the_limit_are_closed_and_later_ones_answered(served):
-    place = ("127.0.0.1", served.port)
+@contextlib.contextmanager
+def connected(endpoint, num, sent=b""):
+    """Return connections over which these bytes were sent, during a block."""
+    raise_descriptor_limit()
+    place = ("127.0.0.1", endpoint.port)
     with contextlib.ExitStack() as stack:
-        idle = [
+        opened = [
             stack.enter_context(socket.create_connection(place, DEADLINE_S))
-            for _ in range(17)
+            for _ in range(num)
         ]
-        assert idle[-1].recv(1) == b""
+        for one in opened:
+            with contextlib.suppress(OSError):  # it is closed already
+                one.sendall(sent)
+        yield opened
 
-    def is_answered():
-        try:
-            return ask(served, "/healthz")[0] == 200
-        except (OSError, http.client.HTTPException):
-            return False
 
-    wait_until(is_answered, "the connections have ended")
+@pytest.mark.parametrize("sent", [b"", b"GET /metrics HTTP/1.1\r\nHost: a"])
+def test_a_thousand_connections_without_a_head_keep_no_client_waiting(served, sent):
+    with connected(served, 1000, sent) as idle:
+        for path in ("/healthz", "/readyz", "/metrics", "/healthz"):
+            assert ask(served, path)[0] == 200
+        with contextlib.suppress(ConnectionResetError):
+            assert idle[0].recv(1) == b""  # the oldest have been closed
+        assert threading.active_count() < 200
+
+
+def test_probes_are_answered_beside_as_many_requests_as_may_be_in_progress(served):
+    begun, may_end = threading.Semaphore(0), threading.Event()
+
+    def wait(_):
+        begun.release()
+        assert may_end.wait(DEADLINE_S)
+        return Answer(b"waited")
+
+    served.add_route("/wait", wait)
+    asked = b"GET /wait HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with connected(served, 16, asked) as waiting:
+        for _ in waiting:
+            assert begun.acquire(timeout=DEADLINE_S)
+        with connected(served, 100):
+            assert ask(served)[:2] == (503, "16 requests are in progress.\n")
+            assert ask(served, "/healthz")[0] == ask(served, "/readyz")[0] == 200
+        may_end.set()
+        for one in waiting:
+            assert b" 200 OK" in one.recv(100)
+    wait_until(lambda: ask(served)[0] == 200, "metrics are answered again")
 
 
 def test_a_push_and_a_scrape_have_means_of_their_own(gateway, monkeypatch):
