@@ -138,6 +138,7 @@ def serve(
     http_port: int = 8080,
     follow_model: bool = False,
     device: str = "auto",
+    allow_torchscript: bool = False,
     **shared: Any,
 ) -> specs.AppDef:
     """Predict over HTTP from a checkpoint, whose embeddings are sharded over servers.
@@ -156,6 +157,8 @@ def serve(
         follow_model: load the dense model of each later checkpoint
         device: where inference servers predict: cpu, cuda, or auto, a GPU where there
             is one; those of one host take its GPUs in turn
+        allow_torchscript: take the model, which is a program, also from a URL and from
+            a folder that other users may write to
     """
     job = roles.JobSettings(**shared)
     return roles.app(
@@ -175,6 +178,7 @@ def serve(
             port=http_port,
             follow_model=follow_model,
             device=device,
+            allow_torchscript=allow_torchscript,
         ),
     )
 

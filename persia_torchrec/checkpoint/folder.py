@@ -11,6 +11,7 @@ import io
 import mmap
 import os
 import re
+import stat
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -131,6 +132,24 @@ class Folder:
             except NotADirectoryError:
                 self._require_no_file()
                 raise
+
+    def writers(self, name: str) -> str:
+        """Return why others than this user, or root, may change a file; "": none may.
+
+        Links are resolved. Its folder and the file are looked at, not those above.
+        """
+        if not self._is_local:
+            return "it is behind a URL"
+        path = Path(self._within(name)).resolve()
+        for one in (path.parent, path):
+            with named_errors("look at", str(one)):
+                found = one.stat()
+            if found.st_uid not in (os.getuid(), 0):
+                return f"{one} belongs to user {found.st_uid}"
+            if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                mode = stat.S_IMODE(found.st_mode)
+                return f"{one} has mode {mode:o}; chmod go-w would do"
+        return ""
 
     def age_s(self, name: str) -> float:
         """Return the seconds since a file was written, by the file system's clock.

@@ -45,6 +45,7 @@ from persia_torchrec.serving.models import (
 from persia_torchrec.serving.predictor import (
     SCRIPT_MODEL,
     Predictor,
+    Trust,
     checkpoint_of,
     choose_device,
     find_model,
@@ -79,6 +80,12 @@ class ServingFlags(ImportFlags):
     model: str | None = None
     """File in that folder: the dense model [jit_dense.pt, TorchScript, or else
     serving_model.pt, of ``export_for_serving``]"""
+    factory: tuple[str, ...] = ()
+    """module:function of each ``factory`` of ``export_for_serving`` whose models may be
+    served; it is imported and called"""
+    allow_torchscript: bool = False
+    """Take TorchScript, which is a program, also from a URL and from folders that other
+    users may write to."""
     model_name: str = "model"
     """Name of the model in the paths of the Open Inference Protocol."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -175,6 +182,11 @@ class ServingFlags(ImportFlags):
         """The folder of the checkpoints of the one model."""
         assert self.checkpoint is not None, "it is one of each()"
         return self.checkpoint
+
+    @property
+    def trust(self) -> Trust:
+        """What of a checkpoint may run."""
+        return Trust(self.factory, self.allow_torchscript)
 
     def batching(self) -> Batching | None:
         """Return the settings of batching, or None."""
@@ -276,7 +288,8 @@ def _add_checkpoint(
 ) -> None:
     """Serve the rows of a checkpoint by servers of its own."""
     run, name = flags.run, flags.model or find_model(flags.run)
-    first = load_model(run, name, device)  # its errors come before servers are started
+    load = partial(load_model, name=name, device=device, trust=flags.trust)
+    first = load(run)  # its errors come before servers are started
     schema = None
     if first.collections is None:
         if flags.embedding_config is None:
@@ -288,7 +301,7 @@ def _add_checkpoint(
     def open_version(number: str | None) -> Version:
         # One folder for both halves, whatever becomes complete meanwhile.
         folder = checkpoint_of(run, number)
-        model = load_model(folder.url if name in folder.names() else run, name, device)
+        model = load(folder.url if name in folder.names() else run)
         rows = run if number is None and flags.follow is not None else folder.url
         with contextlib.ExitStack() as opening:
             hosting = host_checkpoint(
@@ -310,7 +323,7 @@ def _add_checkpoint(
     if flags.follow is not None:
         with served.using() as version:
             predictor = version.predictor
-        stack.enter_context(following_model(predictor, run, name))
+        stack.enter_context(following_model(predictor, run, name, trust=flags.trust))
     elif flags.follow_model:
         newest = partial(newest_version, run, name)
         stack.enter_context(following_checkpoints(served, newest))
@@ -342,7 +355,7 @@ def _add_workers(
     if flags.follow_model and reader.hello(of_any=True).is_fixed:
         raise _joins_two("one checkpoint")
     name = flags.model or find_model(run)
-    model = load_model(run, name, device)
+    model = load_model(run, name, device, flags.trust)
     if model.collections is not None:
         raise ConfigError(
             "Embedding workers must serve a model of PERSIA. Received: "
@@ -352,7 +365,7 @@ def _add_workers(
     predictor = Predictor(reader, model, flags.batching())
     served.add(Version(predictor))
     if flags.follow_model:
-        stack.enter_context(following_model(predictor, run, name))
+        stack.enter_context(following_model(predictor, run, name, trust=flags.trust))
 
 
 def find_dense(flags: ServingFlags, served: str | None) -> str:

@@ -56,6 +56,22 @@ SCRIPT_MODEL = "jit_dense.pt"
 _CPU = torch.device("cpu")
 
 
+class Trust(NamedTuple):
+    """What of a checkpoint may run, beyond operators on tensors.
+
+    Attributes:
+        factories: "module:function" of each that may make a model.
+        torchscript: whether TorchScript may come from anywhere; else from a folder
+            of this machine that no other user may write to.
+    """
+
+    factories: tuple[str, ...] = ()
+    torchscript: bool = False
+
+
+_NOTHING = Trust()
+
+
 class DenseModel(NamedTuple):
     """A dense model that was loaded.
 
@@ -318,13 +334,17 @@ def require_finite(names: Sequence[str], dense: Sequence[Dense]) -> None:
 
 @contextlib.contextmanager
 def following_model(
-    predictor: Predictor, run: str | os.PathLike[str], name: str, poll_s: float = 1.0
+    predictor: Predictor,
+    run: str | os.PathLike[str],
+    name: str,
+    poll_s: float = 1.0,
+    trust: Trust = _NOTHING,
 ) -> Iterator[None]:
     """Load the dense model of each later checkpoint of a folder, during a block.
 
     A checkpoint without a file of that name is ignored: one of embeddings alone.
     """
-    work = partial(_load_latest, predictor, Folder(run), name)
+    work = partial(_load_latest, predictor, Folder(run), name, trust)
     with repeating(work, "model", poll_s):
         yield
 
@@ -356,11 +376,12 @@ def repeating(work: Callable[[], object], what: str, poll_s: float) -> Iterator[
         thread.join(timeouts.PREDICTOR_CLOSE_S)
 
 
-def _load_latest(predictor: Predictor, run: Folder, name: str) -> None:
+def _load_latest(predictor: Predictor, run: Folder, name: str, trust: Trust) -> None:
     for folder in complete_checkpoints(run):
         if name in folder.names():
             if folder.file_path(name) != predictor.model.path:
-                predictor.use(load_model(folder.url, name, predictor.reader.device))
+                device = predictor.reader.device
+                predictor.use(load_model(folder.url, name, device, trust))
                 logger.info("serving model=%s", predictor.model.path)
             return
 
@@ -395,11 +416,18 @@ def find_model(path: str | os.PathLike[str]) -> str:
 
 
 def load_model(
-    path: str | os.PathLike[str], name: str, device: torch.device = _CPU
+    path: str | os.PathLike[str],
+    name: str,
+    device: torch.device = _CPU,
+    trust: Trust = _NOTHING,
 ) -> DenseModel:
     """Load a model, of the latest checkpoint or the folder.
 
     Its parameters are on the device, wherever they were when it was saved.
+
+    Raises:
+        CheckpointError: there is no such file, or it is no model.
+        ConfigError: the model would run code that ``trust`` does not name.
     """
     run = Folder(path)
     latest = next(complete_checkpoints(run), run)
@@ -413,7 +441,13 @@ def load_model(
             "dense model there: torch.jit.script(model).save(path)."
         )
     if name == SERVED_MODEL:
-        return _load_torchrec(folder.read(name), file, device)
+        return _load_torchrec(folder.read(name), file, device, trust)
+    if not trust.torchscript and (why := folder.writers(name)):
+        raise ConfigError(
+            "A TorchScript model, which is a program, must be in a folder of this "
+            "machine to which only this user, or root, may write. Received: "
+            f"{file}: {why}. If you trust who can, add --allow-torchscript."
+        )
     extra = {EXTRA_FILE: b""}  # torch puts in what the file has
     try:
         data = io.BytesIO(folder.read(name))
@@ -428,10 +462,12 @@ def load_model(
     return DenseModel(model, file, signature)
 
 
-def _load_torchrec(data: bytes, file: str, device: torch.device) -> DenseModel:
+def _load_torchrec(
+    data: bytes, file: str, device: torch.device, trust: Trust
+) -> DenseModel:
     from persia_torchrec.sharding.dense_half import load_served  # needs TorchRec
 
-    module, about = load_served(data, file)
+    module, about = load_served(data, file, trust.factories)
     return DenseModel(module.to(device), file, about.signature, about.collections)
 
 

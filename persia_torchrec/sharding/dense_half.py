@@ -6,6 +6,7 @@ inputs by the same code. It can be exported, as no collection is left in it.
 
 import copy
 import io
+import shlex
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pkgutil import resolve_name
@@ -217,12 +218,20 @@ def copy_dense(model: nn.Module) -> nn.Module:
     return copied.to("cpu").eval()
 
 
-def load_served(data: bytes, file: str) -> tuple[nn.Module, ServedModel]:
+def load_served(
+    data: bytes, file: str, factories: Sequence[str] = ()
+) -> tuple[nn.Module, ServedModel]:
     """Return what runs on rows, :meth:`DenseHalf.forward`, and what the file says.
+
+    Args:
+        data: of the file.
+        file: its path, for errors.
+        factories: "module:function" of each that may be called.
 
     Raises:
         CheckpointError: it is no file of :func:`export_for_serving`.
-        ConfigError: the factory cannot be imported, or makes another model.
+        ConfigError: the factory is not listed, cannot be imported, or makes another
+            model.
     """
     try:
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
@@ -235,6 +244,13 @@ def load_served(data: bytes, file: str) -> tuple[nn.Module, ServedModel]:
             f"{file} must be a file of export_for_serving. Received: "
             f"{type(exc).__name__}: {why}."
         ) from exc
+    if about.factory not in factories:
+        raise ConfigError(
+            f"A server must be told the factory that makes the model of {file}, "
+            f"as it runs its code. Received: {about.factory!r:.200} in the file, and "
+            f"{', '.join(factories) or 'none'}. If you know it, add --factory "
+            f"{shlex.quote(about.factory[:200])}."
+        )
     half = make_by_factory(about.factory, about.collections, about.arguments)
     half.load_state_dict(state["weights"])
     return half.eval(), about

@@ -23,7 +23,7 @@ from persia_torchrec.embedding.optim import Adagrad
 from persia_torchrec.errors import CheckpointError, ConfigError
 from persia_torchrec.persia.batch import IDTypeFeature, NonIDTypeFeature, PersiaBatch
 from persia_torchrec.serving.embeddings import host_checkpoint
-from persia_torchrec.serving.predictor import Predictor, load_model
+from persia_torchrec.serving.predictor import Predictor, Trust, load_model
 from tests.support.processes import Processes
 from tests.support.remote_job import shard
 from tests.support.serving_process import Serving, ask, predict
@@ -153,7 +153,8 @@ def test_predictions_equal_those_of_the_model(servers, tmp_path, kind, factory):
     expected = [trained.predicted(*one) for one in batches]
     path = trained.export(tmp_path, factory=factory).path
     trained.model(*trained.arguments(*batches[0]))  # what follows is not in it
-    model = load_model(path, "serving_model.pt")
+    trust = Trust() if factory is None else Trust((factory,))
+    model = load_model(path, "serving_model.pt", trust=trust)
     with host_checkpoint(path, model.collections, num_servers=1) as reader:
         predictor = Predictor(reader, model)
         for one, due in zip(batches, expected, strict=True):
