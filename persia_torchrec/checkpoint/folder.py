@@ -13,7 +13,7 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 from urllib.parse import urlsplit
@@ -23,12 +23,21 @@ import msgspec
 from fsspec.implementations.arrow import ArrowFSWrapper
 from fsspec.implementations.local import LocalFileSystem
 
+from persia_torchrec import env
 from persia_torchrec.errors import CheckpointError, ConfigError
 from persia_torchrec.parsing.decoding import parse_json
 
 _BUFFER_BYTES = 2**20
 _MAX_JSON_BYTES = 2**28
 _MAX_SHOWN = 8  # names in an error
+PROTOCOLS = frozenset(
+    {
+        *("file", "local", "s3", "s3a", "gs", "gcs", "abfs", "az", "oss"),
+        *("hdfs", "webhdfs", "http", "https"),
+    }
+)
+"""Of URLs that another process, or a file, may name: fsspec has others, as
+``reference``, ``zip`` and ``github``, some of which run what they are given."""
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
 _FOR_HDFS = (
     " For hdfs:// install persia-torchrec[hdfs], Java and Hadoop's client, and set "
@@ -340,6 +349,24 @@ class _DirectFile(io.RawIOBase):
                 if exc.errno != errno.EINVAL or not mode:
                     raise
                 mode = fcntl.fcntl(self._file, fcntl.F_SETFL, 0)  # which is 0
+
+
+def require_received(path: str, own: Iterable[str] = ()) -> str:
+    """Return a path that another process, or a file, names, or raise CheckpointError.
+
+    It has a protocol of ``PROTOCOLS``, or one that a path of ``own`` has, which are
+    those that the user of this process has named; so are those of the environment.
+    """
+    own = *own, env.checkpoint_dir(), env.text("PERSIA_CKPT_DIR") or ""
+    allowed = PROTOCOLS | {fsspec.core.split_protocol(one)[0] for one in own}
+    protocol = fsspec.core.split_protocol(path)[0] or "local"
+    if "::" in path or protocol not in allowed:
+        raise CheckpointError(
+            "A path that a client or a file names must be local, or a URL of "
+            f"{', '.join(sorted(PROTOCOLS))}, and no chain of them. Received: "
+            f"{path!r:.500}. Start the servers with --checkpoint-protocols for others."
+        )
+    return path
 
 
 @contextlib.contextmanager

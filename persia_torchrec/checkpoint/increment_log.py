@@ -50,7 +50,7 @@ from persia_torchrec.checkpoint.catalog import (
     Manifest,
     require_shard,
 )
-from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.checkpoint.folder import Folder, require_received
 from persia_torchrec.errors import CheckpointError
 
 LOG_FILE = "log.json"  # name of the file that describes a log; it is written first
@@ -424,10 +424,12 @@ class Retention:
 
     Of the logs of other numbers of servers, those of shards that are no more go to the
     first ones. The thread that writes the log calls it; any may add to ``begun``, the
-    folders of dumps that have begun.
+    folders of dumps that have begun. Runs that files name may have the protocols of
+    ``own_urls``, too.
     """
 
-    def __init__(self, logs: Folder, own: Log) -> None:
+    def __init__(self, logs: Folder, own: Log, own_urls: Sequence[str] = ()) -> None:
+        self._own_urls = *own_urls, logs.url
         self.begun: deque[str] = deque()
         self._logs = logs
         self._own = own
@@ -480,7 +482,8 @@ class Retention:
         for name in self._known:
             log = self._logs.child(name)
             if log.file_size(catalog.RUNS_FILE) is not None:
-                runs = runs | set(log.read_json(catalog.RUNS_FILE, list[str]))
+                named = log.read_json(catalog.RUNS_FILE, list[str])
+                runs |= {require_received(run, self._own_urls) for run in named}
         return runs
 
 

@@ -32,7 +32,7 @@ from persia_torchrec.checkpoint.catalog import (
     LogPosition,
     Manifest,
 )
-from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.checkpoint.folder import Folder, require_received
 from persia_torchrec.checkpoint.writer import FolderWriter, name_of_process
 from persia_torchrec.client.codec import BatchCount, ServerHello
 from persia_torchrec.client.shards import Servers
@@ -224,7 +224,8 @@ class Checkpoints:
                     "The servers must write increments. Received: no incremental_dir. "
                     "Give them one, or save whole checkpoints."
                 )
-            url, positions = ended[0].folder, tuple(end.position for end in ended)
+            url = require_received(ended[0].folder, [checkpoint.url])
+            positions = tuple(end.position for end in ended)
             lines = increment_log.find_lines(Folder(url), {})
             found = checkpoint, Manifest.read(checkpoint)
             start = increment_log.find_start_of(lines, positions, found)

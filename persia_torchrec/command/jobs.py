@@ -19,7 +19,7 @@ from rich.live import Live
 
 from persia_torchrec import timeouts
 from persia_torchrec.checkpoint.catalog import Manifest
-from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.checkpoint.folder import Folder, require_received
 from persia_torchrec.command import console
 from persia_torchrec.command.console import as_json, duration
 from persia_torchrec.command.job_view import Job, View, find, is_here, opened
@@ -420,7 +420,7 @@ def _save(there: Job) -> None:
 
 def _given_up(checkpoint: str, trained: int) -> str:
     """Return which steps are behind a checkpoint, where a job continues; or ""."""
-    step = Manifest.read(Folder(checkpoint)).step
+    step = Manifest.read(Folder(require_received(checkpoint))).step
     if step is None or trained <= step:
         return ""
     return f"given up: {steps(step + 1, trained)}"

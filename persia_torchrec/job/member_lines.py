@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from persia_torchrec.checkpoint.catalog import Manifest
-from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.checkpoint.folder import Folder, require_received
 from persia_torchrec.errors import FrameError, PersiaError
 from persia_torchrec.job.state import Member
 from persia_torchrec.metrics.values import bins_of, quantile_us
@@ -153,7 +153,7 @@ def of_checkpoint(path: str) -> dict[str, Any]:
     if not path:
         return {"checkpoint": None}
     try:
-        folder = Folder(path)
+        folder = Folder(require_received(path))
         manifest = Manifest.read(folder)
         sizes = [
             folder.file_size(one.file) == one.size_bytes for one in manifest.shards

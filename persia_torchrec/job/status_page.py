@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 
 from persia_torchrec import env
 from persia_torchrec.checkpoint.catalog import Manifest
-from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.checkpoint.folder import Folder, require_received
 from persia_torchrec.errors import PersiaError
 from persia_torchrec.job.job_list import JobRecord
 from persia_torchrec.job.member import LAST_CHECKPOINT
@@ -143,13 +143,17 @@ def _family(name: str, text: str, value: float) -> Metric:
     return family
 
 
+def _manifest(path: str) -> Manifest:
+    return Manifest.read(Folder(require_received(path)))
+
+
 @functools.lru_cache(4)
 def _created_s(path: str) -> float | None:
     """Return when a checkpoint was taken, in seconds since 1970, if that is known."""
     if not path:
         return None
     try:
-        return datetime.fromisoformat(Manifest.read(Folder(path)).created).timestamp()
+        return datetime.fromisoformat(_manifest(path).created).timestamp()
     except (PersiaError, ValueError):
         return None
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from persia_torchrec import env, timeouts
 from persia_torchrec.checkpoint import catalog
-from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.checkpoint.folder import Folder, require_received
 from persia_torchrec.checkpoint.writer import name_of_process
 from persia_torchrec.embedding.setting import import_settings, non_defaults
 from persia_torchrec.errors import ConfigError
@@ -118,7 +118,8 @@ def choose_served(book: AddressBook, path: str) -> str:
 
     It is the latest one when the first of them has started.
     """
-    return book.claim_note(SERVED_CHECKPOINT, catalog.find_checkpoint(path).url)
+    served = book.claim_note(SERVED_CHECKPOINT, catalog.find_checkpoint(path).url)
+    return require_received(served, [path])
 
 
 def _run(config: ServerConfig, life: JobMember | Lifetime) -> None:

@@ -39,7 +39,7 @@ from persia_torchrec.checkpoint.catalog import (
     SavedTable,
 )
 from persia_torchrec.checkpoint.fitting import find_not_finite
-from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.checkpoint.folder import Folder, require_received
 from persia_torchrec.checkpoint.load import ShardLoad, Target
 from persia_torchrec.checkpoint.restore import restore
 from persia_torchrec.checkpoint.row_file import RowFileWriter, ShardHead, saved_tables
@@ -379,7 +379,7 @@ class Checkpoints:
         """
         config, store = self._config, self._store
         folders = [
-            None if path is None else Folder(path, self.roots)
+            None if path is None else self._folder(path)
             for path in (run, config.incremental_dir)
         ]
         found = restore(store, self._target, *folders)
@@ -457,7 +457,7 @@ class Checkpoints:
             self._delta.advance()
             return
         self._delta = None
-        folder = Folder(request.folder, self.roots)
+        folder = self._folder(request.folder)
         if request.do == "dump":
             self._dump = ShardDump(folder, self._store, self._config)
             self._dump.log = self._increments.begin_dump(request.folder)
@@ -468,12 +468,16 @@ class Checkpoints:
             self._target,
             self._store,
             replaces=request.replace,
-            logs=None if logs is None else Folder(logs, self.roots),
+            logs=None if logs is None else self._folder(logs),
             until=request.until,
         )
         self._load.rules = request.rules
         self._load.start("checking", self._load.check, "checked")
         self._dump = None
+
+    def _folder(self, path: str) -> Folder:
+        """Return a folder that a client, or the job, names."""
+        return Folder(require_received(path, self._config.own_urls), self.roots)
 
     def not_loaded(self) -> StoreError:
         """Return the error of requests for rows while ``is_loading``."""

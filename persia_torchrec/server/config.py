@@ -54,6 +54,10 @@ class ServerConfig(ImportFlags):
     """Folder, or URL, in which clients may name checkpoints, as they may in those that
     other flags name; may be given several times [any, for a server that listens on
     loopback; else the working directory, and PERSIA_CKPT_DIR]"""
+    checkpoint_protocols: tuple[str, ...] = field(default=(), metadata={"repeat": True})
+    """Protocol of fsspec that URLs of clients and of files may have, beside the usual
+    ones; may be given several times [file, s3, s3a, gs, gcs, abfs, az, oss, hdfs,
+    webhdfs, http and https]"""
     recovery_s: float = 0.0
     """How long a lost trainer of joint steps may be away; 0: a second, or a few if the
     server is busy [where processes are started again, ``recovery_timeout_s``]"""
@@ -125,6 +129,13 @@ class ServerConfig(ImportFlags):
         return tuple(
             path for path in (*(self.checkpoint_root or usual), *named) if path
         )
+
+    @property
+    def own_urls(self) -> tuple[str, ...]:
+        """URLs whose protocols the user has named, which received ones may have."""
+        named = self.resume_dir, self.incremental_dir, self.checkpoint
+        protocols = (f"{one}://" for one in self.checkpoint_protocols)
+        return (*protocols, *self.checkpoint_root, *(one for one in named if one))
 
     def make_store(self) -> EmbeddingStore:
         """Return a store with these settings; without a memory file it is empty."""

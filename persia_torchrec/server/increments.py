@@ -107,7 +107,7 @@ class IncrementWriter(BackgroundTask):
         self._logs, self._folder = folder, folder.child(log.name)
         self._config = config
         self.inbox: queue.Queue[FlushRequest] = queue.Queue(config.incremental_queue)
-        self.retention = Retention(folder, log)
+        self.retention = Retention(folder, log, config.own_urls)
         self.prune_wanted = threading.Event()
         self.ending = threading.Event()
         self._wanted: deque[tuple[int, Copy]] = deque()

@@ -25,7 +25,7 @@ from typing import Literal
 import torch
 
 from persia_torchrec import env, timeouts
-from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.checkpoint.folder import Folder, require_received
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.member import JobMember
 from persia_torchrec.job.registry import SERVED_CHECKPOINT
@@ -378,7 +378,8 @@ def find_dense(flags: ServingFlags, served: str | None) -> str:
         return flags.run
     if flags.follow_model:
         raise _joins_two(served)
-    has_model = (flags.model or SCRIPT_MODEL) in Folder(served).names()
+    folder = Folder(require_received(served, [flags.run]))
+    has_model = (flags.model or SCRIPT_MODEL) in folder.names()
     return served if has_model else flags.run
 
 

@@ -48,7 +48,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 from persia_torchrec import env, timeouts
 from persia_torchrec.checkpoint import catalog
 from persia_torchrec.checkpoint.fitting import has_changed, plan_tables
-from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.checkpoint.folder import Folder, require_received
 from persia_torchrec.client.checkpoint_client import SavedCheckpoint, Task, tell_job
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import CheckpointError, ConfigError, PersiaError
@@ -258,10 +258,13 @@ def load_checkpoint(
         found = catalog.Saved.read(folder or catalog.find_checkpoint(path, job=job))
         _dense_of(found.folder)
         delta = found.delta
+        logs = None
+        if delta is not None:
+            logs = require_received(delta.increments, [found.folder.url])
         parts = find_parts(found, client, rules)
         saved = client.checkpoints.load(
             found.checkpoint.url,
-            increments=None if delta is None else delta.increments,
+            increments=logs,
             until=None if delta is None else delta.positions,
             rules=load_first(rules, parts),
             timeout_s=timeout_s,

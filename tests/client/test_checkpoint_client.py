@@ -273,7 +273,8 @@ def test_where_there_is_no_checkpoint_nothing_is_loaded(servers, path):
 
 def test_servers_write_to_any_place_that_fsspec_knows(servers):
     # One server: two readers of a file in fsspec's memory disturb each other.
-    job, other = Job(servers, 1), Job(servers, 1)
+    allowed = {"checkpoint_protocols": ("memory",)}
+    job, other = Job(servers, 1, **allowed), Job(servers, 1, **allowed)
     job.train_many(0)
     job.checkpoints.dump("memory://test_checkpoints/run")
     other.checkpoints.load("memory://test_checkpoints/run")

@@ -338,7 +338,8 @@ def test_names_of_files_that_would_meet_are_rejected(start, tmp_path):
         assert not (tmp_path / "run").exists()
 
 
-def test_any_url_that_fsspec_knows_will_do(start):
+def test_any_url_that_fsspec_knows_will_do(start, monkeypatch):
+    monkeypatch.setenv("PERSIA_CKPT_DIR", "memory://any")  # servers take it from there
     # One server: two readers of a file in fsspec's memory disturb each other.
     url = f"memory://{uuid.uuid4()}/run"
     with ctx_of(start(num_servers=1)) as ctx:
