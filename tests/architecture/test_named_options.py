@@ -38,6 +38,8 @@ PROGRAMS = {
     "checkpoint": [ServerFlags],
     "embedding": [ServerFlags, WorkerFlags, ServingFlags],
     "serving": [ServingFlags],
+    "sharding/dense_half.py": [ServingFlags],
+    "sharding/exported_program.py": [ServingFlags],
     "persia/worker": [WorkerFlags],
     "persia/convert.py": [Conversion],
     "job/torchrun.py": [AgentConfig],
