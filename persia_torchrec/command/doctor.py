@@ -19,6 +19,7 @@ from persia_torchrec.command import console
 from persia_torchrec.command.console import as_json
 from persia_torchrec.errors import PersiaError
 from persia_torchrec.job import job_list
+from persia_torchrec.rpc import auth
 from persia_torchrec.rpc.addresses import free_port
 from persia_torchrec.version import __version__, require_set_that_fits
 
@@ -109,17 +110,23 @@ def _token() -> Iterator[Check]:
     name = "PERSIA_JOB_TOKEN"
     mend = f"set {name}_FILE to a file"
     try:
-        path = env.token_path(name)
+        path, why = env.token_path(name), ""
         if path is None:
-            env.job_token()
+            why = auth.weakness(env.job_token())
             yield Check("token", "note", f"in {name}, which children see")
         elif env.text(f"{name}_FILE") is None and not Path(path).exists():
             yield Check("token", "ok", f"none yet: the first job makes {path}")
         else:
             mend = f"chmod 600 {path}"
-            env.read_token(path, name)
+            why = auth.weakness(env.read_token(path, name))
             mode = stat.S_IMODE(Path(path).stat().st_mode)
-            yield Check("token", "ok", f"{path}, {mode:o}")
+            if not why:
+                yield Check("token", "ok", f"{path}, {mode:o}")
+        if why:
+            mend = (
+                f"(umask 077; openssl rand -hex 32 > FILE), and name it by {name}_FILE"
+            )
+            yield Check("token", "note", why, mend)
     except (OSError, PersiaError) as exc:
         yield Check("token", "bad", str(exc), mend)
 

@@ -53,10 +53,15 @@ from persia_torchrec.job.signals import EndSignals
 from persia_torchrec.job.state import Member
 from persia_torchrec.parsing.command_line import parse_flags
 from persia_torchrec.persia.config.global_config import reject_inference
+from persia_torchrec.rpc import auth
 from persia_torchrec.rpc.addresses import LOOPBACK
 
 logger = logging.getLogger("persia_torchrec.job.coordinator")  # also as __main__
 
+_NOT_ENCRYPTED = (
+    "nothing but the address book is encrypted between hosts: PERSIA_ENCRYPT=1 for all "
+    "processes encrypts ids, rows and gradients, at about half of the rows a second"
+)
 _ROLES = ("server", "worker", "loader", "trainer", "predictor")
 
 
@@ -446,6 +451,10 @@ def _serve(argv: Sequence[str] | None) -> int:
     except PersiaError as exc:
         failures.tell_launcher(str(exc))
         raise
+    if why := auth.weakness(env.job_token()):
+        logger.warning("%s", why)
+    if not (is_local or env.encrypts()):
+        logger.info("%s", _NOT_ENCRYPTED)
     coordinator = Coordinator(config, book)
     record = job_list.record_of(book.greeting.job_id, book.port)
     set_title("coordinator 0", book.greeting.job_id)

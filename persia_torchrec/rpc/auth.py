@@ -31,6 +31,7 @@ that ZeroMQ connects again, is rejected: its client opens another socket.
 import errno
 import hmac
 import logging
+import math
 import re
 import secrets
 import threading
@@ -116,6 +117,7 @@ REJECTIONS = (
 """Events of a client's socket that :class:`Proof` understands."""
 
 _ASKED = "inproc://zeromq.zap.01"  # where ZeroMQ asks who may connect (its RFC 27)
+_LEAST_BITS = 96  # of a token
 _MAX_NAMES = 2**18
 _MAX_REJECTIONS = 4  # in a row; a listener that is killed rejects, too
 _LOG_S = 10.0
@@ -155,6 +157,25 @@ def listener_options(
         return {zmq.CURVE_SERVER: 1, zmq.CURVE_SECRETKEY: _curve_key(token)}
     ZapAuthenticator(context, token)
     return {zmq.PLAIN_SERVER: 1, zmq.ZAP_DOMAIN: b"persia_torchrec"}
+
+
+def weakness(token: str | None) -> str:
+    """Return why a token may be guessed, or "".
+
+    Who has read a proof can try tokens on a machine of its own, with one digest for
+    each. How many bits a token has at most follows from its characters.
+    """
+    if token is None:
+        return ""
+    num_different = len(set(token))
+    most_bits = len(token) * math.log2(num_different)
+    if most_bits >= _LEAST_BITS:
+        return ""
+    return (
+        f"the job's token must be random, of {_LEAST_BITS} bits or more, as from "
+        f"`openssl rand -hex 32`. Received: {len(token)} characters, {num_different} "
+        f"of them different: {most_bits:.0f} bits at most"
+    )
 
 
 class Proof:

@@ -1,10 +1,9 @@
 import json
-from pathlib import Path
+import secrets
 
 import pytest
 from click.testing import CliRunner
 
-from persia_torchrec import env
 from persia_torchrec.command import main
 
 
@@ -33,22 +32,34 @@ def test_what_is_wrong_has_the_command_that_mends_it(monkeypatch, tmp_path):
     assert "pip install --no-deps torchrec" in result.output
 
 
+@pytest.mark.parametrize(
+    ("token", "mode", "state", "found"),
+    [
+        ("a" * 64, 0o600, "note", "64 characters, 1 of them different: 0 bits at most"),
+        ("0123456789abcdef", 0o600, "note", "must be random, of 96 bits or more"),
+        (secrets.token_hex(32), 0o644, "bad", "a file that others cannot read"),
+        (secrets.token_hex(32), 0o600, "ok", "600"),
+    ],
+)
+def test_a_token_in_the_home_of_a_user_must_be_random_and_private(
+    monkeypatch, tmp_path, token, mode, state, found
+):
+    for name in ("PERSIA_JOB_TOKEN_FILE", "PERSIA_JOB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = tmp_path / ".persia_torchrec" / "job_token"
+    file.parent.mkdir()
+    file.write_text(token)
+    file.chmod(mode)
+    result = CliRunner().invoke(main, ["doctor", "--json"])
+    checks = {one["check"]: one for one in json.loads(result.stdout)}
+    assert checks["token"]["state"] == state
+    assert found in checks["token"]["found"]
+    assert token not in result.output
+
+
 def _lacks_torchrec():
     raise ImportError("Run: pip install --no-deps torchrec")
-
-
-@pytest.mark.parametrize("mode", [0o600, 0o644])
-def test_the_token_of_the_users_jobs_is_judged_as_a_job_would(
-    monkeypatch, tmp_path, mode
-):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("PERSIA_JOB_TOKEN_FILE", raising=False)
-    path = Path(env.token_file("PERSIA_JOB_TOKEN"))
-    path.chmod(mode)
-    result = CliRunner().invoke(main, ["doctor"])
-    is_good = mode == 0o600
-    assert result.exit_code == 1 - is_good
-    assert (f"chmod 600 {path}" not in result.output) is is_good
 
 
 def test_a_look_makes_no_token(monkeypatch, tmp_path):

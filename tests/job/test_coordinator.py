@@ -395,3 +395,25 @@ def test_a_coordinator_that_starts_again_knows_what_it_has_learned():
         watching._learn_sizes()
         names = watching._names(watching._members)
     assert names == ["server 0", "server 1", "server 2", "any trainer"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "num"),
+    [({}, 1), ({"PERSIA_ENCRYPT": "1"}, 0), ({"PERSIA_STORE_HOST": "127.0.0.1"}, 0)],
+)
+def test_a_job_on_several_hosts_says_once_that_it_is_not_encrypted(
+    processes, variables, num
+):
+    job = Job(processes, trainer=1, env=variables)
+    job.start("trainer", "print('trained')", env=variables)
+    assert job.coordinator.status() == 0
+    assert job.coordinator.output().count("PERSIA_ENCRYPT=1 for all processes") == num
+
+
+def test_a_coordinator_warns_of_a_token_that_can_be_guessed(processes):
+    weak = {"PERSIA_JOB_TOKEN": "0123456789abcdef", "PERSIA_JOB_TOKEN_FILE": ""}
+    job = Job(processes, trainer=1, env=weak)
+    job.start("trainer", "print('trained')", env=weak)
+    assert job.coordinator.status() == 0
+    assert job.coordinator.output().count("must be random, of 96 bits or more") == 1
+    assert weak["PERSIA_JOB_TOKEN"] not in job.coordinator.output()

@@ -1,6 +1,7 @@
 """Who may connect: mechanisms, rejections, and the errors of clients."""
 
 import contextlib
+import secrets
 import time
 
 import pytest
@@ -204,3 +205,11 @@ def test_encryption_needs_a_token(monkeypatch):
     set_token(monkeypatch, None, encrypt="1")
     with pytest.raises(ConfigError, match="PERSIA_ENCRYPT=1 needs the job's token"):
         Connections("service", ["tcp://127.0.0.1:1"])
+
+
+def test_a_token_that_can_be_guessed_is_named_and_a_random_one_is_not():
+    for weak in ("a" * 255, "0123456789abcdef", "correct-horse-battery"):
+        assert "openssl rand -hex 32" in auth.weakness(weak)
+    for num_bytes in (16, 32):
+        assert all(not auth.weakness(secrets.token_hex(num_bytes)) for _ in range(99))
+    assert not auth.weakness(None)
