@@ -1,6 +1,7 @@
 """Loggers for the user's scripts, under PERSIA's names."""
 
 import logging
+import re
 import sys
 from pathlib import Path
 
@@ -8,6 +9,9 @@ from persia_torchrec import env
 from persia_torchrec.errors import ConfigError
 
 _LINE_FORMAT = "%(asctime)s %(levelname)s %(name)s{}: %(message)s"
+
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+_LINES = "\n\t"  # of a traceback, or of a table
 
 _PACKAGE = "persia_torchrec"
 _CONSOLE = "persia_torchrec console"  # the name of the handlers that print
@@ -17,6 +21,23 @@ _COLOURS = {
     logging.ERROR: "\x1b[31m",  # red
     logging.CRITICAL: "\x1b[1;31m",  # bold red
 }
+
+
+def printable(text: str, keep: str = _LINES) -> str:
+    r"""Return a text for a terminal, in which control characters are escaped.
+
+    So names and paths of others cannot colour, move or hide what a terminal shows, nor
+    reverse it. ``keep`` are those that stay; none, where a line must stay one.
+
+    Example:
+        >>> printable("a\x1b[31mred\n"), printable("a\r\nb", keep="")
+        ('a\\x1b[31mred\n', 'a\\r\\nb')
+    """
+    if text.isprintable():
+        return text
+    return _CONTROLS.sub(
+        lambda one: one[0] if one[0] in keep else repr(one[0])[1:-1], text
+    )
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -52,7 +73,7 @@ def get_default_logger(
         console = logging.StreamHandler(sys.stderr)
         console.name = _CONSOLE
         on_terminal = sys.stderr.isatty()
-        formatter = _ColourFormatter if on_terminal else logging.Formatter
+        formatter = _ColourFormatter if on_terminal else _Formatter
         console.setFormatter(formatter(_line_format()))
         logger.addHandler(console)
     if log_file is not None:
@@ -103,7 +124,7 @@ def _add_file(
     except OSError as exc:
         must = f"{argument} must be a path that can be written."
         raise ConfigError(f"{must} Received: {path} ({exc}).") from exc
-    file.setFormatter(logging.Formatter(_line_format()))
+    file.setFormatter(_Formatter(_line_format()))
     file.setLevel(level)
     logger.addHandler(file)
 
@@ -114,7 +135,14 @@ def _line_format() -> str:
     return _LINE_FORMAT.format(f" [{job}]".replace("%", "%%") if job else "")
 
 
-class _ColourFormatter(logging.Formatter):
+class _Formatter(logging.Formatter):
+    """Escapes what is not printable."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
+class _ColourFormatter(_Formatter):
     """Wraps each line into the colour of its level."""
 
     def format(self, record: logging.LogRecord) -> str:

@@ -5,7 +5,12 @@ import sys
 import pytest
 
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.logger import get_default_logger, get_logger, setLogger
+from persia_torchrec.logger import (
+    get_default_logger,
+    get_logger,
+    printable,
+    setLogger,
+)
 
 
 class Terminal(io.StringIO):
@@ -42,6 +47,22 @@ def test_lines_go_to_stderr_from_debug_up(capsys, name):
     assert out == ""
     assert err.endswith(f" INFO {name}: step 3\n")
     assert err.count("\n") == 2
+
+
+def test_what_a_terminal_would_obey_is_escaped(capsys, name, tmp_path):
+    log = tmp_path / "log"
+    logger = get_default_logger(name, log_file=log)
+    logger.info("of %s", "a\x1b[31mred\x1b]0;title\x07\x9b\r\x7f")
+    due = r"of a\x1b[31mred\x1b]0;title\x07\x9b\r\x7f" + "\n"
+    assert capsys.readouterr().err.endswith(due)
+    assert log.read_text().endswith(due)
+
+
+def test_text_that_is_printable_stays():
+    for text in ("", "a b", "line\n\tline", "\u00e9\u4e2d", "\\x1b"):
+        assert printable(text) == text
+    assert printable("a\nb\tc", keep="") == r"a\nb\tc"
+    assert printable("a\u202eb\u2028") == r"a\u202eb\u2028"
 
 
 def test_lines_of_a_job_have_its_id(capsys, monkeypatch, name):

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from persia_torchrec.errors import PersiaError
+from persia_torchrec.logger import printable
 from persia_torchrec.version import __version__
 
 _MODULES = {  # of each verb, in the order of use
@@ -42,7 +43,7 @@ class _Verbs(click.Group):
         try:
             return super().invoke(context)
         except PersiaError as exc:
-            raise click.ClickException(str(exc)) from exc
+            raise click.ClickException(printable(str(exc))) from exc
 
 
 @click.command(

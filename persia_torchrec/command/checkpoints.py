@@ -63,7 +63,7 @@ def ls(run: str, is_json: bool) -> None:
     elif lines:
         console.show(lines)
     else:
-        click.echo(f"no checkpoint in {folder.url}")
+        console.echo(f"no checkpoint in {folder.url}")
 
 
 def _listed(folder: Folder) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def verify(path: str) -> None:
     folder = catalog.find_checkpoint(path)
     manifest = Manifest.read(folder)
     num_rows = sum(len(block) for _, block in _blocks(folder, manifest))
-    click.echo(f"{folder.url} is whole: {num_rows} rows")
+    console.echo(f"{folder.url} is whole: {num_rows} rows")
 
 
 def _blocks(folder: Folder, manifest: Manifest) -> Iterator[tuple[str, RowColumns]]:
@@ -290,7 +290,7 @@ def pin(path: str, undo: bool) -> None:
     """
     folder = catalog.find_checkpoint(path)
     catalog.pin(folder, not undo)
-    click.echo(f"{folder.url} {'may be deleted' if undo else 'is kept'}")
+    console.echo(f"{folder.url} {'may be deleted' if undo else 'is kept'}")
 
 
 @checkpoint.command()
@@ -315,7 +315,7 @@ def rm(path: str, yes: bool) -> None:
     if not yes:
         click.confirm(f"delete {folder.url}?", abort=True)
     catalog.delete(folder)
-    click.echo(f"{folder.url} is deleted")
+    console.echo(f"{folder.url} is deleted")
 
 
 @checkpoint.command()
@@ -347,7 +347,7 @@ def convert(source: str, target: Path) -> None:
         made = catalog.begin_checkpoint(target)
         with catalog.discarding(made):
             _write(given, made)
-        click.echo(f"{made.url}: {Manifest.read(made).num_rows} rows")
+        console.echo(f"{made.url}: {Manifest.read(made).num_rows} rows")
         return
     tables = {
         name: {
@@ -358,7 +358,7 @@ def convert(source: str, target: Path) -> None:
     }
     with Folder(target.parent).created(target.name) as file:
         torch.save(tables, file)
-    click.echo(f"{target}: {sum(len(one['ids']) for one in tables.values())} rows")
+    console.echo(f"{target}: {sum(len(one['ids']) for one in tables.values())} rows")
 
 
 def _tables_of(state: Any, source: str) -> dict[str, _Rows]:

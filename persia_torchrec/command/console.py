@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from persia_torchrec.logger import printable
+
 Line = Mapping[str, Any]
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -42,7 +44,9 @@ def table(lines: Sequence[Line], columns: Iterable[str] = (), title: str = "") -
     """Return a table of lines, with ``-`` for what a line lacks."""
     names = list(columns) or list(dict.fromkeys(name for one in lines for name in one))
     names = [name for name in names if any(one.get(name) is not None for one in lines)]
-    made = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
+    made = Table(
+        title=printable(title) or None, title_justify="left", box=None, pad_edge=False
+    )
     for name in names:
         values = [one.get(name) for one in lines]
         is_number = any(isinstance(value, int | float) for value in values)
@@ -59,6 +63,11 @@ def show_pairs(pairs: Line) -> None:
         if value not in (None, ""):
             made.add_row(_head(name), _cell(name, value))
     console().print(made)
+
+
+def echo(text: object, *, err: bool = False) -> None:
+    """Print lines in which names and paths of others are printable."""
+    click.echo(printable(str(text)), err=err)
 
 
 def show_json(value: object) -> None:
@@ -85,7 +94,7 @@ def _cell(name: str, value: Any) -> Text:
     if isinstance(value, int | float):
         return Text(short(value) if abs(value) >= 10_000 else f"{value:.4g}")
     style = "green" if value in _GOOD else "red" if value in _BAD else ""
-    return Text(str(value), style=style)
+    return Text(printable(str(value)), style=style)
 
 
 def short(number: float, base: float = 1000.0) -> str:

@@ -33,6 +33,7 @@ from persia_torchrec.job.progress import CURVES
 from persia_torchrec.job.requests import Fail
 from persia_torchrec.job.requests import View as JobView
 from persia_torchrec.job.saves import SAVE_REQUEST, steps
+from persia_torchrec.logger import printable
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -83,7 +84,7 @@ def ps(is_all: bool, is_json: bool) -> None:
     elif lines:
         console.show(lines)
     else:
-        click.echo("no job runs; persia-torchrec ps --all has those that have ended")
+        console.echo("no job runs; persia-torchrec ps --all has those that have ended")
 
 
 @click.command()
@@ -148,7 +149,7 @@ def _drawn(found: dict[str, Any]) -> Group:
         lines.append("newest checkpoint: none yet")
     if found["failed_saves"]:
         lines.append(found["failed_saves"])
-    return Group("\n".join(lines), console.table(members, _MEMBERS))
+    return Group(printable("\n".join(lines)), console.table(members, _MEMBERS))
 
 
 @click.command()
@@ -297,9 +298,9 @@ def report(job: str) -> None:
                 "started on this machine. Start it with PERSIA_REPORT_DIR=FOLDER."
             )
     for line in job_report.write(folder, record):
-        click.echo(line, err=True)
+        console.echo(line, err=True)
     for path in sorted(folder.iterdir()):
-        click.echo(path)
+        console.echo(path)
 
 
 @click.command()
@@ -333,7 +334,7 @@ def end(record: JobRecord | None, name: str, *, saves: bool) -> JobRecord:
                 f"A job that serves is stopped where its coordinator runs. Received: "
                 f"host {record.host}. Cancel it with its scheduler, or use --no-save."
             )
-    click.echo(f"{record.job_id} ends", err=True)
+    console.echo(f"{record.job_id} ends", err=True)
     deadline = time.monotonic() + timeouts.VERB_END_S
     while time.monotonic() < deadline:
         known = find(record.job_id, is_running=False)
@@ -341,7 +342,7 @@ def end(record: JobRecord | None, name: str, *, saves: bool) -> JobRecord:
             last = known.checkpoint or "none"
             if has_trainers and known.saves is None:
                 last = "none, as its script saves nothing (no recoverable())"
-            click.echo(f"{known.job_id} has ended; its last checkpoint: {last}")
+            console.echo(f"{known.job_id} has ended; its last checkpoint: {last}")
             return known
         time.sleep(_LOOK_S)
     raise click.ClickException(
@@ -387,7 +388,7 @@ def scale(job: str, servers: int, no_save: bool) -> None:
     ended = end(record, record.job_id, saves=not no_save)
     lost = _given_up(checkpoint, trained) if no_save else _lost(ended)
     if lost:
-        click.echo(lost, err=True)
+        console.echo(lost, err=True)
     run = str(Path(checkpoint).parent)
     _start_again(record, embedding_servers=str(servers), resume_dir=run)
 
@@ -400,7 +401,7 @@ def _save(there: Job) -> None:
         raise click.ClickException(f"{wanted} its script has no recoverable().")
     request = secrets.token_hex(8)
     there.book.tell(SAVE_REQUEST, request)
-    click.echo(f"{name} saves", err=True)
+    console.echo(f"{name} saves", err=True)
     deadline = time.monotonic() + timeouts.CHECKPOINT_S
     while time.monotonic() < deadline:
         view, saves = there.book.view(), there.saves()
@@ -443,7 +444,7 @@ def rollback(job: str, checkpoint: str) -> None:
         trained = there.step()
     end(record, record.job_id, saves=False)
     if lost := _given_up(checkpoint, trained):
-        click.echo(lost, err=True)
+        console.echo(lost, err=True)
     _start_again(record, resume_dir=str(folder))
 
 
@@ -481,7 +482,7 @@ def _start_again(record: JobRecord, **changes: str) -> None:
     command = list(record.command)
     for name, value in changes.items():
         command = _with_argument(command, name, value)
-    click.echo(shlex.join(command), err=True)
+    console.echo(shlex.join(command), err=True)
     _await_end_of_all(record)
     os.chdir(record.folder)
     os.execv(command[0], command)

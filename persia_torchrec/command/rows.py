@@ -47,7 +47,9 @@ def print_rows(lines: list[dict[str, Any]], *, is_json: bool) -> None:
     for line in lines:
         weights = " ".join(f"{value:.6g}" for value in line["weights"])
         state = " ".join(f"{value:.6g}" for value in line["state"])
-        click.echo(f"{line['id']}: {weights}" + (f"  state: {state}" if state else ""))
+        console.echo(
+            f"{line['id']}: {weights}" + (f"  state: {state}" if state else "")
+        )
 
 
 @click.command()
@@ -130,4 +132,4 @@ def data(files: tuple[str, ...], rows: int) -> None:
     """
     from persia_torchrec.datasets.look import look  # needs the extra data
 
-    click.echo(look(files, rows))
+    console.echo(look(files, rows))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from persia_torchrec.datasets.look import look
 from persia_torchrec.errors import PersiaError
+from persia_torchrec.logger import printable
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -19,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--rows", type=int, default=1_000_000, help="rows looked at [1000000]")
     arguments = parser.parse_args(argv)
     try:
-        sys.stdout.write(look(arguments.files, arguments.rows) + "\n")
+        sys.stdout.write(printable(look(arguments.files, arguments.rows)) + "\n")
     except PersiaError as exc:
         parser.error(str(exc))
 

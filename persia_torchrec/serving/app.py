@@ -37,6 +37,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from persia_torchrec.errors import BatchError
+from persia_torchrec.logger import printable
 from persia_torchrec.parsing.decoding import decoder_of, shown
 from persia_torchrec.persia.batch import PersiaBatch
 from persia_torchrec.rpc.browsers import AllowedHosts
@@ -182,7 +183,7 @@ class Application:
                 access.info(
                     "%s %s %s %d %.1f ms",
                     *(request.client and request.client.host, request.method),
-                    *(request.url.path, response.status_code),
+                    *(printable(request.url.path, keep=""), response.status_code),
                     (time.perf_counter() - start) * 1e3,
                 )
             return response

@@ -303,6 +303,16 @@ def test_only_a_client_with_the_token_is_answered(serve, monkeypatch):
         assert b"rows" not in answer
 
 
+def test_the_access_log_has_no_control_characters(serve, caplog):
+    server, _ = serve(Model(), access_log=True)
+    with caplog.at_level("INFO", "persia_torchrec.serving.access"):
+        ask(server.address, "/v2/models/a%1b%5b31mRED%9b%c2%9b%7f%e2%80%ae")
+    (line,) = [r.getMessage() for r in caplog.records if "/v2/models" in r.getMessage()]
+    assert r"/v2/models/a\x1b[31mRED" in line
+    assert r"\x9b\x7f\u202e" in line
+    assert line.isprintable()
+
+
 def test_a_server_for_others_has_a_token_that_is_not_the_jobs(serve, monkeypatch):
     monkeypatch.delenv("PERSIA_HTTP_TOKEN", raising=False)
     with pytest.raises(ConfigError, match="PERSIA_HTTP_TOKEN_FILE, or PERSIA_HTTP_TOK"):
