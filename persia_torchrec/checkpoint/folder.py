@@ -150,15 +150,8 @@ class Folder:
         if not self._is_local:
             return "it is behind a URL"
         path = Path(self._within(name)).resolve()
-        for one in (path.parent, path):
-            with named_errors("look at", str(one)):
-                found = one.stat()
-            if found.st_uid not in (os.getuid(), 0):
-                return f"{one} belongs to user {found.st_uid}"
-            if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                mode = stat.S_IMODE(found.st_mode)
-                return f"{one} has mode {mode:o}; chmod go-w would do"
-        return ""
+        with named_errors("look at", str(path)):
+            return writers_of(path.parent) or writers_of(path)
 
     def age_s(self, name: str) -> float:
         """Return the seconds since a file was written, by the file system's clock.
@@ -349,6 +342,16 @@ class _DirectFile(io.RawIOBase):
                 if exc.errno != errno.EINVAL or not mode:
                     raise
                 mode = fcntl.fcntl(self._file, fcntl.F_SETFL, 0)  # which is 0
+
+
+def writers_of(path: Path) -> str:
+    """Return why others than this user, or root, may write to a path; "": none may."""
+    found = path.stat()
+    if found.st_uid not in (os.getuid(), 0):
+        return f"{path} belongs to user {found.st_uid}"
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"{path} has mode {stat.S_IMODE(found.st_mode):o}; chmod go-w would do"
+    return ""
 
 
 def require_received(path: str, own: Iterable[str] = ()) -> str:

@@ -20,6 +20,8 @@ import msgspec
 from msgspec import structs
 
 from persia_torchrec import env
+from persia_torchrec.checkpoint.folder import writers_of
+from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.process_identity import ProcessIdentity
 from persia_torchrec.job.requests import Outcome
 from persia_torchrec.job.saves import Saves
@@ -73,9 +75,11 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
             return
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _require_own(folder)
             path = folder / f"{self.job_id}.json"
             begun = path.with_suffix(f".{os.getpid()}")
             try:
+                begun.touch(mode=0o600)
                 begun.write_bytes(msgspec.json.format(msgspec.json.encode(self)))
                 begun.replace(path)
             finally:
@@ -83,7 +87,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
             ended = [one for one in find_jobs() if one.state != "running"]
             for old in ended[_MAX_JOBS:]:
                 (folder / f"{old.job_id}.json").unlink(missing_ok=True)
-        except OSError as exc:
+        except (OSError, ConfigError) as exc:
             logger.info("persia-torchrec ps does not find this job: %s", exc)
 
 
@@ -115,12 +119,30 @@ def listed(record: JobRecord) -> Iterator[dict[str, object]]:
 
 
 def find_jobs() -> list[JobRecord]:
-    """Return all jobs that are known, the latest first."""
+    """Return all jobs that are known, the latest first.
+
+    Raises:
+        ConfigError: others may write to the folder, or to a file in it, whose commands
+            would be run.
+    """
     folder, found = jobs_folder(), []
-    for path in [] if folder is None else folder.glob("*.json"):
+    if folder is None or not folder.is_dir():
+        return []
+    _require_own(folder)
+    for path in folder.glob("*.json"):
         with contextlib.suppress(OSError, msgspec.MsgspecError):  # of another version
+            _require_own(path)
             found.append(decoder_of(JobRecord).decode(path.read_bytes()))
     return sorted(found, key=lambda one: one.began, reverse=True)
+
+
+def _require_own(path: Path) -> None:
+    if why := writers_of(path):
+        raise ConfigError(
+            "The list of jobs, whose commands are run, must be of this user, and no "
+            f"other one may write to it. Received: {why}. Change or delete it, or set "
+            "XDG_STATE_HOME to another folder."
+        )
 
 
 def jobs_folder() -> Path | None:

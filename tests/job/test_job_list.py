@@ -2,6 +2,7 @@ import os
 
 import pytest
 
+from persia_torchrec.errors import ConfigError
 from persia_torchrec.job import job_list
 from persia_torchrec.job.job_list import find_jobs, listed, record_of
 
@@ -36,6 +37,27 @@ def test_what_another_version_has_written_is_left_out(folder):
     record_of("job", 29400).write()
     (folder / "other.json").write_text('{"job_id": 7}')
     assert [one.job_id for one in find_jobs()] == ["job"]
+
+
+@pytest.mark.parametrize("name", ["", "job.json"])
+def test_what_others_may_write_to_is_not_listed(folder, name):
+    record_of("job", 29400).write()
+    assert (folder / "job.json").stat().st_mode & 0o077 == 0
+    (folder / name).chmod(0o777)
+    with pytest.raises(ConfigError, match=r"has mode 777.*XDG_STATE_HOME"):
+        find_jobs()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+@pytest.mark.parametrize("name", ["", "job.json"])
+def test_what_another_user_has_made_is_not_listed(folder, name):
+    record_of("job", 29400).write()
+    os.chown(folder / name, 12345, 12345)
+    with pytest.raises(ConfigError, match="belongs to user 12345"):
+        find_jobs()
+    if not name:
+        record_of("other", 29400).write()  # a job runs without it
+        assert not (folder / "other.json").exists()
 
 
 def test_the_oldest_that_have_ended_leave(folder, monkeypatch):
