@@ -4,9 +4,34 @@ Catch ``PersiaError`` to catch them all. ``assert`` is kept for what only a bug 
 this package can break.
 """
 
+import re
+
+_USERINFO = re.compile(
+    r"([a-z][a-z0-9+.-]*://)[^/\s'\"\\]*:[^/\s'\"\\]*@|(https?://)[^/\s'\"\\]*@",
+    re.IGNORECASE,
+)
+_QUERY = re.compile(
+    r"(https?://[^\s'\"\\?]*)\?[^\s'\"\\]*[^\s'\"\\.,:;)]", re.IGNORECASE
+)
+
+
+def without_secrets(text: str) -> str:
+    """Return a text whose URLs have no user and password, and those of HTTP no query.
+
+    It may be JSON. A name of a user alone, as that of a container in abfs, stays where
+    the protocol is not HTTP.
+    """
+    if "://" not in text:
+        return text
+    return _QUERY.sub(r"\1", _USERINFO.sub(r"\1\2", text))
+
 
 class PersiaError(Exception):
-    """Base class of every error raised by persia_torchrec."""
+    """Base class of every error raised by persia_torchrec; no URL shows a secret."""
+
+    def __init__(self, *args: object) -> None:
+        told = (without_secrets(one) if isinstance(one, str) else one for one in args)
+        super().__init__(*told)
 
 
 class ConfigError(PersiaError, ValueError):

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from persia_torchrec import env
-from persia_torchrec.errors import ConfigError
+from persia_torchrec.errors import ConfigError, without_secrets
 
 _LINE_FORMAT = "%(asctime)s %(levelname)s %(name)s{}: %(message)s"
 
@@ -136,10 +136,10 @@ def _line_format() -> str:
 
 
 class _Formatter(logging.Formatter):
-    """Escapes what is not printable."""
+    """Escapes what is not printable, and leaves passwords out of URLs."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))
+        return printable(without_secrets(super().format(record)))
 
 
 class _ColourFormatter(_Formatter):

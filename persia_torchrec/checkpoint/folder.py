@@ -24,7 +24,7 @@ from fsspec.implementations.arrow import ArrowFSWrapper
 from fsspec.implementations.local import LocalFileSystem
 
 from persia_torchrec import env
-from persia_torchrec.errors import CheckpointError, ConfigError
+from persia_torchrec.errors import CheckpointError, ConfigError, without_secrets
 from persia_torchrec.parsing.decoding import parse_json
 
 _BUFFER_BYTES = 2**20
@@ -200,8 +200,9 @@ class Folder:
             file.write(data)
 
     def write_json(self, name: str, value: object) -> None:
-        """Write a value as JSON that people can read."""
-        self.write(name, msgspec.json.format(msgspec.json.encode(value)))
+        """Write a value as JSON that people can read, its URLs without passwords."""
+        text = msgspec.json.format(msgspec.json.encode(value)).decode()
+        self.write(name, without_secrets(text).encode())
 
     def remove(self, name: str) -> None:
         """Delete a file, if it exists."""
@@ -359,6 +360,7 @@ def require_received(path: str, own: Iterable[str] = ()) -> str:
 
     It has a protocol of ``PROTOCOLS``, or one that a path of ``own`` has, which are
     those that the user of this process has named; so are those of the environment.
+    Files name URLs without user and password: on a host of ``own`` they have its.
     """
     own = *own, env.checkpoint_dir(), env.text("PERSIA_CKPT_DIR") or ""
     allowed = PROTOCOLS | {fsspec.core.split_protocol(one)[0] for one in own}
@@ -369,6 +371,11 @@ def require_received(path: str, own: Iterable[str] = ()) -> str:
             f"{', '.join(sorted(PROTOCOLS))}, and no chain of them. Received: "
             f"{path!r:.500}. Start the servers with --checkpoint-protocols for others."
         )
+    asked = urlsplit(path)
+    for one in map(urlsplit, own):
+        of_user, _, host = one.netloc.rpartition("@")
+        if of_user and (one.scheme, host) == (asked.scheme, asked.netloc):
+            return path.replace("://", f"://{of_user}@", 1)
     return path
 
 

@@ -26,7 +26,7 @@ from urllib.parse import unquote
 import fsspec
 
 from persia_torchrec.datasets.columns import require
-from persia_torchrec.errors import ConfigError, DataError
+from persia_torchrec.errors import ConfigError, DataError, without_secrets
 
 _PARTITION = re.compile(r"([A-Za-z_][\w.-]*)=([^=]*)")
 _CHECKSUM = re.compile(r"^(?:.*/)?([^/]*) \((\d+ bytes), xxh3 [0-9a-f]+\)")
@@ -111,7 +111,7 @@ def find_sources(files: Files) -> list[Source]:
         twice = next(url for url in urls if urls.count(url) > 1)
         raise ConfigError(f"files must be different. Received: {twice} twice.")
     if len(found) == 1:
-        return [replace(found[0], name=os.path.basename(urls[0]))]  # noqa: PTH119 URLs
+        return [replace(found[0], name=os.path.basename(_full(found[0])))]  # noqa: PTH119 URLs
     common = os.path.commonpath([os.path.dirname(_full(s)) for s in found])  # noqa: PTH120
     return [replace(s, name=_full(s)[len(common) :].lstrip("/")) for s in found]
 
@@ -124,7 +124,7 @@ def legacy_identity(identity: str) -> str:
 def _full(source: Source) -> str:
     if source.filesystem is None:
         return os.path.abspath(source.url)  # noqa: PTH100 keeps links
-    return source.url.replace("://", "/", 1)
+    return without_secrets(source.url).replace("://", "/", 1)
 
 
 def _expand(text: str) -> list[Source]:

@@ -39,7 +39,7 @@ from typing import Literal
 from msgspec import structs
 
 from persia_torchrec import env, timeouts
-from persia_torchrec.errors import ConfigError, PersiaError
+from persia_torchrec.errors import ConfigError, PersiaError, without_secrets
 from persia_torchrec.job import failures, job_list, process_identity, report
 from persia_torchrec.job import member as membership
 from persia_torchrec.job.member_record import MemberRecord
@@ -222,7 +222,9 @@ class Coordinator:
         return {
             "outcome": job.outcome,
             "reason": job.reason,
-            "checkpoint": job.notes.get(membership.LAST_CHECKPOINT, ""),
+            "checkpoint": without_secrets(
+                job.notes.get(membership.LAST_CHECKPOINT, "")
+            ),
             "saves": Saves.of(job.notes),
             "logs": {one.who: one.log for one in job.members.values() if one.log},
         }

@@ -24,6 +24,7 @@ from persia_torchrec.errors import (
     RemoteError,
     RequestTimeoutError,
     ServerError,
+    without_secrets,
 )
 
 _PACKAGE = str(Path(env.__file__).parent)
@@ -55,10 +56,12 @@ def describe(exc: BaseException) -> str | None:
         return str(exc)
     if not isinstance(exc, SystemExit):
         what = f"{type(exc).__name__}: {exc}".removesuffix(": ")
-        return "; ".join([what, *getattr(exc, "__notes__", ())])
+        return without_secrets("; ".join([what, *getattr(exc, "__notes__", ())]))
     if exc.code is None or exc.code == 0:
         return None
-    return f"exit status {exc.code}" if isinstance(exc.code, int) else str(exc.code)
+    if isinstance(exc.code, int):
+        return f"exit status {exc.code}"
+    return without_secrets(str(exc.code))
 
 
 def is_of_connection(exc: BaseException) -> bool:

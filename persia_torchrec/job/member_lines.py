@@ -15,7 +15,7 @@ from typing import Any
 
 from persia_torchrec.checkpoint.catalog import Manifest
 from persia_torchrec.checkpoint.folder import Folder, require_received
-from persia_torchrec.errors import FrameError, PersiaError
+from persia_torchrec.errors import FrameError, PersiaError, without_secrets
 from persia_torchrec.job.state import Member
 from persia_torchrec.metrics.values import bins_of, quantile_us
 from persia_torchrec.parsing.decoding import parse_json
@@ -152,6 +152,7 @@ def of_checkpoint(path: str) -> dict[str, Any]:
     """Return the newest checkpoint, its age, and whether it is whole by its sizes."""
     if not path:
         return {"checkpoint": None}
+    shown = without_secrets(path)
     try:
         folder = Folder(require_received(path))
         manifest = Manifest.read(folder)
@@ -159,9 +160,9 @@ def of_checkpoint(path: str) -> dict[str, Any]:
             folder.file_size(one.file) == one.size_bytes for one in manifest.shards
         ]
     except PersiaError as exc:
-        return {"checkpoint": path, "checkpoint_is_whole": False, "why": str(exc)}
+        return {"checkpoint": shown, "checkpoint_is_whole": False, "why": str(exc)}
     return {
-        "checkpoint": path,
+        "checkpoint": shown,
         "checkpoint_age_s": age_s(manifest.created),
         "checkpoint_is_whole": all(sizes),
     }

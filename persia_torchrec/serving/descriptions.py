@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from persia_torchrec.errors import without_secrets
 from persia_torchrec.serving import inference_protocol as protocol
 from persia_torchrec.serving.models import Answer, Models, ServedModel, Version
 from persia_torchrec.version import __version__
@@ -96,7 +97,7 @@ def describe_answer(
 ) -> dict[str, Any]:
     """Return the checkpoint and the age of rows of an answer, and if it is degraded."""
     about: dict[str, Any] = {
-        "checkpoint": version.predictor.model.path.rpartition("/")[0]
+        "checkpoint": without_secrets(version.predictor.model.path.rpartition("/")[0])
     }
     if (age_s := model.rows_age_s()) is not None:
         about["rows_age_s"] = round(age_s, 3)

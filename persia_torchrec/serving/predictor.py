@@ -25,6 +25,7 @@ from persia_torchrec.errors import (
     CheckpointError,
     ConfigError,
     PersiaError,
+    without_secrets,
 )
 from persia_torchrec.persia.batch import Dense, NonIDTypeFeature, PersiaBatch
 from persia_torchrec.persia.signature import (
@@ -254,7 +255,8 @@ class Predictor:
         except PersiaError as exc:
             health = {"ready": False, "error": str(exc)}
         uptime_s = round(time.monotonic() - self._started_s, 3)
-        return {**health, "model": self.model.path, "uptime_s": uptime_s}
+        path = without_secrets(self.model.path)
+        return {**health, "model": path, "uptime_s": uptime_s}
 
 
 def arrange(
