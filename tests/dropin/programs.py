@@ -4,7 +4,8 @@ A patch is pairs of a line, or of lines, of the program and what they become. It
 nothing but the plug-in in it.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 SIZES = (
@@ -139,11 +140,21 @@ _CLIENT = "EmbeddingClient.connect(os.environ['SERVERS'].split(','))"
 _OF_BAGS = (
     "from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder\n"
 )
+_FUSED = (
+    "from torchrec.distributed.fused_embeddingbag import "
+    "FusedEmbeddingBagCollectionSharder\n"
+)
 _QCOMM = "EmbeddingBagCollectionSharder(qcomm_codecs_registry=qcomm_codecs_registry)"
 
 
-def _example(path: str, *patch: tuple[str, str]) -> Program:
+def _example(
+    path: str,
+    *patch: tuple[str, str],
+    packages: tuple[str, ...] = (),
+    runs: Mapping[str, Sequence[str]] | None = None,
+) -> Program:
     """Return an example of TorchRec's repository; ``patch`` has no import."""
+    runs = runs or {path.rpartition("/")[2]: []}
     return Program(
         "meta-pytorch/torchrec",
         "376cac6ad13c3a6e7fd43cc0fe432abbc7c39f7d",
@@ -151,7 +162,8 @@ def _example(path: str, *patch: tuple[str, str]) -> Program:
         "examples",
         f"{path}.py",
         patch,
-        {path.rpartition("/")[2]: [f"program={path}"]},
+        {title: [f"program={path}", *given] for title, given in runs.items()},
+        packages=packages,
         checkout="torchrec-examples",
     )
 
@@ -200,6 +212,51 @@ _EXAMPLES = {
             f"        sharders = remote_sharders({_CLIENT})\n",
         ),
     ),
+    "nvt": _example(
+        "examples/nvt_dataloader/train_torchrec",
+        (_FUSED, _FUSED + _IMPORT),
+        (
+            "    sharders = cast(\n"
+            "        List[ModuleSharder[nn.Module]],\n"
+            "        [\n"
+            "            FusedEmbeddingBagCollectionSharder(),\n"
+            "        ],\n"
+            "    )\n",
+            f"    sharders = remote_sharders({_CLIENT})\n",
+        ),
+        runs={"SGD": ["rate=0.1"], "RowWiseAdagrad": ["rate=0.01", "adagrad=1"]},
+    ),
+    "transfer": _example(
+        "examples/transfer_learning/train_from_pretrained_embedding",
+        (_OF_BAGS, _OF_BAGS + _IMPORT),
+        (
+            "    sharders = cast(\n"
+            "        List[ModuleSharder[nn.Module]],\n"
+            "        [\n"
+            "            EmbeddingBagCollectionSharder(\n",
+            f"    sharders = remote_sharders({_CLIENT},\n",
+        ),
+        (
+            "                }\n            )\n        ],\n    )\n",
+            "                })\n",
+        ),
+    ),
+    "bert4rec": _example(
+        "examples/bert4rec/bert4rec_main",
+        (
+            "from torchrec.distributed.types import ModuleSharder\n",
+            "from torchrec.distributed.types import ModuleSharder\n" + _IMPORT,
+        ),
+        (
+            "            sharders=[\n"
+            "                cast(ModuleSharder[nn.Module], "
+            "EmbeddingCollectionSharder(fused_params))\n"
+            "            ],\n        )\n        dense",
+            f"            sharders=remote_sharders({_CLIENT}, "
+            "fused_params=fused_params),\n        )\n        dense",
+        ),
+        packages=("pandas",),
+    ),
     "installation": _example(
         "test_installation",
         (
@@ -214,8 +271,39 @@ _EXAMPLES = {
     ),
 }
 
+_NOTEBOOK = "TorchRec_Interactive_Tutorial_Notebook_OSS_version.ipynb"
+_IN_NOTEBOOK = f'        "{_OF_BAGS.strip()}\\n",\n'
+_REMOTE = "RemoteEmbeddingBagCollectionSharder"
+
 PROGRAMS = {
     **_EXAMPLES,
+    "tutorial": replace(
+        _EXAMPLES["golden"],
+        driver="tutorial",
+        patched_file=_NOTEBOOK,
+        patch=(
+            (
+                _IN_NOTEBOOK,
+                f"{_IN_NOTEBOOK}        "
+                f'"from persia_torchrec import EmbeddingClient, {_REMOTE}\\n",\n',
+            ),
+            (
+                '"sharder = EmbeddingBagCollectionSharder()',
+                f'"sharder = {_REMOTE}({_CLIENT})',
+            ),
+            (
+                " = EmbeddingBagCollectionSharder(fused_params=fused_params)",
+                f" = {_REMOTE}({_CLIENT}, "
+                "fused_params=fused_params, namespace='fused')",
+            ),
+            (
+                "sharded_ebc_apply_opt = sharder.shard(",
+                "sharded_ebc_apply_opt = "
+                f"{_REMOTE}({_CLIENT}, namespace='in_backward').shard(",
+            ),
+        ),
+        runs={"a step of RowWiseAdagrad": []},
+    ),
     "tnt": Program(
         "pytorch/tnt",
         "b83990d2e1c32ea78e49f5d464516abc26db1848",
