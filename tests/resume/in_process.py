@@ -1,6 +1,7 @@
 """A training in this process that an exception stops, and that is started again."""
 
 import contextlib
+import gc
 import tempfile
 from dataclasses import dataclass
 from functools import cache
@@ -78,6 +79,7 @@ def _result_of(
     line: Line, stop: int, *, between: bool
 ) -> tuple[str, np.ndarray | None]:
     _client().clear()
+    gc.collect()  # loaders, here and in no thread that others wait for
     with tempfile.TemporaryDirectory() as path:
         given = Given(Path(path), NUM_SAMPLES, line.is_shuffled, NUM_PASSES)
         given.write_rows(row_group_size=7)

@@ -6,6 +6,7 @@
 """
 
 import argparse
+import gc
 import logging
 import multiprocessing
 import signal
@@ -48,6 +49,7 @@ def be_quiet() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
+    gc.disable()  # in_process.py collects: a loader's end waits for its workers
 
 
 def run(tasks: Iterable[Task]) -> list[list[str]]:
