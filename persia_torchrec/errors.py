@@ -26,6 +26,11 @@ def without_secrets(text: str) -> str:
     return _QUERY.sub(r"\1", _USERINFO.sub(r"\1\2", text))
 
 
+def has_password(text: str) -> bool:
+    """Return whether a URL in a text has a password, or for HTTP a user."""
+    return _USERINFO.search(text) is not None
+
+
 class PersiaError(Exception):
     """Base class of every error raised by persia_torchrec; no URL shows a secret."""
 

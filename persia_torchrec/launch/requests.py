@@ -34,7 +34,7 @@ import msgspec
 from msgspec import Meta, Struct, structs
 from torchx import specs
 
-from persia_torchrec.errors import ConfigError
+from persia_torchrec.errors import ConfigError, has_password
 from persia_torchrec.launch.arguments import require_known_options
 
 _LEAST_MEMORY = 64 * 1024**2
@@ -242,6 +242,15 @@ TOKEN_SECRETS = {"PERSIA_JOB_TOKEN": "persia-job-token/token"}
 
 _ROLE_LABEL = "torchx.pytorch.org/role-name"
 _MIB = 2**20
+_NO_SECRETS = (
+    "Export such a variable in the shell of torchx run, which roles get, or name a "
+    "file of mode 600 instead, as AWS_SHARED_CREDENTIALS_FILE does."
+)
+_SECRET_NAME = re.compile(
+    r"_PWD$|(^|_)(SECRET|PASSWORD|PASSWD|PASSPHRASE|TOKEN|CREDENTIALS?|CONNECTION_STRING"
+    r"|(API|ACCESS|SECRET|PRIVATE|ACCOUNT|SAS|AUTH|ENCRYPTION)_?KEY)_?\d*$",
+    re.IGNORECASE,
+)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
@@ -264,7 +273,7 @@ class Role(specs.Role):
         elif others := self.secrets.keys() - TOKEN_SECRETS.keys():
             raise ConfigError(
                 "secrets must be left out: only Kubernetes supports them. Received: "
-                f"{', '.join(sorted(others))}, for {scheduler}. Use env."
+                f"{', '.join(sorted(others))}, for {scheduler}. {_NO_SECRETS}"
             )
         if scheduler == "slurm":
             for name, replica in dryrun_info.request.replicas.items():
@@ -273,6 +282,7 @@ class Role(specs.Role):
         return dryrun_info
 
     def _complete_step(self, replica: Any) -> None:
+        _require_no_secrets(replica.env)
         words = [f"{name}={value}" for name, value in replica.env.items()]
         replica.args = [*words, replica.entrypoint, *replica.args]
         replica.entrypoint, replica.env = "env", {}
@@ -323,6 +333,21 @@ def require_names(variables: Mapping[str, str]) -> None:
                 "Variables must have names of letters, digits and _, and no digit first"
                 f". Received: {name!r}."
             )
+
+
+def _require_no_secrets(variables: Mapping[str, str]) -> None:
+    """Reject variables that look like secrets where all are on command lines."""
+    found = [
+        name
+        for name, value in variables.items()
+        if value and (_SECRET_NAME.search(name) or has_password(value))
+    ]
+    if found:
+        raise ConfigError(
+            "env must hold no secret on Slurm, where variables are on command lines, "
+            "which all users of a node can read. Received: "
+            f"{', '.join(sorted(found))}. {_NO_SECRETS}"
+        )
 
 
 def _without_escapes(text: str) -> str:

@@ -332,6 +332,40 @@ AWKWARD = {
 }
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "HF_TOKEN", "DB_PASSWORD"),
+        *("db_password_2", "TOKEN", "AZURE_STORAGE_CONNECTION_STRING", "WANDB_API_KEY"),
+    ],
+)
+def test_a_secret_is_on_no_command_line_of_slurm(runner, tmp_path, name):
+    must = rf"env must hold no secret on Slurm.*Received: {name}\..*shell.*file"
+    for changes in ({"env": {name: "hunter2"}}, {"set": f"server.env.{name}=hunter2"}):
+        with pytest.raises(ConfigError, match=must) as caught:
+            slurm_steps(runner, tmp_path, **changes)
+        assert "hunter2" not in str(caught.value)
+
+
+def test_a_password_in_a_url_is_on_no_command_line_of_slurm(runner, tmp_path):
+    url = "http://user:hunter2@proxy:3128"
+    with pytest.raises(ConfigError, match="Received: HTTPS_PROXY"):
+        slurm_steps(runner, tmp_path, env={"HTTPS_PROXY": url})
+
+
+def test_variables_that_are_no_secrets_are_taken_on_slurm(runner, tmp_path):
+    given = {
+        "AWS_ACCESS_KEY_ID": "id",
+        "AWS_SHARED_CREDENTIALS_FILE": "/shared/aws",
+        "TOKENIZERS_PARALLELISM": "false",
+        "MAX_TOKENS": "512",
+        "HF_TOKEN": "",
+        "KEY": "item",
+    }
+    for words in slurm_steps(runner, tmp_path, env=given).values():
+        assert variables_of(words).items() >= given.items()
+
+
 def test_a_job_s_variables_win_on_slurm_and_are_not_cut(runner, tmp_path):
     steps = slurm_steps(runner, tmp_path, env=AWKWARD, set="server.env.LOG_LEVEL=DEBUG")
     for name, words in steps.items():

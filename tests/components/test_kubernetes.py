@@ -201,7 +201,7 @@ def test_secrets_are_rejected_where_there_are_none(scheduler):
     app = load(TRAIN)(
         **COMPONENTS[TRAIN], set="loader.secrets.PASSWORD=census/password"
     )
-    must = f"secrets must be left out.*Received: PASSWORD, for {scheduler[:5]}"
+    must = rf"secrets must be left out.*Received: PASSWORD, for {scheduler[:5]}.*shell"
     cfg = {"partition": "debug"} if scheduler == "slurm" else {}
     with get_runner() as runner, pytest.raises(ConfigError, match=must):
         runner.dryrun(app, scheduler, cfg)
