@@ -10,8 +10,9 @@ increments (``increment_log.py``). docs/formats/checkpoint.md describes the file
 import contextlib
 import os
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
@@ -27,6 +28,8 @@ PINNED = "pinned"  # name of the file by which a checkpoint is kept
 DENSE = "dense"  # folder of the dense half
 RUNS_FILE = "runs.json"  # name of the file with the runs that a log's server dumped to
 _NAME = r"checkpoint-(\d{8,})"
+_PLAIN = re.compile(rf"({DENSE}/)?(?!\.\.?$)[^/\0]+")
+_BLOCK_BYTES = 2**20
 _ATTEMPTS = 100
 _MAX_SHARDS = 2**16
 _MAX_MANIFESTS = 16  # that are looked at for the jobs of a folder, the latest ones
@@ -82,6 +85,14 @@ class SavedShard:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"\w[\w.-]*", self.file):
             raise ValueError(f"file must be a plain name, not {self.file!r:.100}")
+
+
+@dataclass(frozen=True, slots=True)
+class SavedFile:
+    """A file beside those of the servers; ``checksum`` is the CRC-32 of its bytes."""
+
+    size_bytes: Count
+    checksum: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,10 +200,14 @@ class Manifest:
     format: Literal["persia_torchrec checkpoint"] = "persia_torchrec checkpoint"
     version: Literal[1] = 1
     num_batches: Batches = 0
+    files: Mapping[str, SavedFile] = field(default_factory=dict)
+    """The other files, by name, ``dense/NAME`` those of the dense half; empty: written
+    by a version that kept no checksums of them."""
 
     def __post_init__(self) -> None:
         for table in self.tables:
             _ = table.spec  # a ConfigError if it is not valid
+        _require_plain(self.files)
 
     @property
     def capacity_rows(self) -> int | None:
@@ -252,6 +267,88 @@ class Delta:
     format: Literal["persia_torchrec delta"] = "persia_torchrec delta"
     version: Literal[1] = 1
     num_batches: Batches = 0
+    files: Mapping[str, SavedFile] = field(default_factory=dict)
+    """As of a manifest."""
+
+    def __post_init__(self) -> None:
+        _require_plain(self.files)
+
+
+def sum_files(folder: Folder) -> dict[str, SavedFile]:
+    """Return size and checksum of each file that is there, but those of the servers."""
+    dense = folder.child(DENSE)
+    found = {name: _sum(folder, name) for name in folder.names() if _is_summed(name)}
+    names = dense.names() if DENSE in folder.names() else []
+    return found | {f"{DENSE}/{name}": _sum(dense, name) for name in names}
+
+
+def read_file(folder: Folder, name: str) -> bytes:
+    """Return a file of a checkpoint or a delta, compared with its checksum, if any."""
+    data = folder.read(name)
+    saved = _files_of(folder).get(name)
+    if saved is not None:
+        _require_same(folder, name, saved, SavedFile(len(data), zlib.crc32(data)))
+    return data
+
+
+def require_files(folder: Folder, within: str = "") -> None:
+    """Raise CheckpointError unless files whose names begin so are as they were written.
+
+    Those of the servers have their own checksums; see ``row_file.py``.
+    """
+    for path, saved in _files_of(folder).items():
+        if path.startswith(within):
+            parent, _, name = path.rpartition("/")
+            at = folder.child(parent) if parent else folder
+            _require_same(folder, path, saved, _sum(at, name))
+
+
+def note_replaced(folder: Folder, name: str) -> None:
+    """Note the checksum of a file that has been replaced in a complete checkpoint."""
+    if name in _files_of(folder) and folder.file_size(DELTA) is None:
+        manifest = Manifest.read(folder)
+        files = {**manifest.files, name: _sum(folder, name)}
+        folder.write_json(MANIFEST, replace(manifest, files=files))
+
+
+def _require_plain(files: Iterable[str]) -> None:
+    for name in files:
+        if not _PLAIN.fullmatch(name):
+            raise ValueError(f"files must have plain names, not {name!r:.100}")
+
+
+def _is_summed(name: str) -> bool:
+    is_other = re.fullmatch(r"shard-.*\.rows|delta-\d+|.*\.unfinished|\..*", name)
+    return name not in (MANIFEST, DELTA, PINNED, DENSE) and not is_other
+
+
+def _files_of(folder: Folder) -> Mapping[str, SavedFile]:
+    """Return what is known of files; nothing where the manifest cannot be read."""
+    for name, kind in ((DELTA, Delta), (MANIFEST, Manifest)):
+        if folder.file_size(name) is not None:
+            with contextlib.suppress(CheckpointError):
+                saved: Manifest | Delta = folder.read_json(name, kind)
+                return saved.files
+    return {}
+
+
+def _sum(folder: Folder, name: str) -> SavedFile:
+    size_bytes = checksum = 0
+    with folder.opened(name) as file:
+        while block := file.read(_BLOCK_BYTES):
+            size_bytes += len(block)
+            checksum = zlib.crc32(block, checksum)
+    return SavedFile(size_bytes, checksum)
+
+
+def _require_same(
+    folder: Folder, name: str, saved: SavedFile, received: SavedFile
+) -> None:
+    if received != saved:
+        raise CheckpointError(
+            f"{folder.file_path(name)} must be the file of its manifest, {saved}. "
+            f"Received: {received}. Load another checkpoint."
+        )
 
 
 class Saved(NamedTuple):

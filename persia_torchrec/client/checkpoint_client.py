@@ -267,7 +267,10 @@ class Checkpoints:
         def work(task: Task[SavedCheckpoint]) -> SavedCheckpoint:
             with catalog.discarding(folder):
                 manifest = self._write_files(task, folder, step, timeout_s)
-                manifest = dataclasses.replace(manifest, num_batches=num_batches)
+                others = catalog.sum_files(folder)
+                manifest = dataclasses.replace(
+                    manifest, num_batches=num_batches, files=others
+                )
                 manifest.write(folder)
             tell_job(folder)
             _write(files, run)

@@ -135,6 +135,8 @@ def verify(path: str) -> None:
     folder = catalog.find_checkpoint(path)
     manifest = Manifest.read(folder)
     num_rows = sum(len(block) for _, block in _blocks(folder, manifest))
+    for one in (folder, *catalog.complete_deltas(folder)):
+        catalog.require_files(one)
     console.echo(f"{folder.url} is whole: {num_rows} rows")
 
 

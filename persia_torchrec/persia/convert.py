@@ -46,6 +46,7 @@ from persia_torchrec.checkpoint.catalog import (
     SavedTable,
     begin_checkpoint,
     discarding,
+    sum_files,
 )
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.row_file import RowFileWriter, ShardHead
@@ -149,7 +150,8 @@ def _convert(
         for server, files in enumerate(servers):
             head = ShardHead(shard=server, num_shards=len(servers), tables=tables)
             shards.append(_convert_server(files, form, head, target, bar.update))
-    manifest = Manifest(tables, tuple(shards), datetime.now(UTC).isoformat())
+    created, others = datetime.now(UTC).isoformat(), sum_files(target)
+    manifest = Manifest(tables, tuple(shards), created, files=others)
     manifest.write(target)
     return manifest
 

@@ -18,7 +18,11 @@ from torch import nn
 from torch.fx import GraphModule
 
 from persia_torchrec import timeouts
-from persia_torchrec.checkpoint.catalog import complete_checkpoints, find_checkpoint
+from persia_torchrec.checkpoint.catalog import (
+    complete_checkpoints,
+    find_checkpoint,
+    read_file,
+)
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.errors import (
     BatchError,
@@ -443,7 +447,7 @@ def load_model(
             "dense model there: torch.jit.script(model).save(path)."
         )
     if name == SERVED_MODEL:
-        return _load_torchrec(folder.read(name), file, device, trust)
+        return _load_torchrec(read_file(folder, name), file, device, trust)
     if not trust.torchscript and (why := folder.writers(name)):
         raise ConfigError(
             "A TorchScript model, which is a program, must be in a folder of this "
@@ -452,7 +456,7 @@ def load_model(
         )
     extra = {EXTRA_FILE: b""}  # torch puts in what the file has
     try:
-        data = io.BytesIO(folder.read(name))
+        data = io.BytesIO(read_file(folder, name))
         model = torch.jit.load(data, device, extra)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     except RuntimeError as exc:
         raise CheckpointError(

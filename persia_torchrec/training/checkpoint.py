@@ -132,6 +132,7 @@ def save_checkpoint(
             servers.wait(),
             dense=describe_dense(begun, sharders),
             num_batches=num_batches,
+            files=catalog.sum_files(folder),
         )
         manifest.write(folder)
         tell_job(folder)
@@ -288,7 +289,13 @@ def load_dense(folder: Folder, state: dict[str, Any], *, resets: bool = False) -
 
     With ``resets`` what it lacks, or has in another shape, stays as it is.
     """
-    begun = at_first(lambda: _dense_of(folder).begun, tuple[str, ...])
+
+    def check() -> tuple[str, ...]:
+        begun = _dense_of(folder).begun
+        catalog.require_files(folder, f"{catalog.DENSE}/")
+        return begun
+
+    begun = at_first(check, tuple[str, ...])
     dense = folder.child(catalog.DENSE)
     everywhere(lambda: _load_dense(state, dense, begun, resets=resets))
 
@@ -675,7 +682,7 @@ def read_state(folder: Folder, name: str, map_location: str | None = None) -> An
             f"{folder.file_path(name)} must exist. Received: {folder.described()}. "
             "A dump of the embeddings alone is for load_embedding."
         )
-    data = io.BytesIO(folder.read(name))
+    data = io.BytesIO(catalog.read_file(folder, name))
     try:
         return torch.load(data, map_location=map_location or "cpu", weights_only=True)
     except Exception as exc:  # what a damaged file makes the reader raise has no list

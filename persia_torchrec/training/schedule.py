@@ -91,6 +91,7 @@ def save_delta(
             datetime.now(UTC).isoformat(),
             step,
             num_batches=num_batches,
+            files=catalog.sum_files(folder),
         )
         folder.write_json(catalog.DELTA, delta)
         manifest = catalog.Manifest.read(checkpoint)

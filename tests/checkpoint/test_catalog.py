@@ -4,8 +4,10 @@ import json
 import uuid
 from dataclasses import replace
 
+import msgspec
 import pytest
 
+from persia_torchrec.checkpoint import catalog
 from persia_torchrec.checkpoint.catalog import (
     DenseHalf,
     LogPosition,
@@ -258,3 +260,55 @@ def test_the_latest_checkpoint_needs_a_job_only_where_there_are_several(path):
         find_checkpoint(path, job="d")
     local = write_of(path, "")
     assert find_checkpoint(path, own="b").url == local
+
+
+def test_a_file_is_compared_with_its_checksum(tmp_path):
+    folder = Folder(tmp_path / "checkpoint-00000001")
+    dense = folder.child("dense")
+    dense.make()
+    folder.write("model (1).pt", b"model")
+    dense.write(".metadata", b"list")
+    folder.write("shard-00000-of-00001.rows", b"rows")
+    files = catalog.sum_files(folder)
+    assert files.keys() == {"model (1).pt", "dense/.metadata"}
+    Manifest((), (), "now", files=files).write(folder)
+    catalog.require_files(folder)
+    assert catalog.read_file(folder, "model (1).pt") == b"model"
+    folder.write("model (1).pt", b"moder")
+    dense.write(".metadata", b"lists")
+    for check in (
+        lambda: catalog.read_file(folder, "model (1).pt"),
+        lambda: catalog.require_files(folder),
+        lambda: catalog.require_files(folder, "dense/"),
+    ):
+        with pytest.raises(CheckpointError, match="must be the file of its manifest"):
+            check()
+    catalog.note_replaced(folder, "model (1).pt")
+    assert catalog.read_file(folder, "model (1).pt") == b"moder"
+    (tmp_path / "checkpoint-00000001/dense/.metadata").unlink()
+    with pytest.raises(CheckpointError, match="Could not read"):
+        catalog.require_files(folder, "dense/")
+
+
+def test_a_checkpoint_without_checksums_is_read_as_before(tmp_path):
+    folder = Folder(tmp_path / "checkpoint-00000001")
+    folder.make()
+    Manifest((), (), "now").write(folder)
+    text = json.loads((tmp_path / "checkpoint-00000001/manifest.json").read_text())
+    del text["files"]
+    folder.write_json("manifest.json", text)
+    folder.write("dense.pt", b"any")
+    assert catalog.read_file(folder, "dense.pt") == b"any"
+    catalog.require_files(folder)
+    catalog.note_replaced(folder, "dense.pt")
+    assert "files" not in (tmp_path / "checkpoint-00000001/manifest.json").read_text()
+
+
+@pytest.mark.parametrize("name", ["", "..", "../a", "a/b", "dense/../a", "dense/.."])
+def test_a_manifest_names_files_of_its_own_folder(tmp_path, name):
+    folder = Folder(tmp_path)
+    text = json.loads(msgspec.json.encode(Manifest((), (), "now")))
+    text["files"] = {name: {"size_bytes": 1, "checksum": 1}}
+    folder.write_json("manifest.json", text)
+    with pytest.raises(CheckpointError, match="plain names"):
+        Manifest.read(folder)

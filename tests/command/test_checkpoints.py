@@ -118,6 +118,16 @@ def test_verify_finds_a_byte_that_has_changed(run, tmp_path):
     call("verify", copy / "checkpoint-00000001")
 
 
+def test_verify_reads_the_files_beside_the_rows(tmp_path):
+    with Servers() as servers:
+        client = servers.client(servers.start(1))
+        files = {"model.pt": b"model"}
+        client.checkpoints.start_dump(tmp_path, files=files).wait()
+    assert "is whole" in call("verify", tmp_path)
+    (tmp_path / "checkpoint-00000001/model.pt").write_bytes(b"moder")
+    assert "model.pt must be the file of its manifest" in fails("verify", tmp_path)
+
+
 def test_convert_writes_what_torch_loads(run, tmp_path):
     call("convert", run, tmp_path / "rows.pt")
     item = torch.load(tmp_path / "rows.pt", weights_only=True)["item"]

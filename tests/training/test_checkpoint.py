@@ -1,6 +1,7 @@
 """One checkpoint of both halves: training continues exactly."""
 
 import errno
+import json
 import os
 import pickle  # as who changes a file would
 from pathlib import Path
@@ -315,6 +316,10 @@ def test_nothing_that_a_file_names_is_run(start, tmp_path, replace):
     dense = Path(run.save(tmp_path).path) / "dense"
     assert dense.exists()
     replace(dense, Command(str(made)))
+    manifest = dense.parent / "manifest.json"
+    named = json.loads(manifest.read_text())
+    del named["files"]  # who replaces a file can do that, too
+    manifest.write_text(json.dumps(named))
     with pytest.raises(CheckpointError, match="mkdir"):
         run.load(tmp_path)
     assert not made.exists()

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from persia_torchrec.checkpoint import catalog
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.datasets.transfer import Staged, Staging
 from persia_torchrec.errors import ConfigError
@@ -191,6 +192,7 @@ class LookupCtx(BaseCtx):
         folder = Folder(dst_dir)
         folder.make()
         folder.write(file_name, data)
+        catalog.note_replaced(folder, file_name)
 
     def load_torch_state_dict(
         self,
