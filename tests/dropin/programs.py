@@ -347,6 +347,7 @@ PROGRAMS = {
             *("pydantic<2", "multidict", "yarl", "propcache", "frozenlist"),
             *("aiosignal", "aiohappyeyeballs", "idna"),
         ),
+        saves_checkpoints=True,
     ),
     "dlrm": Program(
         "facebookresearch/dlrm",
