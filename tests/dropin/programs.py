@@ -304,6 +304,26 @@ PROGRAMS = {
         ),
         runs={"a step of RowWiseAdagrad": []},
     ),
+    "recipes": Program(
+        "facebookresearch/recipes",
+        "fb47e159b67e9c062468f8e207fdfb873a652aa4",
+        ".",
+        "recipes",
+        "torchrecipes/rec/modules/lightning_dlrm.py",
+        (
+            (
+                "from torchrec.models.dlrm import DLRM, DLRMTrain\n",
+                "from torchrec.models.dlrm import DLRM, DLRMTrain\n" + _IMPORT,
+            ),
+            (
+                "            module=model,\n            device=device,\n",
+                "            module=model,\n            device=device,\n"
+                f"            sharders=remote_sharders({_CLIENT}),\n",
+            ),
+        ),
+        {"LightningDLRM, fit with evaluation": []},
+        packages=("pytorch-lightning==2.6.6",),
+    ),
     "tnt": Program(
         "pytorch/tnt",
         "b83990d2e1c32ea78e49f5d464516abc26db1848",
