@@ -245,6 +245,9 @@ def _serve(flags: ServingFlags) -> None:
 
 
 def _serve_grpc(models: Models, http: HttpConfig, stack: contextlib.ExitStack) -> None:
+    # When it is imported, it reads how much to log, bytes of clients as they are.
+    if env.text("GRPC_VERBOSITY") is None:
+        env.set_variable("GRPC_VERBOSITY", "NONE")
     from persia_torchrec.serving.grpc_server import GrpcServer  # needs grpcio
 
     server = GrpcServer(models, http)

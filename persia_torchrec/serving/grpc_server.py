@@ -6,15 +6,15 @@ UNAUTHENTICATED 401, PERMISSION_DENIED 403, NOT_FOUND 404, RESOURCE_EXHAUSTED 41
 429, UNAVAILABLE 503.
 """
 
-import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 import numpy as np
@@ -22,7 +22,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
 from persia_torchrec import timeouts
-from persia_torchrec.errors import BatchError, ConfigError, PersiaError
+from persia_torchrec.errors import BatchError, ConfigError
 from persia_torchrec.serving import inference_protocol as protocol
 from persia_torchrec.serving.descriptions import (
     describe_answer,
@@ -41,9 +41,10 @@ from persia_torchrec.serving.http_requests import (
 )
 from persia_torchrec.serving.http_server import HttpConfig
 from persia_torchrec.serving.models import Models, ServedModel, require_signature
-from persia_torchrec.serving.roles import Rejection
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _PACKAGE, _SERVICE = "inference", "inference.GRPCInferenceService"
 
@@ -140,6 +141,7 @@ _CODES = {
 
 
 _AT_ONCE = contextlib.nullcontext()
+_MAX_WAITING = 64  # messages; for a further one the oldest is given up
 _LEAST_STREAMS = 100  # at once over one connection, as RFC 9113 advises
 _FIELD_COST = 32
 _SIZED = 2  # wire type of a field with a size
@@ -194,9 +196,11 @@ MESSAGES = _build_messages()
 class GrpcServer:
     """Answers requests from the constructor to :meth:`close`.
 
-    Handlers run in an event loop of a thread of its own, as each gets the metadata of a
-    request before its message: a client without the token sends none that is read, and
-    one that does not come takes no place. Predictions are made in threads.
+    A request is judged by its metadata, before its message: a client without the token
+    sends none that is read. A thread waits for each message, and takes a place when it
+    has come. One that does not come is given up after the time limit, or as soon as too
+    many others wait. grpcio's server for asyncio, which needs no such thread, ends at a
+    method whose name is no UTF-8.
 
     Attributes:
         port: on which it listens.
@@ -204,47 +208,40 @@ class GrpcServer:
 
     def __init__(self, models: Models, config: HttpConfig) -> None:
         config.require_tls()
+        # It logs a traceback for the name of a client's header that is no UTF-8.
+        logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
         self._models, self._limits = models, config.limits
         self._roles = config.roles()
         self._places = threading.Semaphore(config.max_requests)
-        self._pool = ThreadPoolExecutor(config.max_requests, "grpc")
-        self._probes = ThreadPoolExecutor(len([*models]) + 1, "probe")
         self._large = threading.Lock()  # one large message is read at a time
-        started: Future[int] = Future()
-        self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._serve(config, started)), name="grpc"
+        self._waiting = _Waiting(config.receive_timeout_s)
+        # What neither reads a message nor predicts is answered whatever the others do.
+        self._own_pools = {
+            name: ThreadPoolExecutor(1, name)
+            for name in ("ServerLive", "ServerReady", "rejected")
+        }
+        num_threads = config.max_requests + 2 * _MAX_WAITING
+        self._server = grpc.server(
+            ThreadPoolExecutor(num_threads, "grpc"),
+            interceptors=[_Judge(self._reject)],
+            options=_options(config),
         )
-        self._thread.start()
-        self.port = started.result()
-
-    def close(self) -> None:
-        """Finish the requests in progress, and accept no more. May be called twice."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._ending.set)
-        self._thread.join()
-        for pool in (self._pool, self._probes):
-            pool.shutdown(wait=True)
-
-    async def _serve(self, config: HttpConfig, started: "Future[int]") -> None:
-        """Answer until the end; tell the port, or why there is none."""
-        self._loop, self._ending = asyncio.get_running_loop(), asyncio.Event()
-        server = grpc.aio.server(options=_options(config))
         handlers = {
             name: grpc.stream_unary_rpc_method_handler(self._answering(name, method))
             for name, method in self._methods().items()
         }
-        server.add_generic_rpc_handlers(
+        self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(_SERVICE, handlers),)
         )
-        try:
-            port = _listen(server, config)
-            await server.start()
-        except BaseException as exc:  # noqa: BLE001  # who waits for the port is told
-            started.set_exception(exc)
-            return
-        started.set_result(port)
-        await self._ending.wait()
-        await server.stop(timeouts.GRPC_CLOSE_S)
+        self.port = _listen(self._server, config)
+        self._server.start()
+
+    def close(self) -> None:
+        """Finish the requests in progress, and accept no more. May be called twice."""
+        self._server.stop(timeouts.GRPC_CLOSE_S).wait()
+        self._waiting.close()
+        for pool in self._own_pools.values():
+            pool.shutdown(wait=True)
 
     def _methods(self) -> Mapping[str, Callable[[Any], Mapping[str, Any]]]:
         models = self._models
@@ -264,59 +261,63 @@ class GrpcServer:
 
     def _answering(
         self, name: str, method: Callable[[Any], Mapping[str, Any]]
-    ) -> Callable[[Any, Any], Awaitable[bytes]]:
+    ) -> Callable[[Any, Any], bytes]:
         """Return what answers a request: by a method, or with its error."""
         work = _Work(name, method)
 
-        async def answer(_: object, context: Any) -> bytes:
+        def answer(messages: Iterator[bytes], context: Any) -> bytes:
             try:
-                self._require_allowed(name, context)
-                data = await self._receive(context)
-                response = await self._do(work, data)
+                response = self._answer(work, messages, context)
             except Exception as exc:  # noqa: BLE001  # the client gets the error
-                code, text = _describe(exc)
-            else:
-                self._models.statistics.count("grpc", "OK")
-                return response
-            self._models.statistics.count("grpc", code.name)
-            await context.abort(code, text)
-            raise AssertionError("unreachable")
+                self._abort(context, *_describe(exc))
+            self._models.statistics.count("grpc", "OK")
+            return response
 
-        return answer
+        return self._in_own_pool(name, answer)
 
-    def _require_allowed(self, name: str, context: Any) -> None:
-        """Raise _RejectedError unless a client may ask, by its metadata."""
-        if name in ("ServerLive", "ServerReady"):
-            return
-        given = dict(context.invocation_metadata()).get("authorization", "")
-        changes = name in ("RepositoryModelLoad", "RepositoryModelUnload")
-        if rejected := self._roles.why_rejected(given, changes=changes):
-            raise _RejectedError(rejected)
-
-    async def _receive(self, context: Any) -> bytes:
-        """Return the bytes of a message, which must come within the time limit."""
-        async with asyncio.timeout(self._limits.receive_timeout_s):
-            data = await context.read()
-        if not isinstance(data, bytes):
-            raise BatchError("A request must have a message. Received: none.")
-        return data
-
-    async def _do(self, work: "_Work", data: bytes) -> bytes:
-        """Answer a request by a thread; those that are no probes need a place."""
-        if work.name == "ServerLive":
+    def _answer(self, work: "_Work", messages: Iterator[bytes], context: Any) -> bytes:
+        """Answer a request; those that predict or change models need a place."""
+        if work.name in self._own_pools:
+            return work.answer(b"")
+        data = self._waiting.receive(messages, context)
+        if work.name == "ModelReady":
             return work.answer(data)
-        if work.name in ("ServerReady", "ModelReady"):
-            run = self._loop.run_in_executor
-            return await run(self._probes, work.answer, data)
         if not self._places.acquire(blocking=False):
             raise TooManyRequestsError(
                 f"{self._limits.max_requests} requests are in progress."
             )
-        reading = self._large if len(data) > SMALL_BYTES else _AT_ONCE
-        future = self._pool.submit(work.answer, data, reading)
-        # A client may be gone before: the place is free when the thread is.
-        future.add_done_callback(lambda _: self._places.release())
-        return await asyncio.wrap_future(future)
+        try:
+            reading = self._large if len(data) > SMALL_BYTES else _AT_ONCE
+            return work.answer(data, reading)
+        finally:
+            self._places.release()
+
+    def _in_own_pool(self, name: str, answer: T) -> T:
+        """Have threads of their own answer, where there are such; grpcio finds them."""
+        if name in self._own_pools:
+            vars(answer)["experimental_thread_pool"] = self._own_pools[name]
+        return answer
+
+    def _abort(self, context: Any, code: grpc.StatusCode, text: str) -> NoReturn:
+        self._models.statistics.count("grpc", code.name)
+        context.abort(code, text)
+        raise AssertionError("unreachable")
+
+    def _reject(self, path: str, given: str) -> Any:
+        """Return what answers a client that may not ask, by its metadata, or None."""
+        name = path.rpartition("/")[2]
+        if name in ("ServerLive", "ServerReady"):
+            return None
+        changes = name in ("RepositoryModelLoad", "RepositoryModelUnload")
+        rejected = self._roles.why_rejected(given, changes=changes)
+        if rejected is None:
+            return None
+        code, text = _CODES[rejected.status], rejected.text
+
+        def answer(_: object, context: Any) -> NoReturn:
+            self._abort(context, code, text)
+
+        return self._in_own_pool("rejected", answer)
 
     def _infer(self, request: Any) -> Mapping[str, Any]:
         model, number = self._models[request.model_name], request.model_version or None
@@ -326,7 +327,7 @@ class GrpcServer:
             protocol.reject_extensions(_parameters(part.parameters))
         with model.using(number) as version:
             signature = require_signature(version)
-            batch = protocol.build_inputs(_read_tensors(request), signature)
+            batch = protocol.build_inputs(read_tensors(request), signature)
             if batch.batch_size > self._limits.max_samples:
                 raise TooLargeError(
                     f"A batch may have {self._limits.max_samples} samples. Received: "
@@ -406,44 +407,104 @@ class _Work:
     ) -> bytes:
         """Answer a message; ``reading`` is held while it is read."""
         with reading:
-            request = self._read(data)
+            request = parse_message(self.name, data)
         response: bytes = MESSAGES[f"{self.name}Response"](
             **self.method(request)
         ).SerializeToString()
         return response
 
-    def _read(self, data: bytes) -> Any:
-        if len(data) > SMALL_BYTES:
-            if self.name != "ModelInfer":
-                raise TooLargeError(
-                    f"A message of {self.name} may have {SMALL_BYTES} bytes. Received: "
-                    f"{len(data)}."
-                )
-            _count_values(memoryview(data), _COUNTED, 0)
+
+def parse_message(name: str, data: bytes) -> Any:
+    """Return the request of a method, or raise BatchError."""
+    if len(data) > SMALL_BYTES:
+        if name != "ModelInfer":
+            raise TooLargeError(
+                f"A message of {name} may have {SMALL_BYTES} bytes. Received: "
+                f"{len(data)}."
+            )
+        count_values(data)
+    try:
+        return MESSAGES[f"{name}Request"].FromString(data)
+    except DecodeError as exc:
+        raise BatchError(f"A request must be a message of {name}.") from exc
+
+
+class _Judge(grpc.ServerInterceptor):  # type: ignore[misc]  # grpcio has no types
+    """Looks at the metadata of a request, before anything waits for its message."""
+
+    def __init__(self, reject: Callable[[str, str], Any]) -> None:
+        self._reject = reject
+
+    def intercept_service(self, continuation: Any, details: Any) -> Any:
+        given = dict(details.invocation_metadata).get("authorization", "")
+        answer = self._reject(details.method, given)
+        if answer is None:
+            return continuation(details)
+        return grpc.stream_unary_rpc_method_handler(answer)
+
+
+class _Waiting:
+    """Requests whose message has not come yet. Any thread may call any method.
+
+    A thread of its own ends those whose time is over, until :meth:`close`.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._until_s: dict[Any, float] = {}  # oldest first. guarded by _lock
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(
+            target=self._end_late_ones, name="grpc receive", daemon=True
+        )
+        self._thread.start()
+
+    def receive(self, messages: Iterator[bytes], context: Any) -> bytes:
+        """Return the message of a request.
+
+        Raises:
+            TimeoutError: it has not come in time.
+        """
+        with self._lock:
+            oldest = None
+            if len(self._until_s) >= _MAX_WAITING:
+                oldest = next(iter(self._until_s))
+                del self._until_s[oldest]
+            self._until_s[context] = time.monotonic() + self._timeout_s
+        if oldest is not None:
+            oldest.cancel()
         try:
-            return MESSAGES[f"{self.name}Request"].FromString(data)
-        except DecodeError as exc:
-            raise BatchError(f"A request must be a message of {self.name}.") from exc
+            data = next(messages, None)
+        except grpc.RpcError as exc:
+            raise TimeoutError("The message must come within the time limit.") from exc
+        finally:
+            with self._lock:
+                self._until_s.pop(context, None)
+        if data is None:
+            raise BatchError("A request must have a message. Received: none.")
+        return data
 
+    def close(self) -> None:
+        """End the thread. May be called twice."""
+        self._is_over.set()
+        self._thread.join()
 
-class _RejectedError(PersiaError):
-    """A client may not ask."""
-
-    def __init__(self, rejection: Rejection) -> None:
-        super().__init__(rejection.text)
-        self.status = rejection.status
+    def _end_late_ones(self) -> None:
+        while not self._is_over.wait(min(1.0, self._timeout_s / 2)):
+            now_s = time.monotonic()
+            with self._lock:
+                late = [one for one, end_s in self._until_s.items() if now_s > end_s]
+            for one in late:
+                one.cancel()
 
 
 def _describe(exc: Exception) -> tuple[grpc.StatusCode, str]:
     """Return status and text of an error; log one that is a bug."""
-    if isinstance(exc, _RejectedError):
-        return _CODES[exc.status], str(exc)
     status = status_of(exc)
     if status == 500:
         logger.error("a request failed", exc_info=exc)
-    text = str(exc) or "The message must come within the time limit."
     code = _CODES.get(status, grpc.StatusCode.INTERNAL)
-    return code, f"{type(exc).__name__}: {text}"
+    return code, f"{type(exc).__name__}: {exc}"
 
 
 def _options(config: HttpConfig) -> list[tuple[str, int]]:
@@ -461,7 +522,7 @@ def _options(config: HttpConfig) -> list[tuple[str, int]]:
     ]
 
 
-def _listen(server: grpc.aio.Server, config: HttpConfig) -> int:
+def _listen(server: grpc.Server, config: HttpConfig) -> int:
     """Listen; return the port, or raise ConfigError."""
     host = f"[{config.address}]" if ":" in config.address else config.address
     address = f"{host or '[::]'}:{config.grpc_port or 0}"
@@ -478,15 +539,22 @@ def _listen(server: grpc.aio.Server, config: HttpConfig) -> int:
         ) from exc
 
 
-def _count_values(part: memoryview, inner: Mapping[int, "_Inner"], so_far: int) -> int:
-    """Count what memory is taken for as a message is parsed, and what came before.
+def count_values(data: bytes) -> int:
+    """Count what memory is taken for as a ModelInferRequest is parsed.
 
-    A field counts as 32 numbers, as it takes as much time. ``inner`` says of fields
-    with a size what is in one: fields, numbers of as many bytes, or with 0 nothing that
-    is parsed. Elsewhere each byte may be a value.
+    A field counts as 32 numbers, as it takes as much time.
 
     Raises:
-        TooLargeError: they are too many.
+        BatchError: they are too many, or it is no message.
+    """
+    return _count_values(memoryview(data), _COUNTED, 0)
+
+
+def _count_values(part: memoryview, inner: Mapping[int, "_Inner"], so_far: int) -> int:
+    """Count the values of a part of a message, and what came before.
+
+    ``inner`` says of fields with a size what is in one: fields, numbers of as many
+    bytes, or with 0 nothing that is parsed. Elsewhere each byte may be a value.
     """
     at = 0
     while at < len(part):
@@ -541,7 +609,7 @@ def _parameters(parameters: Any) -> dict[str, Any]:
     }
 
 
-def _read_tensors(request: Any) -> list[protocol.InputTensor]:
+def read_tensors(request: Any) -> list[protocol.InputTensor]:
     """Return the inputs of a request, from raw bytes or from its lists."""
     raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):

@@ -5,7 +5,6 @@ Each listener is a process of its own, as is the client whose latency is measure
 
 import contextlib
 import http.client
-import json
 import random
 import socket
 import struct
@@ -15,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import grpc
 import msgspec
 import numpy as np
 import torch
@@ -30,8 +30,9 @@ from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.job.requests import Beat, FindNotes, Register, Report, SetNote
 from persia_torchrec.lookup.bags import Bags, encode_bags
 from persia_torchrec.parsing.decoding import parse_json
-from persia_torchrec.persia.batch import PersiaBatch, encode_rest
+from persia_torchrec.persia.batch import encode_rest
 from persia_torchrec.persia.config.embedding_config import load_embedding_config
+from persia_torchrec.persia.signature import ModelSignature
 from persia_torchrec.persia.slots import SlotsLookup, build_features
 from persia_torchrec.persia.stream import Inbox
 from persia_torchrec.persia.worker.process import IdBuffer, WorkerProcess
@@ -42,14 +43,24 @@ from persia_torchrec.rpc.server import Service
 from persia_torchrec.rpc.slab_client import SlabChannel, obtain
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
 from persia_torchrec.serving.embeddings import SlotsReader
+from persia_torchrec.serving.grpc_server import GrpcServer
 from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
 from persia_torchrec.serving.models import Models, Version
 from persia_torchrec.serving.predictor import DenseModel, Predictor
 from persia_torchrec.table import TableSpec
-from tests.fuzz.mutations import change_frames, flip, mutate, oversize, pack, unpack
+from tests.fuzz.mutations import (
+    Structured,
+    change_frames,
+    flip,
+    mutate,
+    oversize,
+    pack,
+    unpack,
+)
 from tests.support.local_job import ONE_SLOT, batch_of
 from tests.support.servers import ids_of
 
+SERVING = HttpConfig(receive_timeout_s=5, grpc_port=0)
 SPEC = TableSpec(name="item", dim=4, optimizer=SGD(1.0))
 ASK_S = 120.0
 """When a client that waits for a reply gives up."""
@@ -102,11 +113,22 @@ class Zeros(nn.Module):
 
 
 def serve_http(address: str) -> None:
-    reader = SlotsReader(_connect(address), torch.device("cpu"))
-    models = Models()
-    models.add("zeros").add(Version(Predictor(reader, DenseModel(Zeros(), "zeros"))))
-    _tell(PredictionServer(models, HttpConfig(receive_timeout_s=5)).address)
+    _tell(PredictionServer(_zeros(address), SERVING).address)
     threading.Event().wait()
+
+
+def serve_grpc(address: str) -> None:
+    _tell(f"grpc://127.0.0.1:{GrpcServer(_zeros(address), SERVING).port}")
+    threading.Event().wait()
+
+
+def _zeros(address: str) -> Models:
+    reader = SlotsReader(_connect(address), torch.device("cpu"))
+    signature = ModelSignature(("item",), (), (1,))
+    models = Models()
+    dense = DenseModel(Zeros(), "zeros", signature)
+    models.add("zeros").add(Version(Predictor(reader, dense)))
+    return models
 
 
 def _tell(address: str) -> None:
@@ -187,23 +209,6 @@ def inbox_messages() -> list[list[bytes]]:
         [Header(Kind.BATCH, batch=1, **of).encode(), b"[0, 5]", encode_rest(batch)],
         [Header(Kind.END_OF_DATA, **of).encode(), b"null"],
     ]
-
-
-def http_requests() -> list[bytes]:
-    batch = PersiaBatch(batch_of([1], [2]).id_type_features, requires_grad=False)
-    text = json.dumps({"id_type_features": {"item": [[1], [2, 3]]}}).encode()
-    found = [
-        b"GET /health HTTP/1.0\r\n\r\n",
-        b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n",
-    ]
-    for kind, body in (("octet-stream", batch.to_bytes()), ("json", text)):
-        head = (
-            f"POST /predict HTTP/1.0\r\nContent-Type: application/{kind}\r\n"
-            f"Authorization: Bearer {env.http_token() or ''}\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n"
-        )
-        found.append(head.encode() + body)
-    return found
 
 
 def _greetings() -> list[bytes]:
@@ -330,14 +335,20 @@ def _post_changed(
         channel.socket.send(b"\0" * rng.choice((1, 1, 100)))
 
 
-def fuzz_connections(address: str, seeds: Sequence[bytes], num: int, seed: int) -> None:
+def change_bytes(rng: random.Random, data: bytes) -> bytes:
+    return rng.choice((flip, oversize))(rng, data)
+
+
+def fuzz_connections(
+    address: str,
+    seeds: Sequence[bytes],
+    num: int,
+    seed: int,
+    change: Structured = change_bytes,
+) -> None:
     """Send bytes over connections of their own; some stay open for a while."""
     rng, opened = random.Random(seed), list[socket.socket]()
     host, port = address.rpartition("//")[2].removesuffix("#book").split(":")
-
-    def change(rng: random.Random, data: bytes) -> bytes:
-        return rng.choice((flip, oversize))(rng, data)
-
     for n in range(num):
         _, data = mutate(rng, seeds, change)
         one = socket.create_connection((host, int(port)), timeout=ASK_S)
@@ -363,6 +374,9 @@ def measure(address: str, ask: Sequence[bytes], folder: str) -> None:
     if address.startswith("http"):
         ask_once: Callable[[], float] = lambda: _get(address)  # noqa: E731
         close = lambda: None  # noqa: E731
+    elif address.startswith("grpc"):
+        channel = grpc.insecure_channel(address.removeprefix("grpc://"))
+        ask_once, close = (lambda: _call(channel)), channel.close
     else:
         dealer = Dealer(address)
         ask_once, close = (lambda: dealer.ask(ask)), dealer.close
@@ -386,6 +400,13 @@ def _get(address: str) -> float:
         connection.close()
         if status != 503:  # as many requests as may be in progress
             return time.perf_counter() - began_s
+
+
+def _call(channel: grpc.Channel) -> float:
+    began_s = time.perf_counter()
+    live = channel.unary_unary("/inference.GRPCInferenceService/ServerLive")
+    live(b"", timeout=ASK_S, wait_for_ready=True)
+    return time.perf_counter() - began_s
 
 
 LOOKUP = server_messages()[0]

@@ -5,11 +5,12 @@ import pytest
 from tests.fuzz.conftest import LEAST_OF_A_ROW
 from tests.fuzz.formats import FORMATS as FILE_FORMATS
 from tests.fuzz.running import CASES, is_accepted, run
+from tests.fuzz.serving_formats import SERVING_FORMATS
 from tests.fuzz.training_formats import TRAINING_FORMATS
 
 pytestmark = pytest.mark.slow
 
-FORMATS = FILE_FORMATS | TRAINING_FORMATS
+FORMATS = FILE_FORMATS | SERVING_FORMATS | TRAINING_FORMATS
 KEPT = sorted(path for path in CASES.glob("*/*") if path.parent.name in FORMATS)
 
 

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.fuzz import ports
+from tests.fuzz import ports, serving_ports
 from tests.fuzz.conftest import LEAST_OF_A_ROW
 from tests.support.processes import wait_until
 
@@ -19,6 +19,11 @@ PORTS = {
     "data path": (ports.serve_inbox, ports.inbox_messages, ports.HELLO),
 }
 
+SERVING = {
+    "HTTP": (ports.serve_http, serving_ports.http_requests, serving_ports.change_http),
+    "gRPC": (ports.serve_grpc, serving_ports.grpc_frames, serving_ports.change_grpc),
+}
+
 pytestmark = pytest.mark.multiprocess
 
 
@@ -28,7 +33,7 @@ class Listening:
     def __init__(self, processes, folder, name, serve, ask):
         self._processes, self._folder = processes, folder
         arguments = []
-        if serve in (ports.serve_worker, ports.serve_http):
+        if serve in (ports.serve_worker, ports.serve_http, ports.serve_grpc):
             arguments = [self._start("server", ports.serve_embeddings)]
         self.address = self._start(name, serve, *arguments)
         if name == "address book":
@@ -120,14 +125,16 @@ def test_a_port_survives_any_client(
     told(listening, began_s, num_inputs, fuzz_seed, row, record_property)
 
 
-def test_http_survives_any_request(
-    processes, tmp_path, num_inputs, fuzz_seed, record_property
+@pytest.mark.parametrize("name", SERVING)
+def test_an_inference_server_survives_any_request(
+    name, processes, tmp_path, num_inputs, fuzz_seed, record_property
 ):
-    listening = Listening(processes, tmp_path, "http", ports.serve_http, [])
+    serve, seeds, change = SERVING[name]
+    listening = Listening(processes, tmp_path, name, serve, [])
     began_s = time.monotonic()
-    seeds = ports.http_requests()
-    ports.fuzz_connections(listening.address, seeds, num_inputs, fuzz_seed)
-    told(listening, began_s, num_inputs, fuzz_seed, "port of HTTP", record_property)
+    given = listening.address, seeds(), num_inputs, fuzz_seed, change
+    ports.fuzz_connections(*given)
+    told(listening, began_s, num_inputs, fuzz_seed, f"port of {name}", record_property)
 
 
 def test_a_message_without_an_end_keeps_no_one_waiting(

@@ -91,7 +91,7 @@ class Running:
         return self.process.pid
 
     def output(self) -> str:
-        return self.log.read_text() if self.log.exists() else ""
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def has_printed(self, text: str) -> None:
         """Wait until the process has printed a text."""
