@@ -183,6 +183,18 @@ def test_a_delta_needs_increments_and_a_checkpoint(start):
         deltas.__enter__()
 
 
+def test_a_delta_names_no_increments_of_another_protocol(start):
+    job = start(1)
+    job.train(2)
+    job.save()
+    job.train(2)
+    folder = Folder(job.save_delta().path)
+    named = folder.read_json(catalog.DELTA, dict)
+    folder.write_json(catalog.DELTA, {**named, "increments": "reference::file:///a"})
+    with pytest.raises(CheckpointError, match="that a client or a file names must be"):
+        job.load()
+
+
 def checkpoints_of(job):
     return [
         f.url.rpartition("-")[2] for f in catalog.complete_checkpoints(Folder(job.run))
