@@ -181,7 +181,7 @@ class Servers(Peers):
         """
         fresh = Peers(
             *("embedding server", [self.connections.address(server)], self.timeout_s),
-            *(self._greeting, self.recovery_s),
+            *(self._greeting.of(f"embedding server {server}"), self.recovery_s),
         )
         fresh.names[0] = self.names[server]
         with contextlib.closing(fresh):

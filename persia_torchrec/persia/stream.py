@@ -129,7 +129,7 @@ class Inbox:
     ) -> None:
         self._capacity = capacity
         self._takes_ids = takes_ids
-        self._world_size = world_size
+        self._rank, self._world_size = rank, world_size
         self._changed = threading.Condition()
         self._error: DataflowError | None = None  # guarded by _changed
         self._is_over = False  # guarded by _changed
@@ -142,7 +142,7 @@ class Inbox:
     def listen(self, host: str, greeting: Greeting = NO_JOB) -> Service:
         """Take what data loaders of a job send, until the service is closed."""
         return Service(
-            "batch receiver",
+            f"trainer {self._rank}",
             self._receive,
             host=host,
             num_threads=_MAX_LOADERS_AT_ONCE,

@@ -52,6 +52,8 @@ class Workers(Peers):
         greeting: Greeting = NO_JOB,
         recovery_s: float = 0.0,
     ) -> None:
+        if not greeting.job_id:  # their numbers are not known: it is the user's list
+            greeting = greeting.of("embedding worker")
         super().__init__("embedding worker", addresses, timeout_s, greeting)
         self.num_workers = len(addresses)
         self.recovery_s = recovery_s

@@ -17,9 +17,12 @@ ZeroMQ ends the connection of a client that does not prove it, and nothing that 
 client sends is a message here. The token itself never travels. The mechanisms:
 
     NULL   there is no token, and no proof: a listener accepts the loopback only
-    PLAIN  the client sends a name, its time and a nonce, and in place of a password the
-           digest of the name, keyed with the token. A listener accepts a name once, and
-           only while it is new, as MUNGE does with its credentials
+    PLAIN  the client sends a name, and in place of a password its digest, keyed with
+           the token. The name is the client's time, a nonce, its job, and whom it
+           means, as "embedding server 3". A listener accepts a name once, only while
+           it is new, as MUNGE does with its credentials, and only if it is meant.
+           Whom the client means follows from the address book, or the order of
+           addresses, and never from an address, which proxies change
     CURVE  of the address book, and with ``PERSIA_ENCRYPT=1`` of all. The listener's key
            is derived from the token, so that both ends prove the token by what they
            make of the other's fresh keys. All that is sent is encrypted
@@ -37,7 +40,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import zmq
 from zmq.utils import z85
@@ -54,9 +57,14 @@ _LAYOUT = re.compile(rb"\x01(.)([A-Za-z0-9._:-]{0,128}).{16}", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """The job of a process, as its connections tell it; an empty id: it has none."""
+    """The job of a process, as its connections tell it; an empty id: it has none.
+
+    ``who`` is what a listener is, or whom a client means: a role, and a number if that
+    is known, as ``"embedding server 3"``. An empty one is any.
+    """
 
     job_id: str = ""
+    who: str = ""
 
     def __post_init__(self) -> None:
         if not _JOB_ID.fullmatch(self.job_id):
@@ -70,6 +78,27 @@ class Greeting:
     def draw(cls) -> "Greeting":
         """Return the greeting of a new job."""
         return cls(secrets.token_hex(8))
+
+    def of(self, who: str) -> "Greeting":
+        """Return the greeting of a listener of the same job, or to one."""
+        return replace(self, who=who)
+
+    def mismatch(self, meant: "Greeting") -> str:
+        """Return why this listener is not the one that a client means, or ""."""
+        jobs, whos = {self.job_id, meant.job_id}, (self.who, meant.who)
+        (role, number), (meant_role, meant_number) = map(_role_and_number, whos)
+        if (
+            ("" in jobs or len(jobs) == 1)
+            and ("" in whos or role == meant_role)
+            and (not (number and meant_number) or number == meant_number)
+        ):
+            return ""
+        return f"its proof is for {meant.name()}, and this is {self.name()}"
+
+    def name(self) -> str:
+        """Return the listener in words."""
+        job = f" of job {self.job_id!r}" if self.job_id else ""
+        return f"{self.who or 'any process'}{job}"
 
     def encode(self) -> bytes:
         """Return a new routing id, of at most 146 bytes."""
@@ -101,6 +130,11 @@ class Greeting:
             )
 
 
+def _role_and_number(who: str) -> tuple[str, str]:
+    role, _, number = who.rpartition(" ")
+    return (role, number) if number.isdigit() else (who, "")
+
+
 NO_JOB = Greeting()
 
 
@@ -121,14 +155,17 @@ _LEAST_BITS = 96  # of a token
 _MAX_NAMES = 2**18
 _MAX_REJECTIONS = 4  # in a row; a listener that is killed rejects, too
 _LOG_S = 10.0
+_FOR_ANOTHER = 500  # status of a proof that is meant for another listener
 _MUST = (
     "PERSIA_JOB_TOKEN_FILE, or PERSIA_JOB_TOKEN, must be the same for all processes of "
     "a job, and so must PERSIA_ENCRYPT."
 )
 
 
-def client_options(token: str | None, *, encrypts: bool = False) -> Options:
-    """Return the options of a new socket that proves a token as it connects."""
+def client_options(
+    token: str | None, greeting: Greeting = NO_JOB, *, encrypts: bool = False
+) -> Options:
+    """Return the options of a new socket that proves a token to one listener."""
     if token is None:
         return {}
     if encrypts:
@@ -139,23 +176,27 @@ def client_options(token: str | None, *, encrypts: bool = False) -> Options:
             zmq.CURVE_SECRETKEY: own_secret,
         }
     now_s = int(time.time())  # noqa: TID251  # the listener compares its own
-    name = f"{now_s:x}.{secrets.token_hex(16)}".encode()
+    name = f"{now_s:x}.{secrets.token_hex(16)} ".encode() + _meant(greeting)
     return {zmq.PLAIN_USERNAME: name, zmq.PLAIN_PASSWORD: _digest(token, name)}
 
 
 def listener_options(
-    context: "zmq.Context[zmq.Socket[bytes]]", *, encrypts: bool = False
+    context: "zmq.Context[zmq.Socket[bytes]]",
+    greeting: Greeting,
+    *,
+    encrypts: bool = False,
 ) -> Options:
     """Return the options of a socket to which clients prove this process's token.
 
-    The context must be the listener's own; a thread answers for it until it ends.
+    ``greeting`` says whom they must mean. The context must be the listener's own; a
+    thread answers for it until it ends.
     """
     token = env.job_token()
     if token is None:
         return {}
     if encrypts or env.encrypts():
         return {zmq.CURVE_SERVER: 1, zmq.CURVE_SECRETKEY: _curve_key(token)}
-    ZapAuthenticator(context, token)
+    ZapAuthenticator(context, token, greeting)
     return {zmq.PLAIN_SERVER: 1, zmq.ZAP_DOMAIN: b"persia_torchrec"}
 
 
@@ -187,14 +228,14 @@ class Proof:
             meanwhile.
     """
 
-    def __init__(self, *, encrypts: bool = False) -> None:
-        self._token = env.job_token()
+    def __init__(self, greeting: Greeting = NO_JOB, *, encrypts: bool = False) -> None:
+        self._token, self._greeting = env.job_token(), greeting
         self._encrypts = encrypts or env.encrypts()
         self.num_refused = 0
 
     def options(self) -> Options:
         """Return the options of a new socket."""
-        return client_options(self._token, encrypts=self._encrypts)
+        return client_options(self._token, self._greeting, encrypts=self._encrypts)
 
     def reject(self, event: int, value: int) -> str:
         """Note a rejection; return why it is final, or ""."""
@@ -203,6 +244,13 @@ class Proof:
             if self._token is None:
                 has = "no token here, and one there"
             return f"{_MUST} Received: {has}."
+        if (event, value) == (zmq.EVENT_HANDSHAKE_FAILED_AUTH, _FOR_ANOTHER):
+            self.num_refused += 1
+            return (
+                f"This address must be that of {self._greeting.name()}. Received: "
+                "another process with the same token is there. Addresses must be all "
+                "of one role and job, in the order of their numbers."
+            )
         is_closed = value in (errno.EPIPE, errno.ECONNRESET)
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             valid_s = timeouts.PROOF_VALID_S
@@ -229,9 +277,11 @@ class ZapAuthenticator:
         self,
         context: "zmq.Context[zmq.Socket[bytes]]",
         token: str,
+        greeting: Greeting = NO_JOB,
         clock: Callable[[], float] = time.time,  # noqa: TID251  # compared with clients'
     ) -> None:
-        self._token = token
+        self._token, self._greeting = token, greeting
+        self._meant = _meant(greeting)
         self._clock = clock
         self._seen: dict[bytes, float] = {}  # when each name was accepted, in order
         self._next_log_s = 0.0
@@ -257,13 +307,24 @@ class ZapAuthenticator:
         self._seen[name] = now_s
         return ""
 
+    def mismatch(self, name: bytes) -> str:
+        """Return why an accepted proof is meant for another listener, or ""."""
+        meant = name.partition(b" ")[2]
+        if meant == self._meant:
+            return ""
+        job_id, _, who = meant.decode().partition(" ")
+        return self._greeting.mismatch(Greeting(job_id, who))
+
     def _run(self) -> None:
         try:
             while True:
                 _, number, _, address, _, _, *proof = self._socket.recv_multipart()
                 why = self.rejection(*proof) if len(proof) == 2 else "it has no proof"
-                status = b"400" if why else b"200"
-                self._socket.send_multipart([b"1.0", number, status, b"", b"", b""])
+                status = 400 if why else 200
+                if not why and (why := self.mismatch(proof[0])):
+                    status = _FOR_ANOTHER
+                reply = [b"1.0", number, str(status).encode(), b"", b"", b""]
+                self._socket.send_multipart(reply)
                 if why and time.monotonic() >= self._next_log_s:
                     self._next_log_s = time.monotonic() + _LOG_S
                     logger.warning("rejected a client of %s: %s", address.decode(), why)
@@ -271,6 +332,10 @@ class ZapAuthenticator:
             pass  # the listener is closed
         finally:
             self._socket.close(linger=0)
+
+
+def _meant(greeting: Greeting) -> bytes:
+    return f"{greeting.job_id} {greeting.who}".encode()
 
 
 def _digest(token: str, name: bytes) -> bytes:

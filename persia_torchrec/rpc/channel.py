@@ -87,9 +87,10 @@ class Limits:
 class Listener:
     """A server's socket, owned by one thread; any thread may ``wakeup.wake()`` it.
 
-    Clients prove this process's token; without one it must listen on the loopback. It
-    answers what is malformed or of another job. Port 0 takes a free one. ``fd`` is a
-    TCP socket that listens already, and stays open; without it one is opened, see
+    Clients prove this process's token, and mean this listener, as ``greeting`` says who
+    it is; without a token it must listen on the loopback. It answers what is malformed
+    or of another job. Port 0 takes a free one. ``fd`` is a TCP socket that listens
+    already, and stays open; without it one is opened, see
     ``addresses.open_listening``. That no connection can be accepted is logged.
     """
 
@@ -280,7 +281,9 @@ class Listener:
 
     def _listen(self, host: str, port: int, fd: int | None, *, encrypts: bool) -> str:
         """Begin to accept those who prove the token; return the address."""
-        options = auth.listener_options(self._context, encrypts=encrypts)
+        options = auth.listener_options(
+            self._context, self._greeting, encrypts=encrypts
+        )
         for option, value in options.items():
             self._socket.setsockopt(option, value)
         where = addresses.join_address(host, port)

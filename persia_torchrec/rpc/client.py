@@ -93,8 +93,9 @@ class Connections(OwnProcess):
     must belong to the job of the greeting, or to none. A server that was lost may be
     away for ``recovery_s`` seconds, and must come back as the start that
     ``incarnations`` says, where 0 is any. If it does not, ``when_restarted`` is called
-    in the I/O thread, which must not wait. Each connection proves the job's token; with
-    ``encrypts`` it is encrypted then, see ``auth.py``.
+    in the I/O thread, which must not wait. Each connection proves the job's token to
+    the one that it means: of this role, with its position as its number, or what the
+    greeting names. With ``encrypts`` it is encrypted then, see ``auth.py``.
     """
 
     def __init__(
@@ -114,7 +115,12 @@ class Connections(OwnProcess):
         self.names = [f"{role} {i} at {a}" for i, a in enumerate(addresses)]
         self.incarnations, self._addresses = [0] * len(addresses), list(addresses)
         self._routing_ids = [greeting.encode() for _ in addresses]
-        self._proofs = [auth.Proof(encrypts=encrypts) for _ in addresses]
+        self._proofs = [
+            auth.Proof(
+                greeting.of(greeting.who or f"{role} {number}"), encrypts=encrypts
+            )
+            for number in range(len(addresses))
+        ]
         self._recovery_s, self._when_restarted = recovery_s, when_restarted
         self._slots = threading.BoundedSemaphore(_MAX_PENDING)
         self._lock, self.is_closed = threading.Lock(), False

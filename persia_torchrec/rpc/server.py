@@ -26,8 +26,9 @@ _POLL_MS = 200
 class ListenerThread(ABC):
     """A listener and the thread that owns it, until it is closed.
 
-    A subclass sets its attributes first: the thread starts here. Where this process has
-    a supervisor, its socket is taken.
+    ``name`` is whom its clients mean, as ``"embedding worker 0"``, or ``"worker"`` of
+    any number. A subclass sets its attributes first: the thread starts here. Where this
+    process has a supervisor, its socket is taken.
     """
 
     limits = Limits()
@@ -35,7 +36,7 @@ class ListenerThread(ABC):
 
     def __init__(self, name: str, host: str, port: int, greeting: Greeting) -> None:
         self._listener = Listener(
-            *(host, port, greeting),
+            *(host, port, greeting.of(name)),
             fd=env.listen_fd(),
             encrypts=self.encrypts,
             limits=self.limits,

@@ -347,7 +347,10 @@ def _add_workers(
             "Their servers follow by --incremental-dir, or by their global_config.yml; "
             "give --follow-model for the dense model."
         )
-    workers = RemoteWorkers(list(map(tcp_address, addresses)), greeting=life.greeting)
+    greeting = life.greeting
+    if flags.workers:  # a list of the user's, which may be in any order
+        greeting = greeting.of("embedding worker")
+    workers = RemoteWorkers(list(map(tcp_address, addresses)), greeting=greeting)
     stack.callback(workers.close)
     reader = SlotsReader(workers, device, patience_s=flags.patience_s)
     reader.wait_until_ready(timeouts.READY_S)

@@ -358,7 +358,7 @@ def silent_server(frames):
             return [encode_json([told])]
         return frames
 
-    service = Service("no server", answer)
+    service = Service("embedding server", answer)
     client = EmbeddingClient.connect([service.address])
     client.add_tables([ITEM])
     yield client

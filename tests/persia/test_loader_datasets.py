@@ -9,7 +9,7 @@ from persia_torchrec.data import (
     IterableDatasetBase,
     StreamingDataset,
 )
-from persia_torchrec.errors import ConfigError, DataflowError, RemoteError
+from persia_torchrec.errors import ConfigError, DataflowError, TokenError
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.persia.stream import BatchSender
 from persia_torchrec.rpc.auth import Greeting
@@ -172,10 +172,10 @@ def test_a_trainer_is_known_once_it_begins_to_iterate(book, monkeypatch):
     batches = dataset.batches(DEADLINE_S, in_order=True)
     addresses = 2 * book.addresses("trainer", timeout_s=0)[1:]
     theirs = BatchSender(addresses, 0, 1, Greeting("theirs"))
-    with pytest.raises(RemoteError, match="JobMismatchError"):
+    with pytest.raises(TokenError, match=r"of job 'theirs'\. Received: another"):
         theirs.begin()
     theirs.close()
-    sender = BatchSender(addresses, 0, 1, book.greeting)
+    sender = BatchSender(addresses, 0, 1, book.greeting.of("trainer"))
     sender.begin()
     for number, batch in ((2, batch_of([1])), (4, batch_of([1], [2]))):
         assert sender.send(number, batch, worker=0).has_room

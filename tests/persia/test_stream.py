@@ -237,7 +237,7 @@ def test_a_message_to_a_trainer_that_is_away_is_sent_again(trainers):
         if not looked:
             looked.append(trainer)
             answer = trainers.inboxes[0]._receive
-            listen = partial(Service, "batch receiver", answer, port=port)
+            listen = partial(Service, "trainer", answer, port=port)
             trainers.receivers.append(once_the_port_is_free(listen))
 
     sender.recovery_s, sender.look = DEADLINE_S, look

@@ -45,7 +45,10 @@ class Workers:
         self.clients = clients
         self.buffers = [IdBuffer(buffer_size, expires_s=60) for _ in clients]
         self.services = [
-            Service("worker", WorkerProcess(SlotsLookup(c, features), buffer).answer)
+            Service(
+                "embedding worker",
+                WorkerProcess(SlotsLookup(c, features), buffer).answer,
+            )
             for c, buffer in zip(clients, self.buffers, strict=True)
         ]
         self._remotes = []
@@ -65,7 +68,7 @@ class Workers:
         client, buffer = self.clients[worker], IdBuffer(10, expires_s=60)
         answer = WorkerProcess(SlotsLookup(client, [FEATURE]), buffer).answer
         port = int(self.services[worker].address.rpartition(":")[2])
-        listen = partial(Service, "worker", answer, port=port)
+        listen = partial(Service, "embedding worker", answer, port=port)
         self.services[worker] = once_the_port_is_free(listen)
         self.buffers[worker] = buffer
 
@@ -239,7 +242,7 @@ def test_a_worker_that_is_gone_is_named(workers):
 
 
 def test_an_invalid_reply_is_rejected():
-    service = Service("no worker", lambda _header, _frames: [encode_json(None)])
+    service = Service("embedding worker", lambda _header, _frames: [encode_json(None)])
     remote = RemoteWorkers([service.address], timeout_s=DEADLINE_S)
     with pytest.raises(FrameError, match=r"Frame 1 must be a mapping. Received: None"):
         remote.pull(bags_of([1]), number(1))
@@ -249,7 +252,7 @@ def test_an_invalid_reply_is_rejected():
 
 def test_a_batch_without_its_arrays_is_rejected():
     told = {"slots": ["item"], "outputs": [[1, 2]], "places": []}
-    service = Service("no worker", lambda _header, _frames: [encode_json(told)])
+    service = Service("embedding worker", lambda _header, _frames: [encode_json(told)])
     remote = RemoteWorkers([service.address], timeout_s=DEADLINE_S)
     with pytest.raises(FrameError, match=r"as many arrays\. Received: 2 frames, _Forw"):
         remote.pull(bags_of([1]), number(1))
@@ -261,7 +264,9 @@ def test_workers_of_other_slots_are_rejected(servers):
     client = servers.client(servers.start(1))
     client.add_tables([TABLE])
     services = [
-        Service("worker", WorkerProcess(lookup, IdBuffer(1, expires_s=60)).answer)
+        Service(
+            "embedding worker", WorkerProcess(lookup, IdBuffer(1, expires_s=60)).answer
+        )
         for lookup in (
             SlotsLookup(client, [FEATURE]),
             SlotsLookup(client, [FeatureSpec(name="ad", key="ad", table="item")]),

@@ -47,7 +47,7 @@ def ask(address):
 
 
 def answering(host):
-    return closing(Service("service", lambda *_: [b"answer"], host=host))
+    return closing(Service("server", lambda *_: [b"answer"], host=host))
 
 
 @pytest.mark.parametrize(

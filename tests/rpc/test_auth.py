@@ -2,22 +2,34 @@
 
 import contextlib
 import secrets
+import socket
 import time
 
 import pytest
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from persia_torchrec import timeouts
 from persia_torchrec.errors import ConfigError, DiscoveryError, ServerError, TokenError
 from persia_torchrec.job.registry import AddressBook
+from persia_torchrec.persia.stream import Inbox
 from persia_torchrec.rpc import auth
-from persia_torchrec.rpc.auth import ZapAuthenticator, client_options
+from persia_torchrec.rpc.auth import (
+    NO_JOB,
+    Greeting,
+    ZapAuthenticator,
+    client_options,
+)
+from persia_torchrec.rpc.channel import Listener, open_socket
 from persia_torchrec.rpc.client import Connections
 from persia_torchrec.rpc.messages import Header, Kind, encode_json
 from persia_torchrec.rpc.server import Service
+from persia_torchrec.server.config import ServerConfig
+from persia_torchrec.server.server import EmbeddingServer
 from tests.support.ports import draw_port
 from tests.support.processes import DEADLINE_S, wait_until
 from tests.support.sockets import ending_of
+from tests.support.strangers import AS_ANOTHER_USER, be_stranger
 
 OURS, THEIRS = "our token, of the job", "their token, of another"
 
@@ -30,14 +42,14 @@ def set_token(monkeypatch, token, encrypt="0"):
         monkeypatch.setenv("PERSIA_JOB_TOKEN", token.replace(" ", "-"))
 
 
-def options_of(token, *, encrypts=False):
+def options_of(token, greeting=NO_JOB, *, encrypts=False):
     token = None if token is None else token.replace(" ", "-")
-    return client_options(token, encrypts=encrypts)
+    return client_options(token, greeting, encrypts=encrypts)
 
 
 @contextlib.contextmanager
-def serving(answer="answer", **settings):
-    service = Service("service", lambda *_: [encode_json(answer)], **settings)
+def serving(answer="answer", name="service", **settings):
+    service = Service(name, lambda *_: [encode_json(answer)], **settings)
     yield service.address
     service.close()
 
@@ -47,9 +59,11 @@ def ask(address):
         return submit(connections)
 
 
-def submit(connections):
+def submit(connections, server=0):
     hello, body = Header(Kind.HELLO), [encode_json(None)]
-    reply = connections.submit(0, hello, body, timeout_s=DEADLINE_S, what="a request")
+    reply = connections.submit(
+        server, hello, body, timeout_s=DEADLINE_S, what="a request"
+    )
     return bytes(reply.frames()[1])
 
 
@@ -143,7 +157,8 @@ def test_a_proof_is_accepted_once(monkeypatch):
 def test_a_proof_is_accepted_while_it_is_new():
     now = [time.time()]
     context = zmq.Context()
-    keeper = ZapAuthenticator(context, OURS.replace(" ", "-"), lambda: now[0])
+    token = OURS.replace(" ", "-")
+    keeper = ZapAuthenticator(context, token, clock=lambda: now[0])
     proofs = [tuple(options_of(OURS).values()) for _ in range(3)]
     assert keeper.rejection(*proofs[0]) == ""
     assert keeper.rejection(*proofs[0]) == "its proof was used before"
@@ -213,3 +228,104 @@ def test_a_token_that_can_be_guessed_is_named_and_a_random_one_is_not():
     for num_bytes in (16, 32):
         assert all(not auth.weakness(secrets.token_hex(num_bytes)) for _ in range(99))
     assert not auth.weakness(None)
+
+
+SERVER_1 = Greeting("ours", "embedding server 1")
+
+
+@pytest.mark.parametrize(
+    ("meant", "is_good"),
+    [
+        (SERVER_1, True),
+        (SERVER_1.of("embedding server 0"), False),
+        (SERVER_1.of("embedding server 11"), False),
+        (SERVER_1.of("embedding worker 1"), False),
+        (SERVER_1.of("trainer 1"), False),
+        (
+            SERVER_1.of("embedding server"),
+            True,
+        ),  # whose number the client does not know
+        (SERVER_1.of(""), True),
+        (Greeting("theirs", "embedding server 1"), False),
+        (Greeting("", "embedding server 1"), True),  # of a notebook, which has no job
+        (Greeting("", "embedding server 0"), False),
+    ],
+)
+def test_a_proof_is_good_at_the_listener_that_it_means(monkeypatch, meant, is_good):
+    set_token(monkeypatch, OURS)
+    listener = Listener("127.0.0.1", 0, SERVER_1)
+    with contextlib.closing(listener), monitored(listener.address, meant) as ending:
+        assert (ending() == zmq.EVENT_HANDSHAKE_SUCCEEDED) == is_good
+
+
+@contextlib.contextmanager
+def monitored(address, meant):
+    """A socket that proves the token to a listener; how its handshake ends."""
+    client = open_socket(zmq.DEALER, {**options_of(OURS, meant), zmq.LINGER: 0})
+    events = zmq.EVENT_HANDSHAKE_SUCCEEDED | auth.REJECTIONS
+    monitor = client.get_monitor_socket(events)
+    client.connect(address)
+
+    def ending():
+        assert monitor.poll(1000 * DEADLINE_S)
+        return recv_monitor_message(monitor)["event"]
+
+    yield ending
+    client.disable_monitor()
+    monitor.close()
+    client.close()
+
+
+@pytest.mark.parametrize("role", ["embedding server", "embedding worker", "trainer"])
+def test_each_listener_of_a_job_knows_its_number(monkeypatch, role):
+    set_token(monkeypatch, OURS)
+    job = Greeting("ours")
+    with contextlib.ExitStack() as stack:
+        if role == "embedding server":
+            listener = EmbeddingServer(ServerConfig(shard=1, num_shards=2), job)
+            stack.callback(listener.listener.close)
+        elif role == "trainer":
+            listener = Inbox(1, 1, 2).listen("127.0.0.1", job)
+            stack.callback(listener.close)
+        else:
+            listener = Service(f"{role} 1", lambda *_: [], greeting=job)
+            stack.callback(listener.close)
+        for number in (0, 1):
+            meant = job.of(f"{role} {number}")
+            with monitored(listener.address, meant) as ending:
+                is_good = ending() == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            assert is_good == (number == 1)
+
+
+def pose_as_a_server(other):
+    """Listen as a server that has died; show the proof that comes to another one."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        print(f"ready {listener.getsockname()[1]} ", flush=True)
+        connection, _ = listener.accept()
+        plain = b"PLAIN".ljust(20, b"\0")
+        connection.sendall(b"\xff" + bytes(8) + b"\x7f\3\1" + plain + b"\1" + bytes(31))
+        got = b""
+        while b"\5HELLO" not in got or len(got) < 64 + 110:
+            got += connection.recv(4096)
+        proof, parts = got[got.index(b"\5HELLO") + 6 :], []
+        for _ in range(2):
+            parts.append(proof[1 : 1 + proof[0]])
+            proof = proof[1 + proof[0] :]
+        stolen = dict(zip((zmq.PLAIN_USERNAME, zmq.PLAIN_PASSWORD), parts, strict=True))
+        ended = ending_of(other, stolen, DEADLINE_S)
+        print("accepted" if ended == zmq.EVENT_HANDSHAKE_SUCCEEDED else "rejected")
+
+
+@AS_ANOTHER_USER
+@pytest.mark.multiprocess
+def test_a_proof_shown_to_a_stranger_is_rejected_by_all_others(monkeypatch, processes):
+    set_token(monkeypatch, OURS)
+    with serving(name="embedding server 1") as other:
+        stranger = processes.start("stranger", be_stranger, pose_as_a_server, other)
+        stranger.has_printed("ready ")
+        port = stranger.output().split()[1]
+        addresses = [f"tcp://127.0.0.1:{port}", other]
+        with contextlib.closing(Connections("embedding server", addresses)) as client:
+            assert submit(client, 1) == b'"answer"'
+            assert stranger.status() == 0, stranger.output()
+    assert stranger.output().endswith("rejected\n")

@@ -15,6 +15,7 @@ import pytest
 from persia_torchrec.errors import FrameError, RemoteError, ServerError
 from persia_torchrec.rpc import slab as layout
 from persia_torchrec.rpc.auth import NO_JOB
+from persia_torchrec.rpc.channel import Limits
 from persia_torchrec.rpc.client import Connections
 from persia_torchrec.rpc.messages import Header, Kind, decode_json, encode_json
 from persia_torchrec.rpc.peers import Peers
@@ -33,7 +34,7 @@ def until(condition):
 class Echo(Service):
     """Answers with what it is sent, when it may."""
 
-    shm_bytes = 64 * MIB
+    limits = Limits(shm_bytes=64 * MIB)
 
     def __init__(self):
         self.may_answer = threading.Event()

@@ -10,7 +10,7 @@ import pytest
 
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.embedding.optim import Adam
-from persia_torchrec.errors import ConfigError, RemoteError, ServerError
+from persia_torchrec.errors import ConfigError, RemoteError, ServerError, TokenError
 from persia_torchrec.job.service import reject_until_ready
 from persia_torchrec.rpc.client import Connections
 from persia_torchrec.rpc.messages import Header, Kind, encode_json
@@ -232,7 +232,7 @@ def test_a_server_finds_its_shard_in_the_environment(monkeypatch):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         line = next(line for line in server.stdout if line.startswith("ready "))
         address = line.split()[1]
-        with pytest.raises(ConfigError, match=r"Received: it is shard 1 of 2\."):
+        with pytest.raises(TokenError, match=r"must be that of embedding server 0\."):
             EmbeddingClient.connect([address])
         server.terminate()
         assert server.wait(DEADLINE_S) == 0

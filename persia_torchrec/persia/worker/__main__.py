@@ -131,7 +131,7 @@ def _run(
         life.progress = lambda: process.open.num_settled
     with pushing_metrics(process, flags.index, metrics):
         service = Service(
-            "embedding worker",
+            f"embedding worker {flags.index}",
             process.answer,
             host=flags.host or life.host,
             port=flags.port,

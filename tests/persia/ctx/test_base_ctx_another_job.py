@@ -5,7 +5,7 @@ import contextlib
 import pytest
 
 from persia_torchrec.ctx import EmbeddingCtx, PreprocessMode
-from persia_torchrec.errors import RemoteError
+from persia_torchrec.errors import TokenError
 from persia_torchrec.persia.engine import connect_to_job
 from persia_torchrec.persia.stream import Inbox
 from persia_torchrec.rpc.auth import Greeting
@@ -23,10 +23,10 @@ def job(tmp_path, monkeypatch):
 @pytest.fixture
 def rejected(job):
     message = (
-        "JobMismatchError: .* must belong to job 'theirs'. Received: job "
-        f"'{job.book.greeting.job_id}'"
+        r"must be that of embedding (server|worker) 0 of job "
+        f"'{job.book.greeting.job_id}'. Received: another process"
     )
-    return pytest.raises(RemoteError, match=message)
+    return pytest.raises(TokenError, match=message)
 
 
 def test_a_trainer_is_rejected_by_servers_and_by_workers(job, rejected):
@@ -59,7 +59,7 @@ def test_a_data_loader_is_rejected_by_workers(job, rejected):
 def test_a_data_loader_is_rejected_by_trainers(tmp_path, monkeypatch):
     with (
         LocalJob(tmp_path, monkeypatch) as job,
-        pytest.raises(RemoteError, match=r"trainer 0 at .*: JobMismatchError"),
+        pytest.raises(TokenError, match=r"must be that of trainer 0 of job"),
         loader(job, THEIRS) as ctx,
     ):
         ctx.send_data(batch_of([1]))
