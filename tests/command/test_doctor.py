@@ -1,10 +1,12 @@
 import json
-import secrets
 
 import pytest
 from click.testing import CliRunner
 
 from persia_torchrec.command import main
+
+# What `openssl rand -hex 32` gives.
+TOKEN = "e973c884b827ae8d54caca07fb4ab3032479b284e168c24ddcd59b0f4b72b60a"
 
 
 def test_a_machine_that_runs_the_tests_will_do():
@@ -37,8 +39,8 @@ def test_what_is_wrong_has_the_command_that_mends_it(monkeypatch, tmp_path):
     [
         ("a" * 64, 0o600, "note", "64 characters, 1 of them different: 0 bits at most"),
         ("0123456789abcdef", 0o600, "note", "must be random, of 96 bits or more"),
-        (secrets.token_hex(32), 0o644, "bad", "a file that others cannot read"),
-        (secrets.token_hex(32), 0o600, "ok", "600"),
+        (TOKEN, 0o644, "bad", "a file that others cannot read"),
+        (TOKEN, 0o600, "ok", "600"),
     ],
 )
 def test_a_token_in_the_home_of_a_user_must_be_random_and_private(

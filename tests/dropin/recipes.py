@@ -7,7 +7,6 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-from pytorch_lightning.utilities import types
 
 from tests.dropin.driver import Run, stand_in
 from tests.dropin.examples import DIM, NUM_IDS, sharded
@@ -19,6 +18,7 @@ def main(run: Run) -> None:
     stand_in("hydra", "hydra.core", "hydra.core.config_store")
     stand_in("torchrecipes.core.conf", DataModuleConf=object)
     stand_in("torchrecipes.rec.datamodules.criteo_datamodule")
+    types: Any = importlib.import_module("pytorch_lightning.utilities.types")
     types._PATH = str  # no longer there
     module: Any = importlib.import_module("torchrecipes.rec.modules.lightning_dlrm")
     program: Any = importlib.import_module("torchrecipes.rec.dlrm_main")
