@@ -108,8 +108,10 @@ def serve_inbox() -> None:
 class Zeros(nn.Module):
     """Predicts 0 for each sample."""
 
-    def forward(self, non_id_tensors: object, embeddings: object) -> torch.Tensor:
-        return torch.zeros(2, 1)
+    def forward(
+        self, non_id_tensors: object, embeddings: list[torch.Tensor]
+    ) -> torch.Tensor:
+        return torch.zeros(len(embeddings[0]), 1)
 
 
 def serve_http(address: str) -> None:
