@@ -196,7 +196,9 @@ class ShardedRemoteCollection(
     @torch.compiler.disable(reason=torchrec_api.NOT_IN_GRAPHS)
     def start(self, batch: object, *, is_training: bool) -> PrefetchedBatch[Any]:
         """Begin to pull a KeyedJaggedTensor, TensorDict, or what the pipeline takes."""
-        torchrec_api.require_no_trace()
+        of_jit, of_export, modes, modes_before = torchrec_api.TRACES
+        if of_jit() or of_export() or modes() or modes_before():
+            torchrec_api.require_no_trace()
         if self.before_first_pull is not None:
             self.before_first_pull()
             self.before_first_pull = None

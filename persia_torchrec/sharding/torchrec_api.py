@@ -220,7 +220,7 @@ def require_no_capture() -> None:
 def require_no_trace() -> None:
     """Reject a lookup while a model is traced: its rows would be those of an example.
 
-    Called before each lookup; other modes of dispatch, as of profilers, are none.
+    Called where one of ``TRACES`` holds; modes of dispatch, as of profilers, are none.
     """
     if torch._C._is_tracing():
         how = "torch.jit.trace, as by torch.onnx.export(dynamo=False)"
@@ -245,6 +245,14 @@ def require_no_trace() -> None:
         "embeddings as its inputs."
     )
 
+
+TRACES: tuple[Callable[[], object], ...] = (
+    torch._C._is_tracing,
+    torch.compiler.is_exporting,
+    torch._C._len_torch_dispatch_stack,
+    torch._ops._len_torch_dispatch_stack_pre_dispatch,
+)
+"""What holds in a trace, or where it may be one; looked at before each lookup."""
 
 NOT_IN_GRAPHS = (
     "rows of tables on the servers are looked up outside of graphs; to export the "

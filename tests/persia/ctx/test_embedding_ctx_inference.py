@@ -170,7 +170,7 @@ def test_a_wait_ends_with_what_is_missing(tmp_path, monkeypatch):
 
 def test_a_server_is_no_embedding_worker(trained):
     job, _, _ = trained
-    other_role = pytest.raises(ServerError, match="address of another role")
+    other_role = pytest.raises(ServerError, match="must be that of embedding worker")
     with InferCtx([job.servers[0].address]) as infer, other_role:
         infer.wait_for_serving(0.1)
 
