@@ -185,8 +185,10 @@ class MixedCollection(types.ShardedModule[Any, Any, Any, Any], FusedOptimizerMod
 
     def forward(self, *input: Any, **kwargs: Any) -> Any:
         """Look up in both halves; torch.fx traces it as a leaf."""
-        traced = torchrec_api.traced_call(self, input, kwargs)
-        return traced if traced is not None else super().forward(*input, **kwargs)
+        for given in (*input, *kwargs.values()):
+            if isinstance(given, torch.fx.Proxy):
+                return torchrec_api.traced_call(self, given, input, kwargs)
+        return super().forward(*input, **kwargs)
 
     def input_dist(self, ctx: Any, *input: Any, **kwargs: Any) -> Any:
         """Begin to distribute the ids, and to pull; returns TorchRec's awaitable."""

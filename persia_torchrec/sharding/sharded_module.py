@@ -227,8 +227,10 @@ class ShardedRemoteCollection(
 
     def forward(self, *input: Any, **kwargs: Any) -> Any:
         """Look up, as every sharded module does; torch.fx traces it as a leaf."""
-        traced = torchrec_api.traced_call(self, input, kwargs)
-        return traced if traced is not None else super().forward(*input, **kwargs)
+        for given in (*input, *kwargs.values()):
+            if isinstance(given, torch.fx.Proxy):
+                return torchrec_api.traced_call(self, given, input, kwargs)
+        return super().forward(*input, **kwargs)
 
     def input_dist(
         self, ctx: object, *input: Any, **kwargs: Any

@@ -262,18 +262,18 @@ NOT_IN_GRAPHS = (
 
 
 def traced_call(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> torch.fx.Proxy | None:
-    """Return the call of a module in a trace of torch.fx; None outside of one.
+    module: nn.Module,
+    given: torch.fx.Proxy,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> torch.fx.Proxy:
+    """Return the call of a module in a trace of torch.fx, whose value is ``given``.
 
     The module is a leaf of the graph, whatever the names of a tracer's leaf modules.
     """
-    for given in (*args, *kwargs.values()):
-        if isinstance(given, torch.fx.Proxy):
-            tracer: Any = given.tracer
-            path = tracer.path_of_module(module)
-            return tracer.create_proxy("call_module", path, args, kwargs)
-    return None
+    tracer: Any = given.tracer
+    path = tracer.path_of_module(module)
+    return tracer.create_proxy("call_module", path, args, kwargs)
 
 
 def replace_trackers(model: Any, tracker: Callable[..., Any]) -> None:
