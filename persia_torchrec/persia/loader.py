@@ -252,7 +252,7 @@ class StreamingDataset(IterableDatasetBase):
         )
         with contextlib.closing(AddressBook.join(*store)) as book:
             key = os.getpid(), book.greeting.job_id, rank
-            if streams.setdefault(key, self) is not self:
+            if streams.get(key, self) is not self:
                 raise ConfigError(
                     "A process must have one StreamingDataset in a job: the data "
                     "loaders send to it. Received: a second one. Make it once, and "
@@ -261,6 +261,7 @@ class StreamingDataset(IterableDatasetBase):
                 )
             service = inbox.listen(local_address(store.host), book.greeting)
             book.register("trainer", rank, world_size, service.address)
+            streams[key] = self
             if not book.recovery_s:  # else data loaders ask what is trained
                 inbox.when_over = service.close
         return inbox

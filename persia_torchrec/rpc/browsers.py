@@ -68,6 +68,6 @@ def _rejected(header: str, given: str) -> str:
         f"The header {header} must be of this host's loopback, or of the address that "
         "the server listens on: without a token, pages of other sites that a browser "
         f"here shows are not answered. Received: {given!r:.100}. Ask by "
-        "http://127.0.0.1, name what a proxy passes on by --allowed-hosts, or set "
-        "PERSIA_HTTP_TOKEN."
+        "http://127.0.0.1, or set PERSIA_HTTP_TOKEN. A server of predictions takes "
+        "what a proxy passes on by --allowed-hosts."
     )
