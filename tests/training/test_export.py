@@ -24,6 +24,7 @@ from persia_torchrec.errors import CheckpointError, ConfigError
 from persia_torchrec.persia.batch import IDTypeFeature, NonIDTypeFeature, PersiaBatch
 from persia_torchrec.serving.embeddings import host_checkpoint
 from persia_torchrec.serving.predictor import Predictor, Trust, load_model
+from persia_torchrec.sharding.dense_half import load_served
 from tests.support.processes import Processes
 from tests.support.remote_job import shard
 from tests.support.serving_process import Serving, ask, predict
@@ -230,7 +231,10 @@ def test_tables_on_the_trainers_cannot_be_served(servers, tmp_path):
 def test_a_damaged_file_is_named(servers, tmp_path):
     trained = Trained(servers, Bags())
     path = trained.export(tmp_path).path
-    with (Path(path) / "serving_model.pt").open("r+b") as damaged:
-        damaged.truncate(1000)
+    file = Path(path) / "serving_model.pt"
     with pytest.raises(CheckpointError, match="must be a file of export_for_serving"):
+        load_served(file.read_bytes()[:1000], "serving_model.pt")
+    with file.open("r+b") as damaged:
+        damaged.truncate(1000)
+    with pytest.raises(CheckpointError, match="must be the file of its manifest"):
         load_model(path, "serving_model.pt")
