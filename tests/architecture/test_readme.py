@@ -315,11 +315,15 @@ def test_every_link_leads_somewhere(name):
             assert anchor in anchors(page.read_text()), target
 
 
+@pytest.fixture(scope="module")
+def python_files():
+    return [f"/{path.relative_to(ROOT)}" for path in ROOT.glob("[!.]*/**/*.py")]
+
+
 @pytest.mark.parametrize("name", PAGES)
-def test_the_files_that_a_page_names_exist(name):
-    files = [f"/{path.relative_to(ROOT)}" for path in ROOT.glob("[!.]*/**/*.py")]
+def test_the_files_that_a_page_names_exist(name, python_files):
     for file in re.findall(r"`([\w/]+\.py)`", PAGES[name]):
-        assert any(known.endswith(f"/{file}") for known in files), file
+        assert any(known.endswith(f"/{file}") for known in python_files), file
     folders = "persia_torchrec|tests|examples|components|docs"
     for file in re.findall(rf"`((?:{folders})/[\w/]+\.\w+)`", PAGES[name]):
         assert (ROOT / file).exists(), file
