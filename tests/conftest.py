@@ -89,6 +89,14 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _freeze_imports():
+    """Keep what a file of tests has imported out of later garbage collections."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _keep_what_mains_set():
     """Restore signals and the package's logger, which the mains of roles set up."""

@@ -129,6 +129,7 @@ def test_the_example_learns_from_made_up_data(settings, tmp_path):
     assert auc_of_training(tmp_path, "--rows", "12000", *settings) > 0.7
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_the_example_reads_files(tmp_path):

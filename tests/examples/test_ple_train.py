@@ -249,6 +249,7 @@ def test_on_servers_at_staleness_0_the_losses_are_those_in_this_process(tmp_path
     assert remote == local
 
 
+@pytest.mark.long
 def test_epochs_in_micro_batches_pulled_ahead_have_the_losses_of_whole_batches(
     tmp_path,
 ):

@@ -92,6 +92,7 @@ def test_without_a_part_all_run_and_without_a_device_the_benchmarks_are_small(tm
     assert line == "-m benchmarks servers"
 
 
+@pytest.mark.long
 def test_packages_are_installed_once_into_a_folder_that_stays(
     wheels, tmp_path, monkeypatch
 ):

@@ -46,6 +46,7 @@ def write_a_later_checkpoint(run, servers):
     assert client.checkpoints.dump(run).path.endswith("checkpoint-00000002")
 
 
+@pytest.mark.long
 def test_two_inference_servers_predict_what_the_job_evaluated(
     tmp_path, trained, servers
 ):

@@ -199,6 +199,7 @@ def test_a_worker_with_contradictory_settings_ends_with_the_reason(
     assert "--learn-tables cannot be combined with" in capfd.readouterr().err
 
 
+@pytest.mark.long
 def test_the_others_answer_while_a_role_is_killed_and_started_again(processes, trained):
     job = InferenceJob(processes, trained.checkpoint, trained.embedding_config)
     server = job.supervised_server()

@@ -97,7 +97,13 @@ def make_batch(weights, rng):
     return Batch(dense=dense, ids=kjt, labels=(score > 0).float())
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "DLRM",
+        *(pytest.param(name, marks=pytest.mark.long) for name in [*MODELS][1:]),
+    ],
+)
 def test_a_model_of_torchrec_trains_on_the_servers_as_it_does_in_torchrec(name):
     optimizer = Adagrad(
         LR, initial_accumulator_value=0, eps=EPS, vectorwise_shared=True

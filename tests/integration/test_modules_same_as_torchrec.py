@@ -471,7 +471,11 @@ def full_batches(num, max_ids=2):
     "case",
     [
         pytest.param(replace(POOLED, model=few_bags), id="bags"),
-        pytest.param(replace(SEQUENCES, model=FewSequences), id="sequences"),
+        pytest.param(
+            replace(SEQUENCES, model=FewSequences),
+            id="sequences",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_compiled_model_trains_as_plain_torchrec_does(job, case):

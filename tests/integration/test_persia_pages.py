@@ -409,6 +409,7 @@ def test_the_global_config_of_the_page_can_be_read(tmp_path):
     assert load_global_config(path).embedding_parameter_server.capacity == 4321
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_the_complete_example_runs_as_a_job(tmp_path):

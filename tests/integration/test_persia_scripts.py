@@ -39,6 +39,7 @@ def test_a_training_may_stop_before_the_end_of_its_data(scripts):
     assert workers | loaders < ended.logs.keys()
 
 
+@pytest.mark.long
 def test_two_trainers_whose_data_differ_end_with_the_same_dense_model(scripts):
     with scripts.start("--nn_workers", "2", num_batches=41) as job:
         ended = job.wait()

@@ -10,6 +10,7 @@ from tests.support.persia_scripts import Scripts
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 
+@pytest.mark.long
 def test_a_job_on_three_hosts_trains_each_batch_once(tmp_path):
     """Of each pair of roles that connect, two processes are on different hosts."""
     with Hosts(3) as network:

@@ -17,6 +17,7 @@ def slurm(tmp_path_factory):
         yield slurm
 
 
+@pytest.mark.long
 def test_the_adult_income_job_recovers_a_killed_server(slurm, tmp_path):
     with adult_income(slurm, tmp_path, "--max_retries", 0) as job:
         job.has_printed("step 50: loss")

@@ -111,7 +111,9 @@ dist.destroy_process_group()
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("has_torchrun", [False, True])
+@pytest.mark.parametrize(
+    "has_torchrun", [False, pytest.param(True, marks=pytest.mark.long)]
+)
 def test_no_process_of_a_job_of_one_machine_listens_beyond_the_loopback(
     processes, monkeypatch, has_torchrun
 ):

@@ -58,6 +58,7 @@ def logs_of_failed(folder, *arguments):
     return {path.parents[1].name: path for path in paths}, " ".join(status.split())
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_a_port_in_use_ends_a_torchx_job(tmp_path):

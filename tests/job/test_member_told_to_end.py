@@ -188,6 +188,7 @@ def last_step(folder):
     return catalog.Manifest.read(latest).step
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_job_of_torchx_loses_no_step_when_it_is_shut_down(tmp_path, gateway):
     train_until_it_is_shut_down(tmp_path, gateway)

@@ -238,6 +238,7 @@ def test_a_server_finds_its_shard_in_the_environment(monkeypatch):
         assert server.wait(DEADLINE_S) == 0
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_a_second_cluster_does_not_write_increments_in_the_same_folder(tmp_path, capfd):
     with EmbeddingCluster.local(1, incremental_dir=str(tmp_path)):

@@ -392,7 +392,7 @@ def answer_of(connection, number):
 
 
 def test_any_order_of_requests_and_restarts_is_as_in_the_model():
-    some = settings(max_examples=settings().max_examples // 3)
+    some = settings(max_examples=settings().max_examples // 5)
     run_state_machine_as_test(ServerMachine, settings=some)
 
 

@@ -114,6 +114,7 @@ def test_a_version_is_loaded_and_unloaded_without_a_failed_request(
     assert versions(serving) == ["1"]
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_a_server_that_is_killed_under_load_is_started_again(serving, run, trained):
     (server,) = servers_of(serving.process.pid, run)

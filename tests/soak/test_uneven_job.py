@@ -73,6 +73,7 @@ def watch(folder, job, members, seconds, num_samples):
     return series, num_kills
 
 
+@pytest.mark.long
 def test_a_job_of_uneven_data_grows_by_nothing_and_loses_nothing(tmp_path, minutes):
     is_whole = minutes >= LEAST_OF_A_TABLE
     most_steps = MOST_STEPS if is_whole else 20

@@ -11,6 +11,7 @@ from tests.training import exchanging_trainers, groups
 WORKS = ("tell", "resume", "load", "save", "ask_the_clock", "share_files")
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_trainers_wait_for_longer_than_their_group_allows(processes, tmp_path):
     exchange = exchanging_trainers.exchange, str(tmp_path / "run")
