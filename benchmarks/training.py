@@ -42,7 +42,7 @@ from persia_torchrec.embedding.optim import Adagrad
 from persia_torchrec.errors import StoreError
 from persia_torchrec.server.cluster import EmbeddingCluster
 from persia_torchrec.sharding.sharder import RemoteEmbeddingBagCollectionSharder
-from persia_torchrec.training.recovery import Run, recoverable
+from persia_torchrec.training.recoverable import Run, recoverable
 
 Carrier = Literal["given", "tcp", "shm"]
 

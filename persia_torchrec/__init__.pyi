@@ -97,7 +97,7 @@ from persia_torchrec.training.schedule import (
 from persia_torchrec.training.export import (
     export_for_serving as export_for_serving,
 )
-from persia_torchrec.training.recovery import (
+from persia_torchrec.training.recoverable import (
     recoverable as recoverable,
 )
 from persia_torchrec.version import (

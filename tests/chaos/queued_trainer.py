@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from persia_torchrec import EmbeddingClient
 from persia_torchrec.training import schedule
-from persia_torchrec.training.recovery import recoverable
+from persia_torchrec.training.recoverable import recoverable
 from tests.support.queued_trainers import make_data, make_model
 
 SLOW_FROM = 400  # steps, after which they take a while, until the kills are over

@@ -21,7 +21,7 @@ from persia_torchrec import (
 )
 from persia_torchrec.data import CsvDataset, IdColumn, LabelColumn, WorkQueue
 from persia_torchrec.sharding.training_blocks import join
-from persia_torchrec.training.recovery import recoverable
+from persia_torchrec.training.recoverable import recoverable
 from tests.support.faults import kill_self
 from tests.support.processes import wait_until
 from tests.support.remote_job import META, shard

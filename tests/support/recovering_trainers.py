@@ -15,7 +15,7 @@ from persia_torchrec.embedding.optim import SGD, Adagrad
 from persia_torchrec.logger import get_default_logger
 from persia_torchrec.persia.embedding import EmbeddingConfig
 from persia_torchrec.training import schedule as schedule_module
-from persia_torchrec.training.recovery import recoverable
+from persia_torchrec.training.recoverable import recoverable
 from tests.support.faults import kill_self
 from tests.support.local_job import Batches, SumOfEmbeddings, batch_of
 from tests.support.two_trainers import ADAM, Trainer, batches, loss_of

@@ -6,7 +6,7 @@ from itertools import islice
 import torch
 from torch.utils.data import IterableDataset
 
-from persia_torchrec.training.recovery import recoverable
+from persia_torchrec.training.recoverable import recoverable
 
 NUM_SAMPLES = 24
 BATCH_SIZE = 4

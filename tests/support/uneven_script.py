@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from persia_torchrec import EmbeddingClient
 from persia_torchrec.sharding.training_blocks import join
-from persia_torchrec.training.recovery import recoverable
+from persia_torchrec.training.recoverable import recoverable
 from tests.support.uneven_trainers import (
     IDS_OF_A_TRAINER,
     ids_of_trainer,

@@ -20,7 +20,7 @@ from persia_torchrec import (
     env,
 )
 from persia_torchrec.sharding.training_blocks import join
-from persia_torchrec.training.recovery import recoverable
+from persia_torchrec.training.recoverable import recoverable
 from tests.support.faults import kill_self
 from tests.support.remote_job import META, kjt_of, shard
 

@@ -15,7 +15,7 @@ from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.table import TableSettings
 from persia_torchrec.training.checkpoint import load_checkpoint, save_checkpoint
 from persia_torchrec.training.data_state import Buffers
-from persia_torchrec.training.recovery import recoverable
+from persia_torchrec.training.recoverable import recoverable
 from tests.support.remote_job import Bags, kjt_of, shard
 from tests.support.servers import RunningServer
 

@@ -17,11 +17,8 @@ from persia_torchrec.sharding.optimizer import set_values
 from persia_torchrec.table import TableSpec
 from persia_torchrec.training.checkpoint import apply_state
 from persia_torchrec.training.data_state import random_state, set_random_state
-from persia_torchrec.training.recovery import (
-    CheckpointClock,
-    RecoveryConfig,
-    recoverable,
-)
+from persia_torchrec.training.recoverable import recoverable
+from persia_torchrec.training.schedule import CheckpointClock, RecoveryConfig
 from tests.support import recovering_trainers
 from tests.support.local_job import LocalJob
 from tests.support.processes import Processes

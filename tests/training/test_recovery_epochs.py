@@ -10,7 +10,7 @@ import torch
 from persia_torchrec.data import CsvDataset, IdColumn, WorkQueue
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.sharding.trainer_metrics import TrainerMetrics
-from persia_torchrec.training.recovery import recoverable
+from persia_torchrec.training.recoverable import recoverable
 from tests.support.repository import ROOT
 from tests.support.resumed_loops import StoppedError
 from tests.support.servers import Servers

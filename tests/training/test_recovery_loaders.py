@@ -10,7 +10,7 @@ from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from persia_torchrec.data import IdColumn, ParquetDataset
-from persia_torchrec.training.recovery import recoverable
+from persia_torchrec.training.recoverable import recoverable
 from tests.support.resumed_loops import (
     BATCH_SIZE,
     NUM_BATCHES,

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from persia_torchrec.data import CsvDataset, IdColumn, WorkQueue
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.sharding.trainer_metrics import TrainerMetrics
-from persia_torchrec.training.recovery import recoverable
+from persia_torchrec.training.recoverable import recoverable
 from tests.support.resumed_loops import (
     BATCH_SIZE,
     NUM_BATCHES,
