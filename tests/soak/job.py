@@ -1,4 +1,4 @@
-"""A job without end: the work of each of its processes."""
+"""A job without end: its processes, and the work of each."""
 
 import contextlib
 import itertools
@@ -23,6 +23,7 @@ from persia_torchrec.rpc.messages import NO_GENERATION
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
 from persia_torchrec.store.change_log import RING_WORDS
 from persia_torchrec.table import TableSpec
+from tests.support.processes import Processes, Running
 
 NUM_SERVERS = 2
 CAPACITY = 5000
@@ -41,6 +42,30 @@ TABLES = [
         expiry=Expiry(steps_to_live=200),
     ),
 ]
+
+
+def start(
+    processes: Processes, folder: str, *, fills: bool
+) -> tuple[dict[str, Running], list[str]]:
+    """Start the job; return its processes by name, and the servers' addresses."""
+    running = {
+        f"server {shard}": processes.start(f"server {shard}", serve, shard, folder)
+        for shard in range(NUM_SERVERS)
+    }
+    addresses = [_word_after(one, "ready") for one in running.values()]
+    running["address book"] = processes.start("book", keep_book)
+    port = int(_word_after(running["address book"], "ready"))
+    running["trainer"] = processes.start("trainer", train, addresses, folder, fills)
+    visitor = processes.start("visitor", come_and_go, addresses, port)
+    running["clients that come and go"] = visitor
+    running["trainer"].has_printed("turn 0")
+    visitor.has_printed("visit 0")
+    return running, addresses
+
+
+def _word_after(process: Running, text: str) -> str:
+    process.has_printed(f"{text} ")
+    return process.output().partition(f"{text} ")[2].split()[0]
 
 
 def serve(shard: int, folder: str) -> None:

@@ -20,28 +20,6 @@ LEAST_S = 0.02
 pytestmark = pytest.mark.multiprocess
 
 
-def start_job(processes, folder, *, fills):
-    """Start the job; return its processes by name, and the servers' addresses."""
-    running = {
-        f"server {shard}": processes.start(f"server {shard}", job.serve, shard, folder)
-        for shard in range(job.NUM_SERVERS)
-    }
-    addresses = [word_after(one, "ready") for one in running.values()]
-    running["address book"] = processes.start("book", job.keep_book)
-    port = int(word_after(running["address book"], "ready"))
-    running["trainer"] = processes.start("trainer", job.train, addresses, folder, fills)
-    visitor = processes.start("visitor", job.come_and_go, addresses, port)
-    running["clients that come and go"] = visitor
-    running["trainer"].has_printed("turn 0")
-    visitor.has_printed("visit 0")
-    return running, addresses
-
-
-def word_after(process, text):
-    process.has_printed(f"{text} ")
-    return process.output().partition(f"{text} ")[2].split()[0]
-
-
 def watch(running, folder, seconds):
     """Measure all processes again and again."""
     series, seen = Series(), 0
@@ -63,7 +41,7 @@ def watch(running, folder, seconds):
 
 
 def test_a_job_grows_by_nothing(processes, tmp_path, minutes):
-    running, addresses = start_job(
+    running, addresses = job.start(
         processes, str(tmp_path), fills=minutes >= LEAST_OF_A_TABLE
     )
     series = watch(running, tmp_path, 60 * minutes)

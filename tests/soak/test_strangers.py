@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from persia_torchrec.client.client import EmbeddingClient
-from tests.soak import strangers
+from tests.soak import job, strangers
 from tests.soak.conftest import LEAST_OF_A_TABLE
-from tests.soak.test_soak import start_job
 from tests.support.processes import children_of, wait_until
 
 TABLE = Path(__file__).with_name("strangers.md")
@@ -31,7 +30,7 @@ class Job:
     """A job, and what a batch costs it."""
 
     def __init__(self, processes, folder):
-        self.running, addresses = start_job(processes, str(folder), fills=False)
+        self.running, addresses = job.start(processes, str(folder), fills=False)
         self.latencies = folder / "latencies"
         book = self.running["address book"].output().split()[1]
         self.ports = [int(of.rpartition(":")[2]) for of in (*addresses, book)]
@@ -51,26 +50,24 @@ class Job:
 
 
 @pytest.mark.parametrize("kind", strangers.KINDS)
-def test_strangers_cost_hardly_a_thing(
-    processes, tmp_path, minutes, kind, monkeypatch, record_property
-):
+def test_strangers_cost_hardly_a_thing(processes, tmp_path, minutes, kind, monkeypatch):
     if minutes < LEAST_OF_A_TABLE:
         pytest.skip("in seconds, nothing can be compared: make soak")
     monkeypatch.setenv("PERSIA_JOB_TOKEN", os.urandom(32).hex())
-    job = Job(processes, tmp_path)
+    measured = Job(processes, tmp_path)
     seconds = 60 * minutes / (2 * NUM_TURNS * len(strangers.KINDS))
     alone, beside = [], []
     for turn in range(NUM_TURNS):
-        alone.append(job.cost_ms(seconds))
+        alone.append(measured.cost_ms(seconds))
         name = f"strangers {turn}"
-        come = processes.start(name, strangers.come_again, [kind], job.ports)
+        come = processes.start(name, strangers.come_again, [kind], measured.ports)
         come.has_printed("closed")
-        beside.append(job.cost_ms(seconds))
+        beside.append(measured.cost_ms(seconds))
         come.kill()
-    for name, process in job.running.items():
+    for name, process in measured.running.items():
         assert process.process.is_alive(), f"{name}: {process.output()[-3000:]}"
         assert "Traceback" not in process.output(), process.output()[-3000:]
-    client = EmbeddingClient.connect(job.addresses)
+    client = EmbeddingClient.connect(measured.addresses)
     assert all(client.counters())
     client.close()
     ratio = statistics.median(b / a for a, b in zip(alone, beside, strict=True))
