@@ -13,6 +13,8 @@ transports  TCP, shared memory, and a store in the same process, turn by turn: a
         of one id, lookup and update one request after the other, the client's
         processor time
 precisions  rows and gradients in 16 bits beside float32, turn by turn
+tables  26 tables of some ids beside one table of as many, turn by turn: the server's
+        processor time of a lookup and an update, by transport and kind of memory
 """
 
 import subprocess
@@ -21,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
@@ -45,12 +47,14 @@ from benchmarks.reference import Numbers, ids_of, require
 from benchmarks.store import RATES_HEADER
 from benchmarks.workload import MEMORY_COPY, MemoryCopy, Workload
 from persia_torchrec import env
+from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.embedding.optim import Adagrad
 from persia_torchrec.errors import ConfigError, ServerError
 from persia_torchrec.routing.shard import Ids
 from persia_torchrec.rpc.addresses import free_port
 from persia_torchrec.rpc.float_codec import Floats
 from persia_torchrec.rpc.messages import Precision
+from persia_torchrec.server.cluster import EmbeddingCluster
 from persia_torchrec.table import TableSpec
 
 T = TypeVar("T")
@@ -69,6 +73,7 @@ _PULLS = f"lookup alone, {IN_FLIGHT} in flight"
 _OURS, _THEIRS = "ours: lookup + update", "Redis: MGET, NumPy, MSET"
 _TIMEOUT_S = 30.0
 _TCP = {"PERSIA_TRANSPORT": "tcp"}
+NUM_TABLES = 26
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +82,11 @@ class WireSettings(Workload):
 
     in_flight_batches: Annotated[int, "batches of a stream"] = 12
     one_id_requests: Annotated[int, "requests of one id a turn (transports)"] = 50
+    table_ids: Annotated[tuple[int, ...], "ids of each of 26 tables (tables)"] = (
+        40,
+        400,
+    )
+    table_requests: Annotated[int, "requests a turn (tables)"] = 50
     redis: Annotated[Path | None, "program of a Redis server"] = None
 
     def __post_init__(self) -> None:
@@ -239,6 +249,102 @@ def _costs(request: Callable[[], T]) -> tuple[tuple[float, float], T]:
     return (seconds, time.process_time() - cpu_s), result
 
 
+class TableRequests:
+    """Lookups and updates of 26 tables, and of one table that has all their rows.
+
+    Both train the same rows by the same gradients, so that they must stay equal.
+    """
+
+    def __init__(
+        self, spec: TableSpec, num_ids: int, cluster: EmbeddingCluster
+    ) -> None:
+        self.pid = cluster.processes[0].pid
+        self.client = EmbeddingClient.connect(cluster.addresses)
+        names = [f"{spec.name} {number}" for number in range(NUM_TABLES)]
+        specs = [replace(spec, name=name) for name in (spec.name, *names)]
+        self.client.add_tables(specs)
+        ids = ids_of(np.arange(NUM_TABLES * num_ids))
+        split = self.client.split(ids)
+        # Of one server: its ids are in the order in which they are given.
+        parts = [self.client.split(part) for part in np.split(ids, NUM_TABLES)]
+        self.requests = {
+            "one table": [(spec.name, split)],
+            "tables": list(zip(names, parts, strict=True)),
+        }
+        self._rng = np.random.default_rng(20_231)
+        self._shape = len(ids), spec.dim
+        self._number = BatchNumber(BatchNumber.new_stream(), 0)
+        rows_ND = self._rng.standard_normal(self._shape, dtype=np.float32)
+        self.client.write(spec.name, ids, rows_ND)
+        for name, part, rows in zip(
+            names, np.split(ids, NUM_TABLES), np.split(rows_ND, NUM_TABLES), strict=True
+        ):
+            self.client.write(name, part, rows)
+
+    def run(self, num: int) -> dict[str, float]:
+        """Return the server's seconds of a lookup with its update, by what is asked."""
+        grads_ND = self._rng.standard_normal(self._shape, dtype=np.float32)
+        seconds, rows = dict[str, float](), list[Floats]()
+        for what, tables in self.requests.items():
+            grads = np.split(grads_ND, len(tables))
+            found, begun_s = list[Floats](), harness.cpu_seconds(self.pid)
+            for _ in range(num):
+                self._number = self._number._replace(batch=self._number.batch + 1)
+                found = self.client.pull(tables, batch=self._number)
+                replies = self.client.push(tables, grads, self._number)
+                missed = self.client.outcome(replies).num_missed
+                require("gradients without a row", received=missed, expected=0)
+            seconds[what] = (harness.cpu_seconds(self.pid) - begun_s) / num
+            rows.append(np.concatenate(found))
+        different = int((rows[0] != rows[1]).sum())
+        require("weights of tables that differ", received=different, expected=0)
+        return seconds
+
+
+@harness.per_dim
+def _tables(settings: WireSettings, dim: int) -> Table:
+    rows = []
+    for transport in ("tcp", "shm"):
+        for memory in ("private", "kept"):
+            for num_ids in settings.table_ids:
+                with (
+                    env.set_within({"PERSIA_TRANSPORT": transport}),
+                    _server_of_tables(settings.table(dim), num_ids, memory) as server,
+                ):
+                    samples = [
+                        server.run(settings.table_requests)
+                        for _ in range(settings.repeats + 1)
+                    ]
+                one, several = (
+                    [1e6 * sample[what] for sample in samples[1:]]
+                    for what in server.requests
+                )
+                times = [b / a for a, b in zip(one, several, strict=True)]
+                row = transport, memory, num_ids, median(one), median(several)
+                rows.append([*row, median(times)])
+    question = (
+        f"Processor time of a server for {NUM_TABLES} tables of some ids, and for one "
+        "table of as many in all, us: lookup + update."
+    )
+    header = (
+        f"transport | memory | ids a table | one table | {NUM_TABLES} tables | ratio"
+    )
+    return Table("tables", question, header, rows)
+
+
+@contextmanager
+def _server_of_tables(
+    spec: TableSpec, num_ids: int, memory: str
+) -> Iterator[TableRequests]:
+    with harness.pinned(0):
+        capacity = 4 * NUM_TABLES * num_ids
+        cluster = EmbeddingCluster.local(1, capacity, restarts=memory == "kept")
+    with cluster, harness.pinned(-1):
+        server = TableRequests(spec, num_ids, cluster)
+        with closing(server.client):
+            yield server
+
+
 class FilledRedis(Filled):
     """Rows in Redis, each with its state one value, which the client steps."""
 
@@ -346,7 +452,7 @@ def _redis(settings: WireSettings, dim: int) -> Table:
 BENCHMARK = Benchmark(
     name="wire",
     normal=WireSettings(repeats=11),
-    tiny=WireSettings.tiny(in_flight_batches=6),
+    tiny=WireSettings.tiny(in_flight_batches=6, table_ids=(4,), table_requests=5),
     figures={
         "rates": _rates,
         "stages": _stages,
@@ -356,6 +462,7 @@ BENCHMARK = Benchmark(
         "encryption": _encryption,
         "transports": _transports,
         "precisions": _precisions,
+        "tables": _tables,
     },
     only_for={"redis": "redis"},
 )
