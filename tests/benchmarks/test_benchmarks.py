@@ -200,7 +200,19 @@ SETTINGS = {"precision": ["--batch-size", "512"], "training": ["--rows", "2048"]
 """Where a check needs more than the tiny numbers, or fewer."""
 
 
-@pytest.mark.parametrize(("name", "figure", "mutation", "message"), WRONG)
+def further(cases):
+    """Return of each case whether another one before it is of the same benchmark."""
+    names = [name for name, *_ in cases]
+    return [name in names[:k] for k, name in enumerate(names)]
+
+
+@pytest.mark.parametrize(
+    ("name", "figure", "mutation", "message"),
+    [
+        pytest.param(*case, marks=[pytest.mark.long] if is_further else [])
+        for case, is_further in zip(WRONG, further(WRONG), strict=True)
+    ],
+)
 def test_a_wrong_value_stops_the_benchmark(
     name, figure, mutation, message, monkeypatch, caplog
 ):

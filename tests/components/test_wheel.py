@@ -14,7 +14,7 @@ from persia_torchrec.version import __version__
 from tests.support import wheel
 from tests.support.repository import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 TORCHX = [sys.executable, "-m", "torchx.cli.main"]
 

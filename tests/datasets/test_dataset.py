@@ -125,7 +125,7 @@ def labels_of(batches):
     return [int(n) for batch in batches for n in batch.labels[0]]
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(data=st.data(), rows=st.lists(ROWS, min_size=1, max_size=40))
 def test_csv_and_parquet_give_the_reference_to_the_byte(folder, data, rows):
     csv, parquet = folder / "rows.csv", folder / "rows.parquet"
@@ -203,7 +203,7 @@ def test_rows_of_several_ids_are_theirs_after_a_state_in_the_midst_of_a_block(
     assert [bytes_of(batch) for batch in batches + rest] == expected
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(data=st.data(), num_rows=st.integers(2, 90))
 def test_a_dataset_continues_at_any_row(folder, data, num_rows):
     with pytest.MonkeyPatch.context() as patch:

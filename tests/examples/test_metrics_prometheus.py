@@ -140,6 +140,7 @@ def test_each_alert_fires_on_what_it_is_for_and_none_on_a_job_that_is_well(tmp_p
     assert told.returncode == 0, told.stdout + told.stderr
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_prometheus_finds_the_processes_of_a_job_by_its_coordinator(
     tmp_path, monkeypatch

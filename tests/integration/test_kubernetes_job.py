@@ -97,6 +97,7 @@ def test_the_example_runs_and_its_status_and_logs_are_there(folder, cluster, run
     assert "test AUC" in log
 
 
+@pytest.mark.long
 def test_a_job_that_is_cancelled_ends_and_leaves_nothing(folder, cluster, runner):
     (folder / "wait.py").write_text("import time; print('waits'); time.sleep(600)")
     settings = roles.JobSettings(

@@ -93,6 +93,7 @@ def wait_to_be_interrupted():
     pytest.fail("the block was not interrupted")
 
 
+@pytest.mark.long
 @with_marks
 def test_a_process_that_fails_interrupts_the_block_and_is_named():
     before = children_of_this_process()

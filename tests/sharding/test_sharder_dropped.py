@@ -17,7 +17,7 @@ from tests.support.remote_job import CPU, META, kjt_of
 
 pytestmark = pytest.mark.slow
 
-NUM = 200
+NUM = 60
 CONFIG = EmbeddingBagConfig(50, 4, "table", feature_names=["x"])
 ENV = ShardingEnv.from_local(world_size=1, rank=0)
 
