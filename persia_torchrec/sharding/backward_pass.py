@@ -1,7 +1,7 @@
 """Hooks of a backward pass besides its nodes.
 
-Its trainers agree on the loss scale, the first batch and the end; and a gradient that
-the caller may still write is copied, since another thread reads it later.
+Its trainers agree on the loss scale and the end; and a gradient that the caller may
+still write is copied, since another thread reads it later.
 """
 
 import functools
@@ -19,7 +19,6 @@ from persia_torchrec import timeouts
 from persia_torchrec.errors import JobError
 from persia_torchrec.job import trainer_group
 from persia_torchrec.sharding import torchrec_api
-from persia_torchrec.sharding.first_batch import FirstBatch
 
 
 class AnswersAtEnd(Joinable, JoinHook):
@@ -61,23 +60,18 @@ class AnswersAtEnd(Joinable, JoinHook):
 
 
 class Agreement(AnswersAtEnd):
-    """What trainers agree on: the loss scale, and at first how the device pools.
-
-    There is one per trainer and sharder.
+    """Trainers agree on the loss scale; there is one per trainer and sharder.
 
     Dense gradients are averaged over the trainers: an infinity on one of them reaches
     all. Embedding gradients are not, so the trainers tell one another whether theirs
     were finite:
 
         backward pass   each pushed gradient: finite?
-        its end         two numbers, the maxima over all trainers
+        its end         whether one of any trainer was not
         scaler.step     all skip, or none; scaler.update: all scales stay equal
 
-    The other number is what the two ways differ by in which ``first_batch`` is pooled;
-    the first exchange settles it, also for a trainer at the end of its data.
-
-    The numbers have a process group of their own, on CPUs: collectives of one group
-    must come in the same order everywhere, and those of the dense gradients come when
+    The exchange has a process group of its own, on CPUs: collectives of one group must
+    come in the same order everywhere, and those of the dense gradients come when
     autograd is ready for them. The thread that trains calls it, or that runs its
     backward pass.
     """
@@ -86,24 +80,16 @@ class Agreement(AnswersAtEnd):
         super().__init__()
         self.trainers, self.device = trainers, device
         self.scaler: torch.amp.GradScaler | None = None
-        self.first_batch = FirstBatch()
 
     @property
     def is_needed(self) -> bool:
         """Whether the next backward pass needs it; the same on all trainers."""
-        return self._is_scaled or self.first_batch.is_open
-
-    @property
-    def _is_scaled(self) -> bool:
         return self.scaler is not None and self.scaler.is_enabled()
 
-    def any(self, is_true: bool, difference: float = 0.0) -> bool:
-        """Return whether it is true on any trainer; all of them call this together.
-
-        ``difference`` is that of this trainer's first batch.
-        """
+    def any(self, is_true: bool) -> bool:
+        """Return whether it is true on any trainer; all of them call this together."""
         self.tell_others()
-        return self._any(is_true, difference)
+        return self._any(is_true)
 
     def tell_others(self) -> None:
         """Tell trainers at the end of their data that this one trains; once a pass.
@@ -116,11 +102,11 @@ class Agreement(AnswersAtEnd):
     def main_hook(self) -> None:
         """Take part in the others' :meth:`any`."""
         if self.is_needed:
-            self._any(False, 0.0)
+            self._any(False)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take the loss scale of a trainer that trained last."""
-        if self.scaler is None or not self._is_scaled:
+        if self.scaler is None or not self.is_needed:
             return
         state = self.scaler.state_dict()
         mine = torch.tensor(
@@ -134,21 +120,18 @@ class Agreement(AnswersAtEnd):
         state |= {"scale": scale, torchrec_api.GROWTH_TRACKER: int(tracker)}
         self.scaler.load_state_dict(state)
 
-    def _any(self, is_true: bool, difference: float) -> bool:
-        told = torch.tensor([is_true, difference], dtype=torch.float64)
+    def _any(self, is_true: bool) -> bool:
+        told = torch.tensor([is_true], dtype=torch.uint8)
         try:
             with trainer_group.waiting(self.cpu_group(), "a backward pass"):
                 dist.all_reduce(told, dist.ReduceOp.MAX, self.cpu_group())
         except RuntimeError as exc:
             raise JobError(
                 "All trainers must take part when they agree on the loss scale, once "
-                "per backward pass, and on a GPU's first batch. "
-                f"Received: {exc}. Did one end, or run a backward "
+                f"per backward pass. Received: {exc}. Did one end, or run a backward "
                 "pass without any table of this sharder?"
             ) from exc
-        is_any, largest = told.tolist()
-        self.first_batch.settle(largest)
-        return bool(is_any)
+        return bool(told.item())
 
 
 @dataclass(eq=False)

@@ -141,7 +141,7 @@ class Pooled(NamedTuple):
 
     outputs: Tensors  # float32 (B, F * D), or of each id a row (L, D)
     rows: Tensors  # float32 (U, D)
-    weights: tuple[torch.Tensor | None, ...]  # (L,), per feature where pooled plainly
+    weights: tuple[torch.Tensor | None, ...]  # (L,)
 
 
 @dataclass(slots=True)

@@ -106,8 +106,7 @@ class _Embeddings(torch.autograd.Function):
             tensors: Tensors = module.on_device(batch)
             return tensors
         ctx.save_for_backward(*([] if weights is None else [weights]))
-        first = module.remote_tables.first_batch
-        ctx.pulled = first.way_of(batch.outputs, is_training=True)
+        ctx.pulled = batch.outputs
         pooled = ctx.pulled.pool(weights)
         ctx.pooled = pooled._replace(outputs=())
         return pooled.outputs
@@ -297,9 +296,7 @@ class ShardedRemoteCollection(
             tensors: Tensors = _Embeddings.apply(self._anchor, *given)
             return tensors
         if isinstance(batch.outputs, DeviceBatch):
-            first = self.remote_tables.first_batch
-            way = first.way_of(batch.outputs, is_training=False)
-            tensors = way.pool(weights).outputs
+            tensors = batch.outputs.pool(weights).outputs
         else:
             tensors = self.on_device(batch)
         if not (self.tells_of_evaluation and torch.is_grad_enabled()):
@@ -362,8 +359,6 @@ class ShardedRemoteCollection(
         is_checked = self.skip_non_finite or is_scaled
         leaving = Leaving(grads, self._leaving, check=is_checked, of=batch.outputs)
         tables.send_rates()
-        if tables.first_batch.is_open:
-            tables.current_backward()  # at whose end trainers agree on it
         if is_checked:
             backward = tables.current_backward(agrees=is_scaled)
             backward.checks.append(partial(self._push_if_finite, batch, leaving))

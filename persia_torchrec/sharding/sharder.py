@@ -244,8 +244,6 @@ class RemoteSharder(CollectionSharder):
 
     # Types of devices that get the unique rows and pool them, instead of the CPU.
     POOLS_ON: ClassVar[frozenset[str]] = frozenset({"cuda"})
-    # Those of them on which the first batch is pooled plainly too, and compared.
-    COMPARES_ON: ClassVar[frozenset[str]] = frozenset({"cuda"})
     # How many batches are pulled at once, within the staleness; 1 on others.
     PULLS_ON: ClassVar[Mapping[str, int]] = {"cuda": 3}
     host_lookup: ClassVar[type[ShardedLookup]] = ShardedLookup
@@ -453,8 +451,6 @@ class RemoteSharder(CollectionSharder):
             settings["each_id"] = kind.each_id
             settings["has_weights"] = spec.is_weighted
             kind, settings["device"] = RowsOnDevice, device
-            if device.type in self.COMPARES_ON:
-                self.remote_tables.first_batch.begin(self._precision)
         lookup = kind(self._client, spec.features, **settings)
         lookup.add_tables(spec.tables)
         # A server may be silent, and then away.

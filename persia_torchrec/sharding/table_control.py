@@ -29,7 +29,6 @@ from persia_torchrec.pipeline.staleness import TrainingSummary
 from persia_torchrec.rpc.channel import OwnProcess
 from persia_torchrec.sharding import torchrec_api
 from persia_torchrec.sharding.backward_pass import Agreement, AnswersAtEnd, BackwardPass
-from persia_torchrec.sharding.first_batch import FirstBatch
 from persia_torchrec.sharding.optimizer import (
     JoinedGroup,
     RemoteOptimizer,
@@ -91,7 +90,6 @@ class RemoteTables(OwnProcess):
         self.has_local = False  # tables of the same collections under TorchRec
         self.grad_scaler: torch.amp.GradScaler | None = None
         self.agreement: Agreement | None = None
-        self.first_batch = FirstBatch()
         self.counts = TrainerCounts()
         self.pushes_metrics = True  # those of a TrainCtx are pushed by it
         self.clock: AnswersAtEnd | None = None  # of automatic checkpoints
@@ -136,7 +134,6 @@ class RemoteTables(OwnProcess):
         elif env.world_size > 1 and self.agreement is None:
             self.agreement = Agreement(env.process_group, device)
             self.agreement.scaler = self.grad_scaler
-            self.agreement.first_batch = self.first_batch
             self.agreement.timeout_s = timeouts.exchange_s(self.recovery_s)
         return [spec.name for spec in added]
 
@@ -280,24 +277,17 @@ class RemoteTables(OwnProcess):
 
     def _end_backward(self, ended: BackwardPass) -> None:
         pushed = [check() for check in ended.checks]
-        if ended.agrees or self.first_batch.is_open:
-            are_finite = self._agree(None not in pushed)
-            if ended.agrees:
-                self.count_skipped(is_skipped=not are_finite)
-                self.mark(are_finite=are_finite)
+        if ended.agrees:
+            are_finite = None not in pushed
+            if self.agreement is not None:
+                are_finite = not self.agreement.any(not are_finite)
+            self.count_skipped(is_skipped=not are_finite)
+            self.mark(are_finite=are_finite)
         elif self.agreement is not None:
             self.agreement.tell_others()
         with record_function(WAIT_FOR_PUSH):
             for wait in [*ended.waits, *filter(None, pushed)]:
                 wait()
-
-    def _agree(self, are_finite: bool) -> bool:
-        """Return whether gradients are finite everywhere; settle the first batch."""
-        difference = self.first_batch.difference()
-        if self.agreement is not None:
-            return not self.agreement.any(not are_finite, difference)
-        self.first_batch.settle(difference)
-        return are_finite
 
     def count_skipped(self, *, is_skipped: bool) -> None:
         """Note whether a backward pass pushed nothing; warn once of 20 in a row."""

@@ -1,7 +1,4 @@
-"""Rows of one dim are pooled, and their gradients added up, as the reference says.
-
-So they are where the plain way of a first batch pools, and where both ways do.
-"""
+"""Rows of one dim are pooled, and their gradients added up, as the reference says."""
 
 import numpy as np
 import pytest
@@ -14,8 +11,6 @@ from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.lookup.bags import POOLINGS, Bags, FeatureSpec, JaggedIds
 from persia_torchrec.lookup.sharded_lookup import BatchFeatures, route_batch
 from persia_torchrec.lookup.transposed import LONGEST, Wanted, build_index
-from persia_torchrec.rpc.messages import Precision
-from persia_torchrec.sharding.first_batch import ComparedBatch, FirstBatch, PlainBatch
 from persia_torchrec.sharding.on_device import DeviceBatch, DeviceIndex
 from persia_torchrec.table import TableSpec
 from tests.support import reference
@@ -58,35 +53,11 @@ def rows_for(routed, dim):
     return torch.from_numpy(rows), rng
 
 
-class Agreeing(FirstBatch):
-    """A comparison in which nothing may differ."""
-
-    def __init__(self):
-        super().__init__()
-        self.begin(Precision.FP32)
-
-    def chosen(self, found, plain, summed):
-        assert found.dtype == plain.dtype
-        assert found.shape == plain.shape
-        chosen = super().chosen(found, plain, summed)
-        assert self.difference() < 1e-5
-        assert torch.equal(chosen, found)
-        return chosen
-
-
-def compared(batch):
-    return ComparedBatch(batch, PlainBatch(batch), Agreeing())
-
-
-WAYS = [lambda batch: batch, PlainBatch, compared]
-ALL_WAYS = pytest.mark.parametrize("way", WAYS, ids=["device", "plain", "both"])
-
-
-def pool(routed, index, rows, weights, each_id, way=WAYS[0]):
+def pool(routed, index, rows, weights, each_id):
     """Return what is pooled, gradients of rows and weights, and that of the output."""
     plan = routed.plan._replace(dims=(rows.shape[1],))
     object.__setattr__(routed, "plan", plan)
-    batch = way(DeviceBatch(routed, (rows,), (index,), each_id, None))
+    batch = DeviceBatch(routed, (rows,), (index,), each_id, None)
     pooled = batch.pool(weights)
     (output,) = pooled.outputs
     scales = torch.arange(1.0, output.numel() + 1).view_as(output) / 7
@@ -133,10 +104,9 @@ def batches(draw):
     return samples, tables, poolings, draw(st.integers(1, 3))
 
 
-@ALL_WAYS
 @settings(deadline=None)
 @given(given=batches(), dim=st.sampled_from([1, 4, 9]), weighted=st.booleans())
-def test_bags_are_pooled_as_in_the_reference(way, given, dim, weighted):
+def test_bags_are_pooled_as_in_the_reference(given, dim, weighted):
     samples, tables, poolings, num_servers = given
     routed, index, _ = batch_of(
         samples, tables, poolings, num_servers, weighted=weighted
@@ -146,7 +116,7 @@ def test_bags_are_pooled_as_in_the_reference(way, given, dim, weighted):
     if weighted:
         weights = rng.standard_normal(len(routed.inverse)).astype(np.float32)
         weights = torch.from_numpy(weights)
-    output, of_rows, of_weights, grads = pool(routed, index, rows, weights, False, way)
+    output, of_rows, of_weights, grads = pool(routed, index, rows, weights, False)
     by_hand = expected(routed, samples, rows, weights, poolings, grads)
     for found, right in zip((output, of_rows, of_weights), by_hand, strict=True):
         if found is not None:
@@ -154,14 +124,13 @@ def test_bags_are_pooled_as_in_the_reference(way, given, dim, weighted):
             np.testing.assert_allclose(found.numpy(), right, rtol=0, atol=2e-5 * size)
 
 
-@ALL_WAYS
 @settings(deadline=None)
 @given(given=batches(), dim=st.sampled_from([1, 4]))
-def test_a_sequence_has_the_row_of_each_id(way, given, dim):
+def test_a_sequence_has_the_row_of_each_id(given, dim):
     samples, tables, poolings, num_servers = given
     routed, index, _ = batch_of(samples, tables, poolings, num_servers, each_id=True)
     rows, _ = rows_for(routed, dim)
-    output, of_rows, _, grads = pool(routed, index, rows, None, True, way)
+    output, of_rows, _, grads = pool(routed, index, rows, None, True)
     np.testing.assert_array_equal(output.numpy(), rows.numpy()[routed.inverse])
     right = np.zeros(rows.shape)
     np.add.at(right, routed.inverse, grads.numpy().astype(np.float64))
@@ -169,9 +138,8 @@ def test_a_sequence_has_the_row_of_each_id(way, given, dim):
     np.testing.assert_allclose(of_rows.numpy(), right, rtol=0, atol=2e-5 * size)
 
 
-@ALL_WAYS
 @pytest.mark.parametrize("num_ids", [127, 128, 129, 255, 257, 20_000, 16_513])
-def test_no_bag_of_the_backward_pass_is_long(way, num_ids):
+def test_no_bag_of_the_backward_pass_is_long(num_ids):
     """One id in all samples, and one that is rare."""
     samples = [[[7]] * (num_ids - 1) + [[7, 8]]]
     routed, index, _ = batch_of(samples, ["a"], ["sum"], 2)
@@ -179,37 +147,33 @@ def test_no_bag_of_the_backward_pass_is_long(way, num_ids):
     assert max(int(of_level.diff().max()) for of_level in starts) <= LONGEST
     assert len(starts) == (1 if num_ids <= LONGEST else 2) + (num_ids > LONGEST**2)
     rows, _ = rows_for(routed, 3)
-    _, of_rows, _, grads = pool(routed, index, rows, None, False, way)
+    _, of_rows, _, grads = pool(routed, index, rows, None, False)
     whole = grads.numpy().astype(np.float64)
     right = np.zeros((2, 3))
     right[routed.inverse[-2]], right[routed.inverse[-1]] = whole.sum(axis=0), whole[-1]
     np.testing.assert_allclose(of_rows.numpy(), right, rtol=1e-5)
 
 
-@ALL_WAYS
 @pytest.mark.parametrize("num_samples", [0, 3])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_a_batch_without_ids_has_no_rows_to_pool(way, num_samples, weighted):
+def test_a_batch_without_ids_has_no_rows_to_pool(num_samples, weighted):
     samples = [[[]] * num_samples]
     routed, index, _ = batch_of(samples, ["a"], ["mean"], 2, weighted=weighted)
     weights = torch.empty(0) if weighted else None
     output, of_rows, of_weights, _ = pool(
-        routed, index, torch.empty(0, 4), weights, False, way
+        routed, index, torch.empty(0, 4), weights, False
     )
     assert torch.equal(output, torch.zeros(num_samples, 4))
     assert of_rows.shape == (0, 4)
     assert of_weights is None or of_weights.shape == (0,)
 
 
-@ALL_WAYS
 @pytest.mark.parametrize(
     ("pooling", "pooled"),
     [("sum", [[7], [0]]), ("mean", [[3.5], [0]]), ("sqrt", [[7 / 2**0.5], [0]])],
 )
-def test_a_mean_divides_by_the_number_of_ids_and_not_by_their_weights(
-    way, pooling, pooled
-):
+def test_a_mean_divides_by_the_number_of_ids_and_not_by_their_weights(pooling, pooled):
     routed, index, _ = batch_of([[[1, 2], []]], ["a"], [pooling], 1, weighted=True)
     rows, weights = torch.tensor([[1.0], [2.0]]), torch.tensor([1.0, 3.0])
-    output, *_ = pool(routed, index, rows, weights, False, way)
+    output, *_ = pool(routed, index, rows, weights, False)
     np.testing.assert_allclose(output.numpy(), pooled, rtol=1e-6)

@@ -105,6 +105,13 @@ def test_a_trainer_that_closes_its_tables_does_not_hold_up_the_others(learnt):
     assert learnt["ended", 1]["num_steps"] == 2 + 3 / 2  # of one trainer of two
 
 
+def test_without_a_dense_half_a_trainer_without_data_answers_each_pass(learnt):
+    for rank in range(2):
+        of_trainer = learnt["tables alone", rank]
+        assert of_trainer["num_steps"] == 3 / 2  # of one trainer of two
+        assert of_trainer["num_answered"] == (3 if rank == 0 else 0)
+
+
 def test_a_lookup_without_a_backward_pass_is_no_step(learnt):
     for rank in range(2):
         rows = learnt["looks", rank]["rows"]

@@ -470,6 +470,21 @@ def with_one_that_ends(addresses, _):
         return {"num_steps": trainer.num_steps()}
 
 
+def without_dense_half(addresses, _):
+    """Train tables alone, scaled; rank 0 has no data, and answers rank 1."""
+    with Counting(addresses) as trainer:
+        (module,) = remote_modules(trainer.model)
+        trainer.sharder.use_grad_scaler(torch.amp.GradScaler("cpu", init_scale=1.0))
+        agreement = module.remote_tables.agreement
+        answered, answer = [], agreement.main_hook
+        agreement.main_hook = lambda: answered.append(answer())
+        with join(trainer.model):
+            for _ in range(3 * dist.get_rank()):
+                trainer.step()
+        trainer.learnt()
+        return {"num_steps": trainer.num_steps(), "num_answered": len(answered)}
+
+
 def with_a_look(addresses, _):
     """Look rows up once without a backward pass, on one trainer alone."""
     with Counting(addresses) as trainer:
@@ -583,6 +598,7 @@ TRAININGS = {
     "two passes": with_two_passes,
     "ended": with_one_that_ends,
     "looks": with_a_look,
+    "tables alone": without_dense_half,
     "vanished": with_one_that_vanishes,
     "other settings": with_other_settings,
     "scaled": under_a_loss_scale((10, 10), overflows=[2], static_graph=True),
