@@ -5,7 +5,6 @@ The public names are those of ``__init__.pyi``. Each is imported on first use, s
 """
 
 import ast
-import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -28,10 +27,8 @@ def names_on_use(
     def load(name: str) -> Any:
         module = modules.get(name)
         if module is None:
-            own = Path(file).parent / name if Path(file).stem == "__init__" else None
-            if own and (own.is_dir() or own.with_suffix(".py").is_file()):
-                raise AttributeError(name)  # Python imports the module next
-            raise import_module(f"{__name__}.moved").unknown(package, name, names)
+            # Python imports a module of this name next, if there is one.
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
         if module == package:
             return import_module(f"{package}.{name}")
         try:
@@ -51,16 +48,4 @@ def names_on_use(
     return load, lambda: names, names
 
 
-class MovedModules:
-    """Finds modules by their previous paths, where no other finder does."""
-
-    @staticmethod
-    def find_spec(name: str, path: object = None, target: object = None) -> Any:
-        """Return the spec of a module that has moved, or None."""
-        if name.startswith(f"{__name__}."):
-            return import_module(f"{__name__}.moved").find(name)
-        return None
-
-
 __getattr__, __dir__, __all__ = names_on_use(__name__, __file__)
-sys.meta_path.append(MovedModules)

@@ -112,7 +112,7 @@ def test_adam_with_an_l2_penalty_is_not_fbgemms():
 def test_what_is_committed_names_its_machine_and_covers_all_that_fbgemm_has():
     report = json.loads(MEASUREMENTS.read_text())
     assert report["machine"]["cpu"]
-    assert report["command"].startswith("python -m persia_torchrec.bench engines")
+    assert report["command"].startswith("python -m benchmarks engines")
     assert any("fbgemm" in name for name in report["versions"])
     for name in ("sgd", "adagrad", "rowwise_adagrad"):
         for dtype in ("fp32", "fp16", "bf16"):
