@@ -15,7 +15,7 @@ import itertools
 import os
 import platform
 import secrets
-from collections import ChainMap, Counter
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -520,7 +520,6 @@ class PushOutcome(msgspec.Struct, frozen=True):
         num_gradients: ids that had a gradient, applied or not.
         num_lost: servers that were started again without their rows, and have not
             acknowledged the push.
-        full: by the name of a server that has begun to evict rows, what to tell of it.
     """
 
     num_missed: int = msgspec.field(name="missed")
@@ -528,7 +527,6 @@ class PushOutcome(msgspec.Struct, frozen=True):
     num_unadmitted: int = msgspec.field(name="unadmitted")
     num_gradients: int = msgspec.field(name="gradients")
     num_lost: int = msgspec.field(name="lost", default=0)
-    full: dict[str, str] = {}
 
     @property
     def num_evicted(self) -> int:
@@ -547,9 +545,8 @@ class PushOutcome(msgspec.Struct, frozen=True):
                 outcomes.append(_LOST)
             else:
                 outcomes.append(parse_json(body, cls, source, FrameError))
-        *columns, full = zip(*map(msgspec.structs.astuple, outcomes), strict=True)
-        values: list[Any] = [*map(sum, columns), dict(ChainMap(*full))]
-        return cls(*values)
+        columns = zip(*map(msgspec.structs.astuple, outcomes), strict=True)
+        return cls(*map(sum, columns))
 
 
 NOTHING = PushOutcome(0, 0, 0, 0)

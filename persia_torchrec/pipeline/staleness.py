@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass, fields
 from operator import add
 from statistics import fmean
-from typing import Any
 
 import msgspec
 
@@ -379,9 +378,7 @@ class Tally:
         with self._lock:
             previous = self.total.num_refused
             so_far, of_push = map(msgspec.structs.astuple, (self.total, outcome))
-            sums: list[Any] = list(map(add, so_far[:-1], of_push[:-1]))
-            sums.append(self.total.full | outcome.full)
-            self.total = total = PushOutcome(*sums)
+            self.total = total = PushOutcome(*map(add, so_far, of_push))
             self._num_in_window += 1
             if self._num_in_window == _WINDOW_UPDATES:
                 before, self._before_window = self._before_window, total
@@ -392,8 +389,6 @@ class Tally:
             is_much = fraction >= self._fraction_to_warn_of
             if is_much:
                 self._fraction_to_warn_of = 2 * fraction
-        for text in outcome.full.values():
-            logger.warning("%s", text)
         if is_much:
             logger.warning(
                 "%.1f %% of the gradients of the last %d updates (%d of %d) came "

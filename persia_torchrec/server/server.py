@@ -175,10 +175,6 @@ class EmbeddingServer:
         self._num_since_sweep = 0
         may_sweep = self.config.checkpoint is None and not shard.checkpoints.is_loading
         self._must_sweep_on = may_sweep and shard.store.sweep(_SWEEP_ROWS)
-        if may_sweep:
-            shard.room.check()
-        elif shard.checkpoints.is_loading:
-            shard.room.begin()
         shard.stages.lap("sweep")
 
     def _answer_next(self, shard: Shard) -> None:

@@ -8,7 +8,6 @@ Learning rates change here, by hand or by a schedule, and other settings too:
 
 import logging
 import weakref
-from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -463,10 +462,6 @@ class TableControl:
                 100 * summary.share_waited,
             )
             self.remote_tables.reported = summary
-            pipelines = [pipeline for pipeline, _ in self.remote_tables.pipelines]
-            full = ChainMap(*(pipeline.tally.total.full for pipeline in pipelines))
-            for text in full.values():
-                logger.warning("%s", text)
         return summary
 
     def set_learning_rate(self, lr: float, tables: Iterable[str] | None = None) -> None:

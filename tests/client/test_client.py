@@ -9,6 +9,7 @@ import pytest
 
 from persia_torchrec import Constant, env
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient, Reply
+from persia_torchrec.client.codec import PushOutcome
 from persia_torchrec.embedding.optim import SGD, Adagrad, Adam
 from persia_torchrec.errors import (
     BatchError,
@@ -20,6 +21,7 @@ from persia_torchrec.errors import (
     TokenError,
     WireError,
 )
+from persia_torchrec.parsing.decoding import parse_json
 from persia_torchrec.rpc.channel import Listener
 from persia_torchrec.rpc.messages import Header, Kind, Precision
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
@@ -545,3 +547,11 @@ class TestMetadata:
         client._servers.connections.submit = lambda *_, **__: reply
         with pytest.raises(FrameError, match=r"12 numbers as FP32.* 48 bytes.*: 16 b"):
             client.metadata("seen", self.IDS)
+
+
+def test_the_reply_to_an_update_may_have_fields_of_another_version():
+    counts = b'"missed":1,"refused":0,"unadmitted":0,"gradients":2'
+    reply = b'{%s,"full":{"embedding server 0":"is full"}}' % counts
+    assert parse_json(reply, PushOutcome, "a reply", ValueError) == PushOutcome(
+        1, 0, 0, 2
+    )
