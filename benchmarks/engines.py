@@ -1,12 +1,11 @@
 """Which engine updates rows faster: the fused loop, or fbgemm's kernels?
 
 Two stores with the same rows get the same uniform requests in turn. Timed is the whole
-update, with fbgemm also the copies to and from its table. The JSON file is what
-``optimizer_engine="auto"`` goes by, once it is ``store/engine_measurements.json``.
+update, with fbgemm also the copies to and from its table.
 """
 
 import time
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, get_args
 
 import numpy as np
@@ -15,7 +14,6 @@ from benchmarks import harness, reference
 from benchmarks.harness import Benchmark, Settings, Table, Timings
 from benchmarks.reference import chunks, ids_of
 from persia_torchrec.store.embedding_store import EmbeddingStore
-from persia_torchrec.store.fbgemm_engine import Measured
 from persia_torchrec.table import TableSpec, WeightDtype
 
 # Of 16-bit weights a step or two: sums in another order round differently.
@@ -49,10 +47,10 @@ def measure(settings: EngineSettings) -> list[Table]:
     ]
     question = "Nanoseconds of processor time per row of an update, medians, one core."
     header = "optimizer | weight_dtype | dim | fused_ns | fbgemm_ns"
-    return [Table("engines", question, header, [astuple(one) for one in measured])]
+    return [Table("engines", question, header, measured)]
 
 
-def _measure(settings: EngineSettings, spec: TableSpec) -> Measured:
+def _measure(settings: EngineSettings, spec: TableSpec) -> list[object]:
     fused = EmbeddingStore(settings.rows, optimizer_engine="compiled")
     fbgemm = EmbeddingStore(settings.rows, optimizer_engine="fbgemm")
     stores, rng = {"fused": fused, "fbgemm": fbgemm}, np.random.default_rng(20_234)
@@ -78,8 +76,8 @@ def _measure(settings: EngineSettings, spec: TableSpec) -> Measured:
     allowed = _TOLERANCES[spec.weight_dtype] * (1 + np.abs(expected))
     same = int((np.abs(rows - expected) <= allowed).all(axis=1).sum())
     reference.require(f"same rows of {spec}", received=same, expected=len(first))
-    times = (timings.ns_per_row(name).median for name in stores)
-    return Measured(spec.optimizer.fbgemm_name, spec.weight_dtype, spec.dim, *times)
+    times = [timings.ns_per_row(name).median for name in stores]
+    return [spec.optimizer.fbgemm_name, spec.weight_dtype, spec.dim, *times]
 
 
 BENCHMARK = Benchmark(
@@ -88,5 +86,4 @@ BENCHMARK = Benchmark(
     tiny=EngineSettings(dims=(4, 8), rows=256, ids=64, repeats=2),
     figures={"engines": measure},
     core=-1,
-    more=lambda tables: {"measured": tables[0].dicts()},
 )

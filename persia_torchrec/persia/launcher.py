@@ -28,9 +28,9 @@ from persia_torchrec.parsing.command_line import (
 )
 from persia_torchrec.persia.config.embedding_config import load_embedding_config
 from persia_torchrec.persia.config.global_config import (
-    OptimizerEngine,
     inference_settings,
     reject_inference,
+    require_engine,
 )
 
 _NATS_PORT = 4222
@@ -243,9 +243,9 @@ class EmbeddingParameterServer(_Service):
     """With --recover, where the rows are: "auto" for the fastest memory there is, or a
     folder; "private": they end with the process."""
 
-    optimizer_engine: OptimizerEngine | None = None
-    """What applies gradients: compiled loops, fbgemm's CPU kernels, or what was
-    measured to be faster [that of global_config.yml]"""
+    optimizer_engine: str | None = None
+    """What applies gradients: "compiled", loops, or "fbgemm", its CPU kernels [that of
+    global_config.yml]"""
 
     def words(self) -> list[str]:
         """Reject a mistake in the slots, as PERSIA does; trainers tell the tables."""
@@ -253,7 +253,9 @@ class EmbeddingParameterServer(_Service):
         return super().words()
 
     def flags(self) -> list[str]:
-        """Return the flag of the engine, if it is given."""
+        """Return the flag of the engine, if it is given; reject an unknown one."""
+        if self.optimizer_engine is not None:
+            require_engine(self.optimizer_engine)
         return format_flags(optimizer_engine=self.optimizer_engine)
 
     def memory(self) -> str:

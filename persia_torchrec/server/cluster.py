@@ -89,7 +89,7 @@ class EmbeddingCluster:
         capacity: int = 1_000_000,
         *,
         eviction: Literal["lru", "lfu"] = "lru",
-        optimizer_engine: OptimizerEngine = "auto",
+        optimizer_engine: OptimizerEngine = "compiled",
         incremental_dir: str | None = None,
         incremental_interval_s: float = 2.0,
         incremental_base_ratio: float = 10.0,
@@ -104,9 +104,9 @@ class EmbeddingCluster:
             capacity: rows per server, of all tables together.
             eviction: which row of a full server is evicted: the least recently ("lru"),
                 or the least frequently ("lfu") used.
-            optimizer_engine: what applies gradients: loops that are "compiled", the CPU
-                kernels of "fbgemm", or "auto", what was measured to be faster. fbgemm
-                has SGD and Adagrad without decay there; another table is an error.
+            optimizer_engine: what applies gradients: loops that are "compiled", or the
+                CPU kernels of "fbgemm". fbgemm has SGD and Adagrad without decay there;
+                another table is an error.
             incremental_dir: a folder to which the servers write what changes, for
                 :meth:`of_checkpoint`, and for a restart that loses little.
             incremental_interval_s: how often they do, in seconds. What is lost with the

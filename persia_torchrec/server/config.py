@@ -11,7 +11,6 @@ from persia_torchrec.parsing.command_line import ImportFlags
 from persia_torchrec.persia.config.global_config import (
     GlobalSettings,
     MetricsSettings,
-    OptimizerEngine,
     require_engine,
 )
 from persia_torchrec.rpc.slab_server import DEFAULT_MIB, MOST_MIB
@@ -39,9 +38,8 @@ class ServerConfig(ImportFlags):
     """Rows of all tables together; beyond that, rows are evicted."""
     eviction: Literal["lru", "lfu"] = "lru"
     """Which row is evicted: the least recently, or the least frequently used."""
-    optimizer_engine: OptimizerEngine = "auto"
-    """What applies gradients: compiled loops, fbgemm's CPU kernels, or for each table
-    what was measured to be faster."""
+    optimizer_engine: str = "compiled"
+    """What applies gradients: "compiled", loops, or "fbgemm", its CPU kernels."""
     memory_file: str | None = None
     """File in which a server that trains keeps its rows and all that belongs to them: a
     server that is started with the file of a killed one continues with them. It stays
@@ -97,6 +95,7 @@ class ServerConfig(ImportFlags):
     folder with several, for its latest. None: it trains."""
 
     def __post_init__(self) -> None:
+        require_engine(self.optimizer_engine)
         rules = {
             "shard": (0 <= self.shard < self.num_shards, f"in [0, {self.num_shards})"),
             "port": (0 <= self.port <= MAX_PORT, f"in [0, {MAX_PORT}]"),
@@ -154,7 +153,7 @@ def apply_global_config(config: ServerConfig, settings: GlobalSettings) -> Serve
     return replace(
         config,
         capacity_rows=of_servers.capacity,
-        optimizer_engine=require_engine(of_servers.optimizer_engine),
+        optimizer_engine=of_servers.optimizer_engine,
         metrics=settings.common.metrics,
         incremental_dir=of_servers.incremental_dir if is_on else None,
         incremental_interval_s=float(of_servers.incremental_interval_seconds),

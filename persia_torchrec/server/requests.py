@@ -353,7 +353,7 @@ def _answer_add_tables(shard: Shard, request: Request) -> Frames:
     added = [state.spec for state in states if not state.is_part]
     if added and shard.config.shard == 0:  # the other servers have the same
         logger.info("new tables on all servers:\n%s", describe_tables(added))
-        logger.info("optimizer engine: %s", shard.store.engine_choice.describe(added))
+        logger.info("optimizer engine: %s", shard.config.optimizer_engine)
     logger.debug("tables %s", specs)
     return [encode_json([_describe_table(shard, number) for number in numbers])]
 

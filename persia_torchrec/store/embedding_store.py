@@ -20,11 +20,10 @@ import numpy as np
 from persia_torchrec.errors import ConfigError, StoreError
 from persia_torchrec.jit.compiled import read_only
 from persia_torchrec.parsing.decoding import parse_json
-from persia_torchrec.persia.config.global_config import OptimizerEngine
 from persia_torchrec.store import loops, memory, table_states
 from persia_torchrec.store.change_log import ChangedSlots, ChangeJournal, Ring
 from persia_torchrec.store.expiry import ExpiryClock, Sweeps
-from persia_torchrec.store.fbgemm_engine import EngineChoice
+from persia_torchrec.store.fbgemm_engine import start_engine
 from persia_torchrec.store.index import MAX_ROWS, Index
 from persia_torchrec.store.memory import (
     Arenas,
@@ -71,14 +70,14 @@ class EmbeddingStore:
         journal: notes which rows change, once told to.
         steps: the steps of all tables.
         addresses: what every table's layout points to, see ``memory.store_at``.
-        engine_choice: says which engine updates a table.
+        engine: fbgemm's, if it updates the rows; None for the compiled loops.
         was_loading: the previous process died while it loaded a checkpoint, or before
             rows were written after that; no rows are left.
 
     Args:
         capacity_rows: rows of all tables together, in ``[1, 2**32 - 2]``.
         eviction: ``lfu`` costs 16 bytes per row for the frequency.
-        optimizer_engine: all engines compute the same.
+        optimizer_engine: ``compiled`` or ``fbgemm``; both compute the same.
         clock: returns the current second.
         monotonic: returns seconds that never jump; by default those of ``clock``, if
             that is another than the system's.
@@ -93,7 +92,7 @@ class EmbeddingStore:
         capacity_rows: int,
         *,
         eviction: Eviction = "lru",
-        optimizer_engine: OptimizerEngine = "auto",
+        optimizer_engine: str = "compiled",
         clock: Callable[[], float] = time.time,  # noqa: TID251  # kept in rows
         monotonic: Callable[[], float] | None = None,
         memory_file: str | None = None,
@@ -106,7 +105,7 @@ class EmbeddingStore:
             raise ConfigError(f"eviction must be lru or lfu. Received: {eviction!r}.")
         self.capacity_rows = capacity_rows
         self.is_lfu = eviction == "lfu"
-        self.engine_choice = EngineChoice(optimizer_engine)
+        self.engine = start_engine(optimizer_engine)
         self.clock = clock
         is_system = clock is time.time  # noqa: TID251  # as above
         self.monotonic = monotonic or (time.monotonic if is_system else clock)

@@ -11,18 +11,10 @@ A block stays in a core's cache, and ends before an id that is in it already, so
 the second gradient meets the row that the first one has left. What is called is the
 backward operator that fbgemm registers with torch for CPU tables; its arguments were
 checked with fbgemm 1.8, and a version with others rejects the call.
-
-``auto`` chooses by ``engine_measurements.json``. The machine that it names has written
-it by ``python -m benchmarks engines --json engine_measurements.json``.
 """
 
-import json
-import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
+import logging
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +25,7 @@ from persia_torchrec.errors import ConfigError
 from persia_torchrec.jit import intrinsics as cpu
 from persia_torchrec.jit.compiled import compiled, inlined
 from persia_torchrec.jit.float16 import FP32
-from persia_torchrec.persia.config.global_config import OptimizerEngine, require_engine
+from persia_torchrec.persia.config.global_config import EARLIER_ENGINE, require_engine
 from persia_torchrec.store import finite, memory, undo_log
 from persia_torchrec.store.finite import finish_row
 from persia_torchrec.store.index import NOT_FOUND, index_at
@@ -41,14 +33,9 @@ from persia_torchrec.store.loops import find_hinted, prefetch_row
 from persia_torchrec.store.memory import Floats, Ids, Layout, Slots, TableAt, Words
 from persia_torchrec.table import TableSpec
 
-MEASUREMENTS = Path(__file__).with_name("engine_measurements.json")
-"""The measurements that ``auto`` takes."""
+logger = logging.getLogger(__name__)
 
 _DIM_STEP = 4
-_WORTH = 0.9
-"""Fraction of the loop's time below which fbgemm is chosen: torch costs a server memory
-(230 MB with torch 2.13 and fbgemm 1.8) and a longer start."""
-
 _BLOCK_FLOATS = 2**16
 _LEAST_ROWS, _MOST_ROWS = 64, 8192
 _MOST_BLOCKS = 2**32 - 1
@@ -83,6 +70,23 @@ class FbgemmEngine:
         self._torch = torch
         self._indices = torch.arange(_MOST_ROWS + 1)
         self.dense: dict[tuple[int, int], DenseRows] = {}
+
+    def require_kernel(self, spec: TableSpec) -> None:
+        """Raise ConfigError unless fbgemm can update a table."""
+        reason = spec.optimizer.fbgemm_cpu_arguments()
+        if spec.dynamic.is_on:
+            lacks = "fbgemm has no dynamic dim"
+        elif isinstance(reason, str):
+            lacks = reason
+        elif spec.dim % _DIM_STEP:
+            lacks = f"dims must be multiples of {_DIM_STEP}"
+        else:
+            return
+        raise ConfigError(
+            "With optimizer_engine=fbgemm every table needs an optimizer and a dim "
+            f"that fbgemm has on CPU. Received: table {spec.name!r}, dim "
+            f"{spec.dim}, {spec.optimizer!r}: {lacks}. Choose compiled."
+        )
 
     def build_update(
         self, optimizer: Optimizer, dim: int
@@ -159,6 +163,17 @@ class FbgemmEngine:
             )
 
         return step
+
+
+def start_engine(engine: str) -> FbgemmEngine | None:
+    """Return fbgemm's engine if it is the one named, None for the compiled loops."""
+    if require_engine(engine) == EARLIER_ENGINE:
+        logger.warning(
+            "optimizer_engine must be compiled or fbgemm. Received: %r, which means "
+            "compiled: every measurement has found that faster.",
+            engine,
+        )
+    return FbgemmEngine() if engine == "fbgemm" else None
 
 
 class DenseRows(NamedTuple):
@@ -281,91 +296,3 @@ def _is_seen(seen_Z: Words, slot: np.uint64, block: np.uint64) -> bool:
         at = (at + _ONE) & last
     seen_Z[at] = word
     return False
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """Nanoseconds per row of an update by either engine."""
-
-    optimizer: str
-    weight_dtype: str
-    dim: int
-    fused_ns: float
-    fbgemm_ns: float
-
-
-class EngineChoice:
-    """Decide for each table which engine applies its updates.
-
-    ``auto`` is the compiled loop where fbgemm lacks the optimizer or is not installed.
-    ``measured`` is None for the measurements of this package.
-    """
-
-    def __init__(
-        self, engine: OptimizerEngine, measured: tuple[Measured, ...] | None = None
-    ) -> None:
-        self._choice = require_engine(engine)
-        self._measured = measurements() if measured is None else measured
-        self._fbgemm = FbgemmEngine() if engine == "fbgemm" else None
-
-    def choose(self, spec: TableSpec) -> FbgemmEngine | None:
-        """Return fbgemm's engine if it updates this table, None if the loop does."""
-        is_fbgemm, _ = self.explain(spec)
-        if not is_fbgemm:
-            return None
-        if self._fbgemm is None:
-            self._fbgemm = FbgemmEngine()
-        return self._fbgemm
-
-    def describe(self, specs: Iterable[TableSpec]) -> str:
-        """Return which engine updates which tables, and why, for a log."""
-        names: dict[str, list[str]] = {}
-        for spec in specs:
-            is_fbgemm, why = self.explain(spec)
-            line = f"{'fbgemm' if is_fbgemm else 'compiled'} ({why})"
-            names.setdefault(line, []).append(spec.name)
-        return "; ".join(f"{line} for {', '.join(of)}" for line, of in names.items())
-
-    def explain(self, spec: TableSpec) -> tuple[bool, str]:
-        """Return whether fbgemm updates this table, and why, in a few words."""
-        lacks = self._lacks(spec)
-        if self._choice == "fbgemm" and lacks:
-            raise ConfigError(
-                "With optimizer_engine=fbgemm every table needs an optimizer and a dim "
-                f"that fbgemm has on CPU. Received: table {spec.name!r}, dim "
-                f"{spec.dim}, {spec.optimizer!r}: {lacks}. Choose auto or compiled."
-            )
-        if self._choice != "auto":
-            return self._choice == "fbgemm", "as it was set"
-        if lacks:
-            return False, lacks
-        nearest = self._nearest(spec)
-        if nearest is None:
-            return False, "fbgemm was not measured here"
-        of_loop = nearest.fbgemm_ns / nearest.fused_ns
-        why = f"fbgemm was measured at {of_loop:.2g} times the loop's time"
-        if of_loop < _WORTH and find_spec("fbgemm_gpu") is None:
-            return False, f"{why}, and is not installed"
-        return of_loop < _WORTH, why
-
-    def _lacks(self, spec: TableSpec) -> str:
-        """Return why fbgemm cannot update a table; empty if it can."""
-        if spec.dynamic.is_on:
-            return "fbgemm has no dynamic dim"
-        reason = spec.optimizer.fbgemm_cpu_arguments()
-        if isinstance(reason, str):
-            return reason
-        return f"dims must be multiples of {_DIM_STEP}" if spec.dim % _DIM_STEP else ""
-
-    def _nearest(self, spec: TableSpec) -> Measured | None:
-        """Return what was measured at the nearest dim, the smaller of two."""
-        kind = spec.optimizer.fbgemm_name, spec.weight_dtype
-        found = [m for m in self._measured if (m.optimizer, m.weight_dtype) == kind]
-        order = {m: (abs(math.log2(m.dim / spec.dim)), m.dim) for m in found}
-        return min(found, key=order.__getitem__, default=None)
-
-
-@cache
-def measurements(file: Path = MEASUREMENTS) -> tuple[Measured, ...]:
-    """Read the results of the benchmark of the engines."""
-    return tuple(Measured(**line) for line in json.loads(file.read_text())["measured"])

@@ -70,7 +70,7 @@ def open_published(store: "EmbeddingStore", table: PublishedTable) -> TableState
 
 def change(store: "EmbeddingStore", state: TableState, spec: TableSpec) -> TableState:
     """Return the state of a known table under new settings."""
-    engine = store.engine_choice.choose(spec)
+    _require_kernel(store, spec)
     state.require_same_rows(spec, is_lfu=store.is_lfu)
     counts_on, remembered = state.counts_as(spec), state.remembered
     if remembered.size != spec.admission.num_memory_words() or not counts_on:
@@ -78,7 +78,7 @@ def change(store: "EmbeddingStore", state: TableState, spec: TableSpec) -> Table
         if counts_on:
             spec.admission.remember(remembered, state.sightings())
     return _kind_of(spec)(
-        *(spec, (state.layout.copy(), state.at[1]), engine),
+        *(spec, (state.layout.copy(), state.at[1]), store.engine),
         step=state.step,
         remembered=remembered,
         thresholds=state.thresholds,
@@ -176,17 +176,24 @@ def _build(
     remembered: Words,
     thresholds: Doubles,
 ) -> TableState:
+    _require_kernel(store, spec)
     number = int(layout[memory.OWNER]) - 1
     layout[memory.STORE] = store.addresses.ctypes.data
     at = layout, None if store.undo_log is None else store.undo_log.log
     return _kind_of(spec)(
         spec,
         at,
-        store.engine_choice.choose(spec),
+        store.engine,
         step=store.steps[number : number + 1],
         remembered=remembered,
         thresholds=thresholds,
     )
+
+
+def _require_kernel(store: "EmbeddingStore", spec: TableSpec) -> None:
+    """Raise ConfigError for a table that the chosen engine cannot update."""
+    if store.engine is not None:
+        store.engine.require_kernel(spec)
 
 
 def _kind_of(spec: TableSpec) -> type[TableState]:

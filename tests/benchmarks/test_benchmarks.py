@@ -13,7 +13,7 @@ from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import StoreError
 from persia_torchrec.rpc.messages import Precision
 from persia_torchrec.store.embedding_store import EmbeddingStore
-from persia_torchrec.store.fbgemm_engine import FbgemmEngine, measurements
+from persia_torchrec.store.fbgemm_engine import FbgemmEngine
 
 pytestmark = [pytest.mark.multiprocess]
 
@@ -83,14 +83,6 @@ def test_a_benchmark_has_its_figures(name, tmp_path, capsys):
             numbers = [cell for cell in row.values() if isinstance(cell, float)]
             assert numbers
             assert all(math.isfinite(number) for number in numbers)
-
-
-def test_the_file_of_the_engines_is_what_auto_reads(tmp_path):
-    path = tmp_path / "engines.json"
-    run(path, "engines", "--dims", "4")
-    measured = measurements(path)
-    assert {m.optimizer for m in measured} == {"sgd", "adagrad", "rowwise_adagrad"}
-    assert all(m.fused_ns > 0 and m.fbgemm_ns > 0 for m in measured)
 
 
 @needs_redis

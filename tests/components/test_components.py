@@ -469,11 +469,11 @@ def test_a_single_role_has_the_host():
         ({"embedding_servers": 0}, r"embedding_servers must be >= 1\. Received: 0"),
         (
             {"optimizer_engine": "fast"},
-            r"must be one of auto, compiled, fbgemm\. Received: 'fast'",
+            r"must be one of compiled, fbgemm\. Received: 'fast'",
         ),
         (
-            {"optimizer_engine": "auto", "set": "server.optimizer_engine=fbgemm"},
-            r"must be the same, or one .* left out\. Received: auto and fbgemm",
+            {"optimizer_engine": "compiled", "set": "server.optimizer_engine=fbgemm"},
+            r"must be the same, or one .* left out\. Received: compiled and fbgemm",
         ),
         ({"set": "trainer.optimizer_engine=fbgemm"}, "optimizer_engine"),
         ({"eviction": "fifo"}, r"eviction must be lru or lfu\. Received: 'fifo'"),

@@ -21,7 +21,7 @@ from persia_torchrec.embedding.optim import (
 )
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.store.embedding_store import EmbeddingStore, UpdateResult
-from persia_torchrec.store.fbgemm_engine import BLOCK
+from persia_torchrec.store.fbgemm_engine import BLOCK, FbgemmEngine
 from persia_torchrec.store.memory import MISSING
 from persia_torchrec.table import TableSpec
 from tests.support.consistency import check_store
@@ -285,7 +285,6 @@ def test_an_optimizer_without_fbgemm_kernel_is_rejected(optimizer, dim, reason):
         store.add_table(make_spec(optimizer, dim))
     assert store.tables == []
     EmbeddingStore(2, optimizer_engine="compiled").add_table(make_spec(optimizer, dim))
-    EmbeddingStore(2).add_table(make_spec(optimizer, dim))
 
 
 def test_a_known_table_keeps_its_settings_if_the_new_ones_are_rejected():
@@ -319,3 +318,30 @@ def test_a_store_loads_no_torch_unless_fbgemm_is_chosen():
         "    assert ('torch' in sys.modules) == is_loaded, engine\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_compiled_loops_update_rows_unless_fbgemm_is_named():
+    assert EmbeddingStore(2).engine is None
+    assert EmbeddingStore(2, optimizer_engine="compiled").engine is None
+    assert isinstance(EmbeddingStore(2, optimizer_engine="fbgemm").engine, FbgemmEngine)
+
+
+def test_auto_of_earlier_versions_is_compiled_and_a_warning_says_so(caplog):
+    assert EmbeddingStore(2, optimizer_engine="auto").engine is None
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert "must be compiled or fbgemm. Received: 'auto', which means compiled" in (
+        record.getMessage()
+    )
+
+
+def test_an_unknown_engine_is_rejected():
+    with pytest.raises(
+        ConfigError, match=r"must be one of compiled, fbgemm\. .*: 'cuda'"
+    ):
+        EmbeddingStore(2, optimizer_engine="cuda")
+
+
+def test_adam_with_an_l2_penalty_is_not_fbgemms():
+    assert Adam().fbgemm_name == "adam"
+    assert Adam(weight_decay=0.1).fbgemm_name == ""

@@ -14,7 +14,7 @@
 import contextlib
 import re
 from pathlib import Path
-from typing import Annotated, Literal, cast, get_args
+from typing import Annotated, Literal, get_args
 
 from msgspec import Meta, Struct, field
 
@@ -25,15 +25,16 @@ from persia_torchrec.parsing.yaml_file import parse_file, read_text
 
 Positive = Annotated[int, Meta(ge=1)]
 Text = Annotated[str, Meta(min_length=1)]
-OptimizerEngine = Literal["auto", "compiled", "fbgemm"]
-"""What applies gradients: compiled loops, fbgemm's CPU kernels, or the faster one."""
+OptimizerEngine = Literal["compiled", "fbgemm"]
+"""What applies gradients: compiled loops, or fbgemm's CPU kernels."""
+EARLIER_ENGINE = "auto"
+"""What settings of earlier versions say for ``compiled``."""
 
 
-def require_engine(engine: str) -> OptimizerEngine:
-    """Return the name of an engine, or raise ConfigError."""
-    for known in get_args(OptimizerEngine):
-        if engine == known:
-            return cast("OptimizerEngine", known)
+def require_engine(engine: str) -> str:
+    """Return the name of an engine, also the earlier one, or raise ConfigError."""
+    if engine in (*get_args(OptimizerEngine), EARLIER_ENGINE):
+        return engine
     raise ConfigError(
         f"optimizer_engine must be one of {', '.join(get_args(OptimizerEngine))}. "
         f"Received: {engine!r}."
@@ -140,7 +141,7 @@ class ServerSettings(Struct, frozen=True, kw_only=True):
     incremental_interval_seconds: Positive = 2  # from one increment to the next
     # Times the rows' bytes, after which servers write the rows there; 0: never.
     incremental_base_ratio: Annotated[float, Meta(ge=0)] = 10.0
-    optimizer_engine: str = "auto"  # what applies gradients
+    optimizer_engine: str = "compiled"  # what applies gradients
 
     def __post_init__(self) -> None:
         require_engine(self.optimizer_engine)

@@ -24,7 +24,7 @@ def test_an_empty_global_config_gives_persias_defaults(global_config):
     assert settings.embedding_worker.forward_buffer_size == 1000
     assert settings.embedding_worker.buffered_data_expired_sec == 1000
     assert settings.embedding_parameter_server.capacity == 1_000_000_000
-    assert settings.embedding_parameter_server.optimizer_engine == "auto"
+    assert settings.embedding_parameter_server.optimizer_engine == "compiled"
     assert global_config("common_config:\n") == settings
 
 
@@ -58,7 +58,7 @@ def test_a_whole_global_config_is_read(global_config):
         ),
         (
             "embedding_parameter_server_config: {optimizer_engine: gpu}",
-            "optimizer_engine must be one of auto, compiled, fbgemm. Received: 'gpu'",
+            "optimizer_engine must be one of compiled, fbgemm. Received: 'gpu'",
         ),
         (
             "embedding_worker_config: {forward_buffer_size: 0}",
