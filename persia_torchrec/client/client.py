@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from persia_torchrec import env, timeouts
 from persia_torchrec.client.bulk import (
@@ -44,7 +43,6 @@ from persia_torchrec.client.codec import (
     check_counts,
     check_gradients,
     groups_of,
-    staleness_histogram,
     tables_of_all,
 )
 from persia_torchrec.client.codec import BatchNumber as BatchNumber
@@ -460,14 +458,6 @@ class EmbeddingClient(OwnProcess):
         """Return each server's counters: rows, hits, misses, evictions and others."""
         given: Any = {"answer": dict[str, int], "timeout_s": timeout_s}
         return self._servers.ask(Kind.COUNTERS, None, "counters", **given)
-
-    def staleness(self) -> npt.NDArray[np.int64]:
-        """Return how stale rows were: element k counts gradients of staleness k.
-
-        The staleness of a row is the number of updates, of any trainer, that it had
-        between its pull and its gradient. Of one id in 16 (see ``docs/metrics.md``).
-        """
-        return staleness_histogram(self.counters())
 
     def num_rows(self, timeout_s: float | None = None) -> list[int]:
         """Return how many rows each server holds."""

@@ -15,8 +15,7 @@ import itertools
 import os
 import platform
 import secrets
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -551,18 +550,3 @@ class PushOutcome(msgspec.Struct, frozen=True):
 
 NOTHING = PushOutcome(0, 0, 0, 0)
 _LOST = PushOutcome(0, 0, 0, 0, 1)
-
-
-_STALENESS = "staleness_"
-"""What the names of those counters begin with that make up the histogram."""
-
-
-def staleness_histogram(
-    counters: Iterable[Mapping[str, int]],
-) -> npt.NDArray[np.int64]:
-    """Return how many gradients had each staleness, from counters of all servers."""
-    histogram = Counter({0: 0})
-    for name, num in itertools.chain(*(of_server.items() for of_server in counters)):
-        if name.startswith(_STALENESS):
-            histogram[int(name.removeprefix(_STALENESS))] += num
-    return np.array([histogram[k] for k in range(max(histogram) + 1)])

@@ -82,9 +82,6 @@ def _of_server(now: Numbers, before: Numbers, passed_s: float) -> dict[str, Any]
     times_us = {name: us for name, us in risen.items() if name.endswith("_us")}
     lookups = risen.get("requests_lookup", 0)
     found = risen.get("hits", 0) + risen.get("misses", 0)
-    levels = {int(n[10:]): v for n, v in now.items() if n.startswith("staleness_")}
-    watched = sum(levels.values())
-    mean = sum(n * v for n, v in levels.items()) / watched if watched else None
     bins = bins_of({name: int(value) for name, value in risen.items()}, "lookup")
     p99_us = quantile_us(bins, 0.99)
     return line | {
@@ -94,7 +91,6 @@ def _of_server(now: Numbers, before: Numbers, passed_s: float) -> dict[str, Any]
         "lookup_us": round(times_us.get("lookup_us", 0) / lookups) if lookups else None,
         "p99_us": None if p99_us is None else round(p99_us),
         "idle": round(times_us.get("idle_us", 0) / (sum(times_us.values()) or 1), 3),
-        "staleness": None if mean is None else round(mean, 2),
     }
 
 

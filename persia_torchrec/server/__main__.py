@@ -48,7 +48,6 @@ from persia_torchrec.persia.config.global_config import (
 )
 from persia_torchrec.rpc import float_codec
 from persia_torchrec.rpc.channel import keep_freed_memory
-from persia_torchrec.server import open_batches
 from persia_torchrec.server.checkpoint_service import Checkpoints, KnownUpdates
 from persia_torchrec.server.config import ServerConfig, apply_global_config
 from persia_torchrec.server.server import EmbeddingServer
@@ -161,7 +160,6 @@ def _load_all(config: ServerConfig) -> None:
         {
             "store": partial(warm_up, in_file=in_file),
             "floats": float_codec.warm_up,
-            "batches": open_batches.warm_up,
         }
     )
 

@@ -1,4 +1,4 @@
-"""Batches from their lookup to their update: slots, staleness, the sums of gradients.
+"""Batches from their lookup to their update: their slots, the sums of gradients.
 
     lookup of a batch   it is open: the slots of its rows are kept for its update
     update of a batch   applied alone, or as one trainer's share of a joint step
@@ -7,7 +7,7 @@ An update with the slots of its lookup needs no search. What is kept is bounded;
 update without its slots looks its ids up again.
 
 Dimension key:
-    N: ids of one table in one request, or those of them that are watched
+    N: ids of one table in one request
     U: ids of one table in a joint update, each once
     D: its embedding dim
 """
@@ -19,14 +19,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.jit.compiled import compiled, read_only
 from persia_torchrec.routing.shard import Ids, sum_repeats, unique_ids
 from persia_torchrec.rpc.float_codec import Floats
 from persia_torchrec.rpc.messages import Header, TableIds
 from persia_torchrec.store.memory import MISSING
 
 Slots = npt.NDArray[np.uint32]
-Offsets = npt.NDArray[np.uint64]
 Counts = npt.NDArray[np.uint32]
 Batch = tuple[int, int]
 """Stream of a batch (one trainer's embedding collection), and its number there."""
@@ -35,16 +33,7 @@ TableSlots = tuple[int, Slots]
 ``(N, blocks)``."""
 
 MAX_SLOTS = 2**25  # slots kept by default: 128 MiB
-MAX_STALENESS = 64
-"""The last number of the histogram counts this staleness and all above."""
-
 _MAX_OPEN = 4096
-_NUM_COUNTERS = 2**20
-_WATCHED_SHIFT = np.uint64(60)  # the bits above are 0 in one hash of 16
-_OFFSET_SHIFT = np.uint64(40)
-_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio
-_MULTIPLIER, _ZERO = np.uint64(_GOLDEN), np.uint64(0)
-_NO_OFFSETS = np.empty(0, dtype=np.uint64)
 _ARRAY_COST = 64  # what an array costs besides its slots, in slots
 
 _OBJECT_BYTES = 2048  # what an update takes besides its ids and gradients
@@ -52,8 +41,6 @@ _OBJECT_BYTES = 2048  # what an update takes besides its ids and gradients
 
 class _Lookup(NamedTuple):
     slots: list[TableSlots]
-    watched: Offsets
-    seen: Counts  # their updates at the lookup
     cost: int
 
 
@@ -61,13 +48,7 @@ class OpenBatches:
     """Training batches whose update is not yet applied. Owned by the serving thread.
 
     Beyond ``max_slots`` slots (64 more count for each lookup and table), the batch
-    begun first loses its own: its update searches its rows again, and is missing in
-    ``histogram``, the gradients of watched rows by their staleness.
-
-    Watching every id would cost a good part of a lookup. One id in 16 is watched,
-    chosen by a hash of its table and itself, which also chooses one of 2**20 counters.
-    Of the rows whose batch waited while ``u`` watched ids were updated, one in
-    ``2**20 / u`` shares its counter with one of them, and counts an update too many.
+    begun first loses its own: its update searches its rows again.
     """
 
     def __init__(self, max_slots: int = MAX_SLOTS) -> None:
@@ -75,9 +56,7 @@ class OpenBatches:
         self._open: dict[int, set[int]] = {}
         self._max_open = 0
         self._lookups: OrderedDict[Batch, list[_Lookup]] = OrderedDict()
-        self._num_updates: Counts = np.zeros(_NUM_COUNTERS, dtype=np.uint32)
         self.num_slots = 0
-        self.histogram = np.zeros(MAX_STALENESS + 1, dtype=np.int64)
 
     def begin(
         self, batch: Batch, tables: Sequence[TableIds], slots: Iterable[Slots]
@@ -94,35 +73,21 @@ class OpenBatches:
             for forgotten in numbers:
                 self._pop((stream, forgotten))
             numbers.clear()
-        watched_N = find_watched(tables)
         kept, cost = [], _ARRAY_COST
         for t, slots_N in zip(tables, slots, strict=True):
             kept.append((t.table, slots_N))
             cost += slots_N.size + _ARRAY_COST
-        lookup = _Lookup(kept, watched_N, self._num_updates[watched_N], cost)
-        self._lookups.setdefault(batch, []).append(lookup)
+        self._lookups.setdefault(batch, []).append(_Lookup(kept, cost))
         self.num_slots += cost
         while self.num_slots > self._max_slots:
             self._pop(next(iter(self._lookups)))
 
     def apply(self, batches: Sequence[Batch]) -> list[list[TableSlots]]:
-        """Count one update for each row of batches; return the slots kept of each."""
-        slots: list[list[TableSlots]] = []
-        watched = []
-        for batch in batches:
-            slots.append([])
-            for lookup in self._pop(batch):
-                slots[-1] += lookup.slots
-                if not len(lookup.watched):
-                    continue
-                watched.append(lookup.watched)
-                staleness_N = self._num_updates[lookup.watched] - lookup.seen
-                self.histogram += np.bincount(
-                    np.minimum(staleness_N, MAX_STALENESS), minlength=MAX_STALENESS + 1
-                )
-        if watched:  # one update per row, however often it is named
-            self._num_updates[np.concatenate(watched)] += np.uint32(1)
-        return slots
+        """Return the slots kept of each batch that is updated; keep them no longer."""
+        return [
+            [found for lookup in self._pop(batch) for found in lookup.slots]
+            for batch in batches
+        ]
 
     def end(self, batch: Batch) -> None:
         """The update of a batch has been applied, or its trainer gave it up."""
@@ -150,11 +115,8 @@ class OpenBatches:
         self.num_slots = 0
 
     def counters(self) -> dict[str, int]:
-        """Return the histogram, the slots kept, and the open batches of a stream."""
-        seen = np.flatnonzero(self.histogram)
-        num = int(seen[-1]) + 1 if len(seen) else 1
+        """Return the slots kept, and the open batches of a stream."""
         return {
-            **{f"staleness_{k}": int(self.histogram[k]) for k in range(num)},
             "hinted_slots": self.num_slots,
             "open_batches": max(map(len, self._open.values()), default=0),
             "open_batches_max": self._max_open,
@@ -164,30 +126,6 @@ class OpenBatches:
         lookups = self._lookups.pop(batch, [])
         self.num_slots -= sum(lookup.cost for lookup in lookups)
         return lookups
-
-
-def find_watched(tables: Sequence[TableIds]) -> Offsets:
-    """Return the offsets of the counters of the watched ids; uint64 ``(N,)``."""
-    found = [
-        _find_watched(read_only(t.ids), np.uint64((t.table + 1) * _GOLDEN % 2**64))
-        for t in tables
-    ]
-    return found[0] if len(found) == 1 else np.concatenate([_NO_OFFSETS, *found])
-
-
-@compiled
-def _find_watched(ids_L: Ids, salt: np.uint64) -> Offsets:
-    watched, num = np.empty(len(ids_L), dtype=np.uint64), 0
-    for i in range(len(ids_L)):
-        hash_ = (ids_L[i] ^ salt) * _MULTIPLIER
-        watched[num] = hash_ >> _OFFSET_SHIFT
-        num += hash_ >> _WATCHED_SHIFT == _ZERO
-    return watched[:num].copy()
-
-
-def warm_up() -> None:
-    """Compile, or load, the loop before the first request needs it."""
-    find_watched([TableIds(0, np.zeros(1, dtype=np.uint64))])
 
 
 class Update(NamedTuple):
