@@ -479,7 +479,6 @@ READERS: Mapping[str, Callable[[], object]] = {
     "REPLICA_INDEX": env.get_replica_index,
     "REPLICA_SIZE": env.get_replica_size,
     "PERSIA_ENCRYPT": env.encrypts,
-    "PERSIA_IO_THREADS": env.io_threads,
     "PERSIA_JOIN_TIMEOUT_S": env.join_timeout_s,
     "PERSIA_CHECKPOINT_INTERVAL_S": lambda: env.checkpoint_interval_s(
         timeouts.CHECKPOINT_INTERVAL_S

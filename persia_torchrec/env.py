@@ -18,7 +18,6 @@ empty variable counts as unset, for launchers that write out every variable.
                                                server who load and unload models
     PERSIA_ENCRYPT                             1: all connections of the job are
                                                encrypted
-    PERSIA_IO_THREADS                          threads of each ZeroMQ context; 1
     PERSIA_TRANSPORT                           tcp or shm: never, or with a warning
                                                where it cannot be, share memory with
                                                servers, workers and trainers of the
@@ -79,7 +78,6 @@ from persia_torchrec.errors import ConfigError
 Transport = Literal["auto", "tcp", "shm"]
 
 MAX_PORT = 65_535
-MAX_IO_THREADS = 16
 CHECKPOINT_DIR = "persia_checkpoints"
 
 _REPLICA = "REPLICA_INDEX", "REPLICA_SIZE"
@@ -306,17 +304,6 @@ def encrypts() -> bool:
 def launch_command() -> str:
     """Return the command line of torchx that has started the job, or ""."""
     return text("PERSIA_LAUNCH_COMMAND") or ""
-
-
-def io_threads() -> int:
-    """Return how many I/O threads each ZeroMQ context of this process gets."""
-    value = text("PERSIA_IO_THREADS") or "1"
-    if value not in map(str, range(1, MAX_IO_THREADS + 1)):
-        raise ConfigError(
-            f"PERSIA_IO_THREADS must be an integer from 1 to {MAX_IO_THREADS}. "
-            f"Received: {value!r}."
-        )
-    return int(value)
 
 
 def transport(given: str | None = None) -> Transport:

@@ -245,22 +245,6 @@ def test_a_start_waits_for_ten_minutes_unless_the_setting_says_otherwise(monkeyp
             env.join_timeout_s()
 
 
-def test_there_is_one_io_thread_unless_the_setting_says_otherwise(monkeypatch):
-    monkeypatch.delenv("PERSIA_IO_THREADS", raising=False)
-    assert env.io_threads() == 1
-    for text in ("1", " 2 ", "16"):
-        monkeypatch.setenv("PERSIA_IO_THREADS", text)
-        assert env.io_threads() == int(text)
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "17", "1.0", "two"])
-def test_an_invalid_number_of_io_threads_is_rejected_by_name(monkeypatch, text):
-    monkeypatch.setenv("PERSIA_IO_THREADS", text)
-    must = f"^PERSIA_IO_THREADS must be an integer from 1 to 16. Received: '{text}'"
-    with pytest.raises(ConfigError, match=must):
-        env.io_threads()
-
-
 def test_on_slurm_the_log_is_where_torchx_has_it(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("REPLICA_INDEX", "1")

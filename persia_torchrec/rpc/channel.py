@@ -57,6 +57,7 @@ _MAX_KNOWN_PEERS = 4096
 _MOST_IN_ROW = 8
 _LOG_S = 10.0
 _LOOK_S = 1.0
+_IO_THREADS = 1  # of ZeroMQ in one context; a connection passes through one of them
 _MAX_SOCKETS = 2**14  # of ZeroMQ in one context, whose own limit is 1,023
 
 # The kernels end connections to a host that is gone, whatever its process does.
@@ -107,7 +108,7 @@ class Listener:
         self._greeting = greeting
         self._known: set[bytes] = set()  # routing ids of admitted peers
         # Of its own: it has one doorkeeper.
-        self._context = zmq.Context(env.io_threads())
+        self._context = zmq.Context(_IO_THREADS)
         self._next_log_s = self._look_s = 0.0
         # A client reconnects under its routing id, maybe before its loss is seen.
         options = {zmq.LINGER: 1000, zmq.ROUTER_HANDOVER: 1}
@@ -463,11 +464,10 @@ def open_socket(
 ) -> "zmq.Socket[bytes]":
     """Return a socket with the limits of all connections, and other options.
 
-    Without a context it is of the process's, whose first socket fixes the number of I/O
-    threads. All bytes of one connection pass through one of them.
+    Without a context it is of the process's.
     """
     if context is None:
-        context = zmq.Context.instance(env.io_threads())
+        context = zmq.Context.instance(_IO_THREADS)
         context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)  # until it has its first socket
     opened: zmq.Socket[bytes] = context.socket(kind)
     for option, value in {**_LIMITS, **options}.items():

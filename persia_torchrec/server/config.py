@@ -16,10 +16,7 @@ from persia_torchrec.persia.config.global_config import (
 from persia_torchrec.rpc.slab_server import DEFAULT_MIB, MOST_MIB
 from persia_torchrec.store.embedding_store import EmbeddingStore
 
-_AT_LEAST_ONE = (
-    *("update_queue_batches", "joint_update_bytes", "max_request_ids"),
-    *("incremental_buffer_rows", "incremental_queue"),
-)
+_AT_LEAST_ONE = (*("max_request_ids", "incremental_buffer_rows", "incremental_queue"),)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,10 +56,6 @@ class ServerConfig(ImportFlags):
     recovery_s: float = 0.0
     """How long a lost trainer of joint steps may be away; 0: a second, or a few if the
     server is busy [where processes are started again, ``recovery_timeout_s``]"""
-    update_queue_batches: int = 64
-    """Updates that may wait. A full queue makes the trainers wait."""
-    joint_update_bytes: int = 4 * 2**30
-    """Gradients of joint steps that may wait for the other trainers."""
     max_request_ids: int = 16_777_216
     """Ids that one request may name, of all its tables. More are rejected."""
     incremental_dir: str | None = None

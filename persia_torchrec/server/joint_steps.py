@@ -202,8 +202,8 @@ class JointSteps:
                 why = (
                     f"Joint steps may keep {self.max_bytes} bytes of gradients "
                     f"waiting. Received: {self._num_bytes} bytes, and {size_bytes} "
-                    f"more of rank {share.rank}. Raise joint_update_bytes of the "
-                    "server, or lower the staleness."
+                    f"more of rank {share.rank}. Lower the "
+                    "staleness, or add servers."
                 )
                 self._break(group, why)
                 raise StoreError(why)

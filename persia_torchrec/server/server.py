@@ -25,6 +25,9 @@ from persia_torchrec.server.shard import Request, RequestKind, Shard
 
 logger = logging.getLogger(__name__)
 
+UPDATE_QUEUE_BATCHES = 64
+"""Updates that may wait; a full queue makes the trainers wait."""
+
 _IDLE_POLL_MS = 100
 _IDLE_TURNS = 10  # until there is time for what is not urgent
 
@@ -152,7 +155,7 @@ class EmbeddingServer:
             shard.drop_older_streams()
         if shard.joint_steps.num_steps and not tasks.is_loading:
             shard.joint_steps.reject_overdue()
-        is_full = len(shard.updates) >= self.config.update_queue_batches
+        is_full = len(shard.updates) >= UPDATE_QUEUE_BATCHES
         if is_full or shard.num_overtaking >= _MAX_OVERTAKING:
             shard.apply_oldest_update()
             return

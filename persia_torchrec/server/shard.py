@@ -54,6 +54,7 @@ logger = logging.getLogger(__name__)
 
 Bytes = npt.NDArray[np.uint8]
 
+_JOINT_UPDATE_BYTES = 4 * 2**30  # gradients of joint steps that may wait for others
 _MAX_USERS = 4096
 _COUNTS = "missed", "refused", "unadmitted", "gradients"
 
@@ -88,7 +89,7 @@ class Shard:
             self.queue,
             self._reject_update,
             is_connected=listener.is_connected,
-            max_bytes=config.joint_update_bytes,
+            max_bytes=_JOINT_UPDATE_BYTES,
             grace_s=config.recovery_s,
             keep=self._keep_groups,
         )

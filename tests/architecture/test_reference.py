@@ -70,7 +70,7 @@ def test_a_limit_of_a_wait_stands_in_timeouts():
 def test_a_range_is_read_from_the_error_of_a_value_outside_of_it():
     page = generate.settings_page()
     assert "| `--incremental-interval-s` | `2.0` | s | \\> 0 |" in page
-    assert "| `--joint-update-bytes` | `4096 MiB` | bytes | \\>= 1 |" in page
+    assert "| `--max-request-ids` | `16,777,216` | ids | \\>= 1 |" in page
     assert len(LINE.findall(page)) > 300
 
 

@@ -187,14 +187,6 @@ def test_new_settings_hold_for_steps_that_are_complete_after_them(trainers):
     assert first.client.read("item", ids_of(1))[0].tolist() == [0, 0, 4, 4]
 
 
-def test_waiting_shares_are_bounded_in_bytes(servers):
-    running = servers.start(1, joint_update_bytes=3000)
-    trainer = Trainer(servers, running, 0)
-    trainer.look_up(1, range(100))
-    with pytest.raises(RemoteError, match="Raise joint_update_bytes of the server"):
-        trainer.outcome(trainer.push(*[1.0] * 100))
-
-
 @pytest.mark.parametrize(
     ("kind", "body", "message"),
     [

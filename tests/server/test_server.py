@@ -19,7 +19,11 @@ from persia_torchrec.rpc.messages import (
     Precision,
     encode_json,
 )
-from persia_torchrec.server.server import EmbeddingServer, ServerConfig
+from persia_torchrec.server.server import (
+    UPDATE_QUEUE_BATCHES,
+    EmbeddingServer,
+    ServerConfig,
+)
 from persia_torchrec.table import TableSpec
 from tests.server.stranger import GRADS, Stranger, one_segment
 from tests.support.servers import DEADLINE_S, ids_of
@@ -159,8 +163,8 @@ def test_a_peer_that_announces_more_than_2_gib_is_disconnected(server):
 class Backlog:
     """Requests that wait at a server's socket before it begins to serve."""
 
-    def __init__(self, **settings):
-        self.server = EmbeddingServer(ServerConfig(capacity_rows=10, **settings))
+    def __init__(self):
+        self.server = EmbeddingServer(ServerConfig(capacity_rows=10))
         self.thread = threading.Thread(target=self.server.serve)
 
     def __enter__(self):
@@ -197,9 +201,8 @@ class Backlog:
         return answered
 
 
-@pytest.mark.parametrize("update_queue_batches", [1, 3, 64])
-def test_updates_are_applied_in_their_order_and_none_is_lost(update_queue_batches):
-    with Backlog(update_queue_batches=update_queue_batches) as backlog:
+def test_updates_are_applied_in_their_order_and_none_is_lost():
+    with Backlog() as backlog:
         weight, buffer = 0.0, 0.0
         for request in range(1, 101):
             grad = float(request % 7)
@@ -213,12 +216,9 @@ def test_updates_are_applied_in_their_order_and_none_is_lost(update_queue_batche
         assert struct.unpack("<ff", row) == pytest.approx((weight, buffer), rel=1e-5)
 
 
-@pytest.mark.parametrize("update_queue_batches", [1, 3])
-def test_an_update_is_applied_before_more_is_read_when_the_queue_is_full(
-    update_queue_batches,
-):
-    with Backlog(update_queue_batches=update_queue_batches) as backlog:
-        for request in range(1, update_queue_batches + 1):
+def test_an_update_is_applied_before_more_is_read_when_the_queue_is_full():
+    with Backlog() as backlog:
+        for request in range(1, UPDATE_QUEUE_BATCHES + 1):
             backlog.update(request)
         for _ in range(5):
             backlog.send(Header(Kind.LOOKUP, 99), *one_segment(5))
@@ -327,7 +327,7 @@ def test_a_port_that_is_taken_is_rejected(server):
         ({"shard": 2, "num_shards": 2}, r"shard must be in \[0, 2\)\. Received: 2"),
         ({"shard": -1}, r"shard must be in \[0, 1\)\. Received: -1"),
         ({"port": 65536}, r"port must be in \[0, 65535\]\. Received: 65536"),
-        ({"update_queue_batches": 0}, r"update_queue_batches must be >= 1\. .* 0"),
+        ({"max_request_ids": 0}, r"max_request_ids must be >= 1\. .* 0"),
     ],
 )
 def test_settings_out_of_their_range_are_rejected(settings, message):
