@@ -8,7 +8,7 @@ import torch
 from persia_torchrec import SGD, Adagrad, Adam, optim
 from persia_torchrec.embedding.optim import AdagradDecay, AdamAsync
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.sharding.fused_arguments import translate_optimizer
+from persia_torchrec.sharding.fused_arguments import translate
 from tests.support.dense_twins import DIM, IDS, gradients, move_both
 
 PAIRS = {
@@ -115,4 +115,4 @@ def test_a_sparse_gradient_is_rejected():
     ],
 )
 def test_in_the_backward_pass_they_become_those_of_the_servers(cls, given, expected):
-    assert translate_optimizer(cls, given, table="t") == expected
+    assert translate(cls, given, table="t").optimizer == expected

@@ -468,7 +468,10 @@ class EmbeddingClient(OwnProcess):
         self._servers.ask(Kind.CLEAR, None, "clear")
 
     def shut_down_servers(self) -> None:
-        """Make every server process end."""
+        """Make every server process end, which writes its last increments before.
+
+        An ``EmbeddingCluster`` and the components end their servers by themselves.
+        """
         self._servers.ask(Kind.SHUTDOWN, None, "shutdown")
 
     def close(self) -> None:

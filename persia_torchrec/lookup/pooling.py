@@ -33,7 +33,7 @@ from persia_torchrec.jit.intrinsics import (
     prefetch,
     store_u64,
 )
-from persia_torchrec.lookup.bags import POOLINGS, Lengths, Pooling
+from persia_torchrec.lookup.bags import POOLINGS, Lengths
 from persia_torchrec.routing.shard import Positions, unique_ids
 from persia_torchrec.rpc import float_codec
 from persia_torchrec.rpc.float_codec import Floats
@@ -96,15 +96,6 @@ class Rows(NamedTuple):
         _clear_unwritten(self.addresses, self.dim)
 
 
-class FeatureBags(NamedTuple):
-    """The bags of one feature, and the rows in them, or the sums of their gradients."""
-
-    rows: Rows  # (U, D), of the feature's table
-    inverse: Positions  # int32 (L,): which row each id is
-    lengths: Lengths  # int32 (B,): ids per bag, of the sum L
-    pooling: Pooling
-
-
 class BagsInRoute(NamedTuple):
     """The bags of features whose ids were routed together: their arrays are shared.
 
@@ -129,23 +120,20 @@ class BagsInRoute(NamedTuple):
     poolings: npt.NDArray[np.int64]
 
 
-AllBags = Sequence[FeatureBags] | BagsInRoute
-
-
-def pool(features: AllBags, num_samples: int) -> Floats:
+def pool(bags: BagsInRoute, num_samples: int) -> Floats:
     """Pool the bags of all features, in their order; float32 ``(B, T)``."""
-    plan_F7, width, _kept = _plan(features)
+    plan_F7, width, _kept = _plan(bags)
     out_BT = np.empty((num_samples, width), dtype=np.float32)
     _pool(plan_F7, out_BT)
     return out_BT
 
 
-def add_gradients(grads_BT: Floats, features: AllBags) -> None:
+def add_gradients(grads_BT: Floats, bags: BagsInRoute) -> None:
     """Add the gradient of each bag, float32 ``(B, T)``, to the ``rows`` in it.
 
     Of rows that were not written, the first gradient is the sum so far.
     """
-    plan_F7, _, _kept = _plan(features)
+    plan_F7, _, _kept = _plan(bags)
     _add_gradients(np.ascontiguousarray(grads_BT), plan_F7)
 
 
@@ -157,40 +145,14 @@ def warm_up() -> None:
     rows.clear_unwritten()
     rows.take(unique.inverse)
     lengths = np.array([3], dtype=np.int32)
-    bags = [FeatureBags(rows, unique.inverse, lengths, "sum")]
+    one = np.zeros(1, dtype=np.int64)  # group, start and pooling of the one feature
+    of_ids = unique.inverse, one, np.array([3])
+    bags = BagsInRoute([rows], one, *of_ids, lengths, one, {}, one)
     add_gradients(pool(bags, 1), bags)
 
 
-def _plan(features: AllBags) -> tuple[Plan, int, list[object]]:
+def _plan(bags: BagsInRoute) -> tuple[Plan, int, list[object]]:
     """Return what the loops need to know, the width T, and what must outlive it."""
-    if isinstance(features, BagsInRoute):
-        return _plan_route(features)
-    plan: list[tuple[int, ...]] = []
-    kept: list[object] = []
-    column_bytes = 0
-    for rows, inverse_L, lengths_B, pooling in features:
-        inverse_L = np.ascontiguousarray(inverse_L)
-        lengths_B = np.ascontiguousarray(lengths_B)
-        kept += inverse_L, lengths_B
-        row_bytes = 4 * rows.dim
-        plan.append(
-            (
-                _address(rows.addresses),
-                _address(inverse_L),
-                len(inverse_L),
-                _address(lengths_B),
-                row_bytes,
-                POOLINGS.index(pooling),
-                column_bytes,
-            )
-        )
-        column_bytes += row_bytes
-    plan_F7 = np.array(plan, dtype=np.uint64).reshape(-1, 7)
-    return plan_F7, column_bytes // 4, kept
-
-
-def _plan_route(bags: BagsInRoute) -> tuple[Plan, int, list[object]]:
-    """Plan all features at once; an address of each is slow."""
     inverse = np.ascontiguousarray(bags.inverse)
     lengths = np.ascontiguousarray(bags.lengths)
     plan_F7 = np.zeros((len(bags.groups), 7), dtype=np.int64)

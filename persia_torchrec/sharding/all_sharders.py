@@ -54,10 +54,6 @@ class _HolderSharder(PlannedSharder):
     def shardable_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         return self._collections.shardable_parameters(self.tables_in(module))
 
-    def reject_constraints(self) -> ConfigError:
-        self.asked = self._collections.asked
-        return super().reject_constraints()
-
     def put_on_servers(
         self, module: Any, env: types.ShardingEnv, device: torch.device, path: str = ""
     ) -> Any:

@@ -1,18 +1,11 @@
-"""Hooks of a backward pass besides its nodes.
+"""Hooks of a backward pass besides its nodes: trainers agree on loss scale and end."""
 
-Its trainers agree on the loss scale and the end; and a gradient that the caller may
-still write is copied, since another thread reads it later.
-"""
-
-import functools
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from persia_torchrec import timeouts
@@ -145,56 +138,6 @@ class BackwardPass:
     checks: list[Callable[[], Callable[[], None] | None]] = field(default_factory=list)
     waits: list[Callable[[], None]] = field(default_factory=list)
     agrees: bool = False
-
-
-def own_memory(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return gradients on the CPU, as copies where others may write their memory.
-
-    Most are autograd's alone, and are not copied. ``grads`` are the arguments of a
-    ``backward`` under ``once_differentiable``, which calls this.
-    """
-    alone = _references_alone()
-    return [
-        grad.clone() if grad.is_contiguous() and num > alone else grad
-        for grad, num in zip(grads, _references(grads), strict=True)
-    ]
-
-
-def _references(grads: Sequence[torch.Tensor]) -> list[int]:
-    """Count who holds gradients, as Python objects or by their memory.
-
-    A view, as reshape makes one, holds its base, which has its memory too: that, the
-    name and the call are 3 of the base's references.
-    """
-    numbers = []
-    for i in range(len(grads)):
-        base, num = torchrec_api.base_of(grads[i]), sys.getrefcount(grads[i])
-        num += torchrec_api.num_tensors(grads[i]) - 1
-        if base is not None:
-            num += sys.getrefcount(base) - 3 - 1
-        numbers.append(num)
-    return numbers
-
-
-@functools.cache
-def _references_alone() -> int:
-    """Count what holds a gradient that is autograd's alone, by an example."""
-    with torch.enable_grad():
-        _Probe.apply(torch.zeros(0, requires_grad=True)).square().sum().backward()
-    return _Probe.num_references
-
-
-class _Probe(torch.autograd.Function):
-    num_references = 0
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(2)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> None:
-        (_Probe.num_references,) = _references(grads)
 
 
 class _LookedUp(torch.autograd.Function):

@@ -174,13 +174,6 @@ def translate_fused_params(
     return FusedOptimizer(optimizer, made.max_gradient, made.stochastic_rounding)
 
 
-def translate_optimizer(
-    cls: type[torch.optim.Optimizer], arguments: Mapping[str, Any], *, table: str
-) -> Optimizer:
-    """Return what the servers apply for an optimizer; arguments may be fbgemm's."""
-    return translate(cls, arguments, table=table).optimizer
-
-
 def translate(
     cls: type[torch.optim.Optimizer], arguments: Mapping[str, Any], *, table: str
 ) -> FusedOptimizer:

@@ -13,7 +13,6 @@ import operator
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from functools import partial
 from types import FrameType
 from typing import Any, ClassVar
 
@@ -26,7 +25,6 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.sharding import collection, torchrec_api
 from persia_torchrec.sharding.collection import TableCollection
-from persia_torchrec.sharding.torchrec_api import Allowed, ParametersInTurn
 
 
 class Placeholder(nn.Parameter):
@@ -233,37 +231,24 @@ class PlannedSharder(types.ModuleSharder[nn.Module]):
         """Reject, as the module does."""
         return module.update_shards()
 
-    asked: str | None = None  # the table that a planner asks about
-
     def shardable_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """Return a placeholder of one row for each table."""
-        placeholders = {
+        return {
             config.name: nn.Parameter(
                 torch.empty(1, config.embedding_dim, device="meta")
             )
             for config in collection.table_configs(self.tables_in(module))
         }
-        return ParametersInTurn(placeholders, partial(setattr, self, "asked"))
-
-    def reject_constraints(self) -> ConfigError:
-        """Return the error of constraints that servers cannot keep."""
-        return ConfigError(
-            f"Table {self.asked!r} is on the servers: its ParameterConstraints "
-            f"may have sharding_types=[{self.sharding_type!r}] and compute_kernels="
-            "['fused'] only. Received: others. Leave them out; or let a MixedSharder "
-            "leave the table to TorchRec: Placement(constraints=constraints), or "
-            "Placement(min_rows=...) for small tables."
-        )
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Return the one type: rows are spread over servers."""
-        return Allowed(self.sharding_type, self.reject_constraints)
+        return [self.sharding_type]
 
     def compute_kernels(
         self, sharding_type: str, compute_device_type: str
     ) -> list[str]:
         """Return the one kernel: lookup and update are the servers' own."""
-        return Allowed(EmbeddingComputeKernel.FUSED.value, self.reject_constraints)
+        return [EmbeddingComputeKernel.FUSED.value]
 
 
 def require_tables(module: TableCollection, params: Mapping[str, Any]) -> None:

@@ -46,7 +46,7 @@ from persia_torchrec.errors import BatchError, ConfigError
 from persia_torchrec.pipeline.in_turn import BatchesInTurn
 from persia_torchrec.pipeline.pipeline import BatchPipeline, PrefetchedBatch
 from persia_torchrec.sharding import state, torchrec_api
-from persia_torchrec.sharding.backward_pass import looked_up, own_memory
+from persia_torchrec.sharding.backward_pass import looked_up
 from persia_torchrec.sharding.collection import CollectionSpec
 from persia_torchrec.sharding.on_device import (
     DeviceBatch,
@@ -121,8 +121,6 @@ class _Embeddings(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 (weights,) = ctx.saved_tensors
                 of_weights = pulled.weights_gradient(ctx.pooled, grads, weights)
-        elif not ctx.module.pipeline.waits_for_ack:
-            given = own_memory(grads)
         ctx.module.push(ctx.batch, given)
         return None, of_weights, None, None
 
@@ -347,15 +345,20 @@ class ShardedRemoteCollection(
         factor: Any = self.gradient_scale
         if scaler is not None and is_scaled:
             factor = factor / loss_scale(scaler, self._device)
-        # Another thread may read the gradients themselves after the backward pass:
-        # autograd reuses the memory of one, as a parameter's ``grad``, only if no other
-        # reference to the tensor is held, as an array made of it without ``detach`` is.
+        # Autograd reuses the memory of a gradient, as a parameter's ``grad``, only if
+        # no other reference to the tensor is held, as an array made of it without
+        # ``detach`` is. But its other owners, as the caller of ``backward`` or a hook,
+        # may write it: it is copied, if another thread reads it afterwards.
         is_one = not isinstance(factor, torch.Tensor) and factor == 1
         if isinstance(batch.outputs, DeviceBatch):
             if not is_one:  # they were made for this push alone
                 grads = [grad.mul_(factor) for grad in grads]
         elif not is_one or any(grad.requires_grad for grad in grads):
             grads = [grad.detach().to(torch.float32) * factor for grad in grads]
+        elif not self.pipeline.waits_for_ack:
+            grads = [
+                grad.clone(memory_format=torch.contiguous_format) for grad in grads
+            ]
         is_checked = self.skip_non_finite or is_scaled
         leaving = Leaving(grads, self._leaving, check=is_checked, of=batch.outputs)
         tables.send_rates()

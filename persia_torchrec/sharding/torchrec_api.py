@@ -138,17 +138,6 @@ def after_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
-def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the tensor of which one is a view, if it is one."""
-    return tensor._base
-
-
-def num_tensors(tensor: torch.Tensor) -> int:
-    """Return how many tensors have a tensor's memory, itself included."""
-    storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) - 1  # storage is one more
-
-
 def weights_gradient(
     grads: torch.Tensor,
     rows_UD: torch.Tensor,
@@ -279,20 +268,6 @@ def traced_call(
 def replace_trackers(model: Any, tracker: Callable[..., Any]) -> None:
     """Let a ``DistributedModelParallel`` make its trackers of rows by a function."""
     model._init_delta_tracker = model._init_raw_id_tracker = tracker
-
-
-class Allowed(list[str]):
-    """What a sharder allows of a table, and what to raise where constraints want more.
-
-    Planners put this list into an f-string only where constraints leave nothing of it.
-    """
-
-    def __init__(self, allowed: str, reject: Callable[[], Exception]) -> None:
-        super().__init__([allowed])
-        self.reject = reject
-
-    def __format__(self, spec: str) -> str:
-        raise self.reject()
 
 
 class QConfig:

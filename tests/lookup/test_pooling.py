@@ -1,13 +1,42 @@
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from persia_torchrec.lookup.bags import POOLINGS
-from persia_torchrec.lookup.pooling import FeatureBags, Rows, add_gradients, pool
+from persia_torchrec.lookup.pooling import BagsInRoute, Rows, add_gradients, pool
 from tests.support import reference
 
 POOLING = st.sampled_from(POOLINGS)
+MEAN = POOLINGS.index("mean")
+
+
+class Feature(NamedTuple):
+    """The bags of one feature, and the rows of its table, or the sums of gradients."""
+
+    rows: Rows
+    inverse: np.ndarray  # int32 (L,)
+    lengths: np.ndarray  # int32 (B,)
+    pooling: str
+
+    @staticmethod
+    def side_by_side(features):
+        """Return the bags of features, each with a group of its own."""
+        nums = np.array([len(f.inverse) for f in features])
+        num_bags = np.array([len(f.lengths) for f in features])
+        return BagsInRoute(
+            [f.rows for f in features],
+            np.arange(len(features)),
+            np.concatenate([f.inverse for f in features]),
+            np.cumsum(nums) - nums,
+            nums,
+            np.concatenate([f.lengths for f in features]),
+            np.cumsum(num_bags) - num_bags,
+            {},
+            np.array([POOLINGS.index(f.pooling) for f in features]),
+        )
 
 
 @st.composite
@@ -23,7 +52,7 @@ def batches(draw):
         lengths = rng.integers(0, longest + 1, num_samples, dtype=np.int32)
         inverse = rng.integers(0, len(rows), lengths.sum(), dtype=np.int32)
         pieces = np.split(rows, [rng.integers(0, len(rows) + 1)])  # of two servers
-        features.append(FeatureBags(Rows.of(pieces), inverse, lengths, draw(POOLING)))
+        features.append(Feature(Rows.of(pieces), inverse, lengths, draw(POOLING)))
     return features, num_samples
 
 
@@ -35,7 +64,7 @@ def matrix(feature):
 @given(batches())
 def test_bags_are_pooled_as_in_the_reference(batch):
     features, num_samples = batch
-    pooled = pool(features, num_samples)
+    pooled = pool(Feature.side_by_side(features), num_samples)
     expected = [
         reference.pool(matrix(f)[f.inverse], f.lengths, f.pooling) for f in features
     ]
@@ -58,7 +87,7 @@ def test_gradients_are_summed_over_every_occurrence_of_a_row(batch, written):
         f._replace(rows=Rows.of([one], written=written))
         for f, one in zip(features, ones, strict=True)
     ]
-    add_gradients(grads, sums)
+    add_gradients(grads, Feature.side_by_side(sums))
     for f in sums:
         f.rows.clear_unwritten()
     of_features = np.split(grads, np.cumsum(dims)[:-1], axis=1)
@@ -74,10 +103,11 @@ def test_features_that_share_a_table_add_to_the_same_rows():
     rows = np.zeros((2, 1), dtype=np.float32)
     inverse, lengths = np.array([0, 1, 1], dtype=np.int32), np.ones(3, dtype=np.int32)
     features = [
-        FeatureBags(Rows.of([rows]), inverse, lengths, "sum"),
-        FeatureBags(Rows.of([rows]), inverse[::-1], lengths, "sum"),
+        Feature(Rows.of([rows]), inverse, lengths, "sum"),
+        Feature(Rows.of([rows]), inverse[::-1], lengths, "sum"),
     ]
-    add_gradients(np.array([[1, 8], [2, 16], [4, 32]], dtype=np.float32), features)
+    grads = np.array([[1, 8], [2, 16], [4, 32]], dtype=np.float32)
+    add_gradients(grads, Feature.side_by_side(features))
     assert rows.tolist() == [[1 + 32], [2 + 4 + 8 + 16]]
 
 
@@ -85,10 +115,12 @@ def test_arrays_that_are_parts_of_others_are_read_right():
     rows = np.arange(12, dtype=np.float32).reshape(6, 2)
     inverse = np.arange(12, dtype=np.int32)[::4]  # 0, 4, 8
     lengths = np.array([[1, 9], [0, 9], [1, 9]], dtype=np.int32)[:, 0]
-    features = [FeatureBags(Rows.of([rows]), inverse[:2], lengths, "mean")]
-    assert pool(features, 3).tolist() == [[0, 1], [0, 0], [8, 9]]
+    one = np.zeros(1, dtype=np.int64)
+    of_ids = inverse[:2], one, one + 2
+    bags = BagsInRoute([Rows.of([rows])], one, *of_ids, lengths, one, {}, one + MEAN)
+    assert pool(bags, 3).tolist() == [[0, 1], [0, 0], [8, 9]]
     grads = np.arange(12, dtype=np.float32).reshape(3, 4)[:, ::2]
-    add_gradients(grads, features)
+    add_gradients(grads, bags)
     assert rows[[0, 4]].tolist() == [[0, 3], [16, 19]]
 
 
@@ -106,8 +138,8 @@ def test_an_id_counts_as_often_as_it_comes_and_an_empty_bag_gives_zeros(
     rows = np.array([[1, 2]], dtype=np.float32)
     inverse = np.zeros(5, dtype=np.int32)
     lengths = np.array([4, 0, 1], dtype=np.int32)
-    bags = FeatureBags(Rows.of([rows]), inverse, lengths, pooling)
-    assert pool([bags], 3).tolist() == pooled
+    bags = Feature(Rows.of([rows]), inverse, lengths, pooling)
+    assert pool(Feature.side_by_side([bags]), 3).tolist() == pooled
 
 
 def test_a_row_is_taken_from_the_piece_that_has_it():

@@ -18,7 +18,7 @@ from persia_torchrec.sharding.collection import describe_collection
 from persia_torchrec.sharding.fused_arguments import (
     FusedOptimizer,
     read_optimizers,
-    translate_optimizer,
+    translate,
 )
 from tests.support.remote_job import META
 
@@ -74,12 +74,12 @@ def weight(collection, table):
 def test_an_optimizer_of_the_model_becomes_that_of_the_servers(
     cls, arguments, expected
 ):
-    assert translate_optimizer(cls, arguments, table="term") == expected
+    assert translate(cls, arguments, table="term").optimizer == expected
 
 
 def test_arguments_that_switch_something_off_are_accepted():
     arguments = {"lr": 0.1, "amsgrad": False, "maximize": False, "foreach": None}
-    assert translate_optimizer(torch.optim.Adam, arguments, table="term").lr == 0.1
+    assert translate(torch.optim.Adam, arguments, table="term").optimizer.lr == 0.1
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_arguments_that_switch_something_off_are_accepted():
 def test_an_argument_that_the_servers_lack_is_named(cls, arguments, name):
     message = f"Table 'term': {cls.__name__} .*Received: {name}. Leave it out"
     with pytest.raises(ConfigError, match=message):
-        translate_optimizer(cls, arguments, table="term")
+        translate(cls, arguments, table="term")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,14 @@ from torchrec import PoolingType
 from persia_torchrec import SGD, Adagrad
 from persia_torchrec.client.client import BatchNumber
 from tests.sharding.shared_table import DIM, tables
-from tests.support.remote_job import Bags, RemoteJob, ids_of, kjt_of, remote_modules
+from tests.support.remote_job import (
+    Bags,
+    HeldPushes,
+    RemoteJob,
+    ids_of,
+    kjt_of,
+    remote_modules,
+)
 
 
 def push(model, bags, scales=None):
@@ -165,3 +172,39 @@ class TestEviction:
         push(model, {"ad": [[0]], "query": [[12]]})
         assert self.num_missed(model) == 4
         assert job.total("open_batches_max") == 1
+
+
+def give(out, kept):
+    kept.append(torch.ones_like(out))
+    out.backward(kept[-1])
+
+
+def give_a_view(out, kept):
+    kept.append(torch.ones(4, out.shape[1]))
+    out.backward(kept[-1][: len(out)])
+
+
+def give_through_a_reshape(out, kept):
+    kept.append(torch.ones(out.numel()))
+    out.reshape(-1).backward(kept[-1])
+
+
+def keep_by_a_hook(out, kept):
+    out.register_hook(kept.append)
+    (3 * out - 2 * out).sum().backward()
+
+
+@pytest.mark.parametrize("staleness", [1, 4])
+@pytest.mark.parametrize(
+    "run", [give, give_a_view, give_through_a_reshape, keep_by_a_hook]
+)
+def test_a_gradient_may_be_written_right_after_the_backward_pass(job, run, staleness):
+    model = job.put_on_servers(Bags(tables()), SGD(1.0), staleness=staleness)
+    before = make_rows(job, model, range(4))
+    held, kept = HeldPushes(model), []
+    run(model(kjt_of({"ad": [[1, 2]], "query": [[]]})).values(), kept)
+    kept[-1].zero_()
+    held.may_push.set()
+    for module in remote_modules(model):
+        module.pipeline.flush()
+    assert_moves(moves(job, before), [0, 1, 1, 0])

@@ -54,7 +54,6 @@ OWNERS = {
     "an operator of torch": lambda: torch.ops.aten.copy_.default,
     "torch.autograd.Variable": lambda: torch.autograd.Variable,
     "a DistributedModelParallel": lambda: DistributedModelParallel,
-    "the memory of a tensor": lambda: torch.ones(1).untyped_storage(),
     "a DataLoader": lambda: torch.utils.data.DataLoader([]),
     "torch.distributed": lambda: torch.distributed,
     "a parameter of apply_optimizer_in_backward": weight_with_optimizer,
@@ -65,12 +64,9 @@ OWNERS = {
 }
 
 TAKEN = {
-    "_base": "torch.Tensor",
     "_iterator": "a DataLoader",
-    "_cdata": "the memory of a tensor",
     "_init_delta_tracker": "a DistributedModelParallel",
     "_init_raw_id_tracker": "a DistributedModelParallel",
-    "_storage_Use_Count": "torch._C",
     "_embedding_bag_per_sample_weights_backward": "the operators of torch",
     "_current_graph_task_id": "torch._C",
     "_execution_engine": "torch.autograd.Variable",
