@@ -5,7 +5,6 @@ from persia_torchrec import (
     data as data,
     embedding as embedding,
     logger as logger,
-    optim as optim,
     prelude as prelude,
     service as service,
     utils as utils,

@@ -5,12 +5,12 @@ from functools import partial
 from math import cos, pi, sqrt
 from typing import Any
 
+import dense_optimizers
 import torch
 from options import Options
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 import persia_torchrec as persia
-from persia_torchrec import optim
 
 
 def dense_optimizer(options: Options, parameters: Any) -> torch.optim.Optimizer:
@@ -18,8 +18,10 @@ def dense_optimizer(options: Options, parameters: Any) -> torch.optim.Optimizer:
     lr = options.learning_rate
     make = {
         "adam": partial(torch.optim.Adam, fused=True),
-        "adamasync": optim.AdamAsync,
-        "adagraddecay": partial(optim.AdagradDecay, initial_accumulator_value=0.1),
+        "adamasync": dense_optimizers.AdamAsync,
+        "adagraddecay": partial(
+            dense_optimizers.AdagradDecay, initial_accumulator_value=0.1
+        ),
         "adagrad": partial(torch.optim.Adagrad, initial_accumulator_value=0.1),
         "gradientdescent": torch.optim.SGD,
     }

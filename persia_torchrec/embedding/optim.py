@@ -324,20 +324,11 @@ class AdagradDecay(Optimizer):
     DeepRec, where the arguments are called ``accumulator_decay_step`` and
     ``accumulator_decay_rate``, decays once at most in an update, so that a row which
     slept for several periods catches up over as many updates. fbgemm and torch have no
-    such optimizer; ``persia_torchrec.optim.AdagradDecay`` is this one for dense
-    parameters.
+    such optimizer.
     """
 
     kind: ClassVar[str] = "adagrad_decay"
     kernel = staticmethod(_step_decaying)
-    torch_twins: ClassVar = {
-        "persia_torchrec.optim.AdagradDecay": {
-            "lr": 1e-2,
-            "initial_accumulator_value": 0.1,
-            "decay_step": 100_000,
-            "decay_rate": 0.9,
-        }
-    }
 
     lr: setting.NonNegative = 1e-2
     _: KW_ONLY

@@ -334,19 +334,9 @@ class AdamAsync(Optimizer):
     plain variables on GPUs does not divide by the root of ``v``. The two options
     exclude each other; DeepRec's Python class lacks ``use_nesterov``. State, ``lr``,
     ``betas`` and ``eps`` are Adam's. There is no weight decay.
-    ``persia_torchrec.optim.AdamAsync`` is this one for dense parameters.
     """
 
     kind: ClassVar[str] = "adam_async"
-    torch_twins: ClassVar = {
-        "persia_torchrec.optim.AdamAsync": {
-            "lr": 1e-3,
-            "betas": (0.9, 0.999),
-            "eps": 1e-8,
-            "apply_sparse_rmsprop": False,
-            "use_nesterov": False,
-        }
-    }
 
     lr: NonNegative = 1e-3
     _: KW_ONLY

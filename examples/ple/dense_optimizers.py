@@ -1,9 +1,9 @@
 """Optimizers of the dense model that torch lacks, as ``torch.optim`` has them.
 
 Each computes what the servers compute for rows with the settings of the same name.
-The formulas and their sources stand there (``embedding/optim.py``, ``optim_adam.py``).
-A parameter here is a row there; ``t`` counts the steps in which it had a gradient.
-Tables that ``apply_optimizer_in_backward`` gives one of them get it on the servers.
+The formulas and their sources stand there: ``embedding/optim.py`` and
+``optim_adam.py`` of ``persia_torchrec``. A parameter here is a row there; ``t`` counts
+the steps in which it had a gradient.
 """
 
 import dataclasses

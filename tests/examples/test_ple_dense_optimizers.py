@@ -1,14 +1,14 @@
-"""Dense optimizers, held against the rows of a store step by step."""
+"""Dense optimizers of the PLE example move as the rows of a store, step by step."""
 
 import io
 
 import pytest
 import torch
 
-from persia_torchrec import SGD, Adagrad, Adam, optim
+from examples.ple import dense_optimizers as optim
+from persia_torchrec import SGD, Adagrad, Adam
 from persia_torchrec.embedding.optim import AdagradDecay, AdamAsync
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.sharding.fused_arguments import translate
 from tests.support.dense_twins import DIM, IDS, gradients, move_both
 
 PAIRS = {
@@ -105,14 +105,3 @@ def test_a_sparse_gradient_is_rejected():
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(ConfigError, match="AdagradDecay: gradients must be dense"):
         optimizer.step()
-
-
-@pytest.mark.parametrize(
-    ("cls", "given", "expected"),
-    [
-        (optim.AdamAsync, {"lr": 0.5, "eps": 0.1}, AdamAsync(0.5, eps=0.1)),
-        (optim.AdagradDecay, {"decay_step": 9}, AdagradDecay(decay_step=9)),
-    ],
-)
-def test_in_the_backward_pass_they_become_those_of_the_servers(cls, given, expected):
-    assert translate(cls, given, table="t").optimizer == expected
