@@ -6,9 +6,9 @@ when they expire or the server is full.
 
 import difflib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +46,8 @@ _GOLDEN = 0x9E3779B97F4A7C15
 class TableSpec(Setting):
     """One table, as the servers know it; a field out of its range is a ConfigError."""
 
+    former: ClassVar[Mapping[str, object]] = {"resets_non_finite": False}
+
     name: setting.NonEmpty
     """Unique on a server; not empty."""
     dim: Annotated[int, setting.integer_in(1, MAX_DIM)]
@@ -78,8 +80,6 @@ class TableSpec(Setting):
 
     dynamic: Annotated[DynamicDim, DYNAMICS] = field(default_factory=DynamicDim)
     """How many of its weights a row has."""
-    resets_non_finite: setting.Flag = False
-    """Whether a row with a NaN or an infinity begins again when it is loaded."""
     ids_without_row: Annotated[
         IdsWithoutRow, setting.Rule(f"one of {_READS}", lambda read: read in _READS)
     ] = "zeros"
@@ -199,7 +199,7 @@ class TableSpec(Setting):
     def to_json(self) -> dict[str, object]:
         """Describe the table in plain JSON values."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        for later in ("resets_non_finite", "stochastic_rounding", "ids_without_row"):
+        for later in ("stochastic_rounding", "ids_without_row"):
             # Earlier versions do not know them.
             if later not in setting.non_defaults(self):
                 del values[later]
@@ -211,7 +211,7 @@ class TableSpec(Setting):
     @classmethod
     def from_json(cls, description: dict[str, object]) -> "TableSpec":
         """Build the table that :meth:`to_json` described."""
-        arguments: dict[str, Any] = dict(description)
+        arguments = setting.without_former(cls.__name__, description, cls.former)
         table: Any = cls  # hashable, unlike what mypy says
         for name, rule in setting.rules_of(table):
             if name in arguments and isinstance(rule, setting.Registry):
@@ -257,7 +257,6 @@ class TableSettings:
     is_frozen: bool | None = None
     shared_rows: int | None = None
     dynamic: DynamicDim | None = None
-    resets_non_finite: bool | None = None
     ids_without_row: IdsWithoutRow | None = None
     stochastic_rounding: bool | None = None
     seed: int | None = None

@@ -9,6 +9,7 @@ from persia_torchrec import (
     AdmitAll,
     AdmitBloom,
     AdmitFrequency,
+    AdmitProbability,
     Constant,
     Expiry,
     Normal,
@@ -137,6 +138,34 @@ def test_a_description_of_no_table_is_rejected(change, message):
     table = TableSpec(name="item", dim=8, optimizer=SGD(0.1))
     with pytest.raises(ConfigError, match=message):
         TableSpec.from_json(table.to_json() | change)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "name"),
+    [
+        ("resets_non_finite", True, "TableSpec: resets_non_finite"),
+        (
+            "admission",
+            {"kind": "probability", "probability": 0.5, "once": True},
+            "AdmitProbability: once",
+        ),
+    ],
+)
+def test_a_field_of_an_earlier_version_is_left_out_with_one_warning(
+    field, value, name, caplog
+):
+    table = TableSpec(
+        name="t", dim=2, optimizer=SGD(0.1), admission=AdmitProbability(0.5)
+    )
+    for _ in range(2):
+        assert TableSpec.from_json(table.to_json() | {field: value}) == table
+    [record] = caplog.records
+    assert f"{name} must be False" in record.getMessage()
+    caplog.clear()
+    as_now = {"resets_non_finite": False}
+    as_now["admission"] = AdmitProbability(0.5).to_json() | {"once": False}
+    assert TableSpec.from_json(table.to_json() | as_now) == table
+    assert caplog.text == ""
 
 
 def test_a_description_without_a_name_is_rejected():

@@ -16,16 +16,13 @@ import numpy.typing as npt
 
 from persia_torchrec.checkpoint.catalog import LoadRules, SavedTable
 from persia_torchrec.checkpoint.row_file import IncrementHead
-from persia_torchrec.embedding.admission import AdmitAll
 from persia_torchrec.embedding.optim import SGD
-from persia_torchrec.embedding.usage import DynamicDim
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.jit.compiled import read_only
 from persia_torchrec.jit.float16 import to_bfloat16
 from persia_torchrec.store import finite, memory
 from persia_torchrec.store.columns import METADATA_WORDS, RowColumns
 from persia_torchrec.store.embedding_store import EmbeddingStore
-from persia_torchrec.store.row_copy import initial_rows
 from persia_torchrec.store.table import TableState
 from persia_torchrec.table import TableSpec
 
@@ -332,8 +329,6 @@ class Fitting(NamedTuple):
         is_bad_N = find_not_finite(rows, spec)
         if is_bad_N.any():
             self.not_finite[spec.name] += int(np.count_nonzero(is_bad_N))
-            if spec.resets_non_finite:
-                rows = _reset(rows, spec, is_bad_N)
         if not _are_moderate(rows, spec):
             self.store.tally[memory.HAS_LARGE] = 1
         return _with_metadata(rows, self.store, number, self.moved_s)
@@ -391,19 +386,6 @@ def _are_moderate(rows: RowColumns, spec: TableSpec) -> bool:
     largest = finite.MODERATE_WEIGHT, finite.MODERATE_STATE
     pairs = zip(_floats_of(rows, spec), largest, strict=True)
     return all(np.abs(x).max(initial=0) <= limit for x, limit in pairs)
-
-
-def _reset(rows: RowColumns, spec: TableSpec, is_reset_N: Bools) -> RowColumns:
-    """Return rows some of which have initial weights and optimizer state."""
-    ids_K = np.ascontiguousarray(rows.ids[is_reset_N])
-    plain = replace(spec, shared_rows=0, admission=AdmitAll(), dynamic=DynamicDim())
-    plain = replace(plain, dim=spec.row_dim, weight_dtype="fp32")
-    weights_KD = initial_rows(plain, ids_K)[:, : spec.row_dim]
-    weights, state = rows.weights.copy(), rows.state.copy()
-    weights[is_reset_N] = _narrowed(weights_KD, spec.weight_dtype)
-    initial = spec.optimizer.initial_state(spec.row_dim)
-    state[is_reset_N, : len(initial)] = initial
-    return replace(rows, weights=weights, state=state)
 
 
 def _with_metadata(

@@ -551,8 +551,8 @@ def _tell_not_finite(folder: Folder, of_servers: Iterable[Mapping[str, int]]) ->
     if found:
         logger.warning(
             "%s: %d rows have a NaN or an infinity in their weights or optimizer "
-            "state, and do not learn: %s. With TableSettings(resets_non_finite=True) "
-            "for these tables, they begin again when they are loaded.",
+            "state, and do not learn: %s. Write other weights and state to them by "
+            "client.write.",
             *(folder.url, found.total()),
             ", ".join(
                 f"{num} of table {name!r}" for name, num in sorted(found.items())

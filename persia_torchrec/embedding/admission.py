@@ -9,6 +9,7 @@ Dimension key:
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -38,8 +39,7 @@ def _admit_drawn(
     memory: Words, p: Words, ids_N: Words, counts_N: Counts, is_admitted_N: Bools
 ) -> None:
     seed, threshold = splitmix64(p[0] + GOLDEN), p[1]
-    if p[2] == 0:  # not once: by the batch, too
-        seed = splitmix64((seed ^ p[5]) + GOLDEN)
+    seed = splitmix64((seed ^ p[4]) + GOLDEN)  # by the batch, too
     for i in range(len(ids_N)):
         is_admitted_N[i] = splitmix64(ids_N[i] ^ seed) >> _ONE < threshold
 
@@ -344,27 +344,17 @@ class AdmitProbability(setting.Admission):
     servers, the order of the ids or the process, so that a batch that is sent again is
     admitted as before. Batches are numbered on after a checkpoint that is loaded.
     Nothing is kept of ids without a row.
-
-    With ``once`` the draw follows from id and seed alone: an id is in or out for good,
-    and ``probability`` is the fraction of all ids that get a row.
     """
 
     kind: ClassVar[str] = "probability"
+    former: ClassVar[Mapping[str, object]] = {"once": False}
     kernel = staticmethod(_admit_drawn)
 
     probability: setting.Fraction
-    once: setting.Flag = False
-
-    def to_json(self) -> dict[str, object]:
-        """Describe it; without ``once`` as earlier versions do."""
-        described = super().to_json()
-        if not self.once:
-            del described["once"]
-        return described
 
     def kernel_numbers(self, seed: int) -> tuple[int, ...]:
-        """Return the seed, how many of ``2**63`` draws win, whether there is one."""
-        return seed, round(self.probability * 2**63), int(self.once)
+        """Return the seed, and how many of ``2**63`` draws win."""
+        return seed, round(self.probability * 2**63)
 
 
 @dataclass(frozen=True)

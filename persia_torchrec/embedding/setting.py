@@ -5,6 +5,7 @@ numbers; as JSON it is an object of its fields and a ``kind``, which names its c
 one :class:`Registry` per base. A field's annotation says what its value must be.
 """
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
@@ -25,6 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from persia_torchrec.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _FLOAT32_RANGE = 2.0**127
 
@@ -103,6 +106,29 @@ def non_defaults(setting: Any) -> dict[str, object]:
     return values
 
 
+def without_former(
+    title: str, arguments: Mapping[str, Any], former: Mapping[str, object]
+) -> dict[str, Any]:
+    """Return arguments without the fields that only earlier versions had.
+
+    ``former`` has their names, and the value that all have now; another value that a
+    file has is a warning, once in a process.
+    """
+    for name, value in former.items():
+        if name in arguments and arguments[name] != value:
+            _warn_of_former(title, name, f"{arguments[name]!r:.100}", repr(value))
+    return {name: value for name, value in arguments.items() if name not in former}
+
+
+@cache
+def _warn_of_former(title: str, name: str, received: str, now: str) -> None:
+    logger.warning(
+        "%s: %s must be %s, as this version has no other. Received: %s, of an earlier "
+        "version, which is ignored.",
+        *(title, name, now, received),
+    )
+
+
 @dataclass(frozen=True)
 class Setting:
     """Base of the settings; a field that breaks its :class:`Rule` is a ConfigError.
@@ -112,6 +138,9 @@ class Setting:
 
     kind: ClassVar[str]
     """Names the class in JSON."""
+
+    former: ClassVar[Mapping[str, object]] = {}
+    """Fields of earlier versions, which files may have, and the value of all now."""
 
     def __post_init__(self) -> None:
         cls: Any = type(self)
@@ -131,7 +160,7 @@ class Setting:
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any]) -> Self:
         """Build the setting from what :meth:`to_json` had, without the ``kind``."""
-        return cls(**arguments)
+        return cls(**without_former(cls.__name__, arguments, cls.former))
 
     def to_json(self) -> dict[str, object]:
         """Describe the setting in plain JSON values: its fields, and its ``kind``."""

@@ -123,7 +123,6 @@ Steps = Annotated[
         lambda value: type(value) is int and 0 <= value <= MOST_STEPS,
     ),
 ]
-_CLOCKS = "running", "wall"
 
 
 @dataclass(frozen=True)
@@ -141,10 +140,8 @@ class Expiry(Setting):
         min_l2_norm:      sqrt(sum(w**2)) < min_l2_norm
                           and now - created >= spared_steps           in steps
 
-    ``clock`` says what time is. "running": that in which servers run; it stands still
-    between a dump and its load, and between two runs on a memory file, and a jump of
-    the machine's clock changes nothing. "wall": seconds since 1970, so that a
-    checkpoint which is loaded after a pause may lose its rows at once.
+    Time is that in which servers run. It stands still between a dump and its load, and
+    between two runs on a memory file. A jump of the machine's clock changes nothing.
 
     A row has 32 bits of its steps, and ages are compared modulo 2**32: a table's step
     may pass that. A row whose step is more than ``2**31 - 1`` behind that of the table
@@ -161,12 +158,12 @@ class Expiry(Setting):
     """
 
     kind: ClassVar[str] = "expiry"
+    former: ClassVar[Mapping[str, object]] = {"clock": "running"}
 
     steps_to_live: Steps = 0
     seconds_to_live: NonNegative = 0.0
     min_l2_norm: NonNegative = 0.0
     spared_steps: Steps = 0
-    clock: Annotated[str, Rule("running or wall", lambda c: c in _CLOCKS)] = "running"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -184,14 +181,7 @@ class Expiry(Setting):
             for name, value in arguments.items()
             if name in ("steps_to_live", "spared_steps") and type(value) is int
         }
-        return cls(**{**arguments, **steps})
-
-    def to_json(self) -> dict[str, object]:
-        """Describe the setting; without the clock if it is the default."""
-        described = super().to_json()
-        if self.clock == Expiry.clock:
-            del described["clock"]
-        return described
+        return super().from_arguments({**arguments, **steps})
 
     @property
     def is_on(self) -> bool:
@@ -207,7 +197,7 @@ class Expiry(Setting):
     @property
     def is_by_running_time(self) -> bool:
         """Whether rows expire by the time in which servers run."""
-        return self.seconds_to_live > 0 and self.clock == "running"
+        return self.seconds_to_live > 0
 
 
 EXPIRIES: Registry[Expiry] = Registry(Expiry, Expiry)

@@ -1,12 +1,9 @@
 """The seconds by which rows expire, and sweeps that take out those that have expired.
 
-    running   while a server runs, by the monotonic clock: it continues from where the
-              memory file, or the checkpoint that was loaded, ended
-    wall      seconds since 1970: the time between two runs counts, and a jump does
-
-Both begin alike, so that rows have one kind of time. A step of the wall clock, as when
-a machine was suspended, is noticed by the monotonic one; rows that go by the running
-time keep their age.
+They are those in which a server runs, by the monotonic clock: they begin as the seconds
+since 1970, which other rows note, and continue from where the memory file, or the
+checkpoint that was loaded, ended. A step of the wall clock, as when a machine was
+suspended, is noticed by the monotonic one; rows keep their age.
 """
 
 import logging
@@ -62,8 +59,7 @@ class ExpiryClock:
         jump_s, self._offset_s = offset_s - self._offset_s, offset_s
         if abs(jump_s) > JUMP_S:
             logger.warning(
-                "the clock of this machine jumped by %+.0f s: rows keep their age, but "
-                'those of tables with Expiry(clock="wall") age by it',
+                "the clock of this machine jumped by %+.0f s: rows keep their age",
                 jump_s,
             )
 

@@ -17,9 +17,7 @@ from persia_torchrec.errors import ConfigError
 values = st.floats(-1e6, 1e6)
 admissions = st.one_of(
     st.builds(AdmitAll, unadmitted_value=values),
-    st.builds(
-        AdmitProbability, st.floats(0, 1), st.booleans(), unadmitted_value=values
-    ),
+    st.builds(AdmitProbability, st.floats(0, 1), unadmitted_value=values),
     st.builds(
         AdmitFrequency,
         st.integers(1, 2**32 - 1),

@@ -40,7 +40,6 @@ def test_an_expiry_is_on_when_one_of_its_conditions_is(expiry, is_on):
         ({"steps_to_live": 2**31}, r"\[0, 2147483647\].*seconds_to_live.*: 2147483648"),
         ({"seconds_to_live": -1}, "seconds_to_live must be finite and >= 0"),
         ({"seconds_to_live": math.inf}, "seconds_to_live must be finite and >= 0"),
-        ({"clock": "sun"}, "clock must be running or wall"),
         ({"min_l2_norm": math.nan}, "min_l2_norm must be finite and >= 0"),
         ({"min_l2_norm": 1, "spared_steps": -1}, "spared_steps must be an integer"),
         ({"spared_steps": 5}, r"spared_steps must be 0 without min_l2_norm.*: 5\."),
@@ -55,6 +54,16 @@ def test_more_steps_than_a_row_can_count_of_an_earlier_version_are_as_many_as_it
     described = {"kind": "expiry", "min_l2_norm": 1.0, "spared_steps": 2**31}
     found = EXPIRIES.from_json({**described, "steps_to_live": 2**48})
     assert found == Expiry(2**31 - 1, min_l2_norm=1.0, spared_steps=2**31 - 1)
+
+
+def test_a_clock_of_an_earlier_version_is_the_running_time_with_one_warning(caplog):
+    described = {"kind": "expiry", "seconds_to_live": 5.0}
+    assert EXPIRIES.from_json({**described, "clock": "running"}) == Expiry(0, 5.0)
+    assert caplog.text == ""
+    for _ in range(2):
+        assert EXPIRIES.from_json({**described, "clock": "wall"}) == Expiry(0, 5.0)
+    [record] = caplog.records
+    assert "Expiry: clock must be 'running'" in record.getMessage()
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def pass_step(job, folder, value):
 def pass_second(job, folder, value):
     now = [value]
     store = EmbeddingStore(100, clock=lambda: now[0])
-    store.add_table(replace(ITEM, expiry=Expiry(seconds_to_live=9, clock="wall")))
+    store.add_table(replace(ITEM, expiry=Expiry(seconds_to_live=9)))
     for ids in ([1, 2], [1]):
         use(store, 0, ids)
         update(store, 0, ids)

@@ -143,7 +143,6 @@ ALL_SETTINGS = TableSettings(
     is_frozen=True,
     shared_rows=5,
     dynamic=DynamicDim(period=7),
-    resets_non_finite=True,
     stochastic_rounding=False,
     ids_without_row="zeros",
     seed=2**63,

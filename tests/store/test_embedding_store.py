@@ -69,7 +69,6 @@ TABLES = [
             seconds_to_live=7,
             min_l2_norm=0.6,
             spared_steps=2,
-            clock="wall",
         ),
     ),
     TableSpec(name="fading", dim=2, optimizer=SGD(0.2), expiry=Expiry(min_l2_norm=0.1)),

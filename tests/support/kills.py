@@ -61,7 +61,7 @@ PART_TABLES = [
         optimizer=Adam(0.1),
         weight_dtype="fp16",
         admission=AdmitFrequency(3),
-        expiry=Expiry(seconds_to_live=40, clock="wall"),
+        expiry=Expiry(seconds_to_live=40),
         keeps_metadata=True,
         shared_rows=7,
     ),

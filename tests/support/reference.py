@@ -448,8 +448,8 @@ class ReferenceStore:
     def _admits(self, table: int, id_: int, count: int) -> bool:
         admission, seed = self.tables[table].admission, self.tables[table].seed
         match admission:
-            case AdmitProbability(probability=probability, once=once):
-                return is_drawn(id_, seed, probability, None if once else self.batch)
+            case AdmitProbability(probability=probability):
+                return is_drawn(id_, seed, probability, self.batch)
             case AdmitFrequency(threshold=threshold):
                 self.seen[table, id_] += count
                 if self.seen[table, id_] < threshold:
@@ -474,12 +474,11 @@ def frequency_class(frequency: int) -> int:
     return frequency if frequency < 16 else 11 + frequency.bit_length()
 
 
-def is_drawn(id_: int, seed: int, probability: float, batch: int | None) -> bool:
-    """Draw an id by itself, the seed and a batch; or by the first two alone."""
+def is_drawn(id_: int, seed: int, probability: float, batch: int) -> bool:
+    """Draw an id by itself, the seed and a batch."""
     golden = 0x9E3779B97F4A7C15
     seed = mixed((seed + golden) % 2**64)
-    if batch is not None:
-        seed = mixed(((seed ^ batch) + golden) % 2**64)
+    seed = mixed(((seed ^ batch) + golden) % 2**64)
     draw = mixed(id_ ^ seed) >> 1
     return draw < round(probability * 2**63)
 
