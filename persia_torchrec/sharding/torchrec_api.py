@@ -95,6 +95,11 @@ def has_iterator(loader: "torch.utils.data.DataLoader[Any]") -> bool:
     return loader._iterator is not None
 
 
+def end_iterator(loader: "torch.utils.data.DataLoader[Any]") -> None:
+    """Drop the iterator that a loader keeps, and so end its persistent workers."""
+    loader._iterator = None
+
+
 def call_operator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function of torch's with tensors of a subclass, which it may return."""
     with torch._C.DisableTorchFunctionSubclass():

@@ -19,7 +19,9 @@ from typing import TypeVar
 
 from torch.utils.data import DataLoader
 
+from persia_torchrec.datasets.dataset import RowDataset
 from persia_torchrec.job.signals import outlive_end_signals
+from persia_torchrec.sharding.torchrec_api import end_iterator
 
 T = TypeVar("T")
 
@@ -47,6 +49,24 @@ def let_workers_outlive_signals(loader: object) -> None:
         init = loader.worker_init_fn
         if not isinstance(init, OutlivesSignals):
             loader.worker_init_fn = OutlivesSignals(init)
+
+
+def restart_stateful_workers(loader: object) -> None:
+    """End the workers that a loader in ``state`` keeps, before another pass.
+
+    Where their dataset has a state, one that was loaded is in them, and each later pass
+    would begin there; and torchdata 0.11 saves of a worker that has given nothing in a
+    pass where it was at the end of the pass before. Datasets of this package begin
+    each pass by themselves.
+    """
+    if (
+        isinstance(loader, DataLoader)
+        and hasattr(loader, "load_state_dict")
+        and hasattr(loader.dataset, "load_state_dict")
+        and not isinstance(loader.dataset, RowDataset)
+        and loader.persistent_workers
+    ):
+        end_iterator(loader)
 
 
 def is_of_worker(exc: Exception) -> bool:

@@ -72,6 +72,7 @@ from persia_torchrec.training.loader_workers import (
     WorkerDeaths,
     is_of_worker,
     let_workers_outlive_signals,
+    restart_stateful_workers,
 )
 from persia_torchrec.training.schedule import (
     CheckpointClock,
@@ -232,9 +233,7 @@ class Recovery:
             )
         self._finish()
         self._finish = lambda: None
-        if JobMember.current is not None:
-            for one in (batches, *self._state.values()):
-                let_workers_outlive_signals(one)
+        self._prepare_workers(batches)
         saved = self._saved
         if saved is not None and self._is_trained(saved):
             # A generator expression of the next pass begins to read when it is made.
@@ -266,6 +265,14 @@ class Recovery:
             is_resumed, self._is_behind_resume = self._is_behind_resume, False
             return current.begin(self._note_random, is_resumed=is_resumed)
         return self._resume_pass(batches, saved)
+
+    def _prepare_workers(self, batches: object) -> None:
+        """Prepare the workers of loaders for a pass: see ``loader_workers.py``."""
+        if JobMember.current is not None:
+            for one in (batches, *self._state.values()):
+                let_workers_outlive_signals(one)
+        for one in self._state.values():
+            restart_stateful_workers(one)
 
     def skip_ahead(self, batches: Iterable[T], dataset: object) -> Iterator[T]:
         """Do as ``skip``, for batches that another thread takes ahead of training."""

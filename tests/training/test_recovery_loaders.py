@@ -5,11 +5,17 @@ from itertools import chain, islice
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    get_worker_info,
+)
 from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from persia_torchrec.data import IdColumn, ParquetDataset
+from persia_torchrec.sharding.torchrec_api import end_iterator
 from persia_torchrec.training.recoverable import recoverable
 from tests.support.resumed_loops import (
     BATCH_SIZE,
@@ -48,6 +54,26 @@ def streaming():
     return samples.to_iterable_dataset(num_shards=3)
 
 
+class Stream(IterableDataset):
+    """Begins each pass where a loaded state says, as one of Hugging Face does."""
+
+    def __init__(self):
+        self.begin = self.at = 0
+
+    def __iter__(self):
+        worker = get_worker_info()
+        self.at = self.begin
+        for number in range(NUM_SAMPLES)[worker.id :: worker.num_workers][self.at :]:
+            self.at += 1
+            yield number
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.begin = state["at"]
+
+
 def rows(folder, **settings):
     path = folder / "rows.parquet"
     if not path.exists():
@@ -67,6 +93,13 @@ LOADERS = {
     "rows": rows,
     "shuffled rows": lambda folder: rows(folder, shuffle=True),
     "rows in a loader": lambda folder: StatefulDataLoader(rows(folder), None),
+    "stream with persistent workers": lambda _: StatefulDataLoader(
+        Stream(),
+        BATCH_SIZE,
+        num_workers=2,
+        multiprocessing_context="fork",
+        persistent_workers=True,
+    ),
     "streaming": lambda _: StatefulDataLoader(streaming(), BATCH_SIZE),
     "streaming alone": lambda _: streaming().batch(BATCH_SIZE),
 }
@@ -79,19 +112,31 @@ def client():
         yield servers.client(servers.start(1))
 
 
+def end_workers(loaders):
+    """End persistent workers, of which later ones hold what their ends are told by."""
+    for loader in loaders:
+        if isinstance(loader, DataLoader):
+            end_iterator(loader)
+
+
 AHEAD = [*((kind, 2) for kind in LOADERS), ("shuffled", 0), ("nodes", 0)]
+AHEAD += [("stream with persistent workers", 0)]
 
 
 @pytest.mark.parametrize(("kind", "num_ahead"), AHEAD)
 def test_a_loader_in_state_continues_behind_what_is_trained(
     client, tmp_path, kind, num_ahead
 ):
+    made = []
+
     def make():
-        loader = LOADERS[kind](tmp_path)
-        return {"data": loader}, lambda _: loader
+        end_workers(made)
+        made.append(LOADERS[kind](tmp_path))
+        return {"data": made[-1]}, lambda _: made[-1]
 
     run = tmp_path / "run"
     trained = train_in_parts(client, run, make, STOPS, num_ahead=num_ahead)
+    end_workers(made)
     assert [sorted(of_pass) for of_pass in trained] == once_each()
 
 
