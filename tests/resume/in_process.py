@@ -3,15 +3,18 @@
 import contextlib
 import gc
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from persia_torchrec import EmbeddingClient, EmbeddingCluster, recoverable
 from persia_torchrec.errors import ConfigError, PersiaError
+from persia_torchrec.sharding.torchrec_api import end_iterator
 from tests.resume.loaders import BATCH_SIZE, LOADERS, Given, has_state
 from tests.resume.training import LOOPS, Training, to_batch, told
 from tests.support.resumed_loops import StoppedError
@@ -100,6 +103,16 @@ def _result_of(
         return told(counts), training.weights(NUM_SAMPLES)
 
 
+@contextlib.contextmanager
+def _ending_workers(loader: object) -> Iterator[None]:
+    """End a loader's workers at the end, before others hold what tells of that."""
+    try:
+        yield
+    finally:
+        if isinstance(loader, DataLoader):
+            end_iterator(loader)
+
+
 def _train(line: Line, given: Given, stop: int, *, between: bool) -> Training:
     """Train up to a step, or what is left."""
     training = Training(_client(), line.loop, line.seed)
@@ -108,7 +121,10 @@ def _train(line: Line, given: Given, stop: int, *, between: bool) -> Training:
     state |= {"data": loader} if line.in_state else {}
     both = _client(), training.sharders
     num_steps = 0
-    with recoverable(given.folder / "run", state, *both, interval_s=0) as run:
+    with (
+        _ending_workers(loader),
+        recoverable(given.folder / "run", state, *both, interval_s=0) as run,
+    ):
         for number in range(NUM_PASSES):
             first = number * NUM_SAMPLES
             batches = (to_batch(batch, first) for batch in run.skip(loader))

@@ -2,7 +2,7 @@
 
     python -m tests.resume.run [--part NAME] [--only TEXT] [--seed N]
 
-``README.md`` gets the tables, unless a part or ``--only`` is chosen.
+``README.md`` gets the table of each part, unless ``--only`` chooses some of it.
 """
 
 import argparse
@@ -21,6 +21,11 @@ from tests.resume import in_process, jobs
 
 README = Path(__file__).with_name("README.md")
 PARTS = "in a process", "one trainer", "two trainers"
+HEADINGS = {
+    PARTS[0]: "Stopped in a process",
+    PARTS[1]: "Jobs of one trainer",
+    PARTS[2]: "Jobs of two trainers",
+}
 NAMES = {
     PARTS[0]: ["loader", "order", "state", "loop", *in_process.STOPS],
     PARTS[1]: ["loader", "order", "state", "loop", "trainers", "end", "step", "result"],
@@ -71,17 +76,15 @@ def main() -> int:
     parser.add_argument("--only", default="", help="text in the names of cells")
     parser.add_argument("--seed", type=int, default=20261128)
     args = parser.parse_args()
-    tables, every = [], []
+    every = []
     for part in [args.part] if args.part else PARTS:
         began_s = time.monotonic()
         tasks = [t for t in tasks_of(part, args.seed) if args.only in str(t)]
         results = run(tasks)
         every += [result for found in results for result in found]
-        tables.append(table(part, tasks, results, time.monotonic() - began_s))
-    if not (args.part or args.only):
-        head = README.read_text().partition("The last run")[0]
-        summary = f"The last run, of seed {args.seed}: {told(every)}.\n\n"
-        README.write_text(head + summary + "\n".join(tables))
+        took_s = time.monotonic() - began_s
+        if not args.only:
+            write(part, table(part, tasks, results, args.seed, took_s))
     print(told(every))
     return any("WRONG" in result for result in every)
 
@@ -96,13 +99,13 @@ def told(results: list[str]) -> str:
     )
 
 
-def table(part: str, tasks: list[Task], results: list[list[str]], took_s: float) -> str:
-    """Return a part of the page."""
+def table(
+    part: str, tasks: list[Task], results: list[list[str]], seed: int, took_s: float
+) -> str:
+    """Return what the page says of a part, without its heading."""
     of_part = told([result for found in results for result in found])
     lines = [
-        f"## Stopped {part}" if part == PARTS[0] else f"## Jobs of {part}",
-        "",
-        f"{of_part}, {took_s:.0f} s.",
+        f"Seed {seed}: {of_part}, {took_s:.0f} s.",
         "",
         f"| {' | '.join(NAMES[part])} |",
         "|---" * len(NAMES[part]) + "|",
@@ -110,9 +113,17 @@ def table(part: str, tasks: list[Task], results: list[list[str]], took_s: float)
             f"{task} {' | '.join(found)} |"
             for task, found in zip(tasks, results, strict=True)
         ),
-        "",
     ]
     return "\n".join(lines)
+
+
+def write(part: str, text: str) -> None:
+    """Replace what the page says of a part."""
+    head, *parts = README.read_text().split("\n## ")
+    sections = dict(one.split("\n\n", 1) for one in parts)
+    sections[HEADINGS[part]] = text
+    page = [f"{heading}\n\n{told.strip()}\n" for heading, told in sections.items()]
+    README.write_text("\n## ".join([head, *page]))
 
 
 if __name__ == "__main__":
