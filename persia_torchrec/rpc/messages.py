@@ -353,8 +353,24 @@ def encode_segments(
     return [segments_T2.tobytes(), bytes_of(ids)]
 
 
-def decode_segments(frames: Sequence[Frame], *, num_frames: int) -> list[TableIds]:
-    """Read frames 1 and 2 of a request; the ids of each table are views of them."""
+class TableSegments(NamedTuple):
+    """The ids of T tables: those of table t are ``ids[starts[t]:starts[t + 1]]``."""
+
+    tables: tuple[int, ...]
+    starts: npt.NDArray[np.int64]  # (T + 1,)
+    ids: Ids
+
+    def pieces(self) -> list[TableIds]:
+        """Return the ids of each table; views."""
+        starts = self.starts.tolist()
+        return [
+            TableIds(table, self.ids[starts[t] : starts[t + 1]])
+            for t, table in enumerate(self.tables)
+        ]
+
+
+def decode_segments(frames: Sequence[Frame], *, num_frames: int) -> TableSegments:
+    """Read frames 1 and 2 of a request; the ids are a view of them."""
     if len(frames) != num_frames:
         raise FrameError(
             f"The message must have {num_frames} frames. Received: {len(frames)}."
@@ -367,20 +383,14 @@ def decode_segments(frames: Sequence[Frame], *, num_frames: int) -> list[TableId
         )
     ids = np.frombuffer(frames[2], np.uint64)
     # Plain integers: a request has few segments, and their sums cannot overflow.
-    numbers = list(struct.unpack(f"<{segments_bytes // 8}q", frames[1]))
-    counts = numbers[1::2]
-    if sum(counts) != len(ids) or (counts and min(counts) < 0):
+    numbers = struct.unpack(f"<{segments_bytes // 8}q", frames[1])
+    starts = [*itertools.accumulate(numbers[1::2], initial=0)]
+    if starts[-1] != len(ids) or min(numbers[1::2], default=0) < 0:
         raise FrameError(
             f"The segments must name as many ids as follow, {len(ids)}. "
-            f"Received: counts {counts[:8]}."
+            f"Received: counts {list(numbers[1:17:2])}."
         )
-    if len(counts) == 1:
-        return [TableIds(numbers[0], ids)]
-    stops = itertools.accumulate(counts)
-    return [
-        TableIds(table, ids[stop - count : stop])
-        for table, count, stop in zip(numbers[::2], counts, stops, strict=True)
-    ]
+    return TableSegments(numbers[::2], np.array(starts), ids)
 
 
 def decode_counts(frames: Sequence[Frame]) -> Counts:

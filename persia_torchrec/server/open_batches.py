@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from persia_torchrec.routing.shard import Ids, sum_repeats, unique_ids
 from persia_torchrec.rpc.float_codec import Floats
-from persia_torchrec.rpc.messages import Header, TableIds
+from persia_torchrec.rpc.messages import Header, TableIds, TableSegments
 from persia_torchrec.store.memory import MISSING
 
 Slots = npt.NDArray[np.uint32]
@@ -39,9 +39,19 @@ _ARRAY_COST = 64  # what an array costs besides its slots, in slots
 _OBJECT_BYTES = 2048  # what an update takes besides its ids and gradients
 
 
-class _Lookup(NamedTuple):
-    slots: list[TableSlots]
+class LookedUp(NamedTuple):
+    """The slots of a training lookup: of all ids in one array, or one a table."""
+
+    asked: TableSegments
+    slots: list[Slots]
     cost: int
+
+    def by_table(self) -> list[TableSlots]:
+        """Return the slots of each table."""
+        tables, slots = self.asked.tables, self.slots
+        if len(slots) != len(tables):
+            slots = np.split(slots[0], self.asked.starts[1:-1])
+        return list(zip(tables, slots, strict=True))
 
 
 class OpenBatches:
@@ -55,12 +65,10 @@ class OpenBatches:
         self._max_slots = max_slots
         self._open: dict[int, set[int]] = {}
         self._max_open = 0
-        self._lookups: OrderedDict[Batch, list[_Lookup]] = OrderedDict()
+        self._lookups: OrderedDict[Batch, list[LookedUp]] = OrderedDict()
         self.num_slots = 0
 
-    def begin(
-        self, batch: Batch, tables: Sequence[TableIds], slots: Iterable[Slots]
-    ) -> None:
+    def begin(self, batch: Batch, asked: TableSegments, slots: list[Slots]) -> None:
         """Keep the slots of a training lookup, maybe one of several of its batch."""
         stream, number = batch
         numbers = self._open.setdefault(stream, set())
@@ -73,21 +81,16 @@ class OpenBatches:
             for forgotten in numbers:
                 self._pop((stream, forgotten))
             numbers.clear()
-        kept, cost = [], _ARRAY_COST
-        for t, slots_N in zip(tables, slots, strict=True):
-            kept.append((t.table, slots_N))
-            cost += slots_N.size + _ARRAY_COST
-        self._lookups.setdefault(batch, []).append(_Lookup(kept, cost))
+        cost = sum(slots_N.size + _ARRAY_COST for slots_N in slots) + _ARRAY_COST
+        kept = asked._replace(ids=asked.ids[:0])
+        self._lookups.setdefault(batch, []).append(LookedUp(kept, slots, cost))
         self.num_slots += cost
         while self.num_slots > self._max_slots:
             self._pop(next(iter(self._lookups)))
 
-    def apply(self, batches: Sequence[Batch]) -> list[list[TableSlots]]:
-        """Return the slots kept of each batch that is updated; keep them no longer."""
-        return [
-            [found for lookup in self._pop(batch) for found in lookup.slots]
-            for batch in batches
-        ]
+    def apply(self, batches: Sequence[Batch]) -> list[list[LookedUp]]:
+        """Return the lookups of each batch that is updated; keep them no longer."""
+        return [self._pop(batch) for batch in batches]
 
     def end(self, batch: Batch) -> None:
         """The update of a batch has been applied, or its trainer gave it up."""
@@ -122,7 +125,7 @@ class OpenBatches:
             "open_batches_max": self._max_open,
         }
 
-    def _pop(self, batch: Batch) -> list[_Lookup]:
+    def _pop(self, batch: Batch) -> list[LookedUp]:
         lookups = self._lookups.pop(batch, [])
         self.num_slots -= sum(lookup.cost for lookup in lookups)
         return lookups
@@ -131,14 +134,15 @@ class OpenBatches:
 class Update(NamedTuple):
     """One trainer's update, read and checked; ``peer`` gets the acknowledgement.
 
-    ``tables`` is empty when the trainer gives up its batch. ``grads`` are float32
-    ``(N, D)`` per table; views of the message, where possible.
+    It names no table when the trainer gives up its batch. ``dims`` are the tables', and
+    ``grads`` float32, flat, table by table; a view of the message, where possible.
     """
 
     peer: bytes
     header: Header
-    tables: list[TableIds]
-    grads: list[Floats]
+    asked: TableSegments
+    dims: npt.NDArray[np.int64]
+    grads: Floats
 
     @property
     def batch(self) -> Batch:
@@ -148,8 +152,23 @@ class Update(NamedTuple):
     @property
     def size_bytes(self) -> int:
         """Memory that it takes, at least."""
-        ids = sum(t.ids.nbytes for t in self.tables)
-        return _OBJECT_BYTES + ids + sum(grads_ND.nbytes for grads_ND in self.grads)
+        return _OBJECT_BYTES + self.asked.ids.nbytes + self.grads.nbytes
+
+    def pieces(self) -> Iterator[tuple[TableIds, Floats]]:
+        """Yield the ids of each table, and their gradients ``(N, D)``."""
+        begin = 0
+        for t, dim in zip(self.asked.pieces(), self.dims.tolist(), strict=True):
+            end = begin + dim * len(t.ids)
+            yield t, self.grads[begin:end].reshape(len(t.ids), dim)
+            begin = end
+
+    def hints(self, lookups: Sequence[LookedUp]) -> Slots | None:
+        """Return the slots of all ids, if one of the lookups was of as many."""
+        tables, starts, _ = self.asked
+        for (looked_up, begins, _), slots, _ in lookups:
+            if looked_up == tables and np.array_equal(begins, starts):
+                return slots[0]
+        return None
 
 
 class TableGradients(NamedTuple):
@@ -162,12 +181,13 @@ class TableGradients(NamedTuple):
 
 
 def build_gradients(
-    updates: Sequence[Update], slots: Sequence[list[TableSlots]]
+    updates: Sequence[Update], lookups: Sequence[list[LookedUp]]
 ) -> Iterator[TableGradients]:
-    """Yield what is applied together, by table; use each lookup in ``slots`` once."""
+    """Yield what is applied together, by table; use the slots of each lookup once."""
     pieces: dict[int, list[TableGradients]] = {}
-    for update, kept in zip(updates, slots, strict=True):
-        for t, grads_ND in zip(update.tables, update.grads, strict=True):
+    for update, of_batch in zip(updates, lookups, strict=True):
+        kept = [found for lookup in of_batch for found in lookup.by_table()]
+        for t, grads_ND in update.pieces():
             hints_N = None
             for i, (table, slots_N) in enumerate(kept):
                 if table == t.table and len(slots_N) == len(t.ids):

@@ -15,6 +15,7 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from persia_torchrec.errors import BatchError
 from persia_torchrec.jit.compiled import read_only
@@ -34,7 +35,7 @@ from persia_torchrec.rpc.messages import (
     Kind,
     Precision,
     Share,
-    TableIds,
+    TableSegments,
     bytes_of,
     encode_json,
 )
@@ -66,72 +67,87 @@ class _Piece(NamedTuple):
     counts: Counts | None
 
 
+class _Lookup(NamedTuple):
+    """What a lookup asks: counts of all ids or None, memory for all rows, flat."""
+
+    asked: TableSegments
+    dims: npt.NDArray[np.int64]
+    rows: Floats
+    counts: Counts | None
+
+    def shapes(self) -> list[tuple[int, int]]:
+        """Return the shape of each table's rows."""
+        nums = np.diff(self.asked.starts).tolist()
+        return list(zip(nums, self.dims.tolist(), strict=True))
+
+    def pieces(self) -> list[_Piece]:
+        """Return what it asks of each table."""
+        found, begin, first = [], 0, 0
+        for t, (num, dim) in zip(self.asked.pieces(), self.shapes(), strict=True):
+            out_ND = self.rows[begin : begin + num * dim].reshape(num, dim)
+            counts = None if self.counts is None else self.counts[first : first + num]
+            found.append(_Piece(t.table, t.ids, out_ND, counts))
+            begin, first = begin + num * dim, first + num
+        return found
+
+
 def _answer_lookup(shard: Shard, request: Request) -> Frames:
     header, store = request.header, shard.store
-    training = bool(header.flags & messages.TRAINING)
     batch, part = _batch_of(header), header.flags >> messages.PART_SHIFT
-    rows, pieces = _read_lookup(shard, request)
+    lookup = _read_lookup(shard, request)
+    asked, rows = lookup.asked, lookup.rows
     shard.stages.lap("decode")
-    if not training:
-        _read_rows(store, pieces)
+    if not header.flags & messages.TRAINING:
+        _read_rows(store, lookup.pieces())
         shard.counts["requests_lookup_inference"] += 1
         shard.stages.lap("inference")
     elif shard.streams.was_looked_up(batch, part):
-        _repeat_lookup(store, pieces, header.batch)
+        _repeat_lookup(store, lookup.pieces(), header.batch)
         shard.counts["requests_repeated"] += 1
         shard.stages.lap("inference")
     else:
         with store.transaction() as change:
-            slots = [
-                store.lookup(
-                    *(table, ids_N, out_ND),
-                    training=True,
-                    counts_N=counts_N,
-                    batch=header.batch,
-                )
-                for table, ids_N, out_ND, counts_N in pieces
-            ]
+            slots = store.lookup_tables(
+                asked.tables,
+                asked.ids,
+                asked.starts,
+                rows,
+                counts_N=lookup.counts,
+                batch=header.batch,
+            )
             shard.streams.mark(change, batch, 1 << part)
-        found = batch, [TableIds(*piece[:2]) for piece in pieces], slots
-        shard.afterwards = partial(shard.open_batches.begin, *found)
+        shard.afterwards = partial(shard.open_batches.begin, batch, asked, slots)
         shard.stages.lap("lookup")
-    shapes = [piece.out.shape for piece in pieces]
+    shapes = [rows.shape]
+    if header.precision is Precision.FP16:  # which has a scale a row
+        shapes = lookup.shapes()
     frame = encode_floats(rows, header.precision, shapes)
     shard.counts[UNDERFLOWS] += num_zeroed(frame, header.precision)
     shard.stages.lap("encode")
     return [frame]
 
 
-def _read_lookup(shard: Shard, request: Request) -> tuple[Floats, list[_Piece]]:
-    """Return memory for the rows of a lookup, and what it asks of each table."""
-    header, frames, states = request.header, request.frames, shard.store.states
+def _read_lookup(shard: Shard, request: Request) -> _Lookup:
+    """Return what a lookup asks, and memory for its rows."""
+    header, frames = request.header, request.frames
     has_counts = bool(header.flags & messages.COUNTS)
-    tables = shard.read_ids(frames, 4 if has_counts else 3)
+    asked = shard.read_ids(frames, 4 if has_counts else 3)
     counts = messages.decode_counts(frames) if has_counts else None
     if header.flags >> messages.PART_SHIFT >= messages.MAX_PARTS:
         raise BatchError(
             f"A batch may have {messages.MAX_PARTS} lookups, from 0 on. Received: "
             f"lookup {header.flags >> messages.PART_SHIFT}."
         )
-    shapes = [(len(t.ids), states[t.table].spec.dim) for t in tables]
-    num_floats = sum([num * dim for num, dim in shapes])
+    dims = shard.store.group(asked.tables).dims
+    num_floats = int(np.diff(asked.starts).dot(dims))
     if 4 * num_floats > MAX_MESSAGE_BYTES:
-        require_fits(size_of(shapes, header.precision))
+        lookup = _Lookup(asked, dims, np.empty(0, np.float32), counts)
+        require_fits(size_of(lookup.shapes(), header.precision))
     if header.precision is Precision.FP32:  # they are the reply, maybe in its place
         rows = shard.body_in_place(request, 4 * num_floats).view(np.float32)
     else:
         rows = np.empty(num_floats, dtype=np.float32)
-    pieces = []
-    start = first = 0
-    for t, (num, dim) in zip(tables, shapes, strict=True):
-        out_ND = rows[start : start + num * dim].reshape(num, dim)
-        counts_N = None
-        if counts is not None and shard.store.wants_counts(t.table):
-            counts_N = counts[first : first + num]
-        pieces.append(_Piece(t.table, t.ids, out_ND, counts_N))
-        start += num * dim
-        first += num
-    return rows, pieces
+    return _Lookup(asked, dims, rows, counts)
 
 
 def _read_rows(store: EmbeddingStore, pieces: Sequence[_Piece]) -> None:
@@ -168,9 +184,9 @@ def _answer_update(shard: Shard, request: Request) -> Frames | None:
     if (outcome := shard.find_outcome(_batch_of(header))) is not None:
         return [describe_update(outcome)]
     is_share = bool(header.flags & messages.SHARE)
-    tables = shard.read_ids(frames, 5 if is_share else 4)
-    grads = shard.read_rows(tables, frames[3], header.precision)
-    update = Update(request.peer, header, tables, grads)
+    asked = shard.read_ids(frames, 5 if is_share else 4)
+    dims, grads = shard.read_rows(asked, frames[3], header.precision)
+    update = Update(request.peer, header, asked, dims, grads)
     if is_share:
         shard.joint_steps.add(Share.decode(frames, num_frames=5), update)
     else:
@@ -200,12 +216,15 @@ def _answer_write(shard: Shard, request: Request) -> Frames:
     header, frames = request.header, request.frames
     if shard.find_outcome(_batch_of(header)) is not None:
         return [encode_json(None)]
-    tables = shard.read_ids(frames, 4)
+    asked = shard.read_ids(frames, 4)
     has_state = bool(header.flags & messages.STATE)
-    rows = shard.read_rows(tables, frames[3], header.precision, has_state=has_state)
+    widths, rows = shard.read_rows(
+        asked, frames[3], header.precision, has_state=has_state
+    )
+    written = Update(request.peer, header, asked, widths, rows)
     shard.stages.lap("decode")
     with shard.store.transaction() as change:
-        for t, rows_NK in zip(tables, rows, strict=True):
+        for t, rows_NK in written.pieces():
             shard.store.write(t.table, t.ids, rows_NK)
         shard.streams.settle(change, _batch_of(header))
     shard.stages.lap("write")
@@ -213,7 +232,7 @@ def _answer_write(shard: Shard, request: Request) -> Frames:
 
 
 def _answer_read(shard: Shard, request: Request) -> Frames:
-    tables = shard.read_ids(request.frames, 3)
+    tables = shard.read_ids(request.frames, 3).pieces()
     for t in tables:
         require_fits(len(t.ids) * _row_bytes(shard, t.table))
     rows = [shard.store.read(t.table, t.ids) for t in tables]
@@ -238,7 +257,7 @@ def _begin_rows(state: TableState, ids_N: Ids) -> Floats:
 
 
 def _answer_metadata(shard: Shard, request: Request) -> Frames:
-    tables = shard.read_ids(request.frames, 3)
+    tables = shard.read_ids(request.frames, 3).pieces()
     require_fits(4 * messages.METADATA_COLUMNS * sum(len(t.ids) for t in tables))
     reply: Frames = []
     for t in tables:

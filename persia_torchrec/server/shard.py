@@ -32,7 +32,7 @@ from persia_torchrec.rpc.float_codec import (
     decode_floats,
     num_zeroed,
 )
-from persia_torchrec.rpc.messages import Frame, Frames, Header, Kind, TableIds
+from persia_torchrec.rpc.messages import Frame, Frames, Header, Kind, TableSegments
 from persia_torchrec.server.checkpoint_service import Checkpoints
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.dedup import MAX_GROUPS_BYTES, REJECTED, Outcome, Streams
@@ -193,11 +193,19 @@ class Shard:
 
     def _apply(self, updates: list[Update]) -> Outcome:
         """Apply updates as one."""
-        given = [update for update in updates if update.tables]
-        slots = self.open_batches.apply([update.batch for update in given])
+        given = [update for update in updates if update.asked.tables]
+        lookups = self.open_batches.apply([update.batch for update in given])
         num_ids = 0
         with self.store.transaction() as transaction:
-            for part in build_gradients(given, slots):
+            if len(given) == 1 and self.store.group(given[0].asked.tables).updates:
+                (update,), (found,) = given, lookups
+                tables, starts, ids = update.asked
+                hints_N = update.hints(found)
+                self.counts["updates_hinted"] += (hints_N is not None) * len(tables)
+                self.store.add_updates(tables, ids, starts, update.grads, hints_N)
+                self.num_updates += len(tables)
+                num_ids, given = len(ids), []
+            for part in build_gradients(given, lookups) if given else ():
                 state = self.store.states[part.table]
                 if state.spec.is_frozen or state.is_dropped:
                     continue
@@ -229,21 +237,20 @@ class Shard:
             **self._listener.slabs.counters(),
         }
 
-    def read_ids(self, frames: Frames, num_frames: int) -> list[TableIds]:
+    def read_ids(self, frames: Frames, num_frames: int) -> TableSegments:
         """Read the ids of each table that a request names."""
-        tables = messages.decode_segments(frames, num_frames=num_frames)
-        num_ids, states = len(frames[2]) // 8, self.store.states
-        num_tables = len(states)
+        asked = messages.decode_segments(frames, num_frames=num_frames)
+        num_ids = len(asked.ids)
         if num_ids > self.config.max_request_ids:
             raise BatchError(
                 f"A request may name {self.config.max_request_ids} ids. Received: "
                 f"{num_ids}. Send smaller requests, or raise the server's "
                 "max_request_ids."
             )
-        for t in tables:
-            if not 0 <= t.table < num_tables or states[t.table].is_dropped:
-                self.require_table(t.table)
-        return tables
+        if not self.store.is_group(asked.tables):
+            for table in asked.tables:
+                self.require_table(table)
+        return asked
 
     def body_in_place(self, request: "Request", num_bytes: int) -> Bytes:
         """Return memory for the body of a reply: the client's, if it is shared."""
@@ -316,29 +323,28 @@ class Shard:
 
     def read_rows(
         self,
-        tables: Sequence[TableIds],
+        asked: TableSegments,
         frame: Frame,
         precision: messages.Precision,
         *,
         has_state: bool = False,
-    ) -> list[Floats]:
-        """Read weights or gradients, float32 ``(N, D)`` per table.
+    ) -> tuple[npt.NDArray[np.int64], Floats]:
+        """Read weights or gradients: float32, flat, table by table; and their widths.
 
-        With ``has_state``, ``(N, D + S)``: weights and optimizer state.
+        With ``has_state``, rows are weights and optimizer state: D + S wide.
         """
-        states = self.store.states
-        shapes = []
-        for t in tables:
-            spec = states[t.table].spec
-            width = spec.dim + (spec.num_state_floats if has_state else 0)
-            shapes.append((len(t.ids), width))
+        group = self.store.group(asked.tables)
+        widths = group.dims
+        if has_state:
+            states = [state.spec.num_state_floats for state in group.states]
+            widths = widths + np.array(states, dtype=np.int64)
+        nums = np.diff(asked.starts)
+        shapes: list[tuple[int, ...]] = [(int(nums.dot(widths)),)]
+        if precision is messages.Precision.FP16:  # which has a scale a row
+            shapes = list(zip(nums.tolist(), widths.tolist(), strict=True))
         flat = decode_floats(frame, shapes, precision)
         self.counts[UNDERFLOWS] += num_zeroed(frame, precision)
-        rows, start = [], 0
-        for num, width in shapes:
-            rows.append(flat[start : start + num * width].reshape(num, width))
-            start += num * width
-        return rows
+        return widths, flat
 
 
 def describe_update(outcome: Outcome) -> bytes:

@@ -290,15 +290,13 @@ class ChangeJournal:
             self.changes.num_rows += len(slots.slots)
         self._keep(_Note(_CHANGED, slots.slots, *slots[:3]))
 
-    def used(
-        self, slots: ChangedSlots, ids_N: Ids, missing_K: Indices, made_K: Indices
-    ) -> None:
-        """Note a training lookup of ids, by the slots that it returns.
-
-        See :func:`slots_in_order`. The slots are the hints of the update.
-        """
-        slots_N = slots.slots
+    def looked_up(self, slots_N: Slots, ids_N: Ids) -> None:
+        """Note that :meth:`used` has the rows of updates with these slots as hints."""
         self._looked_up[id(slots_N)] = slots_N, ids_N
+
+    def used(self, slots: ChangedSlots, missing_K: Indices, made_K: Indices) -> None:
+        """Note a training lookup of a table, by slots; see :func:`slots_in_order`."""
+        slots_N = slots.slots
         if len(missing_K):
             slots_N = slots_in_order(slots_N, missing_K, made_K)
         self.changed(slots._replace(slots=slots_N))

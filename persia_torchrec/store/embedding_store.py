@@ -16,6 +16,7 @@ from typing import Literal
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from persia_torchrec.errors import ConfigError, StoreError
 from persia_torchrec.jit.compiled import read_only
@@ -25,6 +26,7 @@ from persia_torchrec.store.change_log import ChangedSlots, ChangeJournal, Ring
 from persia_torchrec.store.expiry import ExpiryClock, Sweeps
 from persia_torchrec.store.fbgemm_engine import start_engine
 from persia_torchrec.store.index import MAX_ROWS, Index
+from persia_torchrec.store.loops import Indices, Starts
 from persia_torchrec.store.memory import (
     Arenas,
     Counts,
@@ -38,8 +40,8 @@ from persia_torchrec.store.memory import (
     Words,
 )
 from persia_torchrec.store.memory_file import MemoryFile
-from persia_torchrec.store.recency import NUM_LFU_CLASSES, RecencyLogs
-from persia_torchrec.store.table import Published, TableState
+from persia_torchrec.store.recency import MARK_WORDS, NUM_LFU_CLASSES, RecencyLogs
+from persia_torchrec.store.table import Published, TableGroup, TableState
 from persia_torchrec.store.transaction import CLEAR, STEP, WRITE, Change, Transactions
 from persia_torchrec.store.transaction import Transaction as Transaction
 from persia_torchrec.store.transaction import UpdateResult as UpdateResult
@@ -52,9 +54,11 @@ Eviction = Literal["lru", "lfu"]
 MAX_SCANNED_SLOTS = 1 << 20
 """Slots that a scan walks over: a few milliseconds where no row is of the table."""
 
+_MAX_GROUPS = 2**12
 _NO_SLOTS = np.empty(0, dtype=np.uint32)
 _NO_COUNTS = read_only(np.empty(0, dtype=np.uint32))
 _NO_INDICES = np.empty(0, dtype=np.int64)
+_NONE_MADE = _NO_INDICES, _NO_INDICES
 
 
 class EmbeddingStore:
@@ -139,6 +143,7 @@ class EmbeddingStore:
         self.addresses: Words = np.zeros(6, dtype=np.uint64)
         self.states: list[TableState] = []
         self.leaving: dict[int, int] = {}
+        self._groups: dict[tuple[int, ...], TableGroup] = {}
         self._set_addresses()
         self._ring = None
         if self.undo_log is not None:
@@ -219,6 +224,7 @@ class EmbeddingStore:
             if before.remembered is not state.remembered and before.remembered.size:
                 self.memory.emptied(before.remembered)
         self.states = states
+        self.forget_groups()
         table_states.link(self)
         return [number_of[spec.name] for spec in specs]
 
@@ -260,16 +266,66 @@ class EmbeddingStore:
         state.look_only(self, ids_N, out_ND)
         return _NO_SLOTS
 
+    def group(self, tables: tuple[int, ...]) -> TableGroup:
+        """Return tables, by number, as what loops take at once."""
+        found = self._groups.get(tables)
+        if found is None:
+            if len(self._groups) >= _MAX_GROUPS:
+                self._groups.clear()
+            found = TableGroup([self.states[number] for number in tables])
+            self._groups[tables] = found
+        return found
+
+    def is_group(self, tables: tuple[int, ...]) -> bool:
+        """Return whether :meth:`group` has made these, and none was dropped since."""
+        return tables in self._groups
+
+    def forget_groups(self) -> None:
+        """Make all groups again: their tables have changed."""
+        self._groups.clear()
+
+    def lookup_tables(
+        self,
+        tables: tuple[int, ...],
+        ids_N: Ids,
+        starts_T: Starts,
+        out: Floats,
+        *,
+        counts_N: Counts | None = None,
+        batch: int = 0,
+    ) -> list[Slots]:
+        """Do training lookups, one of each table, in their order.
+
+        Those of table t are ``ids_N[starts_T[t]:starts_T[t + 1]]``; ``starts_T`` has
+        ``T + 1`` numbers. ``out`` is flat, its rows table by table. Returns the slots
+        of all ids, as one array; or one of each table, if some has several rows an id.
+        """
+        group = self.group(tables)
+        if group.is_looked_up_at_once:
+            return [self.look_up_rows(group, ids_N, starts_T, out, counts_N, batch)]
+        found, ends = [], (np.diff(starts_T) * group.dims).cumsum().tolist()
+        starts, begin = starts_T.tolist(), 0
+        for t, table in enumerate(tables):
+            part = slice(starts[t], starts[t + 1])
+            out_ND = out[begin : ends[t]].reshape(-1, group.states[t].spec.dim)
+            begin = ends[t]
+            counts = counts_N if counts_N is None else counts_N[part]
+            slots_N = self.lookup(
+                table, ids_N[part], out_ND, training=True, counts_N=counts, batch=batch
+            )
+            found.append(slots_N)
+        return found
+
     def look_up_rows(
         self,
-        state: TableState,
+        group: TableGroup,
         ids_N: Ids,
-        out_ND: Floats,
+        starts_T: Starts,
+        out: Floats,
         counts_N: Counts | None = None,
         batch: int = 0,
     ) -> Slots:
-        """Do a training :meth:`lookup` of rows that have one block."""
-        layout = state.layout
+        """Do :meth:`lookup_tables` of rows that have one block."""
         if ids_N.flags.writeable:
             ids_N = read_only(ids_N)
         if counts_N is None:
@@ -278,26 +334,58 @@ class EmbeddingStore:
             counts_N = read_only(counts_N)
         slots_N = np.empty(len(ids_N), dtype=np.uint32)
         missing_N = np.empty(len(ids_N), dtype=np.int64)
-        arguments = state.at, ids_N, counts_N, out_ND, slots_N, missing_N
-        self._transactions.begin(len(ids_N))
-        num_missing = loops.lookup_training(*arguments)
-        if num_missing == loops.NO_ROOM:
-            self.logs.make_room(self.arenas.directory, len(ids_N), self.undo_log)
-            self._transactions.begin(len(ids_N))
-            num_missing = loops.lookup_training(*arguments)
-        missing = admitted = _NO_INDICES
-        if num_missing:
-            missing = missing_N[:num_missing]
-            admitted = self._make_missing(state, batch, missing, arguments[1:5])
-        if self.journal.is_on:
-            at = state.number, int(layout[memory.ARENA])
-            self.journal.used(
-                ChangedSlots(*at, self.tick, slots_N), ids_N, missing, admitted
+        num_tables, first_tick = len(group.states), self.tick + 1
+        num_touches = len(ids_N) + MARK_WORDS * (num_tables - 1)
+        made: dict[int, tuple[Indices, Indices]] = {}
+        self._transactions.begin(num_touches)
+        t, needed = 0, num_touches
+        while t < num_tables:
+            t, num_missing = loops.lookup_training(
+                group.at,
+                (t, needed),
+                ids_N,
+                counts_N,
+                starts_T,
+                out,
+                slots_N,
+                missing_N,
             )
-            if state.remembered.size:
-                self.journal.seen(state.number, ids_N[missing])
+            if num_missing == loops.NO_ROOM:
+                directory = self.arenas.directory
+                self.logs.make_room(directory, num_touches, self.undo_log)
+                self._transactions.begin(num_touches)
+            elif num_missing:
+                missing = missing_N[:num_missing]
+                if self.journal.is_on:
+                    missing = missing.copy()  # the next table's follow
+                part = slice(int(starts_T[t]), int(starts_T[t + 1]))
+                out_ND = group.rows_of(t, starts_T, out)
+                arrays = ids_N[part], counts_N[part], out_ND, slots_N[part]
+                admitted = self._make_missing(group.states[t], batch, missing, arrays)
+                made[t] = missing, admitted
+                t, needed = t + 1, 0
+        if self.journal.is_on:
+            self.journal.looked_up(slots_N, ids_N)
+            for t, state in enumerate(group.states):
+                part = slice(int(starts_T[t]), int(starts_T[t + 1]))
+                used = ids_N[part], slots_N[part], made.get(t, _NONE_MADE)
+                self._note_lookup(state, first_tick + t, *used)
         self._transactions.end()
         return slots_N
+
+    def _note_lookup(
+        self,
+        state: TableState,
+        tick: int,
+        ids_N: Ids,
+        slots_N: Slots,
+        made: tuple[Indices, Indices],
+    ) -> None:
+        """Note a training lookup: ``made`` are positions of missing and of new ids."""
+        changed = state.number, int(state.layout[memory.ARENA]), tick, slots_N
+        self.journal.used(ChangedSlots(*changed), *made)
+        if state.remembered.size:
+            self.journal.seen(state.number, ids_N[made[0]])
 
     def _make_missing(
         self,
@@ -349,6 +437,32 @@ class EmbeddingStore:
             self._transactions.add_update(*part)
         self._transactions.add_update(table, ids_N, grads_ND, hints_N)
 
+    def add_updates(
+        self,
+        tables: tuple[int, ...],
+        ids_N: Ids,
+        starts_T: Starts,
+        grads: Floats,
+        hints_N: Slots | None = None,
+    ) -> None:
+        """Do :meth:`add_update` of several tables; ``grads`` are flat, table by table.
+
+        Those of table t are ``ids_N[starts_T[t]:starts_T[t + 1]]``. ``hints_N`` are the
+        slots of all ids, as :meth:`lookup_tables` returned them.
+        """
+        group = self.group(tables)
+        if group.updates is not None:
+            self._transactions.add_updates(group, ids_N, starts_T, grads, hints_N)
+            return
+        starts, begin = starts_T.tolist(), 0
+        for t, table in enumerate(tables):
+            part, dim = slice(starts[t], starts[t + 1]), group.states[t].spec.dim
+            end = begin + dim * (part.stop - part.start)
+            hints = None if hints_N is None else hints_N[part]
+            grads_ND = grads[begin:end].reshape(-1, dim)
+            self.add_update(table, ids_N[part], grads_ND, hints)
+            begin = end
+
     def transaction(self) -> Transaction:
         """Make several calls, and notes, one change.
 
@@ -386,7 +500,7 @@ class EmbeddingStore:
         admission, state.admission = state.admission, None
         with self.transaction():
             try:
-                self.look_up_rows(state, ids_N, weights_ND)
+                state.look_up_rows(self, ids_N, weights_ND)
             finally:
                 state.admission = admission
             self._transactions.add(
@@ -492,6 +606,12 @@ class EmbeddingStore:
         """Return the second that rows of a table note now."""
         by_clock = not state.is_by_running_time
         return max(int(self.clock() if by_clock else self.seconds.running_s), 0)
+
+    def seconds_of(self, group: TableGroup) -> int | npt.NDArray[np.int64]:
+        """Return the second that rows of tables note now: of each, or of all."""
+        if not group.is_by_running_time.any():
+            return max(int(self.clock()), 0)
+        return np.array([self.now_s(state) for state in group.states])
 
     def remove(self, table: int, ids_N: Ids) -> None:
         """Drop the rows of ids; those that have none are skipped."""

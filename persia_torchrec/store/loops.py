@@ -58,9 +58,12 @@ from persia_torchrec.store.memory import (
     RowsAt,
     Slots,
     TableAt,
+    TablesAt,
 )
 
 Indices = npt.NDArray[np.int64]
+Starts = npt.NDArray[np.int64]
+"""Where each table's part of an array begins, and the end of the last, ``(T + 1,)``."""
 Rules = npt.NDArray[np.float64]
 Rings = tuple[memory.Words, memory.Words]
 """Of the ids ahead: hashes of a chunk; of two chunks the slots to be confirmed, or
@@ -91,31 +94,80 @@ _S32, _LOW = np.uint64(32), np.uint64(2**32 - 1)
 
 
 @compiled
-def lookup_training(
-    table: TableAt,
+def lookup_training(  # noqa: PLR0913  # a loop's
+    tables: TablesAt,
+    begin: tuple[int, int],
     ids_N: Ids,
     counts_N: Counts,
-    out_ND: Floats,
+    starts_T: Starts,
+    out: Floats,
+    slots_N: Slots,
+    missing_N: Indices,
+) -> tuple[int, int]:
+    """Use the rows of ids that have one, table by table, up to one without all rows.
+
+    Returns that table's position, or T, and how many of its ids have no row; or
+    ``NO_ROOM``, having done nothing. The first of repeated ids touches the row.
+
+    Args:
+        tables: of T tables; each is a request of its own, with its own tick.
+        begin: the position of the first table to look up; the touches for which a log
+            needs room, 0 where it was made.
+        ids_N: of all tables, those of table t from ``starts_T[t]`` on, ``(T + 1,)``.
+        counts_N: how often each id is in the batch, or empty for once each.
+        starts_T: see above.
+        out: is overwritten with the weights, flat and table by table, where there is a
+            row.
+        slots_N: is overwritten with slots or ``MISSING``.
+        missing_N: is overwritten, from the front, with the positions within the table
+            of ids without a row.
+    """
+    layouts_T, log_if_any = tables
+    log = memory.log_address(log_if_any)
+    ids_N, counts_N = cpu.unowned(ids_N), cpu.unowned(counts_N)
+    target = np.uint64(out.ctypes.data)
+    for t in range(len(layouts_T)):
+        layout = memory.layout_at(layouts_T[t])
+        first, num_ids = starts_T[t], starts_T[t + 1] - starts_T[t]
+        row_bytes = np.uint64(4) * layout[memory.DIM]
+        begin_of_rows = target
+        target += np.uint64(num_ids) * row_bytes
+        if t < begin[0]:
+            continue
+        store = memory.changing_store_at(layout, log)
+        if t == begin[0] and begin[1]:
+            logs, arenas = store.logs, store.arenas
+            if not recency.compact_for(logs, arenas, begin[1], log):
+                return t, NO_ROOM
+        num_missing = _look_up_table(
+            store,
+            layout,
+            ids_N[first : first + num_ids],
+            counts_N[first : first + num_ids],
+            begin_of_rows,
+            slots_N[first : first + num_ids],
+            missing_N,
+        )
+        if num_missing:
+            return t, num_missing
+    return len(layouts_T), 0
+
+
+@compiled
+def _look_up_table(  # noqa: PLR0913  # a loop's
+    store: memory.StoreAt,
+    layout: Layout,
+    ids_N: Ids,
+    counts_N: Counts,
+    target: np.uint64,
     slots_N: Slots,
     missing_N: Indices,
 ) -> int:
-    """Use the rows of ids that have one; return how many have none, or ``NO_ROOM``.
-
-    The first of repeated ids touches the row. ``counts_N`` is how often each id is in
-    the batch, or empty for once each. Overwrites ``out_ND``, C-contiguous, where there
-    is a row; ``slots_N`` with slots or ``MISSING``; and ``missing_N``, from the front,
-    with the positions of ids without a row.
-    """
-    layout, log_if_any = table
-    store = memory.changing_store_at(layout, memory.log_address(log_if_any))
-    if not recency.compact_for(store.logs, store.arenas, len(ids_N), store.log):
-        return NO_ROOM
+    """Use the rows of a table's ids that have one; return how many have none."""
     store.tally[memory.TICK] += 1
-    ids_N, counts_N = cpu.unowned(ids_N), cpu.unowned(counts_N)
     rows, index = memory.rows_at(store, layout), index_at(store)
     logs, num_classes = np.uint64(store.logs.ctypes.data), len(store.logs)
     tick = np.uint64(store.tally[memory.TICK])
-    target = np.uint64(out_ND.ctypes.data)
     row_bytes = np.uint64(4 * rows.dim)
     num_missing = 0
     ahead = _begin_ahead(ids_N, index, rows)
@@ -533,49 +585,64 @@ def _is_below_norm(
 
 
 @cache
-def build_update(kernel: Kernel) -> Callable[..., tuple[int, int]]:
+def build_update(kernel: Kernel) -> Callable[..., None]:
     """Compile the loop that applies one step of an optimizer to the row of each id.
 
-    ``slots_N`` are hints, or ``MISSING``. ``numbers`` are the largest magnitude of a
-    weight after the update (inf for none), the largest sum of squares of a gradient
-    after whose step a row is not looked at, the floats of the optimizer's state, and
-    then the optimizer's numbers. The loop returns how
-    many ids have no row, and how many gradients were rejected.
+    Tables, ids and ``starts_T`` are as in :func:`lookup_training`. ``slots_N`` are
+    hints, or ``MISSING``; ``grads`` the gradients, flat, table by table; ``now_T2`` the
+    step and the second. ``numbers_TK`` are the largest magnitude of a weight after the
+    update (inf for none), the largest sum of squares of a gradient after whose step a
+    row is not looked at, the floats of the optimizer's state, and then the optimizer's
+    numbers. The loop writes to ``results_T2`` how many ids have no row, and how many
+    gradients were rejected.
     """
     step = finite.build_step(kernel)
 
-    def update(
-        table: TableAt, ids_N: Ids, slots_N: Slots, grads_ND: Floats, numbers: Floats
-    ) -> tuple[int, int]:
+    def update(  # noqa: PLR0913  # a loop's
+        tables: TablesAt,
+        ids_N: Ids,
+        starts_T: Starts,
+        slots_N: Slots,
+        grads: Floats,
+        now_T2: memory.Words,
+        numbers_TK: Floats,
+        results_T2: Starts,
+    ) -> None:
         ids_N, slots_N = cpu.unowned(ids_N), cpu.unowned(slots_N)
-        layout, log = cpu.unowned(table[0]), memory.log_address(table[1])
-        store = memory.store_at(layout)
-        rows, index = memory.rows_at(store, layout), index_at(store)
-        table_at, numbers_at = (layout, store.tally), finite.read_numbers(numbers)
-        moderate = finite.moderate_squares(numbers[1], store.tally)
-        grad, grad_bytes = np.uint64(grads_ND.ctypes.data), np.uint64(4 * rows.dim)
-        num_missed = num_refused = 0
-        for i in range(len(ids_N)):
-            if i + _UPDATE_AHEAD < len(ids_N):
-                ahead = np.uint64(slots_N[i + _UPDATE_AHEAD])
-                _prefetch_updated(rows, ahead, log)
-            hint = np.uint64(slots_N[i])
-            slot = find_hinted(index, rows, ids_N[i], hint)
-            address, g = rows.base + slot * rows.stride, cpu.floats_at(grad)
-            grad += grad_bytes
-            if slot == NOT_FOUND:
-                num_missed += 1
-                continue
-            is_sure = finite.squares(g, rows.dim) <= moderate
-            if not is_sure and not memory.is_finite(g, rows.dim):
-                num_refused += 1
-                continue
-            undo_log.keep_updated(log, address, rows.stride)
-            if not step(table_at, rows, address, numbers_at, g, is_sure):
-                num_refused += 1
-            if not is_sure:
-                moderate = finite.moderate_squares(numbers[1], store.tally)
-        return num_missed, num_refused
+        layouts_T, log = tables[0], memory.log_address(tables[1])
+        grad = np.uint64(grads.ctypes.data)
+        for t in range(len(layouts_T)):
+            layout = memory.layout_at(layouts_T[t])
+            grad_bytes = np.uint64(4) * layout[memory.DIM]
+            layout[memory.STEP], layout[memory.NOW_S] = now_T2[t, 0], now_T2[t, 1]
+            store = memory.store_at(layout)
+            rows, index = memory.rows_at(store, layout), index_at(store)
+            numbers = numbers_TK[t]
+            table_at, numbers_at = (layout, store.tally), finite.read_numbers(numbers)
+            moderate = finite.moderate_squares(numbers[1], store.tally)
+            num_missed = num_refused = 0
+            end = starts_T[t + 1]
+            for i in range(starts_T[t], end):
+                if i + _UPDATE_AHEAD < end:
+                    ahead = np.uint64(slots_N[i + _UPDATE_AHEAD])
+                    _prefetch_updated(rows, ahead, log)
+                hint = np.uint64(slots_N[i])
+                slot = find_hinted(index, rows, ids_N[i], hint)
+                address, g = rows.base + slot * rows.stride, cpu.floats_at(grad)
+                grad += grad_bytes
+                if slot == NOT_FOUND:
+                    num_missed += 1
+                    continue
+                is_sure = finite.squares(g, rows.dim) <= moderate
+                if not is_sure and not memory.is_finite(g, rows.dim):
+                    num_refused += 1
+                    continue
+                undo_log.keep_updated(log, address, rows.stride)
+                if not step(table_at, rows, address, numbers_at, g, is_sure):
+                    num_refused += 1
+                if not is_sure:
+                    moderate = finite.moderate_squares(numbers[1], store.tally)
+            results_T2[t, 0], results_T2[t, 1] = num_missed, num_refused
 
     return specialized(update, kernel)
 

@@ -52,6 +52,9 @@ Log = np.uint64 | None
 """Address of the log of what changes (``undo_log.py``); None in private memory."""
 TableAt = tuple[Layout, Log]
 """What a loop takes that changes rows: a table's layout, and the log."""
+TablesAt = tuple[Words, Log]
+"""What a loop takes that changes rows of several tables: the addresses of their
+layouts, uint64 ``(T,)``, and the log."""
 
 
 class ScannedRows(NamedTuple):
@@ -405,6 +408,13 @@ def log_address(log: Log) -> np.uint64:
     if log is None:
         return _ZERO
     return log
+
+
+@inlined
+def layout_at(address: np.uint64) -> Layout:
+    """Return the layout of a table, by its address."""
+    layout: Layout = numba.carray(cpu.words_at(address), (NUM_COLUMNS,))
+    return layout
 
 
 @inlined

@@ -248,7 +248,7 @@ def initial_rows(spec: TableSpec, ids_N: Ids, *, has_all: bool = False) -> Float
     store.lookup(table, ids_N, weights_ND, training=True)
     for block in store.states[1:] if has_all else ():
         weights_NW = np.empty((len(ids_N), spec.row_dim), dtype=np.float32)
-        store.look_up_rows(block, ids_N, weights_NW)
+        block.look_up_rows(store, ids_N, weights_NW)
     return store.read(table, ids_N)
 
 

@@ -1,8 +1,9 @@
 """The tables of a store: settings, compiled loops, and data beside the rows."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -31,6 +32,7 @@ from persia_torchrec.store.memory import (
     Slots,
     StoreMemory,
     TableAt,
+    TablesAt,
     Words,
 )
 from persia_torchrec.table import TableSpec
@@ -172,6 +174,8 @@ class TableState:
         self.thresholds = thresholds
         self.spec, self.at, self.engine = spec, at, engine
         self.layout = layout = at[0]
+        alone = np.array([layout.ctypes.data], dtype=np.uint64)
+        self._alone: TablesAt = alone, at[1]
         self.has_metadata = bool(layout[memory.HAS_METADATA])
         self.remembered, self.step = remembered, step
         self.is_part = self.is_dropped = False
@@ -200,7 +204,7 @@ class TableState:
         has_begun = spec.ids_without_row != "zeros"
         num_words = int(layout[memory.STATE]) // 8 + spec.num_row_floats + 1
         self._begun_row: Words = np.zeros(num_words * has_begun, dtype=np.uint64)
-        self._update = self._compile_uses(engine)
+        self.update_loop = self._compile_uses(engine)
 
     def _compile_uses(self, engine: FbgemmEngine | None) -> Callable[..., Any]:
         """Compile training lookups, ``insert`` and updates; return the update.
@@ -209,16 +213,24 @@ class TableState:
         """
         spec, slots = self.spec, _NO_COUNTS.copy()
         no_rows = np.empty((0, spec.row_dim), np.float32)
-        used = self.at, _NO_IDS, _NO_COUNTS
+        used, pair = (self.at, _NO_IDS, _NO_COUNTS), (0, 0)
+        starts, flat = np.zeros(2, dtype=np.int64), no_rows.reshape(-1)
+        asked = starts, flat, slots, _NO_INDICES
         calls: list[tuple[Any, ...]] = [
-            (loops.lookup_training, *used, no_rows, slots, _NO_INDICES),
+            (loops.lookup_training, self._alone, pair, *used[1:], *asked),
             (self.insert, *used, (_NO_INDICES, _NO_COUNTS), no_rows, slots),
         ]
         if engine is not None:
-            update = engine.build_update(spec.optimizer, spec.row_dim)
+            update: Callable[..., Any] = engine.build_update(
+                spec.optimizer, spec.row_dim
+            )
         else:
             update = loops.build_update(spec.optimizer.kernel)
-            calls.append((update, *used, read_only(no_rows), self._step_numbers(1)))
+            now_T2 = np.zeros((1, 2), dtype=np.uint64)
+            given = _NO_IDS, starts, _NO_COUNTS, read_only(flat), now_T2
+            results_T2 = np.zeros((1, 2), dtype=np.int64)
+            numbers_TK = self.step_numbers(1)[None]
+            calls.append((update, self._alone, *given, numbers_TK, results_T2))
         if len(self._begun_row):
             self._read_begun = loops.build_read_only(spec.initializer.kernel)
             begun = self.layout, _NO_IDS, no_rows, self._begun_row
@@ -272,7 +284,20 @@ class TableState:
         batch: int,
     ) -> Slots:
         """Do a training lookup; return the slots, hints for an update."""
-        return store.look_up_rows(self, ids_N, out_ND, counts_N, batch)
+        return self.look_up_rows(store, ids_N, out_ND, counts_N, batch)
+
+    def look_up_rows(
+        self,
+        store: "EmbeddingStore",
+        ids_N: Ids,
+        out_ND: Floats,
+        counts_N: Counts | None = None,
+        batch: int = 0,
+    ) -> Slots:
+        """Do a training lookup of rows that have one block."""
+        group, starts = store.group((self.number,)), np.array([0, len(ids_N)])
+        out = out_ND.reshape(-1)
+        return store.look_up_rows(group, ids_N, starts, out, counts_N, batch)
 
     def look_only(self, store: "EmbeddingStore", ids_N: Ids, out_ND: Floats) -> None:
         """Do a lookup that is not for training."""
@@ -400,8 +425,25 @@ class TableState:
         else:
             self.num_updates = step
         self.layout[memory.NOW_S] = now_s
-        numbers = self._step_numbers(step)
-        return self._update(self.at, ids_N, hints_N, grads_ND, numbers)
+        numbers = self.step_numbers(step)
+        if self.engine is not None:
+            found: tuple[int, int] = self.update_loop(
+                self.at, ids_N, hints_N, grads_ND, numbers
+            )
+            return found
+        results_T2 = np.zeros((1, 2), dtype=np.int64)
+        self.update_loop(
+            self._alone,
+            ids_N,
+            np.array([0, len(ids_N)]),
+            hints_N,
+            grads_ND.reshape(-1),
+            np.array([[step, now_s]], dtype=np.uint64),
+            numbers[None],
+            results_T2,
+        )
+        num_missed, num_refused = results_T2[0].tolist()
+        return num_missed, num_refused
 
     def describe_both(self, spec: TableSpec, *, is_lfu: bool) -> tuple[str, str]:
         """Return what its rows look like, and would under other settings."""
@@ -462,10 +504,91 @@ class TableState:
         rule = self.spec.admission, self.spec.seed
         self.admission = build_admission(*rule, self.remembered, self._log)
 
-    def _step_numbers(self, step: int) -> Floats:
+    def steps_alike(self, other: "TableState") -> bool:
+        """Return whether :meth:`step_numbers` of both are equal, of equal steps."""
+        of_both = [(s.spec.optimizer, s.spec.row_dim, s._checks) for s in (self, other)]  # noqa: SLF001
+        return of_both[0] == of_both[1]
+
+    def step_numbers(self, step: int) -> Floats:
         """Return the bound of the weights, that of gradients, and the optimizer's."""
         numbers = self.spec.optimizer.step_numbers(self.spec.row_dim, max(step, 1))
         return np.array((*self._checks, *numbers), dtype=np.float32)
+
+
+class GroupUpdate(NamedTuple):
+    """A loop that updates tables of a group which stand side by side.
+
+    ``is_alike``: whether all of them have the same settings.
+    """
+
+    loop: Callable[..., None]
+    begin: int
+    end: int
+    is_alike: bool
+
+
+class TableGroup:
+    """The tables of a request, in its order, which a loop takes at once.
+
+    Attributes:
+        states: of the T tables.
+        numbers: theirs in the store, int64 ``(T,)``.
+        at: what loops take.
+        dims: of their weights, int64 ``(T,)``.
+        is_looked_up_at_once: whether one call looks all of them up.
+        updates: the loops that update them; None where it is one table after the other,
+            or one takes no gradients.
+    """
+
+    def __init__(self, states: Sequence[TableState]) -> None:
+        self.states = states
+        self.numbers = np.array([state.number for state in states], dtype=np.int64)
+        layouts_T = np.array([s.layout.ctypes.data for s in states], dtype=np.uint64)
+        self.at: TablesAt = layouts_T, states[0].at[1] if states else None
+        self.dims = np.array([state.spec.dim for state in states], dtype=np.int64)
+        self.is_looked_up_at_once = all(
+            type(state).look_up is TableState.look_up for state in states
+        )
+        self.is_by_running_time = np.array([s.is_by_running_time for s in states])
+        are_plain = all(
+            type(state).apply is TableState.apply
+            and type(state).split_update is TableState.split_update
+            and type(state).ends_period is TableState.ends_period
+            and state.engine is None
+            and not (state.spec.is_frozen or state.is_dropped)
+            for state in states
+        )
+        is_each_once = len({*self.numbers.tolist()}) == len(states)
+        self.updates = self._find_updates() if are_plain and is_each_once else None
+
+    def rows_of(self, t: int, starts_T: loops.Starts, flat: Floats) -> Floats:
+        """Return the rows of a table, ``(N, D)``, of those of all tables."""
+        dims = [state.spec.row_dim for state in self.states[: t + 1]]
+        begin = int((np.diff(starts_T[: t + 1]) * dims[:t]).sum())
+        num = int(starts_T[t + 1] - starts_T[t])
+        return flat[begin : begin + num * dims[t]].reshape(num, dims[t])
+
+    def _find_updates(self) -> list[GroupUpdate]:
+        updates = []
+        for _, found in itertools.groupby(
+            enumerate(self.states), lambda pair: id(pair[1].update_loop)
+        ):
+            (begin, first), *others = found
+            alike = all(state.steps_alike(first) for _, state in others)
+            end = begin + 1 + len(others)
+            updates.append(GroupUpdate(first.update_loop, begin, end, alike))
+        return updates
+
+    def step_numbers(self, update: GroupUpdate, steps: Sequence[int]) -> Floats:
+        """Return what a loop takes beside the rows of its tables, float32 ``(T, K)``.
+
+        ``steps`` are those of its tables.
+        """
+        states = self.states[update.begin : update.end]
+        if update.is_alike and len({*steps}) == 1:
+            return np.tile(states[0].step_numbers(steps[0]), (len(states), 1))
+        pairs = zip(states, steps, strict=True)
+        return np.stack([state.step_numbers(step) for state, step in pairs])
 
 
 def _checks(

@@ -103,7 +103,7 @@ class TableOfBlocks(TableState):
         if counts_N is None:
             counts_N = np.ones(len(ids_N), dtype=np.uint32)
         with store.transaction():
-            slots_N = store.look_up_rows(self, ids_N, first_NW, counts_N, batch)
+            slots_N = self.look_up_rows(store, ids_N, first_NW, counts_N, batch)
             num_N = self._count(store, ids_N, counts_N)
             self._spread(first_NW, out_ND)
             found = np.full((len(ids_N), self._rule.blocks), memory.MISSING)
@@ -112,8 +112,8 @@ class TableOfBlocks(TableState):
                 picked = np.flatnonzero(num_N > number)
                 rows_KW = np.empty((len(picked), self._dim), dtype=np.float32)
                 counts_K = counts_N[picked]
-                found[picked, number] = store.look_up_rows(
-                    state, ids_N[picked], rows_KW, counts_K
+                found[picked, number] = state.look_up_rows(
+                    store, ids_N[picked], rows_KW, counts_K
                 )
                 out_ND[picked, self._of(number)] = rows_KW
         out_ND[slots_N == memory.MISSING] = self.spec.admission.unadmitted_value

@@ -106,6 +106,7 @@ def drop(store: "EmbeddingStore", numbers: Sequence[int]) -> None:
     store.journal.dropped([state.spec.name for state in states])
     for state in states:
         _forget(store, state)
+    store.forget_groups()
     link(store)
 
 

@@ -17,15 +17,16 @@ from persia_torchrec.errors import StoreError
 from persia_torchrec.jit.compiled import read_only
 from persia_torchrec.store import finite, loops, memory
 from persia_torchrec.store.change_log import ChangedSlots
+from persia_torchrec.store.loops import Starts
 from persia_torchrec.store.memory import Floats, Ids, Slots, Words
-from persia_torchrec.store.table import TableState
+from persia_torchrec.store.table import TableGroup, TableState
 from persia_torchrec.store.table_blocks import FIRST
 from persia_torchrec.store.undo_log import ROW_BYTES, UndoLog
 
 if TYPE_CHECKING:
     from persia_torchrec.store.embedding_store import EmbeddingStore
 
-UPDATE, WRITE, STEP, CLEAR = range(4)
+UPDATE, WRITE, STEP, CLEAR, UPDATE_GROUP = range(5)
 """Kinds of changes that are done at the end of a transaction."""
 
 KEPT_BYTES = 800
@@ -69,6 +70,21 @@ class Change(NamedTuple):
     values: Floats = _NO_VALUES
 
 
+class GroupChange(NamedTuple):
+    """An update of a group of tables, at the end of a transaction; see ``Change``.
+
+    ``steps`` are the tables' afterwards, by number.
+    """
+
+    group: TableGroup
+    steps: dict[int, int]
+    ids: Ids
+    starts: Starts
+    hints: Slots
+    values: Floats  # flat, table by table
+    kind: int = UPDATE_GROUP
+
+
 class Transaction:
     """Several calls of a store that are one change: see ``EmbeddingStore.transaction``.
 
@@ -92,7 +108,7 @@ class Transaction:
         self._transactions, self._depth = transactions, 0
         self.results: list[UpdateResult] = []
         self.totals = _NOTHING
-        self.changes: list[Change] = []
+        self.changes: list[Change | GroupChange] = []
         self.notes: list[tuple[int, int]] = []
         self.results_at: list[int] = []
         self.steps: dict[int, int] = {}
@@ -232,17 +248,49 @@ class Transactions:
         state, ids_N = store.states[table], read_only(ids_N)
         if hints_N is None or len(hints_N) != len(ids_N):
             hints_N = loops.find_slots(state.layout, ids_N)
-        journal = store.journal
-        if journal.is_on and not journal.is_noted(hints_N, ids_N):
-            slots_N = loops.find_slots(state.layout, ids_N)
-            slots_N = slots_N[slots_N != memory.MISSING]
-            arena = int(state.layout[memory.ARENA])
-            journal.changed(ChangedSlots(table, arena, 0, slots_N))
+        if store.journal.is_on and not store.journal.is_noted(hints_N, ids_N):
+            self._note_changed(state, ids_N)
         steps[table] = steps.get(table, state.num_updates) + 1
         arrays = ids_N, read_only(hints_N), read_only(grads_ND)
         self.add(Change(UPDATE, table, steps[table], *arrays))
 
-    def add(self, change: Change) -> None:
+    def add_updates(
+        self,
+        group: TableGroup,
+        ids_N: Ids,
+        starts_T: Starts,
+        grads: Floats,
+        hints_N: Slots | None,
+    ) -> None:
+        """Update rows of a group at the end of the transaction that is open."""
+        assert self.opened is not None
+        store, ids_N = self._store, read_only(ids_N)
+        if hints_N is None or len(hints_N) != len(ids_N):
+            parts = zip(group.states, starts_T[:-1], starts_T[1:], strict=True)
+            found = [loops.find_slots(s.layout, ids_N[a:b]) for s, a, b in parts]
+            hints_N = np.concatenate([_NO_SLOTS, *found])
+        if store.journal.is_on and not store.journal.is_noted(hints_N, ids_N):
+            for t, state in enumerate(group.states):
+                self._note_changed(state, ids_N[starts_T[t] : starts_T[t + 1]])
+        counted = self.opened.steps
+        steps = {
+            number: counted.get(number, step) + 1
+            for number, step in zip(
+                group.numbers.tolist(), store.steps[group.numbers].tolist(), strict=True
+            )
+        }
+        counted.update(steps)
+        arrays = starts_T, read_only(hints_N), read_only(grads)
+        self.add(GroupChange(group, steps, ids_N, *arrays))
+
+    def _note_changed(self, state: TableState, ids_N: Ids) -> None:
+        """Note the rows of ids, that are about to be updated."""
+        slots_N = loops.find_slots(state.layout, ids_N)
+        slots_N = slots_N[slots_N != memory.MISSING]
+        arena = int(state.layout[memory.ARENA])
+        self._store.journal.changed(ChangedSlots(state.number, arena, 0, slots_N))
+
+    def add(self, change: Change | GroupChange) -> None:
         """Do a change at the end of the transaction that is open."""
         assert self.opened is not None
         changes = self.opened.changes
@@ -362,8 +410,13 @@ class Transactions:
         for offset, value in notes:
             words[offset] = value
 
-    def _count_bytes(self, change: Change) -> int:
+    def _count_bytes(self, change: Change | GroupChange) -> int:
         """Return what keeping a change takes."""
+        if isinstance(change, GroupChange):
+            nums = np.diff(change.starts)
+            strides = [self._store.arena(s).strides[0] for s in change.group.states]
+            num_bytes = nums * (np.array(strides) + ROW_BYTES)
+            return int(num_bytes.sum()) + ROW_BYTES * len(nums)
         if change.kind not in (UPDATE, WRITE):
             return ROW_BYTES
         store, state = self._store, self._store.states[change.table]
@@ -373,7 +426,10 @@ class Transactions:
             num_bytes += ROW_BYTES
         return num_bytes
 
-    def _change(self, transaction: Transaction, change: Change) -> None:
+    def _change(self, transaction: Transaction, change: Change | GroupChange) -> None:
+        if isinstance(change, GroupChange):
+            self._update_group(transaction, change)
+            return
         kind, table, step, ids_N, _, values_NK = change
         state, undo_log = self._store.states[table], self.undo_log
         if kind == WRITE:
@@ -388,10 +444,45 @@ class Transactions:
             return
         now_s = self._store.now_s(state)
         counts = state.apply(self._store, change, now_s)
-        transaction.results.append(self._build_result(change, *counts))
+        transaction.results.append(_result_of(state, change.hints, *counts))
         if state.ends_period(step):
             state.end_period(self._store)
             self._ended[table] = FIRST
+
+    def _update_group(self, transaction: Transaction, change: GroupChange) -> None:
+        """Apply the optimizers to rows of a group's tables."""
+        group, steps, ids_N, starts_T, hints_N, grads, _ = change
+        store, num_tables = self._store, len(group.states)
+        if self.undo_log is not None:
+            self.undo_log.keep_some(store.steps, group.numbers)
+        now_T2 = np.empty((num_tables, 2), dtype=np.uint64)
+        store.steps[group.numbers] = now_T2[:, 0] = [*steps.values()]
+        now_T2[:, 1] = store.seconds_of(group)
+        results_T2 = np.zeros((num_tables, 2), dtype=np.int64)
+        layouts_T, log = group.at
+        begin_of_grads = 0
+        for update in group.updates or ():
+            which = slice(update.begin, update.end)
+            starts = starts_T[update.begin : update.end + 1]
+            update.loop(
+                (layouts_T[which], log),
+                ids_N,
+                starts,
+                hints_N,
+                grads[begin_of_grads:],
+                now_T2[which],
+                group.step_numbers(update, [*steps.values()][which]),
+                results_T2[which],
+            )
+            begin_of_grads += int(np.diff(starts).dot(group.dims[which]))
+        if not results_T2.any():
+            transaction.results.append(_NOTHING)
+            return
+        for t, (missed, rejected) in enumerate(results_T2.tolist()):
+            hints = hints_N[starts_T[t] : starts_T[t + 1]]
+            transaction.results.append(
+                _result_of(group.states[t], hints, missed, rejected)
+            )
 
     def _write(self, state: TableState, ids_N: Ids, values_NK: Floats) -> None:
         slots_N = read_only(self._store.find(state.number, ids_N))  # rows may have left
@@ -401,13 +492,16 @@ class Transactions:
         if not np.abs(values_NK).max(initial=0) <= finite.MODERATE_WEIGHT:
             self._store.tally[memory.HAS_LARGE] = 1
 
-    def _build_result(self, change: Change, missed: int, rejected: int) -> UpdateResult:
-        unadmitted, state = 0, self._store.states[change.table]
-        if missed and state.admission is not None:
-            # Its lookup left it without a row, if what that found is known.
-            num_without = int(np.count_nonzero(change.hints == memory.MISSING))
-            unadmitted = min(num_without, missed)
-        return UpdateResult(missed, rejected, unadmitted)
+
+def _result_of(
+    state: TableState, hints_N: Slots, missed: int, rejected: int
+) -> UpdateResult:
+    unadmitted = 0
+    if missed and state.admission is not None:
+        # Its lookup left it without a row, if what that found is known.
+        num_without = int(np.count_nonzero(hints_N == memory.MISSING))
+        unadmitted = min(num_without, missed)
+    return UpdateResult(missed, rejected, unadmitted)
 
 
 def _as_words(notes: list[tuple[int, int]]) -> Words:

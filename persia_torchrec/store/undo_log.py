@@ -25,6 +25,7 @@ killed process has written. ``fence`` binds the compiler.
 """
 
 import numpy as np
+import numpy.typing as npt
 
 from persia_torchrec.jit import intrinsics as cpu
 from persia_torchrec.jit.compiled import compiled, inlined
@@ -120,6 +121,10 @@ class UndoLog:
         """Keep words that are about to change, for which there is room."""
         _keep(self.log, words)
 
+    def keep_some(self, words: Words, which_K: npt.NDArray[np.int64]) -> None:
+        """Keep some words that are about to change, for which there is room."""
+        _keep_some(self.log, words, which_K)
+
     def keep_all(self, words: Words) -> None:
         """Keep words whose changes are not kept one by one, if they are few."""
         if words.nbytes > _LARGEST_MEMORY:
@@ -176,6 +181,13 @@ def _begin(log: np.uint64, tally: Tally, cursor: Words, logs: Words) -> None:
 @compiled
 def _keep(log: np.uint64, words: Words) -> None:
     memory.keep_words(log, np.uint64(words.ctypes.data), np.uint64(words.size))
+
+
+@compiled
+def _keep_some(log: np.uint64, words: Words, which_K: npt.NDArray[np.int64]) -> None:
+    for which in which_K:
+        at = np.uint64(words.ctypes.data) + np.uint64(8 * which)
+        memory.keep_words(log, at, _ONE)
 
 
 @compiled

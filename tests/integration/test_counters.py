@@ -59,7 +59,7 @@ from persia_torchrec.metrics.values import readings_of
 from persia_torchrec.pipeline.joint import Trainers
 from persia_torchrec.rpc import slab as layout
 from persia_torchrec.rpc.channel import Reply
-from persia_torchrec.rpc.messages import NO_GENERATION, Header, Kind, Share, TableIds
+from persia_torchrec.rpc.messages import NO_GENERATION, Header, Kind, Share
 from persia_torchrec.rpc.slab import Slab
 from persia_torchrec.rpc.slab_client import SlabChannel
 from persia_torchrec.rpc.slab_server import Tenant
@@ -77,7 +77,7 @@ from tests.support.consistency import check_store, ids_oldest_first
 from tests.support.copied_stores import store_of, update, use
 from tests.support.processes import wait_until
 from tests.support.saved_training import Training
-from tests.support.servers import DEADLINE_S, Servers, ids_of
+from tests.support.servers import DEADLINE_S, Servers, ids_of, segments_of
 
 FORMATS = Path(__file__).parents[2] / "docs/formats"
 ITEM = TableSpec(name="item", dim=2, optimizer=Adagrad(0.1), keeps_metadata=True)
@@ -368,8 +368,9 @@ def pass_joint_step(job, folder, value):
         steps.join(of_rank._next, OfGroup(b"%d" % rank))
     for _ in range(3):
         for rank, of_rank in enumerate(shares):
-            tables = [TableIds(0, ids_of(1))], [np.ones((1, 2), np.float32)]
-            given = Update(b"%d" % rank, Header(Kind.UPDATE), *tables)
+            asked, grads = segments_of([(0, [1])]), np.ones(2, np.float32)
+            dims, header = np.array([2]), Header(Kind.UPDATE)
+            given = Update(b"%d" % rank, header, asked, dims, grads)
             encoded = of_rank.next_share().encode()
             steps.add(Share.decode([encoded], num_frames=1), given)
     for of_rank in shares:

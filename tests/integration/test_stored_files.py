@@ -209,7 +209,7 @@ def test_stored_frames_are_decoded_and_encoded_alike():
     found = expected("messages.json")
     segments = found["segments"]
     frames = [b"", *map(bytes.fromhex, segments["frames"])]
-    tables = messages.decode_segments(frames, num_frames=3)
+    tables = messages.decode_segments(frames, num_frames=3).pieces()
     assert [[table, ids.tolist()] for table, ids in tables] == segments["tables"]
     numbers = np.array([[table, len(ids)] for table, ids in tables])
     again = messages.encode_segments(numbers, [ids for _, ids in tables])

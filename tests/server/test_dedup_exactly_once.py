@@ -429,7 +429,7 @@ def test_an_update_that_failed_is_not_tried_again(server, monkeypatch):
 
     update = request(Kind.UPDATE, 1, *frames_of({7: -1.0}))
     with monkeypatch.context() as patch:
-        patch.setattr(server.running.server.shard.store, "add_update", fail)
+        patch.setattr(server.running.server.shard.store, "add_updates", fail)
         assert "none left" in server.ask(*update)[1]["message"]
     server.restart()
     must = "must not have been rejected before"

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia_torchrec.rpc.messages import Header, Kind, Share, TableIds
+from persia_torchrec.rpc.messages import Header, Kind, Share
 from persia_torchrec.server.joint_steps import JointSteps, Member, Update
+from tests.support.servers import segments_of
 
 
 class Collected:
@@ -26,10 +27,10 @@ class Collected:
         )
 
     def give(self, peer: str, share: Share, num_ids: int = 1) -> None:
-        ids = np.arange(num_ids, dtype=np.uint64)
-        grads = np.ones((num_ids, 4), dtype=np.float32)
+        asked = segments_of([(0, range(num_ids))])
+        grads = np.ones(4 * num_ids, dtype=np.float32)
         header = Header(Kind.UPDATE)
-        update = Update(peer.encode(), header, [TableIds(0, ids)], [grads])
+        update = Update(peer.encode(), header, asked, np.array([4]), grads)
         self.steps.add(share, update)
 
     def join(self, rank: int, group: int = 7, ended: str = "") -> list[str]:

@@ -4,9 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia_torchrec.rpc.messages import TableIds
 from persia_torchrec.server.open_batches import OpenBatches
-from tests.support.servers import ids_of
+from tests.support.servers import segments_of
 
 PER_ARRAY = 64
 """What the bound counts for a lookup, and for a table of it, besides the slots."""
@@ -18,8 +17,16 @@ def slots(num, first=0):
 
 def begin(batches, batch, *found):
     """Begin a batch, or another lookup of it, with a table and slots each."""
-    tables = [TableIds(table, ids_of(*range(len(slots_N)))) for table, slots_N in found]
-    batches.begin(batch, tables, [slots_N for _, slots_N in found])
+    asked = segments_of([(table, range(len(slots_N))) for table, slots_N in found])
+    batches.begin(batch, asked, [slots_N for _, slots_N in found])
+
+
+def apply(batches, updated):
+    """Return the slots of the lookups of batches, by table."""
+    return [
+        [found for lookup in lookups for found in lookup.by_table()]
+        for lookups in batches.apply(updated)
+    ]
 
 
 class SlowCache:
@@ -59,7 +66,7 @@ def test_slots_are_what_was_kept_within_the_bound(steps, max_slots):
             begin(fast, batch, *found)
             slow.begin(batch, *found)
         elif step == "apply":
-            [mine], yours = fast.apply([batch]), slow.take(batch)
+            [mine], yours = apply(fast, [batch]), slow.take(batch)
             assert [(t, array.tolist()) for t, array in mine] == [
                 (t, array.tolist()) for t, array in yours
             ]
@@ -74,7 +81,7 @@ def test_clearing_forgets_all_slots():
     begin(batches, (1, 1), (0, slots(3)))
     batches.clear_slots()
     assert batches.num_slots == 0
-    assert batches.apply([(1, 1)]) == [[]]
+    assert apply(batches, [(1, 1)]) == [[]]
     assert batches.counters()["open_batches"] == 1
 
 
@@ -83,7 +90,7 @@ def test_a_batch_that_has_ended_has_no_slots():
     for batch in (1, 2):
         begin(batches, (7, batch), (0, slots(3)), (1, slots(4)))
     batches.end((7, 1))
-    first, second = batches.apply([(7, 1), (7, 2)])
+    first, second = apply(batches, [(7, 1), (7, 2)])
     assert (len(first), len(second)) == (0, 2)
     batches.end((7, 2))
     assert batches.num_slots == 0
@@ -101,7 +108,7 @@ def test_batches_beyond_the_bound_have_no_slots():
     batches = OpenBatches(max_slots=2 * (2 * PER_ARRAY + 1))
     for batch in range(3):
         begin(batches, (1, batch), (0, slots(1, batch)))
-    first, *others = batches.apply([(1, batch) for batch in range(3)])
+    first, *others = apply(batches, [(1, batch) for batch in range(3)])
     assert first == []
     assert [int(slots_N[0]) for [(_, slots_N)] in others] == [1, 2]
 
@@ -110,7 +117,7 @@ def test_a_lookup_in_parts_has_the_slots_of_all():
     batches = OpenBatches()
     for table in range(2):
         begin(batches, (1, 5), (table, slots(1)))
-    [found] = batches.apply([(1, 5)])
+    [found] = apply(batches, [(1, 5)])
     assert [table for table, _ in found] == [0, 1]
 
 
@@ -119,4 +126,4 @@ def test_a_stream_that_never_ends_a_batch_is_forgotten():
     for batch in range(5000):
         begin(batches, (7, batch), (0, slots(1)))
     batches.end((7, 0))
-    assert batches.apply([(7, 0)]) == [[]]
+    assert apply(batches, [(7, 0)]) == [[]]

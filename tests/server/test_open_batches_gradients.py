@@ -2,32 +2,36 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia_torchrec.rpc.messages import Header, Kind, TableIds
-from persia_torchrec.server.open_batches import Update, build_gradients
+from persia_torchrec.rpc.messages import Header, Kind
+from persia_torchrec.server.open_batches import LookedUp, Update, build_gradients
 from persia_torchrec.store.memory import MISSING
+from tests.support.servers import segments_of
 
 DIMS = {3: 2, 5: 4}
 
 
 def update_of(stream, gradients):
     """Return an update; its gradients are given as {table: {id: value}}."""
-    tables = [
-        TableIds(table, np.array(list(rows), dtype=np.uint64))
-        for table, rows in gradients.items()
-    ]
-    grads = [
-        np.repeat(np.array(list(rows.values()), dtype=np.float32)[:, None], dim, 1)
-        for rows, dim in ((rows, DIMS[table]) for table, rows in gradients.items())
-    ]
-    return Update(b"", Header(Kind.UPDATE, stream=stream), tables, grads)
+    asked = segments_of([(table, [*rows]) for table, rows in gradients.items()])
+    dims = np.array([DIMS[table] for table in gradients], dtype=np.int64)
+    rows = zip(gradients.values(), dims, strict=True)
+    each = [np.repeat([*values.values()], dim) for values, dim in rows]
+    grads = np.concatenate([np.empty(0), *each]).astype(np.float32)
+    return Update(b"", Header(Kind.UPDATE, stream=stream), asked, dims, grads)
+
+
+def looked_up(*tables):
+    """Return a lookup, given as tables with the slots of their ids."""
+    asked = segments_of([(table, [*range(len(slots))]) for table, slots in tables])
+    return LookedUp(asked, [slots for _, slots in tables], 0)
 
 
 def test_a_single_update_is_not_copied():
     update = update_of(1, {3: {7: 1.0, 9: 2.0}})
     (part,) = build_gradients([update], [[]])
     assert part.table == 3
-    assert part.ids is update.tables[0].ids
-    assert part.grads is update.grads[0]
+    assert np.shares_memory(part.ids, update.asked.ids)
+    assert np.shares_memory(part.grads, update.grads)
     assert part.hints is None
 
 
@@ -75,18 +79,17 @@ def test_they_add_up_in_the_order_of_the_ranks():
 
 def test_each_lookup_of_a_batch_is_used_once():
     arrays = [np.arange(first, first + 3, dtype=np.uint32) for first in (0, 10, 20)]
-    tables = [TableIds(3, np.arange(num, dtype=np.uint64)) for num in (3, 3, 3, 2)]
-    grads = [np.zeros((len(t.ids), 2), np.float32) for t in tables]
-    update = Update(b"", Header(Kind.UPDATE), tables, grads)
-    kept = list(zip((3, 5, 3), arrays, strict=True))
-    parts = list(build_gradients([update], [kept]))
+    asked = segments_of([(3, [*range(num)]) for num in (3, 3, 3, 2)])
+    dims, grads = np.full(4, 2), np.zeros(22, np.float32)
+    update = Update(b"", Header(Kind.UPDATE), asked, dims, grads)
+    kept = looked_up(*zip((3, 5, 3), arrays, strict=True))
+    parts = list(build_gradients([update], [[kept]]))
     assert [part.hints is not None for part in parts] == [True, True, False, False]
     assert [part.hints.tolist() for part in parts[:2]] == [[0, 1, 2], [20, 21, 22]]
-    assert [table for table, _ in kept] == [5]
 
 
 def test_hints_are_those_of_any_trainer_that_has_them():
-    slots = [[], [(3, np.array([70, 90], dtype=np.uint32))]]
+    slots = [[], [looked_up((3, np.array([70, 90], dtype=np.uint32)))]]
     updates = [
         update_of(0, {3: {7: 1.0, 8: 1.0}}),
         update_of(1, {3: {7: 1.0, 9: 1.0}}),
@@ -97,7 +100,6 @@ def test_hints_are_those_of_any_trainer_that_has_them():
         8: MISSING,
         9: 90,
     }
-    assert slots == [[], []]
 
 
 def test_a_nan_of_one_trainer_is_in_the_sum():

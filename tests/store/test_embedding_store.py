@@ -1,3 +1,4 @@
+import itertools
 import os
 from dataclasses import dataclass
 from functools import partial
@@ -92,6 +93,7 @@ IDS = [
 ]
 
 tables = st.integers(0, len(TABLES) - 1)
+several = st.lists(tables, min_size=1, max_size=4, unique=True)
 picks = st.lists(st.integers(0, len(IDS[0]) - 1), max_size=6)
 seeds = st.integers(0, 2**32 - 1)
 
@@ -106,6 +108,13 @@ def look_up(store, table, ids, *, training=True):
     out = np.full((len(ids), store.tables[table].dim), np.nan, dtype=np.float32)
     store.lookup(table, ids, out, training=training)
     return out
+
+
+def asked_of(chosen, picks):
+    """Return ids of tables, fewer and fewer; and the tables, all ids, their starts."""
+    ids = [[IDS[table][pick] for pick in picks[k:]] for k, table in enumerate(chosen)]
+    starts = np.cumsum([0, *map(len, ids)])
+    return ids, (tuple(chosen), ids_of(*itertools.chain(*ids)), starts)
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -172,6 +181,40 @@ class StoreMachine(RuleBasedStateMachine):
         assert result.num_missed == self.slow.update(table, ids, grads)
         num_refused = self.slow.counts["gradients_refused"] - num_refused
         assert result.num_refused == num_refused
+
+    @rule(chosen=several, picks=picks)
+    def look_up_several(self, chosen, picks):
+        if ADAPTIVE in chosen and self.fast.capacity_rows < 3:
+            return
+        ids, asked = asked_of(chosen, picks)
+        dims = [TABLES[table].dim for table in chosen]
+        shapes = [(len(some), dim) for some, dim in zip(ids, dims, strict=True)]
+        ends = np.cumsum([num * dim for num, dim in shapes])
+        out = np.full(ends[-1], np.nan, dtype=np.float32)
+        self.fast.lookup_tables(*asked, out)
+        parts = np.split(out, ends[:-1])
+        for table, some, rows, shape in zip(chosen, ids, parts, shapes, strict=True):
+            expected = self.slow.lookup(table, some, training=True, counts=None)
+            np.testing.assert_allclose(rows.reshape(shape), expected, **NEAR[table])
+
+    @rule(chosen=several, picks=picks, seed=seeds, is_finite=st.booleans())
+    def update_several(self, chosen, picks, seed, is_finite):
+        ids, asked = asked_of(chosen, picks)
+        dims = [TABLES[table].dim for table in chosen]
+        pairs = zip(ids, dims, strict=True)
+        grads = [floats_of(seed, len(some), dim) for some, dim in pairs]
+        if not is_finite:
+            grads[-1][:1, -1] = np.nan
+        flat = np.concatenate([each.reshape(-1) for each in grads])
+        rejected = self.slow.counts["gradients_refused"]
+        with self.fast.transaction() as transaction:
+            self.fast.add_updates(*asked, flat)
+        each = zip(chosen, ids, grads, strict=True)
+        missed = sum(
+            self.slow.update(table, some, given) for table, some, given in each
+        )
+        rejected = self.slow.counts["gradients_refused"] - rejected
+        assert transaction.totals[:2] == (missed, rejected)
 
     @rule(table=tables, picks=picks, seed=seeds)
     def write(self, table, picks, seed):

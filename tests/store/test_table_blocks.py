@@ -15,11 +15,11 @@ from persia_torchrec.checkpoint.load import Increment
 from persia_torchrec.client.codec import BatchNumber
 from persia_torchrec.embedding.optim import Adagrad, Adam
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.rpc.messages import Header, Kind, TableIds
+from persia_torchrec.rpc.messages import Header, Kind
 from persia_torchrec.server.checkpoint_service import ShardDump
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.increments import Increments
-from persia_torchrec.server.open_batches import Update, build_gradients
+from persia_torchrec.server.open_batches import LookedUp, Update, build_gradients
 from persia_torchrec.store import (
     memory,
     table_blocks,
@@ -35,7 +35,7 @@ from tests.support.consistency import check_store, rows_oldest_first
 from tests.support.processes import wait_until
 from tests.support.reference import Row, initial_weights, step
 from tests.support.saved_training import Training
-from tests.support.servers import ids_of
+from tests.support.servers import ids_of, segments_of
 
 pytestmark = pytest.mark.slow
 
@@ -246,18 +246,19 @@ def test_a_gradient_does_not_reach_a_block_that_its_lookup_has_not_found():
 
 def test_trainers_that_step_together_add_up_what_their_lookups_have_found():
     _, (_, before, after) = store_with_a_late_block()
-    ids, header = ids_of(1), Header(Kind.UPDATE)
-    grads = [np.full((1, DIM), value, dtype=np.float32) for value in (1, 2)]
-    updates = [Update(b"", header, [TableIds(0, ids)], [g]) for g in grads]
+    one, none, dims = segments_of([(0, [1])]), segments_of([(0, [])]), np.array([DIM])
+    grads = [np.full(DIM, value, dtype=np.float32) for value in (1, 2)]
+    updates = [Update(b"", Header(Kind.UPDATE), one, dims, each) for each in grads]
     for hints, second in ([before, after], 2), ([None, before], 1), ([before] * 2, 0):
-        slots = [[(0, slots)] if slots is not None else [] for slots in hints]
+        slots = [[LookedUp(one, [s], 0)] if s is not None else [] for s in hints]
         [part] = build_gradients(updates, slots)
         assert part.grads[0].tolist() == [3] * (DIM // 2) + [second] * (DIM // 2)
         assert (part.hints[0] == MISSING).tolist() == [False, second == 0]
     # Of the second trainer's ids, none is of this server.
-    updates[1] = Update(b"", header, [TableIds(0, ids[:0])], [grads[1][:0]])
-    [part] = build_gradients(updates, [[(0, after)], [(0, after[:0])]])
-    assert part.grads.tolist() == grads[0].tolist()
+    updates[1] = updates[1]._replace(asked=none, grads=grads[1][:0])
+    slots = [[LookedUp(one, [after], 0)], [LookedUp(none, [after[:0]], 0)]]
+    [part] = build_gradients(updates, slots)
+    assert part.grads.tolist() == [grads[0].tolist()]
 
 
 @pytest.mark.parametrize(

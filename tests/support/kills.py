@@ -115,6 +115,8 @@ def request(store, number):
         optimizer = replace(first.optimizer, lr=float(rng.uniform(0.01, 1)))
         store.add_table(replace(first, optimizer=optimizer))
     with store.transaction() as one:
+        if number % 5 == 2:
+            use_several(store, number, rng)
         for table in rng.permutation(3)[: rng.integers(1, 4)].tolist():
             ids = rng.zipf(1.2, rng.integers(1, 200)).astype(np.uint64) % NUM_IDS
             dim = store.tables[table].dim
@@ -128,6 +130,19 @@ def request(store, number):
         if number % 211 == 150:
             store.clear()
         one.note(0, number + 1)
+
+
+def use_several(store, number, rng):
+    """Look all tables up, or update them, or both, by one call each."""
+    nums, dims = rng.integers(0, 150, 3), [table.dim for table in store.tables[:3]]
+    ids = rng.zipf(1.2, nums.sum()).astype(np.uint64) % NUM_IDS
+    asked = (0, 1, 2), ids, np.cumsum([0, *nums])
+    rows = rng.normal(size=(nums * dims).sum()).astype(np.float32)
+    hints = [None]
+    if number % 2:
+        hints = store.lookup_tables(*asked, rows.copy())
+    if number % 4:
+        store.add_updates(*asked, rows, hints[0] if len(hints) == 1 else None)
 
 
 def change(store, number, table, ids, rows):

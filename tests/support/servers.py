@@ -12,6 +12,7 @@ from persia_torchrec.client.client import EmbeddingClient, Reply
 from persia_torchrec.client.codec import PushOutcome
 from persia_torchrec.errors import JobError, WireError
 from persia_torchrec.rpc.auth import NO_JOB, Greeting
+from persia_torchrec.rpc.messages import TableSegments
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
 from persia_torchrec.store.embedding_store import EmbeddingStore
 
@@ -21,13 +22,21 @@ DEADLINE_S = 120.0
 """When a test gives up waiting; so long that a busy machine does not fail it."""
 
 
+def segments_of(tables):
+    """Return what a request names: tables with their ids."""
+    starts = np.cumsum([0, *(len(ids) for _, ids in tables)])
+    ids = [id_ for _, ids in tables for id_ in ids]
+    numbers = tuple(table for table, _ in tables)
+    return TableSegments(numbers, starts, np.array(ids, dtype=np.uint64))
+
+
 class RecordingStore(EmbeddingStore):
     """A store that remembers what it was asked with.
 
     Attributes:
         counting: names of tables that want counts.
         counts: of each lookup, as lists.
-        found: slots of each training lookup.
+        found: slots of each training lookup, of all its tables.
         hints: of each update.
         num_to_sweep: slices of background work that are left.
         num_sweeps: slices that were asked for.
@@ -48,15 +57,17 @@ class RecordingStore(EmbeddingStore):
 
     def lookup(self, *args, training, counts_N=None, **more):
         self.counts.append(None if counts_N is None else counts_N.tolist())
-        more = {"counts_N": counts_N, **more}
-        slots_N = super().lookup(*args, training=training, **more)
-        if training:
-            self.found.append(slots_N)
-        return slots_N
+        return super().lookup(*args, training=training, counts_N=counts_N, **more)
 
-    def add_update(self, table, ids_N, grads_ND, hints_N=None):
+    def lookup_tables(self, *asked, counts_N=None, **more):
+        self.counts.append(None if counts_N is None else counts_N.tolist())
+        [slots_N] = super().lookup_tables(*asked, counts_N=counts_N, **more)
+        self.found.append(slots_N)
+        return [slots_N]
+
+    def add_updates(self, tables, ids_N, starts_T, grads, hints_N=None):
         self.hints.append(hints_N)
-        super().add_update(table, ids_N, grads_ND, hints_N)
+        super().add_updates(tables, ids_N, starts_T, grads, hints_N)
 
     def sweep(self, max_rows: int) -> bool:
         self.num_sweeps += 1
