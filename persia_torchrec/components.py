@@ -29,8 +29,13 @@ _SHARED = ("embedding_config", "global_config", *roles.OF_ROLE)
 )
 @offers(
     roles.JobSettings,
-    *("embedding_config", "global_config", "nproc_per_node"),
-    *(*roles.OF_JOB, "memory_dir", *roles.OF_RESUME, "optimizer_engine"),
+    "embedding_config",
+    "global_config",
+    "nproc_per_node",
+    *roles.OF_JOB,
+    "memory_dir",
+    *roles.OF_RESUME,
+    "optimizer_engine",
 )
 def train(
     nn_worker: str,
@@ -87,8 +92,11 @@ def train(
 @reads_variables()
 @offers(
     roles.JobSettings,
-    *("nproc_per_node", *roles.OF_JOB, "memory_dir"),
-    *(*roles.OF_RESUME, "optimizer_engine"),
+    "nproc_per_node",
+    *roles.OF_JOB,
+    "memory_dir",
+    *roles.OF_RESUME,
+    "optimizer_engine",
 )
 def train_torchrec(
     script: str,

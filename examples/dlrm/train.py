@@ -51,8 +51,11 @@ def make_model(dim: int, device: torch.device, *, is_dcn: bool) -> DLRMTrain:
     embeddings = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
     layers = (embeddings, NUM_COUNTS, [512, 256, dim], [512, 512, 256, 1])
     if is_dcn:
-        dcn = {"dcn_num_layers": 3, "dcn_low_rank_dim": 128}
-        return DLRMTrain(DLRM_DCN(*layers, **dcn, dense_device=device))
+        return DLRMTrain(
+            DLRM_DCN(
+                *layers, dcn_num_layers=3, dcn_low_rank_dim=128, dense_device=device
+            )
+        )
     return DLRMTrain(DLRM(*layers, dense_device=device))
 
 
@@ -169,8 +172,9 @@ def main() -> None:
             if not addresses:
                 cluster = EmbeddingCluster.local(2, capacity=arguments.capacity)
                 addresses = stack.enter_context(cluster).addresses
-            at = addresses, arguments.staleness
-            model = on_servers(model, arguments.lr, device, *at)
+            model = on_servers(
+                model, arguments.lr, device, addresses, arguments.staleness
+            )
         data = open_batches(arguments, is_test=False)
         train(model, data, arguments.dense_lr, device)
         auc = evaluate(model, open_batches(arguments, is_test=True), device)

@@ -72,8 +72,9 @@ class BatchNorm(nn.BatchNorm1d):
         """Return ``(B, width)`` of the same; B is at least 2 where no average helps."""
         if self.training or self._by_averages:
             return super().forward(x)
-        given = self.weight, self.bias
-        return functional.batch_norm(x, None, None, *given, training=True, eps=self.eps)
+        return functional.batch_norm(
+            x, None, None, self.weight, self.bias, training=True, eps=self.eps
+        )
 
 
 class MLP(nn.Sequential):

@@ -563,8 +563,10 @@ def finish(
     progress, half = training.progress, training.half
     results: dict[str, Any] = {}
     if not options.no_eval:
-        test = half.placed(iter(data.test)), device_of(options)
-        results |= measure(spec.labels, *evaluate(half.model, *test))
+        results |= measure(
+            spec.labels,
+            *evaluate(half.model, half.placed(iter(data.test)), device_of(options)),
+        )
     results |= {
         "steps": progress.num_steps,
         "train_s": progress.seconds,

@@ -290,8 +290,9 @@ def _drop_rows_of(store: EmbeddingStore, head: IncrementHead) -> Iterator[int]:
         start: int | None = 0
         while start is not None:
             found = store.scan(state.number, start, SLICE_ROWS)
-            written_by = head.shard, head.num_shards, state.spec.shared_rows
-            is_dropped_N = is_of_shard(found.ids, *written_by)
+            is_dropped_N = is_of_shard(
+                found.ids, head.shard, head.num_shards, state.spec.shared_rows
+            )
             store.remove(state.number, found.ids[is_dropped_N])
             start = found.next_slot
             yield 0
@@ -407,9 +408,13 @@ class ShardLoad(BackgroundTask):
             stale = self._stale_of(at, head)
             in_head = {t.name: t for t in head.tables if t.name not in stale}
             found_in = in_head | found_in
-        given = self._folder.url, list(found_in.values()), known, self.rules
         self._plans, self._notes = plan_tables(
-            *given, may_share=self._logs is None, replaces=self._replaces
+            self._folder.url,
+            list(found_in.values()),
+            known,
+            self.rules,
+            may_share=self._logs is None,
+            replaces=self._replaces,
         )
         self._has_changed = bool(self.rules.rename) or any(
             has_changed(plan, known.get(name, plan.spec))
@@ -478,9 +483,15 @@ class ShardLoad(BackgroundTask):
         seen = self._put_increments(not_finite)
         num_evicted += int(store.tally[memory.EVICTED])
         num_left_out = len(self._uses) - rows_in.num_kept + num_evicted
-        counts = rows_in.num_kept, num_left_out, len(self._increments)
-        last = sorted(seen.forgotten), store.capacity_rows, dict(not_finite)
-        self.result = Loaded(*counts, *last, self._notes)
+        self.result = Loaded(
+            rows_in.num_kept,
+            num_left_out,
+            len(self._increments),
+            sorted(seen.forgotten),
+            store.capacity_rows,
+            dict(not_finite),
+            self._notes,
+        )
 
     def _put_increments(self, not_finite: Counter[str]) -> SeenIds:
         """Apply the increments, and what admissions remember, which is returned."""
@@ -588,8 +599,13 @@ class ShardLoad(BackgroundTask):
                         if not self._target.has_state:
                             saved_as = reader.head.tables[number]
                             block = rows_without_state(block, saved_as)
-                        of_shard = *self._target[:2], self._routed[index]
-                        yield index, block, is_of_shard(block.ids, *of_shard)
+                        yield (
+                            index,
+                            block,
+                            is_of_shard(
+                                block.ids, *self._target[:2], self._routed[index]
+                            ),
+                        )
                     elif isinstance(block, Sightings):
                         self._seen.append((index, block))
                 expected = Written(saved.num_rows, saved.size_bytes, saved.checksum)

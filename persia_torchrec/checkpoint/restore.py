@@ -86,7 +86,8 @@ def restore(
         logger.warning(
             "%d restored rows were evicted: the server has room for %d: "
             "raise --capacity, or add servers",
-            *(num_evicted, store.capacity_rows),
+            num_evicted,
+            store.capacity_rows,
         )
     return found
 

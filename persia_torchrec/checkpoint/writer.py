@@ -128,7 +128,9 @@ class FolderWriter:
                 logger.warning(
                     "%s is written by %s; if that is silent for %g s, it is taken over "
                     "(--take-over does not wait)",
-                    *(self._folder.url, first, silent_s),
+                    self._folder.url,
+                    first,
+                    silent_s,
                 )
             while time.monotonic() - began_s < silent_s:
                 time.sleep(min(_LOOK_S, silent_s))
@@ -161,7 +163,9 @@ class FolderWriter:
                     self.lost = holder
                     logger.error(
                         "%s was taken over by %s: %s stops writing there",
-                        *(self._folder.url, holder, self._own),
+                        self._folder.url,
+                        holder,
+                        self._own,
                     )
                     return
                 if not self._ending.is_set():

@@ -84,9 +84,14 @@ class SavedCheckpoint:
     @classmethod
     def of(cls, folder: Folder, manifest: Manifest) -> "SavedCheckpoint":
         """Describe the checkpoint in a folder."""
-        sizes = manifest.num_rows, manifest.size_bytes
         num_batches = manifest.num_batches
-        return cls(folder.url, manifest.step, *sizes, num_batches=num_batches)
+        return cls(
+            folder.url,
+            manifest.step,
+            manifest.num_rows,
+            manifest.size_bytes,
+            num_batches=num_batches,
+        )
 
 
 class Task(Generic[T]):
@@ -369,7 +374,9 @@ class Checkpoints:
                 "%s: %d rows were left out, those that would be evicted first. It "
                 "has %d rows, and the servers have room for %d. Raise --capacity, "
                 "or add servers, and load it again.",
-                *(folder.url, num_left_out, manifest.num_rows),
+                folder.url,
+                num_left_out,
+                manifest.num_rows,
                 sum(loaded.capacity_rows for loaded in results),
             )
         elif replace:
@@ -440,7 +447,10 @@ class Checkpoints:
         run, _, name = self._fuller.rpartition("/")
         fuller = name if run == folder.url.rpartition("/")[0] else None
         return Manifest(
-            *(tables, shards, created, step),
+            tables,
+            shards,
+            created,
+            step,
             lacks_rows_of=fuller,
             job=self._servers.job_id,
             continues=self._continues,
@@ -553,7 +563,8 @@ def _tell_not_finite(folder: Folder, of_servers: Iterable[Mapping[str, int]]) ->
             "%s: %d rows have a NaN or an infinity in their weights or optimizer "
             "state, and do not learn: %s. Write other weights and state to them by "
             "client.write.",
-            *(folder.url, found.total()),
+            folder.url,
+            found.total(),
             ", ".join(
                 f"{num} of table {name!r}" for name, num in sorted(found.items())
             ),

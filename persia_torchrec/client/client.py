@@ -132,8 +132,9 @@ class EmbeddingClient(OwnProcess):
         to the servers, an older one than they have met is a FencedError. ``transport``
         stands for ``PERSIA_TRANSPORT``: auto, tcp or shm.
         """
-        given = timeout_s, greeting, recovery_s, generation, transport
-        return cls(Servers(addresses, *given))
+        return cls(
+            Servers(addresses, timeout_s, greeting, recovery_s, generation, transport)
+        )
 
     @classmethod
     def of_job(
@@ -518,9 +519,11 @@ class EmbeddingClient(OwnProcess):
         timeout_s = self.timeout_s + self.recovery_s + joint_s
         return [
             servers.send(
-                *(server, header._replace(incarnation=starts[server])),
+                server,
+                header._replace(incarnation=starts[server]),
                 request.encode(server, known.numbers[server], precision),
-                *(what, timeout_s),
+                what,
+                timeout_s,
                 reply_bytes=request.reply_bytes(server, header),
             )
             for server in range(self.num_servers)
@@ -546,7 +549,9 @@ class EmbeddingClient(OwnProcess):
                 ]
                 if specs:
                     [answer] = fresh.ask(
-                        *(Kind.ADD_TABLES, specs, "adding tables again"),
+                        Kind.ADD_TABLES,
+                        specs,
+                        "adding tables again",
                         answer=list[AddedTable],
                         timeout_s=timeouts.ADD_TABLES_S,
                     )
@@ -570,15 +575,17 @@ class EmbeddingClient(OwnProcess):
         logger.warning(
             "%s came back without the rows that it had: %s. Training continues; "
             "updates that it had not acknowledged are lost.",
-            *(self._servers.names[server], text or "it restored none"),
+            self._servers.names[server],
+            text or "it restored none",
         )
 
     def _own_tables(self) -> dict[str, object]:
         return added(t.spec for t in self.tables.copy().values() if t.is_own)
 
     def _find_lost(self, server: int) -> dict[str, int]:
-        request = Header(Kind.COUNTERS), [messages.encode_json(None)], "counters"
-        reply = self._servers.send(server, *request)
+        reply = self._servers.send(
+            server, Header(Kind.COUNTERS), [messages.encode_json(None)], "counters"
+        )
         counters = self._servers.read(server, reply, dict[str, int])
         return {name: num for name, num in counters.items() if name.startswith("lost_")}
 

@@ -80,8 +80,9 @@ class Servers(Peers):
                 "addresses must be a list, with the address of each server. "
                 f"Received: the str {addresses!r}; is [{addresses!r}] meant?"
             )
-        settings = timeout_s, greeting, recovery_s, transport
-        super().__init__("embedding server", addresses, *settings)
+        super().__init__(
+            "embedding server", addresses, timeout_s, greeting, recovery_s, transport
+        )
         give_up_s = time.monotonic() + timeouts.COMPILING_S
         try:
             hellos = [
@@ -180,8 +181,11 @@ class Servers(Peers):
         Requests to it fail until it is prepared, over a connection of its own.
         """
         fresh = Peers(
-            *("embedding server", [self.connections.address(server)], self.timeout_s),
-            *(self._greeting.of(f"embedding server {server}"), self.recovery_s),
+            "embedding server",
+            [self.connections.address(server)],
+            self.timeout_s,
+            self._greeting.of(f"embedding server {server}"),
+            self.recovery_s,
         )
         fresh.names[0] = self.names[server]
         with contextlib.closing(fresh):

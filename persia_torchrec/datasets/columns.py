@@ -242,8 +242,10 @@ class Columns:
             logger.warning(
                 "column %s has values outside of its %d buckets, for example %d: they "
                 "are taken modulo %d",
-                *(spec.name, spec.num_buckets),
-                *(ids_L[is_beyond_L.argmax()], spec.num_buckets),
+                spec.name,
+                spec.num_buckets,
+                ids_L[is_beyond_L.argmax()],
+                spec.num_buckets,
             )
 
     @property

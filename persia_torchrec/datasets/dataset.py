@@ -568,9 +568,9 @@ class RowDataset(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
             num_rows = sum(span.num_rows for part in parts for span in part)
             pins = self._settings.pin_memory
             is_pinned = uses_gpu() if pins is None else pins
-            given = num_rows, columns
             batches: list[Any] = [
-                convert(batch_of(part, *given, is_pinned=is_pinned)) for part in parts
+                convert(batch_of(part, num_rows, columns, is_pinned=is_pinned))
+                for part in parts
             ]
             yield from batches[:-1]
             with self._lock:
@@ -586,8 +586,9 @@ class RowDataset(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
         """Yield rows; note what they lack, and where the items of a queue end."""
         num_rows = 0
         settings = self._settings
-        kinds = settings.num_parallel_reads, settings.shuffle_rows
-        reads = stretches(runs, self._columns, *kinds)
+        reads = stretches(
+            runs, self._columns, settings.num_parallel_reads, settings.shuffle_rows
+        )
         with closing(reads):
             for run, rows in reads:
                 with self._lock:

@@ -125,7 +125,10 @@ def _warn_of_former(title: str, name: str, received: str, now: str) -> None:
     logger.warning(
         "%s: %s must be %s, as this version has no other. Received: %s, of an earlier "
         "version, which is ignored.",
-        *(title, name, now, received),
+        title,
+        name,
+        now,
+        received,
     )
 
 

@@ -372,8 +372,9 @@ def _compiled(
     stamp: str = "",
 ) -> Callable[P, R]:
     fastmath = set() if is_exact else {"reassoc", "contract", "nsz"}
-    options = {"nogil": True, "error_model": "numpy", "forceinline": is_inlined}
-    dispatcher = numba.njit(fastmath=fastmath, **options)(function)
+    dispatcher = numba.njit(
+        fastmath=fastmath, nogil=True, error_model="numpy", forceinline=is_inlined
+    )(function)
     # Without a stamp the key would not tell one closure, or kernel, from another.
     is_unique = getattr(function, "__closure__", None) is None and is_cached
     if stamp or is_unique:

@@ -340,7 +340,9 @@ class Coordinator:
             logger.warning(
                 "graceful shutdown (%s to %s): within %g s trainers save, then the "
                 "other processes end. A second signal ends the job at once.",
-                *(name, self._job.signal_to, self._config.timings.grace_s),
+                name,
+                self._job.signal_to,
+                self._config.timings.grace_s,
             )
         return name
 

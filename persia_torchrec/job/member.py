@@ -168,8 +168,7 @@ class JobMember(OwnMetrics):
         """Serve metrics, where that is asked for, and become the member."""
         role, index, size = self._replica
         self.book.claim_size(role, index, size)
-        place = self.greeting.job_id, self.host
-        if address := self.serve_metrics(role, index, *place):
+        if address := self.serve_metrics(role, index, self.greeting.job_id, self.host):
             self.book.tell(METRICS_AT + self.who, address)
         by_torchrun = role == "trainer" and env.is_under_torchrun()
         agent = self._parent if by_torchrun else None

@@ -267,7 +267,8 @@ def host_store(address: str) -> TCPStore:
     listener = open_listening(address)
     port = listener.getsockname()[1]
     return TCPStore(
-        *(address, port),
+        address,
+        port,
         is_master=True,
         wait_for_workers=False,
         timeout=timedelta(seconds=env.join_timeout_s()),

@@ -181,7 +181,9 @@ class Supervisor:
                 logger.error(
                     "process %s, %d times in a row before it joined its job; giving "
                     "up: %s",
-                    *(how, num_unjoined, " ".join(self._command)),
+                    how,
+                    num_unjoined,
+                    " ".join(self._command),
                 )
                 return status
             logger.info("process %s; restarting it", how)

@@ -341,8 +341,13 @@ class JobSettings:
         given = require_engine(self.optimizer_engine) if self.optimizer_engine else None
         own = self.settings["server"]
         assert isinstance(own, ServerSettings)
-        what = "optimizer_engine", given, None, "server.optimizer_engine"
-        return _agree(*what, own.optimizer_engine)
+        return _agree(
+            "optimizer_engine",
+            given,
+            None,
+            "server.optimizer_engine",
+            own.optimizer_engine,
+        )
 
     def imported_modules(self) -> list[str]:
         """Return the modules of ``imports``."""

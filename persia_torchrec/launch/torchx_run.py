@@ -41,7 +41,8 @@ class Run(CmdRun):  # type: ignore[misc]  # untyped
         """Add torchx's own flags; the scheduler's default is known by the component."""
         super().add_arguments(subparser)
         subparser.add_argument(
-            *("-v", "--verbose"),
+            "-v",
+            "--verbose",
             action="store_true",
             help="Shows whole logs: details, and warnings of frameworks.",
         )

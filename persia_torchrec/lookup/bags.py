@@ -112,8 +112,14 @@ class JaggedIds(Mapping[str, Bags]):
 
     def of_keys(self, keys: Iterable[str]) -> "JaggedIds":
         """Return those of some keys; the arrays are shared."""
-        starts = self.id_starts, self.bag_starts
-        return JaggedIds(keys, self.positions, self.ids, self.lengths, *starts)
+        return JaggedIds(
+            keys,
+            self.positions,
+            self.ids,
+            self.lengths,
+            self.id_starts,
+            self.bag_starts,
+        )
 
     def __getitem__(self, key: str) -> Bags:
         k = self.positions[key]

@@ -80,9 +80,14 @@ class Rows(NamedTuple):
             starts.append(_address(piece))
             nums.append(len(piece))
         addresses_U = np.empty(sum(nums), dtype=np.uint64)
-        of_pieces = np.array(starts, dtype=np.uint64), np.array(nums, dtype=np.uint64)
         tag = np.uint64(0) if written else _UNWRITTEN
-        _find_rows(*of_pieces, np.uint64(4 * dim), tag, addresses_U)
+        _find_rows(
+            np.array(starts, dtype=np.uint64),
+            np.array(nums, dtype=np.uint64),
+            np.uint64(4 * dim),
+            tag,
+            addresses_U,
+        )
         return cls(dim, addresses_U, pieces)
 
     def take(self, inverse_L: Positions) -> Floats:
@@ -146,8 +151,9 @@ def warm_up() -> None:
     rows.take(unique.inverse)
     lengths = np.array([3], dtype=np.int32)
     one = np.zeros(1, dtype=np.int64)  # group, start and pooling of the one feature
-    of_ids = unique.inverse, one, np.array([3])
-    bags = BagsInRoute([rows], one, *of_ids, lengths, one, {}, one)
+    bags = BagsInRoute(
+        [rows], one, unique.inverse, one, np.array([3]), lengths, one, {}, one
+    )
     add_gradients(pool(bags, 1), bags)
 
 

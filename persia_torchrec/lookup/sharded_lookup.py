@@ -458,9 +458,14 @@ def route_batch(
     jagged: JaggedIds, features: BatchFeatures, plan: RoutePlan, num_servers: int
 ) -> RoutedBatch:
     """Make the ids of a batch unique per table, and group them by dim and server."""
-    ids = jagged.ids, jagged.id_starts, plan.columns
-    tables = plan.table_groups, plan.table_shared_rows
-    route = shard.route_features(*ids, *tables, num_servers)
+    route = shard.route_features(
+        jagged.ids,
+        jagged.id_starts,
+        plan.columns,
+        plan.table_groups,
+        plan.table_shared_rows,
+        num_servers,
+    )
     groups, occurrences = [], []
     first_table = first = 0
     for names in plan.groups:

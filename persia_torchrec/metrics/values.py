@@ -309,7 +309,9 @@ class ServerReadings:
             sum_s = counters.get(f"{name}_us_sum", 0) / 1e6
             readings.append(
                 Reading(
-                    *(f"persia_{name}_seconds", sum_s, help_),
+                    f"persia_{name}_seconds",
+                    sum_s,
+                    help_,
                     kind="histogram",
                     bins=bins_of(counters, name),
                 )

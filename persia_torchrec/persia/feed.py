@@ -195,7 +195,9 @@ class Feed:
         logger.info(
             "data loader sent batches=%d, of which had arrived before=%d, with "
             "other contents=%d",
-            *(self.num_sent, self._num_skipped, self._num_different),
+            self.num_sent,
+            self._num_skipped,
+            self._num_different,
         )
         self._has_ended = True
         if not self._recovery_s:  # else NN workers may want all batches once more
@@ -235,7 +237,8 @@ class Feed:
                     "its script has made now, and is not sent. A script that does not "
                     "make the same batches in each run must continue at "
                     "DataCtx.position.",
-                    *(number, self._loader),
+                    number,
+                    self._loader,
                 )
 
     def _leave_ids(

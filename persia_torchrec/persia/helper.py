@@ -138,8 +138,9 @@ class PersiaServiceCtx:
                     for index in range(self._counts[role]):
                         self._children.start_work(role, index, self._counts[role], work)
                 elif role == "trainer":
-                    words = ("job.script", "trainer", PROXY)
-                    self._children.start_module("proxy trainer", *words)
+                    self._children.start_module(
+                        "proxy trainer", "job.script", "trainer", PROXY
+                    )
             self._watch = Watch(book, self._children)
             stack.callback(self._watch.stop)
             self._stack = stack.pop_all()

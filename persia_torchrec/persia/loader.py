@@ -247,7 +247,10 @@ class StreamingDataset(IterableDatasetBase):
         join_job("trainer", rank, world_size, store)
         self.handed |= self.trained
         inbox = Inbox(
-            *(self.buffer_size, rank, world_size, self.trained),
+            self.buffer_size,
+            rank,
+            world_size,
+            self.trained,
             takes_ids=self.takes_ids,
         )
         with contextlib.closing(AddressBook.join(*store)) as book:

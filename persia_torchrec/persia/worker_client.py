@@ -221,8 +221,9 @@ class RemoteWorkers(Workers):
         header = self._header(Kind.FORWARD, number, flags)
 
         def ask(worker: int) -> tuple[int, Frames]:
-            room = {"reply_bytes": self._reply_bytes}
-            return worker, self.send(worker, header, frames, "lookup", **room).frames()
+            return worker, self.send(
+                worker, header, frames, "lookup", reply_bytes=self._reply_bytes
+            ).frames()
 
         worker, reply = self.insist(worker, ask, origin)
         num_bytes = size_of_message(list(map(len, reply)))

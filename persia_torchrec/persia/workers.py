@@ -149,7 +149,8 @@ class Workers(Peers):
             logger.warning(
                 "%s Its batches continue through another one, or wait for it, for %g s "
                 "at most.",
-                *(error, self.recovery_s),
+                error,
+                self.recovery_s,
             )
 
 

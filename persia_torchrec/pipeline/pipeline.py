@@ -229,9 +229,13 @@ class PrefetchedBatch(Generic[Handle]):
             raise
         if number is not None:
             # Runs at most once: when this object is no longer used, unless push() came.
-            given = self.handle, permit, self.group
             self._give_up = weakref.finalize(
-                self, pipeline.give_up, *given, is_forgotten=True
+                self,
+                pipeline.give_up,
+                self.handle,
+                permit,
+                self.group,
+                is_forgotten=True,
             )
             self._give_up.atexit = False
             if self.is_recalled:
@@ -360,8 +364,15 @@ class BatchPipeline(PushQueue[Source, Handle]):
         self.set_staleness(staleness)
         self._thread.start()
         # Where a model is dropped without close(); at exit the threads just end.
-        ends = self._pid, self._queue, self.semaphore, self.training, self.evaluation
-        weakref.finalize(self, _end_threads, *ends).atexit = False
+        weakref.finalize(
+            self,
+            _end_threads,
+            self._pid,
+            self._queue,
+            self.semaphore,
+            self.training,
+            self.evaluation,
+        ).atexit = False
 
     def set_staleness(self, staleness: int, *, pulls_late: bool = False) -> None:
         """Change the bound when the pushes so far are applied, and no batch is open.

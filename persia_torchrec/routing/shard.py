@@ -221,8 +221,16 @@ def route_features(
     how many shared rows each has.
     """
     _require_ids(ids_L)
-    given = read_only(ids_L), read_only(starts_K)
-    return Route(*_route(*given, features, groups_T, shared_T, num_shards))
+    return Route(
+        *_route(
+            read_only(ids_L),
+            read_only(starts_K),
+            features,
+            groups_T,
+            shared_T,
+            num_shards,
+        )
+    )
 
 
 def _require_ids(ids_L: Ids) -> None:
@@ -272,8 +280,9 @@ def unique_ids(ids_L: Ids, num_shards: int = 1, shared_rows: int = 0) -> Sharded
     _require_ids(ids_L)
     starts_K = read_only(np.array([0, ids_L.size]))
     shared_T = np.array([shared_rows], dtype=np.uint64) if shared_rows else _NONE
-    tables = starts_K, _ONE_FEATURE, _FIRST, shared_T
-    ids, _, num_PT, inverse, _ = _route(read_only(ids_L), *tables, num_shards)
+    ids, _, num_PT, inverse, _ = _route(
+        read_only(ids_L), starts_K, _ONE_FEATURE, _FIRST, shared_T, num_shards
+    )
     offsets = np.zeros(num_shards + 1, dtype=np.int64)
     num_PT.cumsum(out=offsets[1:])
     return ShardedIds(ids, offsets, inverse)

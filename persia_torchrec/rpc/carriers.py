@@ -54,8 +54,9 @@ class Carriers:
     ) -> SlabChannel | None:
         """Return what has a place for a request; None: TCP. The lock is held."""
         carrier, num_before = self._carriers[server], self._num_over_tcp[server]
-        asked = number, message, reply_bytes, num_before
-        if carrier is None or not carrier.reserve(*asked):
+        if carrier is None or not carrier.reserve(
+            number, message, reply_bytes, num_before
+        ):
             self.sent_over_tcp(server, message)
             return None
         return carrier

@@ -135,8 +135,9 @@ class Connections(OwnProcess):
         self._lost: dict[int, tuple[str, type[ServerError]]] = {}
         self._away: dict[int, Away] = {}  # the I/O thread changes it, under _lock
         self._numbers, self._wakeup = itertools.count(1), Wakeup()
-        shared = self._lock, self._pending, self._wakeup.wake, self._finish
-        self.carriers = Carriers(len(addresses), *shared)
+        self.carriers = Carriers(
+            len(addresses), self._lock, self._pending, self._wakeup.wake, self._finish
+        )
         # From its start on, the I/O thread owns these.
         self._silences = Silences(self.names)
         self._sockets = Sockets()
@@ -191,8 +192,7 @@ class Connections(OwnProcess):
             if lost is None and server not in self._away:
                 reply.deadline_s = time.monotonic() + timeout_s
                 heapq.heappush(self._deadlines, (reply.deadline_s, number))
-                asked = server, number, message, reply_bytes
-                carrier = self.carriers.reserve(*asked)
+                carrier = self.carriers.reserve(server, number, message, reply_bytes)
                 if carrier is None:
                     self._outgoing.append((server, message))
         if carrier is not None:
@@ -297,8 +297,11 @@ class Connections(OwnProcess):
             **self._proofs[server].options(),
         }
         self._sockets.open(
-            *(server, self._addresses[server], options),
-            *(partial(self._receive, server), partial(self._notice_change, server)),
+            server,
+            self._addresses[server],
+            options,
+            partial(self._receive, server),
+            partial(self._notice_change, server),
         )
 
     def _find_host(self, server: int) -> AddressFamily:
@@ -571,8 +574,9 @@ class Connections(OwnProcess):
         for server, away in list(self._away.items()):
             if away.address not in ("", self._addresses[server]):
                 self._addresses[server] = away.address
-                where = self.names[server], away.address
-                logger.warning("%s moved; reconnecting to %s", *where)
+                logger.warning(
+                    "%s moved; reconnecting to %s", self.names[server], away.address
+                )
                 self._families[server] = self._find_host(server)
                 away.hello, away.hello_s = -1, math.inf
                 self._close_socket(server)
@@ -634,6 +638,8 @@ class Connections(OwnProcess):
         num_sent = self._send_all(server)
         logger.warning(
             "%s reconnected after %.1f s; requests resent: %d",
-            *(self.names[server], away_s, num_sent),
+            self.names[server],
+            away_s,
+            num_sent,
         )
         self.when_back(server)

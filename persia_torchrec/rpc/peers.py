@@ -87,7 +87,9 @@ class Peers:
         if not header.incarnation and self.incarnations[peer]:
             header = header._replace(incarnation=self.incarnations[peer])
         return self.connections.submit(
-            *(peer, header, frames),
+            peer,
+            header,
+            frames,
             timeout_s=timeout_s or self.timeout_s + self.recovery_s,
             what=what,
             reply_bytes=reply_bytes,

@@ -36,7 +36,9 @@ class ListenerThread(ABC):
 
     def __init__(self, name: str, host: str, port: int, greeting: Greeting) -> None:
         self._listener = Listener(
-            *(host, port, greeting.of(name)),
+            host,
+            port,
+            greeting.of(name),
             fd=env.listen_fd(),
             encrypts=self.encrypts,
             limits=self.limits,

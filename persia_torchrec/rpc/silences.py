@@ -136,7 +136,10 @@ class Silences:
             return
         logger.warning(
             "%s has been pending for %.0f s at %s, which answers%s",
-            *(what, longest_s, names, f": {waits_for}" if waits_for else ""),
+            what,
+            longest_s,
+            names,
+            f": {waits_for}" if waits_for else "",
         )
 
     def _of(self, servers: Sequence[int]) -> list[Server]:

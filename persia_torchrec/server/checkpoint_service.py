@@ -323,8 +323,9 @@ class BaseDump(ShardDump):
         self._folder.make()
         super()._write()
         assert self.result is not None
-        shard = self._config.shard, self._config.num_shards
-        increment_log.add_to_base(self._folder, self.result, *shard)
+        increment_log.add_to_base(
+            self._folder, self.result, self._config.shard, self._config.num_shards
+        )
 
 
 class Checkpoints:
@@ -409,7 +410,9 @@ class Checkpoints:
         logger.log(
             logging.INFO if begins else logging.WARNING,
             text,
-            *(config.shard, numbers, found.checkpoint or "none"),
+            config.shard,
+            numbers,
+            found.checkpoint or "none",
         )
 
     def handle(self, request: CheckpointRequest, stream: int = 0) -> TaskState:
@@ -576,7 +579,9 @@ class Checkpoints:
                 logger.warning(
                     "%s: %d rows were left out, those that would be evicted first; %d "
                     "are loaded, and there is room for %d",
-                    *(self._url, load.result.num_left_out, self._store.num_rows),
+                    self._url,
+                    load.result.num_left_out,
+                    self._store.num_rows,
                     self._store.capacity_rows,
                 )
             if load.cancelled.is_set():

@@ -256,7 +256,8 @@ def _start_again(servers: _Servers, config: ServerConfig) -> None:
             return
         logger.warning(
             "embedding server %d ended with exit status %d; starting it again",
-            *(shard, status),
+            shard,
+            status,
         )
         with servers.lock:
             if servers.closing.is_set():

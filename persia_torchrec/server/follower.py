@@ -74,7 +74,10 @@ class Follower(BackgroundTask):
         self._folder = folder
         self._store = store
         self._target = Target(
-            *(config.shard, config.num_shards, store.capacity_rows, store.is_lfu),
+            config.shard,
+            config.num_shards,
+            store.capacity_rows,
+            store.is_lfu,
             has_state=False,
         )
         self._manifests: dict[str, Manifest] = {}

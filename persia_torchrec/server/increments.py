@@ -470,7 +470,9 @@ class Increments:
                 "the rows. None is deleted, and a restore reads all, until two newer "
                 "checkpoints are complete: dump now and then, or set "
                 "incremental_base_ratio.",
-                *(num_bytes, self._folder.url, num_bytes // rows),
+                num_bytes,
+                self._folder.url,
+                num_bytes // rows,
             )
 
     def _note_written(self, writer: IncrementWriter, now_s: float) -> None:
@@ -490,7 +492,8 @@ class Increments:
                 "increments are %.1f s behind; changes since then are lost if this "
                 "server's memory is lost; two intervals are %g s. Use a faster "
                 "file system, more servers, or a longer interval.",
-                *(age_s, self._tolerated_s),
+                age_s,
+                self._tolerated_s,
             )
 
     def counters(self) -> dict[str, int]:

@@ -57,7 +57,8 @@ class EmbeddingServer:
     ) -> None:
         self.config = config
         self.listener = Listener(
-            *(config.host, config.port),
+            config.host,
+            config.port,
             greeting.of(f"embedding server {config.shard}"),
             fd=fd,
             limits=Limits(shm_bytes=config.shm_mib * 2**20),

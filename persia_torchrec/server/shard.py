@@ -285,7 +285,9 @@ class Shard:
                 logger.warning(
                     "table %r has %s, and was restored with %s: its restored rows are "
                     "dropped, and on_change of the load says whether it begins again",
-                    *(spec.name, has, had),
+                    spec.name,
+                    has,
+                    had,
                 )
             self.restored.discard(state.number)
 

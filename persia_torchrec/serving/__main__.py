@@ -235,8 +235,9 @@ def _serve(flags: ServingFlags) -> None:
         if any(m.rows_age_s() is not None for m in models):  # also if no probe asks
             ask = partial(_why_not_ready, models)
             stack.enter_context(repeating(ask, "health", timeouts.MODEL_READY_S))
-        what = paths, device, server.address
-        logger.info("serving model=%s device=%s address=%s", *what)
+        logger.info(
+            "serving model=%s device=%s address=%s", paths, device, server.address
+        )
         life.call_at_end(ending.set)
         gc.collect()
         gc.freeze()  # or each full collection walks through all of torch

@@ -182,8 +182,10 @@ class Application:
             if access.isEnabledFor(logging.INFO):
                 access.info(
                     "%s %s %s %d %.1f ms",
-                    *(request.client and request.client.host, request.method),
-                    *(printable(request.url.path, keep=""), response.status_code),
+                    request.client and request.client.host,
+                    request.method,
+                    printable(request.url.path, keep=""),
+                    response.status_code,
                     (time.perf_counter() - start) * 1e3,
                 )
             return response

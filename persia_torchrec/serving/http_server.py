@@ -182,7 +182,8 @@ def _listen(host: str, port: int) -> socket.socket:
     listening = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
-            *(host or None, port),
+            host or None,
+            port,
             type=socket.SOCK_STREAM,
             flags=socket.AI_PASSIVE,
         )[0]

@@ -127,8 +127,9 @@ class ServedModel:
         for version in leaving:
             self._drain(version)
         if numbers:
-            what = self.name, ", ".join(numbers)
-            logger.info("model %s: version %s is unloaded", *what)
+            logger.info(
+                "model %s: version %s is unloaded", self.name, ", ".join(numbers)
+            )
 
     def close(self) -> None:
         """Unload all. May be called twice."""

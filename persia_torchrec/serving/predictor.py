@@ -369,8 +369,9 @@ def repeating(work: Callable[[], object], what: str, poll_s: float) -> Iterator[
                 work()
             except Exception as exc:
                 has_bug = not isinstance(exc, PersiaError)
-                told = what, exc
-                logger.warning("keeping the previous %s: %s", *told, exc_info=has_bug)
+                logger.warning(
+                    "keeping the previous %s: %s", what, exc, exc_info=has_bug
+                )
                 ending.wait(timeouts.PREDICTOR_RETRY_S)
 
     thread = threading.Thread(target=repeat, name=what, daemon=True)

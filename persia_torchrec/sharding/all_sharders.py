@@ -194,8 +194,9 @@ class RemoteFeatureProcessedEmbeddingBagCollectionSharder(_HolderSharder):
     ) -> Any:
         """Put the bags on the servers, with the processors before them."""
         made = sharded_module.ShardedRemoteFeatureProcessedEmbeddingBagCollection
-        given = self.tables_in(module), env, device, path
-        sharded = self._collections.put_on_servers(*given, sharded_type=made)
+        sharded = self._collections.put_on_servers(
+            self.tables_in(module), env, device, path, sharded_type=made
+        )
         sharded.use_processors(module)
         return sharded
 

@@ -145,7 +145,8 @@ def require_same_settings(
                 "table %r has another setting of its optimizer on each trainer: %s, by "
                 "rank. The servers apply the one that they were sent last. Give all "
                 "trainers the same.",
-                *(name, given),
+                name,
+                given,
             )
 
 

@@ -230,8 +230,11 @@ def as_trained(spec: CollectionSpec, known: Sequence[TableSpec]) -> CollectionSp
         optimizer = on_servers.get((table.name, table.dim))
         if table.name in spec.unnamed and optimizer is not None:
             unnamed.remove(table.name)
-            told = table.name, optimizer.describe("lr")
-            logger.info("table %r keeps the servers' optimizer, %s", *told)
+            logger.info(
+                "table %r keeps the servers' optimizer, %s",
+                table.name,
+                optimizer.describe("lr"),
+            )
             table = replace(table, optimizer=optimizer)
         tables.append(table)
     return replace(spec, tables=tuple(tables), unnamed=frozenset(unnamed))

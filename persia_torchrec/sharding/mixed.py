@@ -360,8 +360,13 @@ class MixedSharder(BaseEmbeddingSharder[TableCollection]):
         self, sharding_type: str, compute_device_type: str
     ) -> list[str]:
         """Return the kernels of the table whose turn it is, or of both kinds."""
-        asked = sharding_type, compute_device_type
-        return list({k: 0 for s in self._turn for k in s.compute_kernels(*asked)})
+        return list(
+            {
+                k: 0
+                for s in self._turn
+                for k in s.compute_kernels(sharding_type, compute_device_type)
+            }
+        )
 
     def shard(
         self,
@@ -388,8 +393,7 @@ class MixedSharder(BaseEmbeddingSharder[TableCollection]):
             )
             for part in (local, remote)
         ]
-        given = plans[1], env, device, module_fqn
-        sharded_remote = self._remote.shard(remote, *given)
+        sharded_remote = self._remote.shard(remote, plans[1], env, device, module_fqn)
         sharded = self._sharded_type(
             local,
             plans[0],

@@ -113,8 +113,9 @@ class DeviceIndex:
         self, grads: torch.Tensor, rows_UD: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """Return the gradient of the weights of all ids."""
-        bags = self.rows, self.offsets, self.bag_of
-        of_ids = torchrec_api.weights_gradient(grads, rows_UD, *bags)
+        of_ids = torchrec_api.weights_gradient(
+            grads, rows_UD, self.rows, self.offsets, self.bag_of
+        )
         if len(self.scales):
             of_ids = of_ids * self.scales.view(torch.float32)
         return torch.zeros_like(weights).index_add_(0, self.sources, of_ids)
@@ -427,8 +428,9 @@ class RowsOnDevice(ShardedLookup):
     def push(self, batch: RoutedBatch, grads: Any) -> list[Reply]:
         """Send the gradients of the rows, which are given, or late."""
         assert batch.number is not None, "a batch that was not pulled for training"
-        given = batch.groups, grads, batch.number
-        return self.client.push(*given, precision=self.precision)
+        return self.client.push(
+            batch.groups, grads, batch.number, precision=self.precision
+        )
 
     def gradients_of(self, batch: RoutedBatch, grads: Any) -> RowGradients:
         """Return the gradients of the rows, which are given, or late."""
@@ -519,12 +521,16 @@ def by_feature(
     for group, (rows_LD, index) in enumerate(zip(tensors, pulled.indices, strict=True)):
         chosen = [f for f, g in enumerate(batch.plan.group_of) if g == group]
         _, lengths, offsets = index.further
-        of_features = (
-            rows_LD.split([num_ids[f] for f in chosen]),
-            lengths.view(len(chosen), -1).unbind(),
-            offsets.view(len(chosen), -1).unbind(),
+        by_feature += zip(
+            chosen,
+            zip(
+                rows_LD.split([num_ids[f] for f in chosen]),
+                lengths.view(len(chosen), -1).unbind(),
+                offsets.view(len(chosen), -1).unbind(),
+                strict=True,
+            ),
+            strict=True,
         )
-        by_feature += zip(chosen, zip(*of_features, strict=True), strict=True)
     ordered = [of_feature for _, of_feature in sorted(by_feature, key=itemgetter(0))]
     values, lengths, offsets = zip(*ordered, strict=True)
     return list(values), list(lengths), list(offsets)

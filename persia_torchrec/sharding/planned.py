@@ -221,8 +221,9 @@ class PlannedSharder(types.ModuleSharder[nn.Module]):
                     f"{self.sharding_type}(...); or pass the sharders that the model "
                     "gets to the planner: planner.collective_plan(model, sharders, pg)."
                 )
-        given = env, device or torch.device("cpu"), module_fqn or ""
-        sharded = self.put_on_servers(module, *given)
+        sharded = self.put_on_servers(
+            module, env, device or torch.device("cpu"), module_fqn or ""
+        )
         sharded.module_sharding_plan = params
         sharded.replaced = weakref.ref(module)
         return sharded

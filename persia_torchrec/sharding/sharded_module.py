@@ -290,8 +290,7 @@ class ShardedRemoteCollection(
         Where the device pools, it does so with ``weights`` of all ids, if any.
         """
         if batch.is_training and torch.is_grad_enabled():
-            given = weights, batch, self
-            tensors: Tensors = _Embeddings.apply(self._anchor, *given)
+            tensors: Tensors = _Embeddings.apply(self._anchor, weights, batch, self)
             return tensors
         if isinstance(batch.outputs, DeviceBatch):
             tensors = batch.outputs.pool(weights).outputs

@@ -126,8 +126,9 @@ class CollectionSharder(table_control.TableControl, PlannedSharder):
         if groups := {key: tables.groups[name] for key, name in names if name in added}:
             poolings = {feature.table: feature.pooling for feature in spec.features}
             joined = tables.join(groups.values(), poolings)
-            given = groups, tables.send_rates, tables.states, joined
-            sharded.fused_optimizer = RemoteOptimizer(*given)
+            sharded.fused_optimizer = RemoteOptimizer(
+                groups, tables.send_rates, tables.states, joined
+            )
         sharded.before_first_pull = self.require_known_settings
         return sharded
 
@@ -328,8 +329,9 @@ class RemoteSharder(CollectionSharder):
         if {*own} <= self.planned:  # and so the planner has seen all collections
             self._require_known()
         given = {n: of for n, of in settings.items() if of is not None}
-        further = given, self._persia, self._fused_params
-        spec = collection.describe_collection(module, self._optimizer, *further)
+        spec = collection.describe_collection(
+            module, self._optimizer, given, self._persia, self._fused_params
+        )
         spec = spec.renamed(on_servers)
         if self._optimizer is not None:
             return spec
@@ -342,7 +344,8 @@ class RemoteSharder(CollectionSharder):
         logger.info(
             "tables %s are in several collections of the model: on the servers each is "
             "PATH.NAME, as %r; shared={...} of the sharders makes them one table",
-            *(names, f"{self._namespace}{path}.{names[0]}"),
+            names,
+            f"{self._namespace}{path}.{names[0]}",
         )
 
     def _require_known(self) -> None:

@@ -232,7 +232,9 @@ class CollectionState:
                 logger.warning(
                     "table %r: %d of the %d rows of the model fit on the servers; the "
                     "others begin again. Raise --capacity, or add servers.",
-                    *(name, room, num_rows),
+                    name,
+                    room,
+                    num_rows,
                 )
             load_tables(self._client, {name: weights[name][:room]}, [name])
         if weights:
@@ -244,8 +246,16 @@ class CollectionState:
 
     def _stored(self, name: str, num_rows: int, ids: Ids | None) -> StoredTable:
         env, how = self._env, (partial(self._flush, name), self.is_on_gpu)
-        trainers = env.rank, env.world_size, env.process_group
-        return StoredTable(self._client, name, num_rows, ids, *trainers, *how)
+        return StoredTable(
+            self._client,
+            name,
+            num_rows,
+            ids,
+            env.rank,
+            env.world_size,
+            env.process_group,
+            *how,
+        )
 
 
 def _more_than_rows(spec: TableSpec) -> ConfigError:
@@ -431,8 +441,9 @@ def load_tables(
         step_of_table = step
         if optimizer_state is not None and spec.num_state_floats:
             state, step_of_table = find_state(table, optimizer_state, step)
-        how = (ids or {}).get(table), bulk.rows_per_block(spec)
-        cut = partial(_cut, weight, state, *how)
+        cut = partial(
+            _cut, weight, state, (ids or {}).get(table), bulk.rows_per_block(spec)
+        )
         num_rows[table] = client.fill(table, bulk.Blocks(cut))
         if step_of_table is not None:
             client.step(table, step_of_table)

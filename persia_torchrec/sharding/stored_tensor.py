@@ -379,7 +379,9 @@ class StoredTensor(torch.Tensor):
             "%s takes %.1f MB of table %r from the servers into memory. "
             "torch.distributed.checkpoint goes by blocks; save_checkpoint lets the "
             "servers write.",
-            *(what, self.numel() * self.itemsize / 1e6, self.stored.table.name),
+            what,
+            self.numel() * self.itemsize / 1e6,
+            self.stored.table.name,
         )
         return self.whole()
 

@@ -191,7 +191,9 @@ class RemoteTables(OwnProcess):
                 "no optimizer is named for the tables %s: they train by %s, TorchRec's "
                 "default. Name it: remote_sharders(client, %s), or another one; "
                 "Adagrad(), if they are of a version whose default that was.",
-                *([spec.name for spec in specs], optimizer, optimizer),
+                [spec.name for spec in specs],
+                optimizer,
+                optimizer,
             )
 
     def tell_of_evaluation(self) -> None:
@@ -248,7 +250,8 @@ class RemoteTables(OwnProcess):
             "TorchRec's whose optimizer runs in the backward pass: it trains. To "
             "freeze it, use freeze([%r]) of the sharders, or "
             "TableSettings(is_frozen=True).",
-            *(table, table),
+            table,
+            table,
         )
 
     def _tell_once(self, about: str, text: str, *args: object) -> None:
@@ -435,7 +438,9 @@ class TableControl:
             logger.warning(
                 "servers restarted without memory; lost updates: unacknowledged=%d "
                 "acknowledged=%d rows=%d",
-                *(summary.num_lost, summary.num_lost_updates, summary.num_lost_rows),
+                summary.num_lost,
+                summary.num_lost_updates,
+                summary.num_lost_rows,
             )
         if summary.num_evicted:
             logger.warning(
@@ -550,8 +555,9 @@ class TableControl:
         tables = self.remote_tables
         tables.agree_on_rates()
         if tables.optimizer is None:
-            given = tables.groups, tables.send_rates, tables.states
-            tables.optimizer = RemoteOptimizer(*given)
+            tables.optimizer = RemoteOptimizer(
+                tables.groups, tables.send_rates, tables.states
+            )
             tables.optimizer.save_param_groups(True)  # it is used alone, as torch's are
         if tables.optimizer.learning_rates().keys() != tables.groups.keys():
             raise ConfigError(

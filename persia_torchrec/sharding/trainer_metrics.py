@@ -131,8 +131,10 @@ def readings(models: Sequence[TrainerCounts], loss: LatestLoss) -> list[Reading]
         Reading("persia_samples", samples, "samples looked up for training", "counter"),
         Reading("persia_row_wait_seconds", waited_s, "waits for rows", "counter"),
         Reading(
-            *("persia_step_seconds", steps.total_ns / 1e9),
-            *("time between two updates", "histogram"),
+            "persia_step_seconds",
+            steps.total_ns / 1e9,
+            "time between two updates",
+            "histogram",
             bins=tuple(steps.bins),
         ),
     ]

@@ -368,8 +368,13 @@ class EmbeddingStore:
             self.journal.looked_up(slots_N, ids_N)
             for t, state in enumerate(group.states):
                 part = slice(int(starts_T[t]), int(starts_T[t + 1]))
-                used = ids_N[part], slots_N[part], made.get(t, _NONE_MADE)
-                self._note_lookup(state, first_tick + t, *used)
+                self._note_lookup(
+                    state,
+                    first_tick + t,
+                    ids_N[part],
+                    slots_N[part],
+                    made.get(t, _NONE_MADE),
+                )
         self._transactions.end()
         return slots_N
 
@@ -382,8 +387,10 @@ class EmbeddingStore:
         made: tuple[Indices, Indices],
     ) -> None:
         """Note a training lookup: ``made`` are positions of missing and of new ids."""
-        changed = state.number, int(state.layout[memory.ARENA]), tick, slots_N
-        self.journal.used(ChangedSlots(*changed), *made)
+        self.journal.used(
+            ChangedSlots(state.number, int(state.layout[memory.ARENA]), tick, slots_N),
+            *made,
+        )
         if state.remembered.size:
             self.journal.seen(state.number, ids_N[made[0]])
 

@@ -106,5 +106,8 @@ class Sweeps:
             "%d of %d rows expired at once: %d by steps_to_live, %d by "
             "seconds_to_live, %d by min_l2_norm; tables with an expiry: %s. Let rows "
             "live longer if they are wanted.",
-            *(num, self._num_rows, *causes.tolist(), ", ".join(names)),
+            num,
+            self._num_rows,
+            *causes.tolist(),
+            ", ".join(names),
         )

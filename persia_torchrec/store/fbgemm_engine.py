@@ -135,12 +135,8 @@ class FbgemmEngine:
         offsets = torch.zeros(1, dtype=torch.int64)
         dim_offsets = torch.tensor([0, dim], dtype=torch.int32)
         hash_sizes = torch.tensor([0, num_rows], dtype=torch.int64)
-        has_state = dense.state.shape[1] > 0
-        arguments = [
-            *((state, placements, offsets) if has_state else ()),
-            torch.tensor(optimizer.lr, dtype=torch.float32),
-            *own,
-        ]
+        of_state = (state, placements, offsets) if dense.state.shape[1] else ()
+        lr = torch.tensor(optimizer.lr, dtype=torch.float32)
         name = f"split_embedding_backward_codegen_{optimizer.fbgemm_name}_cpu"
         operator = getattr(torch.ops.fbgemm, name).default
 
@@ -159,7 +155,9 @@ class FbgemmEngine:
                 _SUM,
                 torch.empty(0),  # no weights of the ids
                 False,  # no stochastic rounding: these weights are float32
-                *arguments,
+                *of_state,
+                lr,
+                *own,
             )
 
         return step

@@ -139,10 +139,6 @@ class RowExport:
             for first in range(0, num_used, chunk_rows):
                 end = min(first + chunk_rows, num_used)
                 expiries = [table.spec.expiry for table in self.tables]
-                now = (
-                    [table.num_updates for table in self.tables],
-                    [self._seconds.now_s(expiry) for expiry in expiries],
-                )
                 copied = np.empty((end - first, words.shape[1]), dtype=np.uint64)
                 for start in range(first, end, slice_rows):
                     stop = min(start + slice_rows, end)
@@ -150,7 +146,12 @@ class RowExport:
                     self._num_copied += stop - start
                     if stop < end:
                         yield None
-                yield RawRows(copied, self._positions[arena][first:end], *now)
+                yield RawRows(
+                    copied,
+                    self._positions[arena][first:end],
+                    [table.num_updates for table in self.tables],
+                    [self._seconds.now_s(expiry) for expiry in expiries],
+                )
 
     def _number_uses(self) -> Iterator[None]:
         """Write the positions of all rows, a few log records at a time."""
@@ -190,8 +191,9 @@ def split_by_table(
         positions_K = chunk.positions[slots_K]
         copy_columns(chunk.words, slots_K, positions_K, table.layout, rows.addresses())
         if table.spec.expiry.is_on:
-            now = chunk.steps[index], chunk.seconds[index]
-            is_kept = ~_find_expired(rows, table.spec, *now)
+            is_kept = ~_find_expired(
+                rows, table.spec, chunk.steps[index], chunk.seconds[index]
+            )
             rows = RowColumns(*(column[is_kept] for column in rows.columns()))
         split.append((index, rows))
     return split

@@ -182,8 +182,9 @@ class TableState:
         self._steps: list[memory.Layout] = []
         self.step_with([])
         self._log = NO_LOG if at[1] is None else at[1]
-        rule = spec.admission, spec.seed
-        self.admission = build_admission(*rule, remembered, self._log)
+        self.admission = build_admission(
+            spec.admission, spec.seed, remembered, self._log
+        )
         state_S = np.zeros(spec.num_row_floats, dtype=np.float32)
         optimizer_S = spec.optimizer.initial_state(spec.row_dim)
         state_S[: len(optimizer_S)] = optimizer_S
@@ -406,8 +407,9 @@ class TableState:
 
     def was_admitted(self, ids_N: Ids, batch: int) -> Bools:
         """Return which ids were admitted when they were seen last, in a batch."""
-        rule = self.spec.admission, self.spec.seed, self.remembered
-        recall = build_admission(*rule, recalls=True)
+        recall = build_admission(
+            self.spec.admission, self.spec.seed, self.remembered, recalls=True
+        )
         if recall is None:
             return np.ones(len(ids_N), dtype=np.bool_)
         return recall(ids_N, np.zeros(len(ids_N), dtype=np.int64), 0, batch)
@@ -501,8 +503,9 @@ class TableState:
         if self.remembered.size:
             [self.remembered] = source.emptied(self.remembered)
             source.commit(self.remembered, self.remembered.size)
-        rule = self.spec.admission, self.spec.seed
-        self.admission = build_admission(*rule, self.remembered, self._log)
+        self.admission = build_admission(
+            self.spec.admission, self.spec.seed, self.remembered, self._log
+        )
 
     def steps_alike(self, other: "TableState") -> bool:
         """Return whether :meth:`step_numbers` of both are equal, of equal steps."""

@@ -61,8 +61,15 @@ class TableOfSharedRows(TableState):
         self._row: Words = np.zeros(num_words, dtype=np.uint64)
         self._read_shared = _build_read(spec.initializer.kernel)
         no_rows = np.empty((0, spec.dim), np.float32)
-        arguments = _NO_IDS, _NO_INDICES, self._num_shared, no_rows, self._row
-        compile_for(self._read_shared, layout, *arguments)
+        compile_for(
+            self._read_shared,
+            layout,
+            _NO_IDS,
+            _NO_INDICES,
+            self._num_shared,
+            no_rows,
+            self._row,
+        )
 
     def read_missing(
         self, ids_N: Ids, missing: loops.Indices | None, out_ND: Floats

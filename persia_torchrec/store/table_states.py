@@ -78,7 +78,9 @@ def change(store: "EmbeddingStore", state: TableState, spec: TableSpec) -> Table
         if counts_on:
             spec.admission.remember(remembered, state.sightings())
     return _kind_of(spec)(
-        *(spec, (state.layout.copy(), state.at[1]), store.engine),
+        spec,
+        (state.layout.copy(), state.at[1]),
+        store.engine,
         step=state.step,
         remembered=remembered,
         thresholds=state.thresholds,

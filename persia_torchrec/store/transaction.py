@@ -251,8 +251,16 @@ class Transactions:
         if store.journal.is_on and not store.journal.is_noted(hints_N, ids_N):
             self._note_changed(state, ids_N)
         steps[table] = steps.get(table, state.num_updates) + 1
-        arrays = ids_N, read_only(hints_N), read_only(grads_ND)
-        self.add(Change(UPDATE, table, steps[table], *arrays))
+        self.add(
+            Change(
+                UPDATE,
+                table,
+                steps[table],
+                ids_N,
+                read_only(hints_N),
+                read_only(grads_ND),
+            )
+        )
 
     def add_updates(
         self,
@@ -280,8 +288,11 @@ class Transactions:
             )
         }
         counted.update(steps)
-        arrays = starts_T, read_only(hints_N), read_only(grads)
-        self.add(GroupChange(group, steps, ids_N, *arrays))
+        self.add(
+            GroupChange(
+                group, steps, ids_N, starts_T, read_only(hints_N), read_only(grads)
+            )
+        )
 
     def _note_changed(self, state: TableState, ids_N: Ids) -> None:
         """Note the rows of ids, that are about to be updated."""

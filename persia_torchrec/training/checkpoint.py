@@ -310,8 +310,9 @@ def require_rows_stay(
     url = found.folder.url
     known = {name: of.spec for name, of in client.tables.items() if of.is_own}
     tables = catalog.renamed(found.tables, rules.rename)
-    given = url, [t for t in tables if t.name in known], known, rules
-    plans, notes = plan_tables(*given, replaces=False)
+    plans, notes = plan_tables(
+        url, [t for t in tables if t.name in known], known, rules, replaces=False
+    )
     kept = [name for name, plan in plans.items() if plan.has_rows and name in known]
     changed = [n for n in kept if has_changed(plans[n], known[n])]
     if changed:

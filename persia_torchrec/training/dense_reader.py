@@ -37,8 +37,7 @@ class DenseOnly:
         self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
     ) -> None:
         """Plan without the entries of tables."""
-        args = state_dict, storage_meta, is_coordinator  # a planner's, of either kind
-        super().set_up_planner(*args)  # type: ignore[misc]
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)  # type: ignore[misc]
         state = self.state_dict.items()
         self.state_dict = {k: v for k, v in state if not is_state_entry(v)}
         self.mappings = {key: self.mappings[key] for key in self.state_dict}
@@ -61,8 +60,9 @@ class LoadPlanner(DenseOnly, default_planner.DefaultLoadPlanner):
         """Plan what is loaded; torch would look for a key that is left out."""
         if not self._leaves_out or self.metadata is None:
             return super().create_local_plan()
-        given = self.state_dict, self.metadata
-        return default_planner.create_default_local_load_plan(*given)
+        return default_planner.create_default_local_load_plan(
+            self.state_dict, self.metadata
+        )
 
     def set_up_planner(
         self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False

@@ -76,8 +76,12 @@ class Run:
         parts = loader.micro_batches if isinstance(loader, RowDataset) else 1
         rest = self._recovery.watch(self._recovery.skip(loader))
         if self._last_step is None and not isinstance(loader, RowDataset):
-            told = self.num_steps, self._recovery.num_batches
-            TrainerMetrics.expect(loader, *told, self._recovery.num_epochs_left)
+            TrainerMetrics.expect(
+                loader,
+                self.num_steps,
+                self._recovery.num_batches,
+                self._recovery.num_epochs_left,
+            )
         for batch in rest:
             self._num_ahead += 1
             if self._num_ahead > _MAX_AHEAD * parts:

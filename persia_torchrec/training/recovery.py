@@ -229,7 +229,8 @@ class Recovery:
                 "trained: a checkpoint from here on does not have them, and counts "
                 "them as this pass's. Give a train pipeline an iterator for each "
                 "pass, and call run.step() for each batch",
-                *(self._num_passes, self._pass.num_ahead),
+                self._num_passes,
+                self._pass.num_ahead,
             )
         self._finish()
         self._finish = lambda: None
@@ -348,7 +349,9 @@ class Recovery:
         set_random_state(saved["random"], self._generators())
         logger.info(
             "pass %d of the data continues after %d batches%s",
-            *(self._num_passes, self.num_batches, current.how),
+            self._num_passes,
+            self.num_batches,
+            current.how,
         )
         return rest
 
@@ -368,8 +371,12 @@ class Recovery:
             rest = current.resume(saved, set_random, self._report_others)
             self._finish = lambda: deque(rest, maxlen=0)
         set_random_state(saved["random"], self._generators())
-        what = self._num_passes, self._rank, self.num_batches
-        logger.info("pass %d of the data had ended at trainer %d after %d", *what)
+        logger.info(
+            "pass %d of the data had ended at trainer %d after %d",
+            self._num_passes,
+            self._rank,
+            self.num_batches,
+        )
         return iter(())
 
     def _report_others(self, loader: str, what: str) -> None:
@@ -688,7 +695,9 @@ class Recovery:
         state |= {f"trainer {rank}": b"" for rank in left_out}
         if is_exact:
             loaded = load_checkpoint(
-                *(folder.url, state, self._client),
+                folder.url,
+                state,
+                self._client,
                 missing=rules.missing,
                 on_change=rules.on_change,
                 rename=rules.rename,
@@ -703,7 +712,9 @@ class Recovery:
         if told := [f"of trainer {rank} {what}" for rank, what in left.items() if what]:
             logger.warning(
                 "trainers that continue: %d, of %d that have saved. Left out: %s",
-                *(num_now, num_saved, "; ".join(told)),
+                num_now,
+                num_saved,
+                "; ".join(told),
             )
         self._set_own(saved)
         self._loaded = {n for n in saved["own"] if has_position(own.get(n))}
@@ -727,8 +738,11 @@ class Recovery:
         ]
         told = [", ".join(map(repr, names))] if names else []
         if _has_position(saved) and not queued:
-            where = saved["num_batches"], saved["num_passes"]
-            told.append("the position after {} batches of pass {}".format(*where))
+            told.append(
+                "the position after {} batches of pass {}".format(
+                    saved["num_batches"], saved["num_passes"]
+                )
+            )
         return ", ".join(told)
 
     def _require_divisible(self, num_saved: int, saved: dict[str, Any]) -> None:

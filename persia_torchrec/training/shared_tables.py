@@ -99,7 +99,9 @@ def copy_rows(client: EmbeddingClient, parts: Parts) -> None:
         logger.warning(
             "table %r of the checkpoint was one of several collections; %s of the "
             "model begin with its rows. Give the sharders shared={%r} for one table.",
-            *(name, [first, *others], name),
+            name,
+            [first, *others],
+            name,
         )
 
 

@@ -3,6 +3,7 @@
 import ast
 import functools
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,55 @@ def test_there_is_something_to_check():
 def test_files_and_functions_are_short(name):
     assert len((ROOT / name).read_text().splitlines()) <= MAX_LINES
     assert [f.name for f in functions(name) if num_lines(f) > MAX_FUNCTION_LINES] == []
+
+
+def unpacked(call):
+    """Yield what a call unpacks: of its arguments and of its keywords."""
+    yield from (arg.value for arg in call.args if isinstance(arg, ast.Starred))
+    yield from (one.value for one in call.keywords if one.arg is None)
+
+
+def has_known_keys(node):
+    """Return whether a node is a dictionary that could be keywords."""
+    return isinstance(node, ast.Dict) and all(
+        isinstance(key, ast.Constant) for key in node.keys
+    )
+
+
+def packed_for_one_call(function):
+    """Return the names of a function that are made only to be unpacked in one call."""
+    nodes = [*ast.walk(function)]
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    made = Counter(name.id for name in names if isinstance(name.ctx, ast.Store))
+    used = Counter(name.id for name in names if isinstance(name.ctx, ast.Load))
+    literals = {
+        node.targets[0].id
+        for node in nodes
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and isinstance(node.value, ast.Tuple | ast.List | ast.Dict)
+    }
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    given = {
+        one.id for call in calls for one in unpacked(call) if isinstance(one, ast.Name)
+    }
+    return {n for n in given & literals if made[n] == used[n] == 1}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_call_has_its_arguments_and_no_tuple_of_them(name):
+    calls = [node for node in parsed(name) if isinstance(node, ast.Call)]
+    literals = [
+        ast.unparse(one)
+        for call in calls
+        for one in unpacked(call)
+        if isinstance(one, ast.Tuple | ast.List) or has_known_keys(one)
+    ]
+    assert literals == []
+    found = {
+        one for function in functions(name) for one in packed_for_one_call(function)
+    }
+    assert found == set()
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -84,7 +84,8 @@ class NonFiniteWatch:
                     "the %s of step %d is not finite; steps in a row are named once. "
                     "Look for features that are not scaled (float16 under autocast "
                     "ends at 65,504), and for a learning rate that is too high",
-                    *(what, step),
+                    what,
+                    step,
                 )
             self._last = step
 
@@ -245,11 +246,15 @@ class TrainCtx(EmbeddingCtx):
         self.embedding_optimizer = engine.sharder.optimizer
         self._watch = NonFiniteWatch()
         self._own_state: dict[str, Any] = {}
-        given = engine.job_id, checkpoint_interval_s, resume, on_other_batches
         rules = rules_of(missing, on_change, rename)
         of_load: Missing = "skip" if rules.missing == "skip" else "add"
         engine.checkpoints.rules = LoadRules(of_load, rules.on_change, rules.rename)
-        self._recovery_config = replace(_configure_recovery(*given), rules=rules)
+        self._recovery_config = replace(
+            _configure_recovery(
+                engine.job_id, checkpoint_interval_s, resume, on_other_batches
+            ),
+            rules=rules,
+        )
 
     def forward(self, batch: PersiaTrainingBatch) -> tuple[Any, Tensors | None]:
         """Run the model on a batch; return its output and the labels, or None.

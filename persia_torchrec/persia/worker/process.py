@@ -185,7 +185,9 @@ class IdBuffer:
             logger.warning(
                 "dropped %d batches of data loader %d: no trainer requested them "
                 "within %g s",
-                *(len(expired), loader, self._expires_s),
+                len(expired),
+                loader,
+                self._expires_s,
             )
         return bool(expired)
 
