@@ -108,8 +108,11 @@ def _describe(exc: msgspec.ValidationError, content: Any, at: KeyPath) -> str:
     subject = f"each key of {at}" if match["key"] else str(at)
     if match["key"] or "[...]" in path:  # msgspec does not tell which entry of a dict
         return f"{subject} must be {must}."
-    for key, index in re.findall(r"\.([^.\[]+)|\[(\d+)\]", path):
-        content = content[int(index)] if index else content[key]
+    try:
+        for key, index in re.findall(r"\.([^.\[]+)|\[(\d+)\]", path):
+            content = content[int(index)] if index else content[key]
+    except (IndexError, KeyError, TypeError):  # of a key that is there twice
+        return f"{subject} must be {must}."
     return f"{subject} must be {must}. Received: {shown(content)}."
 
 

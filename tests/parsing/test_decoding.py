@@ -49,6 +49,12 @@ def test_json_becomes_the_declared_type():
         (b'{"rows": [{"dim": null}]}', r"rows\[0\].dim must be an integer. .*: None"),
         (b'{"rows": [{"dim": 1, "dims": 2}]}', r"rows\[0\].dims is unknown"),
         (b'{"rows": [{"dim": 1, "names": [2]}]}', r"names\[0\] must be a string. .*2"),
+        (
+            b'{"rows": [{"dim": "a"}], "rows": []}',
+            r"rows\[0\].dim must be an integer.$",
+        ),
+        (b'{"rows": [{"dim": "a"}], "rows": 3}', r"rows\[0\].dim must be an integer.$"),
+        (b'{"rows": [{"dim": "a"}], "rows": [{}]}', r"dim must be an integer.$"),
         (b'{"rows": [], "scale": "1"}', "m: scale must be a number. Received: '1'"),
     ],
 )
