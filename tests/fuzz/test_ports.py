@@ -28,8 +28,8 @@ pytestmark = pytest.mark.multiprocess
 
 
 OPENED_ONCE = 8
-"""Descriptors that a process opens once, at its first need: those of pyzmq's thread that
-frees what a large reply was sent from, and of the lock of machine code."""
+"""Descriptors that a process opens once, at its first need: those of pyzmq's thread
+that frees what a large reply was sent from, and of the lock of machine code."""
 
 
 class Listening:

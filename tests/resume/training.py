@@ -56,6 +56,7 @@ class Training:
             client,
             SGD(lr=1.0),
             staleness=int(loop != "plain"),
+            gradient_division=False,  # each trainer counts its samples
             tables={"x": TableSettings(initializer=Constant(0.0))},
         )
         self.model = DistributedModelParallel(Net(), sharders=self.sharders)
