@@ -54,7 +54,7 @@ Eviction = Literal["lru", "lfu"]
 MAX_SCANNED_SLOTS = 1 << 20
 """Slots that a scan walks over: a few milliseconds where no row is of the table."""
 
-_MAX_GROUPS = 2**12
+_MAX_GROUPED = 2**16  # tables of all groups that are kept
 _NO_SLOTS = np.empty(0, dtype=np.uint32)
 _NO_COUNTS = read_only(np.empty(0, dtype=np.uint32))
 _NO_INDICES = np.empty(0, dtype=np.int64)
@@ -270,7 +270,7 @@ class EmbeddingStore:
         """Return tables, by number, as what loops take at once."""
         found = self._groups.get(tables)
         if found is None:
-            if len(self._groups) >= _MAX_GROUPS:
+            if sum(map(len, self._groups)) + len(tables) > _MAX_GROUPED:
                 self._groups.clear()
             found = TableGroup([self.states[number] for number in tables])
             self._groups[tables] = found
