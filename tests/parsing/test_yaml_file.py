@@ -257,7 +257,7 @@ def test_a_key_of_several_slots_is_one_warning(embedding_config, warned):
 # the default, in the fewest files that can have them all.
 EVERY_KEY = {
     "train": GLOBAL.replace("Train", "Eval").replace("update: false", "update: true")
-    + "  incremental_interval_seconds: 3\n  optimizer_engine: compiled\n"
+    + "  incremental_interval_seconds: 3\n  optimizer_engine: fbgemm\n"
     + "  incremental_base_ratio: 4.0\n",
     "infer": infer("servers: ['a:1', 'b:2'], embedding_checkpoint: run"),
     "slots": """
