@@ -233,6 +233,23 @@ def route_features(
     )
 
 
+def split_rows(
+    flat: npt.NDArray[np.float32],
+    starts_T: npt.NDArray[np.int64],
+    widths_T: npt.NDArray[np.int64],
+) -> list[npt.NDArray[np.float32]]:
+    """Return the rows of each table, ``(N, D)``, of those of all, flat: views.
+
+    Table t has ``starts_T[t + 1] - starts_T[t]`` rows of ``widths_T[t]`` numbers.
+    """
+    nums, widths = np.diff(starts_T).tolist(), widths_T.tolist()
+    found, begin = [], 0
+    for num, width in zip(nums, widths, strict=True):
+        found.append(flat[begin : begin + num * width].reshape(num, width))
+        begin += num * width
+    return found
+
+
 def _require_ids(ids_L: Ids) -> None:
     if ids_L.dtype != np.uint64 or ids_L.ndim != 1 or len(ids_L) > _MAX_IDS:
         raise BatchError(

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.routing.shard import Ids, sum_repeats, unique_ids
+from persia_torchrec.routing.shard import Ids, split_rows, sum_repeats, unique_ids
 from persia_torchrec.rpc.float_codec import Floats
 from persia_torchrec.rpc.messages import Header, TableIds, TableSegments
 from persia_torchrec.store.memory import MISSING
@@ -32,6 +32,7 @@ TableSlots = tuple[int, Slots]
 """A table, and where a lookup found its rows, in the order of the request; with blocks
 ``(N, blocks)``."""
 
+_NO_IDS = np.empty(0, dtype=np.uint64)
 MAX_SLOTS = 2**25  # slots kept by default: 128 MiB
 _MAX_OPEN = 4096
 _ARRAY_COST = 64  # what an array costs besides its slots, in slots
@@ -81,8 +82,9 @@ class OpenBatches:
             for forgotten in numbers:
                 self._pop((stream, forgotten))
             numbers.clear()
-        cost = sum(slots_N.size + _ARRAY_COST for slots_N in slots) + _ARRAY_COST
-        kept = asked._replace(ids=asked.ids[:0])
+        cost = sum(slots_N.size for slots_N in slots)
+        cost += _ARRAY_COST * (1 + len(asked.tables))
+        kept = asked._replace(ids=_NO_IDS)  # which hold their message
         self._lookups.setdefault(batch, []).append(LookedUp(kept, slots, cost))
         self.num_slots += cost
         while self.num_slots > self._max_slots:
@@ -156,11 +158,8 @@ class Update(NamedTuple):
 
     def pieces(self) -> Iterator[tuple[TableIds, Floats]]:
         """Yield the ids of each table, and their gradients ``(N, D)``."""
-        begin = 0
-        for t, dim in zip(self.asked.pieces(), self.dims.tolist(), strict=True):
-            end = begin + dim * len(t.ids)
-            yield t, self.grads[begin:end].reshape(len(t.ids), dim)
-            begin = end
+        grads = split_rows(self.grads, self.asked.starts, self.dims)
+        yield from zip(self.asked.pieces(), grads, strict=True)
 
     def hints(self, lookups: Sequence[LookedUp]) -> Slots | None:
         """Return the slots of all ids, if one of the lookups was of as many."""

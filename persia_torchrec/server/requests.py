@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from persia_torchrec.errors import BatchError
 from persia_torchrec.jit.compiled import read_only
-from persia_torchrec.routing.shard import Ids
+from persia_torchrec.routing.shard import Ids, split_rows
 from persia_torchrec.rpc import messages
 from persia_torchrec.rpc.channel import MAX_MESSAGE_BYTES
 from persia_torchrec.rpc.float_codec import (
@@ -82,13 +82,15 @@ class _Lookup(NamedTuple):
 
     def pieces(self) -> list[_Piece]:
         """Return what it asks of each table."""
-        found, begin, first = [], 0, 0
-        for t, (num, dim) in zip(self.asked.pieces(), self.shapes(), strict=True):
-            out_ND = self.rows[begin : begin + num * dim].reshape(num, dim)
-            counts = None if self.counts is None else self.counts[first : first + num]
-            found.append(_Piece(t.table, t.ids, out_ND, counts))
-            begin, first = begin + num * dim, first + num
-        return found
+        starts, tables = self.asked.starts, self.asked.pieces()
+        counts: Sequence[Counts | None] = [None] * len(tables)
+        if self.counts is not None:
+            counts = np.split(self.counts, starts[1:-1])
+        rows = split_rows(self.rows, starts, self.dims)
+        return [
+            _Piece(t.table, t.ids, out_ND, counts_N)
+            for t, out_ND, counts_N in zip(tables, rows, counts, strict=True)
+        ]
 
 
 def _answer_lookup(shard: Shard, request: Request) -> Frames:
@@ -221,10 +223,10 @@ def _answer_write(shard: Shard, request: Request) -> Frames:
     widths, rows = shard.read_rows(
         asked, frames[3], header.precision, has_state=has_state
     )
-    written = Update(request.peer, header, asked, widths, rows)
+    of_tables = split_rows(rows, asked.starts, widths)
     shard.stages.lap("decode")
     with shard.store.transaction() as change:
-        for t, rows_NK in written.pieces():
+        for t, rows_NK in zip(asked.pieces(), of_tables, strict=True):
             shard.store.write(t.table, t.ids, rows_NK)
         shard.streams.settle(change, _batch_of(header))
     shard.stages.lap("write")

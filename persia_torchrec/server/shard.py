@@ -197,15 +197,18 @@ class Shard:
         lookups = self.open_batches.apply([update.batch for update in given])
         num_ids = 0
         with self.store.transaction() as transaction:
-            if len(given) == 1 and self.store.group(given[0].asked.tables).updates:
+            if len(given) == 1:
                 (update,), (found,) = given, lookups
                 tables, starts, ids = update.asked
                 hints_N = update.hints(found)
-                self.counts["updates_hinted"] += (hints_N is not None) * len(tables)
-                self.store.add_updates(tables, ids, starts, update.grads, hints_N)
-                self.num_updates += len(tables)
-                num_ids, given = len(ids), []
-            for part in build_gradients(given, lookups) if given else ():
+                # A lookup of other tables, or one of several, has hints table by table.
+                is_known = hints_N is not None or not found
+                if is_known and self.store.group(tables).updates:
+                    self.counts["updates_hinted"] += len(tables) * len(found)
+                    self.store.add_updates(tables, ids, starts, update.grads, hints_N)
+                    self.num_updates += len(tables)
+                    num_ids, given = len(ids), []
+            for part in build_gradients(given, lookups if given else []):
                 state = self.store.states[part.table]
                 if state.spec.is_frozen or state.is_dropped:
                     continue

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from persia_torchrec.errors import ConfigError, StoreError
 from persia_torchrec.jit.compiled import read_only
 from persia_torchrec.parsing.decoding import parse_json
+from persia_torchrec.routing.shard import split_rows
 from persia_torchrec.store import loops, memory, table_states
 from persia_torchrec.store.change_log import ChangedSlots, ChangeJournal, Ring
 from persia_torchrec.store.expiry import ExpiryClock, Sweeps
@@ -303,12 +304,10 @@ class EmbeddingStore:
         group = self.group(tables)
         if group.is_looked_up_at_once:
             return [self.look_up_rows(group, ids_N, starts_T, out, counts_N, batch)]
-        found, ends = [], (np.diff(starts_T) * group.dims).cumsum().tolist()
-        starts, begin = starts_T.tolist(), 0
-        for t, table in enumerate(tables):
+        found, starts = [], starts_T.tolist()
+        rows = split_rows(out, starts_T, group.dims)
+        for t, (table, out_ND) in enumerate(zip(tables, rows, strict=True)):
             part = slice(starts[t], starts[t + 1])
-            out_ND = out[begin : ends[t]].reshape(-1, group.states[t].spec.dim)
-            begin = ends[t]
             counts = counts_N if counts_N is None else counts_N[part]
             slots_N = self.lookup(
                 table, ids_N[part], out_ND, training=True, counts_N=counts, batch=batch
@@ -337,6 +336,7 @@ class EmbeddingStore:
         num_tables, first_tick = len(group.states), self.tick + 1
         num_touches = len(ids_N) + MARK_WORDS * (num_tables - 1)
         made: dict[int, tuple[Indices, Indices]] = {}
+        rows: list[Floats] = []  # by table, once one makes rows
         self._transactions.begin(num_touches)
         t, needed = 0, num_touches
         while t < num_tables:
@@ -359,8 +359,8 @@ class EmbeddingStore:
                 if self.journal.is_on:
                     missing = missing.copy()  # the next table's follow
                 part = slice(int(starts_T[t]), int(starts_T[t + 1]))
-                out_ND = group.rows_of(t, starts_T, out)
-                arrays = ids_N[part], counts_N[part], out_ND, slots_N[part]
+                rows = rows or split_rows(out, starts_T, group.row_dims)
+                arrays = ids_N[part], counts_N[part], rows[t], slots_N[part]
                 admitted = self._make_missing(group.states[t], batch, missing, arrays)
                 made[t] = missing, admitted
                 t, needed = t + 1, 0
@@ -461,14 +461,11 @@ class EmbeddingStore:
         if group.updates is not None:
             self._transactions.add_updates(group, ids_N, starts_T, grads, hints_N)
             return
-        starts, begin = starts_T.tolist(), 0
-        for t, table in enumerate(tables):
-            part, dim = slice(starts[t], starts[t + 1]), group.states[t].spec.dim
-            end = begin + dim * (part.stop - part.start)
+        starts, rows = starts_T.tolist(), split_rows(grads, starts_T, group.dims)
+        for t, (table, grads_ND) in enumerate(zip(tables, rows, strict=True)):
+            part = slice(starts[t], starts[t + 1])
             hints = None if hints_N is None else hints_N[part]
-            grads_ND = grads[begin:end].reshape(-1, dim)
             self.add_update(table, ids_N[part], grads_ND, hints)
-            begin = end
 
     def transaction(self) -> Transaction:
         """Make several calls, and notes, one change.

@@ -537,7 +537,7 @@ class TableGroup:
         states: of the T tables.
         numbers: theirs in the store, int64 ``(T,)``.
         at: what loops take.
-        dims: of their weights, int64 ``(T,)``.
+        dims: of their weights, int64 ``(T,)``; ``row_dims`` of those in a row.
         is_looked_up_at_once: whether one call looks all of them up.
         updates: the loops that update them; None where it is one table after the other,
             or one takes no gradients.
@@ -549,6 +549,8 @@ class TableGroup:
         layouts_T = np.array([s.layout.ctypes.data for s in states], dtype=np.uint64)
         self.at: TablesAt = layouts_T, states[0].at[1] if states else None
         self.dims = np.array([state.spec.dim for state in states], dtype=np.int64)
+        row_dims = [state.spec.row_dim for state in states]
+        self.row_dims = np.array(row_dims, dtype=np.int64)
         self.is_looked_up_at_once = all(
             type(state).look_up is TableState.look_up for state in states
         )
@@ -563,13 +565,6 @@ class TableGroup:
         )
         is_each_once = len({*self.numbers.tolist()}) == len(states)
         self.updates = self._find_updates() if are_plain and is_each_once else None
-
-    def rows_of(self, t: int, starts_T: loops.Starts, flat: Floats) -> Floats:
-        """Return the rows of a table, ``(N, D)``, of those of all tables."""
-        dims = [state.spec.row_dim for state in self.states[: t + 1]]
-        begin = int((np.diff(starts_T[: t + 1]) * dims[:t]).sum())
-        num = int(starts_T[t + 1] - starts_T[t])
-        return flat[begin : begin + num * dims[t]].reshape(num, dims[t])
 
     def _find_updates(self) -> list[GroupUpdate]:
         updates = []

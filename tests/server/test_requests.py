@@ -64,6 +64,15 @@ class TestHints:
         assert counters["updates_hinted"] == 6
         assert counters["hinted_slots"] == 0
 
+    def test_an_update_of_some_tables_gets_those_of_its_tables(self, recording):
+        client, store = recording.client, recording.store
+        client.add_tables([ITEM, COUNTING])
+        batch, split = BatchNumber(1, 1), client.split(ids_of(5, 6))
+        client.pull([("item", split), ("counting", split)], batch=batch)
+        client.outcome(client.push([("counting", split)], [ONES[:, :1]], batch))
+        assert store.hints[0].tolist() == store.found[0][2:].tolist()
+        assert client.counters()[0]["updates_hinted"] == 1
+
     def test_batches_of_several_trainers_are_distinguished(self, recording):
         client, store = recording.client, recording.store
         client.add_tables([ITEM])

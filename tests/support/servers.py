@@ -65,6 +65,10 @@ class RecordingStore(EmbeddingStore):
         self.found.append(slots_N)
         return [slots_N]
 
+    def add_update(self, table, ids_N, grads_ND, hints_N=None):
+        self.hints.append(hints_N)
+        super().add_update(table, ids_N, grads_ND, hints_N)
+
     def add_updates(self, tables, ids_N, starts_T, grads, hints_N=None):
         self.hints.append(hints_N)
         super().add_updates(tables, ids_N, starts_T, grads, hints_N)
