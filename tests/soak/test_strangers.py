@@ -63,6 +63,7 @@ def test_strangers_cost_hardly_a_thing(processes, tmp_path, minutes, kind, monke
         come = processes.start(name, strangers.come_again, [kind], measured.ports)
         come.has_printed("closed")
         beside.append(measured.cost_ms(seconds))
+        assert come.process.is_alive(), come.output()
         come.kill()
     for name, process in measured.running.items():
         assert process.process.is_alive(), f"{name}: {process.output()[-3000:]}"
