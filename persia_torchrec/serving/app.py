@@ -62,6 +62,7 @@ from persia_torchrec.serving.http_requests import (
     json_response,
     receive,
     require_few_values,
+    require_shallow,
 )
 from persia_torchrec.serving.inference_protocol import parse_json_batch
 from persia_torchrec.serving.models import (
@@ -419,6 +420,7 @@ class _Asked(msgspec.Struct):
 
 
 def _decode(body: bytes) -> _Asked:
+    require_shallow(body)
     try:
         asked: _Asked = decoder_of(_Asked).decode(body or b"{}")
         return asked

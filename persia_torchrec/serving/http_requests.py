@@ -24,6 +24,11 @@ _MAX_TEXT_BYTES = 2**25
 _COST = np.zeros(256, np.uint8)  # of what stands before a value
 _COST[[*b",[{:"]] = 1, 4, 4, 8
 _CHUNK_BYTES = 2**20
+_MAX_DEPTH = 64
+_STEP = np.zeros(256, np.int8)  # of the depth
+_STEP[[*b"[{]}"]] = 1, 1, -1, -1
+_NO_START = bytes({*range(256)} - {*b"[{"})
+_NO_MARK = bytes({*range(256)} - {*b"[{]}", *b'"'})
 
 
 class TooLargeError(BatchError):
@@ -88,12 +93,35 @@ async def receive(
     return await run(None, _decompress, bytes(body), encoding, limit)
 
 
+def require_shallow(text: bytes | memoryview) -> None:
+    """Raise BatchError for JSON of lists and objects that are nested too deeply.
+
+    A reader that is at the end of the stack has none for what else runs meanwhile, as
+    finalizers do.
+    """
+    data = bytes(text)
+    if len(data.translate(None, _NO_START)) <= _MAX_DEPTH:
+        return
+    data = data.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _NO_MARK)
+    marks, num_quotes, depth = np.frombuffer(data, np.uint8), 0, 0
+    for at in range(0, len(marks), _CHUNK_BYTES):
+        part = marks[at : at + _CHUNK_BYTES]
+        quotes = num_quotes + (part == ord('"')).cumsum(dtype=np.int32)
+        depths = depth + (_STEP[part] * (quotes % 2 == 0)).cumsum(dtype=np.int32)
+        num_quotes, depth = int(quotes[-1]), int(depths[-1])
+        if depths.max() > _MAX_DEPTH:
+            raise BatchError(
+                f"JSON may nest lists and objects {_MAX_DEPTH} deep. Received: more."
+            )
+
+
 def require_few_values(text: bytes | memoryview) -> None:
     """Raise TooLargeError for JSON of too many values, before memory is taken for them.
 
     A list counts as four numbers, and a key as eight, as they take as much time.
     """
     if len(text) <= MAX_VALUES // 8:
+        require_shallow(text)
         return
     marks, cost = np.frombuffer(text, np.uint8), 0
     if len(marks) <= _MAX_TEXT_BYTES:
@@ -105,6 +133,7 @@ def require_few_values(text: bytes | memoryview) -> None:
             "values, where a list counts as four and a key as eight. Received: "
             f"{len(marks)} bytes. Send smaller batches, or tensors as bytes."
         )
+    require_shallow(text)
 
 
 def status_of(exc: Exception) -> int:

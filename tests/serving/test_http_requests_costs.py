@@ -15,7 +15,11 @@ import pytest
 from persia_torchrec.errors import BatchError
 from persia_torchrec.persia.signature import DenseInput, ModelSignature
 from persia_torchrec.serving.grpc_server import GrpcServer
-from persia_torchrec.serving.http_requests import TooLargeError, require_few_values
+from persia_torchrec.serving.http_requests import (
+    TooLargeError,
+    require_few_values,
+    require_shallow,
+)
 from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
 from persia_torchrec.serving.inference_protocol import parse_request
 from persia_torchrec.serving.models import Models
@@ -127,6 +131,23 @@ def test_a_list_counts_as_four_numbers_and_a_key_as_eight():
     for text in (*texts, b" " * (2**25 + 1)):
         with pytest.raises(TooLargeError, match=r"1048576 values, where a list"):
             require_few_values(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["[", '{"a":', '"' + "]" * 99 + '",[', r'"\"]",[', r'"\\",[']
+)
+@pytest.mark.parametrize("before", ["", "[]," * 500_000])
+def test_lists_and_objects_are_nested_64_deep_at_most(text, before):
+    few, many = (f"{before}{text * num}".encode() for num in (64, 65))
+    require_shallow(few)
+    with pytest.raises(BatchError, match=r"64 deep\. Received: more\."):
+        require_shallow(memoryview(many))
+
+
+@pytest.mark.parametrize("text", ["[],", '"[",', r'"\"[",', r'"\\\"[",', "[1],"])
+def test_what_stands_side_by_side_or_in_a_string_is_not_nested(text):
+    require_shallow(b"[" * 63 + text.encode() * 500_000)
+    require_shallow(b'["' + b"[" * 999)  # without an end
 
 
 DEEP = "[" * 1000 + "]" * 1000
