@@ -3,8 +3,7 @@
 26 tables, one Zipf id each, pooled into one output, whose gradient is given: no dense
 half, so that all processor time is that of ids, rows, gradients and messages. Each turn
 is a process of its own with servers of its own; ``--other`` lets a second checkout take
-turns with this one. Where tables are pooled by loops of ``lookup/pooling.py`` these are
-timed by themselves; with ``--way device`` torch pools, as on a GPU, and is counted.
+turns with this one.
 """
 
 import json
@@ -12,13 +11,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -30,33 +28,11 @@ from torchrec.distributed.types import ShardingEnv
 
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.embedding.optim import SGD
-from persia_torchrec.lookup import pooling
 from persia_torchrec.server.cluster import EmbeddingCluster
 from persia_torchrec.sharding.sharder import RemoteEmbeddingBagCollectionSharder
 
-Way = Literal["host", "device"]
-
 _HERE = Path(__file__).parents[1]
 _NUM_BATCHES, _NUM_WARM, _EXPONENT = 4, 6, 1.2
-
-
-def _pooling_timed() -> list[float]:
-    """Note the processor seconds of each call of the host's pooling loops."""
-    seconds: list[float] = []
-
-    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*given: Any) -> Any:
-            start = time.thread_time()
-            result = call(*given)
-            seconds.append(time.thread_time() - start)
-            return result
-
-        return run
-
-    loops: Any = pooling
-    for name in ("_pool", "_add_gradients"):
-        setattr(loops, name, timed(getattr(loops, name)))
-    return seconds
 
 
 def _batches(num_tables: int, batch_size: int, rows: int) -> list[KeyedJaggedTensor]:
@@ -74,9 +50,6 @@ def _step_seconds(given: dict[str, Any]) -> dict[str, float]:
     """Train some steps in this process; return processor seconds of each."""
     torch.set_num_threads(1)
     num, dim = given["tables"], given["dim"]
-    sharder_type = RemoteEmbeddingBagCollectionSharder
-    if given["way"] == "device":
-        sharder_type.POOLS_ON = frozenset({"cpu", "cuda"})
     tables = [
         EmbeddingBagConfig(
             num_embeddings=1, embedding_dim=dim, name=name, feature_names=[name]
@@ -86,7 +59,6 @@ def _step_seconds(given: dict[str, Any]) -> dict[str, float]:
     bags = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
     batches = _batches(num, given["batch_size"], given["rows"])
     grad = torch.full((given["batch_size"], num * dim), 1e-3)
-    seconds = _pooling_timed()
     with ExitStack() as stack:
         capacity = num * given["rows"]
         cluster = stack.enter_context(
@@ -95,7 +67,7 @@ def _step_seconds(given: dict[str, Any]) -> dict[str, float]:
         client = stack.enter_context(
             closing(EmbeddingClient.connect(cluster.addresses))
         )
-        sharder = sharder_type(client, SGD(0.1), staleness=2)
+        sharder = RemoteEmbeddingBagCollectionSharder(client, SGD(0.1), staleness=2)
         stack.callback(sharder.close)
         sharded = _shard(nn.Sequential(bags), sharder)
 
@@ -106,15 +78,11 @@ def _step_seconds(given: dict[str, Any]) -> dict[str, float]:
             sharder.flush()
 
         train(_NUM_WARM)
-        seconds.clear()
         start_s, cpu_s = time.perf_counter(), time.process_time()
         train(given["steps"])
         cpu_s = time.process_time() - cpu_s
         took_s = time.perf_counter() - start_s
-    of_pooling = sum(seconds)
-    parts = {"step": took_s, "all": cpu_s, "pooling": of_pooling}
-    parts["rest"] = cpu_s - of_pooling
-    return {name: value / given["steps"] for name, value in parts.items()}
+    return {"step": took_s / given["steps"], "all": cpu_s / given["steps"]}
 
 
 def _shard(model: nn.Module, sharder: Any) -> nn.Module:
@@ -154,12 +122,11 @@ def _benchmark() -> Any:
         rows: Annotated[int, "different ids of a table"] = 400_000
         steps: Annotated[int, "steps timed together"] = 24
         repeats: Annotated[int, "turns; the median counts"] = 3
-        way: Annotated[Way, "who pools: loops of the host, or torch"] = "host"
         other: Annotated[Path | None, "a checkout to take turns with"] = None
 
     def measure(settings: Any) -> list[Any]:
         checkouts = [_HERE, *([settings.other.resolve()] if settings.other else [])]
-        names = ("tables", "dim", "batch_size", "rows", "steps", "way")
+        names = ("tables", "dim", "batch_size", "rows", "steps")
         common = {name: getattr(settings, name) for name in names}
         found: dict[tuple[int, Path], list[dict[str, float]]] = {}
         for _ in range(settings.repeats):
@@ -170,19 +137,17 @@ def _benchmark() -> Any:
         rows = []
         for (num, checkout), turns in found.items():
             cells = [
-                1e3 * median(turn[part] for turn in turns)
-                for part in ("rest", "pooling", "all", "step")
+                1e3 * median(turn[part] for turn in turns) for part in ("all", "step")
             ]
-            base = [turn["rest"] for turn in found[num, checkouts[-1]]]
-            of_base = median(t["rest"] / b for t, b in zip(turns, base, strict=True))
+            base = [turn["all"] for turn in found[num, checkouts[-1]]]
+            of_base = median(t["all"] / b for t, b in zip(turns, base, strict=True))
             name = "this" if checkout == _HERE else checkout.name
             rows.append([num, name, *cells, of_base])
         question = (
             f"A step of {settings.tables} tables, batch {settings.batch_size}, "
             f"D = {settings.dim}: processor ms of the trainer's process, all threads."
         )
-        header = "servers | checkout | all but pooling | pooling | all | ms a step"
-        header += " | all but pooling, of the last checkout's"
+        header = "servers | checkout | all | ms a step | all, of the last checkout's"
         return [harness.Table("trainer", question, header, rows)]
 
     tiny: dict[str, Any] = {

@@ -36,6 +36,7 @@ from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.implicit_member import join_job
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.lookup.bags import Bags
+from persia_torchrec.lookup.sharded_lookup import Outputs
 from persia_torchrec.metrics.push import metrics_settings, publish_metrics
 from persia_torchrec.metrics.values import Means, Reading
 from persia_torchrec.persia import data_parallel, slots
@@ -53,9 +54,11 @@ from persia_torchrec.persia.slot_tensors import (
 from persia_torchrec.persia.worker.process import ask_for_slots
 from persia_torchrec.persia.worker_client import WAIT, RemoteBatch, RemoteWorkers
 from persia_torchrec.pipeline.pipeline import BatchPipeline, PrefetchedBatch
+from persia_torchrec.routing.shard import Positions
 from persia_torchrec.sharding.all_sharders import RemoteSharders
 from persia_torchrec.sharding.backward_pass import AnswersAtEnd
 from persia_torchrec.sharding.collection import CollectionSpec, TableCollection
+from persia_torchrec.sharding.on_device import Pooled, Tensors
 from persia_torchrec.sharding.sharded_module import ShardedRemoteCollection
 from persia_torchrec.sharding.sharder import CollectionSharder
 from persia_torchrec.sharding.trainer_metrics import TrainerMetrics, readings
@@ -132,23 +135,44 @@ class ShardedSlots(ShardedRemoteCollection):
             slots.Slot(name=feature.name, dim=dim, num_places=feature.num_places)
             for feature, dim in zip(self.spec.features, self._dims, strict=True)
         ]
-        places: Sequence[Any] = handle.places
-        if isinstance(batch.outputs, StagedSlots):
-            places = batch.outputs.places()
-        return slot_tensors(of_config, handle.slots, tensors, places)
+        return slot_tensors(of_config, handle.slots, tensors, batch.outputs.places())
 
-    def on_device(self, batch: PrefetchedBatch[Any]) -> tuple[torch.Tensor, ...]:
-        """Return what was pulled; if it is on its way to a GPU, its stream waits."""
-        if isinstance(batch.outputs, StagedSlots):
-            return batch.outputs.embeddings()
-        return super().on_device(batch)
+
+class PulledSlots:
+    """The embeddings of a batch, which a worker has pooled, for a trainer's device.
+
+    Attributes:
+        staged: these on their way to a device, where that pays.
+    """
+
+    def __init__(
+        self, outputs: Outputs, places: Sequence[Positions], staging: Staging | None
+    ) -> None:
+        self._outputs, self._places = outputs, places
+        self.staged: StagedSlots | None = None
+        if staging is not None:
+            self.staged = StagedSlots(staging, outputs, places)
+
+    def places(self) -> Sequence[Any]:
+        """Return the places of raw ids, where the embeddings are."""
+        return self._places if self.staged is None else self.staged.places()
+
+    def pool(self, _: torch.Tensor | None) -> Pooled:
+        """Return the embeddings."""
+        if self.staged is not None:
+            return Pooled(self.staged.embeddings())
+        return Pooled(tuple(map(torch.from_numpy, self._outputs)))
+
+    def gradients(self, _: Pooled, grads: Sequence[torch.Tensor]) -> Tensors:
+        """Return copies: who owns the gradients may write them afterwards."""
+        return tuple([grad.detach().to(torch.float32, copy=True) for grad in grads])
 
 
 class StagingWorkers:
     """Embedding workers whose batches go to a device in the thread that pulls them."""
 
     def __init__(self, workers: RemoteWorkers, device: torch.device) -> None:
-        self._staging = Staging(device)
+        self._staging = Staging(device) if device.type in Staging.DEVICES else None
         self._pull = workers.pull
         self.push, self.again = workers.push, workers.again
         self.abandon, self.change_tables = workers.abandon, workers.change_tables
@@ -161,7 +185,7 @@ class StagingWorkers:
         """Have a batch pulled, and begin to copy it."""
         outputs, handle = self._pull(source, number)
         try:
-            return StagedSlots(self._staging, outputs, handle.places), handle
+            return PulledSlots(outputs, handle.places, self._staging), handle
         except BaseException:  # such as a GPU without memory
             if number is not None:
                 self.abandon(handle)  # the worker awaits its gradients
@@ -200,9 +224,7 @@ class SlotsSharder(CollectionSharder):
         """Return the pipeline, its tables known to workers and servers."""
         self._workers.add_tables(spec.tables)
         timeout_s = timeouts.TRAINING_REQUEST_S + self._workers.recovery_s
-        lookup: RemoteWorkers | StagingWorkers = self._workers
-        if device.type in Staging.DEVICES:
-            lookup = StagingWorkers(self._workers, device)
+        lookup = StagingWorkers(self._workers, device)
         pipeline: SlotsPipeline
         pipeline = BatchPipeline(lookup, staleness=1, timeout_s=timeout_s)
         pipeline.set_count(env.rank, self._batches)

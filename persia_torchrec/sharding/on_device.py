@@ -17,25 +17,25 @@ Dimensions: B samples, F features of one dim D, L ids of them, U unique rows.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.nn import functional
 
-from persia_torchrec.client.client import BatchNumber, EmbeddingClient, Reply
+from persia_torchrec.client.client import EmbeddingClient, Reply
 from persia_torchrec.datasets.transfer import (
     copy_into,
     copy_out,
     empty_pinned,
     register,
 )
-from persia_torchrec.lookup.bags import Bags, FeatureSpec
+from persia_torchrec.lookup.bags import FeatureSpec
 from persia_torchrec.lookup.sharded_lookup import (
     Outputs,
     RoutedBatch,
@@ -141,8 +141,23 @@ class Pooled(NamedTuple):
     """What a batch gave, per group, and what its backward pass needs."""
 
     outputs: Tensors  # float32 (B, F * D), or of each id a row (L, D)
-    rows: Tensors  # float32 (U, D)
-    weights: tuple[torch.Tensor | None, ...]  # (L,)
+    rows: Tensors = ()  # float32 (U, D)
+    weights: tuple[torch.Tensor | None, ...] = ()  # (L,)
+
+
+class Pulled(Protocol):
+    """What a lookup gives a model's device for a batch."""
+
+    def pool(self, weights: torch.Tensor | None) -> Pooled:
+        """Return the outputs; ``weights`` are of all ids of the batch, if any."""
+
+    def gradients(self, pooled: Pooled, grads: Sequence[torch.Tensor]) -> Tensors:
+        """Return what is pushed, float32, in memory of its own."""
+
+    def weights_gradient(
+        self, pooled: Pooled, grads: Sequence[torch.Tensor], weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the gradient of the weights of all ids."""
 
 
 @dataclass(slots=True)
@@ -391,15 +406,9 @@ class RowsOnDevice(ShardedLookup):
             slab.pin_with(partial(register, device))
             sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
 
-    def pull(
-        self, bags: Mapping[str, Bags], number: BatchNumber | None
-    ) -> tuple[Any, RoutedBatch]:
-        """Fetch the rows of a batch to the device."""
-        use_device(self._device)
-        return super().pull(bags, number)
-
     def fetch(self, batch: RoutedBatch) -> Any:
         """Fetch the rows of a batch; begin to copy them; return the ``DeviceBatch``."""
+        use_device(self._device)
         asked = self.client.begin_pull(
             batch.groups, batch.number, self.precision, batch.counts
         )

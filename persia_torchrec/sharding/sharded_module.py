@@ -49,8 +49,8 @@ from persia_torchrec.sharding import state, torchrec_api
 from persia_torchrec.sharding.backward_pass import looked_up
 from persia_torchrec.sharding.collection import CollectionSpec
 from persia_torchrec.sharding.on_device import (
-    DeviceBatch,
     Leaving,
+    Pooled,
     Tensors,
     by_feature,
 )
@@ -101,26 +101,21 @@ class _Embeddings(torch.autograd.Function):
         batch: Any,
         module: Any,
     ) -> Tensors:
-        ctx.batch, ctx.module, ctx.pulled = batch, module, None
-        if not isinstance(batch.outputs, DeviceBatch):
-            tensors: Tensors = module.on_device(batch)
-            return tensors
+        ctx.batch, ctx.module, ctx.pulled = batch, module, batch.outputs
         ctx.save_for_backward(*([] if weights is None else [weights]))
-        ctx.pulled = batch.outputs
-        pooled = ctx.pulled.pool(weights)
+        pooled: Pooled = ctx.pulled.pool(weights)
         ctx.pooled = pooled._replace(outputs=())
         return pooled.outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        pulled, of_weights = ctx.pulled, None
-        given: Sequence[torch.Tensor] = grads  # autograd gives zeros for those unused
-        if pulled is not None:
-            given = pulled.gradients(ctx.pooled, grads)
-            if ctx.needs_input_grad[1]:
-                (weights,) = ctx.saved_tensors
-                of_weights = pulled.weights_gradient(ctx.pooled, grads, weights)
+        of_weights = None
+        # Autograd gives zeros for outputs that are not used.
+        given = ctx.pulled.gradients(ctx.pooled, grads)
+        if ctx.needs_input_grad[1]:
+            (weights,) = ctx.saved_tensors
+            of_weights = ctx.pulled.weights_gradient(ctx.pooled, grads, weights)
         ctx.module.push(ctx.batch, given)
         return None, of_weights, None, None
 
@@ -285,29 +280,17 @@ class ShardedRemoteCollection(
     def pulled(
         self, batch: PrefetchedBatch[Any], weights: torch.Tensor | None = None
     ) -> Tensors:
-        """Return what was pulled, in the autograd graph of a training batch.
+        """Pool what was pulled, in the autograd graph of a training batch.
 
-        Where the device pools, it does so with ``weights`` of all ids, if any.
+        ``weights`` are of all ids of the batch, if any.
         """
         if batch.is_training and torch.is_grad_enabled():
             tensors: Tensors = _Embeddings.apply(self._anchor, weights, batch, self)
             return tensors
-        if isinstance(batch.outputs, DeviceBatch):
-            tensors = batch.outputs.pool(weights).outputs
-        else:
-            tensors = self.on_device(batch)
+        tensors = batch.outputs.pool(weights).outputs
         if not (self.tells_of_evaluation and torch.is_grad_enabled()):
             return tensors
         return looked_up(tensors, self._anchor, self.remote_tables.tell_of_evaluation)
-
-    def on_device(self, batch: PrefetchedBatch[Any]) -> Tensors:
-        """Return what was pulled and pooled on the host, on the module's device."""
-        return tuple(
-            [
-                torch.from_numpy(output).to(self._device, non_blocking=True)
-                for output in batch.outputs
-            ]
-        )
 
     def clip(self, output: torch.Tensor, most: "torch.Tensor | float") -> None:
         """Clamp the gradient of an output element by element, before it goes to rows.
@@ -344,20 +327,8 @@ class ShardedRemoteCollection(
         factor: Any = self.gradient_scale
         if scaler is not None and is_scaled:
             factor = factor / loss_scale(scaler, self._device)
-        # Autograd reuses the memory of a gradient, as a parameter's ``grad``, only if
-        # no other reference to the tensor is held, as an array made of it without
-        # ``detach`` is. But its other owners, as the caller of ``backward`` or a hook,
-        # may write it: it is copied, if another thread reads it afterwards.
-        is_one = not isinstance(factor, torch.Tensor) and factor == 1
-        if isinstance(batch.outputs, DeviceBatch):
-            if not is_one:  # they were made for this push alone
-                grads = [grad.mul_(factor) for grad in grads]
-        elif not is_one or any(grad.requires_grad for grad in grads):
-            grads = [grad.detach().to(torch.float32) * factor for grad in grads]
-        elif not self.pipeline.waits_for_ack:
-            grads = [
-                grad.clone(memory_format=torch.contiguous_format) for grad in grads
-            ]
+        if isinstance(factor, torch.Tensor) or factor != 1:
+            grads = [grad.mul_(factor) for grad in grads]  # made for this push alone
         is_checked = self.skip_non_finite or is_scaled
         leaving = Leaving(grads, self._leaving, check=is_checked, of=batch.outputs)
         tables.send_rates()
@@ -435,7 +406,7 @@ class ShardedRemoteCollection(
 
 
 class ShardedRemoteEmbeddingBagCollection(ShardedRemoteCollection):
-    """An ``EmbeddingBagCollection``; its bags come pooled, or are pooled here."""
+    """An ``EmbeddingBagCollection``, whose bags are pooled here."""
 
     unsharded_module_type = torchrec.EmbeddingBagCollection
     _has_told_weights = False
@@ -605,17 +576,8 @@ class ShardedRemoteEmbeddingCollection(ShardedRemoteCollection):
         self, batch: PrefetchedBatch[Any]
     ) -> dict[str, torchrec.JaggedTensor]:
         """Wait for the embeddings of each feature."""
-        tensors, pulled = self.pulled(self.wait(batch)), batch.outputs
-        if isinstance(pulled, DeviceBatch):
-            values, lengths, offsets = by_feature(pulled, tensors)
-        else:
-            values, offsets = list(tensors), [None] * len(tensors)
-            lengths = [
-                torch.from_numpy(batch.source.features[feature.key].lengths).to(
-                    self._device, non_blocking=True
-                )
-                for feature in self.spec.features
-            ]
+        tensors = self.pulled(self.wait(batch))
+        values, lengths, offsets = by_feature(batch.outputs, tensors)
         sequences: dict[str, torchrec.JaggedTensor] = {}
         for f, feature in enumerate(self.spec.features):
             rows_LD = values[f]

@@ -29,7 +29,6 @@ from persia_torchrec.job.trainer_group import (
     require_own_gpu,
     waiting,
 )
-from persia_torchrec.lookup.sharded_lookup import SequenceLookup, ShardedLookup
 from persia_torchrec.pipeline.joint import Trainers
 from persia_torchrec.pipeline.pipeline import BatchPipeline
 from persia_torchrec.rpc.messages import Precision, Share
@@ -243,11 +242,9 @@ class RemoteSharder(CollectionSharder):
             has.
     """
 
-    # Types of devices that get the unique rows and pool them, instead of the CPU.
-    POOLS_ON: ClassVar[frozenset[str]] = frozenset({"cuda"})
     # How many batches are pulled at once, within the staleness; 1 on others.
     PULLS_ON: ClassVar[Mapping[str, int]] = {"cuda": 3}
-    host_lookup: ClassVar[type[ShardedLookup]] = ShardedLookup
+    gives_each_id: ClassVar[bool] = False  # a row for each id, instead of pooled bags
 
     def __init__(
         self,
@@ -448,13 +445,14 @@ class RemoteSharder(CollectionSharder):
         limit_s = timeouts.exchange_s(self._client.recovery_s)
         update = "joint" if self._joint_timeout_s else "each"
         require_same_settings(update, spec.tables, env, limit_s)
-        settings: dict[str, Any] = {"precision": self._precision}
-        kind = self.host_lookup
-        if spec.is_weighted or device.type in self.POOLS_ON:
-            settings["each_id"] = kind.each_id
-            settings["has_weights"] = spec.is_weighted
-            kind, settings["device"] = RowsOnDevice, device
-        lookup = kind(self._client, spec.features, **settings)
+        lookup = RowsOnDevice(
+            self._client,
+            spec.features,
+            precision=self._precision,
+            device=device,
+            each_id=self.gives_each_id,
+            has_weights=spec.is_weighted,
+        )
         lookup.add_tables(spec.tables)
         # A server may be silent, and then away.
         timeout_s = self._client.timeout_s + 2 * self._client.recovery_s
@@ -519,4 +517,4 @@ class RemoteEmbeddingCollectionSharder(RemoteSharder):
 
     module_type = EmbeddingCollection
     sharded_type = sharded_module.ShardedRemoteEmbeddingCollection
-    host_lookup = SequenceLookup
+    gives_each_id = True

@@ -205,7 +205,6 @@ class Case:
     local: Callable[[], object]
     is_weighted: bool = False
     is_variable: bool = False
-    pools_here: bool = False
     given: Callable[[KeyedJaggedTensor], object] = lambda kjt: kjt
     num_steps: int = 80
 
@@ -246,7 +245,6 @@ SEQUENCES = Case(lambda: Sequential(sequences()), remote_sequences, local_sequen
 VARIANT = {"num_steps": NUM_STEPS_OF_VARIANTS}
 CASES = {
     "bags": POOLED,
-    "bags, pooled by torch": replace(POOLED, pools_here=True, **VARIANT),
     "bags, samples kept once": replace(POOLED, is_variable=True, **VARIANT),
     "weighted bags": WEIGHTED,
     "weighted bags, samples kept once": replace(WEIGHTED, is_variable=True, **VARIANT),
@@ -265,7 +263,6 @@ CASES = {
         *(remote_processed, local_processed),
     ),
     "sequences": SEQUENCES,
-    "sequences, gathered by torch": replace(SEQUENCES, pools_here=True, **VARIANT),
     "sequences with indices": replace(
         SEQUENCES, model=lambda: Sequential(sequences(need_indices=True))
     ),
@@ -398,13 +395,7 @@ def job():
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_every_step_has_the_loss_of_plain_torchrec(job, monkeypatch, case):
-    if case.pools_here:
-        for sharder in (
-            RemoteEmbeddingBagCollectionSharder,
-            RemoteEmbeddingCollectionSharder,
-        ):
-            monkeypatch.setattr(sharder, "POOLS_ON", {"cpu"})
+def test_every_step_has_the_loss_of_plain_torchrec(job, case):
     twins = make_twins(job, case)
     losses = twins.train(twins.remote, make_batches(case))
     batches = make_batches(case)

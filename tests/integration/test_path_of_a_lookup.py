@@ -241,7 +241,7 @@ def watched(walk: Walk, loop):
 
 def test_a_lookup_passes_few_files_and_functions(walks, transport):
     walk, _ = walks
-    hand_overs, files, hops = {"tcp": (2, 31, 78), "shm": (1, 32, 91)}[transport]
+    hand_overs, files, hops = {"tcp": (2, 32, 78), "shm": (1, 33, 91)}[transport]
     assert walk.num_hand_overs() == hand_overs
     assert len(walk.files) <= files
     assert len(walk.hops) <= hops
@@ -249,7 +249,7 @@ def test_a_lookup_passes_few_files_and_functions(walks, transport):
 
 def test_a_gradient_passes_few_files_and_functions(walks, transport):
     _, walk = walks
-    files, hops = {"tcp": (34, 73), "shm": (36, 91)}[transport]
+    files, hops = {"tcp": (32, 65), "shm": (34, 85)}[transport]
     assert walk.num_hand_overs() <= 2
     assert len(walk.files) <= files
     assert len(walk.hops) <= hops

@@ -49,16 +49,6 @@ BAG_TABLES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _pool_by_torch(monkeypatch):
-    """Take the way of a GPU on the CPU too."""
-    for sharder in (
-        RemoteEmbeddingBagCollectionSharder,
-        RemoteEmbeddingCollectionSharder,
-    ):
-        monkeypatch.setattr(sharder, "POOLS_ON", {"cpu", "cuda"})
-
-
 def ids_on(place, bags=IDS):
     return kjt_of(bags).to(place)
 

@@ -1,6 +1,6 @@
-"""What a step costs where the device pools: 26 tables are no more work than 2.
+"""What a step costs: 26 tables are no more work than 2.
 
-The way of a GPU runs on the CPU here. Counted are operators of torch that no other one
+Counted are operators of torch that no other one
 called, of all threads; calls of Python functions in the trainer's threads; and bytes.
 """
 
@@ -18,12 +18,6 @@ from persia_torchrec.sharding.on_device import RowsOnDevice
 from tests.support.remote_job import Bags, RemoteJob
 
 MIXED = [PoolingType.SUM, PoolingType.MEAN]
-
-
-@pytest.fixture(autouse=True)
-def _device_pools(monkeypatch):
-    sharder = RemoteEmbeddingBagCollectionSharder
-    monkeypatch.setattr(sharder, "POOLS_ON", {"cpu", "cuda"})
 
 
 class Steps:

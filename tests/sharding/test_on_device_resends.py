@@ -81,12 +81,6 @@ def _one_trainer():
     dist.destroy_process_group()
 
 
-@pytest.fixture(params=["host", "device"], autouse=True)
-def _who_pools(request, monkeypatch):
-    pools_on = {"cpu"} if request.param == "device" else set()
-    monkeypatch.setattr(RemoteEmbeddingBagCollectionSharder, "POOLS_ON", pools_on)
-
-
 @pytest.fixture
 def server(tmp_path):
     with Processes(tmp_path) as processes, closing(Killed(processes)) as server:

@@ -29,7 +29,6 @@ from persia_torchrec import (
     Placement,
     RemoteEmbeddingBagCollectionSharder,
     RemoteEmbeddingBagSharder,
-    RemoteEmbeddingCollectionSharder,
     remote_sharders,
 )
 from persia_torchrec.data import DataLoader
@@ -48,11 +47,6 @@ IDS = kjt_of({"ad": [[1], [2, 2], []], "query": [[3, 1], [], [2]]})
 
 @pytest.fixture(autouse=True)
 def _the_way_of_a_gpu(monkeypatch):
-    for sharder in (
-        RemoteEmbeddingBagCollectionSharder,
-        RemoteEmbeddingCollectionSharder,
-    ):
-        monkeypatch.setattr(sharder, "POOLS_ON", {"cpu"})
     monkeypatch.setattr(Staging, "DEVICES", {"cpu"})
 
 

@@ -337,7 +337,7 @@ def test_memory_of_huge_pages_is_allocated_in_whole_ones(tmpfs):
     store = store_of(path=tmpfs)
     store.add_tables(TABLES)
     run(store, 0)
-    # The head has 1 MiB where the kernel finds no huge page for it, and takes small ones.
+    # The head alone has 1 MiB, where the kernel finds no huge page for it.
     assert allocated_bytes(tmpfs) % (2 * MIB) in (0, MIB)
     rows = store.num_rows
     store.close()

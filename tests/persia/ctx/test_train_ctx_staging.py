@@ -110,7 +110,7 @@ def test_all_of_a_batch_is_on_its_way_when_a_loader_hands_it_out(tmp_path, monke
     ):
         (given,) = batches(1)
         for data in DataLoader(Batches([given])):
-            assert isinstance(data.pull.wait().outputs, StagedSlots)
+            assert data.pull.wait().outputs.staged is not None
             *dense, label = data.staged.wait()
             for tensor, array in zip(dense, given.non_id_type_features, strict=True):
                 assert np.array_equal(tensor.numpy(), array.data)
