@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient, Reply
-from persia_torchrec.client.codec import KnownTables, Tables, groups_of
+from persia_torchrec.client.codec import KnownTables
 from persia_torchrec.errors import BatchError, ConfigError
 from persia_torchrec.jit.compiled import report_compilation
 from persia_torchrec.lookup import pooling
@@ -45,6 +45,7 @@ from persia_torchrec.routing.shard import (
     Ids,
     Positions,
     ShardedIds,
+    sum_by_id,
 )
 from persia_torchrec.rpc.float_codec import Floats
 from persia_torchrec.rpc.messages import Precision
@@ -234,7 +235,7 @@ class RoutedBatch:
 class RowGradients(NamedTuple):
     """Gradients of rows: ids of tables, grouped by server; float32 ``(U, D)``."""
 
-    tables: Tables
+    groups: Sequence[IdGroup]
     grads: Sequence[Floats]
 
 
@@ -242,7 +243,7 @@ def add_up(parts: Sequence[RowGradients]) -> RowGradients:
     """Return the gradients of several batches as one, each id of a table once."""
     of_tables: dict[str, list[list[tuple[Ids, Floats]]]] = {}
     for part in parts:
-        for group, grads_UD in zip(groups_of(part.tables), part.grads, strict=True):
+        for group, grads_UD in zip(part.groups, part.grads, strict=True):
             for index, table in enumerate(group.tables):
                 pieces = [
                     (group.ids[start:stop], grads_UD[start:stop])
@@ -250,26 +251,32 @@ def add_up(parts: Sequence[RowGradients]) -> RowGradients:
                 ]
                 of_tables.setdefault(table, []).append(pieces)
     added = [_add_up_table(of_table) for of_table in of_tables.values()]
-    tables = [(name, ids) for name, (ids, _) in zip(of_tables, added, strict=True)]
-    return RowGradients(tables, [grads_UD for _, grads_UD in added])
+    groups = [
+        IdGroup.of(name, ids) for name, (ids, _) in zip(of_tables, added, strict=True)
+    ]
+    return RowGradients(groups, [grads_UD for _, grads_UD in added])
 
 
 def _add_up_table(
     parts: Sequence[Sequence[tuple[Ids, Floats]]],
 ) -> tuple[ShardedIds, Floats]:
     """Add up one table. An id keeps its server, which is not computed again."""
-    of_servers = list(zip(*parts, strict=True))
-    ids = [ids_N for pieces in of_servers for ids_N, _ in pieces]
-    grads_LD = np.concatenate([g_ND for pieces in of_servers for _, g_ND in pieces])
-    num_ids = [sum([len(ids_N) for ids_N, _ in pieces]) for pieces in of_servers]
-    found, inverse_L = shard.route_ids(np.concatenate(ids), num_ids, 1)
-    starts = np.cumsum([0, *(len(split.ids) for split in found)])
-    for server, start in enumerate(np.cumsum([0, *num_ids[:-1]]).tolist()):
-        inverse_L[start : start + num_ids[server]] += np.int32(starts[server])
-    sums_UD = np.zeros((int(starts[-1]), grads_LD.shape[1]), dtype=np.float32)
-    shard.sum_repeats(inverse_L, grads_LD, sums_UD)
-    ids_U = np.concatenate([split.ids for split in found])
-    return ShardedIds(ids_U, starts, inverse_L), sums_UD
+    of_servers = []
+    for pieces in zip(*parts, strict=True):
+        ids_N = np.concatenate([ids for ids, _ in pieces])
+        grads_ND = np.concatenate([grads for _, grads in pieces])
+        of_servers.append(sum_by_id(ids_N, grads_ND))
+    starts = np.cumsum([0, *(len(unique.ids) for unique, _ in of_servers)])
+    return ShardedIds(
+        np.concatenate([unique.ids for unique, _ in of_servers]),
+        starts,
+        np.concatenate(
+            [
+                unique.inverse + np.int32(start)
+                for (unique, _), start in zip(of_servers, starts[:-1], strict=True)
+            ]
+        ),
+    ), np.concatenate([sums_UD for _, sums_UD in of_servers])
 
 
 class ShardedLookup:

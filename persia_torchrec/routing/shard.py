@@ -31,7 +31,6 @@ Dimension key:
     P: shards
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -258,42 +257,14 @@ def _require_ids(ids_L: Ids) -> None:
         )
 
 
-def route_ids(
-    ids_L: Ids,
-    num_ids: Sequence[int],
-    num_shards: int,
-    shared_rows: Sequence[int] = (),
-) -> tuple[list[ShardedIds], Positions]:
-    """Find the unique ids of each table, and group them by the shard that holds them.
-
-    ``ids_L`` are uint64, one table after the other, of which each has ``num_ids``, and
-    so many ``shared_rows``; by default none has any. The second result is the
-    ``inverse`` of all tables, one after the other.
+def unique_ids(ids_L: Ids, num_shards: int = 1, shared_rows: int = 0) -> ShardedIds:
+    """Find the unique ids of one table, and group them by the shard that holds them.
 
     Example:
-        >>> tables, inverse = route_ids(np.array([7, 3, 7, 7], np.uint64), [3, 1], 1)
-        >>> [split.ids.tolist() for split in tables], inverse.tolist()
-        ([[7, 3], [7]], [0, 1, 0, 0])
+        >>> unique = unique_ids(np.array([7, 3, 7], np.uint64))
+        >>> unique.ids.tolist(), unique.inverse.tolist()
+        ([7, 3], [0, 1, 0])
     """
-    num = len(num_ids)
-    starts = np.concatenate([[0], np.cumsum(num_ids, dtype=np.int64)])
-    each, none = np.arange(num, dtype=np.uint64), np.zeros(num, dtype=np.uint64)
-    shared_T = np.array(shared_rows or [0] * num, dtype=np.uint64)
-    columns = FeatureColumns(each, each, none, none, none, none)
-    groups_T = np.arange(num, dtype=np.int64)
-    route = route_features(ids_L, starts, columns, groups_T, shared_T, num_shards)
-    tables, first = [], 0
-    for t, num_P in enumerate(route.num_ids.T):
-        offsets = np.concatenate([[0], np.cumsum(num_P)])
-        last = first + int(offsets[-1])
-        inverse = route.inverse[starts[t] : starts[t + 1]]
-        tables.append(ShardedIds(route.ids[first:last], offsets, inverse))
-        first = last
-    return tables, route.inverse
-
-
-def unique_ids(ids_L: Ids, num_shards: int = 1, shared_rows: int = 0) -> ShardedIds:
-    """Find the unique ids of one table, uint64; see :func:`route_ids`."""
     _require_ids(ids_L)
     starts_K = read_only(np.array([0, ids_L.size]))
     shared_T = np.array([shared_rows], dtype=np.uint64) if shared_rows else _NONE
@@ -500,15 +471,21 @@ def _starts(num_PT: Offsets, groups_T: Offsets) -> tuple[Offsets, Offsets]:
     return starts_PT, base_T
 
 
-def sum_repeats(inverse_N: Positions, grads_ND: Floats, sums_UD: Floats) -> None:
-    """Add each gradient to the sum of its id, in the order in which they are given.
+def sum_by_id(ids_N: Ids, grads_ND: Floats) -> tuple[ShardedIds, Floats]:
+    """Add up the gradients of each id, in the order in which they are given.
 
     Args:
-        inverse_N: int32 ``(N,)``, which of the sums each gradient belongs to.
-        grads_ND: float32 ``(N, D)``, C-contiguous; may be empty.
-        sums_UD: float32 ``(U, D)``, which is added to.
+        ids_N: uint64 ``(N,)``, of one table.
+        grads_ND: float32 ``(N, D)``.
+
+    Returns:
+        The unique ids, and the sum of each, float32 ``(U, D)``.
     """
-    _sum_repeats(read_only(inverse_N), read_only(grads_ND), sums_UD)
+    unique = unique_ids(ids_N)
+    sums_UD = np.zeros((len(unique.ids), grads_ND.shape[1]), dtype=np.float32)
+    grads_ND = read_only(np.ascontiguousarray(grads_ND))
+    _sum_repeats(read_only(unique.inverse), grads_ND, sums_UD)
+    return unique, sums_UD
 
 
 @compiled

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.routing.shard import Ids, split_rows, sum_repeats, unique_ids
+from persia_torchrec.routing.shard import Ids, split_rows, sum_by_id
 from persia_torchrec.rpc.float_codec import Floats
 from persia_torchrec.rpc.messages import Header, TableIds, TableSegments
 from persia_torchrec.store.memory import MISSING
@@ -207,24 +207,28 @@ def _add_up(pieces: Sequence[TableGradients]) -> TableGradients:
 
     Of a table with blocks, those of blocks that a lookup has not found are left out.
     """
-    unique = unique_ids(np.concatenate([piece.ids for piece in pieces]))
-    num_unique, dim = len(unique.ids), pieces[0].grads.shape[1]
-    grads_UD = np.zeros((num_unique, dim), dtype=np.float32)
     hinted = [piece.hints for piece in pieces if piece.hints is not None]
     shape = hinted[0].shape[1:] if hinted else ()
-    hints_U = np.full((num_unique, *shape), MISSING, dtype=np.uint32)
+    unique, grads_UD = sum_by_id(
+        np.concatenate([piece.ids for piece in pieces]),
+        np.concatenate(
+            [
+                _of_found_blocks(piece.grads, piece.hints)
+                if shape and piece.hints is not None
+                else piece.grads
+                for piece in pieces
+            ]
+        ),
+    )
+    hints_U = np.full((len(unique.ids), *shape), MISSING, dtype=np.uint32)
     start = 0
     for piece in pieces:
         inverse_N = unique.inverse[start : start + len(piece.ids)]
         start += len(piece.ids)
-        grads_ND = piece.grads
         if piece.hints is not None:
             hints_U[inverse_N] = np.minimum(hints_U[inverse_N], piece.hints)
-            if shape:
-                grads_ND = _of_found_blocks(grads_ND, piece.hints)
         elif shape:
             hints_U[inverse_N] = 0  # wrong, perhaps; but it leaves no block out
-        sum_repeats(inverse_N, grads_ND, grads_UD)
     return TableGradients(pieces[0].table, unique.ids, grads_UD, hints_U)
 
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from persia_torchrec.errors import StoreError
 from persia_torchrec.jit.compiled import compile_for, read_only, specialized
-from persia_torchrec.routing.shard import sum_repeats
+from persia_torchrec.routing.shard import sum_by_id
 from persia_torchrec.store import loops, memory
 from persia_torchrec.store.change_log import ChangedSlots
 from persia_torchrec.store.index import NOT_FOUND, find_slot, hash_id, index_at
@@ -141,10 +141,8 @@ class TableOfSharedRows(TableState):
         missed += int(np.count_nonzero(~has_row))
         rejected += int(np.count_nonzero(has_row & ~is_finite))
         stepped = others[has_row & is_finite]
-        keys_K, which = np.unique(keys[has_row & is_finite], return_inverse=True)
-        sums_KD = np.zeros((len(keys_K), grads_ND.shape[1]), dtype=np.float32)
-        sum_repeats(which.astype(np.int32), grads_ND[stepped], sums_KD)
-        keys_K = read_only(keys_K)
+        unique, sums_KD = sum_by_id(keys[has_row & is_finite], grads_ND[stepped])
+        keys_K = read_only(unique.ids)
         slots_K = loops.find_slots(self.shared.layout, keys_K)
         self._note(store, slots_K)
         _, num_refused = self.shared.step_rows(

@@ -12,15 +12,13 @@ from persia_torchrec.routing.shard import (
     hash_stack,
     is_of_shard,
     route_features,
-    route_ids,
-    sum_repeats,
+    sum_by_id,
     unique_ids,
 )
 from tests.support import reference
 from tests.support.strategies import id_arrays
 
 nums_shards = st.integers(1, 9)
-tables = st.lists(id_arrays(), min_size=1, max_size=5)
 
 
 @given(id_arrays(), nums_shards)
@@ -88,25 +86,6 @@ def test_ids_other_than_a_flat_uint64_array_are_rejected(ids):
         unique_ids(ids)
 
 
-@given(tables, st.integers(1, 4))
-def test_each_table_is_routed_as_if_it_were_alone(tables, num_shards):
-    num_ids = [len(ids) for ids in tables]
-    routed, inverse_L = route_ids(np.concatenate(tables), num_ids, num_shards)
-    assert len(routed) == len(tables)
-    for ids_L, split in zip(tables, routed, strict=True):
-        alone = unique_ids(ids_L, num_shards)
-        for of_table, expected in zip(split, alone, strict=True):
-            assert of_table.tolist() == expected.tolist()
-    inverses = [split.inverse for split in routed]
-    assert np.array_equal(np.concatenate(inverses), inverse_L)
-
-
-def test_tables_may_be_of_very_different_lengths():
-    short, long_ = np.arange(3, dtype=np.uint64), np.arange(100_000, dtype=np.uint64)
-    routed, _ = route_ids(np.concatenate([short, long_, short]), [3, 100_000, 3], 2)
-    assert [len(split.ids) for split in routed] == [3, 100_000, 3]
-
-
 @st.composite
 def routes(draw):
     """Draw keys, features of some of them, and which group each table is in."""
@@ -162,11 +141,12 @@ def test_a_group_stands_by_shard_and_then_by_table(given, num_shards):
 
 
 @pytest.mark.parametrize("num", [0, 1, 500])
-def test_repeats_are_summed_in_their_order(num):
+def test_the_gradients_of_an_id_are_summed_in_their_order(num):
     generator = np.random.default_rng(num)
-    inverse = generator.integers(0, 7, num, dtype=np.int32)
+    ids = generator.integers(0, 7, num, dtype=np.uint64)
     grads = generator.standard_normal((num, 5)).astype(np.float32)
-    sums, expected = np.ones((2, 7, 5), dtype=np.float32)
-    np.add.at(expected, inverse, grads)
-    sum_repeats(inverse, grads, sums)
+    unique, sums = sum_by_id(ids, grads)
+    expected = np.zeros((len(unique.ids), 5), dtype=np.float32)
+    np.add.at(expected, unique.inverse, grads)
+    np.testing.assert_array_equal(unique.ids[unique.inverse], ids)
     np.testing.assert_array_equal(sums, expected)

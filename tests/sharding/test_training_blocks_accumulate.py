@@ -22,7 +22,7 @@ from persia_torchrec import (
 from persia_torchrec.data import CsvDataset, IdColumn, LabelColumn
 from persia_torchrec.errors import ConfigError, RemoteError
 from persia_torchrec.lookup.sharded_lookup import RowGradients, add_up
-from persia_torchrec.routing.shard import unique_ids
+from persia_torchrec.routing.shard import IdGroup, unique_ids
 from tests.support.optimizers import EVERY_OPTIMIZER
 from tests.support.remote_job import CPU, META, Bags, RemoteJob, kjt_of
 
@@ -41,13 +41,12 @@ def gradients(draw):
     parts = []
     for tables in draw(st.lists(pieces, max_size=4)):
         split = [
-            (name, unique_ids(np.array(ids, dtype=np.uint64), num_servers))
+            IdGroup.of(name, unique_ids(np.array(ids, dtype=np.uint64), num_servers))
             for name, ids in tables.items()
         ]
         rng = np.random.default_rng(draw(st.integers(0, 99)))
         grads = [
-            rng.integers(-9, 9, (len(ids.ids), 3)).astype(np.float32)
-            for _, ids in split
+            rng.integers(-9, 9, (len(ids.ids), 3)).astype(np.float32) for ids in split
         ]
         parts.append(RowGradients(split, grads))
     return num_servers, parts
@@ -58,12 +57,13 @@ def test_each_id_of_a_sum_has_all_its_gradients_and_its_server(given):
     num_servers, parts = given
     expected = {}
     for part in parts:
-        for (table, split), grads in zip(part.tables, part.grads, strict=True):
-            for id_, grad in zip(split.ids.tolist(), grads, strict=True):
-                expected[table, id_] = expected.get((table, id_), 0) + grad
+        for group, grads in zip(part.groups, part.grads, strict=True):
+            for id_, grad in zip(group.ids.tolist(), grads, strict=True):
+                key = group.tables, id_
+                expected[key] = expected.get(key, 0) + grad
     total = add_up(parts)
     found = {}
-    for (table, split), grads in zip(total.tables, total.grads, strict=True):
+    for split, grads in zip(total.groups, total.grads, strict=True):
         again = unique_ids(split.ids, num_servers)
         np.testing.assert_array_equal(split.offsets, again.offsets)
         for server in range(num_servers):
@@ -71,7 +71,7 @@ def test_each_id_of_a_sum_has_all_its_gradients_and_its_server(given):
             assert set(split.ids[own]) == set(again.ids[own])
         assert len(set(split.ids)) == len(split.ids) == len(grads)
         found |= {
-            (table, id_): grad
+            (split.tables, id_): grad
             for id_, grad in zip(split.ids.tolist(), grads, strict=True)
         }
     assert found.keys() == expected.keys()
