@@ -1,4 +1,4 @@
-"""Updates of several: of joint trainers, and of several batches of one trainer.
+"""Joint updates of several trainers.
 
 Every trainer numbers its backward passes in their order; those of the same number make
 up a joint step, as do the all-reduces of the dense half. So every trainer must run as
@@ -6,20 +6,6 @@ many, or leave. A training batch that is looked up and gets no backward pass is 
 Trainers that have left come together again in the next group, where all begin at step
 1. The servers notice when the connection of a trainer is lost; a process that ends by
 itself tells them why, so that the others hear it too.
-
-The gradients of several batches that are one update:
-
-    started     the parts of an update have one permit, and each a number of its own,
-                by which its rows are looked up; one that is forgotten without a
-                backward pass makes room for another
-    settled     a part has its gradients, or will get none: those of its rows are kept,
-                and the servers are told that its number gets no update
-    complete    when the last part is settled: what is kept is added up, each id once,
-                and pushed under a number of the update's own, as one trainer's share of
-                a joint step if there are several trainers
-
-So the servers see one update, which they apply once, and the memory is bounded by the
-permits: of the parts of as many updates as may be in flight.
 """
 
 import atexit
@@ -27,97 +13,11 @@ import logging
 import os
 import platform
 import sys
-from collections import deque
-from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 from persia_torchrec import timeouts
-from persia_torchrec.client.client import BatchNumber, EmbeddingClient, Reply
+from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import PersiaError
-from persia_torchrec.lookup.sharded_lookup import Outputs, RowGradients
-from persia_torchrec.pipeline.staleness import Permit
 from persia_torchrec.rpc.messages import Share
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future
-
-
-Handle = TypeVar("Handle", contravariant=True)
-
-
-@runtime_checkable
-class AddingLookup(Protocol[Handle]):
-    """A lookup in this process, which knows the gradients of rows."""
-
-    def gradients_of(self, handle: Handle, grads: Outputs) -> RowGradients:
-        """Return the gradients of a batch's rows."""
-
-    def send(self, gradients: RowGradients, number: BatchNumber) -> list[Reply]:
-        """Send gradients of rows; the replies come when they are applied."""
-
-
-class AccumulationGroup:
-    """The parts of an update, which have one permit, and what is kept of them.
-
-    The pipeline starts its parts, under its lock; any thread lets them go; the pushing
-    thread settles them.
-
-    Attributes:
-        permit: of all parts, which is let go with the last one.
-        number: under which it is pushed.
-        num_started: parts so far.
-        is_over: training has gone on with the next one, or has ended.
-        is_dropped: the update is given up, whatever its parts get.
-        is_step: a backward pass has run through a part.
-        kept: gradients of the rows of settled parts.
-        sent: ends when the update is acknowledged; None until it is complete.
-    """
-
-    def __init__(self, number: BatchNumber, num_parts: int) -> None:
-        self.permit, self.number = Permit(), number
-        self.num_started = 0
-        self.is_over = self.is_dropped = self.is_step = False
-        self.kept: list[RowGradients] = []
-        self.sent: Future[None] | None = None
-        self._num_parts = num_parts
-        # Locks would not do, see let_go.
-        self._gone, self._forgotten = deque[None](), deque[None]()
-        self._is_closed = False
-        self._num_settled = 0
-
-    @property
-    def is_full(self) -> bool:
-        """Whether no further part can be started."""
-        num_forgotten = len(self._forgotten)
-        return self._is_closed or self.num_started - num_forgotten >= self._num_parts
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all parts are settled."""
-        return self.is_full and self._num_settled >= self.num_started
-
-    def let_go(self, *, is_forgotten: bool = False) -> None:
-        """Note that a part is pushed or dropped; finalizers call it: no lock."""
-        if is_forgotten:
-            self._forgotten.append(None)
-        self._gone.append(None)
-        self._let_go_if_full()
-
-    def close(self) -> None:
-        """Start no further part."""
-        self._is_closed = True
-        self._let_go_if_full()
-
-    def settle(self, gradients: RowGradients | None) -> None:
-        """Keep the gradients of a part, or note that it gets none."""
-        self._num_settled += 1
-        self.is_step |= gradients is not None
-        if gradients is not None and not self.is_dropped:
-            self.kept.append(gradients)
-
-    def _let_go_if_full(self) -> None:
-        if self.is_full and len(self._gone) >= self.num_started:
-            self.permit.let_go()
-
 
 logger = logging.getLogger(__name__)
 

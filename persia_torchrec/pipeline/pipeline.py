@@ -23,11 +23,11 @@ from functools import partial
 from typing import Any, Generic, Self
 
 from persia_torchrec import timeouts
-from persia_torchrec.client.client import BatchNumber
+from persia_torchrec.client.client import BatchNumber, Reply
 from persia_torchrec.client.codec import MOST_BATCHES, BatchCount
 from persia_torchrec.errors import BatchError, ConfigError, PersiaError, StalenessError
-from persia_torchrec.lookup.sharded_lookup import Outputs
-from persia_torchrec.pipeline.joint import AccumulationGroup, AddingLookup, Trainers
+from persia_torchrec.lookup.sharded_lookup import Outputs, RowGradients, add_up
+from persia_torchrec.pipeline.joint import Trainers
 from persia_torchrec.pipeline.push_queue import (
     Handle,
     Lookup,
@@ -72,15 +72,13 @@ class PrefetchedBatch(Generic[Handle]):
         ids: object,
         given: Any = None,
         number: BatchNumber | None = None,
-        group: AccumulationGroup | None = None,
     ) -> None:
         self.is_training = number is not None
         self.given = given
         self._pipeline = pipeline
         self._ids: Any = ids
         self._number = number
-        self.group = group
-        self.permit = Permit() if group is None else group.permit
+        self.permit = Permit()
         self.arrived = threading.Event()
         self.error: BaseException | None = None
         self.after: Sequence[Callable[[], None]] = ()  # waits, before the pull
@@ -161,19 +159,15 @@ class PrefetchedBatch(Generic[Handle]):
                 "Only a training batch's gradients can be pushed. Received: a batch "
                 "that was looked up for evaluation."
             )
-        group = self.group
+        pipeline = self._pipeline
         if not self._give_up.detach():
-            if group is not None:
-                raise BatchError(
-                    "A batch under accumulate() gets one backward pass. Received: a "
-                    "second one. Add the losses up, or leave accumulate() out."
-                )
-            return self._pipeline.send_again(self.handle, grads)
-        (self.permit if group is None else group).let_go()
+            return pipeline.send_again(self.handle, grads)
+        self.permit.let_go()
         if self._number is not None:
-            self._pipeline.batches.has_trained(self._number.batch)
-        handle = self._step() if group is None else self.handle
-        return self._pipeline.put(Push(handle, grads, self.permit, group))
+            pipeline.batches.has_trained(self._number.batch)
+        if pipeline.num_parts > 1:
+            return pipeline.put_part(self.handle, grads, self.permit)
+        return pipeline.put(Push(self._step(), grads, self.permit))
 
     def give_up(self) -> None:
         """Give up: no gradients will come, nor an update that this is a part of.
@@ -181,13 +175,12 @@ class PrefetchedBatch(Generic[Handle]):
         It is a step all the same, of which the other trainers have their gradients, as
         where a backward pass gave some that are not finite. Does nothing after a push.
         """
-        if self._give_up is not None and self._give_up.detach():
-            handle = self.handle
-            if self.group is not None:
-                self.group.is_dropped = self.group.is_step = True
-            else:
-                handle = self._step()
-            self._pipeline.give_up(handle, self.permit, self.group)
+        if self._give_up is None or not self._give_up.detach():
+            return
+        if self._pipeline.num_parts > 1:
+            self._pipeline.put_part(self.handle, None, self.permit)
+        else:
+            self._pipeline.give_up(self._step(), self.permit)
 
     def _step(self) -> Handle:
         """Return what a push needs, as a share of a joint step if there are some."""
@@ -200,14 +193,14 @@ class PrefetchedBatch(Generic[Handle]):
     @property
     def is_recalled(self) -> bool:
         """Whether its pull is taken back, and another must take its place."""
-        return self.permit.has_left and self.group is None
+        return self.permit.has_left
 
     def recall(self) -> None:
         """Take back the pull of a training batch for which no thread waits.
 
-        The permit comes back, and may be another's. A part of an update keeps it.
+        The permit comes back, and may be another's.
         """
-        if self.group is not None or self.permit.was_held:
+        if self.permit.was_held:
             return
         self._pipeline.semaphore.recall(self.permit)
         if self._give_up is not None:  # or pull() gives it up
@@ -225,7 +218,7 @@ class PrefetchedBatch(Generic[Handle]):
             self.outputs, self.handle = pipeline.lookup.pull(ids, number)
         except BaseException:
             if number is not None:
-                pipeline.fail(permit, self.group)
+                pipeline.semaphore.give_back(permit)
             raise
         if number is not None:
             # Runs at most once: when this object is no longer used, unless push() came.
@@ -234,7 +227,6 @@ class PrefetchedBatch(Generic[Handle]):
                 pipeline.give_up,
                 self.handle,
                 permit,
-                self.group,
                 is_forgotten=True,
             )
             self._give_up.atexit = False
@@ -341,6 +333,7 @@ class BatchPipeline(PushQueue[Source, Handle]):
             started: this pipeline, and others of this trainer with the same tables.
         evaluation_waits: whether they do.
         max_in_flight: training batches that may be, by the bound on staleness.
+        num_parts: training batches whose gradients are one update.
     """
 
     evaluation_waits = True
@@ -355,9 +348,10 @@ class BatchPipeline(PushQueue[Source, Handle]):
         self._stream = BatchNumber.new_stream(NO_GENERATION)
         self._starting = threading.Lock()
         self._num_started = 0  # guarded by _starting
-        self._num_parts = 1  # of an update. guarded by _starting
-        self._group: AccumulationGroup | None = None  # the latest. guarded by _starting
-        self._incomplete: list[AccumulationGroup] = []  # guarded by _starting
+        self.num_parts = 1
+        self._num_kept = 0  # parts of an update so far. guarded by _starting
+        # Gradients of these, or None if the update is dropped: of the pushing thread.
+        self._kept: list[RowGradients] | None = []
         self.trains_rows = weakref.WeakSet[BatchPipeline[Any, Any]]([self])
         self.training = Pulls("training pulls", self.semaphore)
         self.evaluation = Pulls("evaluation pulls", None)
@@ -417,9 +411,7 @@ class BatchPipeline(PushQueue[Source, Handle]):
             self.evaluation.submit(batch)
             return batch
         with self._starting:
-            group = self._next_group()
-            number = self._next_number()
-            batch = PrefetchedBatch(self, ids, given, number, group)
+            batch = PrefetchedBatch(self, ids, given, self._next_number())
             self.tally.num_samples += _num_samples(ids if given is None else given)
             self.training.submit(batch)
         return batch
@@ -437,55 +429,70 @@ class BatchPipeline(PushQueue[Source, Handle]):
         with self._starting:
             return number._replace(share=self.trainers.next_share())
 
-    def _next_group(self) -> AccumulationGroup | None:
-        """Return the group that the next batch is a part of, if it is one."""
-        if self._num_parts == 1:
-            return None
-        if self._group is None or self._group.is_full:
-            if self._group is not None:
-                self.close_group(self._group)
-            self._group = AccumulationGroup(self._next_number(), self._num_parts)
-            begun = [group for group in self._incomplete if not group.is_complete]
-            self._incomplete = [*begun, self._group]
-        self._group.num_started += 1
-        return self._group
-
-    def fail(self, permit: Permit, group: AccumulationGroup | None) -> None:
-        """Settle a training batch that could not be pulled."""
-        if group is not None:
-            self.fail_part(group)
-        else:
-            self.semaphore.give_back(permit)
-
     def accumulate(self, num_parts: int) -> None:
-        """Make one update of every ``num_parts`` training batches started from now on.
+        """Make one update of the gradients of every ``num_parts`` training batches.
 
-        Batches so far keep theirs; an update that has begun gets no further part.
+        The gradients of rows of a batch are kept, and the servers told that it gets no
+        update. Those of the last one are added to them, each id once, and pushed under
+        a number of the update's own. An update that has begun gets no further part.
         """
-        if not isinstance(self.lookup, AddingLookup):
-            raise ConfigError(
-                "Gradients of several batches can be added up where the trainer looks "
-                "rows up itself. Received: lookups through embedding workers."
-            )
         self.end_update()
-        with self._starting:
-            self._num_parts = num_parts
+        self.num_parts = num_parts
 
     def end_update(self) -> None:
-        """Begin no further part of the update that has begun, if one has."""
-        with self._starting:
-            group, self._group = self._group, None
-        if group is None or self._is_closed:
-            return
-        self._await(self.close_group(group))
-        if self.waits_for_ack:
-            self._await_update_of(group)
+        """Push the parts of the update that has begun, if one has."""
+        if self._num_kept and not self._is_closed:
+            self._put_update()()
 
-    def drop_updates(self) -> None:
-        """Give up the updates that have begun, whatever their parts get."""
+    def drop_update(self) -> None:
+        """Drop the parts of the update that has begun, if one has."""
+        if self._num_kept:
+            self._put_call(self._drop_kept, waits_for_acks=False)
+
+    def put_part(
+        self, handle: Handle, grads: Callable[[], Outputs] | None, permit: Permit
+    ) -> Callable[[], None]:
+        """Keep the gradients of a batch for its update; without any that is dropped.
+
+        The last part begins to push the update. What it returns waits as that of
+        :meth:`put` does.
+        """
         with self._starting:
-            for group in self._incomplete:
-                group.is_dropped = True
+            self._num_kept += 1
+            is_last = self._num_kept == self.num_parts
+        wait = self.raise_error
+        if grads is None:
+            self.give_up(handle, permit)
+            self._put_call(self._drop_kept, waits_for_acks=False)
+        else:
+            part = Push(handle, grads, permit, send=self._keep, is_update=False)
+            wait = self.put(part)
+        return self._put_update() if is_last else wait
+
+    def _put_update(self) -> Callable[[], None]:
+        with self._starting:
+            self._num_kept, number = 0, self._next_number()
+        permit = Permit()
+        self.semaphore.add(permit)
+        send = partial(self._send_kept, self.number_step(number))
+        update: Push[Any] = Push(None, None, permit, send=send)
+        return self.put(update)
+
+    def _keep(self, handle: Handle, grads: Outputs) -> Sequence[Reply]:
+        lookup: Any = self.lookup  # one of this process, which knows rows
+        gradients = lookup.gradients_of(handle, grads)
+        if self._kept is not None:
+            self._kept.append(gradients)
+        return self.lookup.abandon(handle)
+
+    def _drop_kept(self) -> None:
+        self._kept = None
+
+    def _send_kept(self, number: BatchNumber, *_: object) -> Sequence[Reply]:
+        kept, self._kept = self._kept, []
+        lookup: Any = self.lookup
+        replies: Sequence[Reply] = lookup.send(add_up(kept or []), number)
+        return replies
 
     def send_again(
         self, handle: Handle, grads: Callable[[], Outputs]
@@ -496,10 +503,12 @@ class BatchPipeline(PushQueue[Source, Handle]):
         """
         with self._starting:
             number = self._next_number()
-        again = self.lookup.again(handle, self.number_step(number))
         self.batches.has_trained(number.batch)
         permit = Permit()
         self.semaphore.add(permit)
+        if self.num_parts > 1:
+            return self.put_part(self.lookup.again(handle, number), grads, permit)
+        again = self.lookup.again(handle, self.number_step(number))
         return self.put(Push(again, grads, permit))
 
     def leave(self) -> None:

@@ -18,7 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -26,8 +26,7 @@ from persia_torchrec import timeouts
 from persia_torchrec.client.client import BatchNumber, Reply
 from persia_torchrec.client.codec import PushOutcome
 from persia_torchrec.errors import ConfigError, PersiaError, StalenessError
-from persia_torchrec.lookup.sharded_lookup import Outputs, RowGradients, add_up
-from persia_torchrec.pipeline.joint import AccumulationGroup, AddingLookup
+from persia_torchrec.lookup.sharded_lookup import Outputs
 from persia_torchrec.pipeline.staleness import CLOSED, Permit, StalenessSemaphore, Tally
 from persia_torchrec.rpc.channel import OwnProcess
 from persia_torchrec.table import TableChange
@@ -68,16 +67,19 @@ class Push(Generic[Handle]):
     """The gradients of a batch, or None when it is given up.
 
     ``grads`` waits for them: they may be on their way from a device. Its permit is
-    given back when it is settled, which ends ``done``; not if it is a part of a
-    ``group``, which has that permit. ``was_dropped`` says that a model used the batch,
-    and no backward pass came.
+    given back when it is settled, which ends ``done``. ``was_dropped`` says that a
+    model used the batch, and no backward pass came.
+
+    By default the gradients are sent as an update. ``send`` does otherwise; whether it
+    is one then, ``is_update`` says.
     """
 
     handle: Handle
     grads: Callable[[], Outputs] | None
     permit: Permit
-    group: AccumulationGroup | None = None
     was_dropped: bool = False
+    send: Callable[[Handle, Outputs], Sequence[Reply]] | None = None
+    is_update: bool = True
     done: "Future[None]" = field(default_factory=Future)
 
 
@@ -160,49 +162,20 @@ class PushQueue(OwnProcess, Generic[Source, Handle]):
             self._queue.put((self, push))
 
         def wait() -> None:
-            if self.waits_for_ack:
+            if self.waits_for_ack and push.is_update:
                 self._await(push.done)
-                self._await_update_of(push.group)
             self.raise_error()
 
         return wait
 
     def give_up(
-        self,
-        handle: Handle,
-        permit: Permit,
-        group: AccumulationGroup | None,
-        *,
-        is_forgotten: bool = False,
+        self, handle: Handle, permit: Permit, *, is_forgotten: bool = False
     ) -> None:
         """Give a pulled batch up; takes no lock, as garbage collection may call it."""
         was_dropped = is_forgotten and permit.was_held  # not only pulled ahead
-        if group is None:
-            permit.let_go()
-        else:
-            group.let_go(is_forgotten=is_forgotten)
-        self._queue.put((self, Push(handle, None, permit, group, was_dropped)))
-
-    def number_step(self, number: BatchNumber) -> BatchNumber:
-        """Return the number of an update, which may be a share of a joint step."""
-        return number
-
-    def fail_part(self, group: AccumulationGroup) -> None:
-        """Settle a part that could not be pulled."""
-        group.let_go(is_forgotten=True)
-        settle = partial(self._settle_part, group, None)
-        self._put_call(settle, waits_for_acks=False)
-
-    def close_group(self, group: AccumulationGroup) -> "Future[None]":
-        """Begin no further part of a group: it is pushed when these are settled."""
-
-        def close() -> None:
-            group.close()
-            if group.is_complete and group.sent is None:
-                self._send_update_of(group)
-
-        group.is_over = True
-        return self._put_call(close, waits_for_acks=False)
+        permit.let_go()
+        push = Push(handle, None, permit, was_dropped, is_update=False)
+        self._queue.put((self, push))
 
     def change_tables(self, change: TableChange) -> "Future[None]":
         """Change tables behind the pushes so far; many changes wait for the oldest."""
@@ -214,29 +187,20 @@ class PushQueue(OwnProcess, Generic[Source, Handle]):
         return self._changes[-1]
 
     def flush(self) -> None:
-        """Wait until everything so far is applied, complete updates of parts too."""
+        """Wait until everything so far is applied."""
         if self._pid != os.getpid():
             self.require_own_process()
-        for _ in ("pushes", "updates that these have completed"):
-            with self._lock:
-                waiting = list(self._in_flight)
-            for done in waiting:
-                self._await(done)
+        with self._lock:
+            waiting = list(self._in_flight)
+        for done in waiting:
+            self._await(done)
         self.raise_error()
 
     def pushes_so_far(self) -> list[Callable[[], None]]:
-        """Return waits for what is pushed, and not applied yet; each has a deadline.
-
-        Parts of an update are waited for where the update is complete.
-        """
+        """Return waits for what is pushed, and not applied yet; each has a deadline."""
         with self._lock:
-            pushes = list(self._in_flight.values())
-
-        def wait(push: Push[Any]) -> None:
-            self._await(push.done)
-            self._await_update_of(push.group)
-
-        return [partial(wait, push) for push in pushes if push is not None]
+            pushes = [done for done, push in self._in_flight.items() if push]
+        return [partial(self._await, done) for done in pushes]
 
     def raise_error(self) -> None:
         """Raise the first error of a push so far, or that of closing, if any."""
@@ -279,11 +243,6 @@ class PushQueue(OwnProcess, Generic[Source, Handle]):
                 f"A push was not acknowledged within {timeout_s:g} s{why}"
             ) from None
 
-    def _await_update_of(self, group: AccumulationGroup | None) -> None:
-        """Wait for the update of a part's group, if that was the last one."""
-        if group is not None and group.sent is not None:
-            self._await(group.sent)
-
     @staticmethod
     def _run(tasks: Tasks) -> None:
         """Do the tasks of a queue until None; the wait for one holds no object."""
@@ -315,12 +274,9 @@ class PushQueue(OwnProcess, Generic[Source, Handle]):
     def _send(self, push: Push[Handle]) -> None:
         if push.was_dropped:
             self.tally.dropped()
-        if push.group is not None:
-            push = self._take_part(push, push.group)
-        if push.grads is None:
-            replies = self.lookup.abandon(push.handle)
-        else:
+        if push.grads is not None:
             self.tally.pushed()
+        if push.is_update:
             with self._lock:
                 if len(self._sent) >= self._max_sent and not self._settled.wait_for(
                     lambda: len(self._sent) < self._max_sent,
@@ -328,8 +284,17 @@ class PushQueue(OwnProcess, Generic[Source, Handle]):
                 ):
                     raise self._no_room()
                 self._sent.add(push.done)
-            replies = self.lookup.push(push.handle, self._gradients(push.grads))
-        self._settle_by(replies, push)
+        grads = () if push.grads is None else self._gradients(push.grads)
+        if push.send is not None:
+            replies = push.send(push.handle, grads)
+        elif push.grads is None:
+            replies = self.lookup.abandon(push.handle)
+        else:
+            replies = self.lookup.push(push.handle, grads)
+        left = itertools.count(len(replies) - 1, -1)  # atomic
+        settle = partial(self._settle, push, replies, left)
+        for reply in replies:
+            reply.add_done_callback(settle)
 
     def _gradients(self, grads: Callable[[], Outputs]) -> Outputs:
         """Wait for gradients, which may be on their way from a device."""
@@ -338,57 +303,6 @@ class PushQueue(OwnProcess, Generic[Source, Handle]):
             return grads()
         finally:
             self._awaits_gradients = False
-
-    def _take_part(self, push: Push[Handle], group: AccumulationGroup) -> Push[Handle]:
-        """Keep the gradients of a part for its update; return what is to be given up.
-
-        The update is pushed with the last part, before that is settled.
-        """
-        gradients = None
-        if push.grads is not None:
-            self.tally.pushed()
-            grads = self._gradients(push.grads)
-            gradients = self._adding().gradients_of(push.handle, grads)
-        self._settle_part(group, gradients)
-        return replace(push, grads=None)
-
-    def _adding(self) -> AddingLookup[Handle]:
-        assert isinstance(self.lookup, AddingLookup), "accumulate() has checked it"
-        return self.lookup
-
-    def _settle_part(
-        self, group: AccumulationGroup, gradients: RowGradients | None
-    ) -> None:
-        group.settle(gradients)
-        # Where the last part gets no gradients, an exception may be why, and the update
-        # to be dropped: it waits until training has gone on, which closes it.
-        is_sure = gradients is not None or group.is_over or group.is_dropped
-        if group.is_complete and is_sure:
-            self._send_update_of(group)
-
-    def _send_update_of(self, group: AccumulationGroup) -> None:
-        push: Push[Any] = Push(None, tuple, group.permit)
-        with self._lock:
-            self._in_flight[push.done] = push
-        group.sent = push.done
-        kept, group.kept = group.kept, []
-        try:
-            gradients = add_up([] if group.is_dropped else kept)
-            number = group.number
-            if group.is_step:
-                number = self.number_step(number)
-            replies = self._adding().send(gradients, number)
-        except Exception as exc:  # noqa: BLE001  # raised by the next caller
-            self._end(push, exc)
-        else:
-            self._settle_by(replies, push)
-
-    def _settle_by(self, replies: Sequence[Reply], push: Push[Handle]) -> None:
-        """Settle a push when the last of its replies has come."""
-        left = itertools.count(len(replies) - 1, -1)  # atomic
-        settle = partial(self._settle, push, replies, left)
-        for reply in replies:
-            reply.add_done_callback(settle)
 
     def _settle(
         self,
@@ -405,7 +319,7 @@ class PushQueue(OwnProcess, Generic[Source, Handle]):
         except Exception as exc:  # noqa: BLE001  # raised by the next caller
             self._end(push, exc)
             return
-        if push.grads is not None:
+        if push.is_update:
             self.tally.applied(outcome)
         self._end(push, None)
 
@@ -418,7 +332,7 @@ class PushQueue(OwnProcess, Generic[Source, Handle]):
             self._held.discard(task.done)
             self._sent.discard(task.done)
             self._settled.notify_all()
-        if isinstance(task, Push) and task.group is None:
+        if isinstance(task, Push):
             self.semaphore.give_back(task.permit)
         if error is None:
             task.done.set_result(None)

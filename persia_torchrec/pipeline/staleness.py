@@ -106,15 +106,8 @@ class StalenessSemaphore:
             return {**self._counts, "max_lacking": self._num - 1}
 
     def take(self, permit: Permit) -> bool:
-        """Wait until a batch may be pulled; another of the same permit may be.
-
-        Returns whether it may be: it may not if it is recalled.
-        """
+        """Wait until a batch may be pulled; return False if it is recalled."""
         with self._changed:
-            if permit in self._out:
-                self._counts["num_lookups"] += 1
-                self._counts["num_lacking"] += len(self._out) - 1
-                return True
             is_full = len(self._out) >= self._num
             must_wait = is_full and not self._has_one_for(permit)
             may_take = not (must_wait or self._depth) or self._changed.wait_for(

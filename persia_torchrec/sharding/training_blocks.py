@@ -25,17 +25,17 @@ def accumulate(
     """Make every ``num_parts`` training batches one update of the tables.
 
     Around a loop, or around one step. In it the gradients of that many batches, in the
-    order of their forward passes, are summed for each id, and the servers apply the
-    optimizer once: Adam's ``t`` counts one, and so do a step of several trainers, the
-    staleness and a permit. That is the update of one batch with all their samples,
-    if the mean loss of each part is scaled by its fraction of their samples (``1 /
-    num_parts`` for parts of one size only), and the dense optimizer steps when its
-    gradients are added up, as always in torch. A dataset with ``micro_batches`` yields
-    such parts, ``num_parts`` for every step, and each knows its ``batch.fraction``. An
-    admission decides with each part.
+    order of their backward passes, are summed for each id, and the servers apply the
+    optimizer once: Adam's ``t`` counts one, and so does a step of several trainers. The
+    staleness bounds the batches that are in flight, as without. That is the update of
+    one batch with all their samples, if the mean loss of each part is scaled by its
+    fraction of their samples (``1 / num_parts`` for parts of one size only), and the
+    dense optimizer steps when its gradients are added up, as always in torch. A dataset
+    with ``micro_batches`` yields such parts, ``num_parts`` for every step, and each
+    knows its ``batch.fraction``. An admission decides with each part.
 
     At the end of the block the parts of an update that has begun are one; if it is left
-    by an exception, updates that have begun are dropped. Between, a part without a
+    by an exception, these are dropped. Between, a part without a
     backward pass adds nothing; one whose gradients are not finite under a loss scale
     drops its update. Batches of evaluation do not count. Checkpoints are for between
     two updates.
@@ -76,7 +76,7 @@ def accumulate(
         yield
     except BaseException:
         for pipeline in pipelines:
-            pipeline.drop_updates()
+            pipeline.drop_update()
         raise
     finally:
         for tables in of_all:

@@ -31,9 +31,9 @@ from persia_torchrec import (
     RemoteEmbeddingCollectionSharder,
     accumulate,
 )
+from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.datasets.batches import JaggedBatch
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.lookup.sharded_lookup import ShardedLookup
 from persia_torchrec.persia.data_parallel import average_as_bytes
 from persia_torchrec.sharding.mixed import MixedCollection
 from persia_torchrec.sharding.on_device import DeviceBatch, Leaving
@@ -414,14 +414,14 @@ def test_a_pulling_thread_makes_the_gpu_of_the_trainer_its_own(job, monkeypatch)
     (module,) = remote_modules(model)
     lookup, seen = module.pipeline.lookup, []
     monkeypatch.setattr(torch.cuda, "set_device", lambda d: seen.append(d))
-    pull = ShardedLookup.pull
+    begin_pull = EmbeddingClient.begin_pull
 
     def noted(self, *given):
         seen.append(threading.current_thread().name)
         lookup._device = CPU
-        return pull(self, *given)
+        return begin_pull(self, *given)
 
-    monkeypatch.setattr(ShardedLookup, "pull", noted)
+    monkeypatch.setattr(EmbeddingClient, "begin_pull", noted)
     lookup._device = torch.device("cuda", 1)
     model(kjt_of(IDS)).values()
     assert seen == [torch.device("cuda", 1), "training pulls 0"]
