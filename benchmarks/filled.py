@@ -25,7 +25,7 @@ from benchmarks.harness import Timings, pinned, timed
 from benchmarks.reference import Numbers, chunks, ids_of, require
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient, Reply
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.routing.shard import Ids, ShardedIds
+from persia_torchrec.routing.route import Ids, ShardedIds
 from persia_torchrec.rpc.channel import keep_freed_memory
 from persia_torchrec.rpc.float_codec import Floats
 from persia_torchrec.rpc.messages import Precision

@@ -37,7 +37,7 @@ from persia_torchrec.jit.compiled import (
     specialized,
 )
 from persia_torchrec.jit.intrinsics import copy_bytes, floats_at, unowned
-from persia_torchrec.routing.shard import Ids
+from persia_torchrec.routing.route import Ids
 from persia_torchrec.rpc.float_codec import Floats
 from persia_torchrec.server.cluster import EmbeddingCluster
 from persia_torchrec.store.embedding_store import EmbeddingStore

@@ -32,7 +32,7 @@ from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.embedding.initializer import Uniform
 from persia_torchrec.embedding.optim import Adagrad
 from persia_torchrec.errors import StoreError
-from persia_torchrec.routing.shard import Ids
+from persia_torchrec.routing.route import Ids
 from persia_torchrec.rpc.float_codec import Floats, decode_floats, encode_floats
 from persia_torchrec.rpc.messages import Precision
 from persia_torchrec.server.cluster import EmbeddingCluster

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from persia_torchrec.embedding.initializer import Uniform
 from persia_torchrec.embedding.optim import SGD, Adagrad, Adam, Optimizer
 from persia_torchrec.errors import ConfigError, StoreError
-from persia_torchrec.routing.shard import Ids
+from persia_torchrec.routing.route import Ids
 from persia_torchrec.rpc.float_codec import Floats
 from persia_torchrec.table import TableSpec
 

@@ -35,7 +35,7 @@ from benchmarks.increments import (
 from benchmarks.reference import Numbers, ids_of
 from persia_torchrec.errors import StoreError
 from persia_torchrec.persia.signature import EXTRA_FILE, ModelSignature
-from persia_torchrec.routing.shard import Ids
+from persia_torchrec.routing.route import Ids
 
 Address = tuple[str, int]
 

@@ -42,7 +42,7 @@ from persia_torchrec.embedding.optim import Adagrad
 from persia_torchrec.errors import StoreError
 from persia_torchrec.server.cluster import EmbeddingCluster
 from persia_torchrec.sharding.sharder import RemoteEmbeddingBagCollectionSharder
-from persia_torchrec.training.recoverable import Run, recoverable
+from persia_torchrec.training.recoverable import RecoverableRun, recoverable
 
 Carrier = Literal["given", "tcp", "shm"]
 
@@ -303,7 +303,7 @@ def measure(settings: TrainingSettings, dim: int) -> Table:
 class _Saves:
     """Lets a model be saved after a step, as often as automatic checkpoints may be."""
 
-    def __init__(self, run: Run, folder: str) -> None:
+    def __init__(self, run: RecoverableRun, folder: str) -> None:
         self._run, self._folder = run, folder
         self._names = set(os.listdir(folder))  # noqa: PTH208  # after each step: quick
         self.num_steps = 0

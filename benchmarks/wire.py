@@ -50,7 +50,7 @@ from persia_torchrec import env
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.embedding.optim import Adagrad
 from persia_torchrec.errors import ConfigError, ServerError
-from persia_torchrec.routing.shard import Ids
+from persia_torchrec.routing.route import Ids
 from persia_torchrec.rpc.addresses import free_port
 from persia_torchrec.rpc.float_codec import Floats
 from persia_torchrec.rpc.messages import Precision

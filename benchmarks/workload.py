@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.harness import Settings, Timings
 from benchmarks.reference import Numbers, scattered, table_of
-from persia_torchrec.routing.shard import unique_ids
+from persia_torchrec.routing.route import unique_ids
 from persia_torchrec.table import TableSpec
 
 TURN = 5

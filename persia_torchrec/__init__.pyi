@@ -76,7 +76,7 @@ from persia_torchrec.sharding.sharder import (
     RemoteEmbeddingCollectionSharder as RemoteEmbeddingCollectionSharder,
     RemoteSharder as RemoteSharder,
 )
-from persia_torchrec.sharding.state import (
+from persia_torchrec.sharding.state_dict import (
     load_tables as load_tables,
     plain_state_dict as plain_state_dict,
     read_table as read_table,

@@ -166,7 +166,7 @@ class EndedIncrement:
 
 
 @dataclass(frozen=True, slots=True)
-class DenseHalf:
+class DenseEntries:
     """The dense half of a checkpoint: names of the optimizers that have state.
 
     ``shared`` are the tables that several collections of the model had.
@@ -189,7 +189,7 @@ class Manifest:
     shards: tuple[SavedShard, ...]
     created: str
     step: int | None = None
-    dense: DenseHalf | None = None
+    dense: DenseEntries | None = None
     lacks_rows_of: str | None = None
     """Name of a checkpoint beside it that has rows which this one lacks: they did not
     fit when it was loaded."""
@@ -261,7 +261,7 @@ class Delta:
     increments: str
     positions: tuple[LogPosition, ...]
     tables: tuple[SavedTable, ...]
-    dense: DenseHalf
+    dense: DenseEntries
     created: str
     step: int | None = None
     format: Literal["persia_torchrec delta"] = "persia_torchrec delta"
@@ -360,7 +360,7 @@ class Saved(NamedTuple):
     delta: Delta | None
 
     @property
-    def dense(self) -> DenseHalf | None:
+    def dense(self) -> DenseEntries | None:
         """The dense half that belongs to it."""
         return self.manifest.dense if self.delta is None else self.delta.dense
 

@@ -21,9 +21,9 @@ from persia_torchrec.errors import CheckpointError
 from persia_torchrec.jit.compiled import read_only
 from persia_torchrec.jit.float16 import to_bfloat16
 from persia_torchrec.store import finite, memory
-from persia_torchrec.store.columns import METADATA_WORDS, RowColumns
 from persia_torchrec.store.embedding_store import EmbeddingStore
-from persia_torchrec.store.table import TableState
+from persia_torchrec.store.row_columns import METADATA_WORDS, RowColumns
+from persia_torchrec.store.stored_table import TableState
 from persia_torchrec.table import TableSpec
 
 _WHERE = (

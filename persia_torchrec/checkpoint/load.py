@@ -63,9 +63,10 @@ from persia_torchrec.checkpoint.row_file import (
 )
 from persia_torchrec.embedding.setting import Sightings
 from persia_torchrec.errors import CheckpointError
-from persia_torchrec.routing.shard import Ids, is_of_shard
+from persia_torchrec.routing.route import Ids, is_of_shard
 from persia_torchrec.store import memory, table_states
-from persia_torchrec.store.columns import (
+from persia_torchrec.store.embedding_store import EmbeddingStore
+from persia_torchrec.store.row_columns import (
     SLICE_ROWS,
     RowColumns,
     Rows,
@@ -73,7 +74,6 @@ from persia_torchrec.store.columns import (
     frequencies,
     slices,
 )
-from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.row_copy import RowImport, put_changes
 from persia_torchrec.table import TableSpec, names_of_shared
 

@@ -23,7 +23,7 @@ import numpy as np
 from persia_torchrec.client.codec import KnownTable
 from persia_torchrec.client.shards import Servers
 from persia_torchrec.errors import BatchError, FrameError, RestartedError
-from persia_torchrec.routing.shard import Ids
+from persia_torchrec.routing.route import Ids
 from persia_torchrec.rpc import messages
 from persia_torchrec.rpc.channel import Reply
 from persia_torchrec.rpc.float_codec import Floats, decode_floats
@@ -42,7 +42,7 @@ id, as in an ordinary table; so it is, too, where ids are hashed to ``[0, N)`` b
 every lookup."""
 
 
-class Rows(Protocol):
+class SlicedRows(Protocol):
     """A matrix that is read slice by slice: an array, mapped memory, a file."""
 
     def __len__(self) -> int:
@@ -84,9 +84,9 @@ def rows_per_block(spec: TableSpec, wanted: int = BLOCK_ROWS) -> int:
 
 
 def blocks_of(
-    weights: Rows,
+    weights: SlicedRows,
     ids: IdsOfRows = None,
-    state: Rows | None = None,
+    state: SlicedRows | None = None,
     *,
     block_rows: int = BLOCK_ROWS,
     first_row: int = 0,

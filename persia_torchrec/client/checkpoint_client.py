@@ -143,7 +143,7 @@ class Task(Generic[T]):
             self._outcome.set_exception(exc)
 
 
-class Checkpoints:
+class CheckpointClient:
     """Dumps and loads what the servers hold. Any thread may call any method.
 
     Paths are of a file system that this process and all servers share, or URLs that

@@ -27,7 +27,7 @@ from persia_torchrec.client.bulk import (
     find_ids,
     rows_to_write,
 )
-from persia_torchrec.client.checkpoint_client import Checkpoints
+from persia_torchrec.client.checkpoint_client import CheckpointClient
 from persia_torchrec.client.codec import (
     AddedTable,
     Asked,
@@ -49,8 +49,8 @@ from persia_torchrec.client.codec import BatchNumber as BatchNumber
 from persia_torchrec.client.shards import Servers
 from persia_torchrec.errors import BatchError, RestartedError, WireError
 from persia_torchrec.job.registry import AddressBook
-from persia_torchrec.routing import shard
-from persia_torchrec.routing.shard import Counts, IdGroup, Ids, ShardedIds, unique_ids
+from persia_torchrec.routing import route
+from persia_torchrec.routing.route import Counts, IdGroup, Ids, ShardedIds, unique_ids
 from persia_torchrec.rpc import messages
 from persia_torchrec.rpc.auth import NO_JOB, Greeting
 from persia_torchrec.rpc.channel import MAX_MESSAGE_BYTES, OwnProcess
@@ -97,7 +97,7 @@ class EmbeddingClient(OwnProcess):
     def __init__(self, servers: Servers) -> None:
         self._servers = servers
         self.batches = BatchCount()
-        self.checkpoints = Checkpoints(servers, self.batches)
+        self.checkpoints = CheckpointClient(servers, self.batches)
         self.lost = Counter[str]()
         self.num_servers = len(servers)
         self.timeout_s, self.recovery_s = servers.timeout_s, servers.recovery_s
@@ -146,7 +146,7 @@ class EmbeddingClient(OwnProcess):
         """
         book = AddressBook.join(*env.require_job_store("EmbeddingClient.of_job()"))
         with contextlib.closing(book):
-            shard.warm_up()  # while servers compile their loops
+            route.warm_up()  # while servers compile their loops
             servers = book.addresses("server")
         return cls(Servers(servers, timeout_s, book.greeting, book.recovery_s))
 

@@ -30,7 +30,7 @@ from persia_torchrec.errors import (
     RestartedError,
 )
 from persia_torchrec.parsing.decoding import parse_json
-from persia_torchrec.routing.shard import Counts, IdGroup, ShardedIds
+from persia_torchrec.routing.route import Counts, IdGroup, ShardedIds
 from persia_torchrec.rpc import messages
 from persia_torchrec.rpc.channel import MAX_MESSAGE_BYTES, Reply
 from persia_torchrec.rpc.float_codec import (

@@ -9,7 +9,7 @@ from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.command import console
 from persia_torchrec.command.console import as_json
 from persia_torchrec.command.job_view import opened
-from persia_torchrec.routing.shard import Ids
+from persia_torchrec.routing.route import Ids
 
 of_job = click.option("--job", default="", help="Id of the job [the one that runs].")
 _MAX_ID = 2**64

@@ -33,7 +33,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.datasets.loops import SLACK, copy_rows, find_rows
+from persia_torchrec.datasets.column_loops import SLACK, copy_rows, find_rows
 from persia_torchrec.errors import ConfigError, DataError
 from persia_torchrec.parsing.decoding import require_at_least_1
 

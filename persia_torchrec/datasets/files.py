@@ -25,6 +25,7 @@ from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 import numpy as np
 
+from persia_torchrec.datasets.arrow_values import decode
 from persia_torchrec.datasets.columns import (
     Columns,
     Fail,
@@ -34,7 +35,6 @@ from persia_torchrec.datasets.columns import (
     require,
     row_error,
 )
-from persia_torchrec.datasets.decoding import decode
 from persia_torchrec.datasets.sources import Source
 from persia_torchrec.datasets.tables import TableFile
 from persia_torchrec.errors import ConfigError, DataError

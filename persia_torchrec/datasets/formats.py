@@ -13,6 +13,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from persia_torchrec.datasets.arrow_types import plain, texts_of
+from persia_torchrec.datasets.arrow_values import decode_numbers, integers_of, tokens_of
 from persia_torchrec.datasets.columns import (
     AnyColumn,
     Columns,
@@ -23,7 +24,6 @@ from persia_torchrec.datasets.columns import (
     require,
 )
 from persia_torchrec.datasets.dataset import RowDataset
-from persia_torchrec.datasets.decoding import decode_numbers, integers_of, tokens_of
 from persia_torchrec.datasets.files import CsvFile, CsvFormat
 from persia_torchrec.datasets.json_files import JsonFile
 from persia_torchrec.datasets.sources import Files, find_sources

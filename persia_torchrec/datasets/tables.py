@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from persia_torchrec.datasets.arrow_types import misfit
+from persia_torchrec.datasets.arrow_values import decode
 from persia_torchrec.datasets.columns import (
     Columns,
     Rows,
@@ -25,7 +26,6 @@ from persia_torchrec.datasets.columns import (
     row_error,
     source_of,
 )
-from persia_torchrec.datasets.decoding import decode
 from persia_torchrec.datasets.sources import Source
 from persia_torchrec.errors import DataError
 

@@ -35,9 +35,9 @@ from persia_torchrec.job.requests import (
 from persia_torchrec.job.state import ANSWERS, UNWRITTEN, JobState, Member
 from persia_torchrec.job.survivable_memory import TwoHalves
 from persia_torchrec.rpc.auth import Greeting
-from persia_torchrec.rpc.channel import Limits
+from persia_torchrec.rpc.channel import ListenerLimits
+from persia_torchrec.rpc.listener_thread import ListenerThread, make_reply
 from persia_torchrec.rpc.messages import Frames, Header, Kind, decode_json
-from persia_torchrec.rpc.server import ListenerThread, make_reply
 
 _REQUESTS: Any = functools.reduce(operator.or_, ANSWERS)
 _DECODER = msgspec.json.Decoder(_REQUESTS)  # by which a heartbeat takes half the time
@@ -86,7 +86,9 @@ class BookServer(ListenerThread):
     """The state of a job behind a lock, and the thread that answers requests to it."""
 
     encrypts = True
-    limits = Limits(frame_bytes=MAX_REQUEST_BYTES + 1024)  # with what CURVE adds
+    limits = ListenerLimits(
+        frame_bytes=MAX_REQUEST_BYTES + 1024
+    )  # with what CURVE adds
 
     def __init__(
         self, host: str, port: int, greeting: Greeting, job: JobState, journal: Journal

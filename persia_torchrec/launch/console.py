@@ -23,7 +23,7 @@ _DETAILS = {  # whose records of INFO are for the log alone
     "persia_torchrec.rpc.peers",
     "persia_torchrec.server",
     "persia_torchrec.server.increments",
-    "persia_torchrec.server.requests",
+    "persia_torchrec.server.handlers",
     "persia_torchrec.sharding.table_control",
     "persia_torchrec.store.memory_file",
 }

@@ -34,7 +34,7 @@ from persia_torchrec.jit.intrinsics import (
     store_u64,
 )
 from persia_torchrec.lookup.bags import POOLINGS, Lengths
-from persia_torchrec.routing.shard import Positions, unique_ids
+from persia_torchrec.routing.route import Positions, unique_ids
 from persia_torchrec.rpc import float_codec
 from persia_torchrec.rpc.float_codec import Floats
 
@@ -56,7 +56,7 @@ _LINE = np.uint64(64)
 _UNWRITTEN = _ONE  # a bit of an address that float32 leave free
 
 
-class Rows(NamedTuple):
+class RowPieces(NamedTuple):
     """Rows of one dim in the order of their ids, in one array or several.
 
     Attributes:
@@ -71,7 +71,7 @@ class Rows(NamedTuple):
     pieces: Sequence[Floats]
 
     @classmethod
-    def of(cls, pieces: Sequence[Floats], *, written: bool = True) -> "Rows":
+    def of(cls, pieces: Sequence[Floats], *, written: bool = True) -> "RowPieces":
         """Find the rows of float32 ``(N, D)``, C-contiguous, one after the other."""
         dim = pieces[0].shape[1]
         starts, nums = [], []
@@ -114,7 +114,7 @@ class BagsInRoute(NamedTuple):
         poolings: int64 ``(F,)``, of ``POOLINGS``.
     """
 
-    rows: Sequence[Rows]
+    rows: Sequence[RowPieces]
     groups: npt.NDArray[np.int64]
     inverse: Positions
     starts: npt.NDArray[np.int64]
@@ -146,7 +146,7 @@ def warm_up() -> None:
     """Compile, or load, the loops of a lookup; the first time on a machine is slow."""
     float_codec.warm_up()
     unique = unique_ids(np.array([1, 2, 1], dtype=np.uint64), num_shards=2)
-    rows = Rows.of([np.zeros((2, 4), dtype=np.float32)], written=False)
+    rows = RowPieces.of([np.zeros((2, 4), dtype=np.float32)], written=False)
     rows.clear_unwritten()
     rows.take(unique.inverse)
     lengths = np.array([3], dtype=np.int32)

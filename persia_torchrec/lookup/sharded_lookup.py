@@ -37,14 +37,14 @@ from persia_torchrec.lookup.bags import (
     Lengths,
     check_bags,
 )
-from persia_torchrec.routing import shard
-from persia_torchrec.routing.shard import (
+from persia_torchrec.routing.route import (
     Counts,
     FeatureColumns,
     IdGroup,
     Ids,
     Positions,
     ShardedIds,
+    route_features,
     sum_by_id,
 )
 from persia_torchrec.rpc.float_codec import Floats
@@ -194,7 +194,11 @@ class RoutedBatch:
         return np.concatenate([group.ids[start:stop] for start, stop in ranges])
 
     def bags(
-        self, rows: Sequence[pooling.Rows], features: Sequence[int], *, each_id: bool
+        self,
+        rows: Sequence[pooling.RowPieces],
+        features: Sequence[int],
+        *,
+        each_id: bool,
     ) -> pooling.BagsInRoute:
         """Return the bags of some features over rows, or sums of gradients, by group.
 
@@ -349,7 +353,9 @@ class ShardedLookup:
             for num, output in zip(batch.num_bags, batch.features.outputs, strict=True)
         ]
 
-    def outputs_of(self, rows: Sequence[pooling.Rows], batch: RoutedBatch) -> Outputs:
+    def outputs_of(
+        self, rows: Sequence[pooling.RowPieces], batch: RoutedBatch
+    ) -> Outputs:
         """Make what the model is given out of the read-only rows, per group."""
         return tuple(
             [
@@ -363,7 +369,7 @@ class ShardedLookup:
     def row_gradients(self, grads: Outputs, batch: RoutedBatch) -> Sequence[Floats]:
         """Return the gradient of each group's rows ``(U, D)``."""
         sums = [np.empty(shape, dtype=np.float32) for shape in batch.row_shapes]
-        rows = [pooling.Rows.of([sums_UD], written=False) for sums_UD in sums]
+        rows = [pooling.RowPieces.of([sums_UD], written=False) for sums_UD in sums]
         for grad, output in zip(grads, batch.features.outputs, strict=True):
             bags = batch.bags(rows, output, each_id=self.each_id)
             pooling.add_gradients(grad, bags)
@@ -392,7 +398,7 @@ class ShardedLookup:
             )
             pieces = asked.pieces()
         with self._timed("lookup_postprocess_time_cost_sec"):
-            return self.outputs_of([*map(pooling.Rows.of, pieces)], batch)
+            return self.outputs_of([*map(pooling.RowPieces.of, pieces)], batch)
 
     def push(self, batch: RoutedBatch, grads: Outputs) -> list[Reply]:
         """Send the gradients of a training batch; returns before they are applied."""
@@ -465,7 +471,7 @@ def route_batch(
     jagged: JaggedIds, features: BatchFeatures, plan: RoutePlan, num_servers: int
 ) -> RoutedBatch:
     """Make the ids of a batch unique per table, and group them by dim and server."""
-    route = shard.route_features(
+    route = route_features(
         jagged.ids,
         jagged.id_starts,
         plan.columns,
@@ -513,7 +519,9 @@ class SequenceLookup(ShardedLookup):
         """Return an output for each feature."""
         return [[f] for f in range(len(specs))]
 
-    def outputs_of(self, rows: Sequence[pooling.Rows], batch: RoutedBatch) -> Outputs:
+    def outputs_of(
+        self, rows: Sequence[pooling.RowPieces], batch: RoutedBatch
+    ) -> Outputs:
         """Return the row of each id; faster than to pool bags of one id."""
         each = enumerate(batch.plan.group_of)
         return tuple([rows[g].take(batch.inverse_of(f)) for f, g in each])

@@ -29,7 +29,7 @@ from persia_torchrec.jit.compiled import compiled, read_only
 from persia_torchrec.lookup.bags import POOLINGS, Lengths
 from persia_torchrec.lookup.pooling import scale_of
 from persia_torchrec.lookup.sharded_lookup import RoutedBatch
-from persia_torchrec.routing.shard import Counts, Offsets, Positions
+from persia_torchrec.routing.route import Counts, Offsets, Positions
 from persia_torchrec.rpc.float_codec import Floats
 
 LONGEST = 128

@@ -54,7 +54,7 @@ from persia_torchrec.persia.slot_tensors import (
 from persia_torchrec.persia.worker.process import ask_for_slots
 from persia_torchrec.persia.worker_client import WAIT, RemoteBatch, RemoteWorkers
 from persia_torchrec.pipeline.pipeline import BatchPipeline, PrefetchedBatch
-from persia_torchrec.routing.shard import Positions
+from persia_torchrec.routing.route import Positions
 from persia_torchrec.sharding.all_sharders import RemoteSharders
 from persia_torchrec.sharding.backward_pass import AnswersAtEnd
 from persia_torchrec.sharding.collection import CollectionSpec, TableCollection

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from persia_torchrec.datasets.transfer import Array, Staging, to_device
 from persia_torchrec.persia.slots import Slot, require_slots
-from persia_torchrec.routing.shard import Positions
+from persia_torchrec.routing.route import Positions
 
 Slots = dict[str, torch.Tensor]
 

@@ -44,7 +44,7 @@ from persia_torchrec.lookup.sharded_lookup import Outputs, RoutedBatch
 from persia_torchrec.metrics.values import Means, Observations, Reading
 from persia_torchrec.persia.config.embedding_config import EmbeddingSchema
 from persia_torchrec.persia.embedding import EmbeddingConfig
-from persia_torchrec.routing.shard import Ids, Positions, farmhash64, unique_ids
+from persia_torchrec.routing.route import Ids, Positions, farmhash64, unique_ids
 from persia_torchrec.table import TableSettings, TableSpec, require_known_tables
 
 logger = logging.getLogger(__name__)

@@ -32,8 +32,8 @@ from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.jit import intrinsics as cpu
 from persia_torchrec.jit.compiled import compiled, inlined, read_only
-from persia_torchrec.routing.shard import Ids, is_of_shard
-from persia_torchrec.store.columns import RowColumns, RowShape
+from persia_torchrec.routing.route import Ids, is_of_shard
+from persia_torchrec.store.row_columns import RowColumns, RowShape
 from persia_torchrec.table import TableSpec
 
 Bytes = npt.NDArray[np.uint8]

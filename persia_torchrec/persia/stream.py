@@ -54,6 +54,7 @@ from persia_torchrec.persia.batch import (
     encode_rest,
 )
 from persia_torchrec.rpc.auth import NO_JOB, Greeting
+from persia_torchrec.rpc.listener_thread import Service
 from persia_torchrec.rpc.messages import (
     Frames,
     Header,
@@ -62,7 +63,6 @@ from persia_torchrec.rpc.messages import (
     encode_json,
 )
 from persia_torchrec.rpc.peers import Peers
-from persia_torchrec.rpc.server import Service
 
 logger = logging.getLogger(__name__)
 

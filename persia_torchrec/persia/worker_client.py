@@ -40,7 +40,7 @@ from persia_torchrec.metrics.values import Observations
 from persia_torchrec.persia.batch import Origin, ReferencedBatch
 from persia_torchrec.persia.slots import LookupHello
 from persia_torchrec.persia.workers import Workers, is_away, worker_of
-from persia_torchrec.routing.shard import Positions
+from persia_torchrec.routing.route import Positions
 from persia_torchrec.rpc import messages
 from persia_torchrec.rpc.auth import NO_JOB, Greeting
 from persia_torchrec.rpc.float_codec import (

@@ -74,7 +74,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
+class ListenerLimits:
     """What clients of a listener may use."""
 
     frame_bytes: int = MAX_MESSAGE_BYTES
@@ -103,7 +103,7 @@ class Listener:
         *,
         fd: int | None = None,
         encrypts: bool = False,
-        limits: Limits = Limits(),
+        limits: ListenerLimits = ListenerLimits(),
     ) -> None:
         self._greeting = greeting
         self._known: set[bytes] = set()  # routing ids of admitted peers

@@ -214,7 +214,7 @@ class Kind(IntEnum):
 
     @classmethod
     def define(cls, name: str, number: int) -> "Kind":
-        """Add a kind from its own file, see ``server/requests.py``."""
+        """Add a kind from its own file, see ``server/handlers.py``."""
         if number in cls._value2member_map_:
             raise ValueError(f"{name}: number {number} is {cls(number).name}'s.")
         kind = int.__new__(cls, number)

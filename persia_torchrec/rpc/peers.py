@@ -12,7 +12,7 @@ from persia_torchrec.errors import FrameError, PersiaError, WireError
 from persia_torchrec.parsing.decoding import parse_json
 from persia_torchrec.rpc.auth import Greeting
 from persia_torchrec.rpc.channel import Reply
-from persia_torchrec.rpc.client import Connections
+from persia_torchrec.rpc.connections import Connections
 from persia_torchrec.rpc.messages import (
     Frame,
     Frames,

@@ -48,7 +48,7 @@ from persia_torchrec.persia.config.global_config import (
 )
 from persia_torchrec.rpc import float_codec
 from persia_torchrec.rpc.channel import keep_freed_memory
-from persia_torchrec.server.checkpoint_service import Checkpoints, KnownUpdates
+from persia_torchrec.server.checkpoint_service import CheckpointService, KnownUpdates
 from persia_torchrec.server.config import ServerConfig, apply_global_config
 from persia_torchrec.server.server import EmbeddingServer
 from persia_torchrec.store.warm_up import warm_up
@@ -193,7 +193,7 @@ def _teller(server: EmbeddingServer, member: JobMember) -> Callable[[], int]:
         updates = shard.store.num_updates
         mean = shard.num_updated_rows / max(shard.num_updates, 1)
         notes[f"updates/server/{server.config.shard}"] = f"{updates} {mean:.9g}"
-        if isinstance(shard.checkpoints, Checkpoints) and shard.checkpoints.run:
+        if isinstance(shard.checkpoints, CheckpointService) and shard.checkpoints.run:
             notes["checkpoint_dir"] = shard.checkpoints.run
         return updates
 

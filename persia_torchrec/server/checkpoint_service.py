@@ -328,7 +328,7 @@ class BaseDump(ShardDump):
         )
 
 
-class Checkpoints:
+class CheckpointService:
     """What a training server dumps or loads, one task at a time, and its increments.
 
     The serving thread owns it. ``incarnation`` identifies this start of the server,

@@ -26,7 +26,7 @@ from persia_torchrec.errors import ConfigError, ServerError
 from persia_torchrec.job.survivable_memory import AUTO, open_memory
 from persia_torchrec.parsing.command_line import format_flags
 from persia_torchrec.persia.config.global_config import OptimizerEngine
-from persia_torchrec.routing.shard import warm_up
+from persia_torchrec.routing.route import warm_up
 from persia_torchrec.rpc.addresses import open_listening
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.store.index import MAX_ROWS

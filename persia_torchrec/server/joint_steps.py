@@ -32,7 +32,7 @@ _CHECK_S = 0.5  # how often a step checks the trainers that it waits for
 
 
 @dataclass(slots=True)
-class Member:
+class JointTrainer:
     """A trainer of a group, as far as the server knows it.
 
     ``who`` is its process and host, if it has said; ``ended`` why it gives no more
@@ -81,7 +81,7 @@ class _Group:
     not any more.
     """
 
-    members: dict[int, Member] = field(default_factory=dict)
+    members: dict[int, JointTrainer] = field(default_factory=dict)
     steps: dict[int, _Step] = field(default_factory=dict)
     left: dict[int, int] = field(default_factory=dict)
     broken: str = ""
@@ -122,7 +122,7 @@ class _Group:
                 "before it leaves. Received: another one."
             )
 
-    def find_fault(self, now_s: float, is_lost: Callable[[Member], bool]) -> str:
+    def find_fault(self, now_s: float, is_lost: Callable[[JointTrainer], bool]) -> str:
         """Describe the first step that waits too long, or for lost trainers, if any."""
         for number, step in sorted(self.steps.items()):
             ranks, known = self.missing(number), self.members
@@ -173,11 +173,13 @@ class JointSteps:
     def restore(self, saved: Sequence[SavedGroup]) -> None:
         """Know the groups of the previous process, the latest first."""
         for kept in reversed(saved):
-            members = {rank: Member(*member) for rank, member in kept.members.items()}
+            members = {
+                rank: JointTrainer(*member) for rank, member in kept.members.items()
+            }
             group = _Group(members, left=kept.left, broken=kept.broken)
             self._groups[kept.number] = group
 
-    def join(self, share: Share, member: Member) -> list[str]:
+    def join(self, share: Share, member: JointTrainer) -> list[str]:
         """Register a rank, or that it has ended; return which other ranks are gone."""
         group = self._get_group(share.group)
         members = group.members
@@ -210,7 +212,7 @@ class JointSteps:
         except PersiaError as exc:
             self.reject(update, exc)
             return
-        member = group.members.setdefault(share.rank, Member(b""))
+        member = group.members.setdefault(share.rank, JointTrainer(b""))
         member.lost_s = math.inf
         if member.peer != update.peer:
             member.peer = update.peer
@@ -245,7 +247,7 @@ class JointSteps:
                 if any(update.peer == peer for update in step.updates.values()):
                     known = group.members
                     names = [
-                        known.get(rank, Member(b"")).name(rank)
+                        known.get(rank, JointTrainer(b"")).name(rank)
                         for rank in group.missing(number)
                     ]
                     return (
@@ -276,7 +278,7 @@ class JointSteps:
             if group.steps:
                 self._break(group, why)
 
-    def _is_lost(self, member: Member) -> bool:
+    def _is_lost(self, member: JointTrainer) -> bool:
         """Return whether no more shares of a trainer will come."""
         if not member.ended and self.is_connected(member.peer):
             member.lost_s = math.inf

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.routing.shard import Ids, split_rows, sum_by_id
+from persia_torchrec.routing.route import Ids, split_rows, sum_by_id
 from persia_torchrec.rpc.float_codec import Floats
 from persia_torchrec.rpc.messages import Header, TableIds, TableSegments
 from persia_torchrec.store.memory import MISSING

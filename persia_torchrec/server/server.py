@@ -16,12 +16,12 @@ from persia_torchrec.errors import ConfigError, FrameError, PersiaError, Restart
 from persia_torchrec.metrics.push import publish_metrics
 from persia_torchrec.metrics.values import ServerReadings, Snapshots
 from persia_torchrec.rpc.auth import NO_JOB, Greeting
-from persia_torchrec.rpc.channel import Limits, Listener
+from persia_torchrec.rpc.channel import Listener, ListenerLimits
 from persia_torchrec.rpc.messages import TRAINING, Header, Kind
-from persia_torchrec.server.checkpoint_service import Checkpoints, KnownUpdates
+from persia_torchrec.server.checkpoint_service import CheckpointService, KnownUpdates
 from persia_torchrec.server.config import ServerConfig as ServerConfig
-from persia_torchrec.server.requests import KINDS
-from persia_torchrec.server.shard import Request, RequestKind, Shard
+from persia_torchrec.server.handlers import KINDS
+from persia_torchrec.server.shard import RequestKind, Shard, ShardRequest
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class EmbeddingServer:
             config.port,
             greeting.of(f"embedding server {config.shard}"),
             fd=fd,
-            limits=Limits(shm_bytes=config.shm_mib * 2**20),
+            limits=ListenerLimits(shm_bytes=config.shm_mib * 2**20),
         )
         try:
             self.shard = Shard(config, self.listener)
@@ -90,13 +90,13 @@ class EmbeddingServer:
     ) -> None:
         """Restore the rows of a server that had run, unless its memory has them.
 
-        Before it serves; the arguments are those of ``Checkpoints.restore``.
+        Before it serves; the arguments are those of ``CheckpointService.restore``.
         """
         tasks, store = self.shard.checkpoints, self.shard.store
         if store.was_loading:
             for state in store.states:
                 state.num_updates = 0
-        if isinstance(tasks, Checkpoints) and not self.has_rows:
+        if isinstance(tasks, CheckpointService) and not self.has_rows:
             tasks.restore(run, known, begins=begins)
             self.shard.restored = {state.number for state in store.present}
 
@@ -194,7 +194,7 @@ class EmbeddingServer:
             peer, header, frames = message
             try:
                 kind = self._admit(shard, header)
-                reply = kind.answer(shard, Request(peer, header, frames))
+                reply = kind.answer(shard, ShardRequest(peer, header, frames))
             except Exception as exc:  # the server continues; the peer is told
                 if not isinstance(exc, PersiaError | MemoryError):
                     logger.exception("a request failed")

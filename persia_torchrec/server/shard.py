@@ -33,7 +33,7 @@ from persia_torchrec.rpc.float_codec import (
     num_zeroed,
 )
 from persia_torchrec.rpc.messages import Frame, Frames, Header, Kind, TableSegments
-from persia_torchrec.server.checkpoint_service import Checkpoints
+from persia_torchrec.server.checkpoint_service import CheckpointService
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.dedup import MAX_GROUPS_BYTES, REJECTED, Outcome, Streams
 from persia_torchrec.server.follower import ServedCheckpoint
@@ -71,11 +71,11 @@ class Shard:
         self.config = config
         self.store = config.make_store()
         self.activity = Activity()
-        tasks = Checkpoints if config.checkpoint is None else ServedCheckpoint
-        self.checkpoints: Checkpoints | ServedCheckpoint
+        tasks = CheckpointService if config.checkpoint is None else ServedCheckpoint
+        self.checkpoints: CheckpointService | ServedCheckpoint
         self.checkpoints = tasks(config, self.store, self.activity)
         self.streams = Streams(self.store)
-        if isinstance(self.checkpoints, Checkpoints):
+        if isinstance(self.checkpoints, CheckpointService):
             self.checkpoints.roots = config.roots(listener.address)
             self.checkpoints.incarnation = self.streams.incarnation
         self.open_batches = OpenBatches()
@@ -127,7 +127,7 @@ class Shard:
 
     def drop_older_streams(self) -> None:
         """Give up what trainers of older generations have begun, or note to do so."""
-        if isinstance(self.checkpoints, Checkpoints):
+        if isinstance(self.checkpoints, CheckpointService):
             self.checkpoints.drop(self.streams.is_older)
         self.must_drop = self.checkpoints.is_loading  # which owns the store
         if self.must_drop:
@@ -255,7 +255,7 @@ class Shard:
                 self.require_table(table)
         return asked
 
-    def body_in_place(self, request: "Request", num_bytes: int) -> Bytes:
+    def body_in_place(self, request: "ShardRequest", num_bytes: int) -> Bytes:
         """Return memory for the body of a reply: the client's, if it is shared."""
         slabs, peer = self._listener.slabs, request.peer
         return slabs.body_in_place(peer, request.header.request, num_bytes)
@@ -371,7 +371,7 @@ def require_fits(num_bytes: int) -> None:
         )
 
 
-class Request(NamedTuple):
+class ShardRequest(NamedTuple):
     """A message of a client."""
 
     peer: bytes
@@ -383,7 +383,7 @@ class RequestKind(NamedTuple):
     """How one kind of request is answered."""
 
     kind: Kind
-    answer: Callable[[Shard, Request], Frames | None]
+    answer: Callable[[Shard, ShardRequest], Frames | None]
     """Returns the frames after the reply's header; None if the reply comes later."""
     needs_rows: bool = True  # rejected while a checkpoint is loaded; counts as activity
     in_inference: bool = False  # answered by servers that serve a checkpoint, too

@@ -42,7 +42,7 @@ from persia_torchrec.sharding.sharder import (
     RemoteEmbeddingCollectionSharder,
     RemoteSharder,
 )
-from persia_torchrec.sharding.state import StateDictRows
+from persia_torchrec.sharding.state_dict import StateDictRows
 from persia_torchrec.table import TableSettings
 
 

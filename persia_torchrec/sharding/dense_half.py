@@ -67,7 +67,7 @@ class Arguments(msgspec.Struct, frozen=True):
     kjt_at: int
 
 
-class ServedModel(msgspec.Struct, frozen=True):
+class ExportedModel(msgspec.Struct, frozen=True):
     """What a file says of a model.
 
     Attributes:
@@ -220,7 +220,7 @@ def copy_dense(model: nn.Module) -> nn.Module:
 
 def load_served(
     data: bytes, file: str, factories: Sequence[str] = ()
-) -> tuple[nn.Module, ServedModel]:
+) -> tuple[nn.Module, ExportedModel]:
     """Return what runs on rows, :meth:`DenseHalf.forward`, and what the file says.
 
     Args:
@@ -235,7 +235,7 @@ def load_served(
     """
     try:
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        about = decoder_of(ServedModel).decode(state["about"])
+        about = decoder_of(ExportedModel).decode(state["about"])
         if about.factory is None:
             return read_program(state["program"].numpy().tobytes()), about
     except Exception as exc:  # what a damaged file makes the readers raise has no list

@@ -42,7 +42,7 @@ from persia_torchrec.sharding import (
     collection,
     planned,
     sharder,
-    state,
+    state_dict,
     torchrec_api,
 )
 from persia_torchrec.sharding.collection import TableCollection
@@ -124,12 +124,12 @@ class Placement:
 
 def _add_entries(module: Any, *given: Any) -> None:
     """Put the remote tables into the state of a model; a hook for torch."""
-    state.add_entries(module.remote, *given)
+    state_dict.add_entries(module.remote, *given)
 
 
 def _take_entries(module: Any, *given: Any) -> None:
     """Write the rows of a state to the servers; a hook for torch."""
-    state.take_entries(module.remote, *given)
+    state_dict.take_entries(module.remote, *given)
 
 
 class MixedCollection(types.ShardedModule[Any, Any, Any, Any], FusedOptimizerModule):

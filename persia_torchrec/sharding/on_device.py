@@ -43,7 +43,7 @@ from persia_torchrec.lookup.sharded_lookup import (
     ShardedLookup,
 )
 from persia_torchrec.lookup.transposed import IndexSizes, Wanted, build_index
-from persia_torchrec.routing.shard import Positions
+from persia_torchrec.routing.route import Positions
 from persia_torchrec.rpc import slab
 from persia_torchrec.rpc.messages import LateFrame, LateRows, Precision
 from persia_torchrec.sharding import torchrec_api

@@ -10,7 +10,7 @@ from torch import nn
 from torchrec.optim.fused import FusedOptimizer
 
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.sharding.state import CollectionState
+from persia_torchrec.sharding.state_dict import CollectionState
 
 States: TypeAlias = dict[str, CollectionState]
 """The rows of the collections, by table."""

@@ -45,7 +45,7 @@ from persia_torchrec.datasets.transfer import to_device
 from persia_torchrec.errors import BatchError, ConfigError
 from persia_torchrec.pipeline.in_turn import BatchesInTurn
 from persia_torchrec.pipeline.pipeline import BatchPipeline, PrefetchedBatch
-from persia_torchrec.sharding import state, torchrec_api
+from persia_torchrec.sharding import state_dict, torchrec_api
 from persia_torchrec.sharding.backward_pass import looked_up
 from persia_torchrec.sharding.collection import CollectionSpec
 from persia_torchrec.sharding.on_device import (
@@ -137,7 +137,7 @@ class ShardedRemoteCollection(
     fused_optimizer: KeyedOptimizer = EmptyFusedOptimizer()
     before_first_pull: Callable[[], None] | None = None
     # The rows, for state dicts; without it, these say that the rows are elsewhere.
-    collection_state: state.CollectionState | None = None
+    collection_state: state_dict.CollectionState | None = None
     module_sharding_plan: types.EmbeddingModuleShardingPlan  # which it was made by
     replaced: "ref[nn.Module] | None" = None  # the collection in whose place it is
     pulls_ahead = False  # whether the caller begins pulls before it calls the model
@@ -182,8 +182,8 @@ class ShardedRemoteCollection(
         self._anchor = torch.zeros(0, requires_grad=True)
         # Begun, as by a train pipeline that pulls ahead, and not used yet.
         self._unused = BatchesInTurn(partial(self._pull, is_training=True))
-        self.register_state_dict_post_hook(state.add_entries)
-        self.register_load_state_dict_pre_hook(state.take_entries)
+        self.register_state_dict_post_hook(state_dict.add_entries)
+        self.register_load_state_dict_pre_hook(state_dict.take_entries)
 
     @torch.compiler.disable(reason=torchrec_api.NOT_IN_GRAPHS)
     def start(self, batch: object, *, is_training: bool) -> PrefetchedBatch[Any]:

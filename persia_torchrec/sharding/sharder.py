@@ -54,7 +54,7 @@ from persia_torchrec.sharding.names import (
 from persia_torchrec.sharding.on_device import RowsOnDevice
 from persia_torchrec.sharding.optimizer import RemoteOptimizer
 from persia_torchrec.sharding.planned import PlannedSharder
-from persia_torchrec.sharding.state import (
+from persia_torchrec.sharding.state_dict import (
     CollectionState,
     StateDictRows,
     load_tables,

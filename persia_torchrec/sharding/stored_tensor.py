@@ -29,7 +29,7 @@ from torchrec.distributed.types import EnumerableShardingSpec
 from persia_torchrec.client import bulk
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import BatchError, ConfigError
-from persia_torchrec.routing.shard import Ids
+from persia_torchrec.routing.route import Ids
 from persia_torchrec.rpc.float_codec import Floats
 from persia_torchrec.sharding import torchrec_api
 from persia_torchrec.sharding.torchrec_api import (
@@ -259,7 +259,7 @@ class _Size(list[int]):
     __hash__ = None  # as of any list
 
 
-class View(NamedTuple):
+class TensorView(NamedTuple):
     """An operator whose result shares memory with its argument, or one of several."""
 
     function: Any
@@ -279,7 +279,9 @@ class StoredTensor(torch.Tensor):
     stored: Stored
     start: int
     stop: int
-    views: tuple[View, ...]  # of the rows from start to stop, each of the one before
+    views: tuple[
+        TensorView, ...
+    ]  # of the rows from start to stop, each of the one before
     _is_loading = False
 
     def __new__(  # noqa: D102  # torch makes tensors here
@@ -287,7 +289,7 @@ class StoredTensor(torch.Tensor):
         stored: Stored,
         start: int = 0,
         stop: int | None = None,
-        views: tuple[View, ...] = (),
+        views: tuple[TensorView, ...] = (),
     ) -> "StoredTensor":
         stop = stored.table.num_rows if stop is None else stop
         shape = stop - start, *stored.row_shape
@@ -300,7 +302,7 @@ class StoredTensor(torch.Tensor):
         stored: Stored,
         start: int = 0,
         stop: int | None = None,
-        views: tuple[View, ...] = (),
+        views: tuple[TensorView, ...] = (),
     ) -> None:
         if isinstance(stored, torch.Tensor):  # as of torch.Tensor(t): it is made
             return
@@ -482,9 +484,11 @@ class StoredTensor(torch.Tensor):
         of_rows = self.stored, self.start, self.stop
         made = function(torch.empty(self.shape, device="meta"), *args, **kwargs)
         if isinstance(made, torch.Tensor):
-            view = View(function, args, kwargs)
+            view = TensorView(function, args, kwargs)
             return StoredTensor(*of_rows, (*self.views, view))
-        views = [View(function, args, kwargs, number) for number in range(len(made))]
+        views = [
+            TensorView(function, args, kwargs, number) for number in range(len(made))
+        ]
         return [StoredTensor(*of_rows, (*self.views, view)) for view in views]
 
 
@@ -559,7 +563,7 @@ def is_sharded(tensor: Any) -> bool:
     return isinstance(tensor, ShardedTensor) and not isinstance(tensor, StoredTensor)
 
 
-def _viewed(tensor: torch.Tensor, views: tuple[View, ...]) -> torch.Tensor:
+def _viewed(tensor: torch.Tensor, views: tuple[TensorView, ...]) -> torch.Tensor:
     """Return what a tensor is under views, which share its memory."""
     for view in views:
         made = view.function(tensor, *view.args, **view.kwargs)

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from persia_torchrec.errors import ConfigError, StoreError
 from persia_torchrec.jit.compiled import read_only
 from persia_torchrec.parsing.decoding import parse_json
-from persia_torchrec.routing.shard import split_rows
+from persia_torchrec.routing.route import split_rows
 from persia_torchrec.store import loops, memory, table_states
 from persia_torchrec.store.change_log import ChangedSlots, ChangeJournal, Ring
 from persia_torchrec.store.expiry import ExpiryClock, Sweeps
@@ -42,7 +42,7 @@ from persia_torchrec.store.memory import (
 )
 from persia_torchrec.store.memory_file import MemoryFile
 from persia_torchrec.store.recency import MARK_WORDS, NUM_LFU_CLASSES, RecencyLogs
-from persia_torchrec.store.table import Published, TableGroup, TableState
+from persia_torchrec.store.stored_table import Published, TableGroup, TableState
 from persia_torchrec.store.transaction import CLEAR, STEP, WRITE, Change, Transactions
 from persia_torchrec.store.transaction import Transaction as Transaction
 from persia_torchrec.store.transaction import UpdateResult as UpdateResult

@@ -38,7 +38,6 @@ from persia_torchrec.jit import intrinsics as cpu
 from persia_torchrec.jit.compiled import compiled, inlined, read_only
 from persia_torchrec.jit.float16 import FP32
 from persia_torchrec.store import loops, memory, recency
-from persia_torchrec.store.columns import RowColumns, RowShape
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.memory import (
     POSITION_BITS,
@@ -52,7 +51,8 @@ from persia_torchrec.store.memory import (
     Words,
 )
 from persia_torchrec.store.recency import RecencyLogs
-from persia_torchrec.store.table import TableState
+from persia_torchrec.store.row_columns import RowColumns, RowShape
+from persia_torchrec.store.stored_table import TableState
 from persia_torchrec.store.table_shared import require_room
 from persia_torchrec.table import TableSpec
 

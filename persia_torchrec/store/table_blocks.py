@@ -58,7 +58,7 @@ from persia_torchrec.store.block_statistics import (
     read_statistics,
 )
 from persia_torchrec.store.memory import Counts, Floats, Ids, Slots, Words
-from persia_torchrec.store.table import TableState
+from persia_torchrec.store.stored_table import TableState
 from persia_torchrec.store.undo_log import ROW_BYTES
 
 if TYPE_CHECKING:

@@ -25,12 +25,12 @@ import numpy as np
 
 from persia_torchrec.errors import StoreError
 from persia_torchrec.jit.compiled import compile_for, read_only, specialized
-from persia_torchrec.routing.shard import sum_by_id
+from persia_torchrec.routing.route import sum_by_id
 from persia_torchrec.store import loops, memory
 from persia_torchrec.store.change_log import ChangedSlots
 from persia_torchrec.store.index import NOT_FOUND, find_slot, hash_id, index_at
 from persia_torchrec.store.memory import Floats, Ids, Layout, Slots, Words
-from persia_torchrec.store.table import TableState
+from persia_torchrec.store.stored_table import TableState
 
 if TYPE_CHECKING:
     from persia_torchrec.embedding.setting import Kernel

@@ -16,7 +16,7 @@ from persia_torchrec.errors import StoreError
 from persia_torchrec.jit.compiled import read_only
 from persia_torchrec.store import loops, memory
 from persia_torchrec.store.memory import Words
-from persia_torchrec.store.table import PublishedTable, TableState
+from persia_torchrec.store.stored_table import PublishedTable, TableState
 from persia_torchrec.store.table_blocks import TableOfBlocks
 from persia_torchrec.store.table_shared import TableOfSharedRows
 from persia_torchrec.store.transaction import KEPT_BYTES

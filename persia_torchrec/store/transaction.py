@@ -19,7 +19,7 @@ from persia_torchrec.store import finite, loops, memory
 from persia_torchrec.store.change_log import ChangedSlots
 from persia_torchrec.store.loops import Starts
 from persia_torchrec.store.memory import Floats, Ids, Slots, Words
-from persia_torchrec.store.table import TableGroup, TableState
+from persia_torchrec.store.stored_table import TableGroup, TableState
 from persia_torchrec.store.table_blocks import FIRST
 from persia_torchrec.store.undo_log import ROW_BYTES, UndoLog
 

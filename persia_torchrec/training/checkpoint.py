@@ -56,7 +56,7 @@ from persia_torchrec.job import trainer_group
 from persia_torchrec.parsing.decoding import decoder_of
 from persia_torchrec.sharding.optimizer import keeping_tensors, set_values
 from persia_torchrec.sharding.planned import Placeholder
-from persia_torchrec.sharding.state import without_rows
+from persia_torchrec.sharding.state_dict import without_rows
 from persia_torchrec.sharding.table_control import Sharders, table_controls
 from persia_torchrec.training.dense_reader import (
     DenseOnly,
@@ -207,9 +207,9 @@ def save_dense_beside(
     return max(num for num, _ in told), [*names]
 
 
-def describe_dense(begun: Sequence[str], sharders: Sharders) -> catalog.DenseHalf:
+def describe_dense(begun: Sequence[str], sharders: Sharders) -> catalog.DenseEntries:
     """Return what a manifest says of the dense half, whose optimizers have begun."""
-    return catalog.DenseHalf(tuple(begun), shared_names(table_controls(sharders)))
+    return catalog.DenseEntries(tuple(begun), shared_names(table_controls(sharders)))
 
 
 def load_checkpoint(
@@ -325,7 +325,7 @@ def require_rows_stay(
         logger.warning("%s: %s", url, note)
 
 
-def _dense_of(folder: Folder) -> catalog.DenseHalf:
+def _dense_of(folder: Folder) -> catalog.DenseEntries:
     dense = catalog.Saved.read(folder).dense
     if dense is None:
         raise CheckpointError(

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.job.failures import with_causes
-from persia_torchrec.sharding.state import is_state_entry
+from persia_torchrec.sharding.state_dict import is_state_entry
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from persia_torchrec.sharding.dense_half import (
     Arguments,
     CollectionDescription,
     DenseHalf,
-    ServedModel,
+    ExportedModel,
     copy_dense,
     describe_sharded,
     make_by_factory,
@@ -111,7 +111,7 @@ def _encode(
         for name, t in zip(names, dense, strict=True)
     )
     signature = ModelSignature(arguments.keys, inputs, tuple(output.shape[1:]))
-    about = ServedModel(signature, collections, arguments, factory)
+    about = ExportedModel(signature, collections, arguments, factory)
     state: dict[str, Any] = {"about": msgspec.json.encode(about).decode()}
     if factory is None:
         program = _export(half, dense, given)

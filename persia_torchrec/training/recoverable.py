@@ -28,7 +28,7 @@ T = TypeVar("T")
 _MAX_AHEAD = 128  # batches that a train pipeline may take before it steps
 
 
-class Run:
+class RecoverableRun:
     """A training that ``recoverable`` saves and resumes.
 
     The thread that trains calls all methods, every trainer as often as the others.
@@ -133,7 +133,7 @@ def recoverable(
     rename: Mapping[str, str] | None = None,
     last_step: int | None = None,
     on_other_batches: OnOtherBatches = "error",
-) -> Iterator[Run]:
+) -> Iterator[RecoverableRun]:
     """Make a training loop continue where it was, when its trainers start again.
 
     Inside the block checkpoints of both halves are saved from time to time. Where there
@@ -208,4 +208,4 @@ def recoverable(
     if (member := JobMember.current) is not None:
         member.progress = lambda: recovery.num_steps
     with recovery.ending(), recovery.joinable():
-        yield Run(recovery, last_step)
+        yield RecoverableRun(recovery, last_step)

@@ -40,7 +40,7 @@ from persia_torchrec.job.member import JobMember
 from persia_torchrec.job.saves import Saves
 from persia_torchrec.persia.loader import DataLoader, PersiaTrainingBatch
 from persia_torchrec.sharding.optimizer import restore_groups
-from persia_torchrec.sharding.state import without_rows
+from persia_torchrec.sharding.state_dict import without_rows
 from persia_torchrec.sharding.table_control import Sharders, table_controls
 from persia_torchrec.sharding.trainer_metrics import TrainerMetrics
 from persia_torchrec.training.checkpoint import (

@@ -12,7 +12,7 @@ from persia_torchrec.embedding.admission import ADMISSIONS
 from persia_torchrec.embedding.initializer import INITIALIZERS
 from persia_torchrec.embedding.optim import OPTIMIZERS, SGD
 from persia_torchrec.embedding.setting import Registry, Setting
-from persia_torchrec.server.requests import KINDS
+from persia_torchrec.server.handlers import KINDS
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
 from tests.support.repository import ROOT

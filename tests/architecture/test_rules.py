@@ -273,3 +273,44 @@ def test_helpers_of_several_folders_stand_in_support():
         if other.parts[1] not in ("support", path.parts[1])
     }
     assert found == set()
+
+
+ENGINE = (
+    *("embedding", "routing", "store", "rpc", "client", "server"),
+    *("lookup", "pipeline", "sharding", "jit", "training", "table.py", "env.py"),
+)
+
+
+def is_engine(name):
+    return name.split("/")[1] in ENGINE
+
+
+def twins_of_the_engine(named):
+    """Return names that a file of the engine shares with another file."""
+    places = {}
+    for name, path in named:
+        places.setdefault(name, []).append(path)
+    return {
+        name: paths
+        for name, paths in places.items()
+        if len(paths) > 1 and any(map(is_engine, paths))
+    }
+
+
+PACKAGE = [name for name in FILES if name.startswith("persia_torchrec/")]
+
+
+def test_a_module_of_the_engine_has_a_name_of_its_own():
+    named = [(Path(path).stem, path) for path in PACKAGE]
+    assert twins_of_the_engine((n, p) for n, p in named if n.strip("_") == n) == {}
+
+
+def test_a_public_class_of_the_engine_has_a_name_of_its_own():
+    named = [
+        (node.name, path)
+        for path in PACKAGE
+        for node in ast.parse((ROOT / path).read_text()).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+    assert len(named) > 300
+    assert twins_of_the_engine(named) == {}

@@ -9,7 +9,7 @@ import pytest
 
 from persia_torchrec.checkpoint import catalog
 from persia_torchrec.checkpoint.catalog import (
-    DenseHalf,
+    DenseEntries,
     LogPosition,
     Manifest,
     SavedShard,
@@ -50,7 +50,7 @@ def manifest_of(folder, name="rows", size_bytes=4):
     folder.write(name, b"1234")
     log = LogPosition("log", 3)
     shard = SavedShard(name, 1, size_bytes, 77, 5, {"capacity_rows": 9}, log)
-    return Manifest((saved(B, 3),), (shard,), "now", 12, DenseHalf(("optimizer",)))
+    return Manifest((saved(B, 3),), (shard,), "now", 12, DenseEntries(("optimizer",)))
 
 
 def test_a_file_that_is_written_can_be_read(path):

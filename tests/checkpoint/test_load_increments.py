@@ -24,10 +24,10 @@ from persia_torchrec.checkpoint.row_file import (
 from persia_torchrec.embedding.optim import SGD, Adagrad
 from persia_torchrec.embedding.setting import Sightings
 from persia_torchrec.errors import CheckpointError
-from persia_torchrec.routing.shard import is_of_shard
+from persia_torchrec.routing.route import is_of_shard
 from persia_torchrec.server.dirty_set import DirtySet
-from persia_torchrec.store.columns import RowColumns
 from persia_torchrec.store.memory import MISSING
+from persia_torchrec.store.row_columns import RowColumns
 from persia_torchrec.table import TableSpec
 from tests.support.consistency import check_store, ids_oldest_first
 from tests.support.copied_stores import (

@@ -11,7 +11,7 @@ from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.increment_log import find_lines
 from persia_torchrec.checkpoint.load import Target
 from persia_torchrec.checkpoint.restore import Restored, restore
-from persia_torchrec.routing.shard import is_of_shard
+from persia_torchrec.routing.route import is_of_shard
 from persia_torchrec.server.config import ServerConfig
 from tests.support.consistency import check_store
 from tests.support.increments import (

@@ -15,7 +15,7 @@ from persia_torchrec.checkpoint.row_file import (
     crc32,
 )
 from persia_torchrec.errors import CheckpointError
-from persia_torchrec.store.columns import RowShape
+from persia_torchrec.store.row_columns import RowShape
 from tests.support.row_files import HEAD, TABLES, read, reader_of, rows_of, written
 
 KEYS_OF_A_TABLE = [

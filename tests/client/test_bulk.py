@@ -10,9 +10,9 @@ from persia_torchrec.client.bulk import RowBlock, blocks_of
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.embedding.optim import SGD, Adagrad, Adam
 from persia_torchrec.errors import BatchError, ConfigError, FrameError, RemoteError
-from persia_torchrec.routing.shard import farmhash64
+from persia_torchrec.routing.route import farmhash64
+from persia_torchrec.rpc.listener_thread import Service
 from persia_torchrec.rpc.messages import Header, Kind, encode_json
-from persia_torchrec.rpc.server import Service
 from persia_torchrec.table import TableSpec
 from tests.support.servers import ids_of
 

@@ -35,7 +35,7 @@ def test_a_record_is_shown_by_its_process_time_and_text():
 
 
 def test_details_are_for_the_log_with_all_of_their_lines():
-    tables = record("server/0", "INFO", "persia_torchrec.server.requests", "new tables")
+    tables = record("server/0", "INFO", "persia_torchrec.server.handlers", "new tables")
     joined = record("server/0", "INFO", "persia_torchrec.job.member", "server 0 joined")
     lines = [tables, "server/0 tables  dim", "server/0 1       16", joined]
     assert shown(*lines) == ["server/0 10:25:54 server 0 joined"]

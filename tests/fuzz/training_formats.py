@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import torch
 
 from persia_torchrec.checkpoint import catalog, increment_log
-from persia_torchrec.checkpoint.catalog import Delta, DenseHalf, Manifest, Saved
+from persia_torchrec.checkpoint.catalog import Delta, DenseEntries, Manifest, Saved
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.increment_log import Log, Retention
 from persia_torchrec.checkpoint.load import ShardLoad, Target
@@ -51,7 +51,7 @@ def deltas() -> Format:
     logs = Folder(folder / "logs")
     tables = Manifest.read(checkpoint).tables
     at = (catalog.LogPosition(name, 2),)
-    delta = Delta(logs.url, at, tables, DenseHalf(("adam",)), CREATED, 14)
+    delta = Delta(logs.url, at, tables, DenseEntries(("adam",)), CREATED, 14)
     of_delta = catalog.begin_delta(checkpoint)
     of_delta.write_json(catalog.DELTA, delta)
     store = filled_store()
@@ -103,7 +103,7 @@ def dense_halves() -> Format:
     state = {"model": model, "adam": adam, "step": 7, "text": "x"}
     checkpoint = Folder(folder / "checkpoint-00000001")
     save_dense_beside(None, state, checkpoint)
-    manifest = Manifest((), (), CREATED, 12, DenseHalf(("adam",)))
+    manifest = Manifest((), (), CREATED, 12, DenseEntries(("adam",)))
     checkpoint.write_json(catalog.MANIFEST, manifest)
     dense = folder / "checkpoint-00000001" / catalog.DENSE
     names = sorted(path.name for path in dense.iterdir())

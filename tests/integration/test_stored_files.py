@@ -15,7 +15,7 @@ from persia_torchrec.errors import FrameError, PersiaError, RemoteError
 from persia_torchrec.lookup.bags import decode_bags, encode_bags
 from persia_torchrec.persia.batch import Origin, decode_rest, encode_rest
 from persia_torchrec.rpc import messages
-from persia_torchrec.rpc.client import Connections
+from persia_torchrec.rpc.connections import Connections
 from persia_torchrec.rpc.float_codec import decode_floats, encode_floats
 from persia_torchrec.rpc.messages import Header, Kind, Precision, Share
 from persia_torchrec.store.embedding_store import EmbeddingStore

@@ -8,7 +8,11 @@ from torchrec import EmbeddingBagConfig
 
 from persia_torchrec import RemoteEmbeddingBagCollectionSharder
 from persia_torchrec.embedding.optim import AdamAsync
-from persia_torchrec.sharding.state import load_tables, plain_state_dict, read_table
+from persia_torchrec.sharding.state_dict import (
+    load_tables,
+    plain_state_dict,
+    read_table,
+)
 from tests.integration import twins
 from tests.integration.dlrm import (
     ADAGRAD_CASE,

@@ -22,9 +22,9 @@ from persia_torchrec.job.registry_server import Journal
 from persia_torchrec.job.requests import Beat, FindNotes, Found, Register, Report, View
 from persia_torchrec.job.survivable_memory import TwoHalves
 from persia_torchrec.rpc.addresses import local_address, open_listening
-from persia_torchrec.rpc.client import Connections
+from persia_torchrec.rpc.connections import Connections
+from persia_torchrec.rpc.listener_thread import Service
 from persia_torchrec.rpc.messages import Header, Kind
-from persia_torchrec.rpc.server import Service
 from tests.support.ports import draw_port
 from tests.support.processes import wait_until
 from tests.support.servers import once_the_port_is_free

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persia_torchrec.lookup.bags import POOLINGS
-from persia_torchrec.lookup.pooling import BagsInRoute, Rows, add_gradients, pool
+from persia_torchrec.lookup.pooling import BagsInRoute, RowPieces, add_gradients, pool
 from tests.support import reference
 
 POOLING = st.sampled_from(POOLINGS)
@@ -16,7 +16,7 @@ MEAN = POOLINGS.index("mean")
 class Feature(NamedTuple):
     """The bags of one feature, and the rows of its table, or the sums of gradients."""
 
-    rows: Rows
+    rows: RowPieces
     inverse: np.ndarray  # int32 (L,)
     lengths: np.ndarray  # int32 (B,)
     pooling: str
@@ -52,7 +52,7 @@ def batches(draw):
         lengths = rng.integers(0, longest + 1, num_samples, dtype=np.int32)
         inverse = rng.integers(0, len(rows), lengths.sum(), dtype=np.int32)
         pieces = np.split(rows, [rng.integers(0, len(rows) + 1)])  # of two servers
-        features.append(Feature(Rows.of(pieces), inverse, lengths, draw(POOLING)))
+        features.append(Feature(RowPieces.of(pieces), inverse, lengths, draw(POOLING)))
     return features, num_samples
 
 
@@ -84,7 +84,7 @@ def test_gradients_are_summed_over_every_occurrence_of_a_row(batch, written):
     grads = rng.standard_normal((num_samples, sum(dims))).astype(np.float32)
     ones = [np.ones_like(matrix(f)) for f in features]
     sums = [
-        f._replace(rows=Rows.of([one], written=written))
+        f._replace(rows=RowPieces.of([one], written=written))
         for f, one in zip(features, ones, strict=True)
     ]
     add_gradients(grads, Feature.side_by_side(sums))
@@ -103,8 +103,8 @@ def test_features_that_share_a_table_add_to_the_same_rows():
     rows = np.zeros((2, 1), dtype=np.float32)
     inverse, lengths = np.array([0, 1, 1], dtype=np.int32), np.ones(3, dtype=np.int32)
     features = [
-        Feature(Rows.of([rows]), inverse, lengths, "sum"),
-        Feature(Rows.of([rows]), inverse[::-1], lengths, "sum"),
+        Feature(RowPieces.of([rows]), inverse, lengths, "sum"),
+        Feature(RowPieces.of([rows]), inverse[::-1], lengths, "sum"),
     ]
     grads = np.array([[1, 8], [2, 16], [4, 32]], dtype=np.float32)
     add_gradients(grads, Feature.side_by_side(features))
@@ -117,7 +117,9 @@ def test_arrays_that_are_parts_of_others_are_read_right():
     lengths = np.array([[1, 9], [0, 9], [1, 9]], dtype=np.int32)[:, 0]
     one = np.zeros(1, dtype=np.int64)
     of_ids = inverse[:2], one, one + 2
-    bags = BagsInRoute([Rows.of([rows])], one, *of_ids, lengths, one, {}, one + MEAN)
+    bags = BagsInRoute(
+        [RowPieces.of([rows])], one, *of_ids, lengths, one, {}, one + MEAN
+    )
     assert pool(bags, 3).tolist() == [[0, 1], [0, 0], [8, 9]]
     grads = np.arange(12, dtype=np.float32).reshape(3, 4)[:, ::2]
     add_gradients(grads, bags)
@@ -138,11 +140,11 @@ def test_an_id_counts_as_often_as_it_comes_and_an_empty_bag_gives_zeros(
     rows = np.array([[1, 2]], dtype=np.float32)
     inverse = np.zeros(5, dtype=np.int32)
     lengths = np.array([4, 0, 1], dtype=np.int32)
-    bags = Feature(Rows.of([rows]), inverse, lengths, pooling)
+    bags = Feature(RowPieces.of([rows]), inverse, lengths, pooling)
     assert pool(Feature.side_by_side([bags]), 3).tolist() == pooled
 
 
 def test_a_row_is_taken_from_the_piece_that_has_it():
     pieces = np.arange(4, dtype=np.float32).reshape(2, 2), np.full((1, 2), 9, "f4")
-    taken = Rows.of(pieces).take(np.array([2, 0, 1, 2], dtype=np.int32))
+    taken = RowPieces.of(pieces).take(np.array([2, 0, 1, 2], dtype=np.int32))
     assert taken.tolist() == [[9, 9], [0, 1], [2, 3], [9, 9]]

@@ -17,9 +17,9 @@ from persia_torchrec.persia.batch import (
 )
 from persia_torchrec.persia.stream import BatchSender, Inbox, contents_sum
 from persia_torchrec.rpc import slab as layout
-from persia_torchrec.rpc.client import Connections
+from persia_torchrec.rpc.connections import Connections
+from persia_torchrec.rpc.listener_thread import Service
 from persia_torchrec.rpc.messages import Header, Kind, encode_json
-from persia_torchrec.rpc.server import Service
 from tests.support.processes import wait_until
 from tests.support.servers import DEADLINE_S, once_the_port_is_free
 

@@ -21,8 +21,8 @@ from persia_torchrec.persia.batch import NO_WORKER, Origin, ReferencedBatch
 from persia_torchrec.persia.slots import SlotsLookup
 from persia_torchrec.persia.worker.process import IdBuffer, WorkerProcess
 from persia_torchrec.persia.worker_client import RemoteWorkers
+from persia_torchrec.rpc.listener_thread import Service
 from persia_torchrec.rpc.messages import Precision, encode_json
-from persia_torchrec.rpc.server import Service
 from persia_torchrec.table import TableSpec
 from tests.support.one_feature import bags_of
 from tests.support.processes import wait_until

@@ -19,9 +19,9 @@ from persia_torchrec.rpc.addresses import (
     open_listening,
 )
 from persia_torchrec.rpc.channel import Listener
-from persia_torchrec.rpc.client import Connections
+from persia_torchrec.rpc.connections import Connections
+from persia_torchrec.rpc.listener_thread import Service
 from persia_torchrec.rpc.messages import Header, Kind
-from persia_torchrec.rpc.server import Service
 from tests.support.script_jobs import Job
 from tests.support.servers import DEADLINE_S
 

@@ -21,9 +21,9 @@ from persia_torchrec.rpc.auth import (
     client_options,
 )
 from persia_torchrec.rpc.channel import Listener, open_socket
-from persia_torchrec.rpc.client import Connections
+from persia_torchrec.rpc.connections import Connections
+from persia_torchrec.rpc.listener_thread import Service
 from persia_torchrec.rpc.messages import Header, Kind, encode_json
-from persia_torchrec.rpc.server import Service
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.server import EmbeddingServer
 from tests.support.ports import draw_port

@@ -11,7 +11,7 @@ import pytest
 from persia_torchrec.errors import RequestTimeoutError, ServerError
 from persia_torchrec.rpc.addresses import raise_descriptor_limit
 from persia_torchrec.rpc.channel import Listener
-from persia_torchrec.rpc.client import Connections
+from persia_torchrec.rpc.connections import Connections
 from persia_torchrec.rpc.messages import Header, Kind
 from tests.support.processes import DEADLINE_S
 

@@ -7,7 +7,7 @@ import pytest
 from persia_torchrec import timeouts
 from persia_torchrec.rpc import silences
 from persia_torchrec.rpc.channel import Listener, Reply
-from persia_torchrec.rpc.client import Connections
+from persia_torchrec.rpc.connections import Connections
 from persia_torchrec.rpc.messages import Header, Kind
 from persia_torchrec.rpc.silences import Silences
 from tests.support.processes import wait_until

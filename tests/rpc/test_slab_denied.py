@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from persia_torchrec.rpc.auth import NO_JOB
+from persia_torchrec.rpc.listener_thread import Service
 from persia_torchrec.rpc.messages import Header, Kind
 from persia_torchrec.rpc.peers import Peers
-from persia_torchrec.rpc.server import Service
 from tests.support.servers import DEADLINE_S
 
 MIB = 2**20

@@ -15,11 +15,11 @@ import pytest
 from persia_torchrec.errors import FrameError, RemoteError, ServerError
 from persia_torchrec.rpc import slab as layout
 from persia_torchrec.rpc.auth import NO_JOB
-from persia_torchrec.rpc.channel import Limits
-from persia_torchrec.rpc.client import Connections
+from persia_torchrec.rpc.channel import ListenerLimits
+from persia_torchrec.rpc.connections import Connections
+from persia_torchrec.rpc.listener_thread import Service
 from persia_torchrec.rpc.messages import Header, Kind, decode_json, encode_json
 from persia_torchrec.rpc.peers import Peers
-from persia_torchrec.rpc.server import Service
 from persia_torchrec.rpc.slab_client import obtain
 from tests.support.processes import wait_until
 from tests.support.servers import DEADLINE_S
@@ -34,7 +34,7 @@ def until(condition):
 class Echo(Service):
     """Answers with what it is sent, when it may."""
 
-    limits = Limits(shm_bytes=64 * MIB)
+    limits = ListenerLimits(shm_bytes=64 * MIB)
 
     def __init__(self):
         self.may_answer = threading.Event()

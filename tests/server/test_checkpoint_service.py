@@ -13,9 +13,12 @@ from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import CheckpointError, FrameError, PersiaError
 from persia_torchrec.rpc.messages import Kind, decode_json, encode_json
-from persia_torchrec.server.checkpoint_service import CheckpointRequest, Checkpoints
+from persia_torchrec.server.checkpoint_service import (
+    CheckpointRequest,
+    CheckpointService,
+)
 from persia_torchrec.server.config import ServerConfig
-from persia_torchrec.server.requests import KINDS
+from persia_torchrec.server.handlers import KINDS
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
 from tests.server.clocks import Clock
@@ -45,7 +48,7 @@ def checkpoints(tmp_path, activity):
     store.add_table(TableSpec(name="item", dim=2, optimizer=SGD(1.0)))
     ids = np.arange(20_000, dtype=np.uint64)
     store.lookup(0, ids, np.empty((len(ids), 2), np.float32), training=True)
-    checkpoints = Checkpoints(ServerConfig(), store, activity)
+    checkpoints = CheckpointService(ServerConfig(), store, activity)
     assert (
         checkpoints.handle(
             CheckpointRequest(do="dump", task=7, folder=str(tmp_path))
@@ -189,7 +192,7 @@ def begin_a_load(servers, tmp_path, monkeypatch):
     client.write("item", ids_of(1), np.ones((1, 2), np.float32))
     client.checkpoints.dump(tmp_path)
     store, load = EmbeddingStore(100), ShardLoad.load
-    checkpoints = Checkpoints(ServerConfig(), store, Activity())
+    checkpoints = CheckpointService(ServerConfig(), store, Activity())
 
     def state(do="progress"):
         folder = str(tmp_path / "checkpoint-00000001")

@@ -17,7 +17,10 @@ from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import CheckpointError, RemoteError
 from persia_torchrec.server.__main__ import main
-from persia_torchrec.server.checkpoint_service import CheckpointRequest, Checkpoints
+from persia_torchrec.server.checkpoint_service import (
+    CheckpointRequest,
+    CheckpointService,
+)
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.follower import ServedCheckpoint
 from persia_torchrec.table import TableSpec
@@ -114,7 +117,7 @@ def checkpoint(servers, tmp_path):
 def test_a_checkpoint_that_is_deleted_while_it_is_loaded_is_loaded(checkpoint):
     config = ServerConfig(capacity_rows=5000)
     store = config.make_store()
-    checkpoints = Checkpoints(config, store, Activity())
+    checkpoints = CheckpointService(config, store, Activity())
     handle(checkpoints, do="check", folder=checkpoint)
     reach(checkpoints, "checked")
     shutil.rmtree(checkpoint)
@@ -130,7 +133,7 @@ def test_a_dump_whose_folder_is_deleted_fails_and_leaves_the_rows(checkpoint, tm
     store.add_tables([ITEM])
     rows = np.empty((len(IDS), ITEM.dim), np.float32)
     store.lookup(0, IDS, rows, training=True)
-    checkpoints = Checkpoints(config, store, Activity())
+    checkpoints = CheckpointService(config, store, Activity())
     folder = tmp_path / "dump"
     folder.mkdir()
     handle(checkpoints, do="dump", folder=str(folder))

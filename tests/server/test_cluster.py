@@ -12,7 +12,7 @@ from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.embedding.optim import Adam
 from persia_torchrec.errors import ConfigError, RemoteError, ServerError, TokenError
 from persia_torchrec.job.service import reject_until_ready
-from persia_torchrec.rpc.client import Connections
+from persia_torchrec.rpc.connections import Connections
 from persia_torchrec.rpc.messages import Header, Kind, encode_json
 from persia_torchrec.server.cluster import EmbeddingCluster, _wait_until_ready
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig

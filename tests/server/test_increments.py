@@ -21,7 +21,7 @@ from persia_torchrec.checkpoint.load import ShardLoad
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.embedding.optim import Adagrad
 from persia_torchrec.errors import CheckpointError, ConfigError, PersiaError
-from persia_torchrec.server.checkpoint_service import Checkpoints
+from persia_torchrec.server.checkpoint_service import CheckpointService
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.server import EmbeddingServer
 from persia_torchrec.store.memory import LARGEST_TICK
@@ -405,7 +405,7 @@ def test_errors_of_any_kind_of_a_file_system_do_not_end_the_training(
 
 
 def test_rows_that_expire_after_a_load_are_in_the_log(servers, tmp_path, monkeypatch):
-    fill, work, rounds = ShardLoad._fill, Checkpoints.work, []
+    fill, work, rounds = ShardLoad._fill, CheckpointService.work, []
 
     def fill_slowly(load):
         fill(load)
@@ -417,7 +417,7 @@ def test_rows_that_expire_after_a_load_are_in_the_log(servers, tmp_path, monkeyp
         return work(checkpoints, idle_ms)
 
     monkeypatch.setattr(ShardLoad, "_fill", fill_slowly)
-    monkeypatch.setattr(Checkpoints, "work", count_rounds)
+    monkeypatch.setattr(CheckpointService, "work", count_rounds)
     expiry = Expiry(steps_to_live=3)
     expiring = TableSpec(name="item", dim=4, optimizer=Adagrad(0.1), expiry=expiry)
     first = Training(servers, tmp_path, 1, specs=(replace(expiring, expiry=NEVER),))

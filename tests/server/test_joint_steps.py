@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persia_torchrec.rpc.messages import Header, Kind, Share
-from persia_torchrec.server.joint_steps import JointSteps, Member, Update
+from persia_torchrec.server.joint_steps import JointSteps, JointTrainer, Update
 from tests.support.servers import segments_of
 
 
@@ -35,7 +35,9 @@ class Collected:
 
     def join(self, rank: int, group: int = 7, ended: str = "") -> list[str]:
         first = share(1, rank, group=group)
-        return self.steps.join(first, Member(b"%d" % rank, f"process {rank}", ended))
+        return self.steps.join(
+            first, JointTrainer(b"%d" % rank, f"process {rank}", ended)
+        )
 
     def look(self, *, until: float, has_read_all: bool = True) -> None:
         """Look as often as a server does."""

@@ -15,7 +15,7 @@ from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.job.requests import JobTimings
 from persia_torchrec.job.service import reject_until_ready
 from persia_torchrec.logger import get_default_logger
-from persia_torchrec.rpc.client import Connections
+from persia_torchrec.rpc.connections import Connections
 from persia_torchrec.rpc.messages import Header, Kind, encode_json
 from persia_torchrec.server.__main__ import main
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig

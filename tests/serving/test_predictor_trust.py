@@ -12,7 +12,7 @@ from torch import nn
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.persia.signature import ModelSignature
 from persia_torchrec.serving.predictor import Trust, load_model
-from persia_torchrec.sharding.dense_half import Arguments, ServedModel
+from persia_torchrec.sharding.dense_half import Arguments, ExportedModel
 
 ANOTHER = 12345  # a user
 FACTORY = f"{__name__}:make"
@@ -78,7 +78,7 @@ def test_torchscript_behind_a_url_is_not_loaded(script):
 
 
 def test_a_factory_that_a_file_alone_names_is_not_called(tmp_path):
-    about = ServedModel(ModelSignature((), (), ()), (), Arguments((), 0), FACTORY)
+    about = ExportedModel(ModelSignature((), (), ()), (), Arguments((), 0), FACTORY)
     state = {"about": msgspec.json.encode(about).decode(), "weights": {}}
     file = io.BytesIO()
     torch.save(state, file)

@@ -34,7 +34,7 @@ from persia_torchrec import (
 from persia_torchrec.client import bulk
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import BatchError, ConfigError
-from persia_torchrec.sharding.state import without_rows
+from persia_torchrec.sharding.state_dict import without_rows
 from persia_torchrec.sharding.stored_tensor import StoredTensor
 from tests.support.remote_job import CPU, META, ids_of, kjt_of, shard
 

@@ -22,7 +22,7 @@ from persia_torchrec import (
 from persia_torchrec.data import CsvDataset, IdColumn, LabelColumn
 from persia_torchrec.errors import ConfigError, RemoteError
 from persia_torchrec.lookup.sharded_lookup import RowGradients, add_up
-from persia_torchrec.routing.shard import IdGroup, unique_ids
+from persia_torchrec.routing.route import IdGroup, unique_ids
 from tests.support.optimizers import EVERY_OPTIMIZER
 from tests.support.remote_job import CPU, META, Bags, RemoteJob, kjt_of
 

@@ -18,7 +18,7 @@ from persia_torchrec import (
 )
 from persia_torchrec.embedding.optim import SGD, Adagrad, Adam
 from persia_torchrec.store.embedding_store import EmbeddingStore
-from persia_torchrec.store.table import TableState
+from persia_torchrec.store.stored_table import TableState
 from persia_torchrec.table import TableSpec
 from tests.support.consistency import check_store, ids_oldest_first
 

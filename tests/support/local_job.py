@@ -23,8 +23,8 @@ from persia_torchrec.persia.config.embedding_config import load_embedding_config
 from persia_torchrec.persia.slots import SlotsLookup, build_features
 from persia_torchrec.persia.worker.process import IdBuffer, WorkerProcess
 from persia_torchrec.rpc.auth import Greeting
+from persia_torchrec.rpc.listener_thread import Service
 from persia_torchrec.rpc.messages import Frames, Header, Kind
-from persia_torchrec.rpc.server import Service
 from tests.support.processes import Processes, wait_until
 from tests.support.servers import DEADLINE_S, Servers, ids_of, once_the_port_is_free
 

@@ -9,7 +9,7 @@ from persia_torchrec.checkpoint.catalog import Manifest, merge_tables
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.increment_log import Base
 from persia_torchrec.checkpoint.load import ShardLoad, Target
-from persia_torchrec.routing.shard import is_of_shard
+from persia_torchrec.routing.route import is_of_shard
 from persia_torchrec.server.checkpoint_service import ShardDump
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.increments import Increments

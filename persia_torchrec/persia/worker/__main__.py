@@ -36,7 +36,7 @@ from persia_torchrec.persia.worker.process import (
     tell_slots,
 )
 from persia_torchrec.rpc.channel import keep_freed_memory
-from persia_torchrec.rpc.server import Service
+from persia_torchrec.rpc.listener_thread import Service
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,7 @@ from persia_torchrec.errors import (
 )
 from persia_torchrec.rpc.addresses import open_listening
 from persia_torchrec.rpc.channel import Listener
-from persia_torchrec.rpc.client import Connections
+from persia_torchrec.rpc.connections import Connections
 from persia_torchrec.rpc.messages import Header, Kind, encode_json
 from tests.support.faults import Relay
 from tests.support.processes import wait_until

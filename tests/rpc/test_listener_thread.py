@@ -4,11 +4,11 @@ import time
 import pytest
 
 from persia_torchrec.errors import BatchError, RemoteError, ServerError, WireError
-from persia_torchrec.rpc import server as rpc_server
+from persia_torchrec.rpc import listener_thread as rpc_server
 from persia_torchrec.rpc.channel import MAX_FRAMES
-from persia_torchrec.rpc.client import Connections
+from persia_torchrec.rpc.connections import Connections
+from persia_torchrec.rpc.listener_thread import Service
 from persia_torchrec.rpc.messages import Header, Kind, decode_json
-from persia_torchrec.rpc.server import Service
 from tests.support.servers import DEADLINE_S
 from tests.support.sockets import member_socket
 

@@ -7,7 +7,7 @@ from persia_torchrec import AdmitAll, AdmitBloom, AdmitFrequency, AdmitProbabili
 from persia_torchrec.client.codec import BatchCount
 from persia_torchrec.embedding.setting import Admission
 from persia_torchrec.store.memory import reserve
-from persia_torchrec.store.table import build_admission
+from persia_torchrec.store.stored_table import build_admission
 from tests.support import reference
 from tests.support.strategies import id_arrays, ids
 

@@ -25,6 +25,7 @@ from persia_torchrec.datasets.arrow_types import (
     texts_of,
     trimmed_bytes,
 )
+from persia_torchrec.datasets.column_loops import to_float32
 from persia_torchrec.datasets.columns import (
     EMPTY,
     MAX_OTHERS,
@@ -41,7 +42,6 @@ from persia_torchrec.datasets.columns import (
     to_offsets,
 )
 from persia_torchrec.datasets.hashing import hash_of, hashes_of
-from persia_torchrec.datasets.loops import to_float32
 from persia_torchrec.errors import DataError
 
 Bools = npt.NDArray[np.bool_]

@@ -17,8 +17,12 @@ from persia_torchrec import SGD, Adagrad
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.embedding.optim import Adam
 from persia_torchrec.errors import BatchError, ConfigError
-from persia_torchrec.routing.shard import farmhash64
-from persia_torchrec.sharding.state import load_tables, plain_state_dict, read_table
+from persia_torchrec.routing.route import farmhash64
+from persia_torchrec.sharding.state_dict import (
+    load_tables,
+    plain_state_dict,
+    read_table,
+)
 from persia_torchrec.table import TableSpec
 from tests.support.servers import ids_of
 

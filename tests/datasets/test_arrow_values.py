@@ -20,8 +20,8 @@ from persia_torchrec.data import (
     ParquetDataset,
 )
 from persia_torchrec.datasets.arrow_types import plain
+from persia_torchrec.datasets.arrow_values import decode_numbers
 from persia_torchrec.datasets.columns import row_error
-from persia_torchrec.datasets.decoding import decode_numbers
 from persia_torchrec.errors import ConfigError, DataError
 
 NAN = float("nan")

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persia_torchrec.errors import BatchError
-from persia_torchrec.routing.shard import (
+from persia_torchrec.routing.route import (
     FeatureColumns,
     add_prefix,
     hash_stack,

@@ -18,10 +18,10 @@ from persia_torchrec.errors import (
     TokenError,
     WireError,
 )
-from persia_torchrec.rpc import client as transport_module
+from persia_torchrec.rpc import connections as transport_module
 from persia_torchrec.rpc.auth import NO_JOB, Greeting
 from persia_torchrec.rpc.channel import Listener
-from persia_torchrec.rpc.client import Connections
+from persia_torchrec.rpc.connections import Connections
 from persia_torchrec.rpc.messages import Header, Kind, decode_json
 from tests.support.faults import Relay
 from tests.support.ports import draw_port

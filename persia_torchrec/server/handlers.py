@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from persia_torchrec.errors import BatchError
 from persia_torchrec.jit.compiled import read_only
-from persia_torchrec.routing.shard import Ids, split_rows
+from persia_torchrec.routing.route import Ids, split_rows
 from persia_torchrec.rpc import messages
 from persia_torchrec.rpc.channel import MAX_MESSAGE_BYTES
 from persia_torchrec.rpc.float_codec import (
@@ -39,20 +39,23 @@ from persia_torchrec.rpc.messages import (
     bytes_of,
     encode_json,
 )
-from persia_torchrec.server.checkpoint_service import CheckpointRequest, Checkpoints
-from persia_torchrec.server.joint_steps import Member
+from persia_torchrec.server.checkpoint_service import (
+    CheckpointRequest,
+    CheckpointService,
+)
+from persia_torchrec.server.joint_steps import JointTrainer
 from persia_torchrec.server.open_batches import Batch, Counts, Update
 from persia_torchrec.server.shard import (
-    Request,
     RequestKind,
     Shard,
+    ShardRequest,
     describe_update,
     require_fits,
 )
 from persia_torchrec.store import memory
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.row_copy import initial_rows
-from persia_torchrec.store.table import TableState
+from persia_torchrec.store.stored_table import TableState
 from persia_torchrec.table import TableSpec, describe_tables
 
 logger = logging.getLogger(__name__)
@@ -93,7 +96,7 @@ class _Lookup(NamedTuple):
         ]
 
 
-def _answer_lookup(shard: Shard, request: Request) -> Frames:
+def _answer_lookup(shard: Shard, request: ShardRequest) -> Frames:
     header, store = request.header, shard.store
     batch, part = _batch_of(header), header.flags >> messages.PART_SHIFT
     lookup = _read_lookup(shard, request)
@@ -129,7 +132,7 @@ def _answer_lookup(shard: Shard, request: Request) -> Frames:
     return [frame]
 
 
-def _read_lookup(shard: Shard, request: Request) -> _Lookup:
+def _read_lookup(shard: Shard, request: ShardRequest) -> _Lookup:
     """Return what a lookup asks, and memory for its rows."""
     header, frames = request.header, request.frames
     has_counts = bool(header.flags & messages.COUNTS)
@@ -181,7 +184,7 @@ def _repeat_lookup(store: EmbeddingStore, pieces: Sequence[_Piece], batch: int) 
             out_ND[gone] = initial_rows(state.spec, ids_N[gone])[:, : state.spec.dim]
 
 
-def _answer_update(shard: Shard, request: Request) -> Frames | None:
+def _answer_update(shard: Shard, request: ShardRequest) -> Frames | None:
     header, frames = request.header, request.frames
     if (outcome := shard.find_outcome(_batch_of(header))) is not None:
         return [describe_update(outcome)]
@@ -202,19 +205,21 @@ class _Join(msgspec.Struct):
     ended: Annotated[str, msgspec.Meta(max_length=messages.MAX_MEMBER_CHARS)]
 
 
-def _answer_join(shard: Shard, request: Request) -> Frames:
+def _answer_join(shard: Shard, request: ShardRequest) -> Frames:
     join = messages.decode_json(request.frames[:2], _Join)
     share = Share.decode(request.frames, num_frames=3)
-    gone = shard.joint_steps.join(share, Member(request.peer, join.who, join.ended))
+    gone = shard.joint_steps.join(
+        share, JointTrainer(request.peer, join.who, join.ended)
+    )
     return [encode_json(", ".join(gone))]
 
 
-def _answer_leave(shard: Shard, request: Request) -> Frames:
+def _answer_leave(shard: Shard, request: ShardRequest) -> Frames:
     shard.joint_steps.leave(Share.decode(request.frames, num_frames=2))
     return [encode_json(None)]
 
 
-def _answer_write(shard: Shard, request: Request) -> Frames:
+def _answer_write(shard: Shard, request: ShardRequest) -> Frames:
     header, frames = request.header, request.frames
     if shard.find_outcome(_batch_of(header)) is not None:
         return [encode_json(None)]
@@ -233,7 +238,7 @@ def _answer_write(shard: Shard, request: Request) -> Frames:
     return [encode_json(None)]
 
 
-def _answer_read(shard: Shard, request: Request) -> Frames:
+def _answer_read(shard: Shard, request: ShardRequest) -> Frames:
     tables = shard.read_ids(request.frames, 3).pieces()
     for t in tables:
         require_fits(len(t.ids) * _row_bytes(shard, t.table))
@@ -258,7 +263,7 @@ def _begin_rows(state: TableState, ids_N: Ids) -> Floats:
     return rows_NK
 
 
-def _answer_metadata(shard: Shard, request: Request) -> Frames:
+def _answer_metadata(shard: Shard, request: ShardRequest) -> Frames:
     tables = shard.read_ids(request.frames, 3).pieces()
     require_fits(4 * messages.METADATA_COLUMNS * sum(len(t.ids) for t in tables))
     reply: Frames = []
@@ -276,7 +281,7 @@ class _Export(msgspec.Struct):
     max_rows: Annotated[int, msgspec.Meta(ge=1)]
 
 
-def _answer_export(shard: Shard, request: Request) -> Frames:
+def _answer_export(shard: Shard, request: ShardRequest) -> Frames:
     asked = messages.decode_json(request.frames, _Export)
     shard.require_table(asked.table)
     max_rows, most = asked.max_rows, shard.config.max_request_ids
@@ -297,7 +302,7 @@ class _Ids(msgspec.Struct):
     first: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
-def _answer_ids(shard: Shard, request: Request) -> Frames:
+def _answer_ids(shard: Shard, request: ShardRequest) -> Frames:
     asked = messages.decode_json(request.frames, _Ids)
     shard.require_table(asked.table)
     most = MAX_MESSAGE_BYTES // 8
@@ -318,7 +323,7 @@ class _Step(msgspec.Struct):
     step: Annotated[int, msgspec.Meta(ge=0, le=2**62)] | None = None
 
 
-def _answer_step(shard: Shard, request: Request) -> Frames:
+def _answer_step(shard: Shard, request: ShardRequest) -> Frames:
     asked = messages.decode_json(request.frames, _Step)
     shard.require_table(asked.table)
     shard.apply_all_updates()  # they count
@@ -332,7 +337,7 @@ def _answer_step(shard: Shard, request: Request) -> Frames:
     return [encode_json(shard.store.states[asked.table].num_updates)]
 
 
-def _answer_hello(shard: Shard, _: Request) -> Frames:
+def _answer_hello(shard: Shard, _: ShardRequest) -> Frames:
     value = {
         "shard": shard.config.shard,
         "num_shards": shard.config.num_shards,
@@ -354,7 +359,7 @@ class _Added(msgspec.Struct):
     who: Annotated[str, msgspec.Meta(max_length=messages.MAX_MEMBER_CHARS)]
 
 
-def _answer_add_tables(shard: Shard, request: Request) -> Frames:
+def _answer_add_tables(shard: Shard, request: ShardRequest) -> Frames:
     asked = messages.decode_json(request.frames, list[dict[str, Any]] | _Added)
     given = asked.tables if isinstance(asked, _Added) else asked
     specs = [TableSpec.from_json(description) for description in given]
@@ -385,13 +390,13 @@ def _describe_table(shard: Shard, number: int) -> dict[str, object]:
     return {"number": number, "wants_counts": wants_counts, "spec": spec}
 
 
-def _answer_counters(shard: Shard, _: Request) -> Frames:
+def _answer_counters(shard: Shard, _: ShardRequest) -> Frames:
     return [encode_json(shard.counters())]
 
 
-def _answer_clear(shard: Shard, request: Request) -> Frames:
+def _answer_clear(shard: Shard, request: ShardRequest) -> Frames:
     shard.apply_all_updates()  # their senders wait for the acknowledgements
-    assert isinstance(shard.checkpoints, Checkpoints)  # not in inference
+    assert isinstance(shard.checkpoints, CheckpointService)  # not in inference
     batch = _batch_of(request.header)
     if shard.find_outcome(batch) is None:
         shard.checkpoints.cancel("the rows were dropped")
@@ -406,13 +411,13 @@ def _batch_of(header: Header) -> Batch:
     return header.stream, header.batch
 
 
-def _shut_down(shard: Shard, _: Request) -> Frames:
+def _shut_down(shard: Shard, _: ShardRequest) -> Frames:
     shard.stopping.set()
     return [encode_json(None)]
 
 
-def _answer_checkpoint(shard: Shard, request: Request) -> Frames:
-    assert isinstance(shard.checkpoints, Checkpoints)  # not in inference
+def _answer_checkpoint(shard: Shard, request: ShardRequest) -> Frames:
+    assert isinstance(shard.checkpoints, CheckpointService)  # not in inference
     asked = messages.decode_json(request.frames, CheckpointRequest)
     if asked.do != "progress":
         shard.apply_all_updates()  # acknowledged updates are in a dump

@@ -11,7 +11,7 @@ from persia_torchrec import env
 from persia_torchrec.errors import PersiaError
 from persia_torchrec.rpc.addresses import LOOPBACK
 from persia_torchrec.rpc.auth import NO_JOB, Greeting
-from persia_torchrec.rpc.channel import Limits, Listener, require_sendable
+from persia_torchrec.rpc.channel import Listener, ListenerLimits, require_sendable
 from persia_torchrec.rpc.messages import Frames, Header, Kind, error_frames
 from persia_torchrec.rpc.slab_server import DEFAULT_MIB
 
@@ -31,7 +31,7 @@ class ListenerThread(ABC):
     process has a supervisor, its socket is taken.
     """
 
-    limits = Limits()
+    limits = ListenerLimits()
     encrypts = False  # whether its connections are encrypted, if there is a token
 
     def __init__(self, name: str, host: str, port: int, greeting: Greeting) -> None:
@@ -99,7 +99,7 @@ class Service(ListenerThread):
     replies return through a queue. ``MAX_WAITING`` requests wait, more are rejected.
     """
 
-    limits = Limits(shm_bytes=DEFAULT_MIB * 2**20)
+    limits = ListenerLimits(shm_bytes=DEFAULT_MIB * 2**20)
 
     def __init__(
         self,

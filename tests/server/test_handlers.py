@@ -20,7 +20,7 @@ from persia_torchrec.rpc.messages import (
     encode_json,
 )
 from persia_torchrec.server.cluster import EmbeddingCluster
-from persia_torchrec.server.requests import KINDS
+from persia_torchrec.server.handlers import KINDS
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
 from persia_torchrec.server.shard import RequestKind
 from persia_torchrec.store.embedding_store import EmbeddingStore
