@@ -195,6 +195,22 @@ def outlive_end_signals() -> None:
             signal.signal(number, lambda *_: None)
 
 
+class OutlivesSignals:
+    """The ``worker_init_fn`` of a loader, around that of the user.
+
+    It stands here, as a worker that is spawned imports the module of what it is given.
+    """
+
+    def __init__(self, then: Callable[[int], object] | None) -> None:
+        self._then = then
+
+    def __call__(self, worker: int) -> None:
+        """Begin the work of a worker, by its number."""
+        outlive_end_signals()
+        if self._then is not None:
+            self._then(worker)
+
+
 def end_daemons_at_exit() -> None:
     """Have the daemons of this process end with it, those that outlive signals, too.
 

@@ -20,7 +20,7 @@ from typing import TypeVar
 from torch.utils.data import DataLoader
 
 from persia_torchrec.datasets.dataset import RowDataset
-from persia_torchrec.job.signals import outlive_end_signals
+from persia_torchrec.job.signals import OutlivesSignals
 from persia_torchrec.sharding.torchrec_api import end_iterator
 
 T = TypeVar("T")
@@ -28,19 +28,6 @@ T = TypeVar("T")
 _OF_WORKER = re.compile(
     r"killed by signal: (?!Killed)|exited unexpectedly|terminated abruptly"
 )
-
-
-class OutlivesSignals:
-    """The ``worker_init_fn`` of a loader, around that of the user."""
-
-    def __init__(self, then: Callable[[int], object] | None) -> None:
-        self._then = then
-
-    def __call__(self, worker: int) -> None:
-        """Begin the work of a worker, by its number."""
-        outlive_end_signals()
-        if self._then is not None:
-            self._then(worker)
 
 
 def let_workers_outlive_signals(loader: object) -> None:

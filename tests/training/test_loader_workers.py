@@ -5,13 +5,15 @@ import os
 import pickle
 import re
 import signal
+import subprocess
+import sys
 
 import pytest
 from torch.utils.data import DataLoader
 
 from persia_torchrec.checkpoint import catalog
+from persia_torchrec.job.signals import OutlivesSignals
 from persia_torchrec.training.loader_workers import (
-    OutlivesSignals,
     WorkerDeaths,
     is_of_worker,
     let_workers_outlive_signals,
@@ -138,9 +140,18 @@ def test_a_loader_of_several_passes_is_wrapped_once_around_the_function_of_its_u
     let_workers_outlive_signals(loader)
     let_workers_outlive_signals(range(2))
     assert loader.worker_init_fn is wrapper
-    pickle.dumps(OutlivesSignals(print))  # as spawn does
     assert [*map(int, loader)] == [0, 1]
     assert begun == []  # in the worker
+
+
+def test_a_worker_that_is_spawned_does_not_import_torchrec():
+    """Its import takes twice as long as torch's alone."""
+    code = (
+        "import pickle, sys; pickle.load(sys.stdin.buffer);"
+        "sys.exit('torch' in sys.modules)"
+    )
+    given = pickle.dumps(OutlivesSignals(print))
+    subprocess.run([sys.executable, "-c", code], input=given, check=True)
 
 
 @pytest.fixture
