@@ -4,6 +4,7 @@ It counts its steps in ``steps``, and is slow from the one at which signals come
 end trainer 0 leaves what the servers have counted in ``counts.npy``, and its weights.
 """
 
+import contextlib
 import json
 import os
 import time
@@ -18,7 +19,7 @@ def main(cell: dict) -> None:
     import torch
     import torch.distributed as dist
 
-    from persia_torchrec import EmbeddingClient, recoverable
+    from persia_torchrec import EmbeddingClient, join, recoverable
     from tests.resume.loaders import OF_JOBS, WORK_QUEUE, Given
     from tests.resume.training import Training, to_batch
 
@@ -33,11 +34,12 @@ def main(cell: dict) -> None:
     state |= {"data": loader} if cell["in_state"] else {}
     saves = {"interval_s": 0, "save_steps": cell["save_steps"]}
     client = EmbeddingClient.of_job()
+    is_queued = cell["loader"] == WORK_QUEUE
     with (
         recoverable(None, state, client, training.sharders, **saves) as run,
         Path(f"steps {rank}").open("ab", buffering=0) as steps,
+        join(training.model) if is_queued else contextlib.nullcontext(),
     ):
-        is_queued = cell["loader"] == WORK_QUEUE
         for number in [0] if is_queued else run.epochs(num_passes):
             first = number * num_samples * size
             batches = (to_batch(batch, first) for batch in run.skip(loader))

@@ -139,7 +139,7 @@ def _whole(cell: Cell) -> np.ndarray:
 
 def _start(folder: Path, cell: Cell, *, stops: bool) -> tuple[str, np.ndarray | None]:
     """Start a job, and wait for its end."""
-    # The loops are not in ``join``: several trainers get as many batches each.
+    # But for a queue, loops are not in ``join``: trainers get as many batches each.
     row_group_size = 23 if cell.num_trainers == 1 else 20
     given = Given(folder, NUM_SAMPLES, False, 1, 0, cell.num_trainers)
     given.write_rows(row_group_size)

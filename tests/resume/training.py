@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from persia_torchrec import (
@@ -59,7 +60,12 @@ class Training:
             gradient_division=False,  # each trainer counts its samples
             tables={"x": TableSettings(initializer=Constant(0.0))},
         )
-        self.model = DistributedModelParallel(Net(), sharders=self.sharders)
+        self.model = DistributedModelParallel(
+            Net(),
+            sharders=self.sharders,
+            # Static graphs break where data end unevenly, as those of a queue do.
+            data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=False),
+        )
         self.optimizer = torch.optim.SGD(self.model.module.dense.parameters(), 0.1)
         self._loop = loop
 
