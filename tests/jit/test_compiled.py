@@ -426,3 +426,29 @@ def test_no_other_file_uses_private_names_of_numba():
         defined = "def _index_key" in path.read_text()
         is_adapter = path == Path(compiled_module.__file__)
         assert (bool(names) or defined) == is_adapter, path
+
+
+ARGUMENTS = [
+    np.zeros(2),
+    np.zeros(2, np.float32),
+    np.zeros((2, 2)),
+    np.zeros((2, 2)).T,
+    np.zeros(4)[::2],
+    read_only(np.zeros(2)),
+    (np.zeros(2), None),
+    (np.zeros(2), np.uint64(1)),
+    1,
+    1.0,
+    np.int32(1),
+    True,
+    None,
+]
+
+
+@pytest.mark.parametrize("one", range(len(ARGUMENTS)))
+def test_types_of_arguments_differ_where_numbas_do(one):
+    for other in ARGUMENTS:
+        is_same = compiled_module._type_of(ARGUMENTS[one]) == compiled_module._type_of(
+            other
+        )
+        assert is_same == (numba.typeof(ARGUMENTS[one]) == numba.typeof(other))
