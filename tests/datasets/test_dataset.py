@@ -298,7 +298,7 @@ def steps_of(order, batch_size, least, *, drop_remainder):
     return steps
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(data=st.data(), has_queue=st.booleans())
 def test_the_parts_of_each_step_are_its_whole_batch(folder, data, has_queue):
     parts, least = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3))

@@ -2,6 +2,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
@@ -62,6 +63,7 @@ class BloomMachine(RuleBasedStateMachine):
 
 
 TestBloom = pytest.mark.slow(BloomMachine.TestCase)
+TestBloom.settings = settings(max_examples=settings().max_examples // 3)
 
 
 @pytest.mark.parametrize("rate", [0.01, 0.2])

@@ -2,6 +2,7 @@ from collections import OrderedDict
 
 import numpy as np
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -162,6 +163,7 @@ class CandidateMachine(RuleBasedStateMachine):
 
 
 TestCandidates = CandidateMachine.TestCase
+TestCandidates.settings = settings(max_examples=settings().max_examples // 3)
 
 
 def test_many_ids_are_counted_one_by_one():

@@ -137,7 +137,11 @@ def test_sigterm_ends_a_worker_that_waits_for_servers(processes, trained):
             "{slots_config: {item: {dim: 5}, last: {dim: 3}}}",
             "'item' must have the dim",
         ),
-        ("{slots_config: {other: {dim: 4}}}", "'other' must have its table on the ser"),
+        pytest.param(
+            "{slots_config: {other: {dim: 4}}}",
+            "'other' must have its table on the ser",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_worker_with_other_slots_ends_with_the_reason(

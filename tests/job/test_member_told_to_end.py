@@ -80,7 +80,9 @@ def test_servers_stay_until_a_trainer_that_is_interrupted_has_saved(processes):
     assert "ERROR persia_torchrec" not in server.output() + trainer.output()
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+@pytest.mark.parametrize(
+    "number", [signal.SIGUSR1, pytest.param(signal.SIGUSR2, marks=pytest.mark.long)]
+)
 def test_a_warning_of_a_scheduler_to_every_process_starts_none_again(processes, number):
     job = Job(processes, trainer=1, server=1, recovers=True)
     code = f"from tests.support import members; members.serve({job.port})"

@@ -127,7 +127,10 @@ def kill_all_of(process):
 @pytest.mark.parametrize(
     ("kill", "recovery_timeout_s", "why"),
     [
-        (stop_supervisor_and_kill, 1, "was killed, and was not back within 1 s"),
+        pytest.param(
+            *(stop_supervisor_and_kill, 1, "was killed, and was not back within 1 s"),
+            marks=pytest.mark.long,
+        ),
         (kill_all_of, 3600, "was killed, and so was its supervisor: nothing starts it"),
     ],
 )

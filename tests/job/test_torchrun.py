@@ -176,8 +176,11 @@ dist.barrier()
     [
         (1, RAISES, 2),
         pytest.param(2, MEETS + RAISES, 2, marks=pytest.mark.long),
-        (1, "JobMember.current.progress = lambda: int(start)" + RAISES, 4),
-        (1, "raise ConnectionResetError", 4),
+        pytest.param(
+            *(1, "JobMember.current.progress = lambda: int(start)" + RAISES, 4),
+            marks=pytest.mark.long,
+        ),
+        pytest.param(1, "raise ConnectionResetError", 4, marks=pytest.mark.long),
     ],
 )
 def test_a_script_that_only_repeats_its_error_is_not_started_a_third_time(
@@ -236,7 +239,9 @@ def run_in_the_background(words):
     return torchrun.main(words)
 
 
-@pytest.mark.parametrize("is_ignored", [False, True])
+@pytest.mark.parametrize(
+    "is_ignored", [False, pytest.param(True, marks=pytest.mark.long)]
+)
 def test_a_hang_up_ends_the_job_unless_it_was_ignored_at_the_start(
     tmp_path, is_ignored
 ):

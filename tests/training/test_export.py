@@ -143,8 +143,8 @@ class Trained:
     ("kind", "factory"),
     [
         (Bags, None),
-        (Sequences, None),
-        (Sequences, f"{__name__}:Sequences"),
+        pytest.param(Sequences, None, marks=pytest.mark.long),
+        pytest.param(Sequences, f"{__name__}:Sequences", marks=pytest.mark.long),
         (Deciding, f"{__name__}:Deciding"),
     ],
 )

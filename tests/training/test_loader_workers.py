@@ -103,7 +103,10 @@ def check_that_no_step_is_lost(folder, start, kind, number, first_step, **given)
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("kind", "first_step"), [("known", 1), ("hidden", 20)])
+@pytest.mark.parametrize(
+    ("kind", "first_step"),
+    [pytest.param("known", 1, marks=pytest.mark.long), ("hidden", 20)],
+)
 def test_no_step_is_lost_where_signals_reach_workers(tmp_path, kind, first_step):
     given = "fork", kind, signal.SIGTERM, first_step
     check_that_no_step_is_lost(tmp_path, *given, only_trainer=True)

@@ -183,7 +183,9 @@ def test_batches_without_a_tensor_are_not_compared_and_the_log_says_so(
     assert told in caplog.text
 
 
-@pytest.mark.parametrize("num_passes_before", [0, 1])
+@pytest.mark.parametrize(
+    "num_passes_before", [pytest.param(0, marks=pytest.mark.long), 1]
+)
 def test_a_resume_gets_the_order_of_a_pass_of_persistent_workers(
     client, tmp_path, num_passes_before
 ):

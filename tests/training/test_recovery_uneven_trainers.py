@@ -63,7 +63,9 @@ def test_the_end_of_a_training_is_saved_for_any_last_trainer(tmp_path, nums):
     results(outputs)
 
 
-@pytest.mark.parametrize("dies_at", [(22,), (13, 4)])
+@pytest.mark.parametrize(
+    "dies_at", [(22,), pytest.param((13, 4), marks=pytest.mark.long)]
+)
 def test_a_training_of_which_one_has_ended_continues_at_its_last_checkpoint(
     tmp_path, dies_at
 ):
