@@ -101,7 +101,7 @@ class Feed:
         self._lock = threading.Lock()
         self.kept: dict[int, Frames] = {}  # guarded by _lock
         self._error: BaseException | None = None
-        self._has_ended = False
+        self._has_ended = False  # guarded by _sending
         if self._recovery_s:
             threading.Thread(
                 target=self._send_lost, name="lost batches", daemon=True
@@ -191,6 +191,7 @@ class Feed:
             if self._error is not None:
                 raise self._error
             self._sender.end()
+            self._has_ended = True
         self._await_training()
         logger.info(
             "data loader sent batches=%d, of which had arrived before=%d, with "
@@ -199,7 +200,6 @@ class Feed:
             self._num_skipped,
             self._num_different,
         )
-        self._has_ended = True
         if not self._recovery_s:  # else NN workers may want all batches once more
             self._connections.close()
 
