@@ -66,7 +66,7 @@ from persia_torchrec.rpc.slab_server import Tenant
 from persia_torchrec.server.dedup import NOTHING, WINDOW, Streams
 from persia_torchrec.server.dirty_set import DirtySet
 from persia_torchrec.server.joint_steps import JointSteps, SavedGroup
-from persia_torchrec.server.joint_steps import Member as OfGroup
+from persia_torchrec.server.joint_steps import JointTrainer as OfGroup
 from persia_torchrec.server.open_batches import Update
 from persia_torchrec.store.change_log import ChangedSlots, Changes
 from persia_torchrec.store.embedding_store import EmbeddingStore
