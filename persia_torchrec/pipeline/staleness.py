@@ -147,7 +147,8 @@ class StalenessSemaphore:
             self._changed.notify_all()
 
     def add(self, permit: Permit) -> None:
-        """Let one more batch be under way, without a wait: later ones wait for it."""
+        """Let one more update be under way, without a wait: later ones wait for it."""
+        permit.let_go()  # it waits for no backward pass
         with self._changed:
             self._out.add(permit)
 

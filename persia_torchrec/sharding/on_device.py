@@ -145,19 +145,17 @@ class Pooled(NamedTuple):
     weights: tuple[torch.Tensor | None, ...] = ()  # (L,)
 
 
-class Pulled(Protocol):
-    """What a lookup gives a model's device for a batch."""
+class PulledBatch(Protocol):
+    """What a lookup gives a model's device: unique rows, or what a worker has pooled.
+
+    Only rows have ids with weights, and the gradient of these.
+    """
 
     def pool(self, weights: torch.Tensor | None) -> Pooled:
         """Return the outputs; ``weights`` are of all ids of the batch, if any."""
 
     def gradients(self, pooled: Pooled, grads: Sequence[torch.Tensor]) -> Tensors:
         """Return what is pushed, float32, in memory of its own."""
-
-    def weights_gradient(
-        self, pooled: Pooled, grads: Sequence[torch.Tensor], weights: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the gradient of the weights of all ids."""
 
 
 @dataclass(slots=True)

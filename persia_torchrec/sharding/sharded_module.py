@@ -50,7 +50,7 @@ from persia_torchrec.sharding.backward_pass import looked_up
 from persia_torchrec.sharding.collection import CollectionSpec
 from persia_torchrec.sharding.on_device import (
     Leaving,
-    Pooled,
+    PulledBatch,
     Tensors,
     by_feature,
 )
@@ -101,9 +101,10 @@ class _Embeddings(torch.autograd.Function):
         batch: Any,
         module: Any,
     ) -> Tensors:
-        ctx.batch, ctx.module, ctx.pulled = batch, module, batch.outputs
+        pulled: PulledBatch = batch.outputs
+        ctx.batch, ctx.module, ctx.pulled = batch, module, pulled
         ctx.save_for_backward(*([] if weights is None else [weights]))
-        pooled: Pooled = ctx.pulled.pool(weights)
+        pooled = pulled.pool(weights)
         ctx.pooled = pooled._replace(outputs=())
         return pooled.outputs
 
@@ -287,7 +288,8 @@ class ShardedRemoteCollection(
         if batch.is_training and torch.is_grad_enabled():
             tensors: Tensors = _Embeddings.apply(self._anchor, weights, batch, self)
             return tensors
-        tensors = batch.outputs.pool(weights).outputs
+        pulled: PulledBatch = batch.outputs
+        tensors = pulled.pool(weights).outputs
         if not (self.tells_of_evaluation and torch.is_grad_enabled()):
             return tensors
         return looked_up(tensors, self._anchor, self.remote_tables.tell_of_evaluation)

@@ -279,9 +279,8 @@ class StoredTensor(torch.Tensor):
     stored: Stored
     start: int
     stop: int
-    views: tuple[
-        TensorView, ...
-    ]  # of the rows from start to stop, each of the one before
+    # Of the rows from start to stop, each of the one before.
+    views: tuple[TensorView, ...]
     _is_loading = False
 
     def __new__(  # noqa: D102  # torch makes tensors here

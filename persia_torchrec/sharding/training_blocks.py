@@ -35,10 +35,9 @@ def accumulate(
     knows its ``batch.fraction``. An admission decides with each part.
 
     At the end of the block the parts of an update that has begun are one; if it is left
-    by an exception, these are dropped. Between, a part without a
-    backward pass adds nothing; one whose gradients are not finite under a loss scale
-    drops its update. Batches of evaluation do not count. Checkpoints are for between
-    two updates.
+    by an exception, these are dropped. Between, a part without a backward pass adds
+    nothing; one whose gradients are not finite under a loss scale drops its update.
+    Batches of evaluation do not count. Checkpoints are for between two updates.
 
     Args:
         sharders: what puts tables on the servers: ``remote_sharders(...)``, or the

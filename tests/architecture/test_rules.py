@@ -242,7 +242,7 @@ def imported_tests(path):
 
 
 def test_a_test_file_is_named_after_a_module_of_its_room():
-    """As ``test_table_blocks.py`` of ``store/table_blocks.py``, or of ``table.py``."""
+    """As ``test_memory_file_layout.py`` of ``store/memory_file.py``."""
     unnamed = []
     for path in TEST_FILES:
         if path.name.startswith("test_") and path.parts[1] not in SUITES:

@@ -241,11 +241,5 @@ class Counted:
         with self._changed:
             assert self._changed.wait_for(lambda: self.num_pulled >= num, DEADLINE_S)
 
-    def gradients_of(self, handle, grads):
-        return self._lookup.gradients_of(handle, grads)
-
-    def send(self, gradients, number):
-        return self._lookup.send(gradients, number)
-
     def __getattr__(self, name):
         return getattr(self._lookup, name)
