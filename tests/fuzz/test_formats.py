@@ -23,8 +23,8 @@ def test_no_input_breaks_what_reads_it(
     assert num_inputs < LEAST_OF_A_ROW or 0 < found.accepted < num_inputs
     if num_inputs >= LEAST_OF_A_ROW:
         measured = (
-            f"slowest {found.slowest_ms:.0f} ms, peak {found.peak_mib:.0f} MiB, grown "
-            f"{found.grown_mib:.1f} MiB"
+            f"slowest {found.slowest_ms:.0f} ms, {found.processor_ms:.0f} of processor "
+            f"time, peak {found.peak_mib:.0f} MiB, grown {found.grown_mib:.1f} MiB"
         )
         rate = f"{found.inputs / found.seconds:.0f}"
         row = name, found.inputs, found.accepted, rate, measured, fuzz_seed

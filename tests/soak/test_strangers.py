@@ -13,7 +13,8 @@ from tests.soak.conftest import LEAST_OF_A_TABLE
 from tests.support.processes import children_of, wait_until
 
 TABLE = Path(__file__).with_name("strangers.md")
-NUM_TURNS = 5
+LEAST_PAIRS = 5
+TURN_S = 10  # longer turns compare the machine with itself a minute later
 MOST = 1.05
 
 pytestmark = pytest.mark.multiprocess
@@ -55,9 +56,11 @@ def test_strangers_cost_hardly_a_thing(processes, tmp_path, minutes, kind, monke
         pytest.skip("in seconds, nothing can be compared: make soak")
     monkeypatch.setenv("PERSIA_JOB_TOKEN", os.urandom(32).hex())
     measured = Job(processes, tmp_path)
-    seconds = 60 * minutes / (2 * NUM_TURNS * len(strangers.KINDS))
+    of_kind_s = 60 * minutes / len(strangers.KINDS)
+    num_pairs = max(LEAST_PAIRS, round(of_kind_s / (2 * TURN_S)))
+    seconds = of_kind_s / (2 * num_pairs)
     alone, beside = [], []
-    for turn in range(NUM_TURNS):
+    for turn in range(num_pairs):
         alone.append(measured.cost_ms(seconds))
         name = f"strangers {turn}"
         come = processes.start(name, strangers.come_again, [kind], measured.ports)
