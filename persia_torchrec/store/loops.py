@@ -94,7 +94,7 @@ _S32, _LOW = np.uint64(32), np.uint64(2**32 - 1)
 
 
 @compiled
-def lookup_training(  # noqa: PLR0913  # a loop's
+def lookup_training(
     tables: TablesAt,
     begin: tuple[int, int],
     ids_N: Ids,
@@ -154,7 +154,7 @@ def lookup_training(  # noqa: PLR0913  # a loop's
 
 
 @compiled
-def _look_up_table(  # noqa: PLR0913  # a loop's
+def _look_up_table(
     store: memory.StoreAt,
     layout: Layout,
     ids_N: Ids,
@@ -598,7 +598,7 @@ def build_update(kernel: Kernel) -> Callable[..., None]:
     """
     step = finite.build_step(kernel)
 
-    def update(  # noqa: PLR0913  # a loop's
+    def update(
         tables: TablesAt,
         ids_N: Ids,
         starts_T: Starts,
