@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import grimp
 import pytest
 from torchx.specs.finder import get_component
 
@@ -327,34 +328,15 @@ STORE = {
 """The one circle that is left, by types: tables, their transactions and their store."""
 
 
-def module_of(path):
-    """Return the name under which a file is imported."""
-    return ".".join(Path(path).with_suffix("").parts).removesuffix(".__init__")
-
-
-def imports_of(path):
-    """Yield the modules of the package that a file imports, for its types too."""
-    for node in parsed(path):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                inner = f"{node.module}.{alias.name}"
-                yield inner if inner in MODULES else node.module
-
-
-MODULES = {module_of(path): path for path in PACKAGE}
-
-
 def test_no_import_closes_a_circle_not_even_one_of_types():
-    def outside(module):
+    imports = grimp.build_graph("persia_torchrec", cache_dir=None)
+    assert imports.modules >= STORE
+
+    def node(module):
         return "the store's circle" if module in STORE else module
 
-    graph = {}
-    for module, path in MODULES.items():
-        found = {outside(one) for one in imports_of(path) if one in MODULES}
-        graph.setdefault(outside(module), set()).update(found - {outside(module)})
-    assert len(graph) > 200
-    assert MODULES.keys() >= STORE
-    order = [*graphlib.TopologicalSorter(graph).static_order()]  # raises CycleError
-    assert len(order) == len(graph)
+    sorter = graphlib.TopologicalSorter()
+    for module in imports.modules:
+        found = map(node, imports.find_modules_directly_imported_by(module))
+        sorter.add(node(module), *({*found} - {node(module)}))
+    sorter.prepare()  # raises CycleError

@@ -14,7 +14,7 @@ from tests.support.processes import children_of, wait_until
 
 TABLE = Path(__file__).with_name("strangers.md")
 LEAST_PAIRS = 5
-TURN_S = 10  # longer turns compare the machine with itself a minute later
+TURN_S = 10  # short: the speed of the machine changes within minutes
 MOST = 1.05
 
 pytestmark = pytest.mark.multiprocess
