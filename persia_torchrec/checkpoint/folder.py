@@ -102,7 +102,8 @@ class Folder:
 
     def exists(self) -> bool:
         """Return whether the folder exists; always true on an object store."""
-        return not self._is_local or Path(self._root).is_dir()
+        with named_errors("list", self.url):
+            return not self._is_local or Path(self._root).is_dir()
 
     def names(self) -> list[str]:
         """Return the names of the files and folders in this one; none if missing."""
@@ -248,7 +249,9 @@ class Folder:
             yield from write(path, f"{path}.{mark}unfinished")
 
     def _require_no_file(self) -> None:
-        if self._is_local and Path(self._root).is_file():
+        with named_errors("list", self.url):
+            is_file = self._is_local and Path(self._root).is_file()
+        if is_file:
             raise CheckpointError(
                 f"{self.url} must be a folder. Received: a file; its folder is "
                 f"{self.url.rpartition('/')[0] or '/'}."

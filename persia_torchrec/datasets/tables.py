@@ -285,6 +285,12 @@ class ParquetFile(GroupedFile):
                 f"{source.url} must be a Parquet file. Received: a row group of "
                 f"{min(self.group_rows)} rows."
             )
+        if sum(self.group_rows) != self._metadata.num_rows:
+            raise DataError(
+                f"{source.url} must have the rows of its footer, "
+                f"{self._metadata.num_rows}. Received: row groups of "
+                f"{sum(self.group_rows)} rows; the file is damaged."
+            )
 
     @contextmanager
     def _input(self) -> Iterator[Any]:

@@ -26,6 +26,7 @@ which an id that comes twice is found.
 """
 
 import io
+import itertools
 import logging
 import sys
 import zipfile
@@ -73,6 +74,7 @@ _OPTIMIZERS: dict[str, Optimizer] = {
 _DONE = "embedding_dump_done"
 _IN_AGE_BITS = 16
 _NUM_AGES = 2**16
+_MAX_SHOWN = 8  # of the files that an error names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,7 +184,7 @@ def _find_files(source: Folder) -> list[list[RowFile]]:
     """Return the files of each server: all that must be there, and no others are."""
     num_servers = _read_marker(source).num_shards
     numbers = source.numbers(r"s(\d+)")
-    if numbers != list(range(num_servers)):
+    if len(numbers) != num_servers or numbers != list(range(num_servers)):
         raise CheckpointError(
             f"{source.url} must have the folders s0 to s{num_servers - 1}, as its "
             f"{_DONE} says. Received: {[f's{number}' for number in numbers]}."
@@ -191,15 +193,17 @@ def _find_files(source: Folder) -> list[list[RowFile]]:
     for server in numbers:
         folder = source.child(f"s{server}")
         marker = _read_marker(folder)
-        name = f"replica_{server}_shard_{{}}.emb"
-        expected = [name.format(shard) for shard in range(marker.num_internal_shards)]
         found = {name for name in folder.names() if name.endswith(".emb")}
+        shards = range(marker.num_internal_shards)  # of any length, as the marker says
+        names = (f"replica_{server}_shard_{shard}.emb" for shard in shards)
+        expected = list(itertools.islice(names, len(found) + _MAX_SHOWN))
         if found != set(expected) or marker.num_shards != num_servers:
+            missing = [name for name in expected if name not in found]
             raise CheckpointError(
-                f"{folder.url} must have the files {expected[0]} to {expected[-1]}, of "
-                f"{num_servers} servers. Received: {marker}, "
-                f"without {sorted(set(expected) - found)[:8]}, "
-                f"with {sorted(found.difference(expected))[:8]}."
+                f"{folder.url} must have the files replica_{server}_shard_0.emb to "
+                f"replica_{server}_shard_{shards[-1]}.emb, of {num_servers} servers. "
+                f"Received: {marker}, without {missing[:_MAX_SHOWN]}, "
+                f"with {sorted(found.difference(expected))[:_MAX_SHOWN]}."
             )
         servers.append([RowFile(folder, n, server, num_servers) for n in expected])
     return servers

@@ -2,30 +2,40 @@
 
 import asyncio
 import contextlib
+import itertools
+import threading
+from collections import Counter
 
 import zmq
 
 from persia_torchrec.rpc.auth import client_options
 
-NUM_OF_A_KIND = 200
+NUM = 200
 MIB = 2**20
 
-_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"PLAIN".ljust(20, b"\0") + bytes(32)
-_LARGE_COMMAND = b"\x06" + (4 * MIB).to_bytes(8, "big")  # its size, as ZMTP 3.0 has it
+PLAIN, CURVE = "PLAIN", "CURVE"
+"""How a listener has clients prove the token."""
+
+_LARGE_COMMAND = b"\x06" + MIB.to_bytes(8, "big")  # its size, as ZMTP 3.0 has it
 
 
-async def _be_silent(writer: asyncio.StreamWriter) -> None:
-    del writer
+def _greeting(mechanism: str) -> bytes:
+    named = mechanism.encode().ljust(20, b"\0")
+    return b"\xff" + bytes(8) + b"\x7f\x03\x00" + named + bytes(32)
 
 
-async def _send_bytes(writer: asyncio.StreamWriter) -> None:
-    for byte in _GREETING:
+async def _be_silent(writer: asyncio.StreamWriter, mechanism: str) -> None:
+    del writer, mechanism
+
+
+async def _send_bytes(writer: asyncio.StreamWriter, mechanism: str) -> None:
+    for byte in _greeting(mechanism):
         writer.write(bytes([byte]))
         await asyncio.sleep(1)
 
 
-async def _send_mib(writer: asyncio.StreamWriter) -> None:
-    writer.write(_GREETING + _LARGE_COMMAND + bytes(MIB))
+async def _send_mib(writer: asyncio.StreamWriter, mechanism: str) -> None:
+    writer.write(_greeting(mechanism) + _LARGE_COMMAND + bytes(MIB - 1))
     await writer.drain()
 
 
@@ -38,34 +48,41 @@ WRONG_TOKEN = "another token"
 KINDS = (*_KINDS, WRONG_TOKEN)
 
 
-def come_again(kinds: list[str], ports: list[int]) -> None:
-    """Be so many strangers of each kind, which connect again as they are closed."""
+def come_again(kind: str, mechanisms: dict[int, str]) -> None:
+    """Be strangers of a kind, which connect again as they are closed.
+
+    ``mechanisms`` has the ports, and how a listener there has the token proven.
+    """
+    listeners = list(itertools.islice(itertools.cycle(mechanisms.items()), NUM))
+    if kind != WRONG_TOKEN:
+        asyncio.run(_connect_all(kind, listeners))
+        return
     context, sockets = zmq.Context(), []
-    for number in range(NUM_OF_A_KIND if WRONG_TOKEN in kinds else 0):
+    for port, mechanism in listeners:
         socket = context.socket(zmq.DEALER)
-        for option, value in client_options(WRONG_TOKEN).items():
+        options = client_options(WRONG_TOKEN, encrypts=mechanism == CURVE)
+        for option, value in options.items():
             socket.set(option, value)
-        socket.connect(f"tcp://127.0.0.1:{ports[number % len(ports)]}")
+        socket.connect(f"tcp://127.0.0.1:{port}")
         sockets.append(socket)
-    asyncio.run(_connect_all([kind for kind in kinds if kind != WRONG_TOKEN], ports))
+    print("closed, as ZeroMQ knows", flush=True)
+    threading.Event().wait()
 
 
-async def _connect_all(kinds: list[str], ports: list[int]) -> None:
-    closed = dict.fromkeys(kinds, 0)
+async def _connect_all(kind: str, listeners: list[tuple[int, str]]) -> None:
+    closed = Counter[str]()
     async with asyncio.TaskGroup() as group:
-        for number in range(NUM_OF_A_KIND):
-            for kind in kinds:
-                port = ports[number % len(ports)]
-                group.create_task(_connect(kind, port, closed))
+        for port, mechanism in listeners:
+            group.create_task(_connect(kind, port, mechanism, closed))
         while True:
-            print("closed", *closed.values(), flush=True)
+            print("closed", dict(closed), flush=True)
             await asyncio.sleep(1)
 
 
-async def _connect(kind: str, port: int, closed: dict[str, int]) -> None:
+async def _connect(kind: str, port: int, mechanism: str, closed: Counter[str]) -> None:
     while True:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        sending = asyncio.ensure_future(_KINDS[kind](writer))
+        sending = asyncio.ensure_future(_KINDS[kind](writer, mechanism))
         with contextlib.suppress(ConnectionError):
             while await reader.read(MIB):
                 pass
@@ -73,4 +90,4 @@ async def _connect(kind: str, port: int, closed: dict[str, int]) -> None:
         with contextlib.suppress(ConnectionError, asyncio.CancelledError):
             await sending
         writer.close()
-        closed[kind] += 1
+        closed[mechanism] += 1

@@ -34,7 +34,9 @@ class Job:
         self.running, addresses = job.start(processes, str(folder), fills=False)
         self.latencies = folder / "latencies"
         book = self.running["address book"].output().split()[1]
-        self.ports = [int(of.rpartition(":")[2]) for of in (*addresses, book)]
+        self.mechanisms = {int(book): strangers.CURVE}
+        for address in addresses:
+            self.mechanisms[int(address.rpartition(":")[2])] = strangers.PLAIN
         self.addresses = addresses
 
     def cost_ms(self, seconds):
@@ -63,7 +65,7 @@ def test_strangers_cost_hardly_a_thing(processes, tmp_path, minutes, kind, monke
     for turn in range(num_pairs):
         alone.append(measured.cost_ms(seconds))
         name = f"strangers {turn}"
-        come = processes.start(name, strangers.come_again, [kind], measured.ports)
+        come = processes.start(name, strangers.come_again, kind, measured.mechanisms)
         come.has_printed("closed")
         beside.append(measured.cost_ms(seconds))
         assert come.process.is_alive(), come.output()
