@@ -26,8 +26,8 @@ from benchmarks.reference import Numbers, chunks, ids_of, require
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient, Reply
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.routing.route import Ids, ShardedIds
-from persia_torchrec.rpc.channel import keep_freed_memory
 from persia_torchrec.rpc.float_codec import Floats
+from persia_torchrec.rpc.listener import keep_freed_memory
 from persia_torchrec.rpc.messages import Precision
 from persia_torchrec.server.cluster import EmbeddingCluster
 from persia_torchrec.store.embedding_store import EmbeddingStore

@@ -36,8 +36,8 @@ from persia_torchrec.rpc.addresses import (
     raise_descriptor_limit,
 )
 from persia_torchrec.rpc.auth import Greeting
-from persia_torchrec.rpc.channel import open_socket
 from persia_torchrec.rpc.messages import Header, Kind, decode_json
+from persia_torchrec.rpc.sockets import open_socket
 
 _JOB_ID = "members"
 _ANSWER_MS = 60_000

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,11 +30,11 @@ from persia_torchrec.client.bulk import (
 from persia_torchrec.client.checkpoint_client import CheckpointClient
 from persia_torchrec.client.codec import (
     AddedTable,
-    Asked,
     BatchCount,
     KnownTable,
     KnownTables,
     PushOutcome,
+    Received,
     RowRequest,
     ServerHello,
     TableList,
@@ -53,11 +53,19 @@ from persia_torchrec.routing import route
 from persia_torchrec.routing.route import Counts, IdGroup, Ids, ShardedIds, unique_ids
 from persia_torchrec.rpc import messages
 from persia_torchrec.rpc.auth import NO_JOB, Greeting
-from persia_torchrec.rpc.channel import MAX_MESSAGE_BYTES, OwnProcess
-from persia_torchrec.rpc.channel import Reply as Reply
 from persia_torchrec.rpc.float_codec import Floats
-from persia_torchrec.rpc.messages import Header, Kind, Precision, Share, decode_json
+from persia_torchrec.rpc.messages import (
+    Frames,
+    Header,
+    Kind,
+    Precision,
+    Share,
+    decode_json,
+)
+from persia_torchrec.rpc.own_process import OwnProcess
 from persia_torchrec.rpc.peers import Peers
+from persia_torchrec.rpc.reply import Reply as Reply
+from persia_torchrec.rpc.sockets import MAX_MESSAGE_BYTES
 from persia_torchrec.table import Metadata as Metadata
 from persia_torchrec.table import TableSpec
 
@@ -259,7 +267,7 @@ class EmbeddingClient(OwnProcess):
         precision: Precision,
         counts: Sequence[Counts | None] | None,
         part: int = 0,
-    ) -> Asked:
+    ) -> "PendingRows":
         """Ask for the rows of a :meth:`pull`, and return what waits for them."""
         known = self._table_list(groups := groups_of(tables))
         if batch is None or not known.wants_counts:
@@ -274,7 +282,7 @@ class EmbeddingClient(OwnProcess):
         header = Header(Kind.LOOKUP, 0, 0, *number, precision, flags)
         request = RowRequest(groups, known.dims, counts=counts)
         send = partial(self._send, header, request)
-        return Asked(self._servers.repeat, send, request, precision)
+        return PendingRows(self._servers, request, precision, send, send())
 
     def push(
         self,
@@ -506,7 +514,8 @@ class EmbeddingClient(OwnProcess):
     def _send(self, header: Header, request: RowRequest) -> list[Reply]:
         """Send every server its part of a request, unless a part is too large."""
         # In this order: a server rejects the numbers of tables of another start.
-        servers, starts = self._servers, list(self._servers.incarnations)
+        servers = self._servers
+        starts = [connection.incarnation for connection in servers.connections]
         known, share = self._table_list(request.groups), request.share
         what = f"{header.kind.name.lower()} of table {known.names}"
         precision, max_ids = header.precision, servers.max_request_ids
@@ -536,7 +545,7 @@ class EmbeddingClient(OwnProcess):
         this trainer's next share, or that it has left.
         """
         with self._renewing:
-            if self._servers.connections.lost(server) is not RestartedError:
+            if self._servers.connections[server].fails_with is not RestartedError:
                 return  # another thread has renewed it
 
             def prepare(fresh: Peers, hello: ServerHello) -> None:
@@ -596,5 +605,47 @@ class EmbeddingClient(OwnProcess):
         split = self.split(ids, table)
         request = RowRequest([IdGroup.of(table, split)], [width])
         send = partial(self._send, Header(kind, flags=flags), request)
-        (rows,) = Asked(self._servers.repeat, send, request, Precision.FP32).rows()
+        (rows,) = PendingRows(
+            self._servers, request, Precision.FP32, send, send()
+        ).rows()
         return rows[split.inverse]
+
+
+class PendingRows:
+    """A request for rows that every server has been sent; one thread uses it.
+
+    If a server loses its rows meanwhile, ``send`` sends it again.
+    """
+
+    def __init__(
+        self,
+        servers: Servers,
+        request: RowRequest,
+        precision: Precision,
+        send: Callable[[], list[Reply]],
+        replies: list[Reply],
+    ) -> None:
+        self._servers, self._request, self._precision = servers, request, precision
+        self._send, self._replies = send, replies
+
+    def rows(self) -> list[Floats]:
+        """Wait for the rows: float32 ``(U, W)`` per group, read-only."""
+        return self._request.merge(self._frames(), self._precision)
+
+    def pieces(self) -> list[list[Floats]]:
+        """Wait for the rows where they are; see :meth:`RowRequest.pieces`."""
+        return self._request.pieces(self._frames(), self._precision)
+
+    def received(self) -> list[Received]:
+        """Wait for the rows of each server, as they travelled, where they are."""
+        return self._request.received(self._frames(), self._precision)
+
+    def _frames(self) -> list[Frames]:
+        while True:
+            replies, self._replies = self._replies, []
+            try:
+                return [reply.frames() for reply in replies]
+            except RestartedError as exc:
+                lost = self._servers.names.index(exc.server)
+                self._servers.repeat(partial(self._servers.renewal, lost))
+                self._replies = self._send()

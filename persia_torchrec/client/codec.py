@@ -15,7 +15,7 @@ import itertools
 import os
 import platform
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -32,7 +32,6 @@ from persia_torchrec.errors import (
 from persia_torchrec.parsing.decoding import parse_json
 from persia_torchrec.routing.route import Counts, IdGroup, ShardedIds
 from persia_torchrec.rpc import messages
-from persia_torchrec.rpc.channel import MAX_MESSAGE_BYTES, Reply
 from persia_torchrec.rpc.float_codec import (
     Floats,
     encode_floats,
@@ -50,6 +49,8 @@ from persia_torchrec.rpc.messages import (
     Share,
 )
 from persia_torchrec.rpc.peers import body_of
+from persia_torchrec.rpc.reply import Reply
+from persia_torchrec.rpc.sockets import MAX_MESSAGE_BYTES
 from persia_torchrec.table import TableSpec
 
 _NO_ROWS = np.empty(0, dtype=np.float32)
@@ -351,41 +352,6 @@ class RowRequest(NamedTuple):
                 zip(*of_servers, strict=True), self.widths, strict=True
             )
         ]
-
-
-class Asked:
-    """A request for rows that every server has been sent; one thread uses it.
-
-    ``send`` sends it. If a server loses its rows meanwhile, it is sent again, as
-    ``repeat`` of ``Servers`` does.
-    """
-
-    def __init__(
-        self,
-        repeat: Callable[[Callable[[], list[Frames]]], list[Frames]],
-        send: Callable[[], list[Reply]],
-        request: RowRequest,
-        precision: Precision,
-    ) -> None:
-        self._repeat, self._send = repeat, send
-        self._request, self._precision = request, precision
-        self._replies = send()
-
-    def rows(self) -> list[Floats]:
-        """Wait for the rows: float32 ``(U, W)`` per group, read-only."""
-        return self._request.merge(self._repeat(self._frames), self._precision)
-
-    def pieces(self) -> list[list[Floats]]:
-        """Wait for the rows where they are; see :meth:`RowRequest.pieces`."""
-        return self._request.pieces(self._repeat(self._frames), self._precision)
-
-    def received(self) -> list["Received"]:
-        """Wait for the rows of each server, as they travelled, where they are."""
-        return self._request.received(self._repeat(self._frames), self._precision)
-
-    def _frames(self) -> list[Frames]:
-        replies, self._replies = self._replies or self._send(), []
-        return [reply.frames() for reply in replies]
 
 
 class Received(NamedTuple):

@@ -28,10 +28,10 @@ from persia_torchrec.errors import (
 from persia_torchrec.job.member import JobMember
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.rpc.auth import Greeting
-from persia_torchrec.rpc.channel import Reply
 from persia_torchrec.rpc.connections import Connections
 from persia_torchrec.rpc.messages import NO_GENERATION, Header, Kind, encode_json
 from persia_torchrec.rpc.peers import Peers
+from persia_torchrec.rpc.reply import Reply
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,8 @@ class Servers(Peers):
         except BaseException:
             self.close()
             raise
-        self.incarnations[:] = [hello.incarnation for hello in hellos]
+        for connection, hello in zip(self.connections, hellos, strict=True):
+            connection.incarnation = hello.incarnation
         self.share_memory()
         self.max_request_ids = [hello.max_request_ids for hello in hellos]
         self.serves = hellos[0].serves
@@ -182,12 +183,12 @@ class Servers(Peers):
         """
         fresh = Peers(
             "embedding server",
-            [self.connections.address(server)],
+            [self.connections[server].address],
             self.timeout_s,
-            self._greeting.of(f"embedding server {server}"),
+            self._greeting,
             self.recovery_s,
+            first=server,
         )
-        fresh.names[0] = self.names[server]
         with contextlib.closing(fresh):
             header, body, what = _HELLO
             number = next(self._numbers)
@@ -196,8 +197,9 @@ class Servers(Peers):
             hello: ServerHello = self.read(server, reply, ServerHello)
             prepare(fresh, hello)
         self.max_request_ids[server] = hello.max_request_ids
-        self.connections.renew(server, hello.incarnation)
-        self.connections.when_back(server)
+        connection = self.connections[server]
+        connection.renew(hello.incarnation)
+        connection.when_back()
 
     def close(self) -> None:
         """Close the connections. May be called twice."""
@@ -229,7 +231,8 @@ def _follow(
 ) -> None:
     """Look in the job for servers that are away: another host may have one now."""
     while not (closing.wait(_LOOK_S) or connections.is_closed):
-        for server in connections.disconnected():
+        away = [n for n, connection in enumerate(connections) if connection.is_away]
+        for server in away:
             with contextlib.suppress(JobError):  # the coordinator is away, too
                 if address := book.address("server", server):
-                    connections.move(server, address)
+                    connections[server].move(address)

@@ -394,8 +394,8 @@ class AddressBook:
                 f"A request to the address book must have at most {MAX_REQUEST_BYTES} "
                 f"bytes. Received: {len(body[0])}, of a {type(request).__name__}."
             )
-        reply = self._connection.submit(
-            0, Header(Kind.BOOK), body, timeout_s=timeout_s, what="a request"
+        reply = self._connection[0].send(
+            Header(Kind.BOOK), body, timeout_s=timeout_s, what="a request"
         )
         try:
             while not reply.done():

@@ -300,7 +300,7 @@ class RemoteWorkers(Workers):
         self, handle: RemoteBatch, header: Header, frames: Frames, what: str
     ) -> Reply:
         """Send the end of a batch; the reply comes when a worker has carried it out."""
-        reply = Reply(self.timeout_s + self.recovery_s, handle.worker, what)
+        reply = Reply(self.timeout_s + self.recovery_s, what)
 
         def note(first: Future[tuple[Header, Frames]]) -> None:
             # The thread of the connections calls it, which must not wait.

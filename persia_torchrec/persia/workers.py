@@ -78,8 +78,8 @@ class Workers(Peers):
         flags = messages.AGAIN if again else 0
         loader, number = batch.loader, batch.number
         header = Header(Kind.BUFFER_IDS, 0, start, loader, number, flags=flags)
-        reply = self.connections.submit(
-            worker, header, frames, timeout_s=self.timeout_s, what="ids"
+        reply = self.connections[worker].send(
+            header, frames, timeout_s=self.timeout_s, what="ids"
         )
         is_kept: bool = self.read(worker, reply, bool)
         return is_kept
@@ -137,7 +137,7 @@ class Workers(Peers):
             has_hung = (
                 now_s - self._away.get(other, -math.inf) <= timeouts.WORKER_AVOID_S
             )
-            if not has_hung and self.connections.lost(other) is None:
+            if not has_hung and self.connections[other].fails_with is None:
                 return other
         return (worker + 1) % num
 

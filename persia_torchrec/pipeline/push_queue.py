@@ -28,7 +28,7 @@ from persia_torchrec.client.codec import PushOutcome
 from persia_torchrec.errors import ConfigError, PersiaError, StalenessError
 from persia_torchrec.lookup.sharded_lookup import Outputs
 from persia_torchrec.pipeline.staleness import CLOSED, Permit, StalenessSemaphore, Tally
-from persia_torchrec.rpc.channel import OwnProcess
+from persia_torchrec.rpc.own_process import OwnProcess
 from persia_torchrec.table import TableChange
 
 logger = logging.getLogger(__name__)

@@ -4,6 +4,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from persia_torchrec import env
@@ -11,17 +12,16 @@ from persia_torchrec.env import Transport
 from persia_torchrec.errors import FrameError, PersiaError, WireError
 from persia_torchrec.parsing.decoding import parse_json
 from persia_torchrec.rpc.auth import Greeting
-from persia_torchrec.rpc.channel import Reply
 from persia_torchrec.rpc.connections import Connections
 from persia_torchrec.rpc.messages import (
     Frame,
     Frames,
     Header,
     Kind,
-    LateFrame,
     SentFrame,
     encode_json,
 )
+from persia_torchrec.rpc.reply import Reply
 from persia_torchrec.rpc.slab_client import obtain
 
 T = TypeVar("T")
@@ -47,6 +47,7 @@ class Peers:
         greeting: Greeting,
         recovery_s: float = 0.0,
         transport: Transport | None = None,
+        first: int = 0,
     ) -> None:
         self.transport = env.transport(transport)
         self.timeout_s, self.recovery_s = timeout_s, recovery_s
@@ -57,16 +58,19 @@ class Peers:
             greeting=greeting,
             recovery_s=recovery_s,
             when_restarted=lambda peer: _call(when_restarted, peer),
+            first=first,
         )
         # Where this is dropped without close(); at exit the thread just ends.
         weakref.finalize(self, self.connections.abandon).atexit = False
         self.names = self.connections.names
-        # Which start of each is meant; 0 is any.
-        self.incarnations = self.connections.incarnations
-        self._sharing = [threading.Lock() for _ in addresses]
 
     def __len__(self) -> int:
         return len(self.names)
+
+    @property
+    def incarnations(self) -> list[int]:
+        """Which start of each is meant; 0 is any."""
+        return [connection.incarnation for connection in self.connections]
 
     def send(
         self,
@@ -78,16 +82,11 @@ class Peers:
         reply_bytes: int = 0,
     ) -> Reply:
         """Send one process a message: the frames after the header."""
-        carriers = self.connections.carriers
-        if carriers[peer] is None:
-            # Here, and not in the I/O thread.
-            frames = [f.whole() if isinstance(f, LateFrame) else f for f in frames]
-        carriers.announce(peer, frames)
+        connection = self.connections[peer]
         header = self.numbered(header)
-        if not header.incarnation and self.incarnations[peer]:
-            header = header._replace(incarnation=self.incarnations[peer])
-        return self.connections.submit(
-            peer,
+        if not header.incarnation and connection.incarnation:
+            header = header._replace(incarnation=connection.incarnation)
+        return connection.send(
             header,
             frames,
             timeout_s=timeout_s or self.timeout_s + self.recovery_s,
@@ -109,8 +108,8 @@ class Peers:
                 target=_call, args=(share, peer), name="shared memory", daemon=True
             ).start()
 
-        self.connections.when_back = share_again
-        for peer in range(len(self)):
+        for peer, connection in enumerate(self.connections):
+            connection.when_back = partial(share_again, peer)
             if waits:
                 self._share(peer)
             else:
@@ -124,22 +123,23 @@ class Peers:
             reply = self.send(peer, Header(Kind.SLAB), frames, what, self.timeout_s)
             return self.read(peer, reply, answer)
 
+        connection = self.connections[peer]
         # One asks at a time: the memory that a server shares last is all it shares.
-        with self._sharing[peer]:
-            if self.connections.carriers[peer] is not None:
+        with connection.sharing:
+            if connection.memory is not None:
                 return
             try:
-                carrier = obtain(ask)
+                memory = obtain(ask)
             except (PersiaError, OSError) as exc:
                 if self.connections.is_closed:
                     return
                 level = logging.WARNING if self.transport == "shm" else logging.INFO
                 logger.log(level, "%s is reached over TCP: %s", self.names[peer], exc)
                 return
-            if not self.connections.use(peer, carrier):
-                carrier.close()
+            if not connection.use(memory):
+                memory.close()
                 return
-        size_mib = carrier.slab.size_bytes // 2**20
+        size_mib = memory.slab.size_bytes // 2**20
         logger.info("%s shares %d MiB of memory", self.names[peer], size_mib)
 
     def numbered(self, header: Header) -> Header:

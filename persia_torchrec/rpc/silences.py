@@ -14,12 +14,11 @@ slow trainers are no silence. Steps that each wait for others are said once a mi
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from persia_torchrec import timeouts
-from persia_torchrec.rpc import addresses
-from persia_torchrec.rpc.channel import Reply
+from persia_torchrec.rpc.reply import Reply
 
 logger = logging.getLogger(__name__)
 
@@ -28,17 +27,17 @@ _PAUSE = 6  # times SAY_S after a line, until one says that the next wait is lon
 
 
 @dataclass(slots=True)
-class Server:
-    """What is known of a server.
+class Silence:
+    """What is known of a server, by its name in logs.
 
     ``heard_s`` is when it replied to a request. A wait since ``since_s`` was said at
     ``line_s``, when it was ``said_s`` long; that is 0 when none was said. A ping was
     sent at ``pinged_s``, 0 for none; the server sent something at ``answered_s``, and
     said in the answer what it ``waits_for``. ``is_silent``: a line said that it does
     not answer; ``is_busy``: the last one said that it does, and lets a request wait.
-    ``is_connected``: something has accepted a connection there.
     """
 
+    name: str
     heard_s: float = 0.0
     since_s: float = 0.0
     said_s: float = 0.0
@@ -49,7 +48,6 @@ class Server:
     waits_for: str = ""
     is_silent: bool = False
     is_busy: bool = False
-    is_connected: bool = False
 
     def due_s(self, now_s: float) -> float:
         """Return the length of a wait that is said next."""
@@ -65,6 +63,15 @@ class Server:
         self.said_s = self.pinged_s = 0.0
         return self.is_busy and self.heard_s > self.line_s
 
+    def end(self) -> None:
+        """Say that a server which was silent has sent something."""
+        self.is_silent = False
+        logger.warning("%s answers again", self.name)
+
+    def note_answer(self, waits_for: str) -> None:
+        """Note the answer to a ping: what this client's requests wait for."""
+        self.ping, self.waits_for = 0, waits_for
+
 
 class Silences:
     """The servers of one client, by their number; the I/O thread owns it.
@@ -76,25 +83,15 @@ class Silences:
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._names, self.look_s = names, 0.0
-        self.servers = [Server() for _ in names]
+        self.look_s = 0.0
+        self.servers = [Silence(name) for name in names]
 
-    def end(self, server: int) -> None:
-        """Say that a server which was silent has sent something."""
-        self.servers[server].is_silent = False
-        logger.warning("%s answers again", self._names[server])
-
-    def answered(self, server: int, waits_for: str) -> None:
-        """Note the answer to a ping: what this client's requests wait for."""
-        one = self.servers[server]
-        one.ping, one.waits_for = 0, waits_for
-
-    def look(self, now_s: float, oldest: Mapping[int, Reply]) -> list[int]:
+    def look(self, now_s: float, oldest: Sequence[Reply | None]) -> list[int]:
         """Log which servers let their oldest request wait; return which to ping."""
         self.look_s, to_ping, ended = now_s + LOOK_S, [], []
         due: dict[tuple[bool, str], list[int]] = defaultdict(list)
         for server, one in enumerate(self.servers):
-            reply = oldest.get(server)
+            reply = oldest[server]
             since_s = now_s if reply is None else max(one.heard_s, reply.begun_s)
             waited_s = now_s - since_s
             if one.has_ended(since_s):
@@ -110,19 +107,13 @@ class Silences:
                 one.since_s, one.said_s = since_s, waited_s
                 one.line_s, one.pinged_s = now_s, 0.0
         for (is_silent, waits_for), servers in due.items():
-            self._say(servers, oldest[servers[0]].what, waits_for, is_silent=is_silent)
+            reply = oldest[servers[0]]
+            what = "" if reply is None else reply.what
+            self._say(servers, what, waits_for, is_silent=is_silent)
         if ended:
             longest_s = max(s.heard_s - s.since_s for s in self._of(ended))
             logger.warning("replies after %.0f s from %s", longest_s, self._join(ended))
         return to_ping
-
-    def ask_why(self, server: int) -> str:
-        """Return what may be the cause that a request has had no reply."""
-        if not addresses.has_descriptors():
-            return addresses.no_descriptors()
-        if self.servers[server].is_connected:
-            return "Is it the right server, and out of descriptors? See its log."
-        return "Is it running, and is the address right?"
 
     def _say(
         self, servers: Sequence[int], what: str, waits_for: str, *, is_silent: bool
@@ -142,8 +133,8 @@ class Silences:
             f": {waits_for}" if waits_for else "",
         )
 
-    def _of(self, servers: Sequence[int]) -> list[Server]:
+    def _of(self, servers: Sequence[int]) -> list[Silence]:
         return [self.servers[server] for server in servers]
 
     def _join(self, servers: Sequence[int]) -> str:
-        return timeouts.some_of([self._names[server] for server in servers])
+        return timeouts.some_of([one.name for one in self._of(servers)])

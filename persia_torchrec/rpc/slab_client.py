@@ -1,6 +1,6 @@
 """A client's end of memory that it shares with a server; see ``slab.py``.
 
-    caller  --reserve, fill, post-->  slab  --a byte, if it sleeps-->  server
+    caller  --send----------------->  slab  --a byte, if it sleeps-->  server
     caller or I/O thread  <--take---  slab  <--a futex, or a byte---  server
 
 One caller that waits leads: it takes the replies of all, and sleeps until the next one.
@@ -18,7 +18,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -26,8 +26,8 @@ import numpy as np
 from persia_torchrec import timeouts
 from persia_torchrec.errors import FrameError
 from persia_torchrec.rpc import slab as layout
-from persia_torchrec.rpc.channel import Reply
 from persia_torchrec.rpc.messages import Frames, SentFrame
+from persia_torchrec.rpc.reply import Reply
 from persia_torchrec.rpc.slab import Place, Rooms, Slab
 
 REPLY_BYTES = 16384
@@ -36,41 +36,7 @@ REPLY_BYTES = 16384
 _LEAST_FRAME = 4096  # bytes of frames that are not copied out of the slab
 
 
-class Channel(Protocol):
-    """What carries requests to one server, and its replies, besides TCP.
-
-    Its client's lock is held by callers of ``reserve`` and ``post``.
-    """
-
-    def reserve(
-        self,
-        number: int,
-        frames: Sequence[SentFrame],
-        reply_bytes: int,
-        num_over_tcp: int,
-    ) -> bool:
-        """Find a place for a request and its reply; False: send it over TCP.
-
-        So many messages over TCP come before it.
-        """
-
-    def fill(self, number: int, frames: Sequence[SentFrame]) -> None:
-        """Write a request to its place."""
-
-    def post(self, number: int) -> None:
-        """Have the server read a request that was filled."""
-
-    def withdraw(self, number: int) -> None:
-        """Give the place of a request up that was not posted."""
-
-    def take(self) -> list[tuple[int, Frames]]:
-        """Return the replies that are there, by the number of their request."""
-
-    def settle(self, number: int) -> None:
-        """Note that a request was answered over TCP."""
-
-
-class SlabChannel:
+class SharedMemoryTransport:
     """The client's end of one slab. Any thread may call any method.
 
     Attributes:
@@ -85,7 +51,8 @@ class SlabChannel:
         self.slab, self.socket = shared, connection
         self.fd = connection.fileno()
         self._words = shared.words
-        self._rooms = Rooms(layout.FIRST, shared.size_bytes)  # the client's lock
+        self._lock = threading.Lock()  # of who sends
+        self._rooms = Rooms(layout.FIRST, shared.size_bytes)  # guarded by _lock
         self._freed: deque[tuple[int, int]] = deque()  # any thread appends
         self._open: dict[int, tuple[tuple[int, int], tuple[int, int], Place]] = {}
         self._views: dict[int, weakref.ref[Any]] = {}  # of replies, by their begin
@@ -97,18 +64,48 @@ class SlabChannel:
         self._followers: list[Reply] = []  # guarded by _waiting
         self.is_closed, self.num_requests, self.first_over_tcp = False, 0, 0
         self.num_bells = self.num_sleeps = self._rung = 0
-        # Of the connections: hand replies over; wake the I/O thread.
+        # Of the connection: hand replies over; wake the I/O thread.
         self.deliver: Callable[[], None] = lambda: None
         self.wake: Callable[[], None] = lambda: None
 
-    def reserve(
+    def send(
+        self, number: int, reply: Reply, reply_bytes: int, num_over_tcp: int
+    ) -> bool:
+        """Send the request of a reply; return False if it must be sent over TCP.
+
+        So many messages over TCP come before it. A request that ends while it is
+        written is not sent.
+        """
+        with self._lock:
+            frames = reply.message
+            if self.is_closed or not self._reserve(
+                number, frames, reply_bytes, num_over_tcp
+            ):
+                return False
+            place = self._open[number][2]
+        try:
+            self.slab.touch(max(place.begin + place.size, place.reply + place.room))
+            self.slab.write(place.begin, frames)
+        except BaseException:  # of a device that a late frame is on
+            self.settle(number)
+            raise
+        with self._lock:
+            if self.is_closed or reply.has_ended():
+                self.settle(number)
+                return True
+            reply.source = self
+            self.num_requests += 1
+            self._ring(self.slab.post_request(place))
+        return True
+
+    def _reserve(
         self,
         number: int,
         frames: Sequence[SentFrame],
         reply_bytes: int,
         num_over_tcp: int,
     ) -> bool:
-        """Find a place for a request and its reply; False: send it over TCP."""
+        """Find a place for a request and its reply; the lock is held."""
         while self._freed:
             self._rooms.give(self._freed.popleft())
         if len(frames) > layout.MAX_FRAMES or len(self._open) >= layout.RING:
@@ -124,17 +121,6 @@ class SlabChannel:
         self._open[number] = asked, told, place
         return True
 
-    def fill(self, number: int, frames: Sequence[SentFrame]) -> None:
-        """Write a request to its place."""
-        place = self._open[number][2]
-        self.slab.touch(max(place.begin + place.size, place.reply + place.room))
-        self.slab.write(place.begin, frames)
-
-    def post(self, number: int) -> None:
-        """Have the server read a request that was filled."""
-        self.num_requests += 1
-        self._ring(self.slab.post_request(self._open[number][2]))
-
     def announce(self) -> None:
         """Wake the server for a request that is posted soon, unless it is awake."""
         self._ring(self._words[layout.SLEEPS])
@@ -148,12 +134,10 @@ class SlabChannel:
         with contextlib.suppress(OSError):  # its end is seen by who reads
             self.socket.send(b"\0", socket.MSG_DONTWAIT)
 
-    def withdraw(self, number: int) -> None:
-        """Give the place of a request up that was not posted."""
+    def settle(self, number: int) -> None:
+        """Give up the place of a request that is not answered here."""
         if (opened := self._open.pop(number, None)) is not None:
             self._freed.extend(opened[:2])
-
-    settle = withdraw
 
     def has_replies(self) -> bool:
         """Return whether replies are there that were not taken."""
@@ -242,7 +226,7 @@ class SlabChannel:
     def _lead(self, reply: Reply, stop_s: float) -> None:
         """Take replies, for all callers, until one has come or is another thread's."""
         words, spin_s = self._words, 0.0
-        while reply.carrier is self and not reply.has_ended():
+        while reply.source is self and not reply.has_ended():
             seen, now_s = words[layout.REPLIES], time.monotonic()
             if seen != self._num_taken:
                 self.deliver()
@@ -284,7 +268,8 @@ class SlabChannel:
 
     def close(self) -> None:
         """Leave the slab; replies stay while they are used. May be called twice."""
-        self.is_closed = True
+        with self._lock:
+            self.is_closed = True
         self.slab.wake_callers()
         self.socket.close()
 
@@ -303,7 +288,7 @@ class HandedOver(msgspec.Struct):
     rejected: str = ""
 
 
-def obtain(ask: Callable[[dict[str, object], Any], Any]) -> SlabChannel:
+def obtain(ask: Callable[[dict[str, object], Any], Any]) -> SharedMemoryTransport:
     """Get memory that a server shares, see ``slab_server.py``.
 
     ``ask`` sends it a SLAB over TCP, and returns what it answers, of a type.
@@ -325,7 +310,7 @@ def obtain(ask: Callable[[dict[str, object], Any], Any]) -> SlabChannel:
     except BaseException:
         connection.close()
         raise
-    return SlabChannel(shared, connection)
+    return SharedMemoryTransport(shared, connection)
 
 
 def _fetch(name: str, proof: bytes) -> tuple[Slab, socket.socket, bytes]:

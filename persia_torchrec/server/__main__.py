@@ -47,7 +47,7 @@ from persia_torchrec.persia.config.global_config import (
     load_global_config,
 )
 from persia_torchrec.rpc import float_codec
-from persia_torchrec.rpc.channel import keep_freed_memory
+from persia_torchrec.rpc.listener import keep_freed_memory
 from persia_torchrec.server.checkpoint_service import CheckpointService, KnownUpdates
 from persia_torchrec.server.config import ServerConfig, apply_global_config
 from persia_torchrec.server.server import EmbeddingServer

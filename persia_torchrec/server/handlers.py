@@ -21,7 +21,6 @@ from persia_torchrec.errors import BatchError
 from persia_torchrec.jit.compiled import read_only
 from persia_torchrec.routing.route import Ids, split_rows
 from persia_torchrec.rpc import messages
-from persia_torchrec.rpc.channel import MAX_MESSAGE_BYTES
 from persia_torchrec.rpc.float_codec import (
     UNDERFLOWS,
     Floats,
@@ -39,6 +38,7 @@ from persia_torchrec.rpc.messages import (
     bytes_of,
     encode_json,
 )
+from persia_torchrec.rpc.sockets import MAX_MESSAGE_BYTES
 from persia_torchrec.server.checkpoint_service import (
     CheckpointRequest,
     CheckpointService,

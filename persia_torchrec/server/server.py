@@ -16,7 +16,7 @@ from persia_torchrec.errors import ConfigError, FrameError, PersiaError, Restart
 from persia_torchrec.metrics.push import publish_metrics
 from persia_torchrec.metrics.values import ServerReadings, Snapshots
 from persia_torchrec.rpc.auth import NO_JOB, Greeting
-from persia_torchrec.rpc.channel import Listener, ListenerLimits
+from persia_torchrec.rpc.listener import Listener, ListenerLimits
 from persia_torchrec.rpc.messages import TRAINING, Header, Kind
 from persia_torchrec.server.checkpoint_service import CheckpointService, KnownUpdates
 from persia_torchrec.server.config import ServerConfig as ServerConfig

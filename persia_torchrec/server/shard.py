@@ -25,14 +25,15 @@ from persia_torchrec.errors import BatchError, ConfigError, PersiaError, StoreEr
 from persia_torchrec.metrics.values import HISTOGRAMS, Durations, Stages
 from persia_torchrec.parsing.decoding import parse_json
 from persia_torchrec.rpc import messages
-from persia_torchrec.rpc.channel import MAX_MESSAGE_BYTES, Listener
 from persia_torchrec.rpc.float_codec import (
     UNDERFLOWS,
     Floats,
     decode_floats,
     num_zeroed,
 )
+from persia_torchrec.rpc.listener import Listener
 from persia_torchrec.rpc.messages import Frame, Frames, Header, Kind, TableSegments
+from persia_torchrec.rpc.sockets import MAX_MESSAGE_BYTES
 from persia_torchrec.server.checkpoint_service import CheckpointService
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.dedup import MAX_GROUPS_BYTES, REJECTED, Outcome, Streams

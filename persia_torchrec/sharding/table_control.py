@@ -25,7 +25,7 @@ from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.trainer_group import waiting
 from persia_torchrec.pipeline.pipeline import BatchPipeline
 from persia_torchrec.pipeline.staleness import TrainingSummary
-from persia_torchrec.rpc.channel import OwnProcess
+from persia_torchrec.rpc.own_process import OwnProcess
 from persia_torchrec.sharding import torchrec_api
 from persia_torchrec.sharding.backward_pass import Agreement, AnswersAtEnd, BackwardPass
 from persia_torchrec.sharding.optimizer import (

@@ -22,7 +22,7 @@ from persia_torchrec.errors import (
     WireError,
 )
 from persia_torchrec.parsing.decoding import parse_json
-from persia_torchrec.rpc.channel import Listener
+from persia_torchrec.rpc.listener import Listener
 from persia_torchrec.rpc.messages import Header, Kind, Precision
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
 from persia_torchrec.table import TableSpec
@@ -544,7 +544,7 @@ class TestMetadata:
         client.add_tables([self.TABLE])
         reply = Reply(DEADLINE_S)
         reply.set_result((Header(Kind.REPLY), [b"", bytes(16)]))
-        client._servers.connections.submit = lambda *_, **__: reply
+        client._servers.connections[0].send = lambda *_, **__: reply
         with pytest.raises(FrameError, match=r"12 numbers as FP32.* 48 bytes.*: 16 b"):
             client.metadata("seen", self.IDS)
 

@@ -17,8 +17,8 @@ from tests.support.processes import Processes, wait_until
 from tests.support.servers import DEADLINE_S
 
 
-def carrier_of(client, server=0):
-    return client._servers.connections.carriers[server]
+def memory_of(client, server=0):
+    return client._servers.connections[server].memory
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_each_update_is_applied_once_wherever_the_server_dies(
         kill(killed.process.pid)
         killed.dies()
         killed.start(dies_in=point)
-        wait_until(lambda: carrier_of(client) is not None, "shared memory")
+        wait_until(lambda: memory_of(client) is not None, "shared memory")
         trained = []
         threading.Thread(
             target=lambda: trained.append(train(client, 1, is_late=is_late))
@@ -119,7 +119,7 @@ def test_each_update_is_applied_once_wherever_the_server_dies(
         wait_until(lambda: trained, "the batch")
         assert trained == [train(plain, 1)]
         assert client.read("item", IDS).tobytes() == plain.read("item", IDS).tobytes()
-        wait_until(lambda: carrier_of(client) is not None, "shared memory")
+        wait_until(lambda: memory_of(client) is not None, "shared memory")
 
 
 @pytest.mark.multiprocess
@@ -131,21 +131,21 @@ def test_a_server_that_is_stopped_applies_what_timed_out_once(connect, killed):
         client.add_tables([SPEC])
         train(client, 0)
         train(plain, 0)
-        carrier, tables = carrier_of(client), [("item", client.split(IDS))]
+        memory, tables = memory_of(client), [("item", client.split(IDS))]
         grads = np.ones((len(IDS), SPEC.dim), dtype=np.float32)
         os.kill(killed.process.pid, signal.SIGSTOP)
         client.timeout_s = 0.1
         (late,) = client.push(tables, [grads], BatchNumber(1, 1))
         with pytest.raises(RequestTimeoutError):
             late.frames()
-        (place,) = [opened[2] for opened in carrier._open.values()]
+        (place,) = [opened[2] for opened in memory._open.values()]
         grads[:] = 7  # the caller's memory is its own again
         pulls = [client.begin_pull(tables, None, Precision.FP32, None) for _ in "abc"]
-        assert place.begin not in [o[2].begin for o in list(carrier._open.values())[1:]]
+        assert place.begin not in [o[2].begin for o in list(memory._open.values())[1:]]
         del pulls
         os.kill(killed.process.pid, signal.SIGCONT)
         client.timeout_s = DEADLINE_S
-        wait_until(lambda: not carrier._open, "the late replies")
+        wait_until(lambda: not memory._open, "the late replies")
         ones = np.ones_like(grads)
         plain.outcome(
             plain.push([("item", plain.split(IDS))], [ones], BatchNumber(1, 1))

@@ -40,7 +40,7 @@ from persia_torchrec.rpc import messages, slab
 from persia_torchrec.rpc.auth import NO_JOB, client_options
 from persia_torchrec.rpc.listener_thread import Service
 from persia_torchrec.rpc.messages import Header, Kind, Share, encode_json
-from persia_torchrec.rpc.slab_client import SlabChannel, obtain
+from persia_torchrec.rpc.slab_client import SharedMemoryTransport, obtain
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
 from persia_torchrec.serving.embeddings import SlotsReader
 from persia_torchrec.serving.grpc_server import GrpcServer
@@ -318,7 +318,7 @@ def fuzz_memory(
 
 
 def _post_changed(
-    rng: random.Random, channel: SlabChannel, frames: Sequence[bytes]
+    rng: random.Random, channel: SharedMemoryTransport, frames: Sequence[bytes]
 ) -> None:
     shared, size = channel.slab, slab.size_of_message([*map(len, frames)])
     at = slab.FIRST + 4096 * rng.randrange(64)

@@ -134,6 +134,7 @@ def dense_files() -> Format:
 
 def data_files() -> Format:
     """Files of rows, the first byte of each which kind it is."""
+    pa.set_memory_pool(pa.system_memory_pool())  # the default keeps what is freed
     folder = temporary_folder()
     ids, texts = [[1, 2], [], [3], None], ["a", None, "b", "c"]
     table = pa.table({"u": ids, "t": texts, "y": [1.0, 0.0, 1.0, 0.5]})

@@ -58,10 +58,10 @@ from persia_torchrec.job.state import Member
 from persia_torchrec.metrics.values import readings_of
 from persia_torchrec.pipeline.joint import Trainers
 from persia_torchrec.rpc import slab as layout
-from persia_torchrec.rpc.channel import Reply
 from persia_torchrec.rpc.messages import NO_GENERATION, Header, Kind, Share
+from persia_torchrec.rpc.reply import Reply
 from persia_torchrec.rpc.slab import Slab
-from persia_torchrec.rpc.slab_client import SlabChannel
+from persia_torchrec.rpc.slab_client import SharedMemoryTransport
 from persia_torchrec.rpc.slab_server import Tenant
 from persia_torchrec.server.dedup import NOTHING, WINDOW, Streams
 from persia_torchrec.server.dirty_set import DirtySet
@@ -333,12 +333,12 @@ def pass_place_of_log(job, folder, value):
 
 
 def pass_request(job, folder, value):
-    connections = job.client._servers.connections
-    connections._numbers = itertools.count(value)
+    (connection,) = job.client._servers.connections
+    connection._numbers = itertools.count(value)
     for _ in range(3):
         job.train()
     assert job.client.num_rows() == [2]
-    assert next(connections._numbers) > value + 3
+    assert next(connection._numbers) > value + 3
 
 
 def pass_batch(job, folder, begun):
@@ -389,7 +389,7 @@ class Shared:
         fd = layout.make_memory(layout.LEAST_BYTES)
         ends = socket.socketpair()
         self.server = Tenant(b"a", Slab(fd), ends[0])
-        self.client = SlabChannel(Slab(fd), ends[1])
+        self.client = SharedMemoryTransport(Slab(fd), ends[1])
         os.close(fd)
         words = self.client.slab.words
         words[layout.REQUESTS] = words[layout.REPLIES] = value
@@ -406,11 +406,9 @@ class Shared:
 
     def ask(self, number, num_over_tcp=0):
         frames = [Header(Kind.PING, number).encode(), b"%d" % number]
-        assert self.client.reserve(number, frames, 0, num_over_tcp)
-        self.client.fill(number, frames)
-        self.client.post(number)
         reply = self.replies[number] = Reply(DEADLINE_S)
-        reply.carrier = self.client
+        reply.message = frames
+        assert self.client.send(number, reply, 0, num_over_tcp)
         return reply
 
     def answer(self):

@@ -181,9 +181,7 @@ def test_a_stored_conversation_with_a_server_is_answered_alike(servers):
             assert header.kind.name == message["kind"]
             assert {k: int(v) for k, v in header._asdict().items()} == message["fields"]
             frames = [bytes.fromhex(frame) for frame in message["frames"]]
-            reply = connections.submit(
-                0, header, frames, timeout_s=DEADLINE_S, what="it"
-            )
+            reply = connections[0].send(header, frames, timeout_s=DEADLINE_S, what="it")
             if "error" in message:
                 with pytest.raises(RemoteError) as caught:
                     reply.frames()

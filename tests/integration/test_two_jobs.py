@@ -67,8 +67,8 @@ def is_rejected_by(role, address):
     """Ask a process of the job in the name of another; it must not answer."""
     connections = Connections(role, [address], greeting=Greeting("theirs"))
     with contextlib.closing(connections):
-        question = (0, Header(Kind.HELLO), [encode_json(None)])
-        reply = connections.submit(*question, timeout_s=DEADLINE_S, what="asking")
+        question = (Header(Kind.HELLO), [encode_json(None)])
+        reply = connections[0].send(*question, timeout_s=DEADLINE_S, what="asking")
         with pytest.raises(TokenError, match=f"{role} 0 of job 'theirs'. Received"):
             reply.result(DEADLINE_S)
 

@@ -285,7 +285,7 @@ def test_a_request_of_another_kind_is_rejected(host):
     address = f"tcp://127.0.0.1:{host.port}"
     server = Connections("address book", [address], encrypts=True)
     forward = Header(Kind.FORWARD)
-    reply = server.submit(0, forward, [b"{}"], timeout_s=TIMEOUT_S, what="a request")
+    reply = server[0].send(forward, [b"{}"], timeout_s=TIMEOUT_S, what="a request")
     with pytest.raises(RemoteError, match=r"of kind BOOK\. Received: FORWARD"):
         reply.frames()
     server.close()

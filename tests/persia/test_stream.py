@@ -55,8 +55,8 @@ class Trainers:
         """Send a message of one's own making to trainer 0; return the reply."""
         connections = Connections("trainer", self.addresses)
         self._stack.callback(connections.close)
-        reply = connections.submit(
-            0, header, list(frames), timeout_s=DEADLINE_S, what="a test"
+        reply = connections[0].send(
+            header, list(frames), timeout_s=DEADLINE_S, what="a test"
         )
         return reply.result(DEADLINE_S)
 
@@ -107,13 +107,13 @@ def test_batches_go_through_memory_that_is_shared(trainers, monkeypatch):
     monkeypatch.setenv("PERSIA_TRANSPORT", "shm")
     sender, (inbox,) = trainers.sender(), trainers.inboxes
     connections = sender._trainers.connections
-    wait_until(lambda: connections.carriers[0] is not None, "shared memory")
-    carrier, num_samples = connections.carriers[0], 60_000
+    wait_until(lambda: connections[0].memory is not None, "shared memory")
+    memory, num_samples = connections[0].memory, 60_000
     assert sender.send(1, batch_of(num_samples), WORKER).has_room
     assert sender.send(2, batch_of(5), WORKER).has_room
-    assert (carrier.num_requests, carrier._num_taken) == (2, 2)
+    assert (memory.num_requests, memory._num_taken) == (2, 2)
     first, second = (inbox.take(DEADLINE_S, in_order=False) for _ in range(2))
-    carrier.slab.bytes[layout.FIRST :] = 255  # what arrived is a copy
+    memory.slab.bytes[layout.FIRST :] = 255  # what arrived is a copy
     labels = [part.data for part in (first.labels[0], second.labels[0])]
     np.testing.assert_array_equal(labels[0], np.arange(num_samples))
     np.testing.assert_array_equal(labels[1], np.arange(5))

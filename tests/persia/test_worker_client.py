@@ -339,7 +339,7 @@ class TestSharedMemory:
         monkeypatch.setenv("PERSIA_TRANSPORT", "shm")
         remote = workers.connect()
         remote.add_tables([TABLE])
-        wait_until(lambda: all(self.carriers(remote)), "shared memory")
+        wait_until(lambda: all(self.memories(remote)), "shared memory")
         return remote
 
     @pytest.fixture
@@ -348,12 +348,12 @@ class TestSharedMemory:
         return workers.connect()
 
     @staticmethod
-    def carriers(remote):
-        return [remote.connections.carriers[worker] for worker in range(2)]
+    def memories(remote):
+        return [remote.connections[worker].memory for worker in range(2)]
 
     def sent(self, remote):
         """Return how many requests went through memory, and how many replies came."""
-        each = [(one.num_requests, one._num_taken) for one in self.carriers(remote)]
+        each = [(one.num_requests, one._num_taken) for one in self.memories(remote)]
         return tuple(map(sum, zip(*each, strict=True)))
 
     def test_all_that_is_sent_goes_through_memory(self, workers, near):
@@ -382,14 +382,14 @@ class TestSharedMemory:
             assert self.sent(near) == (requests + 1, replies + bool(batch))
 
     def test_memory_is_shared_again_with_a_worker_that_is_back(self, workers, near):
-        former = self.carriers(near)[0]
+        former = self.memories(near)[0]
         workers.end(0)
-        wait_until(lambda: near.connections.carriers[0] is None, "it is lost")
+        wait_until(lambda: near.connections[0].memory is None, "it is lost")
         workers.restart(0)
-        wait_until(lambda: near.connections.carriers[0], "shared memory")
-        assert self.carriers(near)[0] is not former
+        wait_until(lambda: near.connections[0].memory, "shared memory")
+        assert self.memories(near)[0] is not former
         assert leave(near, Origin(5, 1, worker=0), bags_of([7]))
-        assert self.carriers(near)[0].num_requests == 1
+        assert self.memories(near)[0].num_requests == 1
 
     def test_outputs_of_many_raw_slots_fit_into_a_message(self, servers, monkeypatch):
         monkeypatch.setenv("PERSIA_TRANSPORT", "shm")
@@ -399,13 +399,13 @@ class TestSharedMemory:
         with contextlib.closing(workers):
             remote = workers.connect()
             remote.add_tables([TABLE])
-            wait_until(lambda: remote.connections.carriers[0], "shared memory")
-            before = remote.connections.carriers[0]._num_taken
+            wait_until(lambda: remote.connections[0].memory, "shared memory")
+            before = remote.connections[0].memory._num_taken
             bags = {name: bags_of([7], [8, 9])["item"] for name in names}
             outputs, handle = remote.pull(bags, number(1))
             assert len(outputs) == 21
             missed(remote.push(handle, tuple(map(np.ones_like, outputs))))
-            assert remote.connections.carriers[0]._num_taken == before + 2
+            assert remote.connections[0].memory._num_taken == before + 2
 
 
 class TestRecovery:
@@ -421,7 +421,7 @@ class TestRecovery:
         workers.end(0)
         assert turns(1, 2) == [1, 1]
         workers.restart(0)
-        wait_until(lambda: recovering.connections.lost(0) is None, "it is back")
+        wait_until(lambda: recovering.connections[0].fails_with is None, "it is back")
         assert turns(3, 4) == [0, 1]
 
     def test_a_lookup_waits_for_the_only_worker(self, servers):

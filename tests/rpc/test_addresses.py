@@ -12,7 +12,7 @@ from persia_torchrec.rpc.addresses import (
     interface_of,
     reserved_port_from,
 )
-from persia_torchrec.rpc.channel import Listener
+from persia_torchrec.rpc.listener import Listener
 from tests.support.ports import draw_port
 
 

@@ -18,8 +18,8 @@ from persia_torchrec.rpc.addresses import (
     local_address,
     open_listening,
 )
-from persia_torchrec.rpc.channel import Listener
 from persia_torchrec.rpc.connections import Connections
+from persia_torchrec.rpc.listener import Listener
 from persia_torchrec.rpc.listener_thread import Service
 from persia_torchrec.rpc.messages import Header, Kind
 from tests.support.script_jobs import Job
@@ -40,8 +40,8 @@ pytestmark = pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6
 
 def ask(address):
     with closing(Connections("server", [address])) as connections:
-        reply = connections.submit(
-            0, Header(Kind.HELLO), [b""], timeout_s=DEADLINE_S, what="a question"
+        reply = connections[0].send(
+            Header(Kind.HELLO), [b""], timeout_s=DEADLINE_S, what="a question"
         )
         return bytes(reply.frames()[1])
 

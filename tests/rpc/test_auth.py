@@ -20,10 +20,11 @@ from persia_torchrec.rpc.auth import (
     ZapAuthenticator,
     client_options,
 )
-from persia_torchrec.rpc.channel import Listener, open_socket
 from persia_torchrec.rpc.connections import Connections
+from persia_torchrec.rpc.listener import Listener
 from persia_torchrec.rpc.listener_thread import Service
 from persia_torchrec.rpc.messages import Header, Kind, encode_json
+from persia_torchrec.rpc.sockets import open_socket
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.server import EmbeddingServer
 from tests.support.ports import draw_port
@@ -61,8 +62,8 @@ def ask(address):
 
 def submit(connections, server=0):
     hello, body = Header(Kind.HELLO), [encode_json(None)]
-    reply = connections.submit(
-        server, hello, body, timeout_s=DEADLINE_S, what="a request"
+    reply = connections[server].send(
+        hello, body, timeout_s=DEADLINE_S, what="a request"
     )
     return bytes(reply.frames()[1])
 
@@ -139,7 +140,7 @@ def test_a_server_whose_clock_jumps_over_a_restart_is_waited_for(monkeypatch):
         apart.setattr(timeouts, "PROOF_VALID_S", -1.0)  # no clock is near
         with serving(answer, port=port):
             wait_until(
-                lambda: any(away.rejects for away in [*kept._away.values()]),
+                lambda: (away := kept[0]._away) and away.rejects,
                 "the token is rejected",
             )
             apart.undo()

@@ -18,10 +18,10 @@ from persia_torchrec.errors import (
     TokenError,
     WireError,
 )
-from persia_torchrec.rpc import connections as transport_module
+from persia_torchrec.rpc import connection as connection_module
 from persia_torchrec.rpc.auth import NO_JOB, Greeting
-from persia_torchrec.rpc.channel import Listener
 from persia_torchrec.rpc.connections import Connections
+from persia_torchrec.rpc.listener import Listener
 from persia_torchrec.rpc.messages import Header, Kind, decode_json
 from tests.support.faults import Relay
 from tests.support.ports import draw_port
@@ -82,7 +82,7 @@ def connect(monkeypatch):
     opened = []
 
     def connect(*addresses, max_pending=256, **settings):
-        monkeypatch.setattr(transport_module, "_MAX_PENDING", max_pending)
+        monkeypatch.setattr(connection_module, "_MAX_PENDING", max_pending)
         opened.append(Connections("echo server", addresses, **settings))
         return opened[-1]
 
@@ -95,7 +95,7 @@ def submit(
     connections, frames=(b"",), *, server=0, timeout_s=DEADLINE_S, what="asking"
 ):
     header = Header(Kind.HELLO)
-    return connections.submit(server, header, frames, timeout_s=timeout_s, what=what)
+    return connections[server].send(header, frames, timeout_s=timeout_s, what=what)
 
 
 def test_a_request_gets_the_reply_of_its_own_server(start, connect):
@@ -554,7 +554,7 @@ def test_a_client_without_a_greeting_is_rejected_by_a_listener_of_a_job(start, n
 
 
 def test_more_peers_connect_than_a_listener_remembers(start, connect, monkeypatch):
-    monkeypatch.setattr("persia_torchrec.rpc.channel._MAX_KNOWN_PEERS", 2)
+    monkeypatch.setattr("persia_torchrec.rpc.listener._MAX_KNOWN_PEERS", 2)
     peer = start(echo, Greeting("ours"))
     all_of_them = [connect(peer.address, greeting=Greeting("ours")) for _ in range(5)]
     for connections in all_of_them * 2:

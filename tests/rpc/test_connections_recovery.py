@@ -13,8 +13,8 @@ from persia_torchrec.errors import (
     ServerError,
 )
 from persia_torchrec.rpc.addresses import open_listening
-from persia_torchrec.rpc.channel import Listener
 from persia_torchrec.rpc.connections import Connections
+from persia_torchrec.rpc.listener import Listener
 from persia_torchrec.rpc.messages import Header, Kind, encode_json
 from tests.support.faults import Relay
 from tests.support.processes import wait_until
@@ -86,14 +86,14 @@ def connect():
         def connect(address, recovery_s=DEADLINE_S):
             connections = Connections("server", [address], recovery_s=recovery_s)
             stack.callback(connections.close)
-            connections.incarnations[0] = 7
+            connections[0].incarnation = 7
             return connections
 
         yield connect
 
 
 def submit(connections, body, timeout_s=DEADLINE_S):
-    return connections.submit(0, WRITE, [body], timeout_s=timeout_s, what="writing")
+    return connections[0].send(WRITE, [body], timeout_s=timeout_s, what="writing")
 
 
 def reject(starts, peer, request):
@@ -125,12 +125,12 @@ def test_requests_are_sent_again_to_a_server_that_has_moved(starts, connect):
     reply = submit(connections, b"0")
     starts.take()
     starts.kill()
-    wait_until(lambda: connections.disconnected() == [0], "the loss is noticed")
+    wait_until(lambda: connections[0].is_away, "the loss is noticed")
     with contextlib.closing(Starts()) as elsewhere:
-        connections.move(0, elsewhere.address)
+        connections[0].move(elsewhere.address)
         assert elsewhere.answer() == [b"0"]
         assert reply.frames()
-        assert connections.address(0) == elsewhere.address
+        assert connections[0].address == elsewhere.address
 
 
 def test_a_start_that_lost_its_rows_gets_nothing(starts, connect):
@@ -188,7 +188,7 @@ def test_no_timeout_runs_while_the_server_is_away(starts, connect):
     starts.take()
     assert first.deadline_s < math.inf
     starts.kill()
-    wait_until(lambda: connections._away, "the loss is noticed")
+    wait_until(lambda: connections[0].is_away, "the loss is noticed")
     second = submit(connections, b"1", timeout_s=50.0)
     assert (first.deadline_s, second.deadline_s) == (math.inf, math.inf)
     assert (first.left_s < DEADLINE_S, second.left_s) == (True, 50.0)

@@ -5,10 +5,10 @@ import pytest
 
 from persia_torchrec.errors import BatchError, RemoteError, ServerError, WireError
 from persia_torchrec.rpc import listener_thread as rpc_server
-from persia_torchrec.rpc.channel import MAX_FRAMES
 from persia_torchrec.rpc.connections import Connections
 from persia_torchrec.rpc.listener_thread import Service
 from persia_torchrec.rpc.messages import Header, Kind, decode_json
+from persia_torchrec.rpc.sockets import MAX_FRAMES
 from tests.support.servers import DEADLINE_S
 from tests.support.sockets import member_socket
 
@@ -24,8 +24,8 @@ def start():
         opened.extend([connections, answering])
 
         def ask(*frames, kind=Kind.FORWARD, timeout_s=DEADLINE_S):
-            return connections.submit(
-                0, Header(kind), frames or [b""], timeout_s=timeout_s, what="asking"
+            return connections[0].send(
+                Header(kind), frames or [b""], timeout_s=timeout_s, what="asking"
             )
 
         ask.service = answering

@@ -6,9 +6,10 @@ import pytest
 
 from persia_torchrec import timeouts
 from persia_torchrec.rpc import silences
-from persia_torchrec.rpc.channel import Listener, Reply
 from persia_torchrec.rpc.connections import Connections
+from persia_torchrec.rpc.listener import Listener
 from persia_torchrec.rpc.messages import Header, Kind
+from persia_torchrec.rpc.reply import Reply
 from persia_torchrec.rpc.silences import Silences
 from tests.support.processes import wait_until
 from tests.support.servers import DEADLINE_S
@@ -21,7 +22,7 @@ class Waits:
 
     def __init__(self, caplog):
         self.silences = Silences(NAMES)
-        self.now_s, self.oldest = 1000.0, {}
+        self.now_s, self.oldest = 1000.0, [None] * len(NAMES)
         self._log = caplog
 
     def hears(self, server, now_s):
@@ -29,11 +30,11 @@ class Waits:
         known = self.silences.servers[server]
         known.answered_s = now_s
         if known.is_silent:
-            self.silences.end(server)
+            known.end()
 
     def ask(self, *servers):
         for server in servers:
-            self.oldest[server] = Reply(900, server, "update of table 'item'")
+            self.oldest[server] = Reply(900, "update of table 'item'")
             self.oldest[server].begun_s = self.now_s
 
     def passes(self, seconds, *, answers=(), waits_for=""):
@@ -45,7 +46,7 @@ class Waits:
             for server in self.silences.look(self.now_s, self.oldest):
                 if server in answers:
                     self.hears(server, self.now_s + 0.1)
-                    self.silences.answered(server, waits_for)
+                    self.silences.servers[server].note_answer(waits_for)
             lines += [(self.now_s - 1000, text) for text in self._log.messages]
         return lines
 
@@ -54,7 +55,7 @@ class Waits:
         for server in servers:
             self.hears(server, self.now_s)
             self.silences.servers[server].heard_s = self.now_s
-            del self.oldest[server]
+            self.oldest[server] = None
         return self._log.messages
 
 
@@ -123,7 +124,7 @@ def test_waits_that_follow_one_another_are_said_once_a_minute(waits):
 def test_a_failed_request_is_no_answer(waits):
     waits.ask(0)
     assert len(waits.passes(12)) == 1
-    waits.oldest.clear()
+    waits.oldest[0] = None
     assert waits.passes(100) == []
     waits.ask(0)
     assert waits.reply(0) == ["embedding server 0 at a answers again"]
@@ -139,8 +140,8 @@ def test_a_listener_says_what_a_peer_waits_for(recovery_s, monkeypatch, caplog):
         listener.waits_for = lambda peer: f"a client of {len(peer)} bytes waits"
         connections = Connections("server", [listener.address], recovery_s=recovery_s)
         stack.callback(connections.close)
-        reply = connections.submit(
-            0, Header(Kind.WRITE), [b""], timeout_s=DEADLINE_S, what="writing"
+        reply = connections[0].send(
+            Header(Kind.WRITE), [b""], timeout_s=DEADLINE_S, what="writing"
         )
         taken = []
 
@@ -162,8 +163,8 @@ def test_an_address_where_no_server_listens_is_named(monkeypatch, caplog):
     monkeypatch.setattr(silences, "LOOK_S", 0.05)
     connections = Connections("server", ["tcp://127.0.0.1:1"])
     with contextlib.closing(connections):
-        connections.submit(
-            0, Header(Kind.HELLO), [b""], timeout_s=DEADLINE_S, what="connecting"
+        connections[0].send(
+            Header(Kind.HELLO), [b""], timeout_s=DEADLINE_S, what="connecting"
         )
         said = "no reply from server 0 at tcp://127.0.0.1:1 for "
         wait_until(lambda: said in caplog.text, "it is named")

@@ -110,8 +110,8 @@ def ask(address, what):
         with without[what]():
             peers.share_memory()
         (reply,) = peers.send(0, Header(Kind.LOOKUP), [b"y"], "echo").frames()[1:]
-        carrier = peers.connections.carriers[0]
-        print("received", bytes(reply), "by", carrier, flush=True)
+        memory = peers.connections[0].memory
+        print("received", bytes(reply), "by", memory, flush=True)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_a_server_without_memory_is_reached_over_tcp(processes, caplog, what, wh
         peers.share_memory()
         (reply,) = peers.send(0, Header(Kind.LOOKUP), [b"x"], "echo").frames()[1:]
         assert bytes(reply) == b"x"
-        assert peers.connections.carriers[0] is None
+        assert peers.connections[0].memory is None
     said = [r.message for r in caplog.records if "is reached over TCP" in r.message]
     assert len(said) == 1
     assert re.search(why, said[0]), said
@@ -168,7 +168,7 @@ def test_a_server_without_descriptors_sends_those_away_that_wait(processes, capl
             send(number, b"y")
         send(0, b"many descriptors")
         peers[1].share_memory()
-        shared = [each.connections.carriers[0] is not None for each in peers]
+        shared = [each.connections[0].memory is not None for each in peers]
         assert shared == [True, True, False]
     said = [r.message for r in caplog.records if "is reached over TCP" in r.message]
     assert len(said) == 2

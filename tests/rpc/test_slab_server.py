@@ -15,8 +15,8 @@ import pytest
 from persia_torchrec.errors import FrameError, RemoteError, ServerError
 from persia_torchrec.rpc import slab as layout
 from persia_torchrec.rpc.auth import NO_JOB
-from persia_torchrec.rpc.channel import ListenerLimits
 from persia_torchrec.rpc.connections import Connections
+from persia_torchrec.rpc.listener import ListenerLimits
 from persia_torchrec.rpc.listener_thread import Service
 from persia_torchrec.rpc.messages import Header, Kind, decode_json, encode_json
 from persia_torchrec.rpc.peers import Peers
@@ -67,12 +67,12 @@ def connect(echo, transport="shm"):
 def peers(echo):
     with contextlib.closing(connect(echo)) as peers:
         peers.share_memory()
-        assert carrier_of(peers) is not None
+        assert memory_of(peers) is not None
         yield peers
 
 
-def carrier_of(peers):
-    return peers.connections.carriers[0]
+def memory_of(peers):
+    return peers.connections[0].memory
 
 
 def send(peers, *frames, batch=0, reply_bytes=0, timeout_s=DEADLINE_S):
@@ -98,30 +98,30 @@ def test_a_reply_has_the_bytes_of_its_request(peers, size):
     for _ in range(3):
         reply = send(peers, b"first", body, reply_bytes=size + 4096)
         assert [bytes(f) for f in reply.frames()[1:]] == [b"first", body]
-    assert carrier_of(peers).num_requests == 3
+    assert memory_of(peers).num_requests == 3
 
 
 def test_a_reply_without_room_comes_over_tcp(peers):
     body = secrets.token_bytes(MIB)
     assert bytes(send(peers, body).frames()[1]) == body
-    assert carrier_of(peers).num_requests == 1
-    until(lambda: not carrier_of(peers)._open)
+    assert memory_of(peers).num_requests == 1
+    until(lambda: not memory_of(peers)._open)
 
 
 def test_what_does_not_fit_goes_over_tcp_and_is_not_overtaken(peers, echo):
-    num_mib = carrier_of(peers).slab.size_bytes // MIB
+    num_mib = memory_of(peers).slab.size_bytes // MIB
     echo.may_answer.clear()
     sizes = [10, num_mib * MIB, 10, 20, num_mib * MIB, 30]
     replies = [send(peers, bytes(n), batch=i) for i, n in enumerate(sizes)]
     echo.may_answer.set()
     assert [len(reply.frames()[1]) for reply in replies] == sizes
     assert echo.seen == list(range(6))
-    assert carrier_of(peers).num_requests == 4
+    assert memory_of(peers).num_requests == 4
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_requests_either_way_are_read_in_their_order(peers, echo, seed):
-    rng, size = random.Random(seed), carrier_of(peers).slab.size_bytes
+    rng, size = random.Random(seed), memory_of(peers).slab.size_bytes
     replies = deque()
     for batch in range(200):
         num_bytes = size if rng.random() < 0.1 else rng.randrange(5000)
@@ -135,7 +135,7 @@ def test_requests_either_way_are_read_in_their_order(peers, echo, seed):
     for reply in replies:
         reply.frames()
     assert echo.seen == list(range(200))
-    assert 150 < carrier_of(peers).num_requests < 200
+    assert 150 < memory_of(peers).num_requests < 200
 
 
 def test_memory_is_used_at_once_though_requests_over_tcp_are_unanswered(echo):
@@ -144,7 +144,7 @@ def test_memory_is_used_at_once_though_requests_over_tcp_are_unanswered(echo):
         first = send(peers, b"x", batch=0)
         peers.share_memory()
         others = [send(peers, b"x", batch=batch) for batch in (1, 2)]
-        assert carrier_of(peers).num_requests == 2
+        assert memory_of(peers).num_requests == 2
         echo.may_answer.set()
         for reply in (first, *others):
             reply.frames()
@@ -154,20 +154,20 @@ def test_memory_is_used_at_once_though_requests_over_tcp_are_unanswered(echo):
 def test_many_frames_go_over_tcp(peers):
     frames = [b"%d" % i for i in range(layout.MAX_FRAMES)]
     assert [bytes(f) for f in send(peers, *frames).frames()[1:]] == frames
-    assert carrier_of(peers).num_requests == 0
+    assert memory_of(peers).num_requests == 0
 
 
 def test_the_memory_of_a_reply_is_used_again_once_no_view_is_left(peers):
-    size = carrier_of(peers).slab.size_bytes // 4
+    size = memory_of(peers).slab.size_bytes // 4
     kept = send(peers, b"a" * size, reply_bytes=size).frames()
     for letter in (b"b", b"c", b"d"):
         (body,) = send(peers, letter * size, reply_bytes=size).frames()[1:]
         assert bytes(body[:1]) == letter
         assert bytes(kept[1]) == b"a" * size
     del kept
-    before = carrier_of(peers).num_requests
+    before = memory_of(peers).num_requests
     send(peers, b"e" * size, reply_bytes=size).frames()
-    assert carrier_of(peers).num_requests == before + 1
+    assert memory_of(peers).num_requests == before + 1
 
 
 def test_the_place_of_a_request_that_timed_out_stays_until_it_is_answered(peers, echo):
@@ -175,15 +175,15 @@ def test_the_place_of_a_request_that_timed_out_stays_until_it_is_answered(peers,
     late = send(peers, b"late", timeout_s=0.05)
     with pytest.raises(TimeoutError):
         late.frames()
-    (place,) = [opened[2] for opened in carrier_of(peers)._open.values()]
+    (place,) = [opened[2] for opened in memory_of(peers)._open.values()]
     others = [send(peers, b"other") for _ in range(3)]
-    open_ = list(carrier_of(peers)._open.values())
+    open_ = list(memory_of(peers)._open.values())
     assert [one[2].begin == place.begin for one in open_] == [True, *[False] * 3]
-    at, size = carrier_of(peers).slab.frames(place.begin, place.size)[1]
-    assert bytes(carrier_of(peers).slab.bytes[at : at + size]) == b"late"
+    at, size = memory_of(peers).slab.frames(place.begin, place.size)[1]
+    assert bytes(memory_of(peers).slab.bytes[at : at + size]) == b"late"
     echo.may_answer.set()
     assert [bytes(reply.frames()[1]) for reply in others] == [b"other"] * 3
-    until(lambda: not carrier_of(peers)._open)
+    until(lambda: not memory_of(peers)._open)
 
 
 def test_replies_with_callbacks_and_without_a_waiting_caller_arrive(peers):
@@ -213,7 +213,7 @@ def test_several_callers_get_their_own_replies(peers):
 
 
 def test_a_caller_that_leaves_has_another_one_take_replies(peers, echo):
-    gates, carrier, ended = [threading.Event() for _ in "ab"], carrier_of(peers), []
+    gates, memory, ended = [threading.Event() for _ in "ab"], memory_of(peers), []
     done = send(peers, b"done")
     done.frames()
 
@@ -229,14 +229,14 @@ def test_a_caller_that_leaves_has_another_one_take_replies(peers, echo):
 
     threads = [threading.Thread(target=wait, args=(i,)) for i in range(2)]
     threads[0].start()
-    until(carrier._leading.locked)
+    until(memory._leading.locked)
     threads[1].start()
-    until(lambda: carrier._followers)
-    carrier._followers.insert(0, done)  # as of a caller that has not left yet
+    until(lambda: memory._followers)
+    memory._followers.insert(0, done)  # as of a caller that has not left yet
     gates[0].set()
     threads[0].join(DEADLINE_S)
-    until(lambda: carrier._followers == [done])  # the other caller leads
-    carrier._followers.clear()
+    until(lambda: memory._followers == [done])  # the other caller leads
+    memory._followers.clear()
     gates[1].set()
     threads[1].join(DEADLINE_S)
     assert ended == [b"0", b"1"]
@@ -244,13 +244,13 @@ def test_a_caller_that_leaves_has_another_one_take_replies(peers, echo):
 
 def test_a_request_wakes_the_server_and_a_reply_its_caller(peers, echo):
     until(lambda: send(peers, b"x").frames() and echo.slabs.num_wakeups)
-    assert carrier_of(peers).num_bells >= 1
-    before = echo.slabs.num_woken, carrier_of(peers).num_sleeps
+    assert memory_of(peers).num_bells >= 1
+    before = echo.slabs.num_woken, memory_of(peers).num_sleeps
     echo.may_answer.clear()
     reply = send(peers, b"x")
     thread = threading.Thread(target=reply.frames)
     thread.start()
-    until(lambda: carrier_of(peers).num_sleeps > before[1])
+    until(lambda: memory_of(peers).num_sleeps > before[1])
     echo.may_answer.set()
     thread.join(DEADLINE_S)
     until(lambda: echo.slabs.num_woken > before[0])
@@ -288,13 +288,13 @@ def test_memory_is_asked_for_once_by_threads_that_see_a_server_back(echo, monkey
         assert both.broken
         assert len(echo.slabs) == 1
         assert bytes(send(given, b"x").frames()[1]) == b"x"
-        assert carrier_of(given).num_requests == 1
+        assert memory_of(given).num_requests == 1
 
 
 def test_a_server_that_is_gone_fails_the_requests(peers, echo):
     echo.may_answer.clear()
     reply = send(peers, b"x")
-    carrier_of(peers).socket.shutdown(socket.SHUT_RD)  # as when the other end is closed
+    memory_of(peers).socket.shutdown(socket.SHUT_RD)  # as when the other end is closed
     with pytest.raises(ServerError, match="connection was lost"):
         reply.frames()
     echo.may_answer.set()
@@ -306,7 +306,7 @@ def test_each_client_gets_a_quarter_of_what_is_left(echo):
         for _ in range(3):
             given = connect(echo)
             stack.enter_context(contextlib.closing(given)).share_memory()
-            sizes.append(carrier_of(given).slab.size_bytes // MIB)
+            sizes.append(memory_of(given).slab.size_bytes // MIB)
     assert sizes == [16, 12, 9]
 
 
@@ -316,7 +316,7 @@ def test_a_listener_without_memory_reports_it(echo, asker, caplog):
     given = connect(echo)
     with contextlib.closing(given), caplog.at_level("INFO"):
         given.share_memory()
-        assert carrier_of(given) is None
+        assert memory_of(given) is None
         assert bytes(send(given, b"x").frames()[1]) == b"x"
     (said,) = [r for r in caplog.records if "is reached over TCP" in r.message]
     assert said.levelname == "WARNING"
@@ -403,14 +403,14 @@ def test_a_client_that_breaks_its_slab_gets_another_and_no_other_does(
     other = connect(echo)
     with contextlib.closing(other):
         other.share_memory()
-        carrier = carrier_of(other)
-        harm(carrier.slab)
-        carrier.socket.send(b"\0")
-        until(lambda: carrier.is_closed)
-        until(lambda: carrier_of(other) not in (None, carrier))
+        memory = memory_of(other)
+        harm(memory.slab)
+        memory.socket.send(b"\0")
+        until(lambda: memory.is_closed)
+        until(lambda: memory_of(other) not in (None, memory))
         for one in (peers, other):
             assert bytes(send(one, b"x").frames()[1]) == b"x"
-            assert carrier_of(one).num_requests == 1
+            assert memory_of(one).num_requests == 1
         assert len(echo.slabs) == 2
 
 
@@ -418,6 +418,6 @@ def test_connections_that_never_asked_share_nothing(echo):
     given = Connections("echo", [echo.address])
     with contextlib.closing(given):
         header = Header(Kind.LOOKUP)
-        reply = given.submit(0, header, [b"x"], timeout_s=DEADLINE_S, what="echo")
+        reply = given[0].send(header, [b"x"], timeout_s=DEADLINE_S, what="echo")
         assert bytes(reply.frames()[1]) == b"x"
     assert len(echo.slabs) == 0

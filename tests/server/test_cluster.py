@@ -152,8 +152,9 @@ def test_a_client_waits_for_a_server_that_compiles():
     connecting = threading.Thread(target=connect)
     with reject_until_ready(server.listener):
         connections = Connections("embedding server", [server.address])
-        reply = connections.submit(
-            *(0, Header(Kind.COUNTERS), [encode_json(None)]),
+        reply = connections[0].send(
+            Header(Kind.COUNTERS),
+            [encode_json(None)],
             timeout_s=DEADLINE_S,
             what="counters",
         )

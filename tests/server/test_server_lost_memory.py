@@ -218,13 +218,13 @@ def test_requests_are_rejected_until_the_rows_are_restored(
     monkeypatch.setattr(ShardLoad, "check", wait_and_check)
     server = EmbeddingServer(ServerConfig())
     restoring = threading.Thread(target=server.restore, args=(str(tmp_path),))
-    request = 0, Header(Kind.HELLO), [encode_json(None)]
+    request = Header(Kind.HELLO), [encode_json(None)]
     with (
         reject_until_ready(server.listener),
         closing(Connections("embedding server", [server.address])) as connections,
     ):
         restoring.start()
-        reply = connections.submit(*request, timeout_s=DEADLINE_S, what="hello")
+        reply = connections[0].send(*request, timeout_s=DEADLINE_S, what="hello")
         with pytest.raises(RemoteError, match=r"NotReadyError: .*restoring its rows"):
             reply.result(DEADLINE_S)
         may_load.set()

@@ -73,7 +73,7 @@ def test_a_forked_child_drops_nothing_of_its_parent(job):
     assert os.waitpid(pid, 0)[1] == 0
     assert made[0].num_rows() == job.client.num_rows()
     wait_until(
-        lambda: not select.select([connections._wakeup.fd], [], [], 0)[0],
+        lambda: not select.select([connections._loop.wakeup.fd], [], [], 0)[0],
         "nothing woke the parent for ever",
     )
 

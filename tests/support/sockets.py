@@ -11,8 +11,8 @@ from zmq.utils.monitor import recv_monitor_message
 from persia_torchrec import env
 from persia_torchrec.rpc import auth
 from persia_torchrec.rpc.auth import client_options
-from persia_torchrec.rpc.channel import open_socket
 from persia_torchrec.rpc.messages import Header, Kind
+from persia_torchrec.rpc.sockets import open_socket
 
 
 def member_socket():

@@ -35,7 +35,7 @@ from persia_torchrec.persia.worker.process import (
     ready_client,
     tell_slots,
 )
-from persia_torchrec.rpc.channel import keep_freed_memory
+from persia_torchrec.rpc.listener import keep_freed_memory
 from persia_torchrec.rpc.listener_thread import Service
 
 

@@ -1,17 +1,20 @@
 """What happens to processes that can open no file or socket more."""
 
 import contextlib
+import errno
 import os
 import resource
 import socket
 from contextlib import closing
 
 import pytest
+import zmq
 
 from persia_torchrec.errors import RequestTimeoutError, ServerError
+from persia_torchrec.rpc import connection
 from persia_torchrec.rpc.addresses import raise_descriptor_limit
-from persia_torchrec.rpc.channel import Listener
 from persia_torchrec.rpc.connections import Connections
+from persia_torchrec.rpc.listener import Listener
 from persia_torchrec.rpc.messages import Header, Kind
 from tests.support.processes import DEADLINE_S
 
@@ -39,7 +42,7 @@ def test_a_client_without_descriptors_reports_it_and_blames_no_address():
 
 def ask(connections):
     header = Header(Kind.HELLO)
-    return connections.submit(0, header, [b""], timeout_s=0.3, what="a question")
+    return connections[0].send(header, [b""], timeout_s=0.3, what="a question")
 
 
 def test_a_request_that_fails_without_descriptors_reports_it():
@@ -86,3 +89,26 @@ def test_a_role_may_open_as_many_files_as_it_is_allowed_to():
         assert raised == hard or raised == 2**20 < hard
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_where_a_socket_cannot_be_opened_again_no_request_waits(monkeypatch):
+    def fail(*_):
+        raise zmq.ZMQError(errno.EMFILE)
+
+    with (
+        closing(Listener("127.0.0.1", 0)) as lost,
+        closing(Listener("127.0.0.1", 0)) as other,
+        closing(Connections("server", [lost.address, other.address])) as connections,
+    ):
+        replies = [
+            one.send(Header(Kind.HELLO), [b""], timeout_s=DEADLINE_S, what="it")
+            for one in connections
+        ]
+        for listener in (lost, other):
+            assert listener.receive(1000 * int(DEADLINE_S)) is not None
+        monkeypatch.setattr(connection, "TcpTransport", fail)
+        lost.close()
+        with pytest.raises(ServerError, match="the connection was lost"):
+            replies[0].result(DEADLINE_S)
+        with pytest.raises(ServerError, match="the I/O thread died"):
+            replies[1].result(DEADLINE_S)

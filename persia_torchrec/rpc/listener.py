@@ -1,74 +1,50 @@
-"""Sockets of ZeroMQ with the limits that all connections of a job have, and messages.
+"""A server's socket, to which many clients connect, and the memory it shares with some.
 
-A socket belongs to one thread. What others want of that thread, they tell it through a
-``Wakeup``, which it polls beside its sockets. ``Listener`` is a server's socket, to
-which many clients connect.
+A ``Listener`` belongs to one thread. What others want of that thread, they tell it by
+its ``wakeup``, which it polls beside the socket.
 """
 
-import contextlib
 import ctypes
 import logging
-import math
 import os
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from socket import gaierror
-from typing import Any, NoReturn, Protocol, Self
 
-import msgspec
 import zmq
 
-from persia_torchrec import env, timeouts
-from persia_torchrec.errors import (
-    ConfigError,
-    FrameError,
-    JobMismatchError,
-    RemoteError,
-    WireError,
-)
+from persia_torchrec import env
+from persia_torchrec.errors import ConfigError, FrameError, JobMismatchError, WireError
 from persia_torchrec.rpc import addresses, auth
 from persia_torchrec.rpc.auth import NO_JOB, Greeting
 from persia_torchrec.rpc.messages import (
-    ErrorReply,
     Frame,
     Frames,
     Header,
     Kind,
-    LateFrame,
-    SentFrame,
-    decode_json,
     encode_json,
     error_frames,
 )
 from persia_torchrec.rpc.slab_server import Slabs
+from persia_torchrec.rpc.sockets import (
+    IO_THREADS,
+    MAX_FRAMES,
+    MAX_MESSAGE_BYTES,
+    Wakeup,
+    open_socket,
+    receive_frames,
+    send_frames,
+)
 
 logger = logging.getLogger(__name__)
 
-MAX_MESSAGE_BYTES = 2**31  # of a frame; the sender of a larger one is disconnected
-MAX_FRAMES = 2**14  # of a message; what comes after them is dropped
-
 _HANDSHAKE_MS = 10_000  # after which a connection without a proof is closed
-_MIN_ZERO_COPY_BYTES = 65536
 _MAX_KNOWN_PEERS = 4096
 _MOST_IN_ROW = 8
 _LOG_S = 10.0
 _LOOK_S = 1.0
-_IO_THREADS = 1  # of ZeroMQ in one context; a connection passes through one of them
-_MAX_SOCKETS = 2**14  # of ZeroMQ in one context, whose own limit is 1,023
-
-# The kernels end connections to a host that is gone, whatever its process does.
-_LIMITS: Mapping[zmq.SocketOption, int | bytes] = {
-    zmq.MAXMSGSIZE: MAX_MESSAGE_BYTES,
-    zmq.TCP_KEEPALIVE: 1,
-    zmq.TCP_KEEPALIVE_IDLE: timeouts.HOST_SILENT_S // 2,
-    zmq.TCP_KEEPALIVE_INTVL: 1,
-    zmq.TCP_KEEPALIVE_CNT: timeouts.HOST_SILENT_S - timeouts.HOST_SILENT_S // 2,
-    zmq.TCP_MAXRT: 1000 * timeouts.HOST_SILENT_S,  # TCP_USER_TIMEOUT
-}
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
@@ -108,7 +84,7 @@ class Listener:
         self._greeting = greeting
         self._known: set[bytes] = set()  # routing ids of admitted peers
         # Of its own: it has one doorkeeper.
-        self._context = zmq.Context(_IO_THREADS)
+        self._context = zmq.Context(IO_THREADS)
         self._next_log_s = self._look_s = 0.0
         # A client reconnects under its routing id, maybe before its loss is seen.
         options = {zmq.LINGER: 1000, zmq.ROUTER_HANDOVER: 1}
@@ -321,119 +297,6 @@ class Listener:
             )
 
 
-class OwnProcess:
-    """What has threads and connections, which only the process has that made it.
-
-    To pickle or copy it is a ConfigError.
-    """
-
-    _pid: int
-
-    def __new__(cls, *_: object, **__: object) -> Self:
-        """Note which process makes it."""
-        made = super().__new__(cls)
-        made._pid = os.getpid()
-        return made
-
-    def require_own_process(self) -> None:
-        """Reject a call in a forked child, which would wait for threads it lacks."""
-        if self._pid != os.getpid():
-            raise ConfigError(
-                f"Threads and connections to the servers belong to process {self._pid},"
-                f" which made them. Received: a call in process {os.getpid()}, a fork "
-                "of it. Call EmbeddingClient.connect, and shard the model, in each "
-                "process."
-            )
-
-    def __reduce__(self) -> NoReturn:
-        raise ConfigError(
-            "Threads and connections to the servers cannot be pickled or copied. "
-            f"Received: a {type(self).__name__}, to be given to another process or "
-            "copied. Hand the servers' addresses over, and call "
-            "EmbeddingClient.connect there; save_checkpoint saves rows."
-        )
-
-
-class Wakeup:
-    """A pipe whose ``fd`` one thread polls, drains and closes; any may wake it."""
-
-    def __init__(self) -> None:
-        self.fd, self._writer = os.pipe()
-        os.set_blocking(self.fd, False)
-        self._lock = threading.RLock()  # a finalizer may wake in the midst of it
-        self._is_awake = False  # guarded by _lock
-        self._is_closed = False  # guarded by _lock
-
-    def wake(self) -> None:
-        """Wake the thread, unless that was done already or it has closed the pipe."""
-        with self._lock:
-            if not self._is_awake and not self._is_closed:
-                self._is_awake = True
-                os.write(self._writer, b"\0")
-
-    def drain(self) -> None:
-        """Allow the next wake-up; call it before looking for work."""
-        with self._lock:
-            if self._is_awake and not self._is_closed:
-                self._is_awake = False
-                with contextlib.suppress(BlockingIOError):
-                    os.read(self.fd, 1)
-
-    def close(self) -> None:
-        """Close both ends. May be called twice."""
-        with self._lock:
-            if not self._is_closed:
-                self._is_closed = True
-                os.close(self._writer)
-                os.close(self.fd)
-
-
-def require_sendable(frames: Sequence[SentFrame], what: str) -> None:
-    """Raise WireError for a message that no receiver would accept."""
-    largest = max(map(len, frames), default=0)
-    if largest > MAX_MESSAGE_BYTES:
-        raise WireError(
-            f"{what}: a frame must have at most {MAX_MESSAGE_BYTES} bytes. Received: "
-            f"{largest} bytes. Use smaller batches."
-        )
-
-
-def send_frames(socket: "zmq.Socket[bytes]", frames: Sequence[SentFrame]) -> None:
-    """Send a message; large frames are not copied, and must not change until then."""
-    for i, frame in enumerate(frames):
-        more = zmq.SNDMORE if i + 1 < len(frames) else 0
-        if isinstance(frame, LateFrame):
-            frame = frame.whole()
-        socket.send(frame, more, copy=len(frame) < _MIN_ZERO_COPY_BYTES)
-
-
-def receive_frames(socket: "zmq.Socket[bytes]") -> Frames:
-    """Return the frames of a message that is there, without a copy.
-
-    Of one with too many, it is more than ``MAX_FRAMES`` and a routing id.
-    """
-    frames: Frames = []
-    while True:
-        frame = socket.recv(copy=False)
-        if len(frames) < MAX_FRAMES + 2:
-            frames.append(frame.buffer)
-        if not frame.more:
-            return frames
-
-
-def read_reply(frames: Frames, name: str) -> tuple[Header, RemoteError | None]:
-    """Return the header of a reply of the server ``name``, and its error if it is one.
-
-    Raises:
-        FrameError: it is no reply of this protocol.
-    """
-    header = Header.decode(frames[0])
-    if header.kind is not Kind.ERROR:
-        return header, None
-    text = decode_json(frames, ErrorReply)
-    return header, RemoteError(text.message, server=name, kind=text.kind)
-
-
 def duplicate(fd: int) -> int:
     """Return another descriptor of a socket that listens, which ZeroMQ closes."""
     try:
@@ -455,134 +318,3 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)
     reused = mallopt(_M_MMAP_THRESHOLD, 2**25)  # glibc accepts no more
     return bool(reused and mallopt(_M_TRIM_THRESHOLD, 2**28))
-
-
-def open_socket(
-    kind: int,
-    options: Mapping[zmq.SocketOption, int | bytes],
-    context: "zmq.Context[zmq.Socket[bytes]] | None" = None,
-) -> "zmq.Socket[bytes]":
-    """Return a socket with the limits of all connections, and other options.
-
-    Without a context it is of the process's.
-    """
-    if context is None:
-        context = zmq.Context.instance(_IO_THREADS)
-        context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)  # until it has its first socket
-    opened: zmq.Socket[bytes] = context.socket(kind)
-    for option, value in {**_LIMITS, **options}.items():
-        opened.setsockopt(option, value)
-    return opened
-
-
-class Carrier(Protocol):
-    """What has carried a request besides TCP, see ``SlabChannel``."""
-
-    def wait(self, reply: "Reply", stop_s: float) -> None:
-        """Wait for a reply in the caller's thread, until a time."""
-
-    def look(self) -> None:
-        """Hand over the replies that are there."""
-
-    def listen(self, listens: bool) -> None:
-        """Say whether the I/O thread wants to know of each reply."""
-
-
-class Reply(Future[tuple[Header, Frames]]):
-    """A reply to come within ``timeout_s``; it cannot be cancelled.
-
-    The time in which its server is away, ``recovery_s`` at most, does not count.
-    """
-
-    def __init__(
-        self,
-        timeout_s: float,
-        server: int = 0,
-        what: str = "",
-        *,
-        recovery_s: float = 0.0,
-    ) -> None:
-        super().__init__()
-        self.timeout_s = timeout_s
-        self.recovery_s = recovery_s
-        self.server = server
-        self.what = what
-        self.begun_s, self.incarnation = time.monotonic(), 0
-        # Of the connections, guarded by their lock: what is sent again; what is left
-        # of the timeout while the server is away; the deadline while it is not.
-        self.message: list[SentFrame] = []
-        self.left_s = timeout_s
-        self.deadline_s = math.inf
-        # What took the request, if that was not TCP; callbacks are the I/O thread's.
-        self.carrier: Carrier | None = None
-        self.has_callbacks = self.was_nudged = False
-        self.set_running_or_notify_cancel()  # from here on, cancel() does nothing
-
-    def frames(self, within_s: float | None = None) -> Frames:
-        """Wait for the reply, ``within_s`` at most if given; return its frames."""
-        most_s = self.timeout_s + self.recovery_s + timeouts.REPLY_GRACE_S
-        most_s = most_s if within_s is None else within_s
-        carrier = self.carrier
-        if carrier is not None and not self.has_callbacks and not super().done():
-            stop_s = time.monotonic() + most_s
-            carrier.wait(self, stop_s)
-            most_s = max(stop_s - time.monotonic(), 0.0)
-        return self.result(most_s)[1]
-
-    def done(self) -> bool:
-        """Return whether the reply, or an error, is there."""
-        if self.carrier is not None and not self.has_callbacks and not super().done():
-            self.carrier.look()
-        return super().done()
-
-    def has_ended(self) -> bool:
-        """Return whether it is done; it is not looked for."""
-        return super().done()
-
-    def park(self, most_s: float) -> None:
-        """Wait until it is done, or nudged since the last wait."""
-        with self._condition:
-            if not self.was_nudged and not super().done():
-                self._condition.wait(max(most_s, 0.0))
-            self.was_nudged = False
-
-    def nudge(self) -> None:
-        """End a wait in :meth:`park`."""
-        with self._condition:
-            self.was_nudged = True
-            self._condition.notify_all()
-
-    def add_done_callback(self, fn: Callable[[Any], object]) -> None:
-        """Have a function called, as a rule in the I/O thread, once it is done."""
-        self.has_callbacks = True
-        if self.carrier is not None:
-            self.carrier.listen(True)
-        super().add_done_callback(fn)
-
-
-@dataclass(slots=True)
-class Away:
-    """Since when a server is away, the HELLO it was sent, and when it gets the next.
-
-    ``address`` is where it is now, if it has moved. A new socket is opened at
-    ``again_s``, as it ``rejects`` the token that it had accepted.
-    """
-
-    since_s: float
-    hello: int = -1
-    hello_s: float = math.inf
-    address: str = ""
-    again_s: float = math.inf
-    rejects: str = ""
-
-
-class Told(msgspec.Struct):
-    """What is read of a reply to HELLO."""
-
-    incarnation: int = 0
-
-    @classmethod
-    def read(cls, frames: Frames) -> Self:
-        """Read it; raise FrameError if that is another one's reply."""
-        told: Self = decode_json(frames, cls)
-        return told

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from persia_torchrec.rpc.channel import keep_freed_memory
+from persia_torchrec.rpc.listener import keep_freed_memory
 
 FAULTS_OF_NEW_BLOCKS = """
 import ctypes, resource
-from persia_torchrec.rpc.channel import keep_freed_memory
+from persia_torchrec.rpc.listener import keep_freed_memory
 if {keep}:
     assert keep_freed_memory()
 libc = ctypes.CDLL(None)
