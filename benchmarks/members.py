@@ -35,7 +35,7 @@ from persia_torchrec.rpc.addresses import (
     join_address,
     raise_descriptor_limit,
 )
-from persia_torchrec.rpc.auth import Greeting
+from persia_torchrec.rpc.greeting import Greeting
 from persia_torchrec.rpc.messages import Header, Kind, decode_json
 from persia_torchrec.rpc.sockets import open_socket
 

@@ -52,8 +52,8 @@ from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.routing import route
 from persia_torchrec.routing.route import Counts, IdGroup, Ids, ShardedIds, unique_ids
 from persia_torchrec.rpc import messages
-from persia_torchrec.rpc.auth import NO_JOB, Greeting
 from persia_torchrec.rpc.float_codec import Floats
+from persia_torchrec.rpc.greeting import NO_JOB, Greeting
 from persia_torchrec.rpc.messages import (
     Frames,
     Header,

@@ -27,8 +27,8 @@ from persia_torchrec.errors import (
 )
 from persia_torchrec.job.member import JobMember
 from persia_torchrec.job.registry import AddressBook
-from persia_torchrec.rpc.auth import Greeting
 from persia_torchrec.rpc.connections import Connections
+from persia_torchrec.rpc.greeting import Greeting
 from persia_torchrec.rpc.messages import NO_GENERATION, Header, Kind, encode_json
 from persia_torchrec.rpc.peers import Peers
 from persia_torchrec.rpc.reply import Reply

@@ -76,11 +76,6 @@ class JaggedBatch:
         """The samples of the batch."""
         return int(self.kjt.stride())
 
-    @property
-    def features(self) -> Mapping[str, Bags]:
-        """The ids of the features, on the host."""
-        return self.take()
-
     def take(self, *, pins_weights: bool = False) -> Mapping[str, Bags]:
         """Wait for the ids, and return them; the pulling thread calls it first.
 
@@ -126,7 +121,7 @@ class JaggedBatch:
 
     def of_feature(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return a feature's slice, ``(L,)``, of a tensor that is as the values."""
-        indices = self.features[key].indices
+        indices = self.take()[key].indices
         if isinstance(indices, np.ndarray):
             return tensor[torch.from_numpy(indices)]
         return tensor[indices]

@@ -61,8 +61,8 @@ from persia_torchrec.job.requests import (
 from persia_torchrec.job.state import AwakeClock, JobState, Member
 from persia_torchrec.parsing.decoding import parse_json
 from persia_torchrec.rpc.addresses import LOOPBACK, family_of, join_address
-from persia_torchrec.rpc.auth import Greeting
 from persia_torchrec.rpc.connections import Connections
+from persia_torchrec.rpc.greeting import Greeting
 from persia_torchrec.rpc.messages import Header, Kind, decode_json
 
 SERVED_CHECKPOINT = "served_checkpoint"

@@ -34,7 +34,7 @@ from persia_torchrec.job.requests import (
 )
 from persia_torchrec.job.state import ANSWERS, UNWRITTEN, JobState, Member
 from persia_torchrec.job.survivable_memory import TwoHalves
-from persia_torchrec.rpc.auth import Greeting
+from persia_torchrec.rpc.greeting import Greeting
 from persia_torchrec.rpc.listener import ListenerLimits
 from persia_torchrec.rpc.listener_thread import ListenerThread, make_reply
 from persia_torchrec.rpc.messages import Frames, Header, Kind, decode_json

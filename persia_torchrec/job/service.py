@@ -20,7 +20,7 @@ from persia_torchrec.job.process_identity import OwnMetrics
 from persia_torchrec.job.signals import EndSignals, end_by_signals
 from persia_torchrec.logger import get_default_logger
 from persia_torchrec.rpc.addresses import LOOPBACK, raise_descriptor_limit
-from persia_torchrec.rpc.auth import NO_JOB
+from persia_torchrec.rpc.greeting import NO_JOB
 from persia_torchrec.rpc.listener import Listener
 
 _PARENT_CHECK_S = 1.0

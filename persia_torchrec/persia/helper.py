@@ -26,7 +26,7 @@ from persia_torchrec.persia.config.embedding_config import load_embedding_config
 from persia_torchrec.persia.config.global_config import reject_inference
 from persia_torchrec.persia.utils import dump_yaml
 from persia_torchrec.rpc.addresses import LOOPBACK, reserved_port_from
-from persia_torchrec.rpc.auth import Greeting
+from persia_torchrec.rpc.greeting import Greeting
 
 Config = Mapping[str, object]
 

@@ -53,7 +53,7 @@ from persia_torchrec.persia.batch import (
     decode_whole,
     encode_rest,
 )
-from persia_torchrec.rpc.auth import NO_JOB, Greeting
+from persia_torchrec.rpc.greeting import NO_JOB, Greeting
 from persia_torchrec.rpc.listener_thread import Service
 from persia_torchrec.rpc.messages import (
     Frames,

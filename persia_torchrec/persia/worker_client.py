@@ -42,13 +42,13 @@ from persia_torchrec.persia.slots import LookupHello
 from persia_torchrec.persia.workers import Workers, is_away, worker_of
 from persia_torchrec.routing.route import Positions
 from persia_torchrec.rpc import messages
-from persia_torchrec.rpc.auth import NO_JOB, Greeting
 from persia_torchrec.rpc.float_codec import (
     UNDERFLOWS,
     decode_floats,
     encode_floats,
     num_zeroed,
 )
+from persia_torchrec.rpc.greeting import NO_JOB, Greeting
 from persia_torchrec.rpc.messages import Frame, Frames, Header, Kind, Precision
 from persia_torchrec.rpc.slab import size_of_message
 from persia_torchrec.table import TableChange, TableSpec, changed_tables

@@ -23,7 +23,7 @@ from persia_torchrec.errors import (
 )
 from persia_torchrec.persia.batch import NO_WORKER, Origin
 from persia_torchrec.rpc import messages
-from persia_torchrec.rpc.auth import NO_JOB, Greeting
+from persia_torchrec.rpc.greeting import NO_JOB, Greeting
 from persia_torchrec.rpc.messages import Frames, Header, Kind
 from persia_torchrec.rpc.peers import Peers
 

@@ -41,7 +41,8 @@ from persia_torchrec.errors import (
 )
 from persia_torchrec.rpc import addresses as hosts
 from persia_torchrec.rpc import auth
-from persia_torchrec.rpc.auth import Greeting, Proof
+from persia_torchrec.rpc.auth import Proof
+from persia_torchrec.rpc.greeting import Greeting
 from persia_torchrec.rpc.messages import (
     Frames,
     Header,

@@ -25,8 +25,8 @@ import zmq
 
 from persia_torchrec.errors import ConfigError, ServerError
 from persia_torchrec.rpc import addresses as hosts
-from persia_torchrec.rpc.auth import NO_JOB, Greeting
 from persia_torchrec.rpc.connection import Connection
+from persia_torchrec.rpc.greeting import NO_JOB, Greeting
 from persia_torchrec.rpc.own_process import OwnProcess
 from persia_torchrec.rpc.silences import Silences
 from persia_torchrec.rpc.sockets import IoLoop

@@ -18,7 +18,7 @@ import zmq
 from persia_torchrec import env
 from persia_torchrec.errors import ConfigError, FrameError, JobMismatchError, WireError
 from persia_torchrec.rpc import addresses, auth
-from persia_torchrec.rpc.auth import NO_JOB, Greeting
+from persia_torchrec.rpc.greeting import NO_JOB, Greeting
 from persia_torchrec.rpc.messages import (
     Frame,
     Frames,

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from persia_torchrec import env
 from persia_torchrec.errors import PersiaError
 from persia_torchrec.rpc.addresses import LOOPBACK
-from persia_torchrec.rpc.auth import NO_JOB, Greeting
+from persia_torchrec.rpc.greeting import NO_JOB, Greeting
 from persia_torchrec.rpc.listener import Listener, ListenerLimits
 from persia_torchrec.rpc.messages import Frames, Header, Kind, error_frames
 from persia_torchrec.rpc.slab_server import DEFAULT_MIB

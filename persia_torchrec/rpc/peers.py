@@ -11,8 +11,8 @@ from persia_torchrec import env
 from persia_torchrec.env import Transport
 from persia_torchrec.errors import FrameError, PersiaError, WireError
 from persia_torchrec.parsing.decoding import parse_json
-from persia_torchrec.rpc.auth import Greeting
 from persia_torchrec.rpc.connections import Connections
+from persia_torchrec.rpc.greeting import Greeting
 from persia_torchrec.rpc.messages import (
     Frame,
     Frames,

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from persia_torchrec.errors import ConfigError, FrameError, PersiaError, RestartedError
 from persia_torchrec.metrics.push import publish_metrics
 from persia_torchrec.metrics.values import ServerReadings, Snapshots
-from persia_torchrec.rpc.auth import NO_JOB, Greeting
+from persia_torchrec.rpc.greeting import NO_JOB, Greeting
 from persia_torchrec.rpc.listener import Listener, ListenerLimits
 from persia_torchrec.rpc.messages import TRAINING, Header, Kind
 from persia_torchrec.server.checkpoint_service import CheckpointService, KnownUpdates

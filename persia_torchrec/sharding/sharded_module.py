@@ -43,8 +43,11 @@ from persia_torchrec.datasets.batches import (
 )
 from persia_torchrec.datasets.transfer import to_device
 from persia_torchrec.errors import BatchError, ConfigError
-from persia_torchrec.pipeline.in_turn import BatchesInTurn
-from persia_torchrec.pipeline.pipeline import BatchPipeline, PrefetchedBatch
+from persia_torchrec.pipeline.pipeline import (
+    BatchesInTurn,
+    BatchPipeline,
+    PrefetchedBatch,
+)
 from persia_torchrec.sharding import state_dict, torchrec_api
 from persia_torchrec.sharding.backward_pass import looked_up
 from persia_torchrec.sharding.collection import CollectionSpec
@@ -187,8 +190,13 @@ class ShardedRemoteCollection(
         self.register_load_state_dict_pre_hook(state_dict.take_entries)
 
     @torch.compiler.disable(reason=torchrec_api.NOT_IN_GRAPHS)
-    def start(self, batch: object, *, is_training: bool) -> PrefetchedBatch[Any]:
-        """Begin to pull a KeyedJaggedTensor, TensorDict, or what the pipeline takes."""
+    def start(
+        self, batch: object, *, is_training: bool, is_input: bool = False
+    ) -> PrefetchedBatch[Any]:
+        """Begin to pull a KeyedJaggedTensor, TensorDict, or what the pipeline takes.
+
+        With ``is_input``, batches may be used in another order than they begin.
+        """
         of_jit, of_export, modes, modes_before = torchrec_api.TRACES
         if of_jit() or of_export() or modes() or modes_before():
             torchrec_api.require_no_trace()
@@ -197,20 +205,16 @@ class ShardedRemoteCollection(
             self.before_first_pull = None
         if not isinstance(batch, torchrec.KeyedJaggedTensor | TensorDict):
             return self.pipeline.start(batch, training=is_training)
-        return self._pull(JaggedBatch.of(batch, self._keys), is_training=is_training)
-
-    @torch.compiler.disable(reason=torchrec_api.NOT_IN_GRAPHS)
-    def begin(self, batch: object, *, is_training: bool) -> PrefetchedBatch[Any]:
-        """Begin to pull, by :meth:`start`, a batch that this is called with."""
-        started = self.start(batch, is_training=is_training)
-        if is_training:
+        given = JaggedBatch.of(batch, self._keys)
+        started = self._pull(given, is_training=is_training)
+        if is_input and is_training:
             self._unused.begun(started)
         return started
 
     def _pull(self, given: JaggedBatch, *, is_training: bool) -> PrefetchedBatch[Any]:
         ids: Any = partial(given.take, pins_weights=True)
         if self._leaving is None:  # without a GPU the ids are here
-            ids = given.features
+            ids = given.take()
         return self.pipeline.start(ids, training=is_training, given=given)
 
     @property
@@ -241,7 +245,7 @@ class ShardedRemoteCollection(
                     "pulled ahead. Received: another one. Train such a model by a "
                     "TorchRec loop: DataLoader(..., as_torchrec=True)."
                 )
-            batch = self.begin(batch, is_training=is_training)
+            batch = self.start(batch, is_training=is_training, is_input=True)
         # A list of one batch, for pipelines that fuse the inputs of modules.
         return KJTListSplitsAwaitable([types.NoWait(types.NoWait(batch))], ctx)
 
@@ -516,7 +520,8 @@ class ShardedRemoteEmbeddingBag(ShardedRemoteEmbeddingBagCollection):
     def _begin(
         self, kjt: torchrec.KeyedJaggedTensor, *, has_one_more: bool
     ) -> PrefetchedBatch[Any]:
-        batch = self.begin(kjt, is_training=self.training and torch.is_grad_enabled())
+        is_training = self.training and torch.is_grad_enabled()
+        batch = self.start(kjt, is_training=is_training, is_input=True)
         if has_one_more:
             self._with_one_more.add(batch.given)
         return batch

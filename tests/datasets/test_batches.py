@@ -128,7 +128,7 @@ def test_narrower_ids_are_widened_as_values(dtype):
     values = torch.tensor([3, -1 if dtype.is_signed else 255], dtype=dtype)
     batch = KeyedJaggedTensor(["ad"], values, lengths=torch.tensor([1, 1]))
     jagged = JaggedBatch.of(batch, ["ad"])
-    ids = jagged.features["ad"].ids
+    ids = jagged.take()["ad"].ids
     assert ids.dtype == np.uint64
     assert ids.view(np.int64).tolist() == values.tolist()
     assert torch.equal(jagged.ids("ad"), values)  # as they were given
@@ -169,7 +169,7 @@ def test_a_tensor_dict_is_taken_feature_by_feature():
     jagged = JaggedBatch.of(batch, ["ad", "user"])
     taken = {
         key: (of_key.ids.tolist(), of_key.lengths.tolist())
-        for key, of_key in jagged.features.items()
+        for key, of_key in jagged.take().items()
     }
     assert taken == {"ad": ([7, 8], [0, 2]), "user": ([4], [1, 0])}
     assert jagged.ids("ad").tolist() == [7, 8]

@@ -37,7 +37,8 @@ from persia_torchrec.persia.slots import SlotsLookup, build_features
 from persia_torchrec.persia.stream import Inbox
 from persia_torchrec.persia.worker.process import IdBuffer, WorkerProcess
 from persia_torchrec.rpc import messages, slab
-from persia_torchrec.rpc.auth import NO_JOB, client_options
+from persia_torchrec.rpc.auth import client_options
+from persia_torchrec.rpc.greeting import NO_JOB
 from persia_torchrec.rpc.listener_thread import Service
 from persia_torchrec.rpc.messages import Header, Kind, Share, encode_json
 from persia_torchrec.rpc.slab_client import SharedMemoryTransport, obtain

@@ -243,7 +243,7 @@ def watched(walk: Walk, loop):
 
 def test_a_lookup_passes_few_files_and_functions(walks, transport):
     walk, _ = walks
-    hand_overs, files, hops = {"tcp": (2, 33, 75), "shm": (1, 35, 86)}[transport]
+    hand_overs, files, hops = {"tcp": (2, 32, 75), "shm": (1, 34, 86)}[transport]
     assert walk.num_hand_overs() == hand_overs
     assert len(walk.files) <= files
     assert len(walk.hops) <= hops

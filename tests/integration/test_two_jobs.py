@@ -8,8 +8,8 @@ from persia_torchrec.errors import TokenError
 from persia_torchrec.job import coordinator, script
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.persia.utils import dump_yaml
-from persia_torchrec.rpc.auth import Greeting
 from persia_torchrec.rpc.connections import Connections
+from persia_torchrec.rpc.greeting import Greeting
 from persia_torchrec.rpc.messages import Header, Kind, encode_json
 from tests.support import helped
 from tests.support.forked_jobs import ForkedJob

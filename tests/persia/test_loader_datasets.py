@@ -12,7 +12,7 @@ from persia_torchrec.data import (
 from persia_torchrec.errors import ConfigError, DataflowError, TokenError
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.persia.stream import BatchSender
-from persia_torchrec.rpc.auth import Greeting
+from persia_torchrec.rpc.greeting import Greeting
 from tests.support.local_job import batch_of
 from tests.support.servers import DEADLINE_S
 

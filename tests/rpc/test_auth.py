@@ -14,13 +14,9 @@ from persia_torchrec.errors import ConfigError, DiscoveryError, ServerError, Tok
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.persia.stream import Inbox
 from persia_torchrec.rpc import auth
-from persia_torchrec.rpc.auth import (
-    NO_JOB,
-    Greeting,
-    ZapAuthenticator,
-    client_options,
-)
+from persia_torchrec.rpc.auth import ZapAuthenticator, client_options
 from persia_torchrec.rpc.connections import Connections
+from persia_torchrec.rpc.greeting import NO_JOB, Greeting
 from persia_torchrec.rpc.listener import Listener
 from persia_torchrec.rpc.listener_thread import Service
 from persia_torchrec.rpc.messages import Header, Kind, encode_json

@@ -19,8 +19,8 @@ from persia_torchrec.errors import (
     WireError,
 )
 from persia_torchrec.rpc import connection as connection_module
-from persia_torchrec.rpc.auth import NO_JOB, Greeting
 from persia_torchrec.rpc.connections import Connections
+from persia_torchrec.rpc.greeting import NO_JOB, Greeting
 from persia_torchrec.rpc.listener import Listener
 from persia_torchrec.rpc.messages import Header, Kind, decode_json
 from tests.support.faults import Relay

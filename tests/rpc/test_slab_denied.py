@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from persia_torchrec.rpc.auth import NO_JOB
+from persia_torchrec.rpc.greeting import NO_JOB
 from persia_torchrec.rpc.listener_thread import Service
 from persia_torchrec.rpc.messages import Header, Kind
 from persia_torchrec.rpc.peers import Peers

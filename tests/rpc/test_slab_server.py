@@ -14,8 +14,8 @@ import pytest
 
 from persia_torchrec.errors import FrameError, RemoteError, ServerError
 from persia_torchrec.rpc import slab as layout
-from persia_torchrec.rpc.auth import NO_JOB
 from persia_torchrec.rpc.connections import Connections
+from persia_torchrec.rpc.greeting import NO_JOB
 from persia_torchrec.rpc.listener import ListenerLimits
 from persia_torchrec.rpc.listener_thread import Service
 from persia_torchrec.rpc.messages import Header, Kind, decode_json, encode_json

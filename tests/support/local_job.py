@@ -22,7 +22,7 @@ from persia_torchrec.persia.batch import IDTypeFeature, Label, PersiaBatch
 from persia_torchrec.persia.config.embedding_config import load_embedding_config
 from persia_torchrec.persia.slots import SlotsLookup, build_features
 from persia_torchrec.persia.worker.process import IdBuffer, WorkerProcess
-from persia_torchrec.rpc.auth import Greeting
+from persia_torchrec.rpc.greeting import Greeting
 from persia_torchrec.rpc.listener_thread import Service
 from persia_torchrec.rpc.messages import Frames, Header, Kind
 from tests.support.processes import Processes, wait_until

@@ -11,7 +11,7 @@ import numpy as np
 from persia_torchrec.client.client import EmbeddingClient, Reply
 from persia_torchrec.client.codec import PushOutcome
 from persia_torchrec.errors import JobError, WireError
-from persia_torchrec.rpc.auth import NO_JOB, Greeting
+from persia_torchrec.rpc.greeting import NO_JOB, Greeting
 from persia_torchrec.rpc.messages import TableSegments
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
 from persia_torchrec.store.embedding_store import EmbeddingStore

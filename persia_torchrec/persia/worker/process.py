@@ -68,8 +68,8 @@ from persia_torchrec.persia.config.global_config import MetricsSettings
 from persia_torchrec.persia.slots import LookupMeasures, SlotsLookup, build_features
 from persia_torchrec.rpc import messages
 from persia_torchrec.rpc.addresses import tcp_address
-from persia_torchrec.rpc.auth import NO_JOB, Greeting
 from persia_torchrec.rpc.float_codec import decode_floats, encode_floats
+from persia_torchrec.rpc.greeting import NO_JOB, Greeting
 from persia_torchrec.rpc.messages import (
     Frames,
     Header,

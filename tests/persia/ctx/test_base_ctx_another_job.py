@@ -8,7 +8,7 @@ from persia_torchrec.ctx import EmbeddingCtx, PreprocessMode
 from persia_torchrec.errors import TokenError
 from persia_torchrec.persia.engine import connect_to_job
 from persia_torchrec.persia.stream import Inbox
-from persia_torchrec.rpc.auth import Greeting
+from persia_torchrec.rpc.greeting import Greeting
 from tests.support.local_job import LocalJob, batch_of
 
 THEIRS = Greeting("theirs")

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persia_torchrec.errors import ConfigError, FrameError, JobMismatchError, WireError
-from persia_torchrec.rpc.auth import NO_JOB, Greeting
+from persia_torchrec.rpc.greeting import NO_JOB, Greeting
 
 JOB_IDS = st.text("abcXYZ019._:-", max_size=128)
 OURS, THEIRS = Greeting("ads-7"), Greeting("news-1")
