@@ -177,13 +177,13 @@ def continue_seconds(
         for name, spec in specs.items()
         if spec.expiry.is_by_running_time and seconds_of[name]
     ]
-    if running and (goes_back or max(running) > store.seconds.running_s):
-        store.seconds.running_s = max(running)
+    if running and (goes_back or max(running) > store.rows.seconds.running_s):
+        store.rows.seconds.running_s = max(running)
     moved = {}
     for spec in store.tables:
         saved_s = seconds_of.get(spec.name)
         if saved_s and spec.expiry.is_by_running_time:
-            moved[spec.name] = int(store.seconds.running_s) - int(saved_s)
+            moved[spec.name] = int(store.rows.seconds.running_s) - int(saved_s)
     return moved
 
 
@@ -330,7 +330,7 @@ class Fitting(NamedTuple):
         if is_bad_N.any():
             self.not_finite[spec.name] += int(np.count_nonzero(is_bad_N))
         if not _are_moderate(rows, spec):
-            self.store.tally[memory.HAS_LARGE] = 1
+            self.store.rows.tally[memory.HAS_LARGE] = 1
         return _with_metadata(rows, self.store, number, self.moved_s)
 
 
@@ -402,7 +402,7 @@ def _with_metadata(
             metadata[:, 3] = last_s.clip(0, 2**32 - 1)
             return replace(rows, metadata=metadata)
         return rows
-    step, now_s = state.num_updates % 2**32, store.now_s(state)
+    step, now_s = state.num_updates % 2**32, state.now_s()
     metadata = np.empty((len(rows), METADATA_WORDS), dtype=np.uint32)
     metadata[:] = np.array([1, step, step, now_s], dtype=np.uint32)
     return replace(rows, metadata=metadata)

@@ -64,7 +64,7 @@ from persia_torchrec.checkpoint.row_file import (
 from persia_torchrec.embedding.setting import Sightings
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.routing.route import Ids, is_of_shard
-from persia_torchrec.store import memory, table_states
+from persia_torchrec.store import memory
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.row_columns import (
     SLICE_ROWS,
@@ -266,7 +266,7 @@ def apply_increment(
             for table, rows in increment.rows
         ),
     )
-    store.tick = max(store.tick, head.tick)
+    store.rows.tick = max(store.rows.tick, head.tick)
     for number, saved in zip(numbers, head.tables, strict=True):
         if continues(plans, saved):
             previous = 0 if head.was_cleared else states[number].num_updates
@@ -278,9 +278,9 @@ def _drop_tables(store: EmbeddingStore, names: Sequence[str]) -> Iterator[int]:
     """Drop tables, and free their rows in slices."""
     numbers = [state.number for state in store.present if state.spec.name in names]
     if numbers:
-        table_states.drop(store, numbers)
+        store.drop_tables(numbers)
     while store.leaving:
-        table_states.free_rows(store, SLICE_ROWS)
+        store.free_rows(SLICE_ROWS)
         yield 0
 
 
@@ -441,7 +441,7 @@ class ShardLoad(BackgroundTask):
 
     def load(self) -> None:
         """Put the rows into the store, once checked; if that fails, leave it empty."""
-        was_loading, self._store.is_loading = self._store.is_loading, True
+        was_loading, self._store.rows.is_loading = self._store.rows.is_loading, True
         with self._opened:
             try:
                 self._fill()
@@ -449,17 +449,17 @@ class ShardLoad(BackgroundTask):
                 self._store.clear()
                 raise
             finally:
-                self._store.is_loading = was_loading
+                self._store.rows.is_loading = was_loading
 
     def _fill(self) -> None:
         store = self._store
-        num_evicted = -int(store.tally[memory.EVICTED])
+        num_evicted = -int(store.rows.tally[memory.EVICTED])
         saved = self._tables
         plans = {**self._plans, **left_out(saved, self._dropped)}
         numbers = add_tables(store, saved, plans, follows=False)
         if self._replaces:
             store.clear()
-            store.tick = 0
+            store.rows.tick = 0
         moved_s = continue_seconds(
             store, saved, written_s(self.manifest.created), goes_back=self._replaces
         )
@@ -481,14 +481,14 @@ class ShardLoad(BackgroundTask):
             rows_in.add(number, fit.rows(number, rows), is_own_N)
         rows_in.finish(max((shard.tick for shard in self.manifest.shards), default=0))
         seen = self._put_increments(not_finite)
-        num_evicted += int(store.tally[memory.EVICTED])
+        num_evicted += int(store.rows.tally[memory.EVICTED])
         num_left_out = len(self._uses) - rows_in.num_kept + num_evicted
         self.result = Loaded(
             rows_in.num_kept,
             num_left_out,
             len(self._increments),
             sorted(seen.forgotten),
-            store.capacity_rows,
+            store.rows.capacity_rows,
             dict(not_finite),
             self._notes,
         )

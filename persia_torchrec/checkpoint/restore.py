@@ -71,7 +71,7 @@ def restore(
     """
     lines = [] if logs is None else increment_log.find_lines(logs, {})
     own = [line for line in lines if line.is_of(target.shard, target.num_shards)]
-    store.is_loading, found = True, Restored()  # the next process begins again
+    store.rows.is_loading, found = True, Restored()  # the next process begins again
     for plan in _plans(lines, own[-1] if own else None, run, logs):
         try:
             found = _carry_out(plan, store, target, logs)
@@ -81,13 +81,13 @@ def restore(
                 "skipping unreadable checkpoint, falling back to an older one: %s", exc
             )
             store.clear()
-    store.is_loading = False
-    if num_evicted := int(store.tally[memory.EVICTED]):
+    store.rows.is_loading = False
+    if num_evicted := int(store.rows.tally[memory.EVICTED]):
         logger.warning(
             "%d restored rows were evicted: the server has room for %d: "
             "raise --capacity, or add servers",
             num_evicted,
-            store.capacity_rows,
+            store.rows.capacity_rows,
         )
     return found
 

@@ -175,7 +175,7 @@ def _restore(server: EmbeddingServer, life: JobMember | Lifetime) -> None:
             num, mean = told.split()
             known = KnownUpdates(int(num), float(mean))
     has_run = env.num_restarts() > 0 or address is not None
-    has_run |= server.shard.store.was_loading
+    has_run |= server.shard.store.rows.was_loading
     # The whole job may have been started again.
     if has_run or _has_checkpoint(config.resume_dir):
         server.restore(config.resume_dir or run, known, begins=not has_run)

@@ -48,7 +48,6 @@ from persia_torchrec.errors import BusyError, CheckpointError, StoreError
 from persia_torchrec.rpc.messages import ErrorReply, TaskState
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.increments import Increments
-from persia_torchrec.store import table_states
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.row_copy import RawRows, RowExport, split_by_table
 
@@ -135,7 +134,7 @@ class DeltaEnd:
             self.fail("there is no log now; the next one begins in seconds")
         elif self._cut is None:
             self._cut = self._increments.end_increment()
-            self._tables = saved_tables(self._store.present, self._store.seconds)
+            self._tables = saved_tables(self._store.present, self._store.rows.seconds)
         elif (position := self._increments.ended_before(self._cut)) is not None:
             self.result = EndedIncrement(self._folder, position, self._tables)
             self.phase = "written"
@@ -172,7 +171,7 @@ class TableDrop:
             self.phase = "unused" if may_drop else "ending"
             if may_drop and self.must_drop:
                 if not self.is_over:
-                    table_states.drop(self._store, [self._number])
+                    self._store.drop_tables([self._number])
                 self.phase, self.is_over = "freeing", True
         if self.phase == "freeing" and not self._store.leaving:
             self.phase = "dropped"
@@ -250,7 +249,7 @@ class ShardDump(BackgroundTask):
             self.chunks.put_nowait(remembered)
         else:
             self._tables = self._describe_tables()  # with their steps
-            self._tick = self._store.tick_in_files
+            self._tick = self._store.rows.tick_in_files
             self.chunks.put_nowait(None)
             self._has_copied_all = True
         cpu_s = self._writer_cpu_s
@@ -261,7 +260,7 @@ class ShardDump(BackgroundTask):
         if self._export.is_done:
             self._store.free_blocks()  # of a period that has ended meanwhile
         states = (self._store.states[table.number] for table in self._export.tables)
-        return saved_tables(states, self._store.seconds)
+        return saved_tables(states, self._store.rows.seconds)
 
     def _write(self) -> None:
         config = self._config
@@ -356,7 +355,9 @@ class CheckpointService:
         self._budget = CpuBudget(_CPU_FRACTION, activity)
         self._increments = Increments(config, store, activity)
         shard, num_shards = config.shard, config.num_shards
-        self._target = Target(shard, num_shards, store.capacity_rows, store.is_lfu)
+        self._target = Target(
+            shard, num_shards, store.rows.capacity_rows, store.rows.is_lfu
+        )
         self.serves = self._url = self._run = ""  # only one of inference serves one
         self._lost: dict[str, int] = {}  # counters of a server that lost its memory
 
@@ -582,7 +583,7 @@ class CheckpointService:
                     self._url,
                     load.result.num_left_out,
                     self._store.num_rows,
-                    self._store.capacity_rows,
+                    self._store.rows.capacity_rows,
                 )
             if load.cancelled.is_set():
                 self._load, self._task = None, -1

@@ -21,7 +21,8 @@ import numpy as np
 from persia_torchrec.errors import FencedError, FrameError, StoreError
 from persia_torchrec.rpc.messages import GENERATION_SHIFT, MAX_PARTS, NO_GENERATION
 from persia_torchrec.server.open_batches import Batch
-from persia_torchrec.store.embedding_store import EmbeddingStore, Transaction
+from persia_torchrec.store.embedding_store import EmbeddingStore
+from persia_torchrec.store.store_rows import Transaction
 
 Outcome = tuple[int, ...]
 """Four words, as of an update: ids without a row, rows that were rejected, ids that
@@ -59,7 +60,7 @@ class Streams:
     """
 
     def __init__(self, store: EmbeddingStore) -> None:
-        self._commit = store.memory.commit
+        self._commit = store.rows.memory.commit
         self._notes = notes = store.notes(NUM_WORDS)
         self._commit(notes, _STREAMS)
         # Single words are faster to reach in them than in an array.
@@ -71,7 +72,7 @@ class Streams:
                 f"Received: {self._words[_NUM_STREAMS]}. Delete the file."
             )
         stop = _STREAMS + self._words[_NUM_STREAMS] * _STREAM_WORDS
-        if store.was_loading:  # all that is known is of rows that are gone
+        if store.rows.was_loading:  # all that is known is of rows that are gone
             self._words[_INCARNATION] = self._words[_GROUPS] = 0
             notes[_STREAMS:stop:_STREAM_WORDS] = 0
         if not self._words[_INCARNATION]:

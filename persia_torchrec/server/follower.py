@@ -40,7 +40,6 @@ from persia_torchrec.checkpoint.load import (
 from persia_torchrec.checkpoint.restore import written_at
 from persia_torchrec.errors import CheckpointError, NotReadyError, PersiaError
 from persia_torchrec.server.config import ServerConfig
-from persia_torchrec.store import table_states
 from persia_torchrec.store.embedding_store import EmbeddingStore
 
 logger = logging.getLogger(__name__)
@@ -76,8 +75,8 @@ class Follower(BackgroundTask):
         self._target = Target(
             config.shard,
             config.num_shards,
-            store.capacity_rows,
-            store.is_lfu,
+            store.rows.capacity_rows,
+            store.rows.is_lfu,
             has_state=False,
         )
         self._manifests: dict[str, Manifest] = {}
@@ -114,7 +113,7 @@ class Follower(BackgroundTask):
     def _read_checkpoint(self, folder: Folder) -> str:
         """Read a checkpoint into a store, which is handed over; return its date."""
         store = self._config.make_store()
-        table_states.copy_tables(store, self._store)  # with the same numbers
+        store.copy_tables(self._store)  # with the same numbers
         self.load = load = ShardLoad(folder, self._target, store)
         load.cancelled = self.cancelled
         load.check()

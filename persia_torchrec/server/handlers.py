@@ -173,13 +173,13 @@ def _repeat_lookup(store: EmbeddingStore, pieces: Sequence[_Piece], batch: int) 
     has them: 9 to 15 % of a lookup of dim 64 (Adagrad, memory file, two shared cores).
     """
     seen = [memory.HITS, memory.MISSES]
-    before = store.tally[seen]
+    before = store.rows.tally[seen]
     _read_rows(store, pieces)
-    store.tally[seen] = before
+    store.rows.tally[seen] = before
     for table, ids_N, out_ND, _ in pieces:
         state = store.states[table]
         gone = np.flatnonzero(store.find(table, ids_N) == memory.MISSING)
-        if len(gone) and not state.has_shared:
+        if len(gone) and not state.spec.shared_rows:
             gone = gone[state.was_admitted(ids_N[gone], batch)]
             out_ND[gone] = initial_rows(state.spec, ids_N[gone])[:, : state.spec.dim]
 
@@ -256,9 +256,9 @@ def _answer_read(shard: Shard, request: ShardRequest) -> Frames:
 def _begin_rows(state: TableState, ids_N: Ids) -> Floats:
     """Return what the rows of ids would begin with now."""
     rows_NK = initial_rows(state.spec, ids_N)
-    if state.has_shared:
+    if state.spec.shared_rows:
         weights_ND = np.empty((len(ids_N), state.spec.dim), dtype=np.float32)
-        state.read_missing(ids_N, None, weights_ND)
+        state.read_only(ids_N, weights_ND)
         rows_NK[:, : state.spec.dim] = weights_ND
     return rows_NK
 

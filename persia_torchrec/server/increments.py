@@ -282,7 +282,7 @@ class Increments:
         names = "increment_rows", "increment_bytes", "increment_logs_failed"
         self._counts = Counter(dict.fromkeys(names, 0))  # of logs that have ended
         if config.incremental_dir is None:
-            store.journal.end()  # no log of a process before has what changes now
+            store.rows.journal.end()  # no log of a process before has what changes now
             return
         self._folder = Folder(config.incremental_dir)
         self._folder.make()
@@ -360,7 +360,7 @@ class Increments:
 
     def suspend(self, *, keeps: bool = False) -> None:
         """Close the log: a load begins, or the process ends, and ``keeps`` the ring."""
-        self._store.journal.end(keeps=keeps)
+        self._store.rows.journal.end(keeps=keeps)
         self._begin_s = math.inf
         if self._writer is not None:
             self._counts.update(self._writer.written)
@@ -371,7 +371,7 @@ class Increments:
         """Return base and history of a log that continues the previous process's."""
         states = self._store.states
         dropped = {s.number: s.spec.name for s in states if s.is_dropped}
-        tokens, changes = self._store.journal.previous(dropped)
+        tokens, changes = self._store.rows.journal.previous(dropped)
         lines = increment_log.find_lines(self._folder, {})
         logs = {line.logs[0].token: line.logs[0] for line in lines}
         for log in [logs[token] for token in tokens if token in logs]:
@@ -391,7 +391,7 @@ class Increments:
         clock = self._activity.clock
         self._writer = IncrementWriter(self._folder, log, config, clock)
         self._charged_cpu_s, self._waits_for_more = 0.0, False
-        self._store.journal.begin(log.token, noted)
+        self._store.rows.journal.begin(log.token, noted)
         self._cuts.clear()
         self._flushed_s = self._written_s = clock()
         logger.info("log %s begins, base=%s", log.name, base.kind)
@@ -405,7 +405,9 @@ class Increments:
         if writer is not None:
             self._note_written(writer, now_s)
             self._charge(writer)
-        is_full = self._store.journal.changes.num_rows >= config.incremental_buffer_rows
+        is_full = (
+            self._store.rows.journal.changes.num_rows >= config.incremental_buffer_rows
+        )
         is_due = now_s - self._flushed_s >= config.incremental_interval_s
         if writer is None:
             # A hanging file system blocks one thread at most.
@@ -477,7 +479,7 @@ class Increments:
 
     def _note_written(self, writer: IncrementWriter, now_s: float) -> None:
         """Note what has been written, and warn if that is long ago."""
-        self._store.journal.release(writer.num_cuts_written)
+        self._store.rows.journal.release(writer.num_cuts_written)
         if self._cuts and self._cuts[0][0] <= writer.num_cuts_written:
             self._warn_of_size()
         age_s = now_s - self._written_s
@@ -502,7 +504,7 @@ class Increments:
             return {}
         writer = self._writer
         is_empty = writer is not None and not writer.inbox.unfinished_tasks
-        is_written = is_empty and self._store.journal.is_empty
+        is_written = is_empty and self._store.rows.journal.is_empty
         counts = self._counts.copy()
         counts.update({} if writer is None else writer.written)
         number = 0 if writer is None else writer.number - 1
@@ -528,7 +530,7 @@ class Increments:
             return
         deadline = time.monotonic() + timeouts.INCREMENTS_CLOSE_S
         while writer.phase == "writing" and time.monotonic() < deadline:
-            if self._store.journal.is_empty:
+            if self._store.rows.journal.is_empty:
                 writer.ending.set()
             elif not writer.inbox.full():
                 self._flush(writer, is_due=True)
@@ -541,7 +543,7 @@ class Increments:
                 writer.error or f"not written within {timeouts.INCREMENTS_CLOSE_S:g} s"
             )
             logger.error("log %s is not complete: %s", writer.log.name, reason)
-        self._store.journal.release(writer.num_cuts_written)
+        self._store.rows.journal.release(writer.num_cuts_written)
         self.suspend(keeps=True)
 
     def _fail(self, writer: IncrementWriter, exc: Exception) -> None:
@@ -573,7 +575,7 @@ class Increments:
         store, config, now_s = self._store, self._config, self._activity.clock()
         if is_due:
             self._flushed_s = now_s
-        if store.journal.is_empty and not (self._waits_for_more or is_last):
+        if store.rows.journal.is_empty and not (self._waits_for_more or is_last):
             if not self._cuts:
                 self._written_s = now_s
             return
@@ -585,12 +587,12 @@ class Increments:
             shard=config.shard,
             num_shards=config.num_shards,
             created_s=time.time(),  # noqa: TID251  # others compare it with their clock
-            tick=store.tick_in_files,
+            tick=store.rows.tick_in_files,
             was_cleared=False,
-            tables=saved_tables(store.present, store.seconds),
+            tables=saved_tables(store.present, store.rows.seconds),
         )
         numbers = [state.number for state in store.present]
-        changes = store.journal.cut()
+        changes = store.rows.journal.cut()
         self._cuts.append((changes.number, now_s))
         spread = _SPREAD if is_due else 1 + _SPREAD
         end_s = self._flushed_s + spread * config.incremental_interval_s

@@ -79,7 +79,7 @@ class EmbeddingServer:
     def has_rows(self) -> bool:
         """Whether it continues with the tables, and rows, of an earlier process."""
         store = self.shard.store
-        return bool(store.states) and not store.was_loading
+        return bool(store.states) and not store.rows.was_loading
 
     def restore(
         self,
@@ -93,7 +93,7 @@ class EmbeddingServer:
         Before it serves; the arguments are those of ``CheckpointService.restore``.
         """
         tasks, store = self.shard.checkpoints, self.shard.store
-        if store.was_loading:
+        if store.rows.was_loading:
             for state in store.states:
                 state.num_updates = 0
         if isinstance(tasks, CheckpointService) and not self.has_rows:

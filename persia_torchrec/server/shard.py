@@ -48,7 +48,6 @@ from persia_torchrec.server.open_batches import (
     Update,
     build_gradients,
 )
-from persia_torchrec.store import table_states
 from persia_torchrec.table import TableSpec
 
 logger = logging.getLogger(__name__)
@@ -283,9 +282,9 @@ class Shard:
         for state in [s for s in self.store.present if s.number in self.restored]:
             if (spec := given.get(state.spec.name)) is None:
                 continue
-            had, has = state.describe_both(spec, is_lfu=self.store.is_lfu)
+            had, has = state.describe_both(spec)
             if had != has:
-                table_states.drop(self.store, [state.number])
+                self.store.drop_tables([state.number])
                 logger.warning(
                     "table %r has %s, and was restored with %s: its restored rows are "
                     "dropped, and on_change of the load says whether it begins again",

@@ -7,16 +7,14 @@ suspended, is noticed by the monotonic one; rows keep their age.
 """
 
 import logging
-import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from persia_torchrec.embedding.usage import Expiry
 from persia_torchrec.store import loops, memory
-
-if TYPE_CHECKING:
-    from persia_torchrec.store.embedding_store import EmbeddingStore
+from persia_torchrec.store.memory import Tally
+from persia_torchrec.table import TableSpec
 
 logger = logging.getLogger(__name__)
 
@@ -31,31 +29,36 @@ _CAUSES = [memory.EXPIRED_STEPS, memory.EXPIRED_SECONDS, memory.EXPIRED_NORM]
 
 
 class ExpiryClock:
-    """The seconds of a store's rows. The store's thread owns it."""
+    """The seconds of a store's rows. The store's thread owns it.
 
-    def __init__(self, store: "EmbeddingStore") -> None:
-        self._store: EmbeddingStore = weakref.proxy(store)  # which owns this
-        self.running_s = float(store.tally[memory.RUNNING_S]) or store.clock()
-        self._offset_s = store.clock() - store.monotonic()
+    ``clock`` returns the current second, ``monotonic`` seconds that never jump.
+    """
+
+    def __init__(
+        self, tally: Tally, clock: Callable[[], float], monotonic: Callable[[], float]
+    ) -> None:
+        self._tally, self.clock, self.monotonic = tally, clock, monotonic
+        self.running_s = float(tally[memory.RUNNING_S]) or clock()
+        self._offset_s = clock() - monotonic()
 
     @property
     def running_s(self) -> float:
         """The running time: a load of a checkpoint sets it to that of the dump."""
-        return self._begin_s + self._store.monotonic() - self._began_at_s
+        return self._begin_s + self.monotonic() - self._began_at_s
 
     @running_s.setter
     def running_s(self, seconds: float) -> None:
-        self._begin_s, self._began_at_s = seconds, self._store.monotonic()
-        self._store.tally[memory.RUNNING_S] = int(seconds)
+        self._begin_s, self._began_at_s = seconds, self.monotonic()
+        self._tally[memory.RUNNING_S] = int(seconds)
 
     def now_s(self, expiry: Expiry) -> float:
         """Return the current second of rows with an expiry."""
-        return self.running_s if expiry.is_by_running_time else self._store.clock()
+        return self.running_s if expiry.is_by_running_time else self.clock()
 
     def note(self) -> None:
         """Keep the running time for the next process, and look for a jump."""
-        self._store.tally[memory.RUNNING_S] = int(self.running_s)
-        offset_s = self._store.clock() - self._store.monotonic()
+        self._tally[memory.RUNNING_S] = int(self.running_s)
+        offset_s = self.clock() - self.monotonic()
         jump_s, self._offset_s = offset_s - self._offset_s, offset_s
         if abs(jump_s) > JUMP_S:
             logger.warning(
@@ -67,41 +70,36 @@ class ExpiryClock:
 class Sweeps:
     """Takes expired rows out, a slice at a time. The store's thread owns it."""
 
-    def __init__(self, store: "EmbeddingStore") -> None:
-        self._store: EmbeddingStore = weakref.proxy(store)
+    def __init__(self, tally: Tally, seconds: ExpiryClock) -> None:
+        self._tally, self._seconds = tally, seconds
         self._num_before, self._num_rows = np.zeros(3, np.int64), 0  # at a pass's begin
         self._warned_at_s = -_WARNED_S
 
-    def rules(self) -> loops.Rules | None:
-        """Return the rules of all tables; None if no row can expire."""
-        states = self._store.present
-        if not any(state.spec.expiry.is_on for state in states):
-            return None
-        rules_T = np.zeros((len(self._store.states), 5), dtype=np.float64)
-        for state in states:
-            expiry = state.spec.expiry
-            if expiry.is_on:
-                now_s = self._store.seconds.now_s(expiry)
-                rules_T[state.number] = *expiry.limits, now_s
+    def begin_slice(
+        self, expiring: Mapping[int, TableSpec], num_tables: int, *, is_first: bool
+    ) -> loops.Rules:
+        """Note the time, and what there is at the beginning of a pass.
+
+        Returns the rules of all tables, of which some have an expiry.
+        """
+        self._seconds.note()
+        if is_first:
+            self._num_before = self._tally[_CAUSES]
+            self._num_rows = int(self._tally[memory.ROWS])
+        rules_T = np.zeros((num_tables, 5), dtype=np.float64)
+        for number, spec in expiring.items():
+            now_s = self._seconds.now_s(spec.expiry)
+            rules_T[number] = *spec.expiry.limits, now_s
         return rules_T
 
-    def begin_slice(self, *, is_first: bool) -> None:
-        """Note the time, and what there is at the beginning of a pass."""
-        self._store.seconds.note()
-        if is_first:
-            self._num_before = self._store.tally[_CAUSES]
-            self._num_rows = self._store.num_rows
-
-    def end_pass(self) -> None:
+    def end_pass(self, names: Sequence[str]) -> None:
         """Name many rows that have expired in one pass."""
-        store = self._store
-        causes = store.tally[_CAUSES] - self._num_before
-        num, now_s = int(causes.sum()), store.monotonic()
+        causes = self._tally[_CAUSES] - self._num_before
+        num, now_s = int(causes.sum()), self._seconds.monotonic()
         is_much = num >= max(_MANY_ROWS, _MANY_FRACTION * self._num_rows)
         if not is_much or now_s - self._warned_at_s < _WARNED_S:
             return
         self._warned_at_s = now_s
-        names = [state.spec.name for state in store.present if state.spec.expiry.is_on]
         logger.warning(
             "%d of %d rows expired at once: %d by steps_to_live, %d by "
             "seconds_to_live, %d by min_l2_norm; tables with an expiry: %s. Let rows "

@@ -23,11 +23,14 @@ import re
 import stat
 import uuid
 from pathlib import Path
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 
 from persia_torchrec.errors import ConfigError, StoreError
 from persia_torchrec.jit.kernel import LOST
+from persia_torchrec.store import memory
 from persia_torchrec.store.memory import (
     CHANGE,
     RECOVERY,
@@ -70,6 +73,46 @@ _LARGEST_STEP = 16 * _MIB
 _NUM_FIXED = 4  # lines of the head, the lines themselves, and of both halves of tables
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _DESCRIPTOR = re.compile(r"/proc/(self|\d+)/fd/\d+")
+
+
+ROW_COLUMNS = [memory.WEIGHTS, memory.STATE, memory.NUM_STATE]
+"""Columns of a layout that say what the rows look like."""
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class PublishedTable(msgspec.Struct):
+    """A table as a memory file describes it; see ``docs/formats/memory.md``."""
+
+    spec: dict[str, Any]
+    arena: Count
+    row: list[Count]
+    remembered: Count
+    thresholds: Count = 0
+    is_dropped: bool = False
+
+    def require_fits(self, layout: memory.Layout, widths: list[int]) -> None:
+        """Reject a table whose rows are none of an arena of so many words a row."""
+        num_bytes = int(layout[memory.STATE]) + 4 * int(layout[memory.NUM_STATE])
+        fits = self.arena < len(widths) and 8 * widths[self.arena] - num_bytes in range(
+            8
+        )
+        memory.require_sound(fits, "tables")
+        if layout[ROW_COLUMNS].tolist() != self.row:
+            raise StoreError(
+                f"The rows of table {self.spec['name']!r} must have weights, state and "
+                f"width at {layout[ROW_COLUMNS].tolist()}. Received: {self.row} in the "
+                "memory file. Start the version that made it, or delete the file."
+            )
+
+
+class Published(msgspec.Struct):
+    """The JSON of a memory file; ``notes`` and ``journal`` are 0 without any."""
+
+    num_arenas: Count = 0
+    tables: list[PublishedTable] = []
+    notes: tuple[Count, Count] = (0, 0)
+    journal: Count = 0
 
 
 class MemoryFile:

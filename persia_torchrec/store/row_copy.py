@@ -102,13 +102,13 @@ class RowExport:
     def __init__(self, store: EmbeddingStore) -> None:
         self.tables = store.present
         self.is_done = False
-        self._store, self._seconds = store, store.seconds
+        self._store, self._seconds = store, store.rows.seconds
         self._num_copied = 0
-        self._directory = store.arenas.directory
+        self._directory = store.rows.arenas.directory
         num_used = self._directory[:, memory.USED].tolist()
-        self._arenas = list(zip(store.arenas.words, num_used, strict=True))
+        self._arenas = list(zip(store.rows.arenas.words, num_used, strict=True))
         self._positions = [memory.reserve(n // 2 + 1).view(np.uint32) for n in num_used]
-        self._segments = _copy_segments(store.logs)
+        self._segments = _copy_segments(store.rows.logs)
         self._slices = self._walk()
 
     @property
@@ -250,7 +250,7 @@ def initial_rows(spec: TableSpec, ids_N: Ids, *, has_all: bool = False) -> Float
     store.lookup(table, ids_N, weights_ND, training=True)
     for block in store.states[1:] if has_all else ():
         weights_NW = np.empty((len(ids_N), spec.row_dim), dtype=np.float32)
-        block.look_up_rows(store, ids_N, weights_NW)
+        block.look_up_rows(ids_N, weights_NW)
     return store.read(table, ids_N)
 
 
@@ -372,21 +372,21 @@ class RowImport:
         self._store = store
         self._num_come = 0
         self._tables = tables_R
-        store.tally[memory.CHANGE] = memory.LOAD
+        store.rows.tally[memory.CHANGE] = memory.LOAD
         self._order = np.argsort(uses_R, kind="stable")
-        room = store.capacity_rows - int(store.tally[memory.PINNED_ROWS])
+        room = store.rows.capacity_rows - int(store.rows.tally[memory.PINNED_ROWS])
         pinned = [n for n, state in enumerate(store.states) if state.is_pinned]
         is_pinned_R = np.isin(tables_R, pinned)
         if len(uses_R) > room:
             keys = [uses_R, is_pinned_R]  # the last one counts most
-            if store.is_lfu:
+            if store.rows.is_lfu:
                 keys.insert(1, recency.classify_all(frequencies_R))
             leaving = np.lexsort(keys)
             is_kept = np.ones(len(uses_R), dtype=np.bool_)
             is_kept[leaving[: len(uses_R) - room]] = False
             self._order = self._order[is_kept[self._order]]
         self.num_kept = len(self._order)
-        last = np.array([store.tick, 0, _NO_TABLE], dtype=np.uint64)
+        last = np.array([store.rows.tick, 0, _NO_TABLE], dtype=np.uint64)
         self._ticks = np.zeros(len(uses_R), dtype=np.uint64)
         uses = read_only(uses_R)
         self._ticks[self._order] = 1  # of pinned rows, which are in no log
@@ -417,10 +417,10 @@ class RowImport:
             layouts_T = np.stack([state.layout for state in store.states])
             some = self._order[start : start + _TOUCHES]
             num_words = (1 + recency.MARK_WORDS) * len(some)
-            store.logs.make_room(store.arenas.directory, num_words)
+            store.rows.logs.make_room(store.rows.arenas.directory, num_words)
             _touch_rows(some, self._ticks, self._slots, self._tables, layouts_T)
-        store.tick = max(int(self._ticks.max(initial=0)), store.tick, tick)
-        store.tally[memory.CHANGE] = memory.NO_CHANGE
+        store.rows.tick = max(int(self._ticks.max(initial=0)), store.rows.tick, tick)
+        store.rows.tally[memory.CHANGE] = memory.NO_CHANGE
 
 
 def put_changes(
@@ -431,22 +431,22 @@ def put_changes(
     The rows of a table come in the order in which they would leave, with metadata of
     the store's form. A use of 0 keeps the row's position.
     """
-    last = np.array([store.tick, 0, _NO_TABLE], dtype=np.uint64)
+    last = np.array([store.rows.tick, 0, _NO_TABLE], dtype=np.uint64)
     for table, rows in changes:
         num = len(rows)
         ticks_N = np.empty(num, dtype=np.uint64)
         uses_N = read_only(rows.uses)
         if store.states[table].is_pinned:  # they are in no log
-            ticks_N[:] = max(store.tick, 1)
+            ticks_N[:] = max(store.rows.tick, 1)
         else:
             tables_N = np.full(num, table, dtype=np.uint16)
             _draw_ticks(np.arange(num), uses_N, tables_N, last, ticks_N)
-        with store.changing():
+        with store.rows.changing():
             num_words = (1 + recency.MARK_WORDS) * num
-            directory = store.arenas.directory
-            store.logs.make_room(directory, num_words, store.undo_log)
+            directory = store.rows.arenas.directory
+            store.rows.logs.make_room(directory, num_words, store.rows.undo_log)
             _add(store, table, rows, ticks_N, uses_N == 0)
-            store.tick = int(last[0])
+            store.rows.tick = int(last[0])
         yield num
 
 
@@ -458,10 +458,10 @@ def _add(
     slots_N = np.zeros(len(rows), dtype=np.uint32)
     state, ids_N = store.states[table], read_only(rows.ids)
     if state.is_pinned:
-        require_room(store, state, ids_N[ticks_N != NEVER])
-    store.make_room(table, len(rows))
+        require_room(state, ids_N[ticks_N != NEVER])
+    store.rows.make_room(state.layout, len(rows))
     at = state.at
-    if store.tally[memory.CHANGE] == memory.LOAD:  # which is not undone
+    if store.rows.tally[memory.CHANGE] == memory.LOAD:  # which is not undone
         at = state.layout, None
     add_rows(at, ids_N, columns.addresses(), ticks_N, keeps_N, slots_N)
     return slots_N

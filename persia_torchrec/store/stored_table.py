@@ -2,16 +2,15 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from functools import cache, cached_property
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias
+from functools import cache, partial
+from typing import Any, NamedTuple, TypeAlias
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from persia_torchrec.embedding.setting import Admission, Kernel, Sightings
 from persia_torchrec.embedding.usage import Doubles
-from persia_torchrec.errors import ConfigError, StoreError
+from persia_torchrec.errors import ConfigError
 from persia_torchrec.jit.compiled import (
     compile_all,
     compile_for,
@@ -21,8 +20,10 @@ from persia_torchrec.jit.compiled import (
 )
 from persia_torchrec.jit.float16 import largest_within
 from persia_torchrec.jit.kernel import NO_LOG
+from persia_torchrec.routing.route import split_rows
 from persia_torchrec.store import finite, loops, memory
-from persia_torchrec.store.fbgemm_engine import FbgemmEngine
+from persia_torchrec.store.change_log import ChangedSlots
+from persia_torchrec.store.loops import Indices, Starts
 from persia_torchrec.store.memory import (
     LARGEST_TICK,
     POSITION_BITS,
@@ -30,67 +31,33 @@ from persia_torchrec.store.memory import (
     Floats,
     Ids,
     Slots,
-    StoreMemory,
     TableAt,
     TablesAt,
     Words,
 )
+from persia_torchrec.store.memory_file import ROW_COLUMNS, PublishedTable
+from persia_torchrec.store.recency import MARK_WORDS
+from persia_torchrec.store.store_rows import (
+    NOTHING_MISSED,
+    StoreRows,
+    Transaction,
+    UpdateResult,
+)
+from persia_torchrec.store.undo_log import ROW_BYTES
 from persia_torchrec.table import TableSpec
 
-if TYPE_CHECKING:
-    from persia_torchrec.store.embedding_store import EmbeddingStore
-    from persia_torchrec.store.transaction import Change
-
 Bools = npt.NDArray[np.bool_]
-
-ROW_COLUMNS = [memory.WEIGHTS, memory.STATE, memory.NUM_STATE]
-"""Columns of a layout that say what the rows look like."""
 
 Admit: TypeAlias = Callable[[Ids, npt.NDArray[np.int64], int, int], Bools]
 """Counts ids that have no row, and returns which of them get one. The second array is
 how often the batch holds each, ``>= 1``; how often each has been seen overwrites it.
 Repeats are decided one after the other. Then the request's tick, and its batch."""
 
-Count = Annotated[int, msgspec.Meta(ge=0)]
-
-
-class PublishedTable(msgspec.Struct):
-    """A table as a memory file describes it; see ``docs/formats/memory.md``."""
-
-    spec: dict[str, Any]
-    arena: Count
-    row: list[Count]
-    remembered: Count
-    thresholds: Count = 0
-    is_dropped: bool = False
-
-    def require_fits(self, layout: memory.Layout, widths: list[int]) -> None:
-        """Reject a table whose rows are none of an arena of so many words a row."""
-        num_bytes = int(layout[memory.STATE]) + 4 * int(layout[memory.NUM_STATE])
-        fits = self.arena < len(widths) and 8 * widths[self.arena] - num_bytes in range(
-            8
-        )
-        memory.require_sound(fits, "tables")
-        if layout[ROW_COLUMNS].tolist() != self.row:
-            raise StoreError(
-                f"The rows of table {self.spec['name']!r} must have weights, state and "
-                f"width at {layout[ROW_COLUMNS].tolist()}. Received: {self.row} in the "
-                "memory file. Start the version that made it, or delete the file."
-            )
-
-
-class Published(msgspec.Struct):
-    """The JSON of a memory file; ``notes`` and ``journal`` are 0 without any."""
-
-    num_arenas: Count = 0
-    tables: list[PublishedTable] = []
-    notes: tuple[Count, Count] = (0, 0)
-    journal: Count = 0
-
-
 _NO_IDS = read_only(np.empty(0, dtype=np.uint64))
 _NO_COUNTS = read_only(np.empty(0, dtype=np.uint32))
+_NO_SLOTS = np.empty(0, dtype=np.uint32)
 _NO_INDICES = np.empty(0, dtype=np.int64)
+_NONE_MADE = _NO_INDICES, _NO_INDICES
 
 
 def build_admission(
@@ -148,43 +115,43 @@ class TableState:
     ``TableOfBlocks`` and ``TableOfSharedRows`` are the other kinds.
 
     Its loops are compiled, or loaded; the layout's columns of settings are overwritten.
-    ``at`` is the layout and the log; ``engine`` is None for the fused loop; ``step``
-    is the word that keeps the table's step, ``remembered`` what the admission
-    remembers. The attribute ``admission`` is None when all ids are admitted;
-    ``is_part`` says that it is a part of another table; ``thresholds`` are those of its
-    blocks. ``insert`` makes rows: see :func:`loops.build_insert`.
+    ``rows`` are those of all tables; ``at`` is the layout and the log; ``step`` is the
+    word that keeps the table's step, ``remembered`` what the admission remembers. The
+    attribute ``admission`` is None when all ids are admitted; ``is_part`` says that it
+    is a part of another table; ``thresholds`` are those of its blocks; ``number`` is
+    which of the store's tables it is. ``insert`` makes rows: see
+    :func:`loops.build_insert`.
     """
 
     counts_ids = False
     """Whether it matters how often an id is in a batch, for all that is a row's."""
 
-    has_shared = False
-    """Whether ids without a row read, and train, a shared one."""
-
     def __init__(
         self,
         spec: TableSpec,
-        at: TableAt,
-        engine: FbgemmEngine | None,
+        rows: StoreRows,
+        layout: memory.Layout,
         *,
         step: Words,
         remembered: Words,
         thresholds: Doubles,
     ) -> None:
         self.thresholds = thresholds
-        self.spec, self.at, self.engine = spec, at, engine
-        self.layout = layout = at[0]
+        self.spec, self.rows, self.layout = spec, rows, layout
+        self.at: TableAt = layout, rows.log
         alone = np.array([layout.ctypes.data], dtype=np.uint64)
-        self._alone: TablesAt = alone, at[1]
+        self._alone: TablesAt = alone, rows.log
+        self._row_dims = np.array([spec.row_dim])
+        self.number = int(layout[memory.OWNER]) - 1
+        self.kept_row_bytes = rows.arena(layout).strides[0] + ROW_BYTES
+        self.is_by_running_time = spec.expiry.is_by_running_time
         self.has_metadata = bool(layout[memory.HAS_METADATA])
         self.remembered, self.step = remembered, step
+        self.admission: Admit | None
         self.is_part = self.is_dropped = False
-        self._steps: list[memory.Layout] = []
-        self.step_with([])
-        self._log = NO_LOG if at[1] is None else at[1]
-        self.admission = build_admission(
-            spec.admission, spec.seed, remembered, self._log
-        )
+        self._steps = [layout]
+        layout[memory.STEP] = step[0]
+        self._begin_admission()
         state_S = np.zeros(spec.num_row_floats, dtype=np.float32)
         optimizer_S = spec.optimizer.initial_state(spec.row_dim)
         state_S[: len(optimizer_S)] = optimizer_S
@@ -205,9 +172,9 @@ class TableState:
         has_begun = spec.ids_without_row != "zeros"
         num_words = int(layout[memory.STATE]) // 8 + spec.num_row_floats + 1
         self._begun_row: Words = np.zeros(num_words * has_begun, dtype=np.uint64)
-        self.update_loop = self._compile_uses(engine)
+        self.update_loop = self._compile_uses()
 
-    def _compile_uses(self, engine: FbgemmEngine | None) -> Callable[..., Any]:
+    def _compile_uses(self) -> Callable[..., Any]:
         """Compile training lookups, ``insert`` and updates; return the update.
 
         And reads of ids without a row, if they read what it begins with.
@@ -221,8 +188,8 @@ class TableState:
             (loops.lookup_training, self._alone, pair, *used[1:], *asked),
             (self.insert, *used, (_NO_INDICES, _NO_COUNTS), no_rows, slots),
         ]
-        if engine is not None:
-            update: Callable[..., Any] = engine.build_update(
+        if self.rows.engine is not None:
+            update: Callable[..., Any] = self.rows.engine.build_update(
                 spec.optimizer, spec.row_dim
             )
         else:
@@ -238,16 +205,6 @@ class TableState:
             calls.append((self._read_begun, *begun))
         compile_all(*calls)
         return update
-
-    @cached_property
-    def is_by_running_time(self) -> bool:
-        """Whether rows expire by the time in which servers run."""
-        return self.spec.expiry.is_by_running_time
-
-    @property
-    def number(self) -> int:
-        """Which of the store's tables it is."""
-        return int(self.layout[memory.OWNER]) - 1
 
     @property
     def is_pinned(self) -> bool:
@@ -265,120 +222,211 @@ class TableState:
         for layout in self._steps:
             layout[memory.STEP] = step
 
-    def step_with(self, parts: Sequence["TableState"]) -> None:
-        """Count steps together with the states of other rows of the table."""
+    def link(self, parts: Sequence["TableState"]) -> None:
+        """Find the tables that are parts of this one, and count their steps."""
         self._steps = [self.layout, *(part.layout for part in parts)]
         for part in parts:
             part.step, part.is_part = self.step, True
             part._steps = self._steps  # noqa: SLF001
         self.num_updates = self.num_updates
 
-    def link(self, parts: Sequence["TableState"]) -> None:
-        """Find the tables that are parts of this one: here, none are."""
+    def now_s(self) -> int:
+        """Return the second that rows note now."""
+        seconds = self.rows.seconds
+        by_clock = not self.is_by_running_time
+        return max(int(seconds.clock() if by_clock else seconds.running_s), 0)
+
+    def find(self, ids_N: Ids) -> Slots:
+        """Return the slot of each id, or ``MISSING``; uint32 ``(N,)``."""
+        return loops.find_slots(self.layout, read_only(ids_N))
+
+    def read_slots(self, slots_N: Slots) -> Floats:
+        """Return all floats of rows of one block; zeros for ``MISSING``."""
+        width = self.spec.row_dim + self.spec.num_row_floats
+        out = np.empty((len(slots_N), width), dtype=np.float32)
+        memory.read_rows(self.layout, slots_N, out)
+        return out
 
     def look_up(
-        self,
-        store: "EmbeddingStore",
-        ids_N: Ids,
-        out_ND: Floats,
-        counts_N: Counts | None,
-        batch: int,
+        self, ids_N: Ids, out_ND: Floats, counts_N: Counts | None, batch: int
     ) -> Slots:
         """Do a training lookup; return the slots, hints for an update."""
-        return self.look_up_rows(store, ids_N, out_ND, counts_N, batch)
+        return self.look_up_rows(ids_N, out_ND, counts_N, batch)
 
     def look_up_rows(
         self,
-        store: "EmbeddingStore",
         ids_N: Ids,
         out_ND: Floats,
         counts_N: Counts | None = None,
         batch: int = 0,
     ) -> Slots:
         """Do a training lookup of rows that have one block."""
-        group, starts = store.group((self.number,)), np.array([0, len(ids_N)])
-        out = out_ND.reshape(-1)
-        return store.look_up_rows(group, ids_N, starts, out, counts_N, batch)
+        starts, out = np.array([0, len(ids_N)]), out_ND.reshape(-1)
+        at, dims = self._alone, self._row_dims
+        return _look_up([self], at, dims, ids_N, starts, out, counts_N, batch)
 
-    def look_only(self, store: "EmbeddingStore", ids_N: Ids, out_ND: Floats) -> None:
-        """Do a lookup that is not for training."""
-        self.read_only(ids_N, out_ND)
-
-    def read_missing(
-        self, ids_N: Ids, missing: loops.Indices | None, out_ND: Floats
-    ) -> None:
-        """Write what ids without a row read, if that is another row."""
-
-    def make_for(
+    def make_missing(
         self,
-        store: "EmbeddingStore",
+        missing: Indices,
+        batch: int,
         ids_N: Ids,
-        missing: loops.Indices,
-        admitted: loops.Indices,
-    ) -> None:
-        """Make what missing ids that are not admitted read."""
-
-    def begin_rows(
-        self,
-        ids_N: Ids,
-        missing: loops.Indices,
-        admitted: loops.Indices,
+        counts_N: Counts,
         out_ND: Floats,
+        slots_N: Slots,
+    ) -> Indices:
+        """Make the rows of those missing ids that are admitted; return which."""
+        self._keep_admission(len(missing))
+        now = self.rows.tick, batch
+        chosen = admitted, _ = self.admit(ids_N, counts_N, missing, out_ND, now)
+        self.rows.tally[memory.REJECTED] += len(missing) - len(admitted)
+        self.layout[memory.NOW_S] = self.now_s()
+        self.make_rows(missing, chosen, ids_N, counts_N, out_ND, slots_N)
+        return admitted
+
+    def make_rows(
+        self,
+        missing: Indices,
+        chosen: tuple[Indices, Counts],
+        ids_N: Ids,
+        counts_N: Counts,
+        out_ND: Floats,
+        slots_N: Slots,
     ) -> None:
-        """Let the rows of admitted ids, just made, begin with what these have read."""
+        """Make the rows of chosen ids, some of those missing; copy their weights."""
+        self.rows.make_room(self.layout, len(chosen[0]))
+        self.insert(self.at, ids_N, counts_N, chosen, out_ND, slots_N)
 
-    def split_update(
-        self, ids_N: Ids, grads_ND: Floats, hints_N: Slots | None
-    ) -> tuple[Sequence[tuple[int, Ids, Floats, Slots]], Floats, Slots | None]:
-        """Return the updates of its parts, then gradients and hints of itself.
+    def _keep_admission(self, num_ids: int) -> None:
+        """Keep what an admission remembers, or make room for what it keeps itself."""
+        undo_log = self.rows.undo_log
+        if undo_log is None or self.admission is None or not self.remembered.size:
+            return
+        if num_bytes := self.spec.admission.num_kept_bytes():
+            undo_log.make_room(num_bytes * num_ids)
+        else:
+            undo_log.keep_all(self.remembered)
 
-        Of each part: its number, ids, gradients and slots.
-        """
-        return (), grads_ND, hints_N
+    def note_lookup(
+        self, tick: int, ids_N: Ids, slots_N: Slots, made: tuple[Indices, Indices]
+    ) -> None:
+        """Note a training lookup: ``made`` are positions of missing and of new ids."""
+        journal = self.rows.journal
+        journal.used(self.changed_slots(slots_N, tick), *made)
+        if self.remembered.size:
+            journal.seen(self.number, ids_N[made[0]])
+
+    def note_update(self, ids_N: Ids) -> None:
+        """Note the rows of ids, that are about to be updated."""
+        slots_N = self.find(ids_N)
+        slots_N = slots_N[slots_N != memory.MISSING]
+        self.rows.journal.changed(self.changed_slots(slots_N))
+
+    def changed_slots(self, slots_N: Slots, tick: int = 0) -> ChangedSlots:
+        """Return slots as the journal notes them."""
+        return ChangedSlots(self.number, int(self.layout[memory.ARENA]), tick, slots_N)
+
+    def _count_kept_bytes(self, num_rows: int) -> int:
+        """Return what the undo log keeps of an update or a write, at most."""
+        return 2 * ROW_BYTES + num_rows * self.kept_row_bytes
+
+    def add_update(self, ids_N: Ids, grads_ND: Floats, hints_N: Slots | None) -> None:
+        """Apply the optimizer to rows at the end of the transaction that is open."""
+        rows, ids_N = self.rows, read_only(ids_N)
+        assert rows.opened is not None
+        if hints_N is None or len(hints_N) != len(ids_N):
+            hints_N = self.find(ids_N)
+        if rows.journal.is_on and not rows.journal.is_noted(hints_N, ids_N):
+            self.note_update(ids_N)
+        steps = rows.opened.steps
+        steps[self.number] = step = steps.get(self.number, self.num_updates) + 1
+        hints_N, grads_ND = read_only(hints_N), read_only(grads_ND)
+        rows.opened.add(
+            self._count_kept_bytes(len(ids_N)),
+            partial(self.update, step, ids_N, hints_N, grads_ND),
+        )
+
+    def update(
+        self,
+        step: int,
+        ids_N: Ids,
+        hints_N: Slots,
+        grads_ND: Floats,
+        transaction: Transaction,
+    ) -> None:
+        """Apply the optimizer to rows, and count a step: the end of a transaction."""
+        self._keep_step()
+        missed, rejected = self.apply(step, ids_N, hints_N, grads_ND)
+        transaction.results.append(self.result(hints_N, missed, rejected))
+
+    def _keep_step(self) -> None:
+        if self.rows.undo_log is not None:
+            self.rows.undo_log.keep(self.step)
+
+    def result(self, hints_N: Slots, missed: int, rejected: int) -> UpdateResult:
+        """Return what was not applied of an update."""
+        unadmitted = 0
+        if missed and self.admission is not None:
+            # Its lookup left it without a row, if what that found is known.
+            num_without = int(np.count_nonzero(hints_N == memory.MISSING))
+            unadmitted = min(num_without, missed)
+        return UpdateResult(missed, rejected, unadmitted)
 
     def apply(
-        self, store: "EmbeddingStore", change: "Change", now_s: int
+        self, step: int, ids_N: Ids, hints_N: Slots, grads_ND: Floats
     ) -> tuple[int, int]:
         """Apply the optimizer to the rows of ids.
 
         Returns how many ids have none, and how many gradients were rejected.
         """
-        _, _, step, ids_N, hints_N, grads_ND = change
-        return self.step_rows(ids_N, hints_N, grads_ND, step=step, now_s=now_s)
+        return self.step_rows(ids_N, hints_N, grads_ND, step=step, now_s=self.now_s())
 
-    def read(self, store: "EmbeddingStore", ids_N: Ids) -> Floats:
+    def add_step(self, step: int) -> None:
+        """Continue counting update requests from a step, at a transaction's end."""
+        journal = self.rows.journal
+        if journal.is_on:
+            journal.changed(self.changed_slots(_NO_SLOTS))
+        with self.rows.transaction() as transaction:
+            transaction.steps[self.number] = step
+            transaction.add(ROW_BYTES, partial(self.set_step, step))
+
+    def set_step(self, step: int, transaction: Transaction) -> None:
+        """Do what :meth:`add_step` has added."""
+        self._keep_step()
+        self.num_updates = step
+
+    def read(self, ids_N: Ids) -> Floats:
         """Return weights and state; zeros without a row."""
-        return store.read_slots(self, store.find(self.number, ids_N))
+        return self.read_slots(self.find(ids_N))
 
-    def write(self, store: "EmbeddingStore", ids_N: Ids, rows_NK: Floats) -> None:
+    def write(self, ids_N: Ids, rows_NK: Floats) -> None:
         """Set weights, or weights and state; missing rows are made."""
-        store.write_rows(self, ids_N, rows_NK)
+        weights_ND = np.empty((len(ids_N), self.spec.row_dim), dtype=np.float32)
+        ids_N, rows_NK = read_only(ids_N), read_only(rows_NK)
+        admission, self.admission = self.admission, None
+        with self.rows.transaction() as transaction:
+            try:
+                self.look_up_rows(ids_N, weights_ND)
+            finally:
+                self.admission = admission
+            num_bytes = self._count_kept_bytes(len(ids_N))
+            transaction.add(num_bytes, partial(self._overwrite, ids_N, rows_NK))
 
-    def ends_period(self, step: int) -> bool:
-        """Return whether a step ends a period, after which blocks are counted."""
-        return False
-
-    def end_period(self, store: "EmbeddingStore") -> None:
-        """Do what the end of a period asks for."""
-
-    def must_free(self, store: "EmbeddingStore") -> bool:
-        """Return whether blocks are to be freed: a period has ended."""
-        return False
-
-    def free(
-        self, store: "EmbeddingStore", begin: tuple[int, int], max_rows: int
-    ) -> tuple[int, int] | None:
-        """Free lost blocks; return where to continue, None after the last one."""
-        return None
+    def _overwrite(self, ids_N: Ids, rows_NK: Floats, transaction: Transaction) -> None:
+        slots_N = read_only(self.find(ids_N))  # rows may have left
+        if self.rows.undo_log is not None:
+            self.rows.undo_log.keep_rows(self.layout, slots_N)
+        memory.write_rows(self.layout, slots_N, rows_NK)
+        if not np.abs(rows_NK).max(initial=0) <= finite.MODERATE_WEIGHT:
+            self.rows.tally[memory.HAS_LARGE] = 1
 
     def admit(
         self,
         ids_N: Ids,
         counts_N: Counts,
-        missing: loops.Indices,
+        missing: Indices,
         out_ND: Floats,
         now: tuple[int, int],
-    ) -> tuple[loops.Indices, Counts]:
+    ) -> tuple[Indices, Counts]:
         """Return which of the missing ids get a row, and how often they had waited.
 
         Writes what the others read. ``counts_N`` is how often each id is in the batch,
@@ -403,7 +451,6 @@ class TableState:
         else:
             value = np.float32(self.spec.admission.unadmitted_value)
             loops.lookup_readonly(self.layout, ids_N, out_ND, value)
-        self.read_missing(ids_N, None, out_ND)
 
     def was_admitted(self, ids_N: Ids, batch: int) -> Bools:
         """Return which ids were admitted when they were seen last, in a batch."""
@@ -428,7 +475,7 @@ class TableState:
             self.num_updates = step
         self.layout[memory.NOW_S] = now_s
         numbers = self.step_numbers(step)
-        if self.engine is not None:
+        if self.rows.engine is not None:
             found: tuple[int, int] = self.update_loop(
                 self.at, ids_N, hints_N, grads_ND, numbers
             )
@@ -447,17 +494,17 @@ class TableState:
         num_missed, num_refused = results_T2[0].tolist()
         return num_missed, num_refused
 
-    def describe_both(self, spec: TableSpec, *, is_lfu: bool) -> tuple[str, str]:
+    def describe_both(self, spec: TableSpec) -> tuple[str, str]:
         """Return what its rows look like, and would under other settings."""
         present, received = (
-            one.describe_rows(with_metadata=one.has_metadata and not is_lfu)
+            one.describe_rows(with_metadata=one.has_metadata and not self.rows.is_lfu)
             for one in (self.spec, spec)
         )
         return present, received
 
-    def require_same_rows(self, spec: TableSpec, *, is_lfu: bool) -> None:
+    def require_same_rows(self, spec: TableSpec) -> None:
         """Raise ConfigError if rows would look otherwise under other settings."""
-        present, received = self.describe_both(spec, is_lfu=is_lfu)
+        present, received = self.describe_both(spec)
         if present != received:
             raise ConfigError(
                 f"Table {spec.name!r} has {present} on this server. Received: "
@@ -480,12 +527,13 @@ class TableState:
         """Return what the admission remembers."""
         return self.spec.admission.sightings(self.used_words())
 
-    def describe(self, begin: Words) -> PublishedTable:
+    def describe(self) -> PublishedTable:
         """Describe the table, for a process that opens the memory later.
 
-        The memory of its admission is said by its distance from an array.
+        The memory of its admission is said by its distance from the steps.
         """
-        remembered, thresholds = self.remembered, self.thresholds.view(np.uint64)
+        begin, thresholds = self.rows.steps, self.thresholds.view(np.uint64)
+        remembered = self.remembered
         return PublishedTable(
             self.spec.to_json(),
             int(self.layout[memory.ARENA]),
@@ -495,16 +543,20 @@ class TableState:
             self.is_dropped,
         )
 
-    def forget(self, source: StoreMemory) -> None:
+    def forget(self) -> None:
         """Forget step and candidates: all rows are dropped."""
         self.num_updates = 0
         if self.thresholds.size:
             self.thresholds[:] = self.spec.dynamic.first_thresholds()
         if self.remembered.size:
-            [self.remembered] = source.emptied(self.remembered)
-            source.commit(self.remembered, self.remembered.size)
+            [self.remembered] = self.rows.memory.emptied(self.remembered)
+            self.rows.memory.commit(self.remembered, self.remembered.size)
+        self._begin_admission()
+
+    def _begin_admission(self) -> None:
+        log = NO_LOG if self.rows.log is None else self.rows.log
         self.admission = build_admission(
-            self.spec.admission, self.spec.seed, self.remembered, self._log
+            self.spec.admission, self.spec.seed, self.remembered, log
         )
 
     def steps_alike(self, other: "TableState") -> bool:
@@ -537,30 +589,27 @@ class TableGroup:
         states: of the T tables.
         numbers: theirs in the store, int64 ``(T,)``.
         at: what loops take.
-        dims: of their weights, int64 ``(T,)``; ``row_dims`` of those in a row.
+        dims: of their weights, int64 ``(T,)``.
         is_looked_up_at_once: whether one call looks all of them up.
         updates: the loops that update them; None where it is one table after the other,
             or one takes no gradients.
     """
 
-    def __init__(self, states: Sequence[TableState]) -> None:
-        self.states = states
+    def __init__(self, rows: StoreRows, states: Sequence[TableState]) -> None:
+        self._rows, self.states = rows, states
         self.numbers = np.array([state.number for state in states], dtype=np.int64)
         layouts_T = np.array([s.layout.ctypes.data for s in states], dtype=np.uint64)
-        self.at: TablesAt = layouts_T, states[0].at[1] if states else None
+        self.at: TablesAt = layouts_T, rows.log
         self.dims = np.array([state.spec.dim for state in states], dtype=np.int64)
         row_dims = [state.spec.row_dim for state in states]
-        self.row_dims = np.array(row_dims, dtype=np.int64)
+        self._row_dims = np.array(row_dims, dtype=np.int64)
+        self._kept_row_bytes = np.array([state.kept_row_bytes for state in states])
         self.is_looked_up_at_once = all(
             type(state).look_up is TableState.look_up for state in states
         )
-        self.is_by_running_time = np.array([s.is_by_running_time for s in states])
-        are_plain = all(
-            type(state).apply is TableState.apply
-            and type(state).split_update is TableState.split_update
-            and type(state).ends_period is TableState.ends_period
-            and state.engine is None
-            and not (state.spec.is_frozen or state.is_dropped)
+        self._is_by_running_time = any(state.is_by_running_time for state in states)
+        are_plain = rows.engine is None and all(
+            type(state) is TableState and not (state.spec.is_frozen or state.is_dropped)
             for state in states
         )
         is_each_once = len({*self.numbers.tolist()}) == len(states)
@@ -577,7 +626,93 @@ class TableGroup:
             updates.append(GroupUpdate(first.update_loop, begin, end, alike))
         return updates
 
-    def step_numbers(self, update: GroupUpdate, steps: Sequence[int]) -> Floats:
+    def look_up(
+        self,
+        ids_N: Ids,
+        starts_T: Starts,
+        out: Floats,
+        counts_N: Counts | None,
+        batch: int,
+    ) -> Slots:
+        """Do training lookups: see ``EmbeddingStore.lookup_tables``."""
+        if not self.states:
+            return _NO_SLOTS
+        states, at, dims = self.states, self.at, self._row_dims
+        return _look_up(states, at, dims, ids_N, starts_T, out, counts_N, batch)
+
+    def add_update(
+        self, ids_N: Ids, starts_T: Starts, grads: Floats, hints_N: Slots | None
+    ) -> None:
+        """Update rows at the end of the transaction that is open."""
+        opened, journal, ids_N = self._rows.opened, self._rows.journal, read_only(ids_N)
+        assert opened is not None
+        if hints_N is None or len(hints_N) != len(ids_N):
+            parts = zip(self.states, starts_T[:-1], starts_T[1:], strict=True)
+            found = [state.find(ids_N[a:b]) for state, a, b in parts]
+            hints_N = np.concatenate([_NO_SLOTS, *found])
+        if journal.is_on and not journal.is_noted(hints_N, ids_N):
+            for t, state in enumerate(self.states):
+                state.note_update(ids_N[starts_T[t] : starts_T[t + 1]])
+        counted, present = opened.steps, self._rows.steps[self.numbers].tolist()
+        pairs = zip(self.numbers.tolist(), present, strict=True)
+        steps = {number: counted.get(number, step) + 1 for number, step in pairs}
+        counted.update(steps)
+        num_bytes = ROW_BYTES * len(steps)
+        if self._rows.undo_log is not None:
+            num_bytes += int(np.diff(starts_T).dot(self._kept_row_bytes))
+        hints_N, grads = read_only(hints_N), read_only(grads)
+        steps_T = [*steps.values()]
+        opened.add(
+            num_bytes, partial(self._update, steps_T, ids_N, starts_T, hints_N, grads)
+        )
+
+    def _update(
+        self,
+        steps_T: list[int],
+        ids_N: Ids,
+        starts_T: Starts,
+        hints_N: Slots,
+        grads: Floats,
+        transaction: Transaction,
+    ) -> None:
+        """Apply the optimizers to rows, and count the steps."""
+        rows, num_tables = self._rows, len(self.states)
+        if rows.undo_log is not None:
+            rows.undo_log.keep_some(rows.steps, self.numbers)
+        now_T2 = np.empty((num_tables, 2), dtype=np.uint64)
+        rows.steps[self.numbers] = now_T2[:, 0] = steps_T
+        now_T2[:, 1] = self._now_s()
+        results_T2 = np.zeros((num_tables, 2), dtype=np.int64)
+        layouts_T, log = self.at
+        begin_of_grads = 0
+        for update in self.updates or ():
+            which = slice(update.begin, update.end)
+            starts = starts_T[update.begin : update.end + 1]
+            update.loop(
+                (layouts_T[which], log),
+                ids_N,
+                starts,
+                hints_N,
+                grads[begin_of_grads:],
+                now_T2[which],
+                self._step_numbers(update, steps_T[which]),
+                results_T2[which],
+            )
+            begin_of_grads += int(np.diff(starts).dot(self.dims[which]))
+        if not results_T2.any():
+            transaction.results.append(NOTHING_MISSED)
+            return
+        for t, (missed, rejected) in enumerate(results_T2.tolist()):
+            hints = hints_N[starts_T[t] : starts_T[t + 1]]
+            transaction.results.append(self.states[t].result(hints, missed, rejected))
+
+    def _now_s(self) -> int | npt.NDArray[np.int64]:
+        """Return the second that rows note now: of each table, or of all."""
+        if not self._is_by_running_time:
+            return max(int(self._rows.seconds.clock()), 0)
+        return np.array([state.now_s() for state in self.states])
+
+    def _step_numbers(self, update: GroupUpdate, steps: Sequence[int]) -> Floats:
         """Return what a loop takes beside the rows of its tables, float32 ``(T, K)``.
 
         ``steps`` are those of its tables.
@@ -587,6 +722,59 @@ class TableGroup:
             return np.tile(states[0].step_numbers(steps[0]), (len(states), 1))
         pairs = zip(states, steps, strict=True)
         return np.stack([state.step_numbers(step) for state, step in pairs])
+
+
+def _look_up(
+    states: Sequence[TableState],
+    at: TablesAt,
+    row_dims_T: Indices,
+    ids_N: Ids,
+    starts_T: Starts,
+    out: Floats,
+    counts_N: Counts | None,
+    batch: int,
+) -> Slots:
+    """Do training lookups of tables whose rows have one block."""
+    if ids_N.flags.writeable:
+        ids_N = read_only(ids_N)
+    if counts_N is None:
+        counts_N = _NO_COUNTS
+    elif counts_N.flags.writeable:
+        counts_N = read_only(counts_N)
+    rows, slots_N = states[0].rows, np.empty(len(ids_N), dtype=np.uint32)
+    missing_N = np.empty(len(ids_N), dtype=np.int64)
+    num_tables, first_tick = len(states), rows.tick + 1
+    num_touches = len(ids_N) + MARK_WORDS * (num_tables - 1)
+    made: dict[int, tuple[Indices, Indices]] = {}
+    outs: list[Floats] = []  # by table, once one makes rows
+    rows.begin(num_touches)
+    t, needed = 0, num_touches
+    while t < num_tables:
+        t, num_missing = loops.lookup_training(
+            at, (t, needed), ids_N, counts_N, starts_T, out, slots_N, missing_N
+        )
+        if num_missing == loops.NO_ROOM:
+            rows.logs.make_room(rows.arenas.directory, num_touches, rows.undo_log)
+            rows.begin(num_touches)
+        elif num_missing:
+            missing = missing_N[:num_missing]
+            if rows.journal.is_on:
+                missing = missing.copy()  # the next table's follow
+            part = slice(int(starts_T[t]), int(starts_T[t + 1]))
+            outs = outs or split_rows(out, starts_T, row_dims_T)
+            admitted = states[t].make_missing(
+                missing, batch, ids_N[part], counts_N[part], outs[t], slots_N[part]
+            )
+            made[t] = missing, admitted
+            t, needed = t + 1, 0
+    if rows.journal.is_on:
+        rows.journal.looked_up(slots_N, ids_N)
+        for t, state in enumerate(states):
+            part = slice(int(starts_T[t]), int(starts_T[t + 1]))
+            tick, of_table = first_tick + t, made.get(t, _NONE_MADE)
+            state.note_lookup(tick, ids_N[part], slots_N[part], of_table)
+    rows.end()
+    return slots_N
 
 
 def _checks(

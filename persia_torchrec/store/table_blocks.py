@@ -41,7 +41,6 @@ Dimension key:
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -58,19 +57,16 @@ from persia_torchrec.store.block_statistics import (
     read_statistics,
 )
 from persia_torchrec.store.memory import Counts, Floats, Ids, Slots, Words
+from persia_torchrec.store.store_rows import Transaction
 from persia_torchrec.store.stored_table import TableState
 from persia_torchrec.store.undo_log import ROW_BYTES
+from persia_torchrec.table import TableSpec
 
-if TYPE_CHECKING:
-    from persia_torchrec.store.embedding_store import EmbeddingStore
-    from persia_torchrec.table import TableSpec
-
-_NO_COUNTS: Counts = np.empty(0, dtype=np.uint32)
-FIRST = 0, 0
-"""Where freeing begins: the number of a block, 0 to rank all first, and a slot."""
+SLICE_ROWS = 2048
+"""Rows that are looked at to free blocks at a time: about a millisecond."""
 MAX_SLOTS = 2**15
 """Slots that are looked at, to rank their rows or free blocks, at a time."""
-_LATER = 0, 1  # slices of the ranking but the first; where is the ranking's
+_FIRST = 0, 0  # where freeing begins: the number of a block, 0 to rank all, and a slot
 _FREE, _RANK = 1, 2  # what is left, in the word that says it
 
 
@@ -81,30 +77,30 @@ class TableOfBlocks(TableState):
 
     def link(self, parts: Sequence[TableState]) -> None:
         """Find the tables of further blocks."""
+        super().link(parts)
         self.parts, self._rule, self._dim = parts, self.spec.dynamic, self.spec.row_dim
         begin = int(self.layout[memory.STATE]) // 4
         first = begin + self.spec.num_row_floats - NUM_STATISTICS
         self._columns = first + np.arange(NUM_STATISTICS)
         self._columns_of = _find_columns(self.spec)
-        self.step_with(parts)
         self._ranking: Ranking | None = None  # of a period that has ended
+        number = parts[0].number
+        self._left: Words = self.rows.steps[number : number + 1]  # of its end
+        self._next = _FIRST
+        if self.must_free:
+            self.rows.unfreed[self.number] = self._free
 
     def look_up(
-        self,
-        store: "EmbeddingStore",
-        ids_N: Ids,
-        out_ND: Floats,
-        counts_N: Counts | None,
-        batch: int,
+        self, ids_N: Ids, out_ND: Floats, counts_N: Counts | None, batch: int
     ) -> Slots:
         """Do a training lookup; return the slots of all blocks, ``(N, blocks)``."""
-        self.settle(store, ids_N)
+        self.settle(ids_N)
         first_NW = np.empty((len(ids_N), self._dim), dtype=np.float32)
         if counts_N is None:
             counts_N = np.ones(len(ids_N), dtype=np.uint32)
-        with store.transaction():
-            slots_N = self.look_up_rows(store, ids_N, first_NW, counts_N, batch)
-            num_N = self._count(store, ids_N, counts_N)
+        with self.rows.transaction():
+            slots_N = self.look_up_rows(ids_N, first_NW, counts_N, batch)
+            num_N = self._count(ids_N, counts_N)
             self._spread(first_NW, out_ND)
             found = np.full((len(ids_N), self._rule.blocks), memory.MISSING)
             found[:, 0] = slots_N
@@ -113,103 +109,120 @@ class TableOfBlocks(TableState):
                 rows_KW = np.empty((len(picked), self._dim), dtype=np.float32)
                 counts_K = counts_N[picked]
                 found[picked, number] = state.look_up_rows(
-                    store, ids_N[picked], rows_KW, counts_K
+                    ids_N[picked], rows_KW, counts_K
                 )
                 out_ND[picked, self._of(number)] = rows_KW
         out_ND[slots_N == memory.MISSING] = self.spec.admission.unadmitted_value
         return found
 
-    def look_only(self, store: "EmbeddingStore", ids_N: Ids, out_ND: Floats) -> None:
-        """Do a lookup that is not for training."""
-        self.settle(store, ids_N)
+    def read_only(self, ids_N: Ids, out_ND: Floats) -> None:
+        """Copy the weights of all blocks, and what ids without a row read."""
+        self.settle(ids_N)
         rows_NW = np.empty((len(ids_N), self._dim), dtype=np.float32)
-        self.read_only(ids_N, rows_NW)
+        super().read_only(ids_N, rows_NW)
         self._spread(rows_NW, out_ND)
         for number, state in enumerate(self.parts, start=1):
             state.read_only(ids_N, rows_NW)
             out_ND[:, self._of(number)] = rows_NW
         if self.spec.ids_without_row == "zeros":
-            slots_N = loops.find_slots(self.layout, ids_N)
+            slots_N = self.find(ids_N)
             out_ND[slots_N == memory.MISSING] = self.spec.admission.unadmitted_value
 
-    def split_update(
-        self, ids_N: Ids, grads_ND: Floats, hints_N: Slots | None
-    ) -> tuple[list[tuple[int, Ids, Floats, Slots]], Floats, Slots | None]:
-        """Return what is updated of further blocks, and gradients of the first, hints.
+    def add_update(self, ids_N: Ids, grads_ND: Floats, hints_N: Slots | None) -> None:
+        """Update rows of further blocks, then of the first one, at the end.
 
-        Of each block: its table, ids, gradients and slots. A block that the lookup has
-        not found gets no gradient, if hints say so.
+        A block that the lookup has not found gets no gradient, if hints say so.
         """
         ids_N = read_only(ids_N)
         if hints_N is not None and hints_N.shape != (len(ids_N), self._rule.blocks):
             hints_N = None  # not of a lookup of these ids
         is_seen = None if hints_N is None else hints_N != memory.MISSING
         is_finite_N = np.isfinite(grads_ND).all(axis=1)
-        has_row_N = loops.find_slots(self.layout, ids_N) != memory.MISSING
-        parts = []
+        has_row_N = self.find(ids_N) != memory.MISSING
         for number, state in enumerate(self.parts, start=1):
-            slots_N = loops.find_slots(state.layout, ids_N)
+            slots_N = state.find(ids_N)
             picked = (slots_N != memory.MISSING) & is_finite_N & has_row_N
             if is_seen is not None:
                 picked &= is_seen[:, number]
             grads_KW = np.ascontiguousarray(grads_ND[picked, self._of(number)])
-            parts.append((state.number, ids_N[picked], grads_KW, slots_N[picked]))
+            state.add_update(ids_N[picked], grads_KW, slots_N[picked])
         first_NW = np.ascontiguousarray(grads_ND[:, self._of(0)])
         if not is_finite_N.all():
             first_NW = first_NW.copy()
             first_NW[~is_finite_N] = np.nan  # all of a gradient is rejected
-        return parts, first_NW, None if hints_N is None else hints_N[:, 0].copy()
+        first_N = None if hints_N is None else hints_N[:, 0].copy()
+        super().add_update(ids_N, first_NW, first_N)
 
-    def read(self, store: "EmbeddingStore", ids_N: Ids) -> Floats:
+    def read(self, ids_N: Ids) -> Floats:
         """Return weights and state of all blocks; zeros where there is none.
 
         The state is that of all weights, as of an optimizer without blocks, but that a
         number of a row is one of each block.
         """
-        self.settle(store, ids_N)
-        slots_N = store.find(self.number, ids_N)
+        self.settle(ids_N)
+        slots_N = self.find(ids_N)
         has_row_N = slots_N != memory.MISSING
         width = self.spec.dim + self.spec.num_state_floats
         out = np.zeros((len(ids_N), width), dtype=np.float32)
-        out[:, self._columns_of[0]] = store.read_slots(self, slots_N)[
-            :, :-NUM_STATISTICS
-        ]
+        out[:, self._columns_of[0]] = self.read_slots(slots_N)[:, :-NUM_STATISTICS]
         for columns, state in zip(self._columns_of[1:], self.parts, strict=True):
-            rows = store.read_slots(state, store.find(state.number, ids_N))
-            out[:, columns] = rows * has_row_N[:, None]
+            out[:, columns] = state.read(ids_N) * has_row_N[:, None]
         return out
 
-    def write(self, store: "EmbeddingStore", ids_N: Ids, rows_ND: Floats) -> None:
+    def write(self, ids_N: Ids, rows_ND: Floats) -> None:
         """Set weights, or weights and state, of the blocks that ids have.
 
         A new row has one.
         """
-        self.settle(store, ids_N)
+        self.settle(ids_N)
         columns = self._columns_of
         if rows_ND.shape[1] == self.spec.dim:
             columns = [of_block[: self._dim] for of_block in columns]
-        with store.transaction():
-            is_new_N = store.find(self.number, ids_N) == memory.MISSING
+        with self.rows.transaction():
+            is_new_N = self.find(ids_N) == memory.MISSING
             for state in self.parts if is_new_N.any() else ():
-                store.take_out(state.number, ids_N[is_new_N])  # of a row that has left
-            store.write_rows(self, ids_N, rows_ND[:, columns[0]])
+                self.rows.take_out(state.at, ids_N[is_new_N])  # of a row that has left
+            super().write(ids_N, rows_ND[:, columns[0]])
             for number, state in enumerate(self.parts, start=1):
-                has_N = store.find(state.number, ids_N) != memory.MISSING
-                rows_KW = rows_ND[has_N][:, columns[number]]
-                store.write_rows(state, ids_N[has_N], rows_KW)
+                has_N = state.find(ids_N) != memory.MISSING
+                state.write(ids_N[has_N], rows_ND[has_N][:, columns[number]])
 
-    def ends_period(self, step: int) -> bool:
-        """Return whether a step ends a period, after which blocks are counted."""
-        return step % self._rule.period == 0
+    def update(
+        self,
+        step: int,
+        ids_N: Ids,
+        hints_N: Slots,
+        grads_ND: Floats,
+        transaction: Transaction,
+    ) -> None:
+        """Update rows, and end the period that the step completes, if it does.
 
-    def end_period(self, store: "EmbeddingStore") -> None:
-        """Note that thresholds must be set, if they still change, and blocks go."""
-        must_free = self._must_free(store)
-        if store.undo_log is not None:
-            store.undo_log.keep(must_free)
-        is_first = self.num_updates // self._rule.period <= NUM_PERIODS
-        must_free[0] = _RANK if is_first else _FREE
-        self._ranking = None
+        Thresholds must be set then, if they still change, and blocks be freed.
+        """
+        ends_period = step % self._rule.period == 0
+        if ends_period:
+            self._free_all(transaction)
+        super().update(step, ids_N, hints_N, grads_ND, transaction)
+        if ends_period:
+            if self.rows.undo_log is not None:
+                self.rows.undo_log.keep(self._left)
+            is_first = step // self._rule.period <= NUM_PERIODS
+            self._left[0] = _RANK if is_first else _FREE
+            self._ranking, self._next = None, _FIRST
+            self.rows.unfreed[self.number] = self._free
+            transaction.ended.append(self.number)
+
+    def set_step(self, step: int, transaction: Transaction) -> None:
+        """Continue counting update requests from a step, when all blocks are freed."""
+        self._free_all(transaction)
+        super().set_step(step, transaction)
+
+    def _free_all(self, transaction: Transaction) -> None:
+        """Free the blocks of the previous period, in the midst of a request's end."""
+        if self.number in self.rows.unfreed:
+            while self.number in self.rows.unfreed:
+                self.rows.free_blocks_of(self.number)
+            transaction.make_room()  # again: some of it was used
 
     @property
     def _num_periods(self) -> int:
@@ -219,107 +232,89 @@ class TableOfBlocks(TableState):
         """
         return int(np.float32(self.num_updates // self._rule.period))
 
-    def must_free(self, store: "EmbeddingStore") -> bool:
-        """Return whether blocks are to be freed: a period has ended."""
-        return bool(self._must_free(store)[0])
+    @property
+    def must_free(self) -> bool:
+        """Whether blocks are to be freed: a period has ended."""
+        return bool(self._left[0])
 
-    def free(
-        self,
-        store: "EmbeddingStore",
-        begin: tuple[int, int],
-        max_rows: int,
-    ) -> tuple[int, int] | None:
-        """Free lost blocks among the next rows, from ``begin`` on.
-
-        Returns where to continue; None if that was the last one.
-        """
+    def _free(self) -> bool:
+        """Free lost blocks among the next rows; return whether others follow."""
         if self.is_dropped:
-            return None
-        number, slot = begin
-        num_slots = MAX_SLOTS
+            return False
+        number, slot = self._next
+        max_rows, num_slots = SLICE_ROWS, MAX_SLOTS
         if number == 0:
-            num_slots -= self._rank(store, num_slots)
-            if self._must_free(store)[0] == _RANK:
-                return _LATER
+            num_slots -= self._rank(num_slots)
+            if self._left[0] == _RANK:
+                return True
             number, slot = 1, 0
         while number <= len(self.parts) and max_rows > 0 and num_slots > 0:
             state = self.parts[number - 1]
-            arena = int(state.layout[memory.ARENA])
-            num_used = int(store.arenas.directory[arena, memory.USED])
+            num_used = self.rows.num_used(state.layout)
             stop = min(slot + num_slots, num_used)
             slots_K = np.empty(max_rows, dtype=np.uint32)
             num, end = loops.find_rows(state.layout, slot, stop, slots_K)
-            ids_K = store.arena(state)[slots_K[:num], 0]
-            is_lost_K = self._count_unless_seen(store, ids_K) <= number
+            ids_K = self.rows.arena(state.layout)[slots_K[:num], 0]
+            is_lost_K = self._count_unless_seen(ids_K) <= number
             if is_lost_K.any():
-                store.take_out(state.number, ids_K[is_lost_K])
+                self.rows.take_out(state.at, ids_K[is_lost_K])
             max_rows, num_slots = max_rows - num, num_slots - (end - slot)
             number, slot = (number, end) if end < num_used else (number + 1, 0)
+        self._next = number, slot
         if number <= len(self.parts):
-            return number, slot
-        self._leave_to_do(store, 0)
-        return None
+            return True
+        self._leave_to_do(0)
+        return False
 
-    def _rank(self, store: "EmbeddingStore", num_slots: int) -> int:
+    def _rank(self, num_slots: int) -> int:
         """Rank the rows of the next slots; set the thresholds after the last ones.
 
         Returns how many slots these are.
         """
-        if self._must_free(store)[0] != _RANK:
+        if self._left[0] != _RANK:
             return 0
         t = self._num_periods
         if self._ranking is None:
-            arena = int(self.layout[memory.ARENA])
-            num_used = int(store.arenas.directory[arena, memory.USED])
+            num_used = self.rows.num_used(self.layout)
             self._ranking = Ranking(self.layout, num_used, t)
         num_read = self._ranking.read(num_slots)
         if self._ranking.is_read:
             acc_R = self._ranking.find(self._rule.ranks)
             thresholds = None if acc_R is None else self._rule.thresholds(acc_R, t)
-            self._leave_to_do(store, _FREE, thresholds)
+            self._leave_to_do(_FREE, thresholds)
             self._ranking = None
         return num_read
 
-    def _leave_to_do(
-        self, store: "EmbeddingStore", left: int, thresholds: Doubles | None = None
-    ) -> None:
+    def _leave_to_do(self, left: int, thresholds: Doubles | None = None) -> None:
         """Note what is left of the end of a period, and set the thresholds."""
-        must_free = self._must_free(store)
-        with store.changing():  # perhaps a part of a request that will be undone
-            if store.undo_log is not None:
-                store.undo_log.make_room(8 * self.thresholds.size + 2 * ROW_BYTES)
-                store.undo_log.keep(must_free)
-                store.undo_log.keep(self.thresholds.view(np.uint64))
+        with self.rows.changing():  # perhaps a part of a request that will be undone
+            if self.rows.undo_log is not None:
+                undo_log, words = self.rows.undo_log, self.thresholds.view(np.uint64)
+                undo_log.make_room(words.nbytes + 2 * ROW_BYTES)
+                undo_log.keep(self._left)
+                undo_log.keep(words)
             if thresholds is not None:
                 self.thresholds[:] = thresholds
-            must_free[0] = left
+            self._left[0] = left
 
-    def settle(self, store: "EmbeddingStore", ids_N: Ids) -> None:
+    def settle(self, ids_N: Ids) -> None:
         """Complete the ranking, and free blocks that ids have lost before their use."""
-        if not self.must_free(store):
+        if not self.must_free:
             return
-        while self._must_free(store)[0] == _RANK:
-            self._rank(store, MAX_SLOTS)
-        num_N = self._count_unless_seen(store, ids_N)
+        while self._left[0] == _RANK:
+            self._rank(MAX_SLOTS)
+        num_N = self._count_unless_seen(ids_N)
         for number, state in enumerate(self.parts, start=1):
             lost = ids_N[num_N <= number]
             if len(lost):
-                store.take_out(state.number, lost)
+                self.rows.take_out(state.at, lost)
 
-    def _must_free(self, store: "EmbeddingStore") -> Words:
-        """Return the word that says it: the one for a step of the second block's."""
-        number = self.parts[0].number
-        return store.steps[number : number + 1]
-
-    def _count_unless_seen(
-        self, store: "EmbeddingStore", ids_N: Ids
-    ) -> npt.NDArray[np.int64]:
+    def _count_unless_seen(self, ids_N: Ids) -> npt.NDArray[np.int64]:
         """Return how many blocks ids have kept after the last period.
 
         That is 0 without a row; and all, of an id that has been seen since.
         """
-        t = self._num_periods
-        slots_N = store.find(self.number, ids_N)
+        t, slots_N = self._num_periods, self.find(ids_N)
         has_row = np.flatnonzero(slots_N != memory.MISSING)
         acc_K, cur_K, is_seen_K = read_statistics(self.layout, slots_N[has_row], t)
         num_K = self._rule.count_blocks(acc_K, cur_K, t, self.thresholds)
@@ -328,10 +323,10 @@ class TableOfBlocks(TableState):
         num_N[has_row] = num_K
         return num_N
 
-    def _count(self, store: "EmbeddingStore", ids_N: Ids, counts_N: Counts) -> Slots:
+    def _count(self, ids_N: Ids, counts_N: Counts) -> Slots:
         """Count ids; return how many blocks each had before, 0 without a row."""
         t = self._num_periods
-        slots_N = loops.find_slots(self.layout, ids_N)  # some may have left again
+        slots_N = self.find(ids_N)  # some may have left again
         has_row = np.flatnonzero(slots_N != memory.MISSING)
         slots_K, first, which = np.unique(
             slots_N[has_row], return_index=True, return_inverse=True
@@ -340,25 +335,20 @@ class TableOfBlocks(TableState):
         num_K = self._rule.count_blocks(acc_K, cur_K, t, self.thresholds)
         new = ids_N[has_row[first[(acc_K == 0) & (cur_K == 0)]]]
         for state in self.parts if len(new) else ():
-            store.take_out(state.number, new)  # of a row that has left since
+            self.rows.take_out(state.at, new)  # of a row that has left since
         np.add.at(cur_K, which, counts_N[has_row])
-        self._put_statistics(store, slots_K, (acc_K, cur_K, t))
+        self._put_statistics(slots_K, acc_K, cur_K, t)
         num_N = np.zeros(len(ids_N), dtype=np.uint32)
         num_N[has_row] = num_K[which]
         return num_N
 
     def _put_statistics(
-        self,
-        store: "EmbeddingStore",
-        slots_K: Slots,
-        values: tuple[Doubles, Doubles, int],
+        self, slots_K: Slots, acc_K: Doubles, cur_K: Doubles, t: int
     ) -> None:
-        acc_K, cur_K, t = values
-        words = store.arena(self).view(np.float32)
-        if store.undo_log is not None:
-            row_bytes = words.strides[0] + ROW_BYTES
-            store.undo_log.make_room(len(slots_K) * row_bytes)
-            store.undo_log.keep_rows(self.layout, read_only(slots_K))
+        words = self.rows.arena(self.layout).view(np.float32)
+        if self.rows.undo_log is not None:
+            self.rows.undo_log.make_room(len(slots_K) * self.kept_row_bytes)
+            self.rows.undo_log.keep_rows(self.layout, read_only(slots_K))
         put = np.empty((len(slots_K), NUM_STATISTICS), dtype=np.float32)
         put[:, :2] = acc_K.reshape(-1, 1).view(np.float32)
         put[:, 2], put[:, 3] = cur_K, t
@@ -373,7 +363,7 @@ class TableOfBlocks(TableState):
         return slice(number * self._dim, (number + 1) * self._dim)
 
 
-def _find_columns(spec: "TableSpec") -> list[npt.NDArray[np.int64]]:
+def _find_columns(spec: TableSpec) -> list[npt.NDArray[np.int64]]:
     """Return where weights and state of each block are in a row of all of them."""
     num, dim = spec.dynamic.blocks, spec.row_dim
     widths = [dim] * (1 + spec.num_state_floats // spec.dim)

@@ -19,23 +19,18 @@ Dimension key:
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from persia_torchrec.embedding.setting import Kernel
 from persia_torchrec.errors import StoreError
 from persia_torchrec.jit.compiled import compile_for, read_only, specialized
 from persia_torchrec.routing.route import sum_by_id
 from persia_torchrec.store import loops, memory
-from persia_torchrec.store.change_log import ChangedSlots
 from persia_torchrec.store.index import NOT_FOUND, find_slot, hash_id, index_at
-from persia_torchrec.store.memory import Floats, Ids, Layout, Slots, Words
+from persia_torchrec.store.loops import Indices
+from persia_torchrec.store.memory import Counts, Floats, Ids, Layout, Slots, Words
 from persia_torchrec.store.stored_table import TableState
-
-if TYPE_CHECKING:
-    from persia_torchrec.embedding.setting import Kernel
-    from persia_torchrec.store.embedding_store import EmbeddingStore
-    from persia_torchrec.store.transaction import Change
 
 _NO_IDS = read_only(np.empty(0, dtype=np.uint64))
 _NO_COUNTS = read_only(np.empty(0, dtype=np.uint32))
@@ -48,15 +43,13 @@ class TableOfSharedRows(TableState):
     ``shared`` is the table that the shared rows are kept in.
     """
 
-    has_shared = True
-
     def link(self, parts: Sequence[TableState]) -> None:
         """Find the table of the shared rows."""
+        super().link(parts)
         [self.shared] = parts
         self._num_shared = np.uint64(self.spec.shared_rows)
         spec, layout = self.shared.spec, self.shared.layout
         layout[memory.PINNED] = 1
-        self.step_with(parts)
         num_words = int(layout[memory.STATE]) // 8 + spec.num_state_floats + 1
         self._row: Words = np.zeros(num_words, dtype=np.uint64)
         self._read_shared = _build_read(spec.initializer.kernel)
@@ -71,107 +64,106 @@ class TableOfSharedRows(TableState):
             self._row,
         )
 
-    def read_missing(
-        self, ids_N: Ids, missing: loops.Indices | None, out_ND: Floats
-    ) -> None:
-        """Copy the shared rows of ids without a row, ``missing`` if known, to rows."""
-        if missing is None:
-            slots_N = loops.find_slots(self.layout, ids_N)
-            missing = np.flatnonzero(slots_N == memory.MISSING)
+    def read_only(self, ids_N: Ids, out_ND: Floats) -> None:
+        """Copy the weights of ids, read-only, or of the shared rows of ids without."""
+        super().read_only(ids_N, out_ND)
+        missing = np.flatnonzero(self.find(ids_N) == memory.MISSING)
+        self._read_missing(ids_N, missing, out_ND)
+
+    def _read_missing(self, ids_N: Ids, missing: Indices, out_ND: Floats) -> None:
+        """Copy the shared rows of ids without a row."""
         which = read_only(missing)
         self._read_shared(
             self.shared.layout, ids_N, which, self._num_shared, out_ND, self._row
         )
 
-    def make_for(
+    def make_rows(
         self,
-        store: "EmbeddingStore",
+        missing: Indices,
+        chosen: tuple[Indices, Counts],
         ids_N: Ids,
-        missing: loops.Indices,
-        admitted: loops.Indices,
-    ) -> None:
-        """Make the shared rows of ids that get none, if they are not there yet."""
-        rejected = np.setdiff1d(missing, admitted)
-        keys_K = read_only(np.unique(ids_N[rejected] % self._num_shared))
-        slots_K = loops.find_slots(self.shared.layout, keys_K)
-        keys_K = read_only(keys_K[slots_K == memory.MISSING])
-        if not len(keys_K):
-            return
-        require_room(store, self.shared, keys_K)
-        store.make_room(self.shared.number, len(keys_K))
-        self.shared.layout[memory.NOW_S] = self.layout[memory.NOW_S]
-        chosen = np.arange(len(keys_K)), _NO_COUNTS
-        rows_KD = np.empty((len(keys_K), self.shared.spec.dim), dtype=np.float32)
-        slots_K = np.empty(len(keys_K), dtype=np.uint32)
-        self.shared.insert(self.shared.at, keys_K, _NO_COUNTS, chosen, rows_KD, slots_K)
-        self._note(store, slots_K)
-
-    def begin_rows(
-        self,
-        ids_N: Ids,
-        missing: loops.Indices,
-        admitted: loops.Indices,
+        counts_N: Counts,
         out_ND: Floats,
+        slots_N: Slots,
     ) -> None:
-        """Let the rows of admitted ids begin with the shared ones they have read."""
-        self.read_missing(ids_N, missing, out_ND)
-        slots_K = loops.find_slots(self.layout, read_only(ids_N[admitted]))
-        weights_KD = read_only(out_ND[admitted])
+        """Make the rows of chosen ids, which begin with what these have read.
+
+        And the shared rows of the others, if they are not there yet.
+        """
+        if self.admission is None:
+            super().make_rows(missing, chosen, ids_N, counts_N, out_ND, slots_N)
+            return
+        admitted, _ = chosen
+        self._make_shared(ids_N[np.setdiff1d(missing, admitted)])
+        super().make_rows(missing, chosen, ids_N, counts_N, out_ND, slots_N)
+        self._read_missing(ids_N, missing, out_ND)
+        slots_K, weights_KD = self.find(ids_N[admitted]), read_only(out_ND[admitted])
         memory.write_rows(self.layout, read_only(slots_K), weights_KD)
 
+    def _make_shared(self, ids_K: Ids) -> None:
+        """Make the shared rows of ids, if they are not there yet."""
+        shared = self.shared
+        keys_K = np.unique(ids_K % self._num_shared)
+        keys_K = read_only(keys_K[shared.find(keys_K) == memory.MISSING])
+        if not len(keys_K):
+            return
+        require_room(shared, keys_K)
+        self.rows.make_room(shared.layout, len(keys_K))
+        shared.layout[memory.NOW_S] = self.layout[memory.NOW_S]
+        chosen = np.arange(len(keys_K)), _NO_COUNTS
+        rows_KD = np.empty((len(keys_K), shared.spec.dim), dtype=np.float32)
+        slots_K = np.empty(len(keys_K), dtype=np.uint32)
+        shared.insert(shared.at, keys_K, _NO_COUNTS, chosen, rows_KD, slots_K)
+        self._note(slots_K)
+
     def apply(
-        self, store: "EmbeddingStore", change: "Change", now_s: int
+        self, step: int, ids_N: Ids, hints_N: Slots, grads_ND: Floats
     ) -> tuple[int, int]:
         """Apply the optimizer to the rows of ids, and to the shared rows of others.
 
         Returns how many ids have neither, and how many gradients were rejected.
         """
-        _, _, step, ids_N, hints_N, grads_ND = change
-        slots_N = loops.find_slots(self.layout, ids_N)
+        slots_N, now_s = self.find(ids_N), self.now_s()
         is_own_N = slots_N != memory.MISSING
         if is_own_N.all():
             return self.step_rows(ids_N, hints_N, grads_ND, step=step, now_s=now_s)
         own = (read_only(array[is_own_N]) for array in (ids_N, slots_N, grads_ND))
         missed, rejected = self.step_rows(*own, step=step, now_s=now_s)
         others = np.flatnonzero(~is_own_N)
-        keys = read_only(ids_N[others] % self._num_shared)
-        slots = loops.find_slots(self.shared.layout, keys)
-        has_row = slots != memory.MISSING
+        keys = ids_N[others] % self._num_shared
+        has_row = self.shared.find(keys) != memory.MISSING
         is_finite = np.isfinite(grads_ND[others]).all(axis=1)
         missed += int(np.count_nonzero(~has_row))
         rejected += int(np.count_nonzero(has_row & ~is_finite))
         stepped = others[has_row & is_finite]
         unique, sums_KD = sum_by_id(keys[has_row & is_finite], grads_ND[stepped])
-        keys_K = read_only(unique.ids)
-        slots_K = loops.find_slots(self.shared.layout, keys_K)
-        self._note(store, slots_K)
+        keys_K, slots_K = read_only(unique.ids), self.shared.find(unique.ids)
+        self._note(slots_K)
         _, num_refused = self.shared.step_rows(
             keys_K, read_only(slots_K), read_only(sums_KD), step=step, now_s=now_s
         )
         return missed, rejected + num_refused
 
-    def _note(self, store: "EmbeddingStore", slots_K: Slots) -> None:
-        if store.journal.is_on:
-            arena = int(self.shared.layout[memory.ARENA])
-            store.journal.changed(ChangedSlots(self.shared.number, arena, 0, slots_K))
+    def _note(self, slots_K: Slots) -> None:
+        if self.rows.journal.is_on:
+            self.rows.journal.changed(self.shared.changed_slots(slots_K))
 
 
-def require_room(store: "EmbeddingStore", state: TableState, ids_K: Ids) -> None:
+def require_room(state: TableState, ids_K: Ids) -> None:
     """Reject shared rows beside which no other row would fit."""
-    slots_K = loops.find_slots(state.layout, read_only(ids_K))
-    num_rows = int(store.tally[memory.PINNED_ROWS])
-    num_rows += int(np.count_nonzero(slots_K == memory.MISSING))
-    if num_rows >= store.capacity_rows:
+    num_rows = int(state.rows.tally[memory.PINNED_ROWS])
+    num_rows += int(np.count_nonzero(state.find(ids_K) == memory.MISSING))
+    if num_rows >= state.rows.capacity_rows:
         raise StoreError(
             f"A server must have room for all its shared rows and one more. Received: "
             f"{num_rows} shared rows, with those of table {state.spec.name!r}, and a "
-            f"capacity of {store.capacity_rows} rows. Raise the capacity, start more "
-            "servers, or lower shared_rows."
+            f"capacity of {state.rows.capacity_rows} rows. Raise the capacity, start "
+            "more servers, or lower shared_rows."
         )
 
 
 @cache
-def _build_read(kernel: "Kernel") -> Callable[..., None]:
+def _build_read(kernel: Kernel) -> Callable[..., None]:
     """Compile what reads shared rows, or what those begin with that are not there.
 
     ``num_shared`` is how many the table has; ``row_W`` is memory for one row.
@@ -181,7 +173,7 @@ def _build_read(kernel: "Kernel") -> Callable[..., None]:
     def read(
         layout: Layout,
         ids_N: Ids,
-        indices: loops.Indices,
+        indices: Indices,
         num_shared: np.uint64,
         out_ND: Floats,
         row_W: Words,

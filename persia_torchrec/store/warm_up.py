@@ -33,7 +33,7 @@ def warm_up(*, in_file: bool = True) -> None:
     try:
         store = EmbeddingStore(8, memory_file=f"/proc/self/fd/{file}")
         _run(store)
-        store.tally[memory.CHANGE] = memory.REQUEST  # as if it had died there
+        store.rows.tally[memory.CHANGE] = memory.REQUEST  # as if it had died there
         store.close()
         EmbeddingStore(8, memory_file=f"/proc/self/fd/{file}").close()
     finally:

@@ -70,7 +70,7 @@ class Journaled:
         self.rows_a_slice = 3
 
     def begin(self):
-        self.store.journal.begin()
+        self.store.rows.journal.begin()
 
     def do(self, request, between=lambda: None):
         what, table, of_table = request
@@ -96,7 +96,7 @@ class Journaled:
 
     def cut(self, between=lambda: None):
         """Make an increment; ``between`` runs while its rows are gathered."""
-        dirty = DirtySet(self.store.capacity_rows)
+        dirty = DirtySet(self.store.rows.capacity_rows)
         store = self.store
         states = store.states
         head = {
@@ -105,10 +105,10 @@ class Journaled:
             "shard": 0,
             "num_shards": 1,
             "created_s": 7.0,
-            "tick": store.tick,
-            "tables": saved_tables(states, store.seconds),
+            "tick": store.rows.tick,
+            "tables": saved_tables(states, store.rows.seconds),
         }
-        dirty.add(store.journal.cut())
+        dirty.add(store.rows.journal.cut())
         increment = Increment(IncrementHead(was_cleared=dirty.was_cleared, **head))
         for table, copy in dirty.take(
             dict.fromkeys(range(len(states)), self.rows_a_slice)
@@ -138,7 +138,7 @@ def write_increment(folder, increment):
 
 
 def put_in(store, increment, shard=0, num_shards=1):
-    target = Target(shard, num_shards, store.capacity_rows, store.is_lfu)
+    target = Target(shard, num_shards, store.rows.capacity_rows, store.rows.is_lfu)
     seen = SeenIds(store, target)
     for _ in apply_increment(store, increment.select(target), seen):
         check_store(store)
@@ -164,7 +164,7 @@ def test_a_copy_with_all_increments_equals_the_store(before, after, eviction):
     copy = copy_of(source.store, eviction=eviction, specs=SPECS)
     for mine, other in zip(copy.states, source.store.states, strict=True):
         mine.spec.admission.remember(mine.remembered, other.sightings())
-    source.store.journal.cut()
+    source.store.rows.journal.cut()
     source.increments.clear()
     for request in after:
         source.do(request)
@@ -278,7 +278,7 @@ def test_an_id_that_a_request_names_twice_was_used_at_its_first_place():
     source.begin()
     use(source.store, 0, [1, 2])
     copy = copy_of(source.store, specs=SPECS)
-    source.store.journal.cut()
+    source.store.rows.journal.cut()
     use(source.store, 0, [1, 2, 1])
     put_in(copy, source.cut())
     assert_same(copy, source.store)
@@ -299,9 +299,9 @@ def test_a_step_that_is_set_comes_with_the_next_increment():
     source.begin()
     copy = store_of(20)
     put_in(copy, source.cut())
-    assert source.store.journal.is_empty
+    assert source.store.rows.journal.is_empty
     source.store.set_step(0, 41)
-    assert not source.store.journal.is_empty
+    assert not source.store.rows.journal.is_empty
     put_in(copy, source.cut())
     assert copy.states[0].num_updates == 41
 
@@ -421,4 +421,4 @@ def test_nothing_is_noted_unless_it_is_asked_for():
     source = Journaled(capacity_rows=5)
     run(source.store, [(0, list(range(9)), True)])
     source.store.clear()
-    assert source.store.journal.is_empty
+    assert source.store.rows.journal.is_empty

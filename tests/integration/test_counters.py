@@ -161,20 +161,20 @@ def pass_bloom(job, folder, value):
 
 def pass_tick_of_use(job, folder, value):
     before, after = Training(1, folder, ITEM), Training(2, folder / "other", ITEM)
-    before.servers[0].store.tick = value
+    before.servers[0].store.rows.tick = value
     before.train(range(2))
     saved = before.save(lambda: before.train(range(2, 5)))
     assert Manifest.read(saved).shards[0].tick == min(value + 2, LARGEST_TICK)
     for server in after.servers:
         server.load(saved, Folder(folder / "increments"))
-        assert server.store.tick < LARGEST_TICK + 20
+        assert server.store.rows.tick < LARGEST_TICK + 20
     assert after.rows() == before.rows()
     for training in (before, after):
         training.train(range(5, 7))
     assert after.rows() == before.rows()
     spec = replace(ITEM, admission=AdmitFrequency(2, max_waiting_rows=9))
     store = store_of(specs=[spec])
-    store.tick = value
+    store.rows.tick = value
     for ids in ([1], [2], [3], [1, 3]):
         use(store, 0, ids)
     assert sorted(ids_oldest_first(store)) == [(0, 1), (0, 3)]
@@ -235,17 +235,17 @@ def pass_increment(job, folder, value):
 
 def pass_tick(job, folder, value):
     store = store_of(10, specs=[ITEM])
-    store.tick = value
+    store.rows.tick = value
     for number in range(20):
         use(store, 0, [number, number // 2])
         update(store, 0, [number])
     check_store(store)
-    assert store.tick == value + 20
+    assert store.rows.tick == value + 20
     assert ids_oldest_first(store)[-2:] == [(0, 9), (0, 19)]
 
 
 def pass_tally(job, folder, value):
-    job.store.tally[HITS] = value
+    job.store.rows.tally[HITS] = value
     job.train()
     job.train()
     [counters] = job.client.counters()
@@ -720,7 +720,7 @@ def test_converted_checkpoints_loaded_again_and_again_count_few_requests(tmp_pat
         [running] = servers.start()
         client = servers.client([running])
         client.add_tables([TableSpec(name="item", dim=2, optimizer=SGD(lr=0.01))])
-        running.server.shard.store.tick = LARGEST_TICK - 1
+        running.server.shard.store.rows.tick = LARGEST_TICK - 1
         client.write("item", ids, rows)
         for number in range(2):
             state, made = tmp_path / f"{number}.pt", tmp_path / f"made {number}"
@@ -729,5 +729,5 @@ def test_converted_checkpoints_loaded_again_and_again_count_few_requests(tmp_pat
             convert(state, made)
             client.checkpoints.load(made, replace=False)
         assert client.read("item", ids).tolist() == rows.tolist()
-        assert running.server.shard.store.tick < LARGEST_TICK + 20
+        assert running.server.shard.store.rows.tick < LARGEST_TICK + 20
         check_store(running.server.shard.store)

@@ -169,7 +169,7 @@ def test_settings_of_every_kind_are_read_and_written():
 
 def test_a_stored_conversation_with_a_server_is_answered_alike(servers):
     [running] = servers.start(capacity_rows=100, optimizer_engine="compiled")
-    running.server.shard.store.clock = lambda: 7.0
+    running.server.shard.store.rows.seconds.clock = lambda: 7.0
     with closing(Connections("embedding server", [running.address])) as connections:
         for message in expected("messages.json")["conversation"]:
             stored = bytes.fromhex(message["header"])

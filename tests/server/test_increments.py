@@ -78,7 +78,7 @@ def test_a_follower_becomes_equal_where_requests_pass_what_a_use_can_count(
     servers, training
 ):
     for running in training.running:
-        running.server.shard.store.tick = LARGEST_TICK - 3
+        running.server.shard.store.rows.tick = LARGEST_TICK - 3
     training.train(*range(20))
     training.dump()
     follower = follow(servers, training)
@@ -87,7 +87,7 @@ def test_a_follower_becomes_equal_where_requests_pass_what_a_use_can_count(
         training.train(*range(first, first + 15))
         become_equal(follower, training)
     for running in training.running:
-        assert running.server.shard.store.tick > LARGEST_TICK
+        assert running.server.shard.store.rows.tick > LARGEST_TICK
 
 
 def test_a_follower_is_ready_when_it_has_caught_up(servers, training):

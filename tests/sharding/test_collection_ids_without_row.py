@@ -147,7 +147,7 @@ def test_a_store_reads_what_rows_would_begin_with(dtype, initializer, dynamic):
     read = np.empty((4, 8), dtype=np.float32)
     store.lookup(0, ids, read, training=False)
     assert np.array_equal(read, initial_rows(spec, ids)[:, :8])
-    assert int(store.tally[1]) == 4 * (1 + (dynamic.blocks > 1))  # misses
+    assert int(store.rows.tally[1]) == 4 * (1 + (dynamic.blocks > 1))  # misses
     made = np.empty_like(read)
     store.lookup(0, ids, made, training=True)
     assert np.array_equal(read, made)

@@ -153,7 +153,7 @@ class StoreMachine(RuleBasedStateMachine):
         seed=st.none() | seeds,
     )
     def look_up(self, table, picks, times, training, seed):
-        if table == ADAPTIVE and self.fast.capacity_rows < 3:
+        if table == ADAPTIVE and self.fast.rows.capacity_rows < 3:
             return  # its shared rows do not fit
         ids = [IDS[table][pick] for pick in picks] * times
         counts = None
@@ -184,7 +184,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(chosen=several, picks=picks)
     def look_up_several(self, chosen, picks):
-        if ADAPTIVE in chosen and self.fast.capacity_rows < 3:
+        if ADAPTIVE in chosen and self.fast.rows.capacity_rows < 3:
             return
         ids, asked = asked_of(chosen, picks)
         dims = [TABLES[table].dim for table in chosen]
@@ -218,7 +218,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(table=tables, picks=picks, seed=seeds)
     def write(self, table, picks, seed):
-        ids = [IDS[table][pick] for pick in picks][: self.fast.capacity_rows]
+        ids = [IDS[table][pick] for pick in picks][: self.fast.rows.capacity_rows]
         weights = floats_of(seed, len(ids), TABLES[table].dim)
         self.fast.write(table, ids_of(*ids), weights)
         self.slow.write(table, ids, weights)
@@ -238,7 +238,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.file is not None)
     @rule()
     def go_on_in_another_process(self):
-        self.fast.memory.close(is_clean=False)
+        self.fast.rows.memory.close(is_clean=False)
         self.fast = self.make_store()
         tables = [state.spec for state in self.fast.states if not state.is_pinned]
         assert tables == TABLES

@@ -223,7 +223,7 @@ def test_slots_of_earlier_blocks_are_forgotten_when_their_numbers_run_out():
     both = Both(make_spec(SGD(1.0), 4))
     ids = np.arange(5, dtype=np.uint64)
     both.look_up(ids)
-    engine = both.stores[1].states[0].engine
+    engine = both.stores[1].states[0].rows.engine
     grads = np.ones((5, 4), dtype=np.float32)
     for num_blocks in (0, 2**31 - 1):
         both.update(ids, grads)
@@ -321,13 +321,15 @@ def test_a_store_loads_no_torch_unless_fbgemm_is_chosen():
 
 
 def test_the_compiled_loops_update_rows_unless_fbgemm_is_named():
-    assert EmbeddingStore(2).engine is None
-    assert EmbeddingStore(2, optimizer_engine="compiled").engine is None
-    assert isinstance(EmbeddingStore(2, optimizer_engine="fbgemm").engine, FbgemmEngine)
+    assert EmbeddingStore(2).rows.engine is None
+    assert EmbeddingStore(2, optimizer_engine="compiled").rows.engine is None
+    assert isinstance(
+        EmbeddingStore(2, optimizer_engine="fbgemm").rows.engine, FbgemmEngine
+    )
 
 
 def test_auto_of_earlier_versions_is_compiled_and_a_warning_says_so(caplog):
-    assert EmbeddingStore(2, optimizer_engine="auto").engine is None
+    assert EmbeddingStore(2, optimizer_engine="auto").rows.engine is None
     [record] = caplog.records
     assert record.levelname == "WARNING"
     assert "must be compiled or fbgemm. Received: 'auto', which means compiled" in (

@@ -234,7 +234,7 @@ def test_rows_that_were_written_large_are_looked_at(engine):
     store.write(0, ids_of(0), np.full((1, 8), np.nan, dtype=np.float32))
     assert store.update(0, ids_of(0, 1), grads).num_refused == 1
     store.clear()
-    assert store.tally[memory.HAS_LARGE] == 0
+    assert store.rows.tally[memory.HAS_LARGE] == 0
 
 
 @pytest.mark.parametrize("is_stochastic", [True, False])

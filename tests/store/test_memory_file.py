@@ -61,7 +61,7 @@ def run(store, seed, num_requests=30):
             store.remove(table, ids[-3:])
     counters = store.counters()
     del counters["bytes"]  # logs are cleaned sooner or later
-    return [*answers, ids_oldest_first(store), store.tick, counters]
+    return [*answers, ids_oldest_first(store), store.rows.tick, counters]
 
 
 def run_and_die(path, eviction, seed):
@@ -150,7 +150,7 @@ def test_memory_of_other_settings_is_rejected(path, capacity_rows, settings, rec
 
 def test_memory_of_another_layout_is_rejected(path):
     store = store_of(path=path)
-    header = store.memory.area(memory.Area(0, 64))
+    header = store.rows.memory.area(memory.Area(0, 64))
     header[memory_file.VERSION_AT] += np.uint64(1)
     store.close()
     with pytest.raises(StoreError, match=r"layout 5. Received: layout 6"):
@@ -162,7 +162,7 @@ def test_memory_of_another_layout_is_rejected(path):
 
 def test_memory_of_the_layout_before_is_used_and_stays_readable_by_its_version(path):
     store, undisturbed = store_of(path=path), store_of()
-    header = store.memory.area(memory.Area(0, 64))
+    header = store.rows.memory.area(memory.Area(0, 64))
     assert header[memory_file.VERSION_AT] == 5
     header[memory_file.VERSION_AT] = 4  # its files differ in nothing else
     for one in (store, undisturbed):
@@ -171,7 +171,7 @@ def test_memory_of_the_layout_before_is_used_and_stays_readable_by_its_version(p
         assert run(store, seed) == run(undisturbed, seed)
         store.close()
         store = store_of(path=path)
-        assert store.memory.area(memory.Area(0, 64))[memory_file.VERSION_AT] == 4
+        assert store.rows.memory.area(memory.Area(0, 64))[memory_file.VERSION_AT] == 4
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_memory_of_the_layout_before_is_used_and_stays_readable_by_its_version(p
 )
 def test_memory_with_what_this_version_does_not_know_is_rejected(path, word, number):
     store = store_of(path=path)
-    header = store.memory.area(memory.Area(0, 64))
+    header = store.rows.memory.area(memory.Area(0, 64))
     before = int(header[word])
     header[word] = number
     store.close()
@@ -198,8 +198,8 @@ def test_memory_with_what_this_version_does_not_know_is_rejected(path, word, num
 def test_memory_of_another_boot_is_used_only_if_it_was_closed(path, is_closed):
     store = store_of(path=path)
     store.add_table(SGD_TABLE)
-    store.memory.area(memory.Area(0, 64))[memory_file.BOOT] ^= np.uint64(1)
-    store.memory.close(is_clean=is_closed)
+    store.rows.memory.area(memory.Area(0, 64))[memory_file.BOOT] ^= np.uint64(1)
+    store.rows.memory.close(is_clean=is_closed)
     if is_closed:
         assert store_of(path=path).tables == [SGD_TABLE]
     else:
@@ -232,8 +232,8 @@ def test_a_foreign_admission_is_undone_if_its_memory_is_small(
     before = state.remembered.copy()
     store.lookup(0, ids + np.uint64(2), rows, training=True)
     assert not np.array_equal(state.remembered, before)
-    store.tally[memory.CHANGE] = memory.REQUEST
-    store.memory.close(is_clean=False)
+    store.rows.tally[memory.CHANGE] = memory.REQUEST
+    store.rows.memory.close(is_clean=False)
     if is_small:
         assert np.array_equal(store_of(path=path).states[0].remembered, before)
     else:
@@ -250,7 +250,7 @@ def test_tables_that_cannot_be_added_leave_nothing(path):
         store.add_tables([new, replace(SGD_TABLE, dim=3)])
     assert store.tables == [SGD_TABLE]
     assert allocated_bytes(path) == used
-    store.memory.close(is_clean=False)
+    store.rows.memory.close(is_clean=False)
     store = store_of(path=path)
     store.add_tables(TABLES)
     run(store, 0)
@@ -305,9 +305,9 @@ def test_a_file_of_something_else_is_rejected(tmp_path):
 def test_a_file_that_was_never_finished_is_made_again(path):
     store = store_of(path=path)
     store.add_table(SGD_TABLE)
-    header = store.memory.area(memory.Area(0, 64))
+    header = store.rows.memory.area(memory.Area(0, 64))
     header[memory_file.STATE] = memory_file.MAKING
-    store.memory.close(is_clean=False)
+    store.rows.memory.close(is_clean=False)
     assert store_of(path=path).tables == []
 
 
@@ -326,7 +326,7 @@ def test_a_full_file_system_fails_the_request_and_no_more(tmpfs):
     check_store(store)
     store.lookup(0, ids[:2000], rows[:2000], training=True)
     assert (store.find(0, ids[:2000]) != MISSING).all()
-    store.memory.close(is_clean=False)
+    store.rows.memory.close(is_clean=False)
     store = store_of(10**6, tmpfs)
     check_store(store)
     assert np.array_equal(store.read(0, ids[:2000]), rows[:2000])
@@ -347,15 +347,15 @@ def test_memory_of_huge_pages_is_allocated_in_whole_ones(tmpfs):
 def test_the_change_log_of_another_process_is_dropped(path):
     store = store_of(path=path)
     store.add_tables(TABLES)
-    store.journal.begin()
+    store.rows.journal.begin()
     run(store, 0)
-    store.memory.close(is_clean=False)
+    store.rows.memory.close(is_clean=False)
     store = store_of(path=path)
-    address, room = store.tally[[memory.LEFT_AT, memory.LEFT_ROOM]]
+    address, room = store.rows.tally[[memory.LEFT_AT, memory.LEFT_ROOM]]
     assert address == room == 0
     run(store, 1)
-    store.journal.begin()
-    assert store.journal.is_empty
+    store.rows.journal.begin()
+    assert store.rows.journal.is_empty
     store.remove(0, ids_of(*range(400)))
     check_store(store)
 

@@ -106,14 +106,14 @@ class Reader:
 
 def test_a_file_is_read_by_the_numbers_of_its_document(path):
     store, number = kills.store_of(path), 0
-    while number < 40 or store.logs.directory[0, 12]:
+    while number < 40 or store.rows.logs.directory[0, 12]:
         kills.request(store, number)
         number += 1
     order = ids_oldest_first(store)
     rows = {}
     for table, id_ in order:
         slots = store.find(table, ids_of(id_))
-        [row] = store.read_slots(store.states[table], slots)
+        [row] = store.states[table].read_slots(slots)
         weights, state = np.split(row, [store.tables[table].row_dim])
         rows[table, id_] = weights.tolist() + state.view(np.uint32).tolist()
     steps = [state.num_updates for state in store.states]

@@ -78,7 +78,7 @@ def value_of(store, row):
     """Return the bytes of a row's weights and state, as columns have them."""
     table, id_ = row
     state = store.states[table]
-    row = store.arena(state)[store.find(table, ids_of(id_))[0]].tobytes()
+    row = store.rows.arena(state.layout)[store.find(table, ids_of(id_))[0]].tobytes()
     weights, begin = int(state.layout[WEIGHTS]), int(state.layout[STATE])
     size = 4 if state.spec.weight_dtype == "fp32" else 2
     end = begin + 4 * state.spec.num_state_floats
@@ -103,7 +103,7 @@ def test_rows_of_many_slices_and_chunks_are_all_copied(monkeypatch):
     blocks = exported(store, count)
     assert num_slices > 100
     copy = store_of(5000)
-    assert import_into(copy, blocks, store.tick) == store.num_rows
+    assert import_into(copy, blocks, store.rows.tick) == store.num_rows
     assert_same(copy, store)
 
 
@@ -131,7 +131,7 @@ def test_a_smaller_store_leaves_out_what_would_leave_first(eviction):
     assert import_into(small, exported(store), 99) == 7
     assert ids_oldest_first(small) == ids_oldest_first(store)[-7:]
     assert small.counters()["evictions"] == 0
-    assert small.tick == 99
+    assert small.rows.tick == 99
 
 
 def test_rows_put_over_others_count_as_used_later_and_take_their_room():
@@ -159,7 +159,7 @@ def test_a_request_after_the_import_is_newer_than_all_rows():
     for one in (store, copy):
         use(one, 0, [2])
     assert_same(copy, store)
-    assert copy.tick == store.tick
+    assert copy.rows.tick == store.rows.tick
 
 
 def test_an_empty_store_has_nothing_to_copy():
@@ -175,8 +175,8 @@ def test_a_store_that_loads_its_own_rows_again_and_again_counts_few_requests():
     use(store, 0, [1, 2])
     use(store, 1, [3])
     for _ in range(9):
-        import_into(store, exported(store), store.tick)
-    assert store.tick <= 2 + 2 * 9  # one for each request that used rows
+        import_into(store, exported(store), store.rows.tick)
+    assert store.rows.tick <= 2 + 2 * 9  # one for each request that used rows
     assert ids_oldest_first(store) == [(0, 1), (0, 2), (1, 3)]
 
 
@@ -186,15 +186,15 @@ def test_a_store_is_copied_where_its_requests_pass_what_a_use_can_count(
     before, after, eviction, tick
 ):
     store = store_of(eviction=eviction)
-    store.tick = tick
+    store.rows.tick = tick
     run(store, before)
     copy = store_of(eviction=eviction)
     blocks = exported(store)
-    import_into(copy, blocks, store.tick_in_files)
+    import_into(copy, blocks, store.rows.tick_in_files)
     assert sorted(ids_oldest_first(copy)) == sorted(ids_oldest_first(store))
-    if store.tick <= LARGEST_TICK:
+    if store.rows.tick <= LARGEST_TICK:
         assert ids_oldest_first(copy) == ids_oldest_first(store)
     for one in (store, copy):
         run(one, after)
         check_store(one)
-    assert copy.tick >= LARGEST_TICK - 20
+    assert copy.rows.tick >= LARGEST_TICK - 20

@@ -23,8 +23,6 @@ from persia_torchrec.server.open_batches import LookedUp, Update, build_gradient
 from persia_torchrec.store import (
     memory,
     table_blocks,
-    table_states,
-    transaction,
 )
 from persia_torchrec.store.block_statistics import read_statistics
 from persia_torchrec.store.embedding_store import EmbeddingStore
@@ -213,7 +211,7 @@ def rows_of(training):
     for server in training.servers:
         for number, state in enumerate(server.store.states):
             slots = server.store.find(number, IDS)
-            rows = server.store.read_slots(state, slots)[slots != MISSING]
+            rows = state.read_slots(slots)[slots != MISSING]
             ids = IDS[slots != MISSING].tolist()
             found += [
                 (number, id_, r.tobytes()) for id_, r in zip(ids, rows, strict=True)
@@ -323,7 +321,7 @@ def test_a_memory_file_keeps_blocks_and_thresholds(path):
                 store.set_step(0, store.num_updates + 4)
         assert found[0] == found[1]
         if seed % 5 == 2 or seed == 4:
-            kept.memory.close(is_clean=False)
+            kept.rows.memory.close(is_clean=False)
             kept = EmbeddingStore(100, memory_file=path, **clock)
 
 
@@ -365,7 +363,7 @@ def test_invalid_arguments_are_rejected():
 
 
 def test_the_log_does_not_grow_with_the_blocks_that_a_period_frees(path, monkeypatch):
-    monkeypatch.setattr(transaction, "SLICE_ROWS", 64)
+    monkeypatch.setattr(table_blocks, "SLICE_ROWS", 64)
     store = EmbeddingStore(8000, memory_file=path)
     store.add_table(spec_of(2))
     ids = np.arange(4000, dtype=np.uint64)
@@ -378,14 +376,14 @@ def test_the_log_does_not_grow_with_the_blocks_that_a_period_frees(path, monkeyp
         store.update(0, ids[:1], grads)
     for some in np.split(ids[1000:], 30):
         store.remove(0, some)
-    num_bytes = store.undo_log._num_bytes
+    num_bytes = store.rows.undo_log._num_bytes
     assert store.num_rows == 1000 + 4000
     store.update(0, ids[:1], grads)
     assert store.num_rows > 1000 + 1000
     while store.must_free_blocks:
         store.sweep(64)
     assert store.num_rows == 1000 + 1000
-    assert store.undo_log._num_bytes == num_bytes
+    assert store.rows.undo_log._num_bytes == num_bytes
     store.close()
 
 
@@ -422,11 +420,16 @@ def do_request(store, seed):
 def content_of(store):
     """Return all rows, the next to leave first, with what is known of each."""
     found = []
-    for arena, slot in rows_oldest_first(store.logs, store.arenas.directory):
-        words = store.arenas.words[arena][slot].copy()
+    for arena, slot in rows_oldest_first(store.rows.logs, store.rows.arenas.directory):
+        words = store.rows.arenas.words[arena][slot].copy()
         found.append((arena, words.tobytes()))
-    evicted = int(store.tally[memory.EVICTED])
-    return found, evicted, store.states[0].thresholds.tolist(), store.steps.tolist()
+    evicted = int(store.rows.tally[memory.EVICTED])
+    return (
+        found,
+        evicted,
+        store.states[0].thresholds.tolist(),
+        store.rows.steps.tolist(),
+    )
 
 
 def free_all(store):
@@ -453,7 +456,7 @@ def test_blocks_freed_in_slices_between_requests_are_as_those_freed_at_once(
         answers = []
         for store, slice_rows in (at_once, 1000), (sliced, 1):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(transaction, "SLICE_ROWS", slice_rows)
+                patch.setattr(table_blocks, "SLICE_ROWS", slice_rows)
                 patch.setattr(table_blocks, "MAX_SLOTS", 7 * slice_rows)
                 if number % 5 < sweeps:
                     store.sweep(1)
@@ -461,7 +464,7 @@ def test_blocks_freed_in_slices_between_requests_are_as_those_freed_at_once(
         assert answers[0] == answers[1]
         assert not at_once.must_free_blocks
         if is_killed and number % 6 == 5:
-            sliced.memory.close(is_clean=False)
+            sliced.rows.memory.close(is_clean=False)
             sliced = open_store(path)
     free_all(sliced)
     assert content_of(sliced) == content_of(at_once)
@@ -470,7 +473,7 @@ def test_blocks_freed_in_slices_between_requests_are_as_those_freed_at_once(
 
 def store_with_lost_blocks(monkeypatch, path=None):
     """Return a store whose ids have lost blocks, of which few are freed yet."""
-    monkeypatch.setattr(transaction, "SLICE_ROWS", 2)
+    monkeypatch.setattr(table_blocks, "SLICE_ROWS", 2)
     return lose_blocks(open_store(path, capacity_rows=200))
 
 
@@ -535,7 +538,7 @@ def test_the_end_of_a_log_has_the_thresholds_of_the_period_that_has_ended(
     monkeypatch, tmp_path
 ):
     monkeypatch.setattr(table_blocks, "MAX_SLOTS", 7)
-    monkeypatch.setattr(transaction, "SLICE_ROWS", 2)
+    monkeypatch.setattr(table_blocks, "SLICE_ROWS", 2)
     store = open_store(capacity_rows=200)
     before = store.states[0].thresholds.tolist()
     config = ServerConfig(capacity_rows=200, incremental_dir=str(tmp_path))
@@ -576,7 +579,7 @@ def test_a_store_that_is_cleared_frees_no_blocks_of_what_comes_then(monkeypatch)
 
 def test_a_table_that_is_dropped_frees_no_blocks(monkeypatch, path):
     store = store_with_lost_blocks(monkeypatch, path)
-    table_states.drop(store, [0])
+    store.drop_tables([0])
     while store.sweep(100):
         pass
     assert store.num_rows == 0
@@ -588,7 +591,7 @@ def test_the_process_after_a_killed_one_frees_the_rest(monkeypatch, path):
     expected = free_all(store_with_lost_blocks(monkeypatch))
     store = store_with_lost_blocks(monkeypatch, path)
     store.sweep(1)
-    store.memory.close(is_clean=False)
+    store.rows.memory.close(is_clean=False)
     store = open_store(path, capacity_rows=200)
     check_store(store)
     assert content_of(store)[0] == content_of(expected)[0]

@@ -36,7 +36,7 @@ def store_of(path=None, capacity_rows=8, **settings):
 
 def notes_of(store, num):
     notes = store.notes(num)
-    store.memory.commit(notes, num)
+    store.rows.memory.commit(notes, num)
     return notes
 
 
@@ -130,15 +130,15 @@ def test_sigkill_at_any_moment_leaves_whole_requests(
 def test_half_a_load_leaves_no_rows(path, column):
     store = store_of(path)
     look_up(store, 1, 2)
-    store.tally[column] = memory.LOAD
-    store.memory.close(is_clean=False)
+    store.rows.tally[column] = memory.LOAD
+    store.rows.memory.close(is_clean=False)
     for _ in range(2):  # until rows are written
         store = store_of(path)
-        assert store.was_loading
+        assert store.rows.was_loading
         assert store.num_rows == 0
         check_store(store)
-        store.memory.close(is_clean=False)
+        store.rows.memory.close(is_clean=False)
     store = store_of(path)
     look_up(store, 1)
     store.close()
-    assert not store_of(path).was_loading
+    assert not store_of(path).rows.was_loading

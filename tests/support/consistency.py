@@ -16,20 +16,23 @@ from persia_torchrec.store.memory import (
     distance,
 )
 from persia_torchrec.store.recency import LOG, NONE, pop_oldest
+from persia_torchrec.store.table_blocks import TableOfBlocks
 
 
 def check_store(store):
     """Raise AssertionError if index, rows and recency do not agree."""
-    assert store.num_rows <= store.capacity_rows
-    if store.undo_log is not None:
-        assert not store.memory.area(RECOVERY)[int(LOST) // 8]
-    check_index(store.index)
-    assert not any(state.must_free(store) for state in store.present)
+    assert store.num_rows <= store.rows.capacity_rows
+    if store.rows.undo_log is not None:
+        assert not store.rows.memory.area(RECOVERY)[int(LOST) // 8]
+    check_index(store.rows.index)
+    blocks = [state for state in store.present if isinstance(state, TableOfBlocks)]
+    assert not any(state.must_free for state in blocks)
+    assert not store.must_free_blocks
     num_found = num_pinned = 0
     for number, table in enumerate(store.states):
         arena = int(table.layout[ARENA])
-        num_used = int(store.arenas.directory[arena, USED])
-        words = store.arenas.words[arena][:num_used, :2]
+        num_used = int(store.rows.arenas.directory[arena, USED])
+        words = store.rows.arenas.words[arena][:num_used, :2]
         slots = np.flatnonzero(words[:, 1] >> OWNER_SHIFT == np.uint64(number + 1))
         assert (words[slots, 1] & TICK_MASK > 0).all()
         ids = np.ascontiguousarray(words[slots, 0])
@@ -37,19 +40,19 @@ def check_store(store):
         num_found += len(slots)
         num_pinned += len(slots) if table.is_pinned else 0
     assert num_found == store.num_rows
-    assert num_pinned == store.tally[PINNED_ROWS]
+    assert num_pinned == store.rows.tally[PINNED_ROWS]
     check_free_slots(store)
-    next_to_leave = rows_oldest_first(store.logs, store.arenas.directory)
+    next_to_leave = rows_oldest_first(store.rows.logs, store.rows.arenas.directory)
     num_leaving = store.num_rows - num_pinned
     assert len(next_to_leave) == len(set(next_to_leave)) == num_leaving
     for arena, slot in next_to_leave:
-        assert store.arenas.words[arena][slot, 1] != 0
+        assert store.rows.arenas.words[arena][slot, 1] != 0
 
 
 def check_free_slots(store):
     """Every slot ever used holds a row or is on the free list, once."""
     num_used = num_free = 0
-    arenas = store.arenas
+    arenas = store.rows.arenas
     for arena, line in zip(arenas.words, arenas.directory, strict=True):
         free = set()
         head = int(line[FREE])
@@ -92,7 +95,7 @@ def rows_oldest_first(logs, arenas):
 def ids_oldest_first(store):
     """Return ``(table, id)`` of every row, the next to leave first."""
     rows = []
-    for arena, slot in rows_oldest_first(store.logs, store.arenas.directory):
-        id_, meta = store.arenas.words[arena][slot, :2]
+    for arena, slot in rows_oldest_first(store.rows.logs, store.rows.arenas.directory):
+        id_, meta = store.rows.arenas.words[arena][slot, :2]
         rows.append((int(meta >> OWNER_SHIFT) - 1, int(id_)))
     return rows

@@ -89,8 +89,8 @@ def import_into(store, blocks, tick):
 
 
 def copy_of(store, **settings):
-    copy = store_of(store.capacity_rows, **settings)
-    import_into(copy, exported(store), store.tick)
+    copy = store_of(store.rows.capacity_rows, **settings)
+    import_into(copy, exported(store), store.rows.tick)
     for mine, other in zip(copy.states, store.states, strict=True):
         mine.num_updates = other.num_updates
     return copy

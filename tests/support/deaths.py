@@ -34,7 +34,6 @@ from persia_torchrec.store import (
     memory,
     memory_file,
     row_copy,
-    table_states,
 )
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.index import BOUNDARY
@@ -196,9 +195,9 @@ def fill(store, streams):
     for _ in range(8):
         look_up(store, 2, 9)  # so that id 1 will lose its second block
     look_up(store, 1, 1, 2, 3)
-    for id_ in range(10, 10 + store.capacity_rows - store.num_rows):
+    for id_ in range(10, 10 + store.rows.capacity_rows - store.num_rows):
         look_up(store, 1, id_)  # where not all were admitted
-    logs = store.logs.directory
+    logs = store.rows.logs.directory
     while not (logs[:, TRIGGER] <= logs[:, TAIL]).any():
         look_up(store, 1, 3, 2)
 
@@ -206,7 +205,7 @@ def fill(store, streams):
 def fill_index(store, streams):
     """Add rows until the index grows, and some entries have moved."""
     number = 0
-    while not store.index.cursor[BOUNDARY]:
+    while not store.rows.index.cursor[BOUNDARY]:
         look_up(store, 1, *range(number, number + 10))
         number += 10
 
@@ -308,7 +307,7 @@ def grow(store, streams):
 
 def saved_rows(store):
     """Return rows to load, of another store."""
-    eviction = "lfu" if store.is_lfu else "lru"
+    eviction = "lfu" if store.rows.is_lfu else "lru"
     other = EmbeddingStore(8, eviction=eviction, optimizer_engine="compiled")
     other.add_tables(store.tables)
     slots = look_up(other, 1, *range(40, 46), 1)
@@ -319,13 +318,13 @@ def saved_rows(store):
 def load_rows(store, streams):
     rows = saved_rows(store)
     tables = np.ones(len(rows), np.uint16)
-    store.is_loading = True
+    store.rows.is_loading = True
     store.clear()
     load = row_copy.RowImport(store, rows.uses, tables, np.ones(7, np.uint32))
     load.add(1, rows, np.ones(len(rows), np.bool_))
     load.finish(9)
     store.remove(1, ids_of(41))
-    store.is_loading = False
+    store.rows.is_loading = False
 
 
 def put_changes(store, streams):
@@ -342,7 +341,7 @@ def add_tables(store, streams):
 
 def drop_tables(store, streams):
     """Drop tables with shared rows and with blocks; free their rows in slices."""
-    table_states.drop(store, [0, 2])
+    store.drop_tables([0, 2])
     free_dropped(store, 3)
 
 
@@ -392,7 +391,7 @@ def state_of(store, streams):
     assert streams.groups in (b"", b"[1]")
     rows = [kills.state_of(store), store.tables, outcomes, streams.open_batches()]
     dropped = {s.number: s.spec.name for s in store.states if s.is_dropped}
-    _, changes = store.journal.previous(dropped)
+    _, changes = store.rows.journal.previous(dropped)
     noted = {("dropped", name) for name in changes.dropped}
     noted |= {(note.table, slot) for note in changes.slots for slot in note.slots}
     for left in changes.left:
@@ -411,12 +410,12 @@ class Deaths:
         self._path, self._case = path, case
         os.truncate(path, 0)
         store, streams = case.open(path)
-        store.journal.begin(77)
+        store.rows.journal.begin(77)
         case.prepare(store, streams)
-        store.memory.close(is_clean=False)
+        store.rows.memory.close(is_clean=False)
         self._open = store, streams = case.open(path)
-        store.journal.begin(78, store.journal.previous()[1])
-        fcntl.flock(store.memory._file, fcntl.LOCK_UN)  # only forks use it
+        store.rows.journal.begin(78, store.rows.journal.previous()[1])
+        fcntl.flock(store.rows.memory._file, fcntl.LOCK_UN)  # only forks use it
         self._extents = extents(path)
         before = self._find_state()
         self.num = self.die(_NEVER)
@@ -449,15 +448,15 @@ class Deaths:
         store, streams = self._case.open(self._path)
         check_store(store)
         state = state_of(store, streams)
-        self._was_loading, self._num_rows = store.was_loading, store.num_rows
-        store.memory.close(is_clean=False)
+        self._was_loading, self._num_rows = store.rows.was_loading, store.num_rows
+        store.rows.memory.close(is_clean=False)
         del store, streams
         gc.collect()  # each maps 8 TiB of 128
         return state
 
     def _act(self):
         store, streams = self._open
-        watch(store.tally.ctypes.data - memory.TALLY.offset)
+        watch(store.rows.tally.ctypes.data - memory.TALLY.offset)
         self._case.action(store, streams)
 
     def _recover(self):
@@ -537,8 +536,8 @@ def separate_stores_by_a_fence(path):
     """Count two stores to a word, with a fence between them, and without one."""
     os.truncate(path, 0)
     store = EmbeddingStore(1, memory_file=path)
-    begin = store.tally.ctypes.data - memory.TALLY.offset
-    at = np.uint64(store.tally[-1:].ctypes.data)
+    begin = store.rows.tally.ctypes.data - memory.TALLY.offset
+    at = np.uint64(store.rows.tally[-1:].ctypes.data)
     found = []
     for fence in (intrinsics.fence, numba.njit(lambda: None)):
         loop = _build_two_stores(fence)

@@ -187,7 +187,7 @@ def rows_of(store, table, *, with_time):
     ids = ids_of(*range(NUM_IDS))
     state, slots = store.states[table], store.find(table, ids)
     ids, slots = ids[slots != MISSING], slots[slots != MISSING]
-    columns = [[row.tobytes() for row in store.read_slots(state, slots)]]
+    columns = [[row.tobytes() for row in state.read_slots(slots)]]
     if state.has_metadata:
         metadata = dataclasses.astuple(store.metadata(table, ids))
         columns += [column.tolist() for column in metadata[: 3 + with_time]]

@@ -23,7 +23,7 @@ from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.rpc import slab_server
 from persia_torchrec.server import __main__ as server_main
 from persia_torchrec.server import checkpoint_service, dedup, shard
-from persia_torchrec.store import table_states
+from persia_torchrec.store.embedding_store import EmbeddingStore
 from tests.support.ports import draw_port
 from tests.support.servers import DEADLINE_S
 
@@ -37,7 +37,7 @@ class Point(Enum):
     LOAD_HAS_WRITTEN_ROWS = load.RowImport, "finish"
     RESTORE_APPLIES_INCREMENT = restore, "apply_increment"
     REQUEST_IS_NOTED = dedup.Streams, "settle"
-    TABLE_FREES_ROWS = table_states, "free_rows"
+    TABLE_FREES_ROWS = EmbeddingStore, "free_rows"
 
     def __reduce_ex__(self, protocol):
         """Pickle the name: a module cannot be."""

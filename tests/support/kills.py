@@ -100,7 +100,7 @@ def store_of(path=None, eviction="lru", engine="compiled"):
         clock=lambda: 7.0,
     )
     notes = store.notes(4)
-    store.memory.commit(notes, 4)
+    store.rows.memory.commit(notes, 4)
     if not store.tables:
         store.add_tables(TABLES_OF[engine])
     return store
@@ -109,7 +109,7 @@ def store_of(path=None, eviction="lru", engine="compiled"):
 def request(store, number):
     """Make the request of this number, and note that it was made."""
     rng = np.random.default_rng(number)
-    store.clock = lambda: float(number)
+    store.rows.seconds.clock = lambda: float(number)
     if number % 50 == 31:
         first = store.tables[0]
         optimizer = replace(first.optimizer, lr=float(rng.uniform(0.01, 1)))
@@ -164,7 +164,7 @@ def state_of(store):
         ids = np.arange(NUM_IDS, dtype=np.uint64)
         # What a dropped table still has, without its parts.
         read = TableState.read if state.is_dropped else type(state).read
-        tables.append(read(state, store, ids).tobytes())
+        tables.append(read(state, ids).tobytes())
         if state.has_metadata:
             tables += [
                 column.tolist() for column in astuple(store.metadata(number, ids))
@@ -173,7 +173,7 @@ def state_of(store):
         tables.append(state.thresholds.tolist())
     counters = store.counters()
     del counters["bytes"]  # logs are cleaned sooner or later
-    return [tables, ids_oldest_first(store), store.tick, counters]
+    return [tables, ids_oldest_first(store), store.rows.tick, counters]
 
 
 def kill_again_and_again(path, eviction, engine, num_kills, seed=0):
@@ -202,7 +202,7 @@ def kill_again_and_again(path, eviction, engine, num_kills, seed=0):
             made += 1
         check_store(store)
         assert state_of(store) == state_of(undisturbed), f"after request {made}"
-        store.memory.close(is_clean=False)
+        store.rows.memory.close(is_clean=False)
     assert made >= num_kills // 2
 
 

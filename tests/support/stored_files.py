@@ -149,7 +149,7 @@ def describe(store):
     check_store(store)
     names = [spec.name for spec in store.tables]
     found = {
-        "tick": store.tick,
+        "tick": store.rows.tick,
         "counters": store.counters(),
         "next to leave": [[names[t], id_] for t, id_ in ids_oldest_first(store)],
         "tables": [describe_table(store, n) for n in range(len(store.tables))],
@@ -186,12 +186,12 @@ def describe_memory(store):
     outcomes = [[*batch, streams.outcome(batch)] for batch in batches]
     return {
         **describe(store),
-        "changes": describe_changes(store.journal),
-        "was loading": store.was_loading,
+        "changes": describe_changes(store.rows.journal),
+        "was loading": store.rows.was_loading,
         "streams": json.loads(
             json.dumps(
                 {
-                    "incarnation": 0 if store.was_loading else streams.incarnation,
+                    "incarnation": 0 if store.rows.was_loading else streams.incarnation,
                     "generation": streams.generation,
                     "open": streams.open_batches(),
                     "settled": [one for one in outcomes if one[-1] is not None],
