@@ -38,7 +38,8 @@ from persia_torchrec.store.memory import (
 from persia_torchrec.store.memory_file import MemoryFile, Published
 from persia_torchrec.store.recency import NUM_LFU_CLASSES
 from persia_torchrec.store.store_rows import StoreRows, Transaction, UpdateResult
-from persia_torchrec.store.stored_table import TableGroup, TableState
+from persia_torchrec.store.stored_table import TableState
+from persia_torchrec.store.table_group import TableGroup
 from persia_torchrec.table import Metadata, TableSpec, with_parts
 
 Eviction = Literal["lru", "lfu"]

@@ -1,16 +1,14 @@
 """The tables of a store: settings, compiled loops, and data beside the rows."""
 
-import itertools
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from persia_torchrec.embedding.setting import Admission, Kernel, Sightings
 from persia_torchrec.embedding.usage import Doubles
-from persia_torchrec.errors import ConfigError
 from persia_torchrec.jit.compiled import (
     compile_all,
     compile_for,
@@ -37,12 +35,7 @@ from persia_torchrec.store.memory import (
 )
 from persia_torchrec.store.memory_file import ROW_COLUMNS, PublishedTable
 from persia_torchrec.store.recency import MARK_WORDS
-from persia_torchrec.store.store_rows import (
-    NOTHING_MISSED,
-    StoreRows,
-    Transaction,
-    UpdateResult,
-)
+from persia_torchrec.store.store_rows import StoreRows, Transaction, UpdateResult
 from persia_torchrec.store.undo_log import ROW_BYTES
 from persia_torchrec.table import TableSpec
 
@@ -263,7 +256,7 @@ class TableState:
         """Do a training lookup of rows that have one block."""
         starts, out = np.array([0, len(ids_N)]), out_ND.reshape(-1)
         at, dims = self._alone, self._row_dims
-        return _look_up([self], at, dims, ids_N, starts, out, counts_N, batch)
+        return look_up_rows([self], at, dims, ids_N, starts, out, counts_N, batch)
 
     def make_missing(
         self,
@@ -502,22 +495,6 @@ class TableState:
         )
         return present, received
 
-    def require_same_rows(self, spec: TableSpec) -> None:
-        """Raise ConfigError if rows would look otherwise under other settings."""
-        present, received = self.describe_both(spec)
-        if present != received:
-            raise ConfigError(
-                f"Table {spec.name!r} has {present} on this server. Received: "
-                f"{received}. Give it the optimizer and the types that it was trained "
-                "with, use another table name, or drop it first: "
-                f"client.drop_table({spec.name!r})."
-            )
-
-    def counts_as(self, spec: TableSpec) -> bool:
-        """Return whether other settings can continue with the sightings of these."""
-        known, rule = ((one.admission, one.seed) for one in (self.spec, spec))
-        return rule == known or spec.admission.counts_as(self.spec.admission)
-
     def used_words(self) -> Words:
         """Return what the admission remembers, up to the last word that is used."""
         num = self.spec.admission.num_used_words(self.remembered)
@@ -570,161 +547,7 @@ class TableState:
         return np.array((*self._checks, *numbers), dtype=np.float32)
 
 
-class GroupUpdate(NamedTuple):
-    """A loop that updates tables of a group which stand side by side.
-
-    ``is_alike``: whether all of them have the same settings.
-    """
-
-    loop: Callable[..., None]
-    begin: int
-    end: int
-    is_alike: bool
-
-
-class TableGroup:
-    """The tables of a request, in its order, which a loop takes at once.
-
-    Attributes:
-        states: of the T tables.
-        numbers: theirs in the store, int64 ``(T,)``.
-        at: what loops take.
-        dims: of their weights, int64 ``(T,)``.
-        is_looked_up_at_once: whether one call looks all of them up.
-        updates: the loops that update them; None where it is one table after the other,
-            or one takes no gradients.
-    """
-
-    def __init__(self, rows: StoreRows, states: Sequence[TableState]) -> None:
-        self._rows, self.states = rows, states
-        self.numbers = np.array([state.number for state in states], dtype=np.int64)
-        layouts_T = np.array([s.layout.ctypes.data for s in states], dtype=np.uint64)
-        self.at: TablesAt = layouts_T, rows.log
-        self.dims = np.array([state.spec.dim for state in states], dtype=np.int64)
-        row_dims = [state.spec.row_dim for state in states]
-        self._row_dims = np.array(row_dims, dtype=np.int64)
-        self._kept_row_bytes = np.array([state.kept_row_bytes for state in states])
-        self.is_looked_up_at_once = all(
-            type(state).look_up is TableState.look_up for state in states
-        )
-        self._is_by_running_time = any(state.is_by_running_time for state in states)
-        are_plain = rows.engine is None and all(
-            type(state) is TableState and not (state.spec.is_frozen or state.is_dropped)
-            for state in states
-        )
-        is_each_once = len({*self.numbers.tolist()}) == len(states)
-        self.updates = self._find_updates() if are_plain and is_each_once else None
-
-    def _find_updates(self) -> list[GroupUpdate]:
-        updates = []
-        for _, found in itertools.groupby(
-            enumerate(self.states), lambda pair: id(pair[1].update_loop)
-        ):
-            (begin, first), *others = found
-            alike = all(state.steps_alike(first) for _, state in others)
-            end = begin + 1 + len(others)
-            updates.append(GroupUpdate(first.update_loop, begin, end, alike))
-        return updates
-
-    def look_up(
-        self,
-        ids_N: Ids,
-        starts_T: Starts,
-        out: Floats,
-        counts_N: Counts | None,
-        batch: int,
-    ) -> Slots:
-        """Do training lookups: see ``EmbeddingStore.lookup_tables``."""
-        if not self.states:
-            return _NO_SLOTS
-        states, at, dims = self.states, self.at, self._row_dims
-        return _look_up(states, at, dims, ids_N, starts_T, out, counts_N, batch)
-
-    def add_update(
-        self, ids_N: Ids, starts_T: Starts, grads: Floats, hints_N: Slots | None
-    ) -> None:
-        """Update rows at the end of the transaction that is open."""
-        opened, journal, ids_N = self._rows.opened, self._rows.journal, read_only(ids_N)
-        assert opened is not None
-        if hints_N is None or len(hints_N) != len(ids_N):
-            parts = zip(self.states, starts_T[:-1], starts_T[1:], strict=True)
-            found = [state.find(ids_N[a:b]) for state, a, b in parts]
-            hints_N = np.concatenate([_NO_SLOTS, *found])
-        if journal.is_on and not journal.is_noted(hints_N, ids_N):
-            for t, state in enumerate(self.states):
-                state.note_update(ids_N[starts_T[t] : starts_T[t + 1]])
-        counted, present = opened.steps, self._rows.steps[self.numbers].tolist()
-        pairs = zip(self.numbers.tolist(), present, strict=True)
-        steps = {number: counted.get(number, step) + 1 for number, step in pairs}
-        counted.update(steps)
-        num_bytes = ROW_BYTES * len(steps)
-        if self._rows.undo_log is not None:
-            num_bytes += int(np.diff(starts_T).dot(self._kept_row_bytes))
-        hints_N, grads = read_only(hints_N), read_only(grads)
-        steps_T = [*steps.values()]
-        opened.add(
-            num_bytes, partial(self._update, steps_T, ids_N, starts_T, hints_N, grads)
-        )
-
-    def _update(
-        self,
-        steps_T: list[int],
-        ids_N: Ids,
-        starts_T: Starts,
-        hints_N: Slots,
-        grads: Floats,
-        transaction: Transaction,
-    ) -> None:
-        """Apply the optimizers to rows, and count the steps."""
-        rows, num_tables = self._rows, len(self.states)
-        if rows.undo_log is not None:
-            rows.undo_log.keep_some(rows.steps, self.numbers)
-        now_T2 = np.empty((num_tables, 2), dtype=np.uint64)
-        rows.steps[self.numbers] = now_T2[:, 0] = steps_T
-        now_T2[:, 1] = self._now_s()
-        results_T2 = np.zeros((num_tables, 2), dtype=np.int64)
-        layouts_T, log = self.at
-        begin_of_grads = 0
-        for update in self.updates or ():
-            which = slice(update.begin, update.end)
-            starts = starts_T[update.begin : update.end + 1]
-            update.loop(
-                (layouts_T[which], log),
-                ids_N,
-                starts,
-                hints_N,
-                grads[begin_of_grads:],
-                now_T2[which],
-                self._step_numbers(update, steps_T[which]),
-                results_T2[which],
-            )
-            begin_of_grads += int(np.diff(starts).dot(self.dims[which]))
-        if not results_T2.any():
-            transaction.results.append(NOTHING_MISSED)
-            return
-        for t, (missed, rejected) in enumerate(results_T2.tolist()):
-            hints = hints_N[starts_T[t] : starts_T[t + 1]]
-            transaction.results.append(self.states[t].result(hints, missed, rejected))
-
-    def _now_s(self) -> int | npt.NDArray[np.int64]:
-        """Return the second that rows note now: of each table, or of all."""
-        if not self._is_by_running_time:
-            return max(int(self._rows.seconds.clock()), 0)
-        return np.array([state.now_s() for state in self.states])
-
-    def _step_numbers(self, update: GroupUpdate, steps: Sequence[int]) -> Floats:
-        """Return what a loop takes beside the rows of its tables, float32 ``(T, K)``.
-
-        ``steps`` are those of its tables.
-        """
-        states = self.states[update.begin : update.end]
-        if update.is_alike and len({*steps}) == 1:
-            return np.tile(states[0].step_numbers(steps[0]), (len(states), 1))
-        pairs = zip(states, steps, strict=True)
-        return np.stack([state.step_numbers(step) for state, step in pairs])
-
-
-def _look_up(
+def look_up_rows(
     states: Sequence[TableState],
     at: TablesAt,
     row_dims_T: Indices,

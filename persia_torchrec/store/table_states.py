@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from persia_torchrec.embedding.usage import Doubles
-from persia_torchrec.errors import StoreError
+from persia_torchrec.errors import ConfigError, StoreError
 from persia_torchrec.jit.compiled import read_only
 from persia_torchrec.store import loops, memory
 from persia_torchrec.store.memory import Words
@@ -66,9 +66,16 @@ def open_published(rows: StoreRows, table: PublishedTable, number: int) -> Table
 
 def change(state: TableState, spec: TableSpec) -> TableState:
     """Return the state of a known table under new settings."""
-    rows, remembered = state.rows, state.remembered
-    state.require_same_rows(spec)
-    counts_on = state.counts_as(spec)
+    rows, known, remembered = state.rows, state.spec, state.remembered
+    present, received = state.describe_both(spec)
+    if present != received:
+        raise ConfigError(
+            f"Table {spec.name!r} has {present} on this server. Received: {received}. "
+            "Give it the optimizer and the types that it was trained with, use another "
+            f"table name, or drop it first: client.drop_table({spec.name!r})."
+        )
+    is_same = (spec.admission, spec.seed) == (known.admission, known.seed)
+    counts_on = is_same or spec.admission.counts_as(known.admission)
     if remembered.size != spec.admission.num_memory_words() or not counts_on:
         remembered = _allocate(rows, spec.admission.num_memory_words())
         if counts_on:
