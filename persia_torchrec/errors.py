@@ -10,6 +10,7 @@ _USERINFO = re.compile(
     r"([a-z][a-z0-9+.-]*://)[^/\s'\"\\]*:[^/\s'\"\\]*@|(https?://)[^/\s'\"\\]*@",
     re.IGNORECASE,
 )
+_TWO_STOPS = re.compile(r"(?<=[\w)\]}'\"])\.\.(?=\s|$)")
 _QUERY = re.compile(
     r"(https?://[^\s'\"\\?]*)\?[^\s'\"\\]*[^\s'\"\\.,:;)]", re.IGNORECASE
 )
@@ -26,17 +27,24 @@ def without_secrets(text: str) -> str:
     return _QUERY.sub(r"\1", _USERINFO.sub(r"\1\2", text))
 
 
+def _told(text: str) -> str:
+    text = without_secrets(text)
+    return _TWO_STOPS.sub(".", text) if ".." in text else text
+
+
 def has_password(text: str) -> bool:
     """Return whether a URL in a text has a password, or for HTTP a user."""
     return _USERINFO.search(text) is not None
 
 
 class PersiaError(Exception):
-    """Base class of every error raised by persia_torchrec; no URL shows a secret."""
+    """Base class of every error raised by persia_torchrec; no URL shows a secret.
+
+    A message of a library that ends with a full stop gets no second one.
+    """
 
     def __init__(self, *args: object) -> None:
-        told = (without_secrets(one) if isinstance(one, str) else one for one in args)
-        super().__init__(*told)
+        super().__init__(*(_told(one) if isinstance(one, str) else one for one in args))
 
 
 class ConfigError(PersiaError, ValueError):

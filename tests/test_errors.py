@@ -56,6 +56,16 @@ def test_other_texts_stay(text):
     assert without_secrets(text) == text
 
 
+def test_a_message_of_a_library_gets_no_second_full_stop():
+    for text, shown in (
+        ("Received: it is damaged.. Write it again.", "it is damaged. Write it again."),
+        ("Received: no file: 'a'..", "no file: 'a'."),
+        ("Received: ../a, a.. and 1...", "../a, a. and 1..."),
+        ("Received: and so on... Next.", "and so on... Next."),
+    ):
+        assert str(DataError(text)) == f"Received: {shown}"
+
+
 def test_errors_reasons_and_pages_have_no_secret():
     with pytest.raises(CheckpointError) as caught:
         Folder(URL).read("manifest.json")

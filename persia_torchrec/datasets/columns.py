@@ -184,6 +184,7 @@ class Columns:
     Args:
         columns: of a text file without a header all, in the order of a line; those with
             ``column``, which are read from another one's field, have no field.
+        needs_ids: whether one must be an ``IdColumn``, as a dataset needs it.
 
     ``num_beyond`` counts the integers that are not below their ``num_buckets``, by
     column; several threads decode. guarded by _lock
@@ -192,7 +193,7 @@ class Columns:
         ConfigError: two have the same name, or none is an ``IdColumn``.
     """
 
-    def __init__(self, columns: Sequence[AnyColumn]) -> None:
+    def __init__(self, columns: Sequence[AnyColumn], *, needs_ids: bool = True) -> None:
         self.num_beyond = Counter[str]()
         self._lock = threading.Lock()
         self.columns = list(columns)
@@ -201,7 +202,7 @@ class Columns:
         self.labels = [c for c in columns if isinstance(c, LabelColumn)]
         self.dense = [c for c in columns if isinstance(c, DenseColumn)]
         twice = sorted({name for name in names if names.count(name) > 1})
-        if twice or not self.ids:
+        if twice or (needs_ids and not self.ids):
             raise ConfigError(
                 "columns must have different names, and at least one IdColumn; with "
                 "column=... a second one is read from the same column. Received: "

@@ -43,6 +43,7 @@ from persia_torchrec.datasets.reading import (
     open_all,
     partition,
     runs_from,
+    say_empty,
     select,
     stretches,
     windows_of,
@@ -179,8 +180,8 @@ class RowDataset(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
         sources = files.files if isinstance(files, WorkQueue) else find_sources(files)
         self._all_files = open_all(self._open, sources, self._columns)
         self._files = [file for file in self._all_files if not file.is_empty]
-        if num_empty := len(self._all_files) - len(self._files):
-            logger.warning("%d of %d files have no rows", num_empty, len(sources))
+        if empty := [file for file in self._all_files if file.is_empty]:
+            logger.warning("%s", say_empty(empty, len(sources)))
         if not self._files:
             raise self._all_files[0].no_rows()
         self._by_path = {file.path: file for file in self._all_files}

@@ -128,6 +128,8 @@ class TextFile(TableFile):
             first = first[: first.rfind(b"\n") + 1]
         num_rows = count_rows(first)
         self.is_empty = not num_rows and is_whole
+        if not self.is_empty:
+            self._require_head()
         self._row_bytes = len(first) / num_rows if num_rows else 1.0
         if num_rows:
             self.parse(Block(first, lambda: self._head_lines + 1), counts=False)
@@ -137,6 +139,9 @@ class TextFile(TableFile):
         skip = self._options.skip_lines
         self._start = len(_BOM) if head.startswith(_BOM) else 0
         self._pass_lines(head, skip)
+
+    def _require_head(self) -> None:
+        """Raise DataError unless the first line fits the columns; there are rows."""
 
     def _pass_lines(self, head: bytes, num_lines: int) -> None:
         for _ in range(num_lines):
@@ -404,17 +409,21 @@ class CsvFile(TextFile):
 
     def _open_head(self, head: bytes) -> None:
         super()._open_head(head)
-        options, fields = self._options, self._columns.fields
         line = head[self._start :].split(b"\n", 1)[0]
         if not line:  # empty lines before the names
             line = head[self._start :].lstrip(b"\r\n").split(b"\n", 1)[0]
-        names = self._fields(line)
-        self._names = fields
-        if options.header:
+        self._first_fields = self._fields(line)
+        self._names = self._columns.fields
+        if self._options.header:
             begin = head.find(line, self._start) if line else self._start
             num_lines = head.count(b"\n", self._start, begin) + 1
-            self._names = names
+            self._names = self._first_fields
             self._pass_lines(head, num_lines)
+
+    def _require_head(self) -> None:
+        options, fields = self._options, self._columns.fields
+        names = self._first_fields
+        if options.header:
             self.require_columns(dict.fromkeys(names, None), names)
             return
         both = [sorted(n.lower() for n in of_one) for of_one in (names, fields)]

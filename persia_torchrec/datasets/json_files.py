@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from persia_torchrec.datasets.columns import require
-from persia_torchrec.datasets.files import Block, TextFile, count_rows
+from persia_torchrec.datasets.files import Block, TextFile, count_rows, has_rows
 from persia_torchrec.errors import DataError
 
 
@@ -13,16 +13,8 @@ class JsonFile(TextFile):
 
     def _table(self, block: Block, sources: Sequence[str]) -> Any:
         arrow = require("pyarrow")
-        data = self.checked(block)
-        try:
-            table = self._read_json(data, {})
-            texts = self._texts_to_keep(table.schema)
-            if texts:
-                table = self._read_json(data, texts)
-        except (arrow.ArrowException, UnicodeError) as exc:
-            raise self._located(block, exc) from exc
-        if table.num_rows != count_rows(block.data):
-            raise self._located(block, None)
+        wanted = {name.partition(".")[0] for name in sources} | set(sources)
+        table = self._read(block, wanted)
         found = self.picked(table, sources)
         self.require_columns(
             {name: found[name].type for name in found} | self.partition_types(),
@@ -39,19 +31,28 @@ class JsonFile(TextFile):
     def raw_tables(self) -> Iterator[Any]:
         """Yield all lines as Arrow tables."""
         for block in self.all_blocks():
-            if block.data.strip(b"\r\n"):
-                yield self._read_json(self.checked(block), {})
+            if has_rows(block.data):
+                yield self._read(block, None)
 
-    def _texts_to_keep(self, schema: Any) -> dict[str, Any]:
-        """Return types of columns in which pyarrow has taken text for times."""
-        types = {field.name: _with_texts(field.type) for field in schema}
-        wanted = {name.partition(".")[0] for name in self._columns.sources}
-        wanted |= set(self._columns.sources)
-        return {
-            field.name: types[field.name]
-            for field in schema
-            if field.name in wanted and types[field.name] != field.type
-        }
+    def _read(self, block: Block, wanted: set[str] | None) -> Any:
+        """Return lines as a table; columns that are wanted (None: all) keep text."""
+        arrow = require("pyarrow")
+        data = self.checked(block)
+        try:
+            table = self._read_json(data, {})
+            texts = {
+                field.name: kind
+                for field in table.schema  # where pyarrow has taken text for times
+                if wanted is None or field.name in wanted
+                if (kind := _with_texts(field.type)) != field.type
+            }
+            if texts:
+                table = self._read_json(data, texts)
+        except (arrow.ArrowException, UnicodeError) as exc:
+            raise self._located(block, exc) from exc
+        if table.num_rows != count_rows(block.data):
+            raise self._located(block, None)
+        return table
 
     def _read_json(self, data: bytes, types: dict[str, Any]) -> Any:
         arrow, json = require("pyarrow"), require("pyarrow.json")

@@ -48,6 +48,7 @@ _LEGACY_GROUP_ROWS = 8192  # lines of a text file's group, before orders had a v
 _BY_BYTES = 2  # the version of orders since when such groups are ranges of bytes
 _FORMER_ROWS = 262_144  # SHUFFLE_ROWS of these versions
 _OPENING = 8  # threads that open files of URLs
+_SHOWN = 10  # files without rows
 
 
 class Group(NamedTuple):
@@ -132,43 +133,74 @@ class Run:
 
 
 def open_all(
-    open_one: Callable[[Source], TableFile], sources: Sequence[Source], columns: Columns
+    open_one: Callable[[Source], TableFile],
+    sources: Sequence[Source],
+    columns: Columns,
+    faults: list[DataError] | None = None,
 ) -> list[TableFile]:
     """Open all files, those of URLs by threads; their columns must be alike.
 
+    Args:
+        open_one: opens a file.
+        sources: the files.
+        columns: that are read.
+        faults: takes what is wrong with files, which are left out then.
+
     Raises:
-        DataError: a file cannot be read, or a column has another type than in the first
-            one; it names both.
+        DataError: without ``faults``, a file cannot be read, or a column has another
+            type than in the first one; it names both.
     """
-
-    def open_checked(source: Source) -> TableFile:
-        try:
-            return open_one(source)
-        except (UnicodeError, require("pyarrow").ArrowException) as exc:
-            raise unreadable(source, exc) from exc
-
+    opening = partial(_open_or_fault, open_one)
     if sources[0].filesystem is None:
-        opened: Iterator[TableFile] = map(open_checked, sources)
+        opened: Iterator[TableFile | DataError] = map(opening, sources)
     else:
         with ThreadPoolExecutor(_OPENING, "opening") as pool:
-            opened = iter(list(pool.map(open_checked, sources)))
+            opened = iter(list(pool.map(opening, sources)))
     files: list[TableFile] = []
     first: TableFile | None = None
-    while True:
+    for file in opened:
         try:
-            file = next(opened, None)
+            if isinstance(file, DataError) and first is not None:
+                raise _compared(file, first) from file
+            if isinstance(file, DataError):
+                raise file
+            if not file.is_empty:
+                first = first or file
+                _require_alike(first, file, columns)
         except DataError as exc:
-            if first is None:
+            if faults is None:
                 raise
-            kinds = {name: str(kind) for name, kind in first.kinds.items()}
-            raise DataError(f"{exc} {first.source.url} has {kinds}.") from exc
-        if file is None:
-            return files
-        files.append(file)
-        if first is None and not file.is_empty:
-            first = file
-        if first is not None and not file.is_empty:
-            _require_alike(first, file, columns)
+            faults.append(exc)
+        else:
+            files.append(file)
+    return files
+
+
+def _open_or_fault(
+    open_one: Callable[[Source], TableFile], source: Source
+) -> TableFile | DataError:
+    try:
+        return open_one(source)
+    except DataError as exc:
+        return exc
+    except (UnicodeError, require("pyarrow").ArrowException) as exc:
+        fault = unreadable(source, exc)
+        fault.__cause__ = exc
+        return fault
+
+
+def _compared(fault: DataError, first: TableFile) -> DataError:
+    """Return a fault of a file with the columns of the first one."""
+    kinds = first.kinds
+    known = {name: str(kind) for name, kind in kinds.items() if kind is not None}
+    return DataError(f"{fault} {first.source.url} has {known or list(kinds)}.")
+
+
+def say_empty(files: Sequence[TableFile], num_files: int) -> str:
+    """Say which of some files are passed over, as they have no rows."""
+    names = ", ".join(f"{f.source.url} ({f.source.size} bytes)" for f in files[:_SHOWN])
+    more = f", and {n} more" if (n := len(files) - _SHOWN) > 0 else ""
+    return f"{len(files)} of {num_files} files have no rows: {names}{more}"
 
 
 def unreadable(source: Source, exc: Exception) -> DataError:

@@ -79,6 +79,10 @@ class TableFile:
         """Yield the rows of groups, of all columns or some, in blocks."""
         raise NotImplementedError
 
+    def raw_tables(self) -> Iterator[Any]:
+        """Yield all rows as tables of Arrow, with all columns of the file."""
+        raise NotImplementedError
+
     def no_rows(self) -> DataError:
         """Return what to raise of a file without rows that must have some."""
         what = "an empty file" if not self.source.size else "none"
@@ -105,7 +109,7 @@ class TableFile:
             if (must := misfit(column, kind))
         ]
         if (missing and lacking) or wrong or twice:
-            faults = [f"it lacks {missing}"] if missing and lacking else []
+            faults = [_lacks(missing, names)] if missing and lacking else []
             faults += [f"it has {twice} twice"] if twice else []
             raise DataError(
                 f"{self.source.url} must have the columns that the dataset reads. "
@@ -140,6 +144,14 @@ class TableFile:
             if column is not None:
                 found[name] = column
         return found
+
+
+def _lacks(missing: Sequence[str], names: Sequence[str]) -> str:
+    """Say which columns a file lacks, and which of its own may be meant."""
+    folded = {name.casefold() for name in missing}
+    alike = [name for name in names if name.casefold() in folded]
+    hint = f", from which {alike} differ by case only" if alike else ""
+    return f"it lacks {list(missing)}{hint}"
 
 
 def _pick(table: Any, name: str) -> Any:
@@ -190,6 +202,36 @@ class GroupedFile(TableFile):
     def starts(self) -> list[int]:
         """The number of each group's first row, from 0, and the number of rows."""
         return [0, *accumulate(self.group_rows)]
+
+    def blocks(
+        self, groups: Sequence[int], columns: Columns | None = None
+    ) -> Iterator[Rows]:
+        """Yield the rows of groups, of all columns or some, in blocks."""
+        if not len(groups):
+            return
+        wanted = (columns or self._columns).sources
+        names = [name for name in wanted if name in self._held]
+        with self.readable(groups):
+            yield from self.decoded(self.batches(groups, names), groups, columns)
+
+    def batches(
+        self, groups: Sequence[int], names: Sequence[str] | None
+    ) -> Iterator[Any]:
+        """Yield the rows of groups as Arrow's batches; ``names`` None: all columns."""
+        raise NotImplementedError
+
+    @contextmanager
+    def readable(self, groups: Sequence[int]) -> Iterator[None]:
+        """Raise what libraries raise within it as DataError."""
+        del groups
+        yield
+
+    def raw_tables(self) -> Iterator[Any]:
+        """Yield all rows as batches of Arrow, with all columns of the file."""
+        groups = range(self.num_groups)
+        if groups:
+            with self.readable(groups):
+                yield from self.batches(groups, None)
 
     def fail_in(
         self, groups: Sequence[int], first: int, row: int, must: str, received: object
@@ -276,10 +318,11 @@ class ParquetFile(GroupedFile):
             and not column.max_repetition_level  # pyarrow cannot join those of groups
             and any(_is_within(column.path, text) for text in texts)
         ]
-        self.require_schema(schema)
         groups = range(self._metadata.num_row_groups)
         self.group_rows = [self._metadata.row_group(g).num_rows for g in groups]
         self.is_empty = not self._metadata.num_rows
+        if not self.is_empty:
+            self.require_schema(schema)
         if min(self.group_rows, default=0) < 0:
             raise DataError(
                 f"{source.url} must be a Parquet file. Received: a row group of "
@@ -300,42 +343,43 @@ class ParquetFile(GroupedFile):
         with self.source.open() as file:
             yield file
 
-    def blocks(
-        self, groups: Sequence[int], columns: Columns | None = None
-    ) -> Iterator[Rows]:
-        """Yield the rows of groups, of all columns or some, in blocks."""
-        arrow, parquet = require("pyarrow"), require("pyarrow.parquet")
-        wanted = (columns or self._columns).sources
-        paths = [name for name in wanted if name in self._held]
-        num_left = sum(self.group_rows[group] for group in groups)
+    @contextmanager
+    def readable(self, groups: Sequence[int]) -> Iterator[None]:
+        """Raise what libraries raise within it as DataError."""
         try:
-            with (
-                self._input() as opened,
-                parquet.ParquetFile(
-                    opened,
-                    metadata=self._metadata,
-                    read_dictionary=self._texts,
-                    buffer_size=_BUFFER_BYTES,
-                    pre_buffer=self.source.filesystem is not None,
-                    page_checksum_verification=True,
-                ) as file,
-            ):
-                batches = file.iter_batches(
-                    BLOCK_ROWS,
-                    row_groups=list(groups),
-                    columns=paths or None,
-                    use_threads=False,
-                )
-                for rows in self.decoded(batches, groups, columns):
-                    num_left -= rows.num_rows
-                    yield rows
-        except (arrow.ArrowException, OSError, ValueError) as exc:
+            yield
+        except (require("pyarrow").ArrowException, OSError, ValueError) as exc:
             if isinstance(exc, DataError):
                 raise
             raise DataError(
                 f"{self.source.url}, row groups {groups[0]} to {groups[-1]} must be "
                 f"readable. Received: {exc}."
             ) from exc
+
+    def batches(
+        self, groups: Sequence[int], names: Sequence[str] | None
+    ) -> Iterator[Any]:
+        """Yield the rows of groups as Arrow's batches; ``names`` None: all columns."""
+        num_left = sum(self.group_rows[group] for group in groups)
+        with (
+            self._input() as opened,
+            require("pyarrow.parquet").ParquetFile(
+                opened,
+                metadata=self._metadata,
+                read_dictionary=self._texts,
+                buffer_size=_BUFFER_BYTES,
+                pre_buffer=self.source.filesystem is not None,
+                page_checksum_verification=True,
+            ) as file,
+        ):
+            for batch in file.iter_batches(
+                BLOCK_ROWS,
+                row_groups=list(groups),
+                columns=names or None,
+                use_threads=False,
+            ):
+                num_left -= batch.num_rows
+                yield batch
         if num_left:
             raise DataError(
                 f"{self.source.url}, row groups {groups[0]} to {groups[-1]} must have "
@@ -365,50 +409,50 @@ class ArrowFile(GroupedFile):
             self.is_empty = True
             return
         with self._opened() as (reader, is_file):
-            self.require_schema(reader.schema)
-            self._is_stream = not is_file
             if is_file:
                 numbers = range(reader.num_record_batches)
                 self.group_rows = [reader.get_batch(n).num_rows for n in numbers]
             else:
                 self.group_rows = [sum(batch.num_rows for batch in reader)]
-        self.is_empty = not sum(self.group_rows)
+            self.is_empty = not sum(self.group_rows)
+            if not self.is_empty:
+                self.require_schema(reader.schema)
 
     @contextmanager
-    def _opened(self) -> Iterator[tuple[Any, bool]]:
-        arrow, ipc = require("pyarrow"), require("pyarrow.ipc")
-        is_local = self.source.filesystem is None
+    def readable(self, groups: Sequence[int] = ()) -> Iterator[None]:
+        """Raise what libraries raise within it as DataError."""
+        del groups
         try:
-            with self.source.open() as file:
-                is_file = file.read(6) == b"ARROW1"
-                file.seek(0)
-                given = arrow.memory_map(self.source.url) if is_local else file
-                opened = ipc.open_file(given) if is_file else ipc.open_stream(given)
-                with opened as reader:
-                    yield reader, is_file
-        except (arrow.ArrowException, OSError, ValueError) as exc:
+            yield
+        except (require("pyarrow").ArrowException, OSError, ValueError) as exc:
             if isinstance(exc, DataError):
                 raise
             raise DataError(
                 f"{self.source.url} must be a file of Arrow IPC. Received: {exc}."
             ) from exc
 
-    def blocks(
-        self, groups: Sequence[int], columns: Columns | None = None
-    ) -> Iterator[Rows]:
-        """Yield the rows of groups, of all columns or some, in blocks."""
-        if not len(groups):
-            return
+    @contextmanager
+    def _opened(self) -> Iterator[tuple[Any, bool]]:
+        arrow, ipc = require("pyarrow"), require("pyarrow.ipc")
+        is_local = self.source.filesystem is None
+        with self.readable(), self.source.open() as file:
+            is_file = file.read(6) == b"ARROW1"
+            file.seek(0)
+            given = arrow.memory_map(self.source.url) if is_local else file
+            opened = ipc.open_file(given) if is_file else ipc.open_stream(given)
+            with opened as reader:
+                yield reader, is_file
+
+    def batches(
+        self, groups: Sequence[int], names: Sequence[str] | None
+    ) -> Iterator[Any]:
+        """Yield the rows of groups as Arrow's batches, with all columns."""
+        del names
         with self._opened() as (reader, is_file):
-            batches = iter(reader) if not is_file else map(reader.get_batch, groups)
-
-            def checked() -> Iterator[Any]:
-                for batch in batches:
-                    batch.validate(full=True)
-                    for start in range(0, batch.num_rows, BLOCK_ROWS):
-                        yield batch.slice(start, BLOCK_ROWS)
-
-            yield from self.decoded(checked(), groups, columns)
+            for batch in reader if not is_file else map(reader.get_batch, groups):
+                batch.validate(full=True)
+                for start in range(0, batch.num_rows, BLOCK_ROWS):
+                    yield batch.slice(start, BLOCK_ROWS)
 
 
 _NPY_PARTS = "labels", "dense", "sparse"
@@ -446,6 +490,7 @@ class NpyFile(GroupedFile):
         arrow, num_rows = require("pyarrow"), sizes.pop()
         kinds = {n: arrow.from_numpy_dtype(a.dtype) for n, a in arrays.items()}
         self.require_columns(kinds, list(kinds))
+        self._held = frozenset(kinds)
         whole, rest = divmod(num_rows, _NPY_ROWS)
         self.group_rows = [_NPY_ROWS] * whole + [rest] * (rest > 0)
         self.is_empty = not num_rows
@@ -466,15 +511,16 @@ class NpyFile(GroupedFile):
                 found |= {f"{name}{i}": column for i, column in enumerate(columns)}
         return found
 
-    def blocks(
-        self, groups: Sequence[int], columns: Columns | None = None
-    ) -> Iterator[Rows]:
-        """Yield the rows of groups, of all columns or some, in blocks."""
-        arrow, arrays = require("pyarrow"), self._arrays()
-        wanted = [n for n in (columns or self._columns).sources if n in arrays]
+    def batches(
+        self, groups: Sequence[int], names: Sequence[str] | None
+    ) -> Iterator[Any]:
+        """Yield the rows of groups as Arrow's batches; ``names`` None: all columns."""
+        arrays = self._arrays()
         for group in groups:
             rows = slice(self.starts[group], self.starts[group + 1])
-            table = arrow.RecordBatch.from_pydict(
-                {name: np.ascontiguousarray(arrays[name][rows]) for name in wanted}
+            yield require("pyarrow").RecordBatch.from_pydict(
+                {
+                    name: np.ascontiguousarray(arrays[name][rows])
+                    for name in (arrays if names is None else names)
+                }
             )
-            yield from self.decoded(iter([table]), [group], columns)

@@ -50,6 +50,7 @@ RUN_BY = {
     "persia-torchrec stop": "tests/command/test_jobs.py",
     "persia-torchrec scale": "tests/command/test_start_again.py",
     "persia-torchrec rollback": "tests/command/test_start_again.py",
+    "persia-torchrec data": "tests/datasets/test_look_page.py",
     "persia-torchrec examples": "tests/wheel/test_fresh_environment.py",
     "python3 -m venv": "tests/wheel/test_fresh_environment.py",
     "python -m benchmarks": "tests/benchmarks/test_benchmarks.py",
@@ -159,8 +160,11 @@ def test_the_script_of_a_tutorial_runs_as_it_stands(tmp_path, tutorial, printed)
 def test_no_other_page_has_an_example_in_python():
     of_clients = blocks("python", "docs/serving.md")  # test_inference_protocol runs it
     of_epochs = blocks("python", "docs/torchrec.md")  # test_recovery_epochs runs it
-    assert len(blocks("python")) == 4 + len(of_clients) + len(of_epochs)
+    of_data = blocks("python", "docs/data.md")  # test_look_page runs them
+    num_others = len(of_clients) + len(of_epochs) + len(of_data)
+    assert len(blocks("python")) == 4 + num_others
     assert len(of_epochs) == 1
+    assert len(of_data) == 2
     assert len(of_clients) == 1
 
 

@@ -70,6 +70,29 @@ def test_lines_of_every_format_are_the_same_rows(path, text, settings):
     assert read(ParquetDataset(parquet, 8, COLUMNS)) == ROWS
 
 
+def test_files_without_rows_are_passed_over_and_named(tmp_path, caplog):
+    (tmp_path / "a.csv").write_text("user,item,action\n1,2,buy\n3,4,pv\n")
+    empty = {"b": "", "c": "\n\n", "d": "user,item,action\n", "e": "who,what\n"}
+    for name, text in empty.items():
+        (tmp_path / f"{name}.csv").write_text(text)
+    assert read(CsvDataset(tmp_path, 8, COLUMNS, header=True)) == ROWS
+    assert "4 of 5 files have no rows: " in caplog.text
+    assert f"{tmp_path}/b.csv (0 bytes), {tmp_path}/c.csv (2 bytes), " in caplog.text
+    with pytest.raises(DataError, match=r"b.csv must have rows. Received: an empty"):
+        CsvDataset(tmp_path / "b.csv", 8, COLUMNS, header=True)
+
+
+def test_names_that_differ_by_case_only_are_shown(tmp_path):
+    for name, names in (("a", "user,item,action"), ("b", "User,item,ACTION")):
+        (tmp_path / name).write_text(f"{names}\n1,2,buy\n")
+    message = (
+        r"b must have .*lacks \['user', 'action'\], from which \['User', 'ACTION'\] "
+        r"differ by case only.* /a has \['user', 'item', 'action'\]"
+    )
+    with pytest.raises(DataError, match=message.replace(" /a", " .*/a")):
+        CsvDataset(tmp_path, 8, COLUMNS, header=True)
+
+
 def test_a_quoted_field_may_hold_delimiters_and_quotes(path):
     path.write_text('"a,b","say ""x"""\n')
     two = IdColumn("one"), IdColumn("two")
@@ -94,7 +117,11 @@ def test_a_quoted_field_may_hold_delimiters_and_quotes(path):
         ("1,2,buy\n3,4\n", {}, "line 2: a line must have 3 columns, and has 2"),
         ('1,2,"buy\n"\n', {"quotes": True}, "line 1: a quoted field must end in its"),
         ("user,item\n1,2\n", {"header": True}, r"it lacks \['action'\]"),
-        ("user,user,item,action\n", {"header": True}, r"it has \['user'\] twice"),
+        (
+            "user,user,item,action\n1,2,3,4\n",
+            {"header": True},
+            r"it has \['user'\] twice",
+        ),
         ("1::2\x1f::buy\n", {"delimiter": "::"}, "line 1: .* not hold the byte 1f"),
         ("1,,buy\n", {}, "line 1: item must be an integer.*Set fill="),
         ("1,1.5,buy\n", {}, "line 1: item must be an integer of 64 bits.*1.5"),

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 
 import numpy as np
 import pyarrow as pa
@@ -154,6 +155,134 @@ def test_the_lines_that_read_columns_of_every_type_run_as_they_stand(tmp_path):
     path = tmp_path / "no_ids"
     pq.write_table(pa.table({"gaps": KINDS["gaps"]}), path)
     assert look(str(path)).endswith("No column can be ids, which a dataset needs.")
+
+
+def run(text):
+    """Run the lines that a look ends with; return the dataset and its batches."""
+    found = {}
+    exec(text[text.index("from persia_torchrec") :], found)
+    return found["dataset"], list(found["dataset"])
+
+
+def damaged(path, table):
+    """Write a Parquet file whose last rows cannot be read."""
+    pq.write_table(table, path, row_group_size=10)
+    data = bytearray(path.read_bytes())
+    start = pq.ParquetFile(path).metadata.row_group(3).column(0).data_page_offset
+    data[start : start + 40] = b"\xff" * 40
+    path.write_bytes(data)
+
+
+def test_files_that_the_dataset_rejects_are_named_and_left_out(tmp_path):
+    table = pa.table({"user": numbers(2**40), "click": numbers(2)})
+    for name in ("part-1", "part-3"):
+        pq.write_table(table, tmp_path / f"{name}.parquet")
+    damaged(tmp_path / "part-2.parquet", table)
+    (tmp_path / "part-4.parquet").write_bytes(b"PAR1 is cut off")
+    other = table.rename_columns(["User", "click"])
+    pq.write_table(other, tmp_path / "part-5.parquet")
+    pq.write_table(table.slice(0, 0), tmp_path / "part-6.parquet")
+    (tmp_path / "part-7.parquet").touch()
+    (tmp_path / "README").write_bytes(b"1,2\n\xba\n")
+    text = look(str(tmp_path))
+    _, batches = run(text)
+    assert sum(batch.id_features.stride() for batch in batches) == 2 * NUM_ROWS
+    assert f"; {2 * NUM_ROWS} rows were looked at, of {2 * NUM_ROWS}\n" in text
+    for found in (
+        r"2 of 8 files have no rows: .*part-6.parquet .*part-7.parquet \(0 bytes\)\n",
+        "4 of 8 files are left out:\n",
+        "/README must be of a ParquetDataset. Received: of a CsvDataset.\n",
+        "part-2.parquet, row groups 0 to 3 must be readable. Received: .*[^.].\n",
+        "part-4.parquet must be a Parquet file. Received: ",
+        r"part-5.parquet .*lacks \['user'\], from which \['User'\] differ by case only",
+    ):
+        assert re.search(found, text), found
+
+
+def test_a_file_that_cannot_be_read_is_an_error_that_names_it(tmp_path, capsys):
+    damaged(tmp_path / "only.parquet", pa.table({"user": numbers()}))
+    with pytest.raises(SystemExit):
+        main([str(tmp_path)])
+    assert "only.parquet, row groups 0 to 3 must be readable" in capsys.readouterr().err
+
+
+def test_missing_values_are_those_that_the_dataset_counts(tmp_path):
+    path = tmp_path / "gaps.parquet"
+    texts, numbers = pa.list_(pa.string()), pa.list_(pa.int64())
+    columns = {
+        "tags": pa.array([None, [], ["a", None, " "], ["b"]], texts),
+        "seen": pa.array([None, [], [5, None], [6]], numbers),
+        "pair": pa.array([None, [], [(1, 1.0)], []], pa.map_(pa.int64(), pa.float32())),
+        "user": ["a", None, " ", "b"],
+        "price": [0.5, None, float("nan"), 1.0],
+        "late": pa.nulls(4),
+        "click": ["no", "yes", None, "no"],
+    }
+    pq.write_table(pa.table(columns), path)
+    text = look(str(path))
+    dataset, _ = run(text)
+    shown = {
+        name: int(re.search(rf"^{name} .*? (\d+) \(", text, re.M)[1])
+        for name in columns
+    }
+    assert shown == {name: dataset.missing.get(name, 0) for name in columns}
+    counts = {
+        "tags": 4,
+        "seen": 2,
+        "pair": 1,
+        "user": 2,
+        "price": 2,
+        "late": 4,
+        "click": 1,
+    }
+    assert dataset.missing == counts
+    path = tmp_path / "lines.json"
+    path.write_text('{"a": 1}\n{"a": 2, "b": 3}\n{"a": 4}\n')
+    assert run(look(str(path)))[0].missing == {"b": 2}
+
+
+def test_a_column_has_the_same_ids_in_csv_and_parquet(tmp_path):
+    table = {
+        "whole": [3, -4, None],
+        "hash": pa.array([1, 2**63, 7], pa.uint64()),
+        "code": ["007", "08", "9"],
+        "mixed": ["1", "b", "3"],
+        "day": pa.array([0, 86_400, 3 * 86_400], pa.timestamp("s")),
+        "ratio": [0.5, 1.0, 2.0],
+        "click": ["no", "yes", "no"],
+    }
+    pq.write_table(pa.table(table), tmp_path / "rows.parquet")
+    days = "1970-01-01", "1970-01-02 00:00:00", "1970-01-04"
+    values = table | {"whole": [3, -4, ""], "day": days, "hash": [1, 2**63, 7]}
+    (tmp_path / "rows.csv").write_bytes(lines(*values.values(), header=",".join(table)))
+    (dataset, [one]), (_, [two]) = (
+        run(look(str(tmp_path / f"rows.{kind}"))) for kind in ("csv", "parquet")
+    )
+    assert dataset.feature_names == ["whole", "hash", "code", "mixed", "day"]
+    assert one.id_features.to_dict().keys() == two.id_features.to_dict().keys()
+    assert one.id_features.values().tolist() == two.id_features.values().tolist()
+    assert one.dense_features[0].tolist() == two.dense_features[0].tolist()
+    assert one.labels[0].tolist() == two.labels[0].tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("column", "label"),
+    [
+        ({"click": ["Yes", "No", ""]}, "LabelColumn('click', positive='Yes')"),
+        ({"bought": ["y", "n", "n"]}, "LabelColumn('bought', positive='y')"),
+        ({"bought": [True, False, None]}, "LabelColumn('bought', fill=0.0)"),
+        ({"Target": [1, 0, 1]}, "LabelColumn('Target')"),
+        ({"kind": ["a", "b", "a"]}, "IdColumn('kind')"),
+        ({"click": ["a", "b", "c"]}, "IdColumn('click')"),
+        ({"on": ["y", "n", "n"], "off": ["y", "n", "y"]}, "IdColumn('on')"),
+    ],
+)
+def test_a_column_of_yes_and_no_is_the_label(tmp_path, column, label):
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"user": [1, 2, 3], **column}), path)
+    text = look(str(path))
+    assert f"    {label},\n" in text
+    run(text)
 
 
 def test_a_look_at_the_arrays_of_criteo(tmp_path):

@@ -73,7 +73,8 @@ def test_a_folder_a_glob_and_a_list_are_the_same_files(days, caplog):
         dataset = ParquetDataset(files, 7, [*COLUMNS, DAY])
         assert ids_of(dataset) == list(range(40))
         assert ids_of(dataset, "day") == [0] * 20 + [1] * 20
-    assert "1 of 5 files have no rows" in caplog.text
+    assert "1 of 5 files have no rows: " in caplog.text
+    assert "dt=1970-01-01/part-2.parquet (" in caplog.text
     assert Counter(ids_of(ParquetDataset(WorkQueue([days]), 7, COLUMNS))) == Counter(
         range(40)
     )
