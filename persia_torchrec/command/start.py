@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 import persia_torchrec
+from persia_torchrec.persia.signature import SERVED_MODEL
 
 _OF_TORCHX = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 _IN_BACKGROUND = "-d", "--detach"
@@ -18,32 +19,44 @@ _IN_BACKGROUND = "-d", "--detach"
 @click.command(context_settings=_OF_TORCHX)
 @click.option("--servers", default=1, show_default=True, help="Embedding servers.")
 @click.option("--trainers", default=1, show_default=True, help="Trainers, here.")
+@click.option(
+    "--run-dir", "--resume_dir", default="", help="Checkpoints; it continues."
+)
 @click.option("-s", "--scheduler", default="local_cwd", show_default=True)
 @click.option("--set", "more", default="", help="Arguments of persia.train_torchrec.")
 @click.option("-v", "--verbose", is_flag=True, help="Show whole logs.")
 @click.option(*_IN_BACKGROUND, is_flag=True, help="Do not wait for its end.")
-@click.argument("script")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.argument(
+    "script",
+    nargs=-1,
+    required=True,
+    type=click.UNPROCESSED,
+    metavar="SCRIPT [ARGUMENTS]...",
+)
 def run(
     servers: int,
     trainers: int,
+    run_dir: str,
     scheduler: str,
     more: str,
     verbose: bool,
     detach: bool,
-    script: str,
-    arguments: tuple[str, ...],
+    script: tuple[str, ...],
 ) -> None:
     """Train by SCRIPT: servers and trainers as one job, of which servers are told.
 
-    It is torchx run persia.train_torchrec, of which --set gives further arguments.
+    It is torchx run persia.train_torchrec, of which --set gives further arguments. With
+    --run-dir the job saves into that folder, and continues from there when it is
+    started again; --resume_dir, as the component has it, is its previous name.
 
-    persia-torchrec run --servers 2 train.py --epochs 3
+    persia-torchrec run --servers 2 --run-dir runs/7 train.py --epochs 3
     """
     component = [
-        *("persia.train_torchrec", "--script", shlex.join([script, *arguments])),
+        *("persia.train_torchrec", "--script", shlex.join(script)),
         *("--embedding_servers", str(servers), "--nproc_per_node", str(trainers)),
     ]
+    if run_dir:
+        component += ["--resume_dir", run_dir]
     words = ["--verbose"] if verbose else []
     _torchx([*words, "-s", scheduler, *component, *shlex.split(more)], detach)
 
@@ -63,10 +76,21 @@ def serve(
     checkpoint: str,
     arguments: tuple[str, ...],
 ) -> None:
-    """Predict over HTTP from CHECKPOINT; ARGUMENTS are those of persia.serve.
+    """Predict over HTTP from CHECKPOINT, a folder or URL.
+
+    One of export_for_serving is served by one process, here, that starts its embedding
+    servers; ARGUMENTS are those of python -m persia_torchrec.serving. One of PERSIA's
+    TrainCtx is served by a job, whose ARGUMENTS are those of persia.serve.
+
+    persia-torchrec serve runs/7
 
     persia-torchrec serve runs/7 --embedding_config e.yml --global_config g.yml
     """
+    if scheduler == "local_cwd" and _is_exported(checkpoint):
+        module = [sys.executable, "-m", "persia_torchrec.serving"]
+        flags = ["--checkpoint", checkpoint, "--port", str(port)]
+        _become([*module, *flags, "--num-servers", str(servers), *arguments], detach)
+        return
     component = [
         *("persia.serve", "--checkpoint", checkpoint, "--http_port", str(port)),
         *("--embedding_servers", str(servers), *arguments),
@@ -74,9 +98,19 @@ def serve(
     _torchx(["-s", scheduler, *component], detach)
 
 
+def _is_exported(checkpoint: str) -> bool:
+    """Return whether a checkpoint is one of ``export_for_serving``."""
+    from persia_torchrec.serving.predictor import find_model  # imports torch
+
+    return find_model(checkpoint) == SERVED_MODEL
+
+
 def _torchx(words: list[str], detach: bool) -> None:
     """Become ``torchx run``, or have it run in the background."""
-    command = [sys.executable, "-m", "torchx.cli.main", "run", *words]
+    _become([sys.executable, "-m", "torchx.cli.main", "run", *words], detach)
+
+
+def _become(command: list[str], detach: bool) -> None:
     if detach:
         log = Path("persia-torchrec.log")
         with log.open("ab") as output:

@@ -460,18 +460,14 @@ def _serve(argv: Sequence[str] | None) -> int:
     if not (is_local or env.encrypts()):
         logger.info("%s", _NOT_ENCRYPTED)
     coordinator = Coordinator(config, book)
+    env.set_metrics_port(config.metrics_port)
     record = job_list.record_of(book.greeting.job_id, book.port)
     set_title("coordinator 0", book.greeting.job_id)
-    env.set_metrics_port(config.metrics_port)
     with contextlib.ExitStack() as stack:
         folder = report.folder_of(book.greeting.job_id)
         progress = stack.enter_context(Progress(book, folder))
-        if env.metrics_port() is not None:
-            # An HTTP server and prometheus_client, for those who want them.
-            from persia_torchrec.job.status_page import StatusPage
-
-            host = LOOPBACK if is_local else ""
-            stack.enter_context(StatusPage(book, progress, record, host))
+        if record.metrics_port:
+            stack.enter_context(_page(book, progress, record))
         stack.enter_context(EndSignals(coordinator.end))
         record = structs.replace(record, report=str(folder or ""))
         told = stack.enter_context(job_list.listed(record))
@@ -479,6 +475,30 @@ def _serve(argv: Sequence[str] | None) -> int:
             return coordinator.run()
         finally:
             told |= coordinator.summary()
+
+
+def _page(
+    book: HostedBook, progress: Progress, record: job_list.JobRecord
+) -> contextlib.AbstractContextManager[object]:
+    """Serve the page of the job; where that fails, the job is listed as failed."""
+    # An HTTP server and prometheus_client, for those who want them.
+    from persia_torchrec.job.status_page import StatusPage
+
+    try:
+        return StatusPage(
+            book, progress, record, LOOPBACK if env.is_local_job() else ""
+        )
+    except PersiaError as exc:
+        cause = str(exc)
+        if holder := job_list.holder_of(record.metrics_port):
+            cause += (
+                f" Job {holder.job_id} has it, which runs in {holder.folder} with "
+                f"--metrics_port {holder.metrics_port}. Set another one."
+            )
+        with job_list.listed(record) as told:
+            told |= {"outcome": "failed", "reason": cause}
+        failures.tell_launcher(cause)
+        raise ConfigError(cause) from exc
 
 
 if __name__ == "__main__":

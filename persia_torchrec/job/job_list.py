@@ -56,6 +56,8 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The last one that it has completed, or began from."""
     saves: Saves | None = None
     """How its saves went; None: it saves nothing, or runs."""
+    metrics_port: int = 0
+    """Of its page, the first of those of its processes; 0: it serves no metrics."""
     report: str = ""
     """Folder of the curves; empty: none are kept."""
     logs: dict[str, str] = {}
@@ -104,6 +106,7 @@ def record_of(job_id: str, port: int) -> JobRecord:
         command=shlex.split(env.launch_command()),
         token_file=env.text("PERSIA_JOB_TOKEN_FILE") or "",
         encrypts=env.encrypts(),
+        metrics_port=env.metrics_port() or 0,
     )
 
 
@@ -116,6 +119,19 @@ def listed(record: JobRecord) -> Iterator[dict[str, object]]:
         yield changes
     finally:
         structs.replace(record, ended=now(), **changes).write()
+
+
+def holder_of(metrics_port: int) -> JobRecord | None:
+    """Return the running job of this user and host that may have a port for metrics.
+
+    Its own is that one, or the nearest below it, from which its processes take theirs.
+    """
+    here = (LOOPBACK, socket.gethostname())
+    found: list[JobRecord] = []
+    with contextlib.suppress(ConfigError):
+        found = [one for one in find_jobs() if 0 < one.metrics_port <= metrics_port]
+    running = [one for one in found if one.state == "running" and one.host in here]
+    return max(running, key=lambda one: one.metrics_port, default=None)
 
 
 def find_jobs() -> list[JobRecord]:

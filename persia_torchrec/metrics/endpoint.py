@@ -274,10 +274,10 @@ def _listen(host: str, port: int, num_ports: int) -> socket.socket:
             return open_listening(host, number)
         except OSError as exc:
             if exc.errno != errno.EADDRINUSE or number == last:
+                others = f", or one of those up to {last}" if last > port else ""
                 raise ConfigError(
-                    f"PERSIA_METRICS_PORT (--metrics-port) must be a port that is free "
-                    f"at {host or 'this machine'}, or one of those up to {last} must "
-                    f"be. Received: {number}, {exc}."
+                    f"PERSIA_METRICS_PORT (--metrics-port) must be a port{others} that "
+                    f"is free at {host or 'this machine'}. Received: {number}, {exc}."
                 ) from exc
     raise AssertionError("unreachable")
 

@@ -151,15 +151,21 @@ def _read_example(
     """Return the tensors by name, the KeyedJaggedTensor, and its position."""
     at = [i for i, e in enumerate(example) if isinstance(e, torchrec.KeyedJaggedTensor)]
     dense = [e.detach().cpu() for e in example if isinstance(e, torch.Tensor)]
+    names = list(inspect.signature(model.forward).parameters)[: len(example)]
     if len(at) != 1 or len(dense) + 1 != len(example):
+        several = ", ".join(names[i] for i in at if i < len(names))
+        how = (
+            " Let forward take one, which collections take their own keys of: "
+            f"KeyedJaggedTensor.concat([{several}])"
+        )
         raise ConfigError(
             "example must have tensors and one KeyedJaggedTensor, as forward takes "
             f"them. Received: {[type(e).__name__ for e in example]}."
+            f"{how if len(at) > 1 else ''}"
         )
     kjt: Any = example[at[0]]
     if kjt.weights_or_none() is not None:
         raise ConfigError("The KeyedJaggedTensor of example must have no weights.")
-    names = list(inspect.signature(model.forward).parameters)[: len(example)]
     del names[at[0]]
     if kjt.stride() < _NUM_LEAST:
         raise ConfigError(

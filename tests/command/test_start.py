@@ -5,6 +5,9 @@ import pytest
 from click.testing import CliRunner
 
 from persia_torchrec.command import main
+from persia_torchrec.parsing.command_line import parse_flags
+from persia_torchrec.persia.signature import SERVED_MODEL
+from persia_torchrec.serving.__main__ import ServingFlags
 from persia_torchrec.version import __version__
 
 
@@ -35,6 +38,26 @@ def test_run_is_torchx_run_of_a_script_with_its_own_arguments(started):
         *("--script", "train.py --epochs 3", "--embedding_servers", "2"),
         *("--nproc_per_node", "1", "--capacity", "5"),
     ]
+
+
+@pytest.mark.parametrize("name", ["--run-dir", "--resume_dir"])
+def test_run_continues_from_its_folder(started, name):
+    assert CliRunner().invoke(main, ["run", name, "runs/7", "train.py"]).exit_code == 0
+    [command] = started
+    assert command[-2:] == ["--resume_dir", "runs/7"]
+
+
+def test_serve_of_an_exported_model_is_one_process(started, tmp_path):
+    (tmp_path / SERVED_MODEL).touch()
+    words = ["serve", "--port", "9000", str(tmp_path), "--device", "cpu"]
+    assert CliRunner().invoke(main, words).exit_code == 0
+    [command] = started
+    assert command[:3] == [sys.executable, "-m", "persia_torchrec.serving"]
+    assert command[3:] == [
+        *("--checkpoint", str(tmp_path), "--port", "9000"),
+        *("--num-servers", "1", "--device", "cpu"),
+    ]
+    parse_flags(ServingFlags, command[3:], prog="serving")
 
 
 def test_serve_is_torchx_run_of_a_checkpoint(started):

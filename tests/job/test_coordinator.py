@@ -2,15 +2,17 @@ import contextlib
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 import pytest
 from msgspec import structs
 
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.job import coordinator
+from persia_torchrec.job import coordinator, job_list
 from persia_torchrec.job.coordinator import CoordinatorConfig
 from persia_torchrec.job.member_record import MemberRecord
 from persia_torchrec.job.process_identity import ProcessIdentity
@@ -253,6 +255,36 @@ def test_a_port_in_use_ends_the_coordinator_with_an_error(processes):
     assert running.status() == 1
     assert f"listen on port {other.port}" in running.output()
     other.close()
+
+
+@multiprocess
+def test_a_metrics_port_in_use_names_the_job_that_has_it(
+    processes, monkeypatch, tmp_path
+):
+    error_file = tmp_path / "error.json"
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("PERSIA_JOB_ID", "second")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("PERSIA_METRICS_PORT", str(port))
+        first = job_list.record_of("first", 29400)
+        with job_list.listed(first):
+            arguments = ["--port", "0", "--num-trainers", "1"]
+            running = processes.start("coordinator", coordinator.main, arguments)
+            assert running.status() == 1
+            why = (
+                rf"must be a port that is free at .* Received: {port}, .* Job first "
+                rf"has it, which runs in {Path.cwd()} with --metrics_port {port}. Set"
+            )
+            assert re.search(why, running.output())
+            assert re.search(
+                why, json.loads(error_file.read_text())["message"]["message"]
+            )
+            failed = next(one for one in job_list.find_jobs() if one.job_id == "second")
+            assert failed.state == "failed"
+            assert re.search(why, failed.reason)
+        assert job_list.holder_of(port) is None
 
 
 @pytest.mark.parametrize(

@@ -222,6 +222,22 @@ def test_a_failed_export_names_the_remedy(servers, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_several_keyed_jagged_tensors_are_joined_by_the_line_of_the_error(
+    servers, tmp_path
+):
+    trained = Trained(servers, Bags())
+    _, kjt, _ = batch(5, 5)
+    numbers, ids = kjt.split([1, len(KEYS) - 1])
+    with pytest.raises(ConfigError, match=r"Let forward take one") as caught:
+        trained.export(tmp_path, (numbers, ids))
+    line = str(caught.value).rpartition(": ")[2]
+    assert line == "KeyedJaggedTensor.concat([numbers, ids])"
+    joined = eval(line, {"numbers": numbers, "ids": ids, **globals()})
+    assert joined.keys() == kjt.keys()
+    assert torch.equal(joined.values(), kjt.values())
+    assert torch.equal(joined.lengths(), kjt.lengths())
+
+
 def test_tables_on_the_trainers_cannot_be_served(servers, tmp_path):
     trained = Trained(servers, Bags(), placement=Placement(local={"one"}))
     with pytest.raises(ConfigError, match="all its tables on the servers"):
