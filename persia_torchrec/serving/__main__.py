@@ -52,7 +52,6 @@ from persia_torchrec.serving.predictor import (
     following_model,
     load_model,
     newest_version,
-    repeating,
 )
 
 try:
@@ -232,9 +231,6 @@ def _serve(flags: ServingFlags) -> None:
         if http.grpc_port is not None:
             _serve_grpc(models, http, stack)
         paths = ",".join(str(model.health().get("model")) for model in models)
-        if any(m.rows_age_s() is not None for m in models):  # also if no probe asks
-            ask = partial(_why_not_ready, models)
-            stack.enter_context(repeating(ask, "health", timeouts.MODEL_READY_S))
         logger.info(
             "serving model=%s device=%s address=%s", paths, device, server.address
         )
@@ -319,7 +315,6 @@ def _add_checkpoint(
             reader = opening.enter_context(hosting)
             reader.set_lookup_timeout(flags.lookup_timeout_s)
             predictor = Predictor(reader, model, flags.batching())
-            predictor.health()
             return Version(predictor, opening.pop_all().close)
 
     served.open = open_version

@@ -70,7 +70,6 @@ from persia_torchrec.serving.models import (
     Models,
     ServedModel,
     Version,
-    join_health,
     require_signature,
 )
 from persia_torchrec.serving.roles import Roles
@@ -107,7 +106,6 @@ class Application:
         self._roles = roles
         self._num_in_progress = 0
         self._pool = ThreadPoolExecutor(limits.max_requests, "predict")
-        self._probes = {m.name: ThreadPoolExecutor(1, "probe") for m in models}
         self._loads = ThreadPoolExecutor(1, "load")
         self._large = threading.Lock()  # one large request is read at a time
         self._starlette = Starlette(routes=self._routes())
@@ -128,7 +126,7 @@ class Application:
 
     def close(self) -> None:
         """Wait for the predictions in progress. May be called twice."""
-        for pool in (self._pool, self._loads, *self._probes.values()):
+        for pool in (self._pool, self._loads):
             pool.shutdown(wait=True)
 
     def _routes(self) -> list[Route]:
@@ -206,17 +204,16 @@ class Application:
         return Response("ok", media_type="text/plain")
 
     async def _ready(self, request: Request) -> Response:
-        health = await self._ask_health()
+        health = self.models.health()
         if health["ready"]:
             return Response("ok", media_type="text/plain")
         return error_response(str(health["error"]), 503, RETRY_AFTER)
 
     async def _health(self, request: Request) -> Response:
-        health = await self._ask_health()
+        health = self.models.health()
         return json_response(health, 200 if health["ready"] else 503)
 
     async def _metrics(self, request: Request) -> Response:
-        await self._ask_health()  # the age of its rows
         text = self.models.statistics.exposition()
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -288,7 +285,7 @@ class Application:
         model = self.models[name]
         with model.using(number):
             pass
-        await self._run(self._probes[name], model.require_ready)
+        model.require_ready()
         return json_response({"name": name, "ready": True})
 
     async def _config(self, request: Request) -> Response:
@@ -386,16 +383,6 @@ class Application:
                 asked = work.parse(version)
         self._require_samples(work.batch_of(asked))
         return asked
-
-    async def _ask_health(self) -> dict[str, object]:
-        """Return the health of the server; each model is asked in a thread of its own.
-
-        One whose embeddings are away keeps no other model's probe waiting.
-        """
-        asked = [self._run(self._probes[m.name], m.health) for m in self.models]
-        names = [model.name for model in self.models]
-        healths = await asyncio.gather(*asked)
-        return join_health(dict(zip(names, healths, strict=True)))
 
     async def _run(self, pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(pool, work)

@@ -65,6 +65,9 @@ class SlotsReader:
     ``timeout_s`` is for a batch of a ``DataLoader`` and those before it. While a worker
     or a server is away, as one that is started again, other workers are asked, for
     ``patience_s``. It does not close the lookup.
+
+    Attributes:
+        lookup_timeout_s: seconds that a lookup may take.
     """
 
     takes_references: ClassVar[bool] = False
@@ -78,6 +81,7 @@ class SlotsReader:
         patience_s: float = 0.0,
     ) -> None:
         self.device = device
+        self.lookup_timeout_s = timeouts.REQUEST_S
         self._lookup = lookup
         self._slots: tuple[slots.Slot, ...] | None = None
         self._timeout_s = timeout_s
@@ -110,7 +114,7 @@ class SlotsReader:
         """Set the seconds that a lookup may take from now on, those away included."""
         lookup = self._lookup
         asks = lookup if isinstance(lookup, RemoteWorkers) else lookup.client
-        asks.timeout_s = timeout_s
+        asks.timeout_s = self.lookup_timeout_s = timeout_s
         self._patience_s = min(self._patience_s, timeout_s)
 
     def all_slots(self) -> tuple[slots.Slot, ...]:
@@ -210,6 +214,9 @@ class CollectionsReader:
     """Looks up what the collections of a TorchRec model give: ``DenseHalf`` takes it.
 
     Any thread may call any method.
+
+    Attributes:
+        lookup_timeout_s: seconds that a lookup may take.
     """
 
     def __init__(
@@ -219,6 +226,7 @@ class CollectionsReader:
         device: torch.device = _CPU,
     ) -> None:
         self.device = device
+        self.lookup_timeout_s = timeouts.REQUEST_S
         self._client = client
         kinds = {"bags": ShardedLookup, "sequences": SequenceLookup}
         self._lookups = [kinds[one.kind](client, one.features) for one in collections]
@@ -231,7 +239,7 @@ class CollectionsReader:
 
     def set_lookup_timeout(self, timeout_s: float) -> None:
         """Set the seconds that a lookup may take from now on."""
-        self._client.timeout_s = timeout_s
+        self._client.timeout_s = self.lookup_timeout_s = timeout_s
 
     def look_up_ids(self, ids: JaggedIds) -> dict[str, torch.Tensor]:
         """Return ids and lengths of a batch, and the rows of each collection."""

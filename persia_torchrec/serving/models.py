@@ -80,12 +80,14 @@ class ServedModel:
     default_answer: float | None = None
     _versions: dict[str, Version] = field(default_factory=dict)
     _current: str | None = None
-    _ready: tuple[float, dict[str, object]] | None = None
     _tell_s: float = 0.0
 
     def __post_init__(self) -> None:
         self._changed = threading.Condition()  # guards all of it
         self._loading = threading.Lock()
+        self._asking = threading.Lock()  # of two answers the later one is kept
+        self._asked_s, self._health = self._ask_health()
+        self._renewing: contextlib.ExitStack | None = None
 
     def add(self, version: Version) -> None:
         """Make a version the current one, beside the others."""
@@ -93,7 +95,9 @@ class ServedModel:
             number = version.number
             previous = self._versions.get(number)
             self._versions[number] = version
-            self._current, self._ready = number, None
+            self._current = number
+        self._renew_health()
+        self._keep_renewing()
         if previous is not None:
             self._drain(previous)
         logger.info("model %s: version %s is current", self.name, number)
@@ -123,7 +127,7 @@ class ServedModel:
                 del self._versions[n]
             if self._current not in self._versions:
                 self._current = max(self._versions, key=_order, default=None)
-            self._ready = None
+        self._renew_health()
         for version in leaving:
             self._drain(version)
         if numbers:
@@ -135,6 +139,8 @@ class ServedModel:
         """Unload all. May be called twice."""
         if self.versions():
             self.unload()
+        if self._renewing is not None:
+            self._renewing.close()
 
     def versions(self) -> list[str]:
         """Return the numbers of all versions, ascending."""
@@ -206,36 +212,52 @@ class ServedModel:
 
     def rows_age_s(self) -> float | None:
         """Return how old rows that follow a training are, at most; None: unknown."""
-        health = self._ready
-        following = None if health is None else health[1].get("following")
-        if health is None or not isinstance(following, dict):
+        following = self._health.get("following")
+        if not isinstance(following, dict):
             return None
-        asked_s = health[0] - timeouts.MODEL_READY_S
-        return float(following["delay_s"]) + time.monotonic() - asked_s
+        return float(following["delay_s"]) + time.monotonic() - self._asked_s
 
     def health(self) -> dict[str, object]:
-        """Return readiness, model and rows; asks the servers once a second at most."""
-        with self._changed:
-            if self._ready is not None and time.monotonic() < self._ready[0]:
-                return self._ready[1]
+        """Return readiness, model and rows, as they were a moment ago; does not wait.
+
+        A thread of the model's own asks its servers ``timeouts.MODEL_READY_S`` after
+        the last answer, from the first version until :meth:`close`.
+        """
+        return self._health
+
+    def _ask_health(self) -> tuple[float, dict[str, object]]:
+        """Ask the servers; return when, and what they answer."""
+        asked_s = time.monotonic()
         try:
             with self.using() as version:
                 health = version.predictor.health()
                 health["version"] = version.number
         except UnknownModelError as exc:
             health = {"ready": False, "error": str(exc)}
+        return asked_s, health
+
+    def _keep_renewing(self) -> None:
+        """Have a thread renew the health, unless there is one."""
+        with self._changed:
+            if self._renewing is None:
+                self._renewing = contextlib.ExitStack()
+                renew = repeating(self._renew_health, "health", timeouts.MODEL_READY_S)
+                self._renewing.enter_context(renew)
+
+    def _renew_health(self) -> None:
+        """Ask the servers, and keep and measure what they answer."""
+        with self._asking:
+            previous = self._health
+            self._asked_s, self._health = self._ask_health()
+            health = self._health
         if isinstance(num := health.get("ids_without_row"), int):
             self.statistics.without_row.labels(self.name).set(num)
         following = health.get("following")
         if isinstance(following, dict):
             self.statistics.age.labels(self.name).observe(following["delay_s"])
-        with self._changed:
-            previous = self._ready
-            self._ready = time.monotonic() + timeouts.MODEL_READY_S, health
-        if previous is not None and previous[1]["ready"] != health["ready"]:
+        if previous["ready"] != health["ready"] and "version" in previous:
             what = "ready" if health["ready"] else f"not ready: {health['error']}"
             logger.warning("model %s is %s", self.name, what)
-        return health
 
     def require_ready(self) -> None:
         """Raise ServerError unless it is ready."""

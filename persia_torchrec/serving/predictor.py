@@ -248,10 +248,14 @@ class Predictor:
             self._batcher.close()
 
     def health(self) -> dict[str, object]:
-        """Return readiness, rows on the servers, model and uptime."""
+        """Return readiness, rows on the servers, model and uptime.
+
+        The servers have as long to answer as for a lookup, and a second at most.
+        """
         health: dict[str, object] = {"ready": True}
+        timeout_s = min(self.reader.lookup_timeout_s, timeouts.MODEL_READY_S)
         try:
-            hello = self.reader.hello(of_any=True)
+            hello = self.reader.hello(timeout_s, of_any=True)
             health["rows"] = sum(hello.num_rows)
             health["ids_without_row"] = hello.misses
             if hello.following is not None:

@@ -141,6 +141,7 @@ def test_the_auc_over_http_is_that_of_the_evaluation(servers, tmp_path, kind):
     with contextlib.ExitStack() as stack:
         reader = stack.enter_context(host_checkpoint(saved.path, loaded.collections))
         models = Models()
+        stack.callback(models.close)
         models.add("model").add(Version(Predictor(reader, loaded)))
         server = PredictionServer(models, HttpConfig())
         stack.callback(server.close)

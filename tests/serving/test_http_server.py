@@ -75,6 +75,7 @@ def serve(servers):
     yield start
     for server, _ in started:
         server.close()
+        server.models.close()
 
 
 def predict(server):

@@ -30,6 +30,7 @@ def serve(servers, monkeypatch):
     yield start
     for server in started:
         server.close()
+        server.models.close()
 
 
 def ask(server, method, path, value=None, **headers):

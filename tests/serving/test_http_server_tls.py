@@ -57,6 +57,7 @@ def served(pair):
         yield https, rpc
         rpc.close()
         https.close()
+        models.close()
 
 
 def infer(address, context):

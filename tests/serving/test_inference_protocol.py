@@ -66,6 +66,7 @@ def serving(name, model, signature):
         yield http, rpc, models
         rpc.close()
         http.close()
+        models.close()
 
 
 @pytest.fixture(scope="module")

@@ -187,13 +187,14 @@ def test_a_later_checkpoint_is_loaded_with_its_rows_and_the_previous_one_leaves(
     assert not models.health()["ready"]
 
 
-def test_what_a_request_has_loaded_stays_until_a_later_checkpoint():
+def test_what_a_request_has_loaded_stays_until_a_later_checkpoint(servers):
     asked, newest = [0], ["2"]
+    client = servers.client(servers.start(1))
+    client.add_tables([TableSpec(name="item", dim=2, optimizer=SGD(1.0))])
 
     def open_version(number):
-        return Version(
-            Predictor(SlotsReader(None), DenseModel(Bias(1), path_of(number)))
-        )
+        reader = SlotsReader(SlotsLookup(client, [FEATURE]))
+        return Version(Predictor(reader, DenseModel(Bias(1), path_of(number))))
 
     def path_of(number):
         return f"run/checkpoint-{number or newest[-1]}/m.pt"
@@ -237,11 +238,8 @@ def test_while_embeddings_are_away_each_sample_gets_the_default_answer(servers, 
 
     answer = predicted()
     assert (answer.output.tolist(), answer.is_degraded) == ([[1.0], [1.0]], False)
-    models.health()
-    metrics = models.statistics.exposition()
-    assert (
-        b'persia_serving_ids_without_row{model="adult"} 1.0' in metrics
-    )  # 7 was never trained
+    missed = b'persia_serving_ids_without_row{model="adult"} 1.0'  # 7 was never trained
+    wait_until(lambda: missed in models.statistics.exposition(), "it is counted")
     running[0].stop()
     for _ in range(2):
         answer = predicted()
@@ -255,3 +253,4 @@ def test_while_embeddings_are_away_each_sample_gets_the_default_answer(servers, 
     models.default_answer = None
     with pytest.raises(ServerError):
         predicted()
+    models.close()

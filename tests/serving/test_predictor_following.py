@@ -117,6 +117,7 @@ def test_predictions_follow_a_training(tmp_path, monkeypatch):
             predictor = Predictor(reader, load_model(run, "jit_dense.pt"))
             stack.enter_context(following_model(predictor, run, "jit_dense.pt", 0.1))
             models = Models()
+            stack.callback(models.close)
             served = models.add("model")
             served.add(Version(predictor))
             server = PredictionServer(models, HttpConfig())

@@ -36,6 +36,7 @@ def serve(servers, monkeypatch):
     for http, rpc in started:
         rpc.close()
         http.close()
+        http.models.close()
 
 
 def sent(token):

@@ -313,6 +313,7 @@ def served(request, job):
     server = PredictionServer(models, HttpConfig())
     yield server
     server.close()
+    models.close()
     workers.close()
 
 
