@@ -55,8 +55,8 @@ from persia_torchrec.serving.http_requests import (
     RETRY_AFTER,
     SMALL_BYTES,
     Limits,
+    Places,
     TooLargeError,
-    TooManyRequestsError,
     answer_error,
     error_response,
     json_response,
@@ -86,6 +86,8 @@ _NOT_SUPPORTED = {
     "trace": "tracing",
     "logging": "log settings",
 }
+WHEN_LOST = "persia_torchrec.when_lost"
+"""In the scope of a request: a set of what to call when its connection is lost."""
 _HEADER_LENGTH = "Inference-Header-Content-Length"
 _INFER = re.compile("/v2/models/(?P<model>[^/]+)(/versions/(?P<version>[^/]+))?/infer")
 
@@ -93,8 +95,8 @@ _INFER = re.compile("/v2/models/(?P<model>[^/]+)(/versions/(?P<version>[^/]+))?/
 class Application:
     """The application, for an ASGI server.
 
-    Handlers run in one event loop; predictions in threads, as many as requests may be
-    in progress, or, of several requests together, in the thread of ``Batcher``.
+    Handlers run in one event loop; predictions in threads, one a request, or, of
+    several requests together, in the thread of ``Batcher``.
     """
 
     def __init__(
@@ -104,13 +106,12 @@ class Application:
         self._hosts = hosts
         self.limits = limits
         self._roles = roles
-        self._num_in_progress = 0
-        self._pool = ThreadPoolExecutor(limits.max_requests, "predict")
+        self._places = Places(limits.max_requests, models.statistics.in_progress)
+        self._pool = ThreadPoolExecutor(2 * limits.max_requests, "predict")
         self._loads = ThreadPoolExecutor(1, "load")
         self._large = threading.Lock()  # one large request is read at a time
         self._starlette = Starlette(routes=self._routes())
         self._answer_infer = self._answering(self._infer, is_open=False)
-        models.statistics.in_progress.set_function(lambda: self._num_in_progress)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request; those for predictions do not go through all routes."""
@@ -241,7 +242,7 @@ class Application:
             return json_response({"predictions": values, **more})
 
         work = _Work(parse, lambda batch: batch, encode, len(body), is_text=is_text)
-        return await self._predicted(model, None, work)
+        return await self._predicted(request, model, None, work)
 
     async def _infer(self, request: Request) -> Response:
         name, number = _named(request)
@@ -271,7 +272,7 @@ class Application:
             return Response(b"".join(parts), 200, headers, "application/octet-stream")
 
         work = _Work(parse, lambda asked: asked.batch, encode, len(body))
-        return await self._predicted(model, number, work)
+        return await self._predicted(request, model, number, work)
 
     async def _server(self, request: Request) -> Response:
         return json_response(describe_server())
@@ -338,18 +339,20 @@ class Application:
             )
 
     async def _predicted(
-        self, model: ServedModel, number: str | None, work: "_Work[T]"
+        self,
+        request: Request,
+        model: ServedModel,
+        number: str | None,
+        work: "_Work[T]",
     ) -> Response:
         """Answer a prediction, unless too many are in progress.
 
         All of it is done in one thread. One that is predicted with others needs no
         thread, unless it takes long to be read.
         """
-        if self._num_in_progress >= self.limits.max_requests:
-            raise TooManyRequestsError(
-                f"{self.limits.max_requests} requests are in progress."
-            )
-        self._num_in_progress += 1
+        place = self._places.take()
+        when_lost: set[Callable[[], None]] = request.scope.get(WHEN_LOST, set())
+        when_lost.add(place.free)
         try:
             with model.using(number) as version:
                 if not version.predictor.is_batching:
@@ -367,7 +370,8 @@ class Application:
                 )
                 return work.encode(version, asked, answer)
         finally:
-            self._num_in_progress -= 1
+            when_lost.discard(place.free)
+            place.end()
 
     def _do(self, model: ServedModel, version: Version, work: "_Work[T]") -> Response:
         asked = self._read(version, work)

@@ -4,6 +4,9 @@ The messages are described here by name, number and type, as the protocol has th
 built at the start: no generated code. Statuses are those of HTTP: INVALID_ARGUMENT 400,
 UNAUTHENTICATED 401, PERMISSION_DENIED 403, NOT_FOUND 404, RESOURCE_EXHAUSTED 413 and
 429, UNAVAILABLE 503.
+
+Probes are answered whatever the other requests do: ServerLive, ServerReady, and Check
+of ``grpc.health.v1.Health``, for clients with and without a token.
 """
 
 import contextlib
@@ -35,18 +38,27 @@ from persia_torchrec.serving.descriptions import (
 from persia_torchrec.serving.http_requests import (
     MAX_VALUES,
     SMALL_BYTES,
+    Places,
     TooLargeError,
-    TooManyRequestsError,
     status_of,
 )
 from persia_torchrec.serving.http_server import HttpConfig
-from persia_torchrec.serving.models import Models, ServedModel, require_signature
+from persia_torchrec.serving.models import (
+    Models,
+    ServedModel,
+    UnknownModelError,
+    require_signature,
+)
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _PACKAGE, _SERVICE = "inference", "inference.GRPCInferenceService"
+_HEALTH = "grpc.health.v1.Health"
+_SERVING, _NOT_SERVING = 1, 2
+_OPEN = ("ServerLive", "ServerReady", "Check")  # to clients without a token
+_TAKING_PLACES = ("ModelInfer", "RepositoryModelLoad", "RepositoryModelUnload")
 
 # A field is NAME TYPE NUMBER: a scalar, a message, [] a list, {} a map from strings.
 _MESSAGES = """
@@ -106,6 +118,8 @@ RepositoryModelLoadResponse
 RepositoryModelUnloadRequest  repository_name string 1, model_name string 2, \
 parameters {}ModelRepositoryParameter 3
 RepositoryModelUnloadResponse
+CheckRequest              service string 1
+CheckResponse             status int32 1
 """
 
 _PARAMETERS = {bool: "bool", str: "string", float: "double"}
@@ -142,6 +156,8 @@ _CODES = {
 
 _AT_ONCE = contextlib.nullcontext()
 _MAX_WAITING = 64  # messages; for a further one the oldest is given up
+_MAX_CHECKS = 8  # the same of clients that need no token
+_CHECK_S = 1.0  # their message has come
 _LEAST_STREAMS = 100  # at once over one connection, as RFC 9113 advises
 _FIELD_COST = 32
 _SIZED = 2  # wire type of a field with a size
@@ -212,27 +228,34 @@ class GrpcServer:
         logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
         self._models, self._limits = models, config.limits
         self._roles = config.roles()
-        self._places = threading.Semaphore(config.max_requests)
+        self._places = Places(config.max_requests, models.statistics.in_progress)
         self._large = threading.Lock()  # one large message is read at a time
-        self._waiting = _Waiting(config.receive_timeout_s)
+        self._waiting = _Waiting(config.receive_timeout_s, _MAX_WAITING)
+        checks_s = min(config.receive_timeout_s, _CHECK_S)
+        self._checks = _Waiting(checks_s, _MAX_CHECKS)
         # What neither reads a message nor predicts is answered whatever the others do.
         self._own_pools = {
             name: ThreadPoolExecutor(1, name)
             for name in ("ServerLive", "ServerReady", "rejected")
         }
-        num_threads = config.max_requests + 2 * _MAX_WAITING
+        self._own_pools["Check"] = ThreadPoolExecutor(2 * _MAX_CHECKS, "Check")
+        num_threads = 2 * (config.max_requests + _MAX_WAITING)
         self._server = grpc.server(
             ThreadPoolExecutor(num_threads, "grpc"),
             interceptors=[_Judge(self._reject)],
             options=_options(config),
         )
-        handlers = {
-            name: grpc.stream_unary_rpc_method_handler(self._answering(name, method))
-            for name, method in self._methods().items()
-        }
-        self._server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(_SERVICE, handlers),)
-        )
+        for service, methods in (
+            (_SERVICE, self._methods()),
+            (_HEALTH, {"Check": self._check}),
+        ):
+            handlers = {
+                name: grpc.stream_unary_rpc_method_handler(self._answering(name, one))
+                for name, one in methods.items()
+            }
+            self._server.add_generic_rpc_handlers(
+                (grpc.method_handlers_generic_handler(service, handlers),)
+            )
         self.port = _listen(self._server, config)
         self._server.start()
 
@@ -240,6 +263,7 @@ class GrpcServer:
         """Finish the requests in progress, and accept no more. May be called twice."""
         self._server.stop(timeouts.GRPC_CLOSE_S).wait()
         self._waiting.close()
+        self._checks.close()
         for pool in self._own_pools.values():
             pool.shutdown(wait=True)
 
@@ -270,27 +294,29 @@ class GrpcServer:
                 response = self._answer(work, messages, context)
             except Exception as exc:  # noqa: BLE001  # the client gets the error
                 self._abort(context, *_describe(exc))
-            self._models.statistics.count("grpc", "OK")
+            status = "OK" if context.is_active() else "CANCELLED"
+            self._models.statistics.count("grpc", status)
             return response
 
         return self._in_own_pool(name, answer)
 
     def _answer(self, work: "_Work", messages: Iterator[bytes], context: Any) -> bytes:
         """Answer a request; those that predict or change models need a place."""
+        if work.name == "Check":
+            return work.answer(self._checks.receive(messages, context))
         if work.name in self._own_pools:
             return work.answer(b"")
         data = self._waiting.receive(messages, context)
-        if work.name == "ModelReady":
+        if work.name not in _TAKING_PLACES:
             return work.answer(data)
-        if not self._places.acquire(blocking=False):
-            raise TooManyRequestsError(
-                f"{self._limits.max_requests} requests are in progress."
-            )
+        place = self._places.take()
         try:
+            if not context.add_callback(place.free):
+                raise TimeoutError("The client must wait for its answer.")
             reading = self._large if len(data) > SMALL_BYTES else _AT_ONCE
             return work.answer(data, reading)
         finally:
-            self._places.release()
+            place.end()
 
     def _in_own_pool(self, name: str, answer: T) -> T:
         """Have threads of their own answer, where there are such; grpcio finds them."""
@@ -306,7 +332,7 @@ class GrpcServer:
     def _reject(self, path: str, given: str) -> Any:
         """Return what answers a client that may not ask, by its metadata, or None."""
         name = path.rpartition("/")[2]
-        if name in ("ServerLive", "ServerReady"):
+        if name in _OPEN:
             return None
         changes = name in ("RepositoryModelLoad", "RepositoryModelUnload")
         rejected = self._roles.why_rejected(given, changes=changes)
@@ -360,6 +386,18 @@ class GrpcServer:
         model, number = self._found(request)
         with model.using(number):
             return {"ready": bool(model.health()["ready"])}
+
+    def _check(self, request: Any) -> Mapping[str, Any]:
+        """Answer a probe of gRPC's own, of the server or of whether it is alive."""
+        if request.service == "liveness":
+            return {"status": _SERVING}
+        if request.service not in ("", "readiness", _SERVICE):
+            raise UnknownModelError(
+                f"service must be empty, readiness, liveness or {_SERVICE}. Received: "
+                f"{request.service!r:.100}."
+            )
+        is_ready = self._models.health()["ready"]
+        return {"status": _SERVING if is_ready else _NOT_SERVING}
 
     def _config(self, request: Any) -> Mapping[str, Any]:
         config = describe_config(*self._found(request))
@@ -449,8 +487,8 @@ class _Waiting:
     A thread of its own ends those whose time is over, until :meth:`close`.
     """
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, timeout_s: float, most: int) -> None:
+        self._timeout_s, self._most = timeout_s, most
         self._lock = threading.Lock()
         self._until_s: dict[Any, float] = {}  # oldest first. guarded by _lock
         self._is_over = threading.Event()
@@ -467,7 +505,7 @@ class _Waiting:
         """
         with self._lock:
             oldest = None
-            if len(self._until_s) >= _MAX_WAITING:
+            if len(self._until_s) >= self._most:
                 oldest = next(iter(self._until_s))
                 del self._until_s[oldest]
             self._until_s[context] = time.monotonic() + self._timeout_s

@@ -2,11 +2,13 @@
 
 import asyncio
 import logging
+import threading
 import zlib
 from collections.abc import Mapping
 
 import msgspec
 import numpy as np
+from prometheus_client import Gauge
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -37,6 +39,61 @@ class TooLargeError(BatchError):
 
 class TooManyRequestsError(PersiaError):
     """As many requests as are allowed are in progress."""
+
+
+class Places:
+    """What limits how many requests are in progress. Any thread may call any method.
+
+    A request whose client is gone gives its place to another while it runs on; as many
+    as there are places may run so.
+    """
+
+    def __init__(self, num: int, in_progress: Gauge) -> None:
+        self._num, self._in_progress = num, in_progress
+        self._lock = threading.Lock()
+        self._num_awaited = self._num_running = 0  # guarded by _lock
+
+    def take(self) -> "Place":
+        """Take a place, or raise TooManyRequestsError."""
+        with self._lock:
+            if self._num_awaited >= self._num or self._num_running >= 2 * self._num:
+                raise TooManyRequestsError(f"{self._num} requests are in progress.")
+            self._num_awaited += 1
+            self._num_running += 1
+        self._in_progress.inc()
+        return Place(self)
+
+    def free(self) -> None:
+        """Let another request be awaited."""
+        with self._lock:
+            self._num_awaited -= 1
+        self._in_progress.dec()
+
+    def end(self) -> None:
+        """Let another request run."""
+        with self._lock:
+            self._num_running -= 1
+
+
+class Place:
+    """The place of a request in progress."""
+
+    def __init__(self, places: Places) -> None:
+        self._places = places
+        self._lock = threading.Lock()
+        self._is_free = False  # guarded by _lock
+
+    def free(self) -> None:
+        """Give the place to another: no client waits. May be called twice."""
+        with self._lock:
+            was_free, self._is_free = self._is_free, True
+        if not was_free:
+            self._places.free()
+
+    def end(self) -> None:
+        """End the request; called once."""
+        self.free()
+        self._places.end()
 
 
 STATUSES: tuple[tuple[type[Exception], int], ...] = (

@@ -11,6 +11,7 @@ import socket
 import ssl
 import struct
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,7 @@ from persia_torchrec.env import MAX_PORT
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.rpc.addresses import require_token
 from persia_torchrec.rpc.browsers import AllowedHosts
-from persia_torchrec.serving.app import Application
+from persia_torchrec.serving.app import WHEN_LOST, Application
 from persia_torchrec.serving.http_requests import Limits
 from persia_torchrec.serving.models import Models
 from persia_torchrec.serving.roles import Roles
@@ -206,13 +207,16 @@ class _Protocol(HttpToolsProtocol):
 
     A request's head must come within ``receive_timeout_s``. An answer must be read in
     the time that an idle connection stays open, so that no other is kept in memory.
+    What is in ``when_lost`` is called when a connection is lost.
     """
 
     receive_timeout_s = timeouts.HTTP_RECEIVE_S
+    when_lost: set[Callable[[], None]]
     head: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self.when_lost = set()
         self._expect_head()
 
     def data_received(self, data: bytes) -> None:
@@ -222,6 +226,8 @@ class _Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._drop_timer()
+        scope: Any = self.scope
+        scope[WHEN_LOST] = self.when_lost
         super().on_headers_complete()
 
     def timeout_keep_alive_handler(self) -> None:
@@ -234,6 +240,8 @@ class _Protocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._drop_timer()
+        for call in self.when_lost:
+            call()
         super().connection_lost(exc)
 
     def _expect_head(self) -> None:

@@ -255,7 +255,8 @@ class ServedModel:
         following = health.get("following")
         if isinstance(following, dict):
             self.statistics.age.labels(self.name).observe(following["delay_s"])
-        if previous["ready"] != health["ready"] and "version" in previous:
+        of_versions = "version" in previous and "version" in health
+        if of_versions and previous["ready"] != health["ready"]:
             what = "ready" if health["ready"] else f"not ready: {health['error']}"
             logger.warning("model %s is %s", self.name, what)
 

@@ -17,6 +17,7 @@ from tests.support.http2 import PREFACE, frame, headers_of
 from tests.support.item_model import Sum, version_of
 from tests.support.processes import DEADLINE_S, wait_until
 
+CHECK = "/grpc.health.v1.Health/Check"
 SERVICE = "/inference.GRPCInferenceService/"
 TOKEN = "a-token-of-clients"
 ABOUT = {"name": "item", "datatype": "INT64"}
@@ -53,7 +54,8 @@ def connected(server):
 
 def call(channel, method, data=b"", **settings):
     """Return the bytes that are answered to the bytes of a message."""
-    return channel.unary_unary(SERVICE + method)(data, timeout=DEADLINE_S, **settings)
+    path = method if method.startswith("/") else SERVICE + method
+    return channel.unary_unary(path)(data, timeout=DEADLINE_S, **settings)
 
 
 def code_of(channel, method, data, **settings):
@@ -84,7 +86,8 @@ def silent(channel, method, num):
         ending.wait(DEADLINE_S)
         yield from ()
 
-    ask = channel.stream_unary(SERVICE + method)
+    path = method if method.startswith("/") else SERVICE + method
+    ask = channel.stream_unary(path)
     try:
         yield [ask.future(nothing(), timeout=DEADLINE_S) for _ in range(num)]
     finally:
@@ -147,12 +150,27 @@ class Waiting(nn.Module):
         return Sum()(non_id_tensors, embeddings)
 
 
-def test_probes_are_answered_while_all_places_are_taken(serve):
-    server, models = serve(max_requests=2)
+def wait_in(models):
+    """Have the model of a server wait, and return what ends that."""
     waiting = Waiting()
     with models["model"].using() as version:
         signature = version.predictor.model.signature
         version.predictor.use(DenseModel(waiting, "m.pt", signature))
+    return waiting
+
+
+def health_of(channel, service):
+    """Return the status of gRPC's health check; None if the service is unknown."""
+    request = MESSAGES["CheckRequest"](service=service).SerializeToString()
+    with contextlib.suppress(grpc.RpcError):
+        answer = call(channel, CHECK, request)
+        return MESSAGES["CheckResponse"].FromString(answer).status
+    return None
+
+
+def test_probes_are_answered_while_all_places_are_taken(serve):
+    server, models = serve(max_requests=2)
+    waiting = wait_in(models)
     with connected(server) as channel:
         ask = channel.unary_unary(SERVICE + "ModelInfer")
         asked = [ask.future(infer_of(VALID), timeout=DEADLINE_S) for _ in range(2)]
@@ -167,17 +185,54 @@ def test_probes_are_answered_while_all_places_are_taken(serve):
         call(channel, "ServerReady")
         name = MESSAGES["ModelReadyRequest"](name="model").SerializeToString()
         call(channel, "ModelReady", name)
-        asked.pop().cancel()  # its place is free when its thread is
-        assert code_of(channel, "ModelInfer", infer_of(VALID))[0] == code
+        call(channel, "ServerMetadata")
+        for service, due in (("", 1), ("liveness", 1), ("inference", None)):
+            assert health_of(channel, service) == due
         waiting.may_end.set()
-        assert asked.pop().result()
+        for one in asked:
+            assert one.result()
+
+
+def test_what_a_client_gives_up_holds_no_place_while_few_run_on(serve):
+    server, models = serve(max_requests=2)
+    waiting = wait_in(models)
+    value_of = models.statistics.registry.get_sample_value
+
+    def num_in_progress():
+        return value_of("persia_serving_in_progress")
+
+    with connected(server) as channel:
+        ask = channel.unary_unary(SERVICE + "ModelInfer")
+        for num in (1, 2, 3, 4):  # the last two after the first two were given up
+            one = ask.future(infer_of(VALID), timeout=DEADLINE_S)
+            assert waiting.begun.acquire(timeout=DEADLINE_S)
+            assert num_in_progress() == 1
+            one.cancel()
+            wait_until(lambda: num_in_progress() == 0, f"place {num} is free")
+        code, _ = code_of(channel, "ModelInfer", infer_of(VALID))
+        assert code == "RESOURCE_EXHAUSTED"  # four run
+        waiting.may_end.set()
 
         def is_free():
             with contextlib.suppress(grpc.RpcError):
                 return predict(channel) == 3.0
             return False
 
-        wait_until(is_free, "a place is free")
+        wait_until(is_free, "none runs")
+
+
+def test_the_health_check_of_grpc_is_open_and_says_what_is_ready(serve, monkeypatch):
+    monkeypatch.setenv("PERSIA_HTTP_TOKEN", TOKEN)
+    server, models = serve()
+    with connected(server) as channel, connected(server) as other:
+        services = "", "readiness", "inference.GRPCInferenceService", "liveness"
+        assert [health_of(channel, name) for name in services] == [1, 1, 1, 1]
+        unknown = MESSAGES["CheckRequest"](service="no such").SerializeToString()
+        assert code_of(channel, CHECK, unknown)[0] == "NOT_FOUND"
+        with silent(other, CHECK, 8):
+            wait_until(lambda: health_of(channel, "") == 1, "it is answered")
+        models["model"].unload()
+        assert [health_of(channel, name) for name in services] == [2, 2, 2, 1]
 
 
 INPUT, CONTENTS = b"\x2a", b"\x2a"  # fields 5 of a request and of an input

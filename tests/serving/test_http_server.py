@@ -2,7 +2,6 @@
 
 import gzip
 import http.client
-import json
 import socket
 import struct
 import threading
@@ -25,6 +24,7 @@ from persia_torchrec.serving.predictor import DenseModel, Predictor
 from persia_torchrec.table import TableSpec
 from tests.support.local_job import batch_of
 from tests.support.one_feature import FEATURE
+from tests.support.processes import wait_until
 from tests.support.servers import DEADLINE_S
 from tests.support.serving_process import ask
 
@@ -175,6 +175,25 @@ def test_requests_above_the_limit_are_rejected(serve):
     assert predict(server)[0] == 200
 
 
+def test_a_client_that_is_gone_holds_no_place_while_few_run_on(serve):
+    model = Model()
+    model.may_end.clear()
+    server, _ = serve(model, max_requests=2)
+    value_of = server.models.statistics.registry.get_sample_value
+
+    def is_free():
+        return value_of("persia_serving_in_progress") == 0
+
+    for _ in range(4):
+        with connect(server) as connection:
+            connection.sendall(whole(BODY))
+            assert model.begun.acquire(timeout=DEADLINE_S)
+        wait_until(is_free, "its place is free")
+    assert predict(server)[0] == 429  # four run
+    model.may_end.set()
+    wait_until(lambda: predict(server)[0] == 200, "none runs")
+
+
 def test_a_pending_request_is_answered_before_the_end(serve):
     server, end = blocked(serve, 1)
     closing = threading.Thread(target=server.close)
@@ -256,11 +275,8 @@ def test_it_is_not_ready_without_its_embedding_servers(serve):
     status, answer = predict(server)
     assert status == 503
     assert "embedding server 0" in answer["error"]
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(f"{server.address}/health", timeout=DEADLINE_S)
-    with caught.value as error:
-        assert error.code == 503
-        health = json.load(error)
+    wait_until(lambda: ask(server.address, "/health")[0] == 503, "it is not ready")
+    _, health = ask(server.address, "/health")
     assert health["ready"] is False
     assert "embedding server 0" in health["error"]
 
