@@ -55,7 +55,7 @@ from persia_torchrec.serving.http_requests import (
     RETRY_AFTER,
     SMALL_BYTES,
     Limits,
-    Places,
+    RequestPlaces,
     TooLargeError,
     answer_error,
     error_response,
@@ -106,7 +106,7 @@ class Application:
         self._hosts = hosts
         self.limits = limits
         self._roles = roles
-        self._places = Places(limits.max_requests, models.statistics.in_progress)
+        self._places = RequestPlaces(limits.max_requests, models.statistics.in_progress)
         self._pool = ThreadPoolExecutor(2 * limits.max_requests, "predict")
         self._loads = ThreadPoolExecutor(1, "load")
         self._large = threading.Lock()  # one large request is read at a time

@@ -38,7 +38,7 @@ from persia_torchrec.serving.descriptions import (
 from persia_torchrec.serving.http_requests import (
     MAX_VALUES,
     SMALL_BYTES,
-    Places,
+    RequestPlaces,
     TooLargeError,
     status_of,
 )
@@ -228,7 +228,7 @@ class GrpcServer:
         logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
         self._models, self._limits = models, config.limits
         self._roles = config.roles()
-        self._places = Places(config.max_requests, models.statistics.in_progress)
+        self._places = RequestPlaces(config.max_requests, models.statistics.in_progress)
         self._large = threading.Lock()  # one large message is read at a time
         self._waiting = _Waiting(config.receive_timeout_s, _MAX_WAITING)
         checks_s = min(config.receive_timeout_s, _CHECK_S)

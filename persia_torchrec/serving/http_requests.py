@@ -41,7 +41,7 @@ class TooManyRequestsError(PersiaError):
     """As many requests as are allowed are in progress."""
 
 
-class Places:
+class RequestPlaces:
     """What limits how many requests are in progress. Any thread may call any method.
 
     A request whose client is gone gives its place to another while it runs on; as many
@@ -53,7 +53,7 @@ class Places:
         self._lock = threading.Lock()
         self._num_awaited = self._num_running = 0  # guarded by _lock
 
-    def take(self) -> "Place":
+    def take(self) -> "RequestPlace":
         """Take a place, or raise TooManyRequestsError."""
         with self._lock:
             if self._num_awaited >= self._num or self._num_running >= 2 * self._num:
@@ -61,7 +61,7 @@ class Places:
             self._num_awaited += 1
             self._num_running += 1
         self._in_progress.inc()
-        return Place(self)
+        return RequestPlace(self)
 
     def free(self) -> None:
         """Let another request be awaited."""
@@ -75,10 +75,10 @@ class Places:
             self._num_running -= 1
 
 
-class Place:
+class RequestPlace:
     """The place of a request in progress."""
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: RequestPlaces) -> None:
         self._places = places
         self._lock = threading.Lock()
         self._is_free = False  # guarded by _lock

@@ -22,6 +22,7 @@ from persia_torchrec.errors import BatchError, PersiaError, ServerError
 from persia_torchrec.persia.batch import PersiaBatch
 from persia_torchrec.persia.signature import ModelSignature
 from persia_torchrec.serving.batching import Floats, Inputs
+from persia_torchrec.serving.breaker import Breaker, NotAskedError
 from persia_torchrec.serving.predictor import Predictor, repeating
 from persia_torchrec.serving.statistics import Statistics
 
@@ -51,6 +52,7 @@ class Version:
     predictor: Predictor
     close: Callable[[], None] = lambda: None
     num_users: int = 0
+    breaker: Breaker = field(default_factory=Breaker)
 
     @property
     def number(self) -> str:
@@ -171,7 +173,10 @@ class ServedModel:
         """Predict with a version that is held; see :meth:`Predictor.predict`."""
         size, predictor = batch.batch_size, version.predictor
         try:
-            with self.statistics.timed(self.name, version.number, size):
+            with (
+                self.statistics.timed(self.name, version.number, size),
+                version.breaker.asking(),
+            ):
                 return Answer(predictor.predict(batch, is_text=is_text))
         except ServerError as exc:
             return self._default(exc, version, size)
@@ -182,7 +187,10 @@ class ServedModel:
         """Predict as :meth:`predict`, with other requests; no thread waits for it."""
         size, predictor = batch.batch_size, version.predictor
         try:
-            with self.statistics.timed(self.name, version.number, size):
+            with (
+                self.statistics.timed(self.name, version.number, size),
+                version.breaker.asking(),
+            ):
                 output = await predictor.predict_together(batch, is_text=is_text)
                 return Answer(output)
         except ServerError as exc:
@@ -190,6 +198,8 @@ class ServedModel:
 
     def _default(self, exc: ServerError, version: Version, size: int) -> Answer:
         """Return the default answer; without one, raise why it would be given."""
+        if isinstance(exc, NotAskedError):
+            self.statistics.short_circuited.labels(self.name).inc()
         if self.default_answer is None:
             raise exc
         self.statistics.degraded.labels(self.name).inc(size)

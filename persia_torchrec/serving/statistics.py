@@ -78,6 +78,12 @@ class Statistics:
             ("model",),
             registry=self.registry,
         )
+        self.short_circuited = Counter(
+            "persia_serving_short_circuited_requests",
+            "Requests for which embeddings that hang were not asked",
+            ("model",),
+            registry=self.registry,
+        )
         self.age = Histogram(
             "persia_serving_rows_age_seconds",
             "Age of rows that follow a training, once a second at most",

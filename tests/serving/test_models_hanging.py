@@ -8,6 +8,7 @@ import pytest
 
 from persia_torchrec import timeouts
 from persia_torchrec.client.client import EmbeddingClient
+from persia_torchrec.serving.batching import Batching
 from persia_torchrec.serving.grpc_server import GrpcServer
 from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
 from persia_torchrec.serving.models import Models
@@ -78,3 +79,18 @@ def test_no_probe_waits_for_embeddings_that_do_not_answer(serve):
         relay.is_open.set()
         assert waiting.result() == (200, 3.0)
     wait_until(lambda: ask(server, "/readyz")[0] == 200, "it is ready")
+
+
+@pytest.mark.parametrize("batching", [None, Batching(0.0, 100, 0.2)])
+def test_embeddings_that_hang_turn_into_the_default_answer_at_once(serve, batching):
+    server, relay = serve(0.2, 0.25, batching)
+    assert predicted(server) == (200, 3.0)
+    relay.is_open.clear()
+    answers = [predicted(server) for _ in range(20)]
+    assert answers == [(200, 0.25)] * 20
+    assert metric(server, "persia_serving_degraded_samples_total") == 20
+    num_not_asked = metric(server, "persia_serving_short_circuited_requests_total")
+    assert 0 < num_not_asked <= 17  # all but three and the trials
+    relay.is_open.set()
+    wait_until(lambda: predicted(server) == (200, 3.0), "a trial is answered")
+    assert predicted(server) == (200, 3.0)
