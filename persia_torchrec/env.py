@@ -43,6 +43,8 @@ empty variable counts as unset, for launchers that write out every variable.
     PERSIA_RESTARTS                            how often it started this one before
     PERSIA_LISTEN_FD, PERSIA_MEMORY_FD         descriptors of a socket that listens
                                                and of memory; the supervisor has both
+    PERSIA_PARENT_FD                           descriptor at whose end, or first byte, a
+                                               process ends that another one has started
     PERSIA_EMBEDDING_CONFIG, PERSIA_GLOBAL_CONFIG, PERSIA_DATA_DIR      paths
     PERSIA_NN_WORKER_ENTRY, PERSIA_DATALOADER_ENTRY                     scripts
     EMBEDDING_WORKER_SERVICE                   addresses of embedding workers
@@ -83,7 +85,7 @@ CHECKPOINT_DIR = "persia_checkpoints"
 _REPLICA = "REPLICA_INDEX", "REPLICA_SIZE"
 _OTHER_RANKS = "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"
 _HANDED = {
-    *("PERSIA_LISTEN_FD", "PERSIA_MEMORY_FD", "PERSIA_RESTARTS"),
+    *("PERSIA_LISTEN_FD", "PERSIA_MEMORY_FD", "PERSIA_PARENT_FD", "PERSIA_RESTARTS"),
     *("PERSIA_SUPERVISOR", "PERSIA_SUPERVISOR_PARENT", "PERSIA_AGENT"),
 }
 
@@ -196,6 +198,7 @@ supervisor_parent = partial(number, "PERSIA_SUPERVISOR_PARENT")
 agent = partial(number, "PERSIA_AGENT")
 listen_fd = partial(number, "PERSIA_LISTEN_FD")
 memory_fd = partial(number, "PERSIA_MEMORY_FD")
+parent_fd = partial(number, "PERSIA_PARENT_FD")
 
 
 def master() -> tuple[str | None, int | None]:

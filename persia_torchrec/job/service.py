@@ -6,6 +6,7 @@ A service is a member of a job, or stands alone. A ``Lifetime`` has the methods 
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import sys
@@ -14,10 +15,11 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
 
+from persia_torchrec import env, timeouts
 from persia_torchrec.errors import NotReadyError, PersiaError
 from persia_torchrec.job import process_identity
 from persia_torchrec.job.process_identity import OwnMetrics
-from persia_torchrec.job.signals import EndSignals, end_by_signals
+from persia_torchrec.job.signals import END_SIGNALS, EndSignals, end_by_signals
 from persia_torchrec.logger import get_default_logger
 from persia_torchrec.rpc.addresses import LOOPBACK, raise_descriptor_limit
 from persia_torchrec.rpc.greeting import NO_JOB
@@ -45,6 +47,9 @@ class Lifetime(contextlib.ExitStack, OwnMetrics):
 
     The signals are handled from the first :meth:`call_at_end` on; before it, they end
     the process at once. The main thread enters the block and calls the methods.
+
+    Attributes:
+        told_again: set by a signal that comes ``timeouts.SAME_SIGNAL_S`` after one.
     """
 
     greeting = NO_JOB
@@ -52,7 +57,9 @@ class Lifetime(contextlib.ExitStack, OwnMetrics):
     def __init__(self, host: str = LOOPBACK) -> None:
         super().__init__()
         self.host = host
+        self.told_again = threading.Event()
         self._end: Future[None] = Future()
+        self._ended_s = math.inf
         self._handles_signals = False
 
     def call_at_end(self, callback: Callable[[], None]) -> None:
@@ -77,15 +84,20 @@ class Lifetime(contextlib.ExitStack, OwnMetrics):
         """Make known that the service compiles its loops, or no longer does."""
 
     def _reach_end(self) -> None:
+        if time.monotonic() > self._ended_s + timeouts.SAME_SIGNAL_S:
+            self.told_again.set()
         with contextlib.suppress(InvalidStateError):  # it was reached before
             self._end.set_result(None)
+            self._ended_s = time.monotonic()
 
 
 class ChildLifetime(Lifetime):
     """The life of a service that another process has started: it ends with that.
 
     It writes the lines ``compiling`` and ``compiled``, so that the other process can
-    extend its deadline. SIGINT is ignored: Ctrl-C is for the parent.
+    extend its deadline. SIGINT is ignored: Ctrl-C is for the parent. With
+    ``PERSIA_PARENT_FD`` so are SIGTERM and SIGHUP, which systemd and Slurm send to all
+    processes: the parent needs the service until its own end.
     """
 
     def __init__(self) -> None:
@@ -93,6 +105,12 @@ class ChildLifetime(Lifetime):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         parent = (os.getppid(),)
         threading.Thread(target=self._end_with, args=parent, daemon=True).start()
+        descriptor = env.parent_fd()
+        if descriptor is not None:
+            for number in END_SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
+            args = (descriptor,)
+            threading.Thread(target=self._end_by, args=args, daemon=True).start()
 
     def report_compiling(self, is_compiling: bool) -> None:
         """Write a line when compiling begins or ends."""
@@ -101,6 +119,12 @@ class ChildLifetime(Lifetime):
     def _end_with(self, parent: int) -> None:
         while os.getppid() == parent:
             time.sleep(_PARENT_CHECK_S)
+        self._reach_end()
+
+    def _end_by(self, descriptor: int) -> None:
+        os.read(descriptor, 1)
+        if not self._handles_signals:  # it loads, which may take long
+            os._exit(128 + signal.SIGTERM)
         self._reach_end()
 
 

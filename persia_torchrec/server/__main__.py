@@ -6,7 +6,8 @@ In a job the server registers in its address book, and ends with the job. If it 
 registered before, and its memory is lost, it restores what was written of its rows; so
 it does if ``--resume-dir`` has a checkpoint, as where the whole job is started again.
 With ``--standalone`` it belongs to the process that started it, prints ``ready
-ADDRESS``, and ends with that process or by SIGTERM.
+ADDRESS``, and ends with that process or by SIGTERM; one of an ``EmbeddingCluster`` not
+by a signal.
 
 With ``job_type: Infer`` in ``global_config.yml`` it does not belong to a job. It loads
 its shard of the checkpoint that the file names, however many servers wrote it, and

@@ -1,10 +1,13 @@
 """Embedding servers on this machine, for a first run, a notebook or a test.
 
 Each server is a child process on the loopback interface. It ends when its cluster is
-closed, and when the process that started it ends. With ``restarts``, this process keeps
-the listening socket and the memory of each: it starts a killed one again with both.
+closed, and when the process that started it ends. Of the signals to all processes it
+obeys SIGKILL alone: what this process answers at its end may need the servers. With
+``restarts``, this process keeps the listening socket and the memory of each: it starts
+a killed one again with both.
 """
 
+import contextlib
 import logging
 import os
 import queue
@@ -291,8 +294,9 @@ def _end(servers: _Servers) -> None:
     with servers.lock:  # none is started meanwhile, or after it
         servers.closing.set()
     for process in servers.processes:
-        if process.poll() is None:
-            process.terminate()
+        if process.poll() is None and process.stdin is not None:
+            with contextlib.suppress(OSError):  # it has just ended
+                os.write(process.stdin.fileno(), b"\n")
     deadline = time.monotonic() + timeouts.CLUSTER_STOP_S
     for process in servers.processes:
         try:
@@ -312,8 +316,9 @@ def _end(servers: _Servers) -> None:
 
 
 def _close_output(process: "subprocess.Popen[str]") -> None:
-    if process.stdout is not None:
-        process.stdout.close()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
 
 
 def _keep(shard: int) -> Kept:
@@ -337,14 +342,13 @@ def _start(config: ServerConfig, kept: Kept | None = None) -> "subprocess.Popen[
         standalone=True, capacity=capacity, import_=imports, **settings
     )
     command = [sys.executable, "-m", "persia_torchrec.server", *flags]
-    variables = {}
+    variables = {"PERSIA_PARENT_FD": "0"}
     if kept is not None:
-        variables = {
-            "PERSIA_LISTEN_FD": str(kept.listening),
-            "PERSIA_MEMORY_FD": str(kept.memory),
-        }
+        variables["PERSIA_LISTEN_FD"] = str(kept.listening)
+        variables["PERSIA_MEMORY_FD"] = str(kept.memory)
     return subprocess.Popen(
         command,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         pass_fds=kept or (),

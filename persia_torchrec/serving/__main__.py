@@ -112,6 +112,9 @@ class ServingFlags(ImportFlags):
     default_answer: float | None = None
     """What is predicted for each sample while embeddings do not answer; the answer says
     that it is degraded [status 503]"""
+    drain_s: float = 0.0
+    """Seconds after SIGTERM in which it is not ready and takes requests, until no load
+    balancer sends more; a second signal ends them."""
     batch_window_s: float | None = None
     """Predict batches of several requests together; the first one waits so long for
     others [each alone]"""
@@ -133,6 +136,7 @@ class ServingFlags(ImportFlags):
             ("lookup_timeout_s", 0.001),
             ("batch_window_s", 0.0),
             ("batch_samples", 1),
+            ("drain_s", 0.0),
         ):
             value = getattr(self, name)
             if value is not None and not least <= value < math.inf:
@@ -239,6 +243,13 @@ def _serve(flags: ServingFlags) -> None:
         gc.freeze()  # or each full collection walks through all of torch
         report_ready(server.address)
         ending.wait()
+        models.drain()
+        if flags.drain_s:
+            logger.info("not ready, and serving drain_s=%g more", flags.drain_s)
+            told_again = threading.Event()  # a job tells once
+            if isinstance(life, Lifetime):
+                told_again = life.told_again
+            told_again.wait(flags.drain_s)
 
 
 def _serve_grpc(models: Models, http: HttpConfig, stack: contextlib.ExitStack) -> None:

@@ -83,6 +83,7 @@ class ServedModel:
     _versions: dict[str, Version] = field(default_factory=dict)
     _current: str | None = None
     _tell_s: float = 0.0
+    _is_draining: bool = False
 
     def __post_init__(self) -> None:
         self._changed = threading.Condition()  # guards all of it
@@ -233,7 +234,13 @@ class ServedModel:
         A thread of the model's own asks its servers ``timeouts.MODEL_READY_S`` after
         the last answer, from the first version until :meth:`close`.
         """
+        if self._is_draining and self._health["ready"]:
+            return {**self._health, "ready": False, "error": "The server drains."}
         return self._health
+
+    def drain(self) -> None:
+        """Be not ready from now on, and predict all the same."""
+        self._is_draining = True
 
     def _ask_health(self) -> tuple[float, dict[str, object]]:
         """Ask the servers; return when, and what they answer."""
@@ -350,6 +357,11 @@ class Models:
     def health(self) -> dict[str, object]:
         """Return readiness, models and rows; see :func:`join_health`."""
         return join_health({model.name: model.health() for model in self})
+
+    def drain(self) -> None:
+        """Be not ready from now on, so that no more clients come, and predict."""
+        for model in self:
+            model.drain()
 
     def close(self) -> None:
         """Unload all. May be called twice."""

@@ -67,7 +67,11 @@ def test_a_cluster_trains_as_a_server_in_this_process_and_ends_with_its_block():
         assert len(cluster.addresses) == len(cluster.processes) == 2
         client = EmbeddingClient.connect(cluster.addresses)
         assert train(client).tobytes() == expected.tobytes()
-        assert all(count["capacity_rows"] == 100 for count in client.counters())
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):  # as to a group
+            for process in cluster.processes:
+                process.send_signal(number)
+        for _ in range(2):
+            assert all(count["capacity_rows"] == 100 for count in client.counters())
         client.close()
     assert [process.returncode for process in cluster.processes] == [0, 0]
     cluster.close()

@@ -15,9 +15,15 @@ from persia_torchrec.errors import ConfigError
 from persia_torchrec.parsing.command_line import parse_flags
 from persia_torchrec.persia.batch import PersiaBatch
 from persia_torchrec.serving.__main__ import ServingFlags, find_dense, main
-from tests.support.processes import Processes
+from tests.support.processes import (
+    DEADLINE_S,
+    Processes,
+    children_of,
+    is_running,
+    wait_until,
+)
 from tests.support.repository import ROOT
-from tests.support.served_model import EVALUATION
+from tests.support.served_model import EVALUATION, are_close
 from tests.support.serving_process import BYTES, JSON, Serving, ask
 
 PAGE = ROOT / "docs/serving.md"
@@ -134,23 +140,39 @@ def test_an_unknown_path_is_not_found(serving):
     assert "/predict (POST)" in answer["error"]
 
 
-def test_sigterm_ends_the_server_and_its_embedding_servers(trained, tmp_path):
+def test_sigterm_to_all_processes_drains_the_server_before_they_end(trained, tmp_path):
     with Processes(tmp_path) as processes:
         serving = Serving(
             processes,
             *("--checkpoint", str(trained.checkpoint)),
             *("--embedding-config", str(trained.embedding_config)),
-            *("--num-servers", "2"),
+            *("--num-servers", "2", "--drain-s", str(DEADLINE_S)),
         )
         body = PersiaBatch.to_bytes(EVALUATION[0])
-        _, answer = ask(serving.address, "/predict", body)
-        np.testing.assert_allclose(
-            answer["predictions"], trained.expected[0], atol=1e-6
-        )
+
+        def predicts():
+            status, answer = ask(serving.address, "/predict", body)
+            return status == 200 and are_close(
+                [answer["predictions"]], trained.expected[:1]
+            )
+
+        assert predicts()
         # To the process, by way of a thread that is not the main one.
         threads = Path(f"/proc/{serving.process.pid}/task").iterdir()
-        os.kill(max(int(thread.name) for thread in threads), signal.SIGTERM)
+        servers = children_of(serving.process.pid)
+        assert len(servers) == 2
+        for pid in (max(int(thread.name) for thread in threads), *servers):
+            os.kill(pid, signal.SIGTERM)
+        wait_until(lambda: ask(serving.address, "/health")[0] == 503, "it is not ready")
+        assert predicts()
+
+        def has_ended():
+            serving.process.send(signal.SIGTERM)  # which ends the drain
+            return not is_running(serving.process.pid)
+
+        wait_until(has_ended, "it ends")
         assert serving.process.status() == 0
+        assert not any(map(is_running, servers))
 
 
 @pytest.mark.parametrize(
@@ -162,6 +184,7 @@ def test_sigterm_ends_the_server_and_its_embedding_servers(trained, tmp_path):
         (["--default-answer", "nan"], "default_answer must be finite"),
         (["--lookup-timeout-s", "0"], "lookup_timeout_s must be >= 0.001"),
         (["--batch-window-s", "-1"], "batch_window_s must be >= 0"),
+        (["--drain-s", "-1"], "drain_s must be >= 0"),
         (["--workers-of-job"], "must belong to a job: PERSIA_STORE_PORT is not set"),
         ([], "--embedding-config, or PERSIA_EMBEDDING_CONFIG, is needed"),
         (
