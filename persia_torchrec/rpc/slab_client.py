@@ -228,7 +228,7 @@ class SharedMemoryTransport:
         words, spin_s = self._words, 0.0
         while reply.source is self and not reply.has_ended():
             seen, now_s = words[layout.REPLIES], time.monotonic()
-            if seen != self._num_taken:
+            if seen != self._num_taken and not self.is_closed:
                 self.deliver()
                 spin_s = 0.0
             elif not spin_s:
@@ -270,6 +270,8 @@ class SharedMemoryTransport:
         """Leave the slab; replies stay while they are used. May be called twice."""
         with self._lock:
             self.is_closed = True
+        # They refer to this: its memory is free at once, not at a garbage collection.
+        self.deliver = self.wake = lambda: None
         self.slab.wake_callers()
         self.socket.close()
 

@@ -376,7 +376,7 @@ def _add_workers(
         )
     reader.set_lookup_timeout(flags.lookup_timeout_s)
     predictor = Predictor(reader, model, flags.batching())
-    served.add(Version(predictor))
+    served.begin(Version(predictor))
     if flags.follow_model:
         stack.enter_context(following_model(predictor, run, name, trust=flags.trust))
 

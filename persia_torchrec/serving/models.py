@@ -1,6 +1,7 @@
 """The models of an inference server, by name, each with its versions.
 
-    load     opens a version beside those there are, predicts once, and makes it current
+    load     opens a version beside those there are, predicts for made-up samples, and
+             makes it current
     unload   takes a version out; requests in progress end with it, then it is closed
 
 A version is a dense model and the rows of the same checkpoint, so that an answer never
@@ -18,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from persia_torchrec import timeouts
-from persia_torchrec.errors import BatchError, PersiaError, ServerError
+from persia_torchrec.errors import BatchError, CheckpointError, PersiaError, ServerError
 from persia_torchrec.persia.batch import PersiaBatch
 from persia_torchrec.persia.signature import ModelSignature
 from persia_torchrec.serving.batching import Floats, Inputs
@@ -84,6 +85,7 @@ class ServedModel:
     _current: str | None = None
     _tell_s: float = 0.0
     _is_draining: bool = False
+    _has_started: bool = False
 
     def __post_init__(self) -> None:
         self._changed = threading.Condition()  # guards all of it
@@ -99,11 +101,31 @@ class ServedModel:
             previous = self._versions.get(number)
             self._versions[number] = version
             self._current = number
+            self._has_started = True
         self._renew_health()
         self._keep_renewing()
         if previous is not None:
             self._drain(previous)
         logger.info("model %s: version %s is current", self.name, number)
+
+    def begin(self, version: Version) -> None:
+        """Predict with a version for made-up samples, and make it the current one.
+
+        The first version is current in any case: no other can answer.
+
+        Raises:
+            CheckpointError: a later one cannot predict; it is closed.
+        """
+        path = version.predictor.model.path
+        try:
+            version.predictor.warm_up()
+        except Exception as exc:
+            why = f"{path} must predict for made-up samples ({exc})."
+            if self._has_started:
+                self._drain(version)
+                raise CheckpointError(why) from exc
+            logger.warning("model %s: %s", self.name, why)
+        self.add(version)
 
     def load(self, number: str | None = None) -> str:
         """Open a version, the latest for None, and make it current; return its number.
@@ -118,7 +140,7 @@ class ServedModel:
             )
         with self._loading:  # two at once would need the memory of two
             version = self.open(number)
-            self.add(version)
+            self.begin(version)
             return version.number
 
     def unload(self, number: str | None = None) -> None:
@@ -133,6 +155,8 @@ class ServedModel:
         self._renew_health()
         for version in leaving:
             self._drain(version)
+            if version.number not in self.versions():  # nor loaded again meanwhile
+                self.statistics.forget(self.name, version.number)
         if numbers:
             logger.info(
                 "model %s: version %s is unloaded", self.name, ", ".join(numbers)

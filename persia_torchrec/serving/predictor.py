@@ -31,6 +31,7 @@ from persia_torchrec.errors import (
     PersiaError,
     without_secrets,
 )
+from persia_torchrec.lookup.bags import Bags, JaggedIds
 from persia_torchrec.persia.batch import Dense, NonIDTypeFeature, PersiaBatch
 from persia_torchrec.persia.signature import (
     EXTRA_FILE,
@@ -59,6 +60,7 @@ SCRIPT_MODEL = "jit_dense.pt"
 """Name of the file of a model of PERSIA, TorchScript."""
 
 _CPU = torch.device("cpu")
+_MADE_UP = 1, 2, 1, 2  # samples of each batch
 
 
 class Trust(NamedTuple):
@@ -150,8 +152,29 @@ class Predictor:
     ) -> None:
         self.reader = reader
         self._started_s = time.monotonic()
+        self._num_made_up = 0  # ids without a row
         self._batcher = None if batching is None else Batcher(batching)
         self.use(model)
+
+    def warm_up(self, model: DenseModel | None = None) -> None:
+        """Predict for made-up samples, so that the first request is a fast one.
+
+        TorchScript compiles in the first calls, and once more for another size of the
+        batch. Of a model without a signature no inputs are known.
+
+        Args:
+            model: what is to predict; None: the current one.
+
+        Raises:
+            PersiaError: it cannot predict, or the embeddings do not answer.
+        """
+        model = self.model if model is None else model
+        if model.signature is None:
+            return
+        num_before = self.reader.hello(of_any=True).misses
+        for num in _MADE_UP:
+            self._run(model, make_up(model.signature, num), must_be_finite=False)
+        self._num_made_up += self.reader.hello(of_any=True).misses - num_before
 
     def use(self, model: DenseModel) -> None:
         """Predict with another model from now on, put into evaluation mode."""
@@ -222,7 +245,9 @@ class Predictor:
         require_finite(names, inputs.dense)
         return inputs
 
-    def _run(self, model: DenseModel, inputs: Inputs) -> Floats:
+    def _run(
+        self, model: DenseModel, inputs: Inputs, *, must_be_finite: bool = True
+    ) -> Floats:
         """Look a batch up and run the model on it."""
         reader: Any = self.reader
         pulled, device = reader.look_up_ids(inputs.ids), reader.device
@@ -240,7 +265,12 @@ class Predictor:
                     f"{', '.join(shapes)} as embeddings; "
                     f"{type(exc).__name__}: {''.join(reason)}"
                 ) from exc
-            return _read_output(output, inputs.batch_size)
+            found = _read_output(output, inputs.batch_size)
+        if must_be_finite and not np.isfinite(found).all():
+            raise PersiaError(
+                "The model must return finite numbers. Received: infinity or NaN."
+            )
+        return found
 
     def close(self) -> None:
         """Accept no more batches to predict together. May be called twice."""
@@ -257,7 +287,7 @@ class Predictor:
         try:
             hello = self.reader.hello(timeout_s, of_any=True)
             health["rows"] = sum(hello.num_rows)
-            health["ids_without_row"] = hello.misses
+            health["ids_without_row"] = max(hello.misses - self._num_made_up, 0)
             if hello.following is not None:
                 health["following"] = dataclasses.asdict(hello.following)
         except PersiaError as exc:
@@ -265,6 +295,14 @@ class Predictor:
         uptime_s = round(time.monotonic() - self._started_s, 3)
         path = without_secrets(self.model.path)
         return {**health, "model": path, "uptime_s": uptime_s}
+
+
+def make_up(signature: ModelSignature, num: int) -> Inputs:
+    """Return so many samples, each of one id per ID feature and zeros."""
+    bags = Bags(np.zeros(num, np.uint64), np.ones(num, np.int32))
+    dense = [np.zeros((num, *one.shape), one.dtype) for one in signature.dense]
+    ids = JaggedIds.of(dict.fromkeys(signature.slots, bags))
+    return Inputs(ids, tuple(dense), num, signature)
 
 
 def arrange(
@@ -392,7 +430,9 @@ def _load_latest(predictor: Predictor, run: Folder, name: str, trust: Trust) -> 
         if name in folder.names():
             if folder.file_path(name) != predictor.model.path:
                 device = predictor.reader.device
-                predictor.use(load_model(folder.url, name, device, trust))
+                model = load_model(folder.url, name, device, trust)
+                predictor.warm_up(model)
+                predictor.use(model)
                 logger.info("serving model=%s", predictor.model.path)
             return
 
@@ -490,8 +530,4 @@ def _read_output(output: object, batch_size: int) -> Floats:
             f"batch, {batch_size}. Received: {what}."
         )
     found: Floats = output.to("cpu", torch.float32).numpy()
-    if not np.isfinite(found).all():
-        raise PersiaError(
-            "The model must return finite numbers. Received: infinity or NaN."
-        )
     return found

@@ -122,10 +122,10 @@ class Statistics:
                     totals.num_succeeded += 1
                     totals.succeeded_ns += took_ns
                     totals.num_samples += num_samples
-            if not has_failed:
-                latency, samples = self._of_version(model, version)
-                latency.observe(took_ns / 1e9)
-                samples.inc(num_samples)
+                if not has_failed:
+                    latency, samples = self._of_version(model, version)
+                    latency.observe(took_ns / 1e9)
+                    samples.inc(num_samples)
 
     # Each of the labels is looked up once: the client library is slow to find it.
 
@@ -136,6 +136,14 @@ class Statistics:
             found = self._latency.labels(*labels), self._samples.labels(*labels)
             self._series[labels] = found
         return found
+
+    def forget(self, model: str, version: str) -> None:
+        """Drop what was counted for a version, which is unloaded."""
+        with self._lock:
+            self._totals.pop((model, version), None)
+            if self._series.pop((model, version), None) is not None:
+                self._latency.remove(model, version)
+                self._samples.remove(model, version)
 
     def count(self, protocol: str, status: str) -> None:
         """Count a request by its status."""

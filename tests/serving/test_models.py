@@ -1,8 +1,10 @@
 """Versions of a model, and servers that are killed, while requests come."""
 
+import gc
 import json
 import shutil
 import signal
+import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -17,8 +19,10 @@ from persia_torchrec.persia.slots import SlotsLookup
 from persia_torchrec.serving.embeddings import SlotsReader
 from persia_torchrec.serving.models import ServedModel, Version, following_checkpoints
 from persia_torchrec.serving.predictor import DenseModel, Predictor
+from persia_torchrec.serving.statistics import Statistics
 from persia_torchrec.table import TableSpec
 from tests.support.faults import kill
+from tests.support.item_model import Sum, version_of
 from tests.support.load import Load
 from tests.support.local_job import batch_of
 from tests.support.one_feature import FEATURE
@@ -254,3 +258,81 @@ def test_while_embeddings_are_away_each_sample_gets_the_default_answer(servers, 
     with pytest.raises(ServerError):
         predicted()
     models.close()
+
+
+def test_a_hundred_loads_and_unloads_leave_nothing(servers):
+    def open_version(number):
+        client = servers.client(running)
+        version = version_of(client, 1.5, f"run/checkpoint-{number}/m.pt")
+        version.close = client.close
+        return version
+
+    def load_and_unload(number):
+        model.load(str(number))
+        with model.using() as version:
+            batch = batch_of([7], requires_grad=False)
+            assert model.predict(version, batch).output.item() == 3.0
+        model.unload()
+
+    def left():
+        files = len(list(Path("/proc/self/fd").iterdir()))
+        num_series = sum(len(one.samples) for one in statistics.registry.collect())
+        return files, threading.active_count(), num_series
+
+    running, statistics = servers.start(1), Statistics()
+    model = ServedModel("adult", open_version, statistics)
+    gc.collect()
+    gc.disable()  # what it would free stays until then, and may be much
+    try:
+        load_and_unload(1)
+        before = left()
+        for number in range(2, 102):
+            load_and_unload(number)
+
+        def is_closed():
+            return all(now <= then for now, then in zip(left(), before, strict=True))
+
+        wait_until(is_closed, "all are closed", details=lambda: f"{before}: {left()}")
+    finally:
+        gc.enable()
+    model.close()
+
+
+class Unable(nn.Module):
+    """Predicts for several samples only."""
+
+    def forward(self, non_id_tensors, embeddings):
+        if len(embeddings[0]) == 1:
+            raise RuntimeError("several samples are needed")
+        return embeddings[0].sum(1, keepdim=True)
+
+
+def test_a_version_predicts_for_made_up_samples_before_it_is_current(servers, caplog):
+    closed, misses, modules = [], {}, {"1": Unable(), "2": Sum(), "3": Unable()}
+
+    def open_version(number):
+        client = servers.client(servers.start(1))
+        version = version_of(client, 1.5)
+        misses[number] = client.counters()[0]["misses"]
+        signature = version.predictor.model.signature
+        path = f"run/checkpoint-{number}/m.pt"
+        version.predictor.use(DenseModel(modules[number], path, signature))
+        version.close = lambda: closed.append(number)
+        return version
+
+    model = ServedModel("adult", open_version)
+    model.load("1")  # no other can answer
+    assert "several samples are needed" in caplog.text
+    assert model.versions() == ["1"]
+    model.load("2")
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint-3/m\.pt must predict for ma"
+    ):
+        model.load("3")
+    assert (model.versions(), closed) == (["1", "2"], ["3"])
+    assert model.health()["version"] == "2"
+    assert model.health()["ids_without_row"] == misses["2"]
+    metrics = model.statistics.exposition()
+    assert b"persia_serving_samples_total{" not in metrics
+    assert b"persia_serving_predict_seconds_count{" not in metrics
+    model.close()
