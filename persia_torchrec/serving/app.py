@@ -88,6 +88,9 @@ _NOT_SUPPORTED = {
 }
 WHEN_LOST = "persia_torchrec.when_lost"
 """In the scope of a request: a set of what to call when its connection is lost."""
+BEGAN_S = "persia_torchrec.began_s"
+"""In the scope of a request: when its first byte came, of ``perf_counter()``."""
+_IS_PREDICTED = "persia_torchrec.is_predicted"
 _HEADER_LENGTH = "Inference-Header-Content-Length"
 _INFER = re.compile("/v2/models/(?P<model>[^/]+)(/versions/(?P<version>[^/]+))?/infer")
 
@@ -120,10 +123,12 @@ class Application:
             found = _INFER.fullmatch(scope["path"])
         if found is None:
             await self._starlette(scope, receive, send)
-            return
-        scope["path_params"] = found.groupdict()
-        response = await self._answer_infer(Request(scope, receive))
-        await response(scope, receive, send)
+        else:
+            scope["path_params"] = found.groupdict()
+            response = await self._answer_infer(Request(scope, receive))
+            await response(scope, receive, send)
+        if _IS_PREDICTED in scope and BEGAN_S in scope:
+            self.models.statistics.answered("http", scope[BEGAN_S])
 
     def close(self) -> None:
         """Wait for the predictions in progress. May be called twice."""
@@ -350,15 +355,18 @@ class Application:
         All of it is done in one thread. One that is predicted with others needs no
         thread, unless it takes long to be read.
         """
+        received_s = time.perf_counter()
         place = self._places.take()
         when_lost: set[Callable[[], None]] = request.scope.get(WHEN_LOST, set())
         when_lost.add(place.free)
         try:
             with model.using(number) as version:
                 if not version.predictor.is_batching:
-                    return await self._run(
-                        self._pool, lambda: self._do(model, version, work)
+                    response = await self._run(
+                        self._pool, lambda: self._do(model, version, work, received_s)
                     )
+                    request.scope[_IS_PREDICTED] = True
+                    return response
                 if work.num_bytes <= SMALL_BYTES:
                     asked = self._read(version, work)
                 else:
@@ -368,12 +376,21 @@ class Application:
                 answer = await model.predict_together(
                     version, work.batch_of(asked), is_text=work.is_text
                 )
+                request.scope[_IS_PREDICTED] = True
                 return work.encode(version, asked, answer)
         finally:
             when_lost.discard(place.free)
             place.end()
 
-    def _do(self, model: ServedModel, version: Version, work: "_Work[T]") -> Response:
+    def _do(
+        self,
+        model: ServedModel,
+        version: Version,
+        work: "_Work[T]",
+        received_s: float,
+    ) -> Response:
+        waited_s = time.perf_counter() - received_s
+        self.models.statistics.queued(model.name, version.number, waited_s)
         asked = self._read(version, work)
         batch = work.batch_of(asked)
         answer = model.predict(version, batch, is_text=work.is_text)

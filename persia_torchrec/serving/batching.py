@@ -61,6 +61,13 @@ class Inputs(NamedTuple):
 
 Run = Callable[[Inputs], Floats]
 
+Waited = Callable[[float], object]
+"""Is given the seconds that a request has waited until it is predicted."""
+
+
+def ignore_wait(_: float) -> None:
+    """Do nothing."""
+
 
 def require_dense(due: DenseInput, data: Dense) -> None:
     """Check dtype and shape of a dense feature, or raise BatchError."""
@@ -121,6 +128,7 @@ class _Group:
         self.run = run
         self.batches: list[Inputs] = []
         self.futures: list[Future[Floats]] = []
+        self.waits: list[tuple[float, Waited]] = []  # since when
         self.num_samples = 0
         self.is_full = False
         self.began_s = time.monotonic()
@@ -140,13 +148,16 @@ class Batcher:
         self._thread = threading.Thread(target=self._work, name="batches", daemon=True)
         self._thread.start()
 
-    def submit(self, model: object, run: Run, batch: Inputs) -> Future[Floats]:
+    def submit(
+        self, model: object, run: Run, batch: Inputs, waited: Waited = ignore_wait
+    ) -> Future[Floats]:
         """Put a batch into a group; the future has its predictions, ``(B, ...)``.
 
         Args:
             model: those of one model are predicted together.
             run: predicts a batch of one or more requests.
             batch: in the order of the model's signature, and checked.
+            waited: is called when it begins to be predicted; it must not raise.
         """
         future: Future[Floats] = Future()
         with self._changed:
@@ -162,6 +173,7 @@ class Batcher:
                 self._open[id(model)] = group
             group.batches.append(batch)
             group.futures.append(future)
+            group.waits.append((time.monotonic(), waited))
             group.num_samples += batch.batch_size
             if group.num_samples >= most:
                 group.is_full = True
@@ -169,7 +181,9 @@ class Batcher:
                 self._changed.notify_all()
         return future
 
-    def predict(self, model: object, run: Run, batch: Inputs) -> Floats:
+    def predict(
+        self, model: object, run: Run, batch: Inputs, waited: Waited = ignore_wait
+    ) -> Floats:
         """Put a batch into a group, and wait for its predictions.
 
         Raises:
@@ -177,12 +191,14 @@ class Batcher:
             PersiaError: what ``run`` raises for this batch.
         """
         with self._in_time() as limit_s:
-            return self.submit(model, run, batch).result(limit_s)
+            return self.submit(model, run, batch, waited).result(limit_s)
 
-    async def predict_async(self, model: object, run: Run, batch: Inputs) -> Floats:
+    async def predict_async(
+        self, model: object, run: Run, batch: Inputs, waited: Waited = ignore_wait
+    ) -> Floats:
         """Do :meth:`predict`; no thread waits for it."""
         with self._in_time() as limit_s:
-            future = asyncio.wrap_future(self.submit(model, run, batch))
+            future = asyncio.wrap_future(self.submit(model, run, batch, waited))
             return await asyncio.wait_for(future, limit_s)
 
     @contextlib.contextmanager
@@ -212,7 +228,10 @@ class Batcher:
 
     def _work(self) -> None:
         while (group := self._next()) is not None:
-            waited_s = time.monotonic() - group.began_s
+            now_s = time.monotonic()
+            for since_s, waited in group.waits:
+                waited(now_s - since_s)
+            waited_s = now_s - group.began_s
             answers: Sequence[Floats | Exception]
             if waited_s > self._batching.timeout_s + self._batching.window_s:
                 late = _too_late(self._batching.timeout_s)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -290,12 +291,17 @@ class GrpcServer:
         work = _Work(name, method)
 
         def answer(messages: Iterator[bytes], context: Any) -> bytes:
+            start_s = time.perf_counter()
             try:
                 response = self._answer(work, messages, context)
             except Exception as exc:  # noqa: BLE001  # the client gets the error
                 self._abort(context, *_describe(exc))
             status = "OK" if context.is_active() else "CANCELLED"
             self._models.statistics.count("grpc", status)
+            if name == "ModelInfer":  # it ends when the answer is sent
+                context.add_callback(
+                    partial(self._models.statistics.answered, "grpc", start_s)
+                )
             return response
 
         return self._in_own_pool(name, answer)

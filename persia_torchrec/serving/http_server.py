@@ -11,11 +11,13 @@ import socket
 import ssl
 import struct
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import uvicorn
+from prometheus_client import Histogram
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from persia_torchrec import env, timeouts
@@ -23,7 +25,7 @@ from persia_torchrec.env import MAX_PORT
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.rpc.addresses import require_token
 from persia_torchrec.rpc.browsers import AllowedHosts
-from persia_torchrec.serving.app import WHEN_LOST, Application
+from persia_torchrec.serving.app import BEGAN_S, WHEN_LOST, Application
 from persia_torchrec.serving.http_requests import Limits
 from persia_torchrec.serving.models import Models
 from persia_torchrec.serving.roles import Roles
@@ -31,6 +33,7 @@ from persia_torchrec.serving.roles import Roles
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
+_MEASURE_S = 0.25
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,7 +158,7 @@ class PredictionServer:
             ssl_keyfile=config.tls_key,
         )
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-        self._server = uvicorn.Server(settings)
+        self._server = _Server(settings, models.statistics.loop_delay)
         self._thread = threading.Thread(
             target=self._serve, name="http", args=(listening,)
         )
@@ -176,6 +179,28 @@ class PredictionServer:
         self._server.should_exit = True
         self._thread.join()
         self._application.close()
+
+
+class _Server(uvicorn.Server):
+    """Measures by how much its event loop is late."""
+
+    def __init__(self, config: uvicorn.Config, delay: Histogram) -> None:
+        super().__init__(config)
+        self._delay = delay
+
+    async def main_loop(self) -> None:
+        measuring = asyncio.create_task(self._measure())
+        try:
+            await super().main_loop()
+        finally:
+            measuring.cancel()
+
+    async def _measure(self) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            due_s = clock() + _MEASURE_S
+            await asyncio.sleep(_MEASURE_S)
+            self._delay.observe(max(clock() - due_s, 0.0))
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -223,6 +248,11 @@ class _Protocol(HttpToolsProtocol):
         if self.head is None and (self.cycle is None or self.cycle.response_complete):
             self._expect_head()
         super().data_received(data)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        scope: Any = self.scope
+        scope[BEGAN_S] = time.perf_counter()
 
     def on_headers_complete(self) -> None:
         self._drop_timer()

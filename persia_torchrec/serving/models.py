@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -202,7 +203,9 @@ class ServedModel:
                 self.statistics.timed(self.name, version.number, size),
                 version.breaker.asking(),
             ):
-                return Answer(predictor.predict(batch, is_text=is_text))
+                waited = partial(self.statistics.queued, self.name, version.number)
+                output = predictor.predict(batch, is_text=is_text, waited=waited)
+                return Answer(output)
         except ServerError as exc:
             return self._default(exc, version, size)
 
@@ -216,7 +219,10 @@ class ServedModel:
                 self.statistics.timed(self.name, version.number, size),
                 version.breaker.asking(),
             ):
-                output = await predictor.predict_together(batch, is_text=is_text)
+                waited = partial(self.statistics.queued, self.name, version.number)
+                output = await predictor.predict_together(
+                    batch, is_text=is_text, waited=waited
+                )
                 return Answer(output)
         except ServerError as exc:
             return self._default(exc, version, size)

@@ -46,6 +46,8 @@ from persia_torchrec.serving.batching import (
     Batching,
     Floats,
     Inputs,
+    Waited,
+    ignore_wait,
     require_dense,
 )
 from persia_torchrec.serving.embeddings import CollectionsReader, SlotsReader
@@ -187,11 +189,18 @@ class Predictor:
         """Whether requests are predicted together, by :meth:`predict_together`."""
         return self._batcher is not None and self.model.signature is not None
 
-    def predict(self, batch: PersiaBatch | Inputs, *, is_text: bool = False) -> Floats:
+    def predict(
+        self,
+        batch: PersiaBatch | Inputs,
+        *,
+        is_text: bool = False,
+        waited: Waited = ignore_wait,
+    ) -> Floats:
         """Return what the model gives for each sample, float32 ``(B, ...)``.
 
         With ``is_text`` the batch was JSON: its features have no order, and its dense
-        ones are float32, whatever the model takes.
+        ones are float32, whatever the model takes. ``waited`` is given the seconds that
+        it waits for its group.
 
         Raises:
             BatchError: the features are not those of the model, or a dense one has a
@@ -204,17 +213,21 @@ class Predictor:
         run = partial(self._run, model)
         if self._batcher is None or model.signature is None:  # they may not fit
             return run(inputs)
-        return self._batcher.predict(model, run, inputs)
+        return self._batcher.predict(model, run, inputs, waited)
 
     async def predict_together(
-        self, batch: PersiaBatch | Inputs, *, is_text: bool = False
+        self,
+        batch: PersiaBatch | Inputs,
+        *,
+        is_text: bool = False,
+        waited: Waited = ignore_wait,
     ) -> Floats:
         """Do :meth:`predict` with other batches; no thread waits for it."""
         assert self._batcher is not None, "it is batching"
         model = self.model
         inputs = self._arrange(model, batch, is_text=is_text)
         run = partial(self._run, model)
-        return await self._batcher.predict_async(model, run, inputs)
+        return await self._batcher.predict_async(model, run, inputs, waited)
 
     def _arrange(
         self, model: DenseModel, batch: PersiaBatch | Inputs, *, is_text: bool

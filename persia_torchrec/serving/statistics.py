@@ -35,6 +35,8 @@ class Totals:
     num_samples: int = 0
     succeeded_ns: int = 0
     failed_ns: int = 0
+    num_queued: int = 0
+    queued_ns: int = 0
     last_ms: int = 0  # since 1970
 
 
@@ -49,6 +51,7 @@ class Statistics:
         self._totals: dict[tuple[str, str], Totals] = {}
         self._series: dict[tuple[str, str], tuple[Histogram, Counter]] = {}
         self._statuses: dict[tuple[str, str], Counter] = {}
+        self._queues: dict[str, Histogram] = {}
         self._requests = Counter(
             "persia_serving_requests",
             "Requests by their status",
@@ -68,7 +71,32 @@ class Statistics:
             buckets=_BUCKETS_S,
             registry=self.registry,
         )
+        self._add_times()
         self._add_others()
+
+    def _add_times(self) -> None:
+        """Make the histograms of what is not the prediction itself."""
+        self._request = Histogram(
+            "persia_serving_request_seconds",
+            "Seconds of a prediction, from the first byte to the last of its answer",
+            ("protocol",),
+            buckets=_BUCKETS_S,
+            registry=self.registry,
+        )
+        self._protocols = {one: self._request.labels(one) for one in ("http", "grpc")}
+        self._queue = Histogram(
+            "persia_serving_queue_seconds",
+            "Seconds that a request waits for a thread, or for its batch",
+            ("model",),
+            buckets=_BUCKETS_S,
+            registry=self.registry,
+        )
+        self.loop_delay = Histogram(
+            "persia_serving_event_loop_delay_seconds",
+            "Seconds by which the event loop of HTTP is late, four times a second",
+            buckets=_BUCKETS_S,
+            registry=self.registry,
+        )
 
     def _add_others(self) -> None:
         """Make what does not depend on the version."""
@@ -127,6 +155,21 @@ class Statistics:
                     latency.observe(took_ns / 1e9)
                     samples.inc(num_samples)
 
+    def answered(self, protocol: str, start_s: float) -> None:
+        """Note that the last byte of a prediction is sent; of ``perf_counter()``."""
+        self._protocols[protocol].observe(time.perf_counter() - start_s)
+
+    def queued(self, model: str, version: str, waited_s: float) -> None:
+        """Note how long a request has waited until work on it began."""
+        with self._lock:
+            totals = self._totals.setdefault((model, version), Totals())
+            totals.num_queued += 1
+            totals.queued_ns += int(waited_s * 1e9)
+            queue = self._queues.get(model)
+            if queue is None:
+                queue = self._queues[model] = self._queue.labels(model)
+        queue.observe(waited_s)
+
     # Each of the labels is looked up once: the client library is slow to find it.
 
     def _of_version(self, model: str, version: str) -> tuple[Histogram, Counter]:
@@ -176,7 +219,7 @@ def _describe(model: str, version: str, totals: Totals) -> Mapping[str, Any]:
         "inference_stats": {
             "success": success,
             "fail": {"count": totals.num_failed, "ns": totals.failed_ns},
-            "queue": none,
+            "queue": {"count": totals.num_queued, "ns": totals.queued_ns},
             "compute_input": none,
             "compute_infer": success,
             "compute_output": none,
