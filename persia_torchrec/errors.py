@@ -55,6 +55,10 @@ class BatchError(PersiaError, ValueError, RuntimeError):
     """A batch has a shape, dtype or length that is invalid; PERSIA has RuntimeError."""
 
 
+class TooLargeError(BatchError):
+    """A batch, or what a client of an inference server sends, is above a limit."""
+
+
 class DataError(PersiaError, ValueError):
     """A file of training data is missing, malformed, or of other columns."""
 

@@ -50,7 +50,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.errors import BatchError, FrameError
+from persia_torchrec.errors import BatchError, FrameError, TooLargeError
 from persia_torchrec.parsing.decoding import parse_json
 
 MAX_BATCH_SIZE = 65_535
@@ -309,7 +309,8 @@ class PersiaBatch:
     def _check_parts(self) -> None:
         """Check the number of samples, which all parts have, and that names differ."""
         if not 1 <= self.batch_size <= MAX_BATCH_SIZE:
-            raise BatchError(
+            error = TooLargeError if self.batch_size else BatchError
+            raise error(
                 f"A batch must have 1 to {MAX_BATCH_SIZE} samples. "
                 f"Received: {self.batch_size}."
             )

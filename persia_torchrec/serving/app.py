@@ -1,13 +1,13 @@
 """The HTTP API of an inference server, an ASGI application.
 
-    GET  /healthz, /v2/health/live      the process answers; to anybody
-    GET  /readyz, /v2/health/ready      it can predict; to anybody
+    GET  /healthz, /v2/health/live      the process answers; to anybody: ok, or as JSON
+    GET  /readyz, /v2/health/ready      it can predict; to anybody; likewise
     GET  /health                        {"ready": true, "rows": ..., "model": ...}
     GET  /metrics                       Prometheus
     POST /predict, /predict/M           application/octet-stream: PersiaBatch.to_bytes()
                                         application/json: inference_protocol.py
                                         answer: {"predictions": [...]}
-    GET  /v2, /v2/models/M, .../ready, .../config, .../stats
+    GET  /v2, /v2/models, /v2/models/M, .../ready, .../config, .../stats
     POST /v2/models/M/infer             inference_protocol.py
     POST /v2/repository/index, /v2/repository/models/M/load and /unload
 
@@ -36,9 +36,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from persia_torchrec.errors import BatchError
+from persia_torchrec.errors import BatchError, TooLargeError
 from persia_torchrec.logger import printable
-from persia_torchrec.parsing.decoding import decoder_of, shown
+from persia_torchrec.parsing.decoding import decoder_of
 from persia_torchrec.persia.batch import PersiaBatch
 from persia_torchrec.rpc.browsers import AllowedHosts
 from persia_torchrec.serving import inference_protocol as protocol
@@ -56,7 +56,6 @@ from persia_torchrec.serving.http_requests import (
     SMALL_BYTES,
     Limits,
     RequestPlaces,
-    TooLargeError,
     answer_error,
     error_response,
     json_response,
@@ -154,7 +153,8 @@ class Application:
         add("/health", "GET", self._health)
         add("/metrics", "GET", self._metrics)
         add(("/predict", "/predict/{model}"), "POST", self._predict)
-        add("/v2", "GET", self._server)
+        add(("/v2", "/v2/"), "GET", self._server)
+        add("/v2/models", "GET", self._models)
         add("/v2/models/stats", "GET", self._stats)
         add(both("/ready"), "GET", self._model_ready)
         add(both("/config"), "GET", self._config)
@@ -207,13 +207,21 @@ class Application:
         return error_response(why, 403) if why else None
 
     async def _live(self, request: Request) -> Response:
+        if _is_of_protocol(request):
+            return json_response({"live": True})
         return Response("ok", media_type="text/plain")
 
     async def _ready(self, request: Request) -> Response:
         health = self.models.health()
-        if health["ready"]:
-            return Response("ok", media_type="text/plain")
-        return error_response(str(health["error"]), 503, RETRY_AFTER)
+        if not health["ready"]:
+            told: dict[str, object] = (
+                {"ready": False} if _is_of_protocol(request) else {}
+            )
+            told["error"] = health["error"]
+            return json_response(told, 503, RETRY_AFTER)
+        if _is_of_protocol(request):
+            return json_response({"ready": True})
+        return Response("ok", media_type="text/plain")
 
     async def _health(self, request: Request) -> Response:
         health = self.models.health()
@@ -282,6 +290,9 @@ class Application:
     async def _server(self, request: Request) -> Response:
         return json_response(describe_server())
 
+    async def _models(self, request: Request) -> Response:
+        return json_response({"models": [model.name for model in self.models]})
+
     async def _model(self, request: Request) -> Response:
         name, number = _named(request)
         return json_response(describe_model(self.models[name], number))
@@ -305,7 +316,7 @@ class Application:
 
     async def _index(self, request: Request) -> Response:
         asked = _decode(await receive(request, self.limits, SMALL_BYTES))
-        return json_response(describe_index(self.models, only_ready=asked.ready))
+        return json_response(describe_index(self.models, only_ready=bool(asked.ready)))
 
     async def _load(self, request: Request) -> Response:
         return await self._change(request, self.models[_named(request)[0]].load)
@@ -318,9 +329,7 @@ class Application:
     ) -> Response:
         """Load or unload; the request may name a version, ``parameters.version``."""
         asked = _decode(await receive(request, self.limits, SMALL_BYTES))
-        number = asked.parameters.get("version")
-        if not isinstance(number, str | None):
-            raise BatchError(f"version must be text. Received: {shown(number, 40)}.")
+        number = protocol.version_of_change(asked.parameters or {})
         found = await self._run(self._loads, lambda: change(number))
         return json_response({} if found is None else {"version": found})
 
@@ -423,8 +432,8 @@ class _Work(Generic[T]):
 class _Asked(msgspec.Struct):
     """What a request to the repository says."""
 
-    parameters: dict[str, Any] = {}
-    ready: bool = False
+    parameters: dict[str, Any] | None = None
+    ready: bool | None = None
 
 
 def _decode(body: bytes) -> _Asked:
@@ -440,6 +449,10 @@ _READERS: dict[str, Callable[[bytes], PersiaBatch]] = {
     "application/octet-stream": PersiaBatch.from_bytes,
     "application/json": parse_json_batch,
 }
+
+
+def _is_of_protocol(request: Request) -> bool:
+    return request.url.path.startswith("/v2/")
 
 
 def _named(request: Request) -> tuple[str, str | None]:

@@ -26,7 +26,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
 from persia_torchrec import timeouts
-from persia_torchrec.errors import BatchError, ConfigError
+from persia_torchrec.errors import BatchError, ConfigError, TooLargeError
 from persia_torchrec.serving import inference_protocol as protocol
 from persia_torchrec.serving.descriptions import (
     describe_answer,
@@ -40,7 +40,6 @@ from persia_torchrec.serving.http_requests import (
     MAX_VALUES,
     SMALL_BYTES,
     RequestPlaces,
-    TooLargeError,
     status_of,
 )
 from persia_torchrec.serving.http_server import HttpConfig
@@ -641,9 +640,7 @@ def _read_varint(part: memoryview, at: int) -> tuple[int, int]:
 
 def _changed(request: Any) -> str | None:
     """Return the version that a request to load or unload names."""
-    if "version" not in request.parameters:
-        return None
-    return str(request.parameters["version"].string_param)
+    return protocol.version_of_change(_parameters(request.parameters))
 
 
 def _parameters(parameters: Any) -> dict[str, Any]:

@@ -12,7 +12,13 @@ from prometheus_client import Gauge
 from starlette.requests import Request
 from starlette.responses import Response
 
-from persia_torchrec.errors import BatchError, FrameError, PersiaError, ServerError
+from persia_torchrec.errors import (
+    BatchError,
+    FrameError,
+    PersiaError,
+    ServerError,
+    TooLargeError,
+)
 from persia_torchrec.serving.models import UnknownModelError
 from persia_torchrec.serving.predictor import UnknownVersionError
 
@@ -27,14 +33,13 @@ _COST = np.zeros(256, np.uint8)  # of what stands before a value
 _COST[[*b",[{:"]] = 1, 4, 4, 8
 _CHUNK_BYTES = 2**20
 _MAX_DEPTH = 64
+_GZIP = b"\x1f\x8b"
+_MAX_MEMBERS = 10_000
+_PIECE_BYTES = 2**16
 _STEP = np.zeros(256, np.int8)  # of the depth
 _STEP[[*b"[{]}"]] = 1, 1, -1, -1
 _NO_START = bytes({*range(256)} - {*b"[{"})
 _NO_MARK = bytes({*range(256)} - {*b"[{]}", *b'"'})
-
-
-class TooLargeError(BatchError):
-    """A body, or the number of its samples, is above the limit."""
 
 
 class TooManyRequestsError(PersiaError):
@@ -230,18 +235,31 @@ def _exceeds(length: str, limit: int) -> bool:
 
 
 def _decompress(body: bytes, encoding: str, limit: int) -> bytes:
-    """Undo the encoding of a body, as long as what comes is within a limit."""
-    if encoding not in ("gzip", "deflate"):
+    """Undo the encoding of a body, as long as what comes is within a limit.
+
+    gzip may have several members, one after the other; what else follows is ignored.
+    """
+    if encoding not in ("gzip", "x-gzip", "deflate"):
         raise BatchError(
             f"Content-Encoding must be gzip or deflate. Received: {encoding!r:.40}."
         )
-    decoder = zlib.decompressobj(zlib.MAX_WBITS | 32)  # of either
-    try:
-        data = decoder.decompress(body, limit + 1)
-    except zlib.error as exc:
-        raise BatchError(f"The body must be {encoding} ({exc}).") from exc
-    if len(data) > limit:
-        raise TooLargeError(f"A body may have {limit} bytes. Received: more.")
-    if not decoder.eof:
-        raise BatchError(f"The body must be {encoding} to its end.")
-    return data
+    data, at, num_members = bytearray(), 0, 0
+    while not num_members or (encoding != "deflate" and body[at : at + 2] == _GZIP):
+        num_members += 1
+        if num_members > _MAX_MEMBERS:
+            raise TooLargeError(
+                f"A body may have {_MAX_MEMBERS} members of gzip. Received: more."
+            )
+        decoder = zlib.decompressobj(zlib.MAX_WBITS | 32)  # of either
+        while not decoder.eof and at < len(body):
+            piece = body[at : at + _PIECE_BYTES]  # a decoder copies what is left of it
+            try:
+                data += decoder.decompress(piece, limit + 1 - len(data))
+            except zlib.error as exc:
+                raise BatchError(f"The body must be {encoding} ({exc}).") from exc
+            if len(data) > limit:
+                raise TooLargeError(f"A body may have {limit} bytes. Received: more.")
+            at += len(piece) - len(decoder.unused_data)
+        if not decoder.eof:
+            raise BatchError(f"The body must be {encoding} to its end.")
+    return bytes(data)

@@ -33,7 +33,7 @@ from persia_torchrec.serving.roles import Roles
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
-_MEASURE_S = 0.25
+_MEASURE_S = 0.25  # between two measurements of the delay
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -32,7 +32,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.errors import BatchError
+from persia_torchrec.errors import BatchError, TooLargeError
 from persia_torchrec.lookup.bags import JaggedIds
 from persia_torchrec.parsing.decoding import KeyPath, convert, decoder_of, shown
 from persia_torchrec.persia.batch import (
@@ -134,9 +134,14 @@ _KINDS: dict[str, type] = {"b": bool, "u": int, "i": int, "f": float}
 _NOT_SUPPORTED = {
     "shared_memory_region": "shared memory",
     "sequence_id": "sequences",
+    "sequence_start": "sequences",
+    "sequence_end": "sequences",
     "classification": "classification",
+    "priority": "priority",
+    "timeout": "a time limit in the queue",
 }
 _MAX_ELEMENTS = 2**31
+_MAX_WHOLE = 2.0**53  # below it a float has each integer
 _MAX_DIMS = 32  # of which NumPy allows 64, and 32 before version 2
 _BINARY = {"binary_data_size"}
 
@@ -163,24 +168,27 @@ class InferRequest(NamedTuple):
     is_binary: bool = False
 
 
+# What is optional may be null: clients write all fields of a class.
+
+
 class _Input(msgspec.Struct):
     name: str
     shape: list[int]
     datatype: str
-    parameters: dict[str, Any] = {}
+    parameters: dict[str, Any] | None = None
     data: Any = msgspec.UNSET
 
 
 class _Output(msgspec.Struct):
     name: str
-    parameters: dict[str, Any] = {}
+    parameters: dict[str, Any] | None = None
 
 
 class _Request(msgspec.Struct):
     inputs: list[_Input]
-    id: str = ""
-    parameters: dict[str, Any] = {}
-    outputs: list[_Output] = []
+    id: str | None = None
+    parameters: dict[str, Any] | None = None
+    outputs: list[_Output] | None = None
 
 
 def parse_request(
@@ -207,12 +215,14 @@ def parse_request(
         request = decoder_of(_Request).decode(body[:size])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         raise BatchError(f"A request must follow the protocol ({exc}).") from exc
-    reject_extensions(request.parameters)
+    asked, outputs = request.parameters or {}, request.outputs or []
+    reject_extensions(asked)
     tensors, rest = [], body[size:]
     for tensor in request.inputs:
-        if tensor.parameters.keys() != _BINARY:
-            reject_extensions(tensor.parameters)
-        num_bytes = tensor.parameters.get("binary_data_size")
+        parameters = tensor.parameters or {}
+        if parameters.keys() != _BINARY:
+            reject_extensions(parameters)
+        num_bytes = parameters.get("binary_data_size")
         if num_bytes is None:
             array = read_list(tensor.name, tensor.datatype, tensor.shape, tensor.data)
         else:
@@ -230,13 +240,14 @@ def parse_request(
             f"The tensors of a request must fill its body. Received: {len(rest)} more "
             "bytes."
         )
-    names = [output.name for output in request.outputs]
-    require_outputs(names)
-    is_binary = bool(request.parameters.get("binary_data_output", False))
-    for output in request.outputs:
-        reject_extensions(output.parameters)
-        is_binary = bool(output.parameters.get("binary_data", is_binary))
-    return InferRequest(build_inputs(tensors, signature), request.id, is_binary)
+    require_outputs([output.name for output in outputs])
+    is_binary = bool(asked.get("binary_data_output", False))
+    for output in outputs:
+        parameters = output.parameters or {}
+        reject_extensions(parameters)
+        is_binary = bool(parameters.get("binary_data", is_binary))
+    inputs = build_inputs(tensors, signature)
+    return InferRequest(inputs, request.id or "", is_binary)
 
 
 def encode_answer(
@@ -298,6 +309,24 @@ def reject_extensions(parameters: Mapping[str, Any]) -> None:
             )
 
 
+def version_of_change(parameters: Mapping[str, Any]) -> str | None:
+    """Return the version that a request to load or unload a model names.
+
+    Raises:
+        BatchError: it names what cannot be changed by a request.
+    """
+    for name, value in parameters.items():
+        if value is not None and name not in ("version", "unload_dependents"):
+            raise BatchError(
+                f"The parameter {name!r:.100} must not be given: a model is loaded as "
+                "its checkpoint has it. Received: another configuration, or a file."
+            )
+    number = parameters.get("version")
+    if not isinstance(number, str | None):
+        raise BatchError(f"version must be text. Received: {shown(number, 40)}.")
+    return number
+
+
 def require_outputs(names: Sequence[str]) -> None:
     """Check the outputs that a request names."""
     for name in names:
@@ -327,7 +356,12 @@ def read_list(name: str, datatype: str, shape: Sequence[int], data: Any) -> Arra
         data = list(chain.from_iterable(data))
     kind = _KINDS[dtype.kind]
     try:
-        values = msgspec.convert(data, list[kind])  # type: ignore[valid-type]
+        try:
+            values = msgspec.convert(data, list[kind])  # type: ignore[valid-type]
+        except msgspec.ValidationError:
+            if kind is not int:
+                raise
+            values = msgspec.convert(_whole_numbers(name, data), list[int])
         with np.errstate(over="raise"):
             array = np.array(values, dtype=dtype)
     except (msgspec.ValidationError, OverflowError, FloatingPointError) as exc:
@@ -340,6 +374,26 @@ def read_list(name: str, datatype: str, shape: Sequence[int], data: Any) -> Arra
             f"Received: {len(array)}."
         )
     return array.reshape(shape)
+
+
+def _whole_numbers(name: str, data: Any) -> Any:
+    """Return integers for floats without a fraction, as clients write that know no int.
+
+    Raises:
+        BatchError: one is so large that the client has rounded it.
+    """
+    if not isinstance(data, list):
+        return data
+    largest = max((abs(one) for one in data if isinstance(one, float)), default=0.0)
+    if largest >= _MAX_WHOLE:
+        raise BatchError(
+            f"Input {name!r} must have integers, or floats below 2**53. Received: "
+            f"{largest!r}, which the client has rounded. Send the tensor as bytes, or "
+            "by gRPC."
+        )
+    return [
+        int(one) if isinstance(one, float) and one.is_integer() else one for one in data
+    ]
 
 
 def read_bytes(
@@ -452,7 +506,8 @@ def _num_samples(
     sizes = [len(by_name[name].array) for name in of_samples]
     batch_size = sizes[0]
     if not 1 <= batch_size <= MAX_BATCH_SIZE:
-        raise BatchError(
+        error = TooLargeError if batch_size else BatchError
+        raise error(
             f"A batch must have 1 to {MAX_BATCH_SIZE} samples. Received: {batch_size}."
         )
     if sizes.count(batch_size) < len(sizes):

@@ -1,6 +1,7 @@
 """The Open Inference Protocol over HTTP and gRPC."""
 
 import contextlib
+import gzip
 import json
 import re
 import struct
@@ -342,6 +343,88 @@ def test_errors_of_grpc_have_the_statuses_of_the_protocol(server):
         with pytest.raises(grpc.RpcError) as caught:
             call(server, method, **fields)
         assert caught.value.code().name == status
+
+
+def test_the_health_of_the_protocol_is_json(server):
+    for path, answer in (
+        ("/v2/health/live", b'{"live":true}'),
+        ("/v2/health/ready", b'{"ready":true}'),
+        ("/healthz", b"ok"),
+        ("/readyz", b"ok"),
+        ("/v2/models", b'{"models":["adult"]}'),
+    ):
+        assert ask(server, path)[::2] == (200, answer)
+    assert ask(server, "/v2/")[2] == ask(server, "/v2")[2]
+
+
+def test_what_is_optional_may_be_null(server):
+    nothing = {"id": None, "parameters": None, "outputs": None}
+    request = request_of(**nothing)
+    for one in request["inputs"]:
+        one["parameters"] = None
+    assert infer(server, request)[0] == 200
+    request["outputs"] = [{"name": "predictions", "parameters": None}]
+    assert infer(server, request)[0] == 200
+    body = {"parameters": None, "ready": None}
+    assert ask(server, "/v2/repository/index", body)[0] == 200
+
+
+def test_ids_may_be_floats_that_no_client_has_rounded(server):
+    floats = [7.0, 8.0, 2.0**53 - 1]
+    for datatype in ("INT64", "UINT64"):
+        assert infer(server, request_of(tensor("item", datatype, floats)))[0] == 200
+    lengths = tensor("item.lengths", "INT32", [2.0, 0.0, 1.0])
+    _, answer = infer(server, request_of(lengths))
+    assert answer["outputs"][0]["data"] == [value for (value,) in EXPECTED]
+    for number, why in (
+        (2.0**53, "by gRPC"),
+        (-1e300, "which the client has rounded"),
+        (7.5, "Expected `int`, got `float`"),
+    ):
+        status, answer = infer(server, request_of(tensor("item", "INT64", [7, number])))
+        assert (status, why in answer["error"]) == (400, True)
+
+
+def test_gzip_may_have_several_members(server):
+    body = json.dumps(request_of()).encode()
+    parts = [gzip.compress(body[at : at + 100]) for at in range(0, len(body), 100)]
+    for encoding in ("gzip", "x-gzip"):
+        headers = {"Content-Encoding": encoding}
+        assert infer(server, b"".join(parts), **headers)[0] == 200
+        assert infer(server, b"".join(parts) + b"trailing", **headers)[0] == 200
+        assert infer(server, b"".join(parts)[:-1], **headers)[0] == 400
+        status, answer = infer(server, gzip.compress(b"") * 10_001, **headers)
+        assert (status, "10000 members" in answer["error"]) == (413, True)
+
+
+@pytest.mark.parametrize("name", ["priority", "timeout", "sequence_start"])
+def test_what_a_request_asks_and_is_not_done_is_rejected_by_name(server, name):
+    status, answer = infer(server, request_of(parameters={name: 1}))
+    assert (status, f"'{name}' must not be given" in answer["error"]) == (400, True)
+    assert infer(server, request_of(parameters={name: 0}))[0] == 200
+    path = "/v2/repository/models/adult/load"
+    for parameters in ({"config": "{}"}, {"file:1/model.pt": "YQ=="}):
+        (changed,) = parameters
+        status, _, body = ask(server, path, {"parameters": parameters})
+        assert (status, f"'{changed}' must not be given".encode() in body) == (
+            400,
+            True,
+        )
+        fields = {key: {"string_param": text} for key, text in parameters.items()}
+        with pytest.raises(grpc.RpcError, match=f"'{changed}' must not be given"):
+            call(server, "RepositoryModelLoad", model_name="adult", parameters=fields)
+
+
+def test_more_samples_than_a_batch_may_have_are_too_large(server):
+    num = 65_536
+    request = request_of(
+        tensor("item", "INT64", [7] * num),
+        tensor("item.lengths", "INT32", [1] * num),
+    )
+    assert infer(server, request)[0] == 413
+    body = {"id_type_features": {"item": [[7]] * num}}
+    kind = {"Content-Type": "application/json"}
+    assert ask(server, "/predict", body, **kind)[0] == 413
 
 
 CLIENTS = ROOT / "build/clients"
