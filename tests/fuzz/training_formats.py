@@ -1,5 +1,6 @@
 """The files of the dense half, of joint deltas and of a log's runs that are fuzzed."""
 
+import ctypes
 import gzip
 import random
 from collections.abc import Callable
@@ -134,7 +135,10 @@ def dense_files() -> Format:
 
 def data_files() -> Format:
     """Files of rows, the first byte of each which kind it is."""
-    pa.set_memory_pool(pa.system_memory_pool())  # the default keeps what is freed
+    # The default pool keeps what is freed. So does glibc, once a large block was freed,
+    # unless its threshold is set (M_MMAP_THRESHOLD).
+    pa.set_memory_pool(pa.system_memory_pool())
+    ctypes.CDLL(None).mallopt(-3, 2**17)
     folder = temporary_folder()
     ids, texts = [[1, 2], [], [3], None], ["a", None, "b", "c"]
     table = pa.table({"u": ids, "t": texts, "y": [1.0, 0.0, 1.0, 0.5]})
