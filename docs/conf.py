@@ -30,7 +30,7 @@ include_patterns = [
     "docs/**",
     "components/README.md",
     "examples/*/*.md",
-    "tests/*/README.md",
+    "tests/*/*.md",
     "tests/benchmarks/results/*.md",
     "tests/long.md",
     "README.md",

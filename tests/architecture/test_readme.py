@@ -9,7 +9,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 from xml.etree import ElementTree
 
 import click
@@ -20,21 +19,10 @@ from persia_torchrec import command as command_line
 from persia_torchrec.parsing.command_line import parse_flags
 from persia_torchrec.persia import launcher
 from persia_torchrec.serving.__main__ import ServingFlags
+from tests.support.pages import DOCS, PAGES, blocks, commands, prose
 from tests.support.processes import Processes, run_script
 from tests.support.repository import ROOT
 
-README = ROOT / "README.md"
-DOCS = ROOT / "docs"
-PAGES = {
-    str(page.relative_to(ROOT)): page.read_text()
-    for page in [README, *sorted(DOCS.rglob("*.md"))]
-}
-# Pages whose links are checked, too.
-LINKING = PAGES | {
-    str(page.relative_to(ROOT)): page.read_text()
-    for pattern in ("*.md", "components/*.md", "examples/*/*.md", "tests/**/*.md")
-    for page in sorted(ROOT.glob(pattern))
-}
 MAX_LINES, MAX_WORDS = 180, 1500
 
 # What runs a command that does not run in this file.
@@ -72,37 +60,6 @@ RUN_HERE = (
     *("python examples/quickstart.py", "unshare "),
     *("torchx run -s slurm", "torchx run -s kubernetes"),
 )
-
-
-def blocks(language, *names):
-    """Return the blocks of some pages, or of all, in order."""
-    return [
-        block
-        for name in names or PAGES
-        for block in re.findall(rf"```{language}\n(.*?)```", PAGES[name], re.DOTALL)
-    ]
-
-
-def commands(block):
-    """Yield the commands of a block; one with an open quote goes over lines."""
-    command = ""
-    for line in block.splitlines():
-        command += line
-        try:
-            shlex.split(command)
-        except ValueError:
-            command += "\n"
-            continue
-        yield command
-        command = ""
-    assert not command
-
-
-def anchors(page):
-    """Return the anchors that GitHub gives the headings of a page."""
-    text = re.sub(r"```.*?```", "", page, flags=re.DOTALL)
-    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", t.lower()).replace(" ", "-") for t in titles}
 
 
 def run(script, folder):
@@ -214,8 +171,7 @@ def verb_of(words):
 def test_verbs_take_the_options_and_arguments_that_pages_give():
     given = {command for block in blocks("bash") for command in commands(block)}
     for text in PAGES.values():
-        prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
-        given.update(re.findall(r"`(persia-torchrec [^`]+)`", prose))
+        given.update(re.findall(r"`(persia-torchrec [^`]+)`", prose(text)))
     given = [one for one in given if one.startswith("persia-torchrec ")]
     assert len(given) >= 20
     for command in given:
@@ -303,35 +259,6 @@ def test_a_user_gets_a_file_system_with_huge_pages():
     if "peration not permitted" in shown.stderr or "denied" in shown.stderr:
         pytest.skip(f"needs user namespaces: {shown.stderr}")
     assert re.fullmatch(r"/proc/\d+/fd/3\n", shown.stdout), shown.stderr
-
-
-@pytest.mark.parametrize("name", LINKING)
-def test_every_link_leads_somewhere(name):
-    text = re.sub(r"```.*?```", "", LINKING[name], flags=re.DOTALL)
-    targets = re.findall(r"\]\(([^)\s]+)\)", text)
-    targets += re.findall(r'(?:src|srcset|href)="([^"]+)"', text)
-    for target in targets:
-        if "://" in target:
-            continue
-        path, _, anchor = target.partition("#")
-        page = ROOT / Path(name).parent / path if path else ROOT / name
-        assert page.exists(), target
-        if anchor:
-            assert anchor in anchors(page.read_text()), target
-
-
-@pytest.fixture(scope="module")
-def python_files():
-    return [f"/{path.relative_to(ROOT)}" for path in ROOT.glob("[!.]*/**/*.py")]
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_the_files_that_a_page_names_exist(name, python_files):
-    for file in re.findall(r"`([\w/]+\.py)`", PAGES[name]):
-        assert any(known.endswith(f"/{file}") for known in python_files), file
-    folders = "persia_torchrec|tests|examples|components|docs"
-    for file in re.findall(rf"`((?:{folders})/[\w/]+\.\w+)`", PAGES[name]):
-        assert (ROOT / file).exists(), file
 
 
 def test_every_page_stands_in_docs_and_in_its_index():
