@@ -124,7 +124,7 @@ unit: $(STAMP) $(CLIENTS)  ## the tests, benchmarks included; ARGS="-k rpc" choo
 quick: $(STAMP)  ## the tests that take one process and little time
 	$(PYTEST) -m "not multiprocess and not slow and not long" $(ARGS)
 
-long: $(STAMP)  ## the tests marked long; not part of test
+long: $(STAMP) $(CLIENTS)  ## the tests marked long; not part of test
 	$(PYTEST) -m long -p tests.support.long_table $(ARGS)
 
 wheel: $(STAMP)  ## build and install the wheel, and train, in a fresh environment; not part of test
@@ -142,11 +142,12 @@ test-torch-%:
 chaos: $(STAMP)  ## jobs whose processes are killed again and again; not part of test
 	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest tests/chaos --timeout 3600 $(ARGS)
 
-# Clients of the inference protocol, whose protobuf does not fit that of torchx.
+# Clients of the inference protocol, whose protobuf does not fit that of torchx; 500 MB.
 $(CLIENTS): Makefile
 	$(PYTHON) -m venv --clear $(@D)
 	$(@D)/bin/python -m pip -qq --disable-pip-version-check install 'tritonclient[http,grpc]==2.73.0' \
-		&& touch $@ || echo "not installed, so that its test skips: tritonclient"
+		kserve==0.21.0 open-inference-openapi==2.0.0.1 open-inference-grpc==2.0.0 \
+		&& touch $@ || echo "not installed, so that their tests skip: tritonclient, kserve"
 
 # The schemas of Kubernetes, 108 MB, in an environment of their own.
 $(SCHEMAS): Makefile

@@ -40,7 +40,10 @@ from tests.support.processes import Processes
 from tests.support.servers import Servers
 
 # Of other environments.
-collect_ignore = ["support/stock_client.py", "dropin/hstu.py", "dropin/own_tests.py"]
+collect_ignore = [
+    *("support/stock_client.py", "support/protocol_clients.py"),
+    *("dropin/hstu.py", "dropin/own_tests.py"),
+]
 
 settings.register_profile(
     "ci",

@@ -393,8 +393,9 @@ def test_gzip_may_have_several_members(server):
         assert infer(server, b"".join(parts), **headers)[0] == 200
         assert infer(server, b"".join(parts) + b"trailing", **headers)[0] == 200
         assert infer(server, b"".join(parts)[:-1], **headers)[0] == 400
-        status, answer = infer(server, gzip.compress(b"") * 10_001, **headers)
-        assert (status, "10000 members" in answer["error"]) == (413, True)
+    many = gzip.compress(b"") * 10_001
+    status, answer = infer(server, many, **{"Content-Encoding": "gzip"})
+    assert (status, "10000 members" in answer["error"]) == (413, True)
 
 
 @pytest.mark.parametrize("name", ["priority", "timeout", "sequence_start"])
@@ -431,7 +432,7 @@ CLIENTS = ROOT / "build/clients"
 
 
 needs_clients = pytest.mark.skipif(
-    not (CLIENTS / "installed").exists(), reason="`make unit` installs tritonclient"
+    not (CLIENTS / "installed").exists(), reason="`make unit` installs them"
 )
 
 
@@ -497,3 +498,32 @@ def test_stock_clients_work_unchanged(server):
         assert "none for ['x']" in answers["no input"]
         assert "Only a model with its own servers" in answers["load"]
         assert answers["shared memory"]
+
+
+@needs_clients
+@pytest.mark.parametrize(
+    "client", ["rest", "rpc", pytest.param("kserve", marks=pytest.mark.long)]
+)
+def test_clients_of_kserve_and_of_the_protocol_work_unchanged(server, client):
+    http, rpc, _ = server
+    ids = [7, 8, 7]  # below 2**53, as one client writes them as floats
+    inputs = [
+        ("x", "FP32", "float32", [3, 2], XS),
+        ("item", "INT64", "int64", [3], ids),
+        ("age", "FP64", "float64", [3], AGES),
+        ("item.lengths", "INT32", "int32", [3], LENGTHS),
+    ]
+    where = http.address, f"127.0.0.1:{rpc.port}", "adult", json.dumps(inputs)
+    script = ROOT / "tests/support/protocol_clients.py"
+    ran = subprocess.run(
+        [CLIENTS / "bin/python", script, client, *where],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    probes, predicted = json.loads(ran.stdout.splitlines()[-1])
+    assert all(probes)
+    due = [0.5 + 3 + 303, 1.5 + 7, 2.5 + 11 + 3]
+    assert predicted == [due] * len(predicted)
