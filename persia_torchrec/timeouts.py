@@ -123,6 +123,7 @@ HTTP_RECEIVE_S = 30.0  # a request has arrived
 HTTP_KEEP_ALIVE_S = 75  # an idle connection stays open
 HTTP_CLOSE_S = 60.0  # requests in progress are answered at the end
 GRPC_CLOSE_S = 60.0  # the same of gRPC
+GRPC_CHECK_S = 1.0  # the message of a health check of gRPC has come
 GRPC_AGE_S = 3600.0  # a connection of gRPC begins to end, whose client connects again
 PREDICTOR_CLOSE_S = 10.0  # a thread of a predictor has ended
 PREDICTOR_RETRY_S = 10.0  # a later model is looked for again after an error

@@ -157,7 +157,6 @@ _CODES = {
 _AT_ONCE = contextlib.nullcontext()
 _MAX_WAITING = 64  # messages; for a further one the oldest is given up
 _MAX_CHECKS = 8  # the same of clients that need no token
-_CHECK_S = 1.0  # their message has come
 _LEAST_STREAMS = 100  # at once over one connection, as RFC 9113 advises
 _FIELD_COST = 32
 _SIZED = 2  # wire type of a field with a size
@@ -231,7 +230,7 @@ class GrpcServer:
         self._places = RequestPlaces(config.max_requests, models.statistics.in_progress)
         self._large = threading.Lock()  # one large message is read at a time
         self._waiting = _Waiting(config.receive_timeout_s, _MAX_WAITING)
-        checks_s = min(config.receive_timeout_s, _CHECK_S)
+        checks_s = min(config.receive_timeout_s, timeouts.GRPC_CHECK_S)
         self._checks = _Waiting(checks_s, _MAX_CHECKS)
         # What neither reads a message nor predicts is answered whatever the others do.
         self._own_pools = {
