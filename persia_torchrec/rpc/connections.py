@@ -33,7 +33,7 @@ from persia_torchrec.rpc.sockets import IoLoop
 
 logger = logging.getLogger(__name__)
 
-_IDLE_POLL_S = 0.2
+_IDLE_POLL_MS = 200
 
 
 class Connections(OwnProcess):
@@ -138,4 +138,4 @@ class Connections(OwnProcess):
             for server in self._silences.look(now_s, [c.oldest() for c in self._all]):
                 self._all[server].ping()
         due_s = min(connection.look(now_s) for connection in self._all)
-        return max(math.ceil(1000 * min(due_s - now_s, _IDLE_POLL_S)), 0)
+        return max(math.ceil(min(1000 * (due_s - now_s), _IDLE_POLL_MS)), 0)
