@@ -173,6 +173,7 @@ class Predictor:
         model = self.model if model is None else model
         if model.signature is None:
             return
+        _put_into_evaluation(model)
         num_before = self.reader.hello(of_any=True).misses
         for num in _MADE_UP:
             self._run(model, make_up(model.signature, num), must_be_finite=False)
@@ -180,8 +181,7 @@ class Predictor:
 
     def use(self, model: DenseModel) -> None:
         """Predict with another model from now on, put into evaluation mode."""
-        if not isinstance(model.module, GraphModule):  # which is exported as such
-            model.module.eval()
+        _put_into_evaluation(model)
         self.model = model
 
     @property
@@ -308,6 +308,12 @@ class Predictor:
         uptime_s = round(time.monotonic() - self._started_s, 3)
         path = without_secrets(self.model.path)
         return {**health, "model": path, "uptime_s": uptime_s}
+
+
+def _put_into_evaluation(model: DenseModel) -> None:
+    """Put a model into evaluation mode."""
+    if not isinstance(model.module, GraphModule):  # which is exported as such
+        model.module.eval()
 
 
 def make_up(signature: ModelSignature, num: int) -> Inputs:

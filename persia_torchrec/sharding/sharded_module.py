@@ -532,9 +532,7 @@ class ShardedRemoteEmbeddingBag(ShardedRemoteEmbeddingBagCollection):
         pooled: torch.Tensor = super().compute(ctx, batch).values()
         if batch.given not in self._with_one_more:
             return pooled
-        lengths_B = batch.source.features[
-            EMBEDDING_BAG_KEY
-        ].lengths  # on the host by now
+        lengths_B = batch.source.take()[EMBEDDING_BAG_KEY].lengths  # on the host by now
         return pooled if lengths_B[-1:].all() else pooled[:-1]
 
 
