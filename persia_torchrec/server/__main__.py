@@ -191,8 +191,8 @@ def _teller(server: EmbeddingServer, member: JobMember) -> Callable[[], int]:
 
     def tell() -> int:
         shard, notes = server.shard, member.notes
-        updates = shard.store.num_updates
-        mean = shard.num_updated_rows / max(shard.num_updates, 1)
+        updates, (num, num_rows) = shard.store.num_updates, shard.updated
+        mean = num_rows / max(num, 1)
         notes[f"updates/server/{server.config.shard}"] = f"{updates} {mean:.9g}"
         if isinstance(shard.checkpoints, CheckpointService) and shard.checkpoints.run:
             notes["checkpoint_dir"] = shard.checkpoints.run

@@ -103,7 +103,9 @@ class Shard:
         self._queued: set[Batch] = set()  # of the updates
         self.num_overtaking = self._max_queued = 0
         self.must_drop = False
-        self.num_updates = self.num_updated_rows = 0  # of tables, by this process
+        # Updates of tables, and their rows, by this process; one object, as another
+        # thread reads it.
+        self.updated = 0, 0
         self.stopping = threading.Event()
         self.restored: set[int] = set()  # tables that no client has added since
         # Peers that have added tables: process and host, and the numbers of these.
@@ -195,7 +197,7 @@ class Shard:
         """Apply updates as one."""
         given = [update for update in updates if update.asked.tables]
         lookups = self.open_batches.apply([update.batch for update in given])
-        num_ids = 0
+        num_updates = num_ids = 0
         with self.store.transaction() as transaction:
             if len(given) == 1:
                 (update,), (found,) = given, lookups
@@ -206,19 +208,19 @@ class Shard:
                 if is_known and self.store.group(tables).updates:
                     self.counts["updates_hinted"] += len(tables) * len(found)
                     self.store.add_updates(tables, ids, starts, update.grads, hints_N)
-                    self.num_updates += len(tables)
-                    num_ids, given = len(ids), []
+                    num_updates, num_ids, given = len(tables), len(ids), []
             for part in build_gradients(given, lookups if given else []):
                 state = self.store.states[part.table]
                 if state.spec.is_frozen or state.is_dropped:
                     continue
                 self.counts["updates_hinted"] += part.hints is not None
                 self.store.add_update(part.table, part.ids, part.grads, part.hints)
-                self.num_updates += 1
+                num_updates += 1
                 num_ids += len(part.ids)
             for update in updates:
                 self.streams.settle_update(transaction, update.batch, num_ids)
-        self.num_updated_rows += num_ids
+        before, rows_before = self.updated
+        self.updated = before + num_updates, rows_before + num_ids
         return *transaction.totals, num_ids
 
     def counters(self) -> dict[str, int]:
