@@ -219,15 +219,15 @@ class Connection(OwnProcess):
                 )
             self._pending[number] = reply
             failure, tcp, num_before = self._failure, self._tcp, self._num_over_tcp
-            is_sent = failure is None and not self.is_away
-            if is_sent:
+            is_there = failure is None and not self.is_away
+            if is_there:
                 reply.deadline_s = time.monotonic() + timeout_s
                 heapq.heappush(self._deadlines, (reply.deadline_s, number))
                 if memory is None:
                     self._queue(reply.message)
         if failure is not None:
             self._fail(failure.why, [number], failure.kind)
-        elif is_sent and memory is not None:
+        elif is_there and memory is not None:
             self._send_by(memory, number, reply, reply_bytes, num_before, tcp)
         else:
             self._loop.wakeup.wake()

@@ -9,7 +9,7 @@ requests. Numbers come in any order, within the last 4096 of their stream:
     outcome             four words of what was replied, of the last 256
 
 They are kept with the rows: ``docs/formats/memory.md`` has the words, ``notes`` of the
-store. A mark is set by the ``EmbeddingStore.transaction`` that it is of, in one change
+store. A mark is set by the ``StoreRows.transaction`` that it is of, in one change
 with the rows; the others, which make room for marks, may be set before.
 """
 

@@ -111,7 +111,7 @@ def _answer_lookup(shard: Shard, request: ShardRequest) -> Frames:
         shard.counts["requests_repeated"] += 1
         shard.stages.lap("inference")
     else:
-        with store.transaction() as change:
+        with store.rows.transaction() as change:
             slots = store.lookup_tables(
                 asked.tables,
                 asked.ids,
@@ -230,7 +230,7 @@ def _answer_write(shard: Shard, request: ShardRequest) -> Frames:
     )
     of_tables = split_rows(rows, asked.starts, widths)
     shard.stages.lap("decode")
-    with shard.store.transaction() as change:
+    with shard.store.rows.transaction() as change:
         for t, rows_NK in zip(asked.pieces(), of_tables, strict=True):
             shard.store.write(t.table, t.ids, rows_NK)
         shard.streams.settle(change, _batch_of(header))
@@ -331,7 +331,7 @@ def _answer_step(shard: Shard, request: ShardRequest) -> Frames:
     if asked.step is not None:
         if (outcome := shard.find_outcome(batch)) is not None:
             return [encode_json(outcome[0])]
-        with shard.store.transaction() as change:
+        with shard.store.rows.transaction() as change:
             shard.store.set_step(asked.table, asked.step)
             shard.streams.settle(change, batch, (asked.step, 0, 0, 0))
     return [encode_json(shard.store.states[asked.table].num_updates)]
@@ -373,7 +373,7 @@ def _answer_add_tables(shard: Shard, request: ShardRequest) -> Frames:
     numbers = shard.store.add_tables(specs)
     if isinstance(asked, _Added):
         shard.note_user(request.peer, asked.who, numbers)
-    with shard.store.transaction() as change:
+    with shard.store.rows.transaction() as change:
         shard.streams.settle(change, batch)
     states = shard.store.states[num_known:]
     added = [state.spec for state in states if not state.is_part]
@@ -400,7 +400,7 @@ def _answer_clear(shard: Shard, request: ShardRequest) -> Frames:
     batch = _batch_of(request.header)
     if shard.find_outcome(batch) is None:
         shard.checkpoints.cancel("the rows were dropped")
-        with shard.store.transaction() as change:
+        with shard.store.rows.transaction() as change:
             shard.streams.settle(change, batch)
             shard.store.clear()
         shard.open_batches.clear_slots()

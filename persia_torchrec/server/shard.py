@@ -183,7 +183,7 @@ class Shard:
 
     def _reject_update(self, update: Update, exc: Exception) -> None:
         self.open_batches.end(update.batch)
-        with self.store.transaction() as transaction:
+        with self.store.rows.transaction() as transaction:
             self.streams.settle(transaction, update.batch, REJECTED)
         self.reject(update.peer, update.header.request, exc)
 
@@ -198,7 +198,7 @@ class Shard:
         given = [update for update in updates if update.asked.tables]
         lookups = self.open_batches.apply([update.batch for update in given])
         num_updates = num_ids = 0
-        with self.store.transaction() as transaction:
+        with self.store.rows.transaction() as transaction:
             if len(given) == 1:
                 (update,), (found,) = given, lookups
                 tables, starts, ids = update.asked

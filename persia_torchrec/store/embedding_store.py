@@ -37,7 +37,7 @@ from persia_torchrec.store.memory import (
 )
 from persia_torchrec.store.memory_file import MemoryFile, Published
 from persia_torchrec.store.recency import NUM_LFU_CLASSES
-from persia_torchrec.store.store_rows import StoreRows, Transaction, UpdateResult
+from persia_torchrec.store.store_rows import StoreRows, UpdateResult
 from persia_torchrec.store.stored_table import TableState
 from persia_torchrec.store.table_group import TableGroup
 from persia_torchrec.table import Metadata, TableSpec, with_parts
@@ -328,7 +328,7 @@ class EmbeddingStore:
         a wrong one costs time only, but that a block that none names gets no gradient.
         Within a transaction there is :meth:`add_update`.
         """
-        with self.transaction() as transaction:
+        with self.rows.transaction() as transaction:
             self.add_update(table, ids_N, grads_ND, hints_N)
         return transaction.results[-1]
 
@@ -360,16 +360,6 @@ class EmbeddingStore:
             part = slice(starts[t], starts[t + 1])
             hints = None if hints_N is None else hints_N[part]
             self.add_update(table, ids_N[part], grads_ND, hints)
-
-    def transaction(self) -> Transaction:
-        """Make several calls, and notes, one change.
-
-        If the process dies, the next one that opens the memory file finds all of it, or
-        nothing. Lookups, sweeps and removals are done at once; updates, writes, steps
-        and a clear, which is the last one, at the end, and then notes. After an error
-        nothing is done at the end. A transaction in another one is a part of that.
-        """
-        return self.rows.transaction()
 
     def notes(self, num_words: int) -> Words:
         """Return words that live as long as the memory, zero at first.
@@ -508,7 +498,7 @@ class EmbeddingStore:
 
     def clear(self) -> None:
         """Drop all rows and their optimizer state; the tables stay known."""
-        with self.transaction() as transaction:
+        with self.rows.transaction() as transaction:
             transaction.clear(self._drop_rows)
 
     def _drop_rows(self) -> None:

@@ -57,7 +57,7 @@ NOTHING_MISSED = UpdateResult(0, 0)
 
 
 class Transaction:
-    """Several calls of a store that are one change: see ``EmbeddingStore.transaction``.
+    """Several calls of a store that are one change: see ``StoreRows.transaction``.
 
     ``results`` are those of its updates, in their order, when it has ended, and
     ``totals`` their sums; ``steps`` those of tables at its end. ``ended`` are tables of
@@ -287,7 +287,13 @@ class StoreRows:
         return int(self.arenas.directory[int(layout[memory.ARENA]), memory.USED])
 
     def transaction(self) -> Transaction:
-        """Return the transaction that is open, or a new one."""
+        """Make several calls, and notes, one change.
+
+        If the process dies, the next one that opens the memory file finds all of it, or
+        nothing. Lookups, sweeps and removals are done at once; updates, writes, steps
+        and a clear, which is the last one, at the end, and then notes. After an error
+        nothing is done at the end. A transaction in another one is a part of that.
+        """
         return self.opened or Transaction(self)
 
     def begin(self, num_touches: int = 0) -> None:

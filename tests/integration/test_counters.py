@@ -278,7 +278,7 @@ def streams_in(path):
 
 
 def note(store, streams, batch, *, is_settled):
-    with store.transaction() as request:
+    with store.rows.transaction() as request:
         if is_settled:
             streams.settle(request, batch, (7, 0, 0, 0))
         else:

@@ -243,7 +243,7 @@ def watched(walk: Walk, loop):
 
 def test_a_lookup_passes_few_files_and_functions(walks, transport):
     walk, _ = walks
-    hand_overs, files, hops = {"tcp": (2, 34, 76), "shm": (1, 36, 86)}[transport]
+    hand_overs, files, hops = {"tcp": (2, 34, 75), "shm": (1, 36, 85)}[transport]
     assert walk.num_hand_overs() == hand_overs
     assert len(walk.files) <= files
     assert len(walk.hops) <= hops
@@ -251,7 +251,7 @@ def test_a_lookup_passes_few_files_and_functions(walks, transport):
 
 def test_a_gradient_passes_few_files_and_functions(walks, transport):
     _, walk = walks
-    files, hops = {"tcp": (34, 66), "shm": (36, 82)}[transport]
+    files, hops = {"tcp": (34, 65), "shm": (36, 81)}[transport]
     assert walk.num_hand_overs() <= 2
     assert len(walk.files) <= files
     assert len(walk.hops) <= hops

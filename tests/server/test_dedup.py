@@ -37,11 +37,11 @@ class Reopened:
         self.streams = Streams(self.store)
 
     def settle(self, batch, *outcome):
-        with self.store.transaction() as request:
+        with self.store.rows.transaction() as request:
             self.streams.settle(request, batch, (*outcome, 0, 0, 0, 0)[:4])
 
     def look_up(self, batch, part):
-        with self.store.transaction() as request:
+        with self.store.rows.transaction() as request:
             self.streams.mark(request, batch, 1 << part)
 
 

@@ -207,7 +207,7 @@ class StoreMachine(RuleBasedStateMachine):
             grads[-1][:1, -1] = np.nan
         flat = np.concatenate([each.reshape(-1) for each in grads])
         rejected = self.slow.counts["gradients_refused"]
-        with self.fast.transaction() as transaction:
+        with self.fast.rows.transaction() as transaction:
             self.fast.add_updates(*asked, flat)
         each = zip(chosen, ids, grads, strict=True)
         missed = sum(

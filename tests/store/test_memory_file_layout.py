@@ -130,7 +130,7 @@ def test_a_file_is_read_by_the_numbers_of_its_document(path):
         return True
 
     assert is_read()
-    with store.transaction():
+    with store.rows.transaction():
         ids, out = np.arange(200, dtype=np.uint64), np.empty((200, 8), np.float32)
         store.lookup(1, ids, out, training=True)
         store.remove(0, ids)

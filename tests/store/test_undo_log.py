@@ -53,7 +53,7 @@ def look_up(store, *ids, table=0):
 def test_a_request_does_updates_and_notes_at_its_end(path, has_file):
     store = store_of(path if has_file else None)
     notes = notes_of(store, 8)
-    with store.transaction() as request:
+    with store.rows.transaction() as request:
         hints = look_up(store, 1, 2)
         store.add_update(0, ids_of(1, 2), ones(2), hints)
         store.add_update(0, ids_of(2, 9), ones(2))
@@ -82,7 +82,7 @@ def test_after_an_error_a_request_does_nothing_at_its_end(path):
     look_up(store, 1)
 
     def fail():
-        with store.transaction() as request:
+        with store.rows.transaction() as request:
             store.add_update(0, ids_of(1), ones(1))
             store.clear()
             request.note(0, 1)
@@ -99,7 +99,7 @@ def test_after_an_error_a_request_does_nothing_at_its_end(path):
 
 def test_a_write_does_not_reach_rows_that_left_in_the_same_request(path):
     store = store_of(path, capacity_rows=2)
-    with store.transaction():
+    with store.rows.transaction():
         store.write(0, ids_of(1, 2), 5 * ones(2))
         look_up(store, 3)
     assert store.read(0, ids_of(1, 2, 3)).tolist() == [[0, 0], [5, 5], [0, 0]]

@@ -182,7 +182,7 @@ def fill(store, streams):
     """Fill the store, with candidates, and logs that are about to be cleaned."""
     for number in range(3):
         look_up(store, 2, 1, 2, 9)
-        with store.transaction() as request:
+        with store.rows.transaction() as request:
             streams.mark(request, (1, number), 1)
             streams.settle(request, (2, number), (number, 0, 0, 0))
     for _ in range(2):
@@ -252,7 +252,7 @@ class Case(NamedTuple):
 
 def update_tables(store, streams):
     """Do a joint step of two trainers."""
-    with store.transaction() as request:
+    with store.rows.transaction() as request:
         for table, ids in enumerate([(1, 2, 3, 1), (2, 1), (9, 1, 1)]):
             grads = ones(len(ids), store.tables[table].dim)
             grads[1] = np.nan if table == 0 else 1
@@ -263,13 +263,13 @@ def update_tables(store, streams):
 
 
 def end_period(store, streams):
-    with store.transaction() as request:
+    with store.rows.transaction() as request:
         store.add_update(2, ids_of(1, 4), ones(2, 4))
         streams.settle_update(request, (1, 3), 2)
 
 
 def look_up_tables(store, streams):
-    with store.transaction() as request:
+    with store.rows.transaction() as request:
         look_up(store, 1, 3, 20, 1, 21, 20)
         look_up(store, 0, 3, 5, 6, 2)  # the first two are candidates
         look_up(store, 2, 9, 7, 8)
@@ -282,20 +282,20 @@ def look_up_many(store, streams):
 
 
 def write_rows(store, streams):
-    with store.transaction():
+    with store.rows.transaction():
         store.write(1, ids_of(30, 1), 3 * ones(2, 8))
         store.write(2, ids_of(31, 1), 3 * ones(2, 4))
         store.set_step(1, 50)
 
 
 def sweep_and_remove(store, streams):
-    with store.transaction():
+    with store.rows.transaction():
         store.sweep(100)
         store.remove(1, ids_of(2))
 
 
 def clear(store, streams):
-    with store.transaction() as request:
+    with store.rows.transaction() as request:
         store.add_update(1, ids_of(1, 99), ones(2, 8))
         store.clear()
         streams.settle(request, (1, 3))

@@ -23,7 +23,7 @@ def move_both(of_rows, dense):
     parameter = torch.nn.Parameter(torch.from_numpy(start.copy()))
     optimizer = dense([parameter])
     for step in range(STEPS):
-        with store.transaction():
+        with store.rows.transaction():
             store.add_update(table, IDS, gradients(step))
         parameter.grad = torch.from_numpy(gradients(step))
         optimizer.step()

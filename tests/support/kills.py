@@ -114,7 +114,7 @@ def request(store, number):
         first = store.tables[0]
         optimizer = replace(first.optimizer, lr=float(rng.uniform(0.01, 1)))
         store.add_table(replace(first, optimizer=optimizer))
-    with store.transaction() as one:
+    with store.rows.transaction() as one:
         if number % 5 == 2:
             use_several(store, number, rng)
         for table in rng.permutation(3)[: rng.integers(1, 4)].tolist():
