@@ -638,7 +638,10 @@ class PendingRows:
 
     def received(self) -> list[Received]:
         """Wait for the rows of each server, as they travelled, where they are."""
-        return self._request.received(self._frames(), self._precision)
+        replies, precision = enumerate(self._frames()), self._precision
+        return [
+            self._request.read(server, reply, precision) for server, reply in replies
+        ]
 
     def _frames(self) -> list[Frames]:
         while True:

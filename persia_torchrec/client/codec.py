@@ -292,13 +292,6 @@ class RowRequest(NamedTuple):
         pairs = zip(bounds, self.widths, strict=True)
         return [(stop - start, width) for (start, stop), width in pairs]
 
-    def received(
-        self, replies: Sequence[Frames], precision: Precision
-    ) -> list["Received"]:
-        """Return the rows of each server where they are."""
-        each = enumerate(replies)
-        return [self.read(server, reply, precision) for server, reply in each]
-
     def read(self, server: int, reply: Frames, precision: Precision) -> "Received":
         """Return the rows of one server, of all groups, as they travelled."""
         shapes, body = self._shapes(server), body_of(reply)
@@ -324,7 +317,8 @@ class RowRequest(NamedTuple):
                 np.empty((len(group.ids), width), dtype=np.float32)
                 for group, width in zip(self.groups, self.widths, strict=True)
             ]
-            for received in self.received(replies, precision):
+            for server, reply in enumerate(replies):
+                received = self.read(server, reply, precision)
                 for rows_UW, piece, numbers, exponents in zip(
                     rows, *received, strict=True
                 ):

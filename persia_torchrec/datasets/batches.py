@@ -42,16 +42,24 @@ TBatch = TypeVar("TBatch", bound="Batch | TorchRecBatch")
 class JaggedBatch:
     """A copy of a ``KeyedJaggedTensor``, and ids of the features that are wanted of it.
 
+    A ``TensorDict`` of nested or jagged tensors becomes one first.
     A copy, as it is read again when the rows are there: the caller may change its own
     until then, and TorchRec's pipelines may free its memory. Ids that are on a GPU
     begin to come to the host with the caller's stream; :meth:`take` waits for them.
 
     Attributes:
         kjt: the copy, on the same device.
+        batch_size: its samples.
     """
 
-    def __init__(self, kjt: KeyedJaggedTensor, keys: Sequence[str]) -> None:
-        self.kjt, self._keys = kjt, keys
+    def __init__(
+        self, batch: KeyedJaggedTensor | TensorDict, keys: Sequence[str]
+    ) -> None:
+        require_keys(batch, keys)
+        if isinstance(batch, TensorDict):
+            batch = maybe_td_to_kjt(batch, list(keys))
+        self.kjt = kjt = _copy(batch)
+        self._keys, self.batch_size = keys, int(kjt.stride())
         self._weights: torch.Tensor | None = None
         self._features: Mapping[str, Bags] | None = None
         self._host, self._came = kjt, None
@@ -60,21 +68,6 @@ class JaggedBatch:
             self._host, self._came = _to_host(kjt)
         else:
             self._features = to_jagged_ids(kjt, keys)
-
-    @classmethod
-    def of(
-        cls, batch: KeyedJaggedTensor | TensorDict, keys: Sequence[str]
-    ) -> "JaggedBatch":
-        """Take features of a batch; a ``TensorDict`` has nested or jagged tensors."""
-        require_keys(batch, keys)
-        if isinstance(batch, TensorDict):
-            batch = maybe_td_to_kjt(batch, list(keys))
-        return cls(_copy(batch), keys)
-
-    @property
-    def batch_size(self) -> int:
-        """The samples of the batch."""
-        return int(self.kjt.stride())
 
     def take(self, *, pins_weights: bool = False) -> Mapping[str, Bags]:
         """Wait for the ids, and return them; the pulling thread calls it first.

@@ -452,56 +452,36 @@ class ShardedLookup:
             each = zip(features.specs, num_K[plan.columns.keys].tolist(), strict=True)
             for spec, num in each:
                 self.num_ids[spec.table, spec.name] += num
-        routed = route_batch(jagged, features, plan, self.client.num_servers)
+        route = route_features(
+            jagged.ids,
+            jagged.id_starts,
+            plan.columns,
+            plan.table_groups,
+            plan.table_shared_rows,
+            self.client.num_servers,
+        )
+        groups, occurrences = route.by_group(plan.groups)
         if self.each_id:
-            num_F = np.diff(routed.starts)
+            num_F = np.diff(route.starts)
         else:
             num_F = np.diff(jagged.bag_starts)[plan.keys]
         num, num_samples = num_F.tolist(), jagged.num_samples
-        return replace(
-            routed,
-            number=number,
+        return RoutedBatch(
+            plan,
+            groups,
+            occurrences,
+            route.inverse,
+            route.starts,
+            jagged.lengths,
+            jagged.bag_starts,
+            jagged.id_starts,
+            jagged.sources,
+            features,
             num_bags=[num[o[0]] if o else num_samples for o in features.outputs],
+            number=number,
             places=places,
             slots=tuple(given),
         )
-
-
-def route_batch(
-    jagged: JaggedIds, features: BatchFeatures, plan: RoutePlan, num_servers: int
-) -> RoutedBatch:
-    """Make the ids of a batch unique per table, and group them by dim and server."""
-    route = route_features(
-        jagged.ids,
-        jagged.id_starts,
-        plan.columns,
-        plan.table_groups,
-        plan.table_shared_rows,
-        num_servers,
-    )
-    groups, occurrences = [], []
-    first_table = first = 0
-    for names in plan.groups:
-        last_table = first_table + len(names)
-        num_PT = route.num_ids[:, first_table:last_table]
-        offsets = np.zeros(num_servers + 1, dtype=np.int64)
-        np.cumsum(num_PT.sum(axis=1), out=offsets[1:])
-        last = first + int(offsets[-1])
-        groups.append(IdGroup(names, route.ids[first:last], offsets, num_PT))
-        occurrences.append(route.counts[first:last])
-        first_table, first = last_table, last
-    return RoutedBatch(
-        plan,
-        groups,
-        occurrences,
-        route.inverse,
-        route.starts,
-        jagged.lengths,
-        jagged.bag_starts,
-        jagged.id_starts,
-        jagged.sources,
-        features,
-    )
 
 
 def _checked(bags: Mapping[str, Bags]) -> JaggedIds:

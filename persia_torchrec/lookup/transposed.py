@@ -19,7 +19,6 @@ Dimensions: B samples, F features of one dim, L ids of these, U unique rows, E c
 that are not the first of their row, H rows of several chunks.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -112,16 +111,25 @@ class _Parts(NamedTuple):
     bag_of: Positions
 
 
-def build_index(
-    batch: RoutedBatch,
-    group: int,
-    wanted: Wanted,
-    allocate: Callable[[int], Positions],
-) -> tuple[Positions, IndexSizes]:
-    """Return the index of a group's rows in an array of ``allocate``, and its sizes.
+def most_numbers(batch: RoutedBatch, group: int, wanted: Wanted) -> int:
+    """Return how long the index of a group's rows is, at most."""
+    plan = batch.plan
+    chosen = [f for f, of_group in enumerate(plan.group_of) if of_group == group]
+    num_ids = int((batch.starts[1:] - batch.starts[:-1])[chosen].sum())
+    num = (2 + 2 * wanted.scales + 3 * wanted.sources) * num_ids
+    num += len(batch.occurrences[group]) + 8 * (num_ids // LONGEST + 1) + 64
+    if wanted.each_id or not chosen:
+        return num
+    num_bags_K = np.diff(batch.bag_starts)
+    return num + int(num_bags_K[plan.keys[chosen[0]]]) * len(chosen) + 1
 
-    The features of a group stand in their order. ``allocate`` is given a bound on the
-    length.
+
+def build_index(
+    batch: RoutedBatch, group: int, wanted: Wanted, out: Positions
+) -> IndexSizes:
+    """Write the index of a group's rows, and return its sizes.
+
+    The features of a group stand in their order. ``out`` has :func:`most_numbers`.
     """
     specs, plan = batch.features.specs, batch.plan
     chosen = [f for f, of_group in enumerate(plan.group_of) if of_group == group]
@@ -140,16 +148,10 @@ def build_index(
         batch.id_starts,
         num_bags,
     )
-    num_ids = int((batch.starts[1:] - batch.starts[:-1])[chosen].sum())
-    counts_U = batch.occurrences[group]
-    parts = 2 + 2 * wanted.scales + 3 * wanted.sources
-    most_chunks = num_ids // LONGEST + 1
-    bound = parts * num_ids + len(counts_U) + 8 * most_chunks + 64
-    bound += 0 if wanted.each_id else num_bags * len(chosen) + 1
-    out = allocate(bound)
-    found = _build(of_batch, features, wanted, read_only(counts_U), out).tolist()
+    counts_U = read_only(batch.occurrences[group])
+    found = _build(of_batch, features, wanted, counts_U, out).tolist()
     levels = found[10 : 10 + 3 * found[9]]
-    return out, IndexSizes(tuple(found[:9]), tuple(levels))
+    return IndexSizes(tuple(found[:9]), tuple(levels))
 
 
 @compiled

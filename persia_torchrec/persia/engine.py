@@ -130,7 +130,7 @@ class ShardedSlots(ShardedRemoteCollection):
 
     def make_output(self, batch: PrefetchedBatch[Any]) -> Slots:
         """Wait for the embeddings of each slot; see ``persia/slot_tensors.py``."""
-        tensors, handle = self.pulled(self.wait(batch)), batch.handle
+        tensors, handle = self.pulled(batch), batch.handle
         of_config = [
             slots.Slot(name=feature.name, dim=dim, num_places=feature.num_places)
             for feature, dim in zip(self.spec.features, self._dims, strict=True)

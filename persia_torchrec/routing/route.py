@@ -31,6 +31,7 @@ Dimension key:
     P: shards
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -203,6 +204,24 @@ class Route(NamedTuple):
     num_ids: Offsets
     inverse: Positions
     starts: Offsets
+
+    def by_group(
+        self, groups: Sequence[tuple[str, ...]]
+    ) -> tuple[list[IdGroup], list[Counts]]:
+        """Return the ids of groups of tables, and how often each of them occurs.
+
+        The names of all tables are in the order of ``num_ids``.
+        """
+        found, counts, table, first = [], [], 0, 0
+        for names in groups:
+            num_PT = self.num_ids[:, table : table + len(names)]
+            offsets = np.zeros(len(num_PT) + 1, dtype=np.int64)
+            np.cumsum(num_PT.sum(axis=1), out=offsets[1:])
+            last = first + int(offsets[-1])
+            found.append(IdGroup(names, self.ids[first:last], offsets, num_PT))
+            counts.append(self.counts[first:last])
+            table, first = table + len(names), last
+        return found, counts
 
 
 def route_features(

@@ -149,7 +149,9 @@ def _read_lookup(shard: Shard, request: ShardRequest) -> _Lookup:
         lookup = _Lookup(asked, dims, np.empty(0, np.float32), counts)
         require_fits(size_of(lookup.shapes(), header.precision))
     if header.precision is Precision.FP32:  # they are the reply, maybe in its place
-        rows = shard.body_in_place(request, 4 * num_floats).view(np.float32)
+        num_bytes = 4 * num_floats
+        body = shard.slabs.body_in_place(request.peer, header.request, num_bytes)
+        rows = body.view(np.float32)
     else:
         rows = np.empty(num_floats, dtype=np.float32)
     return _Lookup(asked, dims, rows, counts)

@@ -52,7 +52,6 @@ from persia_torchrec.table import TableSpec
 
 logger = logging.getLogger(__name__)
 
-Bytes = npt.NDArray[np.uint8]
 
 _JOINT_UPDATE_BYTES = 4 * 2**30  # gradients of joint steps that may wait for others
 _MAX_USERS = 4096
@@ -110,7 +109,7 @@ class Shard:
         self.restored: set[int] = set()  # tables that no client has added since
         # Peers that have added tables: process and host, and the numbers of these.
         self._users: dict[bytes, tuple[str, set[int]]] = {}
-        self._listener = listener
+        self._listener, self.slabs = listener, listener.slabs
 
     def queue(self, updates: list[Update]) -> None:
         """Queue updates that are applied together."""
@@ -239,7 +238,7 @@ class Shard:
             **self.checkpoints.counters(),
             "bytes_received": self._listener.bytes_received,
             "bytes_sent": self._listener.bytes_sent,
-            **self._listener.slabs.counters(),
+            **self.slabs.counters(),
         }
 
     def read_ids(self, frames: Frames, num_frames: int) -> TableSegments:
@@ -256,11 +255,6 @@ class Shard:
             for table in asked.tables:
                 self.require_table(table)
         return asked
-
-    def body_in_place(self, request: "ShardRequest", num_bytes: int) -> Bytes:
-        """Return memory for the body of a reply: the client's, if it is shared."""
-        slabs, peer = self._listener.slabs, request.peer
-        return slabs.body_in_place(peer, request.header.request, num_bytes)
 
     def require_table(self, number: int) -> None:
         """Check the number of a table."""

@@ -42,7 +42,12 @@ from persia_torchrec.lookup.sharded_lookup import (
     RowGradients,
     ShardedLookup,
 )
-from persia_torchrec.lookup.transposed import IndexSizes, Wanted, build_index
+from persia_torchrec.lookup.transposed import (
+    IndexSizes,
+    Wanted,
+    build_index,
+    most_numbers,
+)
 from persia_torchrec.routing.route import Positions
 from persia_torchrec.rpc import slab
 from persia_torchrec.rpc.messages import LateFrame, LateRows, Precision
@@ -444,29 +449,20 @@ class RowsOnDevice(ShardedLookup):
         arrays = grads.arrays() if isinstance(grads, LeavingRows) else grads
         return RowGradients(batch.groups, arrays)
 
-    def _staged(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        if self._stream is None:
-            return torch.empty(shape, dtype=dtype)
-        return empty_pinned(shape, dtype)
-
     def _index(self, batch: RoutedBatch, group: int) -> "_HostIndex":
         """Build the index of a group in memory from which it is copied at once."""
         further = self._further(batch, group)
-        staged: list[torch.Tensor] = []
-
-        def allocate(num: int) -> Positions:
-            total = num + sum([len(array) for array in further])
-            staged.append(self._staged([total], torch.int32))
-            array: Positions = staged[0].numpy()
-            return array
-
         has_scales = not self.each_id and any(
             spec.pooling != "sum"
             for spec, g in zip(batch.features.specs, batch.plan.group_of, strict=True)
             if g == group
         )
         wanted = Wanted(self.each_id, has_scales, self._has_weights)
-        array, sizes = build_index(batch, group, wanted, allocate)
+        num = most_numbers(batch, group, wanted) + sum(map(len, further))
+        make = torch.empty if self._stream is None else empty_pinned
+        staged = make([num], dtype=torch.int32)
+        array: Positions = staged.numpy()
+        sizes = build_index(batch, group, wanted, array)
         if wanted.sources and batch.sources is not None:
             start = sum(sizes.parts[:6])
             sources_L = array[start : start + sizes.parts[6]]
@@ -476,8 +472,8 @@ class RowsOnDevice(ShardedLookup):
         for behind in further:
             start, stop = stop, stop + len(behind)
             array[start:stop] = behind
-            views.append(staged[0][start:stop])
-        return _HostIndex(staged[0][:stop], sizes, views)
+            views.append(staged[start:stop])
+        return _HostIndex(staged[:stop], sizes, views)
 
     def _further(self, batch: RoutedBatch, group: int) -> list[Positions]:
         """Return what follows an index: scales of halves; lengths and offsets of ids.

@@ -205,7 +205,7 @@ class ShardedRemoteCollection(
             self.before_first_pull = None
         if not isinstance(batch, torchrec.KeyedJaggedTensor | TensorDict):
             return self.pipeline.start(batch, training=is_training)
-        given = JaggedBatch.of(batch, self._keys)
+        given = JaggedBatch(batch, self._keys)
         started = self._pull(given, is_training=is_training)
         if is_input and is_training:
             self._unused.begun(started)
@@ -272,23 +272,22 @@ class ShardedRemoteCollection(
     def make_output(self, batch: PrefetchedBatch[Any]) -> Any:
         """Wait for the embeddings of a batch, and name them."""
 
-    def wait(self, batch: PrefetchedBatch[Any]) -> PrefetchedBatch[Any]:
-        """Wait for the rows of a batch, as a span of ``torch.profiler``."""
+    def pulled(
+        self, batch: PrefetchedBatch[Any], weights: torch.Tensor | None = None
+    ) -> Tensors:
+        """Wait for the rows of a batch, and pool them in its autograd graph.
+
+        ``weights`` are of all ids of the batch, if any. The wait is a span of
+        ``torch.profiler``.
+        """
         with record_function(WAIT_FOR_ROWS):
             batch.wait()
         if self._leaving is not None:
             # Not every caller does: a MixedSharder's module is no part of a pipeline's
             # context, and ids and weights were copied on another stream.
             batch.record_stream(torch.cuda.current_stream(self._device))
-        return batch
-
-    def pulled(
-        self, batch: PrefetchedBatch[Any], weights: torch.Tensor | None = None
-    ) -> Tensors:
-        """Pool what was pulled, in the autograd graph of a training batch.
-
-        ``weights`` are of all ids of the batch, if any.
-        """
+        if weights is not None:
+            weights = weights.to(self._device, torch.float32, non_blocking=True)
         if batch.is_training and torch.is_grad_enabled():
             tensors: Tensors = _Embeddings.apply(self._anchor, weights, batch, self)
             return tensors
@@ -425,9 +424,6 @@ class ShardedRemoteEmbeddingBagCollection(ShardedRemoteCollection):
             weights = batch.source.weights()
         elif weights is None and batch.source.kjt.weights_or_none() is not None:
             self._tell_ignored_weights()
-        self.wait(batch)
-        if weights is not None:
-            weights = weights.to(self._device, torch.float32, non_blocking=True)
         tensors = self.pulled(batch, weights)
         values = tensors[0]
         if len(tensors) > 1:  # one of each dim
@@ -581,7 +577,7 @@ class ShardedRemoteEmbeddingCollection(ShardedRemoteCollection):
         self, batch: PrefetchedBatch[Any]
     ) -> dict[str, torchrec.JaggedTensor]:
         """Wait for the embeddings of each feature."""
-        tensors = self.pulled(self.wait(batch))
+        tensors = self.pulled(batch)
         values, lengths, offsets = by_feature(batch.outputs, tensors)
         sequences: dict[str, torchrec.JaggedTensor] = {}
         for f, feature in enumerate(self.spec.features):

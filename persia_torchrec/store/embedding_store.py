@@ -38,7 +38,7 @@ from persia_torchrec.store.memory import (
 from persia_torchrec.store.memory_file import MemoryFile, Published
 from persia_torchrec.store.recency import NUM_LFU_CLASSES
 from persia_torchrec.store.store_rows import StoreRows, UpdateResult
-from persia_torchrec.store.stored_table import TableState
+from persia_torchrec.store.stored_table import TableState, look_up_rows
 from persia_torchrec.store.table_group import TableGroup
 from persia_torchrec.table import Metadata, TableSpec, with_parts
 
@@ -302,8 +302,20 @@ class EmbeddingStore:
         of all ids, as one array; or one of each table, if some has several rows an id.
         """
         group = self.group(tables)
+        if not tables:
+            return [_NO_SLOTS]
         if group.is_looked_up_at_once:
-            return [group.look_up(ids_N, starts_T, out, counts_N, batch)]
+            slots_N = look_up_rows(
+                group.states,
+                group.at,
+                group.row_dims,
+                ids_N,
+                starts_T,
+                out,
+                counts_N,
+                batch,
+            )
+            return [slots_N]
         found, starts = [], starts_T.tolist()
         rows = split_rows(out, starts_T, group.dims)
         for t, (table, out_ND) in enumerate(zip(tables, rows, strict=True)):

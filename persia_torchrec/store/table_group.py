@@ -18,9 +18,9 @@ import numpy.typing as npt
 
 from persia_torchrec.jit.compiled import read_only
 from persia_torchrec.store.loops import Starts
-from persia_torchrec.store.memory import Counts, Floats, Ids, Slots, TablesAt
+from persia_torchrec.store.memory import Floats, Ids, Slots, TablesAt
 from persia_torchrec.store.store_rows import NOTHING_MISSED, StoreRows, Transaction
-from persia_torchrec.store.stored_table import TableState, look_up_rows
+from persia_torchrec.store.stored_table import TableState
 from persia_torchrec.store.undo_log import ROW_BYTES
 
 _NO_SLOTS = np.empty(0, dtype=np.uint32)
@@ -45,7 +45,7 @@ class TableGroup:
         states: of the T tables.
         numbers: theirs in the store, int64 ``(T,)``.
         at: what loops take.
-        dims: of their weights, int64 ``(T,)``.
+        dims: of their weights, int64 ``(T,)``; ``row_dims``: of those of one row.
         is_looked_up_at_once: whether one call looks all of them up.
         updates: the loops that update them; None where it is one table after the other,
             or one takes no gradients.
@@ -58,7 +58,7 @@ class TableGroup:
         self.at: TablesAt = layouts_T, rows.log
         self.dims = np.array([state.spec.dim for state in states], dtype=np.int64)
         row_dims = [state.spec.row_dim for state in states]
-        self._row_dims = np.array(row_dims, dtype=np.int64)
+        self.row_dims = np.array(row_dims, dtype=np.int64)
         self._kept_row_bytes = np.array([state.kept_row_bytes for state in states])
         self.is_looked_up_at_once = all(
             type(state).look_up is TableState.look_up for state in states
@@ -81,20 +81,6 @@ class TableGroup:
             end = begin + 1 + len(others)
             updates.append(GroupUpdate(first.update_loop, begin, end, alike))
         return updates
-
-    def look_up(
-        self,
-        ids_N: Ids,
-        starts_T: Starts,
-        out: Floats,
-        counts_N: Counts | None,
-        batch: int,
-    ) -> Slots:
-        """Do training lookups: see ``EmbeddingStore.lookup_tables``."""
-        if not self.states:
-            return _NO_SLOTS
-        states, at, dims = self.states, self.at, self._row_dims
-        return look_up_rows(states, at, dims, ids_N, starts_T, out, counts_N, batch)
 
     def add_update(
         self, ids_N: Ids, starts_T: Starts, grads: Floats, hints_N: Slots | None

@@ -120,14 +120,14 @@ def test_a_missing_feature_is_named():
     with pytest.raises(
         BatchError, match=r"feature 'place'\. Received: \['ad', 'user'\]"
     ):
-        JaggedBatch.of(kjt([], []), ["ad", "place"])
+        JaggedBatch(kjt([], []), ["ad", "place"])
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int8, torch.uint8])
 def test_narrower_ids_are_widened_as_values(dtype):
     values = torch.tensor([3, -1 if dtype.is_signed else 255], dtype=dtype)
     batch = KeyedJaggedTensor(["ad"], values, lengths=torch.tensor([1, 1]))
-    jagged = JaggedBatch.of(batch, ["ad"])
+    jagged = JaggedBatch(batch, ["ad"])
     ids = jagged.take()["ad"].ids
     assert ids.dtype == np.uint64
     assert ids.view(np.int64).tolist() == values.tolist()
@@ -166,7 +166,7 @@ def tensor_dict(**features):
 
 def test_a_tensor_dict_is_taken_feature_by_feature():
     batch = tensor_dict(extra=([9], [0, 1]), user=([4], [1, 0]), ad=([7, 8], [0, 2]))
-    jagged = JaggedBatch.of(batch, ["ad", "user"])
+    jagged = JaggedBatch(batch, ["ad", "user"])
     taken = {
         key: (of_key.ids.tolist(), of_key.lengths.tolist())
         for key, of_key in jagged.take().items()
@@ -177,7 +177,7 @@ def test_a_tensor_dict_is_taken_feature_by_feature():
 
 def test_a_feature_that_a_tensor_dict_lacks_is_named():
     with pytest.raises(BatchError, match=r"feature 'user'\. Received: \['ad'\]"):
-        JaggedBatch.of(tensor_dict(ad=([7], [1])), ["ad", "user"])
+        JaggedBatch(tensor_dict(ad=([7], [1])), ["ad", "user"])
 
 
 def test_features_of_different_numbers_of_samples_are_rejected():
@@ -210,7 +210,7 @@ def test_ids_of_the_meta_device_are_an_error(of_meta):
     }
     batch = KeyedJaggedTensor(["ad", "user"], **parts, stride=1)
     with pytest.raises(BatchError, match=r"Received: a tensor on the meta device"):
-        JaggedBatch.of(batch, ["ad"])
+        JaggedBatch(batch, ["ad"])
 
 
 @pytest.mark.parametrize("num_ids", [3, 5])
@@ -295,11 +295,11 @@ def test_repeats_of_a_sample_that_is_not_there_are_rejected():
 
 def test_a_batch_gives_the_slice_of_each_feature():
     batch = kjt([1, 2, 3], [1, 0, 0, 2], weights=torch.tensor([7.0, 8.0, 9.0]))
-    jagged = JaggedBatch.of(batch, ["user"])
+    jagged = JaggedBatch(batch, ["user"])
     assert jagged.of_feature("user", jagged.weights()).tolist() == [8.0, 9.0]
     assert jagged.ids("user").tolist() == [2, 3]
 
 
 def test_a_batch_without_weights_reports_what_to_do():
     with pytest.raises(BatchError, match=r"with weights, one for each id\..*weights="):
-        JaggedBatch.of(kjt([], []), ["ad"]).weights()
+        JaggedBatch(kjt([], []), ["ad"]).weights()

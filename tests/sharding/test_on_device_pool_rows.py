@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from persia_torchrec.client.codec import KnownTable, KnownTables
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.lookup.bags import POOLINGS, Bags, FeatureSpec, JaggedIds
-from persia_torchrec.lookup.sharded_lookup import BatchFeatures, route_batch
-from persia_torchrec.lookup.transposed import LONGEST, Wanted, build_index
+from persia_torchrec.lookup.sharded_lookup import BatchFeatures, RoutedBatch
+from persia_torchrec.lookup.transposed import LONGEST, Wanted, build_index, most_numbers
+from persia_torchrec.routing.route import route_features
 from persia_torchrec.sharding.on_device import DeviceBatch, DeviceIndex
 from persia_torchrec.table import TableSpec
 from tests.support import reference
@@ -37,10 +38,29 @@ def batch_of(samples, tables, poolings, num_servers, *, each_id=False, weighted=
     }
     features, jagged = BatchFeatures(specs), JaggedIds.of(bags)
     plan = features.plan(known, jagged.positions)
-    routed = route_batch(jagged, features, plan, num_servers)
+    route = route_features(
+        jagged.ids,
+        jagged.id_starts,
+        plan.columns,
+        plan.table_groups,
+        plan.table_shared_rows,
+        num_servers,
+    )
+    routed = RoutedBatch(
+        plan,
+        *route.by_group(plan.groups),
+        route.inverse,
+        route.starts,
+        jagged.lengths,
+        jagged.bag_starts,
+        jagged.id_starts,
+        jagged.sources,
+        features,
+    )
     scales = set(poolings) != {"sum"} and not each_id
     wanted = Wanted(each_id, scales, weighted)
-    array, sizes = build_index(routed, 0, wanted, lambda n: np.empty(n, np.int32))
+    array = np.empty(most_numbers(routed, 0, wanted), dtype=np.int32)
+    sizes = build_index(routed, 0, wanted, array)
     flat = torch.from_numpy(array[: sizes.total].copy())
     index = DeviceIndex(flat, sizes, ())
     return routed, index, bags
