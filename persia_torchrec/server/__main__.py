@@ -191,7 +191,7 @@ def _teller(server: EmbeddingServer, member: JobMember) -> Callable[[], int]:
 
     def tell() -> int:
         shard, notes = server.shard, member.notes
-        updates, (num, num_rows) = shard.store.num_updates, shard.updated
+        updates, (num, num_rows) = shard.store.num_updates, shard.updates.updated
         mean = num_rows / max(num, 1)
         notes[f"updates/server/{server.config.shard}"] = f"{updates} {mean:.9g}"
         if isinstance(shard.checkpoints, CheckpointService) and shard.checkpoints.run:

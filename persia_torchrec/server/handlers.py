@@ -9,7 +9,6 @@ Dimension key:
 """
 
 import logging
-from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, NamedTuple
 
@@ -44,14 +43,14 @@ from persia_torchrec.server.checkpoint_service import (
     CheckpointService,
 )
 from persia_torchrec.server.joint_steps import JointTrainer
-from persia_torchrec.server.open_batches import Batch, Counts, Update
+from persia_torchrec.server.open_batches import Batch, Counts
 from persia_torchrec.server.shard import (
     RequestKind,
     Shard,
     ShardRequest,
-    describe_update,
     require_fits,
 )
+from persia_torchrec.server.update_queue import QueuedUpdate, describe_update
 from persia_torchrec.store import memory
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.row_copy import initial_rows
@@ -59,15 +58,6 @@ from persia_torchrec.store.stored_table import TableState
 from persia_torchrec.table import TableSpec, describe_tables
 
 logger = logging.getLogger(__name__)
-
-
-class _Piece(NamedTuple):
-    """What a lookup asks of one table: counts of the ids or None, memory for rows."""
-
-    table: int
-    ids: Ids
-    out: Floats
-    counts: Counts | None
 
 
 class _Lookup(NamedTuple):
@@ -83,18 +73,6 @@ class _Lookup(NamedTuple):
         nums = np.diff(self.asked.starts).tolist()
         return list(zip(nums, self.dims.tolist(), strict=True))
 
-    def pieces(self) -> list[_Piece]:
-        """Return what it asks of each table."""
-        starts, tables = self.asked.starts, self.asked.pieces()
-        counts: Sequence[Counts | None] = [None] * len(tables)
-        if self.counts is not None:
-            counts = np.split(self.counts, starts[1:-1])
-        rows = split_rows(self.rows, starts, self.dims)
-        return [
-            _Piece(t.table, t.ids, out_ND, counts_N)
-            for t, out_ND, counts_N in zip(tables, rows, counts, strict=True)
-        ]
-
 
 def _answer_lookup(shard: Shard, request: ShardRequest) -> Frames:
     header, store = request.header, shard.store
@@ -103,11 +81,11 @@ def _answer_lookup(shard: Shard, request: ShardRequest) -> Frames:
     asked, rows = lookup.asked, lookup.rows
     shard.stages.lap("decode")
     if not header.flags & messages.TRAINING:
-        _read_rows(store, lookup.pieces())
+        store.read_tables(asked.tables, asked.ids, asked.starts, rows)
         shard.counts["requests_lookup_inference"] += 1
         shard.stages.lap("inference")
     elif shard.streams.was_looked_up(batch, part):
-        _repeat_lookup(store, lookup.pieces(), header.batch)
+        _repeat_lookup(store, lookup, header.batch)
         shard.counts["requests_repeated"] += 1
         shard.stages.lap("inference")
     else:
@@ -121,7 +99,9 @@ def _answer_lookup(shard: Shard, request: ShardRequest) -> Frames:
                 batch=header.batch,
             )
             shard.streams.mark(change, batch, 1 << part)
-        shard.afterwards = partial(shard.open_batches.begin, batch, asked, slots)
+        shard.afterwards = partial(
+            shard.updates.open_batches.begin, batch, asked, slots
+        )
         shard.stages.lap("lookup")
     shapes = [rows.shape]
     if header.precision is Precision.FP16:  # which has a scale a row
@@ -157,12 +137,7 @@ def _read_lookup(shard: Shard, request: ShardRequest) -> _Lookup:
     return _Lookup(asked, dims, rows, counts)
 
 
-def _read_rows(store: EmbeddingStore, pieces: Sequence[_Piece]) -> None:
-    for table, ids_N, out_ND, counts_N in pieces:
-        store.lookup(table, ids_N, out_ND, training=False, counts_N=counts_N)
-
-
-def _repeat_lookup(store: EmbeddingStore, pieces: Sequence[_Piece], batch: int) -> None:
+def _repeat_lookup(store: EmbeddingStore, lookup: _Lookup, batch: int) -> None:
     """Answer a training lookup once more, and change nothing.
 
     A row that was evicted since then reads its initial value. That is what it gave if
@@ -176,9 +151,11 @@ def _repeat_lookup(store: EmbeddingStore, pieces: Sequence[_Piece], batch: int) 
     """
     seen = [memory.HITS, memory.MISSES]
     before = store.rows.tally[seen]
-    _read_rows(store, pieces)
+    asked = lookup.asked
+    store.read_tables(asked.tables, asked.ids, asked.starts, lookup.rows)
     store.rows.tally[seen] = before
-    for table, ids_N, out_ND, _ in pieces:
+    rows = split_rows(lookup.rows, asked.starts, lookup.dims)
+    for (table, ids_N), out_ND in zip(asked.pieces(), rows, strict=True):
         state = store.states[table]
         gone = np.flatnonzero(store.find(table, ids_N) == memory.MISSING)
         if len(gone) and not state.spec.shared_rows:
@@ -193,11 +170,11 @@ def _answer_update(shard: Shard, request: ShardRequest) -> Frames | None:
     is_share = bool(header.flags & messages.SHARE)
     asked = shard.read_ids(frames, 5 if is_share else 4)
     dims, grads = shard.read_rows(asked, frames[3], header.precision)
-    update = Update(request.peer, header, asked, dims, grads)
+    update = QueuedUpdate(request.peer, header, asked, dims, grads)
     if is_share:
         shard.joint_steps.add(Share.decode(frames, num_frames=5), update)
     else:
-        shard.queue([update])
+        shard.updates.add([update])
     shard.stages.lap("decode")
     return None
 
@@ -328,7 +305,7 @@ class _Step(msgspec.Struct):
 def _answer_step(shard: Shard, request: ShardRequest) -> Frames:
     asked = messages.decode_json(request.frames, _Step)
     shard.require_table(asked.table)
-    shard.apply_all_updates()  # they count
+    shard.updates.apply_all()  # they count
     batch = _batch_of(request.header)
     if asked.step is not None:
         if (outcome := shard.find_outcome(batch)) is not None:
@@ -365,7 +342,7 @@ def _answer_add_tables(shard: Shard, request: ShardRequest) -> Frames:
     asked = messages.decode_json(request.frames, list[dict[str, Any]] | _Added)
     given = asked.tables if isinstance(asked, _Added) else asked
     specs = [TableSpec.from_json(description) for description in given]
-    shard.apply_all_updates()  # with the settings that they were sent under
+    shard.updates.apply_all()  # with the settings that they were sent under
     shard.stages.lap("update")
     num_known, batch = len(shard.store.states), _batch_of(request.header)
     known = {state.spec.name: state.number for state in shard.store.present}
@@ -397,7 +374,7 @@ def _answer_counters(shard: Shard, _: ShardRequest) -> Frames:
 
 
 def _answer_clear(shard: Shard, request: ShardRequest) -> Frames:
-    shard.apply_all_updates()  # their senders wait for the acknowledgements
+    shard.updates.apply_all()  # their senders wait for the acknowledgements
     assert isinstance(shard.checkpoints, CheckpointService)  # not in inference
     batch = _batch_of(request.header)
     if shard.find_outcome(batch) is None:
@@ -405,7 +382,7 @@ def _answer_clear(shard: Shard, request: ShardRequest) -> Frames:
         with shard.store.rows.transaction() as change:
             shard.streams.settle(change, batch)
             shard.store.clear()
-        shard.open_batches.clear_slots()
+        shard.updates.open_batches.clear_slots()
     return [encode_json(None)]
 
 
@@ -422,7 +399,7 @@ def _answer_checkpoint(shard: Shard, request: ShardRequest) -> Frames:
     assert isinstance(shard.checkpoints, CheckpointService)  # not in inference
     asked = messages.decode_json(request.frames, CheckpointRequest)
     if asked.do != "progress":
-        shard.apply_all_updates()  # acknowledged updates are in a dump
+        shard.updates.apply_all()  # acknowledged updates are in a dump
     if asked.do in ("unused", "drop"):
         number = (*asked.numbers, -1)[: shard.config.num_shards][shard.config.shard]
         if number >= 0:

@@ -22,10 +22,8 @@ import msgspec
 from persia_torchrec import timeouts
 from persia_torchrec.errors import BatchError, PersiaError, StoreError
 from persia_torchrec.rpc.messages import Share
-from persia_torchrec.server.open_batches import (
-    Batch,
-    Update,
-)
+from persia_torchrec.server.open_batches import Batch
+from persia_torchrec.server.update_queue import QueuedUpdate
 
 _MAX_GROUPS = 1024  # groups remembered
 _CHECK_S = 0.5  # how often a step checks the trainers that it waits for
@@ -70,7 +68,7 @@ class _Step:
     timeout_s: float
     deadline_s: float
     num_ranks: int
-    updates: dict[int, Update] = field(default_factory=dict)
+    updates: dict[int, QueuedUpdate] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -155,8 +153,8 @@ class JointSteps:
     connection is away for ``grace_s``. ``keep`` gets what :meth:`restore` needs.
     """
 
-    apply: Callable[[list[Update]], None]
-    reject: Callable[[Update, PersiaError], None]
+    apply: Callable[[list[QueuedUpdate]], None]
+    reject: Callable[[QueuedUpdate, PersiaError], None]
     is_connected: Callable[[bytes], bool]
     max_bytes: int
     clock: Callable[[], float] = time.monotonic
@@ -194,7 +192,7 @@ class JointSteps:
             if rank != share.rank and (other.ended or not self.is_connected(other.peer))
         ]
 
-    def add(self, share: Share, update: Update) -> None:
+    def add(self, share: Share, update: QueuedUpdate) -> None:
         """Take a trainer's share of a step, or reject it."""
         group = self._get_group(share.group)
         size_bytes = update.size_bytes
@@ -313,7 +311,7 @@ class JointSteps:
         self._max_steps = max(self._max_steps, self.num_steps)
         self._most_bytes = max(self._most_bytes, self._num_bytes)
 
-    def _take(self, group: _Group, step: int) -> list[Update]:
+    def _take(self, group: _Group, step: int) -> list[QueuedUpdate]:
         """Take a step out; return its updates in the order of their ranks."""
         updates = group.steps.pop(step).updates
         self.num_steps -= 1

@@ -1,28 +1,17 @@
-"""Batches from their lookup to their update: their slots, the sums of gradients.
+"""Batches from their lookup to their update, with the slots of their rows.
 
-    lookup of a batch   it is open: the slots of its rows are kept for its update
-    update of a batch   applied alone, or as one trainer's share of a joint step
-
-An update with the slots of its lookup needs no search. What is kept is bounded; an
-update without its slots looks its ids up again.
-
-Dimension key:
-    N: ids of one table in one request
-    U: ids of one table in a joint update, each once
-    D: its embedding dim
+An update with the slots of its lookup needs no search. A bounded number of slots is
+kept; an update without its slots looks its ids up again.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.routing.route import Ids, split_rows, sum_by_id
-from persia_torchrec.rpc.float_codec import Floats
-from persia_torchrec.rpc.messages import Header, TableIds, TableSegments
-from persia_torchrec.store.memory import MISSING
+from persia_torchrec.rpc.messages import TableSegments
 
 Slots = npt.NDArray[np.uint32]
 Counts = npt.NDArray[np.uint32]
@@ -36,8 +25,6 @@ _NO_IDS = np.empty(0, dtype=np.uint64)
 MAX_SLOTS = 2**25  # slots kept by default: 128 MiB
 _MAX_OPEN = 4096
 _ARRAY_COST = 64  # what an array costs besides its slots, in slots
-
-_OBJECT_BYTES = 2048  # what an update takes besides its ids and gradients
 
 
 class LookedUp(NamedTuple):
@@ -131,113 +118,3 @@ class OpenBatches:
         lookups = self._lookups.pop(batch, [])
         self.num_slots -= sum(lookup.cost for lookup in lookups)
         return lookups
-
-
-class Update(NamedTuple):
-    """One trainer's update, read and checked; ``peer`` gets the acknowledgement.
-
-    It names no table when the trainer gives up its batch. ``dims`` are the tables', and
-    ``grads`` float32, flat, table by table; a view of the message, where possible.
-    """
-
-    peer: bytes
-    header: Header
-    asked: TableSegments
-    dims: npt.NDArray[np.int64]
-    grads: Floats
-
-    @property
-    def batch(self) -> Batch:
-        """Whose gradients they are."""
-        return self.header.stream, self.header.batch
-
-    @property
-    def size_bytes(self) -> int:
-        """Memory that it takes, at least."""
-        return _OBJECT_BYTES + self.asked.ids.nbytes + self.grads.nbytes
-
-    def pieces(self) -> Iterator[tuple[TableIds, Floats]]:
-        """Yield the ids of each table, and their gradients ``(N, D)``."""
-        grads = split_rows(self.grads, self.asked.starts, self.dims)
-        yield from zip(self.asked.pieces(), grads, strict=True)
-
-    def hints(self, lookups: Sequence[LookedUp]) -> Slots | None:
-        """Return the slots of all ids, if one of the lookups was of as many."""
-        tables, starts, _ = self.asked
-        for (looked_up, begins, _), slots, _ in lookups:
-            if looked_up == tables and np.array_equal(begins, starts):
-                return slots[0]
-        return None
-
-
-class TableGradients(NamedTuple):
-    """What the store applies to one table, with the slots of its rows if known."""
-
-    table: int
-    ids: Ids
-    grads: Floats
-    hints: Slots | None
-
-
-def build_gradients(
-    updates: Sequence[Update], lookups: Sequence[list[LookedUp]]
-) -> Iterator[TableGradients]:
-    """Yield what is applied together, by table; use the slots of each lookup once."""
-    pieces: dict[int, list[TableGradients]] = {}
-    for update, of_batch in zip(updates, lookups, strict=True):
-        kept = [found for lookup in of_batch for found in lookup.by_table()]
-        for t, grads_ND in update.pieces():
-            hints_N = None
-            for i, (table, slots_N) in enumerate(kept):
-                if table == t.table and len(slots_N) == len(t.ids):
-                    hints_N = slots_N
-                    del kept[i]
-                    break
-            piece = TableGradients(t.table, t.ids, grads_ND, hints_N)
-            if len(updates) == 1:
-                yield piece
-            else:
-                pieces.setdefault(t.table, []).append(piece)
-    for to_add in pieces.values():
-        yield to_add[0] if len(to_add) == 1 else _add_up(to_add)
-
-
-def _add_up(pieces: Sequence[TableGradients]) -> TableGradients:
-    """Return the gradients of one table as one, each id once.
-
-    Of a table with blocks, those of blocks that a lookup has not found are left out.
-    """
-    hinted = [piece.hints for piece in pieces if piece.hints is not None]
-    shape = hinted[0].shape[1:] if hinted else ()
-    unique, grads_UD = sum_by_id(
-        np.concatenate([piece.ids for piece in pieces]),
-        np.concatenate(
-            [
-                _of_found_blocks(piece.grads, piece.hints)
-                if shape and piece.hints is not None
-                else piece.grads
-                for piece in pieces
-            ]
-        ),
-    )
-    hints_U = np.full((len(unique.ids), *shape), MISSING, dtype=np.uint32)
-    start = 0
-    for piece in pieces:
-        inverse_N = unique.inverse[start : start + len(piece.ids)]
-        start += len(piece.ids)
-        if piece.hints is not None:
-            hints_U[inverse_N] = np.minimum(hints_U[inverse_N], piece.hints)
-        elif shape:
-            hints_U[inverse_N] = 0  # wrong, perhaps; but it leaves no block out
-    return TableGradients(pieces[0].table, unique.ids, grads_UD, hints_U)
-
-
-def _of_found_blocks(grads_ND: Floats, slots_NB: Slots) -> Floats:
-    """Return gradients with zeros for further blocks that a lookup has not found."""
-    num, num_blocks = slots_NB.shape
-    is_found_NB = slots_NB != MISSING
-    is_found_NB[:, 0] = True
-    width = grads_ND.shape[1] // num_blocks
-    of_blocks = grads_ND.reshape(num, num_blocks, width)
-    left: Floats = of_blocks * is_found_NB[:, :, None]  # NaN stays NaN
-    return left.reshape(grads_ND.shape)

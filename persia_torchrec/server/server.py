@@ -125,7 +125,7 @@ class EmbeddingServer:
                     when_ready(self.address)
                     when_ready = None
                 self._serve_once(shard)
-            shard.apply_all_updates()
+            shard.updates.apply_all()
             shard.joint_steps.reject_all("The server was shut down.")
         finally:
             shard.stopping.set()  # a signal that comes now must not wait for a lock
@@ -157,14 +157,14 @@ class EmbeddingServer:
         if shard.joint_steps.num_steps and not tasks.is_loading:
             shard.joint_steps.reject_overdue()
         is_full = len(shard.updates) >= UPDATE_QUEUE_BATCHES
-        if is_full or shard.num_overtaking >= _MAX_OVERTAKING:
-            shard.apply_oldest_update()
+        if is_full or shard.updates.num_overtaking >= _MAX_OVERTAKING:
+            shard.updates.apply_oldest()
             return
         is_behind = shard.updates or self._must_sweep_on
         if self.listener.wait(0 if is_behind else wait_ms):
             self._answer_next(shard)
         elif shard.updates:
-            shard.apply_oldest_update()
+            shard.updates.apply_oldest()
         else:
             shard.stages.lap("idle")
             shard.joint_steps.has_read_all()
@@ -183,7 +183,7 @@ class EmbeddingServer:
 
     def _answer_next(self, shard: Shard) -> None:
         shard.stages.lap("idle")
-        shard.num_overtaking += bool(shard.updates)
+        shard.updates.num_overtaking += bool(shard.updates)
         self._num_since_sweep += 1
         began_ns = shard.stages.last_ns
         message = self.listener.take()
@@ -205,7 +205,7 @@ class EmbeddingServer:
                     shard.stages.lap("send")
                     if header.kind is Kind.LOOKUP:
                         took_ns = shard.stages.last_ns - began_ns
-                        shard.durations["lookup"].add(took_ns)
+                        shard.lookup_durations.add(took_ns)
                 if shard.afterwards is not None:
                     shard.afterwards()
                     shard.afterwards = None

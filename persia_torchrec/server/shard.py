@@ -13,7 +13,7 @@ Dimension key:
 import itertools
 import logging
 import threading
-from collections import ChainMap, Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from persia_torchrec.checkpoint.background import Activity
-from persia_torchrec.errors import BatchError, ConfigError, PersiaError, StoreError
-from persia_torchrec.metrics.values import HISTOGRAMS, Durations, Stages
+from persia_torchrec.errors import BatchError, ConfigError, StoreError
+from persia_torchrec.metrics.values import Durations, Stages
 from persia_torchrec.parsing.decoding import parse_json
 from persia_torchrec.rpc import messages
 from persia_torchrec.rpc.float_codec import (
@@ -36,18 +36,14 @@ from persia_torchrec.rpc.messages import Frame, Frames, Header, Kind, TableSegme
 from persia_torchrec.rpc.sockets import MAX_MESSAGE_BYTES
 from persia_torchrec.server.checkpoint_service import CheckpointService
 from persia_torchrec.server.config import ServerConfig
-from persia_torchrec.server.dedup import MAX_GROUPS_BYTES, REJECTED, Outcome, Streams
+from persia_torchrec.server.dedup import MAX_GROUPS_BYTES, Outcome, Streams
 from persia_torchrec.server.follower import ServedCheckpoint
 from persia_torchrec.server.joint_steps import (
     JointSteps,
     SavedGroup,
 )
-from persia_torchrec.server.open_batches import (
-    Batch,
-    OpenBatches,
-    Update,
-    build_gradients,
-)
+from persia_torchrec.server.open_batches import Batch
+from persia_torchrec.server.update_queue import UpdateQueue
 from persia_torchrec.table import TableSpec
 
 logger = logging.getLogger(__name__)
@@ -55,15 +51,12 @@ logger = logging.getLogger(__name__)
 
 _JOINT_UPDATE_BYTES = 4 * 2**30  # gradients of joint steps that may wait for others
 _MAX_USERS = 4096
-_COUNTS = "missed", "refused", "unadmitted", "gradients"
 
 
 class Shard:
     """One shard. Owned by the serving thread; any thread may set ``stopping``.
 
-    Each list in ``updates``, which wait, is applied as one; ``num_overtaking`` messages
-    were answered since the last one was applied. ``afterwards`` is what is left to do
-    when the request has its reply.
+    ``afterwards`` is what is left to do when the request has its reply.
     """
 
     def __init__(self, config: ServerConfig, listener: Listener) -> None:
@@ -77,16 +70,15 @@ class Shard:
         if isinstance(self.checkpoints, CheckpointService):
             self.checkpoints.roots = config.roots(listener.address)
             self.checkpoints.incarnation = self.streams.incarnation
-        self.open_batches = OpenBatches()
-        self.open_batches.reopen(self.streams.open_batches())
         names = "requests_lookup_inference", "requests_refused", "requests_repeated"
-        others = "updates_hinted", UNDERFLOWS
-        self.counts = Counter[str](dict.fromkeys((*names, *others), 0))
-        self.stages = Stages()
-        self.durations = {name: Durations() for name in HISTOGRAMS}
+        self.counts = Counter[str](dict.fromkeys((*names, UNDERFLOWS), 0))
+        self.stages, self.lookup_durations = Stages(), Durations()
+        self.updates = UpdateQueue(
+            self.store, self.streams, listener, self.stages, self.reject
+        )
         self.joint_steps = JointSteps(
-            self.queue,
-            self._reject_update,
+            self.updates.add,
+            self.updates.reject,
             is_connected=listener.is_connected,
             max_bytes=_JOINT_UPDATE_BYTES,
             grace_s=config.recovery_s,
@@ -96,32 +88,18 @@ class Shard:
         kept = self.streams.groups
         groups = parse_json(kept or b"[]", list[SavedGroup], "groups", StoreError)
         self.joint_steps.restore(groups)
-        self.updates: deque[list[Update]] = deque()
         self.afterwards: Callable[[], None] | None = None
-        self._queued_ns: deque[int] = deque()  # when each was queued
-        self._queued: set[Batch] = set()  # of the updates
-        self.num_overtaking = self._max_queued = 0
         self.must_drop = False
-        # Updates of tables, and their rows, by this process; one object, as another
-        # thread reads it.
-        self.updated = 0, 0
         self.stopping = threading.Event()
         self.restored: set[int] = set()  # tables that no client has added since
         # Peers that have added tables: process and host, and the numbers of these.
         self._users: dict[bytes, tuple[str, set[int]]] = {}
         self._listener, self.slabs = listener, listener.slabs
 
-    def queue(self, updates: list[Update]) -> None:
-        """Queue updates that are applied together."""
-        self.updates.append(updates)
-        self._queued_ns.append(self.stages.last_ns)
-        self._queued.update([update.batch for update in updates])
-        self._max_queued = max(self._max_queued, len(self.updates))
-
     def find_outcome(self, batch: Batch) -> Outcome | None:
         """Return the outcome of a request that was answered before; None: it is new."""
-        if batch[0] and batch in self._queued:
-            self.apply_all_updates()
+        if batch[0] and batch in self.updates:
+            self.updates.apply_all()
         outcome = self.streams.outcome(batch)
         self.counts["requests_repeated"] += outcome is not None
         return outcome
@@ -133,41 +111,10 @@ class Shard:
         self.must_drop = self.checkpoints.is_loading  # which owns the store
         if self.must_drop:
             return
-        self.apply_all_updates()
+        self.updates.apply_all()
         self.joint_steps.reject_all("The group of trainers was started again.")
-        self.open_batches.drop(self.streams.is_older)
+        self.updates.open_batches.drop(self.streams.is_older)
         self.streams.drop_older()
-
-    def apply_all_updates(self) -> None:
-        """Apply all updates that wait."""
-        while self.updates:
-            self.apply_oldest_update()
-
-    def apply_oldest_update(self) -> None:
-        """Apply the update that has waited longest, and acknowledge it."""
-        updates, queued_ns = self.updates.popleft(), self._queued_ns.popleft()
-        self.num_overtaking = 0
-        self._queued.difference_update([update.batch for update in updates])
-        stages = self.stages
-        stages.lap("other")
-        began_ns = stages.last_ns
-        self.durations["queue"].add(began_ns - queued_ns)
-        try:
-            outcome = self._apply(updates)
-        except Exception as exc:  # the server continues; the peers are told
-            if not isinstance(exc, PersiaError | MemoryError):
-                logger.exception("an update failed")
-            for update in updates:
-                self._reject_update(update, exc)
-            return
-        stages.lap("update")
-        self.durations["update"].add(stages.last_ns - began_ns)
-        frame = describe_update(outcome)
-        for update in updates:
-            self.open_batches.end(update.batch)
-            ack = Header(Kind.REPLY, update.header.request)
-            self._listener.send(update.peer, ack, [frame])
-        stages.lap("send")
 
     def reject(self, peer: bytes, request: int, exc: Exception) -> None:
         """Tell a peer that its request failed."""
@@ -180,61 +127,22 @@ class Shard:
         self._listener.send_error(peer, request, exc)
         self.stages.lap("send")
 
-    def _reject_update(self, update: Update, exc: Exception) -> None:
-        self.open_batches.end(update.batch)
-        with self.store.rows.transaction() as transaction:
-            self.streams.settle(transaction, update.batch, REJECTED)
-        self.reject(update.peer, update.header.request, exc)
-
     def _keep_groups(self, groups: Sequence[bytes]) -> None:
         """Keep the first groups, as many as there is room for."""
         num_bytes = itertools.accumulate(len(group) + 1 for group in groups)
         num = sum(so_far < MAX_GROUPS_BYTES for so_far in num_bytes)
         self.streams.groups = b"[" + b",".join(groups[:num]) + b"]"
 
-    def _apply(self, updates: list[Update]) -> Outcome:
-        """Apply updates as one."""
-        given = [update for update in updates if update.asked.tables]
-        lookups = self.open_batches.apply([update.batch for update in given])
-        num_updates = num_ids = 0
-        with self.store.rows.transaction() as transaction:
-            if len(given) == 1:
-                (update,), (found,) = given, lookups
-                tables, starts, ids = update.asked
-                hints_N = update.hints(found)
-                # A lookup of other tables, or one of several, has hints table by table.
-                is_known = hints_N is not None or not found
-                if is_known and self.store.group(tables).updates:
-                    self.counts["updates_hinted"] += len(tables) * len(found)
-                    self.store.add_updates(tables, ids, starts, update.grads, hints_N)
-                    num_updates, num_ids, given = len(tables), len(ids), []
-            for part in build_gradients(given, lookups if given else []):
-                state = self.store.states[part.table]
-                if state.spec.is_frozen or state.is_dropped:
-                    continue
-                self.counts["updates_hinted"] += part.hints is not None
-                self.store.add_update(part.table, part.ids, part.grads, part.hints)
-                num_updates += 1
-                num_ids += len(part.ids)
-            for update in updates:
-                self.streams.settle_update(transaction, update.batch, num_ids)
-        before, rows_before = self.updated
-        self.updated = before + num_updates, rows_before + num_ids
-        return *transaction.totals, num_ids
-
     def counters(self) -> dict[str, int]:
         """Return everything that is counted, see ``docs/metrics.md``."""
         self.stages.lap("other")
-        durations = (each.counters(name) for name, each in self.durations.items())
         return {
             **self.store.counters(),
-            **ChainMap(*durations),
-            "updates_queued": len(self.updates),
-            "updates_queued_max": self._max_queued,
+            **self.lookup_durations.counters("lookup"),
+            **self.updates.counters(),
             **self.counts,
             **self.joint_steps.counters(),
             **self.stages.counters(),
-            **self.open_batches.counters(),
             **self.checkpoints.counters(),
             "bytes_received": self._listener.bytes_received,
             "bytes_sent": self._listener.bytes_sent,
@@ -346,16 +254,6 @@ class Shard:
         flat = decode_floats(frame, shapes, precision)
         self.counts[UNDERFLOWS] += num_zeroed(frame, precision)
         return widths, flat
-
-
-def describe_update(outcome: Outcome) -> bytes:
-    """Return the reply to an update."""
-    if outcome == REJECTED:
-        raise StoreError(
-            "An update must not have been rejected before. Received: a repeated "
-            "request; see the log of the server, or of the trainer that sent it first."
-        )
-    return messages.encode_json(dict(zip(_COUNTS, outcome, strict=True)))
 
 
 def require_fits(num_bytes: int) -> None:

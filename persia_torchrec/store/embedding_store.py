@@ -327,6 +327,23 @@ class EmbeddingStore:
             found.append(slots_N)
         return found
 
+    def read_tables(
+        self, tables: tuple[int, ...], ids_N: Ids, starts_T: Starts, out: Floats
+    ) -> None:
+        """Do lookups that are not for training, one of each table, in their order.
+
+        Ids and ``out`` are as in :meth:`lookup_tables`.
+        """
+        group, ids_N = self.group(tables), read_only(ids_N)
+        if group.is_read_at_once:
+            layouts_T, _ = group.at
+            values_T = group.unadmitted_values
+            loops.lookup_readonly(layouts_T, ids_N, starts_T, out, values_T)
+            return
+        rows, starts = split_rows(out, starts_T, group.dims), starts_T.tolist()
+        for t, (state, out_ND) in enumerate(zip(group.states, rows, strict=True)):
+            state.read_only(ids_N[starts[t] : starts[t + 1]], out_ND)
+
     def update(
         self,
         table: int,

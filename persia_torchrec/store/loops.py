@@ -197,24 +197,41 @@ def _look_up_table(
 
 @compiled
 def lookup_readonly(
-    layout: Layout, ids_N: Ids, out_ND: Floats, value: np.float32
+    layouts_T: Ids, ids_N: Ids, starts_T: Starts, out: Floats, values_T: Floats
 ) -> None:
-    """Copy weights to ``out_ND``, C-contiguous; an id without a row reads ``value``."""
+    """Copy the weights of ids of T tables; nothing changes but counts.
+
+    Tables, ids and ``out`` are as in :func:`lookup_training`; an id without a row reads
+    the value of its table.
+    """
+    ids_N, out = cpu.unowned(ids_N), cpu.unowned(out)
+    begin = 0
+    for t in range(len(layouts_T)):
+        layout = memory.layout_at(layouts_T[t])
+        end = begin + (starts_T[t + 1] - starts_T[t]) * np.int64(layout[memory.DIM])
+        ids = ids_N[starts_T[t] : starts_T[t + 1]]
+        _read_table(layout, ids, out[begin:end], values_T[t])
+        begin = end
+
+
+@compiled
+def _read_table(layout: Layout, ids_N: Ids, out: Floats, value: np.float32) -> None:
     store = memory.store_at(layout)
-    ids_N, out_ND = cpu.unowned(ids_N), cpu.unowned(out_ND)
     rows, index = memory.rows_at(store, layout), index_at(store)
-    target = np.uint64(out_ND.ctypes.data)
+    target = np.uint64(out.ctypes.data)
     row_bytes = np.uint64(4 * rows.dim)
+    num_missing = 0
     ahead = _begin_ahead(ids_N, index, rows)
     for i in range(len(ids_N)):
         slot = _next_slot(i, ids_N, ahead, index, rows)
         if slot == NOT_FOUND:
-            store.tally[memory.MISSES] += 1
-            out_ND[i, :] = value
+            out[i * rows.dim : (i + 1) * rows.dim] = value
+            num_missing += 1
         else:
-            store.tally[memory.HITS] += 1
             address = rows.base + slot * rows.stride
             memory.read_weights(rows, address, target + np.uint64(i) * row_bytes)
+    store.tally[memory.HITS] += len(ids_N) - num_missing
+    store.tally[memory.MISSES] += num_missing
 
 
 @compiled

@@ -138,6 +138,8 @@ class TableState:
         self.number = int(layout[memory.OWNER]) - 1
         self.kept_row_bytes = rows.arena(layout).strides[0] + ROW_BYTES
         self.is_by_running_time = spec.expiry.is_by_running_time
+        value = spec.admission.unadmitted_value
+        self.unadmitted_values = np.array([value], dtype=np.float32)
         self.has_metadata = bool(layout[memory.HAS_METADATA])
         self.remembered, self.step = remembered, step
         self.admission: Admit | None
@@ -198,6 +200,11 @@ class TableState:
             calls.append((self._read_begun, *begun))
         compile_all(*calls)
         return update
+
+    @property
+    def reads_begun_rows(self) -> bool:
+        """Whether an id without a row reads what its row would begin with."""
+        return len(self._begun_row) > 0
 
     @property
     def is_pinned(self) -> bool:
@@ -439,11 +446,13 @@ class TableState:
 
     def read_only(self, ids_N: Ids, out_ND: Floats) -> None:
         """Copy the weights of ids, read-only, and what those without a row read."""
-        if len(self._begun_row):
+        if self.reads_begun_rows:
             self._read_begun(self.layout, ids_N, out_ND, self._begun_row)
         else:
-            value = np.float32(self.spec.admission.unadmitted_value)
-            loops.lookup_readonly(self.layout, ids_N, out_ND, value)
+            starts, out = np.array([0, len(ids_N)]), out_ND.reshape(-1)
+            loops.lookup_readonly(
+                self._alone[0], ids_N, starts, out, self.unadmitted_values
+            )
 
     def was_admitted(self, ids_N: Ids, batch: int) -> Bools:
         """Return which ids were admitted when they were seen last, in a batch."""

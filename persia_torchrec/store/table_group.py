@@ -24,6 +24,7 @@ from persia_torchrec.store.stored_table import TableState
 from persia_torchrec.store.undo_log import ROW_BYTES
 
 _NO_SLOTS = np.empty(0, dtype=np.uint32)
+_NO_VALUES = np.empty(0, dtype=np.float32)
 
 
 class GroupUpdate(NamedTuple):
@@ -47,6 +48,8 @@ class TableGroup:
         at: what loops take.
         dims: of their weights, int64 ``(T,)``; ``row_dims``: of those of one row.
         is_looked_up_at_once: whether one call looks all of them up.
+        is_read_at_once: whether one call reads all of them.
+        unadmitted_values: what ids without a row read then, float32 ``(T,)``.
         updates: the loops that update them; None where it is one table after the other,
             or one takes no gradients.
     """
@@ -63,6 +66,12 @@ class TableGroup:
         self.is_looked_up_at_once = all(
             type(state).look_up is TableState.look_up for state in states
         )
+        self.is_read_at_once = all(
+            type(state).read_only is TableState.read_only and not state.reads_begun_rows
+            for state in states
+        )
+        values = [state.unadmitted_values for state in states]
+        self.unadmitted_values = np.concatenate([_NO_VALUES, *values])
         self._is_by_running_time = any(state.is_by_running_time for state in states)
         are_plain = rows.engine is None and all(
             type(state) is TableState and not (state.spec.is_frozen or state.is_dropped)

@@ -67,7 +67,7 @@ from persia_torchrec.server.dedup import NOTHING, WINDOW, Streams
 from persia_torchrec.server.dirty_set import DirtySet
 from persia_torchrec.server.joint_steps import JointSteps, SavedGroup
 from persia_torchrec.server.joint_steps import JointTrainer as OfGroup
-from persia_torchrec.server.open_batches import Update
+from persia_torchrec.server.update_queue import QueuedUpdate
 from persia_torchrec.store.change_log import ChangedSlots, Changes
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.memory import HITS, LARGEST_TICK, POSITION_BITS
@@ -370,7 +370,7 @@ def pass_joint_step(job, folder, value):
         for rank, of_rank in enumerate(shares):
             asked, grads = segments_of([(0, [1])]), np.ones(2, np.float32)
             dims, header = np.array([2]), Header(Kind.UPDATE)
-            given = Update(b"%d" % rank, header, asked, dims, grads)
+            given = QueuedUpdate(b"%d" % rank, header, asked, dims, grads)
             encoded = of_rank.next_share().encode()
             steps.add(Share.decode([encoded], num_frames=1), given)
     for of_rank in shares:

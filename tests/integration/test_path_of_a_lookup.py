@@ -39,8 +39,8 @@ TABLES = [
     EmbeddingBagConfig(10, 8, name="user", feature_names=["user"]),
 ]
 # A server's thread is at the request between these; in between it waits in a queue.
-BEGINS = {"Listener.take", "Shard.apply_oldest_update"}
-ENDS = {"Listener.send", "Shard.queue"}
+BEGINS = {"Listener.take", "UpdateQueue.apply_oldest"}
+ENDS = {"Listener.send", "UpdateQueue.add"}
 
 
 class Function(NamedTuple):
@@ -243,7 +243,7 @@ def watched(walk: Walk, loop):
 
 def test_a_lookup_passes_few_files_and_functions(walks, transport):
     walk, _ = walks
-    hand_overs, files, hops = {"tcp": (2, 34, 75), "shm": (1, 36, 85)}[transport]
+    hand_overs, files, hops = {"tcp": (2, 33, 67), "shm": (1, 35, 78)}[transport]
     assert walk.num_hand_overs() == hand_overs
     assert len(walk.files) <= files
     assert len(walk.hops) <= hops
@@ -251,7 +251,7 @@ def test_a_lookup_passes_few_files_and_functions(walks, transport):
 
 def test_a_gradient_passes_few_files_and_functions(walks, transport):
     _, walk = walks
-    files, hops = {"tcp": (34, 65), "shm": (36, 81)}[transport]
+    files, hops = {"tcp": (35, 65), "shm": (37, 81)}[transport]
     assert walk.num_hand_overs() <= 2
     assert len(walk.files) <= files
     assert len(walk.hops) <= hops

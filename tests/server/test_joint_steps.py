@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persia_torchrec.rpc.messages import Header, Kind, Share
-from persia_torchrec.server.joint_steps import JointSteps, JointTrainer, Update
+from persia_torchrec.server.joint_steps import JointSteps, JointTrainer
+from persia_torchrec.server.update_queue import QueuedUpdate
 from tests.support.servers import segments_of
 
 
@@ -30,7 +31,7 @@ class Collected:
         asked = segments_of([(0, range(num_ids))])
         grads = np.ones(4 * num_ids, dtype=np.float32)
         header = Header(Kind.UPDATE)
-        update = Update(peer.encode(), header, asked, np.array([4]), grads)
+        update = QueuedUpdate(peer.encode(), header, asked, np.array([4]), grads)
         self.steps.add(share, update)
 
     def join(self, rank: int, group: int = 7, ended: str = "") -> list[str]:

@@ -182,8 +182,8 @@ class StoreMachine(RuleBasedStateMachine):
         num_refused = self.slow.counts["gradients_refused"] - num_refused
         assert result.num_refused == num_refused
 
-    @rule(chosen=several, picks=picks)
-    def look_up_several(self, chosen, picks):
+    @rule(chosen=several, picks=picks, training=st.booleans())
+    def look_up_several(self, chosen, picks, training):
         if ADAPTIVE in chosen and self.fast.rows.capacity_rows < 3:
             return
         ids, asked = asked_of(chosen, picks)
@@ -191,10 +191,13 @@ class StoreMachine(RuleBasedStateMachine):
         shapes = [(len(some), dim) for some, dim in zip(ids, dims, strict=True)]
         ends = np.cumsum([num * dim for num, dim in shapes])
         out = np.full(ends[-1], np.nan, dtype=np.float32)
-        self.fast.lookup_tables(*asked, out)
+        if training:
+            self.fast.lookup_tables(*asked, out)
+        else:
+            self.fast.read_tables(*asked, out)
         parts = np.split(out, ends[:-1])
         for table, some, rows, shape in zip(chosen, ids, parts, shapes, strict=True):
-            expected = self.slow.lookup(table, some, training=True, counts=None)
+            expected = self.slow.lookup(table, some, training=training, counts=None)
             np.testing.assert_allclose(rows.reshape(shape), expected, **NEAR[table])
 
     @rule(chosen=several, picks=picks, seed=seeds, is_finite=st.booleans())

@@ -19,7 +19,8 @@ from persia_torchrec.rpc.messages import Header, Kind
 from persia_torchrec.server.checkpoint_service import ShardDump
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.increments import Increments
-from persia_torchrec.server.open_batches import LookedUp, Update, build_gradients
+from persia_torchrec.server.open_batches import LookedUp
+from persia_torchrec.server.update_queue import QueuedUpdate, build_gradients
 from persia_torchrec.store import (
     memory,
     table_blocks,
@@ -246,7 +247,9 @@ def test_trainers_that_step_together_add_up_what_their_lookups_have_found():
     _, (_, before, after) = store_with_a_late_block()
     one, none, dims = segments_of([(0, [1])]), segments_of([(0, [])]), np.array([DIM])
     grads = [np.full(DIM, value, dtype=np.float32) for value in (1, 2)]
-    updates = [Update(b"", Header(Kind.UPDATE), one, dims, each) for each in grads]
+    updates = [
+        QueuedUpdate(b"", Header(Kind.UPDATE), one, dims, each) for each in grads
+    ]
     for hints, second in ([before, after], 2), ([None, before], 1), ([before] * 2, 0):
         slots = [[LookedUp(one, [s], 0)] if s is not None else [] for s in hints]
         [part] = build_gradients(updates, slots)

@@ -3,7 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persia_torchrec.rpc.messages import Header, Kind
-from persia_torchrec.server.open_batches import LookedUp, Update, build_gradients
+from persia_torchrec.server.open_batches import LookedUp
+from persia_torchrec.server.update_queue import QueuedUpdate, build_gradients
 from persia_torchrec.store.memory import MISSING
 from tests.support.servers import segments_of
 
@@ -17,7 +18,7 @@ def update_of(stream, gradients):
     rows = zip(gradients.values(), dims, strict=True)
     each = [np.repeat([*values.values()], dim) for values, dim in rows]
     grads = np.concatenate([np.empty(0), *each]).astype(np.float32)
-    return Update(b"", Header(Kind.UPDATE, stream=stream), asked, dims, grads)
+    return QueuedUpdate(b"", Header(Kind.UPDATE, stream=stream), asked, dims, grads)
 
 
 def looked_up(*tables):
@@ -81,7 +82,7 @@ def test_each_lookup_of_a_batch_is_used_once():
     arrays = [np.arange(first, first + 3, dtype=np.uint32) for first in (0, 10, 20)]
     asked = segments_of([(3, [*range(num)]) for num in (3, 3, 3, 2)])
     dims, grads = np.full(4, 2), np.zeros(22, np.float32)
-    update = Update(b"", Header(Kind.UPDATE), asked, dims, grads)
+    update = QueuedUpdate(b"", Header(Kind.UPDATE), asked, dims, grads)
     kept = looked_up(*zip((3, 5, 3), arrays, strict=True))
     parts = list(build_gradients([update], [[kept]]))
     assert [part.hints is not None for part in parts] == [True, True, False, False]
