@@ -22,7 +22,8 @@ TABLES = {
     "store": "rates 7 limits 3 memory 3 eviction 10 stages 9 sizes 4 files 4"
     " overhead 4 startup 2 periods 6",
     # As many stages as took any time.
-    "wire": "rates 11 stages 0 restarts 3 survival 2 encryption 4 transports 18",
+    "wire": "rates 11 stages 0 restarts 3 survival 2 encryption 4 transports 18"
+    " precisions 9 tables 4",
     "engines": "engines 18",
     "training": "training 4",
     "precision": "quality 6 conversions 6",
