@@ -38,7 +38,7 @@ from persia_torchrec.data import (
     ParquetDataset,
     write_parquet,
 )
-from persia_torchrec.datasets.batches import TorchRecBatch
+from persia_torchrec.device.batches import TorchRecBatch
 from persia_torchrec.errors import StoreError
 
 Column = IdColumn | LabelColumn | DenseColumn

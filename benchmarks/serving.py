@@ -35,8 +35,11 @@ from benchmarks.harness import Benchmark, Settings, Table, move_to_core, pinned
 from benchmarks.increments import IncrementSettings
 from benchmarks.reference import require
 from persia_torchrec import env
+from persia_torchrec.checkpoint.signature import EXTRA_FILE, DenseInput, ModelSignature
 from persia_torchrec.client.client import EmbeddingClient
+from persia_torchrec.embedding.embedding_config import load_embedding_config
 from persia_torchrec.embedding.optim import SGD
+from persia_torchrec.embedding.table_defaults import EmbeddingConfig
 from persia_torchrec.errors import ServerError
 from persia_torchrec.lookup.bags import FeatureSpec
 from persia_torchrec.persia.batch import (
@@ -44,12 +47,9 @@ from persia_torchrec.persia.batch import (
     NonIDTypeFeature,
     PersiaBatch,
 )
-from persia_torchrec.persia.config.embedding_config import load_embedding_config
-from persia_torchrec.persia.embedding import EmbeddingConfig
-from persia_torchrec.persia.signature import EXTRA_FILE, DenseInput, ModelSignature
 from persia_torchrec.persia.slots import SlotsLookup, build_features, build_tables
+from persia_torchrec.persia.slots_reader import SlotsReader
 from persia_torchrec.server.cluster import EmbeddingCluster
-from persia_torchrec.serving.embeddings import SlotsReader
 
 _LENGTH = "Inference-Header-Content-Length"
 _PATH = "/v2/models/model/infer"

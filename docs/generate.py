@@ -34,7 +34,7 @@ import msgspec
 import persia_torchrec as package
 from persia_torchrec import components, ctx, data, env, errors, timeouts
 from persia_torchrec.command import main as command
-from persia_torchrec.embedding import setting, usage
+from persia_torchrec.embedding import embedding_config, setting, usage
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.coordinator import CoordinatorConfig
 from persia_torchrec.job.requests import JobTimings
@@ -42,8 +42,7 @@ from persia_torchrec.job.supervisor import SupervisorConfig
 from persia_torchrec.job.torchrun import AgentConfig
 from persia_torchrec.launch.roles import JobSettings, RoleSettings, ServerSettings
 from persia_torchrec.parsing import command_line
-from persia_torchrec.persia import launcher
-from persia_torchrec.persia.config import embedding_config, global_config
+from persia_torchrec.persia import global_config, launcher
 from persia_torchrec.persia.convert import Conversion
 from persia_torchrec.persia.worker.__main__ import WorkerFlags
 from persia_torchrec.server.__main__ import ServerFlags

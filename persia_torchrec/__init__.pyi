@@ -13,7 +13,7 @@ from persia_torchrec.client.client import (
     EmbeddingClient as EmbeddingClient,
 )
 from persia_torchrec.client.bulk import RowBlock as RowBlock, blocks_of as blocks_of
-from persia_torchrec.datasets.batches import (
+from persia_torchrec.device.batches import (
     HostKeyedJaggedTensor as HostKeyedJaggedTensor,
     LoadedBatch as LoadedBatch,
     TorchRecBatch as TorchRecBatch,

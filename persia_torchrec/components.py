@@ -20,6 +20,7 @@ from torchx import specs
 from persia_torchrec.launch import roles
 from persia_torchrec.launch.arguments import reads_variables
 from persia_torchrec.parsing.command_line import offers
+from persia_torchrec.persia import global_config
 
 _SHARED = ("embedding_config", "global_config", *roles.OF_ROLE)
 
@@ -64,6 +65,7 @@ def train(
             frequently (lfu) used
     """
     job = roles.JobSettings(**shared)
+    global_config.reject_inference("coordinator", job.global_config)
     loaders = (
         [roles.scripts(job, "loader", data_loader, data_loaders)]
         if job.num_replicas("loader", data_loaders)
@@ -169,6 +171,7 @@ def serve(
             a folder that other users may write to
     """
     job = roles.JobSettings(**shared)
+    global_config.reject_inference("coordinator", job.global_config)
     return roles.app(
         roles.coordinator(
             job,
@@ -240,6 +243,7 @@ def data_loader(
         replicas: number of data loaders
     """
     job = roles.JobSettings(host=host, port=port, **shared)
+    global_config.reject_inference("data loader", job.global_config)
     return roles.app(roles.scripts(job, "loader", script, replicas))
 
 
@@ -259,4 +263,5 @@ def nn_worker(
         gpus: GPUs that each of these asks the scheduler for
     """
     job = roles.JobSettings(host=host, port=port, **shared)
+    global_config.reject_inference("NN worker", job.global_config)
     return roles.app(roles.scripts(job, "trainer", script, replicas, gpus=gpus))

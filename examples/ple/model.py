@@ -29,7 +29,7 @@ from torch.nn import functional
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.modules.embedding_configs import PoolingType
 
-from persia_torchrec.datasets.batches import TorchRecBatch
+from persia_torchrec.device.batches import TorchRecBatch
 
 DIM = 16
 """Of the rows of every table."""

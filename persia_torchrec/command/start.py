@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 import persia_torchrec
-from persia_torchrec.persia.signature import SERVED_MODEL
+from persia_torchrec.checkpoint.signature import SERVED_MODEL
 
 _OF_TORCHX = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 _IN_BACKGROUND = "-d", "--detach"

@@ -26,7 +26,6 @@ import numpy as np
 import torch.utils.data
 
 from persia_torchrec import env
-from persia_torchrec.datasets.batches import TorchRecBatch
 from persia_torchrec.datasets.columns import (
     AnyColumn,
     Columns,
@@ -63,8 +62,9 @@ from persia_torchrec.datasets.steps import (
     worker_of_loader,
 )
 from persia_torchrec.datasets.tables import TableFile
-from persia_torchrec.datasets.transfer import uses_gpu
 from persia_torchrec.datasets.work_queue import Item, WorkQueue
+from persia_torchrec.device.batches import TorchRecBatch
+from persia_torchrec.device.transfer import uses_gpu
 from persia_torchrec.errors import ConfigError, DataError
 from persia_torchrec.job.signals import outlive_end_signals
 

@@ -13,9 +13,9 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from persia_torchrec.datasets import reading
-from persia_torchrec.datasets.batches import TorchRecBatch
 from persia_torchrec.datasets.columns import Columns, Floats, Int64s, Rows
-from persia_torchrec.datasets.transfer import join_arrays
+from persia_torchrec.device.batches import TorchRecBatch
+from persia_torchrec.device.transfer import join_arrays
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.parsing.decoding import require_at_least_1
 

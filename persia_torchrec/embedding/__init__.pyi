@@ -4,7 +4,7 @@ from persia_torchrec.embedding import (
     data as data,
     optim as optim,
 )
-from persia_torchrec.persia.embedding import (
+from persia_torchrec.embedding.table_defaults import (
     EmbeddingConfig as EmbeddingConfig,
     get_default_embedding_config as get_default_embedding_config,
 )

@@ -1,10 +1,10 @@
 """The names of the door, and where they are; see the package's own stub."""
 
+from persia_torchrec.lookup.bags import MAX_BATCH_SIZE as MAX_BATCH_SIZE
 from persia_torchrec.persia.batch import (
     _ND_ARRAY_SUPPORT_TYPE as _ND_ARRAY_SUPPORT_TYPE,
     DTYPES as DTYPES,
     MAGIC as MAGIC,
-    MAX_BATCH_SIZE as MAX_BATCH_SIZE,
     NO_WORKER as NO_WORKER,
     S as S,
     VERSION as VERSION,

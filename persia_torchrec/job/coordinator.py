@@ -52,7 +52,6 @@ from persia_torchrec.job.service import run_service
 from persia_torchrec.job.signals import EndSignals
 from persia_torchrec.job.state import Member
 from persia_torchrec.parsing.command_line import parse_flags
-from persia_torchrec.persia.config.global_config import reject_inference
 from persia_torchrec.rpc import auth
 from persia_torchrec.rpc.addresses import LOOPBACK
 
@@ -440,7 +439,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(argv: Sequence[str] | None) -> int:
-    reject_inference("coordinator", env.global_config_path())
     config = parse_flags(CoordinatorConfig, argv, prog=f"python -m {__spec__.name}")
     is_local, job_id = env.is_local_job(), env.job_id()
     is_supervised = process_identity.find_supervisor() is not None

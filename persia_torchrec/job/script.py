@@ -28,7 +28,6 @@ from persia_torchrec.job.member import JobMember
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.job.signals import end_by_signals
 from persia_torchrec.logger import get_default_logger
-from persia_torchrec.persia.config.global_config import reject_inference
 from persia_torchrec.rpc.addresses import local_address
 
 logger = logging.getLogger("persia_torchrec.job.script")  # also as __main__
@@ -96,7 +95,6 @@ def run_member(role: str, script: str, work: Callable[[], object]) -> int:
     else:
         index, size = env.get_replica_index(), env.get_replica_size()
     try:
-        reject_inference(_ROLES[role], env.global_config_path())
         store = env.require_job_store(f"A {_ROLES[role]}")
         member = JobMember(role, index, size, store=store, expendable=role == "loader")
     except PersiaError as exc:

@@ -50,7 +50,6 @@ from persia_torchrec.job.rendezvous import BACKEND, BookRendezvous
 from persia_torchrec.job.signals import END_SIGNALS, START_AGAIN, WARNINGS
 from persia_torchrec.logger import get_default_logger
 from persia_torchrec.parsing.command_line import parse_flags
-from persia_torchrec.persia.config.global_config import reject_inference
 from persia_torchrec.rpc.addresses import local_address
 
 logger = logging.getLogger("persia_torchrec.job.torchrun")  # also as __main__
@@ -218,7 +217,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = parse_flags(AgentConfig, words[:end], prog=_PROG)
         if not words[end + 1 :]:
             raise ConfigError(f"{_PROG} must be given a script, after --.")
-        reject_inference("NN worker", env.global_config_path())
         store = env.require_job_store("An NN worker")
         book = AddressBook.join(*store, look=Siblings().require_coordinator)
         with contextlib.closing(book):

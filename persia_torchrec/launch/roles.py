@@ -27,6 +27,7 @@ from torchx import specs
 
 from persia_torchrec import env as environment
 from persia_torchrec import timeouts
+from persia_torchrec.embedding.optimizer_engine import require_engine
 from persia_torchrec.env import CHECKPOINT_DIR, MAX_PORT, is_loopback
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.script import split_module
@@ -47,7 +48,6 @@ from persia_torchrec.launch.requests import (
 from persia_torchrec.parsing.command_line import format_flags
 from persia_torchrec.parsing.decoding import KeyPath
 from persia_torchrec.parsing.yaml_file import parse_yaml, read_section, read_text
-from persia_torchrec.persia.config.global_config import require_engine
 from persia_torchrec.rpc.addresses import free_port
 
 T = TypeVar("T")

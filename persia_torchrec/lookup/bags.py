@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from persia_torchrec.errors import BatchError, FrameError
 from persia_torchrec.parsing.decoding import parse_json
-from persia_torchrec.persia.batch import IDFeature
 from persia_torchrec.rpc.messages import (
     Frame,
     Frames,
@@ -31,6 +30,9 @@ from persia_torchrec.rpc.messages import (
 Lengths = npt.NDArray[np.int32]
 Pooling = Literal["sum", "mean", "sqrt"]
 """The sum; divided by the number of ids; or by its root. An empty bag gives zeros."""
+
+MAX_BATCH_SIZE = 65_535
+"""Most samples in a batch of PERSIA's, and in a request for predictions."""
 
 POOLINGS: tuple[Pooling, ...] = ("sum", "mean", "sqrt")
 
@@ -132,11 +134,6 @@ class JaggedIds(Mapping[str, Bags]):
 
     def __len__(self) -> int:
         return len(self.positions)
-
-
-def build_bags(features: Mapping[str, IDFeature]) -> dict[str, Bags]:
-    """Return a batch's ID features as bags, without copies."""
-    return {name: Bags(f.ids, f.lengths) for name, f in features.items()}
 
 
 def check_bags(bags: Mapping[str, Bags]) -> int:

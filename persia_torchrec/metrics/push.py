@@ -32,11 +32,8 @@ from persia_torchrec import env, timeouts
 from persia_torchrec.errors import PersiaError
 from persia_torchrec.job.member import JobMember
 from persia_torchrec.metrics.endpoint import Endpoint, Read, Readings
+from persia_torchrec.metrics.push_settings import MetricsSettings
 from persia_torchrec.metrics.values import Means
-from persia_torchrec.persia.config.global_config import (
-    MetricsSettings,
-    load_global_config,
-)
 from persia_torchrec.rpc.addresses import local_address
 
 logger = logging.getLogger(__name__)
@@ -44,17 +41,6 @@ logger = logging.getLogger(__name__)
 
 _WARNING_S = 60.0  # seconds between two warnings
 _EXPECTED = (OSError, http.client.HTTPException, PersiaError)  # without a traceback
-
-
-def metrics_settings() -> MetricsSettings:
-    """Return the settings of the environment's ``global_config.yml``.
-
-    Where no gateway is named it is not read, and they are the defaults.
-    """
-    path = env.global_config_path()
-    if path is None or env.metrics_gateway() is None:
-        return MetricsSettings()
-    return load_global_config(path, warns=False).common.metrics
 
 
 def is_pushed(settings: MetricsSettings) -> bool:

@@ -51,10 +51,8 @@ import numpy as np
 import numpy.typing as npt
 
 from persia_torchrec.errors import BatchError, FrameError, TooLargeError
+from persia_torchrec.lookup.bags import MAX_BATCH_SIZE, Bags
 from persia_torchrec.parsing.decoding import parse_json
-
-MAX_BATCH_SIZE = 65_535
-"""Most samples in a batch."""
 
 DTYPES = tuple(map(np.dtype, ("?", "i1", "i2", "i4", "i8", "u1", "f4", "f8")))
 """What dense features and labels may be made of."""
@@ -142,6 +140,10 @@ class IDTypeFeature:
         """The ids of each sample, as views of ``ids``."""
         return np.split(self.ids, np.cumsum(self.lengths)[:-1])[: self.batch_size]
 
+    def batch_arrays(self) -> list[Dense]:
+        """Return ids and lengths."""
+        return [self.ids, self.lengths]
+
     @property
     def batch_size(self) -> int:
         """How many samples there are."""
@@ -166,6 +168,10 @@ class IDTypeFeatureWithSingleID:
         self.data = self.ids = np.ascontiguousarray(data)
         self.lengths: Lengths = np.ones(len(data), dtype=np.int32)
         self.batch_size = len(data)
+
+    def batch_arrays(self) -> list[Dense]:
+        """Return the ids."""
+        return [self.data]
 
 
 IDFeature = IDTypeFeature | IDTypeFeatureWithSingleID
@@ -201,6 +207,10 @@ class NdarrayDataBase:
 
     def __len__(self) -> int:
         return self.batch_size
+
+    def batch_arrays(self) -> list[Dense]:
+        """Return the data."""
+        return [self.data]
 
 
 class NonIDTypeFeature(NdarrayDataBase):
@@ -291,6 +301,15 @@ class PersiaBatch:
     def to_bytes(self) -> bytes:
         """Return the batch as bytes; equal batches give equal bytes."""
         return _encode(self, self.id_type_features)
+
+    def bags(self) -> dict[str, Bags]:
+        """Return the ID features by name, without copies."""
+        return {f.name: Bags(f.ids, f.lengths) for f in self.id_type_features}
+
+    def batch_arrays(self) -> list[Dense]:
+        """Return all arrays: ids and lengths, dense features, labels."""
+        parts = (*self.id_type_features, *self.non_id_type_features, *self.labels)
+        return [array for part in parts for array in part.batch_arrays()]
 
     def copy(self, *, copies_dense: bool = True) -> "PersiaBatch":
         """Return the batch with arrays of its own, which may be written.

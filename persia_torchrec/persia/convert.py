@@ -51,13 +51,13 @@ from persia_torchrec.checkpoint.catalog import (
 )
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.row_file import RowFileWriter, ShardHead
+from persia_torchrec.embedding.embedding_config import load_embedding_config
 from persia_torchrec.embedding.optim import SGD, Adagrad, Adam, Optimizer
 from persia_torchrec.errors import CheckpointError, ConfigError, PersiaError
 from persia_torchrec.logger import get_default_logger
 from persia_torchrec.parsing.command_line import parse_flags
 from persia_torchrec.parsing.decoding import KeyPath, convert
 from persia_torchrec.parsing.yaml_file import parse_yaml
-from persia_torchrec.persia.config.embedding_config import load_embedding_config
 from persia_torchrec.persia.stored_rows import Chunk, Form, Ranks, RowFile, Words
 from persia_torchrec.store.memory import POSITION_BITS
 from persia_torchrec.table import TableSpec

@@ -30,20 +30,21 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from persia_torchrec import env, timeouts
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
-from persia_torchrec.datasets.transfer import Staging
+from persia_torchrec.device.transfer import Staging
+from persia_torchrec.embedding import embedding_config
 from persia_torchrec.embedding.optim import Optimizer
+from persia_torchrec.embedding.table_defaults import EmbeddingConfig
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.implicit_member import join_job
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.lookup.bags import Bags
 from persia_torchrec.lookup.sharded_lookup import Outputs
-from persia_torchrec.metrics.push import metrics_settings, publish_metrics
+from persia_torchrec.metrics.push import publish_metrics
+from persia_torchrec.metrics.push_settings import metrics_settings
 from persia_torchrec.metrics.values import Means, Reading
 from persia_torchrec.persia import data_parallel, slots
 from persia_torchrec.persia.batch import PersiaBatch, ReferencedBatch
-from persia_torchrec.persia.config import embedding_config
 from persia_torchrec.persia.distributed import DistributedBaseOption
-from persia_torchrec.persia.embedding import EmbeddingConfig
 from persia_torchrec.persia.loader import LookupSettings
 from persia_torchrec.persia.slot_tensors import (
     Slots,

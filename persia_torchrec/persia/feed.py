@@ -28,7 +28,7 @@ from persia_torchrec.errors import DataflowError
 from persia_torchrec.job.member import JobMember
 from persia_torchrec.job.member_record import MemberRecord
 from persia_torchrec.job.registry import AddressBook
-from persia_torchrec.lookup.bags import Bags, build_bags, encode_bags
+from persia_torchrec.lookup.bags import Bags, encode_bags
 from persia_torchrec.persia.batch import (
     NO_WORKER,
     WITH_BATCH,
@@ -152,7 +152,7 @@ class Feed:
                 raise self._error
             number = self.num_sent + 1
             batch.batch_id = self._sender.batch_id(number)
-            bags = build_bags({f.name: f for f in batch.id_type_features})
+            bags = batch.bags()
             checksum = contents_sum(batch)
             if self._sender.had_arrived(number):
                 self._skip(number, bags, checksum)

@@ -15,6 +15,7 @@ from types import FunctionType
 from typing import Any, Self
 
 from persia_torchrec import env
+from persia_torchrec.embedding.embedding_config import load_embedding_config
 from persia_torchrec.errors import ConfigError, JobError
 from persia_torchrec.job.children import Children, Watch, Work
 from persia_torchrec.job.registry import AddressBook
@@ -22,8 +23,7 @@ from persia_torchrec.job.script import PROXY
 from persia_torchrec.parsing.command_line import format_flags
 from persia_torchrec.parsing.decoding import require_at_least_1
 from persia_torchrec.persia import feed
-from persia_torchrec.persia.config.embedding_config import load_embedding_config
-from persia_torchrec.persia.config.global_config import reject_inference
+from persia_torchrec.persia.global_config import reject_inference
 from persia_torchrec.persia.utils import dump_yaml
 from persia_torchrec.rpc.addresses import LOOPBACK, reserved_port_from
 from persia_torchrec.rpc.greeting import Greeting

@@ -20,14 +20,14 @@ import torch
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from persia_torchrec.datasets.batches import (
+from persia_torchrec.device.batches import (
     HostKeyedJaggedTensor,
     LoadedBatch,
     TorchRecBatch,
     copy_batch,
     to_jagged_ids,
 )
-from persia_torchrec.datasets.transfer import uses_gpu
+from persia_torchrec.device.transfer import uses_gpu
 from persia_torchrec.errors import BatchError
 from persia_torchrec.persia import batch as persia_batch
 from persia_torchrec.persia.batch import IDTypeFeature, PersiaBatch, ReferencedBatch

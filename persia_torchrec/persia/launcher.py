@@ -16,6 +16,8 @@ from typing import Any, ClassVar, NoReturn
 from urllib.parse import urlsplit
 
 from persia_torchrec import env
+from persia_torchrec.embedding.embedding_config import load_embedding_config
+from persia_torchrec.embedding.optimizer_engine import require_engine
 from persia_torchrec.errors import ConfigError, PersiaError
 from persia_torchrec.job.script import split_module
 from persia_torchrec.job.supervisor import ALL, under_supervisor
@@ -26,11 +28,9 @@ from persia_torchrec.parsing.command_line import (
     build,
     format_flags,
 )
-from persia_torchrec.persia.config.embedding_config import load_embedding_config
-from persia_torchrec.persia.config.global_config import (
+from persia_torchrec.persia.global_config import (
     inference_settings,
     reject_inference,
-    require_engine,
 )
 
 _NATS_PORT = 4222

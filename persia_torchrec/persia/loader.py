@@ -409,6 +409,15 @@ class DataLoader:
             pulls_late=not reproducible,
         )
 
+    @property
+    def handed(self) -> Mapping[int, int]:
+        """By data loader, the ``batch_id`` of its last batch that was handed out."""
+        return getattr(self.dataset, "handed", {})
+
+    def leave_out(self, trained: Mapping[int, int]) -> None:
+        """Yield no batch up to the last one of each data loader that is trained."""
+        self.dataset.trained = dict(trained)
+
     def _require_effect(self, embedding_staleness: int | None) -> None:
         if self.as_torchrec and embedding_staleness is not None:
             raise ConfigError(

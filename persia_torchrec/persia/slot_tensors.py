@@ -13,22 +13,15 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-import numpy.typing as npt
 import torch
 from torch import nn
 from torch.nn import functional
 
-from persia_torchrec.datasets.transfer import Array, Staging, to_device
+from persia_torchrec.device.transfer import Array, Staging, to_device
 from persia_torchrec.persia.slots import Slot, require_slots
 from persia_torchrec.routing.route import Positions
 
 Slots = dict[str, torch.Tensor]
-
-
-def dense_tensor(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Return an array as a tensor on a device; on the CPU it shares writable memory."""
-    writable = array if array.flags.writeable else array.copy()
-    return to_device(torch.from_numpy(writable), device)
 
 
 class StagedSlots:

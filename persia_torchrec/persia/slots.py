@@ -17,7 +17,6 @@ import logging
 import math
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -29,7 +28,9 @@ import numpy.typing as npt
 from persia_torchrec import timeouts
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.client.codec import PushOutcome
+from persia_torchrec.embedding.embedding_config import EmbeddingSchema
 from persia_torchrec.embedding.optim import Optimizer
+from persia_torchrec.embedding.table_defaults import EmbeddingConfig
 from persia_torchrec.errors import BatchError, PersiaError, RequestTimeoutError
 from persia_torchrec.jit.compiled import compiled, read_only
 from persia_torchrec.lookup import sharded_lookup
@@ -40,10 +41,9 @@ from persia_torchrec.lookup.bags import (
     Lengths,
     check_bags,
 )
+from persia_torchrec.lookup.rows_state import RowsState
 from persia_torchrec.lookup.sharded_lookup import Outputs, RoutedBatch
 from persia_torchrec.metrics.values import Means, Observations, Reading
-from persia_torchrec.persia.config.embedding_config import EmbeddingSchema
-from persia_torchrec.persia.embedding import EmbeddingConfig
 from persia_torchrec.routing.route import Ids, Positions, farmhash64, unique_ids
 from persia_torchrec.table import TableSettings, TableSpec, require_known_tables
 
@@ -80,50 +80,14 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Following:
-    """How far servers lag behind the training that they follow.
-
-    Attributes:
-        increments: put in so far, by all servers.
-        delay_s: age of the rows of the server that lags most; it grows while no
-            increment comes, as when the training has ended.
-        lost: a server follows no more before the next checkpoint, or its restart.
-    """
-
-    increments: int
-    delay_s: float
-    lost: bool
-
-
-@dataclass(frozen=True, slots=True)
-class LookupHello:
+class LookupHello(RowsState):
     """The answer of a lookup that is ready: all slots, and the rows of each server.
 
-    With ``following`` where the servers follow a training. ``misses`` are the ids that
-    were looked up and had no row, since the servers started. With ``is_fixed`` they
-    serve one checkpoint, and follow nothing.
+    With ``is_fixed`` they serve one checkpoint, and follow nothing.
     """
 
-    slots: tuple[Slot, ...]
-    num_rows: tuple[int, ...]
-    following: Following | None = None
-    misses: int = 0
+    slots: tuple[Slot, ...] = ()
     is_fixed: bool = False
-
-    @classmethod
-    def of(
-        cls, slots: tuple[Slot, ...], counters: Sequence[Mapping[str, int]]
-    ) -> "LookupHello":
-        """Return the answer by the counters of each server."""
-        following = None
-        if any("increments_put_in" in of_server for of_server in counters):
-            total: Counter[str] = sum(map(Counter, counters), Counter())
-            delay_ms = max(one.get("increment_age_ms", 0) for one in counters)
-            is_lost = total["following_lost"] + total["following_stopped"] > 0
-            put_in = total["increments_put_in"]
-            following = Following(put_in, delay_ms / 1000, is_lost)
-        misses = sum(one.get("misses", 0) for one in counters)
-        return cls(slots, tuple(one["rows"] for one in counters), following, misses)
 
 
 def wait_until_ready(
@@ -428,5 +392,6 @@ class SlotsLookup(sharded_lookup.ShardedLookup):
             Slot(name=feature.name, dim=dim, num_places=feature.num_places)
             for feature, dim in zip(self.features, self.dims(), strict=True)
         )
-        hello = LookupHello.of(slots, self.client.counters(timeout_s))
-        return replace(hello, is_fixed=bool(self.client.checkpoints.serves))
+        hello = LookupHello.of(self.client.counters(timeout_s))
+        is_fixed = bool(self.client.checkpoints.serves)
+        return replace(hello, slots=slots, is_fixed=is_fixed)

@@ -19,13 +19,13 @@ from torchrec.distributed.model_parallel import (
 
 from persia_torchrec import env
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.datasets.batches import PulledKeyedJaggedTensor
+from persia_torchrec.device.batches import PulledKeyedJaggedTensor
+from persia_torchrec.embedding.embedding_config import load_embedding_config
 from persia_torchrec.embedding.optim import Optimizer
+from persia_torchrec.embedding.table_defaults import EmbeddingConfig
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.persia import slots
 from persia_torchrec.persia.batch import PersiaBatch, ReferencedBatch
-from persia_torchrec.persia.config.embedding_config import load_embedding_config
-from persia_torchrec.persia.embedding import EmbeddingConfig
 from persia_torchrec.persia.engine import Engine
 from persia_torchrec.persia.kjt import join_columns, to_kjt
 from persia_torchrec.persia.loader import LookupSettings
@@ -124,7 +124,7 @@ class TorchRecEngine(Engine):
         """Wait until the servers answer."""
 
         def ask(timeout_s: float) -> slots.LookupHello:
-            return slots.LookupHello((), tuple(self.client.num_rows(timeout_s)))
+            return slots.LookupHello(tuple(self.client.num_rows(timeout_s)))
 
         slots.wait_until_ready(ask, timeout_s)
 

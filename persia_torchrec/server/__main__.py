@@ -42,7 +42,7 @@ from persia_torchrec.job.service import (
     run_service,
 )
 from persia_torchrec.parsing.command_line import given_flags
-from persia_torchrec.persia.config.global_config import (
+from persia_torchrec.persia.global_config import (
     InferSettings,
     inference_settings,
     load_global_config,
@@ -50,7 +50,7 @@ from persia_torchrec.persia.config.global_config import (
 from persia_torchrec.rpc import float_codec
 from persia_torchrec.rpc.listener import keep_freed_memory
 from persia_torchrec.server.checkpoint_service import CheckpointService, KnownUpdates
-from persia_torchrec.server.config import ServerConfig, apply_global_config
+from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.server import EmbeddingServer
 from persia_torchrec.store.warm_up import warm_up
 
@@ -226,7 +226,7 @@ def _config(
     config = ServerConfig(shard=flags["shard"], num_shards=flags["num_shards"])
     if path is not None:
         settings = load_global_config(path, warns=config.shard == 0)
-        config = apply_global_config(config, settings)
+        config = replace(config, **settings.server_arguments())
     if infer is None:
         fd = env.memory_fd() if flags.get("checkpoint") is None else None
         kept = {} if fd is None else {"memory_file": f"/proc/self/fd/{fd}"}

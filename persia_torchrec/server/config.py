@@ -1,18 +1,15 @@
 """Settings of an embedding server."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from persia_torchrec import env
+from persia_torchrec.embedding.optimizer_engine import require_engine
 from persia_torchrec.env import MAX_PORT
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.metrics.push_settings import MetricsSettings
 from persia_torchrec.parsing.command_line import ImportFlags
-from persia_torchrec.persia.config.global_config import (
-    GlobalSettings,
-    MetricsSettings,
-    require_engine,
-)
 from persia_torchrec.rpc.slab_server import DEFAULT_MIB, MOST_MIB
 from persia_torchrec.store.embedding_store import EmbeddingStore
 
@@ -137,20 +134,3 @@ class ServerConfig(ImportFlags):
             optimizer_engine=self.optimizer_engine,
             memory_file=self.memory_file,
         )
-
-
-def apply_global_config(config: ServerConfig, settings: GlobalSettings) -> ServerConfig:
-    """Return settings with those of ``global_config.yml``."""
-    of_servers = settings.embedding_parameter_server
-    is_on = of_servers.enable_incremental_update and settings.common.job_type != "Eval"
-    return replace(
-        config,
-        capacity_rows=of_servers.capacity,
-        optimizer_engine=of_servers.optimizer_engine,
-        metrics=settings.common.metrics,
-        incremental_dir=of_servers.incremental_dir if is_on else None,
-        incremental_interval_s=float(of_servers.incremental_interval_seconds),
-        incremental_base_ratio=of_servers.incremental_base_ratio,
-        incremental_buffer_rows=of_servers.incremental_buffer_size,
-        incremental_queue=of_servers.incremental_channel_capacity,
-    )

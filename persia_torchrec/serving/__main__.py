@@ -26,16 +26,26 @@ import torch
 
 from persia_torchrec import env, timeouts
 from persia_torchrec.checkpoint.folder import Folder, require_received
+from persia_torchrec.client.client import EmbeddingClient
+from persia_torchrec.embedding.embedding_config import (
+    EmbeddingSchema,
+    load_embedding_config,
+)
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.member import JobMember
 from persia_torchrec.job.registry import SERVED_CHECKPOINT
 from persia_torchrec.job.service import Lifetime, report_ready, run_service
 from persia_torchrec.parsing.command_line import ImportFlags, parse_flags
-from persia_torchrec.persia.config.embedding_config import load_embedding_config
+from persia_torchrec.persia.predict_requests import DECODERS
+from persia_torchrec.persia.slots_reader import SlotsReader, open_slots
 from persia_torchrec.persia.worker_client import RemoteWorkers
 from persia_torchrec.rpc.addresses import tcp_address
 from persia_torchrec.serving.batching import Batching
-from persia_torchrec.serving.embeddings import SlotsReader, host_checkpoint
+from persia_torchrec.serving.embeddings import (
+    CollectionsReader,
+    RowReader,
+    host_checkpoint,
+)
 from persia_torchrec.serving.models import (
     Models,
     ServedModel,
@@ -44,6 +54,7 @@ from persia_torchrec.serving.models import (
 )
 from persia_torchrec.serving.predictor import (
     SCRIPT_MODEL,
+    DenseModel,
     Predictor,
     Trust,
     checkpoint_of,
@@ -230,7 +241,7 @@ def _serve(flags: ServingFlags) -> None:
             life.serve_metrics("predictor", env.get_replica_index(), "", http.address)
         models = _open_models(flags, device, addresses, life, stack)
         life.become_ready(partial(_why_not_ready, models))
-        server = PredictionServer(models, http)
+        server = PredictionServer(models, http, DECODERS)
         stack.callback(server.close)
         if http.grpc_port is not None:
             _serve_grpc(models, http, stack)
@@ -301,13 +312,12 @@ def _add_checkpoint(
     run, name = flags.run, flags.model or find_model(flags.run)
     load = partial(load_model, name=name, device=device, trust=flags.trust)
     first = load(run)  # its errors come before servers are started
-    schema = None
-    if first.collections is None:
-        if flags.embedding_config is None:
-            raise ConfigError(
-                "--embedding-config, or PERSIA_EMBEDDING_CONFIG, is needed."
-            )
-        schema = load_embedding_config(flags.embedding_config)
+    schema = None if first.collections is not None else _read_slots(flags)
+
+    def open_reader(model: DenseModel, client: EmbeddingClient) -> RowReader:
+        if schema is not None:
+            return open_slots(client, schema, device)
+        return CollectionsReader(client, model.collections or (), device)
 
     def open_version(number: str | None) -> Version:
         # One folder for both halves, whatever becomes complete meanwhile.
@@ -317,8 +327,7 @@ def _add_checkpoint(
         with contextlib.ExitStack() as opening:
             hosting = host_checkpoint(
                 rows,
-                schema or model.collections or (),
-                device=device,
+                partial(open_reader, model),
                 num_servers=flags.num_servers,
                 incremental_dir=flags.follow,
                 imports=flags.imports,
@@ -337,6 +346,12 @@ def _add_checkpoint(
     elif flags.follow_model:
         newest = partial(newest_version, run, name)
         stack.enter_context(following_checkpoints(served, newest))
+
+
+def _read_slots(flags: ServingFlags) -> EmbeddingSchema:
+    if flags.embedding_config is None:
+        raise ConfigError("--embedding-config, or PERSIA_EMBEDDING_CONFIG, is needed.")
+    return load_embedding_config(flags.embedding_config)
 
 
 def _add_workers(

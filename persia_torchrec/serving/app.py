@@ -4,8 +4,8 @@
     GET  /readyz, /v2/health/ready      it can predict; to anybody; likewise
     GET  /health                        {"ready": true, "rows": ..., "model": ...}
     GET  /metrics                       Prometheus
-    POST /predict, /predict/M           application/octet-stream: PersiaBatch.to_bytes()
-                                        application/json: inference_protocol.py
+    POST /predict, /predict/M           by Content-Type, what the server is given
+                                        decoders of, as of a PersiaBatch
                                         answer: {"predictions": [...]}
     GET  /v2, /v2/models, /v2/models/M, .../ready, .../config, .../stats
     POST /v2/models/M/infer             inference_protocol.py
@@ -24,7 +24,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -39,10 +39,9 @@ from starlette.types import Receive, Scope, Send
 from persia_torchrec.errors import BatchError, TooLargeError
 from persia_torchrec.logger import printable
 from persia_torchrec.parsing.decoding import decoder_of
-from persia_torchrec.persia.batch import PersiaBatch
 from persia_torchrec.rpc.browsers import AllowedHosts
 from persia_torchrec.serving import inference_protocol as protocol
-from persia_torchrec.serving.batching import Inputs
+from persia_torchrec.serving.batching import Features, Inputs
 from persia_torchrec.serving.descriptions import (
     describe_answer,
     describe_config,
@@ -63,7 +62,6 @@ from persia_torchrec.serving.http_requests import (
     require_few_values,
     require_shallow,
 )
-from persia_torchrec.serving.inference_protocol import parse_json_batch
 from persia_torchrec.serving.models import (
     Answer,
     Models,
@@ -76,6 +74,8 @@ from persia_torchrec.serving.roles import Roles
 logger = logging.getLogger(__name__)
 access = logging.getLogger("persia_torchrec.serving.access")
 
+Decode = Callable[[bytes], Features]
+"""Reads the body of a request to ``/predict``, or raises BatchError or FrameError."""
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -102,10 +102,15 @@ class Application:
     """
 
     def __init__(
-        self, models: Models, limits: Limits, roles: Roles, hosts: AllowedHosts
+        self,
+        models: Models,
+        limits: Limits,
+        roles: Roles,
+        hosts: AllowedHosts,
+        decoders: Mapping[str, Decode],
     ) -> None:
         self.models = models
-        self._hosts = hosts
+        self._hosts, self._decoders = hosts, decoders
         self.limits = limits
         self._roles = roles
         self._places = RequestPlaces(limits.max_requests, models.statistics.in_progress)
@@ -152,7 +157,8 @@ class Application:
         add(("/readyz", "/v2/health/ready"), "GET", self._ready)
         add("/health", "GET", self._health)
         add("/metrics", "GET", self._metrics)
-        add(("/predict", "/predict/{model}"), "POST", self._predict)
+        if self._decoders:
+            add(("/predict", "/predict/{model}"), "POST", self._predict)
         add(("/v2", "/v2/"), "GET", self._server)
         add("/v2/models", "GET", self._models)
         add("/v2/models/stats", "GET", self._stats)
@@ -233,9 +239,9 @@ class Application:
 
     async def _predict(self, request: Request) -> Response:
         kind = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-        if kind not in _READERS:
+        if kind not in self._decoders:
             raise BatchError(
-                f"Content-Type must be one of {', '.join(_READERS)}. "
+                f"Content-Type must be one of {', '.join(self._decoders)}. "
                 f"Received: {kind!r:.100}."
             )
         name, _ = _named(request)
@@ -243,12 +249,12 @@ class Application:
         body = await receive(request, self.limits)
         is_text = kind == "application/json"
 
-        def parse(_: Version) -> PersiaBatch:
+        def parse(_: Version) -> Features:
             if is_text:
                 require_few_values(body)
-            return _READERS[kind](bytes(body))
+            return self._decoders[kind](bytes(body))
 
-        def encode(_: Version, __: PersiaBatch, answer: Answer) -> Response:
+        def encode(_: Version, __: Features, answer: Answer) -> Response:
             flat = answer.output.reshape(len(answer.output), -1)
             values: list[Any] = (flat[:, 0] if flat.shape[1] == 1 else flat).tolist()
             more = {"degraded": True} if answer.is_degraded else {}
@@ -345,7 +351,7 @@ class Application:
             404,
         )
 
-    def _require_samples(self, batch: PersiaBatch | Inputs) -> None:
+    def _require_samples(self, batch: Features | Inputs) -> None:
         if batch.batch_size > self.limits.max_samples:
             raise TooLargeError(
                 f"A batch may have {self.limits.max_samples} samples. Received: "
@@ -423,7 +429,7 @@ class _Work(Generic[T]):
     """What a request for predictions takes: it is read, predicted and encoded."""
 
     parse: Callable[[Version], T]
-    batch_of: Callable[[T], PersiaBatch | Inputs]
+    batch_of: Callable[[T], Features | Inputs]
     encode: Callable[[Version, T, Answer], Response]
     num_bytes: int
     is_text: bool = False
@@ -443,12 +449,6 @@ def _decode(body: bytes) -> _Asked:
         return asked
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         raise BatchError(f"The body must be a JSON object ({exc}).") from exc
-
-
-_READERS: dict[str, Callable[[bytes], PersiaBatch]] = {
-    "application/octet-stream": PersiaBatch.from_bytes,
-    "application/json": parse_json_batch,
-}
 
 
 def _is_of_protocol(request: Request) -> bool:

@@ -20,17 +20,31 @@ import numpy as np
 import numpy.typing as npt
 
 from persia_torchrec import timeouts
+from persia_torchrec.checkpoint.signature import DenseInput, ModelSignature
 from persia_torchrec.errors import (
     BatchError,
     PersiaError,
     RequestTimeoutError,
     ServerError,
 )
-from persia_torchrec.lookup.bags import JaggedIds, build_bags, check_bags
-from persia_torchrec.persia.batch import MAX_BATCH_SIZE, Dense, PersiaBatch
-from persia_torchrec.persia.signature import DenseInput, ModelSignature
+from persia_torchrec.lookup.bags import MAX_BATCH_SIZE, Bags, JaggedIds, check_bags
 
 Floats = npt.NDArray[np.float32]
+Dense = npt.NDArray[np.generic]
+
+
+class Features(NamedTuple):
+    """Features of a request by name, in its order; they fit one another.
+
+    Attributes:
+        ids: of each ID feature.
+        dense: ``(B, ...)`` each; the second of one name has ``.1`` behind it.
+        batch_size: how many samples there are.
+    """
+
+    ids: dict[str, Bags]
+    dense: dict[str, Dense]
+    batch_size: int
 
 
 class Inputs(NamedTuple):
@@ -40,7 +54,7 @@ class Inputs(NamedTuple):
         ids: of the ID features, side by side.
         dense: ``(B, ...)`` each.
         batch_size: how many samples there are.
-        signature: of the model; None: they have the order of a batch.
+        signature: of the model; None: they have the order of a request.
     """
 
     ids: JaggedIds
@@ -50,13 +64,12 @@ class Inputs(NamedTuple):
 
     @classmethod
     def of(
-        cls, batch: PersiaBatch, signature: ModelSignature | None = None
+        cls, features: Features, signature: ModelSignature | None = None
     ) -> "Inputs":
-        """Return those of a batch, in its order."""
-        bags = build_bags({feature.name: feature for feature in batch.id_type_features})
-        check_bags(bags)
-        dense = tuple([feature.data for feature in batch.non_id_type_features])
-        return cls(JaggedIds.of(bags), dense, batch.batch_size, signature)
+        """Return those of a request, in its order."""
+        check_bags(features.ids)
+        ids, dense = JaggedIds.of(features.ids), tuple(features.dense.values())
+        return cls(ids, dense, features.batch_size, signature)
 
 
 Run = Callable[[Inputs], Floats]

@@ -12,8 +12,9 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import uvicorn
@@ -25,7 +26,7 @@ from persia_torchrec.env import MAX_PORT
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.rpc.addresses import require_token
 from persia_torchrec.rpc.browsers import AllowedHosts
-from persia_torchrec.serving.app import BEGAN_S, WHEN_LOST, Application
+from persia_torchrec.serving.app import BEGAN_S, WHEN_LOST, Application, Decode
 from persia_torchrec.serving.http_requests import Limits
 from persia_torchrec.serving.models import Models
 from persia_torchrec.serving.roles import Roles
@@ -130,13 +131,22 @@ class PredictionServer:
     Attributes:
         address: URL of the server.
         models: what it predicts with.
+
+    Args:
+        decoders: by Content-Type, what reads a request to ``/predict``; none: there is
+            no such path.
     """
 
-    def __init__(self, models: Models, config: HttpConfig) -> None:
+    def __init__(
+        self,
+        models: Models,
+        config: HttpConfig,
+        decoders: Mapping[str, Decode] = MappingProxyType({}),
+    ) -> None:
         config.require_tls()
         self.models = models
         self._application = Application(
-            models, config.limits, config.roles(), config.hosts()
+            models, config.limits, config.roles(), config.hosts(), decoders
         )
         logging.getLogger(
             "persia_torchrec.serving.access"

@@ -1,4 +1,4 @@
-"""Requests and answers: Open Inference Protocol, version 2, and PERSIA's JSON.
+"""Requests and answers of the Open Inference Protocol, version 2.
 
     <slot>            INT64 or UINT64   ids of all samples, one sample after the other
     <slot>.lengths    INT32  [B]        how many each sample has; may be left out where
@@ -9,21 +9,9 @@
 Over HTTP a tensor is a JSON list, or bytes behind the JSON: little-endian, row by row,
 in the order of the inputs (the extension of binary tensors). Over gRPC it is in
 ``contents`` or in ``raw_input_contents``.
-
-A batch of PERSIA's features as JSON, for ``POST /predict``:
-
-    {"id_type_features": {"item": [[7, 8], []], "user": [[3], [4]]},
-     "non_id_type_features": [[[0.5, 1.0], [0.0, 2.0]]]}
-
-An ID feature has a list of ids, integers in ``[0, 2**64)``, for each sample; a dense
-one, which may be left out, a number or a list of numbers, float32 to the model. Dense
-features are a list, in the model's order, or an object by name. The order of an
-object's keys means nothing.
 """
 
-import json
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -32,82 +20,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.checkpoint.signature import ModelSignature
 from persia_torchrec.errors import BatchError, TooLargeError
-from persia_torchrec.lookup.bags import JaggedIds
-from persia_torchrec.parsing.decoding import KeyPath, convert, decoder_of, shown
-from persia_torchrec.persia.batch import (
-    MAX_BATCH_SIZE,
-    IDTypeFeature,
-    NonIDTypeFeature,
-    PersiaBatch,
-)
-from persia_torchrec.persia.signature import ModelSignature
+from persia_torchrec.lookup.bags import MAX_BATCH_SIZE, Bags, JaggedIds, check_bags
+from persia_torchrec.parsing.decoding import decoder_of, shown
 from persia_torchrec.serving.batching import Inputs, require_dense
-
-
-def parse_json_batch(data: bytes) -> PersiaBatch:
-    """Read a batch from JSON as at the head of this file, or raise BatchError."""
-    try:
-        value = json.loads(data, object_pairs_hook=_build_object)
-    except (ValueError, RecursionError) as exc:
-        raise BatchError(f"A batch must be JSON in UTF-8 ({exc}).") from exc
-    batch = convert(value, _JsonBatch, KeyPath("A batch"), BatchError)
-    return PersiaBatch(
-        [_read_ids(name, ids) for name, ids in batch.id_type_features.items()],
-        _read_all_dense(batch.non_id_type_features),
-        requires_grad=False,
-    )
-
-
-class _JsonBatch(msgspec.Struct, forbid_unknown_fields=True):
-    id_type_features: dict[str, object]
-    non_id_type_features: list[object] | dict[str, object] = []
-
-
-def _build_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Build an object of JSON; reject duplicate keys."""
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        (key, _), *_ = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"each key must be given once. Received: {key!r} twice")
-    return value
-
-
-def _read_ids(name: str, value: object) -> IDTypeFeature:
-    feature = f"Id type feature {name!r}"
-    samples = convert(value, list[list[int]], KeyPath(feature), BatchError)
-    try:
-        flat = np.array([*chain.from_iterable(samples)], dtype=np.uint64)
-    except OverflowError as exc:
-        raise BatchError(
-            f"{feature} must have ids in [0, 2**64). Received: {shown(value)}."
-        ) from exc
-    lengths = np.fromiter(map(len, samples), np.int32, len(samples))
-    return IDTypeFeature.from_flat(name, flat, lengths)
-
-
-def _read_all_dense(
-    values: list[object] | dict[str, object],
-) -> list[NonIDTypeFeature]:
-    if isinstance(values, dict):
-        return [_read_dense(repr(name), value, name) for name, value in values.items()]
-    each = enumerate(values)
-    return [_read_dense(str(n), value, f"number {n}") for n, value in each]
-
-
-def _read_dense(which: str, value: object, feature: str) -> NonIDTypeFeature:
-    name = f"Non-id type feature {which}"
-    samples = convert(value, list[float | list[float]], KeyPath(name), BatchError)
-    try:
-        with np.errstate(over="raise"):
-            array = np.array(samples, dtype=np.float32)
-    except (ValueError, FloatingPointError) as exc:
-        raise BatchError(
-            f"{name} must have a number of float32, or a list of as many numbers, for "
-            f"each sample. Received: {shown(value)}."
-        ) from exc
-    return NonIDTypeFeature(array, feature)
-
 
 Array = npt.NDArray[Any]
 
@@ -542,7 +459,9 @@ def _read_lengths(
             f"Input {lengths.name!r} must be INT32 of shape [batch]. Received: "
             f"{lengths.datatype} of {list(lengths.array.shape)}."
         )
-    return IDTypeFeature.from_flat(ids.name, flat, _native(lengths.array)).lengths
+    found: npt.NDArray[np.int32] = _native(lengths.array)
+    check_bags({ids.name: Bags(flat, found)})
+    return found
 
 
 def _native(array: Array) -> Array:

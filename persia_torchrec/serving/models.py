@@ -20,10 +20,9 @@ from typing import NamedTuple
 import numpy as np
 
 from persia_torchrec import timeouts
+from persia_torchrec.checkpoint.signature import ModelSignature
 from persia_torchrec.errors import BatchError, CheckpointError, PersiaError, ServerError
-from persia_torchrec.persia.batch import PersiaBatch
-from persia_torchrec.persia.signature import ModelSignature
-from persia_torchrec.serving.batching import Floats, Inputs
+from persia_torchrec.serving.batching import Features, Floats, Inputs
 from persia_torchrec.serving.breaker import Breaker, NotAskedError
 from persia_torchrec.serving.predictor import Predictor, repeating
 from persia_torchrec.serving.statistics import Statistics
@@ -194,7 +193,7 @@ class ServedModel:
             return require_signature(version)
 
     def predict(
-        self, version: Version, batch: PersiaBatch | Inputs, *, is_text: bool = False
+        self, version: Version, batch: Features | Inputs, *, is_text: bool = False
     ) -> Answer:
         """Predict with a version that is held; see :meth:`Predictor.predict`."""
         size, predictor = batch.batch_size, version.predictor
@@ -210,7 +209,7 @@ class ServedModel:
             return self._default(exc, version, size)
 
     async def predict_together(
-        self, version: Version, batch: PersiaBatch | Inputs, *, is_text: bool = False
+        self, version: Version, batch: Features | Inputs, *, is_text: bool = False
     ) -> Answer:
         """Predict as :meth:`predict`, with other requests; no thread waits for it."""
         size, predictor = batch.batch_size, version.predictor

@@ -24,6 +24,13 @@ from persia_torchrec.checkpoint.catalog import (
     read_file,
 )
 from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.checkpoint.signature import (
+    EXTRA_FILE,
+    SERVED_MODEL,
+    DenseInput,
+    ModelSignature,
+)
+from persia_torchrec.device.transfer import dense_tensor
 from persia_torchrec.errors import (
     BatchError,
     CheckpointError,
@@ -32,25 +39,18 @@ from persia_torchrec.errors import (
     without_secrets,
 )
 from persia_torchrec.lookup.bags import Bags, JaggedIds
-from persia_torchrec.persia.batch import Dense, NonIDTypeFeature, PersiaBatch
-from persia_torchrec.persia.signature import (
-    EXTRA_FILE,
-    SERVED_MODEL,
-    DenseInput,
-    ModelSignature,
-    distinct_names,
-)
-from persia_torchrec.persia.slot_tensors import dense_tensor
 from persia_torchrec.serving.batching import (
     Batcher,
     Batching,
+    Dense,
+    Features,
     Floats,
     Inputs,
     Waited,
     ignore_wait,
     require_dense,
 )
-from persia_torchrec.serving.embeddings import CollectionsReader, SlotsReader
+from persia_torchrec.serving.embeddings import RowReader
 
 if TYPE_CHECKING:  # it needs TorchRec, which PERSIA's models do not
     from persia_torchrec.sharding.dense_half import CollectionDescription
@@ -148,7 +148,7 @@ class Predictor:
 
     def __init__(
         self,
-        reader: SlotsReader | CollectionsReader,
+        reader: RowReader,
         model: DenseModel,
         batching: Batching | None = None,
     ) -> None:
@@ -191,7 +191,7 @@ class Predictor:
 
     def predict(
         self,
-        batch: PersiaBatch | Inputs,
+        batch: Features | Inputs,
         *,
         is_text: bool = False,
         waited: Waited = ignore_wait,
@@ -217,7 +217,7 @@ class Predictor:
 
     async def predict_together(
         self,
-        batch: PersiaBatch | Inputs,
+        batch: Features | Inputs,
         *,
         is_text: bool = False,
         waited: Waited = ignore_wait,
@@ -230,7 +230,7 @@ class Predictor:
         return await self._batcher.predict_async(model, run, inputs, waited)
 
     def _arrange(
-        self, model: DenseModel, batch: PersiaBatch | Inputs, *, is_text: bool
+        self, model: DenseModel, batch: Features | Inputs, *, is_text: bool
     ) -> Inputs:
         """Return the inputs of the model, checked."""
         if isinstance(batch, Inputs):
@@ -242,7 +242,7 @@ class Predictor:
                 )
         elif model.signature is not None:
             inputs = arrange(batch, model.signature, converts=is_text)
-        elif is_text and len(batch.id_type_features) > 1:
+        elif is_text and len(batch.ids) > 1:
             raise BatchError(
                 f"{model.path} must have the order of its ID features, as "
                 "files of dump_checkpoint(with_jit_model=True) do. Received: one "
@@ -262,7 +262,7 @@ class Predictor:
         self, model: DenseModel, inputs: Inputs, *, must_be_finite: bool = True
     ) -> Floats:
         """Look a batch up and run the model on it."""
-        reader: Any = self.reader
+        reader = self.reader
         pulled, device = reader.look_up_ids(inputs.ids), reader.device
         dense = [dense_tensor(data, device) for data in inputs.dense]
         with torch.inference_mode():
@@ -325,51 +325,47 @@ def make_up(signature: ModelSignature, num: int) -> Inputs:
 
 
 def arrange(
-    batch: PersiaBatch, signature: ModelSignature, *, converts: bool = False
+    features: Features, signature: ModelSignature, *, converts: bool = False
 ) -> Inputs:
-    """Return the features of a batch as a model takes them, in its order.
+    """Return the features of a request as a model takes them, in its order.
 
-    Dense features are found by name, or, where none of the batch has a name of the
+    Dense features are found by name, or, where none of the request has a name of the
     model, by their order. With ``converts`` they get the dtypes of the model.
 
     Raises:
         BatchError: a feature is missing or unknown, or a dense one has another dtype or
             shape.
     """
-    features = {feature.name: feature for feature in batch.id_type_features}
-    _require_names("ID feature", signature.slots, features)
-    names = distinct_names([f.name for f in batch.non_id_type_features])
-    expected = [dense.name for dense in signature.dense]
+    _require_names("ID feature", signature.slots, features.ids)
+    names, expected = [*features.dense], [dense.name for dense in signature.dense]
     if len(names) == len(expected) and not set(names).intersection(expected):
         names = expected
-    dense = dict(zip(names, batch.non_id_type_features, strict=True))
+    dense = dict(zip(names, features.dense.values(), strict=True))
     _require_names("dense feature", expected, dense)
     for due in signature.dense:
         if converts:
             dense[due.name] = _convert(dense[due.name], due)
-        require_dense(due, dense[due.name].data)
-    ordered = PersiaBatch(
-        [features[name] for name in signature.slots],
-        [dense[name] for name in expected],
-        batch_size=batch.batch_size,
-        requires_grad=False,
+        require_dense(due, dense[due.name])
+    ordered = Features(
+        {name: features.ids[name] for name in signature.slots},
+        {name: dense[name] for name in expected},
+        features.batch_size,
     )
     return Inputs.of(ordered, signature)
 
 
-def _convert(feature: NonIDTypeFeature, due: DenseInput) -> NonIDTypeFeature:
-    """Give a feature the dtype of the model, and a column the model's shape."""
-    data = feature.data
+def _convert(data: Any, due: DenseInput) -> Dense:
+    """Return a dense feature with the dtype of the model, a column in its shape."""
     if data.ndim == 1 and due.shape == (1,):
         data = data[:, np.newaxis]
     with np.errstate(invalid="ignore"):
-        converted = data.astype(due.dtype)
+        converted: Dense = data.astype(due.dtype)
     if np.dtype(due.dtype).kind != "f" and (converted != data).any():
         raise BatchError(
             f"Dense feature {due.name!r} must have numbers of {due.dtype}. Received: "
             f"{data[converted != data][0]}."
         )
-    return NonIDTypeFeature(converted, feature.name)
+    return converted
 
 
 def _require_names(

@@ -29,15 +29,15 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingCollection
 
-from persia_torchrec.embedding.setting import Optimizer
-from persia_torchrec.errors import ConfigError
-from persia_torchrec.lookup.bags import POOLINGS, FeatureSpec
-from persia_torchrec.persia.config.embedding_config import (
+from persia_torchrec.embedding.embedding_config import (
     EmbeddingSchema,
     SlotConfig,
     load_embedding_config,
 )
-from persia_torchrec.persia.embedding import EmbeddingConfig
+from persia_torchrec.embedding.setting import Optimizer
+from persia_torchrec.embedding.table_defaults import EmbeddingConfig
+from persia_torchrec.errors import ConfigError
+from persia_torchrec.lookup.bags import POOLINGS, FeatureSpec
 from persia_torchrec.sharding.fused_arguments import (
     FusedOptimizer,
     read_optimizers,

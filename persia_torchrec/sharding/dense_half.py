@@ -17,10 +17,10 @@ import torch
 import torchrec
 from torch import nn
 
+from persia_torchrec.checkpoint.signature import ModelSignature
 from persia_torchrec.errors import CheckpointError, ConfigError
 from persia_torchrec.lookup.bags import FeatureSpec
 from persia_torchrec.parsing.decoding import decoder_of
-from persia_torchrec.persia.signature import ModelSignature
 from persia_torchrec.sharding.exported_program import read_program
 from persia_torchrec.sharding.sharded_module import (
     ShardedRemoteCollection,

@@ -35,7 +35,7 @@ from torchrec.modules.embedding_configs import DATA_TYPE_NUM_BITS, BaseEmbedding
 from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.optim.keyed import CombinedOptimizer
 
-from persia_torchrec.datasets.batches import move, require_batch
+from persia_torchrec.device.batches import move, require_batch
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.pipeline.pipeline import PrefetchedBatch
 from persia_torchrec.sharding import (

@@ -35,8 +35,8 @@ from torchrec import (
 )
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 
-from persia_torchrec.datasets.batches import require_batch, require_keys
-from persia_torchrec.datasets.transfer import ToHost
+from persia_torchrec.device.batches import require_batch, require_keys
+from persia_torchrec.device.transfer import ToHost
 from persia_torchrec.errors import BatchError, ConfigError
 
 Combine = Literal["add", "mul", "concat"]

@@ -29,7 +29,7 @@ import torch
 from torch.nn import functional
 
 from persia_torchrec.client.client import EmbeddingClient, Reply
-from persia_torchrec.datasets.transfer import (
+from persia_torchrec.device.transfer import (
     copy_into,
     copy_out,
     empty_pinned,

@@ -36,12 +36,12 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
 from torchrec.optim.keyed import KeyedOptimizer
 
-from persia_torchrec.datasets.batches import (
+from persia_torchrec.device.batches import (
     JaggedBatch,
     PulledKeyedJaggedTensor,
     require_batch,
 )
-from persia_torchrec.datasets.transfer import to_device
+from persia_torchrec.device.transfer import to_device
 from persia_torchrec.errors import BatchError, ConfigError
 from persia_torchrec.pipeline.pipeline import (
     BatchesInTurn,

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from persia_torchrec import env
-from persia_torchrec.datasets.transfer import ToHost
+from persia_torchrec.device.transfer import ToHost
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.member import JobMember
 from persia_torchrec.job.process_identity import IDS_OF, memory_bytes
 from persia_torchrec.metrics.push import (
     is_published,
-    metrics_settings,
     publish_metrics,
 )
+from persia_torchrec.metrics.push_settings import metrics_settings
 from persia_torchrec.metrics.values import Means, Reading
 from persia_torchrec.parsing.decoding import require_at_least_1
 from persia_torchrec.pipeline.pipeline import BatchPipeline

@@ -21,11 +21,14 @@ import numpy as np
 import numpy.typing as npt
 
 from persia_torchrec.embedding.optim import Optimizer
+from persia_torchrec.embedding.optimizer_engine import (
+    EARLIER_ENGINE,
+    require_engine,
+)
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.jit import intrinsics as cpu
 from persia_torchrec.jit.compiled import compiled, inlined
 from persia_torchrec.jit.float16 import FP32
-from persia_torchrec.persia.config.global_config import EARLIER_ENGINE, require_engine
 from persia_torchrec.store import finite, memory, undo_log
 from persia_torchrec.store.finite import finish_row
 from persia_torchrec.store.index import NOT_FOUND, index_at

@@ -2,29 +2,31 @@
 
 import dataclasses
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torchrec import JaggedTensor, KeyedJaggedTensor
 
-from persia_torchrec.persia.batch import (
-    IDTypeFeature,
-    IDTypeFeatureWithSingleID,
-    NdarrayDataBase,
-    PersiaBatch,
-)
-
 _MAX_VALUES = 512  # of a tensor, evenly spread, whatever its size
 _MAX_TENSORS = 512  # of a batch
+
+
+@runtime_checkable
+class ArrayBatch(Protocol):
+    """A batch, or a part of one, that names its arrays: a ``PersiaBatch``."""
+
+    def batch_arrays(self) -> Iterable[np.ndarray]:
+        """Return the arrays, in an order that is always the same."""
 
 
 def checksum_of(batch: object) -> int | None:
     """Return a checksum of the tensors on the host in a batch; None: it has none.
 
     They are found in tuples, lists, dictionaries, dataclasses, ``KeyedJaggedTensor``
-    and ``PersiaBatch``. Of a large tensor 512 values count, and its shape. Nothing is
-    copied from a device.
+    and each ``ArrayBatch``. Of a large tensor 512 values count, and its shape. Nothing
+    is copied from a device.
     """
     arrays: list[np.ndarray] = []
     _collect(batch, arrays)
@@ -79,9 +81,5 @@ def _parts(value: object) -> Iterator[object]:
     elif dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
             yield getattr(value, field.name, None)
-    elif isinstance(value, PersiaBatch):
-        yield from (*value.id_type_features, *value.non_id_type_features, *value.labels)
-    elif isinstance(value, IDTypeFeature):
-        yield from (value.ids, value.lengths)
-    elif isinstance(value, IDTypeFeatureWithSingleID | NdarrayDataBase):
-        yield value.data
+    elif isinstance(value, ArrayBatch):
+        yield from value.batch_arrays()

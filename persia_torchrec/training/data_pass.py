@@ -24,7 +24,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,6 @@ from torch import nn
 
 from persia_torchrec.datasets.dataset import RowDataset
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.persia.loader import DataLoader
 from persia_torchrec.sharding.torchrec_api import has_iterator
 from persia_torchrec.training.checksum import checksum_of
 from persia_torchrec.training.data_state import state_of_data
@@ -50,6 +49,21 @@ class _Kept(NamedTuple):
 
     position: int
     state: Any
+
+
+@runtime_checkable
+class NumberedBatches(Protocol):
+    """A loader of batches that data loader processes number, as PERSIA's.
+
+    Attributes:
+        handed: by data loader, the number of its last batch that was handed out.
+    """
+
+    @property
+    def handed(self) -> Mapping[int, int]: ...  # noqa: D102
+
+    def leave_out(self, trained: Mapping[int, int]) -> None:
+        """Yield no batch up to the last one of each data loader that is trained."""
 
 
 class DataPass:
@@ -89,7 +103,7 @@ class DataPass:
         handed = [name for name, value in data.items() if value is batches]
         self._own = handed[0] if handed else None
         self._data = {name: data[name] for name in handed[:1]}
-        is_known = isinstance(batches, RowDataset | DataLoader)
+        is_known = isinstance(batches, RowDataset | NumberedBatches)
         inside = [] if is_known else [*reachable(batches, hidden)]
         found = {id(one) for one in inside}
         self._data |= {n: v for n, v in data.items() if found & _ids_of(v)}

@@ -15,14 +15,14 @@ from torchrec.distributed.types import ShardedModule
 
 from persia_torchrec import timeouts
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.client.checkpoint_client import SavedCheckpoint
-from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.errors import ConfigError
-from persia_torchrec.persia.signature import (
+from persia_torchrec.checkpoint.signature import (
     SERVED_MODEL,
     DenseInput,
     ModelSignature,
 )
+from persia_torchrec.client.checkpoint_client import SavedCheckpoint
+from persia_torchrec.client.client import EmbeddingClient
+from persia_torchrec.errors import ConfigError
 from persia_torchrec.sharding.dense_half import (
     Arguments,
     CollectionDescription,

@@ -38,7 +38,6 @@ from persia_torchrec.datasets.dataset import RowDataset
 from persia_torchrec.errors import CheckpointError, ConfigError
 from persia_torchrec.job.member import JobMember
 from persia_torchrec.job.saves import Saves
-from persia_torchrec.persia.loader import DataLoader, PersiaTrainingBatch
 from persia_torchrec.sharding.optimizer import restore_groups
 from persia_torchrec.sharding.state_dict import without_rows
 from persia_torchrec.sharding.table_control import Sharders, table_controls
@@ -54,7 +53,11 @@ from persia_torchrec.training.checkpoint import (
     save_checkpoint,
     state_bytes,
 )
-from persia_torchrec.training.data_pass import DataPass, has_position
+from persia_torchrec.training.data_pass import (
+    DataPass,
+    NumberedBatches,
+    has_position,
+)
 from persia_torchrec.training.data_state import (
     Buffers,
     Generator,
@@ -258,11 +261,10 @@ class Recovery:
         if saved is None or self._num_passes > saved["num_passes"]:
             if saved is not None:
                 set_random_state(saved["random"], self._generators())
-            if isinstance(batches, DataLoader):
-                dataset = batches.dataset
             self.num_batches = 0
             # A stream continues: what earlier passes had of it is trained.
-            self.last_numbers = dict(getattr(dataset, "handed", {}))
+            numbered = batches if isinstance(batches, NumberedBatches) else dataset
+            self.last_numbers = dict(getattr(numbered, "handed", {}))
             is_resumed, self._is_behind_resume = self._is_behind_resume, False
             return current.begin(self._note_random, is_resumed=is_resumed)
         return self._resume_pass(batches, saved)
@@ -335,15 +337,15 @@ class Recovery:
         assert current is not None
         self._random, self._is_behind_resume = saved["random_at_pass"], True
         self.num_batches, self.last_numbers = saved["num_batches"], saved["last"]
-        if isinstance(batches, DataLoader):
-            batches.dataset.trained = dict(self.last_numbers)
+        if isinstance(batches, NumberedBatches):
+            batches.leave_out(self.last_numbers)
 
         def set_random() -> None:
             set_random_state(self._random, self._generators())
 
         # A queue, data loaders and streams say by themselves what is left for whom.
-        is_own = not (_is_queued(batches) or isinstance(batches, DataLoader | Iterator))
-        if saved.get("has_ended") and is_own:
+        says_itself = isinstance(batches, NumberedBatches | Iterator)
+        if saved.get("has_ended") and not (says_itself or _is_queued(batches)):
             return self._end_pass(batches, saved, set_random)
         rest = current.resume(saved, set_random, self._report_others)
         set_random_state(saved["random"], self._generators())
@@ -406,16 +408,16 @@ class Recovery:
     def _random_state(self) -> dict[str, Any]:
         return random_state(self._generators())
 
-    def count(
-        self, batches: Iterator[PersiaTrainingBatch]
-    ) -> Iterator[PersiaTrainingBatch]:
+    def count(self, batches: Iterator[T]) -> Iterator[T]:
         """Count the batches of a pass when they are handed out, to be trained next."""
         for batch in self.watch(batches):
             self.num_batches += 1
             if self._pass is not None:
                 self._pass.count(1)
-            if batch.loader is not None and batch.batch_id is not None:
-                self.last_numbers[batch.loader] = batch.batch_id
+            loader = getattr(batch, "loader", None)
+            batch_id = getattr(batch, "batch_id", None)
+            if loader is not None and batch_id is not None:
+                self.last_numbers[loader] = batch_id
             yield batch
 
     def watch(self, batches: Iterator[T]) -> Iterator[T]:

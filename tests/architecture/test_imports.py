@@ -97,7 +97,7 @@ def test_a_client_that_has_looked_ids_up_has_no_store():
 @pytest.mark.multiprocess
 def test_both_ends_of_a_stream_of_batches_have_neither_store_nor_client():
     modules = modules_after("-c", STREAMS + TELLS)
-    require_no_store(modules, 26)
+    require_no_store(modules, 28)
     assert "persia_torchrec.client" not in modules
 
 
@@ -117,5 +117,5 @@ def test_a_data_loader_that_has_sent_a_batch_compiles_nothing(
         for batch in batches:
             ctx.backward(ctx.forward(batch)[0].sum())
         assert job.num_rows() == 3
-    require_no_store(modules, 52)
+    require_no_store(modules, 55)
     assert not modules & {"numba", "llvmlite", "torch"}

@@ -19,12 +19,12 @@ import persia_torchrec as package
 from persia_torchrec import components, data
 from persia_torchrec.ctx import TrainCtx
 from persia_torchrec.embedding.data import PersiaBatch
+from persia_torchrec.embedding.embedding_config import SlotConfig
 from persia_torchrec.job.coordinator import CoordinatorConfig
 from persia_torchrec.job.supervisor import SupervisorConfig
 from persia_torchrec.job.torchrun import AgentConfig
 from persia_torchrec.parsing.command_line import add_flags
 from persia_torchrec.persia import k8s_utils, launcher
-from persia_torchrec.persia.config.embedding_config import SlotConfig
 from persia_torchrec.persia.convert import Conversion
 from persia_torchrec.persia.worker.__main__ import WorkerFlags
 from persia_torchrec.server.__main__ import ServerFlags

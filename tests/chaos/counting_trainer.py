@@ -18,10 +18,10 @@ from torch import nn
 
 from persia_torchrec.ctx import TrainCtx
 from persia_torchrec.data import DataLoader, StreamingDataset
+from persia_torchrec.embedding.embedding_config import load_embedding_config
 from persia_torchrec.embedding.optim import SGD, Adagrad
+from persia_torchrec.embedding.table_defaults import EmbeddingConfig
 from persia_torchrec.env import embedding_config_path, get_rank
-from persia_torchrec.persia.config.embedding_config import load_embedding_config
-from persia_torchrec.persia.embedding import EmbeddingConfig
 from persia_torchrec.persia.engine import connect_to_job
 from tests.chaos.counting import all_ids
 from tests.support.processes import DEADLINE_S

@@ -8,9 +8,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from persia_torchrec.embedding.embedding_config import load_embedding_config
 from persia_torchrec.job.member_record import MemberRecord
 from persia_torchrec.job.registry import AddressBook
-from persia_torchrec.persia.config.embedding_config import load_embedding_config
 from persia_torchrec.routing.route import is_of_shard
 from tests.chaos import counting
 from tests.chaos.killing import AGENT, RAISING, SUPERVISOR, Killer, recovering_job

@@ -4,9 +4,9 @@ import sys
 import pytest
 from click.testing import CliRunner
 
+from persia_torchrec.checkpoint.signature import SERVED_MODEL
 from persia_torchrec.command import main
 from persia_torchrec.parsing.command_line import parse_flags
-from persia_torchrec.persia.signature import SERVED_MODEL
 from persia_torchrec.serving.__main__ import ServingFlags
 from persia_torchrec.version import __version__
 

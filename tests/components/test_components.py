@@ -26,6 +26,7 @@ from tests.support.components import (
     load,
 )
 from tests.support.repository import ROOT
+from tests.support.script_jobs import INFER
 
 
 def train(**changes):
@@ -75,6 +76,16 @@ def test_the_coordinator_is_the_first_role_and_has_the_number_of_the_others():
         *("--num-loaders", "4"),
         *("--num-trainers", "1"),
     ]
+
+
+@pytest.mark.parametrize("name", ["train", "serve", "data_loader", "nn_worker"])
+def test_a_job_is_rejected_where_the_file_is_of_servers_without_one(tmp_path, name):
+    path = tmp_path / "global_config.yml"
+    path.write_text(INFER)
+    with pytest.raises(
+        ConfigError, match=r"must belong to a job that trains. Received"
+    ):
+        load(name)(**{**COMPONENTS[name], "global_config": str(path)})
 
 
 def test_a_job_may_have_no_embedding_workers():

@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from persia_torchrec.command import main
-from persia_torchrec.datasets.batches import TorchRecBatch
+from persia_torchrec.device.batches import TorchRecBatch
 from tests.support.repository import ROOT
 
 PAGE = (ROOT / "docs/data.md").read_text()

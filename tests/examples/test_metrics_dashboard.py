@@ -8,11 +8,11 @@ import pytest
 import yaml
 
 from persia_torchrec.client.client import BatchNumber
+from persia_torchrec.embedding.embedding_config import load_embedding_config
 from persia_torchrec.embedding.optim import SGD
+from persia_torchrec.metrics.push_settings import MetricsSettings
 from persia_torchrec.metrics.values import Means, ServerReadings
 from persia_torchrec.persia import worker_client as trainer
-from persia_torchrec.persia.config.embedding_config import load_embedding_config
-from persia_torchrec.persia.config.global_config import MetricsSettings
 from persia_torchrec.persia.worker.process import (
     IdBuffer,
     WorkerProcess,

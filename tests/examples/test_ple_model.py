@@ -9,7 +9,7 @@ from torch.nn import functional
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 
 from examples.ple import model
-from persia_torchrec.datasets.batches import TorchRecBatch
+from persia_torchrec.device.batches import TorchRecBatch
 
 WIDTH = 272
 COLUMNS = [("pid", 10), ("tags", 50)]

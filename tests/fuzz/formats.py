@@ -57,11 +57,11 @@ from persia_torchrec.persia.batch import (
     encode_rest,
 )
 from persia_torchrec.persia.convert import Conversion, convert_checkpoint
+from persia_torchrec.persia.predict_requests import parse_json_batch
 from persia_torchrec.rpc import messages
 from persia_torchrec.rpc.float_codec import decode_floats, encode_floats
 from persia_torchrec.rpc.messages import Header, Kind, Share
 from persia_torchrec.server.checkpoint_service import CheckpointRequest
-from persia_torchrec.serving.inference_protocol import parse_json_batch
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
 from tests.fuzz.mutations import (

@@ -22,7 +22,9 @@ import zmq
 from torch import nn
 
 from persia_torchrec import env
+from persia_torchrec.checkpoint.signature import ModelSignature
 from persia_torchrec.client.client import EmbeddingClient
+from persia_torchrec.embedding.embedding_config import load_embedding_config
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import FrameError
 from persia_torchrec.job.process_identity import ProcessIdentity
@@ -31,9 +33,9 @@ from persia_torchrec.job.requests import Beat, FindNotes, Register, Report, SetN
 from persia_torchrec.lookup.bags import Bags, encode_bags
 from persia_torchrec.parsing.decoding import parse_json
 from persia_torchrec.persia.batch import encode_rest
-from persia_torchrec.persia.config.embedding_config import load_embedding_config
-from persia_torchrec.persia.signature import ModelSignature
+from persia_torchrec.persia.predict_requests import DECODERS
 from persia_torchrec.persia.slots import SlotsLookup, build_features
+from persia_torchrec.persia.slots_reader import SlotsReader
 from persia_torchrec.persia.stream import Inbox
 from persia_torchrec.persia.worker.process import IdBuffer, WorkerProcess
 from persia_torchrec.rpc import messages, slab
@@ -43,7 +45,6 @@ from persia_torchrec.rpc.listener_thread import Service
 from persia_torchrec.rpc.messages import Header, Kind, Share, encode_json
 from persia_torchrec.rpc.slab_client import SharedMemoryTransport, obtain
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
-from persia_torchrec.serving.embeddings import SlotsReader
 from persia_torchrec.serving.grpc_server import GrpcServer
 from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
 from persia_torchrec.serving.models import Models, Version
@@ -116,7 +117,7 @@ class Zeros(nn.Module):
 
 
 def serve_http(address: str) -> None:
-    _tell(PredictionServer(_zeros(address), SERVING).address)
+    _tell(PredictionServer(_zeros(address), SERVING, DECODERS).address)
     threading.Event().wait()
 
 

@@ -5,8 +5,8 @@ import random
 import struct
 from collections.abc import Callable
 
+from persia_torchrec.checkpoint.signature import DenseInput, ModelSignature
 from persia_torchrec.errors import BatchError
-from persia_torchrec.persia.signature import DenseInput, ModelSignature
 from persia_torchrec.serving.grpc_server import (
     MESSAGES,
     count_values,

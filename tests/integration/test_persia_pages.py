@@ -41,6 +41,7 @@ from persia_torchrec.ctx import (
 )
 from persia_torchrec.data import DataLoader, IterableDataset, StreamingDataset
 from persia_torchrec.embedding.optim import SGD, Adagrad, Adam
+from persia_torchrec.embedding.table_defaults import EmbeddingConfig
 from persia_torchrec.persia.batch import (
     IDTypeFeature,
     IDTypeFeatureWithSingleID,
@@ -48,9 +49,8 @@ from persia_torchrec.persia.batch import (
     NonIDTypeFeature,
     PersiaBatch,
 )
-from persia_torchrec.persia.config.global_config import load_global_config
 from persia_torchrec.persia.distributed import BaguaDistributedOption, DDPOption
-from persia_torchrec.persia.embedding import EmbeddingConfig
+from persia_torchrec.persia.global_config import load_global_config
 from tests.integration.persia_page_scripts import Scripts
 from tests.support.local_job import LocalJob, Sending
 

@@ -1,6 +1,7 @@
 """DLRM and PLE of the examples, served: the AUC over HTTP is the model's."""
 
 import contextlib
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,10 +14,11 @@ from torchrec.models.dlrm import DLRM, DLRMTrain
 
 from examples.ple.model import DenseModel, Losses, MultiTaskModel, make_collections
 from persia_torchrec import export_for_serving, remote_sharders
-from persia_torchrec.datasets.batches import TorchRecBatch
+from persia_torchrec.device.batches import TorchRecBatch
 from persia_torchrec.embedding.optim import Adagrad
 from persia_torchrec.persia.batch import IDTypeFeature, NonIDTypeFeature, PersiaBatch
-from persia_torchrec.serving.embeddings import host_checkpoint
+from persia_torchrec.persia.predict_requests import DECODERS
+from persia_torchrec.serving.embeddings import CollectionsReader, host_checkpoint
 from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
 from persia_torchrec.serving.models import Models, Version
 from persia_torchrec.serving.predictor import Predictor, load_model
@@ -138,12 +140,13 @@ def test_the_auc_over_http_is_that_of_the_evaluation(servers, tmp_path, kind):
         served, tmp_path, client, example.arguments(Data(200)), timeout_s=60
     )
     loaded = load_model(saved.path, "serving_model.pt")
+    opened = partial(CollectionsReader, collections=loaded.collections)
     with contextlib.ExitStack() as stack:
-        reader = stack.enter_context(host_checkpoint(saved.path, loaded.collections))
+        reader = stack.enter_context(host_checkpoint(saved.path, opened))
         models = Models()
         stack.callback(models.close)
         models.add("model").add(Version(Predictor(reader, loaded)))
-        server = PredictionServer(models, HttpConfig())
+        server = PredictionServer(models, HttpConfig(), DECODERS)
         stack.callback(server.close)
         found = [predict(server.address, example.body(data)) for data in tests]
     predicted = torch.tensor(np.concatenate(found).reshape(len(labels), -1)).float()

@@ -15,8 +15,8 @@ from persia_torchrec import timeouts
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.metrics.endpoint import Answer, Endpoint, begin, labels_of
 from persia_torchrec.metrics.push import is_published, publish_metrics
+from persia_torchrec.metrics.push_settings import MetricsSettings
 from persia_torchrec.metrics.values import Durations, Means, Reading
-from persia_torchrec.persia.config.global_config import MetricsSettings
 from persia_torchrec.rpc.addresses import raise_descriptor_limit
 from tests.support.ports import draw_ports
 from tests.support.processes import wait_until

@@ -12,8 +12,8 @@ from persia_torchrec import timeouts
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.metrics import push as gateway_module
 from persia_torchrec.metrics.push import is_pushed, push_metrics
+from persia_torchrec.metrics.push_settings import MetricsSettings
 from persia_torchrec.metrics.values import Means, Observations, Reading
-from persia_torchrec.persia.config.global_config import MetricsSettings
 from tests.support.processes import wait_until
 from tests.support.servers import DEADLINE_S
 

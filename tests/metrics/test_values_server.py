@@ -8,6 +8,7 @@ import pytest
 
 from persia_torchrec import SGD
 from persia_torchrec.client.client import BatchNumber
+from persia_torchrec.metrics.push_settings import MetricsSettings
 from persia_torchrec.metrics.values import (
     BIN_ENDS_S,
     GAUGES,
@@ -20,7 +21,6 @@ from persia_torchrec.metrics.values import (
     bins_of,
     quantile_us,
 )
-from persia_torchrec.persia.config.global_config import MetricsSettings
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
 from persia_torchrec.table import TableSpec
 from tests.support.gateway import Gateway

@@ -7,13 +7,13 @@ import msgspec
 import pytest
 import yaml
 
-from persia_torchrec.errors import ConfigError
-from persia_torchrec.parsing.yaml_file import DIFFERENCES
-from persia_torchrec.persia.config.embedding_config import (
+from persia_torchrec.embedding.embedding_config import (
     SlotConfig,
     load_embedding_config,
 )
-from persia_torchrec.persia.config.global_config import (
+from persia_torchrec.errors import ConfigError
+from persia_torchrec.parsing.yaml_file import DIFFERENCES
+from persia_torchrec.persia.global_config import (
     GlobalSettings,
     load_global_config,
     reject_inference,

@@ -1,6 +1,7 @@
 import pytest
 
 from tests.support.local_job import LocalJob
+from tests.support.yaml_configs import global_config  # noqa: F401
 
 
 @pytest.fixture

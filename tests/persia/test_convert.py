@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from persia_torchrec.checkpoint.catalog import Manifest, find_checkpoint
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.data import DataLoader
+from persia_torchrec.embedding.embedding_config import load_embedding_config
 from persia_torchrec.embedding.optim import SGD, Adagrad, Adam
+from persia_torchrec.embedding.table_defaults import EmbeddingConfig
 from persia_torchrec.errors import CheckpointError, ConfigError, RemoteError
 from persia_torchrec.lookup.bags import Bags
-from persia_torchrec.persia.config.embedding_config import load_embedding_config
 from persia_torchrec.persia.convert import Conversion, convert_checkpoint, main
-from persia_torchrec.persia.embedding import EmbeddingConfig
 from persia_torchrec.persia.slots import SlotsLookup, build_features, build_tables
 from tests.support import reference
 from tests.support.local_job import Batches, LocalJob, SumOfEmbeddings, batch_of

@@ -8,11 +8,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from persia_torchrec.embedding.optim import SGD
+from persia_torchrec.embedding.table_defaults import EmbeddingConfig
 from persia_torchrec.errors import BatchError, ConfigError, PersiaError
-from persia_torchrec.lookup.bags import build_bags, encode_bags
+from persia_torchrec.lookup.bags import encode_bags
 from persia_torchrec.persia.batch import Origin, decode_rest, encode_rest
 from persia_torchrec.persia.distributed import DDPOption
-from persia_torchrec.persia.embedding import EmbeddingConfig
 from persia_torchrec.persia.engine import Engine, HybridModel
 from persia_torchrec.persia.loader import LookupSettings
 from persia_torchrec.persia.worker_client import RemoteWorkers
@@ -71,7 +71,7 @@ def test_the_dense_half_is_replicated_and_the_rows_are_on_the_servers(job, engin
 def test_a_batch_is_pulled_from_where_its_ids_wait(job, engine):
     loader = RemoteWorkers([job.workers[0].address])
     batch = batch_of([1], [1, 2])
-    bags = build_bags({feature.name: feature for feature in batch.id_type_features})
+    bags = batch.bags()
     origin = Origin(loader=4, number=1, worker=0)
     assert loader.buffer(0, origin, encode_bags(bags))
     referenced = decode_rest(bytearray(encode_rest(batch)), origin)

@@ -5,10 +5,10 @@ import torch
 from torchrec.distributed.types import ShardingEnv
 
 from persia_torchrec.client.codec import BatchCount
+from persia_torchrec.embedding.embedding_config import load_embedding_config
 from persia_torchrec.embedding.optim import SGD
+from persia_torchrec.embedding.table_defaults import EmbeddingConfig
 from persia_torchrec.errors import RemoteError
-from persia_torchrec.persia.config.embedding_config import load_embedding_config
-from persia_torchrec.persia.embedding import EmbeddingConfig
 from persia_torchrec.persia.engine import SlotsSharder, make_collection
 from persia_torchrec.persia.slots import build_features, build_tables
 from persia_torchrec.persia.worker_client import RemoteWorkers

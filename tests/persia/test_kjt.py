@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from torchrec import KeyedJaggedTensor
 
-from persia_torchrec.datasets.batches import TorchRecBatch
+from persia_torchrec.device.batches import TorchRecBatch
 from persia_torchrec.errors import BatchError
 from persia_torchrec.persia.batch import (
     DTYPES,

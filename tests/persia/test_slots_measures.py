@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from persia_torchrec.client.client import BatchNumber
+from persia_torchrec.embedding.embedding_config import load_embedding_config
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import BatchError
 from persia_torchrec.lookup.bags import encode_bags
+from persia_torchrec.metrics.push_settings import MetricsSettings
 from persia_torchrec.metrics.values import Means
-from persia_torchrec.persia.config.embedding_config import load_embedding_config
-from persia_torchrec.persia.config.global_config import MetricsSettings
 from persia_torchrec.persia.slots import LookupMeasures, SlotsLookup
 from persia_torchrec.persia.worker.process import (
     IdBuffer,

@@ -2,11 +2,15 @@ import numpy as np
 import pytest
 
 from persia_torchrec import AdmitAll, AdmitProbability, Uniform
+from persia_torchrec.embedding.embedding_config import load_embedding_config
 from persia_torchrec.embedding.optim import SGD, Adam
-from persia_torchrec.lookup.bags import FeatureSpec, build_bags, check_bags
-from persia_torchrec.persia.batch import IDTypeFeature, IDTypeFeatureWithSingleID
-from persia_torchrec.persia.config.embedding_config import load_embedding_config
-from persia_torchrec.persia.embedding import EmbeddingConfig
+from persia_torchrec.embedding.table_defaults import EmbeddingConfig
+from persia_torchrec.lookup.bags import FeatureSpec, check_bags
+from persia_torchrec.persia.batch import (
+    IDTypeFeature,
+    IDTypeFeatureWithSingleID,
+    PersiaBatch,
+)
 from persia_torchrec.persia.slots import build_features, build_tables
 from persia_torchrec.table import TableSpec
 from tests.support.servers import ids_of
@@ -67,7 +71,7 @@ def test_the_defaults_are_persias(schema):
 def test_features_become_bags_without_a_copy():
     one = IDTypeFeatureWithSingleID("user", ids_of(5, 2**64 - 1))
     many = IDTypeFeature("item", [ids_of(7, 7), ids_of()])
-    bags = build_bags({"user": one, "item": many})
+    bags = PersiaBatch([one, many], requires_grad=False).bags()
     assert list(bags) == ["user", "item"]
     assert bags["user"].lengths.tolist() == [1, 1]
     assert bags["item"].ids.tolist() == [7, 7]

@@ -12,8 +12,9 @@ import tracemalloc
 import grpc
 import pytest
 
+from persia_torchrec.checkpoint.signature import DenseInput, ModelSignature
 from persia_torchrec.errors import BatchError, TooLargeError
-from persia_torchrec.persia.signature import DenseInput, ModelSignature
+from persia_torchrec.persia.predict_requests import DECODERS
 from persia_torchrec.serving.grpc_server import GrpcServer
 from persia_torchrec.serving.http_requests import require_few_values, require_shallow
 from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
@@ -36,7 +37,8 @@ def server():
         models = Models()
         models.add("model").add(version_of(servers.client(servers.start(1)), 1.5))
         config = HttpConfig(grpc_port=0)
-        http, rpc = PredictionServer(models, config), GrpcServer(models, config)
+        http = PredictionServer(models, config, DECODERS)
+        rpc = GrpcServer(models, config)
         yield http, rpc
         rpc.close()
         http.close()

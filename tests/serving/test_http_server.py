@@ -16,8 +16,9 @@ from torch import nn
 from persia_torchrec import env
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.persia.predict_requests import DECODERS
 from persia_torchrec.persia.slots import SlotsLookup
-from persia_torchrec.serving.embeddings import SlotsReader
+from persia_torchrec.persia.slots_reader import SlotsReader
 from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
 from persia_torchrec.serving.models import Models, Version
 from persia_torchrec.serving.predictor import DenseModel, Predictor
@@ -69,7 +70,9 @@ def serve(servers):
         reader = SlotsReader(SlotsLookup(client, [FEATURE]), torch.device("cpu"))
         models = Models()
         models.add("model").add(Version(Predictor(reader, DenseModel(model, "model"))))
-        started.append((PredictionServer(models, HttpConfig(**settings)), running))
+        started.append(
+            (PredictionServer(models, HttpConfig(**settings), DECODERS), running)
+        )
         return started[-1]
 
     yield start

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from persia_torchrec.persia.predict_requests import DECODERS
 from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
 from persia_torchrec.serving.models import Models
 from tests.support.item_model import INPUTS, version_of
@@ -24,7 +25,7 @@ def serve(servers, monkeypatch):
     def start(**settings):
         models = Models()
         models.add("model").add(version_of(servers.client(servers.start(1)), 1.5))
-        started.append(PredictionServer(models, HttpConfig(**settings)))
+        started.append(PredictionServer(models, HttpConfig(**settings), DECODERS))
         return started[-1]
 
     yield start

@@ -11,7 +11,7 @@ from torch import nn
 from persia_torchrec.ctx import eval_ctx
 from persia_torchrec.data import DataLoader
 from persia_torchrec.embedding.optim import Adagrad
-from persia_torchrec.persia.embedding import EmbeddingConfig
+from persia_torchrec.embedding.table_defaults import EmbeddingConfig
 from tests.support.faults import kill
 from tests.support.inference_job import (
     InferenceJob,

@@ -15,8 +15,9 @@ from torch import nn
 
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import CheckpointError, ServerError
+from persia_torchrec.persia.predict_requests import features_of
 from persia_torchrec.persia.slots import SlotsLookup
-from persia_torchrec.serving.embeddings import SlotsReader
+from persia_torchrec.persia.slots_reader import SlotsReader
 from persia_torchrec.serving.models import ServedModel, Version, following_checkpoints
 from persia_torchrec.serving.predictor import DenseModel, Predictor
 from persia_torchrec.serving.statistics import Statistics
@@ -172,7 +173,7 @@ def test_a_later_checkpoint_is_loaded_with_its_rows_and_the_previous_one_leaves(
 
     def predicted():
         with models.using() as version:
-            batch = batch_of([7], requires_grad=False)
+            batch = features_of(batch_of([7], requires_grad=False))
             return models.predict(version, batch).output.item()
 
     assert predicted() == 12.0  # rows and dense model of checkpoint 1
@@ -238,7 +239,8 @@ def test_while_embeddings_are_away_each_sample_gets_the_default_answer(servers, 
 
     def predicted():
         with models.using() as version:
-            return models.predict(version, batch_of([7], [], requires_grad=False))
+            batch = features_of(batch_of([7], [], requires_grad=False))
+            return models.predict(version, batch)
 
     answer = predicted()
     assert (answer.output.tolist(), answer.is_degraded) == ([[1.0], [1.0]], False)
@@ -270,7 +272,7 @@ def test_a_hundred_loads_and_unloads_leave_nothing(servers):
     def load_and_unload(number):
         model.load(str(number))
         with model.using() as version:
-            batch = batch_of([7], requires_grad=False)
+            batch = features_of(batch_of([7], requires_grad=False))
             assert model.predict(version, batch).output.item() == 3.0
         model.unload()
 

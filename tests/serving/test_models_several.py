@@ -7,6 +7,7 @@ import pytest
 
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.parsing.command_line import parse_flags
+from persia_torchrec.persia.predict_requests import DECODERS
 from persia_torchrec.serving.__main__ import ServingFlags
 from persia_torchrec.serving.grpc_server import GrpcServer
 from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
@@ -40,7 +41,8 @@ def served():
         for name, value in (("a", 1.0), ("b", 10.0)):
             models.add(name, open_of(name, value)).load()
         config = HttpConfig(grpc_port=0)
-        http, rpc = PredictionServer(models, config), GrpcServer(models, config)
+        http = PredictionServer(models, config, DECODERS)
+        rpc = GrpcServer(models, config)
         yield http, rpc, running
         rpc.close()
         http.close()

@@ -6,7 +6,7 @@ from torch import nn
 
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.persia.slots import SlotsLookup
-from persia_torchrec.serving.embeddings import SlotsReader
+from persia_torchrec.persia.slots_reader import SlotsReader
 from persia_torchrec.serving.predictor import (
     Predictor,
     choose_device,

@@ -21,6 +21,7 @@ from persia_torchrec.persia.batch import (
     NonIDTypeFeature,
     PersiaBatch,
 )
+from persia_torchrec.persia.predict_requests import features_of
 from persia_torchrec.serving import batching as module
 from persia_torchrec.serving.batching import Batcher, Batching, Inputs, join
 from tests.support.processes import wait_until
@@ -40,7 +41,7 @@ def batch(*lengths, first=0):
         [NonIDTypeFeature(np.arange(first, first + num, dtype=np.float32)[:, None])],
         requires_grad=False,
     )
-    return Inputs.of(batch)
+    return Inputs.of(features_of(batch))
 
 
 def sums(of):

@@ -3,6 +3,7 @@
 import contextlib
 import re
 import urllib.request
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,9 +12,11 @@ from torch import nn
 
 from persia_torchrec.ctx import InferCtx, eval_ctx
 from persia_torchrec.data import DataLoader
+from persia_torchrec.embedding.embedding_config import load_embedding_config
 from persia_torchrec.embedding.optim import Adagrad
-from persia_torchrec.persia.config.embedding_config import load_embedding_config
-from persia_torchrec.persia.embedding import EmbeddingConfig
+from persia_torchrec.embedding.table_defaults import EmbeddingConfig
+from persia_torchrec.persia.predict_requests import DECODERS
+from persia_torchrec.persia.slots_reader import open_slots
 from persia_torchrec.persia.worker_client import RemoteWorkers
 from persia_torchrec.serving.app import describe_answer
 from persia_torchrec.serving.embeddings import host_checkpoint
@@ -112,7 +115,8 @@ def test_predictions_follow_a_training(tmp_path, monkeypatch):
         ctx.dump_checkpoint(run, with_jit_model=True)
         first = evaluate(model)
         schema = load_embedding_config(job.config_path)
-        hosting = host_checkpoint(run, schema, num_servers=2, incremental_dir=logs)
+        opened = partial(open_slots, schema=schema)
+        hosting = host_checkpoint(run, opened, num_servers=2, incremental_dir=logs)
         with hosting as reader, contextlib.ExitStack() as stack:
             predictor = Predictor(reader, load_model(run, "jit_dense.pt"))
             stack.enter_context(following_model(predictor, run, "jit_dense.pt", 0.1))
@@ -120,7 +124,7 @@ def test_predictions_follow_a_training(tmp_path, monkeypatch):
             stack.callback(models.close)
             served = models.add("model")
             served.add(Version(predictor))
-            server = PredictionServer(models, HttpConfig())
+            server = PredictionServer(models, HttpConfig(), DECODERS)
             stack.callback(server.close)
             assert are_close(predict_all(server.address, EVALUATION), first)
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from persia_torchrec.checkpoint.signature import ModelSignature
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.persia.signature import ModelSignature
 from persia_torchrec.serving.predictor import Trust, load_model
 from persia_torchrec.sharding.dense_half import Arguments, ExportedModel
 

@@ -9,7 +9,7 @@ from torchrec import EmbeddingBagConfig, PoolingType
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from persia_torchrec import SGD, MultiHashEmbeddingBagCollection, remote_sharders
-from persia_torchrec.datasets.transfer import ToHost
+from persia_torchrec.device.transfer import ToHost
 from persia_torchrec.errors import BatchError, ConfigError
 from tests.support.remote_job import CPU, META, RemoteJob, kjt_of
 

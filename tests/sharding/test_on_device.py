@@ -32,7 +32,7 @@ from persia_torchrec import (
     accumulate,
 )
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.datasets.batches import JaggedBatch
+from persia_torchrec.device.batches import JaggedBatch
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.persia.data_parallel import average_as_bytes
 from persia_torchrec.sharding.mixed import MixedCollection

@@ -32,10 +32,10 @@ from persia_torchrec import (
     remote_sharders,
 )
 from persia_torchrec.data import DataLoader
-from persia_torchrec.datasets.transfer import Staging
+from persia_torchrec.device.transfer import Staging
 from persia_torchrec.persia.batch import IDTypeFeature, Label, PersiaBatch
 from persia_torchrec.persia.slots import SlotsLookup, build_features
-from persia_torchrec.serving.embeddings import SlotsReader
+from persia_torchrec.persia.slots_reader import SlotsReader
 from tests.support.local_job import Batches, LocalJob
 from tests.support.places import CPU
 from tests.support.remote_job import META, kjt_of

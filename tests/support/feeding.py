@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from persia_torchrec.ctx import DataCtx
+from persia_torchrec.embedding.table_defaults import EmbeddingConfig
 from persia_torchrec.persia.batch import PersiaBatch
-from persia_torchrec.persia.embedding import EmbeddingConfig
 from persia_torchrec.persia.worker import __main__ as worker
 from tests.support.local_job import LocalJob, batch_of
 from tests.support.processes import Processes

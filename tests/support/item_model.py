@@ -3,10 +3,10 @@
 import numpy as np
 from torch import nn
 
+from persia_torchrec.checkpoint.signature import ModelSignature
 from persia_torchrec.embedding.optim import SGD
-from persia_torchrec.persia.signature import ModelSignature
 from persia_torchrec.persia.slots import SlotsLookup
-from persia_torchrec.serving.embeddings import SlotsReader
+from persia_torchrec.persia.slots_reader import SlotsReader
 from persia_torchrec.serving.models import Version
 from persia_torchrec.serving.predictor import DenseModel, Predictor
 from persia_torchrec.table import TableSpec

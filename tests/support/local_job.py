@@ -16,10 +16,10 @@ from torch import nn
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.ctx import DataCtx, TrainCtx
 from persia_torchrec.data import IterableDataset
+from persia_torchrec.embedding.embedding_config import load_embedding_config
 from persia_torchrec.embedding.optim import SGD, Optimizer
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.persia.batch import IDTypeFeature, Label, PersiaBatch
-from persia_torchrec.persia.config.embedding_config import load_embedding_config
 from persia_torchrec.persia.slots import SlotsLookup, build_features
 from persia_torchrec.persia.worker.process import IdBuffer, WorkerProcess
 from persia_torchrec.rpc.greeting import Greeting

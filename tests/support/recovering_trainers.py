@@ -12,8 +12,8 @@ from persia_torchrec import env
 from persia_torchrec.ctx import TrainCtx
 from persia_torchrec.data import DataLoader
 from persia_torchrec.embedding.optim import SGD, Adagrad
+from persia_torchrec.embedding.table_defaults import EmbeddingConfig
 from persia_torchrec.logger import get_default_logger
-from persia_torchrec.persia.embedding import EmbeddingConfig
 from persia_torchrec.training import schedule as schedule_module
 from persia_torchrec.training.recoverable import recoverable
 from tests.support.faults import kill_self

@@ -11,13 +11,13 @@ from torch import nn
 from persia_torchrec.ctx import eval_ctx
 from persia_torchrec.data import DataLoader
 from persia_torchrec.embedding.optim import Adagrad
+from persia_torchrec.embedding.table_defaults import EmbeddingConfig
 from persia_torchrec.persia.batch import (
     IDTypeFeature,
     Label,
     NonIDTypeFeature,
     PersiaBatch,
 )
-from persia_torchrec.persia.embedding import EmbeddingConfig
 from tests.support.local_job import Batches, LocalJob
 from tests.support.servers import ids_of
 

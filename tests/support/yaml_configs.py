@@ -2,8 +2,8 @@
 
 import pytest
 
-from persia_torchrec.persia.config.embedding_config import load_embedding_config
-from persia_torchrec.persia.config.global_config import load_global_config
+from persia_torchrec.embedding.embedding_config import load_embedding_config
+from persia_torchrec.persia.global_config import load_global_config
 
 # As PERSIA's own example has them, and every other key that it knows.
 GLOBAL = """

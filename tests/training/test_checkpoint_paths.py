@@ -27,9 +27,9 @@ from persia_torchrec.datasets.formats import (
     NpyDataset,
     ParquetDataset,
 )
+from persia_torchrec.embedding.embedding_config import load_embedding_config
 from persia_torchrec.errors import PersiaError
-from persia_torchrec.persia.config.embedding_config import load_embedding_config
-from persia_torchrec.persia.config.global_config import load_global_config
+from persia_torchrec.persia.global_config import load_global_config
 from tests.support.remote_job import Bags, RemoteJob, kjt_of
 
 

@@ -2,6 +2,7 @@
 
 import json
 import signal
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,8 @@ from persia_torchrec import MixedSharder, Placement, export_for_serving, remote_
 from persia_torchrec.embedding.optim import Adagrad
 from persia_torchrec.errors import CheckpointError, ConfigError
 from persia_torchrec.persia.batch import IDTypeFeature, NonIDTypeFeature, PersiaBatch
-from persia_torchrec.serving.embeddings import host_checkpoint
+from persia_torchrec.persia.predict_requests import features_of
+from persia_torchrec.serving.embeddings import CollectionsReader, host_checkpoint
 from persia_torchrec.serving.predictor import Predictor, Trust, load_model
 from persia_torchrec.sharding.dense_half import load_served
 from tests.support.processes import Processes
@@ -156,10 +158,13 @@ def test_predictions_equal_those_of_the_model(servers, tmp_path, kind, factory):
     trained.model(*trained.arguments(*batches[0]))  # what follows is not in it
     trust = Trust() if factory is None else Trust((factory,))
     model = load_model(path, "serving_model.pt", trust=trust)
-    with host_checkpoint(path, model.collections, num_servers=1) as reader:
+    opened = partial(CollectionsReader, collections=model.collections)
+    with host_checkpoint(path, opened) as reader:
         predictor = Predictor(reader, model)
         for one, due in zip(batches, expected, strict=True):
-            np.testing.assert_allclose(predictor.predict(one[2]), due, atol=1e-6)
+            np.testing.assert_allclose(
+                predictor.predict(features_of(one[2])), due, atol=1e-6
+            )
 
 
 @pytest.mark.multiprocess

@@ -12,6 +12,7 @@ from persia_torchrec.job.implicit_member import join_job
 from persia_torchrec.persia.batch import PersiaBatch
 from persia_torchrec.persia.ctx.base_ctx import BaseCtx
 from persia_torchrec.persia.feed import Feed
+from persia_torchrec.persia.global_config import reject_inference
 
 
 class DataCtx(BaseCtx):
@@ -57,6 +58,7 @@ class DataCtx(BaseCtx):
         as_torchrec: bool | None = None,
     ) -> None:
         super().__init__(threadpool_worker_size, device_id)
+        reject_inference("data loader", env.global_config_path())
         store = env.require_job_store("A DataCtx")
         loader, num_loaders = env.get_replica_index(), env.get_replica_size()
         if loader >= num_loaders:

@@ -7,16 +7,16 @@ import torch
 from torch import nn
 
 from persia_torchrec import timeouts
+from persia_torchrec.embedding.table_defaults import EmbeddingConfig
 from persia_torchrec.errors import ConfigError, RemoteError
 from persia_torchrec.persia.ctx.base_ctx import PreprocessMode
 from persia_torchrec.persia.ctx.lookup_ctx import LookupCtx
-from persia_torchrec.persia.embedding import EmbeddingConfig
 from persia_torchrec.persia.engine import Engine, connect_to_job, reconfigure
 from persia_torchrec.persia.loader import entered_context
 from persia_torchrec.persia.slots import LookupHello, wait_until_ready
+from persia_torchrec.persia.slots_reader import SlotsReader
 from persia_torchrec.persia.worker_client import RemoteWorkers
 from persia_torchrec.rpc.addresses import tcp_address
-from persia_torchrec.serving.embeddings import SlotsReader
 from persia_torchrec.training import checkpoint
 
 _NO_TABLES = (
@@ -346,7 +346,7 @@ class ReadOnlyEmbeddings(SlotsReader):
         def ask(timeout_s: float) -> LookupHello:
             if self.client.learn_tables():
                 return self.hello(timeout_s)
-            return LookupHello((), tuple(self.client.num_rows(timeout_s)))
+            return LookupHello(tuple(self.client.num_rows(timeout_s)))
 
         wait_until_ready(ask, timeout_s)
 

@@ -12,15 +12,15 @@ from torch import nn
 
 from persia_torchrec.checkpoint import catalog
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.datasets.transfer import Staged, Staging
+from persia_torchrec.checkpoint.signature import EXTRA_FILE, ModelSignature
+from persia_torchrec.device.transfer import Staged, Staging, dense_tensor
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.persia import kjt, loader
 from persia_torchrec.persia.batch import PersiaBatch, ReferencedBatch
 from persia_torchrec.persia.ctx.base_ctx import BaseCtx, PreprocessMode
 from persia_torchrec.persia.engine import Engine
-from persia_torchrec.persia.signature import EXTRA_FILE, ModelSignature
-from persia_torchrec.persia.slot_tensors import Slots, dense_tensor, run_dense
-from persia_torchrec.serving.embeddings import SlotsReader
+from persia_torchrec.persia.slot_tensors import Slots, run_dense
+from persia_torchrec.persia.slots_reader import SlotsReader
 from persia_torchrec.training import checkpoint
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,9 @@ from torch import nn
 
 from persia_torchrec import env
 from persia_torchrec.checkpoint.catalog import LoadRules, Missing, OnChange
-from persia_torchrec.datasets.transfer import ToHost
+from persia_torchrec.device.transfer import ToHost
 from persia_torchrec.embedding.optim import Optimizer
+from persia_torchrec.embedding.table_defaults import EmbeddingConfig
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.member import JobMember
 from persia_torchrec.parsing.decoding import require_at_least_1
@@ -23,8 +24,8 @@ from persia_torchrec.persia import distributed
 from persia_torchrec.persia.ctx.base_ctx import BaseCtx, PreprocessMode
 from persia_torchrec.persia.ctx.embedding_ctx import EmbeddingCtx
 from persia_torchrec.persia.ctx.lookup_ctx import B, Tensors
-from persia_torchrec.persia.embedding import EmbeddingConfig
 from persia_torchrec.persia.engine import Engine
+from persia_torchrec.persia.global_config import reject_inference
 from persia_torchrec.persia.loader import PersiaTrainingBatch
 from persia_torchrec.persia.torchrec_engine import TorchRecEngine, has_collections
 from persia_torchrec.pipeline.staleness import TrainingSummary
@@ -215,6 +216,7 @@ class TrainCtx(EmbeddingCtx):
         last_step: int | None = None,
         on_other_batches: OnOtherBatches = "error",
     ) -> None:
+        reject_inference("NN worker", env.global_config_path())
         self._update_factor = _require_falling(grad_scalar_update_factor)
         _require_device(device_id, mixed_precision=mixed_precision)
         require_at_least_1(

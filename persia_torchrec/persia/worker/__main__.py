@@ -19,6 +19,7 @@ from pathlib import Path
 
 from persia_torchrec import env, timeouts
 from persia_torchrec.client.client import EmbeddingClient
+from persia_torchrec.embedding import embedding_config
 from persia_torchrec.embedding.setting import import_settings
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.jit.compiled import report_compilation
@@ -26,7 +27,7 @@ from persia_torchrec.job.member import JobMember
 from persia_torchrec.job.service import Lifetime, report_ready, run_service
 from persia_torchrec.lookup.pooling import warm_up
 from persia_torchrec.parsing.command_line import ImportFlags, parse_flags
-from persia_torchrec.persia.config import embedding_config, global_config
+from persia_torchrec.persia import global_config
 from persia_torchrec.persia.worker.process import (
     IdBuffer,
     WorkerProcess,

@@ -46,6 +46,10 @@ import msgspec
 from persia_torchrec import timeouts
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.client.codec import PushOutcome
+from persia_torchrec.embedding.embedding_config import (
+    EmbeddingSchema,
+    load_embedding_config,
+)
 from persia_torchrec.errors import (
     ConfigError,
     DataflowError,
@@ -58,13 +62,9 @@ from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.lookup.bags import Bags, decode_bags
 from persia_torchrec.lookup.sharded_lookup import RoutedBatch
 from persia_torchrec.metrics.push import is_published, publish_metrics
+from persia_torchrec.metrics.push_settings import MetricsSettings
 from persia_torchrec.metrics.values import Means, Reading, readings_of
 from persia_torchrec.parsing.yaml_file import read_text
-from persia_torchrec.persia.config.embedding_config import (
-    EmbeddingSchema,
-    load_embedding_config,
-)
-from persia_torchrec.persia.config.global_config import MetricsSettings
 from persia_torchrec.persia.slots import LookupMeasures, SlotsLookup, build_features
 from persia_torchrec.rpc import messages
 from persia_torchrec.rpc.addresses import tcp_address

@@ -7,10 +7,11 @@ import pytest
 from persia_torchrec import timeouts
 from persia_torchrec.ctx import DataCtx, eval_ctx
 from persia_torchrec.data import DataLoader, StreamingDataset
+from persia_torchrec.embedding.table_defaults import EmbeddingConfig
 from persia_torchrec.errors import ConfigError, DataflowError, RemoteError
 from persia_torchrec.persia import feed
-from persia_torchrec.persia.embedding import EmbeddingConfig
 from tests.support.local_job import LocalJob, Sending, batch_of
+from tests.support.script_jobs import INFER
 from tests.support.servers import DEADLINE_S
 
 pytestmark = pytest.mark.slow
@@ -40,6 +41,13 @@ def train(ctx, batches):
         ctx.backward(output.sum())
         numbers.append(batch.batch_id)
     return numbers
+
+
+def test_a_context_that_sends_is_rejected_in_an_inference_job(tmp_path, monkeypatch):
+    (tmp_path / "global_config.yml").write_text(INFER)
+    monkeypatch.setenv("PERSIA_GLOBAL_CONFIG", str(tmp_path / "global_config.yml"))
+    with pytest.raises(ConfigError, match="data loader must belong to a job that tr"):
+        DataCtx()
 
 
 @pytest.mark.parametrize("num_loaders", [1, 2, 3])

@@ -4,8 +4,8 @@ import torch
 
 from persia_torchrec.ctx import eval_ctx
 from persia_torchrec.data import DataLoader
+from persia_torchrec.embedding.table_defaults import EmbeddingConfig
 from persia_torchrec.errors import ConfigError, FrameError
-from persia_torchrec.persia.embedding import EmbeddingConfig
 from tests.support.local_job import Batches, LocalJob, SumOfEmbeddings, batch_of
 
 EVALUATION = [batch_of([number], [1, 2], requires_grad=False) for number in range(15)]

@@ -6,6 +6,7 @@ import torch
 
 from persia_torchrec.ctx import InferCtx, eval_ctx
 from persia_torchrec.data import DataLoader
+from persia_torchrec.embedding.table_defaults import EmbeddingConfig
 from persia_torchrec.errors import (
     BatchError,
     ConfigError,
@@ -19,7 +20,6 @@ from persia_torchrec.persia.batch import (
     decode_rest,
     encode_rest,
 )
-from persia_torchrec.persia.embedding import EmbeddingConfig
 from tests.support.local_job import Batches, LocalJob, SumOfEmbeddings, batch_of
 from tests.support.servers import DEADLINE_S, ids_of
 

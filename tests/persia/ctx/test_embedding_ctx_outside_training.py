@@ -10,6 +10,7 @@ from persia_torchrec import env
 from persia_torchrec.ctx import EmbeddingCtx, PreprocessMode, cnt_ctx, eval_ctx
 from persia_torchrec.data import DataLoader, StreamingDataset
 from persia_torchrec.embedding.optim import SGD
+from persia_torchrec.embedding.table_defaults import EmbeddingConfig
 from persia_torchrec.errors import (
     CheckpointError,
     ConfigError,
@@ -17,7 +18,6 @@ from persia_torchrec.errors import (
     RemoteError,
     RequestTimeoutError,
 )
-from persia_torchrec.persia.embedding import EmbeddingConfig
 from persia_torchrec.table import TableSpec
 from tests.persia.ctx.readers import evaluate_elsewhere
 from tests.support.local_job import (

@@ -9,12 +9,12 @@ import torch
 from persia_torchrec.ctx import InferCtx, TrainCtx, eval_ctx
 from persia_torchrec.data import DataLoader, StreamingDataset
 from persia_torchrec.embedding.optim import SGD
+from persia_torchrec.embedding.table_defaults import EmbeddingConfig
 from persia_torchrec.errors import ConfigError, PersiaError, RequestTimeoutError
-from persia_torchrec.persia.embedding import EmbeddingConfig
 from persia_torchrec.persia.loader import LookupSettings
+from persia_torchrec.persia.slots_reader import SlotsReader
 from persia_torchrec.persia.worker_client import RemoteWorkers
 from persia_torchrec.rpc.messages import Kind
-from persia_torchrec.serving.embeddings import SlotsReader
 from tests.support.local_job import (
     Batches,
     Gate,

@@ -13,12 +13,13 @@ from torch import nn
 from persia_torchrec.ctx import EmbeddingCtx, InferCtx, PreprocessMode, eval_ctx
 from persia_torchrec.data import DataLoader, StreamingDataset
 from persia_torchrec.embedding.optim import SGD, Adam
+from persia_torchrec.embedding.table_defaults import EmbeddingConfig
 from persia_torchrec.errors import BatchError, RemoteError
 from persia_torchrec.persia.batch import IDTypeFeature, Label, PersiaBatch
-from persia_torchrec.persia.embedding import EmbeddingConfig
+from persia_torchrec.persia.predict_requests import DECODERS
 from persia_torchrec.persia.slots import SlotsLookup, build_features
+from persia_torchrec.persia.slots_reader import SlotsReader
 from persia_torchrec.persia.worker_client import RemoteWorkers
-from persia_torchrec.serving.embeddings import SlotsReader
 from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
 from persia_torchrec.serving.models import Models, Version
 from persia_torchrec.serving.predictor import DenseModel, Predictor
@@ -310,7 +311,7 @@ def served(request, job):
     model = torch.jit.script(InARow())
     models = Models()
     models.add("model").add(Version(Predictor(reader, DenseModel(model, "model"))))
-    server = PredictionServer(models, HttpConfig())
+    server = PredictionServer(models, HttpConfig(), DECODERS)
     yield server
     server.close()
     models.close()

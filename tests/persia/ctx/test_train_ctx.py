@@ -14,6 +14,7 @@ from persia_torchrec import Constant, Uniform
 from persia_torchrec.ctx import TrainCtx, eval_ctx
 from persia_torchrec.data import DataLoader
 from persia_torchrec.embedding.optim import SGD
+from persia_torchrec.embedding.table_defaults import EmbeddingConfig
 from persia_torchrec.errors import BatchError, ConfigError
 from persia_torchrec.persia.batch import (
     IDTypeFeature,
@@ -22,11 +23,11 @@ from persia_torchrec.persia.batch import (
     NonIDTypeFeature,
     PersiaBatch,
 )
-from persia_torchrec.persia.embedding import EmbeddingConfig
 from persia_torchrec.persia.worker.process import tell_slots
 from persia_torchrec.sharding.trainer_metrics import TrainerMetrics
 from persia_torchrec.table import TableSettings
 from tests.support.local_job import Batches, LocalJob, SumOfEmbeddings, batch_of
+from tests.support.script_jobs import INFER
 from tests.support.servers import DEADLINE_S, ids_of
 
 THREE_SLOTS = """
@@ -256,6 +257,14 @@ def test_the_last_step_is_given_or_follows_from_the_length_of_a_dataset(
                 ctx.backward(ctx.forward(batch)[0].sum())
             seen.append(TrainerMetrics.last_step)
     assert seen == told
+
+
+def test_a_context_that_trains_is_rejected_in_an_inference_job(tmp_path, monkeypatch):
+    (tmp_path / "global_config.yml").write_text(INFER)
+    monkeypatch.setenv("PERSIA_GLOBAL_CONFIG", str(tmp_path / "global_config.yml"))
+    dense = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1)
+    with pytest.raises(ConfigError, match="NN worker must belong to a job that trains"):
+        TrainCtx(SGD(0.1), dense)
 
 
 def test_the_last_step_must_be_one(job):

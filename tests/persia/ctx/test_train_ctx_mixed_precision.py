@@ -7,7 +7,7 @@ from torch import nn
 
 from persia_torchrec.ctx import eval_ctx
 from persia_torchrec.data import DataLoader
-from persia_torchrec.datasets.transfer import ToHost
+from persia_torchrec.device.transfer import ToHost
 from persia_torchrec.persia.batch import NonIDTypeFeature
 from persia_torchrec.persia.ctx import train_ctx
 from persia_torchrec.persia.ctx.train_ctx import NonFiniteWatch

@@ -12,7 +12,7 @@ from torch import nn
 
 from persia_torchrec.ctx import eval_ctx
 from persia_torchrec.data import DataLoader
-from persia_torchrec.datasets.transfer import Staging
+from persia_torchrec.device.transfer import Staging
 from persia_torchrec.persia.batch import (
     IDTypeFeature,
     Label,

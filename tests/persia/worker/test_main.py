@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from persia_torchrec.client.client import EmbeddingClient
+from persia_torchrec.embedding.embedding_config import load_embedding_config
 from persia_torchrec.embedding.optim import Adam
 from persia_torchrec.errors import ConfigError, WireError
 from persia_torchrec.lookup.pooling import warm_up
-from persia_torchrec.persia.config.embedding_config import load_embedding_config
 from persia_torchrec.persia.worker.__main__ import main
 from persia_torchrec.persia.worker.process import ready_client, require_dims
 from persia_torchrec.persia.worker_client import RemoteWorkers

@@ -1,7 +1,7 @@
 import pytest
 
+from persia_torchrec.embedding.embedding_config import load_embedding_config
 from persia_torchrec.errors import ConfigError, DiscoveryError
-from persia_torchrec.persia.config.embedding_config import load_embedding_config
 from persia_torchrec.persia.worker.process import ask_for_slots, tell_slots
 
 SLOTS = """

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from persia_torchrec.errors import BatchError
-from persia_torchrec.serving.inference_protocol import parse_json_batch
+from persia_torchrec.persia.predict_requests import parse_json_batch
 
 
 def test_ids_and_dense_features_are_read():

@@ -23,7 +23,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from torchrec.streamable import Pipelineable
 
-from persia_torchrec.datasets.transfer import (
+from persia_torchrec.device.transfer import (
     copy_of,
     copy_to_send,
     empty_pinned,

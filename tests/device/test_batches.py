@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrec import KeyedJaggedTensor
 
-from persia_torchrec.datasets.batches import JaggedBatch, to_jagged_ids
+from persia_torchrec.device.batches import JaggedBatch, to_jagged_ids
 from persia_torchrec.errors import BatchError
 from persia_torchrec.persia.batch import (
     IDTypeFeature,

@@ -2,8 +2,8 @@
 
 import pytest
 
+from persia_torchrec.embedding.embedding_config import SlotConfig
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.persia.config.embedding_config import SlotConfig
 
 SLOTS = """
 feature_index_prefix_bit: 12

@@ -125,6 +125,12 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return pin(tensor).to(device, non_blocking=True)
 
 
+def dense_tensor(array: Array, device: torch.device) -> torch.Tensor:
+    """Return an array as a tensor on a device; on the CPU it shares writable memory."""
+    writable = array if array.flags.writeable else array.copy()
+    return to_device(torch.from_numpy(writable), device)
+
+
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy on the same device, in the autograd graph if the tensor is."""
     if tensor.device.type != "cpu" or tensor.requires_grad:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torchrec import KeyedJaggedTensor
 
-from persia_torchrec.datasets.batches import to_jagged_ids
+from persia_torchrec.device.batches import to_jagged_ids
 from persia_torchrec.errors import BatchError
 
 UNSIGNED = {torch.uint64: 2**64 - 1, torch.uint32: 2**32 - 1, torch.uint16: 2**16 - 1}

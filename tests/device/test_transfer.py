@@ -13,18 +13,18 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torchrec import KeyedJaggedTensor
 
-from persia_torchrec.datasets import transfer
-from persia_torchrec.datasets.batches import HostKeyedJaggedTensor, TorchRecBatch
-from persia_torchrec.datasets.transfer import (
+from persia_torchrec.device import transfer
+from persia_torchrec.device.batches import HostKeyedJaggedTensor, TorchRecBatch
+from persia_torchrec.device.transfer import (
     Staging,
     ToHost,
     copy_into,
+    dense_tensor,
     empty_pinned,
     join_arrays,
     register,
     to_device,
 )
-from persia_torchrec.persia.slot_tensors import dense_tensor
 from persia_torchrec.rpc import slab
 from tests.support.places import CPU, CUDA, ON_GPU
 from tests.support.remote_job import META

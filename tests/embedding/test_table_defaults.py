@@ -4,8 +4,8 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from persia_torchrec import AdmitAll, AdmitProbability, Uniform
+from persia_torchrec.embedding.table_defaults import EmbeddingConfig
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.persia.embedding import EmbeddingConfig
 
 
 def test_the_defaults_are_persias():

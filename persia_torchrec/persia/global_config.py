@@ -14,39 +14,19 @@
 import contextlib
 import re
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct, field
 
+from persia_torchrec.embedding.optimizer_engine import require_engine
 from persia_torchrec.env import MAX_PORT, host_of, is_loopback, job_store
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.metrics.push_settings import MetricsSettings
 from persia_torchrec.parsing.decoding import KeyPath
 from persia_torchrec.parsing.yaml_file import parse_file, read_text
 
 Positive = Annotated[int, Meta(ge=1)]
 Text = Annotated[str, Meta(min_length=1)]
-OptimizerEngine = Literal["compiled", "fbgemm"]
-"""What applies gradients: compiled loops, or fbgemm's CPU kernels."""
-EARLIER_ENGINE = "auto"
-"""What settings of earlier versions say for ``compiled``."""
-
-
-def require_engine(engine: str) -> str:
-    """Return the name of an engine, also the earlier one, or raise ConfigError."""
-    if engine in (*get_args(OptimizerEngine), EARLIER_ENGINE):
-        return engine
-    raise ConfigError(
-        f"optimizer_engine must be one of {', '.join(get_args(OptimizerEngine))}. "
-        f"Received: {engine!r}."
-    )
-
-
-class MetricsSettings(Struct, frozen=True, kw_only=True):
-    """``common_config.metrics_config``."""
-
-    enable_metrics: bool = True  # push them, to the gateway of the environment
-    job_name: Text = "persia_default_jobname"  # the value of the label ``job``
-    push_interval_seconds: Positive = 10
 
 
 class CheckpointingSettings(Struct, frozen=True, kw_only=True):
@@ -153,6 +133,21 @@ class GlobalSettings(Struct, frozen=True, kw_only=True, rename="{}_config".forma
     common: CommonSettings = CommonSettings()
     embedding_worker: WorkerSettings = WorkerSettings()
     embedding_parameter_server: ServerSettings = ServerSettings()
+
+    def server_arguments(self) -> dict[str, Any]:
+        """Return what the file says of a server, as arguments of its settings."""
+        server = self.embedding_parameter_server
+        is_on = server.enable_incremental_update and self.common.job_type != "Eval"
+        return {
+            "capacity_rows": server.capacity,
+            "optimizer_engine": server.optimizer_engine,
+            "metrics": self.common.metrics,
+            "incremental_dir": server.incremental_dir if is_on else None,
+            "incremental_interval_s": float(server.incremental_interval_seconds),
+            "incremental_base_ratio": server.incremental_base_ratio,
+            "incremental_buffer_rows": server.incremental_buffer_size,
+            "incremental_queue": server.incremental_channel_capacity,
+        }
 
 
 def load_global_config(path: str | Path, *, warns: bool = True) -> GlobalSettings:

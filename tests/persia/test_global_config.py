@@ -3,12 +3,12 @@
 import pytest
 
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.persia.config.global_config import (
+from persia_torchrec.persia.global_config import (
     GlobalSettings,
     inference_settings,
     reject_inference,
 )
-from persia_torchrec.server.config import ServerConfig, apply_global_config
+from persia_torchrec.server.config import ServerConfig
 from tests.support.yaml_configs import GLOBAL, infer
 
 
@@ -206,7 +206,7 @@ def test_servers_write_increments_where_the_file_reports_it(
     text = GLOBAL.replace("job_type: Train", f"job_type: {job_type}")
     text = text.replace("update: false", f"update: {is_on}")
     text += "  incremental_interval_seconds: 3\n  optimizer_engine: fbgemm\n"
-    config = apply_global_config(ServerConfig(), global_config(text))
+    config = ServerConfig(**global_config(text).server_arguments())
     assert config.incremental_dir == expected
     assert config.optimizer_engine == "fbgemm"
     assert config.capacity_rows == 1_000_000

@@ -1,0 +1,1 @@
+"""What stands between host and GPU: batches as tensors, pinned memory, streams."""

@@ -1,1 +1,0 @@
-"""The two YAML files of a job as frozen structs, with PERSIA's keys and defaults."""

@@ -1,0 +1,1 @@
+from tests.support.yaml_configs import embedding_config  # noqa: F401
