@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 from contextlib import ExitStack, closing
 
 import numpy as np
@@ -15,6 +14,7 @@ from tests.support.faults import Killed, Point, kill
 from tests.support.memory_files import IDS, SPEC, train
 from tests.support.processes import Processes, wait_until
 from tests.support.servers import DEADLINE_S
+from tests.support.threads import InThread
 
 
 def memory_of(client, server=0):
@@ -110,14 +110,10 @@ def test_each_update_is_applied_once_wherever_the_server_dies(
         killed.dies()
         killed.start(dies_in=point)
         wait_until(lambda: memory_of(client) is not None, "shared memory")
-        trained = []
-        threading.Thread(
-            target=lambda: trained.append(train(client, 1, is_late=is_late))
-        ).start()
+        trained = InThread(lambda: train(client, 1, is_late=is_late))
         killed.dies()
         killed.start()
-        wait_until(lambda: trained, "the batch")
-        assert trained == [train(plain, 1)]
+        assert trained.result() == train(plain, 1)
         assert client.read("item", IDS).tobytes() == plain.read("item", IDS).tobytes()
         wait_until(lambda: memory_of(client) is not None, "shared memory")
 

@@ -1,5 +1,4 @@
 import json
-import threading
 from collections import Counter
 from contextlib import ExitStack, closing
 from itertools import chain
@@ -22,6 +21,7 @@ from persia_torchrec.data import (
 from persia_torchrec.datasets.work_queue import _Counter
 from persia_torchrec.errors import ConfigError, DataError, JobError
 from persia_torchrec.job.registry import AddressBook
+from tests.support.threads import all_at_once
 
 COLUMNS = (IdColumn("id", is_text=False), LabelColumn("label"))
 
@@ -168,19 +168,12 @@ def test_rows_that_are_too_few_for_a_trainer_go_to_the_one_before(tmp_path, book
 
 
 def test_a_number_is_taken_once_when_trainers_race(book):
-    taken = [[] for _ in range(4)]
-
     def take_all(rank):
         with closing(AddressBook.join("127.0.0.1", book.port)) as joined:
             counter = _Counter(joined, "queue/race", rank)
-            while (number := counter.take(200)) is not None:
-                taken[rank].append(number)
+            return list(iter(lambda: counter.take(200), None))
 
-    threads = [threading.Thread(target=take_all, args=[rank]) for rank in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    taken = all_at_once(take_all, range(4))
     assert sorted(chain(*taken)) == list(range(200))
     assert all(numbers == sorted(numbers) for numbers in taken)
 

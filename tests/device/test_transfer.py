@@ -28,6 +28,7 @@ from persia_torchrec.device.transfer import (
 from persia_torchrec.rpc import slab
 from tests.support.places import CPU, CUDA, ON_GPU
 from tests.support.remote_job import META
+from tests.support.threads import InThread
 
 ARRAYS = [
     np.arange(6, dtype=np.float32).reshape(3, 2),
@@ -132,23 +133,15 @@ def test_a_thread_copies_on_its_own_device_by_a_side_stream(monkeypatch, pinned)
 
     monkeypatch.setattr(torch.Tensor, "to", moved)
     staging = Staging(torch.device("cuda", 1))
-    threads = []
-
-    def start():
-        threads.append(threading.get_ident())
-        staged.append(staging.start(ARRAYS))
-
-    staged = []
-    thread = threading.Thread(target=start)
-    thread.start()
-    thread.join()
-    assert entered == [(threads[0], torch.device("cuda", 1))]
+    thread = InThread(staging.start, ARRAYS)
+    staged = thread.result()
+    assert entered == [(thread.ident, torch.device("cuda", 1))]
     assert blocking == [False] * 4  # one copy per dtype
     assert len(pinned) == 4
     (side,) = {staging._stream}
     assert side.calls == ["record_event"]
     assert compute.calls == []
-    staged[0].wait()
+    staged.wait()
     assert compute.calls == [("wait_event", side)]
 
 

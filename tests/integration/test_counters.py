@@ -11,7 +11,6 @@ import os
 import re
 import socket
 import struct
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -78,6 +77,7 @@ from tests.support.copied_stores import store_of, update, use
 from tests.support.processes import wait_until
 from tests.support.saved_training import Training
 from tests.support.servers import DEADLINE_S, Servers, ids_of, segments_of
+from tests.support.threads import InThread
 
 FORMATS = Path(__file__).parents[2] / "docs/formats"
 ITEM = TableSpec(name="item", dim=2, optimizer=Adagrad(0.1), keeps_metadata=True)
@@ -433,11 +433,10 @@ def pass_messages(job, folder, value):
         assert not shared.client.has_replies()
     with Shared(value) as shared:
         reply = shared.ask(1)
-        caller = threading.Thread(target=reply.frames)
-        caller.start()
+        caller = InThread(reply.frames)
         wait_until(lambda: shared.client.num_sleeps, "the caller sleeps on the futex")
         shared.answer()
-        caller.join(DEADLINE_S)
+        caller.result()
         assert reply.done()
 
 

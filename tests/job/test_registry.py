@@ -29,6 +29,7 @@ from tests.support.ports import draw_port
 from tests.support.processes import wait_until
 from tests.support.servers import once_the_port_is_free
 from tests.support.strangers import AS_ANOTHER_USER, be_stranger
+from tests.support.threads import InThread
 
 TIMEOUT_S = 120.0
 
@@ -56,14 +57,9 @@ def be_server(book, index=0):
 
 def test_a_role_is_found_by_index_once_all_of_it_has_registered(host, book):
     host.register("server", 1, 2, "tcp://127.0.0.1:2")
-    found = []
-    waiting = threading.Thread(
-        target=lambda: found.extend(book.addresses("server", timeout_s=TIMEOUT_S))
-    )
-    waiting.start()
+    waiting = InThread(lambda: book.addresses("server", timeout_s=TIMEOUT_S))
     host.register("server", 0, 2, "tcp://127.0.0.1:1")
-    waiting.join(TIMEOUT_S)
-    assert found == ["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"]
+    assert waiting.result() == ["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"]
 
 
 def test_a_role_that_was_restarted_is_found_at_its_new_address(host, book):
@@ -441,11 +437,9 @@ def test_a_request_waits_for_the_next_host_of_the_book(inherited):
     book = AddressBook.join("localhost", host.port, timeout_s=TIMEOUT_S)
     book.tell("first", "1")
     host.close()
-    waiting = threading.Thread(target=book.tell, args=("second", "2"))
-    waiting.start()
+    waiting = InThread(book.tell, "second", "2")
     host = host_again(inherited)
-    waiting.join(TIMEOUT_S)
-    assert not waiting.is_alive()
+    waiting.result()
     assert host.ask(["first", "second"], timeout_s=TIMEOUT_S) == ["1", "2"]
     book.close()
     host.close()

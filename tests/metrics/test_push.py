@@ -16,6 +16,7 @@ from persia_torchrec.metrics.push_settings import MetricsSettings
 from persia_torchrec.metrics.values import Means, Observations, Reading
 from tests.support.processes import wait_until
 from tests.support.servers import DEADLINE_S
+from tests.support.threads import all_at_once
 
 EVERY_SECOND = MetricsSettings(job_name="adult", push_interval_seconds=1)
 OFTEN = MetricsSettings(job_name="adult", push_interval_seconds=0.1)
@@ -243,16 +244,12 @@ def test_a_mean_covers_the_observations_since_the_last_reading():
 def test_observations_of_several_threads_are_all_counted():
     observed = Observations({"time": "seconds", "errors": "how many"})
 
-    def note():
+    def note(_):
         for _ in range(500):
             observed.observe("time", 0.5, "a")
             observed.count("errors", 2)
 
-    threads = [threading.Thread(target=note) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(DEADLINE_S)
+    all_at_once(note, range(4))
     assert observed.read(Means()) == [
         Reading("errors", 4000, "how many", "untyped"),
         Reading("time", 0.5, "seconds", "gauge", "a"),

@@ -25,6 +25,7 @@ from persia_torchrec.rpc.messages import TRAINING, Header, Kind, encode_json
 from persia_torchrec.table import TableSpec
 from tests.support.one_feature import bags_of
 from tests.support.servers import DEADLINE_S
+from tests.support.threads import InThread
 
 # Two slots share a table; the third is raw.
 CONFIG = """
@@ -230,14 +231,12 @@ def test_a_batch_is_stale_until_its_update_is_applied(lookup):
     frames = [header.encode(), encode_json(None), *encode_bags(BATCH)]
     outputs = process.answer(header, frames)[1:3]
     back = Header(Kind.BACKWARD, stream=9, batch=1)
-    pushing = threading.Thread(
-        target=process.answer, args=(back, [back.encode(), encode_json(None), *outputs])
-    )
-    pushing.start()
+    frames = [back.encode(), encode_json(None), *outputs]
+    pushing = InThread(process.answer, back, frames)
     assert applying.wait(DEADLINE_S)
     assert len(process.open) == 1
     applied.set()
-    pushing.join(DEADLINE_S)
+    pushing.result()
     assert len(process.open) == 0
 
 

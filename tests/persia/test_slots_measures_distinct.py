@@ -1,12 +1,11 @@
 """The estimate of how many different ids there were."""
 
-import threading
-
 import numpy as np
 import pytest
 
 from persia_torchrec.persia.slots import DistinctIds
 from tests.support.servers import ids_of
+from tests.support.threads import all_at_once
 
 
 def estimate_of(*arrays):
@@ -54,14 +53,5 @@ def test_threads_lose_no_id():
     rng = np.random.default_rng(3)
     pieces = [rng.integers(0, 2**64, 20_000, dtype=np.uint64) for _ in range(4)]
     distinct = DistinctIds()
-    threads = [
-        threading.Thread(
-            target=lambda piece=piece: [distinct.add(p) for p in np.split(piece, 100)]
-        )
-        for piece in pieces
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    all_at_once(lambda piece: [distinct.add(p) for p in np.split(piece, 100)], pieces)
     assert distinct.estimate() == estimate_of(*pieces)

@@ -1,4 +1,3 @@
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +10,7 @@ from persia_torchrec.persia.batch import Origin
 from persia_torchrec.persia.stream import Inbox
 from persia_torchrec.rpc.messages import Header, Kind
 from tests.support.servers import DEADLINE_S
+from tests.support.threads import InThread
 
 
 class Box(Inbox):
@@ -143,31 +143,25 @@ def test_a_full_queue_rejects_and_takes_no_room_of_another_loader():
 def test_a_put_waits_for_room():
     box = Box(capacity=1)
     box.add(0, 1, 0)
-    came = []
-    thread = threading.Thread(target=lambda: came.append(box.add(0, 1, 1, DEADLINE_S)))
-    thread.start()
+    adding = InThread(box.add, 0, 1, 1, DEADLINE_S)
     assert box.take(DEADLINE_S, in_order=True).batch_id == 0
     assert box.take(DEADLINE_S, in_order=True).batch_id == 1
-    thread.join(DEADLINE_S)
-    assert came == [True]
+    assert adding.result()
 
 
 @pytest.mark.parametrize("in_order", [True, False])
 def test_a_take_waits_for_a_batch_and_for_the_end(in_order):
     box = Box()
-    taken = []
 
     def take_all():
-        while (batch := box.take(DEADLINE_S, in_order=in_order)) is not None:
-            taken.append(batch.batch_id)
+        batches = iter(lambda: box.take(DEADLINE_S, in_order=in_order), None)
+        return [batch.batch_id for batch in batches]
 
-    thread = threading.Thread(target=take_all)
-    thread.start()
+    taking = InThread(take_all)
     box.add(0, 1, 0)
     box.add(0, 1, 1)
     box.finish(0, 1)
-    thread.join(DEADLINE_S)
-    assert taken == [0, 1]
+    assert taking.result() == [0, 1]
 
 
 def test_a_take_that_times_out_reports_how_many_loaders_have_ended():

@@ -1,7 +1,6 @@
 """Pipelines of several trainers that update jointly, in one process."""
 
 import re
-import threading
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from persia_torchrec.pipeline.pipeline import BatchPipeline
 from persia_torchrec.rpc.messages import Share
 from tests.support.count_table import COUNT, FEATURE, ONE_UPDATE, bags_of, wait_until
 from tests.support.servers import DEADLINE_S, ids_of
+from tests.support.threads import all_at_once
 
 
 class Trainer:
@@ -82,11 +82,7 @@ def test_a_lookup_without_a_backward_pass_is_no_step(two, staleness, caplog):
     for step in range(1, 5):
         batches = [first.pull(5), second.pull(6)]
         second.pull(6)  # while another is open
-        threads = [threading.Thread(target=b.push, args=(ONE_UPDATE,)) for b in batches]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(DEADLINE_S)
+        all_at_once(lambda batch: batch.push(ONE_UPDATE), batches)
         for trainer in (first, second):
             trainer.pipeline.flush()
         assert (first.num_updates(5), first.num_updates(6)) == (step, step)

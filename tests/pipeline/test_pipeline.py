@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from persia_torchrec import AdmitFrequency
+from persia_torchrec import AdmitFrequency, timeouts
 from persia_torchrec.client.client import Reply
 from persia_torchrec.client.codec import NOTHING, BatchCount
 from persia_torchrec.embedding.optim import SGD
@@ -21,11 +21,13 @@ from persia_torchrec.errors import (
     StalenessError,
 )
 from persia_torchrec.lookup.sharded_lookup import ShardedLookup
+from persia_torchrec.pipeline import pipeline
 from persia_torchrec.pipeline.pipeline import BatchPipeline
 from persia_torchrec.rpc import silences
 from persia_torchrec.rpc.messages import Header, Kind
 from tests.support.count_table import COUNT, FEATURE, ONE_UPDATE, bags_of, wait_until
 from tests.support.servers import DEADLINE_S, ids_of
+from tests.support.threads import InThread
 
 AT_ONCE_S = DEADLINE_S / 2
 
@@ -264,14 +266,6 @@ def test_an_evaluation_that_shall_not_wait_reads_at_once(train):
     trainer.worker.may_push.set()
 
 
-def test_the_wait_of_an_evaluation_ends_in_time(train, monkeypatch):
-    monkeypatch.setattr("persia_torchrec.timeouts.PUSH_QUEUE_MARGIN_S", 0.1)
-    trainer = train(2, worker=HeldBack, timeout_s=0.5)
-    trainer.pull().push(ONE_UPDATE)
-    with pytest.raises(StalenessError, match=r"not acknowledged within 0\.6 s"):
-        trainer.start(training=False).wait(DEADLINE_S)
-
-
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 def test_a_thread_may_hold_several_batches_for_one_backward_pass(train, staleness):
     trainer = train(staleness)
@@ -316,18 +310,11 @@ def test_batches_have_the_rank_in_their_numbers_and_continue_after_a_checkpoint(
 
 def test_a_batch_of_another_thread_waits_for_those_that_are_held(train):
     trainer = train(1)
-    held, pulled = trainer.pull(), threading.Event()
-
-    def pull():
-        trainer.pull().push(ONE_UPDATE)
-        pulled.set()
-
-    other = threading.Thread(target=pull)
-    other.start()
-    assert not pulled.wait(0.1)
+    held = trainer.pull()
+    other = InThread(lambda: trainer.pull().push(ONE_UPDATE))
+    assert other.still_waits()
     held.push(ONE_UPDATE)
-    assert pulled.wait(DEADLINE_S)
-    other.join(DEADLINE_S)
+    other.result()
     trainer.pipeline.flush()
     assert trainer.counters("open_batches_max") == [1]
 
@@ -382,15 +369,12 @@ def test_a_push_waits_while_as_many_gradients_are_held_as_may_be(train):
     batches = [trainer.pull() for _ in range(4)]
     batches[0].push(ONE_UPDATE)
     batches[1].push(ONE_UPDATE)
-    waiting = threading.Thread(target=batches[2].push, args=(ONE_UPDATE,))
-    waiting.start()
+    waiting = InThread(batches[2].push, ONE_UPDATE)
     wait_until(lambda: len(trainer.worker.held_back) == 2)
-    waiting.join(0.1)
-    assert waiting.is_alive()
+    assert waiting.still_waits()
     batches[3].give_up()  # holds no gradient, and needs no room
     trainer.worker.acknowledge()
-    waiting.join(AT_ONCE_S)
-    assert not waiting.is_alive()
+    waiting.result(AT_ONCE_S)
     wait_until(lambda: len(trainer.worker.held_back) == 2)
     trainer.worker.acknowledge()
     trainer.worker.acknowledge()
@@ -403,56 +387,52 @@ def test_a_wait_for_room_ends_with_the_pipeline(train):
     trainer.pipeline.bound(held=1, sent=1)
     batches = [trainer.pull() for _ in range(2)]
     batches[0].push(ONE_UPDATE)
-    raised = []
-
-    def push():
-        with pytest.raises(PersiaError, match="closed") as caught:
-            batches[1].push(ONE_UPDATE)
-        raised.append(caught.value)
-
-    waiting = threading.Thread(target=push)
-    waiting.start()
-    waiting.join(0.1)
-    assert waiting.is_alive()
+    waiting = InThread(batches[1].push, ONE_UPDATE)
+    assert waiting.still_waits()
     trainer.pipeline.close()
-    waiting.join(AT_ONCE_S)
-    assert len(raised) == 1
+    with pytest.raises(PersiaError, match="closed"):
+        waiting.result(AT_ONCE_S)
 
 
-def test_a_wait_for_room_ends_in_time(train, monkeypatch):
-    monkeypatch.setattr("persia_torchrec.timeouts.PUSH_QUEUE_MARGIN_S", 0.1)
-    trainer = train(2, worker=HeldBack, timeout_s=0.5)
-    trainer.pipeline.bound(held=1, sent=1)
-    batches = [trainer.pull() for _ in range(2)]
-    batches[0].push(ONE_UPDATE)
-    message = r"One of 1 updates must be acknowledged within 0\.6 s"
-    with pytest.raises(StalenessError, match=message):
-        batches[1].push(ONE_UPDATE)
+ENDLESS_WAITS = {
+    "flush": (8, lambda trainer, _: trainer.pipeline.flush(), "not acknowledged"),
+    "evaluation": (
+        *(8, lambda trainer, _: trainer.start(training=False).wait(DEADLINE_S)),
+        "not acknowledged",
+    ),
+    "room for one more gradient": (
+        *(1, lambda _, batch: batch.push(ONE_UPDATE)),
+        "One of 1 updates must be acknowledged",
+    ),
+    "an update that is never sent for others": (
+        *(2, lambda trainer, batch: push_and_look(trainer, batch)),
+        "One of 2 updates must be acknowledged",
+    ),
+}
 
 
-def test_a_wait_for_an_acknowledgement_ends_in_time(train, monkeypatch):
-    monkeypatch.setattr("persia_torchrec.timeouts.PUSH_QUEUE_MARGIN_S", 0.1)
-    trainer = train(2, worker=HeldBack, timeout_s=0.5)
-    trainer.pull().push(ONE_UPDATE)
-    with pytest.raises(StalenessError, match=r"not acknowledged within 0\.6 s"):
-        trainer.pipeline.flush()
+def push_and_look(trainer, batch):
+    batch.push(ONE_UPDATE)
+    wait_until(trainer.pipeline.raise_error)
 
 
-def test_an_update_that_is_never_sent_for_others_fails_the_next_call(
-    train, monkeypatch
+@pytest.mark.parametrize(
+    ("held", "wait", "message"), ENDLESS_WAITS.values(), ids=ENDLESS_WAITS
+)
+def test_a_wait_for_an_acknowledgement_ends_in_time(
+    train, monkeypatch, held, wait, message
 ):
-    monkeypatch.setattr("persia_torchrec.timeouts.PUSH_QUEUE_MARGIN_S", 0.1)
+    monkeypatch.setattr(timeouts, "PUSH_QUEUE_MARGIN_S", 0.1)
     trainer = train(2, worker=HeldBack, timeout_s=0.5)
-    trainer.pipeline.bound(held=2, sent=1)
-    for batch in [trainer.pull() for _ in range(2)]:
-        batch.push(ONE_UPDATE)
-    message = r"One of 2 updates must be acknowledged within 0\.6 s"
-    with pytest.raises(StalenessError, match=message):
-        wait_until(trainer.pipeline.raise_error)
+    trainer.pipeline.bound(held=held, sent=1)
+    first, second = trainer.pull(), trainer.pull()
+    first.push(ONE_UPDATE)
+    with pytest.raises(StalenessError, match=rf"{message} within 0\.6 s"):
+        wait(trainer, second)
 
 
 def test_only_so_many_batches_wait_for_their_pull(train, monkeypatch):
-    monkeypatch.setattr("persia_torchrec.pipeline.pipeline._MAX_WAITING", 3)
+    monkeypatch.setattr(pipeline, "_MAX_WAITING", 3)
     trainer = train(1)
     held = trainer.pull()
     with pytest.raises(StalenessError, match="At most 3 batches can be started"):
@@ -460,15 +440,25 @@ def test_only_so_many_batches_wait_for_their_pull(train, monkeypatch):
     assert held.is_training
 
 
-@pytest.mark.parametrize("bounds", [{"held": 0, "sent": 1}, {"held": 1, "sent": 0}])
-def test_bounds_on_updates_that_allow_none_are_rejected(train, bounds):
-    with pytest.raises(
-        ConfigError,
-        match="backward_buffer_size and grad_update_buffer_size must be >= 1",
-    ):
-        train(1).pipeline.bound(**bounds)
-    with pytest.raises(ConfigError, match="At least one puller is needed"):
-        train(1).pipeline.evaluation.set_num_threads(0)
+BUFFERS = "backward_buffer_size and grad_update_buffer_size must be >= 1"
+
+
+@pytest.mark.parametrize(
+    ("set_bound", "message"),
+    [
+        (lambda pipeline: pipeline.bound(held=0, sent=1), BUFFERS),
+        (lambda pipeline: pipeline.bound(held=1, sent=0), BUFFERS),
+        (
+            lambda pipeline: pipeline.set_staleness(-1),
+            r"staleness must be >= 0\. .* -1",
+        ),
+        (lambda pipeline: pipeline.training.set_num_threads(0), "one puller .* 0"),
+        (lambda pipeline: pipeline.evaluation.set_num_threads(0), "one puller .* 0"),
+    ],
+)
+def test_a_bound_that_allows_nothing_is_rejected(train, set_bound, message):
+    with pytest.raises(ConfigError, match=message):
+        set_bound(train(1).pipeline)
 
 
 def test_a_push_that_fails_is_raised_at_once_at_staleness_0(train):
@@ -508,13 +498,10 @@ def test_flushing_waits_for_what_was_pushed_and_not_for_what_is_held(train):
     trainer.worker.may_push.clear()
     for batch in batches[:3]:
         batch.push(ONE_UPDATE)
-    flushing = threading.Thread(target=trainer.pipeline.flush)
-    flushing.start()
-    flushing.join(0.05)
-    assert flushing.is_alive()
+    flushing = InThread(trainer.pipeline.flush)
+    assert flushing.still_waits()
     trainer.worker.may_push.set()
-    flushing.join(AT_ONCE_S)
-    assert not flushing.is_alive()
+    flushing.result(AT_ONCE_S)
     assert trainer.num_updates() == 3
 
 
@@ -537,14 +524,6 @@ def test_the_bound_changes_only_while_no_batch_is_under_way(train):
     batch.push(ONE_UPDATE)
     trainer.pipeline.set_staleness(3)
     assert len([trainer.pull() for _ in range(3)]) == 3
-
-
-def test_a_negative_bound_is_rejected(train):
-    trainer = train(1)
-    with pytest.raises(ConfigError, match=r"staleness must be >= 0\. Received: -1\."):
-        trainer.pipeline.set_staleness(-1)
-    with pytest.raises(ConfigError, match=r"At least one puller .* Received: 0\."):
-        trainer.pipeline.training.set_num_threads(0)
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
@@ -698,21 +677,12 @@ def test_a_change_that_waits_for_room_ends_with_the_pipeline(train):
     batch.push(ONE_UPDATE)
     for rate in range(16):
         trainer.pipeline.change_tables(with_rate(rate))
-    raised = []
-
-    def change():
-        with pytest.raises(PersiaError, match="closed") as caught:
-            trainer.pipeline.change_tables(with_rate(99.0))
-        raised.append(caught.value)
-
-    waiting = threading.Thread(target=change)
-    waiting.start()
-    waiting.join(0.1)
-    assert waiting.is_alive()
+    waiting = InThread(trainer.pipeline.change_tables, with_rate(99.0))
+    assert waiting.still_waits()
     trainer.pipeline.close()
     trainer.worker.may_push.set()
-    waiting.join(AT_ONCE_S)
-    assert len(raised) == 1
+    with pytest.raises(PersiaError, match="closed"):
+        waiting.result(AT_ONCE_S)
     assert trainer.client.table("count").optimizer != SGD(99.0)
 
 
@@ -725,14 +695,11 @@ def num_warnings(caplog):
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_batches_that_are_used_and_dropped_are_one_warning(train, caplog, staleness):
     trainer = train(staleness)
-    for _ in range(7):
-        trainer.pull()
-    wait_until(lambda: trainer.pipeline.summary().num_dropped == 7)
-    assert num_warnings(caplog) == 0
-    for _ in range(13):
-        trainer.pull()
-    wait_until(lambda: trainer.pipeline.summary().num_dropped == 20)
-    assert num_warnings(caplog) == 1
+    for num_dropped, expected in ((7, 0), (20, 1)):
+        while trainer.pipeline.summary().num_lookups < num_dropped:
+            trainer.pull()
+        wait_until(lambda n=num_dropped: trainer.pipeline.summary().num_dropped == n)
+        assert num_warnings(caplog) == expected
 
 
 def test_a_loop_that_pushes_some_of_its_batches_is_not_warned(train, caplog):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from persia_torchrec.errors import ConfigError, PersiaError, StalenessError
 from persia_torchrec.pipeline.staleness import Permit, StalenessSemaphore
 from tests.support.servers import DEADLINE_S
+from tests.support.threads import InThread
 
 
 def take(permits):
@@ -63,13 +64,10 @@ def test_a_permit_that_is_given_back_twice_counts_once():
 def test_a_waiting_caller_gets_a_returned_permit():
     permits = StalenessSemaphore(1, timeout_s=DEADLINE_S)
     held = take(permits)
-    taken = threading.Event()
-    waiting = threading.Thread(target=lambda: (take(permits), taken.set()))
-    waiting.start()
-    assert not taken.wait(0.05)
+    waiting = InThread(take, permits)
+    assert waiting.still_waits()
     permits.give_back(held)
-    assert taken.wait(DEADLINE_S)
-    waiting.join(DEADLINE_S)
+    waiting.result()
 
 
 def test_the_holder_of_all_permits_continues():
@@ -94,13 +92,11 @@ def test_the_holder_of_all_permits_continues():
 def test_to_hold_a_batch_wakes_the_thread_that_takes_its_permit():
     permits = StalenessSemaphore(1, timeout_s=DEADLINE_S)
     hold(permits)
-    more, taken = Permit(), threading.Event()
-    waiting = threading.Thread(target=lambda: (permits.take(more), taken.set()))
-    waiting.start()
-    assert not taken.wait(0.05)
+    more = Permit()
+    waiting = InThread(permits.take, more)
+    assert waiting.still_waits()
     permits.hold(more)
-    assert taken.wait(DEADLINE_S)
-    waiting.join(DEADLINE_S)
+    waiting.result()
 
 
 @pytest.mark.parametrize("how", ["pushed", "not held", "of another thread"])
@@ -108,9 +104,7 @@ def test_a_holder_of_some_permits_waits(how):
     permits = StalenessSemaphore(2, timeout_s=0.05)
     hold(permits)
     if how == "of another thread":
-        other = threading.Thread(target=hold, args=(permits,))
-        other.start()
-        other.join(DEADLINE_S)
+        InThread(hold, permits).result()
     else:
         permit = take(permits)
         if how == "pushed":
@@ -126,21 +120,13 @@ def test_a_holder_of_some_permits_waits(how):
 def test_closing_fails_waiting_and_later_callers():
     permits = StalenessSemaphore(1, timeout_s=DEADLINE_S)
     held = take(permits)
-    errors = []
-
-    def wait():
-        try:
-            take(permits)
-        except PersiaError as exc:
-            errors.append(str(exc))
-
-    waiting = threading.Thread(target=wait)
-    waiting.start()
+    waiting = InThread(take, permits)
     permits.close()
-    waiting.join(DEADLINE_S / 2)
+    with pytest.raises(PersiaError, match=r"^The embedding pipeline is closed\.$"):
+        waiting.result(DEADLINE_S / 2)
     permits.give_back(held)
-    wait()
-    assert errors == ["The embedding pipeline is closed."] * 2
+    with pytest.raises(PersiaError, match=r"^The embedding pipeline is closed\.$"):
+        take(permits)
 
 
 def test_the_bound_changes_when_all_permits_are_back():
@@ -165,12 +151,11 @@ def test_a_permit_counts_what_its_batch_lacks_and_whether_it_waited():
     permits = StalenessSemaphore(2, timeout_s=DEADLINE_S)
     first, second = take(permits), take(permits)
     assert counts(permits) == (2, 0, 1)
-    waiting = threading.Thread(target=lambda: take(permits))
-    waiting.start()
-    waiting.join(0.05)
+    waiting = InThread(take, permits)
+    assert waiting.still_waits()
     assert counts(permits)[0] == 2
     permits.give_back(second)
-    waiting.join(DEADLINE_S)
+    waiting.result()
     assert counts(permits) == (3, 1, 2)
     permits.give_back(first)
     take(permits)

@@ -11,6 +11,7 @@ from persia_torchrec.rpc.messages import Header, Kind, decode_json
 from persia_torchrec.rpc.sockets import MAX_FRAMES
 from tests.support.servers import DEADLINE_S
 from tests.support.sockets import member_socket
+from tests.support.threads import InThread
 
 
 @pytest.fixture
@@ -125,12 +126,10 @@ def test_closing_answers_requests_under_way_and_no_others(start):
     ask = start(handle)
     reply = ask()
     assert begun.wait(DEADLINE_S)
-    closing = threading.Thread(target=ask.service.close)
-    closing.start()
+    closing = InThread(ask.service.close)
     released.set()
     assert result(reply) == [b"done"]
-    closing.join(DEADLINE_S)
-    assert not closing.is_alive()
+    closing.result()
     ask.service.close()
     with pytest.raises(ServerError):
         result(ask(timeout_s=0.1))

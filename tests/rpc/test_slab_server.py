@@ -23,6 +23,7 @@ from persia_torchrec.rpc.peers import Peers
 from persia_torchrec.rpc.slab_client import obtain
 from tests.support.processes import wait_until
 from tests.support.servers import DEADLINE_S
+from tests.support.threads import InThread, all_at_once
 
 MIB = 2**20
 
@@ -196,24 +197,17 @@ def test_replies_with_callbacks_and_without_a_waiting_caller_arrive(peers):
 
 
 def test_several_callers_get_their_own_replies(peers):
-    wrong = []
-
     def ask(letter):
         for i in range(50):
             body = letter * (1 + 997 * i)
-            if bytes(send(peers, body, reply_bytes=len(body)).frames()[1]) != body:
-                wrong.append(letter)
+            reply = send(peers, body, reply_bytes=len(body))
+            assert bytes(reply.frames()[1]) == body
 
-    threads = [threading.Thread(target=ask, args=(b"%d" % i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(DEADLINE_S)
-    assert wrong == []
+    all_at_once(ask, [b"0", b"1", b"2", b"3"])
 
 
 def test_a_caller_that_leaves_has_another_one_take_replies(peers, echo):
-    gates, memory, ended = [threading.Event() for _ in "ab"], memory_of(peers), []
+    gates, memory = [threading.Event() for _ in "ab"], memory_of(peers)
     done = send(peers, b"done")
     done.frames()
 
@@ -224,22 +218,17 @@ def test_a_caller_that_leaves_has_another_one_take_replies(peers, echo):
     echo._handler = answer
     replies = [send(peers, b"%d" % i, batch=i) for i in range(2)]
 
-    def wait(i):
-        ended.append(bytes(replies[i].frames()[1]))
-
-    threads = [threading.Thread(target=wait, args=(i,)) for i in range(2)]
-    threads[0].start()
+    leader = InThread(replies[0].frames)
     until(memory._leading.locked)
-    threads[1].start()
+    follower = InThread(replies[1].frames)
     until(lambda: memory._followers)
     memory._followers.insert(0, done)  # as of a caller that has not left yet
     gates[0].set()
-    threads[0].join(DEADLINE_S)
+    assert bytes(leader.result()[1]) == b"0"
     until(lambda: memory._followers == [done])  # the other caller leads
     memory._followers.clear()
     gates[1].set()
-    threads[1].join(DEADLINE_S)
-    assert ended == [b"0", b"1"]
+    assert bytes(follower.result()[1]) == b"1"
 
 
 def test_a_request_wakes_the_server_and_a_reply_its_caller(peers, echo):
@@ -248,11 +237,10 @@ def test_a_request_wakes_the_server_and_a_reply_its_caller(peers, echo):
     before = echo.slabs.num_woken, memory_of(peers).num_sleeps
     echo.may_answer.clear()
     reply = send(peers, b"x")
-    thread = threading.Thread(target=reply.frames)
-    thread.start()
+    waiting = InThread(reply.frames)
     until(lambda: memory_of(peers).num_sleeps > before[1])
     echo.may_answer.set()
-    thread.join(DEADLINE_S)
+    waiting.result()
     until(lambda: echo.slabs.num_woken > before[0])
 
 
@@ -280,11 +268,7 @@ def test_memory_is_asked_for_once_by_threads_that_see_a_server_back(echo, monkey
 
     monkeypatch.setattr("persia_torchrec.rpc.peers.obtain", obtain_together)
     with contextlib.closing(connect(echo)) as given:
-        threads = [threading.Thread(target=given._share, args=(0,)) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(DEADLINE_S)
+        all_at_once(given._share, [0, 0])
         assert both.broken
         assert len(echo.slabs) == 1
         assert bytes(send(given, b"x").frames()[1]) == b"x"

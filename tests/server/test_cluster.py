@@ -19,6 +19,7 @@ from persia_torchrec.server.server import EmbeddingServer, ServerConfig
 from persia_torchrec.table import TableSpec
 from tests.support.processes import is_running, wait_until
 from tests.support.servers import DEADLINE_S, Servers, ids_of
+from tests.support.threads import InThread
 
 pytestmark = pytest.mark.multiprocess
 
@@ -146,14 +147,6 @@ def test_the_time_in_which_a_server_compiles_does_not_count(monkeypatch):
 
 def test_a_client_waits_for_a_server_that_compiles():
     server = EmbeddingServer(ServerConfig())
-    connected = threading.Event()
-    serving = threading.Thread(target=server.serve)
-
-    def connect():
-        EmbeddingClient.connect([server.address], timeout_s=DEADLINE_S).close()
-        connected.set()
-
-    connecting = threading.Thread(target=connect)
     with reject_until_ready(server.listener):
         connections = Connections("embedding server", [server.address])
         reply = connections[0].send(
@@ -164,13 +157,14 @@ def test_a_client_waits_for_a_server_that_compiles():
         )
         with pytest.raises(RemoteError, match=r"NotReadyError: .*compiling its loops"):
             reply.result(DEADLINE_S)
-        connecting.start()
-        assert not connected.wait(0.5)
-    serving.start()
-    assert connected.wait(DEADLINE_S)
+        connecting = InThread(
+            lambda: EmbeddingClient.connect([server.address], timeout_s=DEADLINE_S)
+        )
+        assert connecting.still_waits()
+    serving = InThread(server.serve)
+    connecting.result().close()
     server.stop()
-    for thread in (serving, connecting):
-        thread.join(DEADLINE_S)
+    serving.result()
     connections.close()
 
 

@@ -28,6 +28,7 @@ from tests.support.one_feature import FEATURE
 from tests.support.processes import wait_until
 from tests.support.servers import DEADLINE_S
 from tests.support.serving_process import ask
+from tests.support.threads import InThread
 
 HEAD = b"POST /predict HTTP/1.0\r\nContent-Type: application/json\r\n"
 KIND = {"Content-Type": "application/octet-stream"}
@@ -146,21 +147,13 @@ def blocked(serve, num, **settings):
     model = Model()
     model.may_end.clear()
     server, _ = serve(model, **settings)
-    answers = []
-    threads = [
-        threading.Thread(target=lambda: answers.append(predict(server)))
-        for _ in range(num)
-    ]
-    for thread in threads:
-        thread.start()
+    threads = [InThread(predict, server) for _ in range(num)]
     for _ in threads:
         assert model.begun.acquire(timeout=DEADLINE_S)
 
     def end():
         model.may_end.set()
-        for thread in threads:
-            thread.join(DEADLINE_S)
-        return answers
+        return [thread.result() for thread in threads]
 
     return server, end
 
@@ -199,11 +192,9 @@ def test_a_client_that_is_gone_holds_no_place_while_few_run_on(serve):
 
 def test_a_pending_request_is_answered_before_the_end(serve):
     server, end = blocked(serve, 1)
-    closing = threading.Thread(target=server.close)
-    closing.start()
+    closing = InThread(server.close)
     assert end()[0][0] == 200
-    closing.join(DEADLINE_S)
-    assert not closing.is_alive()
+    closing.result()
     with pytest.raises(OSError, match="refused"):
         connect(server)
 

@@ -1,7 +1,6 @@
 """A TorchRec loop that data loader processes feed continues behind what it trained."""
 
 import itertools
-import threading
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from persia_torchrec.data import DataLoader, StreamingDataset
 from persia_torchrec.persia import feed, loader
 from tests.support.local_job import LocalJob, Sending, batch_of
 from tests.support.processes import wait_until
+from tests.support.threads import InThread
 
 NUM_BATCHES, SAVE_STEPS, NUM_AHEAD = 20, 3, 4
 
@@ -57,10 +57,9 @@ def take_first(taken, job, sending, num_loaders):
             contexts.append(job.data_ctx(index, num_loaders))
             sending.start(contexts[-1], batches(index, num_loaders))
 
-    thread = threading.Thread(target=start)
-    thread.start()
+    starting = InThread(start)
     ahead = [next(taken)]
-    thread.join()
+    starting.result()
     sending.join()
     return ahead, contexts
 

@@ -1,6 +1,5 @@
 """How much a context has under way at once, as its arguments say."""
 
-import threading
 from contextlib import closing, contextmanager
 
 import pytest
@@ -24,6 +23,7 @@ from tests.support.local_job import (
     batch_of,
 )
 from tests.support.servers import DEADLINE_S
+from tests.support.threads import InThread
 
 FROM_ZERO = EmbeddingConfig((0, 0), weight_bound=0)
 TWELVE = [batch_of([1])] * 12
@@ -130,24 +130,22 @@ class Looping:
     """A loop over a loader's batches, in a thread."""
 
     def __init__(self, ctx, batches):
-        self._num_batches = 0
+        iterator = iter(batches)
 
         def loop():
+            num_batches = 0
             for batch in iterator:
                 output, _ = ctx.forward(batch)
                 if batch.is_training:
                     ctx.backward(output.sum())
-                self._num_batches += 1
+                num_batches += 1
+            return num_batches
 
-        iterator = iter(batches)
-        self._thread = threading.Thread(target=loop)
-        self._thread.start()
+        self._loop = InThread(loop)
 
     def num_batches(self):
         """Wait for the end of the loop; return how many batches there were."""
-        self._thread.join(DEADLINE_S)
-        assert not self._thread.is_alive()
-        return self._num_batches
+        return self._loop.result()
 
 
 def loader(num_workers, **settings):
@@ -189,12 +187,11 @@ class TestUpdates:
             for _ in range(3):
                 ctx.backward(ctx.forward(next(batches))[0].sum())
             fourth = ctx.forward(next(batches))[0].sum()
-            waiting = threading.Thread(target=ctx.backward, args=(fourth,))
-            waiting.start()
+            waiting = InThread(ctx.backward, fourth)
             assert gate.holds_just(3)
             assert waiting.is_alive()
             gate.open()
-            waiting.join(DEADLINE_S)
+            waiting.result()
             for batch in batches:
                 ctx.backward(ctx.forward(batch)[0].sum())
         assert job.read("item", 1)[0, 0] == -len(TWELVE)

@@ -14,6 +14,7 @@ from persia_torchrec.lookup.bags import Bags
 from persia_torchrec.lookup.sharded_lookup import BatchFeatures, RoutedBatch
 from persia_torchrec.persia.worker.process import AwaitingGradient, IdBuffer
 from tests.support.servers import DEADLINE_S
+from tests.support.threads import all_at_once
 
 CAPACITY = 3
 EXPIRES_S = 10.0
@@ -130,11 +131,7 @@ def test_threads_put_what_is_their_own():
         for number in range(200):
             assert buffer.put(loader, number, bags_of(number))
 
-    threads = [threading.Thread(target=put, args=(loader,)) for loader in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    all_at_once(put, range(3))
     assert len(buffer) == 600
 
 
