@@ -227,20 +227,18 @@ def modules_beside(path):
     return {module.stem.strip("_") for module in room.glob("*.py")} - {"init"}
 
 
+IMPORTS = re.compile(r"^ *(?:from (tests[.\w]*) )?import (\([^)]*\)|.*)$", re.MULTILINE)
+
+
+@functools.cache
 def imported_tests(path):
-    """Yield each file of tests/ that a file imports."""
-    for node in parsed(path):
-        match node:
-            case ast.ImportFrom(module=str(module)):
-                names = [module, *(f"{module}.{alias.name}" for alias in node.names)]
-            case ast.Import():
-                names = [alias.name for alias in node.names]
-            case _:
-                names = []
-        for name in names:
-            found = Path(*name.split(".")).with_suffix(".py")
-            if name.startswith("tests.") and (ROOT / found).exists():
-                yield found
+    """Return each file of tests/ that a file imports."""
+    names = []
+    for module, imported in IMPORTS.findall((ROOT / path).read_text()):
+        words = re.findall(r"[.\w]+", imported)
+        names += [module, *(f"{module}.{word}".strip(".") for word in words)]
+    files = [Path(*name.split(".")).with_suffix(".py") for name in names if name]
+    return [f for f in files if f.parts[0] == "tests" and (ROOT / f).is_file()]
 
 
 def test_a_test_file_is_named_after_a_module_of_its_room():
