@@ -18,17 +18,15 @@ from tests.support.increments import (
     ITEM,
     OTHER,
     Training,
-    is_quiet,
     short_intervals,  # noqa: F401  # a fixture
 )
-from tests.support.processes import wait_until
 
 IDS = np.arange(60, dtype=np.uint64)
 
 
 def written(training):
     """Wait until all that has changed is written."""
-    wait_until(lambda: is_quiet(training), "all is written")
+    training.has_written()
 
 
 @pytest.fixture
@@ -139,8 +137,7 @@ def test_a_checkpoint_of_another_number_of_servers_is_restored(servers, tmp_path
     first = Training(servers, tmp_path, num_servers=3)
     first.train(*range(30))
     first.dump()
-    for server in first.running:
-        server.stop()
+    first.stop()
     second = Training(servers, tmp_path)
     second.client.checkpoints.load(second.run)
     train_on(second)
@@ -149,8 +146,7 @@ def test_a_checkpoint_of_another_number_of_servers_is_restored(servers, tmp_path
 
 
 def test_a_load_with_increments_is_continued_by_the_next_log(training, servers):
-    for server in training.running:
-        server.stop()
+    training.stop()
     second = Training(servers, training.folder)
     second.client.checkpoints.load(second.run, increments=second.logs)
     train_on(second)

@@ -23,7 +23,6 @@ from tests.support.increments import (
     OTHER,
     Training,
     follow,
-    is_quiet,
     short_intervals,  # noqa: F401  # a fixture
     weights_of,
 )
@@ -183,7 +182,7 @@ def test_increments_lead_over_a_table_that_was_dropped(servers, training):
     training.dump()
     training.train(*range(20, 45))
     replace_item(training)
-    wait_until(lambda: is_quiet(training), "all is written")
+    training.has_written()
     expected = training.client.read("item", IDS)
     others = training.client.read("other", IDS)
     for tables in ([], [replace(ITEM, dim=6), OTHER]):
@@ -199,7 +198,7 @@ def test_a_lost_memory_is_restored_over_a_table_that_was_dropped(training):
     training.dump()
     training.train(*range(20, 45))
     replace_item(training)
-    wait_until(lambda: is_quiet(training), "all is written")
+    training.has_written()
     num_rows = training.client.num_rows()
     for shard in range(2):
         store = ServerConfig(capacity_rows=1000).make_store()

@@ -10,15 +10,13 @@ from tests.support.increments import (
     Training,
     become_equal,
     follow,
-    is_quiet,
     short_intervals,  # noqa: F401  # a fixture
 )
-from tests.support.processes import wait_until
 from tests.support.servers import RunningServer
 
 
 def written(training):
-    wait_until(lambda: is_quiet(training), "all is written")
+    training.has_written()
 
 
 def test_followers_of_a_training_that_resumes_from_an_older_checkpoint_load_again(

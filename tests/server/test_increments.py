@@ -33,7 +33,7 @@ from tests.support.increments import (
     are_equal,
     become_equal,
     follow,
-    is_quiet,
+    has_counted,
     short_intervals,  # noqa: F401  # a fixture
     weights_of,
 )
@@ -95,7 +95,7 @@ def test_a_follower_is_ready_when_it_has_caught_up(servers, training):
     training.dump()
     training.train(*range(10, 30))
     wait_until(lambda: training.total("increments") >= 2, "increments are written")
-    wait_until(lambda: is_quiet(training), "all is written")
+    training.has_written()
     client = follow(servers, training)
     assert are_equal(client, training)
 
@@ -116,11 +116,9 @@ def test_a_dump_deletes_what_the_complete_one_before_does_not_need(servers, trai
         return [list_increments(log) for log in logs_in(training.logs)]
 
     for step in range(3):
-        training.train(*range(20))
-        wait_until(lambda: is_quiet(training), "all is written")
+        training.write(*range(20))
         training.dump()
-        training.train(step)
-        wait_until(lambda: is_quiet(training), "all is written")
+        training.write(step)
     assert all(of_log[0] > 1 for of_log in numbers())
     client = follow(servers, training)
     become_equal(client, training)
@@ -134,17 +132,13 @@ def test_a_missing_increment_is_noticed_and_repaired_by_the_next_checkpoint(
 ):
     training.train(*range(20))
     training.dump()
-    training.train(*range(20))
-    wait_until(lambda: is_quiet(training), "all is written")
-    training.train(*range(20))
-    wait_until(lambda: is_quiet(training), "all is written")
+    training.write(*range(20))
+    training.write(*range(20))
     for log in logs_in(training.logs):
         first = list_increments(log)[-2]
         log.remove(increment_name(first))
     client = follow(servers, training)
-    wait_until(
-        lambda: client.counters()[0]["following_lost"] == 1, "the gap is noticed"
-    )
+    has_counted(client, "following_lost")
     assert not are_equal(client, training)
     training.dump()
     become_equal(client, training)
@@ -159,14 +153,11 @@ def test_a_gap_in_the_log_of_one_server_is_repaired(servers, training, shard):
     training.train(*range(20))
     training.dump()
     for _ in range(2):
-        training.train(*range(20))
-        wait_until(lambda: is_quiet(training), "all is written")
+        training.write(*range(20))
     log = logs_in(training.logs)[shard]
     log.remove(increment_name(list_increments(log)[-2]))
     client = follow(servers, training)
-    wait_until(
-        lambda: client.counters()[0]["following_lost"] == 1, "the gap is noticed"
-    )
+    has_counted(client, "following_lost")
     training.dump()
     become_equal(client, training)
     training.train(*range(15))
@@ -178,16 +169,15 @@ def test_a_checkpoint_that_cannot_be_read_is_not_retried_at_once(servers, tmp_pa
     first.train(*range(20))
     first.dump()
     client = follow(servers, first)
-    for server in first.running:
-        server.stop()
+    first.stop()
     (checkpoint,) = (tmp_path / "run").glob("checkpoint-*")
     second = Training(servers, tmp_path)
     second.client.checkpoints.load(checkpoint)
     for path in checkpoint.glob("*.rows"):
         path.write_bytes(path.read_bytes()[:-3])
     second.train(5)
-    wait_until(lambda: client.counters()[0]["following_errors"] > 0, "it is noticed")
-    wait_until(lambda: client.counters()[0]["following_lost"] == 1, "it is lost")
+    has_counted(client, "following_errors")
+    has_counted(client, "following_lost")
     assert client.counters()[0]["following_reloads"] == 0
     second.dump()
     become_equal(client, second)
@@ -197,14 +187,13 @@ def test_a_checkpoint_that_cannot_be_read_is_not_retried_at_once(servers, tmp_pa
 def test_a_damaged_increment_is_not_applied(servers, training):
     training.train(*range(20))
     training.dump()
-    training.train(*range(20))
-    wait_until(lambda: is_quiet(training), "all is written")
+    training.write(*range(20))
     for path in (training.folder / "increments").glob("*/*.increment"):
         data = bytearray(path.read_bytes())
         data[-40] ^= 1
         path.write_bytes(data)
     client = follow(servers, training)
-    wait_until(lambda: client.counters()[0]["following_errors"] > 0, "it is noticed")
+    has_counted(client, "following_errors")
     assert client.counters()[0]["increments_put_in"] == 0
     training.dump()
     become_equal(client, training)
@@ -216,12 +205,11 @@ def test_an_increment_under_the_name_of_another_is_not_applied(
     training = Training(servers, tmp_path, 1)
     training.train(*range(20))
     training.dump()
-    training.train(*range(20))
-    wait_until(lambda: is_quiet(training), "all is written")
+    training.write(*range(20))
     *_, last = sorted((tmp_path / "increments").glob("*/*.increment"))
     shutil.copy(last, last.with_name(increment_name(int(last.stem) + 1)))
     client = follow(servers, training)
-    wait_until(lambda: client.counters()[0]["following_errors"] > 0, "it is noticed")
+    has_counted(client, "following_errors")
     assert re.search(r"must be increment \d+ of \S+ Received: \d+ of", caplog.text)
     become_equal(client, training)
 
@@ -233,8 +221,7 @@ def test_followers_continue_when_the_training_restarts(servers, tmp_path):
     client = follow(servers, first)
     first.train(*range(30))
     become_equal(client, first)
-    for server in first.running:
-        server.stop()
+    first.stop()
     second = Training(servers, tmp_path, num_servers=3)
     second.client.checkpoints.load(second.run)
     second.train(*range(40, 45))
@@ -255,8 +242,7 @@ def test_a_restart_from_checkpoint_and_increments_loses_nothing_that_was_written
     ids = np.arange(60, dtype=np.uint64)
     expected = [first.client.read(name, ids) for name in ("item", "other")]
     num_rows = sum(first.client.num_rows())
-    for server in first.running:
-        server.stop()
+    first.stop()
     second = Training(servers, tmp_path, num_servers)  # with logs of its own there
     loaded = second.client.checkpoints.load(second.run, increments=second.logs)
     assert loaded.num_increments > 0
@@ -271,8 +257,7 @@ def test_a_restart_without_all_increments_is_rejected(servers, training):
     training.train(*range(20))
     training.dump()
     for _ in range(3):
-        training.train(*range(20))
-        wait_until(lambda: is_quiet(training), "all is written")
+        training.write(*range(20))
     with pytest.raises(PersiaError, match="must hold a log of every server"):
         training.client.checkpoints.load(
             training.run, increments=training.folder / "elsewhere"
@@ -295,8 +280,7 @@ def test_everything_is_written_at_the_end_of_a_training(servers, tmp_path):
     training.train(*range(7), table="other")
     ids = np.arange(60, dtype=np.uint64)
     expected = training.client.read("item", ids)[:, :4]
-    for server in training.running:
-        server.stop()
+    training.stop()
     client = follow(servers, training)
     assert weights_of(client, "item", 4).tobytes() == expected.tobytes()
 
@@ -337,9 +321,7 @@ def test_training_continues_when_increments_cannot_be_written(
         lambda: training.total("increment_logs_failed") >= 1, "the log has failed"
     )
     training.train(*range(30))
-    wait_until(
-        lambda: client.counters()[0]["following_lost"] == 1, "the follower is lost"
-    )
+    has_counted(client, "following_lost")
     training.dump()
     become_equal(client, training)
 
@@ -425,8 +407,7 @@ def test_rows_that_expire_after_a_load_are_in_the_log(servers, tmp_path, monkeyp
     for _ in range(5):
         first.train(40)
     first.dump()
-    for server in first.running:
-        server.stop()
+    first.stop()
     second = Training(servers, tmp_path, 1, specs=(expiring,))
     second.client.checkpoints.load(second.run)
     wait_until(lambda: second.client.num_rows() == [1], "rows expire")
@@ -440,15 +421,12 @@ def test_a_training_that_left_rows_out_is_not_followed_from_its_checkpoint(
     first = Training(servers, tmp_path, 1)
     first.train(*range(40))
     first.dump()
-    for server in first.running:
-        server.stop()
+    first.stop()
     second = Training(servers, tmp_path, 1, capacity_rows=25)
     second.client.checkpoints.load(second.run)
     client = follow(servers, second)
     second.train(1, 2)
-    wait_until(
-        lambda: client.counters()[0]["following_lost"] == 1, "the follower is lost"
-    )
+    has_counted(client, "following_lost")
     second.dump()
     become_equal(client, second)
 
@@ -458,8 +436,7 @@ def test_a_restart_keeps_its_own_settings(servers, tmp_path):
     first.train(*range(20))
     first.dump()
     first.train(*range(20))
-    for server in first.running:
-        server.stop()
+    first.stop()
     slower = TableSpec(name="item", dim=4, optimizer=Adagrad(0.001))
     second = Training(servers, tmp_path, 1, specs=(slower, OTHER))
     second.client.checkpoints.load(second.run, increments=second.logs)
@@ -515,13 +492,9 @@ def test_a_follower_of_other_tables_keeps_its_rows(servers, tmp_path):
     other.add_tables([wider])
     split = other.split(ids_of(1))
     other.pull([("item", split)], batch=BatchNumber(1, 0))
-    wait_until(
-        lambda: client.counters()[0]["following_lost"] == 1, "the follower is lost"
-    )
+    has_counted(client, "following_lost")
     other.checkpoints.dump(training.run)
-    wait_until(
-        lambda: client.counters()[0]["following_errors"] > 0, "the follower says so"
-    )
+    has_counted(client, "following_errors")
     assert weights_of(client, "item", 4)[:20].any()
 
 

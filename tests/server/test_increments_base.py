@@ -23,7 +23,6 @@ from tests.support.increments import (
     Training,
     become_equal,
     follow,
-    is_quiet,
     short_intervals,  # noqa: F401  # a fixture
 )
 from tests.support.processes import wait_until
@@ -68,8 +67,7 @@ def train_until_a_base(training):
 
     wait_until(has_base, "there is a base")
     training.train(*range(10, 50))
-    training.train(*range(5, 20), table="other")
-    wait_until(lambda: is_quiet(training), "all is written")
+    training.write(*range(5, 20), table="other")
 
 
 @pytest.mark.slow
@@ -94,8 +92,7 @@ def test_the_last_increment_stays_so_that_others_are_missed(training):
     training.dump()
     first = find_checkpoint(training.run)
     for batches in (range(15), range(15, 30)):  # in two increments at least
-        training.train(*batches)
-        wait_until(lambda: is_quiet(training), "all is written")
+        training.write(*batches)
     training.dump()
     second = find_checkpoint(training.run)
     training.client.checkpoints.prune()

@@ -25,13 +25,13 @@ from tests.support.increments import (
     Training,
     become_equal,
     follow,
-    is_quiet,
     short_intervals,  # noqa: F401  # a fixture
 )
 from tests.support.ports import draw_port
 from tests.support.processes import wait_until
 from tests.support.server_processes import COUNT, address_of, known_updates
 from tests.support.servers import DEADLINE_S, RunningServer
+from tests.support.threads import InThread
 
 pytestmark = pytest.mark.multiprocess
 
@@ -63,7 +63,7 @@ class OfTwo(Training):
         """Train, and wait until increments have it."""
         for table in ("item", "other"):
             self.train(*ids, table=table)
-        wait_until(lambda: is_quiet(self), "all is written")
+        self.has_written()
 
 
 def start(processes, name, port, *flags, **env):
@@ -217,18 +217,17 @@ def test_requests_are_rejected_until_the_rows_are_restored(
 
     monkeypatch.setattr(ShardLoad, "check", wait_and_check)
     server = EmbeddingServer(ServerConfig())
-    restoring = threading.Thread(target=server.restore, args=(str(tmp_path),))
     request = Header(Kind.HELLO), [encode_json(None)]
     with (
         reject_until_ready(server.listener),
         closing(Connections("embedding server", [server.address])) as connections,
     ):
-        restoring.start()
+        restoring = InThread(server.restore, str(tmp_path))
         reply = connections[0].send(*request, timeout_s=DEADLINE_S, what="hello")
         with pytest.raises(RemoteError, match=r"NotReadyError: .*restoring its rows"):
             reply.result(DEADLINE_S)
         may_load.set()
-        restoring.join(DEADLINE_S)
+        restoring.result()
     assert server.shard.store.tables == [ITEM]
     server.stop()
     server.serve()

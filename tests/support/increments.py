@@ -48,6 +48,20 @@ class Training:
         grads = self._rng.standard_normal(rows.shape).astype(np.float32)
         self.client.outcome(self.client.push([(table, split)], [grads], number))
 
+    def write(self, *ids, table="item"):
+        """Train ids, and wait until all that has changed is written."""
+        self.train(*ids, table=table)
+        self.has_written()
+
+    def has_written(self):
+        wait_until(
+            lambda: self.total("increments_waiting") == 0, "all that changed is written"
+        )
+
+    def stop(self):
+        for server in self.running:
+            server.stop()
+
     def dump(self):
         return self.client.checkpoints.dump(self.run)
 
@@ -98,6 +112,6 @@ def become_equal(follower, training, num_ids=60):
     )
 
 
-def is_quiet(training):
-    """Whether all that has changed is written."""
-    return training.total("increments_waiting") == 0
+def has_counted(client, counter):
+    """Wait until the first server has counted one, as of "following_lost"."""
+    wait_until(lambda: client.counters()[0][counter] > 0, f"{counter} is counted")
