@@ -1,7 +1,7 @@
 """The module of a drawn model, its batches, and how its optimizers are given."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from torchrec.modules.fused_embedding_modules import (
     FusedEmbeddingBagCollection,
     FusedEmbeddingCollection,
 )
-from torchrec.streamable import Pipelineable
 
 from tests.differential.drawing import (
     FUSED_MODULE,
@@ -35,6 +34,7 @@ from tests.differential.drawing import (
     Drawn,
     Table,
 )
+from tests.support.models import OnHost
 from tests.support.remote_job import META
 
 NUM_DENSE, WIDTH = 2, 6
@@ -43,20 +43,13 @@ DENSE_LR = 0.1
 
 
 @dataclass
-class Batch(Pipelineable):
+class Batch(OnHost):
     """Dense features, labels, and the ids of each collection."""
 
     dense: torch.Tensor
     labels: torch.Tensor
     first: KeyedJaggedTensor
     second: KeyedJaggedTensor
-
-    def to(self, device, non_blocking=False):
-        parts = {f.name: getattr(self, f.name).to(device) for f in fields(self)}
-        return replace(self, **parts)
-
-    def record_stream(self, stream):
-        """Nothing here needs to outlive its stream."""
 
 
 class Over(nn.Sequential):

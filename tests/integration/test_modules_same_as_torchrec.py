@@ -37,7 +37,6 @@ from torchrec.modules.fp_embedding_modules import (
     FeatureProcessedEmbeddingBagCollection,
 )
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
-from torchrec.streamable import Pipelineable
 
 from persia_torchrec import (
     Adagrad,
@@ -47,6 +46,7 @@ from persia_torchrec import (
     RemoteFusedEmbeddingBagCollectionSharder,
 )
 from tests.integration.twins import Twins, WithLoss
+from tests.support.models import OnHost
 from tests.support.places import GPU_PLACES, require_kernels
 from tests.support.remote_job import CPU, META, RemoteJob
 
@@ -291,21 +291,11 @@ CASES = {
 }
 
 
-BATCH = ("dense", "ids", "labels")
-
-
 @dataclass
-class Batch(Pipelineable):
+class Batch(OnHost):
     dense: torch.Tensor
     ids: KeyedJaggedTensor
     labels: torch.Tensor
-
-    def to(self, device, non_blocking=False):
-        parts = {name: getattr(self, name).to(device) for name in BATCH}
-        return replace(self, **parts)
-
-    def record_stream(self, stream):
-        """Nothing here needs to outlive its stream."""
 
     def repeated(self):
         """Return the batch with every sample where it was kept once.

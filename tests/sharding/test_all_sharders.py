@@ -5,9 +5,7 @@ import torch
 from torch import nn
 from torchrec import (
     EmbeddingBagCollection,
-    EmbeddingBagConfig,
     EmbeddingCollection,
-    EmbeddingConfig,
 )
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import (
@@ -36,6 +34,7 @@ from persia_torchrec import (
     save_checkpoint,
 )
 from persia_torchrec.errors import ConfigError
+from tests.support.models import sequences_of, tables_of
 from tests.support.remote_job import (
     META,
     Bags,
@@ -49,20 +48,19 @@ IDS = {"f": [[1, 2], []], "g": [[3], [3]], "h": [[5], []], "i": [[7], [2**50]]}
 ZEROS = TableSettings(initializer=Constant(0.0))
 
 
-def bags_of(table, feature):
-    return [EmbeddingBagConfig(10, 4, name=table, feature_names=[feature])]
+def table(name, feature):
+    return tables_of([name], feature=feature)
 
 
 def sequences():
-    config = EmbeddingConfig(10, 4, name="sequence", feature_names=["g"])
-    return EmbeddingCollection(tables=[config], device=META)
+    return sequences_of(["sequence"], feature="g")
 
 
 class Processed(nn.Module):
     def __init__(self):
         super().__init__()
         bags = EmbeddingBagCollection(
-            tables=bags_of("processed", "h"), is_weighted=True, device=META
+            tables=table("processed", "h"), is_weighted=True, device=META
         )
         weights = {"h": PositionWeightedModule(max_feature_length=3)}
         self.bags = FeatureProcessedEmbeddingBagCollection(bags, nn.ModuleDict(weights))
@@ -73,11 +71,11 @@ class Everything(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.bags = Bags(bags_of("bag", "f"))
+        self.bags = Bags(table("bag", "f"))
         self.sequences = sequences()
         self.processed = Processed()
         self.fused = FusedEmbeddingBagCollection(
-            *(bags_of("fused", "i"), torch.optim.SGD, {"lr": 0.5}), device=META
+            *(table("fused", "i"), torch.optim.SGD, {"lr": 0.5}), device=META
         )
 
     def forward(self, ids):
@@ -91,7 +89,7 @@ class Two(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.bags = Bags(bags_of("bag", "f"))
+        self.bags = Bags(table("bag", "f"))
         self.sequences = sequences()
 
 
@@ -176,7 +174,7 @@ class TestAPlanOfOthers:
 
     @pytest.mark.parametrize("told", [data_parallel(), table_wise(0)])
     def test_it_is_rejected(self, job, told):
-        model = Bags(bags_of("bag", "f"))
+        model = Bags(table("bag", "f"))
         plan = plan_by_hand(model.bags, {"bag": told})
         sharder = RemoteEmbeddingBagCollectionSharder(job.client)
         match = r"'bag' as row_wise.*Give a plan by hand row_wise\(.*pass the sharders"
@@ -186,7 +184,7 @@ class TestAPlanOfOthers:
             )
 
     def test_by_rows_it_is_one_by_hand_and_rows_are_on_servers(self, job):
-        model = Bags(bags_of("bag", "f"))
+        model = Bags(table("bag", "f"))
         plan = plan_by_hand(model.bags, {"bag": row_wise()})
         sharders = remote_sharders(job.client, SGD(1.0))
         model = DistributedModelParallel(
@@ -199,7 +197,7 @@ class TestAPlanOfOthers:
 
     def test_it_is_rejected_for_processed_features(self, job):
         sharders = remote_sharders(job.client)
-        ours = shard(Bags(bags_of("processed", "h")), *sharders).plan
+        ours = shard(Bags(table("processed", "h")), *sharders).plan
         (rows,) = ours.plan.values()  # by rows, as for bags without processors
         with pytest.raises(ConfigError, match=r"as table_wise.*Received: row_wise"):
             DistributedModelParallel(
@@ -246,10 +244,10 @@ class TestACollectionWithoutASharder:
 
     def test_a_model_that_is_one_collection_needs_one_sharder(self, job):
         bags = RemoteEmbeddingBagCollectionSharder(job.client)
-        model = EmbeddingBagCollection(tables=bags_of("bag", "f"), device=META)
+        model = EmbeddingBagCollection(tables=table("bag", "f"), device=META)
         job.adopt(DistributedModelParallel(model, sharders=[bags]))
 
 
 def test_one_trainer_may_map_its_ids_by_itself(job):
-    model = job.put_on_servers(collided(bags_of("bag", "f")))
+    model = job.put_on_servers(collided(table("bag", "f")))
     assert is_on_servers(model) == {"bag"}

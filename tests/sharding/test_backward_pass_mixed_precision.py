@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms.join import Join
 from torchrec import EmbeddingBagConfig
 from torchrec.distributed.types import ShardingEnv
@@ -14,6 +13,7 @@ from persia_torchrec.errors import ConfigError, JobError
 from persia_torchrec.sharding.backward_pass import Agreement
 from persia_torchrec.sharding.planned import dense_parameters
 from persia_torchrec.sharding.table_control import RemoteTables, TableControl
+from tests.support.models import Tower
 from tests.support.places import GPU_PLACES
 from tests.support.processes import Processes, wait_until
 from tests.support.remote_job import CPU, META, Bags, kjt_of, remote_modules, shard
@@ -22,18 +22,6 @@ DIM = 4
 ONE = ShardingEnv.from_local(1, 0)
 TABLES = [EmbeddingBagConfig(10, DIM, name="term", feature_names=["ad"])]
 IDS = kjt_of({"ad": [[0, 1], [2], []]})
-
-
-class Model(nn.Module):
-    """Embeddings, and a dense layer that autocast runs in 16 bits."""
-
-    def __init__(self):
-        super().__init__()
-        self.embeddings = Bags(TABLES)
-        self.over = nn.Linear(DIM, 1)
-
-    def forward(self, ids):
-        return self.over(self.embeddings(ids).values())
 
 
 class Trainer:
@@ -45,7 +33,8 @@ class Trainer:
         self.sharder = RemoteEmbeddingBagCollectionSharder(
             job.client, SGD(1.0), **settings
         )
-        self.model = shard(Model(), self.sharder, device=device)
+        # Of its dense layer, which autocast runs in 16 bits.
+        self.model = shard(Tower(TABLES), self.sharder, device=device)
         (self.module,) = remote_modules(self.model)
         dense = list(self.model.parameters())
         self.optimizer = torch.optim.SGD(dense, lr=0.1)
@@ -147,7 +136,7 @@ class TestOverflow:
 
     def test_the_scaler_hears_of_embeddings_whose_dense_half_is_finite(self, trainer):
         trainer.use(init_scale=2.0)
-        pooled = trainer.model.module.embeddings(IDS).values()
+        pooled = trainer.model.module.bags(IDS).values()
         loss = trainer.scaler.scale(pooled.sum())
         pooled.register_hook(lambda grad: grad * torch.inf)
         loss.backward()
@@ -161,7 +150,7 @@ class TestOverflow:
         (stand_in,) = optimizer.param_groups[0]["params"]
         trainer.use(init_scale=2.0)
         for factor, grad in [(1.0, 0), (torch.inf, torch.inf), (1.0, torch.inf)]:
-            loss = trainer.model.module.embeddings(IDS).values().sum()
+            loss = trainer.model.module.bags(IDS).values().sum()
             (trainer.scaler.scale(loss) * factor).backward()
             assert stand_in.grad == grad
         assert trainer.module.num_skipped == 1
@@ -176,7 +165,7 @@ def overflow_and_recover(trainer, scaler, ids=IDS, *, is_late=False):
     """
     scales = [scaler.get_scale()]
     for factor in (torch.inf, 1.0, 1.0):
-        pooled = trainer.model.module.embeddings(ids).values()
+        pooled = trainer.model.module.bags(ids).values()
         pooled.register_hook(lambda grad, by=factor: grad * by)
         scaler.scale(pooled.sum()).backward()
         if is_late:
@@ -234,7 +223,7 @@ def test_a_backward_pass_that_fails_leaves_the_next_one_alone(trainer):
         raise ArithmeticError("behind the embeddings")
 
     earlier.register_hook(fail)
-    pooled = trainer.model.module.embeddings(IDS).values()
+    pooled = trainer.model.module.bags(IDS).values()
     with pytest.raises(ArithmeticError, match="behind the embeddings"):
         trainer.scaler.scale(pooled.sum() + earlier.sum()).backward()
     trainer.sharder.optimizer.zero_grad()
@@ -271,7 +260,7 @@ def test_a_loss_scale_is_not_read_in_a_step(trainer, monkeypatch):
 
 
 def test_without_a_scaler_a_bad_gradient_is_the_servers_to_reject(trainer):
-    pooled = trainer.model.module.embeddings(IDS).values()
+    pooled = trainer.model.module.bags(IDS).values()
     (pooled[0].sum() * torch.inf).backward()
     trainer.sharder.flush()
     assert trainer.module.num_skipped == 0

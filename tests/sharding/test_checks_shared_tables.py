@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from persia_torchrec import (
     SGD,
@@ -15,6 +14,7 @@ from persia_torchrec import (
     remote_sharders,
 )
 from persia_torchrec.errors import ConfigError
+from tests.support.models import bags_of
 from tests.support.remote_job import CPU, META, RemoteJob, kjt_of, remote_modules
 
 
@@ -25,8 +25,7 @@ def job():
 
 
 def bags(table, feature="x", device=META):
-    config = EmbeddingBagConfig(20, 4, table, feature_names=[feature])
-    return EmbeddingBagCollection(tables=[config], device=device)
+    return bags_of([table], 20, feature=feature, device=device)
 
 
 class TwoNames(nn.Module):

@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from torchrec import EmbeddingBagConfig
 
 from persia_torchrec import (
     SGD,
@@ -23,6 +22,7 @@ from persia_torchrec.embedding.usage import DynamicDim
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.row_copy import initial_rows
 from persia_torchrec.table import TableSpec
+from tests.support.models import tables_of
 from tests.support.remote_job import (
     CPU,
     META,
@@ -44,7 +44,7 @@ def job():
 
 
 def bags(name, device=META):
-    return Bags([EmbeddingBagConfig(8, DIM, name, feature_names=["f"])], device)
+    return Bags(tables_of([name], 8, DIM, feature="f"), device)
 
 
 def key_of(name):

@@ -3,12 +3,6 @@ import torch
 import torchrec.optim
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch.distributed.optim import _apply_optimizer_in_backward as apply
-from torchrec import (
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
-)
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
 from persia_torchrec import LAMB, LARS, SGD, Adagrad, Adam, AdamW, TableSettings
@@ -20,18 +14,12 @@ from persia_torchrec.sharding.fused_arguments import (
     read_optimizers,
     translate,
 )
+from tests.support.models import bags_of, sequences_of
 from tests.support.remote_job import META
 
 
 def bags():
-    return EmbeddingBagCollection(
-        tables=[
-            EmbeddingBagConfig(10, 4, name="term", feature_names=["ad"]),
-            EmbeddingBagConfig(10, 4, name="user", feature_names=["user"]),
-            EmbeddingBagConfig(10, 4, name="place", feature_names=["place"]),
-        ],
-        device=META,
-    )
+    return bags_of(["term", "user", "place"])
 
 
 def weight(collection, table):
@@ -145,9 +133,7 @@ def test_arguments_that_torchrec_changes_are_copied():
 
 
 def test_tables_of_sequences_may_have_their_own_too():
-    collection = EmbeddingCollection(
-        tables=[EmbeddingConfig(10, 4, name="term", feature_names=["ad"])], device=META
-    )
+    collection = sequences_of(["term"])
     apply(torchrec.optim.LAMB, collection.parameters(), {"lr": 0.1})
     (table,) = describe_collection(collection, SGD(1.0)).tables
     assert table.optimizer == LAMB(0.1)

@@ -17,7 +17,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     WeightDecayMode,
 )
 from torch.distributed.optim import _apply_optimizer_in_backward as apply
-from torchrec import EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
+from torchrec import EmbeddingBagConfig
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
 from persia_torchrec import SGD, Adagrad, TableSettings, remote_sharders
@@ -31,6 +31,7 @@ from persia_torchrec.sharding.fused_arguments import (
     translate_fused_params,
 )
 from persia_torchrec.table import TableSpec
+from tests.support.models import sequences_of
 from tests.support.places import CUDA, ON_GPU
 from tests.support.remote_job import META, Bags, RemoteJob, kjt_of
 
@@ -145,10 +146,7 @@ def clipped_by_hand():
 
 
 def test_sequences_clip_the_gradient_of_each_id(job):
-    module = EmbeddingCollection(
-        tables=[EmbeddingConfig(NUM_IDS, DIM, "clipped ids", feature_names=["f"])],
-        device=META,
-    )
+    module = sequences_of(["clipped ids"], NUM_IDS, DIM, feature="f")
     apply(torchrec.optim.SGD, module.parameters(), {"lr": 1.0, **CLIPPED})
     model = torch.nn.Sequential(module)
     model = job.shard(model, remote_sharders(job.client))

@@ -1,18 +1,15 @@
 """TorchRec's train pipelines drive a mixed collection as they drive their own."""
 
-from dataclasses import dataclass
 from inspect import signature
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torchrec import KeyedJaggedTensor
 from torchrec.distributed.train_pipeline import (
     TrainPipelineBase,
     TrainPipelineSparseDist,
 )
-from torchrec.streamable import Pipelineable
 
 from persia_torchrec import MixedSharder, Placement, RemoteEmbeddingBagCollectionSharder
 from tests.sharding.mixed_model import (
@@ -25,24 +22,10 @@ from tests.sharding.mixed_model import (
     batches,
     dense_optimizer,
 )
+from tests.support.models import Batch
 from tests.support.remote_job import CPU, RemoteJob, shard
 
 NUM_STEPS = 12
-
-
-@dataclass
-class Batch(Pipelineable):
-    ids: KeyedJaggedTensor
-    labels: torch.Tensor
-
-    def to(self, device, non_blocking=False):
-        return Batch(self.ids.to(device), self.labels.to(device))
-
-    def record_stream(self, stream):
-        pass
-
-    def pin_memory(self):
-        return self
 
 
 class WithLoss(nn.Module):

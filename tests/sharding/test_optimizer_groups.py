@@ -6,9 +6,6 @@ from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward as apply
 from torchrec import (
     EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
     PoolingType,
 )
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
@@ -19,6 +16,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 
 from persia_torchrec import remote_sharders
 from persia_torchrec.sharding.optimizer import restore_groups
+from tests.support.models import sequences_of, tables_of
 from tests.support.remote_job import META, RemoteJob, kjt_of, shard
 
 FUSED = ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"])
@@ -37,15 +35,9 @@ class Model(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.bags = EmbeddingBagCollection(
-            tables=[
-                EmbeddingBagConfig(8, 4, name, feature_names=["f"], **settings)
-                for name, settings in BAGS.items()
-            ],
-            device=META,
-        )
-        rows = [EmbeddingConfig(8, 4, name, feature_names=["f"]) for name in "xy"]
-        self.rows = EmbeddingCollection(tables=rows, device=META)
+        tables = [tables_of([n], feature="f", **BAGS[n])[0] for n in BAGS]
+        self.bags = EmbeddingBagCollection(tables=tables, device=META)
+        self.rows = sequences_of("xy", feature="f")
         for name, parameter in self.named_parameters():
             rate = LR / 2 if "slow" in name else LR
             apply(torch.optim.SGD, [parameter], {"lr": rate})

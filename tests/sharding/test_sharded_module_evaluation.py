@@ -1,19 +1,13 @@
 """An evaluation right after a training step reads rows that have its update."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from torch import nn
 from torchrec import (
     EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
     KeyedJaggedTensor,
 )
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.streamable import Pipelineable
 
 from persia_torchrec import (
     SGD,
@@ -23,19 +17,18 @@ from persia_torchrec import (
     remote_sharders,
 )
 from persia_torchrec.errors import ConfigError
+from tests.support.models import WithLoss, bags_of, sequences_of, tables_of
 from tests.support.remote_job import CPU, META, HeldPushes, RemoteJob, kjt_of
 
-ZEROS = nn.init.zeros_
+TABLE = {"feature": "f", "init_fn": nn.init.zeros_}
 
 
-def bags(**settings):
-    config = EmbeddingBagConfig(10, 4, "t", feature_names=["f"], init_fn=ZEROS)
-    return EmbeddingBagCollection(tables=[config], device=META, **settings)
+def bags():
+    return bags_of(["t"], **TABLE)
 
 
 def sequences():
-    config = EmbeddingConfig(10, 4, "t", feature_names=["f"], init_fn=ZEROS)
-    return EmbeddingCollection(tables=[config], device=META)
+    return sequences_of(["t"], **TABLE)
 
 
 def sum_of(output):
@@ -59,15 +52,16 @@ class Looks(nn.Module):
 
 
 def weighted(job):
-    return Looks(bags(is_weighted=True)), remote_sharders(job.client, SGD(1.0), 1)
+    tables = tables_of(["t"], **TABLE)
+    collection = EmbeddingBagCollection(tables, is_weighted=True, device=META)
+    return Looks(collection), remote_sharders(job.client, SGD(1.0), 1)
 
 
 def mixed(job):
-    far = EmbeddingBagConfig(10, 4, "t", feature_names=["f"], init_fn=ZEROS)
-    near = EmbeddingBagConfig(10, 4, "near", feature_names=["g"], init_fn=ZEROS)
-    tables = EmbeddingBagCollection(tables=[far, near], device=META)
+    tables = tables_of(["t"], **TABLE) + tables_of(["near"], feature="g")
+    both = EmbeddingBagCollection(tables=tables, device=META)
     remote = RemoteEmbeddingBagCollectionSharder(job.client, SGD(1.0), 1)
-    return Looks(tables), [MixedSharder(remote, Placement(remote=["t"], min_rows=99))]
+    return Looks(both), [MixedSharder(remote, Placement(remote=["t"], min_rows=99))]
 
 
 MODELS = {
@@ -135,40 +129,17 @@ def test_at_staleness_0_and_1_every_evaluation_waits(job):
             remote_sharders(job.client, None, staleness, evaluation_waits=False)
 
 
-@dataclass
-class Batch(Pipelineable):
-    ids: KeyedJaggedTensor
-
-    def to(self, device, non_blocking=False):
-        return self
-
-    def pin_memory(self):
-        return self
-
-    def record_stream(self, stream):
-        """Nothing here lives on a device."""
-
-
-class WithLoss(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.bags = bags()
-
-    def forward(self, batch):
-        values = self.bags(batch.ids).values()
-        return values.sum(), values.detach()
-
-
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_an_epoch_of_evaluation_by_a_pipeline_reads_what_was_trained(job, staleness):
     job.client.clear()
-    model = job.shard(WithLoss(), remote_sharders(job.client, SGD(1.0), staleness))
+    sharders = remote_sharders(job.client, SGD(1.0), staleness)
+    model = job.shard(WithLoss(bags()), sharders)
     dense = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     pipeline = TrainPipelineSparseDist(model, dense, CPU)
     for epoch in range(1, 4):
         for is_training in (True, False):
             model.train(is_training)
-            given = iter([Batch(a_batch())] * 4)
+            given = iter([a_batch()] * 4)
             seen = []
             while True:
                 try:

@@ -8,10 +8,6 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 from torchrec import (
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
     KeyedJaggedTensor,
 )
 
@@ -23,7 +19,8 @@ from persia_torchrec import (
     remote_sharders,
 )
 from persia_torchrec.errors import ConfigError
-from tests.support.remote_job import META, RemoteJob
+from tests.support.models import bags_of, sequences_of
+from tests.support.remote_job import RemoteJob
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*:DeprecationWarning"),
@@ -45,10 +42,8 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        bags = [EmbeddingBagConfig(8, 4, n, feature_names=["f"]) for n in "ab"]
-        rows = [EmbeddingConfig(8, 4, "row", feature_names=["f"])]
-        self.bags = EmbeddingBagCollection(tables=bags, device=META)
-        self.rows = EmbeddingCollection(tables=rows, device=META)
+        self.bags = bags_of("ab", feature="f")
+        self.rows = sequences_of(["row"], feature="f")
         self.top = nn.Linear(12, 1)
 
     def forward(self, ids, lengths):

@@ -19,14 +19,14 @@ from tests.support.remote_job import CPU, Bags, kjt_of, remote_modules, tensors_
 
 
 def test_the_stock_planner_plans_every_table(job):
-    model = job.put_on_servers(Tower())
-    plan = model.plan.get_plan_for_module("bags.bags")
+    model = job.put_on_servers(Tower(TABLES))
+    plan = model.plan.get_plan_for_module("bags")
     assert set(plan) == {"term", "user"}
 
 
 def test_a_model_needs_no_more_than_one_more_sharder(job):
     sharder = RemoteEmbeddingBagCollectionSharder(job.client, SGD(0.1))
-    model = DistributedModelParallel(Tower(), sharders=[sharder])
+    model = DistributedModelParallel(Tower(TABLES), sharders=[sharder])
     losses = train(model)
     assert losses[-1] < losses[0]
     (module,) = remote_modules(model)
@@ -34,7 +34,7 @@ def test_a_model_needs_no_more_than_one_more_sharder(job):
 
 
 def test_the_model_has_the_parameters_of_its_dense_half_alone(job):
-    model = job.put_on_servers(Tower())
+    model = job.put_on_servers(Tower(TABLES))
     dense = {"over.weight", "over.bias"}
     held = dense_parameters(model)
     assert {
@@ -46,7 +46,7 @@ def test_the_model_has_the_parameters_of_its_dense_half_alone(job):
 
 
 def test_a_dense_checkpoint_loads_strictly(job):
-    model = job.put_on_servers(Tower())
+    model = job.put_on_servers(Tower(TABLES))
     state = copy.deepcopy(model.state_dict())
     train(model, 1)
     assert not torch.equal(model.state_dict()["over.weight"], state["over.weight"])
@@ -55,7 +55,7 @@ def test_a_dense_checkpoint_loads_strictly(job):
 
 
 def test_data_parallel_wraps_the_dense_half(job):
-    model = job.put_on_servers(Tower())
+    model = job.put_on_servers(Tower(TABLES))
     wrapped = model._dmp_wrapped_module
     assert isinstance(wrapped, nn.parallel.DistributedDataParallel)
     losses = train(model)

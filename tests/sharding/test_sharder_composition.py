@@ -1,6 +1,7 @@
 """What TorchRec's users do with a sharded module beside training it."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from persia_torchrec import (
     TableSettings,
 )
 from persia_torchrec.errors import ConfigError
+from tests.support import models
 from tests.support.remote_job import CPU, META, Bags, kjt_of, shard
 
 NUM_ROWS = 12
@@ -42,14 +44,7 @@ TABLES = [
 IDS = {"ad": [[1, 2], []], "query": [[2], [3]], "user": [[5], [7, 7]]}
 
 
-class Tower(nn.Module):
-    def __init__(self, device=META):
-        super().__init__()
-        self.bags = EmbeddingBagCollection(tables=TABLES, device=device)
-        self.over = nn.Linear(12, 1)
-
-    def forward(self, ids):
-        return self.over(self.bags(ids).values()).squeeze(1)
+Tower = functools.partial(models.Tower, TABLES)
 
 
 class Sums(Bags):

@@ -9,8 +9,6 @@ import torch.distributed as dist
 from torchrec import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
     PoolingType,
 )
 from torchrec.distributed import DistributedModelParallel
@@ -27,6 +25,7 @@ from persia_torchrec.data import DataLoader
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.persia.batch import IDTypeFeature, Label, PersiaBatch
 from tests.support.local_job import LocalJob
+from tests.support.models import sequences_of
 from tests.support.servers import ids_of
 
 SLOTS = """
@@ -169,10 +168,7 @@ def test_either_continues_what_the_other_trained_to_the_last_bit(job, batches, f
             "pooling must be SUM where the slot has sqrt_scaling",
         ),
         (
-            EmbeddingCollection(
-                tables=[EmbeddingConfig(1, 4, "ad", feature_names=["ad"])],
-                device=torch.device("meta"),
-            ),
+            sequences_of(["ad"], 1),
             "hash_stack_config must be in .* without weights",
         ),
         (bags(table("ad", 4, "ad"), is_weighted=True), "must be in .* without weights"),

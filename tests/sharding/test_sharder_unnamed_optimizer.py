@@ -6,12 +6,6 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward as apply
-from torchrec import (
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
-)
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner.types import ParameterConstraints
@@ -26,24 +20,17 @@ from persia_torchrec import (
     remote_sharders,
 )
 from persia_torchrec.errors import PersiaError
-from tests.support.remote_job import META, kjt_of, shard
+from tests.support.models import BothKinds, bags_of, sequences_of
+from tests.support.remote_job import kjt_of, shard
 
 IDS = {"f": [[0, 1], [1]], "g": [[2], [0, 2]]}
 START = torch.linspace(-1, 1, 12).view(3, 4)
 
 
-class Net(nn.Module):
-    """Bags and sequences, one table each."""
-
-    def __init__(self, bag="bag", row="row"):
-        super().__init__()
-        bags = [EmbeddingBagConfig(3, 4, bag, feature_names=["f"])]
-        rows = [EmbeddingConfig(3, 4, row, feature_names=["g"])]
-        self.bags = EmbeddingBagCollection(tables=bags, device=META)
-        self.rows = EmbeddingCollection(tables=rows, device=META)
-
-    def forward(self, ids):
-        return self.bags(ids).values().sum() + self.rows(ids)["g"].values().sum()
+def make_model(bag="bag", row="row"):
+    """Return bags and sequences, one table each."""
+    rows = sequences_of([row], 3, feature="g")
+    return BothKinds(bags_of([bag], 3, feature="f"), rows)
 
 
 def fill(model):
@@ -73,14 +60,14 @@ def said(caplog):
 def test_they_train_as_plain_torchrecs_and_one_warning_names_them(job, caplog):
     kept = ParameterConstraints(sharding_types=["table_wise"])
     plain = shard(
-        Net(),
+        make_model(),
         *(EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()),
         constraints={"bag": kept, "row": kept},
     )
     for table in plain.state_dict().values():
         table.local_shards()[0].tensor.copy_(START)
     train(plain)
-    model = job.shard(Net(), remote_sharders(job.client))
+    model = job.shard(make_model(), remote_sharders(job.client))
     fill(model)
     train(model)
     for ours, theirs in zip(weights(model, False), weights(plain, True), strict=True):
@@ -93,8 +80,7 @@ def test_they_train_as_plain_torchrecs_and_one_warning_names_them(job, caplog):
 
 def test_the_remote_tables_of_a_mixed_sharder_are_no_exception(job, caplog):
     remote = RemoteEmbeddingBagCollectionSharder(job.client)
-    tables = [EmbeddingBagConfig(3, 4, n, feature_names=[n]) for n in ("here", "there")]
-    model = nn.Sequential(EmbeddingBagCollection(tables=tables, device=META))
+    model = nn.Sequential(bags_of(["here", "there"], 3))
     model = job.shard(model, [MixedSharder(remote, Placement(local={"here"}))])
     model.load_state_dict(
         {"0.embedding_bags.there.weight": torch.full((3, 4), 0.5)}, strict=False
@@ -117,13 +103,13 @@ def test_the_remote_tables_of_a_mixed_sharder_are_no_exception(job, caplog):
     ids=["sharder", "fused_params", "settings"],
 )
 def test_a_named_one_is_not_warned_of_though_it_is_the_default(job, caplog, named):
-    train(job.shard(Net(), remote_sharders(job.client, **named)))
+    train(job.shard(make_model(), remote_sharders(job.client, **named)))
     assert job.client.table("row").optimizer == SGD(0.01)
     assert not said(caplog)
 
 
 def test_the_warning_is_of_the_tables_alone_that_were_forgotten(job, caplog):
-    module = Net()
+    module = make_model()
     apply(torch.optim.Adagrad, module.bags.parameters(), {"lr": 0.1})
     train(job.shard(module, remote_sharders(job.client)))
     assert type(job.client.table("bag").optimizer) is Adagrad
@@ -133,10 +119,10 @@ def test_the_warning_is_of_the_tables_alone_that_were_forgotten(job, caplog):
 def test_a_table_that_servers_have_keeps_its_own_unless_one_is_named(job, caplog):
     caplog.set_level(logging.INFO)
     of_first = Adagrad(0.5)
-    job.shard(Net(), remote_sharders(job.client, of_first))
-    train(job.shard(Net(row="new"), remote_sharders(job.client)))
+    job.shard(make_model(), remote_sharders(job.client, of_first))
+    train(job.shard(make_model(row="new"), remote_sharders(job.client)))
     assert job.client.table("bag").optimizer == of_first
     assert "keeps the servers' optimizer, Adagrad(lr=0.5)" in caplog.text
     assert "['new']" in said(caplog)[0]
     with pytest.raises(PersiaError, match="Give it the optimizer and the types"):
-        job.shard(Net(), remote_sharders(job.client, SGD(0.01)))
+        job.shard(make_model(), remote_sharders(job.client, SGD(0.01)))

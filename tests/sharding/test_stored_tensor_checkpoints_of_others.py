@@ -11,12 +11,6 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
 )
-from torchrec import (
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
-)
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -30,6 +24,7 @@ from torchrec.distributed.types import ShardedTensor
 
 from persia_torchrec import SGD, Adagrad, remote_sharders
 from persia_torchrec.errors import BatchError, ConfigError
+from tests.support.models import bags_of, sequences_of
 from tests.support.remote_job import CPU, META, RemoteJob, kjt_of, shard
 
 # torch's own gather of a ShardedTensor warns that these will go.
@@ -49,10 +44,8 @@ def job():
 class Model(nn.Module):
     def __init__(self, device=META):
         super().__init__()
-        bags = [EmbeddingBagConfig(NUM_IDS, DIM, "bag", feature_names=["f"])]
-        rows = [EmbeddingConfig(NUM_IDS, DIM, "row", feature_names=["f"])]
-        self.bags = EmbeddingBagCollection(tables=bags, device=device)
-        self.rows = EmbeddingCollection(tables=rows, device=device)
+        self.bags = bags_of(["bag"], NUM_IDS, DIM, feature="f", device=device)
+        self.rows = sequences_of(["row"], NUM_IDS, DIM, feature="f", device=device)
         self.over = nn.Linear(DIM, 1)
 
     def forward(self, ids):

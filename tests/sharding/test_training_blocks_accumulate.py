@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torchrec import EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
+from torchrec import EmbeddingBagConfig
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from persia_torchrec import (
@@ -23,8 +23,9 @@ from persia_torchrec.data import CsvDataset, IdColumn, LabelColumn
 from persia_torchrec.errors import ConfigError, RemoteError
 from persia_torchrec.lookup.sharded_lookup import RowGradients, add_up
 from persia_torchrec.routing.route import IdGroup, unique_ids
+from tests.support.models import WithLoss, bags_of, sequences_of, tables_of
 from tests.support.optimizers import EVERY_OPTIMIZER
-from tests.support.remote_job import CPU, META, Bags, RemoteJob, kjt_of
+from tests.support.remote_job import CPU, Bags, RemoteJob, kjt_of
 
 pytestmark = pytest.mark.slow
 
@@ -84,11 +85,7 @@ class Squares(nn.Module):
 
     def __init__(self, names):
         super().__init__()
-        tables = [
-            EmbeddingBagConfig(NUM_IDS, DIM, name=name, feature_names=["f"])
-            for name in names
-        ]
-        self.bags = Bags(tables)
+        self.bags = bags_of(names, NUM_IDS, DIM, feature="f")
 
     def forward(self, ids):
         pooled = self.bags(ids).values()
@@ -137,18 +134,18 @@ def test_parts_are_one_batch_for_every_optimizer(staleness):
         )
 
 
+COUNTS = tables_of("t", NUM_IDS, 1, feature="f", init_fn=nn.init.zeros_)
+
+
 class Counting:
     """Rows that begin at zero, and move by -1 for each sample of an update."""
 
     def __init__(self, job, staleness=0, **settings):
         self.job = job
-        config = EmbeddingBagConfig(
-            *(NUM_IDS, 1), name="t", feature_names=["f"], init_fn=nn.init.zeros_
-        )
         self.sharders = remote_sharders(
             job.client, SGD(1.0), staleness=staleness, **settings
         )
-        self.model = job.shard(Bags([config]), self.sharders)
+        self.model = job.shard(Bags(COUNTS), self.sharders)
 
     def part(self, *ids):
         self.model(kjt_of({"f": [list(ids)]})).values().sum().backward()
@@ -159,12 +156,6 @@ class Counting:
     @property
     def num_updates(self):
         return self.job.client.step("t")
-
-
-@pytest.fixture
-def job():
-    with RemoteJob() as started:
-        yield started
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
@@ -288,23 +279,10 @@ def test_a_pull_that_fails_takes_no_other_part_with_it(job):
     assert (trainer.num_updates, trainer.rows(5)) == (1, [-1])
 
 
-class WithLoss(nn.Module):
-    def __init__(self, bags):
-        super().__init__()
-        self.bags = bags
-
-    def forward(self, ids):
-        values = self.bags(ids).values()
-        return values.sum(), values.detach()
-
-
 @pytest.mark.parametrize("staleness", [0, 1, 2, 8])
 def test_batches_that_a_pipeline_pulls_ahead_are_parts_in_their_order(job, staleness):
-    config = EmbeddingBagConfig(
-        *(NUM_IDS, 1), name="t", feature_names=["f"], init_fn=nn.init.zeros_
-    )
     sharders = remote_sharders(job.client, SGD(1.0), staleness=staleness)
-    model = job.shard(WithLoss(Bags([config])), sharders)
+    model = job.shard(WithLoss(Bags(COUNTS)), sharders)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     pipeline = TrainPipelineSparseDist(model, optimizer, CPU, execute_all_batches=True)
     data = iter([kjt_of({"f": [[5]]}) for _ in range(14)])
@@ -323,8 +301,7 @@ class Regression(nn.Module):
 
     def __init__(self):
         super().__init__()
-        table = EmbeddingBagConfig(NUM_IDS, DIM, name="t", feature_names=["f"])
-        self.bags = Bags([table])
+        self.bags = bags_of("t", NUM_IDS, DIM, feature="f")
         self.top = nn.Sequential(nn.Linear(DIM, 4), nn.Tanh(), nn.Linear(4, 1))
 
     def forward(self, batch):
@@ -372,22 +349,12 @@ def test_epochs_in_parts_train_as_in_whole_batches_also_the_last(tmp_path):
 
 
 def test_sequences_and_rows_on_a_device_are_summed_too(job):
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            config = EmbeddingConfig(
-                *(NUM_IDS, 1), name="s", feature_names=["f"], init_fn=nn.init.zeros_
-            )
-            self.rows = EmbeddingCollection(tables=[config], device=META)
-
-        def forward(self, ids):
-            return self.rows(ids)["f"].values().sum()
-
+    rows = sequences_of("s", NUM_IDS, 1, feature="f", init_fn=nn.init.zeros_)
     sharders = remote_sharders(job.client, Adam(1.0))
-    model = job.shard(Model(), sharders)
+    model = job.shard(nn.Sequential(rows), sharders)
     with accumulate(sharders, 2):
         for ids in ([[5, 5]], [[5, 6]]):
-            model(kjt_of({"f": ids})).backward()
+            model(kjt_of({"f": ids}))["f"].values().sum().backward()
     assert job.client.step("s") == 1
     np.testing.assert_allclose(job.read("s", [5, 6])[:, 0], -1, rtol=1e-5)
 

@@ -4,7 +4,8 @@ import torch
 from torch import nn
 from torchrec import EmbeddingBagConfig, PoolingType
 
-from tests.support.remote_job import Bags, kjt_of
+from tests.support.models import Tower
+from tests.support.remote_job import kjt_of
 
 TABLES = [
     EmbeddingBagConfig(100, 8, name="term", feature_names=["ad", "query"]),
@@ -13,17 +14,6 @@ TABLES = [
     ),
 ]
 IDS = {"ad": [[1, 2], []], "query": [[2], [3]], "user": [[-1], [7, 7]]}
-
-
-class Tower(nn.Module):
-    def __init__(self, tables=TABLES):
-        super().__init__()
-        self.bags = Bags(tables)
-        width = sum(table.embedding_dim * table.num_features() for table in tables)
-        self.over = nn.Linear(width, 1)
-
-    def forward(self, ids):
-        return self.over(self.bags(ids).values()).squeeze(1)
 
 
 class TwoTowers(nn.Module):

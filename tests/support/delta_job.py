@@ -5,8 +5,6 @@ import dataclasses
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
-from torchrec import EmbeddingBagConfig
 
 from persia_torchrec import (
     Adagrad,
@@ -23,8 +21,9 @@ from persia_torchrec.embedding.optim import Adam
 from persia_torchrec.sharding.planned import dense_parameters
 from persia_torchrec.store.memory import MISSING
 from tests.support.consistency import ids_oldest_first
+from tests.support.models import Tower, tables_of
 from tests.support.processes import wait_until
-from tests.support.remote_job import Bags, kjt_of, shard
+from tests.support.remote_job import kjt_of, shard
 from tests.support.servers import ids_of
 
 NUM_IDS, DIM, NEVER_S = 60, 4, 1000.0
@@ -41,20 +40,6 @@ SETTINGS = {
 }
 
 
-class Model(nn.Module):
-    def __init__(self, names, num_ids):
-        super().__init__()
-        tables = [
-            EmbeddingBagConfig(num_ids, DIM, name=name, feature_names=["f"])
-            for name in names
-        ]
-        self.bags = Bags(tables)
-        self.top = nn.Linear(DIM * len(tables), 1)
-
-    def forward(self, ids):
-        return self.top(self.bags(ids).values())
-
-
 class Trainer:
     """A model on servers, and what a user does with it."""
 
@@ -62,9 +47,10 @@ class Trainer:
         self.run, self.client, self._tables = str(folder / "run"), client, tables
         self.sharders = remote_sharders(client, Adagrad(0.1), tables=tables)
         torch.manual_seed(3)
-        self.model = shard(Model(tables, num_ids), *self.sharders)
-        top = self.model.module.top.parameters()
-        self.optimizer = torch.optim.Adam(top, lr=0.05)
+        model = Tower(tables_of(tables, num_ids, DIM, feature="f"))
+        self.model = shard(model, *self.sharders)
+        over = self.model.module.over.parameters()
+        self.optimizer = torch.optim.Adam(over, lr=0.05)
         self.state = {"model": self.model, "optimizer": self.optimizer, "step": 0}
 
     def batch(self):

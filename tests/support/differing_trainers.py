@@ -11,7 +11,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
 
 from persia_torchrec import (
@@ -25,7 +24,8 @@ from persia_torchrec import (
 )
 from persia_torchrec.rpc import silences
 from persia_torchrec.sharding.training_blocks import join
-from tests.support.remote_job import META, ids_of, kjt_of, shard
+from tests.support.models import bags_of
+from tests.support.remote_job import ids_of, kjt_of, shard
 
 NUM_IDS, DIM, HOT = 12, 4, 7
 ADAGRAD = {"lr": 0.1, "initial_accumulator_value": 0.0, "eps": 1e-8}
@@ -69,10 +69,7 @@ def expected(make_optimizer, num_steps, *, is_linear=False):
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        table = EmbeddingBagConfig(
-            num_embeddings=NUM_IDS, embedding_dim=DIM, name="t", feature_names=["x"]
-        )
-        self.bags = EmbeddingBagCollection(tables=[table], device=META)
+        self.bags = bags_of("t", NUM_IDS, DIM, feature="x")
         self.dense = nn.Linear(DIM, 1)
 
     def forward(self, ids):

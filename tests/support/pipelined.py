@@ -12,10 +12,10 @@ from torchrec.distributed.train_pipeline.pipeline_stage import (
     SparseDataDistUtil,
 )
 from torchrec.distributed.train_pipeline.train_pipelines import StagedTrainPipeline
-from torchrec.streamable import Pipelineable
 
 from persia_torchrec import SGD
 from persia_torchrec.pipeline.pipeline import BatchPipeline
+from tests.support.models import OnHost
 from tests.support.remote_job import CPU, META, remote_modules
 from tests.support.servers import DEADLINE_S
 
@@ -30,20 +30,13 @@ TABLES = [
 
 
 @dataclass
-class Batch(Pipelineable):
+class Batch(OnHost):
     """Ids of two lookups, dense features, labels."""
 
     first: KeyedJaggedTensor
     second: KeyedJaggedTensor
     dense: torch.Tensor
     labels: torch.Tensor
-
-    def to(self, device, non_blocking=False):
-        parts = (self.first, self.second, self.dense, self.labels)
-        return Batch(*(part.to(device, non_blocking=non_blocking) for part in parts))
-
-    def record_stream(self, stream):
-        """Nothing here lives on a device."""
 
 
 class Model(nn.Module):

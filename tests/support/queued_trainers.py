@@ -8,7 +8,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
 
 from persia_torchrec import (
@@ -23,11 +22,11 @@ from persia_torchrec.data import CsvDataset, IdColumn, LabelColumn, WorkQueue
 from persia_torchrec.sharding.training_blocks import join
 from persia_torchrec.training.recoverable import recoverable
 from tests.support.faults import kill_self
+from tests.support.models import bags_of
 from tests.support.processes import wait_until
-from tests.support.remote_job import META, shard
+from tests.support.remote_job import shard
 
 COLUMNS = (IdColumn("id", is_text=False), LabelColumn("label"))
-TABLE = EmbeddingBagConfig(1000, 4, name="id", feature_names=["id"])
 NUM_EPOCHS = 2
 
 
@@ -36,7 +35,7 @@ class Counts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embeddings = EmbeddingBagCollection(tables=[TABLE], device=META)
+        self.embeddings = bags_of(["id"], 1000)
         self.bias = nn.Parameter(torch.zeros(1))
 
     def forward(self, batch):

@@ -3,7 +3,6 @@
 import numpy as np
 import torch
 from torch import nn
-from torchrec import EmbeddingBagConfig
 
 from persia_torchrec import (
     Adagrad,
@@ -13,6 +12,7 @@ from persia_torchrec import (
     remote_sharders,
 )
 from persia_torchrec.data import CsvDataset, IdColumn, LabelColumn, WorkQueue
+from tests.support.models import tables_of
 from tests.support.remote_job import Bags, shard
 from tests.support.stored_files import STORED, hex_of
 
@@ -28,11 +28,7 @@ SETTINGS = {
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        tables = [
-            EmbeddingBagConfig(20, 2, name=name, feature_names=["id"])
-            for name in TABLES
-        ]
-        self.bags = Bags(tables)
+        self.bags = Bags(tables_of(TABLES, 20, 2, feature="id"))
         self.top = nn.Linear(4, 1)
 
     def forward(self, ids):

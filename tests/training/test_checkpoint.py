@@ -11,10 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, save
 from torch.distributed.checkpoint.api import CheckpointException
-from torchrec import EmbeddingBagConfig
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from persia_torchrec import (
@@ -26,25 +24,11 @@ from persia_torchrec import (
 from persia_torchrec.embedding.optim import Adam
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.training.checkpoint import load_checkpoint, save_checkpoint
-from tests.support.remote_job import Bags, Servers, kjt_of, shard
+from tests.support.models import Tower, tables_of
+from tests.support.remote_job import Servers, kjt_of, shard
 from tests.support.servers import DEADLINE_S
 
-TABLES = [
-    EmbeddingBagConfig(
-        name=f"table {i}", embedding_dim=4, num_embeddings=50, feature_names=[f"f{i}"]
-    )
-    for i in range(2)
-]
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bags = Bags(TABLES)
-        self.top = nn.Linear(8, 1)
-
-    def forward(self, ids):
-        return self.top(self.bags(ids).values()).squeeze(1)
+TABLES = tables_of(["first", "second"], 50)
 
 
 class Run:
@@ -63,8 +47,8 @@ class Run:
             *(self.client, Adam(0.1), staleness),
             tables={t.name: TableSettings(admission=admission) for t in TABLES},
         )
-        self.model = shard(Model(), self.sharder)
-        dense = dict(self.model.module.top.named_parameters())
+        self.model = shard(Tower(TABLES), self.sharder)
+        dense = dict(self.model.module.over.named_parameters())
         if is_combined:  # with that of the tables, as TorchRec's examples do
             adam = KeyedOptimizerWrapper(dense, lambda p: torch.optim.Adam(p, lr=0.05))
             self.optimizer = CombinedOptimizer([self.model.fused_optimizer, adam])
@@ -112,9 +96,7 @@ class Run:
 
 def batch_of(seed):
     rng = np.random.default_rng(seed)
-    return kjt_of(
-        {f"f{i}": rng.integers(0, 30, (6, 2)).tolist() for i in range(len(TABLES))}
-    )
+    return kjt_of({t.name: rng.integers(0, 30, (6, 2)).tolist() for t in TABLES})
 
 
 @pytest.fixture
@@ -193,7 +175,7 @@ def test_the_dense_half_does_not_look_for_rows_that_the_servers_save(start, tmp_
     resumed.state["again"] = resumed.model.state_dict()
     resumed.load(tmp_path)
     assert torch.equal(
-        resumed.state["again"]["top.weight"], run.model.module.top.weight
+        resumed.state["again"]["over.weight"], run.model.module.over.weight
     )
 
 

@@ -16,6 +16,7 @@ from persia_torchrec.table import TableSettings
 from persia_torchrec.training.checkpoint import load_checkpoint, save_checkpoint
 from persia_torchrec.training.data_state import Buffers
 from persia_torchrec.training.recoverable import recoverable
+from tests.support.models import tables_of
 from tests.support.remote_job import Bags, kjt_of, shard
 from tests.support.servers import RunningServer
 
@@ -44,8 +45,7 @@ class Run:
             optimizer or Adagrad(0.1),
             tables=dict.fromkeys(names, TableSettings(weight_dtype=dtype)),
         )
-        tables = [EmbeddingBagConfig(50, dim, n, feature_names=[n]) for n in names]
-        self.model = shard(Model(tables, num_top), self.sharder)
+        self.model = shard(Model(tables_of(names, 50, dim), num_top), self.sharder)
         top = self.model.module.top
         self.optimizer = torch.optim.Adam(top.parameters(), lr=0.1)
         self.state = {"model": self.model, "optimizer": self.optimizer}
