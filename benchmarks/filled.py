@@ -16,22 +16,24 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from benchmarks import reference
 from benchmarks.harness import Timings, pinned, timed
 from benchmarks.reference import Numbers, chunks, ids_of, require
+from persia_torchrec.arrays import Floats, Ids
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient, Reply
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.routing.route import Ids, ShardedIds
-from persia_torchrec.rpc.float_codec import Floats
 from persia_torchrec.rpc.listener import keep_freed_memory
 from persia_torchrec.rpc.messages import Precision
 from persia_torchrec.server.cluster import EmbeddingCluster
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
+
+if TYPE_CHECKING:
+    from persia_torchrec.routing.route import ShardedIds
 
 Timer = Callable[[Callable[[], Any]], tuple[Any, Any]]
 

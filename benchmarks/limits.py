@@ -28,6 +28,7 @@ from benchmarks.filled import Filled, FilledStore
 from benchmarks.harness import Table, Timings, interleave, per_dim, timed
 from benchmarks.reference import Numbers, chunks, first_rows, ids_of
 from benchmarks.workload import MEMORY_COPY, TURN, MemoryCopy, Workload
+from persia_torchrec.arrays import Floats, Ids
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.embedding.setting import Kernel
 from persia_torchrec.jit.compiled import (
@@ -37,8 +38,6 @@ from persia_torchrec.jit.compiled import (
     specialized,
 )
 from persia_torchrec.jit.intrinsics import copy_bytes, floats_at, unowned
-from persia_torchrec.routing.route import Ids
-from persia_torchrec.rpc.float_codec import Floats
 from persia_torchrec.server.cluster import EmbeddingCluster
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.loops import prefetch_row

@@ -28,12 +28,12 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torchmetrics.functional.classification import binary_auroc
 
 from benchmarks.harness import Benchmark, Settings, Table, pinned, timed
+from persia_torchrec.arrays import Floats, Ids
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.embedding.initializer import Uniform
 from persia_torchrec.embedding.optim import Adagrad
 from persia_torchrec.errors import StoreError
-from persia_torchrec.routing.route import Ids
-from persia_torchrec.rpc.float_codec import Floats, decode_floats, encode_floats
+from persia_torchrec.rpc.float_codec import decode_floats, encode_floats
 from persia_torchrec.rpc.messages import Precision
 from persia_torchrec.server.cluster import EmbeddingCluster
 from persia_torchrec.table import TableSpec

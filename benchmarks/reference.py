@@ -15,11 +15,10 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.arrays import Floats, Ids
 from persia_torchrec.embedding.initializer import Uniform
 from persia_torchrec.embedding.optim import SGD, Adagrad, Adam, Optimizer
 from persia_torchrec.errors import ConfigError, StoreError
-from persia_torchrec.routing.route import Ids
-from persia_torchrec.rpc.float_codec import Floats
 from persia_torchrec.table import TableSpec
 
 Numbers = npt.NDArray[np.int64]

@@ -35,6 +35,7 @@ from benchmarks.harness import Benchmark, Settings, Table, move_to_core, pinned
 from benchmarks.increments import IncrementSettings
 from benchmarks.reference import require
 from persia_torchrec import env
+from persia_torchrec.arrays import Floats
 from persia_torchrec.checkpoint.signature import EXTRA_FILE, DenseInput, ModelSignature
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.embedding.embedding_config import load_embedding_config
@@ -78,7 +79,6 @@ settings = uvicorn.Config(app, lifespan="off", log_level="critical")
 uvicorn.Server(settings).run(sockets=[listening])
 """
 
-Floats = npt.NDArray[np.float32]
 Address = tuple[str, int]
 Body = tuple[bytes, Floats]
 """A request over HTTP, head included, and the predictions to be had."""

@@ -33,9 +33,9 @@ from benchmarks.increments import (
     wait_until_written,
 )
 from benchmarks.reference import Numbers, ids_of
+from persia_torchrec.arrays import Ids
 from persia_torchrec.checkpoint.signature import EXTRA_FILE, ModelSignature
 from persia_torchrec.errors import StoreError
-from persia_torchrec.routing.route import Ids
 
 Address = tuple[str, int]
 

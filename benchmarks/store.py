@@ -23,8 +23,8 @@ from benchmarks.filled import FilledStore
 from benchmarks.harness import RATES, Benchmark, Table, Timings, interleave
 from benchmarks.reference import Numbers, ids_of, require
 from benchmarks.workload import MEMORY_COPY, TURN, MemoryCopy, Workload
+from persia_torchrec.arrays import Floats
 from persia_torchrec.embedding.usage import DynamicDim
-from persia_torchrec.rpc.float_codec import Floats
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.memory import MISSING
 from persia_torchrec.store.warm_up import warm_up

@@ -47,12 +47,11 @@ from benchmarks.reference import Numbers, ids_of, require
 from benchmarks.store import RATES_HEADER
 from benchmarks.workload import MEMORY_COPY, MemoryCopy, Workload
 from persia_torchrec import env
+from persia_torchrec.arrays import Floats, Ids
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.embedding.optim import Adagrad
 from persia_torchrec.errors import ConfigError, ServerError
-from persia_torchrec.routing.route import Ids
 from persia_torchrec.rpc.addresses import free_port
-from persia_torchrec.rpc.float_codec import Floats
 from persia_torchrec.rpc.messages import Precision
 from persia_torchrec.server.cluster import EmbeddingCluster
 from persia_torchrec.table import TableSpec

@@ -10,9 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-import numpy as np
-import numpy.typing as npt
-
+from persia_torchrec.arrays import Counts
 from persia_torchrec.embedding import setting
 from persia_torchrec.embedding.admission import ADMISSIONS, AdmitAll
 from persia_torchrec.embedding.initializer import INITIALIZERS, Uniform
@@ -36,7 +34,6 @@ WeightDtype = Literal["fp32", "fp16", "bf16"]
 IdsWithoutRow = Literal["zeros", "initial"]
 """What an id without a row reads in evaluation."""
 
-Counts = npt.NDArray[np.uint32]
 
 _DTYPES, _READS = get_args(WeightDtype), get_args(IdsWithoutRow)
 _GOLDEN = 0x9E3779B97F4A7C15

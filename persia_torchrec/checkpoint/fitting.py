@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.arrays import Bools, Floats
 from persia_torchrec.checkpoint.catalog import LoadRules, SavedTable
 from persia_torchrec.checkpoint.row_file import IncrementHead
 from persia_torchrec.embedding.optim import SGD
@@ -31,9 +32,6 @@ _WHERE = (
     "LoadRules, for client.checkpoints.load(rules=...); a job that continues another "
     "has --missing, --on_change and --rename."
 )
-
-Bools = npt.NDArray[np.bool_]
-Floats = npt.NDArray[np.float32]
 
 
 def tables_without_state(tables: Iterable[SavedTable]) -> tuple[SavedTable, ...]:

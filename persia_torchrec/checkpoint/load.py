@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.arrays import Bools, Ids
 from persia_torchrec.checkpoint import catalog, increment_log
 from persia_torchrec.checkpoint.background import BackgroundTask
 from persia_torchrec.checkpoint.catalog import (
@@ -63,7 +64,7 @@ from persia_torchrec.checkpoint.row_file import (
 )
 from persia_torchrec.embedding.setting import Sightings
 from persia_torchrec.errors import CheckpointError
-from persia_torchrec.routing.route import Ids, is_of_shard
+from persia_torchrec.routing.route import is_of_shard
 from persia_torchrec.store import memory
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.row_columns import (
@@ -79,7 +80,6 @@ from persia_torchrec.table import TableSpec, names_of_shared
 
 T = TypeVar("T")
 
-Bools = npt.NDArray[np.bool_]
 
 _NO_ROWS = np.empty(0, np.uint64), np.empty(0, np.uint16), np.empty(0, np.uint32)
 

@@ -29,15 +29,15 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.arrays import Ids, Words
 from persia_torchrec.checkpoint.catalog import Count, SavedTable, Tick, require_shard
 from persia_torchrec.embedding.setting import Sightings
 from persia_torchrec.errors import CheckpointError, ConfigError
 from persia_torchrec.jit import intrinsics as cpu
 from persia_torchrec.jit.compiled import compiled, read_only
 from persia_torchrec.parsing.decoding import parse_json
-from persia_torchrec.routing.route import Ids
 from persia_torchrec.store.expiry import ExpiryClock
-from persia_torchrec.store.memory import MAX_TABLES, Words
+from persia_torchrec.store.memory import MAX_TABLES
 from persia_torchrec.store.row_columns import RowColumns, RowShape
 from persia_torchrec.store.stored_table import TableState
 from persia_torchrec.table import TableSpec

@@ -20,12 +20,12 @@ from typing import Annotated, Protocol, TypeAlias
 import msgspec
 import numpy as np
 
+from persia_torchrec.arrays import Floats, Ids
 from persia_torchrec.client.codec import KnownTable
 from persia_torchrec.client.shards import Servers
 from persia_torchrec.errors import BatchError, FrameError, RestartedError
-from persia_torchrec.routing.route import Ids
 from persia_torchrec.rpc import messages
-from persia_torchrec.rpc.float_codec import Floats, decode_floats
+from persia_torchrec.rpc.float_codec import decode_floats
 from persia_torchrec.rpc.messages import Header, Kind, Precision, array_of
 from persia_torchrec.rpc.reply import Reply
 from persia_torchrec.table import TableSpec

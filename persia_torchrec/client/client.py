@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from persia_torchrec import env, timeouts
+from persia_torchrec.arrays import Counts, Floats, Ids
 from persia_torchrec.client.bulk import (
     BLOCK_ROWS,
     Blocks,
@@ -50,9 +51,8 @@ from persia_torchrec.client.shards import Servers
 from persia_torchrec.errors import BatchError, RestartedError, WireError
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.routing import route
-from persia_torchrec.routing.route import Counts, IdGroup, Ids, ShardedIds, unique_ids
+from persia_torchrec.routing.route import IdGroup, ShardedIds, unique_ids
 from persia_torchrec.rpc import messages
-from persia_torchrec.rpc.float_codec import Floats
 from persia_torchrec.rpc.greeting import NO_JOB, Greeting
 from persia_torchrec.rpc.messages import (
     Frames,

@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.arrays import Counts, Floats
 from persia_torchrec.errors import (
     BatchError,
     ConfigError,
@@ -30,10 +31,9 @@ from persia_torchrec.errors import (
     RestartedError,
 )
 from persia_torchrec.parsing.decoding import parse_json
-from persia_torchrec.routing.route import Counts, IdGroup, ShardedIds
+from persia_torchrec.routing.route import IdGroup, ShardedIds
 from persia_torchrec.rpc import messages
 from persia_torchrec.rpc.float_codec import (
-    Floats,
     encode_floats,
     read_numbers,
     size_of,

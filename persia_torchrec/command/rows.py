@@ -5,11 +5,11 @@ from typing import Any
 import click
 import numpy as np
 
+from persia_torchrec.arrays import Ids
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.command import console
 from persia_torchrec.command.console import as_json
 from persia_torchrec.command.job_view import opened
-from persia_torchrec.routing.route import Ids
 
 of_job = click.option("--job", default="", help="Id of the job [the one that runs].")
 _MAX_ID = 2**64

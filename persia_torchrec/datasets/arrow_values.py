@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.arrays import Bools, Floats
 from persia_torchrec.datasets.arrow_types import (
     is_list,
     kind_of,
@@ -32,7 +33,6 @@ from persia_torchrec.datasets.columns import (
     Columns,
     DenseColumn,
     Fail,
-    Floats,
     IdColumn,
     Ids,
     LabelColumn,
@@ -44,7 +44,6 @@ from persia_torchrec.datasets.columns import (
 from persia_torchrec.datasets.hashing import hash_of, hashes_of
 from persia_torchrec.errors import DataError
 
-Bools = npt.NDArray[np.bool_]
 UInt64s = npt.NDArray[np.uint64]
 Count = Callable[[IdColumn, UInt64s], None]
 

@@ -33,6 +33,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.arrays import Floats
 from persia_torchrec.datasets.column_loops import SLACK, copy_rows, find_rows
 from persia_torchrec.errors import ConfigError, DataError
 from persia_torchrec.parsing.decoding import require_at_least_1
@@ -41,7 +42,6 @@ logger = logging.getLogger(__name__)
 
 Int64s = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
-Floats = npt.NDArray[np.float32]
 
 EMPTY = b" "
 """The token of an empty field, and of a null."""

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from persia_torchrec.arrays import Floats
 from persia_torchrec.datasets.columns import (
-    Floats,
     Int64s,
     Order,
     Rows,

@@ -12,8 +12,9 @@ import torch.utils.data
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from persia_torchrec.arrays import Floats
 from persia_torchrec.datasets import reading
-from persia_torchrec.datasets.columns import Columns, Floats, Int64s, Rows
+from persia_torchrec.datasets.columns import Columns, Int64s, Rows
 from persia_torchrec.device.batches import TorchRecBatch
 from persia_torchrec.device.transfer import join_arrays
 from persia_torchrec.errors import ConfigError

@@ -23,6 +23,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from torchrec.streamable import Pipelineable
 
+from persia_torchrec.arrays import Lengths
 from persia_torchrec.device.transfer import (
     copy_of,
     copy_to_send,
@@ -30,7 +31,7 @@ from persia_torchrec.device.transfer import (
     pin,
 )
 from persia_torchrec.errors import BatchError
-from persia_torchrec.lookup.bags import Bags, JaggedIds, Lengths
+from persia_torchrec.lookup.bags import Bags, JaggedIds
 
 _SIGNED = torch.int64, torch.int32, torch.int16, torch.int8
 _UNSIGNED = torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool

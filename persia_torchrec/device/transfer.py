@@ -19,14 +19,13 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from persia_torchrec.arrays import Array
 from persia_torchrec.rpc.slab import PINNED
 
 logger = logging.getLogger(__name__)
 
-Array = npt.NDArray[Any]
 
 _NUMPY = {torch.float32: np.float32, torch.int16: np.int16}
 _PORTABLE = 1  # cudaHostRegisterPortable: for all GPUs

@@ -16,8 +16,9 @@ from typing import Annotated, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.arrays import Bools, Words
 from persia_torchrec.embedding import setting
-from persia_torchrec.embedding.setting import NO_SIGHTINGS, Sightings, Words
+from persia_torchrec.embedding.setting import NO_SIGHTINGS, Sightings
 from persia_torchrec.jit.kernel import (
     GOLDEN,
     W,
@@ -27,16 +28,15 @@ from persia_torchrec.jit.kernel import (
     splitmix64,
 )
 
-Counts = npt.NDArray[np.int64]
+Totals = npt.NDArray[np.int64]
 Links = npt.NDArray[np.uint32]
-Bools = npt.NDArray[np.bool_]
 
 _ONE = np.uint64(1)
 _WORD_AT = np.uint64(2**64 - 8)  # rounds an address down to that of its word
 
 
 def _admit_drawn(
-    memory: Words, p: Words, ids_N: Words, counts_N: Counts, is_admitted_N: Bools
+    memory: Words, p: Words, ids_N: Words, counts_N: Totals, is_admitted_N: Bools
 ) -> None:
     seed, threshold = splitmix64(p[0] + GOLDEN), p[1]
     seed = splitmix64((seed ^ p[4]) + GOLDEN)  # by the batch, too
@@ -61,7 +61,7 @@ _LARGEST_BYTE = 255
 
 
 def _admit_bloom(
-    memory: Words, p: Words, ids_N: Words, counts_N: Counts, is_admitted_N: Bools
+    memory: Words, p: Words, ids_N: Words, counts_N: Totals, is_admitted_N: Bools
 ) -> None:
     frequencies_N = count_in_bloom(memory, p, ids_N, counts_N)
     for i in range(len(ids_N)):
@@ -70,7 +70,7 @@ def _admit_bloom(
 
 
 def count_in_bloom(
-    memory: Words, p: Words, ids_N: Words, counts_N: Counts
+    memory: Words, p: Words, ids_N: Words, counts_N: Totals
 ) -> npt.NDArray[np.uint8]:
     """Count ids, in their order; return how often each was seen, uint8 ``(N,)``.
 
@@ -137,7 +137,7 @@ is counted and when it is forgotten; those of the oldest, if that must leave."""
 
 
 def _admit_frequent(
-    memory: Words, p: Words, ids_N: Words, counts_N: Counts, is_admitted_N: Bools
+    memory: Words, p: Words, ids_N: Words, counts_N: Totals, is_admitted_N: Bools
 ) -> None:
     """Admit the ids that were seen often enough; they wait no longer."""
     totals_N = count_candidates(memory, p, ids_N, counts_N)
@@ -148,7 +148,7 @@ def _admit_frequent(
 
 
 def _recall_frequent(
-    memory: Words, p: Words, ids_N: Words, counts_N: Counts, is_admitted_N: Bools
+    memory: Words, p: Words, ids_N: Words, counts_N: Totals, is_admitted_N: Bools
 ) -> None:
     """Tell which ids do not wait."""
     cells, heads = _view(memory, p[1])
@@ -157,7 +157,7 @@ def _recall_frequent(
         is_admitted_N[i] = _find_cell(ids_N[i], first, memory, cells) == 0
 
 
-def count_candidates(memory: Words, p: Words, ids_N: Words, counts_N: Counts) -> Counts:
+def count_candidates(memory: Words, p: Words, ids_N: Words, counts_N: Totals) -> Totals:
     """Count ids, in their order; the last one is then the newest candidate.
 
     Return how often each was seen since it began to wait; at most ``2**32 - 1``.

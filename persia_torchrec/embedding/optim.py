@@ -14,8 +14,8 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
+from persia_torchrec.arrays import Floats
 from persia_torchrec.embedding import setting
 from persia_torchrec.embedding.optim_adam import (
     LAMB,
@@ -60,7 +60,6 @@ __all__ = [
     "RowwiseLAMB",
 ]
 
-Floats = npt.NDArray[np.float32]
 
 _HALF = np.float32(0.5)
 _ADAGRAD_TWIN = {"lr": 0.01, "initial_accumulator_value": 0.0, "eps": 1e-8}

@@ -9,8 +9,8 @@ from math import sqrt
 from typing import Annotated, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
+from persia_torchrec.arrays import Floats
 from persia_torchrec.embedding.setting import (
     MODERATE_DECAY,
     MODERATE_EPS,
@@ -31,7 +31,6 @@ from persia_torchrec.jit.kernel import (
     sum_of_squares,
 )
 
-Floats = npt.NDArray[np.float32]
 Betas = Annotated[
     tuple[float, float],
     Rule(

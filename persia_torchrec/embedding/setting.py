@@ -25,6 +25,7 @@ from typing import (
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.arrays import Words
 from persia_torchrec.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,6 @@ MODERATE_LR, MODERATE_EPS, MODERATE_DECAY = 1e3, 1e-12, 1e3
 weight decay of an optimizer that says that rows stay finite: a step of a gradient of
 1e10 is 1e25 at most, and the square of the decay of a weight of 1e15 1e36."""
 
-Words = npt.NDArray[np.uint64]
 
 Kernel = Callable[..., Any]
 """A plain function that the store compiles; see ``kernel.py``."""

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.arrays import Doubles
 from persia_torchrec.embedding.setting import (
     NonNegative,
     Registry,
@@ -18,8 +19,6 @@ from persia_torchrec.embedding.setting import (
     Setting,
     integer_in,
 )
-
-Doubles = npt.NDArray[np.float64]
 
 KEPT = 0.9
 """What is kept of an accumulated frequency when a period ends."""

@@ -15,14 +15,12 @@ of branches where they can be, so that they become vector instructions.
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.arrays import Exponents, Floats, Halves
 from persia_torchrec.jit import intrinsics as cpu
 from persia_torchrec.jit.compiled import compiled, compiled_as_written, inlined
 from persia_torchrec.jit.intrinsics import Pointer
 
-Floats = npt.NDArray[np.float32]
-Halves = npt.NDArray[np.uint16]
-Words = npt.NDArray[np.uint32]
-Exponents = npt.NDArray[np.int8]
+Bits = npt.NDArray[np.uint32]
 
 FP32, FP16, BF16 = range(3)
 """How floats are stored; their numbers are those of ``TableSpec.weight_dtype``."""
@@ -122,7 +120,7 @@ def round_stochastically(
 
 
 @compiled_as_written
-def to_bfloat16(bits_N: Words) -> Halves:
+def to_bfloat16(bits_N: Bits) -> Halves:
     """Return float32, of these bits, as BF16, rounded to the nearest."""
     out_N = np.empty(len(bits_N), dtype=np.uint16)
     for i in range(len(bits_N)):

@@ -16,18 +16,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.arrays import Ids, Lengths
 from persia_torchrec.errors import BatchError, FrameError
 from persia_torchrec.parsing.decoding import parse_json
-from persia_torchrec.rpc.messages import (
-    Frame,
-    Frames,
-    Ids,
-    array_of,
-    bytes_of,
-    encode_json,
-)
+from persia_torchrec.rpc.messages import Frame, Frames, array_of, bytes_of, encode_json
 
-Lengths = npt.NDArray[np.int32]
 Pooling = Literal["sum", "mean", "sqrt"]
 """The sum; divided by the number of ids; or by its root. An empty bag gives zeros."""
 

@@ -24,6 +24,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.arrays import Floats, Lengths, Positions
 from persia_torchrec.jit.compiled import compiled, inlined
 from persia_torchrec.jit.intrinsics import (
     copy_bytes,
@@ -33,10 +34,9 @@ from persia_torchrec.jit.intrinsics import (
     prefetch,
     store_u64,
 )
-from persia_torchrec.lookup.bags import POOLINGS, Lengths
-from persia_torchrec.routing.route import Positions, unique_ids
+from persia_torchrec.lookup.bags import POOLINGS
+from persia_torchrec.routing.route import unique_ids
 from persia_torchrec.rpc import float_codec
-from persia_torchrec.rpc.float_codec import Floats
 
 Plan = npt.NDArray[np.uint64]
 

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.arrays import Counts, Floats, Ids, Lengths, Positions
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient, Reply
 from persia_torchrec.client.codec import KnownTables
 from persia_torchrec.errors import BatchError, ConfigError
@@ -34,20 +35,15 @@ from persia_torchrec.lookup.bags import (
     Bags,
     FeatureSpec,
     JaggedIds,
-    Lengths,
     check_bags,
 )
 from persia_torchrec.routing.route import (
-    Counts,
     FeatureColumns,
     IdGroup,
-    Ids,
-    Positions,
     ShardedIds,
     route_features,
     sum_by_id,
 )
-from persia_torchrec.rpc.float_codec import Floats
 from persia_torchrec.rpc.messages import Precision
 from persia_torchrec.table import TableChange, TableSpec, changed_tables
 

@@ -24,12 +24,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.arrays import Counts, Floats, Lengths, Offsets, Positions
 from persia_torchrec.jit.compiled import compiled, read_only
-from persia_torchrec.lookup.bags import POOLINGS, Lengths
+from persia_torchrec.lookup.bags import POOLINGS
 from persia_torchrec.lookup.pooling import scale_of
 from persia_torchrec.lookup.sharded_lookup import RoutedBatch
-from persia_torchrec.routing.route import Counts, Offsets, Positions
-from persia_torchrec.rpc.float_codec import Floats
 
 LONGEST = 128
 """Rows that one bag of the backward pass has at most."""

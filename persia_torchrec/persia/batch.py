@@ -50,6 +50,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.arrays import Ids, Lengths
 from persia_torchrec.errors import BatchError, FrameError, TooLargeError
 from persia_torchrec.lookup.bags import MAX_BATCH_SIZE, Bags
 from persia_torchrec.parsing.decoding import parse_json
@@ -69,8 +70,6 @@ NO_WORKER = -1
 WITH_BATCH = -2
 """In the place of a worker: none is needed, the ids came with the batch."""
 
-Ids = npt.NDArray[np.uint64]
-Lengths = npt.NDArray[np.int32]
 Dense = npt.NDArray[np.generic]
 Buffer = bytes | bytearray | memoryview
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]

@@ -41,6 +41,7 @@ import torch
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from tqdm import tqdm
 
+from persia_torchrec.arrays import Words
 from persia_torchrec.checkpoint.catalog import (
     Manifest,
     SavedShard,
@@ -58,7 +59,7 @@ from persia_torchrec.logger import get_default_logger
 from persia_torchrec.parsing.command_line import parse_flags
 from persia_torchrec.parsing.decoding import KeyPath, convert
 from persia_torchrec.parsing.yaml_file import parse_yaml
-from persia_torchrec.persia.stored_rows import Chunk, Form, Ranks, RowFile, Words
+from persia_torchrec.persia.stored_rows import Chunk, Form, Ranks, RowFile
 from persia_torchrec.store.memory import POSITION_BITS
 from persia_torchrec.table import TableSpec
 

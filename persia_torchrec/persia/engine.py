@@ -29,6 +29,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from persia_torchrec import env, timeouts
+from persia_torchrec.arrays import Positions
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.device.transfer import Staging
 from persia_torchrec.embedding import embedding_config
@@ -55,7 +56,6 @@ from persia_torchrec.persia.slot_tensors import (
 from persia_torchrec.persia.worker.process import ask_for_slots
 from persia_torchrec.persia.worker_client import WAIT, RemoteBatch, RemoteWorkers
 from persia_torchrec.pipeline.pipeline import BatchPipeline, PrefetchedBatch
-from persia_torchrec.routing.route import Positions
 from persia_torchrec.sharding.all_sharders import RemoteSharders
 from persia_torchrec.sharding.backward_pass import AnswersAtEnd
 from persia_torchrec.sharding.collection import CollectionSpec, TableCollection

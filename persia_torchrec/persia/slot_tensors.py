@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from persia_torchrec.device.transfer import Array, Staging, to_device
+from persia_torchrec.arrays import Array, Positions
+from persia_torchrec.device.transfer import Staging, to_device
 from persia_torchrec.persia.slots import Slot, require_slots
-from persia_torchrec.routing.route import Positions
 
 Slots = dict[str, torch.Tensor]
 

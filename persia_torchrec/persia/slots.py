@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from persia_torchrec import timeouts
+from persia_torchrec.arrays import Ids, Lengths, Positions
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.client.codec import PushOutcome
 from persia_torchrec.embedding.embedding_config import EmbeddingSchema
@@ -34,17 +35,11 @@ from persia_torchrec.embedding.table_defaults import EmbeddingConfig
 from persia_torchrec.errors import BatchError, PersiaError, RequestTimeoutError
 from persia_torchrec.jit.compiled import compiled, read_only
 from persia_torchrec.lookup import sharded_lookup
-from persia_torchrec.lookup.bags import (
-    Bags,
-    FeatureSpec,
-    JaggedIds,
-    Lengths,
-    check_bags,
-)
+from persia_torchrec.lookup.bags import Bags, FeatureSpec, JaggedIds, check_bags
 from persia_torchrec.lookup.rows_state import RowsState
 from persia_torchrec.lookup.sharded_lookup import Outputs, RoutedBatch
 from persia_torchrec.metrics.values import Means, Observations, Reading
-from persia_torchrec.routing.route import Ids, Positions, farmhash64, unique_ids
+from persia_torchrec.routing.route import farmhash64, unique_ids
 from persia_torchrec.table import TableSettings, TableSpec, require_known_tables
 
 logger = logging.getLogger(__name__)

@@ -28,19 +28,15 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.arrays import Bools, Bytes, Floats, Ids, Offsets, Words
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.jit import intrinsics as cpu
 from persia_torchrec.jit.compiled import compiled, inlined, read_only
-from persia_torchrec.routing.route import Ids, is_of_shard
+from persia_torchrec.routing.route import is_of_shard
 from persia_torchrec.store.row_columns import RowColumns, RowShape
 from persia_torchrec.table import TableSpec
 
-Bytes = npt.NDArray[np.uint8]
-Bools = npt.NDArray[np.bool_]
-Floats = npt.NDArray[np.float32]
-Offsets = npt.NDArray[np.int64]
-Words = npt.NDArray[np.uint64]
 Ranks = npt.NDArray[np.uint32]
 
 _HEAD = struct.Struct("<QIIIII")

@@ -27,6 +27,7 @@ import msgspec
 import numpy as np
 
 from persia_torchrec import timeouts
+from persia_torchrec.arrays import Positions
 from persia_torchrec.client.client import BatchNumber, Reply
 from persia_torchrec.errors import (
     BatchError,
@@ -40,7 +41,6 @@ from persia_torchrec.metrics.values import Observations
 from persia_torchrec.persia.batch import Origin, ReferencedBatch
 from persia_torchrec.persia.slots import LookupHello
 from persia_torchrec.persia.workers import Workers, is_away, worker_of
-from persia_torchrec.routing.route import Positions
 from persia_torchrec.rpc import messages
 from persia_torchrec.rpc.float_codec import (
     UNDERFLOWS,

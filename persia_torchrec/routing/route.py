@@ -37,6 +37,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.arrays import Counts, Floats, Ids, Offsets, Positions
 from persia_torchrec.errors import BatchError
 from persia_torchrec.jit.compiled import (
     compiled,
@@ -44,8 +45,6 @@ from persia_torchrec.jit.compiled import (
     read_only,
     report_compilation,
 )
-
-Ids = npt.NDArray[np.uint64]
 
 _K2 = np.uint64(0x9AE16A3B2F90404F)
 _MUL = np.uint64((0x9AE16A3B2F90404F + 16) % 2**64)
@@ -113,11 +112,6 @@ def add_prefix(ids_L: Ids, prefix: int, prefix_bits: int) -> Ids:
     """
     return ids_L % np.uint64(2 ** (64 - prefix_bits) - 1) + np.uint64(prefix)
 
-
-Positions = npt.NDArray[np.int32]
-Floats = npt.NDArray[np.float32]
-Counts = npt.NDArray[np.uint32]
-Offsets = npt.NDArray[np.int64]
 
 _MAX_IDS = 2**31 - 1
 """Most ids that one batch may hold, since positions are int32."""

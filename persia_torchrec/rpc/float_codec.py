@@ -27,19 +27,17 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.arrays import Exponents, Floats
 from persia_torchrec.errors import FrameError
 from persia_torchrec.jit.compiled import read_only
 from persia_torchrec.jit.float16 import (
     LARGEST_EXPONENT,
-    Exponents,
     from_bfloat16,
     from_float16,
     to_bfloat16,
     to_float16,
 )
 from persia_torchrec.rpc.messages import Frame, Precision, array_of, bytes_of
-
-Floats = npt.NDArray[np.float32]
 
 Shape = tuple[int, ...]
 """Of rows that follow one another; the last number is their width."""

@@ -116,6 +116,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.arrays import Counts, Ids
 from persia_torchrec.errors import FrameError, RemoteError
 from persia_torchrec.parsing.decoding import parse_json
 
@@ -168,8 +169,6 @@ class LateRows(ABC):
 SentFrame = Frame | LateFrame
 
 
-Ids = npt.NDArray[np.uint64]
-Counts = npt.NDArray[np.uint32]
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 _HEADER = struct.Struct("<4sHHQQQQII")

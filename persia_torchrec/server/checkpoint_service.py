@@ -28,6 +28,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import msgspec
 import numpy as np
 
+from persia_torchrec.arrays import Words
 from persia_torchrec.checkpoint import increment_log
 from persia_torchrec.checkpoint.background import Activity, BackgroundTask, CpuBudget
 from persia_torchrec.checkpoint.catalog import (
@@ -43,7 +44,7 @@ from persia_torchrec.checkpoint.folder import Folder, require_received
 from persia_torchrec.checkpoint.load import ShardLoad, Target
 from persia_torchrec.checkpoint.restore import restore
 from persia_torchrec.checkpoint.row_file import RowFileWriter, ShardHead, saved_tables
-from persia_torchrec.embedding.setting import Admission, Sightings, Words
+from persia_torchrec.embedding.setting import Admission, Sightings
 from persia_torchrec.errors import BusyError, CheckpointError, StoreError
 from persia_torchrec.rpc.messages import ErrorReply, TaskState
 from persia_torchrec.server.config import ServerConfig

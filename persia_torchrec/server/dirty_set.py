@@ -11,19 +11,13 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.arrays import Ids, Slots, Words
 from persia_torchrec.checkpoint.row_file import Block
 from persia_torchrec.embedding.setting import Sightings
 from persia_torchrec.jit.compiled import compiled
 from persia_torchrec.store.change_log import ChangedSlots, Changes
 from persia_torchrec.store.embedding_store import EmbeddingStore
-from persia_torchrec.store.memory import (
-    LARGEST_TICK,
-    MISSING,
-    POSITION_BITS,
-    Ids,
-    Slots,
-    Words,
-)
+from persia_torchrec.store.memory import LARGEST_TICK, MISSING, POSITION_BITS
 from persia_torchrec.store.row_copy import gather_rows
 
 Uses = npt.NDArray[np.uint64]

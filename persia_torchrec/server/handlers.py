@@ -16,13 +16,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.arrays import Counts, Floats, Ids
 from persia_torchrec.errors import BatchError
 from persia_torchrec.jit.compiled import read_only
-from persia_torchrec.routing.route import Ids, split_rows
+from persia_torchrec.routing.route import split_rows
 from persia_torchrec.rpc import messages
 from persia_torchrec.rpc.float_codec import (
     UNDERFLOWS,
-    Floats,
     encode_floats,
     num_zeroed,
     size_of,
@@ -43,7 +43,7 @@ from persia_torchrec.server.checkpoint_service import (
     CheckpointService,
 )
 from persia_torchrec.server.joint_steps import JointTrainer
-from persia_torchrec.server.open_batches import Batch, Counts
+from persia_torchrec.server.open_batches import Batch
 from persia_torchrec.server.shard import (
     RequestKind,
     Shard,

@@ -9,12 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from persia_torchrec.arrays import Slots
 from persia_torchrec.rpc.messages import TableSegments
 
-Slots = npt.NDArray[np.uint32]
-Counts = npt.NDArray[np.uint32]
 Batch = tuple[int, int]
 """Stream of a batch (one trainer's embedding collection), and its number there."""
 TableSlots = tuple[int, Slots]

@@ -20,17 +20,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.arrays import Floats
 from persia_torchrec.checkpoint.background import Activity
 from persia_torchrec.errors import BatchError, ConfigError, StoreError
 from persia_torchrec.metrics.values import Durations, Stages
 from persia_torchrec.parsing.decoding import parse_json
 from persia_torchrec.rpc import messages
-from persia_torchrec.rpc.float_codec import (
-    UNDERFLOWS,
-    Floats,
-    decode_floats,
-    num_zeroed,
-)
+from persia_torchrec.rpc.float_codec import UNDERFLOWS, decode_floats, num_zeroed
 from persia_torchrec.rpc.listener import Listener
 from persia_torchrec.rpc.messages import Frame, Frames, Header, Kind, TableSegments
 from persia_torchrec.rpc.sockets import MAX_MESSAGE_BYTES

@@ -21,15 +21,15 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.arrays import Floats, Ids, Slots
 from persia_torchrec.errors import PersiaError, StoreError
 from persia_torchrec.metrics.values import Durations, Stages
-from persia_torchrec.routing.route import Ids, split_rows, sum_by_id
+from persia_torchrec.routing.route import split_rows, sum_by_id
 from persia_torchrec.rpc import messages
-from persia_torchrec.rpc.float_codec import Floats
 from persia_torchrec.rpc.listener import Listener
 from persia_torchrec.rpc.messages import Header, Kind, TableIds, TableSegments
 from persia_torchrec.server.dedup import REJECTED, Outcome, Streams
-from persia_torchrec.server.open_batches import Batch, LookedUp, OpenBatches, Slots
+from persia_torchrec.server.open_batches import Batch, LookedUp, OpenBatches
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.memory import MISSING
 

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from persia_torchrec import timeouts
+from persia_torchrec.arrays import Floats
 from persia_torchrec.checkpoint.signature import DenseInput, ModelSignature
 from persia_torchrec.errors import (
     BatchError,
@@ -29,7 +30,6 @@ from persia_torchrec.errors import (
 )
 from persia_torchrec.lookup.bags import MAX_BATCH_SIZE, Bags, JaggedIds, check_bags
 
-Floats = npt.NDArray[np.float32]
 Dense = npt.NDArray[np.generic]
 
 

@@ -20,13 +20,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.arrays import Array
 from persia_torchrec.checkpoint.signature import ModelSignature
 from persia_torchrec.errors import BatchError, TooLargeError
 from persia_torchrec.lookup.bags import MAX_BATCH_SIZE, Bags, JaggedIds, check_bags
 from persia_torchrec.parsing.decoding import decoder_of, shown
 from persia_torchrec.serving.batching import Inputs, require_dense
-
-Array = npt.NDArray[Any]
 
 DTYPES = {
     "BOOL": np.dtype(np.bool_),

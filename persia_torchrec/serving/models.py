@@ -20,9 +20,10 @@ from typing import NamedTuple
 import numpy as np
 
 from persia_torchrec import timeouts
+from persia_torchrec.arrays import Floats
 from persia_torchrec.checkpoint.signature import ModelSignature
 from persia_torchrec.errors import BatchError, CheckpointError, PersiaError, ServerError
-from persia_torchrec.serving.batching import Features, Floats, Inputs
+from persia_torchrec.serving.batching import Features, Inputs
 from persia_torchrec.serving.breaker import Breaker, NotAskedError
 from persia_torchrec.serving.predictor import Predictor, repeating
 from persia_torchrec.serving.statistics import Statistics

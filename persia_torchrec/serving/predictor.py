@@ -18,6 +18,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from persia_torchrec import timeouts
+from persia_torchrec.arrays import Floats
 from persia_torchrec.checkpoint.catalog import (
     complete_checkpoints,
     find_checkpoint,
@@ -44,7 +45,6 @@ from persia_torchrec.serving.batching import (
     Batching,
     Dense,
     Features,
-    Floats,
     Inputs,
     Waited,
     ignore_wait,

@@ -28,6 +28,7 @@ import numpy.typing as npt
 import torch
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
+from persia_torchrec.arrays import Indices
 from persia_torchrec.embedding.initializer import (
     Constant,
     Normal,
@@ -38,8 +39,7 @@ from persia_torchrec.embedding.initializer import (
 from persia_torchrec.embedding.setting import Initializer
 from persia_torchrec.errors import ConfigError
 
-Floats = npt.NDArray[np.floating[Any]]
-Indices = npt.NDArray[np.int64]
+Reals = npt.NDArray[np.floating[Any]]
 
 _NUM_SAMPLED = 2**20
 """Weights that a sample has, unless its tables are too small; and those of the largest
@@ -192,14 +192,14 @@ def _knots(num: int, starts: Indices, counts: Indices) -> Indices:
     return np.unique(np.concatenate([body, tail - 1, last - (tail - 1), atoms]))
 
 
-def _shortest(values: Floats) -> tuple[float, ...]:
+def _shortest(values: Reals) -> tuple[float, ...]:
     """Return numbers as those of fewest digits that are the same float32."""
     return tuple([float(str(value)) for value in values.astype(np.float32)])
 
 
 def _tables(
     config: BaseEmbeddingConfig, num_calls: int, shape: tuple[int, int]
-) -> Floats:
+) -> Reals:
     """Return what ``init_fn`` makes of new tables; torch's generator stays as it is."""
     init: Any = config.init_fn
     tables_CND = np.empty((num_calls, *shape), dtype=np.float32)
@@ -225,7 +225,7 @@ def _tables(
 
 
 def _require_no_fixed(
-    config: BaseEmbeddingConfig, tables_CND: Floats, probabilities: Floats
+    config: BaseEmbeddingConfig, tables_CND: Reals, probabilities: Reals
 ) -> None:
     """Reject values that several calls make equal, beyond what chance does.
 
@@ -241,7 +241,7 @@ def _require_no_fixed(
 
 
 def _require_no_position(
-    config: BaseEmbeddingConfig, values: Floats, num_rows: int
+    config: BaseEmbeddingConfig, values: Reals, num_rows: int
 ) -> None:
     """Reject values whose distribution changes with their place, or their row's."""
     in_table = np.arange(len(values)) % num_rows

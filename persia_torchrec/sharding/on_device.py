@@ -28,6 +28,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
+from persia_torchrec.arrays import Positions
 from persia_torchrec.client.client import EmbeddingClient, Reply
 from persia_torchrec.device.transfer import (
     copy_into,
@@ -48,7 +49,6 @@ from persia_torchrec.lookup.transposed import (
     build_index,
     most_numbers,
 )
-from persia_torchrec.routing.route import Positions
 from persia_torchrec.rpc import slab
 from persia_torchrec.rpc.messages import LateFrame, LateRows, Precision
 from persia_torchrec.sharding import torchrec_api

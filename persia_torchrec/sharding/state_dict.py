@@ -25,12 +25,11 @@ import torch
 from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.distributed.types import ShardingEnv
 
+from persia_torchrec.arrays import Floats, Ids
 from persia_torchrec.client import bulk
 from persia_torchrec.client.bulk import IdsOfRows
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import BatchError, ConfigError
-from persia_torchrec.routing.route import Ids
-from persia_torchrec.rpc.float_codec import Floats
 from persia_torchrec.sharding import torchrec_api
 from persia_torchrec.sharding.collection import table_configs
 from persia_torchrec.sharding.names import (

@@ -26,11 +26,10 @@ from torch.distributed.checkpoint import metadata, planner
 from torch.utils._pytree import tree_map_only
 from torchrec.distributed.types import EnumerableShardingSpec
 
+from persia_torchrec.arrays import Floats, Ids
 from persia_torchrec.client import bulk
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import BatchError, ConfigError
-from persia_torchrec.routing.route import Ids
-from persia_torchrec.rpc.float_codec import Floats
 from persia_torchrec.sharding import torchrec_api
 from persia_torchrec.sharding.torchrec_api import (
     Shard,

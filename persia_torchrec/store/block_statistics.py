@@ -15,11 +15,12 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.embedding.usage import KEPT, LEAST, NUM_STATISTICS, Doubles
+from persia_torchrec.arrays import Doubles, Slots, Words
+from persia_torchrec.embedding.usage import KEPT, LEAST, NUM_STATISTICS
 from persia_torchrec.jit import intrinsics as cpu
 from persia_torchrec.jit.compiled import compiled_as_written, read_only
 from persia_torchrec.store import loops, memory
-from persia_torchrec.store.memory import Layout, Slots, Words
+from persia_torchrec.store.memory import Layout
 
 _NEGLIGIBLE = 1e-7
 _AHEAD = 12

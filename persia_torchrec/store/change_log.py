@@ -30,11 +30,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.arrays import Ids, Indices, Slots, Words
 from persia_torchrec.errors import StoreError
 from persia_torchrec.jit.compiled import compiled
 from persia_torchrec.store import memory
-from persia_torchrec.store.loops import Indices
-from persia_torchrec.store.memory import Ids, Slots, StoreMemory, Tally, Words
+from persia_torchrec.store.memory import StoreMemory, Tally
 
 RING_WORDS = 2**22
 """Words of the ring: 32 MiB, of which only what is used costs memory."""

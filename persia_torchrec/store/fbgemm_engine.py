@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.arrays import Floats, Ids, Slots, Words
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.embedding.optimizer_engine import (
     EARLIER_ENGINE,
@@ -33,7 +34,7 @@ from persia_torchrec.store import finite, memory, undo_log
 from persia_torchrec.store.finite import finish_row
 from persia_torchrec.store.index import NOT_FOUND, index_at
 from persia_torchrec.store.loops import find_hinted, prefetch_row
-from persia_torchrec.store.memory import Floats, Ids, Layout, Slots, TableAt, Words
+from persia_torchrec.store.memory import Layout, TableAt
 from persia_torchrec.table import TableSpec
 
 logger = logging.getLogger(__name__)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from persia_torchrec.arrays import Floats
 from persia_torchrec.embedding.setting import Kernel
 from persia_torchrec.jit import intrinsics as cpu
 from persia_torchrec.jit.compiled import inlined, inlined_kernel
@@ -20,7 +21,7 @@ from persia_torchrec.jit.float16 import (
 )
 from persia_torchrec.store import memory
 from persia_torchrec.store.index import hash_id
-from persia_torchrec.store.memory import Floats, Layout, RowsAt, Tally
+from persia_torchrec.store.memory import Layout, RowsAt, Tally
 
 MODERATE_SQUARES = np.float32(1e20)
 MODERATE_WEIGHT, MODERATE_STATE = np.float32(1e15), np.float32(1e30)

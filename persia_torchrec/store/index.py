@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from persia_torchrec.arrays import Words
 from persia_torchrec.jit import intrinsics as cpu
 from persia_torchrec.jit.compiled import compiled, inlined
 from persia_torchrec.store import memory
@@ -97,7 +98,7 @@ class Index:
         num_words = _ENTRIES_PER_LINE * (num_lines + OVERFLOW_LINES)
         self._memory.commit(self.lines, num_words)
 
-    def _begin(self, lines: memory.Words) -> None:
+    def _begin(self, lines: Words) -> None:
         self.lines = lines
         self.cursor[[OLD, NEW, BOUNDARY, ENTRIES]] = _MIN_LINES, _MIN_LINES, 0, 0
         self.cursor[LINES] = memory.distance(self.cursor, lines)

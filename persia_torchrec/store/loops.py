@@ -25,6 +25,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.arrays import Counts, Floats, Ids, Indices, Slots, Starts, Words
 from persia_torchrec.embedding.setting import Kernel
 from persia_torchrec.jit import intrinsics as cpu
 from persia_torchrec.jit.compiled import (
@@ -49,23 +50,11 @@ from persia_torchrec.store.index import (
     likely_slot,
     remove_entry,
 )
-from persia_torchrec.store.memory import (
-    Counts,
-    Floats,
-    Ids,
-    Layout,
-    Log,
-    RowsAt,
-    Slots,
-    TableAt,
-    TablesAt,
-)
+from persia_torchrec.store.memory import Layout, Log, RowsAt, TableAt, TablesAt
 
-Indices = npt.NDArray[np.int64]
-Starts = npt.NDArray[np.int64]
 """Where each table's part of an array begins, and the end of the last, ``(T + 1,)``."""
 Rules = npt.NDArray[np.float64]
-Rings = tuple[memory.Words, memory.Words]
+Rings = tuple[Words, Words]
 """Of the ids ahead: hashes of a chunk; of two chunks the slots to be confirmed, or
 ``NOT_FOUND``, for certain."""
 
@@ -621,7 +610,7 @@ def build_update(kernel: Kernel) -> Callable[..., None]:
         starts_T: Starts,
         slots_N: Slots,
         grads: Floats,
-        now_T2: memory.Words,
+        now_T2: Words,
         numbers_TK: Floats,
         results_T2: Starts,
     ) -> None:

@@ -34,6 +34,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.arrays import Floats, Ids, Slots, Words
 from persia_torchrec.errors import StoreError
 from persia_torchrec.jit import intrinsics as cpu
 from persia_torchrec.jit import kernel
@@ -41,11 +42,6 @@ from persia_torchrec.jit.compiled import compiled, inlined, inlined_kernel
 from persia_torchrec.jit.float16 import FP32, round_to_nearest, widen
 from persia_torchrec.table import TableSpec
 
-Ids = npt.NDArray[np.uint64]
-Words = npt.NDArray[np.uint64]
-Floats = npt.NDArray[np.float32]
-Slots = npt.NDArray[np.uint32]
-Counts = npt.NDArray[np.uint32]
 Tally = npt.NDArray[np.int64]
 Layout = npt.NDArray[np.uint64]
 Log = np.uint64 | None

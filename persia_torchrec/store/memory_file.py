@@ -28,6 +28,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
+from persia_torchrec.arrays import Words
 from persia_torchrec.errors import ConfigError, StoreError
 from persia_torchrec.jit.kernel import LOST
 from persia_torchrec.store import memory
@@ -37,7 +38,6 @@ from persia_torchrec.store.memory import (
     REQUEST,
     TALLY,
     Area,
-    Words,
     require_sound,
 )
 

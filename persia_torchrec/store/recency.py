@@ -31,11 +31,12 @@ that leaves. LFU's classes are frequencies:
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.arrays import Words
 from persia_torchrec.jit import intrinsics as cpu
 from persia_torchrec.jit.compiled import compiled, inlined
 from persia_torchrec.jit.kernel import BEGIN, NO_LOG
 from persia_torchrec.store import memory
-from persia_torchrec.store.memory import WORD, RowsAt, StoreMemory, Words
+from persia_torchrec.store.memory import WORD, RowsAt, StoreMemory
 from persia_torchrec.store.undo_log import UndoLog
 
 NUM_LFU_CLASSES = 44

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.arrays import Offsets
 from persia_torchrec.store.recency import classify_all
 from persia_torchrec.table import TableSpec
 
@@ -46,7 +47,6 @@ class RowColumns:
 
 Rows = list[tuple[int, RowColumns]]
 """Rows of one table each, with its index in the head of their file."""
-Offsets = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,23 +33,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.arrays import Bools, Floats, Ids, Indices, Slots, Words
 from persia_torchrec.embedding.admission import AdmitAll
 from persia_torchrec.jit import intrinsics as cpu
 from persia_torchrec.jit.compiled import compiled, inlined, read_only
 from persia_torchrec.jit.float16 import FP32
 from persia_torchrec.store import loops, memory, recency
 from persia_torchrec.store.embedding_store import EmbeddingStore
-from persia_torchrec.store.memory import (
-    POSITION_BITS,
-    Floats,
-    Ids,
-    Layout,
-    RowsAt,
-    Slots,
-    StoreAt,
-    TableAt,
-    Words,
-)
+from persia_torchrec.store.memory import POSITION_BITS, Layout, RowsAt, StoreAt, TableAt
 from persia_torchrec.store.recency import RecencyLogs
 from persia_torchrec.store.row_columns import RowColumns, RowShape
 from persia_torchrec.store.stored_table import TableState
@@ -57,7 +48,6 @@ from persia_torchrec.store.table_shared import require_room
 from persia_torchrec.table import TableSpec
 
 Numbers = npt.NDArray[np.uint32]
-Bools = npt.NDArray[np.bool_]
 
 NEVER = np.uint64(0)
 """The tick of a row that is left out."""
@@ -302,7 +292,7 @@ def _number_rows(
 @compiled
 def copy_columns(
     words_NW: Words,
-    slots_K: loops.Indices,
+    slots_K: Indices,
     positions_K: Numbers,
     layout: Layout,
     to: Words,
@@ -522,7 +512,7 @@ def add_rows(
 
 @compiled
 def _draw_ticks(
-    order: loops.Indices,
+    order: Indices,
     uses_R: Words,
     tables_R: npt.NDArray[np.uint16],
     last: Words,
@@ -556,7 +546,7 @@ def _touch(store: StoreAt, rows: RowsAt, slot: np.uint64, tick: np.uint64) -> No
 
 @compiled
 def _touch_rows(
-    order: loops.Indices,
+    order: Indices,
     ticks_R: Words,
     slots_R: Numbers,
     tables_R: npt.NDArray[np.uint16],

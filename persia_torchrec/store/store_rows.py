@@ -17,6 +17,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
+from persia_torchrec.arrays import Ids, Words
 from persia_torchrec.errors import StoreError
 from persia_torchrec.jit.compiled import read_only
 from persia_torchrec.store import loops, memory
@@ -24,15 +25,7 @@ from persia_torchrec.store.change_log import ChangeJournal, Ring
 from persia_torchrec.store.expiry import ExpiryClock
 from persia_torchrec.store.fbgemm_engine import FbgemmEngine
 from persia_torchrec.store.index import Index
-from persia_torchrec.store.memory import (
-    Arenas,
-    Ids,
-    Layout,
-    StoreMemory,
-    TableAt,
-    Tally,
-    Words,
-)
+from persia_torchrec.store.memory import Arenas, Layout, StoreMemory, TableAt, Tally
 from persia_torchrec.store.memory_file import MemoryFile, Published
 from persia_torchrec.store.recency import RecencyLogs
 from persia_torchrec.store.undo_log import UndoLog

@@ -7,8 +7,18 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.arrays import (
+    Bools,
+    Counts,
+    Doubles,
+    Floats,
+    Ids,
+    Indices,
+    Slots,
+    Starts,
+    Words,
+)
 from persia_torchrec.embedding.setting import Admission, Kernel, Sightings
-from persia_torchrec.embedding.usage import Doubles
 from persia_torchrec.jit.compiled import (
     compile_all,
     compile_for,
@@ -21,25 +31,12 @@ from persia_torchrec.jit.kernel import NO_LOG
 from persia_torchrec.routing.route import split_rows
 from persia_torchrec.store import finite, loops, memory
 from persia_torchrec.store.change_log import ChangedSlots
-from persia_torchrec.store.loops import Indices, Starts
-from persia_torchrec.store.memory import (
-    LARGEST_TICK,
-    POSITION_BITS,
-    Counts,
-    Floats,
-    Ids,
-    Slots,
-    TableAt,
-    TablesAt,
-    Words,
-)
+from persia_torchrec.store.memory import LARGEST_TICK, POSITION_BITS, TableAt, TablesAt
 from persia_torchrec.store.memory_file import ROW_COLUMNS, PublishedTable
 from persia_torchrec.store.recency import MARK_WORDS
 from persia_torchrec.store.store_rows import StoreRows, Transaction, UpdateResult
 from persia_torchrec.store.undo_log import ROW_BYTES
 from persia_torchrec.table import TableSpec
-
-Bools = npt.NDArray[np.bool_]
 
 Admit: TypeAlias = Callable[[Ids, npt.NDArray[np.int64], int, int], Bools]
 """Counts ids that have no row, and returns which of them get one. The second array is

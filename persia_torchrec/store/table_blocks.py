@@ -45,18 +45,14 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.embedding.usage import (
-    NUM_PERIODS,
-    NUM_STATISTICS,
-    Doubles,
-)
+from persia_torchrec.arrays import Counts, Doubles, Floats, Ids, Slots, Words
+from persia_torchrec.embedding.usage import NUM_PERIODS, NUM_STATISTICS
 from persia_torchrec.jit.compiled import read_only
 from persia_torchrec.store import loops, memory
 from persia_torchrec.store.block_statistics import (
     Ranking,
     read_statistics,
 )
-from persia_torchrec.store.memory import Counts, Floats, Ids, Slots, Words
 from persia_torchrec.store.store_rows import Transaction
 from persia_torchrec.store.stored_table import TableState
 from persia_torchrec.store.undo_log import ROW_BYTES

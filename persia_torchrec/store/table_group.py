@@ -16,9 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.arrays import Floats, Ids, Slots, Starts
 from persia_torchrec.jit.compiled import read_only
-from persia_torchrec.store.loops import Starts
-from persia_torchrec.store.memory import Floats, Ids, Slots, TablesAt
 from persia_torchrec.store.store_rows import NOTHING_MISSED, StoreRows, Transaction
 from persia_torchrec.store.stored_table import TableState
 from persia_torchrec.store.undo_log import ROW_BYTES
@@ -58,7 +57,7 @@ class TableGroup:
         self._rows, self.states = rows, states
         self.numbers = np.array([state.number for state in states], dtype=np.int64)
         layouts_T = np.array([s.layout.ctypes.data for s in states], dtype=np.uint64)
-        self.at: TablesAt = layouts_T, rows.log
+        self.at = layouts_T, rows.log
         self.dims = np.array([state.spec.dim for state in states], dtype=np.int64)
         row_dims = [state.spec.row_dim for state in states]
         self.row_dims = np.array(row_dims, dtype=np.int64)

@@ -22,14 +22,14 @@ from functools import cache
 
 import numpy as np
 
+from persia_torchrec.arrays import Counts, Floats, Ids, Indices, Slots, Words
 from persia_torchrec.embedding.setting import Kernel
 from persia_torchrec.errors import StoreError
 from persia_torchrec.jit.compiled import compile_for, read_only, specialized
 from persia_torchrec.routing.route import sum_by_id
 from persia_torchrec.store import loops, memory
 from persia_torchrec.store.index import NOT_FOUND, find_slot, hash_id, index_at
-from persia_torchrec.store.loops import Indices
-from persia_torchrec.store.memory import Counts, Floats, Ids, Layout, Slots, Words
+from persia_torchrec.store.memory import Layout
 from persia_torchrec.store.stored_table import TableState
 
 _NO_IDS = read_only(np.empty(0, dtype=np.uint64))

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from persia_torchrec.embedding.usage import Doubles
+from persia_torchrec.arrays import Doubles, Words
 from persia_torchrec.errors import ConfigError, StoreError
 from persia_torchrec.jit.compiled import read_only
 from persia_torchrec.store import loops, memory
-from persia_torchrec.store.memory import Words
 from persia_torchrec.store.memory_file import PublishedTable
 from persia_torchrec.store.store_rows import StoreRows
 from persia_torchrec.store.stored_table import TableState

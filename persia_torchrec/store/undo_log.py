@@ -27,6 +27,7 @@ killed process has written. ``fence`` binds the compiler.
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.arrays import Slots, Words
 from persia_torchrec.jit import intrinsics as cpu
 from persia_torchrec.jit.compiled import compiled, inlined
 from persia_torchrec.jit.kernel import (
@@ -46,10 +47,8 @@ from persia_torchrec.store.memory import (
     TAGS,
     WORD,
     Layout,
-    Slots,
     StoreMemory,
     Tally,
-    Words,
 )
 
 PROMISED = np.uint64(32)

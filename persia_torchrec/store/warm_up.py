@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from persia_torchrec.arrays import Floats
 from persia_torchrec.embedding.optim import Adagrad
 from persia_torchrec.embedding.usage import DynamicDim, Expiry
 from persia_torchrec.jit.compiled import share
 from persia_torchrec.store import memory, memory_file, row_copy
 from persia_torchrec.store.embedding_store import EmbeddingStore
-from persia_torchrec.store.memory import Floats
 from persia_torchrec.table import TableSpec
 
 _IDS = np.arange(6, dtype=np.uint64)

@@ -29,6 +29,7 @@ from persia_torchrec import (
     TruncatedNormal,
     Uniform,
 )
+from persia_torchrec.arrays import Doubles
 from persia_torchrec.embedding.initializer import Quantiles
 from persia_torchrec.embedding.optim import (
     FTRL,
@@ -48,8 +49,6 @@ from persia_torchrec.embedding.setting import Initializer
 
 if TYPE_CHECKING:
     from persia_torchrec.table import TableSpec
-
-Doubles = npt.NDArray[np.float64]
 
 
 def rotate_right(word: int, bits: int) -> int:
