@@ -84,6 +84,7 @@ $(STAMP): Makefile pyproject.toml
 	$(PIP) 'torch==$(TORCH)$(if $(word 3,$(PARTS)),,.*)'
 	$(PIP) '$(FBGEMM)' $(TORCHREC_NEEDS)
 	$(PIP) --no-deps 'torchrec==$(TWIN)'
+	@rm -rf persia_torchrec.egg-info  # of a build: its entry points would hide those installed
 	$(PIP) --editable '.[$(EXTRAS)]'
 	@echo '$(TORCH)' > $(VENV)/torch
 	@touch $(STAMP)

@@ -1,9 +1,13 @@
-"""Has a wheel hold the examples, as ``persia_torchrec/examples``."""
+"""Has a wheel hold the components, and the examples, as folders of the package.
+
+``components/`` is ``persia_torchrec.components``, in a checkout too. ``examples/`` is
+``persia_torchrec/examples`` of a wheel.
+"""
 
 import shutil
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 
@@ -19,4 +23,11 @@ class BuildPy(build_py):
             shutil.copytree("examples", folder, ignore=ignored, dirs_exist_ok=True)
 
 
-setup(cmdclass={"build_py": BuildPy})
+setup(
+    cmdclass={"build_py": BuildPy},
+    packages=[
+        *find_packages(include=["persia_torchrec*"]),
+        "persia_torchrec.components",
+    ],
+    package_dir={"persia_torchrec.components": "components"},
+)

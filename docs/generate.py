@@ -30,9 +30,10 @@ from typing import (
 
 import click
 import msgspec
+from persia_torchrec.components import jobs
 
 import persia_torchrec as package
-from persia_torchrec import components, ctx, data, env, errors, timeouts
+from persia_torchrec import ctx, data, env, errors, timeouts
 from persia_torchrec.command import main as command
 from persia_torchrec.embedding import embedding_config, setting, usage
 from persia_torchrec.errors import ConfigError
@@ -340,7 +341,7 @@ PROGRAMS: Mapping[str, tuple[type, dict[str, object]]] = {
 }
 
 COMPONENTS = (
-    *("train", "train_torchrec", "serve"),
+    *("train", "train_torchrec", "serve", "coordinator"),
     *("embedding_server", "embedding_worker", "data_loader", "nn_worker"),
 )
 
@@ -404,7 +405,7 @@ def settings_page() -> str:
     parts.append("Arguments of `torchx run persia.NAME`, as `--NAME VALUE`.\n")
     probe = _made(JobSettings, port=1, host="localhost")
     for name in COMPONENTS:
-        lines = _arguments(getattr(components, name), probe)
+        lines = _arguments(getattr(jobs, name), probe)
         parts.append(f"### `torchx run persia.{name}`\n\n{_table(lines)}")
     parts.append("## `persia-torchrec`\n")
     parts += [f"### `{title}`\n\n{_table(lines)}" for title, lines in _verbs(command)]

@@ -11,12 +11,13 @@ import re
 
 import pytest
 import torch
+from persia_torchrec.components import jobs
 from torch.nn.parallel import DistributedDataParallel
 from torchrec import EmbeddingBagConfig
 from torchrec.distributed import DistributedModelParallel
 
 import persia_torchrec as package
-from persia_torchrec import components, data
+from persia_torchrec import data
 from persia_torchrec.ctx import TrainCtx
 from persia_torchrec.embedding.data import PersiaBatch
 from persia_torchrec.embedding.embedding_config import SlotConfig
@@ -74,8 +75,8 @@ PLACES = {
     "is_weighted": [data.IdColumn],
     "keeps_metadata": [package.TableSettings],
     "memory_dir": [
-        components.train,
-        components.train_torchrec,
+        jobs.train,
+        jobs.train_torchrec,
         launcher.EmbeddingParameterServer,
     ],
     "mixed_precision": [TrainCtx],
@@ -118,8 +119,7 @@ def flags_of(kinds):
 
 def flags_of_launchers():
     text = "".join(
-        (ROOT / module.__file__).read_text()
-        for module in (launcher, k8s_utils, components)
+        (ROOT / module.__file__).read_text() for module in (launcher, k8s_utils, jobs)
     )
     for path in (PACKAGE / "launch/roles.py", *(PACKAGE / "command").glob("*.py")):
         text += path.read_text()

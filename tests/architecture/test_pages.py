@@ -113,7 +113,7 @@ def targets():
 
 def is_component(name):
     """Return whether torchx finds a component as ``persia.NAME``."""
-    return name in defined(PACKAGE / "components.py")
+    return name in defined(ROOT / "components/jobs.py")
 
 
 NAMES = (  # how each kind is written in code, and whether one exists

@@ -3,6 +3,8 @@
 import ast
 import functools
 import graphlib
+import importlib
+import inspect
 import re
 from collections import Counter
 from pathlib import Path
@@ -17,10 +19,10 @@ MAX_LINES = 1000
 MAX_FUNCTION_LINES = 60
 FILES = sorted(
     str(path.relative_to(ROOT))
-    for folder in ("persia_torchrec", "examples")
+    for folder in ("persia_torchrec", "components", "examples")
     for path in (ROOT / folder).rglob("*.py")
 )
-COMPONENTS = "persia_torchrec/components.py"
+COMPONENTS = "components/jobs.py"
 
 
 @functools.cache
@@ -124,6 +126,23 @@ def test_torchx_understands_every_component():
             component = get_component(f"persia.{function.name}")
             assert component.validation_errors == []
             assert component.description
+
+
+def test_torchx_lists_components_and_no_other_function_of_their_file():
+    module = importlib.import_module("persia_torchrec.components.jobs")
+    listed = {name for name, _ in inspect.getmembers(module, inspect.isfunction)}
+    assert listed == {function.name for function in functions(COMPONENTS)}
+
+
+def test_nothing_in_the_package_imports_a_component():
+    imports = [
+        ast.unparse(node)
+        for name in FILES
+        if name.startswith("persia_torchrec/")
+        for node in parsed(name)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    assert [one for one in imports if "components" in one] == []
 
 
 def test_no_test_bets_on_a_duration_below_a_minute():

@@ -21,7 +21,7 @@ PAGES = [
 ]
 SOURCES = [
     path
-    for folder in ("persia_torchrec", "examples")
+    for folder in ("persia_torchrec", "components", "examples")
     for path in (ROOT / folder).rglob("*.py")
 ]
 TESTS = [

@@ -121,8 +121,8 @@ def test_a_job_serves_a_checkpoint_and_a_killed_predictor_returns(
 
 
 def test_the_script_of_the_page_serves_without_a_coordinator(slurm, trained, tmp_path):
-    page = (ROOT / "components/README.md").read_text()
-    script = re.search(r"```bash\n(#!/bin/bash\n#SBATCH.*?)```", page, re.DOTALL)[1]
+    page = (ROOT / "docs/launching.md").read_text()
+    script = re.search(r"```sh\n(#!/bin/bash\n#SBATCH.*?)```", page, re.DOTALL)[1]
     script = re.sub(r"\$\{node\[\d\]\}:", "127.0.0.1:", script)  # where all run
     ports = draw_ports(4)
     for number, port in zip((8080, 8887, 8888, 8889), ports, strict=True):

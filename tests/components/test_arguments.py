@@ -5,10 +5,10 @@ import logging
 import sys
 
 import pytest
+from persia_torchrec.components import jobs
 from torchx.runner import get_runner
 from torchx.specs import finder
 
-from persia_torchrec import components
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.launch.arguments import parse_pairs
 from tests.support.components import BOOK, COMPONENTS, CONFIGS, SCRIPTS
@@ -36,7 +36,7 @@ def _logs(caplog):
 def _forget():
     """Forget what components have read of variables when they were imported."""
     yield
-    importlib.reload(components)
+    importlib.reload(jobs)
     finder._components = None
 
 
@@ -44,7 +44,7 @@ def start(monkeypatch, *words, program=TORCHX, component=JOB, config=None, optio
     """Return the roles of a job, as a command line of torchx starts them."""
     argv = [program, "run", "-s", "local_cwd", *options, component, *words]
     monkeypatch.setattr(sys, "argv", argv)
-    importlib.reload(components)  # as in a process of torchx
+    importlib.reload(jobs)  # as in a process of torchx
     monkeypatch.setattr(finder, "_components", None)
     defaults = {component: config or {}}
     with get_runner(component_defaults=defaults) as runner:

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from persia_torchrec.components import jobs
 from torchx.runner import get_runner
 
-from persia_torchrec import components
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.launch.roles import JobSettings
 from tests.support.components import (
+    BOOK,
     COMPONENTS,
     CONFIGS,
     ROLES_FILE,
@@ -44,7 +45,7 @@ def runner():
 def test_every_component_is_listed_here():
     functions = {
         function.name
-        for function in ast.parse(Path(components.__file__).read_text()).body
+        for function in ast.parse(Path(jobs.__file__).read_text()).body
         if isinstance(function, ast.FunctionDef) and function.name[0] != "_"
     }
     assert functions == set(COMPONENTS)
@@ -78,7 +79,9 @@ def test_the_coordinator_is_the_first_role_and_has_the_number_of_the_others():
     ]
 
 
-@pytest.mark.parametrize("name", ["train", "serve", "data_loader", "nn_worker"])
+@pytest.mark.parametrize(
+    "name", ["train", "serve", "coordinator", "data_loader", "nn_worker"]
+)
 def test_a_job_is_rejected_where_the_file_is_of_servers_without_one(tmp_path, name):
     path = tmp_path / "global_config.yml"
     path.write_text(INFER)
@@ -86,6 +89,20 @@ def test_a_job_is_rejected_where_the_file_is_of_servers_without_one(tmp_path, na
         ConfigError, match=r"must belong to a job that trains. Received"
     ):
         load(name)(**{**COMPONENTS[name], "global_config": str(path)})
+
+
+def test_a_coordinator_by_itself_has_the_numbers_and_the_place_of_the_job():
+    counts = {"embedding_servers": 2, "embedding_workers": 0, "nn_workers": 3}
+    given = {**BOOK, **CONFIGS, **counts, "nproc_per_node": 4, "recover": False}
+    [role] = load("coordinator")(**given).roles
+    assert role.args[1:] == [
+        *("persia_torchrec.job.coordinator", "--port", "29400"),
+        *("--num-servers", "2", "--num-workers", "0", "--num-loaders", "1"),
+        *("--num-trainers", "12", "--num-predictors", "0", "--nproc-per-node", "4"),
+    ]
+    assert role.env["PERSIA_STORE_HOST"] == BOOK["host"]
+    assert role.num_replicas == 1
+    assert role.max_retries == 0
 
 
 def test_a_job_may_have_no_embedding_workers():
@@ -444,8 +461,10 @@ def test_a_component_has_the_arguments_of_its_roles_alone():
     of_jobs = {"recovery_timeout_s", "max_restarts", "max_retries", "resume_dir"}
     jobs = {"train", "train_torchrec", "serve"}
     single = {name: found for name, found in offered.items() if name not in jobs}
+    of_coordinators = {"recovery_timeout_s", "max_restarts"}
     for name, found in single.items():
-        assert found & of_jobs == set()
+        own = of_coordinators if name == "coordinator" else set()
+        assert found & of_jobs == own
         assert ("memory_dir" in found) == name.endswith("server")
         assert ("optimizer_engine" in found) == name.endswith("server")
         assert ("imports" in found) == name.startswith("embedding")

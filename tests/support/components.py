@@ -1,6 +1,6 @@
 """Every component, with arguments that it takes, and settings of roles."""
 
-from persia_torchrec import components
+from persia_torchrec.components import jobs
 
 CONFIGS = {"embedding_config": "embedding.yml", "global_config": "global.yml"}
 SCRIPTS = {"nn_worker": "train.py --epochs 2", "data_loader": "'my loader.py'"}
@@ -12,6 +12,7 @@ COMPONENTS = {
     "train": {**SCRIPTS, **CONFIGS, **JOB},
     "train_torchrec": {"script": "train.py --epochs 2", **JOB},
     "serve": {**CONFIGS, "checkpoint": "runs/7", **JOB},
+    "coordinator": {**BOOK, **CONFIGS, "embedding_servers": 2},
     "embedding_server": {**BOOK, **CONFIGS, "replicas": 2},
     "embedding_worker": {**BOOK, **CONFIGS},
     "data_loader": {**BOOK, **CONFIGS, "script": "loader.py"},
@@ -20,7 +21,7 @@ COMPONENTS = {
 
 
 def load(name):
-    return getattr(components, name)
+    return getattr(jobs, name)
 
 
 def cfg_of(scheduler, folder):

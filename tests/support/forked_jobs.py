@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from persia_torchrec.components import jobs
 from torchx.specs import macros
 from torchx.specs.builders import materialize_appdef
 
-from persia_torchrec import components
 from tests.support.hosts import Host, run_on
 from tests.support.ports import draw_port
 from tests.support.processes import Processes, is_running, wait_until
@@ -52,7 +52,7 @@ class ForkedJob:
 
     Args:
         folder: for the logs, and the home of all processes.
-        component: a function of ``persia_torchrec.components``, as ``"train"``.
+        component: a function of ``components/jobs.py``, as ``"train"``.
         arguments: of the component, as ``torchx run`` takes them.
         variables: set for all processes.
         cwd: where all processes run; in the folder by default.
@@ -74,7 +74,7 @@ class ForkedJob:
     ) -> None:
         hosts = hosts or {}
         rank0 = hosts["coordinator"].address if hosts else "localhost"
-        function = getattr(components, component)
+        function = getattr(jobs, component)
         self.port = draw_port()
         port = ["--port", str(self.port)]
         once = [] if "--recover" in arguments else ["--recover", "False"]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tests.support.repository import ROOT
 
-PARTS = ("persia_torchrec", "examples")
+PARTS = ("persia_torchrec", "components", "examples")
 FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
 SDIST = "from setuptools import build_meta as b; import sys; b.build_sdist(sys.argv[1])"
 

@@ -8,27 +8,30 @@
     torchx run persia.embedding_server --host 127.0.0.1 --port 29400 --replicas 2
         --embedding_config embedding_config.yml --global_config global_config.yml
 
-Entry points give torchx these names. Arguments that components share are fields of
-``JobSettings``; ``--help`` after a name lists all. embedding_server, embedding_worker,
-data_loader and nn_worker start one role for a job whose coordinator runs.
+An entry point gives torchx these names; as a file it is ``components/jobs.py:train``.
+Arguments that components share are fields of ``JobSettings``; ``--help`` after a name
+lists all. coordinator starts a job of roles that are started one by one, by
+embedding_server, embedding_worker, data_loader and nn_worker.
+
+torchx lists each function of this module, and runs a file in a namespace of its own: so
+it imports modules, and no function of them, and has no ``__file__``.
 """
 
 from typing import Any
 
 from torchx import specs
 
-from persia_torchrec.launch import roles
-from persia_torchrec.launch.arguments import reads_variables
-from persia_torchrec.parsing.command_line import offers
+from persia_torchrec.launch import arguments, roles
+from persia_torchrec.parsing import command_line
 from persia_torchrec.persia import global_config
 
 _SHARED = ("embedding_config", "global_config", *roles.OF_ROLE)
 
 
-@reads_variables(
+@arguments.reads_variables(
     nn_worker="PERSIA_NN_WORKER_ENTRY", data_loader="PERSIA_DATALOADER_ENTRY"
 )
-@offers(
+@command_line.offers(
     roles.JobSettings,
     "embedding_config",
     "global_config",
@@ -91,8 +94,8 @@ def train(
     )
 
 
-@reads_variables()
-@offers(
+@arguments.reads_variables()
+@command_line.offers(
     roles.JobSettings,
     "nproc_per_node",
     *roles.OF_JOB,
@@ -137,8 +140,10 @@ def train_torchrec(
     )
 
 
-@reads_variables()
-@offers(roles.JobSettings, "embedding_config", "global_config", *roles.OF_JOB)
+@arguments.reads_variables()
+@command_line.offers(
+    roles.JobSettings, "embedding_config", "global_config", *roles.OF_JOB
+)
 def serve(
     checkpoint: str,
     embedding_servers: int = 1,
@@ -194,8 +199,54 @@ def serve(
     )
 
 
-@reads_variables()
-@offers(roles.JobSettings, *_SHARED, "imports", "memory_dir", "optimizer_engine")
+@arguments.reads_variables()
+@command_line.offers(
+    roles.JobSettings,
+    *_SHARED,
+    "nproc_per_node",
+    "recovery_timeout_s",
+    "max_restarts",
+    "grace_s",
+)
+def coordinator(
+    host: str,
+    port: int,
+    embedding_servers: int = 1,
+    embedding_workers: int = 1,
+    data_loaders: int = 1,
+    nn_workers: int = 1,
+    predictors: int = 0,
+    **shared: Any,
+) -> specs.AppDef:
+    """Start the coordinator of a job whose roles are started one by one.
+
+    Args:
+        host: host of the job's address book, the one on which this starts
+        port: TCP port of the job's address book
+        embedding_servers: number of servers; ids are sharded over them by hash
+        embedding_workers: number of embedding workers; 0 for none
+        data_loaders: number of data loaders; 0 for none
+        nn_workers: number of replicas with NN workers, as of machines; 0 for none
+        predictors: number of inference servers; 0 for none
+    """
+    job = roles.JobSettings(host=host, port=port, **shared)
+    global_config.reject_inference("coordinator", job.global_config)
+    return roles.app(
+        roles.coordinator(
+            job,
+            num_servers=embedding_servers,
+            num_workers=embedding_workers,
+            num_loaders=data_loaders,
+            num_trainers=nn_workers,
+            num_predictors=predictors,
+        )
+    )
+
+
+@arguments.reads_variables()
+@command_line.offers(
+    roles.JobSettings, *_SHARED, "imports", "memory_dir", "optimizer_engine"
+)
 def embedding_server(
     host: str, port: int, replicas: int = 1, eviction: str = "lru", **shared: Any
 ) -> specs.AppDef:
@@ -212,8 +263,8 @@ def embedding_server(
     return roles.app(roles.embedding_servers(job, replicas, eviction))
 
 
-@reads_variables()
-@offers(roles.JobSettings, *_SHARED, "imports")
+@arguments.reads_variables()
+@command_line.offers(roles.JobSettings, *_SHARED, "imports")
 def embedding_worker(
     host: str, port: int, replicas: int = 1, **shared: Any
 ) -> specs.AppDef:
@@ -228,8 +279,8 @@ def embedding_worker(
     return roles.app(roles.embedding_workers(job, replicas))
 
 
-@reads_variables(script="PERSIA_DATALOADER_ENTRY")
-@offers(roles.JobSettings, *_SHARED)
+@arguments.reads_variables(script="PERSIA_DATALOADER_ENTRY")
+@command_line.offers(roles.JobSettings, *_SHARED)
 def data_loader(
     host: str, port: int, script: str, replicas: int = 1, **shared: Any
 ) -> specs.AppDef:
@@ -247,8 +298,8 @@ def data_loader(
     return roles.app(roles.scripts(job, "loader", script, replicas))
 
 
-@reads_variables(script="PERSIA_NN_WORKER_ENTRY")
-@offers(roles.JobSettings, *_SHARED, "nproc_per_node")
+@arguments.reads_variables(script="PERSIA_NN_WORKER_ENTRY")
+@command_line.offers(roles.JobSettings, *_SHARED, "nproc_per_node")
 def nn_worker(
     host: str, port: int, script: str, replicas: int = 1, gpus: int = 0, **shared: Any
 ) -> specs.AppDef:

@@ -1,0 +1,1 @@
+"""Components of torchx, installed as ``persia_torchrec.components``."""
