@@ -85,6 +85,8 @@ def known():
 
 def exists(name):
     """Return whether a dotted name is a module of the repository, or what one has."""
+    # As setup.py maps it.
+    name = name.replace("persia_torchrec.components", "components")
     path, parts = ROOT, name.split(".")
     while parts:
         below = path / parts[0]
