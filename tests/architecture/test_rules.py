@@ -283,6 +283,16 @@ def test_no_test_file_is_imported():
     assert found == set()
 
 
+def test_no_test_is_inside_of_another_function():
+    """There it would never run."""
+    for path in TEST_FILES:
+        outer = ""
+        for line in (ROOT / path).read_text().splitlines():
+            outer = line if line[:1].strip() else outer
+            is_test = line.startswith("    def test_") and path.stem[:5] == "test_"
+            assert not is_test or outer.startswith("class "), f"{path}: {line}"
+
+
 def test_helpers_of_several_folders_stand_in_support():
     """A file straight below tests/ is a folder of its own in this."""
     found = {

@@ -45,6 +45,14 @@ def recording(servers, monkeypatch):
     return running
 
 
+@pytest.fixture(scope="module")
+def cluster():
+    """A server in a process of its own."""
+    settings = {"eviction": "lfu", "optimizer_engine": "compiled"}
+    with EmbeddingCluster.local(num_servers=1, capacity=10, **settings) as cluster:
+        yield cluster
+
+
 class TestHints:
     """The slots of the rows of a batch are found once, by its lookup."""
 
@@ -322,25 +330,20 @@ class TestLimits:
             client.pull([("wide", client.split(ids))])
 
     @pytest.mark.multiprocess
-    def test_missing_memory_is_an_error_of_the_request(self):
-        with EmbeddingCluster.local(num_servers=1, capacity=10) as cluster:
-            client = EmbeddingClient.connect(cluster.addresses)
-            client.add_tables([WIDE])
-            split = client.split(np.arange(65_536, dtype=np.uint64))  # a reply of 1 GiB
-            pid = cluster.processes[0].pid
-            pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
-            limit = pages * resource.getpagesize() + 2**29
-            resource.prlimit(pid, resource.RLIMIT_AS, (limit, limit))
-            message = "StoreError: The server must have the memory that a request takes"
-            with pytest.raises(RemoteError, match=message):
-                client.pull([("wide", split)])
-            few = client.split(ids_of(1, 2))
-            assert client.pull([("wide", few)])[0].shape == (2, 4096)
-            client.close()
-
-    def test_a_limit_below_one_is_rejected(self):
-        with pytest.raises(ConfigError, match=r"max_request_ids must be >= 1\. .* 0"):
-            ServerConfig(max_request_ids=0)
+    def test_missing_memory_is_an_error_of_the_request(self, cluster):
+        client = EmbeddingClient.connect(cluster.addresses)
+        client.add_tables([WIDE])
+        split = client.split(np.arange(65_536, dtype=np.uint64))  # a reply of 1 GiB
+        pid = cluster.processes[0].pid
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + 2**29
+        resource.prlimit(pid, resource.RLIMIT_AS, (limit, limit))
+        message = "StoreError: The server must have the memory that a request takes"
+        with pytest.raises(RemoteError, match=message):
+            client.pull([("wide", split)])
+        few = client.split(ids_of(1, 2))
+        assert client.pull([("wide", few)])[0].shape == (2, 4096)
+        client.close()
 
 
 class TestBadGradients:
@@ -487,6 +490,14 @@ class TestSweeps:
         assert recording.store.num_to_sweep > 0
         recording.store.num_to_sweep = 0
 
+    def test_idle_work_is_done_once_between_requests(self, recording):
+        server, done = recording.server, []
+        server.when_idle = lambda: done.append(server.when_idle)
+        recording.store.num_to_sweep = 1000  # so that it is idle often
+        wait_until(lambda: server.when_idle is None, "there was time")
+        recording.client.num_rows()
+        assert len(done) == 1
+
 
 @pytest.mark.parametrize("setting", ["eviction", "optimizer_engine"])
 def test_settings_of_the_store_reach_it(setting):
@@ -495,17 +506,7 @@ def test_settings_of_the_store_reach_it(setting):
 
 
 @pytest.mark.multiprocess
-def test_a_cluster_hands_the_settings_of_the_store_on():
-    settings = {"eviction": "lfu", "optimizer_engine": "compiled"}
-    with EmbeddingCluster.local(1, 10, **settings) as cluster:
-        command = cluster.processes[0].args
-        assert command[command.index("--eviction") + 1] == "lfu"
-        assert command[command.index("--optimizer-engine") + 1] == "compiled"
-
-    def test_idle_work_is_done_once_between_requests(self, recording):
-        server, done = recording.server, []
-        server.when_idle = lambda: done.append(server.when_idle)
-        recording.store.num_to_sweep = 1000  # so that it is idle often
-        wait_until(lambda: server.when_idle is None, "there was time")
-        recording.client.num_rows()
-        assert len(done) == 1
+def test_a_cluster_hands_the_settings_of_the_store_on(cluster):
+    command = cluster.processes[0].args
+    assert command[command.index("--eviction") + 1] == "lfu"
+    assert command[command.index("--optimizer-engine") + 1] == "compiled"
