@@ -1,7 +1,7 @@
 """A client continues with a server that was started again without its rows."""
 
 import re
-from contextlib import closing
+from contextlib import closing, contextmanager
 
 import numpy as np
 import pytest
@@ -53,6 +53,10 @@ class Lossy:
         self._running = once_the_port_is_free(start)
         self.num_starts += 1
 
+    def restart(self):
+        self.stop()
+        self.start()
+
 
 @pytest.fixture
 def server(servers, tmp_path):
@@ -93,21 +97,30 @@ def test_updates_in_doubt_are_lost_and_the_training_continues(server, caplog):
         assert client.counters()[0]["restored_rows"] == 3
 
 
-def test_a_joint_step_does_not_wait_for_a_share_that_was_lost(server):
-    shares = [Share(5, 1, rank, 2, 60_000) for rank in range(2)]
+SHARES = [Share(5, 1, rank, 2, 60_000) for rank in range(2)]
+
+
+@contextmanager
+def two_trainers(server):
+    """Yield clients of two trainers that update jointly."""
     with closing(server.connect()) as first, closing(server.connect()) as second:
-        for client, share in zip((first, second), shares, strict=True):
+        for client, share in zip((first, second), SHARES, strict=True):
             client.join(share, "a trainer")
+        yield first, second
+
+
+def test_a_joint_step_does_not_wait_for_a_share_that_was_lost(server):
+    with two_trainers(server) as (first, second):
         pull(first, 0)
         server.stop()
-        replies = push(first, 0, shares[0])
+        replies = push(first, 0, SHARES[0])
         server.start()
         assert first.outcome(replies).num_lost == 1
         for client in (first, second):
             assert (pull(client, 0) == 7).all()
-        outcome = second.outcome(push(second, 0, shares[1]))
+        outcome = second.outcome(push(second, 0, SHARES[1]))
         assert outcome.num_gradients == 3
-        later = [share._replace(step=2) for share in shares]
+        later = [share._replace(step=2) for share in SHARES]
         both = push(first, 1, later[0]), push(second, 1, later[1])
         for client, replies in zip((first, second), both, strict=True):
             assert client.outcome(replies).num_gradients == 3
@@ -124,13 +137,11 @@ def test_idempotent_requests_are_resent(server):
             lambda: client.write("item", IDS, np.ones((3, 2), np.float32)),
             lambda: client.step("item"),
         ):
-            server.stop()
-            server.start()
+            server.restart()
             ask()
         assert (client.read("item", IDS)[:, 0] == 7).all()
         assert [spec.optimizer.lr for spec in client.learn_tables()] == [0.5, 0.5]
-        server.stop()
-        server.start()
+        server.restart()
         client.clear()
         assert client.num_rows() == [0]
 
@@ -141,24 +152,19 @@ def test_settings_that_a_client_has_only_learned_are_not_set_again(server):
         with closing(server.connect()) as trainer:
             trainer.set_learning_rate(0.5)
         tool.learn_tables()
-        server.stop()
-        server.start()
+        server.restart()
         tool.read("item", IDS)
         assert [spec.optimizer.lr for spec in tool.learn_tables()] == [1.0, 1.0]
 
 
 def test_a_trainer_that_has_left_reports_it_without_a_request(server):
-    shares = [Share(5, 1, rank, 2, 60_000) for rank in range(2)]
-    with closing(server.connect()) as first, closing(server.connect()) as second:
-        for client, share in zip((first, second), shares, strict=True):
-            client.join(share, "a trainer")
-        first.leave(shares[0])
-        server.stop()
-        server.start()
+    with two_trainers(server) as (first, second):
+        first.leave(SHARES[0])
+        server.restart()
         pull(second, 0)
-        assert second.outcome(push(second, 0, shares[1])).num_gradients == 3
-        later = [share._replace(group=6) for share in shares]
-        second.leave(shares[1]._replace(step=2))
+        assert second.outcome(push(second, 0, SHARES[1])).num_gradients == 3
+        later = [share._replace(group=6) for share in SHARES]
+        second.leave(SHARES[1]._replace(step=2))
         both = push(first, 1, later[0]), push(second, 1, later[1])
         for client, replies in zip((first, second), both, strict=True):
             assert client.outcome(replies).num_gradients == 3
@@ -171,8 +177,7 @@ def blocks_of_many(server, value):
     """Yield the rows of many ids; the server is started again in between, once."""
     for number, ids in enumerate(np.split(MANY, 5)):
         if number == 3 and server.num_starts == 1:
-            server.stop()
-            server.start()
+            server.restart()
         yield RowBlock(ids, np.full((len(ids), 2), value, np.float32))
 
 
@@ -195,8 +200,7 @@ def test_an_export_has_the_rows_that_a_server_came_back_with(server):
         found = {}
         for block in client.export("item", block_rows=4):
             if server.num_starts == 1:
-                server.stop()
-                server.start()
+                server.restart()
             found |= dict(zip(block.ids.tolist(), block.weights[:, 0], strict=True))
         expected = client.read("item", IDS)[:, 0].tolist()
         assert [found[id_] for id_ in IDS.tolist()] == expected == [7, 7, 7]

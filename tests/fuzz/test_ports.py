@@ -93,40 +93,24 @@ def told(listening, began_s, num, seed, name, record_property):
         record_property("row", row)
 
 
-@pytest.mark.parametrize("name", PORTS)
-def test_a_port_survives_any_message(
-    name, processes, tmp_path, num_inputs, fuzz_seed, record_property
+SHARING = ["embedding server", "embedding worker", "data path"]
+CASES = [
+    *(("messages", ports.fuzz_messages, name) for name in PORTS),
+    *(("shared memory", ports.fuzz_memory, name) for name in SHARING),
+    *(("strangers' bytes", ports.fuzz_connections, name) for name in PORTS),
+]
+
+
+@pytest.mark.parametrize(("what", "fuzz", "name"), CASES)
+def test_a_port_survives_any_input(
+    what, fuzz, name, processes, tmp_path, num_inputs, fuzz_seed, record_property
 ):
     serve, seeds, ask = PORTS[name]
+    given = ports.GREETINGS if fuzz is ports.fuzz_connections else seeds()
     listening = Listening(processes, tmp_path, name, serve, ask)
     began_s = time.monotonic()
-    ports.fuzz_messages(listening.address, seeds(), num_inputs, fuzz_seed)
-    row = f"port of {name}: messages"
-    told(listening, began_s, num_inputs, fuzz_seed, row, record_property)
-
-
-@pytest.mark.parametrize("name", ["embedding server", "embedding worker", "data path"])
-def test_a_port_survives_any_bytes_in_memory_that_it_shares(
-    name, processes, tmp_path, num_inputs, fuzz_seed, record_property
-):
-    serve, seeds, ask = PORTS[name]
-    listening = Listening(processes, tmp_path, name, serve, ask)
-    began_s = time.monotonic()
-    ports.fuzz_memory(listening.address, seeds(), num_inputs, fuzz_seed)
-    row = f"port of {name}: shared memory"
-    told(listening, began_s, num_inputs, fuzz_seed, row, record_property)
-
-
-@pytest.mark.parametrize("name", PORTS)
-def test_a_port_survives_any_client(
-    name, processes, tmp_path, num_inputs, fuzz_seed, record_property
-):
-    serve, _, ask = PORTS[name]
-    listening = Listening(processes, tmp_path, name, serve, ask)
-    began_s = time.monotonic()
-    seeds = ports.GREETINGS
-    ports.fuzz_connections(listening.address, seeds, num_inputs, fuzz_seed)
-    row = f"port of {name}: strangers' bytes"
+    fuzz(listening.address, given, num_inputs, fuzz_seed)
+    row = f"port of {name}: {what}"
     told(listening, began_s, num_inputs, fuzz_seed, row, record_property)
 
 

@@ -28,9 +28,15 @@ def book():
     book.close()
 
 
-def test_a_member_leaves_with_status_0_when_the_job_is_finished(book, processes):
-    member = processes.start("member", members.serve, book.port)
+def serve(book, processes, main=members.serve):
+    """Start a member, and wait until it serves."""
+    member = processes.start("member", main, book.port)
     member.has_printed("serving")
+    return member
+
+
+def test_a_member_leaves_with_status_0_when_the_job_is_finished(book, processes):
+    member = serve(book, processes)
     record = MemberRecord(book, "server", 0)
     assert record.read().ending() is None
     book.finish()
@@ -69,8 +75,7 @@ def test_a_member_that_leaves_before_the_end_fails_the_job(book, processes, main
 
 
 def test_a_member_ends_when_another_has_failed_and_logs_which(book, processes):
-    member = processes.start("member", members.serve, book.port)
-    member.has_printed("serving")
+    member = serve(book, processes)
     book.fail("trainer 1", "the loss is not a number")
     assert member.status() == 1
     says_who_has_failed(member)
@@ -116,8 +121,7 @@ def test_a_member_whose_main_thread_is_stuck_is_ended_when_the_job_fails(
 
 
 def test_a_member_ends_when_the_coordinator_has_ended(book, processes):
-    member = processes.start("member", members.serve, book.port)
-    member.has_printed("serving")
+    member = serve(book, processes)
     book.close()
     assert member.status() == 1
     assert "server 0 lost the coordinator" in member.output()
@@ -160,8 +164,7 @@ def test_a_forked_child_that_exits_does_not_fail_the_job(book, processes):
     "main", [members.serve, members.be_in_a_callback, members.be_in_the_compiler]
 )
 def test_a_member_that_gets_a_signal_fails_the_job(book, processes, main, number):
-    member = processes.start("member", main, book.port)
-    member.has_printed("serving")
+    member = serve(book, processes, main)
     member.send(number)
     assert member.status() == 1
     assert book.state() == ("failed", f"server 0: ended from outside ({number.name})")
@@ -189,8 +192,7 @@ def lives_on_until_the_end(book, member):
 
 
 def test_a_member_that_handles_a_signal_by_itself_keeps_running(book, processes):
-    member = processes.start("member", members.hear_by_itself, book.port)
-    member.has_printed("serving")
+    member = serve(book, processes, members.hear_by_itself)
     member.send(signal.SIGTERM)
     member.has_printed("heard")
     lives_on_until_the_end(book, member)
@@ -204,8 +206,7 @@ def test_a_signal_to_a_forked_child_does_not_reach_the_member(book, processes):
 
 def test_a_member_that_is_ended_because_another_has_failed_logs_which(book, processes):
     book.publish(dataclasses.replace(QUICK, heartbeat_s=30, silent_s=60))
-    member = processes.start("member", members.serve, book.port)
-    member.has_printed("serving")
+    member = serve(book, processes)
     book.fail("trainer 1", "the loss is not a number")
     member.send(signal.SIGTERM)
     assert member.status() == 1
@@ -216,8 +217,7 @@ def test_a_signal_that_the_main_thread_loses_ends_a_member_of_a_failed_job(
     book, processes
 ):
     book.publish(dataclasses.replace(QUICK, heartbeat_s=30, silent_s=60))
-    member = processes.start("member", members.be_in_a_callback, book.port)
-    member.has_printed("serving")
+    member = serve(book, processes, members.be_in_a_callback)
     book.fail("trainer 1", "the loss is not a number")
     member.send(signal.SIGTERM)
     assert member.status() == 1
@@ -227,8 +227,7 @@ def test_a_signal_that_the_main_thread_loses_ends_a_member_of_a_failed_job(
 def test_an_exception_of_an_expendable_member_after_the_end_is_ignored(book, processes):
     # The next heartbeat is due in 30 s: finish_s ends the wait of one that leaves.
     book.publish(dataclasses.replace(QUICK, heartbeat_s=30, silent_s=60, finish_s=0.5))
-    member = processes.start("member", members.fail_after_the_end, book.port)
-    member.has_printed("serving")
+    member = serve(book, processes, members.fail_after_the_end)
     book.finish()
     assert member.status() == 0
     assert "the trainer is gone" in member.output()
@@ -237,16 +236,14 @@ def test_an_exception_of_an_expendable_member_after_the_end_is_ignored(book, pro
 
 def test_an_exception_caused_by_another_failure_is_not_the_reason(book, processes):
     book.publish(dataclasses.replace(QUICK, heartbeat_s=30, silent_s=60))
-    member = processes.start("member", members.fail_after_the_end, book.port)
-    member.has_printed("serving")
+    member = serve(book, processes, members.fail_after_the_end)
     book.fail("trainer 1", "the loss is not a number")
     assert member.status() == 1
     says_who_has_failed(member, "loader 0")
 
 
 def test_a_second_process_of_the_same_member_ends_alone(book, processes):
-    member = processes.start("member", members.serve, book.port)
-    member.has_printed("serving")
+    member = serve(book, processes)
     second = processes.start("second", members.serve, book.port)
     assert second.status() == 1
     assert (
@@ -272,8 +269,7 @@ def test_a_process_with_another_size_of_its_role_ends_alone(book, processes):
 
 
 def test_a_killed_member_may_be_restarted(book, processes):
-    member = processes.start("member", members.serve, book.port)
-    member.has_printed("serving")
+    member = serve(book, processes)
     member.send(signal.SIGKILL)
     again = processes.start("again", members.serve, book.port)
     again.has_printed("serving")
@@ -283,8 +279,7 @@ def test_a_killed_member_may_be_restarted(book, processes):
 
 def test_a_member_ends_once_another_process_has_its_place(book, processes):
     """It was stopped, or cut off, for so long that it was given up."""
-    member = processes.start("member", members.serve, book.port)
-    member.has_printed("serving")
+    member = serve(book, processes)
     book.job.member("server", 0).process = ProcessIdentity.of_this_process()
     assert member.status() == 1
     assert "server 0 exits: replaced by process " in member.output()
@@ -318,14 +313,16 @@ def test_torchrun_learns_why_a_trainer_of_its_own_ends(book, processes, tmp_path
     assert told.timestamp > 0
 
 
-def test_a_silence_shorter_than_two_heartbeats_is_rejected():
-    with pytest.raises(ConfigError, match=r"two heartbeats\. Received: 1\.5"):
-        JobTimings(silent_s=1.5)
-
-
-def test_a_time_that_is_not_positive_is_rejected():
-    with pytest.raises(ConfigError, match=r"grace_s must be > 0\. Received: 0"):
-        JobTimings(grace_s=0)
+@pytest.mark.parametrize(
+    ("timings", "message"),
+    [
+        ({"silent_s": 1.5}, r"two heartbeats\. Received: 1\.5"),
+        ({"grace_s": 0}, r"grace_s must be > 0\. Received: 0"),
+    ],
+)
+def test_timings_that_cannot_work_are_rejected(timings, message):
+    with pytest.raises(ConfigError, match=message):
+        JobTimings(**timings)
 
 
 def says_who_has_failed(member, who="server 0"):

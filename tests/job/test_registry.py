@@ -1,7 +1,6 @@
 import contextlib
 import os
 import socket
-import threading
 import time
 
 import pytest
@@ -81,11 +80,7 @@ def test_a_role_without_any_registration_is_named(book):
 
 
 def test_a_wait_is_extended_while_a_process_of_the_job_compiles(host, book):
-    found = []
-    waiting = threading.Thread(
-        target=lambda: found.extend(book.addresses("server", timeout_s=1.0))
-    )
-    waiting.start()
+    waiting = InThread(lambda: book.addresses("server", timeout_s=1.0))
     compiled_at = time.monotonic() + 2.0
     own = be_server(host)
 
@@ -95,8 +90,7 @@ def test_a_wait_is_extended_while_a_process_of_the_job_compiles(host, book):
 
     wait_until(compiles_on, "it has compiled")
     host.register("server", 0, 1, "tcp://127.0.0.1:1")
-    waiting.join(TIMEOUT_S)
-    assert found == ["tcp://127.0.0.1:1"]
+    assert waiting.result() == ["tcp://127.0.0.1:1"]
 
 
 def test_a_wait_for_the_address_book_ends_when_its_look_raises():

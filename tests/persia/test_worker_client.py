@@ -241,20 +241,21 @@ def test_a_worker_that_is_gone_is_named(workers):
         remote.pull(bags_of([1]), number(3))
 
 
-def test_an_invalid_reply_is_rejected():
-    service = Service("embedding worker", lambda _header, _frames: [encode_json(None)])
-    remote = RemoteWorkers([service.address], timeout_s=DEADLINE_S)
-    with pytest.raises(FrameError, match=r"Frame 1 must be a mapping. Received: None"):
-        remote.pull(bags_of([1]), number(1))
-    remote.close()
-    service.close()
-
-
-def test_a_batch_without_its_arrays_is_rejected():
-    told = {"slots": ["item"], "outputs": [[1, 2]], "places": []}
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        (None, "Frame 1 must be a mapping. Received: None"),
+        (
+            {"slots": ["item"], "outputs": [[1, 2]], "places": []},
+            r"as many arrays\. Received: 2 frames, _Forw",
+        ),
+    ],
+    ids=["no mapping", "without its arrays"],
+)
+def test_an_invalid_reply_is_rejected(told, message):
     service = Service("embedding worker", lambda _header, _frames: [encode_json(told)])
     remote = RemoteWorkers([service.address], timeout_s=DEADLINE_S)
-    with pytest.raises(FrameError, match=r"as many arrays\. Received: 2 frames, _Forw"):
+    with pytest.raises(FrameError, match=message):
         remote.pull(bags_of([1]), number(1))
     remote.close()
     service.close()

@@ -24,23 +24,26 @@ def updates(tally, num, *, missed=0, unadmitted=0, gradients=1000):
         tally.applied(PushOutcome(missed, 0, unadmitted, gradients))
 
 
+def use(tally, drops, *, pushed):
+    """Drop so many batches without a backward pass, and perhaps push one then."""
+    for _ in range(drops):
+        tally.dropped()
+    if pushed:
+        tally.pushed()
+
+
 def test_eight_batches_without_a_backward_pass_at_first_are_one_warning(num_warnings):
     tally = Tally()
-    for _ in range(7):
-        tally.dropped()
-    assert num_warnings() == 0
-    for _ in range(200):
-        tally.dropped()
-    assert num_warnings() == 1
+    for drops, expected in ((7, 0), (200, 1)):
+        use(tally, drops, pushed=False)
+        assert num_warnings() == expected
     assert tally.num_dropped == 207
 
 
 def test_a_warning_of_backward_passes_comes_once_whatever_follows(num_warnings):
     tally = Tally()
     for _ in range(3):
-        for _ in range(100):
-            tally.dropped()
-        tally.pushed()
+        use(tally, 100, pushed=True)
     assert num_warnings() == 1
 
 
@@ -48,20 +51,16 @@ def test_after_a_backward_pass_it_takes_many_without_one(num_warnings):
     tally = Tally()
     tally.pushed()
     for _ in range(5):  # as where each validation forgets no_grad
-        for _ in range(63):
-            tally.dropped()
-        tally.pushed()
+        use(tally, 63, pushed=True)
     assert num_warnings() == 0
-    for _ in range(64):
-        tally.dropped()
+    use(tally, 64, pushed=False)
     assert num_warnings() == 1
 
 
 def test_every_second_batch_may_have_no_backward_pass(num_warnings):
     tally = Tally()
     for _ in range(100):
-        tally.dropped()
-        tally.pushed()
+        use(tally, 1, pushed=True)
     assert num_warnings() == 0
     assert tally.num_dropped == 100
 

@@ -14,7 +14,7 @@ from tests.support.servers import segments_of
 class Collected:
     """Joint steps, what became of them, and the time of day."""
 
-    def __init__(self, max_bytes: int = 10**6) -> None:
+    def __init__(self, num_joined: int = 0, max_bytes: int = 10**6) -> None:
         self.applied: list[list[bytes]] = []
         self.rejected: dict[bytes, str] = {}
         self.now = 0.0
@@ -26,6 +26,8 @@ class Collected:
             max_bytes=max_bytes,
             clock=lambda: self.now,
         )
+        for rank in range(num_joined):
+            assert self.join(rank) == []
 
     def give(self, peer: str, share: Share, num_ids: int = 1) -> None:
         asked = segments_of([(0, range(num_ids))])
@@ -118,9 +120,7 @@ def test_the_next_deadline_is_that_of_the_next_step():
 
 
 def test_a_step_that_waits_for_a_lost_trainer_is_rejected_and_names_it():
-    collected = Collected()
-    for rank in range(2):
-        assert collected.join(rank) == []
+    collected = Collected(num_joined=2)
     collected.lost.add(b"1")
     collected.give("0", share(57, 0, timeout_s=600))
     collected.look(until=1.0)
@@ -145,9 +145,7 @@ def test_a_trainer_that_gave_a_share_is_known_without_an_introduction():
 
 
 def test_the_last_shares_of_a_lost_trainer_are_read_first():
-    collected = Collected()
-    for rank in range(2):
-        collected.join(rank)
+    collected = Collected(num_joined=2)
     collected.give("0", share(1, 0))
     collected.lost.add(b"1")
     collected.look(until=3.0, has_read_all=False)
@@ -160,9 +158,7 @@ def test_the_last_shares_of_a_lost_trainer_are_read_first():
 
 
 def test_a_connection_that_comes_back_is_not_lost():
-    collected = Collected()
-    for rank in range(2):
-        collected.join(rank)
+    collected = Collected(num_joined=2)
     collected.give("0", share(1, 0, timeout_s=100))
     for _ in range(5):
         collected.lost.add(b"1")
@@ -177,9 +173,7 @@ def test_a_connection_that_comes_back_is_not_lost():
 
 
 def test_a_trainer_that_ended_is_no_fault_while_no_step_waits_for_it():
-    collected = Collected()
-    for rank in range(2):
-        collected.join(rank)
+    collected = Collected(num_joined=2)
     collected.give("1", share(1, 1, timeout_s=600))
     collected.lost.add(b"1")
     collected.look(until=60.0)
@@ -190,9 +184,7 @@ def test_a_trainer_that_ended_is_no_fault_while_no_step_waits_for_it():
 
 
 def test_a_trainer_that_has_left_is_no_fault():
-    collected = Collected()
-    for rank in range(3):
-        collected.join(rank)
+    collected = Collected(num_joined=3)
     collected.give("0", share(5, 0, 3, timeout_s=100))
     collected.steps.leave(share(5, 1, 3))
     collected.lost.add(b"1")
@@ -214,9 +206,7 @@ def test_a_trainer_that_has_left_is_expected_in_the_next_group():
 
 
 def test_why_a_trainer_ended_is_in_the_error():
-    collected = Collected()
-    for rank in range(2):
-        collected.join(rank)
+    collected = Collected(num_joined=2)
     collected.give("0", share(1, 0))
     collected.join(1, ended="it raised ValueError: a bug")
     collected.look(until=3.0)

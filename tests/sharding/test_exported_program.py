@@ -78,6 +78,11 @@ def changed_model(files, change):
     return files | {MODEL: json.dumps(model).encode()}
 
 
+def is_rejected(files, message):
+    with pytest.raises(CheckpointError, match=message):
+        checked_program(archive_of(files))
+
+
 def first_size(graph):
     sizes = [size for meta in graph["tensor_values"].values() for size in meta["sizes"]]
     return next(size["as_expr"] for size in sizes if "as_expr" in size)
@@ -176,9 +181,7 @@ def test_an_operator_that_is_not_listed_is_rejected(exported, target):
     def change(model, graph):
         graph["nodes"][0]["target"] = target
 
-    data = archive_of(changed_model(exported, change))
-    with pytest.raises(CheckpointError, match=f"an operator.*{target}.*--factory"):
-        checked_program(data)
+    is_rejected(changed_model(exported, change), f"an operator.*{target}.*--factory")
 
 
 @pytest.mark.parametrize(
@@ -201,9 +204,7 @@ def test_an_expression_that_is_no_size_is_rejected(exported, text):
     def change(model, graph):
         first_size(graph)["expr_str"] = text
 
-    data = archive_of(changed_model(exported, change))
-    with pytest.raises(CheckpointError, match="an expression of sizes"):
-        checked_program(data)
+    is_rejected(changed_model(exported, change), "an expression of sizes")
 
 
 @pytest.mark.parametrize("name", ["a=print()", "a b", "é", "a.b"])
@@ -211,9 +212,7 @@ def test_a_name_that_would_be_code_is_rejected(exported, name):
     def change(model, graph):
         graph["inputs"][0]["as_tensor"]["name"] = name
 
-    data = archive_of(changed_model(exported, change))
-    with pytest.raises(CheckpointError, match="a name"):
-        checked_program(data)
+    is_rejected(changed_model(exported, change), "a name")
 
 
 def test_a_name_of_a_tensor_that_would_be_code_is_rejected(exported):
@@ -221,9 +220,7 @@ def test_a_name_of_a_tensor_that_would_be_code_is_rejected(exported):
         specs = model["graph_module"]["signature"]["input_specs"]
         specs[0]["parameter"]["parameter_name"] = 'a"+print()+"'
 
-    data = archive_of(changed_model(exported, change))
-    with pytest.raises(CheckpointError, match="a name of a tensor"):
-        checked_program(data)
+    is_rejected(changed_model(exported, change), "a name of a tensor")
 
 
 def test_files_beside_those_of_an_export_are_rejected(exported):

@@ -160,21 +160,22 @@ class BagsAndSequences(nn.Module):
         return loss, loss.detach()
 
 
+def two_kinds(job, staleness):
+    """Return a model of bags and sequences, its dense optimizer, and its sharders."""
+    torch.manual_seed(0)
+    kinds = RemoteEmbeddingBagCollectionSharder, RemoteEmbeddingCollectionSharder
+    sharders = [kind(job.client, SGD(LR), staleness=staleness) for kind in kinds]
+    model = job.shard(BagsAndSequences(), sharders)
+    dense = torch.optim.SGD(model.module.over.parameters(), lr=LR)
+    return model, dense, sharders
+
+
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_collections_of_two_kinds_share_a_pipeline(staleness):
     losses, rows = [], []
     for pipeline in (TrainPipelineBase, TrainPipelineSparseDist):
         with RemoteJob() as job:
-            torch.manual_seed(0)
-            sharders = [
-                kind(job.client, SGD(LR), staleness=staleness)
-                for kind in (
-                    RemoteEmbeddingBagCollectionSharder,
-                    RemoteEmbeddingCollectionSharder,
-                )
-            ]
-            model = job.shard(BagsAndSequences(), sharders)
-            dense = torch.optim.SGD(model.module.over.parameters(), lr=LR)
+            model, dense, sharders = two_kinds(job, staleness)
             losses.append(run(pipeline(model, dense, CPU), make_batches(12)))
             for sharder in sharders:
                 sharder.flush()
@@ -314,16 +315,7 @@ def test_collections_of_two_kinds_share_steps_outside_of_a_pipeline(staleness):
     batches, losses = make_batches(8), []
     for num_outside in (0, 2):
         with RemoteJob() as job:
-            torch.manual_seed(0)
-            sharders = [
-                kind(job.client, SGD(LR), staleness=staleness)
-                for kind in (
-                    RemoteEmbeddingBagCollectionSharder,
-                    RemoteEmbeddingCollectionSharder,
-                )
-            ]
-            model = job.shard(BagsAndSequences(), sharders)
-            dense = torch.optim.SGD(model.module.over.parameters(), lr=LR)
+            model, dense, sharders = two_kinds(job, staleness)
             pipeline = TrainPipelineSparseDist(model, dense, CPU)
             outside = batches[3 : 3 + num_outside]
             iterator = iter(batches[:3] + batches[3 + num_outside :])

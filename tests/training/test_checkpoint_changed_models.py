@@ -5,7 +5,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec import EmbeddingBagConfig
 
 from persia_torchrec import RemoteEmbeddingBagCollectionSharder
 from persia_torchrec.client.client import EmbeddingClient
@@ -210,7 +209,7 @@ def test_a_checkpoint_is_evaluated_without_naming_its_optimizer(
     client = servers.client(servers.start(1))
     client.checkpoints.load(tmp_path)
     sharder = RemoteEmbeddingBagCollectionSharder(client)
-    tables = [EmbeddingBagConfig(50, 4, name, feature_names=[name]) for name in "ab"]
+    tables = tables_of("ab", 50)
     model = shard(Model(tables, 8), sharder)
     assert "table 'a' keeps the servers' optimizer, Adam" in caplog.text
     load_checkpoint(tmp_path, {"model": model}, client)
@@ -229,8 +228,7 @@ def test_a_checkpoint_of_another_optimizer_names_what_continues_it(
     save_checkpoint(tmp_path, trained.state, trained.client, [trained.sharder])
     client = servers.client(servers.start(1))
     sharder = RemoteEmbeddingBagCollectionSharder(client)
-    tables = [EmbeddingBagConfig(50, 4, name, feature_names=[name]) for name in "ab"]
-    model = shard(Model(tables, 8), sharder)
+    model = shard(Model(tables_of("ab", 50), 8), sharder)
     with pytest.raises(CheckpointError, match=r"optimizer Adagrad\(\) of the sharders"):
         load_checkpoint(tmp_path, {"model": model}, client)
     sharder.close()

@@ -147,29 +147,25 @@ def test_a_work_queue_must_be_handed_out_itself(client, tmp_path):
         next(run.skip(batches))
 
 
-def test_the_last_batch_that_is_left_out_is_compared_too(client, tmp_path):
-    drawn = [0, 1]
+@pytest.mark.parametrize(
+    ("resumed", "message"),
+    [
+        ([0, 1, 2], "3 batches, of which 4 are trained"),
+        ([0, 1, 2, 13, 4, 5], "of list, in pass 1, another batch 3"),
+    ],
+    ids=["fewer than were trained", "another last one of those left out"],
+)
+def test_other_batches_than_were_trained_are_an_error(
+    client, tmp_path, resumed, message
+):
+    of_each = [resumed, range(6)]
 
     def make():
-        batches = [
-            torch.tensor([n + 10 * drawn.pop() if n == 3 else n]) for n in range(6)
-        ]
+        batches = [torch.tensor([n]) for n in of_each.pop()]
         return {}, lambda _: batches
 
     train(client, tmp_path / "run", make, stop=4)
-    with pytest.raises(ConfigError, match="of list, in pass 1, another batch 3"):
-        train(client, tmp_path / "run", make, stop=0)
-
-
-def test_fewer_batches_than_were_trained_are_an_error(client, tmp_path):
-    left = [3, 6]
-
-    def make():
-        batches = [torch.tensor([n]) for n in range(left.pop())]
-        return {}, lambda _: batches
-
-    train(client, tmp_path / "run", make, stop=4)
-    with pytest.raises(ConfigError, match="3 batches, of which 4 are trained"):
+    with pytest.raises(ConfigError, match=message):
         train(client, tmp_path / "run", make, stop=0)
 
 
