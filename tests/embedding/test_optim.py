@@ -186,6 +186,7 @@ def test_a_number_that_is_divided_by_must_be_positive(cls, name, value):
             for cls in (Adam, AdamW, RowwiseAdam, AdamAsync, LAMB, RowwiseLAMB)
             for value in ((0.9, 1.0), (-0.1, 0.9), (0.9,), (0.9, 0.9, 0.9))
         ),
+        (Adagrad, {"vectorwise_shared": 1}, "vectorwise_shared must be True or False"),
         (AdamAsync, {"use_nesterov": 1}, "use_nesterov must be True or False"),
         (AdamAsync, {"apply_sparse_rmsprop": "no"}, "rmsprop must be True or False"),
         (
@@ -229,11 +230,6 @@ def test_numbers_of_numpy_are_numbers():
     optimizer = SGD(np.float32(0.5), momentum=np.float64(0.25))
     assert optimizer == SGD(0.5, momentum=0.25)
     assert type(optimizer.lr) is float
-
-
-def test_a_flag_must_be_true_or_false():
-    with pytest.raises(ConfigError, match="vectorwise_shared must be True or False"):
-        Adagrad(0.1, vectorwise_shared=1)
 
 
 @pytest.mark.parametrize(

@@ -68,17 +68,6 @@ def test_a_role_that_was_restarted_is_found_at_its_new_address(host, book):
     assert host.addresses("worker", timeout_s=TIMEOUT_S) == ["tcp://127.0.0.1:2"]
 
 
-def test_processes_that_did_not_register_in_time_are_named(book):
-    book.register("server", 1, 4, "tcp://127.0.0.1:1")
-    with pytest.raises(DiscoveryError, match=r"Missing: server 0, server 2, server 3"):
-        book.addresses("server", timeout_s=0.2)
-
-
-def test_a_role_without_any_registration_is_named(book):
-    with pytest.raises(TimeoutError, match=r"Every worker must .* within 0\.1 s"):
-        book.addresses("worker", timeout_s=0.1)
-
-
 def test_a_wait_is_extended_while_a_process_of_the_job_compiles(host, book):
     waiting = InThread(lambda: book.addresses("server", timeout_s=1.0))
     compiled_at = time.monotonic() + 2.0
@@ -155,20 +144,58 @@ def test_a_server_without_an_address_book_is_reported():
     other.close()
 
 
-def test_an_unknown_host_is_reported_within_the_deadline():
-    with pytest.raises(DiscoveryError, match=r"no-such-host\.invalid:29400"):
-        AddressBook.join("no-such-host.invalid", 29400, timeout_s=0.3)
+ONE, NOWHERE = "tcp://127.0.0.1:1", "no-such-host.invalid"
+REJECTED = {
+    "an index beyond the size": (
+        lambda book: book.register("server", 2, 2, ONE),
+        *(ConfigError, r"server must be in \[0, 2\)\. Received: 2"),
+    ),
+    "a role of which two disagree on its size": (
+        lambda book: [book.register("server", n, 2 + n, ONE) for n in range(2)],
+        *(ConfigError, "Received: 3 from server 1, 2 from another"),
+    ),
+    "an id that no job can have, of the host": (
+        lambda _: AddressBook.host(0, job_id="two words"),
+        *(ConfigError, "PERSIA_JOB_ID"),
+    ),
+    "an id that no job can have, of a client": (
+        lambda book: AddressBook.join("localhost", book.port, "two words"),
+        *(ConfigError, "PERSIA_JOB_ID"),
+    ),
+    "an impossible port": (
+        lambda _: AddressBook.host(65_536),
+        *(ConfigError, r"\[0, 65535\]\. Received: 65536"),
+    ),
+    "a port that is taken": (
+        lambda book: AddressBook.host(book.port),
+        *(JobError, r"port {port}\. .*another job"),
+    ),
+    "processes that did not register in time": (
+        lambda book: (
+            book.register("server", 1, 4, ONE)
+            or book.addresses("server", timeout_s=0.2)
+        ),
+        *(DiscoveryError, "Missing: server 0, server 2, server 3"),
+    ),
+    "a role without any registration": (
+        lambda book: book.addresses("worker", timeout_s=0.1),
+        *(TimeoutError, r"Every worker must .* within 0\.1 s"),
+    ),
+    "an unknown host": (
+        lambda _: AddressBook.join(NOWHERE, 29400, timeout_s=0.3),
+        *(DiscoveryError, r"no-such-host\.invalid:29400"),
+    ),
+    "an unknown machine": (
+        lambda _: local_address(NOWHERE),
+        *(DiscoveryError, r"'no-such-host\.invalid'"),
+    ),
+}
 
 
-def test_an_index_beyond_the_size_is_rejected(book):
-    with pytest.raises(ConfigError, match=r"server must be in \[0, 2\)\. Received: 2"):
-        book.register("server", 2, 2, "tcp://127.0.0.1:1")
-
-
-def test_two_of_a_role_that_disagree_on_its_size_are_rejected(book):
-    book.register("server", 0, 2, "tcp://127.0.0.1:1")
-    with pytest.raises(ConfigError, match=r"Received: 3 from server 1, 2 from another"):
-        book.register("server", 1, 3, "tcp://127.0.0.1:2")
+@pytest.mark.parametrize(("ask", "error", "message"), REJECTED.values(), ids=REJECTED)
+def test_what_a_job_does_not_have_is_an_error_in_time(book, ask, error, message):
+    with pytest.raises(error, match=message.format(port=book.port)):
+        ask(book)
 
 
 @pytest.mark.parametrize(
@@ -211,13 +238,6 @@ def test_a_client_of_another_job_learns_the_port_and_both_ids():
     with pytest.raises(JobMismatchError, match=message):
         AddressBook.join("localhost", host.port, "theirs", timeout_s=TIMEOUT_S)
     host.close()
-
-
-def test_an_id_that_no_job_can_have_is_rejected(host):
-    with pytest.raises(ConfigError, match="PERSIA_JOB_ID"):
-        AddressBook.host(0, job_id="two words")
-    with pytest.raises(ConfigError, match="PERSIA_JOB_ID"):
-        AddressBook.join("localhost", host.port, "two words")
 
 
 def test_notes_are_returned_once_all_are_published(host, book):
@@ -340,30 +360,15 @@ def test_surviving_memory_must_hold_the_state_of_a_job():
     os.close(memory)
 
 
-def test_a_port_that_is_taken_is_rejected(host):
-    with pytest.raises(JobError, match=rf"port {host.port}\. .*another job"):
-        AddressBook.host(host.port)
-
-
 def test_a_book_for_all_interfaces_takes_a_free_port_too():
     host = AddressBook.host(0, everywhere=True)
     assert host.port > 0
     host.close()
 
 
-def test_an_impossible_port_is_rejected():
-    with pytest.raises(ConfigError, match=r"\[0, 65535\]\. Received: 65536"):
-        AddressBook.host(65_536)
-
-
 def test_the_address_towards_this_machine_is_the_loopback():
     assert local_address("localhost") == "127.0.0.1"
     assert local_address("127.0.1.3") == "127.0.0.1"
-
-
-def test_there_is_no_address_towards_an_unknown_machine():
-    with pytest.raises(DiscoveryError, match=r"'no-such-host\.invalid'"):
-        local_address("no-such-host.invalid")
 
 
 def test_time_runs_out_at_the_deadline_where_no_process_compiles():

@@ -8,9 +8,6 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shards
 from torchrec import (
     EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
 )
 
 from persia_torchrec import SGD, Adagrad
@@ -24,6 +21,7 @@ from persia_torchrec.sharding.state_dict import (
     read_table,
 )
 from persia_torchrec.table import TableSpec
+from tests.support.models import sequences_of, tables_of
 from tests.support.servers import ids_of
 
 ROWWISE = Adagrad(0.1, vectorwise_shared=True)
@@ -189,41 +187,30 @@ class TestLoad:
             load_tables(client, state_dict, ["plain"])
 
     @pytest.mark.parametrize(
-        ("states", "error", "message"),
+        ("state", "error", "message"),
         [
-            ({"user": {}}, ConfigError, r"state of table .user.\. Received: none"),
-            ({"item": {}}, ConfigError, r"optimizer_state must hold table 'user'"),
+            ({"state": {"user": {}}}, ConfigError, r"'user'\. Received: none"),
+            ({"state": {"item": {}}}, ConfigError, r"_state must hold table 'user'"),
             (
-                {"user": {"sum": matrix(3, 4)}},
-                BatchError,
-                r"state of Adagrad.*\(3, 1\).*Received: \(3, 4\)",
+                {"state": {"user": {"sum": matrix(3, 4)}}},
+                *(BatchError, r"state of Adagrad.*\(3, 1\).*Received: \(3, 4\)"),
             ),
             (
-                {"user": {"sum": torch.zeros(2)}},
-                BatchError,
-                "same number of rows.*'state': 2",
+                {"state": {"user": {"sum": torch.zeros(2)}}},
+                *(BatchError, "same number of rows.*'state': 2"),
+            ),
+            (
+                {"user": {"sum": torch.zeros(3)}},
+                *(ConfigError, r"with 'state'\. Received: \['user'\]"),
             ),
         ],
     )
     def test_other_state_than_the_optimizer_keeps_is_rejected(
-        self, client, states, error, message
+        self, client, state, error, message
     ):
+        given = {"user": matrix(3, 4)}, ["user"]
         with pytest.raises(error, match=message):
-            load_tables(
-                client,
-                {"user": matrix(3, 4)},
-                ["user"],
-                optimizer_state={"state": states},
-            )
-
-    def test_state_in_another_form_is_rejected(self, client):
-        with pytest.raises(ConfigError, match=r"with 'state'\. Received: \['user'\]"):
-            load_tables(
-                client,
-                {"user": matrix(3, 4)},
-                ["user"],
-                optimizer_state={"user": {"sum": torch.zeros(3)}},
-            )
+            load_tables(client, *given, optimizer_state=state)
 
 
 class TestRead:
@@ -288,21 +275,10 @@ class Model(nn.Module):
 
     def __init__(self, device):
         super().__init__()
-        bags = [
-            EmbeddingBagConfig(8, 4, name="user", feature_names=["u"]),
-            EmbeddingBagConfig(9, 2, name="item", feature_names=["i"]),
-        ]
-        sequence = [
-            EmbeddingConfig(
-                num_embeddings=7, embedding_dim=3, name="plain", feature_names=["p"]
-            )
-        ]
-        self.sparse = nn.ModuleDict(
-            {
-                "bags": EmbeddingBagCollection(tables=bags, device=device),
-                "rows": EmbeddingCollection(tables=sequence, device=device),
-            }
-        )
+        bags = tables_of(["user"], 8, 4) + tables_of(["item"], 9, 2)
+        bags = EmbeddingBagCollection(tables=bags, device=device)
+        rows = sequences_of(["plain"], 7, 3, device=device)
+        self.sparse = nn.ModuleDict({"bags": bags, "rows": rows})
         self.over = nn.Linear(2, 1)
 
 
