@@ -117,6 +117,8 @@ PUSH_CLOSE_S = 3.0  # the end of a role waits for that push and one in progress
 METRICS_ASK_S = 2.0  # a server answers with its counters
 METRICS_HTTP_S = 10.0  # a request to an endpoint of metrics is answered
 STATUS_S = 5.0  # between two looks at what members of a job say of themselves
+FIGURES_S = 20.0  # a figure that no heartbeat has renewed is unknown
+STALLED_S = 60.0  # a process that beats has made no step: it is stalled
 
 # Serving
 HTTP_RECEIVE_S = 30.0  # a request has arrived

@@ -16,7 +16,7 @@ from persia_torchrec.errors import (
     without_secrets,
 )
 from persia_torchrec.job.failures import describe
-from persia_torchrec.job.member_lines import of_checkpoint
+from persia_torchrec.job.progress import look_at
 from persia_torchrec.logger import get_default_logger
 
 SECRET = "hunter2hunter2"
@@ -69,7 +69,7 @@ def test_a_message_of_a_library_gets_no_second_full_stop():
 def test_errors_reasons_and_pages_have_no_secret():
     with pytest.raises(CheckpointError) as caught:
         Folder(URL).read("manifest.json")
-    told = [str(caught.value), str(of_checkpoint(URL))]
+    told = [str(caught.value), look_at(URL).why]
     with pytest.raises(DataError) as caught:
         Source(URL, 1, filesystem=fsspec.filesystem("http")).open()
     told += [str(caught.value), str(RemoteError(URL, server=URL, kind="OSError"))]

@@ -17,7 +17,7 @@ from persia_torchrec.version import __version__
 _MODULES = {  # of each verb, in the order of use
     **dict.fromkeys(("ps", "status", "top"), "jobs"),
     **dict.fromkeys(("run", "serve", "examples"), "start"),
-    **dict.fromkeys(("logs", "report", "stop"), "jobs"),
+    **dict.fromkeys(("logs", "report", "kill", "stop"), "jobs"),
     "checkpoint": "checkpoints",
     **dict.fromkeys(("get", "hot"), "rows"),
     **dict.fromkeys(("scale", "rollback"), "jobs"),

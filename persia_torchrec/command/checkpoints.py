@@ -23,7 +23,7 @@ from persia_torchrec.command.console import as_json
 from persia_torchrec.command.rows import Id, print_rows, shown
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import CheckpointError
-from persia_torchrec.job.member_lines import age_s
+from persia_torchrec.job.status import age_s
 from persia_torchrec.store.memory import POSITION_BITS
 from persia_torchrec.store.row_columns import RowColumns, RowShape
 from persia_torchrec.table import TableSpec

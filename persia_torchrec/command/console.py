@@ -24,7 +24,8 @@ as_json: Callable[[F], F] = click.option(
 )
 _UNITS = ("", "k", "M", "G", "T")
 _WHOLE = "pid", "port", "index", "id", "step"  # never 18.4k: it is typed again
-_GOOD, _BAD = ("running", "finished", "ok", "yes"), ("failed", "lost", "no", "bad")
+_GOOD = "running", "finished", "ok", "yes"
+_BAD = "failed", "lost", "killed", "stalled", "no", "bad"
 
 
 def console() -> Console:
@@ -40,17 +41,31 @@ def show(lines: Sequence[Line], columns: Iterable[str] = (), title: str = "") ->
     console().print(table(lines, columns, title))
 
 
-def table(lines: Sequence[Line], columns: Iterable[str] = (), title: str = "") -> Table:
-    """Return a table of lines, with ``-`` for what a line lacks."""
+def table(
+    lines: Sequence[Line],
+    columns: Iterable[str] = (),
+    title: str = "",
+    *,
+    is_narrow: bool = False,
+) -> Table:
+    """Return a table of lines, with ``-`` for what a line lacks.
+
+    In a narrow one a line of the head has one word.
+    """
     names = list(columns) or list(dict.fromkeys(name for one in lines for name in one))
     names = [name for name in names if any(one.get(name) is not None for one in lines)]
     made = Table(
         title=printable(title) or None, title_justify="left", box=None, pad_edge=False
     )
+    if is_narrow:
+        made.padding = 0, 1, 0, 0
     for name in names:
         values = [one.get(name) for one in lines]
         is_number = any(isinstance(value, int | float) for value in values)
-        made.add_column(_head(name), justify="right" if is_number else "left")
+        head = _head(name)
+        if is_narrow:
+            head = head.replace(" ", "\n").replace("/s", "\n/s")
+        made.add_column(head, justify="right" if is_number else "left")
     for line in lines:
         made.add_row(*(_cell(name, line.get(name)) for name in names))
     return made

@@ -8,53 +8,46 @@ import shutil
 import signal
 import sys
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from msgspec import structs
 from rich.console import Group
 from rich.live import Live
+from rich.table import Table
 
 from persia_torchrec import timeouts
 from persia_torchrec.checkpoint.catalog import Manifest
 from persia_torchrec.checkpoint.folder import Folder, require_received
 from persia_torchrec.command import console
 from persia_torchrec.command.console import as_json, duration
-from persia_torchrec.command.job_view import Job, View, find, is_here, opened
+from persia_torchrec.command.job_view import Job, find, is_here, opened
 from persia_torchrec.job import failures, job_list
 from persia_torchrec.job import report as job_report
 from persia_torchrec.job.job_list import JobRecord
-from persia_torchrec.job.member import LAST_CHECKPOINT
-from persia_torchrec.job.member_lines import Numbers, age_s
-from persia_torchrec.job.process_identity import IDS_OF
 from persia_torchrec.job.progress import CURVES
-from persia_torchrec.job.requests import Fail
-from persia_torchrec.job.requests import View as JobView
-from persia_torchrec.job.saves import SAVE_REQUEST, steps
+from persia_torchrec.job.requests import Fail, View
+from persia_torchrec.job.saves import LAST_CHECKPOINT, SAVE_REQUEST, steps
+from persia_torchrec.job.status import Problem, Status, age_s
 from persia_torchrec.logger import printable
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 a_job: Callable[[F], F] = click.argument("job", default="")
-_BETWEEN_S = 1.5  # two looks, of which rates are made: a heartbeat comes between
 _LOOK_S = 0.2
 _WATCH_S = 2.0
-_MOST_FEATURES = 40  # that are shown
-_MEMBERS = (
-    *("role", "index", "state", "host", "pid", "port", "since_s", "restarts"),
-    *("memory_bytes", "rows", "capacity_rows", "bytes", "evictions"),
-    *(
-        "lookups_a_second",
-        "updates_a_second",
-        "hit_rate",
-        "lookup_us",
-        "p99_us",
-        "queue",
-        "idle",
-    ),
-    *("staleness", "step", "steps_a_second", "samples_a_second", "loss", "waits"),
+_PROCESSES = (
+    *("state", "host", "pid", "since_s", "restarts", "memory_bytes"),
+    *("heard_s", "step_s"),
+)
+_SERVERS = (
+    *("rows", "capacity_rows", "bytes", "evictions", "lookups_a_second"),
+    *("updates_a_second", "hit_rate", "p99_us", "queue", "idle"),
+)
+_TRAINERS = (
+    *("step", "steps_a_second", "samples_a_second", "loss", "waits", "staleness"),
 )
 
 
@@ -75,6 +68,7 @@ def ps(is_all: bool, is_json: bool) -> None:
             "pid": one.coordinator.pid,
             "since_s": age_s(one.began),
             "folder": one.folder,
+            "told": one.told or None,
             "why": one.reason or None,
         }
         for one in jobs
@@ -92,64 +86,91 @@ def ps(is_all: bool, is_json: bool) -> None:
 @click.option("-w", "--watch", is_flag=True, help="Look again every 2 s, until Ctrl-C.")
 @as_json
 def status(job: str, watch: bool, is_json: bool) -> None:
-    """Show how a job is: a line for each process, its step, its newest checkpoint.
+    """Show how a job is: what is wrong, its step, its checkpoint, its processes.
 
     JOB is an id, its beginning, or HOST:PORT of a coordinator; by default the one job
-    that runs. The exit code is 1 where a process is not there.
+    that runs. The first line says what is wrong, and the command to run. The exit code
+    is 1 then.
 
     persia-torchrec status --watch
     """
     with opened(job) as there:
-        view = View(there)
-        view.look()
-        time.sleep(_BETWEEN_S)
-        if watch and not is_json:
-            with Live(console=console.console(), auto_refresh=False) as live:
-                while True:
-                    live.update(_drawn(view.look()), refresh=True)
-                    time.sleep(_WATCH_S)
+        found = _look(there, _drawn, watch=watch, is_json=is_json)
+    sys.exit(found.is_wrong)
+
+
+def _look(
+    there: Job, draw: Callable[[Status], Group], *, watch: bool, is_json: bool
+) -> Status:
+    """Show the status of a job, again and again if it is to be watched."""
+    found = there.book.status()
+    if is_json or not watch:
         while True:
-            found = view.look()
             if is_json:
                 console.show_json(found)
             else:
-                console.console().print(_drawn(found))
+                console.console().print(draw(found))
             if not watch:
-                break
+                return found
             time.sleep(_WATCH_S)
-    is_well = all(one["state"] in ("running", "left") for one in found["members"])
-    sys.exit(0 if is_well and found["state"] != "failed" else 1)
+            found = there.book.status()
+    with Live(console=console.console(), auto_refresh=False) as live:
+        while True:
+            live.update(draw(found), refresh=True)
+            time.sleep(_WATCH_S)
+            found = there.book.status()
 
 
-def _drawn(found: dict[str, Any]) -> Group:
-    members = found["members"]
-    lines = [f"{found['job']}: {found['state']}"]
-    if found["since_s"] is not None:
-        lines[0] += f", since {duration(found['since_s'])}"
-    if found["step"] is not None:
-        lines[0] += f", step {found['step']}"
-    if found["last_step"] is not None:
-        lines[0] += f" of {found['last_step']}"
-    if found["samples_a_second"] is not None:
-        lines[0] += f", {found['samples_a_second']:.0f} samples/s"
-    if found["loss"] is not None:
-        lines[0] += f", loss {found['loss']:.4g}"
-    if found["eta_s"] is not None:
-        lines[0] += f", ends in {duration(found['eta_s'])}"
-    if found["reason"]:
-        lines.append(found["reason"])
-    if found["checkpoint"]:
-        whole = "whole" if found["checkpoint_is_whole"] else "NOT WHOLE"
-        age = found.get("checkpoint_age_s")
-        lines.append(
-            f"newest checkpoint: {found['checkpoint']}, {whole}"
-            + (f", of {duration(age)} ago" if age is not None else "")
-        )
-    else:
-        lines.append("newest checkpoint: none yet")
-    if found["failed_saves"]:
-        lines.append(found["failed_saves"])
-    return Group(printable("\n".join(lines)), console.table(members, _MEMBERS))
+def _drawn(found: Status) -> Group:
+    lines = [_sentence(one) for one in found.problems if one.is_wrong]
+    line = f"{found.job}: {found.state}, since {duration(found.since_s)}"
+    if found.told:
+        line += f", told to end by {found.told}"
+    if found.step is not None:
+        line += f", step {found.step}"
+    if found.last_step is not None:
+        line += f" of {found.last_step}"
+    if found.samples_a_second is not None:
+        line += f", {found.samples_a_second:.0f} samples/s"
+    if found.loss is not None:
+        line += f", loss {found.loss:.4g}"
+    if found.eta_s is not None:
+        line += f", ends in {duration(found.eta_s)}"
+    lines += [line, _checkpoint(found)]
+    if found.reason:
+        lines.append(found.reason)
+    lines += [_sentence(one) for one in found.problems if not one.is_wrong]
+    return Group(printable("\n".join(lines)), *_tables(found))
+
+
+def _sentence(problem: Problem) -> str:
+    """Return what is wrong, since when, and what to run, as one line."""
+    line = problem.text
+    if problem.since_s is not None:
+        line += f", for {duration(problem.since_s)}"
+    return line + (f". Run: {problem.remedy}" if problem.remedy else "")
+
+
+def _checkpoint(found: Status) -> str:
+    if not found.checkpoint:
+        return "newest checkpoint: none yet"
+    line = f"newest checkpoint: {found.checkpoint}"
+    if found.checkpoint_is_whole is not None:
+        line += ", whole" if found.checkpoint_is_whole else ", NOT WHOLE"
+    if found.checkpoint_age_s is not None:
+        line += f", of {duration(found.checkpoint_age_s)} ago"
+    return line
+
+
+def _tables(found: Status) -> list[Table]:
+    """Return the processes, then what servers and trainers measure: 80 columns each."""
+    lines = [{"process": one.who, **structs.asdict(one)} for one in found.members]
+    made = [console.table(lines, ("process", *_PROCESSES), is_narrow=True)]
+    for role, names in (("server", _SERVERS), ("trainer", _TRAINERS)):
+        of_role = [{**one, role: one["index"]} for one in lines if one["role"] == role]
+        if any(one[name] is not None for one in of_role for name in names):
+            made.append(console.table(of_role, (role, *names), is_narrow=True))
+    return made
 
 
 @click.command()
@@ -163,81 +184,33 @@ def top(job: str, watch: bool, is_json: bool) -> None:
 
     persia-torchrec top --watch
     """
-    with opened(job, needs_rows=True) as there:
-        looks = zip(_busiest_tables(there), _busiest_features(there), strict=False)
-        next(looks)
-        time.sleep(_BETWEEN_S)
-        if is_json or not watch:
-            tables, features = next(looks)
-            if is_json:
-                console.show_json({"tables": tables, "features": features})
-            else:
-                console.console().print(_both(tables, features))
-            return
-        with Live(console=console.console(), auto_refresh=False) as live:
-            for tables, features in looks:
-                live.update(_both(tables, features), refresh=True)
-                time.sleep(_WATCH_S)
+    with opened(job) as there:
+        if is_json:
+            console.show_json(_busiest(there.book.status()))
+        else:
+            _look(there, _drawn_busiest, watch=watch, is_json=False)
 
 
-def _both(tables: list[dict[str, Any]], features: list[dict[str, Any]]) -> Group:
-    shown = [console.table(lines) for lines in (tables, features) if lines]
-    return Group(*shown)
-
-
-def _busiest_features(there: Job) -> Iterator[list[dict[str, Any]]]:
-    """Yield the features, with rates since the look before; trainers tell of them."""
-    before: dict[str, Numbers] = {}
-    while True:
-        now = there.statuses("trainer")
-        rates, ids = defaultdict[str, float](float), Counter[str]()
-        for who, status in now.items():
-            then = before.get(who, status)
-            passed_s = max(status.get("at_s", 0.0) - then.get("at_s", 0.0), 1e-3)
-            for name in (one for one in status if one.startswith(IDS_OF)):
-                num = status[name] - then.get(name, status[name])
-                ids[name] += int(status[name])
-                rates[name] += num / passed_s
-        whole = sum(rates.values()) or 1.0
-        before = now
-        yield [
+def _busiest(found: Status) -> dict[str, list[dict[str, Any]]]:
+    return {
+        "tables": [
+            {"table": one.table, "updates_a_second": one.a_second, "updates": one.num}
+            for one in found.tables
+        ],
+        "features": [
             {
-                "feature": name.rpartition("/")[2],
-                "table": name.removeprefix(IDS_OF).rpartition("/")[0],
-                "ids_a_second": round(rate, 1),
-                "share": round(rate / whole, 3),
-                "ids": ids[name],
+                "feature": one.feature,
+                "table": one.table,
+                "ids_a_second": one.a_second,
+                "ids": one.num,
             }
-            for name, rate in sorted(rates.items(), key=lambda one: -one[1])[
-                :_MOST_FEATURES
-            ]
-        ]
+            for one in found.features
+        ],
+    }
 
 
-def _busiest_tables(there: Job) -> Iterator[list[dict[str, Any]]]:
-    """Yield the tables, with rates since the look before."""
-    client = there.client
-    assert client is not None
-    steps: dict[str, int] = {}
-    then_s = time.monotonic()
-    while True:
-        specs, now_s = client.learn_tables(), time.monotonic()
-        lines = []
-        for spec in specs:
-            step = client.step(spec.name)
-            risen = step - steps.get(spec.name, step)
-            steps[spec.name] = step
-            line = {
-                "table": spec.name,
-                "updates_a_second": round(risen / max(now_s - then_s, 1e-3), 1),
-                "updates": step,
-                "dim": spec.dim,
-                "weights": spec.weight_dtype,
-                "optimizer": type(spec.optimizer).__name__,
-            }
-            lines.append(line)
-        then_s = now_s
-        yield sorted(lines, key=lambda one: -float(one["updates_a_second"]))
+def _drawn_busiest(found: Status) -> Group:
+    return Group(*(console.table(lines) for lines in _busiest(found).values() if lines))
 
 
 @click.command()
@@ -304,6 +277,42 @@ def report(job: str) -> None:
 
 
 @click.command()
+@click.argument("role")
+@click.argument("index", type=int, default=0)
+@click.option("--job", default="", help="Id of the job [the one that runs].")
+def kill(role: str, index: int, job: str) -> None:
+    """Kill one process of a job by SIGKILL, also one that hangs or is stopped.
+
+    Its supervisor starts it again. Of a process on another host the commands are
+    printed, and the exit code is 1.
+
+    persia-torchrec kill server 0
+    """
+    with opened(job) as there:
+        member, job_id = there.book.member(role, index), there.book.greeting.job_id
+    process, who = member.process, member.who
+    if process is None or process.has_ended():
+        received = "it has not joined" if process is None else "it has ended"
+        raise click.ClickException(f"{who} must run. Received: {received}.")
+    supervisor, pid = process.supervisor, process.pid
+    if process.kill():
+        is_supervised = supervisor is not None and not supervisor.has_ended()
+        then = "is started again" if is_supervised else "is gone, and the job fails"
+        console.echo(f"process {pid} is killed: {who} {then}")
+        return
+    host = printable((member.log or "").partition(" ")[0])
+    commands = (
+        f"  ssh {host} kill -KILL {pid}\n"
+        f"  srun --jobid {job_id} --overlap --nodelist {host} kill -KILL {pid}\n"
+        f"  kubectl exec {host} -- kill -KILL {pid}"
+    )
+    raise click.ClickException(
+        f"{who} is process {pid} on host {host}, which is not this one. Run one of:\n"
+        f"{commands}"
+    )
+
+
+@click.command()
 @a_job
 @click.option("--no-save", is_flag=True, help="End at once, without a last checkpoint.")
 def stop(job: str, no_save: bool) -> None:
@@ -323,8 +332,8 @@ def end(record: JobRecord | None, name: str, *, saves: bool) -> JobRecord:
         record = record or find(there.book.greeting.job_id)
         has_trainers = there.book.view().has_trainers
         if not saves:
-            reason = "stopped by persia-torchrec, without a checkpoint"
-            there.book.call(Fail("persia-torchrec", reason), JobView)
+            reason = f"{failures.TOLD} (stop --no-save), without a save"
+            there.book.call(Fail("persia-torchrec", reason), View)
         elif has_trainers:
             there.book.tell_to_end("SIGTERM", "persia-torchrec stop")
         elif is_here(record.host):
@@ -353,16 +362,8 @@ def end(record: JobRecord | None, name: str, *, saves: bool) -> JobRecord:
 
 def _lost(record: JobRecord) -> str:
     """Return which steps a job that was told to end has lost, and why; or ""."""
-    saves, reason = record.saves, record.reason.removeprefix("coordinator: ")
-    if saves is None:
-        return ""
-    if saves.trained > saves.step:
-        cause = saves.cause if saves.num_failed else reason
-        lost = steps(saves.step + 1, saves.trained)
-        return f"the last save failed: {cause}; {lost} are lost"
-    if record.state == "finished" or failures.TOLD_ALONE.fullmatch(reason):
-        return ""
-    return f"no last save: {reason}; steps behind step {saves.step} are lost"
+    saves = record.saves
+    return "" if saves is None else saves.lost(record.outcome, record.reason)
 
 
 @click.command()
@@ -380,7 +381,8 @@ def scale(job: str, servers: int, no_save: bool) -> None:
     with opened(record.job_id) as there:
         if not no_save:
             _save(there)
-        checkpoint, trained = there.book.note(LAST_CHECKPOINT), there.step()
+        checkpoint = there.book.note(LAST_CHECKPOINT)
+        trained = there.book.status().step or 0
     if not checkpoint:
         raise click.ClickException(
             f"{record.job_id} must have a checkpoint. Received: none; the job runs on."
@@ -441,7 +443,7 @@ def rollback(job: str, checkpoint: str) -> None:
     record = _restartable(find(job))
     folder = copy_alone(Path(checkpoint).resolve())
     with opened(record.job_id) as there:
-        trained = there.step()
+        trained = there.book.status().step or 0
     end(record, record.job_id, saves=False)
     if lost := _given_up(checkpoint, trained):
         console.echo(lost, err=True)

@@ -1,15 +1,19 @@
 """Verbs of the rows of a running job, and of files of data."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import click
 import numpy as np
 
+from persia_torchrec import timeouts
 from persia_torchrec.arrays import Ids
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.command import console
 from persia_torchrec.command.console import as_json
 from persia_torchrec.command.job_view import opened
+from persia_torchrec.job.requests import FindRole, Found
 
 of_job = click.option("--job", default="", help="Id of the job [the one that runs].")
 _MAX_ID = 2**64
@@ -64,8 +68,7 @@ def get(table: str, ids: tuple[int, ...], job: str, is_json: bool) -> None:
 
     persia-torchrec get item 17 18
     """
-    with opened(job, needs_rows=True) as there:
-        client = _learnt(there.client, table)
+    with _servers_of(job, table) as client:
         ids_U, order = np.unique(np.array(ids, np.uint64), return_inverse=True)
         rows = client.read(table, ids_U)[order]
         dim = client.table(table).dim
@@ -87,8 +90,7 @@ def hot(table: str, k: int, sample: int, job: str, is_json: bool) -> None:
 
     persia-torchrec hot item -k 10
     """
-    with opened(job, needs_rows=True) as there:
-        client = _learnt(there.client, table)
+    with _servers_of(job, table) as client:
         found = [np.empty(0, np.uint64)]
         for block in client.export(table):
             found.append(block.ids)
@@ -111,15 +113,27 @@ def hot(table: str, k: int, sample: int, job: str, is_json: bool) -> None:
         console.show(lines, title=f"{table}: {len(ids)} rows looked at")
 
 
-def _learnt(client: EmbeddingClient | None, table: str) -> EmbeddingClient:
-    """Return a client that knows the tables of its servers, a given one among them."""
-    assert client is not None  # as needs_rows
-    names = [spec.name for spec in client.learn_tables()]
-    if table not in names:
-        raise click.ClickException(
-            f"TABLE must be one of the job: {', '.join(names)}. Received: {table}."
+@contextlib.contextmanager
+def _servers_of(job: str, table: str) -> Iterator[EmbeddingClient]:
+    """Connect to the servers of a job, which have a table."""
+    with opened(job) as there:
+        servers = there.book.call(FindRole("server"), Found).values or []
+        known = [address for address in servers if address]
+        if not servers or known != servers:
+            raise click.ClickException(
+                f"All servers of the job must have registered. Received: {servers}."
+            )
+        client = EmbeddingClient.connect(
+            known, timeout_s=timeouts.VERB_ANSWER_S, greeting=there.book.greeting
         )
-    return client
+        with contextlib.closing(client):
+            names = [spec.name for spec in client.learn_tables()]
+            if table not in names:
+                raise click.ClickException(
+                    f"TABLE must be one of the job: {', '.join(names)}. Received: "
+                    f"{table}."
+                )
+            yield client
 
 
 @click.command()

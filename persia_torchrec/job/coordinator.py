@@ -41,13 +41,12 @@ from msgspec import structs
 from persia_torchrec import env, timeouts
 from persia_torchrec.errors import ConfigError, PersiaError, without_secrets
 from persia_torchrec.job import failures, job_list, process_identity, report
-from persia_torchrec.job import member as membership
 from persia_torchrec.job.member_record import MemberRecord
 from persia_torchrec.job.process_identity import Siblings, set_title
 from persia_torchrec.job.progress import Progress
 from persia_torchrec.job.registry import AddressBook, HostedBook
 from persia_torchrec.job.requests import JobTimings, Outcome
-from persia_torchrec.job.saves import Saves
+from persia_torchrec.job.saves import LAST_CHECKPOINT, Saves
 from persia_torchrec.job.service import run_service
 from persia_torchrec.job.signals import EndSignals
 from persia_torchrec.job.state import Member
@@ -221,10 +220,9 @@ class Coordinator:
         return {
             "outcome": job.outcome,
             "reason": job.reason,
-            "checkpoint": without_secrets(
-                job.notes.get(membership.LAST_CHECKPOINT, "")
-            ),
+            "checkpoint": without_secrets(job.notes.get(LAST_CHECKPOINT, "")),
             "saves": Saves.of(job.notes),
+            "told": job.told(),
             "logs": {one.who: one.log for one in job.members.values() if one.log},
         }
 
@@ -262,7 +260,7 @@ class Coordinator:
         failed = (member for member in self._members if member.who == who)
         logs = [failures.find_log(member.who, member.log) for member in failed]
         why = reason.removeprefix("coordinator: ").removesuffix(".")
-        checkpoint = self._job.notes.get(membership.LAST_CHECKPOINT)
+        checkpoint = self._job.notes.get(LAST_CHECKPOINT)
         last = f"the last checkpoint is {checkpoint}" if checkpoint else ""
         return "; ".join(filter(None, [why, last, *logs]))
 

@@ -39,8 +39,8 @@ _OF_FILES = (
 )
 TOLD = "it was told to end"
 """With this begins why a job has ended that was told to, from outside."""
-TOLD_ALONE = re.compile(rf"{TOLD} \(\w+\)")
-"""Such a reason where nothing else has failed."""
+AT_ONCE = ", twice", ", without a save"
+"""How such a reason ends where no last save was wanted."""
 
 _PASSING_KINDS = re.compile("connect|timeout|network|unavailable", re.IGNORECASE)
 _PASSING_TEXTS = re.compile(
@@ -132,7 +132,16 @@ def find_member(reason: str) -> str | None:
 
 def was_told(reason: str) -> bool:
     """Return whether a job has ended because it was told to, from outside."""
-    return reason.removeprefix("coordinator: ").startswith(TOLD)
+    return _without_teller(reason).startswith(TOLD)
+
+
+def was_told_alone(reason: str) -> bool:
+    """Return whether that is all that has happened."""
+    return re.fullmatch(rf"{TOLD} \(\w+\)", _without_teller(reason)) is not None
+
+
+def _without_teller(reason: str) -> str:
+    return reason.removeprefix("coordinator: ").removeprefix("persia-torchrec: ")
 
 
 def find_own_log() -> str:

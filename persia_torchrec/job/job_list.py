@@ -24,7 +24,7 @@ from persia_torchrec.checkpoint.folder import writers_of
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.process_identity import ProcessIdentity
 from persia_torchrec.job.requests import Outcome
-from persia_torchrec.job.saves import Saves
+from persia_torchrec.job.saves import Saves, verdict
 from persia_torchrec.parsing.decoding import decoder_of
 from persia_torchrec.rpc.addresses import LOOPBACK
 
@@ -56,6 +56,8 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The last one that it has completed, or began from."""
     saves: Saves | None = None
     """How its saves went; None: it saves nothing, or runs."""
+    told: str = ""
+    """By which signal it was told to end, and who got that."""
     metrics_port: int = 0
     """Of its page, the first of those of its processes; 0: it serves no metrics."""
     report: str = ""
@@ -65,10 +67,14 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def state(self) -> str:
-        """``running``, ``finished``, ``failed``, or ``lost``: it ended untold."""
+        """``running``, ``finished``, ``stopped``, ``failed``, or ``lost``.
+
+        It is lost if its coordinator has ended untold, and stopped if it was told to
+        end, and lost no step by that.
+        """
         if self.outcome == "running" and (self.ended or self.coordinator.has_ended()):
             return "lost"
-        return self.outcome
+        return verdict(self.outcome, self.reason, self.saves)
 
     def write(self) -> None:
         """Write the file, if that is possible."""

@@ -58,7 +58,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
 from types import FrameType
@@ -71,11 +71,12 @@ from persia_torchrec.job.member_record import MemberRecord
 from persia_torchrec.job.process_identity import METRICS_AT, OwnMetrics, Siblings
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.job.requests import Outcome
-from persia_torchrec.job.saves import SAVES, Saves
+from persia_torchrec.job.saves import LAST_CHECKPOINT, SAVES, Saves
 from persia_torchrec.job.signals import (
     START_AGAIN,
     WARNINGS,
     EndSignals,
+    compiles_here,
     end_daemons_at_exit,
     is_in_compiler,
 )
@@ -84,7 +85,6 @@ from persia_torchrec.rpc.addresses import bind_gloo, local_address
 
 logger = logging.getLogger(__name__)
 
-LAST_CHECKPOINT = "checkpoint"  # note that names the last complete one
 _RETRY_S = 0.1
 _LOOK_S = 0.5  # between two looks at the heartbeats, at most
 
@@ -102,7 +102,7 @@ class JobMember(OwnMetrics):
     is known here; ``host`` is where to listen, the interface that leads to the book.
     ``progress`` may be set to what returns a number that grows with trained batches; a
     thread of the member calls it with each heartbeat, which sends it, and ``notes`` by
-    name, and what ``status`` returns.
+    name, what ``figures`` returns, and whether ``is_paused``.
 
     The process ends with the one that started it, unless ``watches_parent`` is set to
     False before.
@@ -111,8 +111,10 @@ class JobMember(OwnMetrics):
     watches_parent = True
     current: "ClassVar[JobMember | None]" = None  # of this process, once it is entered
     progress: Callable[[], int] | None = None
+    is_paused: Callable[[], bool] = staticmethod(bool)  # whether no steps are to come
     saves_at_end = False  # in a block that saves when it ``is_ending``
     _is_compiling = False
+    num_pauses = 0  # that the main thread is in
     _has_asked = False  # for the verdict, since a signal came
     _has_decided = False  # whether the main thread must leave by it
     _told = ""  # the signal by which the job is told to end
@@ -225,6 +227,20 @@ class JobMember(OwnMetrics):
     def report_compiling(self, is_compiling: bool) -> None:
         """Report a compilation of loops; see ``ExtendableDeadline``."""
         self._is_compiling = is_compiling
+
+    @classmethod
+    @contextlib.contextmanager
+    def pausing(cls) -> Iterator[None]:
+        """Make known in the job, if there is one, that no steps come in a block."""
+        member = cls.current
+        if member is None:
+            yield
+            return
+        member.num_pauses += 1
+        try:
+            yield
+        finally:
+            member.num_pauses -= 1
 
     def wait_for_end(self) -> None:
         """Wait until the job is finished; JobError says why it failed."""
@@ -566,10 +582,17 @@ class JobMember(OwnMetrics):
 
     def _keep_beating(self) -> None:
         try:
+            told: Mapping[str, float] = {}
             while not self._leaving.is_set():
-                num_steps, is_compiling = self._num_steps(), self._is_compiling
-                notes = self.notes | self.status_note(self.who)
-                view = self.record.beat(num_steps, notes, is_compiling=is_compiling)
+                num_steps, figures = self._num_steps(), self.figures()
+                view = self.record.beat(
+                    num_steps,
+                    self.notes,
+                    {} if figures is told else figures,
+                    is_compiling=self._is_compiling or compiles_here(),
+                    is_paused=self.num_pauses > 0 or self.is_paused(),
+                )
+                told = figures
                 self._require_place(view.successor)
                 self._num_beats += 1  # first: another one was not silent
                 self._view = view

@@ -3,6 +3,8 @@
 import os
 import socket
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from persia_torchrec import env
 from persia_torchrec.errors import JobMismatchError
@@ -60,11 +62,25 @@ class MemberRecord:
         )
 
     def beat(
-        self, progress: int, notes: dict[str, str], *, is_compiling: bool = False
+        self,
+        progress: int,
+        notes: dict[str, str],
+        figures: Mapping[str, float] = MappingProxyType({}),
+        *,
+        is_compiling: bool = False,
+        is_paused: bool = False,
     ) -> View:
         """Send a heartbeat; return how the job is."""
         nonce = self._own.nonce if self._own else ""
-        beat = Beat(*self._place, nonce, progress, is_compiling, notes)
+        beat = Beat(
+            *self._place,
+            nonce,
+            progress,
+            is_compiling=is_compiling,
+            is_paused=is_paused,
+            notes=notes,
+            figures={**figures},
+        )
         return self._book.call(beat, View)
 
     def report_progress(self, progress: int) -> None:

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from persia_torchrec.metrics.endpoint import Endpoint
 
 METRICS_AT = "metrics at/"  # and a member: note that says where it serves metrics
-IDS_OF = "ids/"  # and a table and a feature: number in the status of a trainer
-STATUS = "status/"  # and a member: note with its status, as JSON
+IDS_OF = "ids/"  # and a table and a feature: figure of a trainer
+UPDATES_OF = "updates/"  # and a table: figure of a server
 
 _COORDINATOR = b"persia_torchrec.job.coordinator"
 _MAX_NAME = 15  # characters of a process's name
@@ -113,6 +113,17 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
         return all(name != self.name or state in "ZX" for state, _, name, _ in found)
 
 
+def memory_bytes() -> int:
+    """Return the bytes of memory that this process has (RSS)."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def own_figures() -> dict[str, float]:
+    """Return what each process measures of itself, and when that was."""
+    return {"memory_bytes": memory_bytes(), "at_s": time.monotonic()}
+
+
 class OwnMetrics:
     """What ``JobMember`` and ``Lifetime`` share: one endpoint, or none.
 
@@ -121,12 +132,13 @@ class OwnMetrics:
     Attributes:
         endpoint: serves the metrics of this process; None where the environment does
             not ask for it.
-        status: may be set to what returns numbers by name, for those who look at the
-            job. The thread that sends heartbeats calls it.
+        figures: may be set to what returns what this process measures, by name, with
+            ``memory_bytes`` and with ``at_s``, when that was. The thread that sends
+            heartbeats calls it.
     """
 
     endpoint: "Endpoint | None" = None
-    status: Callable[[], Mapping[str, float]] | None = None
+    figures: Callable[[], Mapping[str, float]] = staticmethod(own_figures)
 
     def serve_metrics(self, role: str, index: int, job_id: str, host: str) -> str:
         """Serve metrics where the environment asks for it; return ``host:port``, or "".
@@ -146,12 +158,6 @@ class OwnMetrics:
             served.why_not_ready = lambda: "it does not answer requests yet"
         return served.address
 
-    def status_note(self, who: str) -> dict[str, str]:
-        """Return the note of a member with its status; none if it has none."""
-        if self.status is None:
-            return {}
-        return {STATUS + who: msgspec.json.encode(self.status()).decode()}
-
     def become_ready(self, why_not: Callable[[], str] = lambda: "") -> None:
         """Say from now on that this process is ready, unless ``why_not`` says why not.
 
@@ -159,12 +165,6 @@ class OwnMetrics:
         """
         if self.endpoint is not None:
             self.endpoint.why_not_ready = why_not
-
-
-def memory_bytes() -> int:
-    """Return the bytes of memory that this process has (RSS)."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def set_title(who: str, job_id: str) -> None:

@@ -1,43 +1,40 @@
-"""How a job goes: looked at from time to time, told in one line, kept as curves.
+"""How a job goes: its status from time to time, as one line and as curves.
 
-    heartbeats of members --notes--> look() --> lines   the page of the job, status.json
-                                           |--> points  its curves
-                                           |--> log     one line of progress
-                                           `--> file    report/curves.csv
+    status --thread--> points  curves of the page
+                  |--> log     one line of progress
+                  |--> file    report/curves.csv
+                  `--> events  report/tensorboard, where TensorBoard is installed
 
-The coordinator connects to no member: what these say of themselves has come with their
-heartbeats. A thread looks at that, every second at first, later every
-``timeouts.STATUS_S``.
+The thread asks for the status (``job/status.py``) every second at first, later every
+``timeouts.STATUS_S``, and looks at the files of the newest checkpoint for it.
 """
 
 import csv
+import importlib.util
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from persia_torchrec import timeouts
-from persia_torchrec.errors import FrameError
-from persia_torchrec.job.member_lines import (
-    ROLES,
-    describe,
-    of_role,
-    of_training,
-    read_status,
-)
-from persia_torchrec.job.process_identity import STATUS
+from persia_torchrec.checkpoint.catalog import Manifest
+from persia_torchrec.checkpoint.folder import Folder, require_received
+from persia_torchrec.errors import PersiaError
 from persia_torchrec.job.registry import HostedBook
-from persia_torchrec.job.state import Member
+from persia_torchrec.job.saves import LAST_CHECKPOINT
+from persia_torchrec.job.status import Checkpoint, Status
+
+if TYPE_CHECKING:
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 logger = logging.getLogger(__name__)
 
 HOURS = 6  # of which there are curves in memory
-CURVES = "curves.csv"
+CURVES, EVENTS = "curves.csv", "tensorboard"  # file and folder of a report
 _SHARE = 60  # a look comes after this share of the age of the job
 _MOST_ROWS = 1000  # of the file, by the time that it has doubled twice and a half
 
@@ -59,13 +56,22 @@ class Point(NamedTuple):
     rows: float | None
 
 
-def summed_up(at_s: float, lines: Sequence[dict[str, Any]]) -> Point:
+GROUPS = {
+    "training": ("samples_a_second", "loss", "staleness", "waits"),
+    "servers": (
+        *("lookups_a_second", "updates_a_second", "p99_us"),
+        *("hit_rate", "rows", "queue"),
+    ),
+}
+"""Curves that belong together: pictures of a report, tags of TensorBoard."""
+
+
+def summed_up(at_s: float, status: Status) -> Point:
     """Return a point: rates and rows are of all, latency and queue of the worst."""
-    training = of_training(lines)
 
     def of(role: str, name: str) -> list[float]:
-        values = (one.get(name) for one in lines if one["role"] == role)
-        return [value for value in values if value is not None]
+        found = (getattr(one, name) for one in status.members if one.role == role)
+        return [value for value in found if value is not None]
 
     def total(name: str) -> float | None:
         return sum(found) if (found := of("server", name)) else None
@@ -75,9 +81,9 @@ def summed_up(at_s: float, lines: Sequence[dict[str, Any]]) -> Point:
 
     return Point(
         at_s,
-        training["step"],
-        training["samples_a_second"],
-        training["loss"],
+        status.step,
+        status.samples_a_second,
+        status.loss,
         mean("server", "hit_rate"),
         mean("trainer", "staleness"),
         mean("trainer", "waits"),
@@ -87,6 +93,21 @@ def summed_up(at_s: float, lines: Sequence[dict[str, Any]]) -> Point:
         max(of("server", "queue"), default=None),
         total("rows"),
     )
+
+
+def look_at(path: str) -> Checkpoint | None:
+    """Read the manifest of a checkpoint, and the sizes of its files; None: no path."""
+    if not path:
+        return None
+    try:
+        folder = Folder(require_received(path))
+        manifest = Manifest.read(folder)
+        sizes = (
+            folder.file_size(one.file) == one.size_bytes for one in manifest.shards
+        )
+        return Checkpoint(path, manifest.created, all(sizes))
+    except PersiaError as exc:
+        return Checkpoint(path, why=str(exc))
 
 
 def told(
@@ -115,20 +136,10 @@ def told(
     return ", ".join(parts)
 
 
-class _Seen(NamedTuple):
-    """What a member said of itself when it was looked at, and its line by that."""
-
-    text: str
-    process: str
-    numbers: dict[str, float]
-    line: dict[str, Any]
-
-
 class Progress:
     """Looks at one job; in a block a thread does.
 
     Attributes:
-        lines: one for each member, as of the last look; replaced, never changed.
         points: the curves of the last hours.
     """
 
@@ -141,10 +152,9 @@ class Progress:
         self._clock = time.monotonic
         self._began_s = self._clock()
         self._said_s = self._kept_s = self._began_s
-        self.lines: list[dict[str, Any]] = []
         num_points = int(HOURS * 3600 / timeouts.STATUS_S)
         self.points = deque[Point](maxlen=num_points)
-        self._seen: dict[str, _Seen] = {}
+        self._events: EventFileWriter | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(
             target=self._keep_looking, name="progress", daemon=True
@@ -159,74 +169,72 @@ class Progress:
         self._thread.join(timeouts.STATUS_S)
 
     def look(self) -> None:
-        """Look at the members once, as the thread does."""
-        job = self._book.job
+        """Look at the job once, as the thread does."""
         with self._book.lock:
-            if job.outcome != "running":  # members leave, and say nothing new
+            if self._book.job.outcome != "running":  # members leave
                 return
-            members = [one for one in job.members.values() if one.role in ROLES]
-            said = {one.who: job.notes.get(STATUS + one.who, "") for one in members}
-            addresses = dict(job.addresses)
-        members.sort(key=lambda one: (ROLES.index(one.role), one.index))
-        lines = []
-        for member in members:
-            line = describe(member, addresses.get(member.who))
-            if member.role == "trainer":
-                line["step"] = member.progress
-            lines.append(line | self._hear(member, said[member.who]))
-        self.lines = lines
-        now_s = self._clock()
-        point = summed_up(now_s, lines)
+            newest = self._book.job.notes.get(LAST_CHECKPOINT, "")
+        found = look_at(newest)
+        with self._book.lock:
+            self._book.statuses.checkpoint = found
+        status, now_s = self._book.status(), self._clock()
+        point = summed_up(now_s, status)
         self.points.append(point)
-        self._say(point)
+        self._say(point, status)
         self._keep(point)
 
-    def _hear(self, member: Member, text: str) -> dict[str, Any]:
-        """Return what a member says of itself; rates since it said something else."""
-        before = self._seen.get(member.who)
-        if not text or (before is not None and before.text == text):
-            return {} if before is None else before.line
-        try:
-            numbers = dict(read_status(text))
-        except FrameError as exc:
-            logger.warning("%s: %s", member.who, exc)
-            return {}
-        process = member.process.nonce if member.process else ""
-        then = before.numbers if before and before.process == process else {}
-        line = of_role(member.role, numbers, then, timeouts.STATUS_S)
-        self._seen[member.who] = _Seen(text, process, numbers, line)
-        return line
-
-    def _say(self, point: Point) -> None:
+    def _say(self, point: Point, status: Status) -> None:
         """Log how the job goes, ever more rarely: at least once a minute."""
         age_s = point.at_s - self._began_s
         if point.at_s - self._said_s < min(max(age_s / 20, timeouts.STATUS_S), 60):
             return
-        training = of_training(self.lines)
-        if text := told(point, training["last_step"], training["eta_s"]):
+        if text := told(point, status.last_step, status.eta_s):
             self._said_s = point.at_s
             logger.info("%s", text)
 
     def _keep(self, point: Point) -> None:
-        """Add the point to the file; later ones are further apart."""
+        """Add the point to the files; later ones are further apart."""
         age_s = point.at_s - self._began_s
         if self._folder is None or point.at_s - self._kept_s < age_s / _MOST_ROWS:
             return
         if all(value is None for value in point[1:]):
             return
         self._kept_s = point.at_s
-        path = self._folder / CURVES
+        point = point._replace(at_s=datetime.now(UTC).timestamp())
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with path.open("a", newline="") as file:
+            with (self._folder / CURVES).open("a", newline="") as file:
                 rows = csv.writer(file)
                 if not file.tell():
                     rows.writerow(Point._fields)
-                given = (datetime.now(UTC).timestamp(), *point[1:])
-                rows.writerow(["" if v is None else f"{v:.10g}" for v in given])
+                rows.writerow(["" if v is None else f"{v:.10g}" for v in point])
+            self._add_event(self._folder / EVENTS, point)
         except OSError as exc:
             logger.warning("the curves of the job are not kept: %s", exc)
             self._folder = None
+
+    def _add_event(self, folder: Path, point: Point) -> None:
+        """Add the point to events of TensorBoard, by step; without steps by second."""
+        if importlib.util.find_spec("tensorboard") is None:
+            return
+        # Optional; without torch.
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        if self._events is None:
+            self._events = EventFileWriter(str(folder))
+        values = [
+            Summary.Value(tag=f"{group}/{name}", simple_value=value)
+            for group, names in GROUPS.items()
+            for name in names
+            if (value := getattr(point, name)) is not None
+        ]
+        step = self._clock() - self._began_s if point.step is None else point.step
+        event = Event(wall_time=point.at_s, step=int(step))
+        event.summary.CopyFrom(Summary(value=values))
+        self._events.add_event(event)
+        self._events.flush()
 
     def _keep_looking(self) -> None:
         while not self._closing.wait(self._pause_s()):
@@ -234,6 +242,8 @@ class Progress:
                 self.look()
             except Exception:  # the job continues, without a line of progress
                 logger.exception("how the job goes could not be looked at")
+        if self._events is not None:
+            self._events.close()
 
     def _pause_s(self) -> float:
         age_s = self._clock() - self._began_s

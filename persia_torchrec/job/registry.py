@@ -40,6 +40,7 @@ from persia_torchrec.job.registry_server import BookServer, Journal
 from persia_torchrec.job.requests import (
     MAX_REQUEST_BYTES,
     MAX_TEXT,
+    AskStatus,
     ClaimSize,
     Fail,
     FindNotes,
@@ -59,6 +60,7 @@ from persia_torchrec.job.requests import (
     Welcome,
 )
 from persia_torchrec.job.state import AwakeClock, JobState, Member
+from persia_torchrec.job.status import Status, Statuses
 from persia_torchrec.parsing.decoding import parse_json
 from persia_torchrec.rpc.addresses import LOOPBACK, family_of, join_address
 from persia_torchrec.rpc.connections import Connections
@@ -278,6 +280,10 @@ class AddressBook:
         """Return how the job is."""
         return self.call(Look(), View)
 
+    def status(self) -> Status:
+        """Return how the job and its members are, with their figures."""
+        return self.call(AskStatus(), Status)
+
     def state(self) -> tuple[Outcome, str]:
         """Return the state of the job, and the reason if it failed."""
         view = self.view()
@@ -419,13 +425,15 @@ class AddressBook:
 class HostedBook(AddressBook):
     """The address book in the process that hosts it, without a connection.
 
-    ``job`` is the state of the job; a thread that reads or changes it has ``lock``.
+    ``job`` is the state of the job, ``statuses`` what its members say of themselves; a
+    thread that reads or changes them has ``lock``.
     """
 
     def __init__(self, server: BookServer, greeting: Greeting) -> None:
         self._server = server
         self._is_closed = False
         self.lock, self.job = server.lock, server.job
+        self.statuses: Statuses = server.statuses
         self.recovery_s = 0.0
         self.host_name, self.greeting = LOOPBACK, greeting
         self.port = int(server.address.rpartition(":")[2])

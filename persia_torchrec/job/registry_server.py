@@ -20,6 +20,7 @@ import functools
 import operator
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -28,18 +29,20 @@ from persia_torchrec import timeouts
 from persia_torchrec.errors import FrameError
 from persia_torchrec.job.requests import (
     MAX_REQUEST_BYTES,
+    AskStatus,
     Beat,
     Register,
     Request,
 )
 from persia_torchrec.job.state import ANSWERS, UNWRITTEN, JobState, Member
+from persia_torchrec.job.status import Statuses
 from persia_torchrec.job.survivable_memory import TwoHalves
 from persia_torchrec.rpc.greeting import Greeting
 from persia_torchrec.rpc.listener import ListenerLimits
 from persia_torchrec.rpc.listener_thread import ListenerThread, make_reply
 from persia_torchrec.rpc.messages import Frames, Header, Kind, decode_json
 
-_REQUESTS: Any = functools.reduce(operator.or_, ANSWERS)
+_REQUESTS: Any = functools.reduce(operator.or_, ANSWERS) | AskStatus
 _DECODER = msgspec.json.Decoder(_REQUESTS)  # by which a heartbeat takes half the time
 _LOOK_S = 0.2
 _MOST_LOOKS = 32  # members whose connections are looked at then
@@ -95,6 +98,7 @@ class BookServer(ListenerThread):
     ) -> None:
         self.lock = threading.RLock()
         self.job = job  # guarded by lock
+        self.statuses = Statuses(str(Path.cwd()))  # guarded by lock
         self._journal = journal  # guarded by lock
         back = time.monotonic() + timeouts.MEMBERS_BACK_S
         connected = (one for one in job.members.values() if one.connection)
@@ -108,9 +112,11 @@ class BookServer(ListenerThread):
         """Answer a request, of a connection or of this process; from any thread."""
         with self.lock:
             self.job.clock.advance(time.monotonic())
+            if isinstance(request, AskStatus):
+                return self.statuses.of(self.job)
             reply = ANSWERS[type(request)](self.job, request)  # type: ignore[operator]
             if isinstance(request, Beat | Register):
-                self._note_connection(request, peer)
+                self._hear(request, peer)
             if not isinstance(request, UNWRITTEN):
                 self._journal.write(self.job)
             return reply
@@ -133,11 +139,13 @@ class BookServer(ListenerThread):
 
         self._listener.send(peer, *make_reply(answer, header, frames))
 
-    def _note_connection(self, request: Beat | Register, peer: bytes) -> None:
-        """Note the connection of a member, from which a request of it has come."""
+    def _hear(self, request: Beat | Register, peer: bytes) -> None:
+        """Note what a member says, and the connection by which that has come."""
         member = self.job.members.get(request.who)
         nonce = request.nonce if isinstance(request, Beat) else request.process.nonce
         if member and member.process and member.process.nonce == nonce:
+            if isinstance(request, Beat):
+                self.statuses.hear(self.job, request)
             member.connection, member.is_lost = peer, False
             self._absent_since.pop(member.who, None)
 

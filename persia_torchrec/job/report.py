@@ -1,10 +1,10 @@
 """What a job leaves behind: its curves as pictures, a table, and logs for TensorBoard.
 
     REPORT/curves.csv       while the job runs, by its coordinator (job/progress.py)
+    REPORT/tensorboard/     the same curves by step, where TensorBoard is installed
     REPORT/training.png     samples a second, loss, staleness, waits; from here on
     REPORT/servers.png      lookups, updates, p99, rows, hit rate, queue
     REPORT/table.md         each curve in five numbers, and how the job has ended
-    REPORT/tensorboard/     the same curves by step
 
 ``torchx run`` draws it when a job of this machine has ended, ``persia-torchrec report``
 at any time. Pictures need matplotlib, the logs tensorboard: the extra ``report``.
@@ -22,7 +22,7 @@ from persia_torchrec import env
 from persia_torchrec.errors import DataError
 from persia_torchrec.job import failures
 from persia_torchrec.job.job_list import JobRecord
-from persia_torchrec.job.progress import CURVES, Point
+from persia_torchrec.job.progress import CURVES, EVENTS, GROUPS, Point
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,6 +31,10 @@ MISSING = (
     "no {}: they need {}. Run: pip install 'persia-torchrec[report]', then "
     "persia-torchrec report {}"
 )
+NO_EVENTS = (
+    "no logs for TensorBoard: a job writes them where tensorboard is installed. Run: "
+    "pip install 'persia-torchrec[report]' before the next one"
+)
 LEAST = 5  # points, of which a picture is drawn
 _MOST = 2000  # points of a picture: its width has no more
 _WIDTH, _HEIGHT = 9.0, 1.9  # inches, the height of one curve
@@ -38,27 +42,22 @@ _LINE, _QUIET, _RULE = "#1769aa", "#556", "#d5d9e0"
 
 
 class _Curve(NamedTuple):
-    name: str
     title: str
     begins_at_0: bool = True
     is_log: bool = False
 
 
-_PICTURES = {
-    "training": (
-        _Curve("samples_a_second", "samples a second"),
-        _Curve("loss", "loss", begins_at_0=False),
-        _Curve("staleness", "staleness of lookups, batches"),
-        _Curve("waits", "share of the time that trainers wait for rows"),
-    ),
-    "servers": (
-        _Curve("lookups_a_second", "lookups a second, of all servers"),
-        _Curve("updates_a_second", "updates a second, of all servers"),
-        _Curve("p99_us", "p99 of a lookup in the slowest server, us", is_log=True),
-        _Curve("hit_rate", "share of looked-up ids that had a row"),
-        _Curve("rows", "rows"),
-        _Curve("queue", "updates that wait, of the longest queue"),
-    ),
+_CURVES = {
+    "samples_a_second": _Curve("samples a second"),
+    "loss": _Curve("loss", begins_at_0=False),
+    "staleness": _Curve("staleness of lookups, batches"),
+    "waits": _Curve("share of the time that trainers wait for rows"),
+    "lookups_a_second": _Curve("lookups a second, of all servers"),
+    "updates_a_second": _Curve("updates a second, of all servers"),
+    "p99_us": _Curve("p99 of a lookup in the slowest server, us", is_log=True),
+    "hit_rate": _Curve("share of looked-up ids that had a row"),
+    "rows": _Curve("rows"),
+    "queue": _Curve("updates that wait, of the longest queue"),
 }
 _UNITS = ((86_400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
 
@@ -111,17 +110,15 @@ def write(folder: Path, record: JobRecord | None) -> list[str]:
     if importlib.util.find_spec("matplotlib") is None:
         said.append(MISSING.format("pictures", "matplotlib", name))
     else:
-        for picture, curves in _PICTURES.items():
-            _draw(folder / f"{picture}.png", points, curves, f"{name}: {picture}")
-    if importlib.util.find_spec("tensorboard") is None:
-        said.append(MISSING.format("logs for TensorBoard", "tensorboard", name))
-    else:
-        _log(folder / "tensorboard", points)
+        for picture, names in GROUPS.items():
+            _draw(folder / f"{picture}.png", points, names, f"{name}: {picture}")
+    if not (folder / EVENTS).is_dir():
+        said.append(NO_EVENTS)
     return said
 
 
 def _draw(
-    path: Path, points: Sequence[Point], curves: Sequence[_Curve], title: str
+    path: Path, points: Sequence[Point], names: Sequence[str], title: str
 ) -> None:
     """Draw the curves that the points have, one below the other."""
     # Optional; without pyplot, which looks for a screen.
@@ -130,7 +127,7 @@ def _draw(
     from matplotlib.ticker import StrMethodFormatter
 
     points = _thin(points)
-    known = [c for c in curves if any(getattr(p, c.name) is not None for p in points)]
+    known = [n for n in names if any(getattr(p, n) is not None for p in points)]
     path.unlink(missing_ok=True)
     if not known:
         return
@@ -144,9 +141,9 @@ def _draw(
     figure.suptitle(title, x=0.01, ha="left", fontsize=12)
     axes = figure.subplots(len(known), 1, sharex=True, squeeze=False)[:, 0]
     at = [(point.at_s - began_s) / unit_s for point in points]
-    for axis, curve in zip(axes, known, strict=True):
-        values = [getattr(point, curve.name) for point in points]
-        _plot(axis, at, [math.nan if v is None else v for v in values], curve)
+    for axis, name in zip(axes, known, strict=True):
+        values = [getattr(point, name) for point in points]
+        _plot(axis, at, [math.nan if v is None else v for v in values], _CURVES[name])
         axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     axes[-1].set_xlim(0, at[-1] or 1)
     axes[-1].set_xlabel(f"{unit} since {day.removesuffix('+00:00')} UTC", color=_QUIET)
@@ -183,30 +180,6 @@ def _is_alone(before: float, value: float, after: float) -> bool:
 
 def _thin(points: Sequence[Point]) -> Sequence[Point]:
     return points[:: max(-(-len(points) // _MOST), 1)]
-
-
-def _log(folder: Path, points: Sequence[Point]) -> None:
-    """Write the curves as events of TensorBoard, by step; without steps by second."""
-    # Optional; without torch.
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-    for old in folder.glob("events.out.tfevents.*"):
-        old.unlink()
-    writer = EventFileWriter(str(folder))
-    pictures = [(p, c.name) for p, curves in _PICTURES.items() for c in curves]
-    for point in points:
-        step = point.step if point.step is not None else point.at_s - points[0].at_s
-        values = [
-            Summary.Value(tag=f"{picture}/{name}", simple_value=value)
-            for picture, name in pictures
-            if (value := getattr(point, name)) is not None
-        ]
-        event = Event(wall_time=point.at_s, step=int(step))
-        event.summary.CopyFrom(Summary(value=values))
-        writer.add_event(event)
-    writer.close()
 
 
 def _table(points: Sequence[Point], record: JobRecord | None) -> str:

@@ -19,12 +19,20 @@ Outcome = Literal["running", "finished", "failed"]
 MAX_TEXT = 2**16
 """Characters of what a member reports: why it fails, where its log is."""
 
+MAX_FIGURE_NAME = 256
+"""Characters of the name of a figure."""
+
 MAX_REQUEST_BYTES = 2**20
 """Of a request to the address book."""
 
 Role = Annotated[str, Meta(max_length=64)]
 Index = Annotated[int, Meta(ge=0, lt=2**16)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+Figures = Annotated[
+    dict[Annotated[str, Meta(max_length=MAX_FIGURE_NAME)], int | float | None],
+    Meta(max_length=2**10),
+]
+"""What a member has measured, by name; None: a number that is not finite."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,13 +99,21 @@ class Look(Request, frozen=True):
     """Ask how the job is; answered by a ``View``."""
 
 
+class AskStatus(Request, frozen=True):
+    """Ask how the job and all of its members are; answered by a ``Status``."""
+
+
 class Beat(OfMember, frozen=True):
     """A heartbeat; answered by a ``View``."""
 
     nonce: str
     progress: Number = 0
     is_compiling: bool = False
+    is_paused: bool = False
+    """Whether steps wait for a checkpoint that is saved or loaded."""
     notes: dict[str, str] = {}
+    figures: Figures = {}
+    """Empty: they are as before."""
 
 
 class Read(OfMember, frozen=True):

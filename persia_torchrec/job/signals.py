@@ -17,6 +17,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -36,6 +37,7 @@ WARNINGS = signal.SIGUSR1, signal.SIGUSR2  # of a scheduler
 END_SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *WARNINGS
 
 
+_COMPILERS = "numba.core.compiler", "torch._dynamo.convert_frame"  # modules
 _POLL_S = 0.01
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 
@@ -231,6 +233,17 @@ def end_daemons() -> None:
         daemon.join(max(until_s - time.monotonic(), 0.0))
         if daemon.is_alive():
             daemon.kill()
+
+
+def compiles_here() -> bool:
+    """Return whether the main thread compiles: loops by numba, or a model by torch."""
+    frames = sys._current_frames()  # noqa: SLF001  # documented, and without another
+    frame = frames.get(threading.main_thread().ident or 0)
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).startswith(_COMPILERS):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def is_in_compiler(frame: FrameType | None) -> bool:

@@ -114,6 +114,7 @@ class Member(msgspec.Struct, eq=False):
     progress_then: int = -1
     restarts_in_all: int = 0
     num_beats: int = 0
+    joined_s: float = 0.0  # when its process has registered
     beat_s: float = 0.0  # when it was heard last
     is_slow: bool = False
     away_since_s: float | None = None
@@ -249,6 +250,21 @@ class JobState(msgspec.Struct):
         longest_s = timings.silent_s / 2.5
         return max(timings.heartbeat_s, min(num / _MOST_BEATS, longest_s))
 
+    def told(self) -> str:
+        """Return by which signal it is told to end, and who has got that; or ""."""
+        return f"{self.signal} to {self.signal_to}" if self.signal else ""
+
+    def slow_s(self) -> float:
+        """Return the silence of a member from which its heartbeat is late."""
+        return max(self.timings.silent_s / _SLOW, 1.5 * self.next_beat_s())
+
+    def is_compiling(self) -> bool:
+        """Return whether a process of the job compiles loops."""
+        if self.compiling_s is None:
+            return False
+        longest_s = max(timeouts.COMPILING_BEAT_S, 2 * self.next_beat_s())
+        return self.clock.now_s < self.compiling_s + longest_s
+
     # Requests
 
     def meet(self, _: Meet) -> Welcome:
@@ -257,11 +273,6 @@ class JobState(msgspec.Struct):
 
     def look(self, _: Request | None = None, *, successor: int = 0) -> View:
         """Say how the job is."""
-        until_s = 0.0  # of the longest time between two heartbeats
-        if self.compiling_s is not None:
-            until_s = self.compiling_s + max(
-                timeouts.COMPILING_BEAT_S, 2 * self.next_beat_s()
-            )
         coordinator = self.members.get("coordinator 0")
         return View(
             outcome=self.outcome,
@@ -272,7 +283,7 @@ class JobState(msgspec.Struct):
             is_after_last_step=self.is_after_last_step,
             save_request=self.notes.get(SAVE_REQUEST, ""),
             has_trainers=self._has_trainers(),
-            is_compiling=self.clock.now_s < until_s,
+            is_compiling=self.is_compiling(),
             coordinator=coordinator.process if coordinator else None,
             successor=successor,
             next_beat_s=self.next_beat_s(),
@@ -312,7 +323,7 @@ class JobState(msgspec.Struct):
         member.is_done = member.has_saved = member.is_lost = member.is_slow = False
         member.connection = b""
         member.num_beats += 1
-        member.beat_s = now_s
+        member.joined_s = member.beat_s = now_s
         if previous is not None and process.supervisor is not None:
             if request.role != "coordinator":
                 ended = f"{member.who} (process {previous.pid}) has ended"
@@ -501,8 +512,9 @@ class JobState(msgspec.Struct):
         silent_s, limit_s = self.clock.now_s - member.beat_s, self.timings.silent_s
         if silent_s <= limit_s / _SLOW:
             return None
-        slow_s = max(limit_s / _SLOW, 1.5 * self.next_beat_s())
-        if ending is None and silent_s > slow_s and not member.is_slow:
+        slow_s = self.slow_s()
+        is_late = silent_s > slow_s and not self.is_compiling()
+        if ending is None and is_late and not member.is_slow:
             member.is_slow = True
             logger.warning("%s has sent no heartbeat for %.1f s", who, slow_s)
         return f"{who} was silent for {limit_s:g} s" if silent_s > limit_s else None

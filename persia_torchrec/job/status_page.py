@@ -1,37 +1,31 @@
 """What a coordinator serves over HTTP: the job's page, its metrics, who else has some.
 
     GET /             the page: job/status.html, which asks for the next every 5 s
-    GET /status.json  a line for each member, and curves of the last six hours
+    GET /status.json  the job's status, and curves of the last six hours
     GET /targets      the endpoints of all members, as Prometheus' http_sd expects them
-    GET /metrics      members by state, restarts, step, time of the last checkpoint
+    GET /metrics      members by state, problems, restarts, step, time of the checkpoint
 
-``job/progress.py`` looks at the members.
+All show the one status of ``job/status.py``; the curves are those of ``progress.py``.
 """
 
-import functools
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from datetime import datetime
 from pathlib import Path
 from statistics import fmean
 from typing import Self
 
 import msgspec
+from msgspec import structs
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from persia_torchrec import env
-from persia_torchrec.checkpoint.catalog import Manifest
-from persia_torchrec.checkpoint.folder import Folder, require_received
-from persia_torchrec.errors import PersiaError
 from persia_torchrec.job.job_list import JobRecord
-from persia_torchrec.job.member import LAST_CHECKPOINT
-from persia_torchrec.job.member_lines import age_s, of_checkpoint, of_training
 from persia_torchrec.job.process_identity import METRICS_AT
 from persia_torchrec.job.progress import Point, Progress
 from persia_torchrec.job.registry import HostedBook
-from persia_torchrec.job.saves import Saves
+from persia_torchrec.job.status import STATES, at_s
 from persia_torchrec.metrics.endpoint import Answer, Endpoint, begin, labels_of
 
 _MOST_POINTS = 360  # of a curve, as it is sent
@@ -63,27 +57,10 @@ class StatusPage(Collector):
     def __exit__(self, *_: object) -> None:
         self.endpoint.close()
 
-    def _checkpoint(self) -> str:
-        with self._book.lock:
-            return self._book.job.notes.get(LAST_CHECKPOINT, "")
-
     def _status(self) -> Answer:
         now_s, points = self._clock(), list(self._progress.points)
-        view = self._book.view()
-        with self._book.lock:
-            saves = Saves.of(self._book.job.notes)
-        status = {
-            "job": self._record.job_id,
-            "state": "ending" if view.signal else view.outcome,
-            "reason": view.reason,
-            "since_s": age_s(self._record.began),
-            "folder": self._record.folder,
-            **of_training(self._progress.lines),
-            **of_checkpoint(self._checkpoint()),
-            "failed_saves": saves.failed() if saves else "",
-            "members": self._progress.lines,
-            "curves": _columns(thinned(points, _MOST_POINTS), now_s),
-        }
+        curves = _columns(thinned(points, _MOST_POINTS), now_s)
+        status = {**structs.asdict(self._book.status()), "curves": curves}
         return Answer(msgspec.json.encode(status), _JSON)
 
     def _targets(self, host: str) -> Answer:
@@ -106,56 +83,48 @@ class StatusPage(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of the job; a thread of the endpoint calls it."""
+        status = self._book.status()
         with self._book.lock:
-            members = list(self._book.job.members.values())
             outcome = self._book.job.outcome
-            step = max((m.progress for m in members if m.role == "trainer"), default=0)
-        states = Counter(
-            "absent" if m.process is None else m.ending() or "running" for m in members
-        )
+            checkpoint = self._book.statuses.checkpoint
         yield _family(
             "persia_job_running", "1 while the job runs", outcome == "running"
         )
-        yield _family("persia_job_failed", "1 once it has failed", outcome == "failed")
-        yield _family("persia_job_step", "steps that its trainers have reported", step)
+        has_failed = status.state == "failed"
+        yield _family("persia_job_failed", "1 once it has failed", has_failed)
+        text = "steps that its trainers have reported"
+        yield _family("persia_job_step", text, status.step or 0)
+        states = Counter(one.state for one in status.members)
         by_state = Metric("persia_members", "processes of the job by state", "gauge")
-        for state in ("running", "absent", "left", "killed", "lost"):
+        for state in STATES:
             by_state.add_sample("persia_members", {"state": state}, states[state])
         yield by_state
+        name, text = "persia_problem_seconds", "since when it is so; needs a hand"
+        problems = Metric(name, text, "gauge")
+        for one in status.problems:
+            if one.is_wrong:
+                labels = {"kind": one.kind, "member": one.who}
+                problems.add_sample(name, labels, one.since_s or 0.0)
+        yield problems
         restarts = Metric(
             "persia_restarts", "how often members started again", "counter"
         )
-        for one in members:
-            labels = {"member": one.who}
-            restarts.add_sample("persia_restarts_total", labels, one.restarts_in_all)
+        for member in status.members:
+            labels = {"member": member.who}
+            restarts.add_sample("persia_restarts_total", labels, member.restarts)
         yield restarts
-        if created_s := _created_s(self._checkpoint()):
+        if checkpoint and (taken_s := at_s(checkpoint.created)) is not None:
             name, text = (
                 "persia_checkpoint_time_seconds",
                 "when the newest one was taken",
             )
-            yield _family(name, text, created_s)
+            yield _family(name, text, taken_s)
 
 
 def _family(name: str, text: str, value: float) -> Metric:
     family = Metric(name, text, "gauge")
     family.add_sample(name, {}, float(value))
     return family
-
-
-def _manifest(path: str) -> Manifest:
-    return Manifest.read(Folder(require_received(path)))
-
-
-@functools.lru_cache(4)
-def _created_s(path: str) -> float | None:
-    """Return when a checkpoint was taken, in seconds since 1970, if that is known."""
-    if not path:
-        return None
-    try:
-        return datetime.fromisoformat(_manifest(path).created).timestamp()
-    except (PersiaError, ValueError):
-        return None
 
 
 def thinned(points: Sequence[Point], most: int) -> list[Point]:

@@ -251,6 +251,7 @@ class Snapshots:
     def __init__(self) -> None:
         # Read without the lock: a stale value is corrected in the next round.
         self.is_wanted = False
+        self.given_s = -math.inf  # when the current counters were given
         self._changed = threading.Condition()
         self._latest: Counters | None = None  # guarded by _changed
         self._is_closed = False  # guarded by _changed
@@ -266,6 +267,7 @@ class Snapshots:
         """Publish the current counters."""
         with self._changed:
             self._latest, self._is_closed = counters, is_last
+            self.given_s = time.monotonic()
             self.is_wanted = False
             self._changed.notify_all()
 

@@ -12,10 +12,10 @@ push (no backward pass came, or it raised) is given up: the servers are told, an
 permit comes back.
 """
 
+import contextlib
 import logging
 import os
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -129,16 +129,13 @@ class PrefetchedBatch(Generic[Handle]):
         return f"the rows of a batch wait for {why}" if is_late else ""
 
     def _await(self, timeout_s: float) -> bool:
-        began_ns = time.perf_counter_ns()
-        try:
+        tally = self._pipeline.tally
+        with tally.waiting() if self.is_training else contextlib.nullcontext():
             said_s = min(timeout_s, timeouts.SAY_S)
             if self.arrived.wait(said_s):
                 return True
             with timeouts.saying(logger, self._waits_for, first_s=0.0):
                 return self.arrived.wait(timeout_s - said_s)
-        finally:
-            if self.is_training:
-                self._pipeline.tally.waited(time.perf_counter_ns() - began_ns)
 
     def push(self, grads: Outputs) -> None:
         """Send gradients of the shapes of ``outputs``, not to be changed any more.
@@ -405,6 +402,7 @@ class BatchPipeline(PushQueue[Source, Handle]):
         batch: PrefetchedBatch[Handle]
         if not training:
             batch = PrefetchedBatch(self, ids, given)
+            self.tally.num_evaluated += 1
             if self.evaluation_waits:
                 trains = self.trains_rows
                 batch.after = [wait for p in trains for wait in p.pushes_so_far()]

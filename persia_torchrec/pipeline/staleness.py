@@ -23,7 +23,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields
 from operator import add
 from statistics import fmean
@@ -307,20 +308,22 @@ class Tally:
         num_pushed: updates that were sent, one for each step.
         steps: time between each two of these.
         num_samples: looked up for training; the pipeline counts them.
-        waited_ns: that threads have waited for rows.
+        num_evaluated: batches that were looked up for evaluation; it counts them.
         num_ids: looked up for training, by table and feature; the lookup counts them,
             where it is one of this process.
     """
 
     def __init__(self) -> None:
         self.is_joint = False
-        self.num_pushed = self.num_samples = self.waited_ns = 0
+        self.num_pushed = self.num_samples = self.num_evaluated = 0
         self.num_ids: Mapping[tuple[str, str], int] = {}
         self.steps = Durations()
         self._pushed_ns = 0  # when the last update was sent
         self._lock = threading.Lock()  # of all below; the public ones may be read
         self.total = self._before_window = NOTHING
         self.num_dropped = 0
+        self._waited_ns = 0
+        self._waits_since_ns: list[int] = []  # of each thread that waits now
         self._num_in_window = 0
         self._fraction_to_warn_of = _EVICTED_FRACTION
         self._num_in_row = 0  # without a backward pass
@@ -338,10 +341,25 @@ class Tally:
             if self._max_in_row is not None:
                 self._max_in_row = _MAX_DROPPED
 
-    def waited(self, ns: int) -> None:
-        """Count what a thread has waited for the rows of a batch."""
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count what a thread waits for the rows of a batch, during a block."""
+        began_ns = time.perf_counter_ns()
         with self._lock:
-            self.waited_ns += ns
+            self._waits_since_ns.append(began_ns)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waits_since_ns.remove(began_ns)
+                self._waited_ns += time.perf_counter_ns() - began_ns
+
+    def waited_ns(self) -> int:
+        """Return what threads have waited for rows, those that wait now included."""
+        with self._lock:
+            now_ns = time.perf_counter_ns()
+            current_ns = sum(now_ns - since_ns for since_ns in self._waits_since_ns)
+            return self._waited_ns + current_ns
 
     def dropped(self) -> None:
         """Count a batch that a model used, and that got no backward pass."""

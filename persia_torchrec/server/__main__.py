@@ -15,6 +15,7 @@ answers lookups until SIGTERM: see ``follower.py``.
 """
 
 import logging
+import math
 import os
 import sys
 import time
@@ -32,8 +33,9 @@ from persia_torchrec.embedding.setting import import_settings, non_defaults
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.jit.compiled import report_compilation, share
 from persia_torchrec.job.member import JobMember
-from persia_torchrec.job.process_identity import memory_bytes
+from persia_torchrec.job.process_identity import UPDATES_OF, memory_bytes
 from persia_torchrec.job.registry import SERVED_CHECKPOINT, AddressBook
+from persia_torchrec.job.requests import MAX_FIGURE_NAME
 from persia_torchrec.job.service import (
     ChildLifetime,
     Lifetime,
@@ -57,6 +59,7 @@ from persia_torchrec.store.warm_up import warm_up
 logger = logging.getLogger("persia_torchrec.server")
 
 _ASK_S = 0.2  # that a heartbeat waits for counters; else they are the previous ones
+_MAX_TABLES = 100  # of which a heartbeat tells, those with the most updates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,7 +147,8 @@ def _run(config: ServerConfig, life: JobMember | Lifetime) -> None:
             _restore(server, life)
     if isinstance(life, JobMember):
         life.progress = _teller(server, life)
-        life.status = _Status(server)
+        life.figures = _Figures(server)
+        life.is_paused = lambda: server.shard.checkpoints.is_loading
         life.progress()
         for name, value in life.notes.items():  # a successor counts from here on
             life.book.tell(name, value)
@@ -201,19 +205,34 @@ def _teller(server: EmbeddingServer, member: JobMember) -> Callable[[], int]:
     return tell
 
 
-class _Status:
-    """The counters of a server, for those who look at the job; asked now and then."""
+class _Figures:
+    """The counters of a server, for heartbeats; the serving thread is asked seldom.
+
+    They stay as they are while it does not answer.
+    """
 
     def __init__(self, server: EmbeddingServer) -> None:
-        self._ask = server.snapshots.ask
-        self._due_s, self._latest = 0.0, dict[str, float]()
+        self._snapshots, self._store = server.snapshots, server.shard.store
+        self._latest = dict[str, float]()
 
     def __call__(self) -> Mapping[str, float]:
-        now_s = time.monotonic()
-        if now_s >= self._due_s and (counters := self._ask(_ASK_S)) is not None:
-            self._due_s = now_s + timeouts.STATUS_S
-            self._latest = {**counters, "memory_bytes": memory_bytes(), "at_s": now_s}
+        last_s = self._latest.get("at_s", -math.inf)
+        if time.monotonic() < last_s + timeouts.STATUS_S:
+            return self._latest
+        counters = self._snapshots.ask(_ASK_S)
+        given_s = self._snapshots.given_s
+        if counters is not None and given_s > last_s:
+            own = {"memory_bytes": memory_bytes(), "at_s": given_s}
+            self._latest = {**counters, **own, **self._updates()}
         return self._latest
+
+    def _updates(self) -> dict[str, float]:
+        """Return the updates of the busiest tables."""
+        tables = [one for one in self._store.present if not one.is_part]
+        tables.sort(key=lambda one: one.num_updates, reverse=True)
+        names = [(one, f"{UPDATES_OF}{one.spec.name}") for one in tables]
+        fit = [both for both in names if len(both[1]) <= MAX_FIGURE_NAME]
+        return {name: one.num_updates for one, name in fit[:_MAX_TABLES]}
 
 
 def _config(

@@ -12,6 +12,7 @@ import logging
 import os
 import queue
 import secrets
+import signal
 import subprocess
 import sys
 import threading
@@ -321,6 +322,17 @@ def _close_output(process: "subprocess.Popen[str]") -> None:
             pipe.close()
 
 
+def _ended(code: int) -> str:
+    """Return how a server has ended, and where to look for the cause."""
+    if code >= 0:
+        how = f"exit status {code} instead of becoming ready; its error is above."
+        return f"ended with {how}"
+    how = f"was killed by {signal.Signals(-code).name} before it was ready."
+    if code == -signal.SIGKILL:
+        how += " If memory was short, the log of the kernel (dmesg) says so."
+    return how
+
+
 def _keep(shard: int) -> Kept:
     """Open what a server is handed at each of its starts."""
     listening = open_listening().detach()
@@ -391,10 +403,5 @@ def _wait_until_ready(
         raise ServerError("not ready in time.", server=name) from None
     word, _, address = line.partition(" ")
     if word != "ready":
-        code = process.wait(timeouts.CLUSTER_STOP_S)
-        raise ServerError(
-            f"ended with exit status {code} instead of becoming ready; its error "
-            "is above.",
-            server=name,
-        )
+        raise ServerError(_ended(process.wait(timeouts.CLUSTER_STOP_S)), server=name)
     return address, deadline

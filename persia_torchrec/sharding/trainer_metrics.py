@@ -10,7 +10,6 @@ publishes those of its tables itself.
 import atexit
 import contextlib
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -21,7 +20,8 @@ from persia_torchrec import env
 from persia_torchrec.device.transfer import ToHost
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.member import JobMember
-from persia_torchrec.job.process_identity import IDS_OF, memory_bytes
+from persia_torchrec.job.process_identity import IDS_OF, own_figures
+from persia_torchrec.job.requests import MAX_FIGURE_NAME
 from persia_torchrec.metrics.push import (
     is_published,
     publish_metrics,
@@ -104,6 +104,9 @@ class TrainerCounts:
             "lookups": sum(counts["num_lookups"] for counts in lookups),
             "lookups_waited": sum(counts["num_waited"] for counts in lookups),
             "batches_lacking": sum(counts["num_lacking"] for counts in lookups),
+            "batches_evaluated": sum(
+                tally.num_evaluated for tally, _ in self._pipelines
+            ),
         }
 
     def tallies(self) -> list["Tally"]:
@@ -123,7 +126,7 @@ def readings(models: Sequence[TrainerCounts], loss: LatestLoss) -> list[Reading]
     most = max(tallies, key=lambda tally: tally.num_pushed, default=None)
     if most is None:
         return found
-    waited_s = sum(tally.waited_ns for tally in tallies) / 1e9
+    waited_s = sum(tally.waited_ns() for tally in tallies) / 1e9
     samples = max(tally.num_samples for tally in tallies)
     steps = most.steps
     found += [
@@ -202,7 +205,7 @@ class TrainerMetrics:
         with cls._lock:
             cls._models.append(model)
         if JobMember.current is not None:
-            JobMember.current.status = cls._status
+            JobMember.current.figures = cls._figures
 
     @classmethod
     def ends_at(cls, last_step: int | None) -> int | None:
@@ -248,7 +251,7 @@ class TrainerMetrics:
         return readings(models, cls.loss)
 
     @classmethod
-    def _status(cls) -> Mapping[str, float]:
+    def _figures(cls) -> Mapping[str, float]:
         with cls._lock:
             models = list(cls._models)
         found = {
@@ -259,5 +262,7 @@ class TrainerMetrics:
         ids = _ids_of([tally for model in models for tally in model.tallies()])
         busiest = sorted(ids, key=lambda one: one[1], reverse=True)[:_MAX_FEATURES]
         for (table, feature), num in busiest:
-            found[f"{IDS_OF}{table}/{feature}"] = num
-        return {**found, "memory_bytes": memory_bytes(), "at_s": time.monotonic()}
+            name = f"{IDS_OF}{table}/{feature}"
+            if len(name) <= MAX_FIGURE_NAME:
+                found[name] = num
+        return {**found, **own_figures()}

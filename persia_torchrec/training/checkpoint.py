@@ -53,6 +53,7 @@ from persia_torchrec.client.checkpoint_client import SavedCheckpoint, Task, tell
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import CheckpointError, ConfigError, PersiaError
 from persia_torchrec.job import trainer_group
+from persia_torchrec.job.member import JobMember
 from persia_torchrec.parsing.decoding import decoder_of
 from persia_torchrec.sharding.optimizer import keeping_tensors, set_values
 from persia_torchrec.sharding.planned import Placeholder
@@ -79,6 +80,7 @@ T = TypeVar("T")
 Target = nn.Module | Optimizer
 
 
+@JobMember.pausing()
 def save_checkpoint(
     path: str | os.PathLike[str],
     state: dict[str, Any],
@@ -212,6 +214,7 @@ def describe_dense(begun: Sequence[str], sharders: Sharders) -> catalog.DenseEnt
     return catalog.DenseEntries(tuple(begun), shared_names(table_controls(sharders)))
 
 
+@JobMember.pausing()
 def load_checkpoint(
     path: str | os.PathLike[str],
     state: dict[str, Any],
@@ -559,6 +562,7 @@ class ContextCheckpoints:
         self._load: Task[SavedCheckpoint] | None = None
         self._is_loading = False
 
+    @JobMember.pausing()
     def dump(self, path: str, files: Mapping[str, bytes], *, blocking: bool) -> None:
         """Write files, and then rows; ranks other than 0 wait for their updates only.
 
@@ -585,6 +589,7 @@ class ContextCheckpoints:
         if task is not None:
             task.wait()
 
+    @JobMember.pausing()
     def load(
         self,
         path: str,

@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 from persia_torchrec import env, timeouts
 from persia_torchrec.checkpoint import catalog
 from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.client.checkpoint_client import tell_job
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.datasets.dataset import RowDataset
 from persia_torchrec.errors import CheckpointError, ConfigError
@@ -726,6 +727,8 @@ class Recovery:
         num_batches = saved.get("num_numbered", found.num_batches)
         self._client.batches.continue_after(num_batches)
         self._client.checkpoints.note_continued(found.manifest)
+        if is_first():
+            tell_job(found.checkpoint)
         tables = catalog.renamed(found.tables, rules.rename)
         self._tables = {table.name: table.spec for table in tables}
         return num_left_out

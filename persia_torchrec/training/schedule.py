@@ -31,6 +31,7 @@ from persia_torchrec.client.checkpoint_client import SavedCheckpoint
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.job import trainer_group
+from persia_torchrec.job.member import JobMember
 from persia_torchrec.sharding.backward_pass import AnswersAtEnd
 from persia_torchrec.sharding.table_control import Sharders
 from persia_torchrec.training.checkpoint import (
@@ -43,6 +44,7 @@ from persia_torchrec.training.checkpoint import (
 )
 
 
+@JobMember.pausing()
 def save_delta(
     path: str | os.PathLike[str],
     state: dict[str, Any],

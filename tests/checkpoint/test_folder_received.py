@@ -8,7 +8,7 @@ from persia_torchrec.checkpoint.catalog import RUNS_FILE
 from persia_torchrec.checkpoint.folder import Folder, require_received
 from persia_torchrec.checkpoint.increment_log import Log, Retention
 from persia_torchrec.errors import CheckpointError, RemoteError
-from persia_torchrec.job.member_lines import of_checkpoint
+from persia_torchrec.job.progress import look_at
 from persia_torchrec.job.registry import SERVED_CHECKPOINT
 from persia_torchrec.rpc.messages import Kind
 from persia_torchrec.server.__main__ import choose_served
@@ -113,7 +113,7 @@ def test_notes_of_a_job_are_looked_at(tmp_path, runs):
         choose_served(Book(), str(tmp_path))
     with pytest.raises(CheckpointError, match=REJECTED):
         find_dense(ServingFlags(checkpoint=str(tmp_path)), "runs://x")
-    assert REJECTED in of_checkpoint("runs://x")["why"]
+    assert REJECTED in look_at("runs://x").why
     assert runs.opened == 0
 
 

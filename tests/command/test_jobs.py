@@ -54,6 +54,7 @@ def test_ps_has_the_jobs_that_run(job):
 
 
 def test_status_has_a_line_for_each_process_and_the_newest_checkpoint(job):
+    wait_until(lambda: told("status")["checkpoint_is_whole"], "it is looked at")
     found = told("status")
     members = {(one["role"], one["index"]): one for one in found["members"]}
     assert list(members) == [
@@ -74,6 +75,7 @@ def test_status_has_a_line_for_each_process_and_the_newest_checkpoint(job):
     assert members["trainer", 0]["step"] >= 10
     assert found["checkpoint_is_whole"]
     assert found["checkpoint_age_s"] < 10_000
+    assert found["problems"] == []
     shown = call("status", job.job_id[:9])
     assert "newest checkpoint: " in shown
     assert "whole" in shown
@@ -82,8 +84,8 @@ def test_status_has_a_line_for_each_process_and_the_newest_checkpoint(job):
 def test_status_has_what_a_server_does_in_a_second(job):
     def is_busy():
         server = told("status")["members"][1]
-        has_rates = server["updates_a_second"] > 0 and server["lookups_a_second"] > 0
-        return has_rates and server["lookup_us"] > 0
+        rates = "updates_a_second", "lookups_a_second", "lookup_us"
+        return all(server[name] for name in rates)
 
     wait_until(is_busy, "a server applies updates")
 
@@ -99,7 +101,7 @@ def test_a_job_that_is_not_there_learns_which_are(job):
 
 def test_top_has_the_tables_with_their_updates(job):
     [line] = told("top")["tables"]
-    assert (line["table"], line["optimizer"]) == ("item", "Adagrad")
+    assert line["table"] == "item"
 
     def is_busy():
         found = told("top")

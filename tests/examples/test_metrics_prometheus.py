@@ -23,7 +23,10 @@ OF_JOB = 'job_id="a", instance="rep_0"'
 FIRING = {  # by alert: series of a job that is not well
     "PersiaTargetDown": {"up": "0x60"},
     "PersiaJobFailed": {"persia_job_failed": "1x60"},
-    "PersiaProcessMissing": {'persia_members{state="lost"}': "1x60"},
+    "PersiaProblem": {
+        'persia_problem_seconds{kind="lost", member="server 0"}': "20+60x60"
+    },
+    "PersiaProcessMissing": {'persia_members{state="absent"}': "1x60"},
     "PersiaRestarts": {'persia_restarts_total{member="server 0"}': "0+1x60"},
     "PersiaCheckpointOld": {
         "persia_checkpoint_time_seconds": "-9000x60",
@@ -73,7 +76,7 @@ WELL = {  # series of a job that is well, on which no alert fires
     "persia_job_failed": "0x60",
     "persia_job_running": "1x60",
     'persia_members{state="running"}': "4x60",
-    'persia_members{state="lost"}': "0x60",
+    'persia_members{state="absent"}': "0x60",
     'persia_restarts_total{member="server 0"}': "1x60",
     "persia_checkpoint_time_seconds": "0+60x60",
     "persia_samples_total": "0+900x60",

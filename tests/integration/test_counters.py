@@ -7,6 +7,7 @@ near its end, passes or reaches that, and must do what its page says.
 import contextlib
 import itertools
 import json
+import math
 import os
 import re
 import socket
@@ -48,7 +49,6 @@ from persia_torchrec.errors import (
     JobError,
     RemoteError,
 )
-from persia_torchrec.job.member_lines import read_status
 from persia_torchrec.job.process_identity import ProcessIdentity
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.job.registry_server import Journal
@@ -521,9 +521,10 @@ def pass_work_queue(job, folder, value):
 
 
 def pass_json(job, folder, value):
-    status = read_status(json.dumps({"hits": value, "loss": None}))
-    assert status == {"hits": value}
-    [reading] = [r for r in readings_of(status) if r.name == "persia_hits"]
+    beat = Beat("server", 0, "", figures={"hits": value, "loss": math.nan})
+    told = msgspec.json.decode(msgspec.json.encode(beat), type=Beat).figures
+    assert told == {"hits": value, "loss": None}
+    [reading] = readings_of({"hits": told["hits"]})
     assert float(reading.value) == pytest.approx(value, rel=2**-52)
 
 

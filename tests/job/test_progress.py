@@ -3,13 +3,12 @@
 import csv
 import logging
 
-import msgspec
 import pytest
 
 from persia_torchrec.errors import DataError
 from persia_torchrec.job import job_list, report
-from persia_torchrec.job.process_identity import STATUS, ProcessIdentity
-from persia_torchrec.job.progress import CURVES, Point, Progress, told
+from persia_torchrec.job.process_identity import ProcessIdentity
+from persia_torchrec.job.progress import CURVES, EVENTS, Point, Progress, told
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.job.requests import Beat, ClaimSize, Register, View
 
@@ -38,8 +37,8 @@ def beat(book, role, **numbers):
         book.call(ClaimSize(role, 0, 1, "tcp://127.0.0.1:7000"), int)
         book.call(Register(role, 0, process), str)
     nonce = book.member(role, 0).process.nonce
-    notes = {f"{STATUS}{role} 0": msgspec.json.encode(numbers).decode()}
-    book.call(Beat(role, 0, nonce, int(numbers.get("step", 0)), notes=notes), View)
+    step = int(numbers.get("step", 0))
+    book.call(Beat(role, 0, nonce, step, figures=numbers), View)
 
 
 def test_a_training_is_one_line_with_its_step_rate_loss_and_end(book, caplog):
@@ -101,7 +100,7 @@ def test_a_job_that_has_ended_is_not_looked_at(book, tmp_path):
     now_s[0] = 1.0
     book.fail("trainer 0", "out of memory")
     progress.look()
-    assert progress.lines == []
+    assert not progress.points
     assert not (tmp_path / CURVES).exists()
 
 
@@ -126,11 +125,28 @@ def written(folder, num=20):
     return folder
 
 
-def test_a_report_has_pictures_a_table_and_logs_of_tensorboard(tmp_path):
-    pytest.importorskip("matplotlib", reason="needs the extra report")
+def test_a_job_that_runs_writes_events_of_tensorboard(book, tmp_path):
     pytest.importorskip("tensorboard", reason="needs the extra report")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    progress, now_s = watched(book, tmp_path)
+    for step in (10, 20, 30):
+        now_s[0] += 1.0
+        beat(book, "trainer", step=step, loss=1 / step, samples=step, at_s=now_s[0])
+        beat(book, "server", rows=7, at_s=now_s[0])
+        progress.look()
+    events = EventAccumulator(str(tmp_path / EVENTS))
+    events.Reload()
+    assert {*events.Tags()["scalars"]} >= {
+        *("training/samples_a_second", "training/loss", "servers/rows")
+    }
+    losses = events.Scalars("training/loss")
+    assert [one.step for one in losses] == [10, 20, 30]
+    assert losses[-1].value == pytest.approx(1 / 30)
+
+
+def test_a_report_has_pictures_and_a_table(tmp_path):
+    pytest.importorskip("matplotlib", reason="needs the extra report")
     record = job_list.JobRecord(
         job_id="seven",
         host="here",
@@ -140,21 +156,15 @@ def test_a_report_has_pictures_a_table_and_logs_of_tensorboard(tmp_path):
         folder="/there",
         outcome="finished",
     )
-    assert report.write(written(tmp_path), record) == []
+    assert report.write(written(tmp_path), record) == [report.NO_EVENTS]
+    (tmp_path / EVENTS).mkdir()
+    assert report.write(tmp_path, record) == []
     for picture in ("training", "servers"):
         assert (tmp_path / f"{picture}.png").read_bytes()[:4] == b"\x89PNG"
     table = (tmp_path / "table.md").read_text()
     assert "# Job seven" in table
     assert "| loss | 1 | 0.05 |" in table
     assert "| staleness |" not in table
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert {*events.Tags()["scalars"]} == {
-        *("training/samples_a_second", "training/loss", "servers/rows")
-    }
-    losses = events.Scalars("training/loss")
-    assert [one.step for one in losses][:3] == [0, 10, 20]
-    assert losses[-1].value == pytest.approx(0.05)
 
 
 def test_without_matplotlib_the_report_says_what_to_install(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import urllib.request
 
 import msgspec
@@ -10,12 +11,11 @@ from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
 from persia_torchrec.job import job_list
-from persia_torchrec.job.member import LAST_CHECKPOINT
-from persia_torchrec.job.member_lines import of_role
-from persia_torchrec.job.process_identity import METRICS_AT, STATUS, ProcessIdentity
+from persia_torchrec.job.process_identity import METRICS_AT, ProcessIdentity
 from persia_torchrec.job.progress import Point, Progress
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.job.requests import Beat, ClaimSize, Register, Report, View
+from persia_torchrec.job.saves import LAST_CHECKPOINT
 from persia_torchrec.job.status_page import StatusPage, thinned
 from persia_torchrec.metrics.values import Durations
 from tests.support.ports import draw_port
@@ -50,10 +50,9 @@ class Member:
         book.call(Register(role, index, self.process, log="node3 /logs/a"), str)
 
     def beats(self, progress=0, **numbers):
-        text = msgspec.json.encode(numbers).decode()
-        notes = {STATUS + self.who: text} if numbers else {}
-        beat = Beat(*self._place, self.process.nonce, progress, notes=notes)
-        self._book.call(beat, View)
+        beat = Beat(*self._place, self.process.nonce, progress, figures=numbers)
+        told = msgspec.json.decode(msgspec.json.encode(beat), type=Beat)
+        self._book.call(told, View)
 
     def serves(self, address):
         self._book.tell(METRICS_AT + self.who, address)
@@ -107,7 +106,7 @@ def test_the_status_has_a_line_for_each_member_with_rates_between_two_looks(book
     before = {one["role"]: one for one in status(page)["members"]}
     assert before["server"]["rows"] == 5
     assert before["server"]["memory_bytes"] == 7
-    assert "lookups_a_second" not in before["server"]
+    assert before["server"]["lookups_a_second"] is None
     assert before["trainer"]["step"] == 30
     for us in [20] * 99 + [1000]:
         durations.add(us * 1000)
@@ -146,14 +145,6 @@ def test_a_loss_that_is_not_a_number_leaves_a_gap(book, page):
     assert status(page)["loss"] is None
 
 
-def test_a_member_that_says_what_is_no_status_costs_only_its_own_line(book, page):
-    book.tell(STATUS + "server 0", "rows")
-    Member(book, "server")
-    Member(book, "trainer").beats(1, step=4)
-    page.look()
-    assert [one.get("step") for one in status(page)["members"]] == [None, 4]
-
-
 def test_rates_do_not_span_a_restart(book, page):
     server = Member(book, "server")
     server.beats(requests_lookup=500, at_s=100.0)
@@ -165,15 +156,10 @@ def test_rates_do_not_span_a_restart(book, page):
     server.beats(requests_lookup=5, at_s=102.0)
     page.look()
     (line,) = status(page)["members"]
-    assert "lookups_a_second" not in line
+    assert line["lookups_a_second"] is None
     server.beats(requests_lookup=25, at_s=104.0)
     page.look()
     assert status(page)["members"][0]["lookups_a_second"] == 10.0
-
-
-def test_what_was_said_before_gives_no_rate():
-    numbers = {"requests_lookup": 5.0, "at_s": 3.0}
-    assert "lookups_a_second" not in of_role("server", numbers, numbers, 1.0)
 
 
 def test_the_newest_checkpoint_and_its_time_are_known(book, page, tmp_path):
@@ -181,9 +167,12 @@ def test_the_newest_checkpoint_and_its_time_are_known(book, page, tmp_path):
     folder.mkdir()
     book.tell(LAST_CHECKPOINT, str(folder))
     found = status(page)
+    assert (found["checkpoint"], found["checkpoint_is_whole"]) == (str(folder), None)
+    page.look()
+    found = status(page)
     assert (found["checkpoint"], found["checkpoint_is_whole"]) == (str(folder), False)
     assert "persia_checkpoint_time_seconds" not in get(page, "/metrics")[0]
-    assert "manifest" in found["why"]
+    assert "manifest" in found["checkpoint_error"]
 
 
 def test_the_metrics_of_a_job_count_its_members_by_state(book, page):
@@ -199,7 +188,8 @@ def test_the_metrics_of_a_job_count_its_members_by_state(book, page):
     value = {key: one.value for key, one in found.items()}
     assert value["persia_members", "running", None] == 2
     assert value["persia_members", "left", None] == 1
-    assert value["persia_members", "killed", None] == 0
+    assert value["persia_members", "lost", None] == 0
+    assert "persia_problem_seconds" not in {name for name, *_ in value}
     assert value["persia_restarts_total", None, "server 0"] == 0
     assert value["persia_job_step", None, None] == 12
     assert value["persia_job_running", None, None] == 1
@@ -207,6 +197,19 @@ def test_the_metrics_of_a_job_count_its_members_by_state(book, page):
     assert "persia_job_failed" in get(page, "/metrics")[0]
     assert {one.labels["job_id"] for one in found.values()} == {"seven"}
     assert {one.labels["role"] for one in found.values()} == {"coordinator"}
+
+
+def test_a_problem_is_a_metric_with_its_kind_and_the_member(book, page):
+    gone = structs.replace(ProcessIdentity.of_this_process(), start="0")
+    book.call(Register("server", 0, gone), str)
+    found = status(page)
+    assert [(one["kind"], one["who"]) for one in found["problems"]] == [
+        ("killed", "server 0")
+    ]
+    text, _ = get(page, "/metrics")
+    [line] = re.findall(r"^persia_problem_seconds\{(.*)\} ", text, re.M)
+    assert 'kind="killed"' in line
+    assert 'member="server 0"' in line
 
 
 def test_the_page_needs_nothing_but_itself_and_its_status(page):

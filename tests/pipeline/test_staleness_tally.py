@@ -4,6 +4,7 @@ import pytest
 
 from persia_torchrec.client.codec import PushOutcome
 from persia_torchrec.pipeline.staleness import Tally, TrainingSummary
+from tests.support.processes import wait_until
 
 
 @pytest.fixture
@@ -121,3 +122,15 @@ def test_summaries_of_several_collections_add_up():
     nothing = TrainingSummary.total([])
     assert nothing == TrainingSummary()
     assert nothing.mean_staleness == nothing.share_waited == nothing.share_evicted == 0
+
+
+def test_a_wait_for_rows_counts_while_it_lasts():
+    tally = Tally()
+    with tally.waiting():
+        before = tally.waited_ns()
+        wait_until(lambda: tally.waited_ns() > before, "the wait is counted")
+        with tally.waiting():  # of another thread
+            both = tally.waited_ns()
+    ended = tally.waited_ns()
+    assert ended > both > before
+    assert tally.waited_ns() == ended

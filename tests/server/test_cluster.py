@@ -127,6 +127,15 @@ def test_a_server_that_cannot_start_is_an_error_that_names_it(capfd):
     assert "ConfigError: capacity_rows must be in [1, " in capfd.readouterr().err
 
 
+def test_a_server_that_is_killed_while_it_starts_is_named_with_the_signal():
+    command = ["/bin/sh", "-c", "kill -9 $$"]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server,
+        pytest.raises(ServerError, match="server 0: was killed by SIGKILL before"),
+    ):
+        _wait_until_ready(0, server, DEADLINE_S)
+
+
 def test_servers_that_are_not_ready_in_time_are_an_error():
     with pytest.raises(ServerError, match=r"server 0: not ready in time"):
         EmbeddingCluster.local(num_servers=2, capacity=10, start_timeout_s=0.01)

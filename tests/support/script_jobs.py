@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from persia_torchrec import timeouts
@@ -55,6 +56,7 @@ class Job:
         *options: str,
         env: Mapping[str, str] | None = None,
         recovers: bool = False,
+        stalled_s: float = timeouts.STALLED_S,
         **counts: int,
     ) -> None:
         self.processes = processes
@@ -65,7 +67,7 @@ class Job:
         for role, count in counts.items():
             arguments += [f"--num-{role}s", str(count)]
         name = f"coordinator-{self.port}"
-        main = run_coordinator
+        main = partial(run_coordinator, stalled_s=stalled_s)
         if recovers:
             main = supervisor.main
             command = [sys.executable, "-m", "persia_torchrec.job.coordinator"]
@@ -113,9 +115,9 @@ class Job:
         return self.processes.folder
 
 
-def run_coordinator(arguments: Sequence[str]) -> int:
-    """Run a coordinator that says soon what it waits for."""
-    timeouts.SAY_S = 0.2
+def run_coordinator(arguments: Sequence[str], stalled_s: float) -> int:
+    """Run a coordinator that says soon what it waits for, and what is stalled."""
+    timeouts.SAY_S, timeouts.STALLED_S = 0.2, stalled_s
     return coordinator.main(arguments)
 
 

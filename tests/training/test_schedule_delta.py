@@ -20,6 +20,9 @@ from persia_torchrec.checkpoint import catalog, increment_log
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.embedding.optim import Adam
 from persia_torchrec.errors import CheckpointError, ConfigError
+from persia_torchrec.job.member import JobMember
+from persia_torchrec.job.requests import JobTimings
+from persia_torchrec.job.saves import LAST_CHECKPOINT
 from persia_torchrec.training import schedule
 from tests.support.delta_job import DIM, SETTINGS, Job, Trainer
 from tests.support.processes import Processes, wait_until
@@ -364,3 +367,44 @@ def test_deltas_of_two_trainers_are_the_live_job_to_the_bit(start, tmp_path):
         assert min(counts[n] for n in ("evictions", "expired_steps", "rejected")) > 0
     parts = {"adaptive/shared", "dynamic/block 2"}
     assert parts <= {name for name, *_ in later.snapshot()[0]}
+
+
+@pytest.fixture
+def member(book, monkeypatch):
+    """This process as a trainer, until the test ends."""
+    book.publish(JobTimings())
+    monkeypatch.setenv("PERSIA_MEMBER", "")
+    member = JobMember("trainer", 0, 1, store=("localhost", book.port, ""))
+    monkeypatch.setattr(JobMember, "current", member)
+    yield member
+    member.book.close()
+
+
+def test_a_job_that_resumes_knows_the_checkpoint(start, member, book, monkeypatch):
+    monkeypatch.setattr(schedule, "_LEAST_INTERVAL", 0)
+    job = start(2, names=PLAIN)
+    train_recoverably(job, 2)
+    book.tell(LAST_CHECKPOINT, "")
+    train_recoverably(start(2, names=PLAIN), 0)
+    assert book.note(LAST_CHECKPOINT) == f"{job.run}/checkpoint-00000001"
+
+
+class _Probe:
+    """Notes whether its trainer says that it makes no steps, when it is saved."""
+
+    num_pauses = 0
+
+    def state_dict(self):
+        self.num_pauses = JobMember.current.num_pauses
+        return {"x": torch.zeros(1)}
+
+    def load_state_dict(self, _):
+        self.num_pauses = 0
+
+
+def test_a_trainer_that_saves_says_so(start, member):
+    job, probe = start(1, names=PLAIN), _Probe()
+    job.state["probe"] = probe
+    job.save()
+    assert probe.num_pauses == 1
+    assert member.num_pauses == 0
