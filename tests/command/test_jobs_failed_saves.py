@@ -64,7 +64,8 @@ def fill(folder):
 def test_a_job_whose_disk_is_full_says_so_and_ends_by_its_user_alone(job, disk):
     fill(disk)
     wait_until(lambda: "saves" in status()["failed_saves"], "two saves fail")
-    assert re.search(rf"\nthe last \d+ saves failed: .*{FULL}", call("status"))
+    told = CliRunner().invoke(main, ["status"]).output  # from the third on a fault
+    assert re.search(rf"(?m)^trainer 0: the last \d+ saves failed: .*{FULL}", told)
 
     scaled = call("scale", "--servers", "2", status=1)
     assert re.search(rf"must save .* failed: .*{FULL}.* The job runs on", scaled)
