@@ -332,6 +332,7 @@ class Statuses:
             line |= _figures(member.role, heard, now_s)
         if member.role == "trainer":
             line["step"] = int(line.get("step") or member.progress)
+            line["last_step"] = int(line.get("last_step") or 0) or None
         if state == "stalled":
             line["loss"] = None
         return MemberStatus(
@@ -423,8 +424,9 @@ class Statuses:
     def _busiest(self, job: JobState, kind: str) -> list[Busy]:
         """Return the busiest tables, or features: trainers add up, servers do not."""
         num, rates = Counter[str](), defaultdict[str, float](float)
+        role = "server" if kind == UPDATES_OF else "trainer"
         for who, heard in self._heard.items():
-            if not heard.readings or who not in job.members:
+            if not heard.readings or job.members[who].role != role:
                 continue
             first, last = heard.readings[0], heard.readings[-1]
             passed_s = _passed_s(first, last)
@@ -562,15 +564,16 @@ def _of_trainer(
     line = {name: now.get(name) for name in ("step", "last_step", "loss")}
     if not before:
         return line
-    risen = {name: now[name] - before.get(name, 0) for name in now}
-    lookups = risen.get("lookups", 0)
+
+    def risen(name: str) -> float:
+        return now.get(name, 0) - before.get(name, 0)
+
+    lookups = risen("lookups")
     return line | {
-        "steps_a_second": round(risen.get("step", 0) / passed_s, 1),
-        "samples_a_second": round(risen.get("samples", 0) / passed_s, 1),
-        "waits": round(min(risen.get("row_wait_seconds", 0) / passed_s, 1.0), 3),
-        "staleness": (
-            round(risen.get("batches_lacking", 0) / lookups, 2) if lookups else None
-        ),
+        "steps_a_second": round(risen("step") / passed_s, 1),
+        "samples_a_second": round(risen("samples") / passed_s, 1),
+        "waits": round(min(risen("row_wait_seconds") / passed_s, 1.0), 3),
+        "staleness": round(risen("batches_lacking") / lookups, 2) if lookups else None,
     }
 
 

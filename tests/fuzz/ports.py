@@ -29,7 +29,14 @@ from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import FrameError
 from persia_torchrec.job.process_identity import ProcessIdentity
 from persia_torchrec.job.registry import AddressBook
-from persia_torchrec.job.requests import Beat, FindNotes, Register, Report, SetNote
+from persia_torchrec.job.requests import (
+    AskStatus,
+    Beat,
+    FindNotes,
+    Register,
+    Report,
+    SetNote,
+)
 from persia_torchrec.lookup.bags import Bags, encode_bags
 from persia_torchrec.parsing.decoding import parse_json
 from persia_torchrec.persia.batch import encode_rest
@@ -199,6 +206,8 @@ def book_messages() -> list[list[bytes]]:
         SetNote("x", "1", "0"),
         Register("server", 0, ProcessIdentity.of_this_process()),
         Beat("server", 0, "", 7, is_compiling=True, notes={"x": "2"}),
+        Beat("server", 0, "", 7, is_paused=True, figures={"rows": 2, "at_s": 0.5}),
+        AskStatus(),
         Report("server", 0, pid=7, cause="none"),
     ]
     return [[Header(Kind.BOOK).encode(), msgspec.json.encode(r)] for r in requests]

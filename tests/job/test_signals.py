@@ -9,6 +9,7 @@ from persia_torchrec import timeouts
 from persia_torchrec.job.signals import (
     END_SIGNALS,
     EndSignals,
+    compiles_here,
     end_daemons,
     outlive_end_signals,
 )
@@ -126,3 +127,19 @@ def test_a_daemon_that_outlives_signals_ends_with_its_parent(tmp_path):
     with Processes(tmp_path) as processes:
         process = processes.start("process", end_a_daemon_that_outlives_signals)
         assert process.status() == 0, process.output()
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        ("numba.core.compiler", True),
+        ("torch._dynamo.convert_frame", True),
+        ("torch._dynamo.eval_frame", False),  # also runs what is compiled
+        ("numba.core.typing", False),
+    ],
+)
+def test_a_main_thread_compiles_within_a_compiler(module, expected):
+    frame = {"__name__": module, "compiles_here": compiles_here}
+    exec("def compile(): return compiles_here()", frame)
+    assert frame["compile"]() == expected
+    assert not compiles_here()

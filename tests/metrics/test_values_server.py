@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 
-from persia_torchrec import SGD
+from persia_torchrec import SGD, timeouts
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.metrics.push_settings import MetricsSettings
 from persia_torchrec.metrics.values import (
@@ -21,9 +21,11 @@ from persia_torchrec.metrics.values import (
     bins_of,
     quantile_us,
 )
+from persia_torchrec.server.__main__ import _Figures
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
 from persia_torchrec.table import TableSpec
 from tests.support.gateway import Gateway
+from tests.support.processes import wait_until
 from tests.support.repository import ROOT
 from tests.support.servers import DEADLINE_S, ids_of
 
@@ -220,3 +222,18 @@ class TestSnapshots:
         assert all(asked)
         assert not running.server.snapshots.is_wanted
         assert client.counters()[0]["rows"] == 0
+
+
+def test_figures_of_a_server_that_does_not_answer_stay_as_they_are(monkeypatch):
+    server = EmbeddingServer(ServerConfig())
+    figures = _Figures(server)
+    assert figures() == {}  # it does not serve yet
+    serving = threading.Thread(target=server.serve)
+    serving.start()
+    wait_until(figures, "it answers")
+    server.stop()
+    serving.join(DEADLINE_S)
+    monkeypatch.setattr(timeouts, "STATUS_S", 0.0)
+    last = figures()
+    assert last["rows"] == 0
+    assert figures() is last

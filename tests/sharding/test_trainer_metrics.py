@@ -168,7 +168,9 @@ def test_a_status_has_the_ids_of_each_feature_and_the_last_step(
     monkeypatch.setattr(TrainerMetrics, "last_step", 40)
     model, _ = model_of(job, "item")
     train(model, 2)
+    model.eval()(kjt_of({"x": [[1]]})).values()
     status = TrainerMetrics._figures()
+    assert status["batches_evaluated"] == 1
     assert status["ids/item/x"] == 6
     assert status["last_step"] == 40
     read = {(one.name, one.feature): one.value for one in TrainerMetrics._read()}
