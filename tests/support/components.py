@@ -12,7 +12,7 @@ COMPONENTS = {
     "train": {**SCRIPTS, **CONFIGS, **JOB},
     "train_torchrec": {"script": "train.py --epochs 2", **JOB},
     "serve": {**CONFIGS, "checkpoint": "runs/7", **JOB},
-    "coordinator": {**BOOK, **CONFIGS, "embedding_servers": 2},
+    "coordinator": {**BOOK, **CONFIGS},
     "embedding_server": {**BOOK, **CONFIGS, "replicas": 2},
     "embedding_worker": {**BOOK, **CONFIGS},
     "data_loader": {**BOOK, **CONFIGS, "script": "loader.py"},
