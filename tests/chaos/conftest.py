@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from persia_torchrec import env
+from tests.support.long_table import replace_rows
 
 README = Path(__file__).with_name("README.md")
 COLUMNS = "| test | kills | seconds | measured | seed | transport | cores |\n"
@@ -51,18 +52,15 @@ def kills(request, record_property):
 
 def pytest_terminal_summary(terminalreporter, config):
     """Replace the rows of the tests that have passed."""
-    head, columns, table = README.read_text().partition(COLUMNS)
-    line, *old = table.splitlines(keepends=True)
-    rows = {row.split("|")[1].strip(): row for row in old}
+    rows = {}
     for report in terminalreporter.stats.get("passed", ()):
         told = dict(report.user_properties)
         name = report.nodeid.removeprefix("tests/chaos/")
         if name == report.nodeid:  # another test of the same run
             continue
-        cells = (
+        rows[name] = (
             *(name, told.get("kills", "-"), f"{report.duration:.0f}"),
             *(told.get("measured", "-"), config.getoption("seed")),
             *(env.transport(None), os.cpu_count()),
         )
-        rows[name] = f"| {' | '.join(map(str, cells))} |\n"
-    README.write_text("".join([head, columns, line, *map(rows.get, sorted(rows))]))
+    replace_rows(README, COLUMNS, rows)

@@ -18,7 +18,7 @@ SGD = partial(torch.optim.SGD, lr=0.01)
 
 
 def train(folder, world_size, names):
-    """Train on servers of each training; return rows and seconds by name and rank."""
+    """Train on servers of each training; return rows by name and rank."""
     with contextlib.ExitStack() as stack:
         addresses = {n: stack.enter_context(Servers(2)).addresses for n in names}
         mp.start_processes(

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.long_table import replace_rows
+
 README = Path(__file__).with_name("README.md")
 COLUMNS = "| what | inputs | accepted | a second | measured | seed | cores |\n"
 FEW = 90
@@ -44,13 +46,9 @@ def in_memory():
 
 def pytest_terminal_summary(terminalreporter):
     """Replace the rows of what has passed with many inputs."""
-    head, columns, table = README.read_text().partition(COLUMNS)
-    line, *old = table.splitlines(keepends=True)
-    rows = {row.split("|")[1].strip(): row for row in old}
+    rows = {}
     for report in terminalreporter.stats.get("passed", ()):
         row = dict(report.user_properties).get("row")
         if row is not None:
-            rows[row[0]] = f"| {' | '.join(map(str, [*row, os.cpu_count()]))} |\n"
-    new = "".join([head, columns, line, *map(rows.get, sorted(rows))])
-    if new != README.read_text():
-        README.write_text(new)
+            rows[row[0]] = *row, os.cpu_count()
+    replace_rows(README, COLUMNS, rows)

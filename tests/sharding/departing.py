@@ -8,7 +8,6 @@ import contextlib
 import json
 import multiprocessing
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from persia_torchrec import SGD
 from persia_torchrec.errors import RemoteError
 from tests.support.faults import kill_self
+from tests.support.groups import trainer_of_group
 from tests.support.two_trainers import Counting, Model, Trainer, batches, train
 
 NUM_STEPS = 3
@@ -50,14 +50,9 @@ DEPARTURES = {
 }
 
 
-@contextlib.contextmanager
-def group(how: str, rank: int, folder: Path) -> Iterator[None]:
+def group(how: str, rank: int, folder: Path) -> contextlib.AbstractContextManager[None]:
     """Be one of two trainers."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / f"group that {how}"), 2)
-    dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
-    yield
-    dist.destroy_process_group()
+    return trainer_of_group(rank, 2, folder / f"group that {how}")
 
 
 def steps(trainer, rank: int, num: int | None = None) -> None:

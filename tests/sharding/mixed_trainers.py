@@ -27,6 +27,7 @@ from tests.sharding.mixed_model import (
     batches,
     train,
 )
+from tests.support.groups import trainer_of_group
 from tests.support.remote_job import ids_of, shard, tensors_of
 
 NUM_STEPS = 15
@@ -34,15 +35,8 @@ NUM_STEPS = 15
 
 def run_trainer(rank: int, world_size: int, addresses: list[str], folder: Path) -> None:
     """Be one of the trainers; leave what was learnt in the folder."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        rank=rank,
-        world_size=world_size,
-        store=dist.FileStore(str(folder / "process group"), world_size),
-    )
-    np.savez(folder / f"{rank}.npz", **learn(addresses))
-    dist.destroy_process_group()
+    with trainer_of_group(rank, world_size, folder / "process group"):
+        np.savez(folder / f"{rank}.npz", **learn(addresses))
 
 
 def learn(addresses: list[str]) -> dict[str, np.ndarray]:

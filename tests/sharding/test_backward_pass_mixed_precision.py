@@ -13,6 +13,7 @@ from persia_torchrec.errors import ConfigError, JobError
 from persia_torchrec.sharding.backward_pass import Agreement
 from persia_torchrec.sharding.planned import dense_parameters
 from persia_torchrec.sharding.table_control import RemoteTables, TableControl
+from tests.support.groups import run_trainers, trainer_of_group
 from tests.support.models import Tower
 from tests.support.places import GPU_PLACES
 from tests.support.processes import Processes, wait_until
@@ -277,21 +278,16 @@ def test_without_a_dense_half_the_agreement_itself_counts_who_still_trains(job):
 
 def agree(rank, folder):
     """Be one of two trainers that agree once; rank 1 ends before the second time."""
-    store = dist.FileStore(str(folder / "group"), 2)
-    dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
-    agreement = Agreement(dist.GroupMember.WORLD, CPU)
-    assert agreement.any(rank == 1)
-    if rank == 0:
-        with pytest.raises(JobError, match="All trainers must take part when they agr"):
-            agreement.any(False)
+    with trainer_of_group(rank, 2, folder / "group"):
+        agreement = Agreement(dist.GroupMember.WORLD, CPU)
+        assert agreement.any(rank == 1)
+        if rank == 0:
+            message = "All trainers must take part when they agr"
+            with pytest.raises(JobError, match=message):
+                agreement.any(False)
 
 
 @pytest.mark.multiprocess
 def test_an_agreement_without_one_of_the_trainers_is_an_error(tmp_path):
     with Processes(tmp_path) as processes:
-        trainers = [
-            processes.start(f"trainer {rank}", agree, rank, tmp_path)
-            for rank in range(2)
-        ]
-        for trainer in trainers:
-            assert trainer.status() == 0, trainer.output()
+        run_trainers(processes, agree, tmp_path)

@@ -3,6 +3,7 @@ import pytest
 
 from tests.sharding import mixed_trainers
 from tests.sharding.mixed_model import LOCAL, REMOTE
+from tests.support.groups import run_trainers
 from tests.support.processes import Processes
 from tests.support.remote_job import RemoteJob, Servers
 
@@ -21,15 +22,8 @@ def learnt(tmp_path_factory):
     """What two trainers learn on half of each batch each."""
     folder = tmp_path_factory.mktemp("trainers")
     with Servers() as servers, Processes(folder) as processes:
-        trainers = [
-            processes.start(
-                f"trainer {rank}",
-                *(mixed_trainers.run_trainer, rank, 2, servers.addresses, folder),
-            )
-            for rank in range(2)
-        ]
-        for trainer in trainers:
-            assert trainer.status() == 0, trainer.output()
+        given = mixed_trainers.run_trainer, 2, servers.addresses, folder
+        run_trainers(processes, *given)
     return [np.load(folder / f"{rank}.npz") for rank in range(2)]
 
 

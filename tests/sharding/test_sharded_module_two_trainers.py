@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tests.support import two_trainers
+from tests.support.groups import run_trainers
 from tests.support.places import GPU_PLACES
 from tests.support.processes import Processes
 from tests.support.remote_job import RemoteJob, Servers
@@ -19,16 +20,8 @@ def train(names, folder, backend="gloo", place=None):
         servers = {name: stack.enter_context(Servers()) for name in names}
         addresses = {name: started.addresses for name, started in servers.items()}
         processes = stack.enter_context(Processes(folder))
-        arguments = (2, addresses, folder, backend, place)
-        trainers = [
-            processes.start(
-                *(f"trainer {rank}", two_trainers.run_trainer, rank, *arguments),
-                is_spawned="cuda" in backend,
-            )
-            for rank in range(2)
-        ]
-        for trainer in trainers:
-            assert trainer.status() == 0, trainer.output()
+        given = two_trainers.run_trainer, 2, addresses, folder, backend, place
+        run_trainers(processes, *given, is_spawned="cuda" in backend)
     return {
         (name, rank): np.load(folder / f"{name} {rank}.npz")
         for name in names

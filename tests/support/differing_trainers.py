@@ -24,6 +24,7 @@ from persia_torchrec import (
 )
 from persia_torchrec.rpc import silences
 from persia_torchrec.sharding.training_blocks import join
+from tests.support.groups import trainer_of_group
 from tests.support.models import bags_of
 from tests.support.remote_job import ids_of, kjt_of, shard
 
@@ -163,17 +164,12 @@ OF_FOUR = {"ends": with_two_that_end_early}
 
 def run(rank, world_size, addresses, folder):
     """Be one of the trainers; ``addresses`` are by the name of a training."""
-    torch.set_num_threads(1)
     timeouts.SAY_S, silences.LOOK_S = 5.0, 0.5
     logging.basicConfig(
         filename=folder / f"warnings {rank}", level=logging.WARNING, force=True
     )
-    store = dist.FileStore(str(folder / f"group of {world_size}"), world_size)
-    dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store)
-    for name, of_training in addresses.items():
-        began_s = time.monotonic()
-        rows = {**OF_TWO, **OF_FOUR}[name](of_training)
-        took_s = time.monotonic() - began_s
-        np.savez(folder / f"{name} {rank}.npz", rows=rows, took_s=took_s)
-        dist.barrier()
-    dist.destroy_process_group()
+    with trainer_of_group(rank, world_size, folder / f"group of {world_size}"):
+        for name, of_training in addresses.items():
+            rows = {**OF_TWO, **OF_FOUR}[name](of_training)
+            np.savez(folder / f"{name} {rank}.npz", rows=rows)
+            dist.barrier()

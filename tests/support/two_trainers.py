@@ -33,6 +33,7 @@ from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import PersiaError
 from persia_torchrec.sharding.planned import dense_parameters
 from persia_torchrec.sharding.training_blocks import join
+from tests.support.groups import trainer_of_group
 from tests.support.remote_job import (
     CPU,
     META,
@@ -176,22 +177,15 @@ def run_trainer(
         place: where the ids of batches are; by default with the model.
     """
     global PLACE  # of this process
-    torch.set_num_threads(1)
     device, PLACE = CPU, place
     if "cuda" in backend:
         device = torch.device("cuda", rank if "nccl" in backend else 0)
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        backend,
-        rank=rank,
-        world_size=world_size,
-        store=dist.FileStore(str(folder / "process group"), world_size),
-    )
-    for name, of_trainer in addresses.items():
-        learnt = TRAININGS[name](of_trainer, device)
-        np.savez(folder / f"{name} {rank}.npz", **learnt)
-        dist.barrier()
-    dist.destroy_process_group()
+    with trainer_of_group(rank, world_size, folder / "process group", backend):
+        for name, of_trainer in addresses.items():
+            learnt = TRAININGS[name](of_trainer, device)
+            np.savez(folder / f"{name} {rank}.npz", **learnt)
+            dist.barrier()
 
 
 def batches(rank, num, seed=1):

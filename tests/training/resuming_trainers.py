@@ -4,10 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.training.checkpoint import load_checkpoint, save_checkpoint
+from tests.support.groups import trainer_of_group
 from tests.support.two_trainers import ADAM, Model, Trainer, batches, loss_of
 
 NUM_STEPS = 6
@@ -47,10 +47,8 @@ class Broken:
 
 def run_trainer(rank, addresses, folder: Path) -> None:
     """Be one of two trainers; leave what was learnt in the folder."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "process group"), 2)
-    dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
-    with Resuming(addresses) as trainer:
+    group = trainer_of_group(rank, 2, folder / "process group")
+    with group, Resuming(addresses) as trainer:
         trainer.load(folder / "of one")
         trainer.train(1, [rank])
         error = "none"
@@ -61,4 +59,3 @@ def run_trainer(rank, addresses, folder: Path) -> None:
         saved = trainer.save(folder / "of two")
         learnt = trainer.learnt()
     np.savez(folder / f"{rank}.npz", error=error, path=saved.path, **learnt)
-    dist.destroy_process_group()

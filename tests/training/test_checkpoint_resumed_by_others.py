@@ -5,6 +5,7 @@ import contextlib
 import numpy as np
 import pytest
 
+from tests.support.groups import run_trainers
 from tests.support.processes import Processes
 from tests.support.remote_job import RemoteJob, Servers
 from tests.training import resuming_trainers
@@ -18,15 +19,7 @@ def resume_by_two(folder):
     with contextlib.ExitStack() as stack:
         addresses = stack.enter_context(Servers(3)).addresses
         processes = stack.enter_context(Processes(folder))
-        trainers = [
-            processes.start(
-                *(f"trainer {rank}", resuming_trainers.run_trainer),
-                *(rank, addresses, folder),
-            )
-            for rank in range(2)
-        ]
-        for trainer in trainers:
-            assert trainer.status() == 0, trainer.output()
+        run_trainers(processes, resuming_trainers.run_trainer, addresses, folder)
     return [np.load(folder / f"{rank}.npz") for rank in range(2)]
 
 

@@ -20,11 +20,11 @@ from persia_torchrec.training.data_state import random_state, set_random_state
 from persia_torchrec.training.recoverable import recoverable
 from persia_torchrec.training.schedule import CheckpointClock, RecoveryConfig
 from tests.support import recovering_trainers
+from tests.support.groups import run, run_through_a_kill
 from tests.support.local_job import LocalJob
 from tests.support.processes import Processes
 from tests.support.recovering_trainers import NUM_COUNTED, PASSES
 from tests.support.remote_job import Servers
-from tests.training.groups import run, run_through_a_kill
 
 
 def variables_of(job, folder):

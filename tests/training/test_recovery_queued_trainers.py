@@ -7,10 +7,10 @@ import pytest
 
 from persia_torchrec import EmbeddingClient
 from tests.support import queued_trainers
+from tests.support.groups import run, run_group_to_a_kill
 from tests.support.processes import Processes
 from tests.support.queued_trainers import NUM_EPOCHS, write_files
 from tests.support.remote_job import Servers
-from tests.training.groups import run, run_group_to_a_kill
 
 pytestmark = pytest.mark.multiprocess
 

@@ -8,10 +8,10 @@ import pytest
 from persia_torchrec import EmbeddingClient
 from persia_torchrec.checkpoint import catalog
 from tests.support import uneven_trainers
+from tests.support.groups import run, run_group_to_a_kill
 from tests.support.processes import Processes
 from tests.support.remote_job import Servers
 from tests.support.uneven_trainers import IDS_OF_A_TRAINER, expected_trainings
-from tests.training.groups import run, run_group_to_a_kill
 
 pytestmark = pytest.mark.multiprocess
 

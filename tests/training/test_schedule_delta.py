@@ -5,7 +5,6 @@ from contextlib import closing
 from dataclasses import replace
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from persia_torchrec import (
@@ -25,6 +24,7 @@ from persia_torchrec.job.requests import JobTimings
 from persia_torchrec.job.saves import LAST_CHECKPOINT
 from persia_torchrec.training import schedule
 from tests.support.delta_job import DIM, SETTINGS, Job, Trainer
+from tests.support.groups import run_trainers, trainer_of_group
 from tests.support.processes import Processes, wait_until
 from tests.support.remote_job import kjt_of
 
@@ -315,18 +315,15 @@ def test_recoverable_saves_deltas_and_resumes_from_the_last(start, monkeypatch):
 
 def train_together(rank, folder, *jobs):
     """Be one of two trainers, on the servers of one job and then on those of others."""
-    torch.set_num_threads(1)
     schedule._LEAST_INTERVAL = 0
-    store = dist.FileStore(str(folder / "process group"), 2)
-    dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
-    for addresses, num in jobs:
-        client = EmbeddingClient.connect(addresses)
-        trainer = Trainer(client, folder, EXPIRING)
-        with closing(client), closing(trainer):
-            train_recoverably(trainer, num)
-            name = f"dense {rank} of {len(addresses)}"
-            (folder / name).write_bytes(trainer.dense())
-    dist.destroy_process_group()
+    with trainer_of_group(rank, 2, folder / "process group"):
+        for addresses, num in jobs:
+            client = EmbeddingClient.connect(addresses)
+            trainer = Trainer(client, folder, EXPIRING)
+            with closing(client), closing(trainer):
+                train_recoverably(trainer, num)
+                name = f"dense {rank} of {len(addresses)}"
+                (folder / name).write_bytes(trainer.dense())
 
 
 @pytest.mark.multiprocess
@@ -339,12 +336,7 @@ def test_deltas_of_two_trainers_are_the_live_job_to_the_bit(start, tmp_path):
         for each, num in ((job, 11), (later, 4))
     ]
     with Processes(tmp_path) as processes:
-        trainers = [
-            processes.start(f"trainer {r}", train_together, r, tmp_path, *jobs)
-            for r in range(2)
-        ]
-        for trainer in trainers:
-            assert trainer.status() == 0, trainer.output()
+        run_trainers(processes, train_together, tmp_path, *jobs)
     checkpoints = [*catalog.complete_checkpoints(Folder(job.run))][::-1]
     for live, checkpoint, num, others in (
         (job, checkpoints[0], 10, [(2, few), (1, many)]),

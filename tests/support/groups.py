@@ -1,13 +1,36 @@
-"""Groups of trainers, each a process, as torchrun starts them."""
+"""Groups of trainers: what one of them is within, and how several are started."""
 
 import contextlib
 import signal
 
+import torch
+import torch.distributed as dist
+
 from tests.support.ports import draw_port
 
 
+@contextlib.contextmanager
+def trainer_of_group(rank, size, file, backend="gloo"):
+    """Be one of the trainers that meet by a file, in one thread."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(file), size)
+    dist.init_process_group(backend, rank=rank, world_size=size, store=store)
+    yield
+    dist.destroy_process_group()
+
+
+def run_trainers(processes, target, *arguments, size=2, **settings):
+    """Start trainers, each with its rank, as processes that must all end well."""
+    trainers = [
+        processes.start(f"trainer {rank}", target, rank, *arguments, **settings)
+        for rank in range(size)
+    ]
+    for trainer in trainers:
+        assert trainer.status() == 0, trainer.output()
+
+
 def start_group(processes, name, life, target, *arguments, size=2, **variables):
-    """Start all trainers of a group; return them."""
+    """Start all trainers of a group, as torchrun does; return them."""
     port = draw_port()
     return [
         processes.start(
