@@ -13,6 +13,7 @@ from persia_torchrec.errors import BatchError, ConfigError, FrameError, RemoteEr
 from persia_torchrec.routing.route import farmhash64
 from persia_torchrec.rpc.listener_thread import Service
 from persia_torchrec.rpc.messages import Header, Kind, encode_json
+from persia_torchrec.store import embedding_store
 from persia_torchrec.table import TableSpec
 from tests.support.servers import ids_of
 
@@ -313,9 +314,7 @@ class TestIds:
     def test_rows_are_counted_and_ids_found_from_a_bound_on(
         self, servers, scanned, monkeypatch
     ):
-        monkeypatch.setattr(
-            "persia_torchrec.store.embedding_store.MAX_SCANNED_SLOTS", scanned
-        )
+        monkeypatch.setattr(embedding_store, "MAX_SCANNED_SLOTS", scanned)
         client = connect(servers)
         ids = ids_of(0, 1, 2, 3, 9, 2**40, 2**64 - 1)
         client.fill("item", blocks_of(table_of(7), ids))

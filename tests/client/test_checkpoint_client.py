@@ -17,7 +17,9 @@ from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.embedding.optim import SGD, Adagrad, Adam
 from persia_torchrec.errors import CheckpointError, RemoteError, ServerError
 from persia_torchrec.server.checkpoint_service import ShardDump
+from persia_torchrec.store import row_copy
 from persia_torchrec.store.embedding_store import EmbeddingStore
+from persia_torchrec.store.row_copy import RowImport
 from persia_torchrec.table import TableSpec
 from tests.support.servers import DEADLINE_S, ids_of
 
@@ -326,8 +328,8 @@ def test_files_are_as_long_as_their_rows(servers, path):
 
 def step_dumps(monkeypatch):
     """Hold dumps back: each release of the semaphore lets a slice of one continue."""
-    monkeypatch.setattr("persia_torchrec.store.row_copy._SLICE_RECORDS", 100)
-    monkeypatch.setattr("persia_torchrec.store.row_copy._SLICE_BYTES", 2**8)
+    monkeypatch.setattr(row_copy, "_SLICE_RECORDS", 100)
+    monkeypatch.setattr(row_copy, "_SLICE_BYTES", 2**8)
     slices, advance = threading.Semaphore(0), ShardDump.advance
 
     def advance_if_released(self):
@@ -419,12 +421,12 @@ def test_a_server_that_stops_during_a_dump_fails_it(begin_dump):
 
 
 def test_a_dump_that_takes_too_long_reports_which_server(servers, path, monkeypatch):
-    monkeypatch.setattr("persia_torchrec.store.row_copy._SLICE_BYTES", 2**6)
+    monkeypatch.setattr(row_copy, "_SLICE_BYTES", 2**6)
     job = Job(servers, 1, [ADAM], capacity_rows=100_000)
     job.train(*range(50_000))
     with pytest.raises(TimeoutError, match=r"server 0 .*not done in time"):
         job.checkpoints.dump(path, timeout_s=0.01)
-    monkeypatch.setattr("persia_torchrec.store.row_copy._SLICE_BYTES", 2**18)
+    monkeypatch.setattr(row_copy, "_SLICE_BYTES", 2**18)
     assert job.checkpoints.dump(path).num_rows == 50_000
 
 
@@ -462,7 +464,7 @@ def test_a_load_that_fails_half_way_leaves_the_store_empty(servers, path, monkey
     def fail(*_):
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr("persia_torchrec.store.row_copy.RowImport.finish", fail)
+    monkeypatch.setattr(RowImport, "finish", fail)
     with pytest.raises(RemoteError, match="the disk is gone"):
         job.checkpoints.load(path)
     assert job.total("rows") == 0

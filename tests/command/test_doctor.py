@@ -3,7 +3,8 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from persia_torchrec.command import main
+from persia_torchrec import timeouts
+from persia_torchrec.command import doctor, main
 
 # What `openssl rand -hex 32` gives.
 TOKEN = "e973c884b827ae8d54caca07fb4ab3032479b284e168c24ddcd59b0f4b72b60a"
@@ -25,9 +26,7 @@ def test_what_is_wrong_has_the_command_that_mends_it(monkeypatch, tmp_path):
     token.write_text("a" * 64)
     token.chmod(0o644)
     monkeypatch.setenv("PERSIA_JOB_TOKEN_FILE", str(token))
-    monkeypatch.setattr(
-        "persia_torchrec.command.doctor.require_set_that_fits", _lacks_torchrec
-    )
+    monkeypatch.setattr(doctor, "require_set_that_fits", _lacks_torchrec)
     result = CliRunner().invoke(main, ["doctor"])
     assert result.exit_code == 1
     assert f"chmod 600 {token}" in result.output
@@ -67,7 +66,7 @@ def _lacks_torchrec():
 def test_a_look_makes_no_token(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("PERSIA_JOB_TOKEN_FILE", raising=False)
-    monkeypatch.setattr("persia_torchrec.timeouts.VERB_JOIN_S", 0.1)
+    monkeypatch.setattr(timeouts, "VERB_JOIN_S", 0.1)
     for verb in (["doctor"], ["status", "localhost:1"]):
         CliRunner().invoke(main, verb)
     assert not [*tmp_path.rglob("job_token")]

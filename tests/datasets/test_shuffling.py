@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from persia_torchrec.data import CsvDataset, IdColumn, LabelColumn, ParquetDataset
-from persia_torchrec.datasets import reading, shuffling
+from persia_torchrec.datasets import reading, shuffling, tables
 from persia_torchrec.datasets.columns import Ids, Rows
 from persia_torchrec.errors import ConfigError
 
@@ -105,7 +105,7 @@ def test_an_epoch_has_the_order_of_its_seed(tmp_path_factory, data, most, group,
     table = pa.table({"id": rows, "label": [0.0] * num})
     pq.write_table(table, path, row_group_size=group)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("persia_torchrec.datasets.tables.BLOCK_ROWS", 7)
+        patch.setattr(tables, "BLOCK_ROWS", 7)
         size = data.draw(st.integers(1, 20))
         dataset = ParquetDataset(path, size, COLUMNS, shuffle=most, seed=4)
         groups = [rows[i : i + group] for i in range(0, num, group)]
@@ -157,7 +157,7 @@ def test_a_position_of_an_earlier_version_loads_where_its_order_is_the_same(
 def test_a_positive_of_one_block_alone_is_no_warning(
     tmp_path, monkeypatch, caplog, shuffle
 ):
-    monkeypatch.setattr("persia_torchrec.datasets.tables.BLOCK_ROWS", 10)
+    monkeypatch.setattr(tables, "BLOCK_ROWS", 10)
     path = tmp_path / "rows.parquet"
     texts = ["buy"] + ["pv"] * 59
     pq.write_table(pa.table({"id": list(range(60)), "label": texts}), path)

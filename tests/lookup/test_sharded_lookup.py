@@ -10,6 +10,7 @@ from persia_torchrec.errors import BatchError, ConfigError
 from persia_torchrec.lookup.bags import Bags, FeatureSpec
 from persia_torchrec.lookup.sharded_lookup import ShardedLookup
 from persia_torchrec.rpc.messages import Precision
+from persia_torchrec.server import config
 from persia_torchrec.table import TableSpec
 from tests.support import reference
 from tests.support.reference import ReferenceStore
@@ -271,7 +272,7 @@ def test_a_table_that_is_missing_is_named(start):
 def test_tables_that_want_counts_learn_how_often_an_id_is_in_a_batch(
     servers, monkeypatch
 ):
-    monkeypatch.setattr("persia_torchrec.server.config.EmbeddingStore", RecordingStore)
+    monkeypatch.setattr(config, "EmbeddingStore", RecordingStore)
     running = servers.start(2)
     counting = dataclasses.replace(TABLES[0], name="counting")
     features = [

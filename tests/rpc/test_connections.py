@@ -19,6 +19,7 @@ from persia_torchrec.errors import (
     WireError,
 )
 from persia_torchrec.rpc import connection as connection_module
+from persia_torchrec.rpc import listener as listener_module
 from persia_torchrec.rpc.connections import Connections
 from persia_torchrec.rpc.greeting import NO_JOB, Greeting
 from persia_torchrec.rpc.listener import Listener
@@ -554,7 +555,7 @@ def test_a_client_without_a_greeting_is_rejected_by_a_listener_of_a_job(start, n
 
 
 def test_more_peers_connect_than_a_listener_remembers(start, connect, monkeypatch):
-    monkeypatch.setattr("persia_torchrec.rpc.listener._MAX_KNOWN_PEERS", 2)
+    monkeypatch.setattr(listener_module, "_MAX_KNOWN_PEERS", 2)
     peer = start(echo, Greeting("ours"))
     all_of_them = [connect(peer.address, greeting=Greeting("ours")) for _ in range(5)]
     for connections in all_of_them * 2:

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from persia_torchrec.errors import FrameError, RemoteError, ServerError
+from persia_torchrec.rpc import peers as peers_module
 from persia_torchrec.rpc import slab as layout
 from persia_torchrec.rpc.connections import Connections
 from persia_torchrec.rpc.greeting import NO_JOB
@@ -266,7 +267,7 @@ def test_memory_is_asked_for_once_by_threads_that_see_a_server_back(echo, monkey
             both.wait(0.3)
         return obtain(ask)
 
-    monkeypatch.setattr("persia_torchrec.rpc.peers.obtain", obtain_together)
+    monkeypatch.setattr(peers_module, "obtain", obtain_together)
     with contextlib.closing(connect(echo)) as given:
         all_at_once(given._share, [0, 0])
         assert both.broken

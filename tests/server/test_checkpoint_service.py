@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from persia_torchrec import timeouts
 from persia_torchrec.checkpoint.background import Activity
 from persia_torchrec.checkpoint.load import ShardLoad
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
@@ -19,6 +20,7 @@ from persia_torchrec.server.checkpoint_service import (
 )
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.handlers import KINDS
+from persia_torchrec.store import row_copy
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
 from tests.server.clocks import Clock
@@ -33,7 +35,7 @@ def clock(monkeypatch):
     monkeypatch.setattr(
         "persia_torchrec.server.checkpoint_service.time.thread_time", lambda: 0
     )
-    monkeypatch.setattr("persia_torchrec.store.row_copy._SLICE_BYTES", 2**8)
+    monkeypatch.setattr(row_copy, "_SLICE_BYTES", 2**8)
     return clock
 
 
@@ -235,7 +237,7 @@ def test_a_load_of_earlier_trainers_is_given_up(servers, tmp_path, monkeypatch):
 def test_requests_do_not_wait_for_the_end_of_a_load_that_is_given_up(
     servers, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("persia_torchrec.timeouts.BACKGROUND_CLOSE_S", 1e6)
+    monkeypatch.setattr(timeouts, "BACKGROUND_CLOSE_S", 1e6)
     running, may_go_on = servers.start(), threading.Event()
     old, new = (connect(running, generation) for generation in (1, 2))
     with closing(old), closing(new):

@@ -8,12 +8,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from persia_torchrec import timeouts
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.embedding.optim import Adam
 from persia_torchrec.errors import ConfigError, RemoteError, ServerError, TokenError
 from persia_torchrec.job.service import reject_until_ready
 from persia_torchrec.rpc.connections import Connections
 from persia_torchrec.rpc.messages import Header, Kind, encode_json
+from persia_torchrec.server import cluster as cluster_module
 from persia_torchrec.server.cluster import EmbeddingCluster, _wait_until_ready
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
 from persia_torchrec.table import TableSpec
@@ -145,7 +147,7 @@ def test_the_time_in_which_a_server_compiles_does_not_count(monkeypatch):
     says = "echo compiling; echo compiled; echo ready tcp://a:1"
     times_s = iter([0.0, 0.0, 500.0, 500.0])  # compiling takes 500 s
     clock = SimpleNamespace(monotonic=lambda: next(times_s))
-    monkeypatch.setattr("persia_torchrec.server.cluster.time", clock)
+    monkeypatch.setattr(cluster_module, "time", clock)
     with subprocess.Popen(
         ["/bin/sh", "-c", says], stdout=subprocess.PIPE, text=True
     ) as server:
@@ -203,7 +205,7 @@ def test_a_cluster_that_cannot_serve_is_rejected(
 
 
 def test_a_server_that_does_not_terminate_is_killed(monkeypatch):
-    monkeypatch.setattr("persia_torchrec.timeouts.CLUSTER_STOP_S", 0.1)
+    monkeypatch.setattr(timeouts, "CLUSTER_STOP_S", 0.1)
     command = ["/bin/sh", "-c", "trap '' TERM; echo ignoring; exec sleep 1000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "ignoring\n"

@@ -23,6 +23,7 @@ from persia_torchrec.errors import (
     PersiaError,
     RemoteError,
 )
+from persia_torchrec.server import follower
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.follower import ServedCheckpoint
 from persia_torchrec.table import TableSpec
@@ -359,7 +360,7 @@ def test_a_file_that_is_not_the_one_of_its_manifest_ends_the_server(trained, tmp
 @pytest.fixture
 def behind(servers, tmp_path, caplog, monkeypatch):
     """Return what follows a training of another table than it has loaded, unread."""
-    monkeypatch.setattr("persia_torchrec.server.follower.POLL_S", 0.02)
+    monkeypatch.setattr(follower, "POLL_S", 0.02)
     caplog.set_level(logging.INFO)
     run, logs = str(tmp_path / "run"), str(tmp_path / "increments")
     client = servers.client(servers.start())

@@ -19,6 +19,7 @@ from persia_torchrec.rpc.messages import (
     bytes_of,
     encode_json,
 )
+from persia_torchrec.server import config
 from persia_torchrec.server.cluster import EmbeddingCluster
 from persia_torchrec.server.handlers import KINDS
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
@@ -38,7 +39,7 @@ ONES = np.ones((2, 2), dtype=np.float32)
 @pytest.fixture
 def recording(servers, monkeypatch):
     """A server whose store records its calls, and a client of it."""
-    monkeypatch.setattr("persia_torchrec.server.config.EmbeddingStore", RecordingStore)
+    monkeypatch.setattr(config, "EmbeddingStore", RecordingStore)
     (running,) = servers.start()
     running.client = servers.client([running])
     running.store = running.server.shard.store
@@ -399,7 +400,7 @@ class FailingStore(RecordingStore):
 
 
 def test_an_update_that_fails_is_an_error_of_its_sender_only(servers, monkeypatch):
-    monkeypatch.setattr("persia_torchrec.server.config.EmbeddingStore", FailingStore)
+    monkeypatch.setattr(config, "EmbeddingStore", FailingStore)
     running = servers.start()
     client = servers.client(running)
     client.add_tables([ITEM])

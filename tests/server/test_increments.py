@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from persia_torchrec import Expiry
+from persia_torchrec import Expiry, timeouts
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.increment_log import (
     find_lines,
@@ -21,6 +21,7 @@ from persia_torchrec.checkpoint.load import ShardLoad
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.embedding.optim import Adagrad
 from persia_torchrec.errors import CheckpointError, ConfigError, PersiaError
+from persia_torchrec.server import increments
 from persia_torchrec.server.checkpoint_service import CheckpointService
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.server import EmbeddingServer
@@ -309,7 +310,7 @@ def test_many_changes_begin_an_increment_before_the_interval_ends(servers, tmp_p
 def test_training_continues_when_increments_cannot_be_written(
     servers, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("persia_torchrec.timeouts.INCREMENTS_RETRY_S", 0.05)
+    monkeypatch.setattr(timeouts, "INCREMENTS_RETRY_S", 0.05)
     training = Training(servers, tmp_path, 1)
     training.train(*range(20))
     training.dump()
@@ -329,7 +330,7 @@ def test_training_continues_when_increments_cannot_be_written(
 def test_training_does_not_wait_for_a_file_system_that_hangs(
     servers, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("persia_torchrec.timeouts.INCREMENTS_RETRY_S", 0.01)
+    monkeypatch.setattr(timeouts, "INCREMENTS_RETRY_S", 0.01)
     training = Training(
         servers, tmp_path, 1, incremental_buffer_rows=5, incremental_queue=1
     )
@@ -367,7 +368,7 @@ def test_training_does_not_wait_for_a_file_system_that_hangs(
 def test_errors_of_any_kind_of_a_file_system_do_not_end_the_training(
     servers, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("persia_torchrec.timeouts.INCREMENTS_RETRY_S", 0.05)
+    monkeypatch.setattr(timeouts, "INCREMENTS_RETRY_S", 0.05)
     training = Training(servers, tmp_path, 1)
 
     def fails(folder, name):
@@ -510,8 +511,8 @@ def test_a_folder_that_cannot_be_made_is_an_error_at_the_start(tmp_path):
 def test_a_log_of_many_times_the_rows_is_warned_of(
     servers, tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr("persia_torchrec.server.increments._LEAST_BYTES", 1)
-    monkeypatch.setattr("persia_torchrec.server.increments._MAX_RATIO", -1)
+    monkeypatch.setattr(increments, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(increments, "_MAX_RATIO", -1)
     training = Training(servers, tmp_path, 1)
     training.train(*range(5))
     said = "increments since the last dump have"
@@ -526,7 +527,7 @@ def test_a_server_without_a_folder_writes_nothing(servers, tmp_path):
 
 
 def test_an_increment_of_many_requests_is_written_whole(servers, tmp_path, monkeypatch):
-    monkeypatch.setattr("persia_torchrec.server.increments._SLICE_BYTES", 64)
+    monkeypatch.setattr(increments, "_SLICE_BYTES", 64)
     training = Training(servers, tmp_path, 1)
     training.dump()
     client = follow(servers, training)

@@ -17,6 +17,7 @@ from persia_torchrec.checkpoint.increment_log import (
 from persia_torchrec.checkpoint.load import Target
 from persia_torchrec.checkpoint.restore import restore
 from persia_torchrec.errors import CheckpointError
+from persia_torchrec.server import increments
 from persia_torchrec.server.config import ServerConfig
 from tests.support.increments import (
     OTHER,
@@ -32,7 +33,7 @@ IDS = np.arange(60, dtype=np.uint64)
 
 @pytest.fixture(autouse=True)
 def small_logs(monkeypatch):
-    monkeypatch.setattr("persia_torchrec.server.increments._LEAST_BYTES", 2**14)
+    monkeypatch.setattr(increments, "_LEAST_BYTES", 2**14)
 
 
 @pytest.fixture

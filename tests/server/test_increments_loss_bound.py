@@ -10,6 +10,7 @@ import pytest
 from persia_torchrec.checkpoint.background import Activity
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.job.requests import JobTimings
+from persia_torchrec.server import increments
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.increments import Increments
 from persia_torchrec.store.embedding_store import EmbeddingStore
@@ -25,8 +26,8 @@ class Busy:
     """The increments of a server that is never idle, whose slices take a second."""
 
     def __init__(self, folder, monkeypatch):
-        monkeypatch.setattr("persia_torchrec.server.increments._SLICE_BYTES", 2**8)
-        monkeypatch.setattr("persia_torchrec.server.increments._CHECK_S", 0.001)
+        monkeypatch.setattr(increments, "_SLICE_BYTES", 2**8)
+        monkeypatch.setattr(increments, "_CHECK_S", 0.001)
         self.clock = clock = Clock()
         clock.thread_time = self.thread_time
         self.activity = Activity(clock.monotonic, clock.thread_time)

@@ -11,6 +11,7 @@ from torchrec import (
 )
 
 from persia_torchrec import SGD, Adagrad
+from persia_torchrec.client import bulk
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.embedding.optim import Adam
 from persia_torchrec.errors import BatchError, ConfigError
@@ -163,7 +164,7 @@ class TestLoad:
     ):
         torch.save({"plain": matrix(50, 3)}, tmp_path / "model.pt")
         mapped = torch.load(tmp_path / "model.pt", mmap=True)
-        monkeypatch.setattr("persia_torchrec.client.bulk._BLOCK_BYTES", 7 * 3 * 4)
+        monkeypatch.setattr(bulk, "_BLOCK_BYTES", 7 * 3 * 4)
         load_tables(client, mapped, ["plain"])
         assert np.array_equal(client.read("plain", numbers(50)), matrix(50, 3).numpy())
         assert client.counters()[0]["requests_write"] == 8  # of seven rows each

@@ -27,6 +27,7 @@ from persia_torchrec import (
 )
 from persia_torchrec.embedding.optim import SGD, Adagrad, Adam
 from persia_torchrec.errors import ConfigError, StoreError
+from persia_torchrec.store import memory
 from persia_torchrec.store.embedding_store import EmbeddingStore, UpdateResult
 from persia_torchrec.store.memory import MISSING
 from persia_torchrec.table import TableSpec
@@ -454,7 +455,7 @@ def test_one_lookup_may_repeat_ids_more_often_than_the_log_of_uses_is_long():
 
 
 def test_more_tables_than_a_server_holds_are_rejected(monkeypatch):
-    monkeypatch.setattr("persia_torchrec.store.memory.MAX_TABLES", 1)
+    monkeypatch.setattr(memory, "MAX_TABLES", 1)
     store = EmbeddingStore(2)
     store.add_table(TableSpec(name="item", dim=1, optimizer=SGD(0.1)))
     with pytest.raises(StoreError, match=r"A server holds at most 1 tables\."):

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from persia_torchrec.store import row_copy
 from persia_torchrec.store.memory import (
     LARGEST_TICK,
     STATE,
@@ -86,9 +87,9 @@ def value_of(store, row):
 
 
 def test_rows_of_many_slices_and_chunks_are_all_copied(monkeypatch):
-    monkeypatch.setattr("persia_torchrec.store.row_copy._CHUNK_BYTES", 4096)
-    monkeypatch.setattr("persia_torchrec.store.row_copy._SLICE_BYTES", 512)
-    monkeypatch.setattr("persia_torchrec.store.row_copy._SLICE_RECORDS", 100)
+    monkeypatch.setattr(row_copy, "_CHUNK_BYTES", 4096)
+    monkeypatch.setattr(row_copy, "_SLICE_BYTES", 512)
+    monkeypatch.setattr(row_copy, "_SLICE_RECORDS", 100)
     store = store_of(5000)
     for table in range(len(TABLES)):
         use(store, table, range(700 + table))

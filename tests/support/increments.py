@@ -6,6 +6,8 @@ import pytest
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.embedding.optim import SGD, Adagrad
 from persia_torchrec.errors import PersiaError
+from persia_torchrec.server import follower as follower_module
+from persia_torchrec.server import increments
 from persia_torchrec.table import TableSpec
 from tests.support.processes import wait_until
 from tests.support.servers import ids_of
@@ -19,9 +21,9 @@ WRITING = {"incremental_interval_s": 0.02}
 @pytest.fixture(autouse=True)
 def short_intervals(monkeypatch):
     """Poll often, so that tests wait for what happens and not for the next poll."""
-    monkeypatch.setattr("persia_torchrec.server.follower.POLL_S", 0.02)
-    monkeypatch.setattr("persia_torchrec.server.follower._CHECK_S", 0.005)
-    monkeypatch.setattr("persia_torchrec.server.increments._CHECK_S", 0.005)
+    monkeypatch.setattr(follower_module, "POLL_S", 0.02)
+    monkeypatch.setattr(follower_module, "_CHECK_S", 0.005)
+    monkeypatch.setattr(increments, "_CHECK_S", 0.005)
 
 
 class Training:

@@ -23,6 +23,7 @@ from persia_torchrec import (
 )
 from persia_torchrec.embedding.optim import Adam
 from persia_torchrec.errors import CheckpointError
+from persia_torchrec.training import checkpoint
 from persia_torchrec.training.checkpoint import load_checkpoint, save_checkpoint
 from tests.support.models import Tower, tables_of
 from tests.support.remote_job import Servers, kjt_of, shard
@@ -201,7 +202,7 @@ def test_a_half_that_fails_leaves_the_previous_checkpoint(start, tmp_path, monke
     def fail(*_, **__):
         raise OSError("no space left")
 
-    monkeypatch.setattr("persia_torchrec.training.checkpoint.save_state", fail)
+    monkeypatch.setattr(checkpoint, "save_state", fail)
     with pytest.raises(CheckpointError, match="trainer 0: OSError: no space left"):
         run.save(tmp_path)
     monkeypatch.undo()
@@ -255,7 +256,7 @@ def test_each_trainer_that_failed_tells_its_own_cause(start, tmp_path, monkeypat
                 "", {rank: (exc, stack) for rank, exc in failures}
             )
 
-        monkeypatch.setattr("persia_torchrec.training.checkpoint.save_state", fail)
+        monkeypatch.setattr(checkpoint, "save_state", fail)
         with pytest.raises(CheckpointError) as told:
             run.save(tmp_path)
         return str(told.value)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from persia_torchrec.checkpoint.catalog import Manifest
 from persia_torchrec.ctx import InferCtx, eval_ctx
 from persia_torchrec.data import DataLoader
 from persia_torchrec.embedding import EmbeddingConfig
@@ -161,7 +162,7 @@ def dump_and_fail(ctx, folder):
         raise CheckpointError("interrupted")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("persia_torchrec.checkpoint.catalog.Manifest.write", fail)
+        patch.setattr(Manifest, "write", fail)
         ctx.dump_checkpoint(folder, blocking=False)
         ctx.embeddings.checkpoints._dump._outcome.exception(timeout=DEADLINE_S)
 
