@@ -24,11 +24,6 @@ from tests.support.increments import (
 IDS = np.arange(60, dtype=np.uint64)
 
 
-def written(training):
-    """Wait until all that has changed is written."""
-    training.has_written()
-
-
 @pytest.fixture
 def training(servers, tmp_path):
     """Return a training of two servers with a checkpoint, and increments behind it."""
@@ -44,7 +39,7 @@ def train_on(training):
     for _ in range(2):
         training.train(*range(10, 40))
         training.train(*range(9), table="other")
-        written(training)
+        training.has_written()
 
 
 def restored(training, shard=0, num_shards=2, run=None):
@@ -100,8 +95,8 @@ def test_increments_from_the_start_on_need_no_checkpoint(servers, tmp_path):
 def test_a_torn_increment_and_those_behind_it_are_left_out(training, caplog):
     # An increment has rows as they are when it is written, which may be after the push:
     # that of the lookup is there before the push, so that no other one has the update.
-    training.train(*range(10, 40), before_push=lambda: written(training))
-    written(training)
+    training.train(*range(10, 40), before_push=training.has_written)
+    training.has_written()
     log = Path(training.logs, last_log(training).name)
     *_, last = sorted(log.glob("*.increment"))
     last.write_bytes(last.read_bytes()[:-5])

@@ -15,10 +15,6 @@ from tests.support.increments import (
 from tests.support.servers import RunningServer
 
 
-def written(training):
-    training.has_written()
-
-
 def test_followers_of_a_training_that_resumes_from_an_older_checkpoint_load_again(
     servers, tmp_path
 ):
@@ -48,8 +44,7 @@ def test_followers_that_read_an_increment_which_is_torn_later_load_again(
     training.train(*range(20))
     training.dump()
     for _ in range(2):
-        training.train(*range(10, 30))
-        written(training)
+        training.write(*range(10, 30))
     client = follow(servers, training)
     become_equal(client, training)
     training.running[0].stop()
