@@ -28,6 +28,7 @@ from statistics import fmean
 from typing import Literal, NamedTuple
 
 import msgspec
+from msgspec import structs
 
 from persia_torchrec import timeouts
 from persia_torchrec.errors import without_secrets
@@ -240,7 +241,8 @@ class _Heard:
         step = max(progress, int(numbers.get("step", 0)))
         num_read = numbers.get("batches_evaluated", self._num_read)
         num = step - self._step
-        if num > 0 and self._step >= 0:
+        has_begun = numbers.get("samples", 1) > 0  # else it resumes at a step
+        if num > 0 and self._step >= 0 and has_begun:
             took_s = (now_s - self.moved_s) / num
             self.usual_s = (
                 took_s
@@ -365,6 +367,11 @@ class Statuses:
         order = ("lost", "killed", "stalled", "saves")
         kinds = {kind: number for number, kind in enumerate(order)}
         found.sort(key=lambda one: (not one.is_wrong, kinds.get(one.kind, len(order))))
+        if found and found[0].kind in ("lost", "killed"):  # for which trainers wait
+            return [
+                structs.replace(one, remedy="") if one.kind == "stalled" else one
+                for one in found
+            ]
         return found
 
     def _problem(

@@ -207,5 +207,6 @@ def recoverable(
     recovery.resume(is_restart=env.num_group_restarts() > 0)
     if (member := JobMember.current) is not None:
         member.progress = lambda: recovery.num_steps
+        member.is_paused = recovery.clock.has_answered
     with recovery.ending(), recovery.joinable():
         yield RecoverableRun(recovery, last_step)

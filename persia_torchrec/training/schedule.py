@@ -213,6 +213,7 @@ class CheckpointClock(AnswersAtEnd):
         self.num_trained = 0
         self.is_delta = self.is_last = False
         self._left = 1  # steps until rank 0 is asked
+        self._num_answered = self._num_seen = 0  # steps of others
         self._due_s = self._delta_due_s = math.inf
         self.restart(0.0)
 
@@ -232,8 +233,14 @@ class CheckpointClock(AnswersAtEnd):
             work.wait()
         return self._count()
 
+    def has_answered(self) -> bool:
+        """Return whether others have made steps since the last call, at its end."""
+        num, self._num_seen = self._num_answered - self._num_seen, self._num_answered
+        return num > 0
+
     def main_hook(self) -> None:
         """Take part in a question of the others, and in a checkpoint if it is time."""
+        self._num_answered += 1
         if self._count():
             self.save_ended()
 

@@ -141,6 +141,15 @@ def test_a_trainer_without_a_step_starts():
     assert job.state("trainer") == WELL
 
 
+def test_a_trainer_that_resumes_and_skips_batches_has_made_no_step():
+    job = Watched()
+    job.passes(2, "server", "trainer", figures={"samples": 0})
+    job.now["step"] = 500
+    job.passes(100, "server", "trainer", figures={"samples": 0})
+    assert job.state("trainer") == WELL
+    assert job.look().members[1].step_s is None
+
+
 def test_a_server_whose_figures_do_not_come_any_more_is_stalled(job):
     for _ in range(70):
         job.passes(1, "trainer", steps_a_second=4)
@@ -178,6 +187,7 @@ def test_the_cause_comes_first(job):
     job.passes(70, "trainer")
     status = job.look()
     assert [one.kind for one in status.problems] == ["lost", "stalled"]
+    assert [bool(one.remedy) for one in status.problems] == [True, False]
 
 
 def test_a_process_that_has_not_joined_is_no_fault():

@@ -129,6 +129,15 @@ def test_the_clock_says_at_once_that_a_save_is_asked_for():
     assert not clock.is_delta
 
 
+def test_a_trainer_at_its_end_tells_that_others_make_steps():
+    clock = CheckpointClock(600.0)
+    clock.is_time()
+    assert not clock.has_answered()
+    clock.main_hook()
+    assert clock.has_answered()
+    assert not clock.has_answered()
+
+
 def test_the_clock_is_asked_rarely_and_says_when_it_is_time():
     now_s, asked = 0.0, []
 
