@@ -173,7 +173,8 @@ def test_stop_has_a_job_save_and_end(job):
     assert "checkpoint-" in record.checkpoint
     assert "server 1" in record.logs
     [line] = told("ps", "--all")
-    assert line["job"] == job.job_id
+    assert (line["job"], line["state"]) == (job.job_id, "stopped")
+    assert line["told"] == "SIGTERM to persia-torchrec stop"
     assert "the address book" in call("logs", "coordinator", "--job", job.job_id)
     call("status", status=1)
     wait_until(lambda: not job._is_running(), "the job's processes end")

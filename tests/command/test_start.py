@@ -91,7 +91,7 @@ def test_every_verb_has_an_example_in_its_help():
     verbs = [
         line.split()[0] for line in root.partition("Commands:")[2].splitlines()[1:]
     ]
-    assert len(verbs) == 16
+    assert len(verbs) == 17
     for verb in verbs:
         shown = CliRunner().invoke(main, [verb, "--help"]).output
         assert f"persia-torchrec {verb}" in shown or verb == "checkpoint", verb
