@@ -54,7 +54,13 @@ def test_ps_has_the_jobs_that_run(job):
 
 
 def test_status_has_a_line_for_each_process_and_the_newest_checkpoint(job):
-    wait_until(lambda: told("status")["checkpoint_is_whole"], "it is looked at")
+
+    def is_known():  # servers tell their rows every 5 s
+        found = told("status")
+        rows = [one["rows"] for one in found["members"] if one["role"] == "server"]
+        return found["checkpoint_is_whole"] and sum(row or 0 for row in rows) == 4
+
+    wait_until(is_known, "the checkpoint is looked at, and rows are told")
     found = told("status")
     members = {(one["role"], one["index"]): one for one in found["members"]}
     assert list(members) == [
