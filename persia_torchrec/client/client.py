@@ -35,9 +35,9 @@ from persia_torchrec.client.codec import (
     KnownTable,
     KnownTables,
     PushOutcome,
-    Received,
     RowRequest,
     ServerHello,
+    ServerRows,
     TableList,
     Tables,
     added,
@@ -287,7 +287,7 @@ class EmbeddingClient(OwnProcess):
     def push(
         self,
         tables: Tables,
-        grads: Sequence[Floats] | messages.LateRows,
+        grads: Sequence[Floats] | messages.DeferredRows,
         batch: BatchNumber,
         *,
         precision: Precision = Precision.FP32,
@@ -636,7 +636,7 @@ class PendingRows:
         """Wait for the rows where they are; see :meth:`RowRequest.pieces`."""
         return self._request.pieces(self._frames(), self._precision)
 
-    def received(self) -> list[Received]:
+    def received(self) -> list[ServerRows]:
         """Wait for the rows of each server, as they travelled, where they are."""
         replies, precision = enumerate(self._frames()), self._precision
         return [

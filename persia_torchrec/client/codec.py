@@ -41,9 +41,9 @@ from persia_torchrec.rpc.float_codec import (
 )
 from persia_torchrec.rpc.messages import (
     GENERATION_SHIFT,
+    DeferredRows,
     Frames,
     Header,
-    LateRows,
     Precision,
     SentFrame,
     Share,
@@ -221,7 +221,7 @@ class RowRequest(NamedTuple):
 
     groups: Sequence[IdGroup]
     widths: Sequence[int]
-    rows: Sequence[Floats] | LateRows | None = None
+    rows: Sequence[Floats] | DeferredRows | None = None
     counts: Sequence[Counts | None] | None = None
     share: Share | None = None
 
@@ -245,7 +245,7 @@ class RowRequest(NamedTuple):
         pairs = zip(self.groups, slices, strict=True)
         ids = [group.ids[piece] for group, piece in pairs]
         frames: list[SentFrame] = [*messages.encode_segments(segments_T2, ids)]
-        if isinstance(self.rows, LateRows):
+        if isinstance(self.rows, DeferredRows):
             frames.append(self.rows.part(slices))
         elif self.rows is not None:
             rows = zip(self.rows, slices, strict=True)
@@ -292,11 +292,11 @@ class RowRequest(NamedTuple):
         pairs = zip(bounds, self.widths, strict=True)
         return [(stop - start, width) for (start, stop), width in pairs]
 
-    def read(self, server: int, reply: Frames, precision: Precision) -> "Received":
+    def read(self, server: int, reply: Frames, precision: Precision) -> "ServerRows":
         """Return the rows of one server, of all groups, as they travelled."""
         shapes, body = self._shapes(server), body_of(reply)
         numbers, exponents = read_numbers(body, shapes, precision)
-        received, first, row = Received([], [], []), 0, 0
+        received, first, row = ServerRows([], [], []), 0, 0
         for (num, width), group in zip(shapes, self.groups, strict=True):
             begin, stop = int(group.offsets[server]), first + num * width
             received.slices.append(slice(begin, begin + num))
@@ -348,7 +348,7 @@ class RowRequest(NamedTuple):
         ]
 
 
-class Received(NamedTuple):
+class ServerRows(NamedTuple):
     """Rows of a server, by group: where they belong, numbers, and an exponent per row.
 
     The numbers are float32; or the bits of halves, uint16, which are FP16 times 2 to
@@ -387,12 +387,14 @@ def check_counts(groups: Sequence[IdGroup], counts: Sequence[Counts | None]) -> 
 
 
 def check_gradients(
-    groups: Sequence[IdGroup], dims: Sequence[int], grads: Sequence[Floats] | LateRows
+    groups: Sequence[IdGroup],
+    dims: Sequence[int],
+    grads: Sequence[Floats] | DeferredRows,
 ) -> None:
     """Check that there is one gradient per id."""
     shapes = (
         grads.shapes
-        if isinstance(grads, LateRows)
+        if isinstance(grads, DeferredRows)
         else [grads_UD.shape for grads_UD in grads]
     )
     for group, dim, shape in zip(groups, dims, shapes, strict=True):

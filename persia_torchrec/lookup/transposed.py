@@ -36,7 +36,7 @@ LONGEST = 128
 _ONE = np.float32(1)
 
 
-class Wanted(NamedTuple):
+class IndexParts(NamedTuple):
     """What an index has beside bags and rows.
 
     ``each_id``: every id is a bag of its own, feature by feature. ``scales``: of each
@@ -110,7 +110,7 @@ class _Parts(NamedTuple):
     bag_of: Positions
 
 
-def most_numbers(batch: RoutedBatch, group: int, wanted: Wanted) -> int:
+def most_numbers(batch: RoutedBatch, group: int, wanted: IndexParts) -> int:
     """Return how long the index of a group's rows is, at most."""
     plan = batch.plan
     chosen = [f for f, of_group in enumerate(plan.group_of) if of_group == group]
@@ -124,7 +124,7 @@ def most_numbers(batch: RoutedBatch, group: int, wanted: Wanted) -> int:
 
 
 def build_index(
-    batch: RoutedBatch, group: int, wanted: Wanted, out: Positions
+    batch: RoutedBatch, group: int, wanted: IndexParts, out: Positions
 ) -> IndexSizes:
     """Write the index of a group's rows, and return its sizes.
 
@@ -157,7 +157,7 @@ def build_index(
 def _build(
     batch: _Batch,
     features: _Features,
-    wanted: Wanted,
+    wanted: IndexParts,
     counts_U: Counts,
     out: Positions,
 ) -> Offsets:
@@ -283,7 +283,7 @@ def _write_offsets(batch: _Batch, features: _Features, offsets: Positions) -> bo
 def _fill(
     batch: _Batch,
     features: _Features,
-    wanted: Wanted,
+    wanted: IndexParts,
     is_single: bool,
     parts: _Parts,
     cursor_U: Positions,

@@ -52,7 +52,7 @@ from persia_torchrec.errors import ConfigError, DiscoveryError
 from persia_torchrec.job.trainer_group import waiting
 from persia_torchrec.persia import distributed
 from persia_torchrec.rpc.addresses import open_listening
-from persia_torchrec.sharding.backward_pass import AnswersAtEnd
+from persia_torchrec.sharding.backward_pass import UnevenInputsHook
 from persia_torchrec.sharding.planned import dense_parameters
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ class _Prepare(torch.autograd.Function):
         return anchor
 
 
-class AveragedWeights(DataParallelWrapper, AnswersAtEnd):
+class AveragedWeights(DataParallelWrapper, UnevenInputsHook):
     """Averages weights after each ``period`` of steps; trainers step alone.
 
     The dense optimizer's state stays each trainer's own. A trainer at the end of its

@@ -57,7 +57,7 @@ from persia_torchrec.persia.worker.process import ask_for_slots
 from persia_torchrec.persia.worker_client import WAIT, RemoteBatch, RemoteWorkers
 from persia_torchrec.pipeline.pipeline import BatchPipeline, PrefetchedBatch
 from persia_torchrec.sharding.all_sharders import RemoteSharders
-from persia_torchrec.sharding.backward_pass import AnswersAtEnd
+from persia_torchrec.sharding.backward_pass import UnevenInputsHook
 from persia_torchrec.sharding.collection import CollectionSpec, TableCollection
 from persia_torchrec.sharding.on_device import Pooled, Tensors
 from persia_torchrec.sharding.sharded_module import ShardedRemoteCollection
@@ -332,7 +332,7 @@ class Engine:
     def in_step(
         self,
         scaler: torch.amp.GradScaler | None = None,
-        clock: AnswersAtEnd | None = None,
+        clock: UnevenInputsHook | None = None,
     ) -> Iterator[None]:
         """Keep trainers in step whose data do not end at the same batch.
 

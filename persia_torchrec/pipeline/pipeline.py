@@ -559,7 +559,7 @@ class BatchPipeline(PushQueue[Source, Handle]):
             self._put_call(leave, waits_for_acks=False)
 
 
-class BatchesInTurn:
+class PullOrder:
     """Training batches of one collection that are begun; the training thread's.
 
     A train pipeline begins the pull of a batch some batches before the model uses it,
@@ -582,13 +582,13 @@ class BatchesInTurn:
         # In their order. The caller may drop them.
         self._begun: list[weakref.ref[PrefetchedBatch[Any]]] = []
 
-    def begun(self, batch: PrefetchedBatch[Any]) -> None:
+    def started(self, batch: PrefetchedBatch[Any]) -> None:
         """Note a batch whose pull is begun, and which will be used."""
         if batch.given is not None:
             self._begun = [one for one in self._begun if one() is not None]
             self._begun.append(weakref.ref(batch))
 
-    def used(
+    def consumed(
         self, batch: PrefetchedBatch[Any], max_in_flight: int
     ) -> PrefetchedBatch[Any]:
         """Return the pull of a batch that is used now; it is no other's turn any more.

@@ -27,7 +27,12 @@ from persia_torchrec.client.client import BatchNumber, Reply
 from persia_torchrec.client.codec import PushOutcome
 from persia_torchrec.errors import ConfigError, PersiaError, StalenessError
 from persia_torchrec.lookup.sharded_lookup import Outputs
-from persia_torchrec.pipeline.staleness import CLOSED, Permit, StalenessSemaphore, Tally
+from persia_torchrec.pipeline.staleness import (
+    CLOSED,
+    BatchStatistics,
+    Permit,
+    StalenessSemaphore,
+)
 from persia_torchrec.rpc.own_process import OwnProcess
 from persia_torchrec.table import TableChange
 
@@ -105,7 +110,7 @@ class PushQueue(OwnProcess, Generic[Source, Handle]):
 
     def __init__(self, lookup: Lookup[Source, Handle], timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self.tally = Tally()
+        self.tally = BatchStatistics()
         self.semaphore = StalenessSemaphore(1, timeouts.PERMIT_S)
         self.waits_for_ack = False
         self.lookup = lookup

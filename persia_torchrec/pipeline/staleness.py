@@ -298,7 +298,7 @@ class TrainingSummary:
         return self.num_evicted / max(self.num_gradients, 1)
 
 
-class Tally:
+class BatchStatistics:
     """Counts of one pipeline, and its warnings. Any thread may call any method.
 
     Attributes:

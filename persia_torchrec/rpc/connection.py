@@ -44,10 +44,10 @@ from persia_torchrec.rpc import auth
 from persia_torchrec.rpc.auth import Proof
 from persia_torchrec.rpc.greeting import Greeting
 from persia_torchrec.rpc.messages import (
+    DeferredFrame,
     Frames,
     Header,
     Kind,
-    LateFrame,
     SentFrame,
     decode_json,
     encode_json,
@@ -203,7 +203,7 @@ class Connection(OwnProcess):
         require_sendable(frames, what)
         if (memory := self._memory) is None:
             # Here, and not in the I/O thread.
-            frames = [f.whole() if isinstance(f, LateFrame) else f for f in frames]
+            frames = [f.whole() if isinstance(f, DeferredFrame) else f for f in frames]
         elif sum(map(len, frames)) < _SMALL_BYTES:
             memory.announce()  # the server wakes while the request is prepared
         self._wait_for_slot(timeout_s + self._recovery_s, what)

@@ -138,7 +138,7 @@ Frame = bytes | memoryview
 Frames = list[Frame]
 
 
-class LateFrame(ABC):
+class DeferredFrame(ABC):
     """A frame whose bytes are copied when it is known where they go; they stay so.
 
     Any thread may call any method. ``len`` is how many bytes there are.
@@ -156,17 +156,17 @@ class LateFrame(ABC):
         """Return the bytes in memory of their own."""
 
 
-class LateRows(ABC):
+class DeferredRows(ABC):
     """Rows of groups of tables, float32 ``(U, W)``, that are sent as a late frame."""
 
     shapes: Sequence[tuple[int, ...]]
 
     @abstractmethod
-    def part(self, pieces: Sequence[slice]) -> LateFrame:
+    def part(self, pieces: Sequence[slice]) -> DeferredFrame:
         """Return a frame of some rows, of each group its piece."""
 
 
-SentFrame = Frame | LateFrame
+SentFrame = Frame | DeferredFrame
 
 
 Scalar = TypeVar("Scalar", bound=np.generic)

@@ -47,7 +47,7 @@ import numpy as np
 import numpy.typing as npt
 
 from persia_torchrec.errors import FrameError
-from persia_torchrec.rpc.messages import LateFrame, SentFrame
+from persia_torchrec.rpc.messages import DeferredFrame, SentFrame
 
 PROOF_BYTES = 32
 REQUESTS, SLEEPS, REPLIES, WAITS = 8, 16, 24, 32
@@ -206,7 +206,7 @@ class Slab:
             stop = at + sizes[i]
             if i == in_place:
                 pass
-            elif isinstance(frame, LateFrame):
+            elif isinstance(frame, DeferredFrame):
                 frame.write(self.bytes[at:stop])
             elif sizes[i] < _LARGE:
                 self.view[at:stop] = frame
@@ -217,7 +217,7 @@ class Slab:
         head = _HEAD if num <= 7 else struct.Struct(f"<{1 + num}Q")
         head.pack_into(self.memory, begin, num, *sizes)
 
-    def post_request(self, place: "Place") -> int:
+    def post_request(self, place: "RequestSlot") -> int:
         """Post a request; return which of its sleeps the server is in, or 0."""
         words = self.words
         posted = words[REQUESTS]
@@ -227,10 +227,10 @@ class Slab:
         fence()
         return words[SLEEPS]
 
-    def request(self, number: int) -> "Place":
+    def request(self, number: int) -> "RequestSlot":
         """Return a copy of a request of the ring."""
         at = 8 * REQUEST_RING + number % RING * _PIECE.size
-        return Place(*_PIECE.unpack_from(self.memory, at))
+        return RequestSlot(*_PIECE.unpack_from(self.memory, at))
 
     def post_reply(self, request: int) -> int:
         """Post that a request is answered; return who waits."""
@@ -260,7 +260,7 @@ class Slab:
         _syscall(_SYS_FUTEX, self._address + 8 * REPLIES, _FUTEX_WAKE, _ALL, None)
 
 
-class Place(NamedTuple):
+class RequestSlot(NamedTuple):
     """Where a request is in a slab, and where its reply may be; in bytes.
 
     ``after`` so many messages over TCP it is read.
@@ -278,7 +278,7 @@ def size_of_message(sizes: Sequence[int]) -> int:
     return 64 * (len(sizes) // 8 + 1) + sum([-(-size // 64) * 64 for size in sizes])
 
 
-class Rooms:
+class FreeList:
     """Which memory of a slab is free. The lowest is given first: it is in the caches.
 
     Its owner's lock guards it.

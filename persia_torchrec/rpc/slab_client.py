@@ -28,7 +28,7 @@ from persia_torchrec.errors import FrameError
 from persia_torchrec.rpc import slab as layout
 from persia_torchrec.rpc.messages import Frames, SentFrame
 from persia_torchrec.rpc.reply import Reply
-from persia_torchrec.rpc.slab import Place, Rooms, Slab
+from persia_torchrec.rpc.slab import FreeList, RequestSlot, Slab
 
 REPLY_BYTES = 16384
 """Room for a reply of unknown size; one that is larger comes over TCP."""
@@ -52,9 +52,9 @@ class SharedMemoryTransport:
         self.fd = connection.fileno()
         self._words = shared.words
         self._lock = threading.Lock()  # of who sends
-        self._rooms = Rooms(layout.FIRST, shared.size_bytes)  # guarded by _lock
+        self._rooms = FreeList(layout.FIRST, shared.size_bytes)  # guarded by _lock
         self._freed: deque[tuple[int, int]] = deque()  # any thread appends
-        self._open: dict[int, tuple[tuple[int, int], tuple[int, int], Place]] = {}
+        self._open: dict[int, tuple[tuple[int, int], tuple[int, int], RequestSlot]] = {}
         self._views: dict[int, weakref.ref[Any]] = {}  # of replies, by their begin
         self._taking = threading.Lock()
         self._num_taken = 0  # guarded by _taking
@@ -117,7 +117,7 @@ class SharedMemoryTransport:
         if told is None:
             self._rooms.give(asked)
             return False
-        place = Place(asked[0], size, *told, num_over_tcp - self.first_over_tcp)
+        place = RequestSlot(asked[0], size, *told, num_over_tcp - self.first_over_tcp)
         self._open[number] = asked, told, place
         return True
 
@@ -159,7 +159,7 @@ class SharedMemoryTransport:
                         found.append((number, self._frames(told, place)))
         return found
 
-    def _frames(self, told: tuple[int, int], place: Place) -> Frames:
+    def _frames(self, told: tuple[int, int], place: RequestSlot) -> Frames:
         """Return the frames of a reply; large ones keep their memory in the slab."""
         pieces = self.slab.frames(place.reply, place.room)
         view, base = memoryview(self.slab.memory), place.reply

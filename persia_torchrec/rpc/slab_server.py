@@ -40,7 +40,7 @@ from persia_torchrec.rpc.messages import (
     decode_json,
     encode_json,
 )
-from persia_torchrec.rpc.slab import Place, Slab
+from persia_torchrec.rpc.slab import RequestSlot, Slab
 
 logger = logging.getLogger(__name__)
 
@@ -83,11 +83,11 @@ class _Guest(NamedTuple):
 class _Opened(NamedTuple):
     """A request that is not answered: where its reply goes, and rows are already."""
 
-    place: Place
+    place: RequestSlot
     rows: int  # address of frame 1 where it was written in place, or 0
 
 
-class Tenant:
+class SharedClient:
     """A client and its slab; owned by the listener's thread."""
 
     def __init__(self, peer: bytes, shared: Slab, connection: socket.socket) -> None:
@@ -101,7 +101,8 @@ class Tenant:
         """Return whether a request is in the slab that is to be read now."""
         if self.words[layout.REQUESTS] == self.num_taken:
             return False
-        at = layout.REQUEST_RING + self.num_taken % layout.RING * len(Place._fields)
+        which = self.num_taken % layout.RING
+        at = layout.REQUEST_RING + which * len(RequestSlot._fields)
         num_to_come = self.words[at + layout.AFTER] - self.num_over_tcp
         return not 0 < num_to_come <= _MOST_TO_COME  # more is an error
 
@@ -184,9 +185,9 @@ class Slabs:
         self._name = ""
         self._guests: dict[bytes, _Guest] = {}  # by the proof that they will show
         self._entering: dict[int, tuple[socket.socket, float]] = {}
-        self._tenants: dict[bytes, Tenant] = {}
-        self._admitted: list[Tenant] = []  # of the tenants
-        self._by_fd: dict[int, Tenant] = {}
+        self._tenants: dict[bytes, SharedClient] = {}
+        self._admitted: list[SharedClient] = []  # of the tenants
+        self._by_fd: dict[int, SharedClient] = {}
         self.changes: deque[tuple[int, bool]] = deque()
         self._turn, self._num_sleeps = 0, 1
         self._next_log_s = self._heard_s = 0.0
@@ -313,7 +314,7 @@ class Slabs:
         self.num_bytes += tenant.slab.size_bytes
         self._tenants[guest.peer] = self._by_fd[fd] = tenant
 
-    def _hand_over(self, guest: _Guest, connection: socket.socket) -> Tenant:
+    def _hand_over(self, guest: _Guest, connection: socket.socket) -> SharedClient:
         left = self._max_bytes - self.num_bytes
         most = min(guest.size_bytes or _MOST_BYTES, _MOST_BYTES, left // _SHARE)
         size_bytes = most // layout.LEAST_BYTES * layout.LEAST_BYTES
@@ -326,7 +327,7 @@ class Slabs:
                 layout.PROOF_BYTES
             )
             shared.words[layout.SLEEPS] = 1
-            tenant = Tenant(guest.peer, shared, connection)
+            tenant = SharedClient(guest.peer, shared, connection)
             socket.send_fds(connection, [b"1"], [memory])
         finally:
             os.close(memory)
@@ -348,7 +349,7 @@ class Slabs:
                 self.changes.append((fd, False))
                 connection.close()
 
-    def _hear(self, tenant: Tenant) -> None:
+    def _hear(self, tenant: SharedClient) -> None:
         """Read the bytes that wake this thread; a client that is gone leaves."""
         try:
             if tenant.socket.recv(4096, socket.MSG_DONTWAIT):
@@ -361,7 +362,7 @@ class Slabs:
             pass
         self._leave(tenant)
 
-    def _leave(self, tenant: Tenant) -> None:
+    def _leave(self, tenant: SharedClient) -> None:
         self.changes.append((tenant.socket.fileno(), False))
         del self._by_fd[tenant.socket.fileno()]
         if self._tenants.get(tenant.peer) is tenant:

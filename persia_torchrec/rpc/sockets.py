@@ -17,7 +17,7 @@ import zmq.utils.monitor
 from persia_torchrec import timeouts
 from persia_torchrec.errors import WireError
 from persia_torchrec.rpc import auth
-from persia_torchrec.rpc.messages import Frames, LateFrame, SentFrame
+from persia_torchrec.rpc.messages import DeferredFrame, Frames, SentFrame
 
 MAX_MESSAGE_BYTES = 2**31  # of a frame; the sender of a larger one is disconnected
 MAX_FRAMES = 2**14  # of a message; what comes after them is dropped
@@ -58,7 +58,7 @@ def send_frames(socket: "zmq.Socket[bytes]", frames: Sequence[SentFrame]) -> Non
     """Send a message; large frames are not copied, and must not change until then."""
     for i, frame in enumerate(frames):
         more = zmq.SNDMORE if i + 1 < len(frames) else 0
-        if isinstance(frame, LateFrame):
+        if isinstance(frame, DeferredFrame):
             frame = frame.whole()
         socket.send(frame, more, copy=len(frame) < _MIN_ZERO_COPY_BYTES)
 

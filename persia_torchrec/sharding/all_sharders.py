@@ -261,7 +261,7 @@ def remote_sharders(
     return RemoteSharders(bags, [*ours, *others])
 
 
-class RemoteSharders(table_control.TableControl, list[types.ModuleSharder[nn.Module]]):
+class RemoteSharders(table_control.SharderApi, list[types.ModuleSharder[nn.Module]]):
     """A list of sharders, and what they do together; the first has all their tables."""
 
     def __init__(

@@ -14,7 +14,7 @@ from persia_torchrec.job import trainer_group
 from persia_torchrec.sharding import torchrec_api
 
 
-class AnswersAtEnd(Joinable, JoinHook):
+class UnevenInputsHook(Joinable, JoinHook):
     """What a trainer at the end of its data answers to the others: torch's two in one.
 
     ``trainers`` are those of the job by default, and communicate on ``device``, or on
@@ -52,7 +52,7 @@ class AnswersAtEnd(Joinable, JoinHook):
         return self._own_group
 
 
-class Agreement(AnswersAtEnd):
+class Agreement(UnevenInputsHook):
     """Trainers agree on the loss scale; there is one per trainer and sharder.
 
     Dense gradients are averaged over the trainers: an infinity on one of them reaches

@@ -44,13 +44,13 @@ from persia_torchrec.lookup.sharded_lookup import (
     ShardedLookup,
 )
 from persia_torchrec.lookup.transposed import (
+    IndexParts,
     IndexSizes,
-    Wanted,
     build_index,
     most_numbers,
 )
 from persia_torchrec.rpc import slab
-from persia_torchrec.rpc.messages import LateFrame, LateRows, Precision
+from persia_torchrec.rpc.messages import DeferredFrame, DeferredRows, Precision
 from persia_torchrec.sharding import torchrec_api
 
 Tensors = tuple[torch.Tensor, ...]
@@ -243,7 +243,7 @@ def _widened(rows_UD: torch.Tensor, index: DeviceIndex) -> torch.Tensor:
     return rows_UD.to(torch.float32)
 
 
-class Leaving:
+class GradientCopy:
     """Gradients on their way from a device to the host; on the CPU they are there.
 
     The thread of the backward pass makes it. On a GPU ``stream`` copies, when the
@@ -279,7 +279,7 @@ class Leaving:
                 if not late:
                     grads = [_copied(grad, stream) for grad in grads]
                 self._left = _end_of_work(stream)
-        self._late = LeavingRows(grads, stream) if late else None
+        self._late = DeviceGradients(grads, stream) if late else None
         self._arrays = () if late else tuple([grad.numpy() for grad in grads])
 
     def is_finite(self) -> bool:
@@ -294,7 +294,7 @@ class Leaving:
         """Wait until the gradients are on the host, and return them; any thread.
 
         Their memory is not written again: it may be sent more than once. Those that are
-        copied when they are sent are ``LeavingRows``.
+        copied when they are sent are ``DeviceGradients``.
         """
         if self._left is not None:
             use_device(self._device)
@@ -303,7 +303,7 @@ class Leaving:
         return self._arrays if self._late is None else self._late
 
 
-class LeavingRows(LateRows):
+class DeviceGradients(DeferredRows):
     """Gradients of rows, float32 ``(U, D)`` per group, computed; ``stream`` copies."""
 
     def __init__(
@@ -315,20 +315,20 @@ class LeavingRows(LateRows):
             self._flat = [flat.numpy() for flat in self._flat]
         self._stream = stream
 
-    def part(self, pieces: Sequence[slice]) -> LateFrame:
+    def part(self, pieces: Sequence[slice]) -> DeferredFrame:
         """Return a frame of some rows, of each group its piece."""
         each = zip(self._flat, self.shapes, pieces, strict=True)
         found = [flat[piece.start * D : piece.stop * D] for flat, (_, D), piece in each]
-        return _Part(found, self._stream)
+        return _Slice(found, self._stream)
 
     def arrays(self) -> Outputs:
         """Return all rows on the host."""
-        whole = [_Part([flat], self._stream).whole() for flat in self._flat]
+        whole = [_Slice([flat], self._stream).whole() for flat in self._flat]
         each = zip(whole, self.shapes, strict=True)
         return tuple([np.frombuffer(one, np.float32).reshape(s) for one, s in each])
 
 
-class _Part(LateFrame):
+class _Slice(DeferredFrame):
     """Pieces of float32, flat: tensors that ``stream`` copies, or without it arrays."""
 
     def __init__(self, pieces: Sequence[Any], stream: torch.cuda.Stream | None) -> None:
@@ -446,7 +446,7 @@ class RowsOnDevice(ShardedLookup):
 
     def gradients_of(self, batch: RoutedBatch, grads: Any) -> RowGradients:
         """Return the gradients of the rows, which are given, or late."""
-        arrays = grads.arrays() if isinstance(grads, LeavingRows) else grads
+        arrays = grads.arrays() if isinstance(grads, DeviceGradients) else grads
         return RowGradients(batch.groups, arrays)
 
     def _index(self, batch: RoutedBatch, group: int) -> "_HostIndex":
@@ -457,7 +457,7 @@ class RowsOnDevice(ShardedLookup):
             for spec, g in zip(batch.features.specs, batch.plan.group_of, strict=True)
             if g == group
         )
-        wanted = Wanted(self.each_id, has_scales, self._has_weights)
+        wanted = IndexParts(self.each_id, has_scales, self._has_weights)
         num = most_numbers(batch, group, wanted) + sum(map(len, further))
         make = torch.empty if self._stream is None else empty_pinned
         staged = make([num], dtype=torch.int32)

@@ -44,15 +44,15 @@ from persia_torchrec.device.batches import (
 from persia_torchrec.device.transfer import to_device
 from persia_torchrec.errors import BatchError, ConfigError
 from persia_torchrec.pipeline.pipeline import (
-    BatchesInTurn,
     BatchPipeline,
     PrefetchedBatch,
+    PullOrder,
 )
 from persia_torchrec.sharding import state_dict, torchrec_api
 from persia_torchrec.sharding.backward_pass import looked_up
 from persia_torchrec.sharding.collection import CollectionSpec
 from persia_torchrec.sharding.on_device import (
-    Leaving,
+    GradientCopy,
     PulledBatch,
     Tensors,
     by_feature,
@@ -61,7 +61,7 @@ from persia_torchrec.sharding.planned import Placeholder
 from persia_torchrec.sharding.table_control import (
     WAIT_FOR_PUSH,
     WAIT_FOR_ROWS,
-    RemoteTables,
+    TrainerTables,
     loss_scale,
 )
 
@@ -153,7 +153,7 @@ class ShardedRemoteCollection(
         self,
         pipeline: BatchPipeline[Any, Any],
         spec: CollectionSpec,
-        tables: RemoteTables,
+        tables: TrainerTables,
         *,
         device: torch.device,
         gradient_scale: float = 1.0,
@@ -185,7 +185,7 @@ class ShardedRemoteCollection(
         # Autograd calls a function's backward only if an input wants a gradient.
         self._anchor = torch.zeros(0, requires_grad=True)
         # Begun, as by a train pipeline that pulls ahead, and not used yet.
-        self._unused = BatchesInTurn(partial(self._pull, is_training=True))
+        self._pull_order = PullOrder(partial(self._pull, is_training=True))
         self.register_state_dict_post_hook(state_dict.add_entries)
         self.register_load_state_dict_pre_hook(state_dict.take_entries)
 
@@ -208,7 +208,7 @@ class ShardedRemoteCollection(
         given = JaggedBatch(batch, self._keys)
         started = self._pull(given, is_training=is_training)
         if is_input and is_training:
-            self._unused.begun(started)
+            self._pull_order.started(started)
         return started
 
     def _pull(self, given: JaggedBatch, *, is_training: bool) -> PrefetchedBatch[Any]:
@@ -262,7 +262,7 @@ class ShardedRemoteCollection(
     def compute(self, ctx: object, batch: PrefetchedBatch[Any]) -> Any:
         """Return the output of a batch, outside of what torch.compile traces."""
         most = self.pipeline.max_in_flight
-        return self.make_output(self._unused.used(batch, most))
+        return self.make_output(self._pull_order.consumed(batch, most))
 
     def output_dist(self, ctx: object, output: Any) -> types.LazyAwaitable[Any]:
         """Return the output: it is there."""
@@ -335,7 +335,7 @@ class ShardedRemoteCollection(
         if isinstance(factor, torch.Tensor) or factor != 1:
             grads = [grad.mul_(factor) for grad in grads]  # made for this push alone
         is_checked = self.skip_non_finite or is_scaled
-        leaving = Leaving(grads, self._leaving, check=is_checked, of=batch.outputs)
+        leaving = GradientCopy(grads, self._leaving, check=is_checked, of=batch.outputs)
         tables.send_rates()
         if is_checked:
             backward = tables.current_backward(agrees=is_scaled)
@@ -347,7 +347,7 @@ class ShardedRemoteCollection(
                 batch.send(leaving.wait)()
 
     def _push_if_finite(
-        self, batch: PrefetchedBatch[Any], leaving: Leaving
+        self, batch: PrefetchedBatch[Any], leaving: GradientCopy
     ) -> Callable[[], None] | None:
         if leaving.is_finite():
             return batch.send(leaving.wait)

@@ -70,14 +70,14 @@ _PRECISIONS = {
 }
 
 
-class CollectionSharder(table_control.TableControl, PlannedSharder):
+class CollectionSharder(table_control.SharderApi, PlannedSharder):
     """Replace a collection of TorchRec's by its remote counterpart."""
 
     sharded_type: ClassVar[type[sharded_module.ShardedRemoteCollection]]
 
     def __init__(self, *, gradient_division: bool) -> None:
         super().__init__()
-        self.remote_tables = table_control.RemoteTables()
+        self.remote_tables = table_control.TrainerTables()
         self._gradient_division = gradient_division
 
     @abstractmethod

@@ -27,7 +27,11 @@ from persia_torchrec.pipeline.pipeline import BatchPipeline
 from persia_torchrec.pipeline.staleness import TrainingSummary
 from persia_torchrec.rpc.own_process import OwnProcess
 from persia_torchrec.sharding import torchrec_api
-from persia_torchrec.sharding.backward_pass import Agreement, AnswersAtEnd, BackwardPass
+from persia_torchrec.sharding.backward_pass import (
+    Agreement,
+    BackwardPass,
+    UnevenInputsHook,
+)
 from persia_torchrec.sharding.optimizer import (
     JoinedGroup,
     RemoteOptimizer,
@@ -59,7 +63,7 @@ def loss_scale(scaler: torch.amp.GradScaler, device: torch.device) -> torch.Tens
     return scaler.scale(torch.ones((), device=device))
 
 
-class RemoteTables(OwnProcess):
+class TrainerTables(OwnProcess):
     """Tables on the servers, and the pipelines of the collections that use them.
 
     Owned by the thread that trains, or that runs its backward pass.
@@ -68,7 +72,7 @@ class RemoteTables(OwnProcess):
     def __init__(self) -> None:
         self.specs: dict[str, TableSpec] = {}  # with their current settings
         self._optimizers: dict[str, object] = {}  # at first, by table
-        self.users: WeakSet[RemoteTables] = WeakSet()  # of the same client, if any
+        self.users: WeakSet[TrainerTables] = WeakSet()  # of the same client, if any
         # Each with the names of its tables.
         self.pipelines: list[tuple[BatchPipeline[Any, Any], frozenset[str]]] = []
         self.groups: dict[str, dict[str, Any]] = {}  # of parameters, by table
@@ -91,7 +95,7 @@ class RemoteTables(OwnProcess):
         self.agreement: Agreement | None = None
         self.counts = TrainerCounts()
         self.pushes_metrics = True  # those of a TrainCtx are pushed by it
-        self.clock: AnswersAtEnd | None = None  # of automatic checkpoints
+        self.clock: UnevenInputsHook | None = None  # of automatic checkpoints
         self._told: set[str] = set()  # of what users forget, once each
         self._cannot_agree = False
         self._num_skipped = 0  # backward passes in a row that were not finite
@@ -368,10 +372,10 @@ class RemoteTables(OwnProcess):
         self.change(change)
 
 
-class TableControl:
+class SharderApi:
     """What a trainer does with its tables on the servers, outside of its steps."""
 
-    remote_tables: RemoteTables
+    remote_tables: TrainerTables
     """Of all collections, sharded or to be."""
 
     def flush(self) -> None:
@@ -568,15 +572,15 @@ class TableControl:
         return tables.optimizer
 
 
-Sharders = TableControl | Iterable[TableControl | ModuleSharder[Any]]
+Sharders = SharderApi | Iterable[SharderApi | ModuleSharder[Any]]
 
 
-def table_controls(sharders: Sharders) -> list[TableControl]:
+def table_controls(sharders: Sharders) -> list[SharderApi]:
     """Return those of some sharders that have tables on servers.
 
     A list of ``remote_sharders(...)`` holds TorchRec's own for other modules, too.
     """
-    if isinstance(sharders, TableControl):
+    if isinstance(sharders, SharderApi):
         return [sharders]
     given = list(sharders) if isinstance(sharders, Iterable) else [sharders]
     by_tables = {

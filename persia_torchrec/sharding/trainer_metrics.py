@@ -32,7 +32,7 @@ from persia_torchrec.parsing.decoding import require_at_least_1
 from persia_torchrec.pipeline.pipeline import BatchPipeline
 
 if TYPE_CHECKING:
-    from persia_torchrec.pipeline.staleness import StalenessSemaphore, Tally
+    from persia_torchrec.pipeline.staleness import BatchStatistics, StalenessSemaphore
 
 _MAX_FEATURES = 100  # of which a heartbeat tells, those with the most ids
 _HELP = "of this trainer; see docs/metrics.md"
@@ -83,7 +83,7 @@ class TrainerCounts:
 
     def __init__(self) -> None:
         self.num_skipped = 0
-        self._pipelines: list[tuple[Tally, StalenessSemaphore]] = []
+        self._pipelines: list[tuple[BatchStatistics, StalenessSemaphore]] = []
 
     def add(self, pipeline: BatchPipeline[Any, Any]) -> None:
         """Count the batches of one more collection."""
@@ -109,7 +109,7 @@ class TrainerCounts:
             ),
         }
 
-    def tallies(self) -> list["Tally"]:
+    def tallies(self) -> list["BatchStatistics"]:
         """Return what is counted of each collection."""
         return [tally for tally, _ in self._pipelines]
 
@@ -155,12 +155,12 @@ def readings(models: Sequence[TrainerCounts], loss: LatestLoss) -> list[Reading]
     return found
 
 
-def _ids_of(tallies: Sequence["Tally"]) -> list[tuple[tuple[str, str], int]]:
+def _ids_of(tallies: Sequence["BatchStatistics"]) -> list[tuple[tuple[str, str], int]]:
     """Return how many ids of each table and feature were looked up for training."""
     return [one for tally in tallies for one in [*tally.num_ids.items()]]
 
 
-def _step(tally: "Tally") -> int:
+def _step(tally: "BatchStatistics") -> int:
     """Return the step of the training, that before a restart included."""
     member = JobMember.current
     return member.progress() if member and member.progress else tally.num_pushed

@@ -15,12 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.sharding.checks import remote_collections
-from persia_torchrec.sharding.table_control import TableControl
+from persia_torchrec.sharding.table_control import SharderApi
 
 
 @contextlib.contextmanager
 def accumulate(
-    sharders: TableControl | Iterable[TableControl], num_parts: int
+    sharders: SharderApi | Iterable[SharderApi], num_parts: int
 ) -> Iterator[None]:
     """Make every ``num_parts`` training batches one update of the tables.
 
@@ -53,7 +53,7 @@ def accumulate(
         ``with accumulate(sharders, 4):``, in it ``(loss * batch.fraction).backward()``
         for each of four parts, and then ``optimizer.step()``
     """
-    given = [sharders] if isinstance(sharders, TableControl) else list(sharders)
+    given = [sharders] if isinstance(sharders, SharderApi) else list(sharders)
     of_all = {id(s.remote_tables): s.remote_tables for s in given}.values()
     pipelines = [pipeline for tables in of_all for pipeline, _ in tables.pipelines]
     for must, holds in (

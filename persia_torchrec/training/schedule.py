@@ -32,7 +32,7 @@ from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.job import trainer_group
 from persia_torchrec.job.member import JobMember
-from persia_torchrec.sharding.backward_pass import AnswersAtEnd
+from persia_torchrec.sharding.backward_pass import UnevenInputsHook
 from persia_torchrec.sharding.table_control import Sharders
 from persia_torchrec.training.checkpoint import (
     at_first,
@@ -178,7 +178,7 @@ def rules_of(
     )
 
 
-class CheckpointClock(AnswersAtEnd):
+class CheckpointClock(UnevenInputsHook):
     """Tells all trainers at the same step that it is time for a checkpoint.
 
     All call :meth:`is_time` after each step. A trainer at the end of its data, within

@@ -19,7 +19,7 @@ from persia_torchrec.checkpoint.catalog import LoadRules, Saved, name_of
 from persia_torchrec.client.bulk import Blocks, RowBlock
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import CheckpointError
-from persia_torchrec.sharding.table_control import TableControl
+from persia_torchrec.sharding.table_control import SharderApi
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ Parts = Mapping[str, list[str]]
 """By a table of a checkpoint, those of the model that get its rows."""
 
 
-def shared_names(controls: Iterable[TableControl]) -> tuple[str, ...]:
+def shared_names(controls: Iterable[SharderApi]) -> tuple[str, ...]:
     """Return the tables that several collections of a model train, sorted."""
     shared = set[str]()
     for control in controls:

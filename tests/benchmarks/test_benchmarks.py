@@ -12,7 +12,7 @@ from benchmarks.__main__ import NAMES, main
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import StoreError
 from persia_torchrec.rpc.messages import Precision
-from persia_torchrec.sharding.on_device import LeavingRows
+from persia_torchrec.sharding.on_device import DeviceGradients
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.fbgemm_engine import FbgemmEngine
 
@@ -130,7 +130,7 @@ def push_that_is_lost(monkeypatch):
     push = EmbeddingClient.push
 
     def wrong(client, tables, grads, batch, **options):
-        given = grads.arrays() if isinstance(grads, LeavingRows) else grads
+        given = grads.arrays() if isinstance(grads, DeviceGradients) else grads
         zeros = [np.zeros_like(grads_UD) for grads_UD in given]
         return push(client, tables, zeros, batch, **options)
 

@@ -61,7 +61,7 @@ from persia_torchrec.rpc.messages import NO_GENERATION, Header, Kind, Share
 from persia_torchrec.rpc.reply import Reply
 from persia_torchrec.rpc.slab import Slab
 from persia_torchrec.rpc.slab_client import SharedMemoryTransport
-from persia_torchrec.rpc.slab_server import Tenant
+from persia_torchrec.rpc.slab_server import SharedClient
 from persia_torchrec.server.dedup import NOTHING, WINDOW, Streams
 from persia_torchrec.server.dirty_set import DirtySet
 from persia_torchrec.server.joint_steps import JointSteps, SavedGroup
@@ -388,7 +388,7 @@ class Shared:
     def __init__(self, value):
         fd = layout.make_memory(layout.LEAST_BYTES)
         ends = socket.socketpair()
-        self.server = Tenant(b"a", Slab(fd), ends[0])
+        self.server = SharedClient(b"a", Slab(fd), ends[0])
         self.client = SharedMemoryTransport(Slab(fd), ends[1])
         os.close(fd)
         words = self.client.slab.words

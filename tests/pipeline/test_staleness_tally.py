@@ -3,7 +3,7 @@ import logging
 import pytest
 
 from persia_torchrec.client.codec import PushOutcome
-from persia_torchrec.pipeline.staleness import Tally, TrainingSummary
+from persia_torchrec.pipeline.staleness import BatchStatistics, TrainingSummary
 from tests.support.processes import wait_until
 
 
@@ -34,7 +34,7 @@ def use(tally, drops, *, pushed):
 
 
 def test_eight_batches_without_a_backward_pass_at_first_are_one_warning(num_warnings):
-    tally = Tally()
+    tally = BatchStatistics()
     for drops, expected in ((7, 0), (200, 1)):
         use(tally, drops, pushed=False)
         assert num_warnings() == expected
@@ -42,14 +42,14 @@ def test_eight_batches_without_a_backward_pass_at_first_are_one_warning(num_warn
 
 
 def test_a_warning_of_backward_passes_comes_once_whatever_follows(num_warnings):
-    tally = Tally()
+    tally = BatchStatistics()
     for _ in range(3):
         use(tally, 100, pushed=True)
     assert num_warnings() == 1
 
 
 def test_after_a_backward_pass_it_takes_many_without_one(num_warnings):
-    tally = Tally()
+    tally = BatchStatistics()
     tally.pushed()
     for _ in range(5):  # as where each validation forgets no_grad
         use(tally, 63, pushed=True)
@@ -59,7 +59,7 @@ def test_after_a_backward_pass_it_takes_many_without_one(num_warnings):
 
 
 def test_every_second_batch_may_have_no_backward_pass(num_warnings):
-    tally = Tally()
+    tally = BatchStatistics()
     for _ in range(100):
         use(tally, 1, pushed=True)
     assert num_warnings() == 0
@@ -68,7 +68,7 @@ def test_every_second_batch_may_have_no_backward_pass(num_warnings):
 
 @pytest.mark.parametrize(("missed", "expected"), [(0, 0), (9, 0), (10, 1), (1000, 1)])
 def test_one_percent_of_evicted_rows_is_one_warning(num_warnings, missed, expected):
-    tally = Tally()
+    tally = BatchStatistics()
     updates(tally, 31, missed=missed)
     assert num_warnings() == 0
     updates(tally, 1, missed=missed)
@@ -78,7 +78,7 @@ def test_one_percent_of_evicted_rows_is_one_warning(num_warnings, missed, expect
 
 
 def test_evicted_rows_are_warned_of_again_when_their_share_has_doubled(num_warnings):
-    tally = Tally()
+    tally = BatchStatistics()
     seen = []
     for missed in (10, 19, 20, 39, 10, 0, 40):
         updates(tally, 32, missed=missed)
@@ -88,7 +88,7 @@ def test_evicted_rows_are_warned_of_again_when_their_share_has_doubled(num_warni
 
 
 def test_the_share_is_that_of_a_window_and_not_of_the_whole_training(num_warnings):
-    tally = Tally()
+    tally = BatchStatistics()
     updates(tally, 32 * 100)
     updates(tally, 32, missed=10)
     assert num_warnings() == 1
@@ -96,7 +96,7 @@ def test_the_share_is_that_of_a_window_and_not_of_the_whole_training(num_warning
 
 
 def test_rows_that_were_never_admitted_are_not_called_evicted(num_warnings):
-    tally = Tally()
+    tally = BatchStatistics()
     updates(tally, 64, missed=500, unadmitted=500)
     assert num_warnings() == 0
     assert tally.total.num_evicted == 0
@@ -125,7 +125,7 @@ def test_summaries_of_several_collections_add_up():
 
 
 def test_a_wait_for_rows_counts_while_it_lasts():
-    tally = Tally()
+    tally = BatchStatistics()
     with tally.waiting():
         before = tally.waited_ns()
         wait_until(lambda: tally.waited_ns() > before, "the wait is counted")

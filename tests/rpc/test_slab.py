@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from persia_torchrec.errors import FrameError
 from persia_torchrec.rpc import slab as layout
-from persia_torchrec.rpc.slab import Place, Rooms, Slab
+from persia_torchrec.rpc.slab import FreeList, RequestSlot, Slab
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_frames_of_any_bytes_lie_within_their_message(slab, numbers):
 
 def test_the_rings_begin_again(slab):
     for i in range(layout.RING + 3):
-        place = Place(i, i + 1, i + 2, i + 3, i + 4)
+        place = RequestSlot(i, i + 1, i + 2, i + 3, i + 4)
         assert not slab.post_request(place)
         assert slab.request(i) == place
         slab.post_reply(10 * i)
@@ -116,7 +116,7 @@ def test_the_rings_begin_again(slab):
 
 @given(st.lists(st.tuples(st.integers(1, 40_000), st.integers(0, 9)), max_size=60))
 def test_rooms_do_not_overlap_and_all_come_back(steps):
-    rooms, taken = Rooms(4096, 4096 + 2**18), []
+    rooms, taken = FreeList(4096, 4096 + 2**18), []
     for size, which in steps:
         if (room := rooms.take(size)) is not None:
             assert room[1] >= size

@@ -12,7 +12,7 @@ from persia_torchrec import SGD, RemoteEmbeddingBagCollectionSharder
 from persia_torchrec.errors import ConfigError, JobError
 from persia_torchrec.sharding.backward_pass import Agreement
 from persia_torchrec.sharding.planned import dense_parameters
-from persia_torchrec.sharding.table_control import RemoteTables, TableControl
+from persia_torchrec.sharding.table_control import SharderApi, TrainerTables
 from tests.support.groups import run_trainers, trainer_of_group
 from tests.support.models import Tower
 from tests.support.places import GPU_PLACES
@@ -196,8 +196,8 @@ def test_on_a_gpu_the_scale_falls_after_an_overflow_and_rises_again(job, device,
 
 def test_placeholders_are_on_the_device_of_the_embeddings(trainer):
     """A scaler copies its findings from device to device without waiting."""
-    control = TableControl()
-    tables = control.remote_tables = RemoteTables()
+    control = SharderApi()
+    tables = control.remote_tables = TrainerTables()
     tables.add(trainer.module.pipeline, trainer.module.spec.tables, ONE, META)
     optimizer = control.optimizer
     (placeholder,) = optimizer.param_groups[0]["params"]

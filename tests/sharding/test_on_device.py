@@ -36,7 +36,7 @@ from persia_torchrec.device.batches import JaggedBatch
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.persia.data_parallel import average_as_bytes
 from persia_torchrec.sharding.mixed import MixedCollection
-from persia_torchrec.sharding.on_device import DeviceBatch, Leaving
+from persia_torchrec.sharding.on_device import DeviceBatch, GradientCopy
 from tests.support.places import CPU, CUDA, GPU_PLACES, ON_GPU, PLACES
 from tests.support.remote_job import META, Bags, kjt_of, remote_modules
 from tests.support.servers import DEADLINE_S
@@ -228,11 +228,11 @@ def test_a_backward_pass_that_fails_leaves_no_batch_behind(job, device, place):
 @pytest.mark.parametrize("check", [True, False])
 def test_gradients_of_the_cpu_are_on_the_host(check):
     grads = [torch.arange(6.0).view(2, 3).t(), torch.zeros(0, 4)]
-    leaving = Leaving(grads, None, check=check)
+    leaving = GradientCopy(grads, None, check=check)
     assert leaving.is_finite()
     for array, grad in zip(leaving.wait(), grads, strict=True):
         assert np.array_equal(array, grad.numpy())
-    spoilt = Leaving([*grads, torch.tensor([0.0, np.nan])], None, check=check)
+    spoilt = GradientCopy([*grads, torch.tensor([0.0, np.nan])], None, check=check)
     assert spoilt.is_finite() is not check
 
 
@@ -245,7 +245,7 @@ def test_gradients_of_rows_are_copied_to_where_they_are_sent_from(device):
     rows = (torch.empty(0, device=device),)
     pulled = DeviceBatch(None, rows, (), each_id=False, came=None)
     given = [grad.to(device) for grad in grads]
-    late = Leaving(given, stream, check=True, of=pulled).wait()
+    late = GradientCopy(given, stream, check=True, of=pulled).wait()
     assert late.shapes == [(6, 2), (5, 3)]
     for pieces in ([slice(2, 5), slice(0, 2)], [slice(0, 0), slice(5, 5)]):
         parts = [

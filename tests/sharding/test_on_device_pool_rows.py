@@ -10,7 +10,12 @@ from persia_torchrec.client.codec import KnownTable, KnownTables
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.lookup.bags import POOLINGS, Bags, FeatureSpec, JaggedIds
 from persia_torchrec.lookup.sharded_lookup import BatchFeatures, RoutedBatch
-from persia_torchrec.lookup.transposed import LONGEST, Wanted, build_index, most_numbers
+from persia_torchrec.lookup.transposed import (
+    LONGEST,
+    IndexParts,
+    build_index,
+    most_numbers,
+)
 from persia_torchrec.routing.route import route_features
 from persia_torchrec.sharding.on_device import DeviceBatch, DeviceIndex
 from persia_torchrec.table import TableSpec
@@ -58,7 +63,7 @@ def batch_of(samples, tables, poolings, num_servers, *, each_id=False, weighted=
         features,
     )
     scales = set(poolings) != {"sum"} and not each_id
-    wanted = Wanted(each_id, scales, weighted)
+    wanted = IndexParts(each_id, scales, weighted)
     array = np.empty(most_numbers(routed, 0, wanted), dtype=np.int32)
     sizes = build_index(routed, 0, wanted, array)
     flat = torch.from_numpy(array[: sizes.total].copy())

@@ -13,7 +13,7 @@ from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
 from persia_torchrec import SGD, RemoteEmbeddingBagCollectionSharder
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.sharding.on_device import LeavingRows
+from persia_torchrec.sharding.on_device import DeviceGradients
 from tests.support.faults import Killed
 from tests.support.processes import Processes, wait_until
 from tests.support.remote_job import Bags, remote_modules, shard
@@ -35,7 +35,7 @@ class Kept:
         self._arrays = []
 
     def add(self, given):
-        arrays = given.arrays() if isinstance(given, LeavingRows) else given
+        arrays = given.arrays() if isinstance(given, DeviceGradients) else given
         self._arrays += [(array, array.tobytes()) for array in arrays]
 
     def num_changed(self):

@@ -45,7 +45,7 @@ class Point(Enum):
 
     SLAB_REQUEST_IS_READ = slab_server.Slabs, "take"
     SLAB_ROWS_ARE_GATHERED = slab_server.Slabs, "body_in_place"
-    SLAB_REPLY_IS_WRITTEN = slab_server.Tenant, "answer"
+    SLAB_REPLY_IS_WRITTEN = slab_server.SharedClient, "answer"
     UPDATE_IS_QUEUED = shard.Shard, "queue"
     UPDATE_IS_APPLIED = shard.Shard, "_apply"
 

@@ -5,7 +5,7 @@ import torch
 
 from persia_torchrec.client.codec import BatchNumber
 from persia_torchrec.embedding.optim import Adagrad
-from persia_torchrec.sharding.on_device import LeavingRows
+from persia_torchrec.sharding.on_device import DeviceGradients
 from persia_torchrec.table import TableSpec
 from tests.support.servers import ids_of, missed
 
@@ -23,6 +23,6 @@ def train(client, number, *, is_late=False):
     grads = np.random.default_rng(number).normal(size=rows[0].shape)
     given = [grads.astype(np.float32)]
     if is_late:
-        given = LeavingRows([torch.from_numpy(given[0])], None)
+        given = DeviceGradients([torch.from_numpy(given[0])], None)
     assert missed(client.push(tables, given, batch)) == 0
     return rows[0].tobytes()

@@ -5,6 +5,7 @@ from contextlib import closing
 from dataclasses import replace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from persia_torchrec import (
