@@ -15,6 +15,7 @@ Compiled loops are seen by wrappers in the modules that import them; what they c
 compiled code is a part of them. Names of a walk are printed (``pytest -s``).
 """
 
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -255,3 +256,42 @@ def test_a_gradient_passes_few_files_and_functions(walks, transport):
     assert walk.num_hand_overs() <= 2
     assert len(walk.files) <= files
     assert len(walk.hops) <= hops
+
+
+SECTION = "## A batch, to its rows and back\n"
+THREADS = {
+    "The trainer's thread": "MainThread",
+    "A pulling thread": "training pulls 0",
+    "The pushing thread": "pushes",
+    "The I/O thread": "embedding server connections",
+    "The server's thread": "server 0",
+}
+
+
+def files_on_the_page(title):
+    """Return the files of each thread of one part of the walk, in their order."""
+    page = (ROOT.parent / "docs/internals.md").read_text()
+    section = page.split(SECTION)[1].split("\n## ")[0]
+    assert len(section.split()) <= 1200
+    part = section.split(f"### {title}\n")[1].split("\n### ")[0]
+    paragraphs = re.findall(r"\*\*(.+?)\*\*(.*?)(?=\n\n|\Z)", part, re.DOTALL)
+    return {
+        THREADS[who]: list(dict.fromkeys(re.findall(r"`([a-z_/]+\.py)`", text)))
+        for who, text in paragraphs
+    }
+
+
+@pytest.mark.parametrize("transport", ["tcp"], indirect=True)
+@pytest.mark.parametrize("title", ["Lookup", "Gradient"])
+def test_the_page_names_the_files_of_a_batch_in_their_order(walks, title):
+    walk = walks[["Lookup", "Gradient"].index(title)]
+    expected = files_on_the_page(title)
+    found = {thread: [] for thread in expected}
+    for call in walk.calls:
+        if call.function.file not in found[call.thread]:
+            found[call.thread].append(call.function.file)
+    polls = "embedding server connections"  # in any order, as messages come
+    for of_threads in (expected, found):
+        of_threads[polls].sort()
+    for thread, files in expected.items():
+        assert found[thread] == files, thread
