@@ -120,8 +120,9 @@ class Task(Generic[T]):
         After ``timeout_s`` seconds, by default never, it raises TimeoutError and the
         work continues.
         """
-        with timeouts.saying(
-            logger, lambda: f"{self._name}: {self._progress:.0%} done"
+        with (
+            timeouts.saying(logger, lambda: f"{self._name}: {self._progress:.0%} done"),
+            JobMember.pausing(),
         ):
             return self._outcome.result(timeout_s)
 

@@ -192,6 +192,7 @@ def top(job: str, watch: bool, is_json: bool) -> None:
 
 
 def _busiest(found: Status) -> dict[str, list[dict[str, Any]]]:
+    whole = sum(one.a_second for one in found.features) or 1.0
     return {
         "tables": [
             {"table": one.table, "updates_a_second": one.a_second, "updates": one.num}
@@ -202,6 +203,7 @@ def _busiest(found: Status) -> dict[str, list[dict[str, Any]]]:
                 "feature": one.feature,
                 "table": one.table,
                 "ids_a_second": one.a_second,
+                "share": round(one.a_second / whole, 3),
                 "ids": one.num,
             }
             for one in found.features

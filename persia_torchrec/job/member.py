@@ -114,7 +114,8 @@ class JobMember(OwnMetrics):
     is_paused: Callable[[], bool] = staticmethod(bool)  # whether no steps are to come
     saves_at_end = False  # in a block that saves when it ``is_ending``
     _is_compiling = False
-    num_pauses = 0  # that the main thread is in
+    num_pauses = 0  # that threads are in. guarded by _pausing
+    _pausing = threading.Lock()
     _has_asked = False  # for the verdict, since a signal came
     _has_decided = False  # whether the main thread must leave by it
     _told = ""  # the signal by which the job is told to end
@@ -236,11 +237,13 @@ class JobMember(OwnMetrics):
         if member is None:
             yield
             return
-        member.num_pauses += 1
+        with cls._pausing:
+            member.num_pauses += 1
         try:
             yield
         finally:
-            member.num_pauses -= 1
+            with cls._pausing:
+                member.num_pauses -= 1
 
     def wait_for_end(self) -> None:
         """Wait until the job is finished; JobError says why it failed."""

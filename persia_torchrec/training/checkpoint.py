@@ -630,6 +630,7 @@ class ContextCheckpoints:
         everywhere(apply)
         return folder
 
+    @JobMember.pausing()
     def wait_for_load(self) -> None:
         """Wait for the load under way, if there is one; all ranks call this."""
         if not self._is_loading:

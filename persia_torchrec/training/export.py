@@ -23,6 +23,7 @@ from persia_torchrec.checkpoint.signature import (
 from persia_torchrec.client.checkpoint_client import SavedCheckpoint
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.job.member import JobMember
 from persia_torchrec.sharding.dense_half import (
     Arguments,
     CollectionDescription,
@@ -39,6 +40,7 @@ from persia_torchrec.training.checkpoint import at_first, state_bytes
 _NUM_LEAST = 2  # samples of an example: torch.export takes 1 for a constant
 
 
+@JobMember.pausing()
 def export_for_serving(
     model: nn.Module,
     path: str | os.PathLike[str],

@@ -134,13 +134,32 @@ def test_each_alert_fires_on_what_it_is_for_and_none_on_a_job_that_is_well(tmp_p
         for name, values in FIRING.items()
     ]
     cases.append(case(WELL, 'ALERTS{alertstate="firing"}', []))
-    rules = {"rule_files": [str(FILES / "alerts.yml")], "evaluation_interval": "1m"}
-    path = tmp_path / "alerts_test.yml"
+    require_rules(tmp_path, "1m", cases)
+
+
+def require_rules(folder, interval, cases):
+    """Have promtool run cases, with so much time between two evaluations."""
+    rules = {"rule_files": [str(FILES / "alerts.yml")], "evaluation_interval": interval}
+    path = folder / "alerts_test.yml"
     path.write_text(yaml.safe_dump({**rules, "tests": cases}))
     told = subprocess.run(
         ["promtool", "test", "rules", path], capture_output=True, text=True, check=False
     )
     assert told.returncode == 0, told.stdout + told.stderr
+
+
+def test_a_process_that_hangs_fires_by_its_name_within_a_minute(tmp_path):
+    require_prometheus()
+    settings = yaml.safe_load((FILES / "prometheus.yml").read_text())
+    interval = settings["global"]["evaluation_interval"]
+    scraped = settings["scrape_configs"][0]["scrape_interval"]
+    lost = 'persia_problem_seconds{kind="lost", member="server 0"}'
+    values = {lost: "_x5 25+5x20"}  # silent for 20 s, until the next scrape
+    labels = '{alertname="PersiaProblem", alertstate="firing", member="server 0"}'
+    asked = {"expr": f"count(ALERTS{labels})", "eval_time": "55s"}
+    asked["exp_samples"] = [{"labels": "{}", "value": 1}]
+    hang = {"interval": scraped, "input_series": series(values)}
+    require_rules(tmp_path, interval, [{**hang, "promql_expr_test": [asked]}])
 
 
 @pytest.mark.long
