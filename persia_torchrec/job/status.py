@@ -398,7 +398,8 @@ class Statuses:
             text = (
                 f"{who} is stalled: process {status.pid} sends heartbeats, and {what}"
             )
-            return Problem(state, who, since_s, kill, text)
+            is_back = member.process is not None and member.process.supervisor
+            return Problem(state, who, since_s, kill if is_back else logs, text)
         if state == "absent" and not is_ending:
             text = f"{who} starts: it has not joined"
             return Problem("starting", who, status.since_s, "", text, is_wrong=False)

@@ -100,7 +100,7 @@ def test_the_first_line_names_a_process_that_hangs_its_time_and_a_remedy(job):
     line = says(
         r"trainer 0 is stalled: process \d+ sends heartbeats, and makes no step"
     )
-    assert "Run: persia-torchrec kill trainer 0" in line
+    assert "Run: persia-torchrec logs trainer 0" in line  # nothing starts it again
 
 
 def elsewhere(book):
