@@ -189,11 +189,7 @@ def test_a_manifest_that_is_not_json_is_rejected(tmp_path, data):
 
 
 def test_a_table_has_the_step_of_the_server_that_has_counted_most():
-    servers = [
-        [saved(A, 3), saved(B, 7)],
-        [saved(A, 4)],
-        [saved(B, 6), saved(A, 2)],
-    ]
+    servers = [[saved(A, 3), saved(B, 7)], [saved(A, 4)], [saved(B, 6), saved(A, 2)]]
     assert merge_tables(servers) == (saved(A, 4), saved(B, 7))
 
 

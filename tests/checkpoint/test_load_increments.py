@@ -10,12 +10,7 @@ from hypothesis import strategies as st
 from persia_torchrec import AdmitBloom, AdmitFrequency, Expiry
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.increment_log import increment_name
-from persia_torchrec.checkpoint.load import (
-    Increment,
-    SeenIds,
-    Target,
-    apply_increment,
-)
+from persia_torchrec.checkpoint.load import Increment, SeenIds, Target, apply_increment
 from persia_torchrec.checkpoint.row_file import (
     IncrementHead,
     RowFileWriter,

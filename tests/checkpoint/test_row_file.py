@@ -11,9 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.checkpoint.row_file import (
-    crc32,
-)
+from persia_torchrec.checkpoint.row_file import crc32
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.store.row_columns import RowShape
 from tests.support.row_files import HEAD, TABLES, read, reader_of, rows_of, written

@@ -137,12 +137,7 @@ class TestFill:
             client.write("item", ids_of(1, 2), np.zeros(weights, np.float32), state)
 
     @pytest.mark.parametrize(
-        "lengths",
-        [
-            {"ids": ids_of(1)},
-            {"state": table_of(3)},
-            {"block_rows": 0},
-        ],
+        "lengths", [{"ids": ids_of(1)}, {"state": table_of(3)}, {"block_rows": 0}]
     )
     def test_parts_of_different_lengths_are_rejected(self, lengths):
         with pytest.raises(BatchError, match=r"same number of rows.*'weights': 2"):

@@ -66,11 +66,7 @@ def test_a_bloom_filter_is_as_large_as_its_rate_asks(
     ("cls", "arguments", "message"),
     [
         (AdmitAll, {"unadmitted_value": math.nan}, "AdmitAll: unadmitted_value must"),
-        (
-            AdmitProbability,
-            {"probability": -0.1},
-            r"probability must be in \[0, 1\]",
-        ),
+        (AdmitProbability, {"probability": -0.1}, r"probability must be in \[0, 1\]"),
         (AdmitProbability, {"probability": 1.1}, r"probability must be in \[0, 1\]"),
         (AdmitProbability, {"probability": math.nan}, "probability must be in"),
         (

@@ -36,11 +36,7 @@ from persia_torchrec.store.finite import bound_weights
 from tests.support.optimizers import EVERY_OPTIMIZER, optimizers_by_kind
 from tests.support.reference import Row, step
 from tests.support.toy_optimizer import SignWithMemory
-from tests.support.trained_elsewhere import (
-    batches,
-    train_with_fbgemm,
-    train_with_torch,
-)
+from tests.support.trained_elsewhere import batches, train_with_fbgemm, train_with_torch
 from tests.support.trained_table import EVERY_DIM, train_table
 
 RTOL = ATOL = 4e-6

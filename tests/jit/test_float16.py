@@ -243,11 +243,7 @@ def tables(dim, optimizer, **settings):
     return store, {
         dtype: store.add_table(
             TableSpec(
-                name=dtype,
-                dim=dim,
-                optimizer=optimizer,
-                weight_dtype=dtype,
-                **settings,
+                name=dtype, dim=dim, optimizer=optimizer, weight_dtype=dtype, **settings
             )
         )
         for dtype in ("fp32", "fp16", "bf16")

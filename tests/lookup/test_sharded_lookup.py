@@ -142,11 +142,7 @@ def test_batches_are_pooled_and_trained_as_in_the_reference(start, num_shards):
 
 def test_an_id_of_two_features_is_pulled_once_and_updated_once(start):
     worker = start(1)
-    bags = {
-        "bought": bags_of([7, 7]),
-        "seen": bags_of([7]),
-        "user": bags_of([]),
-    }
+    bags = {"bought": bags_of([7, 7]), "seen": bags_of([7]), "user": bags_of([])}
     (pooled,), batch = worker.pull(bags, BatchNumber(1, 1))
     assert batch.groups[0].ids.tolist() == [7]
     before = pooled[0, 7:11]
@@ -254,8 +250,7 @@ def test_the_columns_equal_those_of_the_features_in_their_order(start):
 
 
 @pytest.mark.parametrize(
-    "features",
-    [[], [FEATURES[0], FEATURES[1]._replace(name=FEATURES[0].name)]],
+    "features", [[], [FEATURES[0], FEATURES[1]._replace(name=FEATURES[0].name)]]
 )
 def test_features_must_be_there_and_have_names_of_their_own(start, features):
     with pytest.raises(

@@ -3,11 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia_torchrec.routing.route import (
-    add_prefix,
-    farmhash64,
-    hash_stack,
-)
+from persia_torchrec.routing.route import add_prefix, farmhash64, hash_stack
 from tests.support import reference
 from tests.support.strategies import id_arrays
 

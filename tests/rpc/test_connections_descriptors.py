@@ -61,9 +61,7 @@ def test_a_request_that_fails_without_descriptors_reports_it():
         assert "address" not in str(caught.value)
 
 
-def test_a_server_that_accepts_no_connection_reports_it_and_is_not_blamed(
-    caplog,
-):
+def test_a_server_that_accepts_no_connection_reports_it_and_is_not_blamed(caplog):
     with closing(Listener("127.0.0.1", 0)) as listener:
         with closing(Connections("server", [listener.address])) as connections:
             reply = ask(connections)  # connected, but never answered

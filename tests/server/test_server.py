@@ -12,13 +12,7 @@ from persia_torchrec import Constant
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.embedding.optim import OPTIMIZERS, SGD
 from persia_torchrec.errors import ConfigError, RemoteError, WireError
-from persia_torchrec.rpc.messages import (
-    TRAINING,
-    Header,
-    Kind,
-    Precision,
-    encode_json,
-)
+from persia_torchrec.rpc.messages import TRAINING, Header, Kind, Precision, encode_json
 from persia_torchrec.server.server import (
     UPDATE_QUEUE_BATCHES,
     EmbeddingServer,

@@ -91,10 +91,7 @@ def test_each_lookup_of_a_batch_is_used_once():
 
 def test_hints_are_those_of_any_trainer_that_has_them():
     slots = [[], [looked_up((3, np.array([70, 90], dtype=np.uint32)))]]
-    updates = [
-        update_of(0, {3: {7: 1.0, 8: 1.0}}),
-        update_of(1, {3: {7: 1.0, 9: 1.0}}),
-    ]
+    updates = [update_of(0, {3: {7: 1.0, 8: 1.0}}), update_of(1, {3: {7: 1.0, 9: 1.0}})]
     (part,) = build_gradients(updates, slots)
     assert dict(zip(part.ids.tolist(), part.hints.tolist(), strict=True)) == {
         7: 70,

@@ -8,9 +8,6 @@ DIM = 4
 def tables(pooling=PoolingType.SUM):
     return [
         EmbeddingBagConfig(
-            *(10, DIM),
-            name="term",
-            feature_names=["ad", "query"],
-            pooling=pooling,
+            *(10, DIM), name="term", feature_names=["ad", "query"], pooling=pooling
         )
     ]

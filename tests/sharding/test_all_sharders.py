@@ -3,10 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torchrec import (
-    EmbeddingBagCollection,
-    EmbeddingCollection,
-)
+from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import (
     EmbeddingCollectionSharder,
@@ -35,14 +32,7 @@ from persia_torchrec import (
 )
 from persia_torchrec.errors import ConfigError
 from tests.support.models import sequences_of, tables_of
-from tests.support.remote_job import (
-    META,
-    Bags,
-    collided,
-    kjt_of,
-    remote_modules,
-    shard,
-)
+from tests.support.remote_job import META, Bags, collided, kjt_of, remote_modules, shard
 
 IDS = {"f": [[1, 2], []], "g": [[3], [3]], "h": [[5], []], "i": [[7], [2**50]]}
 ZEROS = TableSettings(initializer=Constant(0.0))

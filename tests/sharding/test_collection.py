@@ -4,12 +4,7 @@ import math
 
 import pytest
 import torch
-from torchrec import (
-    DataType,
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    PoolingType,
-)
+from torchrec import DataType, EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
 
 from persia_torchrec import (
     Adagrad,

@@ -23,15 +23,7 @@ from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.row_copy import initial_rows
 from persia_torchrec.table import TableSpec
 from tests.support.models import tables_of
-from tests.support.remote_job import (
-    CPU,
-    META,
-    Bags,
-    RemoteJob,
-    Servers,
-    ids_of,
-    kjt_of,
-)
+from tests.support.remote_job import CPU, META, Bags, RemoteJob, Servers, ids_of, kjt_of
 
 DIM = 4
 ALL = kjt_of({"f": [[id_] for id_ in range(8)]})

@@ -41,9 +41,7 @@ from persia_torchrec import (
 from persia_torchrec.errors import BatchError, ConfigError
 from persia_torchrec.sharding import torchrec_api
 from persia_torchrec.sharding.mixed import ShardedMixedEmbeddingBagCollection
-from persia_torchrec.sharding.sharded_module import (
-    ShardedRemoteEmbeddingBagCollection,
-)
+from persia_torchrec.sharding.sharded_module import ShardedRemoteEmbeddingBagCollection
 from tests.sharding.mixed_model import (
     ADAGRAD,
     COLUMNS,

@@ -17,10 +17,7 @@ from torchrec import (
 )
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.shard import shard as shard_module
-from torchrec.distributed.sharding_plan import (
-    construct_module_sharding_plan,
-    row_wise,
-)
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
 from torchrec.distributed.types import ShardingPlan
 
 from persia_torchrec import (

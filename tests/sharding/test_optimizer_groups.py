@@ -4,10 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward as apply
-from torchrec import (
-    EmbeddingBagCollection,
-    PoolingType,
-)
+from torchrec import EmbeddingBagCollection, PoolingType
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner.types import ParameterConstraints

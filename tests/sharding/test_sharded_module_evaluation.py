@@ -3,10 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torchrec import (
-    EmbeddingBagCollection,
-    KeyedJaggedTensor,
-)
+from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from persia_torchrec import (

@@ -15,13 +15,7 @@ from torchrec.distributed.train_pipeline import (
     TrainPipelineSparseDist,
 )
 
-from tests.support.pipelined import (
-    Counted,
-    Remote,
-    make_batches,
-    run,
-    with_a_stream,
-)
+from tests.support.pipelined import Counted, Remote, make_batches, run, with_a_stream
 from tests.support.remote_job import CPU
 from tests.support.servers import DEADLINE_S
 

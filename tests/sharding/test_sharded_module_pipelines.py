@@ -11,11 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torchrec import (
-    EmbeddingBagCollection,
-    EmbeddingCollection,
-    EmbeddingConfig,
-)
+from torchrec import EmbeddingBagCollection, EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed.train_pipeline import (
     EvalPipelineSparseDist,
     PrefetchTrainPipelineSparseDist,

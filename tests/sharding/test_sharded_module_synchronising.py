@@ -101,10 +101,7 @@ def variable():
         torch.tensor([1, 2, 2, 3, 1, 2]),
         lengths=torch.tensor([1, 2, 2, 0, 1], dtype=torch.int32),
         stride_per_key_per_rank=[[2], [3]],
-        inverse_indices=(
-            ["ad", "query"],
-            torch.tensor([[0, 1, 1, 0], [0, 1, 2, 2]]),
-        ),
+        inverse_indices=(["ad", "query"], torch.tensor([[0, 1, 1, 0], [0, 1, 2, 2]])),
     )
 
 

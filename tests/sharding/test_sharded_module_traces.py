@@ -7,9 +7,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
-from torchrec import (
-    KeyedJaggedTensor,
-)
+from torchrec import KeyedJaggedTensor
 
 from persia_torchrec import (
     SGD,

@@ -4,11 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torchrec import (
-    EmbeddingBagCollection,
-    KeyedJaggedTensor,
-    PoolingType,
-)
+from torchrec import EmbeddingBagCollection, KeyedJaggedTensor, PoolingType
 
 from persia_torchrec import SGD
 from persia_torchrec.errors import BatchError

@@ -8,10 +8,7 @@ from torchrec import EmbeddingBagConfig
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv
 
-from persia_torchrec import (
-    SGD,
-    RemoteEmbeddingBagCollectionSharder,
-)
+from persia_torchrec import SGD, RemoteEmbeddingBagCollectionSharder
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.sharding.planned import dense_parameters
 from tests.sharding.two_towers import IDS, TABLES, Tower, TwoTowers, train

@@ -164,9 +164,7 @@ class TestAttributes:
 class TestFreeze:
     def test_a_frozen_table_keeps_its_rows_and_the_others_train(self, job):
         model = job.put_on_servers(
-            Sums(TABLES),
-            Adagrad(0.5),
-            tables={"user": TableSettings(is_frozen=True)},
+            Sums(TABLES), Adagrad(0.5), tables={"user": TableSettings(is_frozen=True)}
         )
         step(model)
         before = [rows_of(job, table) for table in ("term", "user")]

@@ -6,11 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torchrec import (
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    PoolingType,
-)
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
 from torchrec.distributed import DistributedModelParallel
 
 from persia_torchrec import (
@@ -167,10 +163,7 @@ def test_either_continues_what_the_other_trained_to_the_last_bit(job, batches, f
             bags(table("things", 8, "item", pooling=PoolingType.MEAN)),
             "pooling must be SUM where the slot has sqrt_scaling",
         ),
-        (
-            sequences_of(["ad"], 1),
-            "hash_stack_config must be in .* without weights",
-        ),
+        (sequences_of(["ad"], 1), "hash_stack_config must be in .* without weights"),
         (bags(table("ad", 4, "ad"), is_weighted=True), "must be in .* without weights"),
     ],
 )

@@ -12,9 +12,7 @@ from torchrec import (
     EmbeddingConfig,
 )
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
-from torchrec.modules.fp_embedding_modules import (
-    FeatureProcessedEmbeddingBagCollection,
-)
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from persia_torchrec import (
     SGD,

@@ -18,12 +18,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
-from persia_torchrec import (
-    SGD,
-    Constant,
-    RemoteEmbeddingBagCollectionSharder,
-    join,
-)
+from persia_torchrec import SGD, Constant, RemoteEmbeddingBagCollectionSharder, join
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.table import TableSettings
 from tests.support.remote_job import (

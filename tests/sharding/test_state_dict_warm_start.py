@@ -6,9 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shards
-from torchrec import (
-    EmbeddingBagCollection,
-)
+from torchrec import EmbeddingBagCollection
 
 from persia_torchrec import SGD, Adagrad
 from persia_torchrec.client import bulk
@@ -94,8 +92,7 @@ class TestLoad:
         assert np.array_equal(client.read("plain", numbers(9)), matrix(9, 3).numpy())
 
     @pytest.mark.parametrize(
-        "module",
-        [nn.EmbeddingBag(7, 3), nn.Embedding(7, 3), nn.Embedding(7, 3).half()],
+        "module", [nn.EmbeddingBag(7, 3), nn.Embedding(7, 3), nn.Embedding(7, 3).half()]
     )
     def test_the_weight_of_a_module_of_torch_is_a_table(self, client, module):
         load_tables(client, {"plain": module.weight}, ["plain"])

@@ -6,12 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from persia_torchrec.errors import StoreError
-from persia_torchrec.store.change_log import (
-    ChangedSlots,
-    ChangeJournal,
-    Changes,
-    Ring,
-)
+from persia_torchrec.store.change_log import ChangedSlots, ChangeJournal, Changes, Ring
 from persia_torchrec.store.memory import NUM_TALLIES
 
 

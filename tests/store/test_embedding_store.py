@@ -67,10 +67,7 @@ TABLES = [
         optimizer=Adagrad(0.5),
         initializer=Uniform(-0.5, 0.5),
         expiry=Expiry(
-            steps_to_live=3,
-            seconds_to_live=7,
-            min_l2_norm=0.6,
-            spared_steps=2,
+            steps_to_live=3, seconds_to_live=7, min_l2_norm=0.6, spared_steps=2
         ),
     ),
     TableSpec(name="fading", dim=2, optimizer=SGD(0.2), expiry=Expiry(min_l2_norm=0.1)),
@@ -396,13 +393,7 @@ def test_written_weights_keep_the_state_of_their_row():
 
 @pytest.mark.parametrize(
     "initializer",
-    [
-        Uniform(-1, 2),
-        InverseSqrtDim(),
-        Normal(),
-        TruncatedNormal(),
-        Constant(0.5),
-    ],
+    [Uniform(-1, 2), InverseSqrtDim(), Normal(), TruncatedNormal(), Constant(0.5)],
 )
 def test_rows_start_as_the_initializer_of_their_table_says(initializer):
     store = EmbeddingStore(2)

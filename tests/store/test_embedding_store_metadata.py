@@ -53,11 +53,7 @@ ITEM = TableSpec(name="item", dim=3, optimizer=Adam(), keeps_metadata=True)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_a_row_remembers_how_often_it_was_seen_and_when_it_was_made_and_updated(dtype):
     spec = TableSpec(
-        name="item",
-        dim=3,
-        optimizer=Adam(),
-        keeps_metadata=True,
-        weight_dtype=dtype,
+        name="item", dim=3, optimizer=Adam(), keeps_metadata=True, weight_dtype=dtype
     )
     store, clock = store_of(spec)
     look_up(store, ids_of(7, 8))

@@ -10,14 +10,7 @@ import pytest
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 
 from persia_torchrec.embedding.initializer import Constant
-from persia_torchrec.embedding.optim import (
-    FTRL,
-    LAMB,
-    SGD,
-    Adagrad,
-    Adam,
-    RowwiseAdam,
-)
+from persia_torchrec.embedding.optim import FTRL, LAMB, SGD, Adagrad, Adam, RowwiseAdam
 from persia_torchrec.store import memory
 from persia_torchrec.store.embedding_store import EmbeddingStore, UpdateResult
 from persia_torchrec.table import TableSpec

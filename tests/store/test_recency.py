@@ -220,12 +220,7 @@ def compacted(num_words: int) -> float:
         (30, 1, False, WORDS_PER_SEGMENT),
         (30, 1, True, WORDS_PER_SEGMENT),
         (50, 2, False, 3),
-        (
-            50,
-            2,
-            True,
-            WORDS_PER_SEGMENT,
-        ),  # the other row may be used again
+        (50, 2, True, WORDS_PER_SEGMENT),  # the other row may be used again
     ],
 )
 def test_a_log_stays_short_while_its_rows_take_turns(

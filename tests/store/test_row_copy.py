@@ -5,11 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from persia_torchrec.store import row_copy
-from persia_torchrec.store.memory import (
-    LARGEST_TICK,
-    STATE,
-    WEIGHTS,
-)
+from persia_torchrec.store.memory import LARGEST_TICK, STATE, WEIGHTS
 from tests.support.consistency import check_store, ids_oldest_first
 from tests.support.copied_stores import (
     TABLES,

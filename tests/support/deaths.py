@@ -30,11 +30,7 @@ from persia_torchrec import AdmitBloom
 from persia_torchrec.embedding.optim import SGD, Adam
 from persia_torchrec.jit import intrinsics
 from persia_torchrec.server.dedup import Streams
-from persia_torchrec.store import (
-    memory,
-    memory_file,
-    row_copy,
-)
+from persia_torchrec.store import memory, memory_file, row_copy
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.index import BOUNDARY
 from persia_torchrec.store.recency import TAIL, TRIGGER

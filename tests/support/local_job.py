@@ -266,10 +266,7 @@ class Sending:
 
 
 def run_two_trainers(
-    processes: Processes,
-    job: LocalJob,
-    target: Callable[..., None],
-    *arguments: object,
+    processes: Processes, job: LocalJob, target: Callable[..., None], *arguments: object
 ) -> None:
     """Run a function in two trainer processes of a job, which must end well.
 

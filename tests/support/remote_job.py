@@ -19,11 +19,7 @@ from torchrec.modules.mc_modules import (
     MCHManagedCollisionModule,
 )
 
-from persia_torchrec import (
-    SGD,
-    EmbeddingClient,
-    RemoteEmbeddingBagCollectionSharder,
-)
+from persia_torchrec import SGD, EmbeddingClient, RemoteEmbeddingBagCollectionSharder
 from persia_torchrec.pipeline.pipeline import BatchPipeline, PrefetchedBatch
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
 from persia_torchrec.sharding.mixed import MixedCollection

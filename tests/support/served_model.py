@@ -38,9 +38,7 @@ class Dense(nn.Module):
         self.top = nn.Linear(14, 1)
 
     def forward(
-        self,
-        non_id_tensors: list[torch.Tensor],
-        embeddings: list[torch.Tensor],
+        self, non_id_tensors: list[torch.Tensor], embeddings: list[torch.Tensor]
     ) -> torch.Tensor:
         item, last = embeddings[0], embeddings[1]
         everything = [non_id_tensors[0], item, last.flatten(start_dim=1)]

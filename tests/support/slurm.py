@@ -375,11 +375,7 @@ def adult_income(
 
 
 def waiting_job(
-    slurm: PrivateSlurm,
-    folder: Path,
-    script: str,
-    *arguments: object,
-    **variables: str,
+    slurm: PrivateSlurm, folder: Path, script: str, *arguments: object, **variables: str
 ) -> SlurmJob:
     """Submit a job of four replicas, whose trainer runs a script."""
     (folder / "train.py").write_text(script)

@@ -124,14 +124,7 @@ class Trainer:
     """A model on servers of its own, and this process as one of its trainers."""
 
     def __init__(
-        self,
-        addresses,
-        model,
-        optimizer,
-        *,
-        device=CPU,
-        static_graph=False,
-        **settings,
+        self, addresses, model, optimizer, *, device=CPU, static_graph=False, **settings
     ):
         self.client = EmbeddingClient.connect(addresses)
         self.sharder = RemoteEmbeddingBagCollectionSharder(

@@ -5,12 +5,7 @@ from itertools import chain, islice
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from torch.utils.data import (
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    get_worker_info,
-)
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, get_worker_info
 from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
 

@@ -123,11 +123,7 @@ def test_a_table_of_another_dim_is_an_error_and_nothing_is_loaded(saved):
 
 def test_a_namespace_stays(tmp_path):
     settings = {"namespace": "teacher"}
-    with trained(steps=1, shared={"item"}, **settings) as (
-        client,
-        sharders,
-        _,
-    ):
+    with trained(steps=1, shared={"item"}, **settings) as (client, sharders, _):
         save_checkpoint(tmp_path / "c", {}, client, sharders)
     with trained(**settings) as (client, _, _):
         load_checkpoint(tmp_path / "c", {}, client)
