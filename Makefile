@@ -75,7 +75,7 @@ install: $(STAMP)  ## make .venv; TORCH=2.14 chooses another torch, and what fit
 ifneq ($(CHOSEN),$(TORCH))
 .PHONY: $(STAMP)
 endif
-$(STAMP): Makefile pyproject.toml
+$(STAMP): Makefile pyproject.toml setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "Python 3.11 or newer is needed. $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
 			"Name another: make PYTHON=python3.12" >&2; exit 1; }

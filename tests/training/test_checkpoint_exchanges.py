@@ -5,8 +5,9 @@ import torch.distributed as dist
 
 from persia_torchrec.errors import JobError
 from persia_torchrec.training.checkpoint import at_first
+from tests.support import groups
 from tests.support.faults import kill_self
-from tests.training import exchanging_trainers, groups
+from tests.training import exchanging_trainers
 
 WORKS = ("tell", "resume", "load", "save", "ask_the_clock", "share_files")
 
