@@ -13,6 +13,7 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
@@ -40,7 +41,7 @@ Batches = Annotated[int, msgspec.Meta(ge=0, lt=2**47)]
 """Batches of a trainer, whose numbers have its rank from bit 47 on."""
 
 
-class SavedTable(msgspec.Struct, frozen=True):
+class SavedTable(msgspec.Struct, frozen=True, dict=True):
     """A table in a file: its settings as JSON, its step, and the form of its rows."""
 
     description: dict[str, Any] = msgspec.field(name="spec")
@@ -55,9 +56,9 @@ class SavedTable(msgspec.Struct, frozen=True):
         """Its name."""
         return str(self.description.get("name"))
 
-    @property
+    @cached_property
     def spec(self) -> TableSpec:
-        """Its settings."""
+        """Its settings; they are parsed once."""
         return TableSpec.from_json(self.description)
 
 
