@@ -47,7 +47,7 @@ from persia_torchrec.errors import (
 )
 from persia_torchrec.job.member import JobMember
 from persia_torchrec.parsing.decoding import KeyPath, convert
-from persia_torchrec.rpc.messages import Kind, TaskState
+from persia_torchrec.rpc.messages import Header, Kind, TaskState, encode_json
 
 logger = logging.getLogger(__name__)
 
@@ -532,9 +532,19 @@ class CheckpointClient:
             task.pause(_POLL_S * (1 + secrets.randbelow(100) / 100), 0.0)
 
     def _cancel(self, number: int, what: str) -> None:
-        request = {"do": "cancel", "task": number}
-        with contextlib.suppress(PersiaError):  # the first error is the one to tell
-            self._servers.ask(Kind.CHECKPOINT, request, f"cancelling {what}")
+        """Have the servers that are there give up; wait until they write no more."""
+        servers, what = self._servers, f"cancelling {what}"
+        deadline_s = time.monotonic() + timeouts.BACKGROUND_CLOSE_S
+        cancel = encode_json({"do": "cancel", "task": number})
+        look = encode_json({"task": number})
+        replies = servers.send_all(Header(Kind.CHECKPOINT), [cancel], what)
+        for server, reply in enumerate(replies):
+            with contextlib.suppress(PersiaError):  # the first error is the one to tell
+                state: TaskState = servers.read(server, reply, TaskState)
+                while state.phase == "dumping" and time.monotonic() < deadline_s:
+                    time.sleep(_FIRST_POLL_S)
+                    reply = servers.send(server, Header(Kind.PROGRESS), [look], what)
+                    state = servers.read(server, reply, TaskState)
 
     def _ask(self, kind: Kind, request: object, what: str) -> list[TaskState]:
         states = self._servers.ask(kind, request, what, answer=TaskState)

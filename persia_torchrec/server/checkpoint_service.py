@@ -237,7 +237,8 @@ class ShardDump(BackgroundTask):
     @property
     def is_copying(self) -> bool:
         """Whether :meth:`advance` has something to do, now or later."""
-        return self.phase == "dumping" and not self._has_copied_all
+        is_over = self._has_copied_all or self.error is not None
+        return self.phase == "dumping" and not is_over
 
     def advance(self) -> float:
         """Copy a slice; return the seconds of a CPU that the writing took since."""
@@ -496,10 +497,9 @@ class CheckpointService:
         if self._delta is not None:
             self._delta.fail(why)
         if self._dump is not None:
-            if self._dump.phase == "dumping":
+            if self._dump.phase == "dumping" and self._dump.error is None:
                 self._dump.error = CheckpointError(f"The dump ended early: {why}.")
-                self._dump.phase = "failed"
-            self._dump.cancel()
+            self._dump.cancel()  # it has failed when its thread has removed its file
         if self._load is not None and not self.is_loading:
             self._load.cancel()
             self._load = None

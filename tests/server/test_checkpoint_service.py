@@ -104,13 +104,20 @@ def test_requests_that_need_no_rows_are_no_activity():
     }
 
 
+def end_dump(checkpoints):
+    """Cancel the dump, which has failed when its thread has ended."""
+    checkpoints.cancel("the test ends it")
+    task = CheckpointRequest(task=7)
+    wait_until(lambda: checkpoints.handle(task).phase == "failed", "the dump ends")
+
+
 def test_without_a_dump_the_server_waits_for_its_full_poll_interval(checkpoints):
-    checkpoints.cancel("the test ends")
+    end_dump(checkpoints)
     assert checkpoints.work(100) == 100
     assert checkpoints.handle(CheckpointRequest(task=8)).phase == "idle"
     state = checkpoints.handle(CheckpointRequest(task=7))
     assert state.phase == "failed"
-    assert state.error.message == "The dump ended early: the test ends."
+    assert state.error.message == "The dump ended early: the test ends it."
 
 
 @pytest.mark.parametrize(
@@ -134,7 +141,7 @@ def test_an_invalid_request_is_rejected(request_, message):
 
 
 def test_a_missing_folder_is_rejected(checkpoints, tmp_path):
-    checkpoints.cancel("the next one begins")
+    end_dump(checkpoints)
     with pytest.raises(CheckpointError, match=r"must exist\. Received: it does not"):
         checkpoints.handle(
             CheckpointRequest(do="dump", task=1, folder=str(tmp_path / "no"))
@@ -170,7 +177,7 @@ def test_how_a_dump_ended_is_known_when_the_next_one_has_begun(checkpoints, tmp_
 
 
 def test_nothing_is_loaded_that_was_not_checked(checkpoints, tmp_path):
-    checkpoints.cancel("the test loads")
+    end_dump(checkpoints)
     load = CheckpointRequest(do="load", task=8, folder=str(tmp_path))
     assert checkpoints.handle(load).phase in ("checking", "failed")
     wait_until(lambda: checkpoints.handle(load).phase == "failed", "the check fails")
