@@ -88,11 +88,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve(flags: dict[str, Any], *, is_child: bool) -> None:
     path = flags.pop("global_config", None)
-    env.set_metrics_port(flags.pop("metrics_port", None))
+    metrics_port = flags.pop("metrics_port", None)
+    env.set_metrics_port(metrics_port)
     shard = flags.setdefault("shard", env.get_replica_index())
     num_shards = flags.setdefault("num_shards", env.get_replica_size())
     if is_child:  # its settings are not of the environment, but of its parent
         with ChildLifetime() as life:
+            if metrics_port:
+                life.serve_metrics("server", shard, "", life.host)
             _run(_config(flags, path, life.host), life)
         return
     path = path or env.global_config_path()

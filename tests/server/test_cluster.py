@@ -2,6 +2,7 @@ import signal
 import subprocess
 import sys
 import threading
+import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.embedding.optim import Adam
 from persia_torchrec.errors import ConfigError, RemoteError, ServerError, TokenError
 from persia_torchrec.job.service import reject_until_ready
+from persia_torchrec.rpc.addresses import free_port
 from persia_torchrec.rpc.connections import Connections
 from persia_torchrec.rpc.messages import Header, Kind, encode_json
 from persia_torchrec.server import cluster as cluster_module
@@ -235,8 +237,10 @@ def test_a_server_reports_why_it_does_not_start(arguments, message):
     assert "Traceback" not in ended.stderr
 
 
-def test_a_server_finds_its_shard_in_the_environment(monkeypatch):
+def test_a_server_by_itself_finds_its_shard_and_serves_metrics(monkeypatch):
+    port = str(free_port("127.0.0.1"))
     command = [sys.executable, "-m", "persia_torchrec.server", "--standalone"]
+    command += ["--metrics-port", port]
     monkeypatch.setenv("REPLICA_INDEX", "1")
     monkeypatch.setenv("REPLICA_SIZE", "2")
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
@@ -244,6 +248,8 @@ def test_a_server_finds_its_shard_in_the_environment(monkeypatch):
         address = line.split()[1]
         with pytest.raises(TokenError, match=r"must be that of embedding server 0\."):
             EmbeddingClient.connect([address])
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz") as answer:
+            assert answer.status == 200
         server.terminate()
         assert server.wait(DEADLINE_S) == 0
 
