@@ -343,7 +343,7 @@ def _post_changed(
         shared.memory[at : at + 64] = head[:64]
     else:
         shared.words[slab.REQUESTS] += rng.choice((0, 0, 1, 300, 2**40))
-    shared.post_request(slab.Place(*struct.unpack("<5Q", place)))
+    shared.post_request(slab.RequestSlot(*struct.unpack("<5Q", place)))
     with contextlib.suppress(OSError):  # the server may have closed it
         channel.socket.send(b"\0" * rng.choice((1, 1, 100)))
 
