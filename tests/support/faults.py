@@ -22,7 +22,7 @@ from persia_torchrec.checkpoint import load, restore
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.rpc import slab_server
 from persia_torchrec.server import __main__ as server_main
-from persia_torchrec.server import checkpoint_service, dedup, shard
+from persia_torchrec.server import checkpoint_service, dedup, update_queue
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from tests.support.ports import draw_port
 from tests.support.servers import DEADLINE_S
@@ -46,8 +46,8 @@ class Point(Enum):
     SLAB_REQUEST_IS_READ = slab_server.Slabs, "take"
     SLAB_ROWS_ARE_GATHERED = slab_server.Slabs, "body_in_place"
     SLAB_REPLY_IS_WRITTEN = slab_server.SharedClient, "answer"
-    UPDATE_IS_QUEUED = shard.Shard, "queue"
-    UPDATE_IS_APPLIED = shard.Shard, "_apply"
+    UPDATE_IS_QUEUED = update_queue.UpdateQueue, "add"
+    UPDATE_IS_APPLIED = update_queue.UpdateQueue, "_apply"
 
 
 def kill_self() -> None:
