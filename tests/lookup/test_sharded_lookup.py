@@ -287,4 +287,4 @@ def test_tables_that_want_counts_learn_how_often_an_id_is_in_a_batch(
     ]
     _, batch = worker.pull(bags, None)
     assert batch.counts == [None]
-    assert [counts[1:] for counts in received] == [[None], [None]]
+    assert [len(counts) for counts in received] == [1, 1]  # a read takes none
