@@ -119,19 +119,19 @@ def test_26_tables_are_hardly_more_calls_than_2(poolings, monkeypatch):
 
 def test_a_step_allocates_rows_once_and_their_gradient_once(monkeypatch):
     """Beside what is pooled and the indices; on a GPU rows are there once more."""
-    staged, empty = [], RowsOnDevice._staged
+    staged, build = [], RowsOnDevice._index
 
-    def note(self, shape, dtype):
-        memory = empty(self, shape, dtype)
-        staged.append(memory.nbytes)
-        return memory
+    def note(self, batch, group):
+        index = build(self, batch, group)
+        staged.append(index.flat.untyped_storage().nbytes())
+        return index
 
     with RemoteJob() as job:
         steps = Steps(job, 8, MIXED[:1], dim=64, num_samples=512)
         names = [table.name for table in steps.tables]
         ids = [steps.batch[name].values() for name in names]
         of_rows = sum(len(of_table.unique()) for of_table in ids) * 64 * 4
-        monkeypatch.setattr(RowsOnDevice, "_staged", note)
+        monkeypatch.setattr(RowsOnDevice, "_index", note)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
             steps.take()
         sizes = [e.self_cpu_memory_usage for e in found.events()]
