@@ -48,6 +48,7 @@ from persia_torchrec.errors import (
 from persia_torchrec.job.member import JobMember
 from persia_torchrec.parsing.decoding import KeyPath, convert
 from persia_torchrec.rpc.messages import Header, Kind, TaskState, encode_json
+from persia_torchrec.rpc.reply import Reply
 
 logger = logging.getLogger(__name__)
 
@@ -537,9 +538,11 @@ class CheckpointClient:
         deadline_s = time.monotonic() + timeouts.BACKGROUND_CLOSE_S
         cancel = encode_json({"do": "cancel", "task": number})
         look = encode_json({"task": number})
-        replies = servers.send_all(Header(Kind.CHECKPOINT), [cancel], what)
+        replies = list[Reply]()
+        with contextlib.suppress(PersiaError):  # the first error is the one to tell
+            replies = servers.send_all(Header(Kind.CHECKPOINT), [cancel], what)
         for server, reply in enumerate(replies):
-            with contextlib.suppress(PersiaError):  # the first error is the one to tell
+            with contextlib.suppress(PersiaError):  # as above
                 state: TaskState = servers.read(server, reply, TaskState)
                 while state.phase == "dumping" and time.monotonic() < deadline_s:
                     time.sleep(_FIRST_POLL_S)

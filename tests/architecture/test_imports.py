@@ -117,5 +117,5 @@ def test_a_data_loader_that_has_sent_a_batch_compiles_nothing(
         for batch in batches:
             ctx.backward(ctx.forward(batch)[0].sum())
         assert job.num_rows() == 3
-    require_no_store(modules, 59)
+    require_no_store(modules, 58)
     assert not modules & {"numba", "llvmlite", "torch"}

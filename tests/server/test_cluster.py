@@ -248,7 +248,8 @@ def test_a_server_by_itself_finds_its_shard_and_serves_metrics(monkeypatch):
         address = line.split()[1]
         with pytest.raises(TokenError, match=r"must be that of embedding server 0\."):
             EmbeddingClient.connect([address])
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz") as answer:
+        url = f"http://127.0.0.1:{port}/readyz"
+        with urllib.request.urlopen(url, timeout=DEADLINE_S) as answer:
             assert answer.status == 200
         server.terminate()
         assert server.wait(DEADLINE_S) == 0
