@@ -123,14 +123,14 @@ def lookup_training(
         target += np.uint64(num_ids) * row_bytes
         if t < begin[0]:
             continue
-        store = memory.changing_store_at(layout, log)
         if t == begin[0] and begin[1]:
+            store = memory.changing_store_at(layout, log)
             logs, arenas = store.logs, store.arenas
             if not recency.compact_for(logs, arenas, begin[1], log):
                 return t, NO_ROOM
         num_missing = _look_up_table(
-            store,
             layout,
+            log,
             ids_N[first : first + num_ids],
             counts_N[first : first + num_ids],
             begin_of_rows,
@@ -144,8 +144,8 @@ def lookup_training(
 
 @compiled
 def _look_up_table(
-    store: memory.StoreAt,
     layout: Layout,
+    log: np.uint64,
     ids_N: Ids,
     counts_N: Counts,
     target: np.uint64,
@@ -153,6 +153,9 @@ def _look_up_table(
     missing_N: Indices,
 ) -> int:
     """Use the rows of a table's ids that have one; return how many have none."""
+    ids_N, counts_N = cpu.unowned(ids_N), cpu.unowned(counts_N)
+    slots_N, missing_N = cpu.unowned(slots_N), cpu.unowned(missing_N)
+    store = memory.changing_store_at(layout, log)
     store.tally[memory.TICK] += 1
     rows, index = memory.rows_at(store, layout), index_at(store)
     logs, num_classes = np.uint64(store.logs.ctypes.data), len(store.logs)
@@ -205,6 +208,7 @@ def lookup_readonly(
 
 @compiled
 def _read_table(layout: Layout, ids_N: Ids, out: Floats, value: np.float32) -> None:
+    ids_N, out = cpu.unowned(ids_N), cpu.unowned(out)
     store = memory.store_at(layout)
     rows, index = memory.rows_at(store, layout), index_at(store)
     target = np.uint64(out.ctypes.data)
@@ -615,7 +619,8 @@ def build_update(kernel: Kernel) -> Callable[..., None]:
         results_T2: Starts,
     ) -> None:
         ids_N, slots_N = cpu.unowned(ids_N), cpu.unowned(slots_N)
-        layouts_T, log = tables[0], memory.log_address(tables[1])
+        numbers_TK, starts_T = cpu.unowned(numbers_TK), cpu.unowned(starts_T)
+        layouts_T, log = cpu.unowned(tables[0]), memory.log_address(tables[1])
         grad = np.uint64(grads.ctypes.data)
         for t in range(len(layouts_T)):
             layout = memory.layout_at(layouts_T[t])
@@ -628,12 +633,13 @@ def build_update(kernel: Kernel) -> Callable[..., None]:
             moderate = finite.moderate_squares(numbers[1], store.tally)
             num_missed = num_refused = 0
             end = starts_T[t + 1]
-            for i in range(starts_T[t], end):
-                if i + _UPDATE_AHEAD < end:
-                    ahead = np.uint64(slots_N[i + _UPDATE_AHEAD])
+            ids, slots = ids_N[starts_T[t] : end], slots_N[starts_T[t] : end]
+            for i in range(len(ids)):
+                if i + _UPDATE_AHEAD < len(ids):
+                    ahead = np.uint64(slots[i + _UPDATE_AHEAD])
                     _prefetch_updated(rows, ahead, log)
-                hint = np.uint64(slots_N[i])
-                slot = find_hinted(index, rows, ids_N[i], hint)
+                hint = np.uint64(slots[i])
+                slot = find_hinted(index, rows, ids[i], hint)
                 address, g = rows.base + slot * rows.stride, cpu.floats_at(grad)
                 grad += grad_bytes
                 if slot == NOT_FOUND:
