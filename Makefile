@@ -26,6 +26,7 @@ STAMP := $(VENV)/installed
 COVERAGE := $(CURDIR)/build/coverage
 SCHEMAS := build/schemas/installed
 CLIENTS := build/clients/installed
+KSERVE := build/clients/kserve
 
 # What components/Dockerfile says by itself: make install DEVICE=cuda EXTRAS=examples
 DEVICE := $(if $(shell nvidia-smi >/dev/null 2>&1 && echo yes),cuda,cpu)
@@ -104,10 +105,12 @@ system:  ## install what tests use of Debian, as root; says what it could not
 		echo "not installed, so that tests skip:" $$lacking; \
 			echo "make system installs it, as root of a Debian with a package index."; }
 
-# The loops are compiled while mypy looks: each takes a minute of one core.
+# The loops are compiled and clients installed while mypy looks.
 test: $(STAMP)  ## check everything
 	@$(BIN)/python -c "$(LOOPS)" & loops=$$!; \
-	$(MAKE) --no-print-directory lint && wait $$loops && $(MAKE) --no-print-directory unit
+	$(MAKE) --no-print-directory $(CLIENTS) & clients=$$!; \
+	$(MAKE) --no-print-directory lint && wait $$loops && wait $$clients \
+		&& $(MAKE) --no-print-directory unit
 LOOPS := from persia_torchrec.lookup import pooling; from persia_torchrec.store import warm_up; pooling.warm_up(); warm_up.warm_up()
 
 lint: $(STAMP)  ## format, lint, types, import rules
@@ -125,7 +128,7 @@ unit: $(STAMP) $(CLIENTS)  ## the tests, benchmarks included; ARGS="-k rpc" choo
 quick: $(STAMP)  ## the tests that take one process and little time
 	$(PYTEST) -m "not multiprocess and not slow and not long" $(ARGS)
 
-long: $(STAMP) $(CLIENTS)  ## the tests marked long; not part of test
+long: $(STAMP) $(KSERVE)  ## the tests marked long; not part of test
 	$(PYTEST) -m long -p tests.support.long_table $(ARGS)
 
 wheel: $(STAMP)  ## build and install the wheel, and train, in a fresh environment; not part of test
@@ -143,12 +146,18 @@ test-torch-%:
 chaos: $(STAMP)  ## jobs whose processes are killed again and again; not part of test
 	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest tests/chaos --timeout 3600 $(ARGS)
 
-# Clients of the inference protocol, whose protobuf does not fit that of torchx; 500 MB.
+# Clients of the inference protocol, whose protobuf does not fit that of torchx.
 $(CLIENTS): Makefile
 	$(PYTHON) -m venv --clear $(@D)
-	$(@D)/bin/python -m pip -qq --disable-pip-version-check install 'tritonclient[http,grpc]==2.73.0' \
-		kserve==0.21.0 open-inference-openapi==2.0.0.1 open-inference-grpc==2.0.0 \
-		&& touch $@ || echo "not installed, so that their tests skip: tritonclient, kserve"
+	$(CLIENTS_PIP) 'tritonclient[http,grpc]==2.73.0' \
+		open-inference-openapi==2.0.0.1 open-inference-grpc==2.0.0 \
+		&& touch $@ || echo "not installed, so that their tests skip: tritonclient"
+CLIENTS_PIP := $(dir $(CLIENTS))bin/python -m pip -qq --disable-pip-version-check install
+
+# KServe's, 400 MB, is of make long alone.
+$(KSERVE): $(CLIENTS)
+	$(CLIENTS_PIP) kserve==0.21.0 \
+		&& touch $@ || echo "not installed, so that its test skips: kserve"
 
 # The schemas of Kubernetes, 108 MB, in an environment of their own.
 $(SCHEMAS): Makefile

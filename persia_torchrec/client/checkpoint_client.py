@@ -164,11 +164,6 @@ class CheckpointClient:
         """Id of the job whose servers these are, or of this process."""
         return self._servers.job_id or name_of_process(os.getpid())
 
-    @property
-    def serves(self) -> str:
-        """The checkpoint that servers of inference serve and keep, or ""."""
-        return self._servers.serves
-
     def own(self, path: Path) -> FolderWriter:
         """Be the only job that writes in a folder, until it is released.
 

@@ -463,6 +463,11 @@ class EmbeddingClient(OwnProcess):
         columns = self.read_numbers(Kind.METADATA, table, ids, width)
         return Metadata(*np.ascontiguousarray(columns.view(np.uint32).T))
 
+    @property
+    def serves(self) -> str:
+        """The checkpoint that servers of inference serve and keep, or ""."""
+        return self._servers.serves
+
     def counters(self, timeout_s: float | None = None) -> list[dict[str, int]]:
         """Return each server's counters: rows, hits, misses, evictions and others."""
         given: Any = {"answer": dict[str, int], "timeout_s": timeout_s}

@@ -2,7 +2,7 @@
 
     bags of every feature
       -> prefix, unique ids per table, by dim and server    (route)
-      -> rows of the unique ids, from the servers           (client.pull)
+      -> rows of the unique ids, from the servers           (source.begin_pull)
       -> what the model is given                            (outputs_of)
     gradients of that
       -> gradient of each unique id, summed over the batch  (row_gradients)
@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +49,55 @@ from persia_torchrec.table import TableChange, TableSpec, changed_tables
 
 Outputs = tuple[Floats, ...]
 """What a lookup gives for a batch; it takes back gradients of the same shapes."""
+
+
+class _Rows(Protocol):
+    """Rows that were asked for."""
+
+    def pieces(self) -> Sequence[Sequence[Floats]]:
+        """Wait for the rows of each group, float32 arrays ``(N, D)`` in their order."""
+
+
+class RowSource(Protocol):
+    """Where a lookup reads rows: an ``EmbeddingClient``, or memory of this process.
+
+    Any thread may call any method.
+
+    Attributes:
+        timeout_s: seconds that a lookup may take, where it waits for servers.
+    """
+
+    timeout_s: float
+
+    @property
+    def tables(self) -> KnownTables:
+        """The tables by name."""
+
+    @property
+    def num_servers(self) -> int:
+        """How many shards ids are grouped by."""
+
+    @property
+    def serves(self) -> str:
+        """The checkpoint whose rows stay as they are, or ""."""
+
+    def table(self, name: str) -> TableSpec:
+        """Return a table; ConfigError if it is unknown."""
+
+    def learn_tables(self) -> Sequence[TableSpec]:
+        """Know the tables that there are, and return them."""
+
+    def counters(self, timeout_s: float | None = None) -> Sequence[Mapping[str, int]]:
+        """Return the counters of each server, see ``docs/metrics.md``."""
+
+    def begin_pull(
+        self,
+        tables: Sequence[IdGroup],
+        batch: BatchNumber | None,
+        precision: Precision,
+        counts: Sequence[Counts | None] | None,
+    ) -> _Rows:
+        """Ask for rows, see ``EmbeddingClient.pull``."""
 
 
 class RoutePlan(NamedTuple):
@@ -283,14 +332,14 @@ class ShardedLookup:
     """Pull batches and push their gradients; pool all features into one output.
 
     The output is float32 ``(B, T)``, its columns in the order of the features, which
-    may repeat. Any thread may call any method. The lookup does not close its client.
+    may repeat. Any thread may call any method. The lookup does not close its source.
     """
 
     each_id: bool = False  # whether every id is a bag of its own
 
     def __init__(
         self,
-        client: EmbeddingClient,
+        source: RowSource,
         features: Sequence[FeatureSpec],
         *,
         precision: Precision = Precision.FP32,
@@ -305,12 +354,22 @@ class ShardedLookup:
             raise ConfigError(
                 f"features must be non-empty with unique names. Received: {different}."
             )
-        self.client = client
+        self.source = source
         self.precision = precision
         self._timed = timed
         self.num_ids: Counter[tuple[str, str]] = Counter()
         with report_compilation():  # before the first batch waits for it
             pooling.warm_up()
+
+    @property
+    def client(self) -> EmbeddingClient:
+        """The client of the servers; rows of this process cannot be trained."""
+        if not isinstance(self.source, EmbeddingClient):
+            raise ConfigError(
+                "Tables must be on servers to be trained. Received: a checkpoint that "
+                "is read in this process."
+            )
+        return self.source
 
     def add_tables(self, specs: Sequence[TableSpec]) -> None:
         """Make the tables known to the servers; see ``EmbeddingClient.add_tables``."""
@@ -326,7 +385,7 @@ class ShardedLookup:
         try:
             self.dims()
         except ConfigError:
-            self.client.learn_tables()
+            self.source.learn_tables()
 
     def change_tables(self, change: TableChange) -> None:
         """Change the settings of this lookup's tables on the servers."""
@@ -336,7 +395,7 @@ class ShardedLookup:
 
     def dims(self) -> list[int]:
         """Return the dim of each feature."""
-        return [self.client.table(feature.table).dim for feature in self.features]
+        return [self.source.table(feature.table).dim for feature in self.features]
 
     def group(self, specs: Sequence[FeatureSpec]) -> list[list[int]]:
         """Return the indices of the features in each output."""
@@ -389,7 +448,7 @@ class ShardedLookup:
     def fetch(self, batch: RoutedBatch) -> Outputs:
         """Fetch the rows of a batch; to do so twice changes no more than once."""
         with self._timed("lookup_rpc_time_cost_sec"):
-            asked = self.client.begin_pull(
+            asked = self.source.begin_pull(
                 batch.groups, batch.number, self.precision, batch.counts
             )
             pieces = asked.pieces()
@@ -442,7 +501,7 @@ class ShardedLookup:
     ) -> RoutedBatch:
         """Make the ids unique per table, and group them by server; see :meth:`pull`."""
         features, jagged, places = self.select(given)
-        plan = features.plan(self.client.tables, jagged.positions)
+        plan = features.plan(self.source.tables, jagged.positions)
         if number is not None:
             num_K = np.diff(jagged.id_starts)
             each = zip(features.specs, num_K[plan.columns.keys].tolist(), strict=True)
@@ -454,7 +513,7 @@ class ShardedLookup:
             plan.columns,
             plan.table_groups,
             plan.table_shared_rows,
-            self.client.num_servers,
+            self.source.num_servers,
         )
         groups, occurrences = route.by_group(plan.groups)
         if self.each_id:

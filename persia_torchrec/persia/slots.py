@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from persia_torchrec import timeouts
 from persia_torchrec.arrays import Ids, Lengths, Positions
-from persia_torchrec.client.client import BatchNumber, EmbeddingClient
+from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.client.codec import PushOutcome
 from persia_torchrec.embedding.embedding_config import EmbeddingSchema
 from persia_torchrec.embedding.optim import Optimizer
@@ -312,14 +312,14 @@ class SlotsLookup(sharded_lookup.ShardedLookup):
 
     def __init__(
         self,
-        client: EmbeddingClient,
+        source: sharded_lookup.RowSource,
         features: Sequence[FeatureSpec],
         measures: LookupMeasures | None = None,
     ) -> None:
         self.measures = measures
         timed = nullcontext if measures is None else measures.timed
         self._selected: dict[tuple[str, ...], sharded_lookup.BatchFeatures] = {}
-        super().__init__(client, features, timed=timed)
+        super().__init__(source, features, timed=timed)
 
     def pull(
         self, bags: Mapping[str, Bags], number: BatchNumber | None
@@ -387,6 +387,6 @@ class SlotsLookup(sharded_lookup.ShardedLookup):
             Slot(name=feature.name, dim=dim, num_places=feature.num_places)
             for feature, dim in zip(self.features, self.dims(), strict=True)
         )
-        hello = LookupHello.of(self.client.counters(timeout_s))
-        is_fixed = bool(self.client.checkpoints.serves)
+        hello = LookupHello.of(self.source.counters(timeout_s))
+        is_fixed = bool(self.source.serves)
         return replace(hello, slots=slots, is_fixed=is_fixed)

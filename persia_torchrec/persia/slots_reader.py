@@ -13,7 +13,6 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from persia_torchrec import timeouts
-from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.device.transfer import Staging
 from persia_torchrec.embedding.embedding_config import EmbeddingSchema
 from persia_torchrec.errors import (
@@ -25,7 +24,7 @@ from persia_torchrec.errors import (
     ServerError,
 )
 from persia_torchrec.lookup.bags import JaggedIds
-from persia_torchrec.lookup.sharded_lookup import Outputs, RoutedBatch
+from persia_torchrec.lookup.sharded_lookup import Outputs, RoutedBatch, RowSource
 from persia_torchrec.persia import slots
 from persia_torchrec.persia.batch import PersiaBatch, ReferencedBatch
 from persia_torchrec.persia.loader import LookupSettings
@@ -45,11 +44,11 @@ slots they are for."""
 
 
 def open_slots(
-    client: EmbeddingClient, schema: EmbeddingSchema, device: torch.device = _CPU
+    source: RowSource, schema: EmbeddingSchema, device: torch.device = _CPU
 ) -> "SlotsReader":
     """Return a reader that looks up itself; ConfigError if a dim is not the tables'."""
-    require_dims(client, schema)
-    return SlotsReader(slots.SlotsLookup(client, slots.build_features(schema)), device)
+    require_dims(source, schema)
+    return SlotsReader(slots.SlotsLookup(source, slots.build_features(schema)), device)
 
 
 class SlotsReader:
@@ -106,7 +105,7 @@ class SlotsReader:
     def set_lookup_timeout(self, timeout_s: float) -> None:
         """Set the seconds that a lookup may take from now on, those away included."""
         lookup = self._lookup
-        asks = lookup if isinstance(lookup, RemoteWorkers) else lookup.client
+        asks = lookup if isinstance(lookup, RemoteWorkers) else lookup.source
         asks.timeout_s = self.lookup_timeout_s = timeout_s
         self._patience_s = min(self._patience_s, timeout_s)
 

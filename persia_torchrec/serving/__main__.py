@@ -26,7 +26,6 @@ import torch
 
 from persia_torchrec import env, timeouts
 from persia_torchrec.checkpoint.folder import Folder, require_received
-from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.embedding.embedding_config import (
     EmbeddingSchema,
     load_embedding_config,
@@ -35,6 +34,7 @@ from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.member import JobMember
 from persia_torchrec.job.registry import SERVED_CHECKPOINT
 from persia_torchrec.job.service import Lifetime, report_ready, run_service
+from persia_torchrec.lookup.sharded_lookup import RowSource
 from persia_torchrec.parsing.command_line import ImportFlags, parse_flags
 from persia_torchrec.persia.predict_requests import DECODERS
 from persia_torchrec.persia.slots_reader import SlotsReader, open_slots
@@ -108,7 +108,8 @@ class ServingFlags(ImportFlags):
     """Be a member of a job, and ask its embedding workers; then ``--port`` is that of
     replica 0, and the next replica has the next port."""
     num_servers: int = 1
-    """How many servers of its own."""
+    """How many embedding servers of its own; 1 without ``--follow``: the rows are in
+    this process."""
     follow: str | None = None
     """Folder of increments of a training that its own servers follow; implies
     ``--follow-model``."""
@@ -314,10 +315,10 @@ def _add_checkpoint(
     first = load(run)  # its errors come before servers are started
     schema = None if first.collections is not None else _read_slots(flags)
 
-    def open_reader(model: DenseModel, client: EmbeddingClient) -> RowReader:
+    def open_reader(model: DenseModel, source: RowSource) -> RowReader:
         if schema is not None:
-            return open_slots(client, schema, device)
-        return CollectionsReader(client, model.collections or (), device)
+            return open_slots(source, schema, device)
+        return CollectionsReader(source, model.collections or (), device)
 
     def open_version(number: str | None) -> Version:
         # One folder for both halves, whatever becomes complete meanwhile.

@@ -13,13 +13,20 @@ import numpy.typing as npt
 import torch
 
 from persia_torchrec import timeouts
+from persia_torchrec.checkpoint.catalog import find_checkpoint
 from persia_torchrec.client.client import EmbeddingClient
+from persia_torchrec.embedding.setting import import_settings
 from persia_torchrec.jit.compiled import report_compilation
 from persia_torchrec.lookup.bags import JaggedIds
 from persia_torchrec.lookup.pooling import warm_up
 from persia_torchrec.lookup.rows_state import RowsState
-from persia_torchrec.lookup.sharded_lookup import SequenceLookup, ShardedLookup
+from persia_torchrec.lookup.sharded_lookup import (
+    RowSource,
+    SequenceLookup,
+    ShardedLookup,
+)
 from persia_torchrec.server.cluster import EmbeddingCluster
+from persia_torchrec.serving.local_rows import LocalRows
 
 if TYPE_CHECKING:  # it needs TorchRec, which PERSIA's models do not
     from persia_torchrec.sharding.dense_half import CollectionDescription
@@ -72,25 +79,25 @@ class CollectionsReader:
 
     def __init__(
         self,
-        client: EmbeddingClient,
+        source: RowSource,
         collections: "Sequence[CollectionDescription]",
         device: torch.device = _CPU,
     ) -> None:
         self.device = device
         self.lookup_timeout_s = timeouts.REQUEST_S
-        self._client = client
+        self._source = source
         kinds = {"bags": ShardedLookup, "sequences": SequenceLookup}
-        self._lookups = [kinds[one.kind](client, one.features) for one in collections]
+        self._lookups = [kinds[one.kind](source, one.features) for one in collections]
 
     def hello(
         self, timeout_s: float | None = None, *, of_any: bool = False
     ) -> RowsState:
         """Return rows, and how far servers follow; PersiaError if one is not ready."""
-        return RowsState.of(self._client.counters(timeout_s))
+        return RowsState.of(self._source.counters(timeout_s))
 
     def set_lookup_timeout(self, timeout_s: float) -> None:
         """Set the seconds that a lookup may take from now on."""
-        self._client.timeout_s = self.lookup_timeout_s = timeout_s
+        self._source.timeout_s = self.lookup_timeout_s = timeout_s
 
     def look_up_ids(self, ids: JaggedIds) -> dict[str, torch.Tensor]:
         """Return ids and lengths of a batch, and the rows of each collection."""
@@ -110,17 +117,25 @@ class CollectionsReader:
 @contextlib.contextmanager
 def host_checkpoint(
     path: str | os.PathLike[str],
-    open_reader: Callable[[EmbeddingClient], R],
+    open_reader: Callable[[RowSource], R],
     *,
     num_servers: int = 1,
     incremental_dir: str | None = None,
     imports: Sequence[str] = (),
 ) -> Iterator[R]:
-    """Load a checkpoint, or the latest of a folder, into servers for a block.
+    """Load a checkpoint, or the latest of a folder, for a block.
 
-    ``open_reader`` makes what reads its rows, of a client that knows the tables. A
-    server that is killed is started again, and loads the same checkpoint again.
+    ``open_reader`` makes what reads its rows. One server that follows nothing is this
+    process: its rows stay as they are, and a lookup waits for no server. Others are
+    processes; one that is killed is started again, and loads the same again.
     """
+    if num_servers == 1 and incremental_dir is None:
+        import_settings(imports)
+        with report_compilation():
+            rows = LocalRows(find_checkpoint(path))
+        with contextlib.closing(rows):
+            yield open_reader(rows)
+        return
     cluster = EmbeddingCluster.of_checkpoint(
         os.fspath(path),
         num_servers,

@@ -55,6 +55,8 @@ def test_plain_torchx_run_learns_and_nothing_warns(tmp_path):
     # Neither TorchRec nor torch warns of how this package calls them.
     lines = "\n".join(ended.logs.values()).splitlines()
     noise = [x for x in lines if "warning" in x.lower() or "[rank0]" in x]
+    # On a busy machine a role may be waited for, which is said.
+    noise = [x for x in noise if "waiting for" not in x]
     if torch.__version__ >= (2, 13):  # before, TorchRec and fbgemm warn of each other
         assert len(noise) == NUM_WARNINGS, noise
     # Details are in the logs, and not in the terminal.

@@ -436,6 +436,9 @@ CLIENTS = ROOT / "build/clients"
 needs_clients = pytest.mark.skipif(
     not (CLIENTS / "installed").exists(), reason="`make unit` installs them"
 )
+needs_kserve = pytest.mark.skipif(
+    not (CLIENTS / "kserve").exists(), reason="`make long` installs it"
+)
 
 
 class Ages(nn.Module):
@@ -504,7 +507,8 @@ def test_stock_clients_work_unchanged(server):
 
 @needs_clients
 @pytest.mark.parametrize(
-    "client", ["rest", "rpc", pytest.param("kserve", marks=pytest.mark.long)]
+    "client",
+    ["rest", "rpc", pytest.param("kserve", marks=[pytest.mark.long, needs_kserve])],
 )
 def test_clients_of_kserve_and_of_the_protocol_work_unchanged(server, client):
     http, rpc, _ = server

@@ -77,14 +77,16 @@ def test_a_killed_predictor_answers_again_when_it_is_started_again(processes, tr
     words = (
         *("--checkpoint", str(trained.checkpoint), "--port", str(draw_port())),
         *("--embedding-config", str(trained.embedding_config)),
+        *("--num-servers", "2"),
     )
     serving = Serving(processes, *words)
-    (server,) = children_of(serving.process.pid)
+    servers = children_of(serving.process.pid)
+    assert len(servers) == 2
     with load(serving, trained) as sent:
         answers(sent)
         serving.process.send(signal.SIGKILL)
         wait_until(lambda: sent.statuses[NO_ANSWER], "requests have no answer")
-        wait_until(lambda: not is_running(server), "its embedding server ends with it")
+        wait_until(lambda: not any(map(is_running, servers)), "its servers end with it")
         again = Serving(processes, *words, name="again")
         assert again.address == serving.address
         answers(sent)
@@ -135,7 +137,10 @@ def test_each_answer_is_of_one_checkpoint_in_any_order_of_events(
     served = tmp_path / "served"
     shutil.copytree(run / "checkpoint-00000001", served / "checkpoint-00000001")
     shutil.copytree(run / "checkpoint-00000002", tmp_path / "later")
-    words = "--checkpoint", str(served), "--embedding-config", str(config)
+    words = (
+        *("--checkpoint", str(served), "--embedding-config", str(config)),
+        *("--num-servers", "2"),
+    )
     serving = Serving(processes, *words, "--follow-model")
     pid = serving.process.pid
     first = set(children_of(pid))

@@ -47,11 +47,18 @@ def run(trained, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def serving(run, trained, tmp_path_factory):
-    """Return a server of two models, the second from the checkpoint of the training."""
+def serving(run, trained, tmp_path_factory, request):
+    """Return a server of two models, the second from the checkpoint of the training.
+
+    The parameter is how many embedding servers each has; by default the rows are in
+    the process itself.
+    """
     shutil.copy(trained.embedding_config, run / "embedding_config.yml")
     models = "--models", f"adult={run}", f"other={trained.checkpoint}"
-    config = "--embedding-config", str(trained.embedding_config)
+    config = (
+        *("--embedding-config", str(trained.embedding_config)),
+        *("--num-servers", str(getattr(request, "param", 1))),
+    )
     with Processes(tmp_path_factory.mktemp("serving")) as processes:
         serving = Serving(processes, *models, *config)
         yield serving
@@ -121,8 +128,9 @@ def test_a_version_is_loaded_and_unloaded_without_a_failed_request(
 
 @pytest.mark.long
 @pytest.mark.multiprocess
+@pytest.mark.parametrize("serving", [2], indirect=True)
 def test_a_server_that_is_killed_under_load_is_started_again(serving, run, trained):
-    (server,) = servers_of(serving.process.pid, run)
+    server, _ = servers_of(serving.process.pid, run)
     with (
         load(serving, trained, rate=300, num_threads=30) as sent,
         load(serving, trained, "other") as others,

@@ -60,7 +60,7 @@ from persia_torchrec.errors import (
 )
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.lookup.bags import Bags, decode_bags
-from persia_torchrec.lookup.sharded_lookup import RoutedBatch
+from persia_torchrec.lookup.sharded_lookup import RoutedBatch, RowSource
 from persia_torchrec.metrics.push import is_published, publish_metrics
 from persia_torchrec.metrics.push_settings import MetricsSettings
 from persia_torchrec.metrics.values import Means, Reading, readings_of
@@ -498,10 +498,10 @@ def _wait(attempt: Callable[[], None], ending: threading.Event) -> bool:
         return False
 
 
-def require_dims(client: EmbeddingClient, schema: EmbeddingSchema) -> None:
+def require_dims(source: RowSource, schema: EmbeddingSchema) -> None:
     """Check that slots have the dims of their tables on the servers."""
     for slot in schema.slots.values():
-        dim = client.table(slot.group).dim
+        dim = source.table(slot.group).dim
         if slot.dim != dim:
             raise ConfigError(
                 f"Slot {slot.name!r} must have the dim of its table on the servers, "
