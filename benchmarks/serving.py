@@ -4,7 +4,9 @@ An open loop: requests come at moments of their own, whether or not those before
 are answered, and a latency counts from the moment that the request was due. The server
 predicts on one core; the embedding server and what sends requests share another. Next
 to each case is a server that receives the same bodies and answers a constant: what the
-machine and HTTP take by themselves.
+machine and HTTP take by themselves. A closed loop tells what a server can do, beside
+the endpoint that a user would write (``bare_endpoint.py``) and one without a search for
+rows.
 
 Each answer must be that of the same model on the same rows here.
 """
@@ -31,7 +33,14 @@ import torch
 from torch import nn
 
 from benchmarks import serving_freshness
-from benchmarks.harness import Benchmark, Settings, Table, move_to_core, pinned
+from benchmarks.harness import (
+    Benchmark,
+    Settings,
+    Table,
+    cpu_seconds,
+    move_to_core,
+    pinned,
+)
 from benchmarks.increments import IncrementSettings
 from benchmarks.reference import require
 from persia_torchrec import env
@@ -97,6 +106,8 @@ class ServingSettings(Settings):
     bursts: Annotated[int, "requests that come at once"] = 64
     burst_samples: Annotated[int, "samples of each of these"] = 10
     seconds: Annotated[float, "of each case"] = 20.0
+    connections: Annotated[int, "that ask again at once (saturation)"] = 16
+    turns: Annotated[int, "of each server (saturation); the median counts"] = 5
     batch_window_s: Annotated[float, "the server's, for bursts"] = 0.002
     intervals_s: Annotated[tuple[float, ...], "of increments"] = (0.1, 0.25, 0.5)
     fresh_rows: Annotated[int, "rows of the training that is followed"] = 500_000
@@ -119,11 +130,24 @@ class Case(NamedTuple):
     at_once: int = 1
 
 
+class Served(NamedTuple):
+    """A server, by its address and its process."""
+
+    address: Address
+    pid: int
+
+    def cpu_seconds(self) -> float:
+        """Return the processor time of all its processes so far."""
+        children = psutil.Process(self.pid).children(recursive=True)
+        return sum(map(cpu_seconds, [self.pid, *(child.pid for child in children)]))
+
+
 class Latencies(NamedTuple):
     """Milliseconds of all requests of a case; how many had an error."""
 
     ms: npt.NDArray[np.float64]
     num_errors: int
+    cpu_ms: float = 0.0  # of all processes of the server, a request
 
     def at(self, share: float) -> float:
         """Return the quantile of a share."""
@@ -163,14 +187,14 @@ def measure(settings: ServingSettings) -> list[Table]:
         window = "--batch-window-s", str(settings.batch_window_s)
         idle = stack.enter_context(_idle_server())
         for flags, of_server in (((), cases), (window, [burst])):
-            with _serving(folder, flags) as address:
+            with _serving(folder, flags) as served:
                 for case in of_server:
-                    found = drive(address, case, bodies[case], settings.seconds)
+                    found = drive(served, case, bodies[case], settings.seconds)
                     of_idle = drive(idle, case, bodies[case], settings.seconds / 4)
                     rows.append(_row(case, found, of_idle))
     header = (
         "requests | a second | sent | p50 ms | p99 ms | slowest | errors | the lookup "
-        "alone, p50 | a constant, p50 | its p99"
+        "alone, p50 | processor ms | a constant, p50 | its p99"
     )
     question = (
         f"Latency over HTTP, binary tensors: {settings.features} ID features, "
@@ -179,6 +203,62 @@ def measure(settings: ServingSettings) -> list[Table]:
     )
     rows = [[*r[:7], ms, *r[7:]] for r, ms in zip(rows, lookups, strict=True)]
     return [Table("latency", question, header, rows)]
+
+
+def measure_saturation(settings: ServingSettings) -> list[Table]:
+    """Ask again as soon as an answer is there, of each server in turn."""
+    num = settings.candidates[0]
+    found: dict[str, list[tuple[float, float]]] = {}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        model = Model(settings, folder)
+        servers = {
+            "this": stack.enter_context(_serving(folder, ())),
+            "rows in a dict": stack.enter_context(_bare(folder)),
+            "ids are row numbers": stack.enter_context(_bare(folder, "--numbers")),
+        }
+        for turn in range(settings.turns + 1):
+            for name, served in servers.items():
+                with pinned(0):
+                    rates = asyncio.run(_saturate(served, model.bodies(num), settings))
+                if turn:  # the first one warms up
+                    found.setdefault(name, []).append(rates)
+    bare = found["rows in a dict"]
+    rows = []
+    for name, turns in found.items():
+        ratios = [one[0] / other[0] for one, other in zip(turns, bare, strict=True)]
+        rate, cpu_ms = (median(column) for column in zip(*turns, strict=True))
+        rows.append([name, rate, cpu_ms, median(ratios)])
+    question = (
+        f"Requests of {num} candidates a second by {settings.connections} connections, "
+        "each answer checked; the median of turns."
+    )
+    header = "server | a second | processor ms a request | of rows in a dict"
+    return [Table("saturation", question, header, rows)]
+
+
+async def _saturate(
+    served: Served, bodies: Sequence[Body], settings: ServingSettings
+) -> tuple[float, float]:
+    """Return requests a second, and the server's processor ms of each."""
+    connections, num = Connections(served.address), 0
+    before_s, start_s = served.cpu_seconds(), time.monotonic()
+    end_s = start_s + settings.seconds / 4
+
+    async def ask(number: int) -> None:
+        nonlocal num
+        while time.monotonic() < end_s:
+            number += settings.connections
+            fits = await connections.ask(*bodies[number % len(bodies)])
+            require("an answer", received=fits, expected=True)
+            num += 1
+
+    async with asyncio.timeout(settings.seconds + _ANSWER_S), asyncio.TaskGroup() as of:
+        for number in range(settings.connections):
+            of.create_task(ask(number))
+    connections.close()
+    seconds, cpu_s = time.monotonic() - start_s, served.cpu_seconds() - before_s
+    return num / seconds, 1e3 * cpu_s / num
 
 
 def measure_freshness(settings: ServingSettings) -> list[Table]:
@@ -206,7 +286,7 @@ def measure_freshness(settings: ServingSettings) -> list[Table]:
 def _row(case: Case, found: Latencies, of_idle: Latencies) -> list[object]:
     ms = found.at(0.5), found.at(0.99), float(found.ms.max())
     rate = case.rate * case.at_once
-    idle = of_idle.at(0.5), of_idle.at(0.99)
+    idle = found.cpu_ms, of_idle.at(0.5), of_idle.at(0.99)
     return [case.name, rate, len(found.ms), *ms, found.num_errors, *idle]
 
 
@@ -254,6 +334,8 @@ class Model:
         extra = {EXTRA_FILE: self._signature.encode()}
         save: Any = torch.jit.save  # torch leaves it untyped
         script = torch.jit.script(self._tower)
+        save(script, str(folder / "model.pt"))  # of the endpoints beside it
+        np.save(folder / "rows.npy", np.stack(self._rows))
         save(script, str(checkpoint / "jit_dense.pt"), _extra_files=extra)
 
     def bodies(self, num_samples: int) -> list[Body]:
@@ -268,12 +350,14 @@ class Model:
     def _fill(self, client: EmbeddingClient, features: Sequence[FeatureSpec]) -> None:
         """Make all rows."""
         shape = self._settings.rows, self._settings.dim
+        self._rows = []
         for feature in features:
             ids = np.arange(1, shape[0] + 1, dtype=np.uint64) + np.uint64(
                 feature.prefix
             )
             rows = self._rng.standard_normal(shape, np.float32)
             client.write(feature.table, ids, rows)
+            self._rows.append(rows)
 
     def _draw(self, num: int) -> PersiaBatch:
         """Return samples of a user: uniform ids, one of each feature."""
@@ -334,8 +418,8 @@ class Model:
 
 
 @contextmanager
-def _serving(folder: Path, flags: Sequence[str]) -> Iterator[Address]:
-    """Run an inference server on the last core, its embedding server on the first."""
+def _serving(folder: Path, flags: Sequence[str]) -> Iterator[Served]:
+    """Run an inference server on the last core, embedding servers on the first."""
     words = (
         *("-m", "persia_torchrec.serving", "--checkpoint", str(folder / "run")),
         *("--embedding-config", str(folder / "embedding_config.yml"), *flags),
@@ -347,10 +431,26 @@ def _serving(folder: Path, flags: Sequence[str]) -> Iterator[Address]:
             [sys.executable, *words], stdout=subprocess.PIPE, text=True, env=variables
         )
     try:
-        yield _ready(process)
+        yield Served(_ready(process), process.pid)
     finally:
         process.terminate()
         process.communicate(timeout=_START_S)
+
+
+@contextmanager
+def _bare(folder: Path, *flags: str) -> Iterator[Served]:
+    """Run the endpoint that a user would write, on the last core."""
+    words = [sys.executable, "-m", "benchmarks.bare_endpoint", str(folder), *flags]
+    variables = env.of_child({"OMP_NUM_THREADS": "1"})
+    with (
+        pinned(-1),
+        subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=variables) as it,
+    ):
+        try:
+            assert it.stdout is not None
+            yield Served(("127.0.0.1", int(it.stdout.readline())), it.pid)
+        finally:
+            it.terminate()
 
 
 def _ready(process: "subprocess.Popen[str]") -> Address:
@@ -366,19 +466,19 @@ def _ready(process: "subprocess.Popen[str]") -> Address:
 
 
 @contextmanager
-def _idle_server() -> Iterator[Address]:
+def _idle_server() -> Iterator[Served]:
     """Run a server on the last core that receives bodies and answers a constant."""
     words = [sys.executable, "-c", _IDLE]
     with pinned(-1), subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as it:
         try:
             assert it.stdout is not None
-            yield "127.0.0.1", int(it.stdout.readline())
+            yield Served(("127.0.0.1", int(it.stdout.readline())), it.pid)
         finally:
             it.terminate()
 
 
 def drive(
-    address: Address, case: Case, bodies: Sequence[Body], seconds: float
+    served: Served, case: Case, bodies: Sequence[Body], seconds: float
 ) -> Latencies:
     """Send the requests of a case, after a warm-up; return the latencies.
 
@@ -386,15 +486,16 @@ def drive(
         StoreError: an answer is not the one to be had.
     """
     with pinned(0):
-        return asyncio.run(_drive(address, case, bodies, seconds))
+        return asyncio.run(_drive(served, case, bodies, seconds))
 
 
 async def _drive(
-    address: Address, case: Case, bodies: Sequence[Body], seconds: float
+    served: Served, case: Case, bodies: Sequence[Body], seconds: float
 ) -> Latencies:
-    connections = Connections(address)
+    connections = Connections(served.address)
     for number in range(_WARM_UP):
         await connections.ask(*bodies[number % len(bodies)])
+    before_s = served.cpu_seconds()
     loop = asyncio.get_running_loop()
     num = math.ceil(case.rate * seconds)
     gaps = np.random.default_rng(7).exponential(1 / case.rate, num)
@@ -414,7 +515,8 @@ async def _drive(
                 body = bodies[(number + i) % len(bodies)]
                 group.create_task(ask(body, at_s))
     connections.close()
-    return Latencies(np.array(found), num_errors)
+    cpu_s = served.cpu_seconds() - before_s
+    return Latencies(np.array(found), num_errors, 1e3 * cpu_s / len(found))
 
 
 class Connections:
@@ -459,11 +561,17 @@ BENCHMARK = Benchmark(
         rates=(50.0,),
         bursts=4,
         seconds=1.0,
+        connections=2,
+        turns=1,
         intervals_s=(0.05,),
         fresh_rows=4096,
         fresh_batches=4,
         fresh_repeats=1,
         fresh_updates=2,
     ),
-    figures={"latency": measure, "freshness": measure_freshness},
+    figures={
+        "latency": measure,
+        "saturation": measure_saturation,
+        "freshness": measure_freshness,
+    },
 )

@@ -101,10 +101,12 @@ def measure_delays(
         training = stack.enter_context(filled(settings, last, "increments", logs))
         training.client.checkpoints.dump(run)
         _write_model(folder, run, training.spec.name, training.spec.dim)
-        address = stack.enter_context(serve(folder, ("--follow", str(logs))))
+        served = stack.enter_context(serve(folder, ("--follow", str(logs))))
         stack.enter_context(pinned(-1))
         work = cycle(batches)
-        asked = stack.enter_context(closing(http.client.HTTPConnection(*address)))
+        asked = stack.enter_context(
+            closing(http.client.HTTPConnection(*served.address))
+        )
         found = [_delay(training, asked, probes[i : i + 1], work) for i in range(num)]
     return Delays(found, sum(map(len, batches)) // len(batches))
 

@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -93,6 +93,7 @@ class EmbeddingClient(OwnProcess):
 
     Attributes:
         batches: how far those of this trainer are numbered.
+        is_local: whether its rows are in this process: never.
         checkpoints: dumps and loads of what all servers hold.
         lost: ``lost_updates`` and ``lost_rows`` of all servers that lost their memory,
             see ``docs/metrics.md``.
@@ -101,6 +102,8 @@ class EmbeddingClient(OwnProcess):
         tables: those that were added, and what the servers say of them, by name.
         timeout_s: seconds that any request may take besides.
     """
+
+    is_local: ClassVar[bool] = False
 
     def __init__(self, servers: Servers) -> None:
         self._servers = servers

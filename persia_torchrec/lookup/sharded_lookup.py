@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -64,9 +64,11 @@ class RowSource(Protocol):
     Any thread may call any method.
 
     Attributes:
+        is_local: whether a lookup waits for no server.
         timeout_s: seconds that a lookup may take, where it waits for servers.
     """
 
+    is_local: ClassVar[bool]
     timeout_s: float
 
     @property

@@ -59,6 +59,7 @@ class SlotsReader:
     ``patience_s``. It does not close the lookup.
 
     Attributes:
+        is_local: whether a lookup waits for no other process.
         lookup_timeout_s: seconds that a lookup may take.
     """
 
@@ -73,6 +74,9 @@ class SlotsReader:
         patience_s: float = 0.0,
     ) -> None:
         self.device = device
+        self.is_local = not isinstance(lookup, RemoteWorkers) and (
+            lookup.source.is_local
+        )
         self.lookup_timeout_s = timeouts.REQUEST_S
         self._lookup = lookup
         self._slots: tuple[slots.Slot, ...] | None = None

@@ -367,8 +367,10 @@ class Application:
     ) -> Response:
         """Answer a prediction, unless too many are in progress.
 
-        All of it is done in one thread. One that is predicted with others needs no
-        thread, unless it takes long to be read.
+        All of it is done in one thread, or between other requests where that is quick
+        and waits for no server: to pass it on takes longer, and threads that wait for
+        one another make the slowest answers. One that is predicted with others needs
+        no thread, unless it takes long to be read.
         """
         received_s = time.perf_counter()
         place = self._places.take()
@@ -377,9 +379,13 @@ class Application:
         try:
             with model.using(number) as version:
                 if not version.predictor.is_batching:
-                    response = await self._run(
-                        self._pool, lambda: self._do(model, version, work, received_s)
-                    )
+                    if version.is_quick and work.num_bytes <= SMALL_BYTES:
+                        response = self._do(model, version, work, received_s)
+                    else:
+                        response = await self._run(
+                            self._pool,
+                            lambda: self._do(model, version, work, received_s),
+                        )
                     request.scope[_IS_PREDICTED] = True
                     return response
                 if work.num_bytes <= SMALL_BYTES:
@@ -406,10 +412,14 @@ class Application:
     ) -> Response:
         waited_s = time.perf_counter() - received_s
         self.models.statistics.queued(model.name, version.number, waited_s)
+        begin_s = time.thread_time()
         asked = self._read(version, work)
         batch = work.batch_of(asked)
         answer = model.predict(version, batch, is_text=work.is_text)
-        return work.encode(version, asked, answer)
+        response = work.encode(version, asked, answer)
+        if work.num_bytes <= SMALL_BYTES:
+            version.small_s = time.thread_time() - begin_s
+        return response
 
     def _read(self, version: Version, work: "_Work[T]") -> T:
         if work.num_bytes <= SMALL_BYTES:

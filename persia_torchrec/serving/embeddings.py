@@ -39,10 +39,12 @@ class RowReader(Protocol):
 
     Attributes:
         device: of the tensors that it gives.
+        is_local: whether a lookup waits for no other process.
         lookup_timeout_s: seconds that a lookup may take.
     """
 
     device: torch.device
+    is_local: bool
     lookup_timeout_s: float
 
     def hello(
@@ -74,6 +76,7 @@ class CollectionsReader:
     Any thread may call any method.
 
     Attributes:
+        is_local: whether a lookup waits for no other process.
         lookup_timeout_s: seconds that a lookup may take.
     """
 
@@ -84,6 +87,7 @@ class CollectionsReader:
         device: torch.device = _CPU,
     ) -> None:
         self.device = device
+        self.is_local = source.is_local
         self.lookup_timeout_s = timeouts.REQUEST_S
         self._source = source
         kinds = {"bags": ShardedLookup, "sequences": SequenceLookup}

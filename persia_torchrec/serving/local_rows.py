@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -36,12 +36,14 @@ class LocalRows:
     call any method. A checkpoint that cannot be read is a CheckpointError.
 
     Attributes:
+        is_local: True, the rows are in this process.
         tables: those of the checkpoint, by name.
         num_servers: how ids are spread: 1, this process.
         serves: the URL of the checkpoint.
         timeout_s: as a client has it; a lookup waits for no server.
     """
 
+    is_local: ClassVar[bool] = True
     num_servers = 1
 
     def __init__(self, folder: Folder) -> None:

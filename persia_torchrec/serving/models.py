@@ -10,6 +10,7 @@ joins two. Its number is that of the checkpoint.
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -30,6 +31,8 @@ from persia_torchrec.serving.statistics import Statistics
 
 logger = logging.getLogger(__name__)
 
+_QUICK_S = 0.005  # for which other requests may wait
+
 
 class UnknownModelError(PersiaError):
     """A request names a model or a version that is not loaded."""
@@ -49,12 +52,21 @@ class Answer(NamedTuple):
 
 @dataclass
 class Version:
-    """One version of a model; ``close`` frees its rows."""
+    """One version of a model; ``close`` frees its rows.
+
+    ``small_s`` is the processor time of its last small request.
+    """
 
     predictor: Predictor
     close: Callable[[], None] = lambda: None
     num_users: int = 0
     breaker: Breaker = field(default_factory=Breaker)
+    small_s: float = math.inf
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether a small request takes less time than to give it to a thread may."""
+        return self.predictor.reader.is_local and self.small_s < _QUICK_S
 
     @property
     def number(self) -> str:
