@@ -58,7 +58,8 @@ empty variable counts as unset, for launchers that write out every variable.
     PERSIA_METRICS_JOB_NAME                    their label job; by default the job's id
     PERSIA_METRICS_PORT                        port from which on they are served; unset
                                                or 0: they are not
-    LOG_LEVEL                                  DEBUG, INFO, WARNING, ERROR, CRITICAL
+    LOG_LEVEL                                  DEBUG, INFO, WARNING, ERROR, CRITICAL;
+                                               PERSIA's TRACE is DEBUG, its OFF CRITICAL
     TORCHELASTIC_ERROR_FILE                    where torchx and torchrun look for the
                                                cause of a failure
 """
@@ -83,6 +84,7 @@ MAX_PORT = 65_535
 CHECKPOINT_DIR = "persia_checkpoints"
 
 _REPLICA = "REPLICA_INDEX", "REPLICA_SIZE"
+_LEVELS_OF_PERSIA = {"TRACE": "DEBUG", "OFF": "CRITICAL"}
 _OTHER_RANKS = "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"
 _HANDED = {
     *("PERSIA_LISTEN_FD", "PERSIA_MEMORY_FD", "PERSIA_PARENT_FD", "PERSIA_RESTARTS"),
@@ -525,8 +527,9 @@ def log_level(default: str = "INFO") -> str:
     """Return ``LOG_LEVEL`` in capitals, as :mod:`logging` knows it."""
     known = ("DEBUG", "INFO", "WARN", "WARNING", "ERROR", "CRITICAL")
     level = (text("LOG_LEVEL") or default).upper()
+    level = _LEVELS_OF_PERSIA.get(level, level)
     if level not in known:
-        must = f"LOG_LEVEL must be one of {', '.join(known)}."
+        must = f"LOG_LEVEL must be one of {', '.join((*known, *_LEVELS_OF_PERSIA))}."
         raise ConfigError(f"{must} Received: {level!r}.")
     return level
 

@@ -14,6 +14,7 @@ from persia_torchrec.arrays import Counts
 from persia_torchrec.embedding import setting
 from persia_torchrec.embedding.admission import ADMISSIONS, AdmitAll
 from persia_torchrec.embedding.initializer import INITIALIZERS, Uniform
+from persia_torchrec.embedding.limits import MAX_DIM
 from persia_torchrec.embedding.optim import OPTIMIZERS
 from persia_torchrec.embedding.setting import Admission, Initializer, Optimizer, Setting
 from persia_torchrec.embedding.usage import (
@@ -24,9 +25,6 @@ from persia_torchrec.embedding.usage import (
     Expiry,
 )
 from persia_torchrec.errors import ConfigError
-
-MAX_DIM = 4096
-"""Largest embedding dim that a server accepts."""
 
 WeightDtype = Literal["fp32", "fp16", "bf16"]
 """What a server may keep weights in."""

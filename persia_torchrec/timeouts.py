@@ -55,6 +55,7 @@ CALM_S = 60.0  # without an end: progress of a job that does not train
 REGISTRY_JOIN_S = 30.0  # it answers a process that joins
 REGISTRY_ANSWER_S = 30.0  # it answers a member
 REGISTRY_RECONNECT_S = 3.0  # a member connects to it again
+TELL_S = 30.0  # it hears of a process that cannot start, by a mistake in its files
 REGISTRY_OVER_S = 10.0  # a process that was started again finds it, or the job is over
 
 # Ends

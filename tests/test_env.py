@@ -173,6 +173,9 @@ def test_the_log_level_is_info_or_what_is_set_in_capitals_or_not(monkeypatch):
     assert env.log_level() == "INFO"
     monkeypatch.setenv("LOG_LEVEL", "debug")
     assert env.log_level() == "DEBUG"
+    for level, ours in (("trace", "DEBUG"), ("Off", "CRITICAL"), ("warn", "WARN")):
+        monkeypatch.setenv("LOG_LEVEL", level)  # of PERSIA
+        assert env.log_level() == ours
     monkeypatch.setenv("LOG_LEVEL", "loud")
     with pytest.raises(ConfigError, match="LOG_LEVEL must be one of DEBUG, INFO"):
         env.log_level()

@@ -15,9 +15,10 @@ from persia_torchrec import (
     Normal,
     Uniform,
 )
+from persia_torchrec.embedding.limits import MAX_DIM
 from persia_torchrec.embedding.optim import SGD, Adagrad, Adam
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.table import MAX_DIM, TableSpec, describe_tables
+from persia_torchrec.table import TableSpec, describe_tables
 
 initializers = st.sampled_from([Uniform(-1, 2), Normal(), Constant(0.5)])
 admissions = st.sampled_from(

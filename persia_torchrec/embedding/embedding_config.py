@@ -22,6 +22,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct, field, structs
 
+from persia_torchrec.embedding.limits import MAX_DIM
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.parsing.decoding import KeyPath
 from persia_torchrec.parsing.yaml_file import nearest, parse_file, read_text
@@ -44,7 +45,7 @@ class HashStack(Struct, frozen=True, kw_only=True):
 class SlotSettings(Struct, frozen=True, kw_only=True):
     """One entry of ``slots_config``."""
 
-    dim: Annotated[int, Meta(ge=1)]  # weights per row
+    dim: Annotated[int, Meta(ge=1, le=MAX_DIM)]  # weights per row
     sample_fixed_size: Annotated[int, Meta(ge=1)] = 10  # ids, when they are not summed
     embedding_summation: bool = True  # of the rows of a sample
     sqrt_scaling: bool = False  # divide the sum by the root of the number of ids

@@ -248,8 +248,7 @@ class Coordinator:
         killed = [m for m in late if m.process is not None and m.process.kill()]
         for member in killed:
             logger.warning("killed %s", member.who)
-        if late:
-            names = ", ".join(member.who for member in late)
+        if names := ", ".join(one.who for one in late if one.process is not None):
             logger.error("did not exit in time: %s", names)
         left = [m for m in self._members if m not in late and m.process is not None]
         self._await(lambda: self._running([*left, *killed]))
@@ -405,13 +404,15 @@ class Coordinator:
     def _remaining(self) -> list[Member]:
         """Return the members that have not left.
 
-        Also one that may join still: it would look for a closed address book. But a
-        supervisor that ends this process ends that one too.
+        Also one that may join still: it would look for a closed address book. But what
+        ends this process by a signal ends that one too, and where nobody has joined,
+        nobody is waited for.
         """
         remaining = [member for member in self._members if member.ending() is None]
         absent = self._absent()
         is_late = self._job.clock.now_s > self._config.join_timeout_s
-        if not (self._end_signal or is_late or self._lacks_a_process(absent)):
+        is_ended = bool(self._first_signal) or len(absent) == len(self._members)
+        if not (is_ended or is_late or self._lacks_a_process(absent)):
             absent = [m for m in absent if self._has_no_torchrun(m)]
         return [m for m in remaining if m not in absent]
 

@@ -89,6 +89,17 @@ _RETRY_S = 0.1
 _LOOK_S = 0.5  # between two looks at the heartbeats, at most
 
 
+def tell_before_joining(exc: ConfigError) -> None:
+    """Log why this process is about to fail, and have it wait shortly for its job.
+
+    It fails by the same error when it has joined, so that the job learns of it; but
+    nobody has to wait for that, as for a coordinator that is not there yet.
+    """
+    logger.error("%s", exc)
+    wait_s = min(env.join_timeout_s(), timeouts.TELL_S)
+    env.set_variable("PERSIA_JOIN_TIMEOUT_S", f"{wait_s:g}")
+
+
 class JobMember(OwnMetrics):
     """This process as a member of a job, from here to the end of a ``with`` block.
 

@@ -12,7 +12,6 @@ or a notebook that trains cannot be a member itself, since a member ends with it
 
 import argparse
 import contextlib
-import importlib.util
 import logging
 import runpy
 import shlex
@@ -20,11 +19,12 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from persia_torchrec import env
 from persia_torchrec.errors import ConfigError, JobError, PersiaError
-from persia_torchrec.job.member import JobMember
+from persia_torchrec.job.member import JobMember, tell_before_joining
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.job.signals import end_by_signals
 from persia_torchrec.logger import get_default_logger
@@ -50,10 +50,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="the user's Python script, or -m and a module, and arguments",
     )
     parsed = parser.parse_args(argv)
+    get_default_logger()
     try:
         script, *arguments = split_module(parsed.words)
     except ConfigError as exc:
         parser.error(str(exc))
+    try:
+        require_script(parsed.words)
+    except ConfigError as exc:
+        tell_before_joining(exc)  # and when it has joined, run_script tells the job
     work: Callable[[], object] = partial(
         run_script, script, arguments, is_module=parsed.words[0] == MODULE
     )
@@ -75,6 +80,32 @@ def split_module(words: Sequence[str]) -> list[str]:
             f"after it. Received: {shlex.join(words)!r}."
         )
     return named
+
+
+def require_script(words: Sequence[str]) -> None:
+    """Look for a script, or the module behind ``-m``, before anything waits for a job.
+
+    A module is looked for in the working directory first.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    script = split_module(words)[0]
+    if words[0] == PROXY:
+        return
+    if words[0] != MODULE:
+        if not Path(script).exists():
+            raise ConfigError(
+                f"The script must exist. Received: {script!r}, looked for in "
+                f"{Path.cwd()}."
+            )
+        return
+    here = [] if sys.flags.safe_path else [str(Path.cwd())]
+    if PathFinder.find_spec(script.partition(".")[0], [*here, *sys.path]) is None:
+        raise ConfigError(
+            f"The module must exist. Received: {script!r}, looked for in {Path.cwd()} "
+            "and among Python's packages."
+        )
 
 
 def run_member(role: str, script: str, work: Callable[[], object]) -> int:
@@ -126,18 +157,10 @@ def run_script(
 
     A module, as ``python -m MODULE``: it is looked for in the working directory first.
     """
-    if not (is_module or Path(script).exists()):
-        raise ConfigError(
-            f"The script must exist. Received: {script!r}, looked for in {Path.cwd()}."
-        )
+    require_script([MODULE, script] if is_module else [script])
     sys.argv = [script, *arguments]
     if not sys.flags.safe_path:
         sys.path[0] = str((Path(script).parent, Path())[is_module].resolve())
-    if is_module and importlib.util.find_spec(script.partition(".")[0]) is None:
-        raise ConfigError(
-            f"The module must exist. Received: {script!r}, looked for in {Path.cwd()} "
-            "and among Python's packages."
-        )
     try:
         if is_module:
             runpy.run_module(script, run_name="__main__", alter_sys=True)

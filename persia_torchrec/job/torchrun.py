@@ -44,9 +44,11 @@ from persia_torchrec.errors import (
     PersiaError,
 )
 from persia_torchrec.job import failures, process_identity
+from persia_torchrec.job.member import tell_before_joining
 from persia_torchrec.job.process_identity import Siblings
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.job.rendezvous import BACKEND, BookRendezvous
+from persia_torchrec.job.script import require_script
 from persia_torchrec.job.signals import END_SIGNALS, START_AGAIN, WARNINGS
 from persia_torchrec.logger import get_default_logger
 from persia_torchrec.parsing.command_line import parse_flags
@@ -218,6 +220,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not words[end + 1 :]:
             raise ConfigError(f"{_PROG} must be given a script, after --.")
         store = env.require_job_store("An NN worker")
+        try:
+            require_script(words[end + 1 :])
+        except ConfigError as exc:
+            tell_before_joining(exc)  # NN workers tell the job
         book = AddressBook.join(*store, look=Siblings().require_coordinator)
         with contextlib.closing(book):
             return Agent(config, book).run(words[end + 1 :])

@@ -59,7 +59,7 @@ def read_text(path: str | Path) -> str:
 
 def parse_yaml(text: str, path: str | Path) -> object:
     """Parse YAML into plain values, or raise ConfigError, as for a duplicate key."""
-    documents = parse_documents(text, path)
+    documents = _parse(text, path, _StrictLoader)
     if len(documents) > 1:
         raise ConfigError(
             f"{path} must be one document. Received: {len(documents)}, after lines ---."
@@ -68,9 +68,16 @@ def parse_yaml(text: str, path: str | Path) -> object:
 
 
 def parse_documents(text: str, path: str | Path) -> list[object]:
-    """Parse the documents of a YAML file; lines of ``---`` are between them."""
+    """Parse the documents of a YAML file; lines of ``---`` are between them.
+
+    It may be one of Kubernetes, where ``0400`` is octal.
+    """
+    return _parse(text, path, _Loader)
+
+
+def _parse(text: str, path: str | Path, loader: type["_Loader"]) -> list[object]:
     try:
-        return list(yaml.load_all(text, Loader=_Loader))
+        return list(yaml.load_all(text, Loader=loader))
     except (yaml.YAMLError, ValueError) as exc:  # ValueError: an impossible date
         raise ConfigError(f"{path} must be YAML. Received: {exc}.") from exc
 
@@ -120,6 +127,25 @@ class _Loader(yaml.SafeLoader):
                 )
             seen.add(key_node.value)
         return super().construct_mapping(node, deep=deep)
+
+
+class _StrictLoader(_Loader):
+    """Rejects numbers of which YAML 1.1 makes others: ``010`` is 8, ``1:30`` is 90."""
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        text = self.construct_scalar(node).lstrip("+-")
+        if ":" in text or (text[0] == "0" and text[1:2].isdecimal()):
+            raise yaml.constructor.ConstructorError(
+                problem=f"{node.value}: a number must have no zero before it, and no "
+                "colon in it; a text stands in quotes",
+                problem_mark=node.start_mark,
+            )
+        number: int = super().construct_yaml_int(node)
+        return number
+
+
+_INT = "tag:yaml.org,2002:int"
+_StrictLoader.add_constructor(_INT, _StrictLoader.construct_yaml_int)
 
 
 def _find(

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct, field
 
+from persia_torchrec.embedding.limits import MAX_ROWS
 from persia_torchrec.embedding.optimizer_engine import require_engine
 from persia_torchrec.env import MAX_PORT, host_of, is_loopback, job_store
 from persia_torchrec.errors import ConfigError
@@ -109,13 +110,13 @@ class ServerSettings(Struct, frozen=True, kw_only=True):
     """``embedding_parameter_server_config``."""
 
     # Rows per server; beyond that, the least recently used are evicted.
-    capacity: Positive = 1_000_000_000
+    capacity: Annotated[int, Meta(ge=1, le=MAX_ROWS)] = 1_000_000_000
     num_hashmap_internal_shards: Positive = 100  # locks of PERSIA's index
     # Write increments in training; with job_type: Infer, follow those of a training.
     enable_incremental_update: bool = False
     # Changes of rows after which an increment is begun before its time.
     incremental_buffer_size: Positive = 1_000_000
-    incremental_dir: str = "/workspace/incremental_dir/"  # of all servers, or a URL
+    incremental_dir: Text = "/workspace/incremental_dir/"  # of all servers, or a URL
     # Increments that may wait while they cannot be written.
     incremental_channel_capacity: Positive = 1000
     incremental_interval_seconds: Positive = 2  # from one increment to the next

@@ -23,7 +23,10 @@ from persia_torchrec.job.script import PROXY
 from persia_torchrec.parsing.command_line import format_flags
 from persia_torchrec.parsing.decoding import require_at_least_1
 from persia_torchrec.persia import feed
-from persia_torchrec.persia.global_config import reject_inference
+from persia_torchrec.persia.global_config import (
+    load_global_config,
+    reject_inference,
+)
 from persia_torchrec.persia.utils import dump_yaml
 from persia_torchrec.rpc.addresses import LOOPBACK, reserved_port_from
 from persia_torchrec.rpc.greeting import Greeting
@@ -169,6 +172,7 @@ class PersiaServiceCtx:
                 dump_yaml(config, path)
             paths.append(str(path.absolute()))
         load_embedding_config(paths[0], warns=False)
+        load_global_config(paths[1], warns=False)
         reject_inference("PersiaServiceCtx", paths[1])
         return {
             "PERSIA_JOB_ID": Greeting.draw().job_id,

@@ -122,10 +122,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         if given.command in INSTEAD:
             raise ConfigError(f"{given.command} is not here. {INSTEAD[given.command]}")
-        output = Path(given.output)
+        converted, output = Converted(given.file), Path(given.output)
         if output.exists():
             raise ConfigError(f"--output must be a new file. Received: {output}.")
-        converted = Converted(given.file)
         output.write_text(yaml.safe_dump(converted.roles, sort_keys=False))
     except PersiaError as exc:
         raise SystemExit(f"persia-k8s-utils: {exc}") from exc

@@ -19,7 +19,7 @@ from persia_torchrec import env
 from persia_torchrec.embedding.embedding_config import load_embedding_config
 from persia_torchrec.embedding.optimizer_engine import require_engine
 from persia_torchrec.errors import ConfigError, PersiaError
-from persia_torchrec.job.script import split_module
+from persia_torchrec.job.script import require_script, split_module
 from persia_torchrec.job.supervisor import ALL, under_supervisor
 from persia_torchrec.job.survivable_memory import AUTO, PRIVATE
 from persia_torchrec.parsing.command_line import (
@@ -29,7 +29,7 @@ from persia_torchrec.parsing.command_line import (
     format_flags,
 )
 from persia_torchrec.persia.global_config import (
-    inference_settings,
+    load_global_config,
     reject_inference,
 )
 
@@ -52,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         if not (env.text("PERSIA_STORE_HOST") or env.text("PERSIA_STORE_HOST_ENV")):
             env.set_variable("PERSIA_STORE_HOST", "localhost")
         command = build(COMMANDS[given.pop("command")], given)
+        if isinstance(command, NnWorker | DataLoader):
+            require_script([command.file, *arguments])
         env.set_variable("PERSIA_JOIN_TIMEOUT_S", f"{command.join_timeout_s:g}")
         env.join_timeout_s()
         env.set_metrics_port(command.metrics_port)
@@ -201,8 +203,12 @@ class _Service(_Replica, ImportFlags, _Recovering):
     """TCP port to listen on."""
 
     def words(self) -> list[str]:
-        """Return the command line of a service; its files are variables."""
-        infer = inference_settings(self.global_config)
+        """Return the command line of a service, whose files are variables.
+
+        A mistake in one of them is an error here, before anything waits for a job.
+        """
+        load_embedding_config(self.embedding_config, warns=False)
+        infer = load_global_config(self.global_config, warns=False).common.infer
         if infer is None:
             or_inference = ", or give a global_config.yml with job_type: Infer"
             env.require_job_store("The role", or_inference)
@@ -246,11 +252,6 @@ class EmbeddingParameterServer(_Service):
     optimizer_engine: str | None = None
     """What applies gradients: "compiled", loops, or "fbgemm", its CPU kernels [that of
     global_config.yml]"""
-
-    def words(self) -> list[str]:
-        """Reject a mistake in the slots, as PERSIA does; trainers tell the tables."""
-        load_embedding_config(self.embedding_config, warns=False)
-        return super().words()
 
     def flags(self) -> list[str]:
         """Return the flag of the engine, if it is given; reject an unknown one."""
@@ -321,19 +322,19 @@ def _read_nats_url() -> None:
         try:
             place = urlsplit(first if "://" in first else f"nats://{first}")
             host, port = place.hostname or "", place.port or _NATS_PORT
-        except ValueError as exc:
+        except ValueError:
             raise ConfigError(
                 "PERSIA_NATS_URL must be nats://HOST:PORT, where the coordinator is; "
-                "or set PERSIA_STORE_PORT and PERSIA_STORE_HOST. Received: "
-                f"{url!r}, {exc}."
-            ) from exc
+                "or set PERSIA_STORE_PORT and PERSIA_STORE_HOST. Received: one "
+                "whose host or port cannot be read."
+            ) from None  # it may hold a password
         env.set_variable("PERSIA_STORE_PORT", port)
         if env.text("PERSIA_STORE_HOST") is None and host not in _EVERYWHERE:
             env.set_variable("PERSIA_STORE_HOST", host)
     store = env.job_store()
     assert store is not None
     sys.stderr.write(
-        f"persia-launcher: PERSIA_NATS_URL is {url}, but there is no NATS here: roles "
+        "persia-launcher: PERSIA_NATS_URL is set, but there is no NATS here: roles "
         f"meet at the coordinator at {store.host}:{store.port}. Start `persia-launcher "
         "coordinator` in the place of nats-server. PERSIA_STORE_PORT and "
         "PERSIA_STORE_HOST say where it is, in the place of this variable.\n"

@@ -32,7 +32,7 @@ from persia_torchrec.checkpoint.writer import name_of_process
 from persia_torchrec.embedding.setting import import_settings, non_defaults
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.jit.compiled import report_compilation, share
-from persia_torchrec.job.member import JobMember
+from persia_torchrec.job.member import JobMember, tell_before_joining
 from persia_torchrec.job.process_identity import UPDATES_OF, memory_bytes
 from persia_torchrec.job.registry import SERVED_CHECKPOINT, AddressBook
 from persia_torchrec.job.requests import MAX_FIGURE_NAME
@@ -109,7 +109,10 @@ def _serve(flags: dict[str, Any], *, is_child: bool) -> None:
         "An embedding server",
         ", or pass --standalone, or a global_config.yml with job_type: Infer",
     )
-    # A member before anything can go wrong, so that the job learns of it.
+    try:
+        _config(flags, path, "")
+    except ConfigError as exc:
+        tell_before_joining(exc)  # and in the block below, so that the job learns of it
     with JobMember("server", shard, num_shards, store=store) as member:
         flags.setdefault("recovery_s", member.book.recovery_s)
         config = _config(flags, path, member.host)

@@ -26,6 +26,7 @@ from typing import Literal, NamedTuple, Self
 from persia_torchrec import env, timeouts
 from persia_torchrec.checkpoint.catalog import Manifest, find_checkpoint
 from persia_torchrec.checkpoint.writer import name_of_process
+from persia_torchrec.embedding.limits import MAX_ROWS
 from persia_torchrec.embedding.optimizer_engine import OptimizerEngine
 from persia_torchrec.errors import ConfigError, ServerError
 from persia_torchrec.job.survivable_memory import AUTO, open_memory
@@ -33,7 +34,6 @@ from persia_torchrec.parsing.command_line import format_flags
 from persia_torchrec.routing.route import warm_up
 from persia_torchrec.rpc.addresses import open_listening
 from persia_torchrec.server.config import ServerConfig
-from persia_torchrec.store.index import MAX_ROWS
 
 logger = logging.getLogger(__name__)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from persia_torchrec import env
+from persia_torchrec.embedding.limits import MAX_ROWS
 from persia_torchrec.embedding.optimizer_engine import require_engine
 from persia_torchrec.env import MAX_PORT
 from persia_torchrec.errors import ConfigError
@@ -89,6 +90,10 @@ class ServerConfig(ImportFlags):
         rules = {
             "shard": (0 <= self.shard < self.num_shards, f"in [0, {self.num_shards})"),
             "port": (0 <= self.port <= MAX_PORT, f"in [0, {MAX_PORT}]"),
+            "capacity_rows": (
+                1 <= self.capacity_rows <= MAX_ROWS,
+                f"in [1, {MAX_ROWS}]",
+            ),
             "incremental_interval_s": (self.incremental_interval_s > 0, "> 0"),
             "shm_mib": (0 <= self.shm_mib <= MOST_MIB, f"in [0, {MOST_MIB}]"),
             "recovery_s": (self.recovery_s >= 0, ">= 0"),

@@ -285,7 +285,12 @@ class Increments:
             store.rows.journal.end()  # no log of a process before has what changes now
             return
         self._folder = Folder(config.incremental_dir)
-        self._folder.make()
+        try:
+            self._folder.make()
+        except CheckpointError as exc:
+            raise CheckpointError(
+                f"incremental_dir must be a folder that can be made. Received: {exc}"
+            ) from exc
         if config.writer:
             self._owner = FolderWriter(
                 self._folder,

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from persia_torchrec.arrays import Counts, Floats, Ids, Slots, Starts, Words
+from persia_torchrec.embedding.limits import MAX_ROWS
 from persia_torchrec.errors import ConfigError, StoreError
 from persia_torchrec.jit.compiled import read_only
 from persia_torchrec.parsing.decoding import parse_json
@@ -24,7 +25,6 @@ from persia_torchrec.routing.route import split_rows
 from persia_torchrec.store import loops, memory, table_states
 from persia_torchrec.store.expiry import Sweeps
 from persia_torchrec.store.fbgemm_engine import start_engine
-from persia_torchrec.store.index import MAX_ROWS
 from persia_torchrec.store.memory import PrivateMemory, ScannedRows, StoreMemory
 from persia_torchrec.store.memory_file import MemoryFile, Published
 from persia_torchrec.store.recency import NUM_LFU_CLASSES

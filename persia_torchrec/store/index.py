@@ -31,9 +31,6 @@ from persia_torchrec.jit.compiled import compiled, inlined
 from persia_torchrec.store import memory
 from persia_torchrec.store.memory import WORD, RowsAt, StoreAt, StoreMemory, is_row_of
 
-MAX_ROWS = 2**32 - 2
-"""Rows that the 32-bit slot numbers can tell apart."""
-
 OLD, NEW, BOUNDARY, ENTRIES, LIMIT, LINES = range(6)
 """Columns of the index's cursor: numbers of lines, the first hash that has moved,
 entries, most lines that there may be; bytes from the cursor to the lines."""

@@ -219,20 +219,28 @@ def test_a_coordinator_that_its_supervisor_ends_waits_for_none_who_never_came(
 def test_a_job_ends_with_the_process_that_started_its_coordinator(processes):
     command = [sys.executable, "-m", "persia_torchrec.job.coordinator"]
     flags = ["--port", str(draw_port()), "--num-trainers", "1", "--heartbeat-s", "0.1"]
-    flags += ["--leave-timeout-s", "0.1", "--linger-s", "0"]
+    flags += ["--leave-timeout-s", "3600", "--linger-s", "0"]
     parent = processes.start("parent", subprocess.run, [*command, *flags])
     parent.has_printed("the address book of job")
     parent.send(signal.SIGKILL)
-    wait_until(
-        lambda: "did not exit in time: trainer 0" in parent.output(),
-        "the coordinator ends",
-        details=parent.output,
-    )
     wait_until(
         lambda: "job failed: the process that started it is gone" in parent.output(),
         "the coordinator says why",
         details=parent.output,
     )
+    assert "did not exit in time" not in parent.output()  # nobody had joined
+
+
+@multiprocess
+def test_a_coordinator_that_nobody_joined_ends_at_once(processes):
+    flags = "--leave-timeout-s", "3600", "--learn", "trainer"
+    job = Job(processes, *flags, server=2, loader=1)
+    job.coordinator.has_printed("the address book of job")
+    job.coordinator.send(signal.SIGTERM)
+    assert job.coordinator.status() == 143
+    last = job.coordinator.output().splitlines()[-1]
+    assert last.endswith("job ended: it was told to end (SIGTERM)")
+    assert "did not exit in time" not in job.coordinator.output()
 
 
 @multiprocess

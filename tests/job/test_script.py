@@ -1,4 +1,6 @@
 import json
+import os
+import subprocess
 import sys
 
 import pytest
@@ -6,6 +8,8 @@ import pytest
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.job import script, torchrun
 from persia_torchrec.job.script import run_script, split_module
+from tests.support.ports import draw_port
+from tests.support.processes import DEADLINE_S
 from tests.support.script_jobs import Job
 
 multiprocess = pytest.mark.multiprocess
@@ -154,6 +158,37 @@ def test_a_trainer_that_finds_no_other_ends_the_job(processes):
         assert running.status() == 1
         assert "trainer/1/host" in running.output()
     assert "Traceback" not in trainer.output()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "words", "message"),
+    [
+        ("job.script", ["loader", "no.py"], "The script must exist. Received: 'no.py'"),
+        ("job.torchrun", ["--", "no.py"], "The script must exist. Received: 'no.py'"),
+        ("server", ["--global-config", "no.yml"], "no.yml must be a text file"),
+        ("server", ["--capacity", "0"], "capacity_rows must be in [1, 4294967294]"),
+        ("worker", ["--embedding-config", "no.yml"], "no.yml must be a text file"),
+    ],
+)
+def test_a_mistake_is_told_before_the_job_is_waited_for(
+    tmp_path, module, words, message
+):
+    command = [sys.executable, "-m", f"persia_torchrec.{module}", *words]
+    variables = {"PERSIA_STORE_PORT": str(draw_port()), "PERSIA_JOIN_TIMEOUT_S": "1.5"}
+    ended = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, **variables},
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert ended.returncode == 1
+    told = ended.stderr.splitlines()
+    assert message in told[0]
+    assert any("waiting for the coordinator" in line for line in told[1:])
 
 
 @multiprocess

@@ -85,6 +85,17 @@ def test_a_whole_global_config_is_read(global_config):
             "common_config: {metrics_config: {job_name: ''}}",
             "job_name must be of length >= 1. Received: ''",
         ),
+        *(
+            (
+                f"embedding_parameter_server_config: {{capacity: {capacity}}}",
+                f"server_config.capacity must be <= 4294967294. Received: {capacity}",
+            )
+            for capacity in (2**32 - 1, 10**13, 10**20 - 1)
+        ),
+        (
+            "embedding_parameter_server_config: {incremental_dir: ''}",
+            "_server_config.incremental_dir must be of length >= 1. Received: ''",
+        ),
         (
             "common_config: {checkpointing_config: {num_workers: 0}}",
             "num_workers must be >= 1",

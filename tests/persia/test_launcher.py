@@ -39,6 +39,17 @@ def _an_environment_of_its_own(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "execv", become)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "e.yml").write_text(SLOTS)
+    for name in (
+        "g.yml",
+        "train.py",
+        "load.py",
+        "script.py",
+        "a.py",
+        "pkg.py",
+        "other.py",
+        "other.yml",
+    ):
+        (tmp_path / name).touch()
 
 
 def becomes(*arguments):
@@ -230,6 +241,24 @@ def test_a_verbose_launcher_shows_what_it_starts(monkeypatch, capsys):
             ["embedding-parameter-server", *CONFIGS, "--embedding-config", "no.yml"],
             "no.yml must be a text file that can be read",
         ),
+        *(
+            ([command, *CONFIGS, *flags], message)
+            for command in ("embedding-worker", "embedding-parameter-server")
+            for flags, message in (
+                (["--embedding-config", "no.yml"], "no.yml must be a text file"),
+                (["--global-config", "no.yml"], "no.yml must be a text file that can"),
+                (["--global-config", "e.yml"], "e.yml: slots_config is unknown"),
+                (["--embedding-config", "g.yml"], "g.yml must have the key 'slots_con"),
+            )
+        ),
+        *(
+            ([command, *words], message)
+            for command in ("nn-worker", "data-loader")
+            for words, message in (
+                (["no.py"], "The script must exist. Received: 'no.py', looked for in"),
+                (["--", "-m", "no.t"], "The module must exist. Received: 'no.t', look"),
+            )
+        ),
     ],
 )
 def test_an_invalid_command_ends_with_the_reason(arguments, message):
@@ -292,6 +321,7 @@ def test_training_roles_are_rejected_for_inference(monkeypatch, tmp_path, comman
         ("nats://user:word@10.0.0.7:4222/,nats://10.0.0.8:4222", ("10.0.0.7", 4222)),
         ("localhost:4222", ("localhost", 4222)),
         ("nats://[fd00::7]", ("fd00::7", 4222)),
+        ("nats://user@10.0.0.7", ("10.0.0.7", 4222)),
     ],
 )
 def test_the_place_of_nats_is_that_of_the_coordinator(monkeypatch, capsys, url, store):
@@ -303,14 +333,21 @@ def test_the_place_of_nats_is_that_of_the_coordinator(monkeypatch, capsys, url, 
         told = capsys.readouterr().err
         assert f"roles meet at the coordinator at {store[0]}:{store[1]}. Start" in told
         assert "PERSIA_STORE_PORT and PERSIA_STORE_HOST say where it is" in told
+        assert "word" not in told
+        assert "user" not in told
 
 
-def test_a_url_of_no_port_is_rejected_with_what_to_set(monkeypatch):
+@pytest.mark.parametrize(
+    "place", ["user:word@nats:port", "user:word/@nats:1", "user:w"]
+)
+def test_a_url_of_no_port_is_rejected_with_what_to_set(monkeypatch, place):
     monkeypatch.delenv("PERSIA_STORE_PORT")
-    monkeypatch.setenv("PERSIA_NATS_URL", "nats://nats:port")
+    monkeypatch.setenv("PERSIA_NATS_URL", f"nats://{place}")
     told = rejection_of(["coordinator"])
     assert "PERSIA_NATS_URL must be nats://HOST:PORT, where the coordinator is" in told
     assert "set PERSIA_STORE_PORT and PERSIA_STORE_HOST" in told
+    assert "word" not in told
+    assert "user" not in told
 
 
 def test_a_coordinator_that_is_named_is_not_looked_for_at_that_of_nats(

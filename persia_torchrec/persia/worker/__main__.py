@@ -23,7 +23,7 @@ from persia_torchrec.embedding import embedding_config
 from persia_torchrec.embedding.setting import import_settings
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.jit.compiled import report_compilation
-from persia_torchrec.job.member import JobMember
+from persia_torchrec.job.member import JobMember, tell_before_joining
 from persia_torchrec.job.service import Lifetime, report_ready, run_service
 from persia_torchrec.lookup.pooling import warm_up
 from persia_torchrec.parsing.command_line import ImportFlags, parse_flags
@@ -97,6 +97,10 @@ def _serve(flags: WorkerFlags) -> None:
             ", or pass --servers, or a global_config.yml with job_type: Infer",
         )
         index, size = flags.index, flags.num_workers
+        try:
+            _read(flags)
+        except ConfigError as exc:
+            tell_before_joining(exc)  # and in the block below, the job
         with JobMember("worker", index, size, store=store) as member:
             _run(flags, member, ())
 
@@ -106,17 +110,10 @@ def _run(
 ) -> None:
     """Serve until the end; the servers of a job are in its address book."""
     import_settings(flags.imports)
-    slots_path = flags.embedding_config
-    if slots_path is None:
-        raise ConfigError("--embedding-config, or PERSIA_EMBEDDING_CONFIG, is needed.")
+    schema, settings = _read(flags, warns=not isinstance(life, JobMember))
     if isinstance(life, JobMember):
-        schema = tell_slots(life.book, Path(slots_path), warns=flags.index == 0)
-    else:
-        schema = embedding_config.load_embedding_config(slots_path)
-    settings = global_config.GlobalSettings()
-    if flags.global_config is not None:
-        path, warns = flags.global_config, bool(flags.servers)
-        settings = global_config.load_global_config(path, warns=warns)
+        slots_path = Path(flags.embedding_config or "")
+        schema = tell_slots(life.book, slots_path, warns=flags.index == 0)
     with report_compilation(life.report_compiling):
         warm_up()
     metrics = settings.common.metrics
@@ -145,6 +142,20 @@ def _run(
         life.wait_for_end()
         service.close()
     client.close()
+
+
+def _read(
+    flags: WorkerFlags, *, warns: bool = False
+) -> tuple[embedding_config.EmbeddingSchema, global_config.GlobalSettings]:
+    """Read both files."""
+    slots_path, path = flags.embedding_config, flags.global_config
+    if slots_path is None:
+        raise ConfigError("--embedding-config, or PERSIA_EMBEDDING_CONFIG, is needed.")
+    schema = embedding_config.load_embedding_config(slots_path, warns=warns)
+    if path is None:
+        return schema, global_config.GlobalSettings()
+    warns = warns and bool(flags.servers)
+    return schema, global_config.load_global_config(path, warns=warns)
 
 
 def _connect(
