@@ -70,6 +70,7 @@ import math
 import os
 import re
 import secrets
+import stat
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -291,6 +292,16 @@ def read_token(path: str, name: str) -> str:
         ConfigError: there is none, others may read it, or it is no token.
     """
     return _require_token(_read_secret(Path(path), f"{name}_FILE"), name)
+
+
+def writers_of(path: Path) -> str:
+    """Return why others than this user, or root, may write to a path; "": none may."""
+    found = path.stat()
+    if found.st_uid not in (os.getuid(), 0):
+        return f"{path} belongs to user {found.st_uid}"
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"{path} has mode {stat.S_IMODE(found.st_mode):o}; chmod go-w would do"
+    return ""
 
 
 def encrypts() -> bool:

@@ -11,7 +11,6 @@ import io
 import mmap
 import os
 import re
-import stat
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -152,7 +151,7 @@ class Folder:
             return "it is behind a URL"
         path = Path(self._within(name)).resolve()
         with named_errors("look at", str(path)):
-            return writers_of(path.parent) or writers_of(path)
+            return env.writers_of(path.parent) or env.writers_of(path)
 
     def age_s(self, name: str) -> float:
         """Return the seconds since a file was written, by the file system's clock.
@@ -346,16 +345,6 @@ class _DirectFile(io.RawIOBase):
                 if exc.errno != errno.EINVAL or not mode:
                     raise
                 mode = fcntl.fcntl(self._file, fcntl.F_SETFL, 0)  # which is 0
-
-
-def writers_of(path: Path) -> str:
-    """Return why others than this user, or root, may write to a path; "": none may."""
-    found = path.stat()
-    if found.st_uid not in (os.getuid(), 0):
-        return f"{path} belongs to user {found.st_uid}"
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"{path} has mode {stat.S_IMODE(found.st_mode):o}; chmod go-w would do"
-    return ""
 
 
 def require_received(path: str, own: Iterable[str] = ()) -> str:

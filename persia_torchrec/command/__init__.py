@@ -1,11 +1,14 @@
 """``persia-torchrec``: start jobs, look at them, stop them; checkpoints and rows.
 
 Each verb is a function of a module of this room, which is imported when the verb is
-called: ``persia-torchrec ps`` starts without torch. Exit codes: 0, 1 where something is
-wrong, 2 where the command line is.
+called: ``persia-torchrec ps`` starts without NumPy, zmq and torch. The list of verbs is
+read from the text of the modules. Exit codes: 0, 1 where something is wrong, 2 where
+the command line is.
 """
 
+import ast
 import importlib
+from pathlib import Path
 from typing import Any
 
 import click
@@ -17,17 +20,19 @@ from persia_torchrec.version import __version__
 _MODULES = {  # of each verb, in the order of use
     **dict.fromkeys(("ps", "status", "top"), "jobs"),
     **dict.fromkeys(("run", "serve", "examples"), "start"),
-    **dict.fromkeys(("logs", "report", "kill", "stop"), "jobs"),
+    "logs": "jobs",
+    "report": "start",
+    **dict.fromkeys(("kill", "stop"), "jobs"),
     "checkpoint": "checkpoints",
     **dict.fromkeys(("get", "hot"), "rows"),
-    **dict.fromkeys(("scale", "rollback"), "jobs"),
+    **dict.fromkeys(("scale", "rollback"), "restart"),
     "doctor": "doctor",
     "data": "rows",
 }
 
 
 class _Verbs(click.Group):
-    """Imports the module of a verb when it is called or described."""
+    """Imports the module of a verb when it is called."""
 
     def list_commands(self, _: click.Context) -> list[str]:
         return list(_MODULES)
@@ -36,14 +41,34 @@ class _Verbs(click.Group):
         if name not in _MODULES:
             return None
         module = importlib.import_module(f"{__name__}.{_MODULES[name]}")
-        command: click.Command = getattr(module, name.replace("-", "_"))
+        command: click.Command = getattr(module, name)
         return command
+
+    def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:
+        limit = formatter.width - 6 - max(map(len, _MODULES))
+        rows = [
+            (name, click.Command(name, help=doc).get_short_help_str(limit))
+            for name, doc in _docs().items()
+        ]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
 
     def invoke(self, context: click.Context) -> Any:
         try:
             return super().invoke(context)
         except PersiaError as exc:
             raise click.ClickException(printable(str(exc))) from exc
+
+
+def _docs() -> dict[str, str]:
+    """Return the docstrings of all verbs, of whose modules none is imported."""
+    docs: dict[str, str] = {}
+    for module in dict.fromkeys(_MODULES.values()):
+        text = Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8")
+        for one in ast.parse(text).body:
+            if isinstance(one, ast.FunctionDef) and _MODULES.get(one.name) == module:
+                docs[one.name] = ast.get_docstring(one) or ""
+    return {name: docs[name] for name in _MODULES}
 
 
 @click.command(

@@ -2,24 +2,31 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from persia_torchrec import env, timeouts
 from persia_torchrec.job import job_list
 from persia_torchrec.job.job_list import JobRecord
-from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.job.saves import SAVES, Saves
 from persia_torchrec.rpc.addresses import LOOPBACK
+
+if TYPE_CHECKING:
+    from persia_torchrec.job.registry import AddressBook
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+a_job: Callable[[F], F] = click.argument("job", default="")
 
 
 @dataclass(frozen=True)
 class Job:
     """A running job whose coordinator this process asks."""
 
-    book: AddressBook
+    book: "AddressBook"
     record: JobRecord | None
 
     def saves(self) -> Saves | None:
@@ -53,6 +60,9 @@ def find(name: str, *, is_running: bool = True) -> JobRecord:
 @contextlib.contextmanager
 def opened(name: str) -> Iterator[Job]:
     """Connect to the coordinator of a running job, by id or HOST:PORT."""
+    # zmq and NumPy, for a job that runs; a verb that finds none needs neither.
+    from persia_torchrec.job.registry import AddressBook
+
     record = None if ":" in name else find(name)
     if record is None:
         host, _, port = name.rpartition(":")

@@ -1,16 +1,12 @@
 """Verbs of running jobs: who runs, how it is, what it logs, and its end."""
 
-import itertools
 import os
-import secrets
-import shlex
-import shutil
 import signal
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 from msgspec import structs
@@ -19,23 +15,15 @@ from rich.live import Live
 from rich.table import Table
 
 from persia_torchrec import timeouts
-from persia_torchrec.checkpoint.catalog import Manifest
-from persia_torchrec.checkpoint.folder import Folder, require_received
 from persia_torchrec.command import console
 from persia_torchrec.command.console import as_json, duration
-from persia_torchrec.command.job_view import Job, find, is_here, opened
+from persia_torchrec.command.job_view import Job, a_job, find, is_here, opened
 from persia_torchrec.job import failures, job_list
-from persia_torchrec.job import report as job_report
 from persia_torchrec.job.job_list import JobRecord
-from persia_torchrec.job.progress import CURVES
 from persia_torchrec.job.requests import Fail, View
-from persia_torchrec.job.saves import LAST_CHECKPOINT, SAVE_REQUEST, steps
 from persia_torchrec.job.status import Problem, Status, age_s
 from persia_torchrec.logger import printable
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-a_job: Callable[[F], F] = click.argument("job", default="")
 _LOOK_S = 0.2
 _WATCH_S = 2.0
 _PROCESSES = (
@@ -254,31 +242,6 @@ def logs(role: str, index: int, job: str, follow: bool, lines: int) -> None:
 
 
 @click.command()
-@a_job
-def report(job: str) -> None:
-    """Draw the curves of a job, by default the latest one: also while it runs.
-
-    Into its folder of logs: pictures, a table, and logs for TensorBoard. JOB may be the
-    folder of a report, too.
-
-    persia-torchrec report && tensorboard --logdir runs
-    """
-    folder, record = Path(job), None
-    if not job or not (folder / CURVES).is_file():
-        record = find(job, is_running=False)
-        folder = Path(record.report)
-        if not record.report:
-            raise click.ClickException(
-                "The job must keep its curves. Received: one that torchx has not "
-                "started on this machine. Start it with PERSIA_REPORT_DIR=FOLDER."
-            )
-    for line in job_report.write(folder, record):
-        console.echo(line, err=True)
-    for path in sorted(folder.iterdir()):
-        console.echo(path)
-
-
-@click.command()
 @click.argument("role")
 @click.argument("index", type=int, default=0)
 @click.option("--job", default="", help="Id of the job [the one that runs].")
@@ -324,7 +287,7 @@ def stop(job: str, no_save: bool) -> None:
     """
     saves = not no_save
     record = end(find(job) if ":" not in job else None, job, saves=saves)
-    if saves and (lost := _lost(record)):
+    if saves and (lost := lost_by(record)):
         raise click.ClickException(lost)
 
 
@@ -362,149 +325,7 @@ def end(record: JobRecord | None, name: str, *, saves: bool) -> JobRecord:
     )
 
 
-def _lost(record: JobRecord) -> str:
+def lost_by(record: JobRecord) -> str:
     """Return which steps a job that was told to end has lost, and why; or ""."""
     saves = record.saves
     return "" if saves is None else saves.lost(record.outcome, record.reason)
-
-
-@click.command()
-@a_job
-@click.option("--servers", type=int, required=True, help="Number of servers from now.")
-@click.option("--no-save", is_flag=True, help="Go back to the newest checkpoint.")
-def scale(job: str, servers: int, no_save: bool) -> None:
-    """Continue a job with another number of servers: save, stop, start.
-
-    A job whose save fails runs on. It runs in this terminal from then on.
-
-    persia-torchrec scale --servers 3
-    """
-    record = _restartable(find(job))
-    with opened(record.job_id) as there:
-        if not no_save:
-            _save(there)
-        checkpoint = there.book.note(LAST_CHECKPOINT)
-        trained = there.book.status().step or 0
-    if not checkpoint:
-        raise click.ClickException(
-            f"{record.job_id} must have a checkpoint. Received: none; the job runs on."
-        )
-    ended = end(record, record.job_id, saves=not no_save)
-    lost = _given_up(checkpoint, trained) if no_save else _lost(ended)
-    if lost:
-        console.echo(lost, err=True)
-    run = str(Path(checkpoint).parent)
-    _start_again(record, embedding_servers=str(servers), resume_dir=run)
-
-
-def _save(there: Job) -> None:
-    """Have a job save a checkpoint, and wait until it is complete."""
-    name, hint = there.book.greeting.job_id, "Use --no-save to go back to the last one."
-    wanted = f"{name} must save a checkpoint before it stops. Received:"
-    if there.saves() is None:
-        raise click.ClickException(f"{wanted} its script has no recoverable().")
-    request = secrets.token_hex(8)
-    there.book.tell(SAVE_REQUEST, request)
-    console.echo(f"{name} saves", err=True)
-    deadline = time.monotonic() + timeouts.CHECKPOINT_S
-    while time.monotonic() < deadline:
-        view, saves = there.book.view(), there.saves()
-        if saves is not None and saves.request == request:
-            if saves.num_failed:
-                raise click.ClickException(
-                    f"{wanted} {saves.failed()}. The job runs on. {hint}"
-                )
-            return
-        if view.outcome != "running" or view.signal:
-            raise click.ClickException(f"{wanted} it ends meanwhile: {view.reason}")
-        time.sleep(_LOOK_S)
-    raise click.ClickException(
-        f"{wanted} none within {timeouts.CHECKPOINT_S:.0f} s. The job runs on. {hint}"
-    )
-
-
-def _given_up(checkpoint: str, trained: int) -> str:
-    """Return which steps are behind a checkpoint, where a job continues; or ""."""
-    step = Manifest.read(Folder(require_received(checkpoint))).step
-    if step is None or trained <= step:
-        return ""
-    return f"given up: {steps(step + 1, trained)}"
-
-
-@click.command()
-@a_job
-@click.argument("checkpoint", type=click.Path(exists=True, file_okay=False))
-def rollback(job: str, checkpoint: str) -> None:
-    """Continue a job from an earlier CHECKPOINT: stop without a save, start.
-
-    The checkpoint is copied, by links where that is possible, into a new folder beside
-    that of the run. There the job saves from then on; the other history stays.
-
-    persia-torchrec rollback JOB persia_checkpoints/JOB/checkpoint-00000010
-    """
-    record = _restartable(find(job))
-    folder = copy_alone(Path(checkpoint).resolve())
-    with opened(record.job_id) as there:
-        trained = there.book.status().step or 0
-    end(record, record.job_id, saves=False)
-    if lost := _given_up(checkpoint, trained):
-        console.echo(lost, err=True)
-    _start_again(record, resume_dir=str(folder))
-
-
-def copy_alone(checkpoint: Path) -> Path:
-    """Copy a checkpoint into a new folder, as the only one; return the folder."""
-    Manifest.read(Folder(checkpoint))  # a CheckpointError if it is not complete
-    run = checkpoint.parent
-    names = (
-        run.with_name(f"{run.name}-back-{number}") for number in itertools.count(1)
-    )
-    folder = next(name for name in names if not name.exists())
-    shutil.copytree(checkpoint, folder / checkpoint.name, copy_function=_link)
-    return folder
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target)  # files of checkpoints are replaced, never changed
-    except OSError:
-        shutil.copy2(source, target)
-
-
-def _restartable(record: JobRecord) -> JobRecord:
-    if not record.command or not is_here(record.host):
-        raise click.ClickException(
-            "The job must have been started by torchx run on this machine. Received: "
-            f"{record.job_id} of host {record.host}. Stop it by persia-torchrec stop, "
-            "and start it with --resume_dir and the new number."
-        )
-    return record
-
-
-def _start_again(record: JobRecord, **changes: str) -> None:
-    """Become the torchx that starts a job again, with other arguments."""
-    command = list(record.command)
-    for name, value in changes.items():
-        command = _with_argument(command, name, value)
-    console.echo(shlex.join(command), err=True)
-    _await_end_of_all(record)
-    os.chdir(record.folder)
-    os.execv(command[0], command)
-
-
-def _with_argument(command: list[str], name: str, value: str) -> list[str]:
-    """Replace the argument of a component on a command line, or add it."""
-    kept, words = [], iter(command)
-    for word in words:
-        if word == f"--{name}":
-            next(words, None)
-        elif not word.startswith(f"--{name}="):
-            kept.append(word)
-    return [*kept, f"--{name}", value]
-
-
-def _await_end_of_all(record: JobRecord) -> None:
-    """Wait until the coordinator's process has ended, and others had time to."""
-    deadline = time.monotonic() + timeouts.VERB_END_S
-    while record.coordinator.is_running() and time.monotonic() < deadline:
-        time.sleep(_LOOK_S)

@@ -11,6 +11,10 @@ import click
 
 import persia_torchrec
 from persia_torchrec.checkpoint.signature import SERVED_MODEL
+from persia_torchrec.command import console
+from persia_torchrec.command.job_view import a_job, find
+from persia_torchrec.job import report as job_report
+from persia_torchrec.job.progress import CURVES
 
 _OF_TORCHX = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 _IN_BACKGROUND = "-d", "--detach"
@@ -141,3 +145,28 @@ def examples(folder: Path) -> None:
         )
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("__pycache__"))
     click.echo(f"copied to {folder}; begin with python {folder}/quickstart.py")
+
+
+@click.command()
+@a_job
+def report(job: str) -> None:
+    """Draw the curves of a job, by default the latest one: also while it runs.
+
+    Into its folder of logs: pictures, a table, and logs for TensorBoard. JOB may be the
+    folder of a report, too.
+
+    persia-torchrec report && tensorboard --logdir runs
+    """
+    folder, record = Path(job), None
+    if not job or not (folder / CURVES).is_file():
+        record = find(job, is_running=False)
+        folder = Path(record.report)
+        if not record.report:
+            raise click.ClickException(
+                "The job must keep its curves. Received: one that torchx has not "
+                "started on this machine. Start it with PERSIA_REPORT_DIR=FOLDER."
+            )
+    for line in job_report.write(folder, record):
+        console.echo(line, err=True)
+    for path in sorted(folder.iterdir()):
+        console.echo(path)

@@ -20,7 +20,6 @@ import msgspec
 from msgspec import structs
 
 from persia_torchrec import env
-from persia_torchrec.checkpoint.folder import writers_of
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.process_identity import ProcessIdentity
 from persia_torchrec.job.requests import Outcome
@@ -159,7 +158,7 @@ def find_jobs() -> list[JobRecord]:
 
 
 def _require_own(path: Path) -> None:
-    if why := writers_of(path):
+    if why := env.writers_of(path):
         raise ConfigError(
             "The list of jobs, whose commands are run, must be of this user, and no "
             f"other one may write to it. Received: {why}. Change or delete it, or set "

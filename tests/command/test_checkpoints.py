@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from persia_torchrec.checkpoint import catalog
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.command import main
-from persia_torchrec.command.jobs import copy_alone
+from persia_torchrec.command.restart import copy_alone
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.table import TableSpec

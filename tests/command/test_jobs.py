@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from persia_torchrec.command import main
-from persia_torchrec.command.jobs import _with_argument
+from persia_torchrec.command.restart import _with_argument
 from persia_torchrec.job import job_list
 from tests.support.endless_script import SCRIPT
 from tests.support.forked_jobs import ForkedJob

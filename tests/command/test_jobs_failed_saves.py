@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from persia_torchrec.command import main
-from persia_torchrec.command.jobs import _lost
+from persia_torchrec.command.jobs import lost_by
 from persia_torchrec.job.job_list import JobRecord
 from persia_torchrec.job.process_identity import ProcessIdentity
 from persia_torchrec.job.saves import Saves
@@ -110,6 +110,6 @@ LATE = f"{TOLD}, and trainer 0 did not exit within grace_s=5"
     ],
 )
 def test_steps_that_no_checkpoint_has_are_named_with_the_cause(reason, saves, expected):
-    lost = _lost(record_of(reason, saves))
+    lost = lost_by(record_of(reason, saves))
     assert lost.endswith(expected)
     assert bool(lost) == bool(expected)
