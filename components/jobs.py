@@ -1,12 +1,15 @@
 """The components of torchx: whole jobs, and one role by itself.
 
-    torchx run persia.train --nn_worker train.py --data_loader data_loader.py
+    torchx run -s local_cwd persia.train --nn_worker train.py
+        --data_loader data_loader.py --embedding_config embedding_config.yml
+        --global_config global_config.yml
+    torchx run -s local_cwd persia.train_torchrec --script train.py
+        --embedding_servers 2
+    torchx run -s local_cwd persia.serve --checkpoint runs/7 --http_port 8080
         --embedding_config embedding_config.yml --global_config global_config.yml
-    torchx run persia.train_torchrec --script train.py --embedding_servers 2
-    torchx run persia.serve --checkpoint runs/7 --http_port 8080
-        --embedding_config embedding_config.yml --global_config global_config.yml
-    torchx run persia.embedding_server --host 127.0.0.1 --port 29400 --replicas 2
-        --embedding_config embedding_config.yml --global_config global_config.yml
+    torchx run -s local_cwd persia.embedding_server --host 127.0.0.1 --port 29400
+        --replicas 2 --embedding_config embedding_config.yml
+        --global_config global_config.yml
 
 An entry point gives torchx these names; as a file it is ``components/jobs.py:train``.
 Arguments that components share are fields of ``JobSettings``; ``--help`` after a name

@@ -1,6 +1,6 @@
 """Train a small TorchRec model in a job, whose servers it finds by itself.
 
-torchx run persia.train_torchrec --script "examples/train.py --epochs 2"
+torchx run -s local_cwd persia.train_torchrec --script "examples/train.py --epochs 2"
 """
 
 import argparse

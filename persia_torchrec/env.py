@@ -48,7 +48,6 @@ empty variable counts as unset, for launchers that write out every variable.
     PERSIA_EMBEDDING_CONFIG, PERSIA_GLOBAL_CONFIG, PERSIA_DATA_DIR      paths
     PERSIA_NN_WORKER_ENTRY, PERSIA_DATALOADER_ENTRY                     scripts
     EMBEDDING_WORKER_SERVICE                   addresses of embedding workers
-    PERSIA_LAUNCH_COMMAND                      command line of torchx, to start it again
     PERSIA_REPORT_DIR                          in which each job leaves the folder of
                                                its report; unset: beside the logs, where
                                                torchx runs it on this machine
@@ -83,6 +82,8 @@ Transport = Literal["auto", "tcp", "shm"]
 
 MAX_PORT = 65_535
 CHECKPOINT_DIR = "persia_checkpoints"
+RUNS, LOGS = "runs", "logs"
+"""Folder of the jobs that torchx runs on this machine, and that of logs in a job's."""
 
 _REPLICA = "REPLICA_INDEX", "REPLICA_SIZE"
 _LEVELS_OF_PERSIA = {"TRACE": "DEBUG", "OFF": "CRITICAL"}
@@ -317,11 +318,6 @@ def encrypts() -> bool:
     return value == "1"
 
 
-def launch_command() -> str:
-    """Return the command line of torchx that has started the job, or ""."""
-    return text("PERSIA_LAUNCH_COMMAND") or ""
-
-
 def transport(given: str | None = None) -> Transport:
     """Return how clients reach the servers of their own host, or what is given."""
     name = "PERSIA_TRANSPORT" if given is None else "transport"
@@ -450,8 +446,8 @@ def require_job_store(role: str, instead: str = "") -> JobStore:
     if store is None:
         raise ConfigError(
             f"{role} must belong to a job: PERSIA_STORE_PORT is not set. Start it with "
-            "torchx (see components/), or with persia-launcher after `persia-launcher "
-            f"coordinator`{instead}."
+            "persia-torchrec run, with torchx run -s local_cwd persia.train, or with "
+            f"persia-launcher after `persia-launcher coordinator`{instead}."
         )
     return store
 

@@ -2,7 +2,7 @@
 
     python examples/ple/train.py --data_location DIR          servers started here
     python examples/ple/train.py --data_location DIR --tf     plain TorchRec, to compare
-    torchx run persia.train_torchrec --script "examples/ple/train.py ..."
+    torchx run -s local_cwd persia.train_torchrec --script "examples/ple/train.py ..."
 
 At the end it prints the exact AUC and the accuracy of both tasks over all rows of the
 test. ``--help`` lists the options, README.md says what each does.

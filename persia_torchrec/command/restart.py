@@ -128,7 +128,8 @@ def _link(source: str, target: str) -> None:
 def _restartable(record: JobRecord) -> JobRecord:
     if not record.command or not is_here(record.host):
         raise click.ClickException(
-            "The job must have been started by torchx run on this machine. Received: "
+            "The job must have been started by persia-torchrec run, or by torchx run "
+            "-s local_cwd, on this machine. Received: "
             f"{record.job_id} of host {record.host}. Stop it by persia-torchrec stop, "
             "and start it with --resume_dir and the new number."
         )
@@ -136,14 +137,14 @@ def _restartable(record: JobRecord) -> JobRecord:
 
 
 def _start_again(record: JobRecord, **changes: str) -> None:
-    """Become the torchx that starts a job again, with other arguments."""
+    """Become what has started a job, with other arguments."""
     command = list(record.command)
     for name, value in changes.items():
         command = _with_argument(command, name, value)
     console.echo(shlex.join(command), err=True)
     _await_end_of_all(record)
     os.chdir(record.folder)
-    os.execv(command[0], command)
+    os.execvp(command[0], command)
 
 
 def _with_argument(command: list[str], name: str, value: str) -> list[str]:

@@ -17,6 +17,12 @@ from persia_torchrec.job import report as job_report
 from persia_torchrec.job.progress import CURVES
 
 _OF_TORCHX = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+_HERE = "local_cwd"
+_TORCHXCONFIG = f"""\
+# torchx run starts jobs on this machine, unless -s names another scheduler.
+[cli:run]
+scheduler = {_HERE}
+"""
 _IN_BACKGROUND = "-d", "--detach"
 
 
@@ -26,7 +32,7 @@ _IN_BACKGROUND = "-d", "--detach"
 @click.option(
     "--run-dir", "--resume_dir", default="", help="Checkpoints; it continues."
 )
-@click.option("-s", "--scheduler", default="local_cwd", show_default=True)
+@click.option("-s", "--scheduler", default=_HERE, show_default=True)
 @click.option("--set", "more", default="", help="Arguments of persia.train_torchrec.")
 @click.option("-v", "--verbose", is_flag=True, help="Show whole logs.")
 @click.option(*_IN_BACKGROUND, is_flag=True, help="Do not wait for its end.")
@@ -49,7 +55,8 @@ def run(
 ) -> None:
     """Train by SCRIPT: servers and trainers as one job, of which servers are told.
 
-    It is torchx run persia.train_torchrec, of which --set gives further arguments. With
+    It is torchx run -s local_cwd persia.train_torchrec, of which --set gives further
+    arguments, with a line for each event that matters, and a report at the end. With
     --run-dir the job saves into that folder, and continues from there when it is
     started again; --resume_dir, as the component has it, is its previous name.
 
@@ -61,14 +68,14 @@ def run(
     ]
     if run_dir:
         component += ["--resume_dir", run_dir]
-    words = ["--verbose"] if verbose else []
-    _torchx([*words, "-s", scheduler, *component, *shlex.split(more)], detach)
+    component += shlex.split(more)
+    _start(component, scheduler, detach=detach, verbose=verbose)
 
 
 @click.command(context_settings=_OF_TORCHX)
 @click.option("--servers", default=1, show_default=True, help="Embedding servers.")
 @click.option("--port", default=8080, show_default=True, help="Of HTTP.")
-@click.option("-s", "--scheduler", default="local_cwd", show_default=True)
+@click.option("-s", "--scheduler", default=_HERE, show_default=True)
 @click.option(*_IN_BACKGROUND, is_flag=True, help="Do not wait for its end.")
 @click.argument("checkpoint")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -90,7 +97,7 @@ def serve(
 
     persia-torchrec serve runs/7 --embedding_config e.yml --global_config g.yml
     """
-    if scheduler == "local_cwd" and _is_exported(checkpoint):
+    if scheduler == _HERE and _is_exported(checkpoint):
         module = [sys.executable, "-m", "persia_torchrec.serving"]
         flags = ["--checkpoint", checkpoint, "--port", str(port)]
         _become([*module, *flags, "--num-servers", str(servers), *arguments], detach)
@@ -99,7 +106,7 @@ def serve(
         *("persia.serve", "--checkpoint", checkpoint, "--http_port", str(port)),
         *("--embedding_servers", str(servers), *arguments),
     ]
-    _torchx(["-s", scheduler, *component], detach)
+    _start(component, scheduler, detach=detach)
 
 
 def _is_exported(checkpoint: str) -> bool:
@@ -109,9 +116,18 @@ def _is_exported(checkpoint: str) -> bool:
     return find_model(checkpoint) == SERVED_MODEL
 
 
-def _torchx(words: list[str], detach: bool) -> None:
-    """Become ``torchx run``, or have it run in the background."""
-    _become([sys.executable, "-m", "torchx.cli.main", "run", *words], detach)
+def _start(
+    component: list[str], scheduler: str, *, detach: bool, verbose: bool = False
+) -> None:
+    """Start a component: here, with a terminal of its own, or by ``torchx run``."""
+    if scheduler == _HERE:
+        words = [
+            "persia_torchrec.launch.local_run",
+            *(["--verbose"] if verbose else []),
+        ]
+    else:
+        words = ["torchx.cli.main", "run", "-s", scheduler]
+    _become([sys.executable, "-m", *words, *component], detach)
 
 
 def _become(command: list[str], detach: bool) -> None:
@@ -133,6 +149,9 @@ def _become(command: list[str], detach: bool) -> None:
 def examples(folder: Path) -> None:
     """Copy the examples into FOLDER, a new one.
 
+    Beside it, unless there is one, stands a .torchxconfig then: torchx run starts jobs
+    on this machine, where nothing names a scheduler.
+
     persia-torchrec examples && python examples/quickstart.py
     """
     package = Path(persia_torchrec.__file__).parent
@@ -145,6 +164,10 @@ def examples(folder: Path) -> None:
         )
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("__pycache__"))
     click.echo(f"copied to {folder}; begin with python {folder}/quickstart.py")
+    config = folder.absolute().parent / ".torchxconfig"
+    if not config.exists():
+        config.write_text(_TORCHXCONFIG)
+        click.echo(f"{config}: torchx run starts jobs on this machine, without -s")
 
 
 @click.command()

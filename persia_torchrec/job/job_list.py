@@ -10,7 +10,6 @@ cannot be written to.
 import contextlib
 import logging
 import os
-import shlex
 import socket
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -29,6 +28,7 @@ from persia_torchrec.rpc.addresses import LOOPBACK
 
 logger = logging.getLogger(__name__)
 
+_LAUNCHERS = "torchx", "torchx.cli.main", "persia_torchrec.launch.local_run"
 _MAX_JOBS = 200  # of which a user has files; the oldest that have ended leave
 
 
@@ -45,7 +45,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     """In which it was started."""
     command: list[str] = []
-    """That of torchx; empty: something else has started it."""
+    """That of torchx, or of ``persia-torchrec``; empty: something else started it."""
     token_file: str = ""
     encrypts: bool = False
     ended: str = ""
@@ -108,11 +108,28 @@ def record_of(job_id: str, port: int) -> JobRecord:
         coordinator=ProcessIdentity.of_this_process(),
         began=now(),
         folder=str(Path.cwd()),
-        command=shlex.split(env.launch_command()),
+        command=_launch_command(),
         token_file=env.text("PERSIA_JOB_TOKEN_FILE") or "",
         encrypts=env.encrypts(),
         metrics_port=env.metrics_port() or 0,
     )
+
+
+def _launch_command() -> list[str]:
+    """Return the command line that has started the job on this machine, to repeat it.
+
+    Empty: it is none of torchx, nor of ``persia-torchrec``.
+    """
+    if not env.is_one_local_app():
+        return []
+    parent = env.supervisor_parent() or os.getppid()
+    try:
+        line = Path(f"/proc/{parent}/cmdline").read_bytes()
+    except OSError:
+        return []
+    words = [os.fsdecode(word) for word in line.split(b"\0")[:-1]]
+    is_known = any(Path(word).name in _LAUNCHERS for word in words[:3])
+    return words if is_known else []
 
 
 @contextlib.contextmanager

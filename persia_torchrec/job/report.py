@@ -6,8 +6,8 @@
     REPORT/servers.png      lookups, updates, p99, rows, hit rate, queue
     REPORT/table.md         each curve in five numbers, and how the job has ended
 
-``torchx run`` draws it when a job of this machine has ended, ``persia-torchrec report``
-at any time. Pictures need matplotlib, the logs tensorboard: the extra ``report``.
+``persia-torchrec run`` draws it when its job has ended, ``persia-torchrec report`` at
+any time. Pictures need matplotlib, the logs tensorboard: the extra ``report``.
 """
 
 import csv
@@ -66,13 +66,15 @@ def folder_of(job_id: str) -> Path | None:
     """Return where the job of this coordinator leaves its report; None: nowhere.
 
     In a folder of the job in ``PERSIA_REPORT_DIR``, else beside its logs, if torchx has
-    a folder for these.
+    a folder for these: ``runs/JOB/logs`` and ``runs/JOB/report``.
     """
     if chosen := env.text("PERSIA_REPORT_DIR"):
         return Path(chosen) / job_id.replace("/", "_")
     log = Path(failures.find_own_log())
-    is_of_torchx = log.name == "combined.log" and log.parents[1].name == "coordinator"
-    return log.parents[2] / "report" if is_of_torchx else None
+    if log.name != "combined.log" or log.parents[1].name != "coordinator":
+        return None
+    logs = log.parents[2]
+    return (logs.parent if logs.name == env.LOGS else logs) / "report"
 
 
 def read(folder: Path) -> list[Point]:

@@ -1,11 +1,11 @@
-"""What a person sees of a job in the terminal of ``torchx run``: a view of its logs.
+"""What the terminal of ``persia-torchrec run`` shows of a job: a view of its logs.
 
     the logs of all roles --torchx--> write() --> one line per event that matters
                                              |--> the line of progress, in its place
                                              `--> left out: details, and warnings of
                                                   frameworks about themselves
 
-The logs are complete. ``torchx run --verbose`` shows all of them.
+The logs are complete. ``persia-torchrec run --verbose`` shows all of them.
 """
 
 import re

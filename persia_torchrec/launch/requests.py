@@ -25,15 +25,19 @@ schedulers have no pods, and ignore it, as they do volumes::
 
 import math
 import re
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct, structs
 from torchx import specs
+from torchx.specs.finder import ComponentValidationException
 
+from persia_torchrec.env import LOGS, RUNS
 from persia_torchrec.errors import ConfigError, has_password
 from persia_torchrec.launch.arguments import require_known_options
 
@@ -237,9 +241,14 @@ def _mount_tmp(spec: Any, container: Any) -> None:
     container.volume_mounts.append({"name": "tmp", "mountPath": _TMP})
 
 
+class ComponentError(ConfigError, ComponentValidationException):  # type: ignore[misc]
+    """A ConfigError that torchx shows in a line, without a traceback."""
+
+
 TOKEN_SECRETS = {"PERSIA_JOB_TOKEN": "persia-job-token/token"}
 """Where Kubernetes has the job's token, unless a role names another Secret."""
 
+_CONTAINERS = {"local_docker": "Docker", "kubernetes": "Kubernetes"}
 _ROLE_LABEL = "torchx.pytorch.org/role-name"
 _MIB = 2**20
 _NO_SECRETS = (
@@ -262,9 +271,31 @@ class Role(specs.Role):
     memory_bytes: int = 0  # 0: what the scheduler gives
     pod: PodSettings = field(default_factory=PodSettings)
 
+    @property
+    def image(self) -> str:
+        """Container image; an error where a scheduler that needs one asks for none.
+
+        torchx asks when the scheduler is known: Docker's, to add the working directory.
+        """
+        scheduler = self.env.get("TORCHX_JOB_ID", "").partition("://")[0]
+        image: str = self.__dict__["image"]
+        if not image and scheduler in _CONTAINERS:
+            raise ComponentError(
+                f"image must be named for {_CONTAINERS[scheduler]}, by --image or in "
+                f"the roles file. Received: none for the role {self.name}. To start it "
+                "on this machine, without containers: torchx run -s local_cwd"
+            )
+        return image
+
+    @image.setter
+    def image(self, image: str) -> None:
+        self.__dict__["image"] = image
+
     def pre_proc(self, scheduler: str, dryrun_info: Any) -> Any:
         """Change the request to a scheduler; torchx calls it."""
         require_known_options(scheduler)
+        if scheduler == "local":
+            self._keep_logs(dryrun_info.request)
         if scheduler == "kubernetes":
             for task in dryrun_info.request.resource["spec"]["tasks"]:
                 pod = task["template"]
@@ -281,6 +312,25 @@ class Role(specs.Role):
                     self._complete_step(replica)
         return dryrun_info
 
+    def _keep_logs(self, request: Any) -> None:
+        """Have logs in the folder of the job, where torchx would remove them."""
+        folders = request.role_log_dirs[self.name]
+        was = Path(folders[0]).parents[1]
+        base = was.parents[1]
+        is_removed = base.parent == Path(tempfile.gettempdir())
+        if not (is_removed and base.name.startswith("torchx_")):  # one that -cfg names
+            return
+        request.log_dir = str(Path.cwd() / RUNS / request.app_id / LOGS)
+
+        def moved(path: str) -> str:
+            return path.replace(str(was), request.log_dir, 1)
+
+        request.role_log_dirs[self.name] = [moved(folder) for folder in folders]
+        for one in request.role_params[self.name]:
+            one.env = {name: moved(value) for name, value in one.env.items()}
+            one.stdout, one.stderr = moved(one.stdout), moved(one.stderr)
+            one.combined = moved(one.combined)
+
     def _complete_step(self, replica: Any) -> None:
         _require_no_secrets(replica.env)
         words = [f"{name}={value}" for name, value in replica.env.items()]
@@ -296,11 +346,6 @@ class Role(specs.Role):
 
     def _complete_pod(self, pod: Any) -> None:
         container = pod.spec.containers[0]
-        if not container.image:
-            raise ConfigError(
-                "image must be named for Kubernetes, by --image or in the roles file. "
-                f"Received: none for the role {self.name}."
-            )
         container.command = [_without_escapes(word) for word in container.command]
         for variable in container.env:
             if variable.value is not None:

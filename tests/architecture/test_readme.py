@@ -33,8 +33,11 @@ RUN_BY = {
     "make train": "tests/integration/test_main_job.py",
     "PERSIA_CKPT_DIR=runs/7 make train": "tests/serving/test_main.py",
     "python examples/ple/train.py": "tests/examples/test_ple_train.py",
-    "torchx run persia.train": "tests/integration/test_main_job.py",
-    "torchx run persia.train_torchrec": "tests/integration/test_torchrec_job.py",
+    "torchx run -s local_cwd persia.train": "tests/integration/test_main_job.py",
+    "torchx run -s local_cwd persia.train_torchrec": (
+        "tests/integration/test_torchrec_job.py"
+    ),
+    "persia-torchrec run": "tests/integration/test_command_run.py",
     "persia-torchrec serve": "tests/command/test_start.py",
     "persia-torchrec stop": "tests/command/test_jobs.py",
     "persia-torchrec scale": "tests/command/test_start_again.py",
@@ -130,7 +133,11 @@ def test_no_other_page_has_an_example_in_python():
 def test_what_a_page_submits_to_a_cluster_is_accepted(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     given = [command for block in blocks("bash") for command in commands(block)]
-    dry = [command for command in given if command.startswith("torchx run -s ")]
+    dry = [
+        command
+        for command in given
+        if re.match("torchx run -s (slurm|kubernetes)", command)
+    ]
     assert len(dry) >= 3
     for command in dry:
         assert " --dryrun " in command
@@ -143,11 +150,12 @@ def test_what_a_page_submits_to_a_cluster_is_accepted(monkeypatch, capsys):
 @pytest.mark.slow
 def test_components_take_the_arguments_that_pages_give(monkeypatch):
     given = {command for block in blocks("bash") for command in commands(block)}
-    local = [shlex.split(one) for one in given if one.startswith("torchx run persia.")]
+    begins = "torchx run -s local_cwd persia."
+    local = [shlex.split(one) for one in given if one.startswith(begins)]
     assert len(local) >= 3
     monkeypatch.chdir(ROOT)
     with get_runner() as runner:
-        for _, _, component, *words in local:
+        for _, _, _, _, component, *words in local:
             started = runner.dryrun_component(component, words, "local_cwd", {})
             assert "coordinator" in {role.name for role in started._app.roles}
 
@@ -228,7 +236,9 @@ def test_the_scripts_and_settings_that_a_command_names_are_there():
     named = {
         name
         for command in given
-        if command.startswith(("torchx run", "python -m persia_torchrec.serving"))
+        if command.startswith(
+            ("torchx run", "persia-torchrec run", "python -m persia_torchrec.serving")
+        )
         for words in map(str.split, shlex.split(command))
         for name in words
         if name.endswith((".py", ".yml"))

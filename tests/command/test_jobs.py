@@ -154,7 +154,7 @@ def test_scale_and_rollback_need_the_command_that_has_started_a_job(job):
     for words in (["scale", "--servers", "3"], ["rollback", "", str(job.folder)]):
         wrong = CliRunner().invoke(main, words)
         assert wrong.exit_code == 1
-        assert "must have been started by torchx run" in wrong.output
+        assert "must have been started by persia-torchrec run" in wrong.output
 
 
 def test_the_command_that_starts_a_job_again_has_the_new_arguments():

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from msgspec import structs
 
 from persia_torchrec.command import main
 from persia_torchrec.command.jobs import lost_by
+from persia_torchrec.job import job_list
 from persia_torchrec.job.job_list import JobRecord
 from persia_torchrec.job.process_identity import ProcessIdentity
 from persia_torchrec.job.saves import Saves
@@ -33,10 +35,11 @@ def job(disk, tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text(SCRIPT.replace("=10)", "=5)"))
     arguments = ["--embedding_servers", "1", "--script", "train.py", "--grace_s", "30"]
     arguments += ["--resume_dir", f"{disk}/run"]
-    variables = {"PERSIA_LAUNCH_COMMAND": "torchx run it"}
-    with ForkedJob(tmp_path, "train_torchrec", *arguments, variables=variables) as job:
+    with ForkedJob(tmp_path, "train_torchrec", *arguments) as job:
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / ".local/state"))
         job.has_printed("checkpoint-00000002")
+        [record] = job_list.find_jobs()
+        structs.replace(record, command=["torchx", "run", "it"]).write()
         yield job
 
 

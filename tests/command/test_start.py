@@ -3,6 +3,7 @@ import sys
 
 import pytest
 from click.testing import CliRunner
+from torchx.runner.config import get_config
 
 from persia_torchrec.checkpoint.signature import SERVED_MODEL
 from persia_torchrec.command import main
@@ -19,7 +20,7 @@ def started(monkeypatch):
     return commands
 
 
-def test_run_is_torchx_run_of_a_script_with_its_own_arguments(started):
+def test_run_is_a_component_of_a_script_with_its_own_arguments(started):
     words = [
         "run",
         "--servers",
@@ -32,10 +33,15 @@ def test_run_is_torchx_run_of_a_script_with_its_own_arguments(started):
     ]
     assert CliRunner().invoke(main, words).exit_code == 0
     [command] = started
-    assert command[:4] == [sys.executable, "-m", "torchx.cli.main", "run"]
-    assert command[4:] == [
-        *("-s", "local_cwd", "persia.train_torchrec"),
-        *("--script", "train.py --epochs 3", "--embedding_servers", "2"),
+    assert command[:3] == [sys.executable, "-m", "persia_torchrec.launch.local_run"]
+    assert command[3:] == [
+        *(
+            "persia.train_torchrec",
+            "--script",
+            "train.py --epochs 3",
+            "--embedding_servers",
+            "2",
+        ),
         *("--nproc_per_node", "1", "--capacity", "5"),
     ]
 
@@ -60,11 +66,18 @@ def test_serve_of_an_exported_model_is_one_process(started, tmp_path):
     parse_flags(ServingFlags, command[3:], prog="serving")
 
 
-def test_serve_is_torchx_run_of_a_checkpoint(started):
+def test_another_scheduler_is_for_torchx(started):
+    words = ["run", "-s", "slurm", "train.py"]
+    assert CliRunner().invoke(main, words).exit_code == 0
+    [command] = started
+    assert command[1:6] == ["-m", "torchx.cli.main", "run", "-s", "slurm"]
+
+
+def test_serve_is_a_component_of_a_checkpoint(started):
     words = ["serve", "--port", "9000", "runs/7", "--global_config", "g.yml"]
     assert CliRunner().invoke(main, words).exit_code == 0
     [command] = started
-    assert command[6:] == [
+    assert command[3:] == [
         *("persia.serve", "--checkpoint", "runs/7", "--http_port", "9000"),
         *("--embedding_servers", "1", "--global_config", "g.yml"),
     ]
@@ -75,6 +88,15 @@ def test_a_checkout_has_the_examples_too(tmp_path):
     assert (tmp_path / "a/quickstart.py").is_file()
     again = CliRunner().invoke(main, ["examples", str(tmp_path / "a")])
     assert "FOLDER must be a new folder" in again.output
+
+
+def test_beside_the_examples_torchx_starts_jobs_on_this_machine(tmp_path):
+    config = tmp_path / ".torchxconfig"
+    assert CliRunner().invoke(main, ["examples", str(tmp_path / "a")]).exit_code == 0
+    assert get_config("cli", "run", "scheduler", [str(tmp_path)]) == "local_cwd"
+    config.write_text("")
+    assert CliRunner().invoke(main, ["examples", str(tmp_path / "b")]).exit_code == 0
+    assert config.read_text() == ""
 
 
 @pytest.mark.slow

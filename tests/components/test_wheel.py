@@ -12,6 +12,7 @@ import pytest
 
 from persia_torchrec.version import __version__
 from tests.support import wheel
+from tests.support.components import COMPONENTS
 from tests.support.repository import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -54,15 +55,20 @@ def test_examples_and_types_are_in_it_and_no_machine_code(built):
 
 def test_torchx_knows_our_components_and_its_own(run):
     listed = re.findall(r"\d+\. (\S+)", run(*TORCHX, "builtins"))
-    assert {"dist.ddp", "utils.echo", "persia.train", "persia.serve"} <= set(listed)
+    assert {"dist.ddp", "utils.echo"} <= set(listed)
+    ours = {name for name in listed if name.startswith("persia.")}
+    assert ours == {f"persia.{name}" for name in COMPONENTS}
 
 
 def test_a_job_is_of_this_machine_with_one_python_and_its_logs_stay(run):
     component = "persia.train_torchrec"
-    shown = run(*TORCHX, "run", "--dryrun", component, "--script", "train.py")
+    options = "--dryrun", "-s", "local_cwd"
+    shown = run(*TORCHX, "run", *options, component, "--script", "train.py")
     assert f"'args': [ '{sys.executable}'" in shown
     assert "python3'" not in shown.replace(sys.executable, "")
-    assert re.search(r"'combined': 'runs/torchx/.*/server/0/combined.log'", shown)
+    assert re.search(
+        r"'combined': '.*/runs/persia-\w+/logs/server/0/combined.log'", shown
+    )
 
 
 def test_the_command_has_the_version_and_copies_the_examples(run):

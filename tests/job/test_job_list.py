@@ -1,4 +1,6 @@
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -10,7 +12,6 @@ from persia_torchrec.job.job_list import find_jobs, listed, record_of
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setenv("PERSIA_LAUNCH_COMMAND", "python run 'train.py --epochs 2'")
     return tmp_path / "persia_torchrec/jobs"
 
 
@@ -18,13 +19,29 @@ def test_a_job_is_listed_while_it_runs_and_how_it_ended(folder):
     with listed(record_of("job", 29400)) as told:
         [record] = find_jobs()
         assert (record.job_id, record.port, record.state) == ("job", 29400, "running")
-        assert record.command == ["python", "run", "train.py --epochs 2"]
+        assert record.command == []
         assert record.coordinator.pid == os.getpid()
         told |= {"outcome": "failed", "reason": "why", "logs": {"server 0": "host log"}}
     [record] = find_jobs()
     assert (record.state, record.reason) == ("failed", "why")
     assert record.logs == {"server 0": "host log"}
     assert record.ended
+
+
+@pytest.mark.parametrize("launcher", ["torchx", "honcho"])
+def test_the_command_that_has_started_a_job_here_is_kept(
+    folder, monkeypatch, tmp_path, launcher
+):
+    program = tmp_path / launcher
+    program.write_text("input()")
+    command = [sys.executable, str(program), "run", "train.py --epochs 2"]
+    monkeypatch.setenv("TORCHX_JOB_ID", "local_cwd://torchx/job")
+    monkeypatch.setenv("PERSIA_STORE_HOST_ENV", "TORCHX_RANK0_HOST")
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as started:
+        monkeypatch.setenv("PERSIA_SUPERVISOR_PARENT", str(started.pid))
+        record = record_of("job", 29400)
+        started.communicate(b"\n")
+    assert record.command == (command if launcher == "torchx" else [])
 
 
 def test_a_coordinator_that_reports_no_end_is_lost(folder):
