@@ -90,7 +90,7 @@ $(STAMP): Makefile pyproject.toml setup.py
 	@echo '$(TORCH)' > $(VENV)/torch
 	@touch $(STAMP)
 
-train: $(STAMP)  ## train the example; ARGS="--embedding_servers 3" overrides
+train: $(STAMP)  ## train the example; ARGS="--servers 3" overrides
 	@touch $(VENV)/began
 	PATH="$(BIN):$$PATH" TORCHXCONFIG=.torchxconfig $(BIN)/torchx run $(if $(ARGS),-- $(ARGS)) || { $(CAUSE); exit 1; }
 

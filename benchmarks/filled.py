@@ -315,8 +315,8 @@ def filled_server(
         cluster = EmbeddingCluster.local(
             1,
             num_rows,
-            incremental_dir=logs,
-            incremental_interval_s=interval_s,
+            increments_dir=logs,
+            increments_interval_s=interval_s,
             restarts=restarts,
         )
     with cluster, pinned(-1), closing(EmbeddingClient.connect(cluster.addresses)) as c:

@@ -66,9 +66,7 @@ def measure_freshness(settings: IncrementSettings) -> list[Table]:
         writing = stack.enter_context(filled(settings, num_rows, "increments", logs))
         writing.client.checkpoints.dump(run)
         with pinned(-1):
-            cluster = EmbeddingCluster.of_checkpoint(
-                str(run), incremental_dir=str(logs)
-            )
+            cluster = EmbeddingCluster.of_checkpoint(str(run), increments_dir=str(logs))
         stack.enter_context(cluster)
         follower = EmbeddingClient.connect(cluster.addresses)
         stack.callback(follower.close)

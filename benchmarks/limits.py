@@ -258,7 +258,7 @@ def measure_startup(workload: Workload, capacities: Sequence[int]) -> list[Table
 def _start(spec: TableSpec, capacity: int) -> list[float]:
     """Return a server's seconds and MiB until it is ready, and until it answers."""
     start = time.perf_counter()
-    with EmbeddingCluster.local(num_servers=1, capacity=capacity) as cluster:
+    with EmbeddingCluster.local(servers=1, capacity=capacity) as cluster:
         ready, pid = time.perf_counter() - start, cluster.processes[0].pid
         ready_mib = harness.resident_bytes(pid) / 2**20
         with closing(EmbeddingClient.connect(cluster.addresses)) as client:

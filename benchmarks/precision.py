@@ -194,7 +194,7 @@ def _measure_quality(settings: PrecisionSettings) -> list[Table]:
     outcomes: dict[str, list[Outcome]] = {}
     capacity = settings.num_ids * settings.num_features
     with (
-        EmbeddingCluster.local(num_servers=1, capacity=capacity) as cluster,
+        EmbeddingCluster.local(servers=1, capacity=capacity) as cluster,
         closing(EmbeddingClient.connect(cluster.addresses)) as client,
     ):
         for arm in ARMS:

@@ -101,7 +101,7 @@ def measure_delays(
         training = stack.enter_context(filled(settings, last, "increments", logs))
         training.client.checkpoints.dump(run)
         _write_model(folder, run, training.spec.name, training.spec.dim)
-        served = stack.enter_context(serve(folder, ("--follow", str(logs))))
+        served = stack.enter_context(serve(folder, ("--increments-dir", str(logs))))
         stack.enter_context(pinned(-1))
         work = cycle(batches)
         asked = stack.enter_context(

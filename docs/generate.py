@@ -35,6 +35,7 @@ from persia_torchrec.components import jobs
 import persia_torchrec as package
 from persia_torchrec import ctx, data, env, errors, timeouts
 from persia_torchrec.command import main as command
+from persia_torchrec.command import start
 from persia_torchrec.embedding import embedding_config, setting, usage
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.coordinator import CoordinatorConfig
@@ -42,7 +43,7 @@ from persia_torchrec.job.requests import JobTimings
 from persia_torchrec.job.supervisor import SupervisorConfig
 from persia_torchrec.job.torchrun import AgentConfig
 from persia_torchrec.launch.roles import JobSettings, RoleSettings, ServerSettings
-from persia_torchrec.parsing import command_line
+from persia_torchrec.parsing import command_line, settings
 from persia_torchrec.persia import global_config, launcher
 from persia_torchrec.persia.convert import Conversion
 from persia_torchrec.persia.worker.__main__ import WorkerFlags
@@ -206,13 +207,15 @@ def _made(kind: type, **given: object) -> Callable[..., object]:
 def _flags(kind: Any, **given: object) -> Iterator[Line]:
     """Yield the flags of a dataclass, those of its parts included."""
     kinds = get_type_hints(kind, include_extras=True)
-    docs = command_line._field_docs(kind)  # noqa: SLF001 - it reads what --help shows
+    docs = command_line.field_docs(kind)
     for field in dataclasses.fields(kind):
         inner = _plain(kinds[field.name])
         if dataclasses.is_dataclass(inner) and isinstance(inner, type):
             yield from _flags(inner)
             continue
         flag = field.metadata.get("flag", "--" + field.name.replace("_", "-"))
+        if "declared" in field.metadata:  # on a table of its own
+            continue
         if flag is None or (not docs.get(field.name) and field.name.startswith("_")):
             continue
         name = field.name.upper() if "positional" in field.metadata else flag
@@ -223,6 +226,51 @@ def _flags(kind: Any, **given: object) -> Iterator[Line]:
             _limits(field.name, kinds[field.name], _made(kind, **given)),
             _cell(re.sub(r"\s*\[[^]]*\]$", "", docs.get(field.name, ""))),
         )
+
+
+def _declared_of(kind: Any) -> Iterator[str]:
+    """Yield the settings of several commands that a dataclass has."""
+    kinds = get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        inner = _plain(kinds[field.name])
+        if dataclasses.is_dataclass(inner):
+            yield from _declared_of(inner)
+        elif "declared" in field.metadata:
+            yield field.metadata["declared"]
+
+
+def _taken_by() -> dict[str, list[str]]:
+    """Return the commands that take each of the settings of several."""
+    commands = {title: [*_declared_of(kind)] for title, (kind, _) in PROGRAMS.items()}
+    for name in COMPONENTS:
+        parameters = inspect.signature(getattr(jobs, name)).parameters
+        commands[f"`persia.{name}`"] = [*parameters]
+    commands["`persia-torchrec run`"] = [*start.OF_RUN]
+    return {
+        name: [title for title, names in commands.items() if name in names]
+        for name in settings.SETTINGS
+    }
+
+
+def _several() -> str:
+    """Return the table of the settings that several commands take."""
+    head = "| name | default | unit | range | variable | meaning | taken by |"
+    lines, taken = [head, "|---" * 7 + "|"], _taken_by()
+    probe = _made(JobSettings, port=1, host="localhost")
+    kinds = get_type_hints(JobSettings)
+    for name, of in settings.SETTINGS.items():
+        made = probe if name in kinds else None
+        cells = (
+            _code(name),
+            "must be given" if of.default is ... else _shown(of.default, of.unit),
+            of.unit,
+            _limits(name, of.kind, made),
+            _code(of.variable) if of.variable else "-",
+            _cell(of.help),
+            ", ".join(one.replace("python -m ", "") for one in taken[name]),
+        )
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def _default_of_flag(field: Any, doc: str) -> str:
@@ -308,7 +356,7 @@ def _described(doc: str) -> dict[str, str]:
 def _settings_of(kind: Any) -> list[Line]:
     """Return the fields of a setting, as of an optimizer or an admission."""
     rules = dict(setting.rules_of(kind))
-    docs = command_line._field_docs(kind)  # noqa: SLF001
+    docs = command_line.field_docs(kind)
     return [
         Line(
             _code(field.name),
@@ -397,16 +445,27 @@ def settings_page() -> str:
         "A range is the text of the error that a value outside of it gets. `-` says "
         "that the type, or the program that is started in the end, decides. Text "
         "without a code font, as none, is no value.\n",
-        "## Programs\n",
+        "## Settings of several commands\n\n"
+        "Arguments of components are `--run_dir`, flags of all others `--run-dir`. A "
+        "default may be another at a command, as none where the file or the job says "
+        "it; a variable is read where no flag is given, by programs.\n",
+        _several(),
+        "## Programs\n\nBeside those that they share.\n",
     ]
     for title, (kind, given) in PROGRAMS.items():
-        parts.append(f"### {title}\n\n{_table(_flags(kind, **given))}")
+        if lines := list(_flags(kind, **given)):
+            parts.append(f"### {title}\n\n{_table(lines)}")
     parts.append("## Components of torchx\n")
-    parts.append("Arguments of `torchx run persia.NAME`, as `--NAME VALUE`.\n")
-    probe = _made(JobSettings, port=1, host="localhost")
+    parts.append("Arguments of `torchx run persia.NAME` beside those.\n")
     for name in COMPONENTS:
-        lines = _arguments(getattr(jobs, name), probe)
-        parts.append(f"### `torchx run persia.{name}`\n\n{_table(lines)}")
+        lines = [
+            line
+            for line in _arguments(getattr(jobs, name))
+            if line.name.strip("`") not in settings.SETTINGS
+            and not line.meaning.startswith("previous name")
+        ]
+        if lines:
+            parts.append(f"### `torchx run persia.{name}`\n\n{_table(lines)}")
     parts.append("## `persia-torchrec`\n")
     parts += [f"### `{title}`\n\n{_table(lines)}" for title, lines in _verbs(command)]
     parts.append("## Files\n")
@@ -450,7 +509,10 @@ def _options_of(verb: click.Command) -> list[click.Option]:
     return [
         one
         for one in verb.params
-        if isinstance(one, click.Option) and not one.hidden and one.help
+        if isinstance(one, click.Option)
+        and not one.hidden
+        and one.help
+        and not (verb is start.run and one.name in start.OF_RUN)
     ]
 
 

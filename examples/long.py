@@ -1,7 +1,7 @@
 """Train a model that continues where it was, however its job has ended.
 
 torchx run -s local_cwd persia.train_torchrec --script "examples/long.py --steps 3000"
-    --embedding_servers 2 --resume_dir runs/long
+    --servers 2 --run_dir runs/long
 """
 
 import argparse

@@ -42,7 +42,7 @@ if __name__ == "__main__":
     dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
     torch.manual_seed(0)
     batches = [make_batch() for _ in range(5)]
-    with persia.EmbeddingCluster.local(num_servers=2) as cluster:  # (*)
+    with persia.EmbeddingCluster.local(servers=2) as cluster:  # (*)
         client = persia.EmbeddingClient.connect(cluster.addresses)  # (*)
         adagrad = persia.Adagrad(lr=0.1)  # (*)
         sharder = persia.RemoteEmbeddingBagCollectionSharder(client, adagrad)  # (*)

@@ -26,8 +26,9 @@ empty variable counts as unset, for launchers that write out every variable.
     PERSIA_JOIN_TIMEOUT_S                      seconds for each wait of a start; 600
     PERSIA_CHECKPOINT_INTERVAL_S               seconds between automatic checkpoints
     PERSIA_CHECKPOINT_DIR                      their folder; ./persia_checkpoints
-    PERSIA_RESUME_DIR                          that of a job, and of those that
-                                               continue it; one for each in the former
+    PERSIA_RUN_DIR                             that of a job, and of those that
+                                               continue it; one for each in the former;
+                                               until the next release PERSIA_RESUME_DIR
     PERSIA_TAKE_OVER                           1: write in folders of another job
     PERSIA_RESUME                              what a restart goes back to: exact
     PERSIA_RESUME_MISSING, PERSIA_RESUME_ON_CHANGE, PERSIA_RESUME_RENAME
@@ -82,6 +83,7 @@ Transport = Literal["auto", "tcp", "shm"]
 
 MAX_PORT = 65_535
 CHECKPOINT_DIR = "persia_checkpoints"
+RUN_DIR = "PERSIA_RUN_DIR", "PERSIA_RESUME_DIR"  # the latter until the next release
 RUNS, LOGS = "runs", "logs"
 """Folder of the jobs that torchx runs on this machine, and that of logs in a job's."""
 
@@ -168,9 +170,13 @@ error_file = partial(text, "TORCHELASTIC_ERROR_FILE")
 
 # "exact" or "rows_ahead", and a path; None when unset.
 resume = partial(text, "PERSIA_RESUME")
-resume_dir = partial(text, "PERSIA_RESUME_DIR")
 resume_missing = partial(text, "PERSIA_RESUME_MISSING")
 resume_on_change = partial(text, "PERSIA_RESUME_ON_CHANGE")
+
+
+def run_dir() -> str | None:
+    """Return the folder of the job's automatic checkpoints; None when unset."""
+    return next((found for name in RUN_DIR if (found := text(name))), None)
 
 
 def resume_rename(given: str | None = None) -> dict[str, str]:

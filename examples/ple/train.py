@@ -170,9 +170,9 @@ class OnServers:
         servers = EmbeddingCluster.local(
             options.embedding_servers,
             options.capacity,
-            incremental_dir=str(increments) if seconds else None,
+            increments_dir=str(increments) if seconds else None,
             # Each delta ends an increment: between two, rows are written once.
-            incremental_interval_s=max(2 * seconds, LEAST_INTERVAL_S),
+            increments_interval_s=max(2 * seconds, LEAST_INTERVAL_S),
             restarts=True,
         )
         cluster = stack.enter_context(servers)

@@ -1,6 +1,6 @@
 """Increment logs: the files that a follower or a restart applies, in order.
 
-    incremental_dir/shard-00000-of-00002-6f1c03b95a2e/     a log of one server
+    increments_dir/shard-00000-of-00002-6f1c03b95a2e/     a log of one server
       log.json                  what its first increment applies to
       000000000001.increment    applies to the result of the previous one
 
@@ -12,7 +12,7 @@ describes the files.
 
 The base of the increments is a checkpoint that servers write by themselves:
 
-    incremental_dir/base/shard-00000-of-00002-4f2a.rows    a server's rows
+    increments_dir/base/shard-00000-of-00002-4f2a.rows    a server's rows
                          shard-00000-of-00002.json         its entry: file, position
                          manifest.json                     of the latest entries of all
 

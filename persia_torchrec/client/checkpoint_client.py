@@ -223,7 +223,7 @@ class CheckpointClient:
             ended = [of_server for of_server in written if of_server is not None]
             if len(ended) < len(written):
                 raise CheckpointError(
-                    "The servers must write increments. Received: no incremental_dir. "
+                    "The servers must write increments. Received: no increments_dir. "
                     "Give them one, or save whole checkpoints."
                 )
             url = require_received(ended[0].folder, [checkpoint.url])
@@ -312,7 +312,7 @@ class CheckpointClient:
             path: of a checkpoint, or of a folder with several, for its latest complete.
             replace: drop what the servers hold, whose tables must be in the checkpoint.
                 Otherwise its rows are put over those that are there, as used later.
-            increments: the ``incremental_dir`` of the servers that dumped it: put on it
+            increments: the ``increments_dir`` of the servers that dumped it: put on it
                 what has changed after, up to where the training that came last from it
                 ended. A load without it begins such a training.
             until: positions in these logs, as of a delta, one for each server that

@@ -18,6 +18,7 @@ from persia_torchrec.command.job_view import Job, a_job, find, is_here, opened
 from persia_torchrec.command.jobs import end, lost_by
 from persia_torchrec.job.job_list import JobRecord
 from persia_torchrec.job.saves import LAST_CHECKPOINT, SAVE_REQUEST, steps
+from persia_torchrec.parsing.settings import SETTINGS
 
 _LOOK_S = 0.2
 
@@ -48,7 +49,7 @@ def scale(job: str, servers: int, no_save: bool) -> None:
     if lost:
         console.echo(lost, err=True)
     run = str(Path(checkpoint).parent)
-    _start_again(record, embedding_servers=str(servers), resume_dir=run)
+    _start_again(record, servers=str(servers), run_dir=run)
 
 
 def _save(there: Job) -> None:
@@ -103,7 +104,7 @@ def rollback(job: str, checkpoint: str) -> None:
     end(record, record.job_id, saves=False)
     if lost := _given_up(checkpoint, trained):
         console.echo(lost, err=True)
-    _start_again(record, resume_dir=str(folder))
+    _start_again(record, run_dir=str(folder))
 
 
 def copy_alone(checkpoint: Path) -> Path:
@@ -131,7 +132,7 @@ def _restartable(record: JobRecord) -> JobRecord:
             "The job must have been started by persia-torchrec run, or by torchx run "
             "-s local_cwd, on this machine. Received: "
             f"{record.job_id} of host {record.host}. Stop it by persia-torchrec stop, "
-            "and start it with --resume_dir and the new number."
+            "and start it with --run_dir and the new number."
         )
     return record
 
@@ -140,22 +141,24 @@ def _start_again(record: JobRecord, **changes: str) -> None:
     """Become what has started a job, with other arguments."""
     command = list(record.command)
     for name, value in changes.items():
-        command = _with_argument(command, name, value)
+        for previous in SETTINGS[name].previous:
+            command = _without_argument(command, previous)
+        command = [*_without_argument(command, name), f"--{name}", value]
     console.echo(shlex.join(command), err=True)
     _await_end_of_all(record)
     os.chdir(record.folder)
     os.execvp(command[0], command)
 
 
-def _with_argument(command: list[str], name: str, value: str) -> list[str]:
-    """Replace the argument of a component on a command line, or add it."""
+def _without_argument(command: list[str], name: str) -> list[str]:
+    """Leave an argument of a component out of a command line."""
     kept, words = [], iter(command)
     for word in words:
         if word == f"--{name}":
             next(words, None)
         elif not word.startswith(f"--{name}="):
             kept.append(word)
-    return [*kept, f"--{name}", value]
+    return kept
 
 
 def _await_end_of_all(record: JobRecord) -> None:

@@ -5,7 +5,9 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import click
 
@@ -15,6 +17,9 @@ from persia_torchrec.command import console
 from persia_torchrec.command.job_view import a_job, find
 from persia_torchrec.job import report as job_report
 from persia_torchrec.job.progress import CURVES
+from persia_torchrec.parsing.settings import SETTINGS, present_name
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _OF_TORCHX = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 _HERE = "local_cwd"
@@ -23,17 +28,41 @@ _TORCHXCONFIG = f"""\
 [cli:run]
 scheduler = {_HERE}
 """
+OF_RUN = (
+    *("servers", "trainers", "nproc_per_node", "gpus", "run_dir", "capacity"),
+    *("eviction", "optimizer_engine", "increments_dir", "imports", "take_over"),
+    *("missing", "on_change", "rename", "restarts", "recovery_timeout_s"),
+    *("max_retries", "memory_dir", "grace_s", "join_timeout_s", "metrics_port"),
+    *("port", "roles_file", "env", "image", "python"),
+)
+"""Settings of ``run``: those of its component."""
+
 _IN_BACKGROUND = "-d", "--detach"
 
 
+def _setting(name: str) -> Callable[[F], F]:
+    """Return the option of a setting; None where it is not given."""
+    of = SETTINGS[name]
+    kind: Any = click.STRING if get_origin(of.kind) is dict else of.kind
+    if get_origin(of.kind) is Literal:
+        kind = click.Choice(get_args(of.kind))
+    default = "" if of.default in ("", ...) else f" [{of.default}]"
+    flag = "--" + name.replace("_", "-")
+    return click.option(flag, name, type=kind, help=of.help + default)
+
+
+def _settings(function: F) -> F:
+    """Give a command the options of all settings of its component."""
+    for name in reversed(OF_RUN):
+        function = _setting(name)(function)
+    return function
+
+
 @click.command(context_settings=_OF_TORCHX)
-@click.option("--servers", default=1, show_default=True, help="Embedding servers.")
-@click.option("--trainers", default=1, show_default=True, help="Trainers, here.")
-@click.option(
-    "--run-dir", "--resume_dir", default="", help="Checkpoints; it continues."
-)
+@_settings
+@click.option("--resume_dir", hidden=True)
+@click.option("--set", "more", default="", hidden=True)
 @click.option("-s", "--scheduler", default=_HERE, show_default=True)
-@click.option("--set", "more", default="", help="Arguments of persia.train_torchrec.")
 @click.option("-v", "--verbose", is_flag=True, help="Show whole logs.")
 @click.option(*_IN_BACKGROUND, is_flag=True, help="Do not wait for its end.")
 @click.argument(
@@ -44,31 +73,34 @@ _IN_BACKGROUND = "-d", "--detach"
     metavar="SCRIPT [ARGUMENTS]...",
 )
 def run(
-    servers: int,
-    trainers: int,
-    run_dir: str,
-    scheduler: str,
+    resume_dir: str | None,
     more: str,
+    scheduler: str,
     verbose: bool,
     detach: bool,
     script: tuple[str, ...],
+    **given: object,
 ) -> None:
     """Train by SCRIPT: servers and trainers as one job, of which servers are told.
 
-    It is torchx run -s local_cwd persia.train_torchrec, of which --set gives further
-    arguments, with a line for each event that matters, and a report at the end. With
-    --run-dir the job saves into that folder, and continues from there when it is
-    started again; --resume_dir, as the component has it, is its previous name.
+    It is torchx run -s local_cwd persia.train_torchrec, with a line for each event that
+    matters, and a report at the end. With --run-dir the job saves into that folder, and
+    continues from there when it is started again.
 
     persia-torchrec run --servers 2 --run-dir runs/7 train.py --epochs 3
     """
-    component = [
-        *("persia.train_torchrec", "--script", shlex.join(script)),
-        *("--embedding_servers", str(servers), "--nproc_per_node", str(trainers)),
-    ]
-    if run_dir:
-        component += ["--resume_dir", run_dir]
-    component += shlex.split(more)
+    component = ["persia.train_torchrec", "--script", shlex.join(script)]
+    if resume_dir is not None:
+        present_name("--resume_dir", "--run-dir")
+        given["run_dir"] = resume_dir
+    if given["nproc_per_node"] is None:
+        given["nproc_per_node"] = given["trainers"]
+    for name, value in given.items():
+        if value is not None:
+            component += [f"--{name}", str(value)]
+    if more:
+        present_name("--set", "an option of its own for each setting")
+        component += shlex.split(more)
     _start(component, scheduler, detach=detach, verbose=verbose)
 
 
@@ -100,11 +132,11 @@ def serve(
     if scheduler == _HERE and _is_exported(checkpoint):
         module = [sys.executable, "-m", "persia_torchrec.serving"]
         flags = ["--checkpoint", checkpoint, "--port", str(port)]
-        _become([*module, *flags, "--num-servers", str(servers), *arguments], detach)
+        _become([*module, *flags, "--servers", str(servers), *arguments], detach)
         return
     component = [
         *("persia.serve", "--checkpoint", checkpoint, "--http_port", str(port)),
-        *("--embedding_servers", str(servers), *arguments),
+        *("--servers", str(servers), *arguments),
     ]
     _start(component, scheduler, detach=detach)
 

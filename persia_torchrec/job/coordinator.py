@@ -51,6 +51,7 @@ from persia_torchrec.job.service import run_service
 from persia_torchrec.job.signals import EndSignals
 from persia_torchrec.job.state import Member
 from persia_torchrec.parsing.command_line import parse_flags
+from persia_torchrec.parsing.settings import declared
 from persia_torchrec.rpc import auth
 from persia_torchrec.rpc.addresses import LOOPBACK
 
@@ -67,28 +68,28 @@ _ROLES = ("server", "worker", "loader", "trainer", "predictor")
 class CoordinatorConfig:
     """Settings of the coordinator."""
 
-    port: int
-    """TCP port of the address book; 0 takes a free one."""
-    num_trainers: int = 0
-    """How many NN workers the job has; it is finished when all are done."""
-    num_predictors: int = 0
-    """How many inference servers a job without NN workers has; it is finished when the
-    coordinator is told to end."""
-    num_servers: int = 0
-    """How many embedding servers the job has."""
-    num_workers: int = 0
-    """How many embedding workers the job has."""
-    num_loaders: int = 0
-    """How many data loaders the job has."""
+    port: int = declared("port", default=...)
+    num_trainers: int = declared(
+        "trainers", default=0, also="The job is finished when all are done"
+    )
+    num_predictors: int = declared(
+        "predictors",
+        default=0,
+        also="A job of these, without trainers, is finished when the coordinator is "
+        "told to end",
+    )
+    num_servers: int = declared("servers", default=0)
+    num_workers: int = declared("embedding_workers", default=0)
+    num_loaders: int = declared("data_loaders", default=0)
     learn: tuple[Literal["server", "worker", "loader", "trainer"], ...] = field(
         default=(), metadata={"repeat": True}
     )
     """Role of which the first process tells how many there are, one at least; may be
     given several times."""
-    nproc_per_node: int = 1
-    """How many NN workers one torchrun starts."""
-    join_timeout_s: float = field(default_factory=env.join_timeout_s)
-    """How long after the start a member may join [PERSIA_JOIN_TIMEOUT_S, or 600]"""
+    nproc_per_node: int = declared("nproc_per_node")
+    join_timeout_s: float = declared(
+        "join_timeout_s", default_factory=env.join_timeout_s
+    )
     leave_timeout_s: float = timeouts.LEAVE_S
     """How long after the end of the job the trainers may take to end, and then the
     others. One on the coordinator's host that has not left is killed then; others are
@@ -96,12 +97,8 @@ class CoordinatorConfig:
     linger_s: float = timeouts.LINGER_S
     """How long to stay after the last member: torchx 0.7 stops reading the logs of a
     local job at the moment its last process ends, and may lose lines of the others."""
-    max_restarts: int = 3
-    """How often a supervisor may start a member again without progress since: batches
-    that are trained, or a minute of a job that serves."""
-    metrics_port: int | None = None
-    """Serve the job's page, /metrics, /targets, /healthz and /readyz over HTTP at this
-    port; 0: do not [PERSIA_METRICS_PORT]"""
+    max_restarts: int = declared("restarts")
+    metrics_port: int | None = declared("metrics_port", default=None)
     timings: JobTimings = field(default_factory=JobTimings)
     """Heartbeat intervals and timeouts of all members."""
 
@@ -118,7 +115,7 @@ class CoordinatorConfig:
                 raise ConfigError(f"{name} must be {must}. Received: {value}.")
         if bool(self.num_trainers) == bool(self.num_predictors):
             raise ConfigError(
-                "num_trainers must be >= 1, or num_predictors, one of them. Received: "
+                "trainers must be >= 1, or predictors, one of them. Received: "
                 f"{self.num_trainers} and {self.num_predictors}."
             )
 

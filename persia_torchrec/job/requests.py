@@ -13,6 +13,7 @@ from msgspec import Meta
 from persia_torchrec import env, timeouts
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.process_identity import Number, ProcessIdentity
+from persia_torchrec.parsing.settings import declared
 
 Outcome = Literal["running", "finished", "failed"]
 
@@ -60,9 +61,7 @@ class JobTimings:
     finish_s: float = timeouts.FINISH_S
     """What a member has to leave after the job is finished."""
 
-    recovery_timeout_s: float = timeouts.RECOVERY_S
-    """How long the job waits for a member with a supervisor, or the coordinator, that
-    was killed, is lost or silent. Then it fails."""
+    recovery_timeout_s: float = declared("recovery_timeout_s")
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():

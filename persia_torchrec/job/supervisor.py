@@ -57,6 +57,7 @@ from persia_torchrec.job.signals import JOINED, START_AGAIN, WARNINGS
 from persia_torchrec.job.survivable_memory import PRIVATE, open_memory
 from persia_torchrec.logger import get_default_logger
 from persia_torchrec.parsing.command_line import format_flags, parse_flags
+from persia_torchrec.parsing.settings import declared
 from persia_torchrec.rpc.addresses import (
     LOOPBACK,
     local_address,
@@ -88,9 +89,9 @@ class SupervisorConfig:
     """Port to listen on for the command; 0 takes a free one. None: it opens its own."""
     end_timeout_s: float = timeouts.COMMAND_END_S
     """Seconds after a signal until the command is killed."""
-    memory_dir: str = ""
-    """Where memory of the command lies that outlives it: "auto" for the fastest there
-    is, a folder for a file on its disk, "private" for none [memory of small pages]"""
+    memory_dir: str = declared(
+        "memory_dir", default="", also="Empty: memory of small pages"
+    )
 
     def __post_init__(self) -> None:
         if self.port is not None and not 0 <= self.port <= MAX_PORT:

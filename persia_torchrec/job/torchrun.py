@@ -52,6 +52,7 @@ from persia_torchrec.job.script import require_script
 from persia_torchrec.job.signals import END_SIGNALS, START_AGAIN, WARNINGS
 from persia_torchrec.logger import get_default_logger
 from persia_torchrec.parsing.command_line import parse_flags
+from persia_torchrec.parsing.settings import declared
 from persia_torchrec.rpc.addresses import local_address
 
 logger = logging.getLogger("persia_torchrec.job.torchrun")  # also as __main__
@@ -70,8 +71,7 @@ _REPEATING = ("multiprocessing.api", "agent.server.api")
 class AgentConfig:
     """Start the NN workers of one machine by torchrun."""
 
-    nproc_per_node: int = 1
-    """NN workers of this machine."""
+    nproc_per_node: int = declared("nproc_per_node")
     nnodes: int = field(default_factory=env.get_replica_size)
     """Machines with NN workers [REPLICA_SIZE]"""
     node_rank: int = field(default_factory=env.get_replica_index)

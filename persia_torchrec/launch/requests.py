@@ -19,8 +19,6 @@ schedulers have no pods, and ignore it, as they do volumes::
         nodeSelector: {pool: gpu}
         tolerations: [{key: nvidia.com/gpu, operator: Exists, effect: NoSchedule}]
         securityContext: {runAsUser: 1000, fsGroup: 1000, runAsNonRoot: true}
-
-    --set "trainer.pod.nodeSelector.pool=gpu all.pod.terminationGracePeriodSeconds=300"
 """
 
 import math
@@ -39,7 +37,6 @@ from torchx.specs.finder import ComponentValidationException
 
 from persia_torchrec.env import LOGS, RUNS
 from persia_torchrec.errors import ConfigError, has_password
-from persia_torchrec.launch.arguments import require_known_options
 
 _LEAST_MEMORY = 64 * 1024**2
 
@@ -293,7 +290,6 @@ class Role(specs.Role):
 
     def pre_proc(self, scheduler: str, dryrun_info: Any) -> Any:
         """Change the request to a scheduler; torchx calls it."""
-        require_known_options(scheduler)
         if scheduler == "local":
             self._keep_logs(dryrun_info.request)
         if scheduler == "kubernetes":

@@ -4,21 +4,19 @@ A job is one ``AppDef``: the coordinator first, because torchx's macro ``rank0_e
 names the host of the first role, then servers, embedding workers, data loaders and
 trainers. Role names are plain letters: Kubernetes turns others into something else.
 Variables tell a process its index, its files and where the others are, see ``env.py``;
-flags, the rest. What a role asks the scheduler for is a file, and words over it::
+flags, the rest. What a role asks the scheduler for is a file::
 
     all: {image: "registry/job:7", volumes: ["census:/data:ro"]}
     server: {replicas: 2, cpu: 8, memory: 64Gi}
     trainer: {gpus: 1, env: {CUBLAS_WORKSPACE_CONFIG: ":4096:8"}}
     loader: {secrets: {AWS_SECRET_ACCESS_KEY: census/key}}
-
-    --roles_file roles.yml --set "server.cpu=16 trainer.env.LOG_LEVEL=DEBUG"
 """
 
 import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Annotated, Literal, TypeVar
 
@@ -27,13 +25,14 @@ from torchx import specs
 
 from persia_torchrec import env as environment
 from persia_torchrec import timeouts
+from persia_torchrec.embedding.limits import MAX_ROWS
 from persia_torchrec.embedding.optimizer_engine import require_engine
 from persia_torchrec.env import CHECKPOINT_DIR, MAX_PORT, is_loopback
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.script import split_module
 from persia_torchrec.job.supervisor import ALL, under_supervisor
-from persia_torchrec.job.survivable_memory import AUTO, PRIVATE
-from persia_torchrec.launch.arguments import parse_words, require_rules, split_words
+from persia_torchrec.job.survivable_memory import PRIVATE
+from persia_torchrec.launch.arguments import require_rules, split_words
 from persia_torchrec.launch.requests import (
     TOKEN_SECRETS,
     PodSettings,
@@ -47,32 +46,33 @@ from persia_torchrec.launch.requests import (
 )
 from persia_torchrec.parsing.command_line import format_flags
 from persia_torchrec.parsing.decoding import KeyPath
+from persia_torchrec.parsing.settings import SETTINGS, declared, require_used
 from persia_torchrec.parsing.yaml_file import parse_yaml, read_section, read_text
 from persia_torchrec.rpc.addresses import free_port
 
 T = TypeVar("T")
 
 _SETTINGS = {  # how components call the number of processes of a role
-    "server": "embedding_servers",
+    "server": "servers",
     "worker": "embedding_workers",
     "loader": "data_loaders",
-    "trainer": "nn_workers",
+    "trainer": "trainers",
     "predictor": "predictors",
 }
 
 OF_ROLE = (
-    *("python", "image", "env", "roles_file", "set", "join_timeout_s", "recover"),
+    *("python", "image", "env", "roles_file", "join_timeout_s", "restarts"),
     "metrics_port",
 )
 """Fields of ``JobSettings`` that each component offers."""
 
 OF_JOB = (
-    *(*OF_ROLE, "port", "imports", "recovery_timeout_s", "max_restarts", "max_retries"),
-    *("grace_s", "take_over"),
+    *(*OF_ROLE, "port", "imports", "recovery_timeout_s", "max_retries", "grace_s"),
+    "take_over",
 )
 """Those that components of whole jobs offer."""
 
-OF_RESUME = ("resume_dir", "missing", "on_change", "rename")
+OF_RESUME = ("run_dir", "missing", "on_change", "rename")
 
 _TOKENS = ("PERSIA_JOB_TOKEN", "PERSIA_HTTP_TOKEN")  # of these, files are named
 _ALL_TOKENS = (*_TOKENS, "PERSIA_HTTP_ADMIN_TOKEN")
@@ -186,24 +186,20 @@ class RolesFile(Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{name}.replicas must be left out.")
 
 
-def read_settings(roles_file: str, words: str) -> dict[str, RoleSettings]:
-    """Return the settings by role: those of a file, and over them those in ``words``.
-
-    Either may be empty. ``words`` are as in a shell: ``server.cpu=8 all.env.NAME=x``.
-    """
-    layers = []
+def read_settings(roles_file: str) -> dict[str, RoleSettings]:
+    """Return the settings of a file by role; no file: those of the scheduler."""
+    file = RolesFile()
     if roles_file:
         content = parse_yaml(read_text(roles_file), roles_file)
-        layers.append(read_section(RolesFile, content, KeyPath(roles_file)))
-    if words:
-        layers.append(read_section(RolesFile, parse_words(words), KeyPath("set")))
-    settings = {}
-    for name in RolesFile.__struct_fields__[1:]:
-        settings[name] = getattr(RolesFile(), name)
-        for section in ("all", name):
-            for layer in layers:
-                settings[name] = getattr(layer, section).over(settings[name])
-    return settings
+        file = read_section(RolesFile, content, KeyPath(roles_file))
+    roles = RolesFile.__struct_fields__[1:]
+    return {name: getattr(file, name).over(_of_all(file, name)) for name in roles}
+
+
+def _of_all(file: RolesFile, name: str) -> RoleSettings:
+    """Return what is of all roles, as settings of one."""
+    kind: RoleSettings = getattr(RolesFile(), name)
+    return file.all.over(kind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,69 +207,29 @@ class JobSettings:
     """What all roles of one job have in common; fields with docs are for components."""
 
     host: str = ""  # of the address book; empty: of the first role of the whole job
-    port: int = 0
-    """TCP port of the job's address book; 0 takes one that is free on the machine that
-    runs torchx, so name one on a cluster"""
-    embedding_config: str | None = None
-    """path of embedding_config.yml, where the roles run"""
-    global_config: str | None = None  # both None: a job without PERSIA's contexts
-    """path of global_config.yml, where the roles run"""
-    nproc_per_node: int = 1
-    """NN workers that torchrun starts in each of their replicas"""
-    python: str = ""
-    """interpreter, where the roles run [that of torchx; in an image python3]"""
-    image: str = ""
-    """container image; not used by local_cwd"""
-    env: dict[str, str] = field(default_factory=dict)
-    """further variables for every role, as NAME=value,NAME=value"""
-    imports: str = ""
-    """modules that servers and embedding workers import, separated by commas, which
-    register optimizers, initializers or admissions of their own"""
-    roles_file: str = ""
-    """a file of what each role asks the scheduler for, on the machine that runs torchx:
-    processors, memory, GPUs, volumes, variables, image, replicas"""
-    set: str = ""
-    """the same in words, over the file: "server.cpu=8 server.memory=64Gi\""""
-    join_timeout_s: float = timeouts.JOIN_TIMEOUT_S
-    """seconds that each wait of the start may take"""
-    metrics_port: int = 0
-    """serve metrics over HTTP: the coordinator at this port, with the job's page and
-    /targets for Prometheus, others at the next ones that are free where they run. 0:
-    none"""
-    recover: bool = True
-    """start again what is killed: servers with their rows, NN workers all together,
-    from their last automatic checkpoint (of a TorchRec script, by recoverable()).
-    False: the job fails"""
-    memory_dir: str = AUTO
-    """where the rows of servers are that recover: auto for the fastest memory there is,
-    a folder of each host, or private: with the process"""
-    recovery_timeout_s: float = timeouts.RECOVERY_S
-    """seconds after which the job fails if a process that recovers is not back"""
-    max_restarts: int = 3
-    """how often such a process may end without progress between: a trained batch, or in
-    a job that serves, a minute"""
-    grace_s: float = 0.0
-    """seconds that NN workers have to save when the job is told to end: cancelled,
-    preempted or by Ctrl-C. 0: 5 on one machine, as torchx kills after 10; else 20"""
-    max_retries: int = 3
-    """how often Slurm or Kubernetes may start the whole job again, as if a host was
-    lost; Kubernetes does once less. 0: never"""
-    optimizer_engine: str = ""
-    """what applies gradients on servers: compiled (loops), fbgemm (its CPU kernels, for
-    SGD and Adagrad), or auto, what was measured to be faster; by default what
-    global_config.yml says"""
-    take_over: bool = False
-    """write in folders of checkpoints and increments though another job may do so, too:
-    without it, that job is waited for until it is silent, or this one is rejected"""
-    resume_dir: str = ""
-    """folder of the automatic checkpoints. A job that is started with that of another
-    continues it. By default each job has one of its own"""
-    missing: str = ""
-    """tables that the model lacks, where the job continues another: error or skip"""
-    on_change: str = ""
-    """what has another dim or optimizer, likewise: error, reset state, reset table"""
-    rename: str = ""
-    """tables whose names have changed, likewise: OLD=NEW,OLD=NEW"""
+    port: int = declared("port")
+    # Both None: a job without PERSIA's contexts.
+    embedding_config: str | None = declared("embedding_config", default=None)
+    global_config: str | None = declared("global_config", default=None)
+    nproc_per_node: int = declared("nproc_per_node")
+    python: str = declared("python")
+    image: str = declared("image")
+    env: dict[str, str] = declared("env", default_factory=dict)
+    imports: str = declared("imports")
+    roles_file: str = declared("roles_file")
+    join_timeout_s: float = declared("join_timeout_s")
+    metrics_port: int = declared("metrics_port")
+    restarts: int = declared("restarts")
+    memory_dir: str = declared("memory_dir")
+    recovery_timeout_s: float = declared("recovery_timeout_s")
+    grace_s: float = declared("grace_s")
+    max_retries: int = declared("max_retries")
+    optimizer_engine: str = declared("optimizer_engine")
+    take_over: bool = declared("take_over")
+    run_dir: str = declared("run_dir")
+    missing: str = declared("missing")
+    on_change: str = declared("on_change")
+    rename: str = declared("rename")
 
     def __post_init__(self) -> None:
         # torchx gives None for an empty word.
@@ -285,7 +241,8 @@ class JobSettings:
                 _require_text(name, text)
         _require_port("port", self.port, 1)
         _require_port("metrics_port", self.metrics_port, 0)
-        for name, least in (("nproc_per_node", 1), ("grace_s", 0)):
+        counts = (("nproc_per_node", 1), ("grace_s", 0), ("restarts", 0))
+        for name, least in (*counts, ("max_retries", 0)):
             if (given := getattr(self, name)) < least:
                 raise ConfigError(f"{name} must be >= {least}. Received: {given}.")
         for name in ("join_timeout_s", "recovery_timeout_s"):
@@ -293,6 +250,9 @@ class JobSettings:
                 raise ConfigError(
                     f"{name} must be > 0. Received: {getattr(self, name)}."
                 )
+        default_of = {one.name: one.default for one in fields(self)}
+        changed = [n for n, value in default_of.items() if getattr(self, n) != value]
+        require_used(self, changed)
         require_names(self.env)
         require_rules(self.missing, self.on_change, self.rename)
         variables = self.variables(1)
@@ -307,7 +267,7 @@ class JobSettings:
     @cached_property
     def settings(self) -> dict[str, RoleSettings]:
         """What each role asks for."""
-        return read_settings(self.roles_file, self.set)
+        return read_settings(self.roles_file)
 
     def variables(self, num_replicas: int) -> dict[str, str]:
         """Return the variables by which a process finds the job and its index in it."""
@@ -317,8 +277,8 @@ class JobSettings:
                 "PERSIA_STORE_HOST_ENV": specs.macros.rank0_env,
                 "PERSIA_JOB_ID": specs.macros.app_id,
             }
-        if self.resume_dir:
-            job["PERSIA_RESUME_DIR"] = self.resume_dir
+        if self.run_dir:
+            job["PERSIA_RUN_DIR"] = self.run_dir
         for name in ("missing", "on_change", "rename"):
             if text := getattr(self, name):
                 job[f"PERSIA_RESUME_{name.upper()}"] = text
@@ -370,17 +330,23 @@ class JobSettings:
     ) -> specs.Role:
         """Build a role that runs a module of this package, and has tokens' files."""
         own = self.settings[name]
+        usual = SETTINGS["restarts"].default
+        if self.host and name != "coordinator" and self.restarts not in (0, usual):
+            raise ConfigError(
+                "restarts must be 0, or left out, for a role by itself, which its "
+                f"coordinator restarts. Received: {self.restarts}."
+            )
         image = own.image or self.image
         python = self.python or ("python3" if image else sys.executable)
         words = ["-m", f"persia_torchrec.{module}", *map(as_it_is, arguments)]
-        if self.recover:
+        if self.restarts:
             words = under_supervisor([python, *words], **self._survives(name))
         if name in _SETTINGS:
             num_replicas = self.num_replicas(name, num_replicas)
         if num_replicas < 1:
             must = f"{_SETTINGS[name]} must be >= 1."
             raise ConfigError(f"{must} Received: {num_replicas}.")
-        gpus = _agree("nn_worker_gpus", gpus, 0, f"{name}.gpus", own.gpus)
+        gpus = _agree("gpus", gpus, 0, f"{name}.gpus", own.gpus)
         return Role(
             name=name,
             image=image,
@@ -395,7 +361,7 @@ class JobSettings:
                 **as_they_are({**self.env, **own.env}),
             },
             num_replicas=num_replicas,
-            max_retries=self.max_retries if self.recover and not self.host else 0,
+            max_retries=0 if self.host else self.max_retries,
             resource=own.resource(gpus),
             memory_bytes=math.ceil(quantity(own.memory or 0)),
             mounts=own.mounts(),
@@ -437,12 +403,24 @@ class JobSettings:
         has_file = "PERSIA_JOB_TOKEN_FILE" in {**self.env, **own.env}
         return {**({} if has_file else TOKEN_SECRETS), **own.secrets}
 
-    def run_dir(self) -> str:
+    def checkpoints_of_run(self) -> str:
         """Return the folder of the automatic checkpoints, as ``TrainCtx`` does."""
         variables = {**self.variables(1), **self.env, **self.settings["trainer"].env}
         folder = variables.get("PERSIA_CHECKPOINT_DIR", CHECKPOINT_DIR)
         own = f"{folder}/{specs.macros.app_id}"
-        return variables.get("PERSIA_RESUME_DIR", own)
+        return next((variables[n] for n in environment.RUN_DIR if n in variables), own)
+
+    def machines(self, num_trainers: int) -> int:
+        """Return the machines of trainers; one, where fewer are named than it has."""
+        size = self.nproc_per_node
+        if num_trainers == SETTINGS["trainers"].default:
+            num_trainers = size
+        if num_trainers % size:
+            raise ConfigError(
+                "trainers must be a multiple of nproc_per_node, which each machine has."
+                f" Received: {num_trainers}, and {size}."
+            )
+        return num_trainers // size
 
 
 def app(*roles: specs.Role) -> specs.AppDef:
@@ -451,17 +429,19 @@ def app(*roles: specs.Role) -> specs.AppDef:
 
 
 def coordinator(job: JobSettings, **counts: int) -> specs.Role:
-    """Build the first role of a job, with ``num_servers`` and the other counts."""
-    for name, number in counts.items():
-        role = name.removeprefix("num_").removesuffix("s")
-        counts[name] = job.num_replicas(role, number)
+    """Build the first role of a job, with ``servers`` and the other counts."""
+    for role, name in _SETTINGS.items():
+        if name in counts:
+            number = counts[name]
+            number = job.machines(number) if role == "trainer" else number
+            counts[name] = job.num_replicas(role, number)
     if job.nproc_per_node > 1:
-        counts["num_trainers"] *= job.nproc_per_node
+        counts["trainers"] *= job.nproc_per_node
         counts["nproc_per_node"] = job.nproc_per_node
     flags = format_flags(port=job.port, grace_s=job.grace_s or None, **counts)
-    if job.recover:
-        timeout_s, restarts = job.recovery_timeout_s, job.max_restarts
-        flags += format_flags(recovery_timeout_s=timeout_s, max_restarts=restarts)
+    if job.restarts:
+        timeout_s, restarts = job.recovery_timeout_s, job.restarts
+        flags += format_flags(recovery_timeout_s=timeout_s, restarts=restarts)
     return job.role("coordinator", "job.coordinator", flags)
 
 
@@ -472,7 +452,7 @@ def embedding_servers(
     *,
     checkpoint: str | None = None,
     capacity: int | None = None,
-    incremental_dir: str | None = None,
+    increments_dir: str | None = None,
 ) -> specs.Role:
     """Build the role of the servers; with a checkpoint they serve it, for inference.
 
@@ -482,13 +462,17 @@ def embedding_servers(
         raise ConfigError(f"eviction must be lru or lfu. Received: {eviction!r}.")
     if checkpoint is not None:
         _require_text("checkpoint", checkpoint)
-        job = replace(job, memory_dir=PRIVATE)  # they load the rows again
+        if job.restarts:
+            job = replace(job, memory_dir=PRIVATE)  # they load the rows again
     imports = job.imported_modules()
     flags = format_flags(eviction=eviction, checkpoint=checkpoint, import_=imports)
-    flags += format_flags(capacity=capacity, incremental_dir=incremental_dir)
+    if capacity is not None and not 1 <= capacity <= MAX_ROWS:
+        raise ConfigError(f"capacity must be in [1, {MAX_ROWS}]. Received: {capacity}.")
+    flags += format_flags(capacity=capacity, increments_dir=increments_dir)
     flags += format_flags(optimizer_engine=job.engine_of_servers())
-    if job.recover and checkpoint is None and not job.host:
-        flags += format_flags(resume_dir=job.run_dir())
+    may_continue = job.restarts or job.max_retries
+    if may_continue and checkpoint is None and not job.host:
+        flags += format_flags(run_dir=job.checkpoints_of_run())
     return job.role("server", "server", flags, num_servers)
 
 
@@ -540,15 +524,17 @@ def scripts(
 
     ``script`` may be ``-m MODULE``, and may hold arguments, as in a shell.
     """
-    name = _SETTINGS[role].removesuffix("s")
+    name = {"loader": "data_loader", "trainer": "nn_worker"}[role]
     _require_text(name, script)
     if gpus < 0:
-        raise ConfigError(f"{name}_gpus must be >= 0. Received: {gpus}.")
+        raise ConfigError(f"gpus must be >= 0. Received: {gpus}.")
+    if role == "trainer":
+        num = job.machines(num)
     words = split_words(name, "a file name and its arguments", script)
     split_module(words)
-    if role == "loader" or (job.nproc_per_node == 1 and not job.recover):
+    if role == "loader" or (job.nproc_per_node == 1 and not job.restarts):
         return job.role(role, "job.script", [role, *words], num, gpus=gpus)
-    restarts = None if job.recover else 0
+    restarts = None if job.restarts else 0
     flags = format_flags(nproc_per_node=job.nproc_per_node, max_restarts=restarts)
     return job.role(role, "job.torchrun", [*flags, "--", *words], num, gpus=gpus)
 

@@ -13,17 +13,19 @@
 
 A field's metadata may change that: ``flag`` is another name of the flag, or None where
 there is none; ``repeat`` has each value given by a flag of its own; with ``positional``
-the value comes without a flag. Of components of torchx the fields are arguments, by
-:func:`offers`.
+the value comes without a flag; ``previous`` are flags of the release before, and
+without the field that it ``needs`` a flag is an error. A field may be one of the
+settings that several commands take (``settings.py``): it has the name, the help and the
+rest of that.
 """
 
 import argparse
 import ast
-import dataclasses
 import inspect
+import sys
 import textwrap
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from itertools import pairwise
 from typing import (
@@ -37,24 +39,37 @@ from typing import (
     get_type_hints,
 )
 
+from persia_torchrec.parsing.settings import (
+    SETTINGS,
+    declared,
+    meaning,
+    present_name,
+    require_used,
+)
+
 T = TypeVar("T")
-Component = TypeVar("Component", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImportFlags:
     """The flag of processes to which users add settings of their own."""
 
-    imports: tuple[str, ...] = dataclasses.field(
-        default=(), metadata={"flag": "--import", "repeat": True}
+    imports: tuple[str, ...] = declared(
+        "imports",
+        default=(),
+        flag="--import",
+        repeat=True,
+        help="module to import at the start, which registers optimizers, initializers "
+        "or admissions of its own; may be given several times",
     )
-    """Module to import at the start, which registers optimizers, initializers or
-    admissions of its own; may be given several times."""
 
 
 def parse_flags(kind: type[T], argv: Sequence[str] | None = None, *, prog: str) -> T:
     """Parse a command line, ``sys.argv`` by default, into a dataclass."""
-    return build(kind, given_flags(kind, argv, prog=prog))
+    given = given_flags(kind, argv, prog=prog)
+    config = build(kind, given)
+    require_used(config, given)
+    return config
 
 
 def given_flags(
@@ -64,11 +79,52 @@ def given_flags(
     about = (kind.__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(prog, description=about)
     add_flags(parser, kind)
-    given = vars(parser.parse_args(argv))
+    words = present_flags(sys.argv[1:] if argv is None else argv, kind)
+    given = vars(parser.parse_args(words))
     return {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in given.items()
     }
+
+
+def present_flags(words: Sequence[str], kind: Any) -> list[str]:
+    """Return words with the present names of flags, of which some are previous ones."""
+    present_of = {
+        f"--{old.replace('_', '-')}": flag
+        for field, flag in _flags(kind)
+        for old in (
+            *field.metadata.get("previous", ()),
+            *_declared(field, "previous", ()),
+        )
+    }
+    present = []
+    for word in words:
+        flag, is_given, value = word.partition("=")
+        if flag in present_of:
+            flag = present_name(flag, present_of[flag])
+        present.append(f"{flag}{is_given}{value}")
+    return present
+
+
+def _flags(kind: Any) -> Iterator[tuple[Field[Any], str]]:
+    """Yield the fields of a dataclass that are flags, and these."""
+    kinds = get_type_hints(kind)
+    for field in fields(kind):
+        if is_dataclass(kinds[field.name]):
+            yield from _flags(kinds[field.name])
+        elif (flag := _flag(field)) is not None:
+            yield field, flag
+
+
+def _flag(field: Field[Any]) -> str | None:
+    name = field.metadata.get("declared", field.name)
+    flag: str | None = field.metadata.get("flag", "--" + name.replace("_", "-"))
+    return flag
+
+
+def _declared(field: Field[Any], attribute: str, otherwise: Any) -> Any:
+    name = field.metadata.get("declared")
+    return otherwise if name is None else getattr(SETTINGS[name], attribute)
 
 
 def build(kind: type[T], given: dict[str, Any]) -> T:
@@ -85,12 +141,12 @@ def build(kind: type[T], given: dict[str, Any]) -> T:
 
 def add_flags(parser: argparse.ArgumentParser, kind: Any) -> None:
     """Add the flags of a dataclass; a flag that is not given leaves no attribute."""
-    kinds, docs = get_type_hints(kind), _field_docs(kind)
+    kinds, docs = get_type_hints(kind), field_docs(kind)
     for field in fields(kind):
         if is_dataclass(kinds[field.name]):
             add_flags(parser, kinds[field.name])
             continue
-        flag = field.metadata.get("flag", "--" + field.name.replace("_", "-"))
+        flag = _flag(field)
         if flag is None:
             continue
         options = _options(kinds[field.name], repeat="repeat" in field.metadata)
@@ -121,38 +177,6 @@ def format_flags(**values: object) -> list[str]:
     return words
 
 
-def offers(kind: type, *names: str) -> Callable[[Component], Component]:
-    """Have the ``**shared`` of a torchx component stand for fields of a dataclass.
-
-    torchx reads a component's signature and docstring. Both get the fields, with types,
-    defaults and docs; a field whose default is None must be given.
-    """
-    kinds, docs = get_type_hints(kind), _field_docs(kind)
-    default_of = {field.name: field.default for field in fields(kind)}
-
-    def parameter(name: str) -> inspect.Parameter:
-        annotation, default = kinds[name], default_of[name]
-        if default is None:  # torchx does not know ``str | None``
-            annotation, default = get_args(annotation)[0], inspect.Parameter.empty
-        elif default is MISSING:
-            default = {}
-        return inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
-        )
-
-    def extend(component: Component) -> Component:
-        signature = inspect.signature(component)
-        own = list(signature.parameters.values())[:-1]
-        shared = [parameter(name) for name in names]
-        described: Any = component  # to mypy, not every callable has a signature
-        described.__signature__ = signature.replace(parameters=[*own, *shared])
-        lines = [f"    {name}: {docs[name]}" for name in names]
-        described.__doc__ = "\n".join([inspect.getdoc(component) or "", *lines])
-        return component
-
-    return extend
-
-
 def _options(kind: Any, *, repeat: bool) -> dict[str, Any]:
     """Return what ``add_argument`` must know of a field's type."""
     if get_origin(kind) in (types.UnionType, Union):  # X | None
@@ -168,16 +192,17 @@ def _options(kind: Any, *, repeat: bool) -> dict[str, Any]:
 
 
 def _help(field: Field[Any], docs: dict[str, str]) -> str:
-    text = docs.get(field.name, "")
-    default = field.default
+    text, default = docs.get(field.name, ""), field.default
+    if default in (None, MISSING) and (variable := _declared(field, "variable", "")):
+        text = f"{text} [{variable}]"
     is_shown = all(default is not none for none in (MISSING, None, False, ()))
     if is_shown and not text.endswith("]"):
         text = f"{text} [{default}]"
     return text.replace("%", "%%")
 
 
-def _field_docs(kind: type) -> dict[str, str]:
-    """Return the docstrings that follow the fields in the source."""
+def field_docs(kind: type) -> dict[str, str]:
+    """Return what the fields mean: the docstrings that follow them, or as declared."""
     docs = {}
     for base in reversed(kind.__mro__):
         if not is_dataclass(base):
@@ -191,4 +216,5 @@ def _field_docs(kind: type) -> dict[str, str]:
                     ast.Expr(value=ast.Constant(value=str(text))),
                 ):
                     docs[name] = " ".join(text.replace("``", "").split())
-    return docs
+    declared = {field.name: meaning(field) for field in fields(cast("Any", kind))}
+    return docs | {name: text for name, text in declared.items() if text is not None}

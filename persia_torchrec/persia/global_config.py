@@ -143,11 +143,11 @@ class GlobalSettings(Struct, frozen=True, kw_only=True, rename="{}_config".forma
             "capacity_rows": server.capacity,
             "optimizer_engine": server.optimizer_engine,
             "metrics": self.common.metrics,
-            "incremental_dir": server.incremental_dir if is_on else None,
-            "incremental_interval_s": float(server.incremental_interval_seconds),
-            "incremental_base_ratio": server.incremental_base_ratio,
-            "incremental_buffer_rows": server.incremental_buffer_size,
-            "incremental_queue": server.incremental_channel_capacity,
+            "increments_dir": server.incremental_dir if is_on else None,
+            "increments_interval_s": float(server.incremental_interval_seconds),
+            "increments_base_ratio": server.incremental_base_ratio,
+            "increments_buffer_rows": server.incremental_buffer_size,
+            "increments_queue": server.incremental_channel_capacity,
         }
 
 

@@ -190,10 +190,10 @@ class PersiaServiceCtx:
             port=port,
             linger_s=0,
             heartbeat_s=0.2,
-            num_trainers=counts["trainer"],
-            num_loaders=counts["loader"] if has_loaders else 0,
-            num_workers=counts["worker"],
-            num_servers=counts["server"],
+            trainers=counts["trainer"],
+            data_loaders=counts["loader"] if has_loaders else 0,
+            embedding_workers=counts["worker"],
+            servers=counts["server"],
         )
         self._children.start_module("coordinator", "job.coordinator", *flags)
         replica_flags = (

@@ -195,10 +195,10 @@ class Converted:
             "data_loader": loader,
             "embedding_config": files.EMBEDDING_CONFIG,
             "global_config": files.GLOBAL_CONFIG,
-            "embedding_servers": str(servers),
+            "servers": str(servers),
             "embedding_workers": str(workers),
             "data_loaders": str(loaders),
-            "nn_workers": str(trainers),
+            "trainers": str(trainers * spec.nn_worker.nproc_per_node),
             "nproc_per_node": str(spec.nn_worker.nproc_per_node),
             "image": image,
         }
@@ -289,7 +289,7 @@ class Converted:
         if spec.restart_policy not in (None, "Never"):
             self.left["spec.restartPolicy"] = (
                 "What is killed in a pod is started again there, and the whole job "
-                "when a pod is lost (--recover, --max_retries)."
+                "when a pod is lost (--restarts, --max_retries)."
             )
         if spec.image_pull_policy is not None:
             self.left["spec.imagePullPolicy"] = (

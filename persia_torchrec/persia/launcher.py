@@ -21,13 +21,15 @@ from persia_torchrec.embedding.optimizer_engine import require_engine
 from persia_torchrec.errors import ConfigError, PersiaError
 from persia_torchrec.job.script import require_script, split_module
 from persia_torchrec.job.supervisor import ALL, under_supervisor
-from persia_torchrec.job.survivable_memory import AUTO, PRIVATE
+from persia_torchrec.job.survivable_memory import PRIVATE
 from persia_torchrec.parsing.command_line import (
     ImportFlags,
     add_flags,
     build,
     format_flags,
+    present_flags,
 )
+from persia_torchrec.parsing.settings import SETTINGS, declared, require_used
 from persia_torchrec.persia.global_config import (
     load_global_config,
     reject_inference,
@@ -42,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     try:
         words = list(sys.argv[1:] if argv is None else argv)
         end = words.index("--") if "--" in words else len(words)
-        given = vars(parser().parse_args(words[:end]))
+        given = vars(parser().parse_args(_present(words[:end])))
         arguments = _arguments(given, words[end + 1 :])
         for name, (harmless, reason) in env.REJECTED.items():
             if (value := env.text(name)) not in (None, harmless):
@@ -52,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         if not (env.text("PERSIA_STORE_HOST") or env.text("PERSIA_STORE_HOST_ENV")):
             env.set_variable("PERSIA_STORE_HOST", "localhost")
         command = build(COMMANDS[given.pop("command")], given)
+        require_used(command, given)
         if isinstance(command, NnWorker | DataLoader):
             require_script([command.file, *arguments])
         env.set_variable("PERSIA_JOIN_TIMEOUT_S", f"{command.join_timeout_s:g}")
@@ -65,6 +68,12 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         sys.stderr.write(f"persia-launcher starts {shlex.join(words)}\n")
     sys.stderr.flush()
     os.execv(words[0], words)
+
+
+def _present(words: list[str]) -> list[str]:
+    """Return words with the present names of a command's flags."""
+    kind = COMMANDS.get(words[0]) if words else None
+    return words if kind is None else [words[0], *present_flags(words[1:], kind)]
 
 
 def _arguments(given: dict[str, Any], words: list[str]) -> list[str]:
@@ -91,36 +100,37 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _path(flag: str, variable: str, **metadata: bool) -> Any:
+def _path(name: str, flag: str = "", **metadata: bool) -> Any:
     """Return a field of a command: a path that a flag gives, or else a variable."""
+    variable = SETTINGS[name].variable
 
     def read() -> str:
         path = env.text(variable)
         if path is None:
-            must = f"{flag}, or {variable}, must name the file."
+            named = flag or "--" + name.replace("_", "-")
+            must = f"{named}, or {variable}, must name the file."
             raise ConfigError(f"{must} Received: neither.")
         return path
 
-    return field(default_factory=read, metadata=metadata)
+    return declared(name, default_factory=read, **metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Process:
-    join_timeout_s: float = field(default_factory=env.join_timeout_s)
-    """Seconds that each wait of the start may take [PERSIA_JOIN_TIMEOUT_S, or 600]"""
-    metrics_port: int | None = None
-    """Serve /metrics, /healthz and /readyz at this port, or the next that is free; the
-    coordinator at this one. 0: do not [PERSIA_METRICS_PORT]"""
+    join_timeout_s: float = declared(
+        "join_timeout_s", default_factory=env.join_timeout_s
+    )
+    metrics_port: int | None = declared("metrics_port", default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Recovering:
-    recover: bool = False
+    restarts: bool = field(default=False, metadata={"previous": ("recover",)})
     """Start the process again when it is killed."""
 
     def _command(self, words: list[str], **survives: object) -> list[str]:
         """Return a command line, with a supervisor if it shall be started again."""
-        if not self.recover:
+        if not self.restarts:
             return words
         return under_supervisor([sys.executable, *words], **survives)
 
@@ -129,17 +139,15 @@ class _Recovering:
 class NnWorker(_Process, _Recovering):
     """Train: run the user's script."""
 
-    file: str = _path("FILE", "PERSIA_NN_WORKER_ENTRY", positional=True)
-    """The script [PERSIA_NN_WORKER_ENTRY]"""
-    nproc_per_node: int = 1
-    """NN workers per machine."""
+    file: str = _path("nn_worker", "FILE", positional=True)
+    nproc_per_node: int = declared("nproc_per_node")
     node_rank: int = 0
     """Index of this machine."""
     nnodes: int = 1
     """Machines with NN workers."""
     max_restarts: int = 3
     """How often all NN workers are started again when one fails. They continue from the
-    last automatic checkpoint. With --recover, without a trained batch in between."""
+    last automatic checkpoint. With --restarts, without a trained batch in between."""
 
     def words(self) -> list[str]:
         """Return the command line of torchrun, which starts the scripts."""
@@ -179,8 +187,7 @@ class _Replica(_Process):
 class DataLoader(_Replica, _Recovering):
     """Send the training data."""
 
-    file: str = _path("FILE", "PERSIA_DATALOADER_ENTRY", positional=True)
-    """The script [PERSIA_DATALOADER_ENTRY]"""
+    file: str = _path("data_loader", "FILE", positional=True)
 
     def words(self) -> list[str]:
         """Return the command line of the script."""
@@ -195,10 +202,8 @@ class DataLoader(_Replica, _Recovering):
 class _Service(_Replica, ImportFlags, _Recovering):
     module: ClassVar[str]
 
-    embedding_config: str = _path("--embedding-config", "PERSIA_EMBEDDING_CONFIG")
-    """Path of embedding_config.yml [PERSIA_EMBEDDING_CONFIG]"""
-    global_config: str = _path("--global-config", "PERSIA_GLOBAL_CONFIG")
-    """Path of global_config.yml [PERSIA_GLOBAL_CONFIG]"""
+    embedding_config: str = _path("embedding_config")
+    global_config: str = _path("global_config")
     port: int = 8888
     """TCP port to listen on."""
 
@@ -245,13 +250,8 @@ class EmbeddingParameterServer(_Service):
     """Hold the rows."""
 
     module = "persia_torchrec.server"
-    memory_dir: str = AUTO
-    """With --recover, where the rows are: "auto" for the fastest memory there is, or a
-    folder; "private": they end with the process."""
-
-    optimizer_engine: str | None = None
-    """What applies gradients: "compiled", loops, or "fbgemm", its CPU kernels [that of
-    global_config.yml]"""
+    memory_dir: str = declared("memory_dir")
+    optimizer_engine: str | None = declared("optimizer_engine", default=None)
 
     def flags(self) -> list[str]:
         """Return the flag of the engine, if it is given; reject an unknown one."""
@@ -268,8 +268,9 @@ class EmbeddingParameterServer(_Service):
 class Coordinator(_Process, _Recovering):
     """Host the address book and end the job, as nats-server does for PERSIA."""
 
-    port: int | None = None
-    """TCP port [PERSIA_STORE_PORT]"""
+    port: int | None = declared(
+        "port", default=None, help="TCP port of the job's address book"
+    )
     embedding_parameter_servers: int | None = None
     """Processes of the role [what the first one says, by --replica-size]"""
     embedding_workers: int | None = None
@@ -297,7 +298,8 @@ class Coordinator(_Process, _Recovering):
             "trainer": self.nn_workers,
         }
         learn = [role for role, number in counts.items() if number is None]
-        given = {f"num_{role}s": number for role, number in counts.items()}
+        names = ("servers", "embedding_workers", "data_loaders", "trainers")
+        given = dict(zip(names, counts.values(), strict=True))
         flags = format_flags(port=port, **given, learn=learn)
         words = ["-m", "persia_torchrec.job.coordinator", *flags]
         return self._command(words, host=ALL, port=port)

@@ -4,7 +4,7 @@
 
 In a job the server registers in its address book, and ends with the job. If it had
 registered before, and its memory is lost, it restores what was written of its rows; so
-it does if ``--resume-dir`` has a checkpoint, as where the whole job is started again.
+it does if ``--run-dir`` has a checkpoint, as where the whole job is started again.
 With ``--standalone`` it belongs to the process that started it, prints ``ready
 ADDRESS``, and ends with that process or by SIGTERM; one of an ``EmbeddingCluster`` not
 by a signal.
@@ -44,6 +44,7 @@ from persia_torchrec.job.service import (
     run_service,
 )
 from persia_torchrec.parsing.command_line import given_flags
+from persia_torchrec.parsing.settings import declared, require_used
 from persia_torchrec.persia.global_config import (
     InferSettings,
     inference_settings,
@@ -70,11 +71,8 @@ class ServerFlags(ServerConfig):
     """Address to listen on [in a job, the interface that leads to its coordinator]"""
     standalone: bool = False
     """Serve without a job, until the process that started this one is gone."""
-    global_config: Path | None = None
-    """PERSIA's global_config.yml [PERSIA_GLOBAL_CONFIG]"""
-    metrics_port: int | None = None
-    """Serve /metrics, /healthz and /readyz at this port, or the next that is free; 0:
-    do not [PERSIA_METRICS_PORT]"""
+    global_config: Path | None = declared("global_config", default=None)
+    metrics_port: int | None = declared("metrics_port", default=None)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -116,7 +114,7 @@ def _serve(flags: dict[str, Any], *, is_child: bool) -> None:
     with JobMember("server", shard, num_shards, store=store) as member:
         flags.setdefault("recovery_s", member.book.recovery_s)
         config = _config(flags, path, member.host)
-        if config.checkpoint is not None and config.incremental_dir is None:
+        if config.checkpoint is not None and config.increments_dir is None:
             served = choose_served(member.book, config.checkpoint)
             config = replace(config, checkpoint=served)
         _run(config, member)
@@ -188,8 +186,8 @@ def _restore(server: EmbeddingServer, life: JobMember | Lifetime) -> None:
     has_run = env.num_restarts() > 0 or address is not None
     has_run |= server.shard.store.rows.was_loading
     # The whole job may have been started again.
-    if has_run or _has_checkpoint(config.resume_dir):
-        server.restore(config.resume_dir or run, known, begins=not has_run)
+    if has_run or _has_checkpoint(config.run_dir):
+        server.restore(config.run_dir or run, known, begins=not has_run)
 
 
 def _has_checkpoint(path: str | None) -> bool:
@@ -253,6 +251,7 @@ def _config(
         settings = load_global_config(path, warns=config.shard == 0)
         config = replace(config, **settings.server_arguments())
     if infer is None:
+        require_used(replace(config, **flags), flags)
         fd = env.memory_fd() if flags.get("checkpoint") is None else None
         kept = {} if fd is None else {"memory_file": f"/proc/self/fd/{fd}"}
         return replace(config, **{"host": host, **kept, **flags})

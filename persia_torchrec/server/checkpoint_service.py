@@ -120,7 +120,7 @@ class DeltaEnd:
     def __init__(
         self, increments: Increments, store: EmbeddingStore, config: ServerConfig
     ) -> None:
-        logs = config.incremental_dir
+        logs = config.increments_dir
         self.phase = "written" if logs is None else "writing"  # there is nothing to do
         self.error: Exception | None = None
         self.result: EndedIncrement | None = None
@@ -343,7 +343,7 @@ class CheckpointService:
     ) -> None:
         self.incarnation = secrets.randbits(63) | 1
         self.is_loading = False
-        self.is_active = config.incremental_dir is not None
+        self.is_active = config.increments_dir is not None
         self.roots: Sequence[str] | None = None
         self._config = config
         self._store = store
@@ -384,7 +384,7 @@ class CheckpointService:
         config, store = self._config, self._store
         folders = [
             None if path is None else self._folder(path)
-            for path in (run, config.incremental_dir)
+            for path in (run, config.increments_dir)
         ]
         found = restore(store, self._target, *folders)
         self._increments.next_log = found.base, found.history
@@ -535,7 +535,7 @@ class CheckpointService:
             self._delta.advance()
             idle_ms = min(idle_ms, _DELTA_MS)
         if dump is None or not dump.is_copying:
-            has_logs = self._config.incremental_dir is not None
+            has_logs = self._config.increments_dir is not None
             self.is_active = has_logs or self._is_running
             return idle_ms
         if self._budget.has_credit() and not dump.chunks.full():
@@ -553,8 +553,8 @@ class CheckpointService:
         self._ended.append((self._task, self._state()))
         self._run = self.run  # of the task that is forgotten
         self._delta, self._load, self._task = None, None, -1
-        assert self._config.incremental_dir is not None
-        folder = Folder(self._config.incremental_dir)
+        assert self._config.increments_dir is not None
+        folder = Folder(self._config.increments_dir)
         self._dump = BaseDump(folder, self._store, self._config)
         self._dump.log = self._increments.begin_base()
 

@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal, NamedTuple, Self
 
@@ -28,9 +28,11 @@ from persia_torchrec.checkpoint.catalog import Manifest, find_checkpoint
 from persia_torchrec.checkpoint.writer import name_of_process
 from persia_torchrec.embedding.limits import MAX_ROWS
 from persia_torchrec.embedding.optimizer_engine import OptimizerEngine
+from persia_torchrec.embedding.setting import non_defaults
 from persia_torchrec.errors import ConfigError, ServerError
 from persia_torchrec.job.survivable_memory import AUTO, open_memory
 from persia_torchrec.parsing.command_line import format_flags
+from persia_torchrec.parsing.settings import renamed
 from persia_torchrec.routing.route import warm_up
 from persia_torchrec.rpc.addresses import open_listening
 from persia_torchrec.server.config import ServerConfig
@@ -38,6 +40,7 @@ from persia_torchrec.server.config import ServerConfig
 logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
+_FLAG_OF = {"capacity_rows": "capacity", "imports": "import_"}
 _MAX_FAILED_STARTS = 3  # in a row
 
 
@@ -73,7 +76,7 @@ class EmbeddingCluster:
         kept: what outlives each server, if they are started again.
 
     Example:
-        ``with EmbeddingCluster.local(num_servers=2) as cluster: cluster.addresses``
+        ``with EmbeddingCluster.local(servers=2) as cluster: cluster.addresses``
     """
 
     def __init__(self, processes: list["subprocess.Popen[str]"]) -> None:
@@ -87,16 +90,22 @@ class EmbeddingCluster:
         self._end.atexit = False
 
     @classmethod
+    @renamed(
+        num_servers="servers",
+        incremental_dir="increments_dir",
+        incremental_interval_s="increments_interval_s",
+        incremental_base_ratio="increments_base_ratio",
+    )
     def local(
         cls,
-        num_servers: int = 2,
+        servers: int = 2,
         capacity: int = 1_000_000,
         *,
         eviction: Literal["lru", "lfu"] = "lru",
         optimizer_engine: OptimizerEngine = "compiled",
-        incremental_dir: str | None = None,
-        incremental_interval_s: float = 2.0,
-        incremental_base_ratio: float = 10.0,
+        increments_dir: str | None = None,
+        increments_interval_s: float = 2.0,
+        increments_base_ratio: float = 10.0,
         imports: Sequence[str] = (),
         start_timeout_s: float = 120.0,
         restarts: bool = False,
@@ -104,18 +113,18 @@ class EmbeddingCluster:
         """Start servers on this machine.
 
         Args:
-            num_servers: number of processes, one per shard; at least 1.
+            servers: number of processes, one per shard; at least 1.
             capacity: rows per server, of all tables together.
             eviction: which row of a full server is evicted: the least recently ("lru"),
                 or the least frequently ("lfu") used.
             optimizer_engine: what applies gradients: loops that are "compiled", or the
                 CPU kernels of "fbgemm". fbgemm has SGD and Adagrad without decay there;
                 another table is an error.
-            incremental_dir: a folder to which the servers write what changes, for
+            increments_dir: a folder to which the servers write what changes, for
                 :meth:`of_checkpoint`, and for a restart that loses little.
-            incremental_interval_s: how often they do, in seconds. What is lost with the
+            increments_interval_s: how often they do, in seconds. What is lost with the
                 memory of a server changed within two of these.
-            incremental_base_ratio: how many times the bytes of the rows the increments
+            increments_base_ratio: how many times the bytes of the rows the increments
                 since the last checkpoint may have: then the servers write their rows
                 there, and older increments go. 0: never.
             imports: modules that the servers import, which register optimizers,
@@ -126,22 +135,22 @@ class EmbeddingCluster:
                 that connects with the cluster's ``recovery_s`` continues.
 
         Raises:
-            ConfigError: ``num_servers`` or ``capacity`` is out of its range.
+            ConfigError: ``servers`` or ``capacity`` is out of its range.
             ServerError: a server ended, or was not ready in time.
         """
-        if num_servers < 1 or capacity < 1:
+        if servers < 1 or capacity < 1:
             raise ConfigError(
-                "num_servers and capacity must be >= 1. "
-                f"Received: {num_servers} and {capacity}."
+                "servers and capacity must be >= 1. "
+                f"Received: {servers} and {capacity}."
             )
         config = ServerConfig(
-            num_shards=num_servers,
+            num_shards=servers,
             capacity_rows=capacity,
             eviction=eviction,
             optimizer_engine=optimizer_engine,
-            incremental_dir=incremental_dir,
-            incremental_interval_s=incremental_interval_s,
-            incremental_base_ratio=incremental_base_ratio,
+            increments_dir=increments_dir,
+            increments_interval_s=increments_interval_s,
+            increments_base_ratio=increments_base_ratio,
             writer=f"{name_of_process(os.getpid())}, cluster {secrets.token_hex(4)}",
             imports=tuple(imports),
             recovery_s=timeouts.CLUSTER_RECOVERY_S if restarts else 0.0,
@@ -149,13 +158,14 @@ class EmbeddingCluster:
         return cls._start_all(config, start_timeout_s, restarts=restarts)
 
     @classmethod
+    @renamed(num_servers="servers", incremental_dir="increments_dir")
     def of_checkpoint(
         cls,
         checkpoint: str,
-        num_servers: int = 1,
+        servers: int = 1,
         capacity: int | None = None,
         *,
-        incremental_dir: str | None = None,
+        increments_dir: str | None = None,
         imports: Sequence[str] = (),
         start_timeout_s: float = 600.0,
         restarts: bool = False,
@@ -167,9 +177,9 @@ class EmbeddingCluster:
         Args:
             checkpoint: path, or URL, of a checkpoint's folder, or of a folder with
                 several, for its latest.
-            num_servers: number of processes, however many wrote the checkpoint.
+            servers: number of processes, however many wrote the checkpoint.
             capacity: rows per server; by default as many as it can ever be given.
-            incremental_dir: follow what a training writes there.
+            increments_dir: follow what a training writes there.
             imports: as for :meth:`local`, if the training needed them.
             start_timeout_s: seconds until all must be ready.
             restarts: start a server that was killed again, which loads the same
@@ -177,25 +187,25 @@ class EmbeddingCluster:
 
         Raises:
             CheckpointError: there is no complete checkpoint.
-            ConfigError: ``num_servers`` or ``capacity`` is out of its range.
+            ConfigError: ``servers`` or ``capacity`` is out of its range.
             ServerError: a server ended, or was not ready in time.
         """
         folder = find_checkpoint(checkpoint)
         manifest = Manifest.read(folder)
         if capacity is None:
             # Ids are spread by a hash: a server may get more than an equal fraction.
-            most = None if incremental_dir is None else manifest.capacity_rows
+            most = None if increments_dir is None else manifest.capacity_rows
             capacity = manifest.num_rows if most is None else most
-        if num_servers < 1 or capacity < 0:
+        if servers < 1 or capacity < 0:
             raise ConfigError(
-                "num_servers must be >= 1, and capacity >= 0. "
-                f"Received: {num_servers} and {capacity}."
+                "servers must be >= 1, and capacity >= 0. "
+                f"Received: {servers} and {capacity}."
             )
         config = ServerConfig(
-            num_shards=num_servers,
+            num_shards=servers,
             capacity_rows=min(max(capacity, 1), MAX_ROWS),
-            checkpoint=checkpoint if incremental_dir is not None else folder.url,
-            incremental_dir=incremental_dir,
+            checkpoint=checkpoint if increments_dir is not None else folder.url,
+            increments_dir=increments_dir,
             imports=tuple(imports),
         )
         return cls._start_all(config, start_timeout_s, restarts=restarts)
@@ -347,12 +357,10 @@ def _keep(shard: int) -> Kept:
 
 
 def _start(config: ServerConfig, kept: Kept | None = None) -> "subprocess.Popen[str]":
-    settings = asdict(config)
-    capacity, imports = settings.pop("capacity_rows"), list(settings.pop("imports"))
-    del settings["metrics"]  # has no flag
-    flags = format_flags(
-        standalone=True, capacity=capacity, import_=imports, **settings
-    )
+    settings = non_defaults(config)
+    settings.pop("metrics", None)  # has no flag
+    given = {_FLAG_OF.get(name, name): value for name, value in settings.items()}
+    flags = format_flags(standalone=True, **given)
     command = [sys.executable, "-m", "persia_torchrec.server", *flags]
     variables = {"PERSIA_PARENT_FD": "0"}
     if kept is not None:

@@ -92,10 +92,10 @@ class Follower(BackgroundTask):
 
     def _run(self) -> None:
         self._created = self._read_first()
-        if self._config.incremental_dir is None:
+        if self._config.increments_dir is None:
             self._send(None)
         else:
-            self._follow(Folder(self._config.incremental_dir))
+            self._follow(Folder(self._config.increments_dir))
 
     def _read_first(self) -> str:
         """Read the checkpoint; the next one if it is deleted meanwhile."""
@@ -244,7 +244,7 @@ class Follower(BackgroundTask):
                 if folder.url not in self._manifests:  # manifests never change
                     self._manifests[folder.url] = Manifest.read(folder)
                 yield folder, self._manifests[folder.url]
-        logs = self._config.incremental_dir
+        logs = self._config.increments_dir
         found = None if logs is None else increment_log.read_base(Folder(logs))
         if found is not None and self._retry_s.get(found[0].url, 0.0) <= now_s:
             yield found
@@ -303,7 +303,7 @@ class ServedCheckpoint:
         self._folder = catalog.find_checkpoint(config.checkpoint)
         manifest = Manifest.read(self._folder)
         self.serves = ""
-        if config.incremental_dir is None:
+        if config.increments_dir is None:
             self.serves = f"the checkpoint of {manifest.created}"
         # A number for what clients remember of a server: shard, tables, and rows that
         # stay as they are.
@@ -336,7 +336,7 @@ class ServedCheckpoint:
 
     def counters(self) -> dict[str, int]:
         """Return what has been applied of the training's increments."""
-        if self._follower is None or self._config.incremental_dir is None:
+        if self._follower is None or self._config.increments_dir is None:
             return {}
         age_s = time.monotonic() - self._current_s if self._current_s else 0.0
         return {
@@ -419,4 +419,4 @@ class ServedCheckpoint:
                 self._are_of(created_s)
             case None:
                 self.is_loading = False
-                self.is_active = self._config.incremental_dir is not None
+                self.is_active = self._config.increments_dir is not None

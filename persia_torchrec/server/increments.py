@@ -60,7 +60,7 @@ _CPU_FRACTION = 0.06  # of a CPU for what could wait, the writing included
 _SPREAD = 0.25  # of an interval, in which the rows of the previous one are copied
 _TOLERATED_S = 1.0  # beyond two intervals, before a warning
 _POLL_S = 0.002  # how soon rows are copied that the other thread had no room for
-_MAX_BUFFERS = 32  # how many times ``incremental_buffer_rows`` may be noted for one
+_MAX_BUFFERS = 32  # how many times ``increments_buffer_rows`` may be noted for one
 _MAX_SLICES = 8  # copied slices that may wait to be written
 _SLICE_BYTES = 2**19
 _CHECK_S = 0.1
@@ -106,7 +106,7 @@ class IncrementWriter(BackgroundTask):
         self.cpu_s = 0.0  # of the thread
         self._logs, self._folder = folder, folder.child(log.name)
         self._config = config
-        self.inbox: queue.Queue[FlushRequest] = queue.Queue(config.incremental_queue)
+        self.inbox: queue.Queue[FlushRequest] = queue.Queue(config.increments_queue)
         self.retention = Retention(folder, log, config.own_urls)
         self.prune_wanted = threading.Event()
         self.ending = threading.Event()
@@ -174,11 +174,11 @@ class IncrementWriter(BackgroundTask):
             raise
 
     def _begins(self) -> bool:
-        is_large = len(self._dirty) >= self._config.incremental_buffer_rows
+        is_large = len(self._dirty) >= self._config.increments_buffer_rows
         return self._is_due or is_large or self._is_full()
 
     def _is_full(self) -> bool:
-        most = _MAX_BUFFERS * self._config.incremental_buffer_rows
+        most = _MAX_BUFFERS * self._config.increments_buffer_rows
         return self._dirty.num_noted >= most
 
     def _write_next(self, head: IncrementHead) -> None:
@@ -278,18 +278,18 @@ class Increments:
         # Cuts that are not written yet, and when they were made; all before is written.
         self._cuts: deque[tuple[int, float]] = deque()
         self._written_s, self._max_age_s = activity.clock(), 0.0
-        self._warn_s = self._tolerated_s = 2 * config.incremental_interval_s
+        self._warn_s = self._tolerated_s = 2 * config.increments_interval_s
         names = "increment_rows", "increment_bytes", "increment_logs_failed"
         self._counts = Counter(dict.fromkeys(names, 0))  # of logs that have ended
-        if config.incremental_dir is None:
+        if config.increments_dir is None:
             store.rows.journal.end()  # no log of a process before has what changes now
             return
-        self._folder = Folder(config.incremental_dir)
+        self._folder = Folder(config.increments_dir)
         try:
             self._folder.make()
         except CheckpointError as exc:
             raise CheckpointError(
-                f"incremental_dir must be a folder that can be made. Received: {exc}"
+                f"increments_dir must be a folder that can be made. Received: {exc}"
             ) from exc
         if config.writer:
             self._owner = FolderWriter(
@@ -304,7 +304,7 @@ class Increments:
     @property
     def wants_base(self) -> bool:
         """Whether the increments since the last dump are many times the rows."""
-        ratio = self._config.incremental_base_ratio
+        ratio = self._config.increments_base_ratio
         if not (ratio and self.is_writing):
             return False
         num_bytes = self._num_bytes() - self._bytes_at_dump
@@ -389,7 +389,7 @@ class Increments:
     def begin_log(self, base: Base, history: str = "") -> None:
         """Begin a new log, if increments are written, on the current rows."""
         config = self._config
-        if config.incremental_dir is None:
+        if config.increments_dir is None:
             return
         log = Log.begin(config.shard, config.num_shards, base, history)
         noted, self._noted = self._noted, None
@@ -411,9 +411,9 @@ class Increments:
             self._note_written(writer, now_s)
             self._charge(writer)
         is_full = (
-            self._store.rows.journal.changes.num_rows >= config.incremental_buffer_rows
+            self._store.rows.journal.changes.num_rows >= config.increments_buffer_rows
         )
-        is_due = now_s - self._flushed_s >= config.incremental_interval_s
+        is_due = now_s - self._flushed_s >= config.increments_interval_s
         if writer is None:
             # A hanging file system blocks one thread at most.
             is_over = self._failed is None or self._failed.phase != "writing"
@@ -425,7 +425,7 @@ class Increments:
             self._fail(writer, writer.error)
         elif is_full and writer.inbox.full():
             reason = (
-                f"{config.incremental_queue} flush requests wait to be written to "
+                f"{config.increments_queue} flush requests wait to be written to "
                 f"{self._folder.url}, as many as may wait. Use a faster file system, "
                 "or raise incremental_channel_capacity"
             )
@@ -452,7 +452,7 @@ class Increments:
         if not writer.wants_rows:
             until_s = max(until_s, now_s + _POLL_S)
         if not writer.inbox.full():
-            due_s = self._flushed_s + self._config.incremental_interval_s
+            due_s = self._flushed_s + self._config.increments_interval_s
             until_s = min(until_s, due_s)
         return max(min(idle_ms, math.ceil(1000 * min(until_s - now_s, 1e3))), 0)
 
@@ -476,7 +476,7 @@ class Increments:
                 "increments since the last dump have %d bytes in %s, %d times those of "
                 "the rows. None is deleted, and a restore reads all, until two newer "
                 "checkpoints are complete: dump now and then, or set "
-                "incremental_base_ratio.",
+                "increments_base_ratio.",
                 num_bytes,
                 self._folder.url,
                 num_bytes // rows,
@@ -505,7 +505,7 @@ class Increments:
 
     def counters(self) -> dict[str, int]:
         """Return what has been written, and how often a log has failed."""
-        if self._config.incremental_dir is None:
+        if self._config.increments_dir is None:
             return {}
         writer = self._writer
         is_empty = writer is not None and not writer.inbox.unfinished_tasks
@@ -600,7 +600,7 @@ class Increments:
         changes = store.rows.journal.cut()
         self._cuts.append((changes.number, now_s))
         spread = _SPREAD if is_due else 1 + _SPREAD
-        end_s = self._flushed_s + spread * config.incremental_interval_s
+        end_s = self._flushed_s + spread * config.increments_interval_s
         if is_last:
             end_s = now_s
         writer.inbox.put_nowait(

@@ -36,6 +36,7 @@ from persia_torchrec.job.registry import SERVED_CHECKPOINT
 from persia_torchrec.job.service import Lifetime, report_ready, run_service
 from persia_torchrec.lookup.sharded_lookup import RowSource
 from persia_torchrec.parsing.command_line import ImportFlags, parse_flags
+from persia_torchrec.parsing.settings import declared
 from persia_torchrec.persia.predict_requests import DECODERS
 from persia_torchrec.persia.slots_reader import SlotsReader, open_slots
 from persia_torchrec.persia.worker_client import RemoteWorkers
@@ -82,8 +83,7 @@ _NAMED = re.compile("([^/=]+)=.+")
 class ServingFlags(ImportFlags):
     """Predict over HTTP, from a checkpoint."""
 
-    checkpoint: str | None = None
-    """Folder of a checkpoint, or its URL."""
+    checkpoint: str | None = declared("checkpoint", default=None)
     models: tuple[str, ...] = ()
     """NAME=FOLDER of each of several models, in place of ``--checkpoint`` and
     ``--model-name``; an embedding_config.yml in the folder is that of its model."""
@@ -93,29 +93,32 @@ class ServingFlags(ImportFlags):
     factory: tuple[str, ...] = ()
     """module:function of each ``factory`` of ``export_for_serving`` whose models may be
     served; it is imported and called"""
-    allow_torchscript: bool = False
-    """Take TorchScript, which is a program, also from a URL and from folders that other
-    users may write to."""
+    allow_torchscript: bool = declared("allow_torchscript")
     model_name: str = "model"
     """Name of the model in the paths of the Open Inference Protocol."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where it predicts; auto is a GPU where there is one."""
-    embedding_config: str | None = field(default_factory=env.embedding_config_path)
-    """Path of embedding_config.yml, of PERSIA's models [PERSIA_EMBEDDING_CONFIG]"""
+    device: Literal["auto", "cpu", "cuda"] = declared("device")
+    embedding_config: str | None = declared(
+        "embedding_config",
+        default_factory=env.embedding_config_path,
+        also="It is of PERSIA's models",
+    )
     workers: tuple[str, ...] = ()
     """Addresses of embedding workers that look rows up [servers of its own]"""
     workers_of_job: bool = False
     """Be a member of a job, and ask its embedding workers; then ``--port`` is that of
     replica 0, and the next replica has the next port."""
-    num_servers: int = 1
-    """How many embedding servers of its own; 1 without ``--follow``: the rows are in
-    this process."""
-    follow: str | None = None
-    """Folder of increments of a training that its own servers follow; implies
-    ``--follow-model``."""
-    follow_model: bool = False
-    """Load each later checkpoint once it is complete; of embedding workers, whose
-    servers follow by themselves, the dense model alone."""
+    num_servers: int = declared("servers", also="1 without --increments-dir: the rows are in this process")
+    follow: str | None = declared(
+        "increments_dir",
+        default=None,
+        previous=("follow",),
+        also="It implies --follow-model",
+    )
+    follow_model: bool = declared(
+        "follow_model",
+        also="Without embedding workers, whose servers follow by "
+        "themselves, of the rows, too",
+    )
     patience_s: float = timeouts.AWAY_S
     """Seconds that a request waits for embedding workers, or their servers, that are
     away, as one that is started again."""
@@ -130,11 +133,9 @@ class ServingFlags(ImportFlags):
     batch_window_s: float | None = None
     """Predict batches of several requests together; the first one waits so long for
     others [each alone]"""
-    batch_samples: int = 4096
+    batch_samples: int = field(default=4096, metadata={"needs": "batch_window_s"})
     """Samples that are predicted together."""
-    metrics_port: int | None = None
-    """Serve /metrics, /healthz and /readyz at this port, or the next that is free; 0:
-    do not [PERSIA_METRICS_PORT]"""
+    metrics_port: int | None = declared("metrics_port", default=None)
     http: HttpConfig = field(default_factory=HttpConfig)
 
     def __post_init__(self) -> None:
@@ -171,7 +172,7 @@ class ServingFlags(ImportFlags):
         for flag, given in (
             ("--workers", self.workers),
             ("--workers-of-job", self.workers_of_job),
-            ("--follow", self.follow),
+            ("--increments-dir", self.follow),
         ):
             if self.models and given:
                 raise ConfigError(
@@ -330,7 +331,7 @@ def _add_checkpoint(
                 rows,
                 partial(open_reader, model),
                 num_servers=flags.num_servers,
-                incremental_dir=flags.follow,
+                increments_dir=flags.follow,
                 imports=flags.imports,
             )
             reader = opening.enter_context(hosting)
@@ -366,8 +367,8 @@ def _add_workers(
     """Serve the rows that embedding workers look up."""
     if flags.follow is not None:
         raise ConfigError(
-            "--follow cannot be combined with embedding workers. "
-            "Their servers follow by --incremental-dir, or by their global_config.yml; "
+            "--increments-dir cannot be combined with embedding workers. "
+            "Their servers follow by --increments-dir, or by their global_config.yml; "
             "give --follow-model for the dense model."
         )
     greeting = life.greeting

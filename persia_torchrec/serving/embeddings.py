@@ -124,7 +124,7 @@ def host_checkpoint(
     open_reader: Callable[[RowSource], R],
     *,
     num_servers: int = 1,
-    incremental_dir: str | None = None,
+    increments_dir: str | None = None,
     imports: Sequence[str] = (),
 ) -> Iterator[R]:
     """Load a checkpoint, or the latest of a folder, for a block.
@@ -143,7 +143,7 @@ def host_checkpoint(
     cluster = EmbeddingCluster.of_checkpoint(
         os.fspath(path),
         num_servers,
-        incremental_dir=incremental_dir,
+        increments_dir=increments_dir,
         imports=imports,
         restarts=True,
     )

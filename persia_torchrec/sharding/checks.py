@@ -65,7 +65,7 @@ def _reject_tracker(*_: object) -> NoReturn:
     raise ConfigError(
         "TorchRec's trackers of deltas and of raw ids see tables on trainers only. "
         "Received: one for a model with tables on the servers. Servers write "
-        "increments of the rows that change: EmbeddingCluster.local(incremental_dir="
+        "increments of the rows that change: EmbeddingCluster.local(increments_dir="
         "...), or save_delta."
     )
 

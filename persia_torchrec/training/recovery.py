@@ -217,7 +217,7 @@ class Recovery:
             raise ConfigError(
                 "Deltas need servers that write increments. Received: an interval of "
                 f"{self._config.delta_interval_s:g} s, and servers without "
-                "incremental_dir. Give them one, a job by --incremental_dir of its "
+                "increments_dir. Give them one, a job by --increments_dir of its "
                 "component, or leave the deltas out."
             )
 
@@ -829,7 +829,7 @@ def _must_end() -> bool:
 def folder_of_job(job_id: str) -> str:
     """Return the folder of a job's checkpoints, as its servers know it."""
     own = Folder(env.checkpoint_dir()).file_path(job_id.replace("/", "_"))
-    return env.resume_dir() or own
+    return env.run_dir() or own
 
 
 def _groups(value: Any) -> list[dict[str, Any]]:

@@ -67,7 +67,7 @@ def save_delta(
         path: that of :func:`save_checkpoint`.
         state: the dense half, as there.
         sharders: as there.
-        client: of the servers, which must write increments (``incremental_dir``).
+        client: of the servers, which must write increments (``increments_dir``).
         step: of the training.
         timeout_s: seconds that the servers may take.
 

@@ -89,7 +89,7 @@ def require_no_store(modules, max_own):
 
 @pytest.mark.multiprocess
 def test_a_client_that_has_looked_ids_up_has_no_store():
-    with EmbeddingCluster.local(num_servers=1) as cluster:
+    with EmbeddingCluster.local(servers=1) as cluster:
         modules = modules_after("-c", LOOKS_UP + TELLS, *cluster.addresses)
     require_no_store(modules, 66)  # with requests and status of a job, shared memory
 

@@ -33,7 +33,7 @@ DESCRIBED = names_in(OF_SERVERS)
 def counters(servers, tmp_path):
     """Return the counters of servers that have trained a batch, or follow that."""
     logs = str(tmp_path / "increments")
-    client = servers.client(servers.start(incremental_dir=logs))
+    client = servers.client(servers.start(increments_dir=logs))
     client.add_tables([TableSpec(name="item", dim=2, optimizer=SGD(1.0))])
     batch, split = BatchNumber(1, 1), client.split(ids_of(1, 2))
     client.pull([("item", split)], batch=batch)
@@ -46,7 +46,7 @@ def counters(servers, tmp_path):
 def of_a_follower(servers, client, folder):
     """Return the counters of a server of inference that follows a training."""
     client.checkpoints.dump(folder / "run")
-    settings = {"checkpoint": folder / "run", "incremental_dir": folder / "increments"}
+    settings = {"checkpoint": folder / "run", "increments_dir": folder / "increments"}
     running = servers.start(1, **{name: str(at) for name, at in settings.items()})
     follower = servers.client(running)
 

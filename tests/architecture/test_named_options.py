@@ -70,7 +70,7 @@ PLACES = {
     "header": [data.CsvDataset],
     "ids": [_SHARDER.load_weights],
     "ids_on_host": [data.DataLoader],
-    "incremental_dir": [package.EmbeddingCluster.local],
+    "increments_dir": [package.EmbeddingCluster.local],
     "is_text": [data.IdColumn],
     "is_weighted": [data.IdColumn],
     "keeps_metadata": [package.TableSettings],

@@ -15,6 +15,7 @@ from persia_torchrec.embedding import usage
 from persia_torchrec.embedding.admission import ADMISSIONS
 from persia_torchrec.embedding.initializer import INITIALIZERS
 from persia_torchrec.embedding.optim import OPTIMIZERS
+from persia_torchrec.parsing.settings import SETTINGS
 from tests.support.repository import ROOT
 
 REGISTRIES = usage.DYNAMICS, usage.EXPIRIES, OPTIMIZERS, ADMISSIONS, INITIALIZERS
@@ -69,9 +70,23 @@ def test_a_limit_of_a_wait_stands_in_timeouts():
 
 def test_a_range_is_read_from_the_error_of_a_value_outside_of_it():
     page = generate.settings_page()
-    assert "| `--incremental-interval-s` | `2.0` | s | \\> 0 |" in page
+    assert "| `--increments-interval-s` | `2.0` | s | \\> 0 |" in page
     assert "| `--max-request-ids` | `16,777,216` | ids | \\>= 1 |" in page
     assert len(LINE.findall(page)) > 300
+
+
+def test_a_setting_of_several_commands_is_on_one_line():
+    page = generate.settings_page()
+    names = [
+        name for line in LINE.findall(page) for name in re.findall("`(.*?)`", line)
+    ]
+    for name in SETTINGS:
+        flag = f"--{name.replace('_', '-')}"
+        assert names.count(name) + names.count(flag) >= 1
+    table = page.partition("## Settings of several commands")[2].partition("\n## ")[0]
+    assert LINE.findall(table) == [f"`{name}`" for name in SETTINGS]
+    assert "taken by | |" not in table
+    assert "|  |" not in table
 
 
 @pytest.mark.slow

@@ -152,8 +152,8 @@ def recovering_job(
         *("--nn_worker", trainer, "--data_loader", loader),
         *("--embedding_config", str(folder / "embedding_config.yml")),
         *("--global_config", str(folder / "global_config.yml")),
-        *("--embedding_servers", "2", "--embedding_workers", "2"),
-        *("--recover", "True", "--max_restarts", "1000", "--python", sys.executable),
+        *("--servers", "2", "--embedding_workers", "2"),
+        *("--restarts", "1000", "--python", sys.executable),
         *arguments,
         variables={
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)]),

@@ -15,7 +15,7 @@ TOLERATED_S = 1.0  # later than that, a server warns
 def test_lost_updates_are_of_the_last_two_intervals(
     tmp_path, draw, kills, record_property
 ):
-    flags = "--incremental-interval-s", str(INTERVAL_S)
+    flags = "--increments-interval-s", str(INTERVAL_S)
     trained_s, lost, longest_s = [], set(), 0.0
     with counted_job(tmp_path, *flags) as (job, _):
         num_kills, steps = kills(20), 0

@@ -114,7 +114,7 @@ def test_each_moment_of_a_delta_loads_it_or_the_one_before(tmp_path, record_prop
     for copy, num_servers in zip(moments.copies, itertools.cycle([2, 1, 3])):
         moments.restore(copy)
         with Servers() as servers:
-            resumed = Job(servers, folder, num_servers, incremental_dir=None)
+            resumed = Job(servers, folder, num_servers, increments_dir=None)
             with closing(resumed):
                 resumed.load()
                 found.append(states.index(resumed.snapshot()))

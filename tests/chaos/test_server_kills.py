@@ -225,11 +225,11 @@ def test_checkpoints_between_kills_have_all_updates(
                 saved[path] = state["number"], rows_on(client)
                 return
 
-    logs = {"incremental_dir": str(tmp_path / "increments")}
+    logs = {"increments_dir": str(tmp_path / "increments")}
     with ExitStack() as stack:
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
         stack.callback(dist.destroy_process_group)
-        cluster = killed_cluster(draw, kills(20), incremental_interval_s=1e3, **logs)
+        cluster = killed_cluster(draw, kills(20), increments_interval_s=1e3, **logs)
         with cluster as (client, steps):
             learn(client, 1, kind, steps, save)
         fresh = stack.enter_context(EmbeddingCluster.local(3))

@@ -130,7 +130,7 @@ def test_every_batch_is_trained_once_though_processes_are_stopped(
 ):
     """Each of one, so that training waits for it."""
     with Scripts(tmp_path).start(
-        *("--recover", "True", "--python", sys.executable),
+        *("--restarts", "3", "--python", sys.executable),
         num_batches=600,
         PYTHONPATH=str(ROOT),
     ) as job:
@@ -171,7 +171,7 @@ def test_a_server_that_runs_again_changes_nothing_when_another_has_its_place(tmp
         processes = stack.enter_context(Processes(tmp_path))
         job = stack.enter_context(
             Scripts(tmp_path).start(
-                *("--recover", "True", "--python", sys.executable),
+                *("--restarts", "3", "--python", sys.executable),
                 num_batches=500,
                 PYTHONPATH=str(ROOT),
                 PERSIA_CHECKPOINT_INTERVAL_S="1",

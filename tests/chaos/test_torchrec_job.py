@@ -19,8 +19,8 @@ def test_a_job_trains_through_deaths_as_without_any(tmp_path):
         assert alone.status() == 0, alone.output()
     folder = tmp_path / "job"
     folder.mkdir()
-    recovers = ["--recover", "True", "--python", sys.executable]
-    command = ["train_torchrec", "--embedding_servers", "2", *recovers]
+    recovers = ["--restarts", "3", "--python", sys.executable]
+    command = ["train_torchrec", "--servers", "2", *recovers]
     script = ["--script", f"{SCRIPT} --dies"]
     variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with ForkedJob(folder, *command, *script, variables=variables) as job:

@@ -89,7 +89,7 @@ def write(folder):
     return [
         *("--nn_worker", "train.py", "--data_loader", "load.py"),
         *("--embedding_config", "embedding.yml", "--global_config", "global.yml"),
-        *("--embedding_servers", "2", "--nproc_per_node", "2"),
+        *("--servers", "2", "--nproc_per_node", "2"),
         *("--env", "PERSIA_CHECKPOINT_INTERVAL_S=1"),
     ]
 
@@ -154,7 +154,7 @@ def test_a_job_survives_the_death_of_a_process_of_each_role(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_job_continues_when_it_is_started_again_with_its_folder(tmp_path, number):
     port, saved = draw_port(), tmp_path / "saved"
-    arguments = [*write(tmp_path), "--port", str(port), "--resume_dir", str(saved)]
+    arguments = [*write(tmp_path), "--port", str(port), "--run_dir", str(saved)]
     component = "persia.train"
     with TorchxJob(tmp_path, component, *arguments, cwd=tmp_path) as job:
         job.has_printed("trainer 1 joined")

@@ -49,9 +49,9 @@ def waiting_job(folder, max_restarts=1000):
     (folder / "global.yml").write_text("{}")
     port = draw_port()
     arguments = ["--nn_worker", folder / "wait.py", "--data_loader", "none"]
-    arguments += ["--data_loaders", 0, "--embedding_servers", 2, "--port", port]
+    arguments += ["--data_loaders", 0, "--servers", 2, "--port", port]
     arguments += ["--embedding_config", folder / "embedding.yml"]
-    arguments += ["--max_restarts", max_restarts]
+    arguments += ["--restarts", max_restarts]
     arguments += ["--global_config", folder / "global.yml"]
     with TorchxJob(folder, "persia.train", *map(str, arguments)) as job:
         job.has_printed("the trainer waits")

@@ -25,11 +25,11 @@ def test_each_row_of_a_queue_counts_once(tmp_path, draw, kills, record_property,
     num_rows = write_files(tmp_path / "rows", [150 + 7 * n for n in range(30)])
     job = ForkedJob(
         tmp_path,
-        *("train_torchrec", "--embedding_servers", "2"),
+        *("train_torchrec", "--servers", "2"),
         *("--script", f"{ROOT}/tests/chaos/queued_trainer.py"),
         *("--nproc_per_node", "2", "--python", sys.executable),
-        *("--recover", "True", "--max_restarts", "1000"),
-        *("--incremental_dir", str(tmp_path / "increments")),
+        *("--restarts", "1000"),
+        *("--increments_dir", str(tmp_path / "increments")),
         variables={
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)]),
             "PERSIA_CHECKPOINT_DIR": str(tmp_path / "checkpoints"),

@@ -96,7 +96,7 @@ def test_a_server_on_loopback_takes_any_path_and_others_their_own(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PERSIA_CKPT_DIR", "/ckpt")
     monkeypatch.setenv("PERSIA_CHECKPOINT_DIR", "/auto")
-    config = ServerConfig(resume_dir="/resume", incremental_dir="s3://b/inc")
+    config = ServerConfig(run_dir="/resume", increments_dir="s3://b/inc")
     named = "/resume", "s3://b/inc"
     assert config.roots("tcp://127.0.0.1:7000") is None
     assert config.roots("tcp://[::1]:7000") is None

@@ -306,7 +306,7 @@ def test_servers_without_tables_can_be_dumped_and_loaded(servers, path, num_serv
 
 def test_a_delta_of_no_tables_is_written_and_loaded(servers, tmp_path):
     logs = str(tmp_path / "logs")
-    job, other = Job(servers, 2, [], incremental_dir=logs), Job(servers, 1, [])
+    job, other = Job(servers, 2, [], increments_dir=logs), Job(servers, 1, [])
     saved = job.checkpoints.dump(tmp_path / "run")
     delta = job.checkpoints.start_delta(Folder(saved.path), timeout_s=DEADLINE_S)
     assert [of_server.tables for of_server in delta.wait()] == [(), ()]

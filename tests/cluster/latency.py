@@ -88,7 +88,7 @@ def measure(network: Hosts | None, staleness: int, passes: int) -> float:
             *("--nn_worker", "train.py", "--data_loader", "load.py"),
             *("--embedding_config", f"{EXAMPLE}/embedding_config.yml"),
             *("--global_config", f"{EXAMPLE}/global_config.yml"),
-            *("--embedding_servers", "2"),
+            *("--servers", "2"),
             variables={
                 "STALENESS": str(staleness),
                 "PASSES": str(passes),

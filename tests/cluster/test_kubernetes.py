@@ -15,7 +15,13 @@ import pytest
 import yaml
 from torchx.runner import get_runner
 
-from tests.support.components import COMPONENTS, ROLES_FILE, WORDS, load
+from tests.support.components import (
+    COMPONENTS,
+    ROLES_FILE,
+    WORDS,
+    load,
+    roles_file_of,
+)
 from tests.support.hosts import Hosts
 from tests.support.persia_scripts import Scripts
 from tests.support.processes import DEADLINE_S, Processes, wait_until
@@ -114,13 +120,14 @@ def scripts(folder, *more):
 def test_the_example_learns_and_torchx_reports_of_it(tmp_path, start):
     cluster, torchx = start(6, census=Path(os.environ["PERSIA_DATA_DIR"]))
     data = tmp_path / "data"
+    words = f"all.volumes=census:{data}:ro all.env.PERSIA_DATA_DIR={data}"
     printed = torchx.submit(
         *("--nn_worker", f"{EXAMPLE}/train.py"),
         *("--data_loader", f"{EXAMPLE}/data_loader.py"),
         *("--embedding_config", f"{EXAMPLE}/embedding_config.yml"),
         *("--global_config", f"{EXAMPLE}/global_config.yml"),
-        *("--python", sys.executable, "--embedding_servers", "2"),
-        *("--set", f"all.volumes=census:{data}:ro all.env.PERSIA_DATA_DIR={data}"),
+        *("--python", sys.executable, "--servers", "2"),
+        *("--roles_file", roles_file_of(words)),
         waits=True,
     )
     (handle,) = re.findall(r"kubernetes://\S+", printed)[:1]
@@ -139,7 +146,8 @@ def test_a_job_whose_pod_is_evicted_starts_again_and_resumes(tmp_path, start):
     runs = tmp_path / "shared"
     words = f"all.volumes=runs:{runs} all.env.PERSIA_CHECKPOINT_DIR={runs}"
     words += " all.env.PERSIA_CHECKPOINT_INTERVAL_S=1"
-    handle = torchx.submit(*scripts(tmp_path, "--set", words)).split()[-1]
+    given = scripts(tmp_path, "--roles_file", roles_file_of(words))
+    handle = torchx.submit(*given).split()[-1]
     (name,) = cluster.jobs
     assert name in handle
 
@@ -162,7 +170,7 @@ def test_a_job_whose_pod_is_evicted_starts_again_and_resumes(tmp_path, start):
 
 def test_a_job_that_always_fails_is_started_again_as_often_as_asked(tmp_path, start):
     cluster, torchx = start(5)
-    given = scripts(tmp_path, "--max_retries", "2", "--max_restarts", "0")
+    given = scripts(tmp_path, "--max_retries", "2", "--restarts", "0")
     (tmp_path / "train.py").write_text("raise ValueError('a bug of its own')")
     printed = torchx.submit(*given, waits=True, status=1)
     (job,) = cluster.jobs.values()
@@ -197,7 +205,7 @@ def test_all_pods_fit_the_schemas_of_kubernetes(tmp_path):
         more = {"image": "registry/job:7"}
         if name == "train":
             secrets = " loader.secrets.PASSWORD=census/password"
-            more |= {"roles_file": str(roles_file), "set": WORDS + secrets}
+            more |= {"roles_file": str(roles_file), "roles": WORDS + secrets}
         pods += pods_of(name, {**given, **more})
     subprocess.run(
         [SCHEMAS / "bin/python", "-c", VALIDATE, *VERSIONS],

@@ -13,7 +13,7 @@ from tests.support.repository import ROOT
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
-RECOVER = ["--recover", "True", "--python", sys.executable]
+RECOVER = ["--restarts", "3", "--python", sys.executable]
 
 
 def start(folder, network, *arguments, num_batches):
@@ -27,7 +27,7 @@ def start(folder, network, *arguments, num_batches):
         "trainer 0": two,
         "trainer 1": three,
     }
-    sizes = ["--embedding_servers", "2", "--nn_workers", "2"]
+    sizes = ["--servers", "2", "--trainers", "2"]
     given = [*sizes, *arguments]
     variables = {"PYTHONPATH": str(ROOT)}
     return Scripts(folder).start(

@@ -14,6 +14,7 @@ import pytest
 from persia_torchrec.checkpoint import catalog
 from persia_torchrec.rpc.addresses import open_listening
 from tests.support import served_model as serving
+from tests.support.components import roles_file_of
 from tests.support.faults import kill
 from tests.support.ports import draw_port, draw_ports
 from tests.support.processes import DEADLINE_S, is_running, wait_until
@@ -105,7 +106,7 @@ def test_a_job_serves_a_checkpoint_and_a_killed_predictor_returns(
         *(*TORCHX_RUN, "persia.serve"),
         *("--checkpoint", trained.checkpoint),
         *("--embedding_config", trained.embedding_config),
-        *("--global_config", "global.yml", "--embedding_servers", 2),
+        *("--global_config", "global.yml", "--servers", 2),
         *("--http_port", port, "--port", draw_port()),
     )
     with job:
@@ -151,7 +152,14 @@ def test_the_script_of_the_page_serves_without_a_coordinator(slurm, trained, tmp
 def test_a_cancelled_job_leaves_nothing_behind(slurm, tmp_path):
     port, shared = draw_port(), set(Path("/dev/shm").iterdir())
     env = "NICS=eth0,eth1,NOTE=it's,LOG_LEVEL=DEBUG"
-    arguments = ("--port", port, "--env", env, "--set", "all.cpu=2")
+    arguments = (
+        "--port",
+        port,
+        "--env",
+        env,
+        "--roles_file",
+        roles_file_of("all.cpu=2"),
+    )
     exported = {"LOG_LEVEL": "ERROR", "PERSIA_STORE_HOST": "10.99.99.99"}
     with waiting_job(slurm, tmp_path, WAITING_TRAINER, *arguments, **exported) as job:
         job.has_printed("the trainer waits, with eth0,eth1 it's DEBUG")
@@ -180,7 +188,7 @@ def test_a_job_that_must_leave_takes_a_last_checkpoint(
     (tmp_path / "train.py").write_text(TRAINS_FOR_EVER)
     component = "persia.train_torchrec"
     words = (*TORCHX_RUN, component, "--script", "train.py", "--max_retries", 0)
-    run = ("--resume_dir", tmp_path / "run", "--port", draw_port())
+    run = ("--run_dir", tmp_path / "run", "--port", draw_port())
     with SlurmJob(slurm, tmp_path, *words, *run, variables=variables) as job:
         if scancel is not None:
             job.has_printed("step 20.")
@@ -195,7 +203,7 @@ def test_a_job_that_must_leave_takes_a_last_checkpoint(
 
 
 def test_a_job_that_raises_has_failed_and_reports_where_its_log_is(slurm, tmp_path):
-    arguments = ("--recover", "False", "--port", draw_port())
+    arguments = ("--restarts", "0", "--port", draw_port())
     with waiting_job(
         slurm, tmp_path, "raise ValueError('a mistake')", *arguments
     ) as job:

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from persia_torchrec.command import main
-from persia_torchrec.command.restart import _with_argument
+from persia_torchrec.command.restart import _without_argument
 from persia_torchrec.job import job_list
 from tests.support.endless_script import SCRIPT
 from tests.support.forked_jobs import ForkedJob
@@ -22,7 +22,7 @@ def job(tmp_path_factory):
     folder = tmp_path_factory.mktemp("job")
     (folder / "train.py").write_text(SCRIPT)
     variables = {"PERSIA_CHECKPOINT_DIR": str(folder / "checkpoints")}
-    arguments = ("--embedding_servers", "2", "--script", "train.py")
+    arguments = ("--servers", "2", "--script", "train.py")
     command = ("train_torchrec", *arguments)
     with (
         ForkedJob(folder, *command, variables=variables) as job,
@@ -157,18 +157,11 @@ def test_scale_and_rollback_need_the_command_that_has_started_a_job(job):
         assert "must have been started by persia-torchrec run" in wrong.output
 
 
-def test_the_command_that_starts_a_job_again_has_the_new_arguments():
-    command = ["python", "run", "persia.train", "--embedding_servers", "2", "--a=1"]
-    changed = _with_argument(command, "embedding_servers", "3")
-    assert changed == [
-        "python",
-        "run",
-        "persia.train",
-        "--a=1",
-        "--embedding_servers",
-        "3",
-    ]
-    assert _with_argument(command, "a", "2")[-3:] == ["2", "--a", "2"]
+def test_the_command_that_starts_a_job_again_leaves_out_an_argument():
+    command = ["python", "run", "persia.train", "--servers", "2", "--a=1"]
+    left = _without_argument(command, "servers")
+    assert left == ["python", "run", "persia.train", "--a=1"]
+    assert _without_argument(command, "a") == command[:-1]
 
 
 def test_stop_has_a_job_save_and_end(job):

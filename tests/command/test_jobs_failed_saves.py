@@ -33,8 +33,8 @@ def disk(tmpfs):
 def job(disk, tmp_path, monkeypatch):
     """A job that saves into a small file system."""
     (tmp_path / "train.py").write_text(SCRIPT.replace("=10)", "=5)"))
-    arguments = ["--embedding_servers", "1", "--script", "train.py", "--grace_s", "30"]
-    arguments += ["--resume_dir", f"{disk}/run"]
+    arguments = ["--servers", "1", "--script", "train.py", "--grace_s", "30"]
+    arguments += ["--run_dir", f"{disk}/run"]
     with ForkedJob(tmp_path, "train_torchrec", *arguments) as job:
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / ".local/state"))
         job.has_printed("checkpoint-00000002")

@@ -1,13 +1,17 @@
+import inspect
 import os
 import sys
 
 import pytest
 from click.testing import CliRunner
+from persia_torchrec.components import jobs
 from torchx.runner.config import get_config
 
 from persia_torchrec.checkpoint.signature import SERVED_MODEL
 from persia_torchrec.command import main
+from persia_torchrec.command.start import OF_RUN
 from persia_torchrec.parsing.command_line import parse_flags
+from persia_torchrec.parsing.settings import SETTINGS
 from persia_torchrec.serving.__main__ import ServingFlags
 from persia_torchrec.version import __version__
 
@@ -25,8 +29,8 @@ def test_run_is_a_component_of_a_script_with_its_own_arguments(started):
         "run",
         "--servers",
         "2",
-        "--set",
-        "--capacity 5",
+        "--capacity",
+        "5",
         "train.py",
         "--epochs",
         "3",
@@ -35,22 +39,32 @@ def test_run_is_a_component_of_a_script_with_its_own_arguments(started):
     [command] = started
     assert command[:3] == [sys.executable, "-m", "persia_torchrec.launch.local_run"]
     assert command[3:] == [
-        *(
-            "persia.train_torchrec",
-            "--script",
-            "train.py --epochs 3",
-            "--embedding_servers",
-            "2",
-        ),
-        *("--nproc_per_node", "1", "--capacity", "5"),
+        *("persia.train_torchrec", "--script", "train.py --epochs 3"),
+        *("--servers", "2", "--capacity", "5"),
     ]
+
+
+def test_trainers_of_this_machine_are_of_one_torchrun(started):
+    for given in (["--trainers", "2"], ["--trainers", "4", "--nproc-per-node", "2"]):
+        words = ["run", *given, "train.py"]
+        assert CliRunner().invoke(main, words).exit_code == 0
+    assert [command[6:] for command in started] == [
+        ["--trainers", "2", "--nproc_per_node", "2"],
+        ["--trainers", "4", "--nproc_per_node", "2"],
+    ]
+
+
+def test_run_has_an_option_for_each_argument_of_its_component():
+    names = inspect.signature(jobs.train_torchrec).parameters
+    previous = {old for one in OF_RUN for old in SETTINGS[one].previous} | {"recover"}
+    assert names.keys() - previous - {"script", "nn_workers"} == set(OF_RUN)
 
 
 @pytest.mark.parametrize("name", ["--run-dir", "--resume_dir"])
 def test_run_continues_from_its_folder(started, name):
     assert CliRunner().invoke(main, ["run", name, "runs/7", "train.py"]).exit_code == 0
     [command] = started
-    assert command[-2:] == ["--resume_dir", "runs/7"]
+    assert command[-2:] == ["--run_dir", "runs/7"]
 
 
 def test_serve_of_an_exported_model_is_one_process(started, tmp_path):
@@ -61,7 +75,7 @@ def test_serve_of_an_exported_model_is_one_process(started, tmp_path):
     assert command[:3] == [sys.executable, "-m", "persia_torchrec.serving"]
     assert command[3:] == [
         *("--checkpoint", str(tmp_path), "--port", "9000"),
-        *("--num-servers", "1", "--device", "cpu"),
+        *("--servers", "1", "--device", "cpu"),
     ]
     parse_flags(ServingFlags, command[3:], prog="serving")
 
@@ -79,7 +93,7 @@ def test_serve_is_a_component_of_a_checkpoint(started):
     [command] = started
     assert command[3:] == [
         *("persia.serve", "--checkpoint", "runs/7", "--http_port", "9000"),
-        *("--embedding_servers", "1", "--global_config", "g.yml"),
+        *("--servers", "1", "--global_config", "g.yml"),
     ]
 
 

@@ -23,9 +23,9 @@ SCRIPT = ("--script", "long.py --steps 100000 --pause 0.02")
 def job(tmp_path):
     """A job with two servers, which saves every second."""
     shutil.copy(ROOT / "examples/long.py", tmp_path)
-    arguments = ("persia.train_torchrec", *SCRIPT, "--embedding_servers", "2")
+    arguments = ("persia.train_torchrec", *SCRIPT, "--servers", "2")
     variables = {"PERSIA_CHECKPOINT_INTERVAL_S": "1"}
-    resume = ("--resume_dir", str(tmp_path / "run"))
+    resume = ("--run_dir", str(tmp_path / "run"))
     with TorchxJob(
         tmp_path, *arguments, *resume, variables=variables, cwd=tmp_path
     ) as job:

@@ -1,22 +1,21 @@
-"""Arguments of components: those of a command line, of variables, of .torchxconfig."""
+"""Arguments of components: of a command line, of .torchxconfig, by previous names."""
 
-import importlib
-import logging
-import sys
+import inspect
+from typing import Literal, get_origin
 
 import pytest
-from persia_torchrec.components import jobs
 from torchx.runner import get_runner
-from torchx.specs import finder
 
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.launch.arguments import parse_pairs
-from tests.support.components import BOOK, COMPONENTS, CONFIGS, SCRIPTS
+from persia_torchrec.parsing.settings import SETTINGS
+from tests.support.components import COMPONENTS, CONFIGS, SCRIPTS, load
 
 pytestmark = pytest.mark.slow
 
-TORCHX = "/opt/venv/bin/torchx"
-MODULE = "/opt/site-packages/torchx/cli/main.py"
+EMPTY = inspect.Parameter.empty
+COMPONENTS_OF_A_ROLE = [name for name, given in COMPONENTS.items() if "host" in given]
+TWO_OF_THREE = {"trainers": 6, "nproc_per_node": 3}
 JOB = "persia.train"
 VARIABLES = {
     "PERSIA_NN_WORKER_ENTRY": "a train.py",
@@ -27,27 +26,9 @@ VARIABLES = {
 CONFIG = {**SCRIPTS, **CONFIGS}  # of .torchxconfig
 
 
-@pytest.fixture(autouse=True)
-def _logs(caplog):
-    caplog.set_level(logging.INFO)
-
-
-@pytest.fixture(autouse=True)
-def _forget():
-    """Forget what components have read of variables when they were imported."""
-    yield
-    importlib.reload(jobs)
-    finder._components = None
-
-
-def start(monkeypatch, *words, program=TORCHX, component=JOB, config=None, options=()):
+def start(*words, component=JOB, config=None):
     """Return the roles of a job, as a command line of torchx starts them."""
-    argv = [program, "run", "-s", "local_cwd", *options, component, *words]
-    monkeypatch.setattr(sys, "argv", argv)
-    importlib.reload(jobs)  # as in a process of torchx
-    monkeypatch.setattr(finder, "_components", None)
-    defaults = {component: config or {}}
-    with get_runner(component_defaults=defaults) as runner:
+    with get_runner(component_defaults={component: config or {}}) as runner:
         info = runner.dryrun_component(component, [*words], "local_cwd", {})
     return {role.name: role for role in info._app.roles}
 
@@ -60,67 +41,74 @@ def files_of(roles):
     return [*scripts, *(variables[name] for name in names)]
 
 
-@pytest.mark.parametrize("program", [TORCHX, MODULE])
-@pytest.mark.parametrize("config", [{}, CONFIG])
-def test_variables_win_over_torchxconfig(monkeypatch, caplog, program, config):
+def test_variables_of_the_launcher_are_not_read(monkeypatch):
     for name, value in VARIABLES.items():
         monkeypatch.setenv(name, value)
-    roles = start(monkeypatch, program=program, config=config)
-    assert files_of(roles) == list(VARIABLES.values())
-    for name in VARIABLES:
-        [line] = [line for line in caplog.messages if name in line]
-        assert ("and not that of .torchxconfig" in line) == bool(config)
-
-
-def test_words_win_over_variables(monkeypatch, caplog):
-    for name, value in VARIABLES.items():
-        monkeypatch.setenv(name, value)
-    words = ["--nn_worker", "other.py", "--global_config=o.yml"]
-    roles = start(monkeypatch, *words, config=CONFIG)
-    assert files_of(roles) == ["other.py", "load.py", "e.yml", "o.yml"]
-    for name in ("PERSIA_NN_WORKER_ENTRY", "PERSIA_GLOBAL_CONFIG"):
-        [line] = [line for line in caplog.messages if name in line]
-        assert "is ignored" in line
-        assert "is on the command line" in line
-
-
-def test_variables_are_ignored_with_a_line_where_nothing_reports_the_two_apart(
-    monkeypatch, caplog
-):
-    monkeypatch.setenv("PERSIA_EMBEDDING_CONFIG", "e.yml")
-    roles = start(monkeypatch, program="/usr/bin/pytest", config=CONFIG)
-    assert files_of(roles)[2] == CONFIGS["embedding_config"]
-    [line] = [line for line in caplog.messages if "PERSIA_EMBEDDING_CONFIG" in line]
-    assert "e.yml is ignored, as embedding_config is given: embedding.yml" in line
-
-
-def test_an_argument_without_a_variable_must_be_given(monkeypatch):
-    monkeypatch.setenv("PERSIA_NN_WORKER_ENTRY", "train.py")
     with pytest.raises(SystemExit):
-        start(monkeypatch)
+        start()
+    assert files_of(start(config=CONFIG)) == ["2", "my loader.py", *CONFIGS.values()]
+
+
+def test_words_win_over_torchxconfig():
+    words = ["--nn_worker", "other.py", "--global_config=o.yml"]
+    roles = start(*words, config=CONFIG)
+    assert roles["trainer"].args[-1] == "other.py"
+    assert roles["server"].env["PERSIA_GLOBAL_CONFIG"] == "o.yml"
 
 
 @pytest.mark.parametrize(
-    ("name", "variable"),
+    ("name", "previous", "present"),
     [
-        ("data_loader", "PERSIA_DATALOADER_ENTRY"),
-        ("nn_worker", "PERSIA_NN_WORKER_ENTRY"),
+        ("train", "embedding_servers 2", {"servers": 2}),
+        ("train", "nn_workers 2 --nproc_per_node 3", TWO_OF_THREE),
+        ("train", "nn_worker_gpus 2", {"gpus": 2}),
+        ("train", "recover False", {"restarts": 0, "max_retries": 0}),
+        ("train", "recover True", {}),
+        ("train", "max_restarts 7", {"restarts": 7}),
+        ("train", "resume_dir /all/7", {"run_dir": "/all/7"}),
+        ("train_torchrec", "incremental_dir /i", {"increments_dir": "/i"}),
+        ("embedding_server", "replicas 3", {"servers": 3}),
+        ("embedding_worker", "replicas 3", {"embedding_workers": 3}),
+        ("data_loader", "replicas 3", {"data_loaders": 3}),
+        ("data_loader", "script other.py", {"data_loader": "other.py"}),
+        ("nn_worker", "replicas 2 --nproc_per_node 3", TWO_OF_THREE),
+        ("nn_worker", "script other.py", {"nn_worker": "other.py"}),
     ],
 )
-def test_a_single_role_takes_its_script_of_the_variable(monkeypatch, name, variable):
-    for one, value in VARIABLES.items():
-        monkeypatch.setenv(one, value)
-    component = f"persia.{name}"
-    words = [f"--{flag}={value}" for flag, value in BOOK.items()]
-    [role] = start(monkeypatch, *words, component=component).values()
-    assert role.args[-1] == VARIABLES[variable]
+def test_previous_names_of_arguments_go_on_with_a_warning(
+    caplog, name, previous, present
+):
+    given = {k: v for k, v in COMPONENTS[name].items() if k not in present}
+    words = [word for one in given.items() for word in (f"--{one[0]}", str(one[1]))]
+    started = start(*words, *f"--{previous}".split(), component=f"persia.{name}")
+    assert "is called --" in caplog.text
+    expected = {role.name: role for role in load(name)(**given | present).roles}
+    for role, one in started.items():
+        other = expected[role]
+        assert (one.args, one.num_replicas) == (other.args, other.num_replicas)
+        assert one.env.items() >= other.env.items()  # torchx adds to it
+        assert one.resource == other.resource
 
 
 @pytest.mark.parametrize("name", COMPONENTS)
-def test_variables_of_every_component_are_words_with_any_value(monkeypatch, name):
+def test_arguments_are_as_they_are_declared(name):
+    doc = " ".join(load(name).__doc__.split())
+    for argument in inspect.signature(load(name)).parameters.values():
+        of = SETTINGS.get(argument.name)
+        if of is None or (argument.name == "port" and name in COMPONENTS_OF_A_ROLE):
+            continue
+        assert f"{argument.name}: {of.help}" in doc
+        kind = str if get_origin(of.kind) in (Literal, dict) else of.kind
+        assert argument.annotation is kind
+        if argument.name != "predictors" and argument.default not in ("", EMPTY):
+            assert argument.default == of.default
+
+
+@pytest.mark.parametrize("name", COMPONENTS)
+def test_variables_of_every_component_are_words_with_any_value(name):
     given = {"env": "URL=http://h/?a=b,NICS=eth0,eth1,NOTHING=", **COMPONENTS[name]}
     words = [word for n, value in given.items() for word in (f"--{n}", str(value))]
-    roles = start(monkeypatch, *words, component=f"persia.{name}")
+    roles = start(*words, component=f"persia.{name}")
     for role in roles.values():
         expected = {"URL": "http://h/?a=b", "NICS": "eth0,eth1", "NOTHING": ""}
         assert role.env.items() >= expected.items()
@@ -148,14 +136,3 @@ def test_variables_are_parsed_as_torchx_does_and_with_equal_signs(text, pairs):
 def test_a_word_without_variable_is_rejected(text):
     with pytest.raises(ConfigError, match="env must be NAME=value,NAME=value"):
         parse_pairs("env", text)
-
-
-@pytest.mark.parametrize("flag", [["-cfg"], ["--scheduler_args"]])
-def test_an_option_that_the_scheduler_does_not_have_is_rejected(monkeypatch, flag):
-    words = [f"--{name}={value}" for name, value in CONFIG.items()]
-    with pytest.raises(
-        ConfigError,
-        match=r"must name options of local: .*log_dir.*Received: account, qos\.",
-    ):
-        start(monkeypatch, *words, options=[*flag, "log_dir=runs,qos=a,account=ml"])
-    start(monkeypatch, *words, options=[*flag, "log_dir=runs"])

@@ -35,7 +35,7 @@ def test_a_cluster_accepts_every_component(request_of, tmp_path, name):
     roles_file = tmp_path / "roles.yml"
     roles_file.write_text(ROLES_FILE)
     if name == TRAIN:
-        given = {"roles_file": str(roles_file), "set": WORDS, "nproc_per_node": 2}
+        given = {"roles_file": str(roles_file), "roles": WORDS, "nproc_per_node": 2}
         job = msgspec.convert(request_of(name, **given), Job)
         assert len(job.spec.tasks) == 8
 
@@ -48,7 +48,7 @@ def variables_of(job, task):
 
 def test_pods_take_the_token_and_other_variables_of_secrets(request_of):
     words = "loader.secrets.PASSWORD=census/password loader.env.PASSWORD=none"
-    job = request_of(TRAIN, set=words)
+    job = request_of(TRAIN, roles=words)
     for task in [task["name"] for task in copy.deepcopy(job)["spec"]["tasks"]]:
         variables = variables_of(job, task)
         assert variables["PERSIA_JOB_TOKEN"] == {"valueFrom": {"secretKeyRef": SECRET}}
@@ -62,7 +62,7 @@ def test_pods_take_the_token_and_other_variables_of_secrets(request_of):
 
 def test_a_file_or_another_secret_takes_the_place_of_the_token(request_of):
     variables = variables_of(
-        request_of(TRAIN, set="all.secrets.PERSIA_JOB_TOKEN=ours/key"), "server-0"
+        request_of(TRAIN, roles="all.secrets.PERSIA_JOB_TOKEN=ours/key"), "server-0"
     )
     secret = {"name": "ours", "key": "key"}
     assert variables["PERSIA_JOB_TOKEN"] == {"valueFrom": {"secretKeyRef": secret}}
@@ -78,7 +78,7 @@ def test_a_job_without_an_image_is_rejected(request_of):
         request_of(TRAIN, image="")
     with pytest.raises(ConfigError, match="none for the role worker"):
         request_of(
-            TRAIN, image="", set="coordinator.image=a server.image=b trainer.image=c"
+            TRAIN, image="", roles="coordinator.image=a server.image=b trainer.image=c"
         )
 
 
@@ -119,7 +119,7 @@ def test_pods_have_what_the_roles_file_says(request_of, tmp_path):
         "trainer.pod.labels.example.com/run=7 "
         "server.pod.affinity='{nodeAffinity: {}}' server.pod.runtimeClassName=gvisor"
     )
-    job = request_of(TRAIN, roles_file=str(roles_file), set=words)
+    job = request_of(TRAIN, roles_file=str(roles_file), roles=words)
     msgspec.convert(job, Job)
     pods = pods_of(job)
     exists = {"key": "spot", "operator": "Exists"}
@@ -199,7 +199,7 @@ def test_a_section_of_pods_with_a_mistake_is_rejected(
 @pytest.mark.parametrize("scheduler", ["local_cwd", "slurm"])
 def test_secrets_are_rejected_where_there_are_none(scheduler):
     app = load(TRAIN)(
-        **COMPONENTS[TRAIN], set="loader.secrets.PASSWORD=census/password"
+        **COMPONENTS[TRAIN], roles="loader.secrets.PASSWORD=census/password"
     )
     must = rf"secrets must be left out.*Received: PASSWORD, for {scheduler[:5]}.*shell"
     cfg = {"partition": "debug"} if scheduler == "slurm" else {}

@@ -34,7 +34,7 @@ def test_the_coordinator_waits_for_the_processes_that_are_started(file):
         name = given.pop("command").replace("-", "_") + "s"
         if name == "coordinators":
             counts = {one: n for one, n in given.items() if one in persia_counts()}
-        elif name == "nn_workers":
+        elif name == "trainers":
             indexes[name] += range(given.get("nproc_per_node", 1))
         else:
             indexes[name].append(given.get("replica_index", 0))

@@ -309,7 +309,7 @@ def test_a_job_of_two_trainers_leaves_one_set_of_results(tmp_path):
     words += ["--op_fusion", "false", "--batch_size", "32", "--epochs", "1", "--ev"]
     words += ["--timeline", "2", "--save_steps", "2", "--keep_checkpoint_max", "2"]
     script = " ".join([str(FOLDER / "train.py"), *words])
-    command = ["train_torchrec", "--embedding_servers", "2", "--nn_workers", "2"]
+    command = ["train_torchrec", "--servers", "2", "--trainers", "2"]
     variables = {"PERSIA_CHECKPOINT_DIR": str(checkpoints)}
     with ForkedJob(tmp_path, *command, "--script", script, variables=variables) as job:
         ended = job.wait()

@@ -41,7 +41,7 @@ def test_the_script_of_the_tutorials_saves_when_it_ends(
     with LocalJob(tmp_path, monkeypatch, num_servers=2):
         running = processes.start(
             *("long", run_script, ROOT / "examples/long.py", "--steps", "500"),
-            env=at | one | {"PERSIA_RESUME_DIR": str(runs)},
+            env=at | one | {"PERSIA_RUN_DIR": str(runs)},
         )
         assert running.status() == 0, running.output()
     assert re.search(r"^step 500: loss 0\.\d+, \d+ rows$", running.output(), re.M)

@@ -234,5 +234,5 @@ class Scripts:
             *("--nn_worker", "train.py", "--data_loader", "data_loader.py"),
             *("--embedding_config", "embedding_config.yml"),
             *("--global_config", "global_config.yml"),
-            *("--embedding_servers", "2", "--embedding_workers", "2"),
+            *("--servers", "2", "--embedding_workers", "2"),
         )

@@ -53,7 +53,7 @@ def test_two_inference_servers_predict_what_the_job_evaluated(
     ports, run = draw_ports(2), tmp_path / "run"
     shutil.copytree(trained.checkpoint, run)
     arguments = ["--checkpoint", str(run), "--http_port", str(ports[0])]
-    arguments += ["--embedding_servers", "2", "--predictors", "2"]
+    arguments += ["--servers", "2", "--predictors", "2"]
     own = draw_port()
     component = "persia.serve"
     with serve(TorchxJob, component, tmp_path, trained, own, *arguments) as job:
@@ -90,7 +90,7 @@ def test_a_missing_checkpoint_ends_all_roles_and_each_reports_which_failed(
     tmp_path, trained
 ):
     arguments = ["--checkpoint", str(tmp_path / "absent"), "--http_port"]
-    arguments += [str(draw_port()), "--recover", "False"]
+    arguments += [str(draw_port()), "--restarts", "0"]
     at = tmp_path, trained, draw_port()
     with serve(ForkedJob, "serve", *at, *arguments) as job:
         ended = job.wait()

@@ -86,7 +86,7 @@ def runner(cluster):
 
 
 def test_the_example_runs_and_its_status_and_logs_are_there(folder, cluster, runner):
-    given = arguments(folder, "--recover", "False")
+    given = arguments(folder, "--restarts", "0")
     handle = runner.run_component(COMPONENT, given, "kubernetes", CFG)
     status = runner.wait(handle, wait_interval=0.1)
     assert status.state == AppState.SUCCEEDED, cluster.output()
@@ -105,10 +105,10 @@ def test_a_job_that_is_cancelled_ends_and_leaves_nothing(folder, cluster, runner
         global_config="g",
         image="registry/job:7",
         port=draw_port(),
-        recover=False,
+        restarts=0,
     )
     members = [
-        roles.coordinator(settings, num_trainers=1),
+        roles.coordinator(settings, trainers=1),
         roles.scripts(settings, "trainer", "wait.py", 1),
     ]
     handle = runner.run(AppDef("persia", members), "kubernetes", CFG)

@@ -20,8 +20,8 @@ ARGUMENTS = [
     *("--data_loader", f"{EXAMPLE}/data_loader.py"),
     *("--embedding_config", f"{EXAMPLE}/embedding_config.yml"),
     *("--global_config", f"{EXAMPLE}/global_config.yml"),
-    *("--embedding_servers", "2", "--embedding_workers", "1"),
-    *("--data_loaders", "1", "--nn_workers", "1"),
+    *("--servers", "2", "--embedding_workers", "1"),
+    *("--data_loaders", "1", "--trainers", "1"),
 ]
 
 

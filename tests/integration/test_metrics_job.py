@@ -24,8 +24,8 @@ def test_every_role_of_a_job_pushes_metrics_until_its_end(tmp_path):
     with Gateway() as gateway:
         variables = f"PERSIA_METRICS_GATEWAY_ADDR={gateway.address}"
         with scripts.start(
-            *("--embedding_servers", "2", "--embedding_workers", "1"),
-            *("--data_loaders", "1", "--nn_workers", "1", "--env", variables),
+            *("--servers", "2", "--embedding_workers", "1"),
+            *("--data_loaders", "1", "--trainers", "1", "--env", variables),
             num_batches=40,
         ) as job:
             ended = job.wait()

@@ -20,8 +20,8 @@ def scripts(tmp_path):
 
 def test_a_training_may_stop_before_the_end_of_its_data(scripts):
     with scripts.start(
-        *("--embedding_servers", "2", "--embedding_workers", "2"),
-        *("--data_loaders", "2", "--nn_workers", "1"),
+        *("--servers", "2", "--embedding_workers", "2"),
+        *("--data_loaders", "2", "--trainers", "1"),
         num_batches=400,
         LAST_BATCH="60",
     ) as job:
@@ -41,7 +41,7 @@ def test_a_training_may_stop_before_the_end_of_its_data(scripts):
 
 @pytest.mark.long
 def test_two_trainers_whose_data_differ_end_with_the_same_dense_model(scripts):
-    with scripts.start("--nn_workers", "2", num_batches=41) as job:
+    with scripts.start("--trainers", "2", num_batches=41) as job:
         ended = job.wait()
     assert ended.status == 0, ended.output
     results = r"rank (\d): trained (\d+) batches, accuracy 0\.\d+, dense (\w+)"
@@ -53,7 +53,7 @@ def test_two_trainers_whose_data_differ_end_with_the_same_dense_model(scripts):
 
 
 def test_a_killed_server_ends_the_job_and_the_logs_name_it(scripts):
-    with scripts.start(*("--embedding_servers", "2"), num_batches=100_000) as job:
+    with scripts.start(*("--servers", "2"), num_batches=100_000) as job:
         job.has_printed("current idx: 5 ")
         victim = job.pid("server 1")
         kill(victim)

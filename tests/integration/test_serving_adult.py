@@ -79,7 +79,7 @@ def test_the_auc_over_http_is_that_of_the_job(tmp_path, monkeypatch, determinist
     setup_seed(3)
     model = DNN()
     run, logs = str(tmp_path / "run"), str(tmp_path / "increments")
-    writing = {"incremental_dir": logs, "incremental_interval_s": 0.5}
+    writing = {"increments_dir": logs, "increments_interval_s": 0.5}
     settings = {"capacity_rows": 10_000, **writing}
     job = LocalJob(tmp_path, monkeypatch, CONFIG.read_text(), **settings)
     serve = ["--checkpoint", run, "--embedding-config", str(CONFIG)]
@@ -89,7 +89,7 @@ def test_the_auc_over_http_is_that_of_the_job(tmp_path, monkeypatch, determinist
         Processes(tmp_path) as processes,
     ):
         ctx.dump_checkpoint(run, with_jit_model=True)  # nothing is trained yet
-        following = Serving(processes, *serve, "--follow", logs)
+        following = Serving(processes, *serve, "--increments-dir", logs)
         before = predict(following.address, test[0].to_bytes())
         train(ctx, data.train)
         ctx.dump_checkpoint(run, with_jit_model=True)

@@ -24,7 +24,7 @@ def test_a_job_on_three_hosts_trains_each_batch_once(tmp_path):
             "trainer 0": two,
             "trainer 1": three,
         }
-        sizes = ["--embedding_servers", "2", "--nn_workers", "2"]
+        sizes = ["--servers", "2", "--trainers", "2"]
         scripts = Scripts(tmp_path)
         with scripts.start(*sizes, num_batches=41, hosts=hosts) as job:
             ended = job.wait()

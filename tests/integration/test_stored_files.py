@@ -87,7 +87,7 @@ def test_a_server_of_inference_follows_the_increments(servers, tmp_path):
     running = servers.start(
         2,
         checkpoint=str(folder / "run"),
-        incremental_dir=str(folder / "logs"),
+        increments_dir=str(folder / "logs"),
         eviction="lfu",
         **FUSED,
     )

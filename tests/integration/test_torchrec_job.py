@@ -17,7 +17,7 @@ def test_a_script_finds_the_servers_of_its_job_and_trains_as_without_one(tmp_pat
         (tmp_path / name).mkdir()
     with Processes(tmp_path / "alone") as processes:
         alone = processes.start("alone", print_without_a_job, str(tmp_path / "alone"))
-        command = ["train_torchrec", "--embedding_servers", "2"]
+        command = ["train_torchrec", "--servers", "2"]
         script = ["--script", str(SCRIPT)]
         folder = tmp_path / "checkpoints"
         variables = {"PERSIA_CHECKPOINT_DIR": str(folder)}

@@ -20,7 +20,7 @@ def run(folder, script, num_workers, data):
         *("--data_loader", f"{EXAMPLE}/data_loader.py"),
         *("--embedding_config", f"{EXAMPLE}/embedding_config.yml"),
         *("--global_config", f"{EXAMPLE}/global_config.yml"),
-        *("--embedding_servers", "2", "--embedding_workers", str(num_workers)),
+        *("--servers", "2", "--embedding_workers", str(num_workers)),
     ]
     variables = {
         "REPRODUCIBLE": "1",

@@ -17,7 +17,7 @@ from persia_torchrec.launch import roles
 
 def train(port: int = 0) -> specs.AppDef:
     job = roles.JobSettings(
-        embedding_config="e", global_config="g", port=port, recover=False
+        embedding_config="e", global_config="g", port=port, restarts=0
     )
     counts = {"num_servers": 0, "num_workers": 0, "num_loaders": 1, "num_trainers": 1}
     return roles.app(

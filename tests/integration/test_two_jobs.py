@@ -42,7 +42,7 @@ class Comers:
         call = {
             "coordinator": (
                 coordinator.main,
-                ["--port", self._port, "--num-trainers", "1"],
+                ["--port", self._port, "--trainers", "1"],
             ),
             "trainer": (script.main, ["trainer", "nowhere.py"]),
             "loader": (script.main, ["loader", "nowhere.py"]),

@@ -34,7 +34,7 @@ def start_coordinator(job, *flags):
 
 
 def test_a_job_that_has_not_ended_in_time_is_an_error(job):
-    start_coordinator(job, "--port", str(draw_port()), "--num-trainers", "1")
+    start_coordinator(job, "--port", str(draw_port()), "--trainers", "1")
     with pytest.raises(
         JobError, match=r"must end within 0 s\. .* Give a longer timeou"
     ):
@@ -50,7 +50,7 @@ def test_a_process_that_fails_before_it_joins_is_named(job):
 
 def test_a_process_that_does_not_end_is_killed(job, monkeypatch, caplog):
     monkeypatch.setattr(timeouts, "CHILD_END_S", 0)
-    process = start_coordinator(job, "--port", str(draw_port()), "--num-trainers", "1")
+    process = start_coordinator(job, "--port", str(draw_port()), "--trainers", "1")
     os.kill(process.pid, signal.SIGSTOP)
     os.waitpid(process.pid, os.WUNTRACED)  # it is stopped
     job.end()
@@ -60,7 +60,7 @@ def test_a_process_that_does_not_end_is_killed(job, monkeypatch, caplog):
 
 def test_a_job_whose_coordinator_is_gone_has_failed(job):
     port = draw_port()
-    flags = ["--heartbeat-s", "0.1", "--num-trainers", "1"]
+    flags = ["--heartbeat-s", "0.1", "--trainers", "1"]
     process = start_coordinator(job, "--port", str(port), *flags)
     book = AddressBook.join("localhost", port, look=job.require_none_failed)
     process.kill()
@@ -75,7 +75,7 @@ def test_a_job_whose_coordinator_is_gone_has_failed(job):
 def test_the_verdict_of_a_job_is_the_status_of_its_coordinator(job, monkeypatch):
     """A coordinator that is slow to answer, or to end, has not failed."""
     port = draw_port()
-    flags = ["--heartbeat-s", "0.1", "--num-trainers", "1"]
+    flags = ["--heartbeat-s", "0.1", "--trainers", "1"]
     flags += ["--leave-timeout-s", "0.1", "--linger-s", "0"]
     process = start_coordinator(job, "--port", str(port), *flags)
     book = AddressBook.join("localhost", port, look=job.require_none_failed)

@@ -218,7 +218,7 @@ def test_a_coordinator_that_its_supervisor_ends_waits_for_none_who_never_came(
 @multiprocess
 def test_a_job_ends_with_the_process_that_started_its_coordinator(processes):
     command = [sys.executable, "-m", "persia_torchrec.job.coordinator"]
-    flags = ["--port", str(draw_port()), "--num-trainers", "1", "--heartbeat-s", "0.1"]
+    flags = ["--port", str(draw_port()), "--trainers", "1", "--heartbeat-s", "0.1"]
     flags += ["--leave-timeout-s", "3600", "--linger-s", "0"]
     parent = processes.start("parent", subprocess.run, [*command, *flags])
     parent.has_printed("the address book of job")
@@ -258,7 +258,7 @@ def test_a_member_that_joins_a_failed_job_logs_who_has_failed(processes):
 @multiprocess
 def test_a_port_in_use_ends_the_coordinator_with_an_error(processes):
     other = AddressBook.host(0)
-    arguments = ["--port", str(other.port), "--num-trainers", "1"]
+    arguments = ["--port", str(other.port), "--trainers", "1"]
     running = processes.start("coordinator", coordinator.main, arguments)
     assert running.status() == 1
     assert f"listen on port {other.port}" in running.output()
@@ -278,7 +278,7 @@ def test_a_metrics_port_in_use_names_the_job_that_has_it(
         monkeypatch.setenv("PERSIA_METRICS_PORT", str(port))
         first = job_list.record_of("first", 29400)
         with job_list.listed(first):
-            arguments = ["--port", "0", "--num-trainers", "1"]
+            arguments = ["--port", "0", "--trainers", "1"]
             running = processes.start("coordinator", coordinator.main, arguments)
             assert running.status() == 1
             why = (

@@ -174,9 +174,9 @@ def training(folder, gateway, *nums):
     script = folder / "train.py"
     script.write_text(TRAIN)
     words = " ".join(map(str, [script, *nums]))
-    arguments = ["--script", words, "--embedding_servers", "2"]
+    arguments = ["--script", words, "--servers", "2"]
     arguments += ["--nproc_per_node", str(len(nums))]
-    arguments += ["--resume_dir", str(folder / "run"), "--grace_s", "60"]
+    arguments += ["--run_dir", str(folder / "run"), "--grace_s", "60"]
     folder = folder / "-".join(map(str, nums))
     folder.mkdir()
     variables = {"PERSIA_METRICS_GATEWAY_ADDR": gateway.address}

@@ -81,7 +81,7 @@ def test_a_job_continues_when_members_coordinator_and_supervisors_are_killed(pro
 
 
 def test_a_member_that_always_raises_fails_the_job_and_is_shown_once(processes):
-    job = Job(processes, "--max-restarts", "1", server=1, trainer=1)
+    job = Job(processes, "--restarts", "1", server=1, trainer=1)
     trainer = job.start("trainer", WAIT_FOR_EVER)
     server = job.start_member("fail")
     assert [p.status() for p in (job.coordinator, trainer, server)] == [1, 1, 1]
@@ -98,7 +98,7 @@ def test_a_member_that_always_raises_fails_the_job_and_is_shown_once(processes):
 def test_a_data_loader_that_only_repeats_its_error_is_not_started_a_third_time(
     processes,
 ):
-    job = Job(processes, "--max-restarts", "9", trainer=1, loader=1)
+    job = Job(processes, "--restarts", "9", trainer=1, loader=1)
     trainer = job.start("trainer", WAIT_FOR_EVER)
     path = processes.folder / "load.py"
     path.write_text("print('it reads', flush=True)\nraise KeyError('user')\n")

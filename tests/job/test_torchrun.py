@@ -187,7 +187,7 @@ def test_a_script_that_only_repeats_its_error_is_not_started_a_third_time(
     tmp_path, num, text, num_starts
 ):
     with Processes(tmp_path) as processes:
-        job = Job(processes, "--max-restarts", "9", trainer=num)
+        job = Job(processes, "--restarts", "9", trainer=num)
         torchrun = start_trainers(processes, job, STARTS + text, num, max_restarts=3)
         assert torchrun.status() != 0
         assert job.coordinator.status() == 1

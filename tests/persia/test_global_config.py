@@ -40,7 +40,7 @@ def test_a_whole_global_config_is_read(global_config):
     assert server.capacity == 1_000_000
     assert server.num_hashmap_internal_shards == 1
     assert server.incremental_buffer_size == 5
-    assert server.incremental_dir == "/tmp/increments"
+    assert server.increments_dir == "/tmp/increments"
     assert server.incremental_channel_capacity == 7
 
 
@@ -94,7 +94,7 @@ def test_a_whole_global_config_is_read(global_config):
         ),
         (
             "embedding_parameter_server_config: {incremental_dir: ''}",
-            "_server_config.incremental_dir must be of length >= 1. Received: ''",
+            "_server_config.increments_dir must be of length >= 1. Received: ''",
         ),
         (
             "common_config: {checkpointing_config: {num_workers: 0}}",
@@ -218,9 +218,9 @@ def test_servers_write_increments_where_the_file_reports_it(
     text = text.replace("update: false", f"update: {is_on}")
     text += "  incremental_interval_seconds: 3\n  optimizer_engine: fbgemm\n"
     config = ServerConfig(**global_config(text).server_arguments())
-    assert config.incremental_dir == expected
+    assert config.increments_dir == expected
     assert config.optimizer_engine == "fbgemm"
     assert config.capacity_rows == 1_000_000
-    assert config.incremental_buffer_rows == 5
-    assert config.incremental_queue == 7
-    assert config.incremental_interval_s == 3.0
+    assert config.increments_buffer_rows == 5
+    assert config.increments_queue == 7
+    assert config.increments_interval_s == 3.0

@@ -94,22 +94,29 @@ def test_all_commands_may_have_a_supervisor():
         supervisor = f"-m persia_torchrec.job.supervisor {flags}"
         return f"{supervisor} -- {sys.executable} -m persia_torchrec.{command}"
 
-    server = becomes("embedding-parameter-server", *CONFIGS, "--recover")
+    server = becomes("embedding-parameter-server", *CONFIGS, "--restarts")
     flags = "--port 8888 --memory-dir auto"
     assert server == supervised(flags, "server --port 8888")
-    worker = becomes("embedding-worker", *CONFIGS, "--recover", "--port", "9000")
+    worker = becomes("embedding-worker", *CONFIGS, "--restarts", "--port", "9000")
     flags = "--port 9000 --memory-dir private"
     assert worker == supervised(flags, "worker --port 9000")
-    loader = becomes("data-loader", "load.py", "--recover")
+    loader = becomes("data-loader", "load.py", "--restarts")
     command = "job.script loader load.py"
     assert loader == supervised("--memory-dir private", command)
-    trainers = becomes("nn-worker", "train.py", "--recover")
+    trainers = becomes("nn-worker", "train.py", "--restarts")
     flags = "--nproc-per-node 1 --nnodes 1 --node-rank 0 --max-restarts 3"
     command = f"job.torchrun {flags} -- train.py"
     assert trainers == supervised("--memory-dir private", command)
-    coordinator = becomes("coordinator", "--recover")
+    coordinator = becomes("coordinator", "--restarts")
     command = "job.coordinator --port 29400"
     assert coordinator.startswith(supervised("--host all --port 29400", command))
+
+
+def test_the_previous_name_of_a_flag_goes_on_with_a_warning(caplog):
+    words = ("embedding-parameter-server", *CONFIGS)
+    now = becomes(*words, "--restarts")
+    assert becomes(*words, "--recover") == now
+    assert "--recover is called --restarts now" in caplog.text
 
 
 def test_a_server_learns_what_applies_gradients():
@@ -135,7 +142,7 @@ def test_words_behind_two_dashes_are_a_scripts_arguments(monkeypatch):
     assert becomes("data-loader", *words) == f"{loads} load.py --epochs 2 -- a"
     assert becomes("data-loader", *index, "--", *words[:1]) == f"{loads} load.py"
     assert becomes("data-loader", "--", *module) == f"{loads} {' '.join(module)}"
-    trains = becomes("nn-worker", "--recover", "--", *module)
+    trains = becomes("nn-worker", "--restarts", "--", *module)
     assert trains.endswith(f"--max-restarts 3 -- {' '.join(module)}")
     message = "must be a file, or -m and the name of a module"
     assert message in rejection_of(["nn-worker", "--", "--epochs", "2"])
@@ -175,7 +182,7 @@ def test_the_coordinator_is_given_the_number_of_processes_per_role():
         "--learn loader --learn trainer"
     )
     assert becomes("coordinator", "--data-loaders", "0") == (
-        "-m persia_torchrec.job.coordinator --port 29400 --num-loaders 0 "
+        "-m persia_torchrec.job.coordinator --port 29400 --data-loaders 0 "
         "--learn server --learn worker --learn trainer"
     )
     assert env.join_timeout_s() == 600
@@ -189,8 +196,8 @@ def test_the_coordinator_is_given_the_number_of_processes_per_role():
     ]
     counts += ["--data-loaders", "0", "--nn-workers", "2", "--port", "1234"]
     assert becomes("coordinator", *counts) == (
-        "-m persia_torchrec.job.coordinator --port 1234 --num-servers 4 "
-        "--num-workers 3 --num-loaders 0 --num-trainers 2"
+        "-m persia_torchrec.job.coordinator --port 1234 --servers 4 "
+        "--embedding-workers 3 --data-loaders 0 --trainers 2"
     )
     assert env.join_timeout_s() == 3  # the process reads it there
     becomes("data-loader", "load.py")
@@ -218,6 +225,10 @@ def test_a_verbose_launcher_shows_what_it_starts(monkeypatch, capsys):
     ("arguments", "message"),
     [
         (["nn-worker"], "FILE, or PERSIA_NN_WORKER_ENTRY, must name the file"),
+        (
+            ["embedding-parameter-server", *CONFIGS, "--memory-dir", "/fast"],
+            "memory_dir must be left out, as it has no effect without restarts",
+        ),
         (["data-loader"], "FILE, or PERSIA_DATALOADER_ENTRY, must name the file"),
         (["coordinator", "--join-timeout-s", "0"], "(--join-timeout-s) must be a numb"),
         (["embedding-worker"], "--embedding-config, or PERSIA_EMBEDDING_CONFIG, must"),

@@ -98,7 +98,7 @@ def persia_job(tmp_path_factory):
     port = draw_ports(9)[0]
     variables = {"PERSIA_CHECKPOINT_INTERVAL_S": "3"}
     variables["PERSIA_CHECKPOINT_DIR"] = str(folder / "checkpoints")
-    given = ("--metrics_port", str(port), "--embedding_servers", "2")
+    given = ("--metrics_port", str(port), "--servers", "2")
     with scripts.start(*given, num_batches=10**6, **variables) as job:
         job.metrics_port, job.folder = port, folder
         job.has_printed("automatic checkpoint")

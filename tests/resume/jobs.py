@@ -173,10 +173,10 @@ def _job(folder: Path, cell: Cell, *, stops: bool) -> Iterator[ForkedJob]:
     given |= {"save_steps": SAVE_STEPS, "stop": cell.stop if stops else 0}
     job = ForkedJob(
         folder,
-        *("train_torchrec", "--embedding_servers", "1"),
+        *("train_torchrec", "--servers", "1"),
         *("--script", f"{ROOT}/tests/resume/job_script.py"),
-        *("--nn_workers", str(cell.num_trainers), "--python", sys.executable),
-        *("--resume_dir", str(folder / "run"), "--grace_s", "30"),
+        *("--trainers", str(cell.num_trainers), "--python", sys.executable),
+        *("--run_dir", str(folder / "run"), "--grace_s", "30"),
         variables={
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",

@@ -50,8 +50,8 @@ def limit(server, num_bytes):
 def test_a_full_disk_keeps_the_previous_checkpoint_and_the_training_continues(tmp_path):
     run, logs = tmp_path / "run", str(tmp_path / "increments")
     with Processes(tmp_path) as processes:
-        flags = "--standalone", "--capacity", "5000", "--incremental-dir", logs
-        flags = *flags, "--incremental-interval-s", "0.05"
+        flags = "--standalone", "--capacity", "5000", "--increments-dir", logs
+        flags = *flags, "--increments-interval-s", "0.05"
         server = processes.start("server", main, flags)
         server.has_printed("ready ")
         address = server.output().partition("ready ")[2].split()[0]

@@ -32,7 +32,7 @@ ITEM = TableSpec(name="item", dim=5, optimizer=Adam(0.1))
 START_A_CLUSTER = """
 import time
 from persia_torchrec.server.cluster import EmbeddingCluster
-with EmbeddingCluster.local(num_servers=2, capacity=10) as cluster:
+with EmbeddingCluster.local(servers=2, capacity=10) as cluster:
     print(*[process.pid for process in cluster.processes], flush=True)
     time.sleep(60)
 """
@@ -68,7 +68,7 @@ def train(client):
 def test_a_cluster_trains_as_a_server_in_this_process_and_ends_with_its_block():
     with Servers() as servers:
         expected = train(servers.client(servers.start()))
-    with EmbeddingCluster.local(num_servers=2, capacity=100) as cluster:
+    with EmbeddingCluster.local(servers=2, capacity=100) as cluster:
         assert len(cluster.addresses) == len(cluster.processes) == 2
         client = EmbeddingClient.connect(cluster.addresses)
         assert train(client).tobytes() == expected.tobytes()
@@ -85,7 +85,7 @@ def test_a_cluster_trains_as_a_server_in_this_process_and_ends_with_its_block():
 def test_servers_are_ended_when_their_block_raises():
     with (
         pytest.raises(KeyError),
-        EmbeddingCluster.local(num_servers=1, capacity=10) as cluster,
+        EmbeddingCluster.local(servers=1, capacity=10) as cluster,
     ):
         raise KeyError
     assert cluster.processes[0].returncode == 0
@@ -109,7 +109,7 @@ def test_a_server_whose_parent_dies_while_it_starts_ends_too():
 
 
 def test_a_server_that_is_killed_fails_its_pending_requests_at_once_and_by_name():
-    with EmbeddingCluster.local(num_servers=2, capacity=100) as cluster:
+    with EmbeddingCluster.local(servers=2, capacity=100) as cluster:
         client = EmbeddingClient.connect(cluster.addresses)
         client.add_tables([ITEM])
         split = client.split(ids_of(1, 2, 3))
@@ -127,7 +127,7 @@ def test_a_server_that_is_killed_fails_its_pending_requests_at_once_and_by_name(
 
 def test_a_server_that_cannot_start_is_an_error_that_names_it(capfd):
     with pytest.raises(ServerError, match="server 0: ended with exit status 1"):
-        EmbeddingCluster.local(num_servers=1, capacity=2**33)
+        EmbeddingCluster.local(servers=1, capacity=2**33)
     assert "ConfigError: capacity_rows must be in [1, " in capfd.readouterr().err
 
 
@@ -142,7 +142,7 @@ def test_a_server_that_is_killed_while_it_starts_is_named_with_the_signal():
 
 def test_servers_that_are_not_ready_in_time_are_an_error():
     with pytest.raises(ServerError, match=r"server 0: not ready in time"):
-        EmbeddingCluster.local(num_servers=2, capacity=10, start_timeout_s=0.01)
+        EmbeddingCluster.local(servers=2, capacity=10, start_timeout_s=0.01)
 
 
 def test_the_time_in_which_a_server_compiles_does_not_count(monkeypatch):
@@ -193,7 +193,7 @@ def test_a_child_reports_its_parent_when_it_compiles():
 def test_a_cluster_of_nothing_is_rejected(num_servers, capacity):
     message = rf"must be >= 1\. Received: {num_servers} and {capacity}\."
     with pytest.raises(ConfigError, match=message):
-        EmbeddingCluster.local(num_servers=num_servers, capacity=capacity)
+        EmbeddingCluster.local(servers=num_servers, capacity=capacity)
 
 
 @pytest.mark.parametrize(("num_servers", "capacity"), [(0, 10), (1, -1)])
@@ -258,14 +258,14 @@ def test_a_server_by_itself_finds_its_shard_and_serves_metrics(monkeypatch):
 @pytest.mark.long
 @pytest.mark.multiprocess
 def test_a_second_cluster_does_not_write_increments_in_the_same_folder(tmp_path, capfd):
-    with EmbeddingCluster.local(1, incremental_dir=str(tmp_path)):
+    with EmbeddingCluster.local(1, increments_dir=str(tmp_path)):
         with (
             pytest.raises(ServerError),
-            EmbeddingCluster.local(1, incremental_dir=str(tmp_path)),
+            EmbeddingCluster.local(1, increments_dir=str(tmp_path)),
         ):
             pass
         assert "must have one writer. Received: job 'process" in capfd.readouterr().err
-    with EmbeddingCluster.local(1, incremental_dir=str(tmp_path)):
+    with EmbeddingCluster.local(1, increments_dir=str(tmp_path)):
         pass
 
 
@@ -275,7 +275,7 @@ def test_a_cluster_that_is_dropped_leaves_no_process_thread_or_file(restarts, ca
         return len(list(Path("/proc/self/fd").iterdir()))
 
     threads, files = threading.active_count(), num_files()
-    cluster = EmbeddingCluster.local(num_servers=1, capacity=10, restarts=restarts)
+    cluster = EmbeddingCluster.local(servers=1, capacity=10, restarts=restarts)
     pids = [process.pid for process in cluster.processes]
     del cluster
     wait_until(lambda: not any(map(is_running, pids)), "the servers end")

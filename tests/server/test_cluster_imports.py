@@ -38,9 +38,7 @@ def test_a_server_process_trains_with_an_optimizer_from_outside_of_the_package()
     for step, grads in enumerate(all_grads, 1):
         means = 0.5 * means + grads
         weights -= 0.25 * step * np.sign(means)
-    cluster = EmbeddingCluster.local(
-        num_servers=1, imports=["tests.support.toy_optimizer"]
-    )
+    cluster = EmbeddingCluster.local(servers=1, imports=["tests.support.toy_optimizer"])
     with cluster:
         client = EmbeddingClient.connect(cluster.addresses)
         rows = train(client, all_grads)
@@ -51,7 +49,7 @@ def test_a_server_process_trains_with_an_optimizer_from_outside_of_the_package()
 
 @pytest.mark.multiprocess
 def test_a_server_without_the_module_names_the_option():
-    with EmbeddingCluster.local(num_servers=1) as cluster:
+    with EmbeddingCluster.local(servers=1) as cluster:
         client = EmbeddingClient.connect(cluster.addresses)
         with pytest.raises(PersiaError, match=r"one of \['adagrad', .*--import"):
             client.add_tables([ITEM])

@@ -21,7 +21,7 @@ def test_no_update_is_lost_or_applied_twice_while_servers_are_killed(servers):
 
 def test_a_server_that_cannot_start_again_is_given_up(monkeypatch, caplog):
     monkeypatch.setattr(cluster_module, "_MAX_FAILED_STARTS", 1)
-    with EmbeddingCluster.local(num_servers=1, capacity=10, restarts=True) as cluster:
+    with EmbeddingCluster.local(servers=1, capacity=10, restarts=True) as cluster:
         client = EmbeddingClient.connect(cluster.addresses, recovery_s=1.0)
         os.pwrite(cluster.kept[0].memory, b"\0" * 8, 0)  # no memory of a store
         cluster.processes[0].kill()

@@ -228,7 +228,7 @@ def test_rows_are_as_old_as_their_checkpoint_before_the_first_increment(
     created = datetime.fromisoformat(manifest["created"])
     manifest["created"] = (created - timedelta(seconds=an_hour_ago)).isoformat()
     path.write_text(json.dumps(manifest))
-    served, _ = serve(trained[0], incremental_dir=str(tmp_path / "increments"))
+    served, _ = serve(trained[0], increments_dir=str(tmp_path / "increments"))
     finish(served)
     age_ms = served.counters()["increment_age_ms"]
     assert an_hour_ago <= age_ms / 1000 < an_hour_ago + DEADLINE_S
@@ -366,11 +366,11 @@ def behind(servers, tmp_path, caplog, monkeypatch):
     client = servers.client(servers.start())
     client.add_tables([replace(ITEM, name="other")])
     client.checkpoints.dump(run)
-    config = ServerConfig(checkpoint=run, incremental_dir=logs)
+    config = ServerConfig(checkpoint=run, increments_dir=logs)
     served = ServedCheckpoint(config, config.make_store(), Activity())
     assert served.work(100) < 100
     wait_until(lambda: "num_rows=0" in caplog.text, "the checkpoint is read")
-    training = servers.client(servers.start(incremental_dir=logs))
+    training = servers.client(servers.start(increments_dir=logs))
     training.add_tables([ITEM])
     training.write("item", ids_of(1), np.ones((1, 4), np.float32))
     yield served, lambda: training.checkpoints.dump(run)

@@ -50,7 +50,7 @@ def test_followers_that_read_an_increment_which_is_torn_later_load_again(
     training.running[0].stop()
     *_, last = sorted(Path(training.logs).glob("*/*.increment"))
     last.write_bytes(last.read_bytes()[:-1])
-    config = ServerConfig(capacity_rows=1000, incremental_dir=training.logs, **WRITING)
+    config = ServerConfig(capacity_rows=1000, increments_dir=training.logs, **WRITING)
     again = RunningServer(config, before=lambda server: server.restore(training.run))
     try:
         training.client = servers.client([again])

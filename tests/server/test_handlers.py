@@ -50,7 +50,7 @@ def recording(servers, monkeypatch):
 def cluster():
     """A server in a process of its own."""
     settings = {"eviction": "lfu", "optimizer_engine": "compiled"}
-    with EmbeddingCluster.local(num_servers=1, capacity=10, **settings) as cluster:
+    with EmbeddingCluster.local(servers=1, capacity=10, **settings) as cluster:
         yield cluster
 
 

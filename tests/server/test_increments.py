@@ -274,7 +274,7 @@ def test_a_restart_without_all_increments_is_rejected(servers, training):
 
 
 def test_everything_is_written_at_the_end_of_a_training(servers, tmp_path):
-    training = Training(servers, tmp_path, incremental_interval_s=1000.0)
+    training = Training(servers, tmp_path, increments_interval_s=1000.0)
     training.train(*range(20))
     training.dump()
     training.train(*range(10, 40))
@@ -287,7 +287,7 @@ def test_everything_is_written_at_the_end_of_a_training(servers, tmp_path):
 
 
 def test_a_log_that_cannot_be_ended_is_named_in_the_log_file(servers, tmp_path, caplog):
-    training = Training(servers, tmp_path, 1, incremental_interval_s=1000.0)
+    training = Training(servers, tmp_path, 1, increments_interval_s=1000.0)
     training.train(1, 2)
     for path in (tmp_path / "increments").iterdir():
         shutil.rmtree(path)
@@ -297,7 +297,7 @@ def test_a_log_that_cannot_be_ended_is_named_in_the_log_file(servers, tmp_path, 
 
 def test_many_changes_begin_an_increment_before_the_interval_ends(servers, tmp_path):
     training = Training(
-        servers, tmp_path, 1, incremental_interval_s=1000.0, incremental_buffer_rows=30
+        servers, tmp_path, 1, increments_interval_s=1000.0, increments_buffer_rows=30
     )
     for _ in range(4):  # each row counts once
         training.train(*range(25))
@@ -332,7 +332,7 @@ def test_training_does_not_wait_for_a_file_system_that_hangs(
 ):
     monkeypatch.setattr(timeouts, "INCREMENTS_RETRY_S", 0.01)
     training = Training(
-        servers, tmp_path, 1, incremental_buffer_rows=5, incremental_queue=1
+        servers, tmp_path, 1, increments_buffer_rows=5, increments_queue=1
     )
     training.dump()
     released, created = threading.Event(), Folder.created
@@ -450,7 +450,7 @@ def test_a_restart_keeps_its_own_settings(servers, tmp_path):
 
 def test_everything_is_written_at_the_end_of_a_backlog(servers, tmp_path, monkeypatch):
     training = Training(
-        servers, tmp_path, 1, incremental_interval_s=0.001, incremental_queue=1
+        servers, tmp_path, 1, increments_interval_s=0.001, increments_queue=1
     )
     training.dump()
     created = Folder.created
@@ -488,7 +488,7 @@ def test_a_follower_of_other_tables_keeps_its_rows(servers, tmp_path):
     training.running[0].stop()
     shutil.rmtree(tmp_path / "increments")
     wider = TableSpec(name="item", dim=8, optimizer=Adagrad(0.1))
-    servers_of_other = servers.start(1, incremental_dir=training.logs, **WRITING)
+    servers_of_other = servers.start(1, increments_dir=training.logs, **WRITING)
     other = servers.client(servers_of_other)
     other.add_tables([wider])
     split = other.split(ids_of(1))
@@ -501,11 +501,11 @@ def test_a_follower_of_other_tables_keeps_its_rows(servers, tmp_path):
 
 def test_a_folder_that_cannot_be_made_is_an_error_at_the_start(tmp_path):
     (tmp_path / "file").write_text("")
-    config = ServerConfig(incremental_dir=str(tmp_path / "file" / "increments"))
+    config = ServerConfig(increments_dir=str(tmp_path / "file" / "increments"))
     with pytest.raises(CheckpointError, match=r"Could not make .*file/increments"):
         EmbeddingServer(config)
-    with pytest.raises(ConfigError, match="incremental_interval_s must be > 0"):
-        ServerConfig(incremental_interval_s=0)
+    with pytest.raises(ConfigError, match="increments_interval_s must be > 0"):
+        ServerConfig(increments_interval_s=0)
 
 
 def test_a_log_of_many_times_the_rows_is_warned_of(

@@ -38,7 +38,7 @@ def small_logs(monkeypatch):
 
 @pytest.fixture
 def training(servers, tmp_path):
-    ratio = {"incremental_base_ratio": 1e-6}
+    ratio = {"increments_base_ratio": 1e-6}
     training = Training(servers, tmp_path, **ratio)
     training.train(*range(40))
     training.train(*range(40), table="other")
@@ -163,7 +163,7 @@ def test_no_delta_is_saved_whose_increments_were_deleted(training):
 
 
 def test_there_is_none_where_it_is_turned_off(servers, tmp_path):
-    training = Training(servers, tmp_path, 1, incremental_base_ratio=0)
+    training = Training(servers, tmp_path, 1, increments_base_ratio=0)
     wait_until(lambda: grows(training), "the log has grown")
     assert read_base(Folder(training.logs)) is None
     assert OTHER.name in training.client.tables

@@ -33,7 +33,7 @@ class Busy:
         self.activity = Activity(clock.monotonic, clock.thread_time)
         self.store = EmbeddingStore(1000)
         self.store.add_table(COUNT)
-        logs = {"incremental_dir": str(folder), "incremental_interval_s": INTERVAL_S}
+        logs = {"increments_dir": str(folder), "increments_interval_s": INTERVAL_S}
         config = ServerConfig(capacity_rows=1000, **logs)
         self.increments = Increments(config, self.store, self.activity)
         self.work()
@@ -116,7 +116,7 @@ def test_late_increments_are_logged(busy, monkeypatch, caplog):
 
 @pytest.mark.multiprocess
 def test_a_job_continues_and_learns_what_was_lost_with_a_memory(tmp_path):
-    flags = "--incremental-interval-s", "1000", "--incremental-buffer-rows", "40"
+    flags = "--increments-interval-s", "1000", "--increments-buffer-rows", "40"
     with counted_job(tmp_path, *flags) as (job, book):
         for number in range(2):
             job.train(number)

@@ -81,7 +81,7 @@ def test_half_a_load_is_never_served(server, source, tmp_path):
         task = client.checkpoints.start_load(after)
         server.dies()
         task.cancel()  # so that no client repeats it
-    server.start("--resume-dir", before)
+    server.start("--run-dir", before)
     with server.connect() as client:
         client.learn_tables()
         assert rows_of(client) == expected
@@ -90,8 +90,8 @@ def test_half_a_load_is_never_served(server, source, tmp_path):
 
 def test_a_restore_is_repeated_when_the_server_was_killed_in_it(server, tmp_path):
     run, logs = str(tmp_path / "run"), str(tmp_path / "increments")
-    flags = "--incremental-dir", logs, "--incremental-interval-s", "0.02"
-    flags = *flags, "--resume-dir", run
+    flags = "--increments-dir", logs, "--increments-interval-s", "0.02"
+    flags = *flags, "--run-dir", run
     server.start(*flags)
     with server.connect() as client:
         client.add_tables([SPEC])

@@ -42,7 +42,7 @@ IDS = np.arange(60, dtype=np.uint64)
 def other(tmp_path):
     """Server 1 of two, which keeps its rows."""
     logs = str(tmp_path / "increments")
-    settings = {"incremental_dir": logs, "incremental_interval_s": 0.02}
+    settings = {"increments_dir": logs, "increments_interval_s": 0.02}
     config = ServerConfig(shard=1, num_shards=2, capacity_rows=1000, **settings)
     server = RunningServer(config)
     yield server
@@ -72,8 +72,8 @@ def start(processes, name, port, *flags, **env):
         *(name, main),
         (
             *("--shard", "0", "--num-shards", "2", "--capacity", "1000"),
-            *("--incremental-dir", str(processes.folder / "increments")),
-            *("--incremental-interval-s", "0.02", "--port", str(port)),
+            *("--increments-dir", str(processes.folder / "increments")),
+            *("--increments-interval-s", "0.02", "--port", str(port)),
             *flags,
         ),
         env=env,
@@ -94,7 +94,7 @@ def test_a_server_that_lost_its_memory_continues_and_its_followers_too(
         become_equal(follower, first)
         expected = first.client.read("item", IDS).tobytes()
         server.kill()
-        flags = "--standalone", "--resume-dir", first.run
+        flags = "--standalone", "--run-dir", first.run
         server = start(processes, "second", port, *flags, PERSIA_RESTARTS="1")
         address = address_of(server)
         wait_until(lambda: "rows are gone" in told(first.client), "it is told")
@@ -118,7 +118,7 @@ def test_a_job_that_continues_another_one_has_lost_nothing(
     client.add_tables([COUNT])
     client.write("count", IDS[:7], np.ones((7, 1), np.float32))
     client.checkpoints.dump(tmp_path / "run")
-    flags = "--standalone", "--resume-dir", str(tmp_path / "run")
+    flags = "--standalone", "--run-dir", str(tmp_path / "run")
     server = processes.start("next", main, flags)
     with closing(EmbeddingClient.connect([address_of(server)])) as client:
         [counters] = client.counters()

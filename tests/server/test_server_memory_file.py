@@ -93,7 +93,7 @@ def test_increments_continue_with_the_next_process_of_the_file(servers, path, tm
     folder = tmp_path / "increments"
     # What a process without increments changes is in no log: none continues behind it.
     for kind in ("empty", "log", "log", None, "unknown", "log"):
-        own = {} if kind is None else {"incremental_dir": str(folder)}
+        own = {} if kind is None else {"increments_dir": str(folder)}
         [server] = servers.start(memory_file=path, **own)
         client = servers.client([server])
         client.add_tables([SPEC])
@@ -107,13 +107,13 @@ def test_changes_that_no_increment_had_come_with_the_next_process(
     processes, servers, path, tmp_path
 ):
     logs, run = str(tmp_path / "increments"), str(tmp_path / "run")
-    writing = "--capacity", "300", "--incremental-dir", logs, "--incremental-interval-s"
+    writing = "--capacity", "300", "--increments-dir", logs, "--increments-interval-s"
     server, address = start(processes, "first", path, *writing, "1000")
     with closing(EmbeddingClient.connect([address])) as client:
         client.add_tables([SPEC])
         train(client, 0)
         client.checkpoints.dump(run)
-        [following] = servers.start(checkpoint=run, incremental_dir=logs)
+        [following] = servers.start(checkpoint=run, increments_dir=logs)
         follower = servers.client([following])
         train(client, 1)
         others = ids_of(*range(10_000, 10_050))  # others leave for these

@@ -146,7 +146,7 @@ def test_sigterm_to_all_processes_drains_the_server_before_they_end(trained, tmp
             processes,
             *("--checkpoint", str(trained.checkpoint)),
             *("--embedding-config", str(trained.embedding_config)),
-            *("--num-servers", "2", "--drain-s", str(DEADLINE_S)),
+            *("--servers", "2", "--drain-s", str(DEADLINE_S)),
         )
         body = PersiaBatch.to_bytes(EVALUATION[0])
 
@@ -188,8 +188,8 @@ def test_sigterm_to_all_processes_drains_the_server_before_they_end(trained, tmp
         (["--workers-of-job"], "must belong to a job: PERSIA_STORE_PORT is not set"),
         ([], "--embedding-config, or PERSIA_EMBEDDING_CONFIG, is needed"),
         (
-            ["--workers", "127.0.0.1:1", "--follow", "increments"],
-            r"--follow cannot be combined with embedding workers",
+            ["--workers", "127.0.0.1:1", "--increments-dir", "increments"],
+            r"--increments-dir cannot be combined with embedding workers",
         ),
     ],
 )

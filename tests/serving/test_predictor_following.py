@@ -60,7 +60,7 @@ def test_an_inference_job_follows_a_training_by_its_global_config(
 ):
     torch.manual_seed(0)
     logs, run = tmp_path / "increments", tmp_path / "run"
-    writing = {"incremental_dir": str(logs), "incremental_interval_s": 0.05}
+    writing = {"increments_dir": str(logs), "increments_interval_s": 0.05}
     training = LocalJob(tmp_path, monkeypatch, CONFIG, **writing)
     settings = {"embedding_config": EmbeddingConfig((-1, 1))}
     with training, training.train_ctx(Dense(), Adagrad(0.5), **settings) as ctx:
@@ -70,7 +70,7 @@ def test_an_inference_job_follows_a_training_by_its_global_config(
             *(processes, run, training.config_path),
             num_servers=3,
             capacity=1000,
-            incremental_dir=logs,
+            increments_dir=logs,
         )
         for shard in range(3):
             job.server(shard)
@@ -107,7 +107,7 @@ def test_predictions_follow_a_training(tmp_path, monkeypatch):
     torch.manual_seed(0)
     model = Dense()
     logs, run = str(tmp_path / "increments"), str(tmp_path / "run")
-    writing = {"incremental_dir": logs, "incremental_interval_s": 0.05}
+    writing = {"increments_dir": logs, "increments_interval_s": 0.05}
     job = LocalJob(tmp_path, monkeypatch, CONFIG, **writing)
     settings = {"embedding_config": EmbeddingConfig((-1, 1))}
     with job, job.train_ctx(model, Adagrad(0.5), **settings) as ctx:
@@ -116,7 +116,7 @@ def test_predictions_follow_a_training(tmp_path, monkeypatch):
         first = evaluate(model)
         schema = load_embedding_config(job.config_path)
         opened = partial(open_slots, schema=schema)
-        hosting = host_checkpoint(run, opened, num_servers=2, incremental_dir=logs)
+        hosting = host_checkpoint(run, opened, num_servers=2, increments_dir=logs)
         with hosting as reader, contextlib.ExitStack() as stack:
             predictor = Predictor(reader, load_model(run, "jit_dense.pt"))
             stack.enter_context(following_model(predictor, run, "jit_dense.pt", 0.1))

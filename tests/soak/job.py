@@ -74,8 +74,8 @@ def serve(shard: int, folder: str) -> None:
         shard=shard,
         num_shards=NUM_SERVERS,
         capacity_rows=CAPACITY,
-        incremental_dir=f"{folder}/increments",
-        incremental_interval_s=0.5,
+        increments_dir=f"{folder}/increments",
+        increments_interval_s=0.5,
         memory_file=f"{folder}/memory-{shard}",
     )
     server = EmbeddingServer(config)

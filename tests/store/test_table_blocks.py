@@ -544,7 +544,7 @@ def test_the_end_of_a_log_has_the_thresholds_of_the_period_that_has_ended(
     monkeypatch.setattr(table_blocks, "SLICE_ROWS", 2)
     store = open_store(capacity_rows=200)
     before = store.states[0].thresholds.tolist()
-    config = ServerConfig(capacity_rows=200, incremental_dir=str(tmp_path))
+    config = ServerConfig(capacity_rows=200, increments_dir=str(tmp_path))
     increments = Increments(config, store, Activity())
     increments.work(0)  # begins the log
     lose_blocks(store)

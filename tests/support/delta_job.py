@@ -119,12 +119,12 @@ class Job(Trainer):
         tables=SETTINGS,
         **settings,
     ):
-        settings = {"incremental_interval_s": NEVER_S, **settings}
-        settings.setdefault("incremental_dir", str(folder / "increments"))
+        settings = {"increments_interval_s": NEVER_S, **settings}
+        settings.setdefault("increments_dir", str(folder / "increments"))
         self.servers = servers.start(num_servers, **settings)
         client = servers.client(self.servers)
         super().__init__(client, folder, {n: tables[n] for n in names}, num_ids)
-        if settings["incremental_dir"] is not None:
+        if settings["increments_dir"] is not None:
             wait_until(
                 lambda: all(
                     server.server.shard.checkpoints._increments.is_writing

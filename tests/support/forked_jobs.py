@@ -3,7 +3,7 @@
 A job is made from a component's own roles, and each process does what ``python -m``
 does. The processes come from the tests' forkserver, which has imported TorchRec: a job
 of six is up within a second, and not within ten. What supervisors and torchrun start
-does not: without ``--recover`` there are none.
+does not: without ``--restarts`` there are none.
 """
 
 import os
@@ -77,7 +77,7 @@ class ForkedJob:
         function = getattr(jobs, component)
         self.port = draw_port()
         port = ["--port", str(self.port)]
-        once = [] if "--recover" in arguments else ["--recover", "False"]
+        once = [] if "--restarts" in arguments else ["--restarts", "0"]
         app = materialize_appdef(function, [*arguments, *port, *once])
         self.job_id = f"{app.name}-{uuid.uuid4().hex[:8]}"
         self._processes = Processes(folder)

@@ -15,7 +15,7 @@ from tests.support.servers import ids_of
 ITEM = TableSpec(name="item", dim=4, optimizer=Adagrad(0.1))
 OTHER = TableSpec(name="other", dim=2, optimizer=SGD(0.5))
 
-WRITING = {"incremental_interval_s": 0.02}
+WRITING = {"increments_interval_s": 0.02}
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ class Training:
         self.folder = folder
         self.logs = str(folder / "increments")
         self.run = str(folder / "run")
-        settings = {**WRITING, "incremental_dir": self.logs, **settings}
+        settings = {**WRITING, "increments_dir": self.logs, **settings}
         self.running = servers.start(num_servers, **settings)
         self.client = servers.client(self.running)
         self.client.add_tables(list(specs))
@@ -76,7 +76,7 @@ def follow(servers, training, num_servers=1, run=None, **settings):
     running = servers.start(
         num_servers,
         checkpoint=run or training.run,
-        incremental_dir=training.logs,
+        increments_dir=training.logs,
         **settings,
     )
     client = servers.client(running)

@@ -83,7 +83,7 @@ def train_through_kills(servers, num_kills):
     """
     with ExitStack() as stack:
         cluster = stack.enter_context(
-            EmbeddingCluster.local(num_servers=2, capacity=5000, restarts=True)
+            EmbeddingCluster.local(servers=2, capacity=5000, restarts=True)
         )
         shares = [None, None, *(Share(9, 1, rank, 2, 600_000) for rank in range(2))]
         trainers = [Trainer(cluster, n, share) for n, share in enumerate(shares)]

@@ -27,7 +27,7 @@ class Server:
             shard=shard,
             num_shards=num_shards,
             capacity_rows=CAPACITY,
-            incremental_dir=str(folder / "increments"),
+            increments_dir=str(folder / "increments"),
         )
         self.store = self.config.make_store()
         self.store.add_tables([spec])

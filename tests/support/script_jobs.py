@@ -47,6 +47,15 @@ def draw_service_ports() -> dict[str, int]:
     }
 
 
+_COUNTS = {
+    "server": "servers",
+    "worker": "embedding-workers",
+    "loader": "data-loaders",
+    "trainer": "trainers",
+    "predictor": "predictors",
+}
+
+
 class Job:
     """A job whose coordinator is up; scripts are written and started by name."""
 
@@ -65,7 +74,7 @@ class Job:
         arguments = ["--port", str(self.port), "--heartbeat-s", "0.1"]
         arguments += ["--silent-s", "20", "--linger-s", "0", *options]
         for role, count in counts.items():
-            arguments += [f"--num-{role}s", str(count)]
+            arguments += [f"--{_COUNTS[role]}", str(count)]
         name = f"coordinator-{self.port}"
         main = partial(run_coordinator, stalled_s=stalled_s)
         if recovers:

@@ -38,7 +38,7 @@ class Counted:
     def __init__(self, processes, book, *flags):
         self._processes, self._book, self.num_starts = processes, book, 0
         self._flags = "--port", str(draw_port()), "--capacity", "1000000", *flags
-        self._logs = "--incremental-dir", str(processes.folder / "increments")
+        self._logs = "--increments-dir", str(processes.folder / "increments")
         self.run = str(processes.folder / "run")
         self.start()
         self.client = EmbeddingClient.connect(

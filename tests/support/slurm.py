@@ -369,7 +369,7 @@ def adult_income(
         *(*JOB, "--nn_worker", EXAMPLE / "train.py", "--data_loader", "load.py"),
         *("--embedding_config", EXAMPLE / "embedding_config.yml"),
         *("--global_config", EXAMPLE / "global_config.yml"),
-        *("--embedding_servers", 2, "--port", draw_port(), *arguments),
+        *("--servers", 2, "--port", draw_port(), *arguments),
         variables={**DATA, **variables},
     )
 

@@ -28,10 +28,10 @@ def uneven_job(
     """
     job = ForkedJob(
         folder,
-        *("train_torchrec", "--embedding_servers", "2"),
+        *("train_torchrec", "--servers", "2"),
         *("--script", f"{ROOT}/tests/support/uneven_script.py"),
         *("--nproc_per_node", "2", "--python", sys.executable),
-        *("--recover", "True", "--max_restarts", "1000"),
+        *("--restarts", "1000"),
         variables={
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)]),
             "PERSIA_CHECKPOINT_DIR": str(folder / "checkpoints"),

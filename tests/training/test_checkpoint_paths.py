@@ -116,7 +116,7 @@ def export(path, job, model, _):
 
 
 def write_increments(path, *_):
-    EmbeddingCluster.local(1, incremental_dir=path)
+    EmbeddingCluster.local(1, increments_dir=path)
 
 
 MAKERS = dump, save, continue_at, export

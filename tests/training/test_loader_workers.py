@@ -71,9 +71,9 @@ def end_by_signal(
     """Train until signals come; return the steps, that of the checkpoint, the end."""
     script = folder / "train.py"
     script.write_text(SCRIPT)
-    arguments = ["--script", f"{script} {start} {kind}", "--embedding_servers", "1"]
-    arguments += ["--resume_dir", str(folder / "run"), "--grace_s", "20"]
-    arguments += ["--nn_workers", str(num_trainers)]
+    arguments = ["--script", f"{script} {start} {kind}", "--servers", "1"]
+    arguments += ["--run_dir", str(folder / "run"), "--grace_s", "20"]
+    arguments += ["--trainers", str(num_trainers)]
     trainers = [f"trainer {index}" for index in range(num_trainers)]
     with ForkedJob(folder, "train_torchrec", *arguments) as job:
         job.has_printed(f"step {first_step}.")

@@ -117,7 +117,7 @@ def test_deltas_continue_after_a_restart(start):
 
 
 def test_later_changes_are_not_in_a_delta(start):
-    job = job_with_deltas(start, incremental_interval_s=0.02)
+    job = job_with_deltas(start, increments_interval_s=0.02)
     job.save_delta()
     expected = job.snapshot()
     job.train(6)
@@ -177,13 +177,13 @@ def test_a_delta_needs_increments_and_a_checkpoint(start):
     job = start(1)
     with pytest.raises(CheckpointError, match="must be a checkpoint, or hold one"):
         job.save_delta()
-    without = start(1, incremental_dir=None)
+    without = start(1, increments_dir=None)
     without.save()
     with pytest.raises(CheckpointError, match="must write increments"):
         without.save_delta()
     both = without.client, without.sharders
     deltas = recoverable(without.run, without.state, *both, delta_interval_s=5)
-    with pytest.raises(ConfigError, match=r"an interval of 5 s, .*--incremental_dir"):
+    with pytest.raises(ConfigError, match=r"an interval of 5 s, .*--increments_dir"):
         deltas.__enter__()
 
 
@@ -207,7 +207,7 @@ def checkpoints_of(job):
 
 def increments_of(job):
     """Return the numbers of increments that are there, by log, oldest first."""
-    logs = Folder(job.servers[0].server.shard.config.incremental_dir)
+    logs = Folder(job.servers[0].server.shard.config.increments_dir)
     lines = increment_log.find_lines(logs, {})
     return [
         increment_log.list_increments(logs.child(line.logs[0].name)) for line in lines
@@ -240,7 +240,7 @@ def test_logs_of_earlier_starts_are_deleted_when_nothing_needs_them(start):
         job = start(2, names=PLAIN)
         job.load()
     assert len(increments_of(job)) > 2
-    logs = Folder(job.servers[0].server.shard.config.incremental_dir)
+    logs = Folder(job.servers[0].server.shard.config.increments_dir)
     half_deleted = increment_log.find_lines(logs, {})[0].logs[0].name
     logs.child(half_deleted).remove(increment_log.LOG_FILE)
     job.train(1)

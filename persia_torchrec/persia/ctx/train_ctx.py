@@ -156,7 +156,7 @@ class TrainCtx(EmbeddingCtx):
             trainers again, as ``torchrun --max-restarts`` does. One is saved when the
             block ends well, too, and when the job is told to end from outside, after
             the current step. They are in
-            ``PERSIA_RESUME_DIR``, or in a folder of the job in
+            ``PERSIA_RUN_DIR``, or in a folder of the job in
             ``PERSIA_CHECKPOINT_DIR``, which trainers and servers share.
         resume: "exact" takes the servers back to the checkpoint; with "rows_ahead" rows
             keep the updates since. None: ``PERSIA_RESUME``, or else "exact".

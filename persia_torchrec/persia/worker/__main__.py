@@ -27,6 +27,7 @@ from persia_torchrec.job.member import JobMember, tell_before_joining
 from persia_torchrec.job.service import Lifetime, report_ready, run_service
 from persia_torchrec.lookup.pooling import warm_up
 from persia_torchrec.parsing.command_line import ImportFlags, parse_flags
+from persia_torchrec.parsing.settings import declared
 from persia_torchrec.persia import global_config
 from persia_torchrec.persia.worker.process import (
     IdBuffer,
@@ -56,13 +57,13 @@ class WorkerFlags(ImportFlags):
     """Address to listen on [in a job, the interface that leads to its coordinator]"""
     port: int = 0
     """Port to listen on; 0 takes a free one."""
-    embedding_config: str | None = field(default_factory=env.embedding_config_path)
-    """Path of embedding_config.yml [PERSIA_EMBEDDING_CONFIG]"""
-    global_config: str | None = field(default_factory=env.global_config_path)
-    """Path of global_config.yml [PERSIA_GLOBAL_CONFIG]"""
-    metrics_port: int | None = None
-    """Serve /metrics, /healthz and /readyz at this port, or the next that is free; 0:
-    do not [PERSIA_METRICS_PORT]"""
+    embedding_config: str | None = declared(
+        "embedding_config", default_factory=env.embedding_config_path
+    )
+    global_config: str | None = declared(
+        "global_config", default_factory=env.global_config_path
+    )
+    metrics_port: int | None = declared("metrics_port", default=None)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -385,7 +385,7 @@ def train_and_stop(job, batches, num, **settings):
 def test_a_resume_that_gets_other_batches_is_an_error(
     start, tmp_path, monkeypatch, differs_at
 ):
-    monkeypatch.setenv("PERSIA_RESUME_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("PERSIA_RUN_DIR", str(tmp_path / "run"))
     monkeypatch.setattr(
         train_ctx, "_numbers", repeat(1)
     )  # as in processes of their own
