@@ -25,10 +25,11 @@ empty variable counts as unset, for launchers that write out every variable.
     TORCHX_JOB_ID                              scheduler and id of the job (torchx)
     PERSIA_JOIN_TIMEOUT_S                      seconds for each wait of a start; 600
     PERSIA_CHECKPOINT_INTERVAL_S               seconds between automatic checkpoints
-    PERSIA_CHECKPOINT_DIR                      their folder; ./persia_checkpoints
-    PERSIA_RUN_DIR                             that of a job, and of those that
-                                               continue it; one for each in the former;
-                                               until the next release PERSIA_RESUME_DIR
+    PERSIA_CHECKPOINT_DIR                      folder with one for each job, for these
+                                               in its folder checkpoints; ./runs
+    PERSIA_RUN_DIR, PERSIA_RESUME_DIR          that of a job, and of those that
+                                               continue it; one for each in the former.
+                                               The second is the previous name
     PERSIA_TAKE_OVER                           1: write in folders of another job
     PERSIA_RESUME                              what a restart goes back to: exact
     PERSIA_RESUME_MISSING, PERSIA_RESUME_ON_CHANGE, PERSIA_RESUME_RENAME
@@ -82,10 +83,9 @@ from persia_torchrec.errors import ConfigError
 Transport = Literal["auto", "tcp", "shm"]
 
 MAX_PORT = 65_535
-CHECKPOINT_DIR = "persia_checkpoints"
 RUN_DIR = "PERSIA_RUN_DIR", "PERSIA_RESUME_DIR"  # the latter until the next release
 RUNS, LOGS = "runs", "logs"
-"""Folder of the jobs that torchx runs on this machine, and that of logs in a job's."""
+"""Folder of jobs, and that of logs in a job's."""
 
 _REPLICA = "REPLICA_INDEX", "REPLICA_SIZE"
 _LEVELS_OF_PERSIA = {"TRACE": "DEBUG", "OFF": "CRITICAL"}
@@ -422,8 +422,8 @@ def checkpoint_interval_s(default: float | None = None) -> float:
 
 
 def checkpoint_dir() -> str:
-    """Return the folder of the automatic checkpoints of all jobs."""
-    return text("PERSIA_CHECKPOINT_DIR") or str(Path.cwd() / CHECKPOINT_DIR)
+    """Return the folder that has one of each job, with its automatic checkpoints."""
+    return text("PERSIA_CHECKPOINT_DIR") or str(Path.cwd() / RUNS)
 
 
 def job_store() -> JobStore | None:

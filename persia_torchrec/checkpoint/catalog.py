@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import msgspec
@@ -22,6 +23,9 @@ import msgspec
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.errors import CheckpointError, ConfigError
 from persia_torchrec.table import TableSpec
+
+CHECKPOINTS = "checkpoints"
+"""Folder of the checkpoints of a job, in that of the job."""
 
 MANIFEST = "manifest.json"  # name of the file that makes a checkpoint complete
 DELTA = "delta.json"  # name of the file that makes a delta complete
@@ -462,11 +466,27 @@ def find_checkpoint(
     return folder
 
 
+def checkpoints_of_run(run: Folder) -> Folder:
+    """Return the folder of a run in which its checkpoints are, or will be.
+
+    It is ``checkpoints`` in that of a job, and the folder itself where it holds some.
+    """
+    is_holding = bool(run.numbers(_NAME)) or MANIFEST in run.names()
+    return run if is_holding else run.child(CHECKPOINTS)
+
+
+def run_of_checkpoint(checkpoint: Path) -> Path:
+    """Return the folder of the run that has saved a checkpoint."""
+    within = checkpoint.parent
+    return within.parent if within.name == CHECKPOINTS else within
+
+
 def complete_checkpoints(run: Folder) -> Iterator[Folder]:
     """Yield the complete checkpoints of a run, or the one itself; latest first."""
     if MANIFEST in run.names():
         yield run
         return
+    run = checkpoints_of_run(run)
     for number in reversed(run.numbers(_NAME)):
         folder = run.child(f"checkpoint-{number:08d}")
         if MANIFEST in folder.names():

@@ -42,19 +42,19 @@ def checkpoint() -> None:
 
 
 @checkpoint.command()
-@click.argument("run", default="persia_checkpoints")
+@click.argument("run", default="runs")
 @as_json
 def ls(run: str, is_json: bool) -> None:
     """List the checkpoints of a RUN, or of all runs in a folder, latest first.
 
-    persia-torchrec checkpoint ls persia_checkpoints
+    persia-torchrec checkpoint ls runs
     """
     folder = Folder(run)
     lines: list[dict[str, Any]] = []
-    runs = [folder]
-    if not folder.numbers(r"checkpoint-(\d{8,})"):
-        runs = [folder.child(name) for name in sorted(folder.names())]
-        runs = [r for r in runs if r.exists() and r.numbers(r"checkpoint-(\d{8,})")]
+    runs = [catalog.checkpoints_of_run(folder)]
+    if not runs[0].numbers(r"checkpoint-(\d{8,})"):
+        names = (folder.child(name) for name in sorted(folder.names()))
+        runs = [catalog.checkpoints_of_run(one) for one in names if one.exists()]
     for one in runs:
         numbers = reversed(one.numbers(r"checkpoint-(\d{8,})"))
         lines += [_listed(one.child(f"checkpoint-{number:08d}")) for number in numbers]
@@ -90,7 +90,7 @@ def _listed(folder: Folder) -> dict[str, Any]:
 def info(path: str, is_json: bool) -> None:
     """Show what a checkpoint holds: its tables, step, servers and dense half.
 
-    persia-torchrec checkpoint info persia_checkpoints/JOB
+    persia-torchrec checkpoint info runs/JOB
     """
     folder = catalog.find_checkpoint(path)
     manifest = Manifest.read(folder)
@@ -130,7 +130,7 @@ def verify(path: str) -> None:
 
     The exit code is 1 where a file is missing, cut off or damaged.
 
-    persia-torchrec checkpoint verify persia_checkpoints/JOB
+    persia-torchrec checkpoint verify runs/JOB
     """
     folder = catalog.find_checkpoint(path)
     manifest = Manifest.read(folder)
@@ -190,7 +190,7 @@ def _weights(block: RowColumns, dtype: str) -> Any:
 def rows(path: str, table: str, ids: tuple[int, ...], n: int, is_json: bool) -> None:
     """Show rows of a TABLE in a checkpoint: of IDS, or the first ones.
 
-    persia-torchrec checkpoint rows persia_checkpoints/JOB item 17 18
+    persia-torchrec checkpoint rows runs/JOB item 17 18
     """
     found = _read(path, table, np.array(ids, np.uint64) if ids else None, n)
     print_rows(found, is_json=is_json)
@@ -288,7 +288,7 @@ def _compared(a: _Rows | None, b: _Rows | None) -> dict[str, Any]:
 def pin(path: str, undo: bool) -> None:
     """Keep a checkpoint: a training does not delete it when it has newer ones.
 
-    persia-torchrec checkpoint pin persia_checkpoints/JOB/checkpoint-00000010
+    persia-torchrec checkpoint pin runs/JOB/checkpoints/checkpoint-00000010
     """
     folder = catalog.find_checkpoint(path)
     catalog.pin(folder, not undo)
@@ -301,7 +301,7 @@ def pin(path: str, undo: bool) -> None:
 def rm(path: str, yes: bool) -> None:
     """Delete one checkpoint, with its deltas; not one that is pinned.
 
-    persia-torchrec checkpoint rm persia_checkpoints/JOB/checkpoint-00000003
+    persia-torchrec checkpoint rm runs/JOB/checkpoints/checkpoint-00000003
     """
     folder = Folder(path)
     has_name = folder.url.rstrip("/").rpartition("/")[2].startswith("checkpoint-")
@@ -332,7 +332,7 @@ def convert(source: str, target: Path) -> None:
     load it with on_change="reset state". For PERSIA's checkpoints see
     python -m persia_torchrec.persia.convert.
 
-    persia-torchrec checkpoint convert persia_checkpoints/JOB rows.pt
+    persia-torchrec checkpoint convert runs/JOB rows.pt
 
     persia-torchrec checkpoint convert rows.pt runs/8
     """

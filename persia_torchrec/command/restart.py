@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from persia_torchrec import timeouts
+from persia_torchrec.checkpoint import catalog
 from persia_torchrec.checkpoint.catalog import Manifest
 from persia_torchrec.checkpoint.folder import Folder, require_received
 from persia_torchrec.command import console
@@ -48,8 +49,8 @@ def scale(job: str, servers: int, no_save: bool) -> None:
     lost = _given_up(checkpoint, trained) if no_save else lost_by(ended)
     if lost:
         console.echo(lost, err=True)
-    run = str(Path(checkpoint).parent)
-    _start_again(record, servers=str(servers), run_dir=run)
+    run = catalog.run_of_checkpoint(Path(checkpoint))
+    _start_again(record, servers=str(servers), run_dir=str(run))
 
 
 def _save(there: Job) -> None:
@@ -95,7 +96,7 @@ def rollback(job: str, checkpoint: str) -> None:
     The checkpoint is copied, by links where that is possible, into a new folder beside
     that of the run. There the job saves from then on; the other history stays.
 
-    persia-torchrec rollback JOB persia_checkpoints/JOB/checkpoint-00000010
+    persia-torchrec rollback JOB runs/JOB/checkpoints/checkpoint-00000010
     """
     record = _restartable(find(job))
     folder = copy_alone(Path(checkpoint).resolve())
@@ -108,14 +109,15 @@ def rollback(job: str, checkpoint: str) -> None:
 
 
 def copy_alone(checkpoint: Path) -> Path:
-    """Copy a checkpoint into a new folder, as the only one; return the folder."""
+    """Copy a checkpoint into a new run, as the only one; return its folder."""
     Manifest.read(Folder(checkpoint))  # a CheckpointError if it is not complete
-    run = checkpoint.parent
+    run = catalog.run_of_checkpoint(checkpoint)
     names = (
         run.with_name(f"{run.name}-back-{number}") for number in itertools.count(1)
     )
     folder = next(name for name in names if not name.exists())
-    shutil.copytree(checkpoint, folder / checkpoint.name, copy_function=_link)
+    copy = folder / catalog.CHECKPOINTS / checkpoint.name
+    shutil.copytree(checkpoint, copy, copy_function=_link)
     return folder
 
 

@@ -66,7 +66,8 @@ def folder_of(job_id: str) -> Path | None:
     """Return where the job of this coordinator leaves its report; None: nowhere.
 
     In a folder of the job in ``PERSIA_REPORT_DIR``, else beside its logs, if torchx has
-    a folder for these: ``runs/JOB/logs`` and ``runs/JOB/report``.
+    a folder for these: ``runs/JOB/logs`` and ``runs/JOB/report``; of the second start
+    in this folder ``logs/2`` and ``report/2``.
     """
     if chosen := env.text("PERSIA_REPORT_DIR"):
         return Path(chosen) / job_id.replace("/", "_")
@@ -74,6 +75,8 @@ def folder_of(job_id: str) -> Path | None:
     if log.name != "combined.log" or log.parents[1].name != "coordinator":
         return None
     logs = log.parents[2]
+    if logs.parent.name == env.LOGS and logs.name.isdecimal():  # of a later start
+        return logs.parents[1] / "report" / logs.name
     return (logs.parent if logs.name == env.LOGS else logs) / "report"
 
 

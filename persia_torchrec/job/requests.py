@@ -46,14 +46,12 @@ class JobTimings:
     silent_s: float = timeouts.SILENT_S
     """A member, or the coordinator, without heartbeats for longer counts as dead."""
 
-    grace_s: float = dataclasses.field(
+    grace_s: float = declared(
+        "grace_s",
         default_factory=lambda: (
             timeouts.LOCAL_GRACE_S if env.is_local_job() else timeouts.GRACE_S
-        )
+        ),
     )
-    """Seconds that trainers have to save when the job is told to end: by SIGTERM, as at
-    a cancellation or a preemption, Ctrl-C, SIGUSR1 or SIGUSR2 [20; 5 for a job on one
-    machine, as torchx kills such a job 10 s after SIGTERM]"""
 
     leave_s: float = timeouts.MAIN_THREAD_LEAVE_S
     """What an interrupted main thread has to end by itself."""

@@ -21,6 +21,7 @@ schedulers have no pods, and ignore it, as they do volumes::
         securityContext: {runAsUser: 1000, fsGroup: 1000, runAsNonRoot: true}
 """
 
+import itertools
 import math
 import re
 import tempfile
@@ -35,7 +36,7 @@ from msgspec import Meta, Struct, structs
 from torchx import specs
 from torchx.specs.finder import ComponentValidationException
 
-from persia_torchrec.env import LOGS, RUNS
+from persia_torchrec.env import LOGS, RUN_DIR, RUNS
 from persia_torchrec.errors import ConfigError, has_password
 
 _LEAST_MEMORY = 64 * 1024**2
@@ -316,7 +317,8 @@ class Role(specs.Role):
         is_removed = base.parent == Path(tempfile.gettempdir())
         if not (is_removed and base.name.startswith("torchx_")):  # one that -cfg names
             return
-        request.log_dir = str(Path.cwd() / RUNS / request.app_id / LOGS)
+        if request.log_dir == str(was):  # in the first role
+            request.log_dir = str(self._own_logs(request.app_id))
 
         def moved(path: str) -> str:
             return path.replace(str(was), request.log_dir, 1)
@@ -326,6 +328,16 @@ class Role(specs.Role):
             one.env = {name: moved(value) for name, value in one.env.items()}
             one.stdout, one.stderr = moved(one.stdout), moved(one.stderr)
             one.combined = moved(one.combined)
+
+    def _own_logs(self, job_id: str) -> Path:
+        """Return the folder of logs of a job: of a later start by its number."""
+        given = (self.env.get(name, "") for name in RUN_DIR)
+        own = f"{RUNS}/{job_id}"
+        run = next((path for path in given if path and "://" not in path), own)
+        logs = Path.cwd() / run / LOGS
+        numbers = (logs / str(number) for number in itertools.count(2))
+        later = (folder for folder in numbers if not folder.exists())
+        return next(later) if logs.exists() else logs
 
     def _complete_step(self, replica: Any) -> None:
         _require_no_secrets(replica.env)

@@ -27,7 +27,7 @@ from persia_torchrec import env as environment
 from persia_torchrec import timeouts
 from persia_torchrec.embedding.limits import MAX_ROWS
 from persia_torchrec.embedding.optimizer_engine import require_engine
-from persia_torchrec.env import CHECKPOINT_DIR, MAX_PORT, is_loopback
+from persia_torchrec.env import MAX_PORT, RUNS, is_loopback
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.script import split_module
 from persia_torchrec.job.supervisor import ALL, under_supervisor
@@ -403,10 +403,10 @@ class JobSettings:
         has_file = "PERSIA_JOB_TOKEN_FILE" in {**self.env, **own.env}
         return {**({} if has_file else TOKEN_SECRETS), **own.secrets}
 
-    def checkpoints_of_run(self) -> str:
-        """Return the folder of the automatic checkpoints, as ``TrainCtx`` does."""
+    def folder(self) -> str:
+        """Return the folder of the job, with its checkpoints, as trainers do."""
         variables = {**self.variables(1), **self.env, **self.settings["trainer"].env}
-        folder = variables.get("PERSIA_CHECKPOINT_DIR", CHECKPOINT_DIR)
+        folder = variables.get("PERSIA_CHECKPOINT_DIR", RUNS)
         own = f"{folder}/{specs.macros.app_id}"
         return next((variables[n] for n in environment.RUN_DIR if n in variables), own)
 
@@ -472,7 +472,7 @@ def embedding_servers(
     flags += format_flags(optimizer_engine=job.engine_of_servers())
     may_continue = job.restarts or job.max_retries
     if may_continue and checkpoint is None and not job.host:
-        flags += format_flags(run_dir=job.checkpoints_of_run())
+        flags += format_flags(run_dir=job.folder())
     return job.role("server", "server", flags, num_servers)
 
 

@@ -246,8 +246,9 @@ SETTINGS: Mapping[str, Declared] = {
         default="",
         unit="path",
         variable="PERSIA_RUN_DIR",
-        help="folder of the automatic checkpoints. A job that is started with that of "
-        "another continues it. By default each job has one of its own",
+        help="folder of the job, with its checkpoints, and on one machine its logs and "
+        "its report. A job that is started with that of another continues it. By "
+        "default each job has one of its own, runs/JOB",
         previous=("resume_dir",),
     ),
     "increments_dir": Declared(

@@ -39,6 +39,7 @@ from persia_torchrec.datasets.dataset import RowDataset
 from persia_torchrec.errors import CheckpointError, ConfigError
 from persia_torchrec.job.member import JobMember
 from persia_torchrec.job.saves import Saves
+from persia_torchrec.parsing.settings import present_name
 from persia_torchrec.sharding.optimizer import restore_groups
 from persia_torchrec.sharding.state_dict import without_rows
 from persia_torchrec.sharding.table_control import Sharders, table_controls
@@ -827,9 +828,12 @@ def _must_end() -> bool:
 
 
 def folder_of_job(job_id: str) -> str:
-    """Return the folder of a job's checkpoints, as its servers know it."""
+    """Return the folder of a job's checkpoints, in that of the job."""
+    name, previous = env.RUN_DIR
+    if env.text(name) is None and env.text(previous) is not None:
+        present_name(previous, name)
     own = Folder(env.checkpoint_dir()).file_path(job_id.replace("/", "_"))
-    return env.run_dir() or own
+    return catalog.checkpoints_of_run(Folder(env.run_dir() or own)).url
 
 
 def _groups(value: Any) -> list[dict[str, Any]]:

@@ -117,6 +117,21 @@ def test_each_checkpoint_gets_a_new_folder_and_the_latest_complete_one_is_found(
     assert begin_checkpoint(path).url.endswith("checkpoint-00000004")
 
 
+def test_a_run_has_its_checkpoints_in_a_folder_or_in_itself(path):
+    run = Folder(path)
+    run.make()
+    within = catalog.checkpoints_of_run(run)
+    assert within.url == run.child("checkpoints").url
+    assert list(complete_checkpoints(run)) == []
+    first = begin_checkpoint(within.url)
+    manifest_of(first).write(first)
+    assert find_checkpoint(path).url == find_checkpoint(within.url).url == first.url
+    earlier = begin_checkpoint(path)  # of an earlier version
+    assert catalog.checkpoints_of_run(run).url == run.url
+    manifest_of(earlier).write(earlier)
+    assert [one.url for one in complete_checkpoints(run)] == [earlier.url]
+
+
 def test_a_checkpoint_whose_names_are_all_taken_is_rejected(tmp_path, monkeypatch):
     for number in range(1, 101):
         (tmp_path / f"checkpoint-{number:08d}").mkdir()

@@ -152,7 +152,7 @@ def test_a_job_whose_pod_is_evicted_starts_again_and_resumes(tmp_path, start):
     assert name in handle
 
     def has_checkpoint():
-        return any(folder.glob("*/*/manifest.json"))
+        return any(folder.glob("*/checkpoints/*/manifest.json"))
 
     wait_until(has_checkpoint, "a checkpoint", details=cluster.output)
     cluster.evict(name, "server-0")

@@ -171,6 +171,8 @@ def test_a_rollback_has_the_checkpoint_alone_in_a_new_folder(run, tmp_path):
     for number in (1, 2):
         folder = copy_alone(tmp_path / "run/checkpoint-00000001")
         assert folder == tmp_path / f"run-back-{number}"
+        again = copy_alone(folder / "checkpoints/checkpoint-00000001")
+        assert again == tmp_path / f"run-back-{number}-back-1"
         assert [one["checkpoint"][-2:] for one in told("ls", folder)] == ["01"]
         call("verify", folder)
     with pytest.raises(CheckpointError, match="is not complete, or does not exist"):

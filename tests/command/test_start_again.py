@@ -80,7 +80,7 @@ def test_scale_continues_with_other_servers_and_rollback_from_a_checkpoint(job):
     assert [one["role"] for one in now["members"]].count("server") == 3
     assert now["step"] >= before["step"]  # with a save
     output = (job.folder / "scale.txt").read_text()
-    assert re.search(r"its last checkpoint: \S+/run/checkpoint-", output)
+    assert re.search(r"its last checkpoint: \S+/run/checkpoints/checkpoint-", output)
     assert "training resumes from" in output
     assert " are lost" not in output
 
@@ -99,6 +99,6 @@ def test_scale_continues_with_other_servers_and_rollback_from_a_checkpoint(job):
     wait_until(lambda: scaled.poll() is not None, "the scaled job has ended")
 
     ended = verb(job, "stop", back["job"])
-    assert "run-back-1/checkpoint-" in ended.stdout, ended
+    assert "run-back-1/checkpoints/checkpoint-" in ended.stdout, ended
     wait_until(lambda: not marked(job._mark, "persia_torchrec.server"), "all end")
     wait_until(lambda: rolled_back.poll() is not None, "torchx has ended")

@@ -264,7 +264,7 @@ def test_roles_that_recover_have_a_supervisor():
     }
     own = {name: role.args for name, role in train(**changes).items()}
     own["coordinator"] += ["--recovery-timeout-s", "600.0", "--restarts", "3"]
-    own["server"] += ["--run-dir", "persia_checkpoints/${app_id}"]
+    own["server"] += ["--run-dir", "runs/${app_id}"]
     script = ["--nproc-per-node", "1", "--", "train.py", "--epochs", "2"]
     own["trainer"] = ["-m", "persia_torchrec.job.torchrun", *script]
     for name, role in roles.items():

@@ -20,9 +20,9 @@ def dryrun(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
 
-    def dryrun(scheduler, **cfg):
+    def dryrun(scheduler, run_dir="", **cfg):
         with get_runner() as runner:
-            app = jobs.train_torchrec(script="train.py")
+            app = jobs.train_torchrec(script="train.py", run_dir=run_dir)
             return runner.dryrun(app, scheduler, cfg).request
 
     return dryrun
@@ -39,6 +39,18 @@ def test_logs_of_this_machine_stay_in_the_folder_of_the_job(dryrun, tmp_path):
         assert {Path(one.stdout).parent, Path(one.stderr).parent} == {folder}
         assert Path(one.env["TORCHELASTIC_ERROR_FILE"]).parent == folder
         assert request.role_log_dirs[role] == [str(folder)]
+
+
+def test_logs_of_a_job_that_continues_have_the_number_of_its_start(dryrun, tmp_path):
+    logs = tmp_path / "mine/logs"
+    for folder in (logs, logs / "2", logs / "3"):
+        request = dryrun("local_cwd", run_dir="mine")
+        assert request.log_dir == str(folder)
+        for role in request.role_params:
+            assert request.role_log_dirs[role] == [str(folder / role / "0")]
+        folder.mkdir(parents=True)
+    request = dryrun("local_cwd", run_dir="s3://bucket/mine")
+    assert request.log_dir == str(tmp_path / "runs" / request.app_id / "logs")
 
 
 def test_a_folder_of_logs_that_is_named_holds_them(dryrun, tmp_path):

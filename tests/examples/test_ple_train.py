@@ -326,7 +326,7 @@ def test_a_job_of_two_trainers_leaves_one_set_of_results(tmp_path):
     spans = {event.get("name") for event in trace["traceEvents"]}
     assert {"persia: wait for rows", "persia: wait for push"} <= spans
     (of_job,) = checkpoints.iterdir()
-    assert len(list(of_job.glob("checkpoint-*"))) == 2
+    assert len(list(of_job.glob("checkpoints/checkpoint-*"))) == 2
 
 
 def num_ids(folder):

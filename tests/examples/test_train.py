@@ -45,4 +45,4 @@ def test_the_script_of_the_tutorials_saves_when_it_ends(
         )
         assert running.status() == 0, running.output()
     assert re.search(r"^step 500: loss 0\.\d+, \d+ rows$", running.output(), re.M)
-    assert (runs / "checkpoint-00000001/manifest.json").is_file()
+    assert (runs / "checkpoints/checkpoint-00000001/manifest.json").is_file()

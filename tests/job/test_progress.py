@@ -192,9 +192,10 @@ def test_the_report_stands_beside_the_logs_or_where_the_environment_says(
     find = "persia_torchrec.job.failures.find_own_log"
     monkeypatch.setattr(find, lambda: str(log))
     assert report.folder_of("seven") == tmp_path / "seven/report"
-    logs = tmp_path / "seven/logs/coordinator/0/combined.log"
-    monkeypatch.setattr(find, lambda: str(logs))
-    assert report.folder_of("seven") == tmp_path / "seven/report"
+    for number in ("", "/2"):
+        logs = tmp_path / f"seven/logs{number}/coordinator/0/combined.log"
+        monkeypatch.setattr(find, lambda logs=logs: str(logs))
+        assert report.folder_of("seven") == tmp_path / f"seven/report{number}"
     monkeypatch.setattr(find, lambda: "/var/log/all.log")
     assert report.folder_of("seven") is None
     monkeypatch.setenv("PERSIA_REPORT_DIR", str(tmp_path))

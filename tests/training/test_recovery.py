@@ -18,6 +18,7 @@ from persia_torchrec.table import TableSpec
 from persia_torchrec.training.checkpoint import apply_state
 from persia_torchrec.training.data_state import random_state, set_random_state
 from persia_torchrec.training.recoverable import recoverable
+from persia_torchrec.training.recovery import folder_of_job
 from persia_torchrec.training.schedule import CheckpointClock, RecoveryConfig
 from tests.support import recovering_trainers
 from tests.support.groups import run, run_through_a_kill
@@ -60,7 +61,8 @@ def test_a_persia_script_that_is_killed_ends_as_one_that_was_not(tmp_path, monke
     assert learnt["killed"][2]["steps"] == sum(map(sum, PASSES))
     for call in ("clear_embeddings", "configure_embedding_parameter_servers"):
         assert f"{call}() is skipped: training resumes from" in outputs[0]
-    assert len(list((tmp_path / "killed" / "checkpoints").glob("*/checkpoint-*"))) == 2
+    killed = (tmp_path / "killed" / "checkpoints").glob("*/checkpoints/checkpoint-*")
+    assert len(list(killed)) == 2
 
 
 @pytest.mark.multiprocess
@@ -184,6 +186,17 @@ def test_a_checkpoint_that_takes_long_takes_a_twentieth_of_the_time():
             times.append(now_s)
             clock.restart(took_s=2.0)
     assert times[0] == pytest.approx(40, abs=0.2)
+
+
+def test_a_job_has_its_checkpoints_in_its_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PERSIA_CHECKPOINT_DIR", raising=False)
+    assert folder_of_job("a/b") == str(tmp_path / "runs/a_b/checkpoints")
+    for name in ("PERSIA_RESUME_DIR", "PERSIA_RUN_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+        assert folder_of_job("a") == str(tmp_path / name / "checkpoints")
+    (tmp_path / "PERSIA_RUN_DIR/checkpoint-00000001").mkdir(parents=True)
+    assert folder_of_job("a") == str(tmp_path / "PERSIA_RUN_DIR")
 
 
 def test_deltas_come_between_checkpoints():

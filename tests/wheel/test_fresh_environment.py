@@ -62,8 +62,13 @@ def test_the_first_example_trains_and_reports_that_it_compiles(environment):
 def test_a_job_trains_from_any_folder_though_the_environment_is_not_active(environment):
     python(environment, "persia-torchrec", "examples")
     script = ("--script", "examples/train.py --epochs 1")
-    shown = python(environment, "torchx", "run", "persia.train_torchrec", *script)
+    here = ("-s", "local_cwd", "persia.train_torchrec")
+    shown = python(environment, "torchx", "run", *here, *script)
     assert "SUCCEEDED" in shown
+    words = ("run", "--servers", "2", "examples/train.py", "--epochs", "1")
+    assert "the job is finished" in python(environment, "persia-torchrec", *words)
+    logs = environment.glob("runs/*/logs/trainer/0/combined.log")
+    assert len([*logs]) == 2
 
 
 def test_what_is_missing_is_one_error_with_the_commands(environment):
