@@ -331,10 +331,10 @@ class Role(specs.Role):
 
     def _own_logs(self, job_id: str) -> Path:
         """Return the folder of logs of a job: of a later start by its number."""
-        given = (self.env.get(name, "") for name in RUN_DIR)
-        own = f"{RUNS}/{job_id}"
-        run = next((path for path in given if path and "://" not in path), own)
-        logs = Path.cwd() / run / LOGS
+        jobs = self.env.get("PERSIA_CHECKPOINT_DIR") or RUNS
+        given = [*(self.env.get(name, "") for name in RUN_DIR), f"{jobs}/{job_id}"]
+        local = (path for path in given if path and "://" not in path)
+        logs = Path.cwd() / next(local, f"{RUNS}/{job_id}") / LOGS
         numbers = (logs / str(number) for number in itertools.count(2))
         later = (folder for folder in numbers if not folder.exists())
         return next(later) if logs.exists() else logs

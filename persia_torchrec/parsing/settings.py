@@ -14,7 +14,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from persia_torchrec import timeouts
 from persia_torchrec.errors import ConfigError
@@ -390,7 +390,6 @@ def renamed(**present: str) -> Callable[[Function], Function]:
                 kwargs[present_name(name, present[name])] = value
             return function(*args, **kwargs)
 
-        extended: Any = call
-        return extended  # type: ignore[no-any-return]
+        return cast("Function", call)
 
     return extend
