@@ -402,8 +402,8 @@ class Coordinator:
         """Return the members that have not left.
 
         Also one that may join still: it would look for a closed address book. But what
-        ends this process by a signal ends that one too, and where nobody has joined,
-        nobody is waited for.
+        ends this process by a signal ends that one too, and where no process has
+        joined, none is waited for.
         """
         remaining = [member for member in self._members if member.ending() is None]
         absent = self._absent()

@@ -92,8 +92,8 @@ _LOOK_S = 0.5  # between two looks at the heartbeats, at most
 def tell_before_joining(exc: ConfigError) -> None:
     """Log why this process is about to fail, and have it wait shortly for its job.
 
-    It fails by the same error when it has joined, so that the job learns of it; but
-    nobody has to wait for that, as for a coordinator that is not there yet.
+    It fails by the same error when it has joined, so that the job learns of it; who
+    reads its log need not wait for that, as for a coordinator that is not there yet.
     """
     logger.error("%s", exc)
     wait_s = min(env.join_timeout_s(), timeouts.TELL_S)

@@ -2,7 +2,7 @@
 
 torchx merges a command line and ``.torchxconfig`` before it calls a component. What
 several components take are fields of one dataclass, to which :func:`component` has each
-component's ``**shared`` stand for. Previous names of settings go on with a warning.
+component's ``**shared`` stand for. Previous names of settings are taken with a warning.
 """
 
 import functools

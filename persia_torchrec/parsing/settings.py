@@ -39,7 +39,7 @@ class Declared:
     needs: str = ""
     """Setting without which this one has no effect, so that it is an error."""
     previous: tuple[str, ...] = ()
-    """Names of the release before, which go on with a warning."""
+    """Names of the release before, which are taken with a warning."""
 
 
 SETTINGS: Mapping[str, Declared] = {

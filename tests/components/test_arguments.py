@@ -75,7 +75,7 @@ def test_words_win_over_torchxconfig():
         ("nn_worker", "script other.py", {"nn_worker": "other.py"}),
     ],
 )
-def test_previous_names_of_arguments_go_on_with_a_warning(
+def test_previous_names_of_arguments_are_taken_with_a_warning(
     caplog, name, previous, present
 ):
     given = {k: v for k, v in COMPONENTS[name].items() if k not in present}

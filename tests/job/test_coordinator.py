@@ -228,11 +228,11 @@ def test_a_job_ends_with_the_process_that_started_its_coordinator(processes):
         "the coordinator says why",
         details=parent.output,
     )
-    assert "did not exit in time" not in parent.output()  # nobody had joined
+    assert "did not exit in time" not in parent.output()  # no process had joined
 
 
 @multiprocess
-def test_a_coordinator_that_nobody_joined_ends_at_once(processes):
+def test_a_coordinator_that_no_process_joined_ends_at_once(processes):
     flags = "--leave-timeout-s", "3600", "--learn", "trainer"
     job = Job(processes, *flags, server=2, loader=1)
     job.coordinator.has_printed("the address book of job")

@@ -112,7 +112,7 @@ def test_all_commands_may_have_a_supervisor():
     assert coordinator.startswith(supervised("--host all --port 29400", command))
 
 
-def test_the_previous_name_of_a_flag_goes_on_with_a_warning(caplog):
+def test_the_previous_name_of_a_flag_is_taken_with_a_warning(caplog):
     words = ("embedding-parameter-server", *CONFIGS)
     now = becomes(*words, "--restarts")
     assert becomes(*words, "--recover") == now
