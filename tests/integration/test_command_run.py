@@ -53,8 +53,8 @@ def test_a_job_that_fails_says_why_and_ends_with_1(tmp_path):
 
 
 def test_a_setting_out_of_range_is_a_line(tmp_path):
-    ended = run(tmp_path, "run", "--set", "--eviction fifo", "train.py")
+    ended = run(tmp_path, "run", "--capacity", "0", "train.py")
     assert ended.returncode == 1
     assert ended.stderr.splitlines() == [
-        "persia-torchrec: eviction must be lru or lfu. Received: 'fifo'."
+        "persia-torchrec: capacity must be in [1, 4294967294]. Received: 0."
     ]
