@@ -239,7 +239,7 @@ def _mount_tmp(spec: Any, container: Any) -> None:
     container.volume_mounts.append({"name": "tmp", "mountPath": _TMP})
 
 
-class ComponentError(ConfigError, ComponentValidationException):  # type: ignore[misc]
+class ComponentError(ConfigError, ComponentValidationException):
     """A ConfigError that torchx shows in a line, without a traceback."""
 
 
