@@ -96,7 +96,7 @@ class ServerConfig(ImportFlags):
         rules = {
             "shard": (0 <= self.shard < self.num_shards, f"in [0, {self.num_shards})"),
             "port": (0 <= self.port <= MAX_PORT, f"in [0, {MAX_PORT}]"),
-            "capacity_rows": (
+            "capacity": (
                 1 <= self.capacity_rows <= MAX_ROWS,
                 f"in [1, {MAX_ROWS}]",
             ),
@@ -108,7 +108,7 @@ class ServerConfig(ImportFlags):
         }
         for name, (holds, must) in rules.items():
             if not holds:
-                received = getattr(self, name)
+                received = getattr(self, {"capacity": "capacity_rows"}.get(name, name))
                 raise ConfigError(f"{name} must be {must}. Received: {received}.")
         if self.memory_file is not None and self.checkpoint is not None:
             raise ConfigError(

@@ -298,7 +298,7 @@ def test_a_metrics_port_in_use_names_the_job_that_has_it(
 @pytest.mark.parametrize(
     ("counts", "message"),
     [
-        ({}, r"num_trainers must be >= 1, or num_predictors, .* Received: 0 and 0"),
+        ({}, r"trainers must be >= 1, or predictors, .* Received: 0 and 0"),
         ({"num_trainers": 1, "num_predictors": 1}, r"one of them\. Received: 1 and 1"),
         ({"num_trainers": -1}, r"num_trainers must be >= 0"),
         ({"num_trainers": 1, "num_predictors": -1}, r"num_predictors must be >= 0"),

@@ -167,7 +167,7 @@ def test_a_trainer_that_finds_no_other_ends_the_job(processes):
         ("job.script", ["loader", "no.py"], "The script must exist. Received: 'no.py'"),
         ("job.torchrun", ["--", "no.py"], "The script must exist. Received: 'no.py'"),
         ("server", ["--global-config", "no.yml"], "no.yml must be a text file"),
-        ("server", ["--capacity", "0"], "capacity_rows must be in [1, 4294967294]"),
+        ("server", ["--capacity", "0"], "capacity must be in [1, 4294967294]"),
         ("worker", ["--embedding-config", "no.yml"], "no.yml must be a text file"),
     ],
 )

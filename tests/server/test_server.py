@@ -330,5 +330,5 @@ def test_settings_out_of_their_range_are_rejected(settings, message):
 
 
 def test_a_capacity_out_of_its_range_is_rejected_before_anything_listens():
-    with pytest.raises(ConfigError, match=r"capacity_rows must be in \[1, "):
+    with pytest.raises(ConfigError, match=r"capacity must be in \[1, "):
         EmbeddingServer(ServerConfig(capacity_rows=0))
