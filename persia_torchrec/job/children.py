@@ -12,10 +12,12 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FunctionType
+from typing import NamedTuple
 
 from persia_torchrec import env, timeouts
 from persia_torchrec.errors import JobError
 from persia_torchrec.job import script
+from persia_torchrec.job.process_identity import ProcessIdentity
 from persia_torchrec.job.registry import AddressBook
 
 logger = logging.getLogger(__name__)
@@ -25,6 +27,15 @@ Work = Callable[[], object] | str | Path
 
 Process = subprocess.Popen[bytes] | BaseProcess
 
+
+class _Started(NamedTuple):
+    """A process, and who it is: signals go to that one alone."""
+
+    name: str
+    process: Process
+    identity: ProcessIdentity
+
+
 _POLL_S = 0.1
 
 
@@ -32,13 +43,12 @@ class Children:
     """The processes of a job. One thread starts and ends them."""
 
     def __init__(self) -> None:
-        self._processes: list[tuple[str, Process]] = []
+        self._processes: list[_Started] = []
 
     def start_module(self, name: str, module: str, *arguments: str) -> None:
         """Start a module below ``persia_torchrec``; the coordinator first."""
         command = [sys.executable, "-m", f"persia_torchrec.{module}", *arguments]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE)
-        self._processes.append((name, process))
+        self._keep(name, subprocess.Popen(command, stdin=subprocess.PIPE))
 
     def start_work(self, role: str, index: int, size: int, work: Work) -> None:
         """Start a trainer or a data loader, the ``index``-th of ``size``."""
@@ -46,21 +56,26 @@ class Children:
             target=_run_work, args=(role, index, size, work)
         )
         process.start()
-        self._processes.append((f"{role} {index}", process))
+        self._keep(f"{role} {index}", process)
+
+    def _keep(self, name: str, process: Process) -> None:
+        assert process.pid is not None
+        identity = ProcessIdentity.of(process.pid)
+        self._processes.append(_Started(name, process, identity))
 
     def finish(self) -> None:
         """Close the input of all modules, by which a proxy trainer's work is done."""
-        for _, process in self._processes:
+        for _, process, _ in self._processes:
             if isinstance(process, subprocess.Popen) and process.stdin is not None:
                 process.stdin.close()
 
     def coordinator_status(self) -> int | None:
         """Return the coordinator's exit status; None: it runs."""
-        return _wait(self._processes[0][1], 0)
+        return _wait(self._processes[0].process, 0)
 
     def wait_for_coordinator(self, timeout_s: float) -> int:
         """Return the coordinator's exit status, or raise JobError: not in time."""
-        status = _wait(self._processes[0][1], timeout_s)
+        status = _wait(self._processes[0].process, timeout_s)
         if status is None:
             raise JobError(
                 f"The job must end within {timeout_s:g} s. It has not. Give a longer "
@@ -70,7 +85,7 @@ class Children:
 
     def find_failed(self) -> str | None:
         """Return a message about a process that has failed, if one has."""
-        for name, process in self._processes:
+        for name, process, _ in self._processes:
             if status := _wait(process, 0):
                 return f"{name} ended with status {status}; its error stands above."
         return None
@@ -83,12 +98,12 @@ class Children:
     def end(self) -> None:
         """End the processes that still run."""
         deadline = time.monotonic() + timeouts.CHILD_END_S
-        for _, process in self._processes:
-            process.terminate()
-        for name, process in self._processes:
+        for _, _, identity in self._processes:
+            identity.send(signal.SIGTERM)
+        for name, process, identity in self._processes:
             if _wait(process, max(deadline - time.monotonic(), 0.1)) is None:
                 logger.warning("%s does not end; killing it", name)
-                process.kill()
+                identity.kill()
                 _wait(process, None)
             if isinstance(process, BaseProcess):
                 process.close()

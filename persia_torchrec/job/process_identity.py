@@ -12,7 +12,9 @@ What a process says of itself stands here, too: its title, its metrics, its stat
 
 import contextlib
 import functools
+import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -31,10 +33,13 @@ from persia_torchrec.job.signals import JOINED
 if TYPE_CHECKING:
     from persia_torchrec.metrics.endpoint import Endpoint
 
+logger = logging.getLogger(__name__)
+
 METRICS_AT = "metrics at/"  # and a member: note that says where it serves metrics
 IDS_OF = "ids/"  # and a table and a feature: figure of a trainer
 UPDATES_OF = "updates/"  # and a table: figure of a server
 
+_GROUPS = Path("/sys/fs/cgroup")
 _COORDINATOR = b"persia_torchrec.job.coordinator"
 _MAX_NAME = 15  # characters of a process's name
 _LOOK_S = 0.5
@@ -85,13 +90,20 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
 
     def kill(self) -> bool:
         """Send SIGKILL to the process if it is of this host; return whether it was."""
+        return self.send(signal.SIGKILL)
+
+    def send(self, number: signal.Signals) -> bool:
+        """Log and send a signal to the process if it is of this host; or return False.
+
+        The descriptor holds the process that is checked: its number may not.
+        """
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
             if self.is_running():
                 descriptor = os.pidfd_open(self.pid)
                 stack.callback(os.close, descriptor)
-                # The descriptor holds the process that is checked: its number may not.
                 if self.is_running():
-                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                    logger.info("sends %s to process %d", number.name, self.pid)
+                    signal.pidfd_send_signal(descriptor, number)
                     return True
         return False
 
@@ -186,6 +198,35 @@ def set_title(who: str, job_id: str) -> None:
     setproctitle(f"{module.name if module else sys.argv[0]}: {who} of {job_id}")
 
 
+def memory_kills() -> dict[str, int]:
+    """Return how many processes the kernel has ended as memory was short.
+
+    By the file that counts them: of the group of this process, where it can be read,
+    and then of its host.
+    """
+    found: dict[str, int] = {}
+    for path in (*_group_counters(), Path("/proc/vmstat")):
+        with contextlib.suppress(OSError):
+            if counted := re.search(r"(?m)^oom_kill (\d+)$", path.read_text()):
+                found[str(path)] = int(counted[1])
+    return found
+
+
+@functools.cache
+def _group_counters() -> list[Path]:
+    """Return the files of this process's groups, of either version, that count."""
+    found = []
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if controllers == "":
+                found.append(_GROUPS / group.lstrip("/") / "memory.events")
+            elif "memory" in controllers.split(","):
+                folder = _GROUPS / "memory" / group.lstrip("/")
+                found.append(folder / "memory.oom_control")
+    return found
+
+
 class Siblings:
     """The children of this process's parent, known in a local job that torchx runs.
 
@@ -247,8 +288,13 @@ def find_supervisor() -> int | None:
 
 def report_joined() -> None:
     """Tell the supervisor, if there is one, that this process has joined its job."""
-    if env.supervisor() == os.getppid():
-        os.kill(os.getppid(), JOINED)
+    parent = os.getppid()
+    if env.supervisor() == parent:
+        with contextlib.suppress(OSError):  # it has just ended
+            descriptor = os.pidfd_open(parent)
+            if os.getppid() == parent:
+                signal.pidfd_send_signal(descriptor, JOINED)
+            os.close(descriptor)
 
 
 def with_ancestors(pid: int) -> set[int]:

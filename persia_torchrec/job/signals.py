@@ -11,6 +11,20 @@ loop that numba compiles or loads, in ``__del__``, and in some imports.
 
 Here a thread of its own reads them from ``signal.set_wakeup_fd``. They are not blocked:
 processes that a user's script starts would inherit the mask.
+
+Who sends signals. A signal goes to a process that is known by its descriptor and start
+time, or to a child that was not waited for, and is logged before:
+
+    process_identity   ``send``: verbs kill and stop; a coordinator to members that are
+                       late, members to a coordinator that hangs; servers of a cluster
+                       and processes of a service context, to their parent's children
+    supervisor         passes signals on to its command, and kills it when it is late;
+                       the kernel kills a command with its supervisor (PR_SET_PDEATHSIG,
+                       which means the thread that has forked: the main one)
+    signals            daemons of a process that ends; the main thread of this process
+    torchrun.py        this process, when its job has failed
+    torchx             SIGTERM to the process group of each role, a session of its own;
+                       SIGKILL to its first process after 10 s
 """
 
 import logging
@@ -226,12 +240,14 @@ def end_daemons() -> None:
     daemons = [one for one in multiprocessing.active_children() if one.daemon]
     if daemons and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's raises for a worker
-    for daemon in daemons:
+    for daemon in daemons:  # not waited for, so that its number is its own
+        logger.info("sends SIGTERM to process %s, %s", daemon.pid, daemon.name)
         daemon.terminate()
     until_s = time.monotonic() + timeouts.DAEMON_END_S
     for daemon in daemons:
         daemon.join(max(until_s - time.monotonic(), 0.0))
         if daemon.is_alive():
+            logger.warning("sends SIGKILL to process %s, %s", daemon.pid, daemon.name)
             daemon.kill()
 
 

@@ -51,7 +51,7 @@ from typing import NoReturn
 
 from persia_torchrec import env, timeouts
 from persia_torchrec.env import MAX_PORT
-from persia_torchrec.errors import ConfigError, DiscoveryError, JobError, PersiaError
+from persia_torchrec.errors import ConfigError, DiscoveryError, PersiaError
 from persia_torchrec.job import failures
 from persia_torchrec.job.signals import JOINED, START_AGAIN, WARNINGS
 from persia_torchrec.job.survivable_memory import PRIVATE, open_memory
@@ -115,6 +115,7 @@ class Supervisor:
         self._command = list(command)
         self._end_timeout_s = end_timeout_s
         self._process: int | None = None  # descriptor of the one that is waited for
+        self._pid = 0  # and its number
         self._spare: int | None = None  # of a child that waits for the end of this one
         self._end_signal = 0  # that of a signal
         self._kill_at = math.inf
@@ -146,11 +147,11 @@ class Supervisor:
         self._end_signal = number
         self._kill_at = min(self._kill_at, time.monotonic() + self._end_timeout_s)
         if self._process is not None:
-            is_hangup = number == signal.SIGHUP
+            number = signal.SIGTERM if number == signal.SIGHUP else number
+            name = signal.Signals(number).name
+            logger.info("passes %s on to process %d", name, self._pid)
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(
-                    self._process, signal.SIGTERM if is_hangup else number
-                )
+                signal.pidfd_send_signal(self._process, number)
 
     def _note_join(self) -> None:
         self._has_joined = True
@@ -161,6 +162,7 @@ class Supervisor:
         self._watched = {outer: self._replace_outer}
         status = self._start_again_and_again(num_restarts)
         if self._spare is not None:
+            logger.info("sends SIGKILL to its replacement, which is not needed")
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._spare, signal.SIGKILL)
         return status
@@ -198,7 +200,7 @@ class Supervisor:
                 signal.signal(number, signal.SIG_DFL)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if self._end_signal or os.getppid() != env.supervisor():
-            os._exit(128 + signal.SIGKILL)
+            os._exit(128 + (self._end_signal or signal.SIGKILL))
         try:
             os.execvp(self._command[0], self._command)
         except OSError as exc:
@@ -209,7 +211,7 @@ class Supervisor:
     def _run_once(self, work: Callable[[], int]) -> int:
         """Do work in a child; return its status, or -N if signal N has ended it."""
         pid = _fork(work)
-        self._process = process = os.pidfd_open(pid)
+        self._pid, self._process = pid, (process := os.pidfd_open(pid))
         if self._end_signal:  # it came while the child was being started
             self.end(self._end_signal)
         # Any child: where this is the first process of a container, it has orphans.
@@ -217,6 +219,7 @@ class Supervisor:
             if ended[0] == 0:
                 self._look(_LOOK_S, process)
             if time.monotonic() > self._kill_at:
+                logger.warning("process %d is late; sends SIGKILL to it", pid)
                 signal.pidfd_send_signal(process, signal.SIGKILL)
         self._process = None
         os.close(process)
@@ -334,11 +337,8 @@ def _open_for_command(config: SupervisorConfig) -> None:
         require_token(host, env.job_token())
         try:
             listener = open_listening(host, config.port).detach()
-        except OSError as exc:
-            raise JobError(
-                "A process of the job must be able to listen on port "
-                f"{config.port}. Received: {exc}. Does another job use the port?"
-            ) from exc
+        except OSError as exc:  # the command has the port, too, and says whose it is
+            logger.warning("cannot listen on port %d: %s", config.port, exc)
     memory: int | str = ""
     if config.memory_dir != PRIVATE:
         memory = open_memory(config.memory_dir)

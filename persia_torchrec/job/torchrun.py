@@ -197,6 +197,7 @@ class Agent:
                 self._tell_to_end(os.read(self._signals, 64))
             self._ask_for_failure()
             if self._failure and not self._is_over.is_set():  # else its book is closed
+                logger.info("ends itself by SIGTERM: %s", self._failure)
                 os.kill(os.getpid(), signal.SIGTERM)
                 if not self._is_over.wait(1.5 * _SHUTDOWN_S):
                     os._exit(1)

@@ -18,7 +18,6 @@ has become of the batches, and sends the ids again that a worker has lost.
 import contextlib
 import logging
 import os
-import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -28,6 +27,7 @@ from persia_torchrec.errors import DataflowError
 from persia_torchrec.job.member import JobMember
 from persia_torchrec.job.member_record import MemberRecord
 from persia_torchrec.job.registry import AddressBook
+from persia_torchrec.job.signals import START_AGAIN
 from persia_torchrec.lookup.bags import Bags, encode_bags
 from persia_torchrec.persia.batch import (
     NO_WORKER,
@@ -295,7 +295,7 @@ class Feed:
             self._error = exc
             if self._has_ended and isinstance(exc, DataflowError):
                 logger.warning("the data loader must be rerun: %s", exc)
-                os.kill(os.getpid(), signal.SIGKILL)
+                os._exit(START_AGAIN)
 
     def _look(self, moved: dict[int, int]) -> dict[int, Frames]:
         """Tell the trainers where ids have gone; return those that are lost.

@@ -30,6 +30,7 @@ from persia_torchrec.embedding.limits import MAX_ROWS
 from persia_torchrec.embedding.optimizer_engine import OptimizerEngine
 from persia_torchrec.embedding.setting import non_defaults
 from persia_torchrec.errors import ConfigError, ServerError
+from persia_torchrec.job.process_identity import ProcessIdentity
 from persia_torchrec.job.survivable_memory import AUTO, open_memory
 from persia_torchrec.parsing.command_line import format_flags
 from persia_torchrec.parsing.settings import renamed
@@ -58,9 +59,20 @@ class _Servers:
     processes: list["subprocess.Popen[str]"]
     kept: list[Kept] = field(default_factory=list)
     keepers: list[threading.Thread] = field(default_factory=list)
+    identities: dict[int, ProcessIdentity] = field(default_factory=dict)  # by number
     # A finalizer may end them in the midst of what a keeper does.
     lock: threading.RLock = field(default_factory=threading.RLock)
     closing: threading.Event = field(default_factory=threading.Event)  # set under lock
+
+    def begin(self, shard: int, process: "subprocess.Popen[str]") -> None:
+        """Have a process be the server of a shard."""
+        self.processes[shard : shard + 1] = [process]
+        self.identities[process.pid] = ProcessIdentity.of(process.pid)
+
+    def kill(self, process: "subprocess.Popen[str]", why: str) -> None:
+        """Kill a server, and no later process of its number."""
+        logger.warning("server pid=%d %s; killing it", process.pid, why)
+        self.identities[process.pid].kill()
 
 
 class EmbeddingCluster:
@@ -80,7 +92,8 @@ class EmbeddingCluster:
     """
 
     def __init__(self, processes: list["subprocess.Popen[str]"]) -> None:
-        self._servers = _Servers(processes)
+        known = {one.pid: ProcessIdentity.of(one.pid) for one in processes}
+        self._servers = _Servers(processes, identities=known)
         self.processes, self.kept = processes, self._servers.kept
         self.addresses: list[str] = []
         self.recovery_s = 0.0
@@ -223,7 +236,7 @@ class EmbeddingCluster:
                 if restarts:
                     cluster.kept.append(_keep(one.shard))
                 kept = cluster.kept[-1] if restarts else None
-                cluster.processes.append(_start(one, kept))
+                cluster._servers.begin(one.shard, _start(one, kept))
             for shard, process in enumerate(cluster.processes):
                 address, deadline = _wait_until_ready(shard, process, deadline)
                 cluster.addresses.append(address)
@@ -277,14 +290,14 @@ def _start_again(servers: _Servers, config: ServerConfig) -> None:
             if servers.closing.is_set():
                 return
             process = _start(config, servers.kept[shard])
-            servers.processes[shard] = process
+            servers.begin(shard, process)
         try:
             _wait_until_ready(
                 shard, process, time.monotonic() + timeouts.CLUSTER_RESTART_S
             )
         except ServerError:
             num_failed += 1
-            process.kill()  # in case that it is too slow
+            servers.kill(process, "is not ready in time")
         else:
             num_failed = 0
     logger.error("giving up on embedding server %d; see its log", shard)
@@ -313,8 +326,7 @@ def _end(servers: _Servers) -> None:
         try:
             process.wait(max(deadline - time.monotonic(), 0.1))
         except subprocess.TimeoutExpired:
-            logger.warning("server pid=%d does not terminate; killing it", process.pid)
-            process.kill()
+            servers.kill(process, "does not terminate")
             process.wait()
     for keeper in servers.keepers:
         if keeper is not threading.current_thread():

@@ -232,10 +232,12 @@ def test_an_invalid_command_line_is_an_error(processes, words, message):
     assert "Traceback" not in running.output()
 
 
-def test_a_port_that_is_taken_is_an_error(processes):
+def test_a_command_whose_port_is_taken_says_so_by_itself(processes):
     with open_listening() as other:
         port = str(other.getsockname()[1])
-        running = start(processes, "true", flags=["--port", port])
+        command = ["-m", "persia_torchrec.job.coordinator", "--num-trainers", "1"]
+        words = ["--port", port, "--", sys.executable, *command, "--port", port]
+        running = processes.start("supervisor", supervise, words)
         assert running.status() == 1
     assert f"must be able to listen on port {port}. Received: " in running.output()
 
