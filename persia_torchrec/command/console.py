@@ -23,6 +23,7 @@ as_json: Callable[[F], F] = click.option(
     "--json", "is_json", is_flag=True, help="Print JSON, for programs."
 )
 _UNITS = ("", "k", "M", "G", "T")
+_BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 _WHOLE = "pid", "port", "index", "id", "step"  # never 18.4k: it is typed again
 _GOOD = "running", "finished", "ok", "yes"
 _BAD = "failed", "lost", "killed", "stalled", "no", "bad"
@@ -65,7 +66,8 @@ def table(
         head = _head(name)
         if is_narrow:
             head = head.replace(" ", "\n").replace("/s", "\n/s")
-        made.add_column(head, justify="right" if is_number else "left")
+        fold: Any = {"overflow": "fold"} if is_narrow else {}  # not cut, as a host
+        made.add_column(head, justify="right" if is_number else "left", **fold)
     for line in lines:
         made.add_row(*(_cell(name, line.get(name)) for name in names))
     return made
@@ -99,7 +101,7 @@ def _cell(name: str, value: Any) -> Text:
     if value is None:
         return Text("-", style="dim")
     if name.endswith("_bytes") or name in ("memory", "bytes", "size"):
-        return Text(short(value, 1024.0) + "B")
+        return Text(size(value))
     if name.endswith("_s") or name in ("since", "age", "uptime"):
         return Text(duration(value))
     if isinstance(value, bool):
@@ -112,13 +114,23 @@ def _cell(name: str, value: Any) -> Text:
     return Text(printable(str(value)), style=style)
 
 
-def short(number: float, base: float = 1000.0) -> str:
+def short(number: float) -> str:
     """Return a number with a unit: ``12.3M``."""
-    for unit in _UNITS[:-1]:
+    return _scaled(number, 1000.0, _UNITS)
+
+
+def size(num_bytes: float) -> str:
+    """Return a number of bytes with a unit: ``11.7MiB``."""
+    return _scaled(num_bytes, 1024.0, _BYTES)
+
+
+def _scaled(number: float, base: float, units: Sequence[str]) -> str:
+    first, *_, last = units
+    for unit in units[:-1]:
         if abs(number) < base:
-            return f"{number:.3g}{unit}" if unit else f"{number:.4g}"
+            return f"{number:.4g}{unit}" if unit == first else f"{number:.3g}{unit}"
         number /= base
-    return f"{number:.3g}{_UNITS[-1]}"
+    return f"{number:.3g}{last}"
 
 
 def duration(seconds: float) -> str:

@@ -137,7 +137,7 @@ def _memory() -> Iterator[Check]:
     except OSError as exc:
         yield Check("shared memory", "bad", str(exc), "--memory_dir a folder of a disk")
         return
-    found = f"/dev/shm has {console.short(free, 1024.0)}B free"
+    found = f"/dev/shm has {console.size(free)} free"
     is_small = free < _LEAST_SHM_BYTES
     mend = (
         "mount -o remount,size=50% /dev/shm; of docker: --shm-size" if is_small else ""
