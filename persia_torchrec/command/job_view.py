@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,6 +12,7 @@ from persia_torchrec import env, timeouts
 from persia_torchrec.job import job_list
 from persia_torchrec.job.job_list import JobRecord
 from persia_torchrec.job.saves import SAVES, Saves
+from persia_torchrec.job.status import Problem, Status, age_s, failed
 from persia_torchrec.rpc.addresses import LOOPBACK
 
 if TYPE_CHECKING:
@@ -35,17 +36,22 @@ class Job:
         return None if text is None else Saves.of({SAVES: text})
 
 
-def find(name: str, *, is_running: bool = True) -> JobRecord:
+def find(
+    name: str, *, is_running: bool = True, or_has_ended: bool = False
+) -> JobRecord:
     """Return the job of a name, or of its beginning; "": the one that there is.
+
+    Where none runs that ``is_running`` asks for, it may be one that has ended, by its
+    name, or the latest.
 
     Raises:
         click.ClickException: there is none, or several.
     """
     known = job_list.find_jobs()
-    found = [one for one in known if not is_running or one.state == "running"]
-    found = [one for one in found if one.job_id.startswith(name)]
-    if not name and not is_running:
-        found = found[:1]  # the latest
+    named = [one for one in known if one.job_id.startswith(name)]
+    found = [one for one in named if one.state == "running"]
+    if not is_running or (or_has_ended and not found):
+        found = named if name else named[:1]  # the latest
     if len(found) == 1:
         return found[0]
     kind = "running job" if is_running else "job"
@@ -54,6 +60,35 @@ def find(name: str, *, is_running: bool = True) -> JobRecord:
         f"JOB must be one {kind} of this user, or HOST:PORT of a coordinator. "
         f"Received: {name or 'none'}, and "
         f"{'it may be' if found else 'there is none such. Known are'} {names}."
+    )
+
+
+def has_ended(record: JobRecord) -> Status:
+    """Return the status of a job that has ended, as its record tells it."""
+    since_s, reason = age_s(record.ended or record.began), record.reason
+    if record.state == "lost":
+        reason = f"its coordinator, process {record.coordinator.pid}, was killed"
+    return _status_of(record, failed(record.job_id, record.state, reason, since_s))
+
+
+def does_not_answer(record: JobRecord, seconds: float) -> Status:
+    """Return the status of a job whose coordinator runs, and has not answered."""
+    who, pid = "coordinator 0", record.coordinator.pid
+    text = f"{who} is lost: process {pid} does not answer"
+    kill = f"persia-torchrec kill {who} --job {record.job_id}"
+    return _status_of(record, [Problem("lost", who, seconds, kill, text)])
+
+
+def _status_of(record: JobRecord, problems: Sequence[Problem]) -> Status:
+    return Status(
+        job=record.job_id,
+        state=record.state,
+        reason=record.reason,
+        told=record.told,
+        since_s=age_s(record.ended or record.began) or 0.0,
+        folder=record.folder,
+        checkpoint=record.checkpoint or None,
+        problems=problems,
     )
 
 

@@ -17,7 +17,16 @@ from rich.table import Table
 from persia_torchrec import timeouts
 from persia_torchrec.command import console
 from persia_torchrec.command.console import as_json, duration
-from persia_torchrec.command.job_view import Job, a_job, find, is_here, opened
+from persia_torchrec.command.job_view import (
+    Job,
+    a_job,
+    does_not_answer,
+    find,
+    has_ended,
+    is_here,
+    opened,
+)
+from persia_torchrec.errors import JobError
 from persia_torchrec.job import failures, job_list
 from persia_torchrec.job.job_list import JobRecord
 from persia_torchrec.job.requests import Fail, View
@@ -77,14 +86,36 @@ def status(job: str, watch: bool, is_json: bool) -> None:
     """Show how a job is: what is wrong, its step, its checkpoint, its processes.
 
     JOB is an id, its beginning, or HOST:PORT of a coordinator; by default the one job
-    that runs. The first line says what is wrong, and the command to run. The exit code
-    is 1 then.
+    that runs, or the latest. The first line says what is wrong, and the command to run.
+    The exit code is 1 then.
 
     persia-torchrec status --watch
     """
-    with opened(job) as there:
-        found = _look(there, _drawn, watch=watch, is_json=is_json)
+    record = None if ":" in job else find(job, or_has_ended=True)
+    if record is not None and record.state != "running":
+        found = _show(has_ended(record), _drawn, is_json=is_json)
+        sys.exit(found.is_wrong)
+    began_s = time.monotonic()
+    try:
+        with opened(job if record is None else record.job_id) as there:
+            found = _look(there, _drawn, watch=watch, is_json=is_json)
+    except JobError:
+        if record is None or not record.coordinator.is_running():
+            raise
+        silent = does_not_answer(record, time.monotonic() - began_s)
+        found = _show(silent, _drawn, is_json=is_json)
     sys.exit(found.is_wrong)
+
+
+def _show(found: Status, draw: Callable[[Status], Group], *, is_json: bool) -> Status:
+    """Print a status, and return it."""
+    if is_json:
+        console.show_json(found)
+    else:
+        where = console.console()
+        for part in draw(found).renderables:  # a command in a sentence stays one line
+            where.print(part, soft_wrap=isinstance(part, str) or None)
+    return found
 
 
 def _look(
@@ -94,10 +125,7 @@ def _look(
     found = there.book.status()
     if is_json or not watch:
         while True:
-            if is_json:
-                console.show_json(found)
-            else:
-                console.console().print(draw(found))
+            _show(found, draw, is_json=is_json)
             if not watch:
                 return found
             time.sleep(_WATCH_S)
@@ -110,7 +138,8 @@ def _look(
 
 
 def _drawn(found: Status) -> Group:
-    lines = [_sentence(one) for one in found.problems if one.is_wrong]
+    is_first = [one.is_wrong or bool(one.remedy) for one in found.problems]
+    lines = [*map(_sentence, itertools.compress(found.problems, is_first))]
     line = f"{found.job}: {found.state}, since {duration(found.since_s)}"
     if found.told:
         line += f", told to end by {found.told}"
@@ -127,7 +156,8 @@ def _drawn(found: Status) -> Group:
     lines += [line, _checkpoint(found)]
     if found.reason:
         lines.append(found.reason)
-    lines += [_sentence(one) for one in found.problems if not one.is_wrong]
+    others = [one for one in found.problems if not (one.is_wrong or one.remedy)]
+    lines += map(_sentence, others)
     return Group(printable("\n".join(lines)), *_tables(found))
 
 
@@ -153,6 +183,8 @@ def _checkpoint(found: Status) -> str:
 def _tables(found: Status) -> list[Table]:
     """Return the processes, then what servers and trainers measure: 80 columns each."""
     lines = [{"process": one.who, **structs.asdict(one)} for one in found.members]
+    if not lines:
+        return []
     made = [console.table(lines, ("process", *_PROCESSES), is_narrow=True)]
     for role, names in (("server", _SERVERS), ("trainer", _TRAINERS)):
         of_role = [{**one, role: one["index"]} for one in lines if one["role"] == role]
@@ -215,16 +247,18 @@ def logs(role: str, index: int, job: str, follow: bool, lines: int) -> None:
     persia-torchrec logs -f trainer 0
     """
     record = find(job, is_running=False)
-    who = f"{role} {index}"
-    place = record.logs.get(who, "")
+    who, place, first = f"{role} {index}", "", "coordinator 0"
     if record.state == "running":
         with opened(record.job_id) as there:
             place = there.book.member(role, index).log or ""
+    place = place or record.logs.get(who, "")
+    place = place or failures.find_log_beside(record.logs.get(first, ""), who)
     host, _, name = place.partition(" ")
     if not name:
         known = ", ".join(record.logs) or "none"
         raise click.ClickException(
-            f"{who} must have a log that is a file. Received: none; known are {known}."
+            f"{who} must have a log that is a file. Received: none; known are {known}. "
+            "Of a process that has not joined it is where that was started."
         )
     if not is_here(host) and not Path(name).exists():
         raise click.ClickException(f"The log of {who} is {name} on host {host}.")
@@ -253,9 +287,14 @@ def kill(role: str, index: int, job: str) -> None:
 
     persia-torchrec kill server 0
     """
-    with opened(job) as there:
-        member, job_id = there.book.member(role, index), there.book.greeting.job_id
-    process, who = member.process, member.who
+    who = f"{role} {index}"
+    if who == "coordinator 0" and ":" not in job:  # it may hang
+        record = find(job)
+        process, job_id, log = record.coordinator, record.job_id, record.host
+    else:
+        with opened(job) as there:
+            member, job_id = there.book.member(role, index), there.book.greeting.job_id
+        process, log = member.process, member.log or ""
     if process is None or process.has_ended():
         received = "it has not joined" if process is None else "it has ended"
         raise click.ClickException(f"{who} must run. Received: {received}.")
@@ -265,7 +304,7 @@ def kill(role: str, index: int, job: str) -> None:
         then = "is started again" if is_supervised else "is gone, and the job fails"
         console.echo(f"process {pid} is killed: {who} {then}")
         return
-    host = printable((member.log or "").partition(" ")[0])
+    host = printable(log.partition(" ")[0])
     commands = (
         f"  ssh {host} kill -KILL {pid}\n"
         f"  srun --jobid {job_id} --overlap --nodelist {host} kill -KILL {pid}\n"
@@ -301,8 +340,8 @@ def end(record: JobRecord | None, name: str, *, saves: bool) -> JobRecord:
             there.book.call(Fail("persia-torchrec", reason), View)
         elif has_trainers:
             there.book.tell_to_end("SIGTERM", "persia-torchrec stop")
-        elif is_here(record.host):
-            os.kill(record.coordinator.pid, signal.SIGTERM)
+        elif record.coordinator.is_running():
+            record.coordinator.send(signal.SIGTERM)
         else:
             raise click.ClickException(
                 f"A job that serves is stopped where its coordinator runs. Received: "

@@ -214,13 +214,18 @@ class Coordinator:
     def summary(self) -> dict[str, object]:
         """Return what is known of the job when it has ended, for ``JobRecord``."""
         job = self._job
+        known, own = [*job.members.values()], job.member("coordinator", 0).log or ""
+
+        def beside(one: Member) -> str:  # that has not joined
+            return failures.find_log_beside(own, one.who)
+
         return {
             "outcome": job.outcome,
             "reason": job.reason,
             "checkpoint": without_secrets(job.notes.get(LAST_CHECKPOINT, "")),
             "saves": Saves.of(job.notes),
             "told": job.told(),
-            "logs": {one.who: one.log for one in job.members.values() if one.log},
+            "logs": {one.who: log for one in known if (log := one.log or beside(one))},
         }
 
     def _status(self, state: Outcome, *, was_told: bool) -> int:
@@ -447,8 +452,11 @@ def _serve(argv: Sequence[str] | None) -> int:
             recovery_s=config.timings.recovery_timeout_s if is_supervised else 0.0,
         )
     except PersiaError as exc:
-        failures.tell_launcher(str(exc))
-        raise
+        cause = str(exc)
+        if holder := job_list.holder_of_book(config.port):
+            cause += f" Job {holder.job_id} has it, which runs in {holder.folder}."
+        _fail_to_begin(job_list.record_of(job_id, config.port), cause)
+        raise type(exc)(cause) from exc
     if why := auth.weakness(env.job_token()):
         logger.warning("%s", why)
     if not (is_local or env.encrypts()):
@@ -489,10 +497,16 @@ def _page(
                 f" Job {holder.job_id} has it, which runs in {holder.folder} with "
                 f"--metrics_port {holder.metrics_port}. Set another one."
             )
+        _fail_to_begin(record, cause)
+        raise ConfigError(cause) from exc
+
+
+def _fail_to_begin(record: job_list.JobRecord, cause: str) -> None:
+    """List a job as failed whose coordinator cannot begin, and tell its launcher."""
+    if record.job_id:
         with job_list.listed(record) as told:
             told |= {"outcome": "failed", "reason": cause}
-        failures.tell_launcher(cause)
-        raise ConfigError(cause) from exc
+    failures.tell_launcher(cause)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ from persia_torchrec.errors import (
     without_secrets,
 )
 
+_ROLES = "coordinator", "server", "worker", "loader", "trainer", "predictor"
+
 _PACKAGE = str(Path(env.__file__).parent)
 _LIBRARIES = (_PACKAGE, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
 _OF_DISTRIBUTED = str(Path("torch", "distributed"))
@@ -126,7 +128,7 @@ def _may_pass(exc: BaseException) -> bool:
 
 def find_member(reason: str) -> str | None:
     """Return the member that the reason of a failed job names first, if it does."""
-    found = re.search(r"\b[a-z]+ \d+\b", reason)
+    found = re.search(rf"\b({'|'.join(_ROLES)}) \d+\b", reason)
     return found and found[0]
 
 
@@ -161,14 +163,27 @@ def find_log(who: str, place: str | None) -> str:
 
     ``place`` is its host and its log, as it has told; None: it has not joined.
     """
-    if place is None:  # torchx has a folder for each
-        own = Path(find_own_log())
-        path = own.parents[2] / who.replace(" ", "/") / own.name if own.name else own
-        return f"its log: {path}" if path.is_file() else ""
+    if place is None:
+        place = find_log_beside(f"{socket.gethostname()} {find_own_log()}", who)
+        if not place:
+            return ""
     host, _, log = place.partition(" ")
     if log and host == socket.gethostname():
         return f"its log: {log}"
     return f"its log: {log} on host {host}" if log else f"its log is on host {host}"
+
+
+def find_log_beside(place: str, who: str) -> str:
+    """Return host and log of a member, from those of another one; "": it has none.
+
+    torchx has a folder for each, also for one that has not joined.
+    """
+    host, _, log = place.partition(" ")
+    path = Path(log)
+    if len(path.parents) < 3:
+        return ""
+    own = path.parents[2] / who.replace(" ", "/") / path.name
+    return f"{host} {own}" if own.is_file() else ""
 
 
 def tell_launcher(cause: str) -> None:

@@ -20,6 +20,7 @@ from msgspec import structs
 
 from persia_torchrec import env
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.job import failures
 from persia_torchrec.job.process_identity import ProcessIdentity
 from persia_torchrec.job.requests import Outcome
 from persia_torchrec.job.saves import Saves, verdict
@@ -112,6 +113,7 @@ def record_of(job_id: str, port: int) -> JobRecord:
         token_file=env.text("PERSIA_JOB_TOKEN_FILE") or "",
         encrypts=env.encrypts(),
         metrics_port=env.metrics_port() or 0,
+        logs={"coordinator 0": f"{socket.gethostname()} {failures.find_own_log()}"},
     )
 
 
@@ -154,6 +156,14 @@ def holder_of(metrics_port: int) -> JobRecord | None:
         found = [one for one in find_jobs() if 0 < one.metrics_port <= metrics_port]
     running = [one for one in found if one.state == "running" and one.host in here]
     return max(running, key=lambda one: one.metrics_port, default=None)
+
+
+def holder_of_book(port: int) -> JobRecord | None:
+    """Return the running job of this user and host whose address book has a port."""
+    here, found = (LOOPBACK, socket.gethostname()), list[JobRecord]()
+    with contextlib.suppress(ConfigError):
+        found = [one for one in find_jobs() if one.port == port and one.host in here]
+    return next((one for one in found if one.state == "running"), None)
 
 
 def find_jobs() -> list[JobRecord]:

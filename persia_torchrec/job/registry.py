@@ -185,6 +185,13 @@ class AddressBook:
                 raise JobMismatchError(str(exc)) from exc
             if not isinstance(exc, ServerError):
                 raise
+            if isinstance(exc, TokenError):
+                why = str(exc).removeprefix(f"{exc.server}: ")
+                raise DiscoveryError(
+                    f"The coordinator at {host}:{port} rejects this process. "
+                    f"{why.removeprefix('a request: ')} Something else listens there, "
+                    "if the token is the same."
+                ) from exc
             raise DiscoveryError(
                 f"The job's address book must be at {host}:{port}. Received: {exc} "
                 "Something else listens there, or another version of persia_torchrec."

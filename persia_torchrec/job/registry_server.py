@@ -155,8 +155,10 @@ class BookServer(ListenerThread):
         if now < self._next_look:
             return False
         self._next_look = now + _LOOK_S
+        num_rejected = self._listener.count_rejected()
         with self.lock:
             self.job.clock.advance(now)
+            self.statuses.num_rejected += num_rejected
             self._unlooked = self._unlooked or self._find_quiet()
             for member in self._unlooked[:_MOST_LOOKS]:
                 self._look_at(member, now)

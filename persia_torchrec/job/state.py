@@ -17,6 +17,7 @@ are not to blame if it was stopped. The caller has the lock, and advances the cl
 """
 
 import logging
+import math
 from collections.abc import Iterable
 from typing import Literal
 
@@ -25,7 +26,7 @@ from msgspec import structs
 
 from persia_torchrec import timeouts
 from persia_torchrec.errors import FrameError
-from persia_torchrec.job.process_identity import ProcessIdentity
+from persia_torchrec.job.process_identity import ProcessIdentity, memory_kills
 from persia_torchrec.job.requests import (
     Beat,
     ClaimSize,
@@ -68,6 +69,7 @@ _MOST_POLLS = 2048  # looks a second of all members, of those that wait
 _POLL_S = 0.05
 _SLOW = 5  # a member is, after this part of the time in which it counts as silent
 _LONGEST_STEP_S = 1.0
+_COUNT_KILLS_S = 5.0  # between two looks at the counters of kills
 _TRAINED = 2**62  # progress that NN workers count is beyond that of others
 
 
@@ -134,6 +136,15 @@ class Member(msgspec.Struct, eq=False):
             return "killed"
         return "lost" if self.is_lost else None
 
+    def cause_of_end(self) -> str:
+        """Return why its process has ended, or will, as far as that is known; or ""."""
+        is_its = self.process is not None and self.pid == self.process.pid
+        return self.cause if is_its else ""
+
+    def failure(self) -> str:
+        """Return why its process has ended by itself, or ""."""
+        return self.cause_of_end() if self.ending() == "left" else ""
+
     def is_gone(self) -> bool:
         """Return whether it has ended, and its process, agent and supervisor too."""
         process, ending = self.process, self.ending()
@@ -184,6 +195,7 @@ class JobState(msgspec.Struct):
     max_restarts: int = 3
     outcome: Outcome = "running"
     reason: str = ""
+    ended_s: float = 0.0  # when it has failed
     is_over: bool = False
     signal: str = ""
     signal_to: str = ""
@@ -195,6 +207,10 @@ class JobState(msgspec.Struct):
     addresses: dict[str, str] = {}
     notes: dict[str, str] = {}
     raised: dict[str, Raised] = {}
+    # How many processes the kernel has ended as memory was short: by who counts them,
+    # some seconds ago, and then.
+    memory_kills: tuple[dict[str, int], dict[str, int]] = ({}, {})
+    memory_kills_s: float = -math.inf
     num_characters: int = 0
     is_stale: bool = False  # whether what is written of it is older
 
@@ -236,6 +252,10 @@ class JobState(msgspec.Struct):
         Nothing starts again in a job that ``is_told`` to end.
         """
         progress = self.progress()
+        if self.clock.now_s - self.memory_kills_s > _COUNT_KILLS_S:
+            _, before = self.memory_kills
+            self.memory_kills = before, memory_kills()
+            self.memory_kills_s = self.clock.now_s
         for member in members:
             failure = self._check(member, progress, is_told=is_told)
             if failure is not None:
@@ -395,6 +415,7 @@ class JobState(msgspec.Struct):
         """End the job as failed, unless it has ended."""
         if self.outcome == "running":
             self.outcome, self.is_over = "failed", True
+            self.ended_s = self.clock.now_s
             self.reason = f"{request.who}: {request.reason}"
         return self.look()
 
@@ -454,6 +475,9 @@ class JobState(msgspec.Struct):
         agent = member.agent if is_told and ending is None else None
         if agent is not None and agent.has_ended():
             return f"the torchrun of {member.who} was killed"
+        is_news = ending == "killed" and member.away_since_s is None
+        if is_news and member.pid != process.pid:
+            member.pid, member.cause = process.pid, self._why_killed()
         wrong = self._find_wrong(member, process, ending)
         if wrong is None:
             if member.away_since_s is not None:
@@ -495,20 +519,30 @@ class JobState(msgspec.Struct):
             return f"{wrong}, and was not back within {limit_s:g} s"
         return None
 
+    def _why_killed(self) -> str:
+        """Return why a process was killed just now, if a counter of kills tells."""
+        before, _ = self.memory_kills
+        for source, num in memory_kills().items():
+            if num > before.get(source, num):
+                return f"probably memory was short, as oom_kill of {source} has risen"
+        return ""
+
     def _find_wrong(
         self, member: Member, process: ProcessIdentity, ending: Ending | None
     ) -> str | None:
         """Return what is wrong with a member, or None."""
         who = member.who
+        cause = member.cause_of_end()
         if ending == "killed":
-            return f"{who} (process {process.pid}) was killed"
+            wrong = f"{who} (process {process.pid}) was killed"
+            return f"{wrong}: {cause}" if cause else wrong
         if ending == "lost":
             return (
                 f"{who} was lost: its process (pid {process.pid}) was killed, or its "
                 "host does not answer"
             )
-        if ending == "left" and member.cause and member.pid == process.pid:
-            return f"{who}: {member.cause}"
+        if ending == "left" and cause:
+            return f"{who}: {cause}"
         silent_s, limit_s = self.clock.now_s - member.beat_s, self.timings.silent_s
         if silent_s <= limit_s / _SLOW:
             return None

@@ -55,6 +55,7 @@ _NEW_STEP = 0.2  # weight of the last step in what one usually takes
 _FAILED_SAVES = 3  # in a row, that need a hand
 _EVICTED = 0.2  # of the ids looked up, from which a server is too small
 _MOST_BUSY = 40  # tables, and features, that are told
+_MOST_TEXT = 300  # characters of what a process says in a problem
 
 Numbers = Mapping[str, float]
 
@@ -112,7 +113,7 @@ class Problem(msgspec.Struct, frozen=True):
     """What is wrong with a job, or may be.
 
     Attributes:
-        kind: a state of a member, or ``failed``, ``saves``, ``starting``,
+        kind: a state of a member, or ``raised``, ``failed``, ``saves``, ``starting``,
             ``compiling``, ``evictions``.
         who: a member, or "".
         since_s: seconds, if they are known.
@@ -270,13 +271,16 @@ class Statuses:
 
     Attributes:
         checkpoint: the newest one, which a thread of its own looks at.
+        num_rejected: connections that have not proven the job's token.
     """
 
     def __init__(self, folder: str) -> None:
         self.checkpoint: Checkpoint | None = None
+        self.num_rejected = 0
         self._folder = folder
         self._heard: dict[str, _Heard] = {}
         self._failed_since_s: float | None = None
+        self._full_since_s: dict[str, float] = {}
 
     def hear(self, job: JobState, beat: Beat) -> None:
         """Note a heartbeat of the process that is the member now."""
@@ -357,17 +361,19 @@ class Statuses:
     ) -> list[Problem]:
         """Return what is wrong, the cause of all first."""
         if job.outcome != "running":
-            return _failed(job, saves)
+            state = verdict(job.outcome, job.reason, saves)
+            since_s = round(job.clock.now_s - job.ended_s, 1)
+            return failed(job.job_id, state, job.reason, since_s)
         found = [
             problem
             for member, status in zip(known, members, strict=True)
             if (problem := self._problem(job, member, status)) is not None
         ]
         found += self._of_saves(job, saves)
-        order = ("lost", "killed", "stalled", "saves")
+        order = ("lost", "killed", "raised", "stalled", "saves")
         kinds = {kind: number for number, kind in enumerate(order)}
         found.sort(key=lambda one: (not one.is_wrong, kinds.get(one.kind, len(order))))
-        if found and found[0].kind in ("lost", "killed"):  # for which trainers wait
+        if found and found[0].kind in order[:3]:  # for which trainers wait
             return [
                 structs.replace(one, remedy="") if one.kind == "stalled" else one
                 for one in found
@@ -379,30 +385,24 @@ class Statuses:
     ) -> Problem | None:
         who, state = member.who, status.state
         kill = f"persia-torchrec kill {who} --job {job.job_id}"
-        logs = f"persia-torchrec logs {who} --job {job.job_id}"
-        is_ending = bool(job.signal)
+        logs = _logs(who, job.job_id)
         if state == "lost":
             text = f"{who} is lost: no heartbeat comes from process {status.pid}"
             return Problem(state, who, status.heard_s, kill, text)
-        if state == "killed":
+        if state == "killed" or member.failure():
             away_s = member.away_since_s
             since_s = job.clock.now_s - away_s if away_s is not None else None
             text = f"{who} was killed: process {status.pid} has ended"
-            return Problem(state, who, since_s, logs, text)
+            if cause := one_line(member.cause_of_end()):
+                has_ended = text if state == "killed" else f"{who} has failed"
+                text = f"{has_ended}: {cause}"
+            kind = state if state == "killed" else "raised"
+            return Problem(kind, who, since_s, logs, text)
         if state == "stalled":
-            what = "makes no step" if member.role == "trainer" else "answers nothing"
-            heard = self._heard[who]
-            since_s = status.step_s
-            if since_s is None or member.role == "server":
-                since_s = status.figures_s or job.clock.now_s - heard.moved_s
-            text = (
-                f"{who} is stalled: process {status.pid} sends heartbeats, and {what}"
-            )
             is_back = member.process is not None and member.process.supervisor
-            return Problem(state, who, since_s, kill if is_back else logs, text)
-        if state == "absent" and not is_ending:
-            text = f"{who} starts: it has not joined"
-            return Problem("starting", who, status.since_s, "", text, is_wrong=False)
+            return self._stalled(job, status, kill if is_back else logs)
+        if state == "absent" and not job.signal:
+            return self._absent(job, who)
         if state == "silent":
             text = f"{who} is late: no heartbeat"
             return Problem(state, who, status.heard_s, "", text, is_wrong=False)
@@ -411,7 +411,42 @@ class Statuses:
             since_s = job.clock.now_s - heard_of.compiles_s
             text = f"{who} compiles"
             return Problem("compiling", who, since_s, "", text, is_wrong=False)
-        return _evictions(status)
+        return self._evictions(job, status)
+
+    def _stalled(self, job: JobState, status: MemberStatus, remedy: str) -> Problem:
+        who, since_s = status.who, status.step_s
+        what = "makes no step" if status.role == "trainer" else "answers nothing"
+        if since_s is None or status.role == "server":
+            moved_s = self._heard[who].moved_s
+            since_s = status.figures_s or job.clock.now_s - moved_s
+        text = f"{who} is stalled: process {status.pid} sends heartbeats, and {what}"
+        return Problem("stalled", who, since_s, remedy, text)
+
+    def _absent(self, job: JobState, who: str) -> Problem:
+        since_s = job.clock.now_s
+        text, remedy = f"{who} starts: it has not joined", ""
+        if since_s > timeouts.SAY_S:
+            text, remedy = f"{who} has not joined", _logs(who, job.job_id)
+            if self.num_rejected:
+                num = self.num_rejected
+                text += f"; {num} connections with another token were rejected"
+        return Problem("starting", who, since_s, remedy, text, is_wrong=False)
+
+    def _evictions(self, job: JobState, status: MemberStatus) -> Problem | None:
+        """Return that a server evicts rows before they learn, if it does."""
+        rate, lookups, who = status.evictions_a_second, status.ids_a_second, status.who
+        if not rate or not lookups or rate < _EVICTED * lookups:
+            self._full_since_s.pop(who, None)
+            return None
+        now_s = job.clock.now_s
+        since_s = now_s - self._full_since_s.setdefault(who, now_s)
+        text = (
+            f"{who} is full, and evicts {rate:,.0f} rows a second, of {lookups:,.0f} "
+            "ids that are looked up"
+        )
+        more = sum(one.role == "server" for one in job.members.values()) + 1
+        remedy = f"persia-torchrec scale {job.job_id} --servers {more}"
+        return Problem("evictions", who, since_s, remedy, text, is_wrong=False)
 
     def _of_saves(self, job: JobState, saves: Saves | None) -> list[Problem]:
         if saves is None or not saves.num_failed:
@@ -423,8 +458,8 @@ class Statuses:
                 "saves",
                 "trainer 0",
                 round(job.clock.now_s - since_s, 1),
-                f"persia-torchrec logs trainer 0 --job {job.job_id}",
-                f"trainer 0: {saves.failed()}",
+                _logs("trainer 0", job.job_id),
+                f"trainer 0: {one_line(saves.failed())}",
                 is_wrong=saves.num_failed >= _FAILED_SAVES,
             )
         ]
@@ -490,25 +525,26 @@ def _state(job: JobState, member: Member, heard: _Heard) -> State:
     return "stalled" if is_late and not is_over else "running"
 
 
-def _failed(job: JobState, saves: Saves | None) -> list[Problem]:
-    if verdict(job.outcome, job.reason, saves) != "failed":
+def failed(
+    job_id: str, state: str, reason: str, since_s: float | None
+) -> list[Problem]:
+    """Return why a job has ended, if it has failed, or its coordinator was killed."""
+    how = {"failed": "has failed", "lost": "is lost"}.get(state)
+    if how is None:
         return []
-    who = failures.find_member(job.reason) or "coordinator 0"
-    remedy = f"persia-torchrec logs {who} --job {job.job_id}"
-    return [Problem("failed", who, None, remedy, f"the job has failed: {job.reason}")]
+    who = failures.find_member(reason) or "coordinator 0"
+    text = f"the job {how}: {one_line(reason).removesuffix('.')}"
+    return [Problem(state, who, since_s, _logs(who, job_id), text)]
 
 
-def _evictions(status: MemberStatus) -> Problem | None:
-    """Return that a server evicts rows before they learn, if it does."""
-    rate, lookups = status.evictions_a_second, status.ids_a_second
-    if not rate or not lookups or rate < _EVICTED * lookups:
-        return None
-    text = (
-        f"{status.who} is full, and evicts {rate:,.0f} rows a second, of "
-        f"{lookups:,.0f} ids that are looked up"
-    )
-    remedy = "a larger --capacity, or more servers: persia-torchrec scale --servers N"
-    return Problem("evictions", status.who, None, remedy, text, is_wrong=False)
+def _logs(who: str, job_id: str) -> str:
+    return f"persia-torchrec logs {who} --job {job_id}"
+
+
+def one_line(text: str) -> str:
+    """Return what a process says of itself as one line; its log has the whole."""
+    line = " ".join(text.split())
+    return line if len(line) <= _MOST_TEXT else f"{line[:_MOST_TEXT]}..."
 
 
 def _passed_s(first: _Reading, last: _Reading) -> float:

@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 _HANDSHAKE_MS = 10_000  # after which a connection without a proof is closed
 _MAX_KNOWN_PEERS = 4096
 _MOST_IN_ROW = 8
+_REJECTIONS = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _LOG_S = 10.0
 _LOOK_S = 1.0
 
@@ -106,6 +107,7 @@ class Listener:
         self._poller.register(self.wakeup.fd, zmq.POLLIN)
         self.slabs = Slabs(limits.shm_bytes)
         self.was_rejected = False
+        self._rejections: zmq.Socket[bytes] | None = None  # events of connections
         # What requests of a peer wait for, besides their turn: in answers to pings.
         self.waits_for: Callable[[bytes], str] = lambda _: ""
         self._num_in_row = 0  # messages of slabs since it has looked for others
@@ -249,9 +251,22 @@ class Listener:
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 0)
         return True
 
+    def count_rejected(self) -> int:
+        """Return how many connections have not proven the token since the last call."""
+        if self._rejections is None:
+            self._rejections = self._socket.get_monitor_socket(_REJECTIONS)
+        num = 0
+        while self._rejections.poll(0):
+            self._rejections.recv_multipart()
+            num += 1
+        return num
+
     def close(self) -> None:
         """Close the socket, when replies under way are sent, for up to a second."""
         self.slabs.close()
+        if self._rejections is not None:
+            self._socket.disable_monitor()
+            self._rejections.close()
         self._socket.close()
         self._context.term()
         self.wakeup.close()

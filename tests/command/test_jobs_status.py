@@ -1,6 +1,7 @@
 """What ``status`` says first of a job in which something is wrong, and what helps."""
 
 import contextlib
+import json
 import os
 import re
 import shlex
@@ -10,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
+from persia_torchrec import timeouts
 from persia_torchrec.command import main
 from persia_torchrec.command.jobs import _drawn
 from persia_torchrec.job import job_list
@@ -18,8 +20,9 @@ from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.job.requests import Register
 from persia_torchrec.job.status import MemberStatus, Status
 from tests.support.processes import wait_until
-from tests.support.script_jobs import Job
+from tests.support.script_jobs import WAIT_FOR_GO, Job
 
+OURS = "0123456789abcdefghijklmnopqrstuvwxyz"
 TRAINS_UNTIL_IT_HANGS = """
 import pathlib, time
 from persia_torchrec.job.member import JobMember
@@ -101,6 +104,61 @@ def test_the_first_line_names_a_process_that_hangs_its_time_and_a_remedy(job):
         r"trainer 0 is stalled: process \d+ sends heartbeats, and makes no step"
     )
     assert "Run: persia-torchrec logs trainer 0" in line  # nothing starts it again
+
+
+@pytest.mark.multiprocess
+def test_a_job_that_a_loader_has_failed_names_it_with_its_log(job):
+    job.counts["loader"] = 1
+    raising = "raise ValueError('row 7 has no label')"
+    job.start("loader", raising).status()
+    assert job.coordinator.status() == 1
+    line = says(r"the job has failed: loader 0: ValueError: row 7 has no label")
+    assert "Run: persia-torchrec logs loader 0" in line
+    assert "raise ValueError" in run_remedy(line)
+    failed = json.loads(CliRunner().invoke(main, ["status", "--json"]).stdout)
+    assert failed["state"] == "failed"
+    assert [(one["kind"], one["who"]) for one in failed["problems"]] == [
+        ("failed", "loader 0")
+    ]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_a_coordinator_that_hangs_is_named_and_killed(job, monkeypatch):
+    monkeypatch.setattr(timeouts, "VERB_JOIN_S", 0.5)
+    is_well()
+    job.coordinator.send(signal.SIGSTOP)
+    pid = job.coordinator.pid
+    line = says(rf"coordinator 0 is lost: process {pid} does not answer")
+    assert "is killed: coordinator 0 is gone, and the job fails" in run_remedy(line)
+    line = says(rf"the job is lost: its coordinator, process {pid}, was killed")
+    assert "the address book of job" in run_remedy(line)
+
+
+@pytest.mark.multiprocess
+def test_a_process_with_another_token_is_told_of_and_joins_with_the_right_one(
+    processes, monkeypatch
+):
+    monkeypatch.setenv("XDG_STATE_HOME", str(processes.folder / "state"))
+    monkeypatch.delenv("PERSIA_JOB_TOKEN_FILE")
+    monkeypatch.setenv("PERSIA_JOB_TOKEN", "ours" + OURS)
+    job = Job(processes, trainer=1)
+    job.coordinator.has_printed("is open at port")
+    theirs = {"PERSIA_JOB_TOKEN": "theirs" + OURS}
+    assert job.start("trainer", WAIT_FOR_GO, env=theirs).status() == 1
+    rejected = re.compile(
+        r"trainer 0 has not joined; \d+ connections with another token were rejected, "
+        r"for [\d.]+s\. Run: persia-torchrec logs trainer 0 --job "
+    )
+    wait_until(lambda: rejected.match(first_line()[0]), "it says", details=first_line)
+    line, code = first_line()
+    assert code == 0
+    told = CliRunner().invoke(main, shlex.split(line.partition(". Run: ")[2])[1:])
+    assert "Of a process that has not joined" in told.output
+    job.start("trainer", WAIT_FOR_GO).has_printed("at work")
+    is_well()
+    (job.folder / "go").touch()
+    assert job.coordinator.status() == 0
 
 
 def elsewhere(book):

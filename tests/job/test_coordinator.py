@@ -295,6 +295,23 @@ def test_a_metrics_port_in_use_names_the_job_that_has_it(
         assert job_list.holder_of(port) is None
 
 
+def test_a_port_of_another_job_is_named_and_the_job_is_listed(
+    processes, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("PERSIA_JOB_ID", "second")
+    with contextlib.closing(AddressBook.host(0, job_id="first")) as book:
+        with job_list.listed(job_list.record_of("first", book.port)):
+            arguments = ["--port", str(book.port), "--num-trainers", "1"]
+            running = processes.start("coordinator", coordinator.main, arguments)
+            assert running.status() == 1
+        [failed] = [one for one in job_list.find_jobs() if one.job_id == "second"]
+    assert failed.state == "failed"
+    assert f"listen on port {book.port}. " in failed.reason
+    assert f" Job first has it, which runs in {Path.cwd()}." in failed.reason
+    assert failed.logs["coordinator 0"].endswith(str(running.log))
+
+
 @pytest.mark.parametrize(
     ("counts", "message"),
     [

@@ -77,6 +77,7 @@ def test_an_error_of_a_connection_may_have_its_cause_elsewhere(exc, is_of_connec
         ("coordinator: trainer 12 (process 7) was killed", "trainer 12"),
         ("coordinator: server 0, worker 1 did not join within 600 s", "server 0"),
         ("coordinator: it was told to end (SIGTERM)", None),
+        ("The address book must be able to listen on port 29400", None),
     ],
 )
 def test_the_reason_of_a_failed_job_names_a_member_first(reason, member):

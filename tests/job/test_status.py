@@ -1,9 +1,12 @@
 """The status of a job whose members are this test: states, figures and problems."""
 
+import re
+
 import pytest
 from msgspec import structs
 
 from persia_torchrec import timeouts
+from persia_torchrec.job import state
 from persia_torchrec.job.process_identity import ProcessIdentity
 from persia_torchrec.job.requests import (
     Beat,
@@ -190,11 +193,19 @@ def test_the_cause_comes_first(job):
     assert [bool(one.remedy) for one in status.problems] == [True, False]
 
 
-def test_a_process_that_has_not_joined_is_no_fault():
+def test_a_process_that_has_not_joined_is_no_fault_and_has_a_log_when_it_is_late():
     job = Watched("trainer")
     job.job.member("server", 0)
     job.beat("trainer")
     assert job.problem() == ("starting", "server 0", False)
+    assert job.look().problems[0].remedy == ""
+    job.passes(11, "trainer", steps_a_second=4)
+    job.statuses.num_rejected = 4
+    [late] = job.look().problems
+    assert not late.is_wrong
+    assert late.remedy == "persia-torchrec logs server 0 --job seven"
+    assert late.since_s == pytest.approx(11, abs=1)
+    assert late.text.endswith("; 4 connections with another token were rejected")
 
 
 @pytest.mark.parametrize(("num", "is_wrong"), [(1, False), (2, False), (3, True)])
@@ -215,7 +226,11 @@ def test_a_server_that_evicts_rows_is_told(job):
         figures = {"evictions": 90 * second, "hits": 0, "misses": 100 * second}
         job.beat("server", figures={**figures, "requests_lookup": second})
     assert job.problem() == ("evictions", "server 0", False)
-    assert "evicts 90 rows a second" in job.look().problems[0].text
+    [problem] = job.look().problems
+    assert "evicts 90 rows a second" in problem.text
+    assert problem.remedy == "persia-torchrec scale seven --servers 2"
+    job.job.clock.advance(job.job.clock.seen_s + 1)
+    assert job.look().problems[0].since_s == pytest.approx(1, abs=0.1)
 
 
 def test_a_process_that_was_killed_is_told_with_its_log():
@@ -226,6 +241,41 @@ def test_a_process_that_was_killed_is_told_with_its_log():
     [problem] = job.look().problems
     assert (problem.kind, problem.who) == ("killed", "server 0")
     assert problem.remedy == "persia-torchrec logs server 0 --job seven"
+    assert problem.text.endswith("has ended")  # no cause is known
+
+
+@pytest.mark.parametrize(
+    ("num", "cause"), [(3, ""), (4, ": probably memory was short")]
+)
+def test_a_process_that_was_killed_has_a_cause_where_the_kernel_counts_one(
+    monkeypatch, num, cause
+):
+    monkeypatch.setattr(state, "memory_kills", lambda: {"memory.events": 3})
+    job = Watched()
+    server = job.job.member("server", 0)
+    job.job.tick([server])
+    job.passes(11, "server", "trainer")
+    job.job.tick([server])
+    monkeypatch.setattr(state, "memory_kills", lambda: {"memory.events": num})
+    gone = structs.replace(ProcessIdentity.of_this_process(), start="0", nonce="gone")
+    job.job.register(Register("server", 0, gone, "server"))
+    why = job.job.tick([server])
+    assert re.match(rf"server 0 \(process \d+\) was killed{cause}", why)
+    assert re.search(rf"has ended{cause}", job.look().problems[0].text)
+    assert why.endswith("has risen") == bool(cause)
+
+
+def test_a_process_that_has_raised_says_why_until_it_is_back(job):
+    process = job.job.member("trainer", 0).process
+    cause = "RuntimeError: can't\nallocate memory"
+    job.job.report(Report("trainer", 0, left=process, pid=7, cause=cause))
+    [problem] = job.look().problems
+    assert (problem.kind, problem.is_wrong) == ("raised", True)
+    assert problem.text == "trainer 0 has failed: RuntimeError: can't allocate memory"
+    assert problem.remedy == "persia-torchrec logs trainer 0 --job seven"
+    back = structs.replace(process, nonce="back", pid=8)
+    job.job.register(Register("trainer", 0, back, "trainer"))
+    assert job.look().problems == []
 
 
 def test_the_busiest_tables_and_features_come_first(job):
@@ -266,6 +316,9 @@ def test_a_job_that_was_told_to_end_is_stopped(job, reason, saves, expected):
     assert status.state == expected
     assert status.told == "SIGTERM to persia-torchrec stop"
     assert status.is_wrong == (expected == "failed")
+    if status.is_wrong:
+        assert status.problems[0].since_s == 0.0
+        assert "\n" not in status.problems[0].text
 
 
 def test_a_process_that_has_left_is_no_fault(job):
