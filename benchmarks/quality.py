@@ -400,7 +400,7 @@ def interval(values: Sequence[float]) -> tuple[float, float | None]:
 
 
 def differences(runs: Runs, model: str, label: str, arm: str, base: str) -> list[float]:
-    """Return an arm's AUC less that of another one, for each seed that both have."""
+    """Return an arm's AUC minus that of another one, for each seed that both have."""
     one, other = runs.of(model, arm), runs.of(model, base)
     both = sorted(one.keys() & other.keys())
     return [one[seed].auc[label] - other[seed].auc[label] for seed in both]
@@ -422,7 +422,9 @@ def table_of(runs: Runs, model: str) -> Table:
             cells.append(_with_half(*interval(paired), "+") if is_other else "-")
         staleness = mean(one.staleness for one in found.values())
         rows.append([label, arm, len(values), *cells, staleness])
-    header = "label | trained | seeds | test AUC | less plain TorchRec's | less that of"
+    header = (
+        "label | trained | seeds | test AUC | minus plain TorchRec's | minus that of"
+    )
     header += " staleness 0 | updates that a lookup lacked"
     question = f"{model}: means with 95 % intervals; differences are paired by seed."
     return Table(model, question, header, rows)
@@ -452,9 +454,9 @@ def plot(runs: Runs, models: Sequence[str], path: Path) -> None:
                 middle, half = interval(paired)
                 axes.errorbar(middle, at, xerr=half, fmt="o", color="C0", capsize=3)
         axes.set_yticks(range(len(arms)), reversed(arms), fontsize=8)
-        axes.set_title(f"{model}, {label}: AUC less plain TorchRec's", fontsize=9)
+        axes.set_title(f"{model}, {label}: AUC minus plain TorchRec's", fontsize=9)
         axes.tick_params(axis="x", labelsize=8)
-    title = "AUC less plain TorchRec's, by what is varied"
+    title = "AUC minus plain TorchRec's, by what is varied"
     figure.savefig(path, format="svg", metadata={"Date": None, "Title": title})
     # Screen readers read the element, which is not matplotlib's.
     text, role = path.read_text(), f'role="img"><title>{title}</title>'

@@ -1,6 +1,6 @@
 """Verbs of running jobs: who runs, how it is, what it logs, and its end."""
 
-import os
+import itertools
 import signal
 import sys
 import time

@@ -133,7 +133,7 @@ def host_checkpoint(
     process: its rows stay as they are, and a lookup waits for no server. Others are
     processes; one that is killed is started again, and loads the same again.
     """
-    if num_servers == 1 and incremental_dir is None:
+    if num_servers == 1 and increments_dir is None:
         import_settings(imports)
         with report_compilation():
             rows = LocalRows(find_checkpoint(path))
