@@ -4,6 +4,7 @@
 # make system  install what tests use of Debian, as root
 # make long    tests of many processes for one case, which make test leaves out
 # make chaos  jobs whose processes are killed again and again
+# make states  what status, page and metrics say of 200 random faults
 # make fuzz   inputs that no client sends, 100,000 for each port and file format
 # make soak   two jobs for an hour each, which must grow by nothing
 # make resume  a training with every loader, stopped and resumed
@@ -62,7 +63,7 @@ endif
 # Why the job has failed that began last, after what torchx says at its end.
 CAUSE = find runs -path '*/coordinator/0/combined.log' -newer $(VENV)/began -exec tail -n 1 {} +
 
-.PHONY: help install train system test quick long wheel test-versions lint unit chaos fuzz soak cluster prometheus quality speed coverage docs dropin differential resume clean
+.PHONY: help install train system test quick long wheel test-versions lint unit chaos states fuzz soak cluster prometheus quality speed coverage docs dropin differential resume clean
 .NOTPARALLEL:
 
 # Three workers would rewrite each test file, and each process read each module.
@@ -145,6 +146,9 @@ test-torch-%:
 
 chaos: $(STAMP)  ## jobs whose processes are killed again and again; not part of test
 	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest tests/chaos --timeout 3600 $(ARGS)
+
+states: $(STAMP)  ## what status, page and metrics say of 200 random faults; not part of test
+	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest tests/chaos/test_states.py --timeout 3600 $(ARGS)
 
 # Clients of the inference protocol, whose protobuf does not fit that of torchx.
 $(CLIENTS): Makefile

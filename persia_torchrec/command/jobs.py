@@ -26,7 +26,7 @@ from persia_torchrec.command.job_view import (
     is_here,
     opened,
 )
-from persia_torchrec.errors import JobError
+from persia_torchrec.errors import JobError, RequestTimeoutError
 from persia_torchrec.job import failures, job_list
 from persia_torchrec.job.job_list import JobRecord
 from persia_torchrec.job.requests import Fail, View
@@ -99,9 +99,10 @@ def status(job: str, watch: bool, is_json: bool) -> None:
     try:
         with opened(job if record is None else record.job_id) as there:
             found = _look(there, _drawn, watch=watch, is_json=is_json)
-    except JobError:
-        if record is None or not record.coordinator.is_running():
-            raise
+    except JobError as exc:
+        is_silent = isinstance(exc.__cause__, RequestTimeoutError | None)
+        if record is None or not (is_silent and record.coordinator.is_running()):
+            raise  # it answers something, or is gone
         silent = does_not_answer(record, time.monotonic() - began_s)
         found = _show(silent, _drawn, is_json=is_json)
     sys.exit(found.is_wrong)

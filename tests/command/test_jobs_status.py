@@ -153,6 +153,11 @@ def test_a_process_with_another_token_is_told_of_and_joins_with_the_right_one(
     wait_until(lambda: rejected.match(first_line()[0]), "it says", details=first_line)
     line, code = first_line()
     assert code == 0
+    monkeypatch.setenv("PERSIA_JOB_TOKEN", "theirs" + OURS)  # its operator has it
+    told = CliRunner().invoke(main, ["status"])
+    assert "rejects this process" in str(told.output) + str(told.exception)
+    assert "is lost" not in told.output
+    monkeypatch.setenv("PERSIA_JOB_TOKEN", "ours" + OURS)
     told = CliRunner().invoke(main, shlex.split(line.partition(". Run: ")[2])[1:])
     assert "Of a process that has not joined" in told.output
     job.start("trainer", WAIT_FOR_GO).has_printed("at work")

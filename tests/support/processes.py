@@ -84,6 +84,9 @@ class Running:
     def __init__(self, process: ForkServerProcess | SpawnProcess, log: Path) -> None:
         self.process = process
         self.log = log
+        self._descriptor = -1  # its number may be used again
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            self._descriptor = os.pidfd_open(self.pid)
 
     @property
     def pid(self) -> int:
@@ -110,7 +113,13 @@ class Running:
         return self.process.exitcode
 
     def send(self, number: int) -> None:
-        os.kill(self.pid, number)
+        if self._descriptor < 0:
+            raise ProcessLookupError
+        signal.pidfd_send_signal(self._descriptor, number)
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
 
     def kill(self) -> None:
         """Kill the process, and wait until it has ended."""
@@ -135,6 +144,7 @@ class Processes:
             if running.process.is_alive():
                 kill_all(running.pid)
             running.process.join(DEADLINE_S)
+            running.close()
 
     def start(
         self,
