@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from msgspec import structs
@@ -32,6 +32,9 @@ from persia_torchrec.job.job_list import JobRecord
 from persia_torchrec.job.requests import Fail, View
 from persia_torchrec.job.status import Problem, Status, age_s
 from persia_torchrec.logger import printable
+
+if TYPE_CHECKING:
+    from persia_torchrec.job.process_identity import ProcessIdentity
 
 _LOOK_S = 0.2
 _WATCH_S = 2.0
@@ -289,6 +292,7 @@ def kill(role: str, index: int, job: str) -> None:
     persia-torchrec kill server 0
     """
     who = f"{role} {index}"
+    process: ProcessIdentity | None
     if who == "coordinator 0" and ":" not in job:  # it may hang
         record = find(job)
         process, job_id, log = record.coordinator, record.job_id, record.host

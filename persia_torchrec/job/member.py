@@ -577,6 +577,8 @@ class JobMember(OwnMetrics):
             if state == "failed":
                 who = failures.find_member(reason)
                 why = f"{who} has failed" if who else "see the coordinator's log"
+                if who == self.who and (cause := reason.partition(who)[2])[:1] == ":":
+                    why += cause  # its log is where one looks for it
                 why = why if is_known else reason
                 level = logging.ERROR
                 if failures.was_told(reason):

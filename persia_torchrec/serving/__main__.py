@@ -107,7 +107,9 @@ class ServingFlags(ImportFlags):
     workers_of_job: bool = False
     """Be a member of a job, and ask its embedding workers; then ``--port`` is that of
     replica 0, and the next replica has the next port."""
-    num_servers: int = declared("servers", also="1 without --increments-dir: the rows are in this process")
+    num_servers: int = declared(
+        "servers", also="1 without --increments-dir: the rows are in this process"
+    )
     follow: str | None = declared(
         "increments_dir",
         default=None,

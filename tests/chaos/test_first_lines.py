@@ -29,9 +29,11 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 LINE = re.compile(r"(?P<text>.*), for (?P<since>[\dhms.]+)\. Run: (?P<command>.+)")
 FULL = "No space left on device"
-FEW_IDS = "ids = torch.tensor([7, 7, 7, 8, 9, 10])"
+FEATURES = "        features ="
 IMPORTS = "import pathlib, resource, time,"
-MANY_IDS = "ids = torch.randint(0, 1000, (600,))"
+MANY_IDS = """
+        ids = torch.randint(0, 100_000, (6,))
+"""
 STEP = "        run.step()\n"
 HANGS = """
         while pathlib.Path('hang').exists():
@@ -125,13 +127,11 @@ def start(tmp_path):
     """Return a function that starts a training, whose script may be changed."""
     with contextlib.ExitStack() as stack:
 
-        def begin(*arguments, more="", ids=FEW_IDS, run="run"):
-            script = SCRIPT.replace(FEW_IDS, ids).replace("import time,", IMPORTS)
-            lengths = "torch.full((3,), 2)"
-            script = script.replace(lengths, "torch.full((len(ids) // 2,), 2)")
-            (tmp_path / "train.py").write_text(
-                script.replace(STEP, more.lstrip("\n") + STEP)
-            )
+        def begin(*arguments, before="", more="", run="run"):
+            script = SCRIPT.replace("import time,", IMPORTS)
+            for place, lines in ((FEATURES, before), (STEP, more)):
+                script = script.replace(place, lines.lstrip("\n") + place)
+            (tmp_path / "train.py").write_text(script)
             job = TorchxJob(
                 tmp_path,
                 *("persia.train_torchrec", "--script", "train.py", "--resume_dir", run),
@@ -172,7 +172,7 @@ def test_a_server_that_hangs(start, operator):
 
 
 def test_a_server_that_is_full(start, operator):
-    start("--capacity", "200", ids=MANY_IDS)
+    start("--capacity", "10", before=MANY_IDS)
     command = operator.reads(r"^server \d is full, and evicts [\d,]+ rows a second")
     assert command.endswith("--servers 3")
     with operator.start(command) as scaled:

@@ -175,5 +175,5 @@ def test_stop_has_a_job_save_and_end(job):
     assert (line["job"], line["state"]) == (job.job_id, "stopped")
     assert line["told"] == "SIGTERM to persia-torchrec stop"
     assert "the address book" in call("logs", "coordinator", "--job", job.job_id)
-    call("status", status=1)
+    assert f"{job.job_id}: stopped, since" in call("status")
     wait_until(lambda: not job._is_running(), "the job's processes end")
