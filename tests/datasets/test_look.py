@@ -8,9 +8,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from click.testing import CliRunner
 
+from persia_torchrec.command import main
 from persia_torchrec.data import CsvDataset, DenseColumn, IdColumn, LabelColumn
-from persia_torchrec.datasets.__main__ import main
 from persia_torchrec.datasets.look import look
 from persia_torchrec.errors import DataError
 
@@ -99,8 +100,7 @@ def test_the_lines_that_read_published_sets_run_as_they_stand(tmp_path, capsys, 
         pq.write_table(pa.table(table), path)
     else:
         path.write_bytes(SETS[name]())
-    main([str(path)])
-    printed = capsys.readouterr().out
+    printed = CliRunner().invoke(main, ["data", str(path)]).output
     found = {}
     exec(printed[printed.index("from persia_torchrec") :], found)
     assert sum(batch.id_features.stride() for batch in found["dataset"]) == NUM_ROWS
@@ -199,11 +199,11 @@ def test_files_that_the_dataset_rejects_are_named_and_left_out(tmp_path):
         assert re.search(found, text), found
 
 
-def test_a_file_that_cannot_be_read_is_an_error_that_names_it(tmp_path, capsys):
+def test_a_file_that_cannot_be_read_is_an_error_that_names_it(tmp_path):
     damaged(tmp_path / "only.parquet", pa.table({"user": numbers()}))
-    with pytest.raises(SystemExit):
-        main([str(tmp_path)])
-    assert "only.parquet, row groups 0 to 3 must be readable" in capsys.readouterr().err
+    told = CliRunner().invoke(main, ["data", str(tmp_path)])
+    assert told.exit_code == 1
+    assert "only.parquet, row groups 0 to 3 must be readable" in told.output
 
 
 def test_missing_values_are_those_that_the_dataset_counts(tmp_path):
@@ -296,10 +296,10 @@ def test_a_look_at_the_arrays_of_criteo(tmp_path):
     assert batch.labels[0].tolist() == [1] * 5
 
 
-def test_a_look_at_no_file_ends_with_what_is_wrong(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        main([str(tmp_path / "none")])
-    assert "none must be a file" in capsys.readouterr().err
+def test_a_look_at_no_file_ends_with_what_is_wrong(tmp_path):
+    told = CliRunner().invoke(main, ["data", str(tmp_path / "none")])
+    assert told.exit_code == 1
+    assert "none must be a file" in told.output
     (tmp_path / "empty").touch()
     with pytest.raises(
         DataError, match=r"empty must have rows. Received: an empty file"
