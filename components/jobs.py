@@ -38,7 +38,7 @@ _CONFIGS = ("embedding_config", "global_config")
     "nproc_per_node",
     *roles.OF_JOB,
     "memory_dir",
-    *roles.OF_RESUME,
+    "run_dir",
     "optimizer_engine",
 )
 def train(
@@ -101,7 +101,7 @@ def train(
     "nproc_per_node",
     *roles.OF_JOB,
     "memory_dir",
-    *roles.OF_RESUME,
+    "run_dir",
     "optimizer_engine",
 )
 def train_torchrec(

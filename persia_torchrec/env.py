@@ -32,9 +32,6 @@ empty variable counts as unset, for launchers that write out every variable.
                                                The second is the previous name
     PERSIA_TAKE_OVER                           1: write in folders of another job
     PERSIA_RESUME                              what a restart goes back to: exact
-    PERSIA_RESUME_MISSING, PERSIA_RESUME_ON_CHANGE, PERSIA_RESUME_RENAME
-                                               what it does where the model has changed:
-                                               arguments of recoverable and TrainCtx
     TORCHELASTIC_RESTART_COUNT                 how often it started the NN workers
                                                before (torchrun)
     TORCHELASTIC_MAX_RESTARTS                  how often it may at most (torchrun)
@@ -170,26 +167,11 @@ error_file = partial(text, "TORCHELASTIC_ERROR_FILE")
 
 # "exact" or "rows_ahead", and a path; None when unset.
 resume = partial(text, "PERSIA_RESUME")
-resume_missing = partial(text, "PERSIA_RESUME_MISSING")
-resume_on_change = partial(text, "PERSIA_RESUME_ON_CHANGE")
 
 
 def run_dir() -> str | None:
     """Return the folder of the job's automatic checkpoints; None when unset."""
     return next((found for name in RUN_DIR if (found := text(name))), None)
-
-
-def resume_rename(given: str | None = None) -> dict[str, str]:
-    """Return by old names of tables the new ones, of ``OLD=NEW,OLD=NEW``."""
-    words = (given or text("PERSIA_RESUME_RENAME") or "").split(",")
-    parted = [word.partition("=") for word in words if word.strip()]
-    pairs = {old.strip(): new.strip() for old, _, new in parted}
-    if not all(pairs) or not all(pairs.values()):
-        raise ConfigError(
-            "rename (PERSIA_RESUME_RENAME) must be OLD=NEW,OLD=NEW, of names of "
-            f"tables. Received: {','.join(words)!r}."
-        )
-    return pairs
 
 
 def takes_over() -> bool:

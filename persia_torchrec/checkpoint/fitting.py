@@ -29,8 +29,7 @@ from persia_torchrec.table import TableSpec
 
 _WHERE = (
     "These are arguments of load_checkpoint, recoverable and TrainCtx, and of "
-    "LoadRules, for client.checkpoints.load(rules=...); a job that continues another "
-    "has --missing, --on_change and --rename."
+    "LoadRules, for client.checkpoints.load(rules=...)."
 )
 
 

@@ -31,7 +31,7 @@ scheduler = {_HERE}
 OF_RUN = (
     *("servers", "trainers", "nproc_per_node", "gpus", "run_dir", "capacity"),
     *("eviction", "optimizer_engine", "increments_dir", "imports", "take_over"),
-    *("missing", "on_change", "rename", "restarts", "recovery_timeout_s"),
+    *("restarts", "recovery_timeout_s"),
     *("max_retries", "memory_dir", "grace_s", "join_timeout_s", "metrics_port"),
     *("port", "roles_file", "env", "image", "python"),
 )

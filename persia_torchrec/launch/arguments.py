@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from persia_torchrec import env
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.launch.requests import ComponentError
 from persia_torchrec.parsing.command_line import field_docs
@@ -147,18 +146,6 @@ def parse_pairs(name: str, text: str) -> dict[str, str]:
                 f"after a comma stands in the roles file, under all.{name}."
             )
     return {one: "" if v in ("''", '""') else v for one, v in pairs.items()}
-
-
-def require_rules(missing: str, on_change: str, rename: str) -> None:
-    """Reject what a resume cannot do with a model that has changed; empty: unset."""
-    rules: Mapping[str, tuple[str, tuple[str, ...]]] = {
-        "missing": (missing, ("error", "skip")),
-        "on_change": (on_change, ("error", "reset state", "reset table")),
-    }
-    for name, (given, known) in rules.items():
-        if given and given not in known:
-            raise ConfigError(f"{name} must be one of {known}. Received: {given!r}.")
-    env.resume_rename(rename)
 
 
 def split_words(name: str, kind: str, text: str) -> list[str]:

@@ -32,7 +32,7 @@ from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.script import split_module
 from persia_torchrec.job.supervisor import ALL, under_supervisor
 from persia_torchrec.job.survivable_memory import PRIVATE
-from persia_torchrec.launch.arguments import require_rules, split_words
+from persia_torchrec.launch.arguments import split_words
 from persia_torchrec.launch.requests import (
     TOKEN_SECRETS,
     PodSettings,
@@ -71,8 +71,6 @@ OF_JOB = (
     "take_over",
 )
 """Those that components of whole jobs offer."""
-
-OF_RESUME = ("run_dir", "missing", "on_change", "rename")
 
 _TOKENS = ("PERSIA_JOB_TOKEN", "PERSIA_HTTP_TOKEN")  # of these, files are named
 _ALL_TOKENS = (*_TOKENS, "PERSIA_HTTP_ADMIN_TOKEN")
@@ -227,9 +225,6 @@ class JobSettings:
     optimizer_engine: str = declared("optimizer_engine")
     take_over: bool = declared("take_over")
     run_dir: str = declared("run_dir")
-    missing: str = declared("missing")
-    on_change: str = declared("on_change")
-    rename: str = declared("rename")
 
     def __post_init__(self) -> None:
         # torchx gives None for an empty word.
@@ -254,7 +249,6 @@ class JobSettings:
         changed = [n for n, value in default_of.items() if getattr(self, n) != value]
         require_used(self, changed)
         require_names(self.env)
-        require_rules(self.missing, self.on_change, self.rename)
         variables = self.variables(1)
         roles = self.settings.values()
         of_user = [self.env, *(role.env | role.secrets for role in roles)]
@@ -279,9 +273,6 @@ class JobSettings:
             }
         if self.run_dir:
             job["PERSIA_RUN_DIR"] = self.run_dir
-        for name in ("missing", "on_change", "rename"):
-            if text := getattr(self, name):
-                job[f"PERSIA_RESUME_{name.upper()}"] = text
         if self.take_over:
             job["PERSIA_TAKE_OVER"] = "1"
         # Empty: what the shell has exported is not of this job.

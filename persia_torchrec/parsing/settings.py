@@ -267,27 +267,6 @@ SETTINGS: Mapping[str, Declared] = {
         "so, too: without it, that job is waited for until it is silent, or this one "
         "is rejected",
     ),
-    # A training that continues with another model
-    "missing": Declared(
-        kind=str,
-        default="",
-        variable="PERSIA_RESUME_MISSING",
-        help="tables that the model lacks, where the job continues another: error or "
-        "skip",
-    ),
-    "on_change": Declared(
-        kind=str,
-        default="",
-        variable="PERSIA_RESUME_ON_CHANGE",
-        help="what has another dim or optimizer, likewise: error, reset state, reset "
-        "table",
-    ),
-    "rename": Declared(
-        kind=str,
-        default="",
-        variable="PERSIA_RESUME_RENAME",
-        help="tables whose names have changed, likewise: OLD=NEW,OLD=NEW",
-    ),
     # Serving
     "checkpoint": Declared(
         kind=str,

@@ -20,7 +20,6 @@ from persia_torchrec.training.schedule import (
     OnOtherBatches,
     RecoveryConfig,
     Resume,
-    rules_of,
 )
 
 T = TypeVar("T")
@@ -128,8 +127,8 @@ def recoverable(
     save_steps: int = 0,
     keep: int = 2,
     delta_interval_s: float = 0.0,
-    missing: catalog.Missing | None = None,
-    on_change: catalog.OnChange | None = None,
+    missing: catalog.Missing = "error",
+    on_change: catalog.OnChange = "error",
     rename: Mapping[str, str] | None = None,
     last_step: int | None = None,
     on_other_batches: OnOtherBatches = "error",
@@ -167,8 +166,7 @@ def recoverable(
         delta_interval_s: seconds between two deltas (:func:`save_delta`), at least 20
             times what the last one took; the servers must write increments. 0: there
             are none.
-        missing: "error" or "skip", as of :func:`load_checkpoint`. None, here and below:
-            what the job was started with, as ``torchx run ... --missing skip``.
+        missing: "error" or "skip", as of :func:`load_checkpoint`.
         on_change: "error", "reset state" or "reset table", likewise.
         rename: by names of the checkpoint's tables, those of the model.
         last_step: at which the training ends, for those who look at the job. None: the
@@ -199,7 +197,7 @@ def recoverable(
         save_steps=save_steps,
         keep=keep,
         delta_interval_s=delta_interval_s,
-        rules=rules_of(missing, on_change, rename),
+        rules=catalog.LoadRules(missing, on_change, dict(rename or {})),
         on_other_batches=on_other_batches,
     )
     recovery = Recovery(config, client, sharders, state)

@@ -14,18 +14,18 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 
-from persia_torchrec import env, timeouts
+from persia_torchrec import timeouts
 from persia_torchrec.checkpoint import catalog
-from persia_torchrec.checkpoint.catalog import LoadRules, Missing, OnChange
+from persia_torchrec.checkpoint.catalog import LoadRules
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.client.checkpoint_client import SavedCheckpoint
 from persia_torchrec.client.client import EmbeddingClient
@@ -163,19 +163,6 @@ class RecoveryConfig:
     def saves(self) -> bool:
         """Whether checkpoints are saved during the training."""
         return bool(self.interval_s or self.save_steps or self.delta_interval_s)
-
-
-def rules_of(
-    missing: Missing | None,
-    on_change: OnChange | None,
-    rename: Mapping[str, str] | None,
-) -> LoadRules:
-    """Return the rules of a resume; where None is given, those of the job."""
-    return LoadRules(
-        missing or cast("Missing", env.resume_missing() or "error"),
-        on_change or cast("OnChange", env.resume_on_change() or "error"),
-        env.resume_rename() if rename is None else dict(rename),
-    )
 
 
 class CheckpointClock(UnevenInputsHook):

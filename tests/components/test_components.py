@@ -323,12 +323,6 @@ def test_a_job_may_continue_another():
         roles = train(restarts=3, **given)
         assert roles["server"].args[-2:] == ["--run-dir", "/all/7"]
         assert roles["trainer"].env["PERSIA_RUN_DIR"] == "/all/7"
-    changed = {"missing": "skip", "on_change": "reset table", "rename": "a=b,c=d.e"}
-    found = train(run_dir="/all/7", **changed)["trainer"].env
-    assert {name: found[f"PERSIA_RESUME_{name.upper()}"] for name in changed} == changed
-    for name in changed:
-        with pytest.raises(ConfigError, match=f"{name} .*must be"):
-            train(**{name: "other"})
 
 
 def slurm_steps(runner, folder, **changes):
@@ -462,8 +456,7 @@ def test_a_component_has_the_arguments_of_its_roles_alone():
     whole = shared - {"host"}
     assert offered["train"] == whole
     assert offered["train_torchrec"] == whole - CONFIGS.keys()
-    of_training = {"memory_dir", "nproc_per_node", "optimizer_engine"}
-    of_training |= {"run_dir", "missing", "on_change", "rename"}
+    of_training = {"memory_dir", "nproc_per_node", "optimizer_engine", "run_dir"}
     assert offered["serve"] == whole - of_training
     of_jobs = {"recovery_timeout_s", "max_retries", "run_dir"}
     jobs = {"train", "train_torchrec", "serve"}

@@ -28,9 +28,6 @@ PROGRAMS = (
     *(ServerFlags, WorkerFlags, ServingFlags),
 )
 VALUES = {  # other ones than those that are given below, and the defaults
-    "missing": "skip",
-    "on_change": "reset table",
-    "rename": "a=b",
     "env": "NAME=value",
     "optimizer_engine": "fbgemm",
     "eviction": "lfu",

@@ -266,15 +266,14 @@ def restored(saved, start, tmp_path):
     [({"optimizer": Adam(0.1)}, "reset state"), ({"dim": 6}, "reset table")],
 )
 def test_a_job_that_continues_takes_a_model_that_has_changed(
-    saved, restored, tmp_path, monkeypatch, caplog, settings, on_change
+    saved, restored, tmp_path, caplog, settings, on_change
 ):
     run = restored(num_top=2 * settings.get("dim", 4), **settings)
     assert "its restored rows are dropped" in caplog.text
     args = tmp_path / "run", run.state, run.client, run.sharder
     with pytest.raises(CheckpointError, match='on_change="reset table" begins it'):
         recoverable(*args).__enter__()
-    monkeypatch.setenv("PERSIA_RESUME_ON_CHANGE", on_change)
-    with recoverable(*args) as again:
+    with recoverable(*args, on_change=on_change) as again:
         assert list(again.skip(range(3))) == [2]
         if on_change == "reset state":
             assert np.array_equal(run.weights("a"), saved.weights("a"))

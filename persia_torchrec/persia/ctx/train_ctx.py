@@ -39,7 +39,6 @@ from persia_torchrec.training.schedule import (
     OnOtherBatches,
     RecoveryConfig,
     Resume,
-    rules_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -161,8 +160,8 @@ class TrainCtx(EmbeddingCtx):
         resume: "exact" takes the servers back to the checkpoint; with "rows_ahead" rows
             keep the updates since. None: ``PERSIA_RESUME``, or else "exact".
         missing: what becomes of the checkpoint's tables that the model does not have
-            when training resumes: "error" or "skip"; None, here and below, what the job
-            was started with. Tables that the checkpoint does not have begin again.
+            when training resumes: "error" or "skip". Tables that the checkpoint does
+            not have begin again.
         on_change: what becomes of a table with another dim or optimizer, and of changed
             parameters of the model: "error", "reset state" or "reset table".
         rename: by names of the checkpoint's tables, what they are called now.
@@ -210,8 +209,8 @@ class TrainCtx(EmbeddingCtx):
         tables: Mapping[str, TableSettings] | None = None,
         checkpoint_interval_s: float | None = None,
         resume: Resume | None = None,
-        missing: Missing | None = None,
-        on_change: OnChange | None = None,
+        missing: Missing = "error",
+        on_change: OnChange = "error",
         rename: Mapping[str, str] | None = None,
         last_step: int | None = None,
         on_other_batches: OnOtherBatches = "error",
@@ -248,7 +247,7 @@ class TrainCtx(EmbeddingCtx):
         self.embedding_optimizer = engine.sharder.optimizer
         self._watch = NonFiniteWatch()
         self._own_state: dict[str, Any] = {}
-        rules = rules_of(missing, on_change, rename)
+        rules = LoadRules(missing, on_change, dict(rename or {}))
         of_load: Missing = "skip" if rules.missing == "skip" else "add"
         engine.checkpoints.rules = LoadRules(of_load, rules.on_change, rules.rename)
         self._recovery_config = replace(
