@@ -68,7 +68,7 @@ from persia_torchrec import env, timeouts
 from persia_torchrec.errors import ConfigError, JobError
 from persia_torchrec.job import failures, process_identity
 from persia_torchrec.job.member_record import MemberRecord
-from persia_torchrec.job.process_identity import METRICS_AT, OwnMetrics, Siblings
+from persia_torchrec.job.process_identity import METRICS_AT, OwnFigures, Siblings
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.job.requests import Outcome
 from persia_torchrec.job.saves import LAST_CHECKPOINT, SAVES, Saves
@@ -100,7 +100,7 @@ def tell_before_joining(exc: ConfigError) -> None:
     env.set_variable("PERSIA_JOIN_TIMEOUT_S", f"{wait_s:g}")
 
 
-class JobMember(OwnMetrics):
+class JobMember(OwnFigures):
     """This process as a member of a job, from here to the end of a ``with`` block.
 
     It registers in the address book at ``store``; enter the block at once. A process
@@ -110,10 +110,8 @@ class JobMember(OwnMetrics):
     block, and calls the methods, which are those of ``service.Lifetime``; the
     process is made to end soon after the block. An ``expendable`` one may be
     interrupted once the job is finished. ``ended`` is set once the job has, as far as
-    is known here; ``host`` is where to listen, the interface that leads to the book.
-    ``progress`` may be set to what returns a number that grows with trained batches; a
-    thread of the member calls it with each heartbeat, which sends it, and ``notes`` by
-    name, what ``figures`` returns, and whether ``is_paused``.
+    is known here, and ``told_again`` by a second signal; ``host`` is where to listen,
+    the interface that leads to the book. Each heartbeat has what ``OwnFigures`` are.
 
     The process ends with the one that started it, unless ``watches_parent`` is set to
     False before.
@@ -121,8 +119,6 @@ class JobMember(OwnMetrics):
 
     watches_parent = True
     current: "ClassVar[JobMember | None]" = None  # of this process, once it is entered
-    progress: Callable[[], int] | None = None
-    is_paused: Callable[[], bool] = staticmethod(bool)  # whether no steps are to come
     saves_at_end = False  # in a block that saves when it ``is_ending``
     _is_compiling = False
     num_pauses = 0  # that threads are in. guarded by _pausing
@@ -156,7 +152,7 @@ class JobMember(OwnMetrics):
         self._replica = (role, index, size)
         self.record = MemberRecord(book, role, index)
         self.expendable = expendable
-        self.notes: dict[str, str] = {}
+        self.notes = {}
         self._timings = book.timings()
         self._view = book.view()  # the last one, of a heartbeat
         if env.num_group_restarts():
@@ -172,7 +168,7 @@ class JobMember(OwnMetrics):
         self._waiting = threading.Event()
         self._leaving = threading.Event()
         self._must_leave = threading.Event()  # the main thread, by a signal
-        self._is_hasty = threading.Event()  # a second signal has come
+        self.told_again = threading.Event()  # a second signal has come
         self._beating = threading.Thread(
             target=self._keep_beating, name="job-heartbeat", daemon=True
         )
@@ -358,7 +354,7 @@ class JobMember(OwnMetrics):
             return  # it may be of this process, to interrupt the main thread
         self._own_signal = self._own_signal or signal.Signals[name]
         if time.monotonic() - self._begin_to_end(name) > timeouts.SAME_SIGNAL_S:
-            self._is_hasty.set()
+            self.told_again.set()
 
     def _begin_to_end(self, name: str) -> float:
         """End by a signal, in a thread of its own; return since when it does."""
@@ -383,7 +379,7 @@ class JobMember(OwnMetrics):
         timings, number = self._timings, signal.Signals[name]
         until_s = time.monotonic() + timings.leave_s
         until_s += timings.grace_s if self._told else 0.0
-        while time.monotonic() < until_s and not self._is_hasty.is_set():
+        while time.monotonic() < until_s and not self.told_again.is_set():
             is_free = self._is_deferred or not self._must_leave.is_set()
             if is_free and not self._continues(number):  # again, if it had no effect
                 self._must_leave.set()
@@ -395,7 +391,7 @@ class JobMember(OwnMetrics):
         if self._may_start_again(None):
             os._exit(START_AGAIN)
         if self._verdict[0] == "running":
-            twice = ", twice" if self._is_hasty.is_set() else ""
+            twice = ", twice" if self.told_again.is_set() else ""
             self._fail(f"ended from outside ({name}){twice}")
         self._end(*self._verdict)
 

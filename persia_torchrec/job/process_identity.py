@@ -136,21 +136,27 @@ def own_figures() -> dict[str, float]:
     return {"memory_bytes": memory_bytes(), "at_s": time.monotonic()}
 
 
-class OwnMetrics:
-    """What ``JobMember`` and ``Lifetime`` share: one endpoint, or none.
+class OwnFigures:
+    """What ``JobMember`` and ``Lifetime`` share: figures, and one endpoint, or none.
 
-    The main thread calls the methods.
+    The main thread calls the methods. A member sends the figures with each heartbeat,
+    in a thread of its own.
 
     Attributes:
         endpoint: serves the metrics of this process; None where the environment does
             not ask for it.
         figures: may be set to what returns what this process measures, by name, with
-            ``memory_bytes`` and with ``at_s``, when that was. The thread that sends
-            heartbeats calls it.
+            ``memory_bytes`` and with ``at_s``, when that was.
+        progress: may be set to what returns a number that grows with trained batches.
+        is_paused: returns whether no steps are to come.
+        notes: by name, for who looks at the job.
     """
 
     endpoint: "Endpoint | None" = None
     figures: Callable[[], Mapping[str, float]] = staticmethod(own_figures)
+    progress: Callable[[], int] | None = None
+    is_paused: Callable[[], bool] = staticmethod(bool)
+    notes: dict[str, str]
 
     def serve_metrics(self, role: str, index: int, job_id: str, host: str) -> str:
         """Serve metrics where the environment asks for it; return ``host:port``, or "".

@@ -18,7 +18,7 @@ from concurrent.futures import Future, InvalidStateError
 from persia_torchrec import env, timeouts
 from persia_torchrec.errors import NotReadyError, PersiaError
 from persia_torchrec.job import process_identity
-from persia_torchrec.job.process_identity import OwnMetrics
+from persia_torchrec.job.process_identity import OwnFigures
 from persia_torchrec.job.signals import END_SIGNALS, EndSignals, end_by_signals
 from persia_torchrec.logger import get_default_logger
 from persia_torchrec.rpc.addresses import LOOPBACK, raise_descriptor_limit
@@ -42,7 +42,26 @@ def run_service(name: str, serve: Callable[[], int | None], level: str = "INFO")
         return 1
 
 
-class Lifetime(contextlib.ExitStack, OwnMetrics):
+class NoBook:
+    """What a service that stands alone has in place of a job's ``AddressBook``."""
+
+    recovery_s = 0.0
+
+    def address(self, role: str, index: int) -> str | None:
+        """Return None: no process of a role was there before."""
+
+    def note(self, name: str) -> str | None:
+        """Return None: there is no other process."""
+
+    def tell(self, name: str, value: str) -> None:
+        """Keep nothing, as no other process reads it."""
+
+    def claim_note(self, name: str, value: str) -> str:
+        """Return the value: no other process has claimed another."""
+        return value
+
+
+class Lifetime(contextlib.ExitStack, OwnFigures):
     """The life of a service that stands alone: it ends by SIGTERM, SIGINT or SIGHUP.
 
     The signals are handled from the first :meth:`call_at_end` on; before it, they end
@@ -56,6 +75,7 @@ class Lifetime(contextlib.ExitStack, OwnMetrics):
 
     def __init__(self, host: str = LOOPBACK) -> None:
         super().__init__()
+        self.book, self.notes = NoBook(), {}
         self.host = host
         self.told_again = threading.Event()
         self._end: Future[None] = Future()

@@ -52,7 +52,7 @@ from persia_torchrec.persia.global_config import (
 )
 from persia_torchrec.rpc import float_codec
 from persia_torchrec.rpc.listener import keep_freed_memory
-from persia_torchrec.server.checkpoint_service import CheckpointService, KnownUpdates
+from persia_torchrec.server.checkpoint_service import KnownUpdates
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.server import EmbeddingServer
 from persia_torchrec.store.warm_up import warm_up
@@ -149,13 +149,12 @@ def _run(config: ServerConfig, life: JobMember | Lifetime) -> None:
         ):
             _load_all(config)
             _restore(server, life)
-    if isinstance(life, JobMember):
-        life.progress = _teller(server, life)
-        life.figures = _Figures(server)
-        life.is_paused = lambda: server.shard.checkpoints.is_loading
-        life.progress()
-        for name, value in life.notes.items():  # a successor counts from here on
-            life.book.tell(name, value)
+    life.progress = _teller(server, life)
+    life.figures = _Figures(server)
+    life.is_paused = lambda: server.shard.checkpoints.is_loading
+    life.progress()
+    for name, value in life.notes.items():  # a successor counts from here on
+        life.book.tell(name, value)
     life.call_at_end(server.stop)
     life.register(server.address)
     life.become_ready(server.why_not_ready)
@@ -176,13 +175,11 @@ def _load_all(config: ServerConfig) -> None:
 def _restore(server: EmbeddingServer, life: JobMember | Lifetime) -> None:
     """Restore the rows of a server that had run before, if they were lost."""
     config = server.config
-    address = run = known = None
-    if isinstance(life, JobMember):
-        address = life.book.address("server", config.shard)
-        run = life.book.note("checkpoint_dir")
-        if told := life.book.note(f"updates/server/{config.shard}"):
-            num, mean = told.split()
-            known = KnownUpdates(int(num), float(mean))
+    address = life.book.address("server", config.shard)
+    run, known = life.book.note("checkpoint_dir"), None
+    if told := life.book.note(f"updates/server/{config.shard}"):
+        num, mean = told.split()
+        known = KnownUpdates(int(num), float(mean))
     has_run = env.num_restarts() > 0 or address is not None
     has_run |= server.shard.store.rows.was_loading
     # The whole job may have been started again.
@@ -194,16 +191,16 @@ def _has_checkpoint(path: str | None) -> bool:
     return path is not None and any(catalog.complete_checkpoints(Folder(path)))
 
 
-def _teller(server: EmbeddingServer, member: JobMember) -> Callable[[], int]:
+def _teller(server: EmbeddingServer, life: JobMember | Lifetime) -> Callable[[], int]:
     """Return what leaves in the job, with each heartbeat, what a successor needs."""
 
     def tell() -> int:
-        shard, notes = server.shard, member.notes
+        shard, notes = server.shard, life.notes
         updates, (num, num_rows) = shard.store.num_updates, shard.updates.updated
         mean = num_rows / max(num, 1)
         notes[f"updates/server/{server.config.shard}"] = f"{updates} {mean:.9g}"
-        if isinstance(shard.checkpoints, CheckpointService) and shard.checkpoints.run:
-            notes["checkpoint_dir"] = shard.checkpoints.run
+        if run := shard.checkpoints.run:
+            notes["checkpoint_dir"] = run
         return updates
 
     return tell

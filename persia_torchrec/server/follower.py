@@ -292,7 +292,10 @@ class ServedCheckpoint:
 
     Attributes:
         serves: the checkpoint whose rows stay as they are; "" if it follows a training.
+        run: the folder of the checkpoints that a training writes: "", there is none.
     """
+
+    run = ""
 
     def __init__(
         self, config: ServerConfig, store: EmbeddingStore, activity: Activity

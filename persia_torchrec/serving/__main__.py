@@ -261,10 +261,7 @@ def _serve(flags: ServingFlags) -> None:
         models.drain()
         if flags.drain_s:
             logger.info("not ready, and serving drain_s=%g more", flags.drain_s)
-            told_again = threading.Event()  # a job tells once
-            if isinstance(life, Lifetime):
-                told_again = life.told_again
-            told_again.wait(flags.drain_s)
+            life.told_again.wait(flags.drain_s)
 
 
 def _serve_grpc(models: Models, http: HttpConfig, stack: contextlib.ExitStack) -> None:
@@ -380,10 +377,7 @@ def _add_workers(
     stack.callback(workers.close)
     reader = SlotsReader(workers, device, patience_s=flags.patience_s)
     reader.wait_until_ready(timeouts.READY_S)
-    checkpoint = None
-    if isinstance(life, JobMember):
-        checkpoint = life.book.note(SERVED_CHECKPOINT)
-    run = find_dense(flags, checkpoint)
+    run = find_dense(flags, life.book.note(SERVED_CHECKPOINT))
     if flags.follow_model and reader.hello(of_any=True).is_fixed:
         raise _joins_two("one checkpoint")
     name = flags.model or find_model(run)

@@ -13,8 +13,9 @@ prints ``ready ADDRESS``.
 
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from persia_torchrec import env, timeouts
@@ -82,7 +83,7 @@ def _serve(flags: WorkerFlags) -> None:
     if flags.servers:
         with Lifetime() as life:
             life.serve_metrics("worker", flags.index, "", life.host)
-            _run(flags, life, flags.servers)
+            _run(flags, life, lambda: flags.servers)
     elif infer is not None:
         if flags.learn_tables:
             raise ConfigError(
@@ -91,7 +92,8 @@ def _serve(flags: WorkerFlags) -> None:
             )
         with Lifetime(infer.listen_host) as life:
             life.serve_metrics("worker", flags.index, "", life.host)
-            _run(flags, life, infer.servers)
+            servers = infer.servers
+            _run(flags, life, lambda: servers)
     else:
         store = env.require_job_store(
             "An embedding worker",
@@ -103,22 +105,39 @@ def _serve(flags: WorkerFlags) -> None:
         except ConfigError as exc:
             tell_before_joining(exc)  # and in the block below, the job
         with JobMember("worker", index, size, store=store) as member:
-            _run(flags, member, ())
+            servers_of_job = partial(member.book.addresses, "server")
+            _run(flags, member, servers_of_job, trains=not flags.learn_tables)
 
 
 def _run(
-    flags: WorkerFlags, life: JobMember | Lifetime, servers: Sequence[str]
+    flags: WorkerFlags,
+    life: JobMember | Lifetime,
+    find_servers: Callable[[], Sequence[str]],
+    *,
+    trains: bool = False,
 ) -> None:
-    """Serve until the end; the servers of a job are in its address book."""
+    """Serve until the end. In a job that trains, the trainers create the tables."""
     import_settings(flags.imports)
-    schema, settings = _read(flags, warns=not isinstance(life, JobMember))
-    if isinstance(life, JobMember):
-        slots_path = Path(flags.embedding_config or "")
-        schema = tell_slots(life.book, slots_path, warns=flags.index == 0)
+    slots_path, settings = _read(flags)
+    schema = tell_slots(life.book, slots_path, warns=flags.index == 0)
     with report_compilation(life.report_compiling):
         warm_up()
     metrics = settings.common.metrics
-    client = _connect(flags, life, servers, schema)
+    client: EmbeddingClient | None
+    if trains:
+        client = EmbeddingClient.connect(
+            find_servers(),
+            timeout_s=timeouts.REQUEST_S,
+            greeting=life.greeting,
+            recovery_s=life.book.recovery_s,
+        )
+    else:
+        ending, awaits = threading.Event(), bool(flags.servers)
+        servers, greeting = find_servers(), life.greeting
+        life.call_at_end(ending.set)
+        client = ready_client(
+            servers, schema, ending, await_tables=awaits, greeting=greeting
+        )
     if client is None:
         return
     buffer = IdBuffer(
@@ -126,8 +145,7 @@ def _run(
         settings.embedding_worker.buffered_data_expired_sec,
     )
     process = WorkerProcess(make_lookup(client, schema, metrics), buffer)
-    if isinstance(life, JobMember):
-        life.progress = lambda: process.open.num_settled
+    life.progress = lambda: process.open.num_settled
     with pushing_metrics(process, flags.index, metrics):
         service = Service(
             f"embedding worker {flags.index}",
@@ -145,40 +163,16 @@ def _run(
     client.close()
 
 
-def _read(
-    flags: WorkerFlags, *, warns: bool = False
-) -> tuple[embedding_config.EmbeddingSchema, global_config.GlobalSettings]:
-    """Read both files."""
+def _read(flags: WorkerFlags) -> tuple[Path, global_config.GlobalSettings]:
+    """Check both files; return the path of the first, and what the second says."""
     slots_path, path = flags.embedding_config, flags.global_config
     if slots_path is None:
         raise ConfigError("--embedding-config, or PERSIA_EMBEDDING_CONFIG, is needed.")
-    schema = embedding_config.load_embedding_config(slots_path, warns=warns)
+    embedding_config.load_embedding_config(slots_path, warns=False)
     if path is None:
-        return schema, global_config.GlobalSettings()
-    warns = warns and bool(flags.servers)
-    return schema, global_config.load_global_config(path, warns=warns)
-
-
-def _connect(
-    flags: WorkerFlags,
-    life: JobMember | Lifetime,
-    servers: Sequence[str],
-    schema: embedding_config.EmbeddingSchema,
-) -> EmbeddingClient | None:
-    """Connect to the servers; None if the process must end before they are ready."""
-    if isinstance(life, JobMember):
-        servers = life.book.addresses("server")
-        if not flags.learn_tables:  # the trainers create the tables
-            return EmbeddingClient.connect(
-                servers,
-                timeout_s=timeouts.REQUEST_S,
-                greeting=life.greeting,
-                recovery_s=life.book.recovery_s,
-            )
-    ending, awaits = threading.Event(), bool(flags.servers)
-    life.call_at_end(ending.set)
-    greeting = life.greeting
-    return ready_client(servers, schema, ending, await_tables=awaits, greeting=greeting)
+        return Path(slots_path), global_config.GlobalSettings()
+    settings = global_config.load_global_config(path, warns=bool(flags.servers))
+    return Path(slots_path), settings
 
 
 if __name__ == "__main__":

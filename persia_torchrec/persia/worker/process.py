@@ -59,6 +59,7 @@ from persia_torchrec.errors import (
     ServerError,
 )
 from persia_torchrec.job.registry import AddressBook
+from persia_torchrec.job.service import NoBook
 from persia_torchrec.lookup.bags import Bags, decode_bags
 from persia_torchrec.lookup.sharded_lookup import RoutedBatch, RowSource
 from persia_torchrec.metrics.push import is_published, publish_metrics
@@ -378,7 +379,9 @@ class WorkerProcess:
         return self.buffer.peek(origin.loader, origin.number)
 
 
-def tell_slots(book: AddressBook, path: Path, *, warns: bool = True) -> EmbeddingSchema:
+def tell_slots(
+    book: AddressBook | NoBook, path: Path, *, warns: bool = True
+) -> EmbeddingSchema:
     """Read the file, and leave it in the address book; each embedding worker does."""
     text = read_text(path)
     schema = load_embedding_config(path, text, warns=warns)  # before others read it
