@@ -16,13 +16,13 @@ from tests.support.torchx_jobs import TorchxJob, marked
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.long]
 
-SCRIPT = ("--script", "long.py --steps 100000 --pause 0.02")
+SCRIPT = ("--script", "train.py --steps 100000 --pause 0.02")
 
 
 @pytest.fixture
 def job(tmp_path):
     """A job with two servers, which saves every second."""
-    shutil.copy(ROOT / "examples/long.py", tmp_path)
+    shutil.copy(ROOT / "examples/train.py", tmp_path)
     arguments = ("persia.train_torchrec", *SCRIPT, "--servers", "2")
     variables = {"PERSIA_CHECKPOINT_INTERVAL_S": "1"}
     resume = ("--run_dir", str(tmp_path / "run"))
