@@ -78,6 +78,9 @@ class Task:
 
 def example(path: str) -> ModuleType:
     """Return a module of the examples, which are no package."""
+    folder = str((_EXAMPLES / path).parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # of the modules that it imports
     name = f"quality_{path.replace('/', '_').removesuffix('.py')}"
     spec = importlib.util.spec_from_file_location(name, _EXAMPLES / path)
     assert spec is not None
@@ -89,8 +92,8 @@ def example(path: str) -> ModuleType:
 
 def adult_task(folder: Path | None) -> Task:
     """PERSIA's example: its network, optimizers and batches."""
-    adult, model = example("adult_income/adult.py"), example("adult_income/model.py")
-    parts = adult.load_adult(folder) if folder else adult.generate_adult()
+    obtain, model = example("adult_income/obtain.py"), example("adult_income/model.py")
+    parts = obtain.load_adult(folder) if folder else obtain.make_up()
     train, test = (
         Part(*map(torch.from_numpy, (p.dense, p.ids.astype(np.int64), p.labels)))
         for p in parts

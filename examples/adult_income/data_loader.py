@@ -8,7 +8,8 @@ import argparse
 import logging
 from collections.abc import Iterator
 
-from adult import ID_COLUMNS, AdultRows, obtain_adult
+from adult import ID_COLUMNS, AdultRows
+from obtain import obtain_adult
 
 from persia_torchrec.ctx import DataCtx
 from persia_torchrec.embedding.data import (
@@ -36,7 +37,7 @@ def batches(
         first: number of the first batch, from 0.
         step: distance from one batch to the next.
     """
-    for start in range(first * BATCH_SIZE, len(rows), step * BATCH_SIZE):
+    for start in range(first * BATCH_SIZE, len(rows.labels), step * BATCH_SIZE):
         part = slice(start, start + BATCH_SIZE)
         yield PersiaBatch(
             [

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from adult import AdultRows, obtain_adult
+from adult import AdultRows
 from data_loader import batches
 from model import DNN, EMBEDDING_DIM
+from obtain import obtain_adult
 from torchmetrics.functional.classification import binary_auroc
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.datasets.utils import Batch

@@ -18,9 +18,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from adult import AdultRows, obtain_adult
+from adult import AdultRows
 from data_loader import batches
 from model import DNN
+from obtain import obtain_adult
 from torchmetrics.functional.classification import binary_auroc
 
 from persia_torchrec.ctx import TrainCtx, eval_ctx

@@ -27,7 +27,7 @@ NUM_WARM_STEPS = 100
 LOADER = f"""
 import os, sys
 sys.path.insert(0, {str(EXAMPLE)!r})
-from adult import obtain_adult
+from obtain import obtain_adult
 from data_loader import batches
 from persia_torchrec.ctx import DataCtx
 from persia_torchrec.env import data_dir

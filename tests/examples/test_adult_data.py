@@ -1,11 +1,13 @@
 import gzip
 import hashlib
+import importlib
 import os
 import threading
-from dataclasses import replace
 from functools import partial
+from http.client import IncompleteRead
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.error import HTTPError
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from torchmetrics.functional.classification import binary_auroc
 
 from examples.adult_income import adult
 from tests.support.adult_income import TEST, TRAIN, write
+from tests.support.repository import ROOT
 
 HEADER = (
     "age, workclass, fnlwgt, education, education-num, marital-status, occupation, "
@@ -34,6 +37,15 @@ def real_dir():
     if not os.environ.get("PERSIA_DATA_DIR"):
         pytest.skip("PERSIA_DATA_DIR does not name a folder with UCI's files")
     return Path(os.environ["PERSIA_DATA_DIR"])
+
+
+@pytest.fixture
+def obtain(tmp_path, monkeypatch):
+    """The module, as its scripts import it, with a cache of its own."""
+    monkeypatch.syspath_prepend(ROOT / "examples/adult_income")
+    module = importlib.import_module("obtain")
+    monkeypatch.setattr(module, "CACHE_DIR", tmp_path / "cache" / "adult")
+    return module
 
 
 class Handler(SimpleHTTPRequestHandler):
@@ -80,7 +92,7 @@ def test_numbers_and_labels_are_as_in_the_file(tmp_path):
     assert test.dense.tolist() == [[25, 7, 0, 0, 40], [28, 13, 7688, 0, 16]]
     assert train.labels.tolist() == test.labels.tolist() == [[0], [1]]
     assert train.dense.dtype == train.labels.dtype == np.float32
-    assert len(train) == len(test) == 2
+    assert len(train.labels) == len(test.labels) == 2
 
 
 def test_an_id_means_the_same_in_both_files(tmp_path):
@@ -119,49 +131,40 @@ def test_gzipped_files_and_a_subfolder_named_adult_are_found(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        (", Cuba", "", r"there must be 15 fields, separated by commas\. Received: 14"),
-        (", >50K", ", >50K, 1", r"there must be 15 fields.*Received: 16"),
-        ("52,", "old,", r"age must be a whole number\. Received: \['old', "),
-        (" 1902,", " -1,", r"capital_loss must be a whole number"),
-        (" 9,", " ,", r"education_num must be a whole number"),
-        (" Cuba,", " ,", r"native_country must be a word or \?"),
-        (">50K", "rich", r"label must be in \['<=50K', '>50K'\]"),
-    ],
+    ("old", "new"), [(", Cuba", ""), (", >50K", ", >50K, 1"), (">50K", "rich")]
 )
-def test_a_malformed_line_is_named(tmp_path, old, new, message):
+def test_a_malformed_line_is_named(tmp_path, old, new):
     assert old in TRAIN[1]
     folder = write(tmp_path, train=[HEADER, TRAIN[0], TRAIN[1].replace(old, new)])
-    with pytest.raises(ValueError, match=rf"adult\.data, line 3: {message}"):
+    with pytest.raises(ValueError, match=r"adult\.data, line 3: 15 fields, not '52, "):
         adult.load_adult(folder)
 
 
-@pytest.mark.parametrize("line", ["", HEADER, "|1x3 Cross validator"])
-def test_an_empty_line_or_a_header_between_rows_is_malformed(tmp_path, line):
+def test_a_number_that_is_none_is_an_error(tmp_path):
+    folder = write(tmp_path, train=[TRAIN[0], TRAIN[1].replace("52,", "old,")])
+    with pytest.raises(ValueError, match=r"could not convert string to float: .*old"):
+        adult.load_adult(folder)
+
+
+@pytest.mark.parametrize("line", [HEADER, "|1x3 Cross validator"])
+def test_a_header_between_rows_is_malformed(tmp_path, line):
     folder = write(tmp_path, test=[TEST[0], line, TEST[1]])
-    with pytest.raises(ValueError, match=r"adult\.test, line 2: (there|age) must be"):
+    with pytest.raises(ValueError, match=r"adult\.test, line 2: 15 fields"):
         adult.load_adult(folder)
 
 
-def test_a_file_without_rows_is_an_error(tmp_path):
-    folder = write(tmp_path, test=[HEADER])
-    with pytest.raises(ValueError, match=r"adult\.test: .* at least one row"):
-        adult.load_adult(folder)
-
-
-def test_a_truncated_gzip_file_is_named(tmp_path):
+def test_a_truncated_gzip_file_is_an_error(tmp_path):
     path = write(tmp_path) / "adult.data"
     path.with_name("adult.data.gz").write_bytes(gzip.compress(path.read_bytes())[:-9])
     path.unlink()
-    with pytest.raises(ValueError, match=r"adult\.data\.gz: cannot be read as text"):
+    with pytest.raises(EOFError):
         adult.load_adult(tmp_path)
 
 
 @pytest.mark.slow
-def test_the_real_files_hold_what_uci_says(real_dir):
-    data = adult.obtain_adult(real_dir)
-    assert (len(data.train), len(data.test)) == (32_561, 16_281)
+def test_the_real_files_hold_what_uci_says(obtain, real_dir):
+    data = obtain.obtain_adult(str(real_dir))
+    assert (len(data.train.labels), len(data.test.labels)) == (32_561, 16_281)
     assert data.train.labels.mean() == pytest.approx(0.2408, abs=1e-4)
     assert data.test.labels.mean() == pytest.approx(0.2362, abs=1e-4)
     ids = np.concatenate([data.train.ids, data.test.ids])
@@ -173,19 +176,28 @@ def test_the_real_files_hold_what_uci_says(real_dir):
 # Where the data comes from
 
 
-def test_a_folder_without_the_files_is_an_error_rather_than_made_up_rows(tmp_path):
+def test_a_folder_without_the_files_is_an_error_rather_than_made_up_rows(
+    tmp_path, obtain
+):
     write(tmp_path)
     (tmp_path / "adult.test").unlink()
-    with pytest.raises(FileNotFoundError, match=r"must hold adult\.test or adult\."):
-        adult.obtain_adult(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"adult\.test"):
+        obtain.obtain_adult(str(tmp_path))
 
 
-def test_files_are_downloaded_once_and_checked(tmp_path, server):
+@pytest.fixture
+def served(server, obtain, monkeypatch):
+    """The module, whose server has two small files."""
     write(server.www)
-    download = adult.Download(server.url, sums(server.www))
-    cache = tmp_path / "cache" / "adult"
+    monkeypatch.setattr(obtain, "URL", server.url)
+    monkeypatch.setattr(obtain, "SHA256", sums(server.www))
+    return obtain
+
+
+def test_files_are_downloaded_once_and_checked(served, server):
+    cache = served.CACHE_DIR
     for _ in range(2):
-        data = adult.obtain_adult(download=download, cache_dir=cache)
+        data = served.obtain_adult()
         assert_equal(data.train, adult.load_adult(server.www)[0])
         assert data.source == f"UCI Adult in {cache}"
     assert server.paths == ["/adult.data", "/adult.test"]
@@ -193,40 +205,23 @@ def test_files_are_downloaded_once_and_checked(tmp_path, server):
     assert len(list(cache.iterdir())) == 2
 
 
-def test_a_download_with_a_wrong_checksum_is_deleted(tmp_path, server):
-    write(server.www)
-    found = sums(server.www)
-    wanted = {**found, "adult.test": "0" * 64}
-    cache = tmp_path / "cache"
-    message = f"SHA-256 must be {'0' * 64}. Received: {found['adult.test']}. The file"
-    with pytest.raises(adult.DownloadError, match=message):
-        adult.obtain_adult(download=adult.Download(server.url, wanted), cache_dir=cache)
-    assert [path.name for path in cache.iterdir()] == ["adult.data"]
+def test_a_file_with_a_wrong_checksum_is_an_error_and_is_not_kept(served, server):
+    served.SHA256["adult.test"] = "0" * 64
+    with pytest.raises(ValueError, match=r"http.*/adult\.test must be UCI's.*SHA-256"):
+        served.obtain_adult()
+    assert [path.name for path in served.CACHE_DIR.iterdir()] == ["adult.data"]
+    (served.CACHE_DIR / "adult.data").write_text(TRAIN[0])
+    with pytest.raises(ValueError, match=r"cache/adult/adult\.data must be UCI's"):
+        served.obtain_adult()
 
 
-def test_a_cached_file_with_a_wrong_checksum_is_deleted(tmp_path, server):
-    write(server.www)
-    download = adult.Download(server.url, sums(server.www))
-    cache = tmp_path / "cache"
-    adult.obtain_adult(download=download, cache_dir=cache)
-    (cache / "adult.data").write_text(TRAIN[0])
-    with pytest.raises(adult.DownloadError, match=r"cache/adult\.data: the file's SHA"):
-        adult.obtain_adult(download=download, cache_dir=cache)
-    assert not (cache / "adult.data").exists()
-    adult.obtain_adult(download=download, cache_dir=cache)
-    assert sums(cache) == sums(server.www)
+def test_a_server_without_the_file_is_an_error(served, server, monkeypatch):
+    monkeypatch.setattr(served, "URL", f"{server.url}/moved")
+    with pytest.raises(HTTPError, match="404"):
+        served.obtain_adult()
 
 
-def test_a_server_without_the_file_is_an_error(tmp_path, server):
-    write(server.www)
-    download = adult.Download(f"{server.url}/moved", sums(server.www))
-    with pytest.raises(
-        adult.DownloadError, match=r"moved/adult\.data: .* 404 .*--data"
-    ):
-        adult.obtain_adult(download=download, cache_dir=tmp_path / "cache")
-
-
-def test_a_download_that_breaks_off_leaves_nothing(tmp_path, server):
+def test_a_download_that_breaks_off_leaves_nothing(served, server):
     def answer(handler):
         handler.send_response(200)
         handler.send_header("Content-Length", "1000")
@@ -234,71 +229,50 @@ def test_a_download_that_breaks_off_leaves_nothing(tmp_path, server):
         handler.wfile.write(b"x" * 10)
 
     server.answer = answer
-    path = tmp_path / "cache" / "adult.data"
-    with pytest.raises(adult.DownloadError, match=r"only 10 of 1000 bytes came"):
-        adult.fetch(f"{server.url}/adult.data", path, "0" * 64)
-    assert list(path.parent.iterdir()) == []
+    with pytest.raises(IncompleteRead):
+        served.obtain_adult()
+    assert not served.CACHE_DIR.exists()
 
 
-def test_a_download_that_stalls_times_out(tmp_path, server):
-    is_over = threading.Event()
-
-    def answer(handler):
-        handler.send_response(200)
-        handler.send_header("Content-Length", "1000")
-        handler.end_headers()
-        is_over.wait()
-
-    server.answer = answer
-    with pytest.raises(adult.DownloadError, match=r"broke off: TimeoutError"):
-        adult.fetch(f"{server.url}/a", tmp_path / "a", "0" * 64, timeout_s=0.1)
-    is_over.set()
-    assert not (tmp_path / "a").exists()
-
-
-def test_without_a_network_rows_are_made_up_and_the_source_reports_it(tmp_path):
+def test_without_a_network_rows_are_made_up_and_the_source_reports_it(
+    obtain, monkeypatch
+):
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as closed:
         port = closed.server_port
-    download = adult.Download(f"http://127.0.0.1:{port}", {"adult.data": "0" * 64})
-    cache = tmp_path / "cache"
-    data = adult.obtain_adult(download=download, cache_dir=cache)
+    monkeypatch.setattr(obtain, "URL", f"http://127.0.0.1:{port}")
+    data = obtain.obtain_adult()
     assert data.is_made_up
     assert data.source.startswith("made-up rows")
     assert "\n" not in data.source
     assert "Connection refused" in data.source
-    assert (len(data.train), len(data.test)) == (32_561, 16_281)
-    assert not cache.exists()
+    assert (len(data.train.labels), len(data.test.labels)) == (32_561, 16_281)
+    assert not obtain.CACHE_DIR.exists()
 
 
 @pytest.mark.slow
 def test_the_checksums_equal_those_of_the_files_as_uci_serves_them(
-    tmp_path, server, real_dir
+    server, obtain, real_dir, monkeypatch
 ):
     folder = real_dir if (real_dir / "adult.data.gz").exists() else real_dir / "adult"
     for name, first in (("adult.data", b""), ("adult.test", b"|1x3 Cross validator\n")):
         lines = gzip.decompress((folder / f"{name}.gz").read_bytes()).rstrip(b"\n")
         (server.www / name).write_bytes(first + lines.partition(b"\n")[2] + b"\n\n")
-    data = adult.obtain_adult(
-        download=replace(adult.UCI, base_url=server.url), cache_dir=tmp_path / "cache"
-    )
-    for rows, others in zip(
-        (data.train, data.test), adult.load_adult(real_dir), strict=True
-    ):
+    monkeypatch.setattr(obtain, "URL", server.url)
+    data = obtain.obtain_adult()
+    for rows, others in zip(data[:2], adult.load_adult(real_dir), strict=True):
         assert_equal(rows, others)
 
 
 # The generator
 
 
-def test_made_up_rows_are_the_same_at_every_call():
-    for rows, others in zip(
-        adult.generate_adult(), adult.generate_adult(), strict=True
-    ):
+def test_made_up_rows_are_the_same_at_every_call(obtain):
+    for rows, others in zip(obtain.make_up(), obtain.make_up(), strict=True):
         assert_equal(rows, others)
 
 
-def test_made_up_rows_look_like_the_real_ones():
-    train, test = adult.generate_adult()
+def test_made_up_rows_look_like_the_real_ones(obtain):
+    train, test = obtain.make_up()
     assert (train.dense.shape, train.ids.shape) == ((32_561, 5), (32_561, 8))
     assert (test.dense.dtype, test.ids.dtype) == (np.float32, np.uint64)
     assert train.labels.mean() == pytest.approx(0.24, abs=0.005)
@@ -312,8 +286,8 @@ def test_made_up_rows_look_like_the_real_ones():
         assert shares.max() > 1.3 / len(shares)
 
 
-def test_a_logistic_regression_finds_the_signal_in_made_up_rows():
-    train, test = adult.generate_adult()
+def test_a_logistic_regression_finds_the_signal_in_made_up_rows(obtain):
+    train, test = obtain.make_up()
     mean, spread = train.dense.mean(axis=0), train.dense.std(axis=0)
     widths = train.ids.max(axis=0).astype(np.int64) + 1
 
@@ -323,7 +297,7 @@ def test_a_logistic_regression_finds_the_signal_in_made_up_rows():
             for width, column in zip(widths, rows.ids.T, strict=True)
         ]
         numbers = (rows.dense - mean) / spread
-        ones = np.ones((len(rows), 1))
+        ones = np.ones((len(rows.labels), 1))
         return np.concatenate([ones, numbers, *one_hot], axis=1)
 
     features, labels = design(train), train.labels[:, 0]

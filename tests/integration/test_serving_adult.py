@@ -49,7 +49,7 @@ def batches(rows, size, **settings):
             labels=[Label(rows.labels[start : start + size])],
             **settings,
         )
-        for start in range(0, len(rows), size)
+        for start in range(0, len(rows.labels), size)
     ]
 
 
@@ -74,8 +74,8 @@ def deterministic():
 
 def test_the_auc_over_http_is_that_of_the_job(tmp_path, monkeypatch, deterministic):
     """Of a server that follows the training, and of one that starts after it."""
-    data = adult.obtain_adult(os.environ["PERSIA_DATA_DIR"])
-    test = batches(data.test, 1024, requires_grad=False)
+    trained, tested = adult.load_adult(Path(os.environ["PERSIA_DATA_DIR"]))
+    test = batches(tested, 1024, requires_grad=False)
     setup_seed(3)
     model = DNN()
     run, logs = str(tmp_path / "run"), str(tmp_path / "increments")
@@ -91,7 +91,7 @@ def test_the_auc_over_http_is_that_of_the_job(tmp_path, monkeypatch, determinist
         ctx.dump_checkpoint(run, with_jit_model=True)  # nothing is trained yet
         following = Serving(processes, *serve, "--increments-dir", logs)
         before = predict(following.address, test[0].to_bytes())
-        train(ctx, data.train)
+        train(ctx, trained)
         ctx.dump_checkpoint(run, with_jit_model=True)
         expected = evaluate(model, test)
         assert not np.allclose(before, expected[0].reshape(-1), atol=1e-3)
@@ -105,8 +105,8 @@ def test_the_auc_over_http_is_that_of_the_job(tmp_path, monkeypatch, determinist
     with Processes(tmp_path / "run") as processes:
         later = Serving(processes, *serve)
         of_later = [predict(later.address, batch.to_bytes()) for batch in test]
-    check_auc(data, expected, of_following)
-    check_auc(data, expected, of_later)
+    check_auc(tested, expected, of_following)
+    check_auc(tested, expected, of_later)
 
 
 def evaluate(model, test):
@@ -116,10 +116,10 @@ def evaluate(model, test):
         return [evaluation.forward(batch)[0].numpy() for batch in looked_up]
 
 
-def check_auc(data, expected, answers):
+def check_auc(tested, expected, answers):
     of_job, served = np.concatenate(expected).reshape(-1), np.concatenate(answers)
     np.testing.assert_allclose(served, of_job, atol=1e-6)
-    labels = torch.from_numpy(data.test.labels[:, 0]).int()
+    labels = torch.from_numpy(tested.labels[:, 0]).int()
     auc, auc_of_job = (
         binary_auroc(torch.from_numpy(scores), labels).item()
         for scores in (served, of_job)
