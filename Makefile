@@ -193,10 +193,10 @@ dropin: $(STAMP)  ## programs of others, plain and on servers; ARGS="--checkouts
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.dropin.run $(ARGS)
 
 quality: $(STAMP)  ## AUC of the PLE example against its bars; ARGS="--data_location DIR"
-	OMP_NUM_THREADS=1 $(BIN)/python examples/ple/measure.py quality $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.ple quality $(ARGS)
 
 speed: $(STAMP)  ## steps a second of the PLE example; ARGS="--data_location DIR"
-	OMP_NUM_THREADS=1 $(BIN)/python examples/ple/measure.py speed $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.ple speed $(ARGS)
 
 # Not among what make installs: numba imports it where it is, at each start of a process.
 coverage: $(STAMP)  ## lines that no test runs, in any process; ARGS="tests/rpc" chooses

@@ -1,9 +1,9 @@
 """Measure the PLE example: what it learns, and how fast it trains.
 
-    python examples/ple/measure.py quality --data_location DIR     AUC, Census-Income
-    python examples/ple/measure.py speed --data_location DIR       steps a second
+    python -m benchmarks.ple quality --data_location DIR     AUC, Census-Income
+    python -m benchmarks.ple speed --data_location DIR       steps a second
 
-Each prints a table of Markdown, and writes it to ``--output``. ``quality`` keeps the
+Each writes a table of Markdown to ``--output``, and prints it. ``quality`` keeps the
 results of each run in ``--runs``, and leaves runs out that are there already.
 """
 
@@ -17,14 +17,14 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from statistics import mean, median, stdev
+from typing import Any
 
 import torch
-from data import SPECS, Data
-from options import Options
-from results import measure, versions
-from train import Training, evaluate, make_model, read_data, start_torch
 
-TRAIN = Path(__file__).with_name("train.py")
+from benchmarks.harness import Table, describe_machine, describe_versions
+from benchmarks.quality_tasks import example
+
+_ple = example("ple/train.py")
 LABELS = ("income", "never_married")
 
 MODELS = {
@@ -63,10 +63,8 @@ CHUNK = 25
 
 def quality(location: str, runs: Path, output: Path) -> None:
     """Train all models with all tables and seeds; write the means against the bars."""
-    lines = [
-        "| model | tables | seeds | income | bar | never married | bar | |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    header = "model | tables | seeds | income | bar | never married | its bar | verdict"
+    rows: list[list[object]] = []
     for model, words in MODELS.items():
         for tables, where in TABLES.items():
             found = []
@@ -74,8 +72,8 @@ def quality(location: str, runs: Path, output: Path) -> None:
                 name = f"{model} {tables} {seed}".replace(", ", "-").replace(" ", "-")
                 arguments = [*words, *where, "--seed", str(seed)]
                 found.append(run_once(location, runs / name, arguments))
-            lines.append(line_of(model, tables, found))
-            write(output, lines)
+            rows.append(row_of(model, tables, found))
+            write(output, Table("quality", "Does it learn as much?", header, rows))
 
 
 def run_once(location: str, folder: Path, words: Sequence[str]) -> dict[str, float]:
@@ -84,23 +82,22 @@ def run_once(location: str, folder: Path, words: Sequence[str]) -> dict[str, flo
     if not path.exists():
         common = ["--dataset", "census", "--op_fusion", "false"]
         where = ["--data_location", location, "--output_dir", str(folder)]
-        command = [sys.executable, str(TRAIN), *common, *where, *words]
+        command = [sys.executable, str(_ple.__file__), *common, *where, *words]
         subprocess.run(command, check=True)
     found: dict[str, float] = json.loads(path.read_text())
     return found
 
 
-def line_of(model: str, tables: str, found: Sequence[dict[str, float]]) -> str:
-    """Return a line of the table; a mean must be at most 2 sd below that of the bar."""
-    cells, holds = [], True
+def row_of(model: str, tables: str, found: Sequence[dict[str, float]]) -> list[object]:
+    """Return a row of the table; a mean must be at most 2 sd below that of the bar."""
+    cells, holds = list[object](), True
     for label, (of_bar, sd) in zip(LABELS, BARS[model], strict=True):
         values = [results[f"auc_{label}"] for results in found]
         spread = f" ({stdev(values):.4f})" if len(values) > 1 else ""
         least = of_bar - 2 * sd
         holds &= mean(values) >= least
         cells += [f"{mean(values):.4f}{spread}", f"{least:.4f}"]
-    verdict = "holds" if holds else "below"
-    return "| " + " | ".join([model, tables, str(len(found)), *cells, verdict]) + " |"
+    return [model, tables, len(found), *cells, "holds" if holds else "below"]
 
 
 def speed(location: str, steps: int, output: Path) -> None:
@@ -122,64 +119,53 @@ def speed(location: str, steps: int, output: Path) -> None:
                     seconds[name].append(took_s / num)
         for generator in generators.values():
             list(generator)
-        write(output, lines_of_speed(runs, seconds))
+        header = "tables, dense layers | AUC income, never married | accuracy"
+        header += " | steps/s | of plain"
+        rows = list(rows_of_speed(runs, seconds))
+        write(output, Table("speed", "How fast does it train?", header, rows))
 
 
 def start_runs(
     common: list[str], folder: Path, stack: contextlib.ExitStack
-) -> Iterator[tuple[str, tuple[Training, Data]]]:
-    """Yield each run before its first step, by name, and its data."""
+) -> Iterator[tuple[str, Any]]:
+    """Yield the name of each run, its training before the first step, and its data."""
     for number, (name, words) in enumerate(RUNS.items()):
         own = ["--checkpoint", str(folder / f"checkpoints-{number}")]
         own = [] if "--tf" in words else own
-        options = Options.parse([*common, *own, *words])
+        options = _ple.Options.parse([*common, *own, *words])
         if number == 0:
-            start_torch(options, stack)
+            _ple.start_torch(options, stack)
         torch.manual_seed(options.seed)
-        spec, data = SPECS["census"], read_data(options, SPECS["census"])
-        model = make_model(options, spec)
-        yield name, (Training(options, spec, data, model, stack), data)
+        spec = _ple.SPECS["census"]
+        data, model = _ple.read_data(options, spec), _ple.make_model(options, spec)
+        yield name, (_ple.Training(options, spec, data, model, stack), data)
 
 
-def lines_of_speed(
-    runs: dict[str, tuple[Training, Data]], seconds: dict[str, list[float]]
-) -> list[str]:
-    """Evaluate each run; return the lines of the table."""
-    lines = [
-        "| tables, dense layers | AUC income, never married | accuracy | steps/s |"
-        " of plain |",
-        "|---|---|---|---|---|",
-    ]
+def rows_of_speed(
+    runs: dict[str, Any], seconds: dict[str, list[float]]
+) -> Iterator[list[object]]:
+    """Evaluate each run; yield the rows of the table."""
     plain_s = median(seconds[next(iter(RUNS))])
     for name, (training, data) in runs.items():
-        outputs = evaluate(training.half.model, iter(data.test))
-        found = measure(SPECS["census"].labels, *outputs)
+        outputs = _ple.evaluate(training.half.model, iter(data.test))
+        found = _ple.measure(_ple.SPECS["census"].labels, *outputs)
         step_s = median(seconds[name])
-        cells = [
+        yield [
             name,
             ", ".join(f"{found[f'auc_{label}']:.4f}" for label in LABELS),
             ", ".join(f"{found[f'acc_{label}']:.4f}" for label in LABELS),
             f"{1 / step_s:.2f}",
             f"{plain_s / step_s:.2f}",
         ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
 
 
-def write(output: Path, lines: Sequence[str]) -> None:
+def write(output: Path, table: Table) -> None:
     """Write a table with the versions of what has computed, and print it."""
-    cpus = [
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    of = ", ".join(f"{name} {version}" for name, version in versions().items())
-    machine = f"{len(cpus)} x {cpus[0]}" if cpus else "unknown processor"
-    threads = f"{torch.get_num_threads()} thread(s) of torch"
-    text = "\n".join([*lines, "", f"{machine}, {threads}; {of}.", ""])
+    facts = f"{describe_machine()}, {torch.get_num_threads()} thread(s) of torch"
+    text = f"{table.to_markdown()}\n{facts}; {describe_versions()}.\n"
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(text)
-    print(text, flush=True)
+    sys.stdout.write(text)
 
 
 def main() -> None:
