@@ -13,13 +13,12 @@ browsers, as the password of basic authentication; without it, on the loopback, 
 answer pages of this host alone, as ``rpc/browsers.py`` says.
 
 Sources are called when a client asks, one at a time; between requests nothing runs.
+It is Python's own server: to import Starlette and uvicorn, which answer predictions,
+takes 0.15 s and 13 MB of each server and trainer, where this takes 0.06 s and 7 MB.
 """
 
-import base64
-import binascii
 import contextlib
 import errno
-import hmac
 import logging
 import socket
 import sys
@@ -39,6 +38,7 @@ from persia_torchrec.errors import ConfigError
 from persia_torchrec.metrics.values import BIN_ENDS_S, Means, Reading
 from persia_torchrec.rpc.addresses import join_address, open_listening
 from persia_torchrec.rpc.browsers import AllowedHosts
+from persia_torchrec.rpc.http_tokens import HttpTokens
 
 logger = logging.getLogger(__name__)
 
@@ -150,8 +150,8 @@ class Endpoint:
     ) -> None:
         self.labels = labels
         self.why_not_ready: Callable[[], str] = lambda: ""
-        self._token = env.http_token()
-        self.hosts = AllowedHosts(host, is_any=self._token is not None)
+        self._tokens = HttpTokens.of_environment()
+        self.hosts = AllowedHosts(host, is_any=env.http_token() is not None)
         self._reading = threading.Lock()  # one scrape at a time
         self._means = Means()  # guarded by _reading
         self._reads: list[Read] = []  # replaced, never changed
@@ -207,11 +207,9 @@ class Endpoint:
         """Return the answer to a GET of a path."""
         route = self._routes.get(path)
         is_probe = path in _PROBES
-        if not is_probe and not self._is_allowed(header("Authorization") or ""):
-            text = "The header 'Authorization: Bearer TOKEN' must have the"
-            return Answer(
-                f"{text} PERSIA_HTTP_TOKEN of the job.\n".encode(), _TEXT, 401
-            )
+        given = header("Authorization") or ""
+        if not is_probe and (rejected := self._tokens.why_rejected(given)):
+            return Answer(f"{rejected.text}\n".encode(), _TEXT, rejected.status)
         if not is_probe and (why := self.hosts.why_rejected("GET", header)):
             return Answer(f"{why}\n".encode(), _TEXT, 403)
         if route is None:
@@ -230,17 +228,6 @@ class Endpoint:
     def _probe(self, _: str) -> Answer:
         why = self.why_not_ready()
         return Answer(f"{why or 'ok'}\n".encode(), _TEXT, 503 if why else 200)
-
-    def _is_allowed(self, authorization: str) -> bool:
-        if self._token is None:
-            return True
-        scheme, _, given = authorization.partition(" ")
-        if scheme.lower() == "basic":
-            given = ""
-            with contextlib.suppress(binascii.Error, UnicodeDecodeError):
-                both = base64.b64decode(authorization.partition(" ")[2]).decode()
-                given = both.partition(":")[2]
-        return hmac.compare_digest(given.encode(), self._token.encode())
 
 
 def begin(role: str, index: int, job_id: str, host: str) -> Endpoint:

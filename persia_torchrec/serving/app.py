@@ -13,7 +13,7 @@
 
 Each path of a model may have ``/versions/V``. An error is ``{"error": text}``: 400 for
 what cannot be predicted, 401 without a token, 403 with one of too few rights
-(``roles.py``) and for a page of another site, as
+(``rpc/http_tokens.py``) and for a page of another site, as
 ``rpc/browsers.py`` says, 404, 408 for a body that comes too
 slowly, 413 for one that is too large, 429 while too many requests are in progress, and
 503 while embeddings are away; both with ``Retry-After``.
@@ -40,6 +40,7 @@ from persia_torchrec.errors import BatchError, TooLargeError
 from persia_torchrec.logger import printable
 from persia_torchrec.parsing.decoding import decoder_of
 from persia_torchrec.rpc.browsers import AllowedHosts
+from persia_torchrec.rpc.http_tokens import HttpTokens
 from persia_torchrec.serving import inference_protocol as protocol
 from persia_torchrec.serving.batching import Features, Inputs
 from persia_torchrec.serving.descriptions import (
@@ -69,7 +70,6 @@ from persia_torchrec.serving.models import (
     Version,
     require_signature,
 )
-from persia_torchrec.serving.roles import Roles
 
 logger = logging.getLogger(__name__)
 access = logging.getLogger("persia_torchrec.serving.access")
@@ -105,14 +105,14 @@ class Application:
         self,
         models: Models,
         limits: Limits,
-        roles: Roles,
+        tokens: HttpTokens,
         hosts: AllowedHosts,
         decoders: Mapping[str, Decode],
     ) -> None:
         self.models = models
         self._hosts, self._decoders = hosts, decoders
         self.limits = limits
-        self._roles = roles
+        self._tokens = tokens
         self._places = RequestPlaces(limits.max_requests, models.statistics.in_progress)
         self._pool = ThreadPoolExecutor(2 * limits.max_requests, "predict")
         self._loads = ThreadPoolExecutor(1, "load")
@@ -206,7 +206,7 @@ class Application:
     def _reject(self, request: Request, *, changes: bool) -> Response | None:
         """Return the answer to a client that may not ask, or None."""
         given = request.headers.get("Authorization", "")
-        if rejected := self._roles.why_rejected(given, changes=changes):
+        if rejected := self._tokens.why_rejected(given, changes=changes):
             headers = {"WWW-Authenticate": "Bearer"} if rejected.status == 401 else {}
             return error_response(rejected.text, rejected.status, headers)
         why = self._hosts.why_rejected(request.method, request.headers.get)

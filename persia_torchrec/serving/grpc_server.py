@@ -226,7 +226,7 @@ class GrpcServer:
         # It logs a traceback for the name of a client's header that is no UTF-8.
         logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
         self._models, self._limits = models, config.limits
-        self._roles = config.roles()
+        self._tokens = config.tokens()
         self._places = RequestPlaces(config.max_requests, models.statistics.in_progress)
         self._large = threading.Lock()  # one large message is read at a time
         self._waiting = _Waiting(config.receive_timeout_s, _MAX_WAITING)
@@ -339,7 +339,7 @@ class GrpcServer:
         if name in _OPEN:
             return None
         changes = name in ("RepositoryModelLoad", "RepositoryModelUnload")
-        rejected = self._roles.why_rejected(given, changes=changes)
+        rejected = self._tokens.why_rejected(given, changes=changes)
         if rejected is None:
             return None
         code, text = _CODES[rejected.status], rejected.text

@@ -26,10 +26,10 @@ from persia_torchrec.env import MAX_PORT
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.rpc.addresses import require_token
 from persia_torchrec.rpc.browsers import AllowedHosts
+from persia_torchrec.rpc.http_tokens import HttpTokens
 from persia_torchrec.serving.app import BEGAN_S, WHEN_LOST, Application, Decode
 from persia_torchrec.serving.http_requests import Limits
 from persia_torchrec.serving.models import Models
-from persia_torchrec.serving.roles import Roles
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class HttpConfig:
             self.receive_timeout_s,
         )
 
-    def roles(self) -> Roles:
+    def tokens(self) -> HttpTokens:
         """Return the tokens of clients.
 
         Raises:
@@ -117,7 +117,7 @@ class HttpConfig:
         """
         if self.open_to is None:
             require_token(self.host, env.http_token(), "PERSIA_HTTP_TOKEN")
-        return Roles.of_environment()
+        return HttpTokens.of_environment()
 
     def hosts(self) -> AllowedHosts:
         """Return the hosts that requests may name: any with a token or ``--open``."""
@@ -146,7 +146,7 @@ class PredictionServer:
         config.require_tls()
         self.models = models
         self._application = Application(
-            models, config.limits, config.roles(), config.hosts(), decoders
+            models, config.limits, config.tokens(), config.hosts(), decoders
         )
         logging.getLogger(
             "persia_torchrec.serving.access"
