@@ -20,13 +20,13 @@ import secrets
 import socket
 import threading
 import time
-from pathlib import Path
 
 import msgspec
 
 from persia_torchrec import timeouts
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.errors import CheckpointError, ConfigError
+from persia_torchrec.processes import process_table, start_of
 
 logger = logging.getLogger(__name__)
 
@@ -206,11 +206,5 @@ def name_of_process(pid: int) -> str:
 
 def _process(pid: int) -> str:
     """Name a process: boot, namespace, start and number; empty: it is not known."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        space = Path("/proc/self/ns/pid").readlink()
-        *_, rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
-    except OSError:
-        return ""
-    state, start = rest.split()[0], rest.split()[19]
-    return "" if state in "ZX" else f"{boot} {space} {start}/{pid}"
+    table, start = process_table(), start_of(pid)
+    return f"{table} {start}/{pid}" if table and start else ""

@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
+import psutil
 from msgspec import structs
 
-from persia_torchrec import env, timeouts
+from persia_torchrec import env, processes, timeouts
 from persia_torchrec.errors import JobError
 from persia_torchrec.job.signals import JOINED
 
@@ -40,7 +41,8 @@ IDS_OF = "ids/"  # and a table and a feature: figure of a trainer
 UPDATES_OF = "updates/"  # and a table: figure of a server
 
 _GROUPS = Path("/sys/fs/cgroup")
-_COORDINATOR = b"persia_torchrec.job.coordinator"
+_COORDINATOR = "persia_torchrec.job.coordinator"
+_MAX_ABOVE = 3  # of a role's process: torchrun, inner and outer supervisor
 _MAX_NAME = 15  # characters of a process's name
 _LOOK_S = 0.5
 
@@ -69,8 +71,10 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, pid: int) -> "ProcessIdentity":
         """Return a new identity of a process of this host."""
-        name, start = _read_stat(pid)[2:]
-        return cls(pid, _process_table(), start, uuid.uuid4().hex, name)
+        name, start = "", processes.start_of(pid)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            name = psutil.Process(pid).name()
+        return cls(pid, processes.process_table(), start, uuid.uuid4().hex, name)
 
     def is_same(self, other: "ProcessIdentity | None") -> bool:
         """Return whether two identities are known to be of one process."""
@@ -109,10 +113,9 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
 
     def is_running(self) -> bool | None:
         """Return whether it is, or None for a process that is not of this host."""
-        if not self.process_table or self.process_table != _process_table():
+        if not self.process_table or self.process_table != processes.process_table():
             return None
-        state, _, _, start = _read_stat(self.pid)
-        return state not in "ZX" and start == self.start
+        return bool(self.start) and processes.start_of(self.pid) == self.start
 
     def is_last(self) -> bool:
         """Return whether no process of its name runs on this host any more.
@@ -121,14 +124,14 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
         """
         if not self.name:
             return False
-        found = map(_read_stat, _pids())
-        return all(name != self.name or state in "ZX" for state, _, name, _ in found)
+        found = psutil.process_iter(["name"])
+        named = [one.pid for one in found if one.info["name"] == self.name]
+        return not any(map(processes.start_of, named))
 
 
 def memory_bytes() -> int:
     """Return the bytes of memory that this process has (RSS)."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    return psutil.Process().memory_info().rss
 
 
 def own_figures() -> dict[str, float]:
@@ -254,11 +257,7 @@ class Siblings:
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + _LOOK_S
-            self._pids = set()
-            for pid in _pids():
-                state, parent, *_ = _read_stat(pid)
-                if parent == self._parent and state not in "ZX":
-                    self._pids.add(pid)
+            self._pids = processes.children_of(self._parent)
         return self._pids
 
     def require_coordinator(self) -> None:
@@ -305,40 +304,14 @@ def report_joined() -> None:
 
 def with_ancestors(pid: int) -> set[int]:
     """Return a process of this host, and those above it that belong to its role."""
-    found = [pid]
-    for _ in ("torchrun", "inner supervisor", "outer supervisor"):
-        found.append(_read_stat(found[-1])[1])
-    return set(found)
+    above = list[psutil.Process]()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        above = psutil.Process(pid).parents()[:_MAX_ABOVE]
+    return {pid, *(one.pid for one in above)}
 
 
 def _is_coordinator(pid: int) -> bool:
     try:
-        return _COORDINATOR in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
+        return any(_COORDINATOR in word for word in psutil.Process(pid).cmdline())
+    except psutil.Error:
         return False
-
-
-def _pids() -> list[int]:
-    """Return the processes of this host."""
-    return [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
-
-
-def _read_stat(pid: int) -> tuple[str, int, str, str]:
-    """Return state ("X": there is no such process), parent, name and start."""
-    try:
-        # "pid (name) state parent ...", where the name may hold any character.
-        head, _, rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
-    except OSError:
-        return "X", 0, "", ""
-    fields = rest.split()
-    return fields[0], int(fields[1]), head.partition("(")[2], fields[19]
-
-
-@functools.cache
-def _process_table() -> str:
-    """Name this host's boot and the process namespace in it; empty off Linux."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return ""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from persia_torchrec import timeouts
+from persia_torchrec import processes, timeouts
 from persia_torchrec.errors import JobError, JobMismatchError
 from persia_torchrec.job import process_identity as processes_module
 from persia_torchrec.job.member_record import MemberRecord
@@ -216,14 +216,14 @@ def test_where_the_host_does_not_tell_its_process_table_no_end_is_known(monkeypa
     def hide(path):
         raise PermissionError(path)
 
-    processes_module._process_table.cache_clear()
+    processes.process_table.cache_clear()
     monkeypatch.setattr(Path, "readlink", hide)
     own = ProcessIdentity.of_this_process()
     assert own.process_table == ""
     ended = structs.replace(own, pid=2**22 + 1)
     assert not ended.has_ended()
     assert not ended.kill()
-    processes_module._process_table.cache_clear()
+    processes.process_table.cache_clear()
 
 
 def test_a_coordinator_that_has_ended_is_not_waited_for(monkeypatch):

@@ -5,10 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from persia_torchrec import timeouts
+from persia_torchrec import processes, timeouts
 from persia_torchrec.job import (
     coordinator,
-    process_identity,
     script,
     supervisor,
     torchrun,
@@ -132,7 +131,7 @@ def run_coordinator(arguments: Sequence[str], stalled_s: float) -> int:
 
 def run_on_another_host(arguments: Sequence[str]) -> int:
     """Run a script whose process no other process finds in its table."""
-    process_identity._process_table = lambda: "the table of another host"
+    processes.process_table = lambda: "the table of another host"
     return script.main(arguments)
 
 
