@@ -71,7 +71,7 @@ logger = logging.getLogger("persia_torchrec.job.supervisor")  # also as __main__
 ALL = "all"  # value of host
 
 _FIRST_DELAY_S, _LAST_DELAY_S = 0.1, 10.0
-_MAX_UNJOINED = 3  # times in a row that a command starts again without having joined
+MAX_FAILED = 3  # times in a row that a command starts again without having joined
 
 _LOOK_S = 0.5
 _PASSED_ON = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *WARNINGS
@@ -98,6 +98,22 @@ class SupervisorConfig:
             raise ConfigError(
                 f"port must be in [0, {MAX_PORT}]. Received: {self.port}."
             )
+
+
+@dataclass
+class Restarts:
+    """How soon, and how often in a row, what has ended is started again."""
+
+    num_failed: int = 0
+    """Starts in a row of which none has joined its job, or was ready."""
+
+    def delay_s(self, *, has_joined: bool) -> float | None:
+        """Return when the next start is due after an end; None: it is given up."""
+        self.num_failed = 0 if has_joined else self.num_failed + 1
+        if self.num_failed > MAX_FAILED:
+            return None
+        delay_s: float = min(_FIRST_DELAY_S * 2**self.num_failed, _LAST_DELAY_S)
+        return delay_s
 
 
 class Supervisor:
@@ -168,7 +184,7 @@ class Supervisor:
         return status
 
     def _start_again_and_again(self, num_restarts: int) -> int:
-        num_unjoined = 0
+        restarts = Restarts()
         for num in itertools.count(num_restarts):
             if self._end_signal:
                 break
@@ -177,15 +193,14 @@ class Supervisor:
             status = _as_shell(self._run_once(self._become_command))
             if self._end_signal or status not in (START_AGAIN, *_BY_SIGNAL):
                 return status
-            num_unjoined = 0 if self._has_joined else num_unjoined + 1
-            delay_s = min(_FIRST_DELAY_S * 2**num_unjoined, _LAST_DELAY_S)
+            delay_s = restarts.delay_s(has_joined=self._has_joined)
             how = _BY_SIGNAL.get(status, "has failed")
-            if num_unjoined > _MAX_UNJOINED:
+            if delay_s is None:
                 logger.error(
                     "process %s, %d times in a row before it joined its job; giving "
                     "up: %s",
                     how,
-                    num_unjoined,
+                    restarts.num_failed,
                     " ".join(self._command),
                 )
                 return status

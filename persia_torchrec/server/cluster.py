@@ -31,6 +31,7 @@ from persia_torchrec.embedding.optimizer_engine import OptimizerEngine
 from persia_torchrec.embedding.setting import non_defaults
 from persia_torchrec.errors import ConfigError, ServerError
 from persia_torchrec.job.process_identity import ProcessIdentity
+from persia_torchrec.job.supervisor import Restarts
 from persia_torchrec.job.survivable_memory import AUTO, open_memory
 from persia_torchrec.parsing.command_line import format_flags
 from persia_torchrec.parsing.settings import renamed
@@ -40,9 +41,7 @@ from persia_torchrec.server.config import ServerConfig
 
 logger = logging.getLogger(__name__)
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
 _FLAG_OF = {"capacity_rows": "capacity", "imports": "import_"}
-_MAX_FAILED_STARTS = 3  # in a row
 
 
 class Kept(NamedTuple):
@@ -273,13 +272,18 @@ class EmbeddingCluster:
 
 def _start_again(servers: _Servers, config: ServerConfig) -> None:
     """Wait for the ends of a server, until one is in order or too many are not."""
-    shard, num_failed = config.shard, 0
-    while num_failed < _MAX_FAILED_STARTS:
+    shard, restarts, is_ready = config.shard, Restarts(), True
+    while True:
         process = servers.processes[shard]
         status = process.wait()
         _close_output(process)
-        pause_s = min(_FIRST_PAUSE_S * 10**num_failed, _LONGEST_PAUSE_S)
-        if status == 0 or servers.closing.wait(pause_s if num_failed else 0.0):
+        if status == 0 or servers.closing.is_set():
+            return
+        delay_s = restarts.delay_s(has_joined=is_ready)
+        if delay_s is None:
+            logger.error("giving up on embedding server %d; see its log", shard)
+            return
+        if servers.closing.wait(delay_s):
             return
         logger.warning(
             "embedding server %d ended with exit status %d; starting it again",
@@ -291,16 +295,12 @@ def _start_again(servers: _Servers, config: ServerConfig) -> None:
                 return
             process = _start(config, servers.kept[shard])
             servers.begin(shard, process)
+        deadline, is_ready = time.monotonic() + timeouts.CLUSTER_RESTART_S, False
         try:
-            _wait_until_ready(
-                shard, process, time.monotonic() + timeouts.CLUSTER_RESTART_S
-            )
+            _wait_until_ready(shard, process, deadline)
+            is_ready = True
         except ServerError:
-            num_failed += 1
             servers.kill(process, "is not ready in time")
-        else:
-            num_failed = 0
-    logger.error("giving up on embedding server %d; see its log", shard)
 
 
 def _end_dropped(pid: int, servers: _Servers) -> None:
