@@ -1,9 +1,8 @@
 """The Open Inference Protocol over gRPC: ``inference.GRPCInferenceService``.
 
-The messages are described here by name, number and type, as the protocol has them, and
-built at the start: no generated code. Statuses are those of HTTP: INVALID_ARGUMENT 400,
-UNAUTHENTICATED 401, PERMISSION_DENIED 403, NOT_FOUND 404, RESOURCE_EXHAUSTED 413 and
-429, UNAVAILABLE 503.
+The messages are those of ``open_inference.proto``. Statuses are those of HTTP:
+INVALID_ARGUMENT 400, UNAUTHENTICATED 401, PERMISSION_DENIED 403, NOT_FOUND 404,
+RESOURCE_EXHAUSTED 413 and 429, UNAVAILABLE 503.
 
 Probes are answered whatever the other requests do: ServerLive, ServerReady, and Check
 of ``grpc.health.v1.Health``, for clients with and without a token.
@@ -22,12 +21,12 @@ from typing import Any, NoReturn, TypeVar
 
 import grpc
 import numpy as np
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
 from persia_torchrec import timeouts
 from persia_torchrec.errors import BatchError, ConfigError, TooLargeError
 from persia_torchrec.serving import inference_protocol as protocol
+from persia_torchrec.serving import open_inference_pb2
 from persia_torchrec.serving.descriptions import (
     describe_answer,
     describe_config,
@@ -54,77 +53,13 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_PACKAGE, _SERVICE = "inference", "inference.GRPCInferenceService"
+_SERVICE = "inference.GRPCInferenceService"
 _HEALTH = "grpc.health.v1.Health"
 _SERVING, _NOT_SERVING = 1, 2
 _OPEN = ("ServerLive", "ServerReady", "Check")  # to clients without a token
 _TAKING_PLACES = ("ModelInfer", "RepositoryModelLoad", "RepositoryModelUnload")
 
-# A field is NAME TYPE NUMBER: a scalar, a message, [] a list, {} a map from strings.
-_MESSAGES = """
-ServerLiveRequest
-ServerLiveResponse        live bool 1
-ServerReadyRequest
-ServerReadyResponse       ready bool 1
-ModelReadyRequest         name string 1, version string 2
-ModelReadyResponse        ready bool 1
-ServerMetadataRequest
-ServerMetadataResponse    name string 1, version string 2, extensions []string 3
-ModelMetadataRequest      name string 1, version string 2
-TensorMetadata            name string 1, datatype string 2, shape []int64 3
-ModelMetadataResponse     name string 1, versions []string 2, platform string 3, \
-inputs []TensorMetadata 4, outputs []TensorMetadata 5
-InferParameter            bool_param bool 1, int64_param int64 2, \
-string_param string 3, double_param double 4, uint64_param uint64 5
-InferTensorContents       bool_contents []bool 1, int_contents []int32 2, \
-int64_contents []int64 3, uint_contents []uint32 4, uint64_contents []uint64 5, \
-fp32_contents []float 6, fp64_contents []double 7, bytes_contents []bytes 8
-InferInputTensor          name string 1, datatype string 2, shape []int64 3, \
-parameters {}InferParameter 4, contents InferTensorContents 5
-InferRequestedOutputTensor  name string 1, parameters {}InferParameter 2
-InferOutputTensor         name string 1, datatype string 2, shape []int64 3, \
-parameters {}InferParameter 4, contents InferTensorContents 5
-ModelInferRequest         model_name string 1, model_version string 2, id string 3, \
-parameters {}InferParameter 4, inputs []InferInputTensor 5, \
-outputs []InferRequestedOutputTensor 6, raw_input_contents []bytes 7
-ModelInferResponse        model_name string 1, model_version string 2, id string 3, \
-parameters {}InferParameter 4, outputs []InferOutputTensor 5, \
-raw_output_contents []bytes 6
-ModelConfigRequest        name string 1, version string 2
-ModelInput                name string 1, data_type int32 2, dims []int64 4, \
-optional bool 8
-ModelOutput               name string 1, data_type int32 2, dims []int64 3
-ModelConfig               name string 1, platform string 2, max_batch_size int32 4, \
-input []ModelInput 5, output []ModelOutput 6
-ModelConfigResponse       config ModelConfig 1
-StatisticDuration         count uint64 1, ns uint64 2
-InferStatistics           success StatisticDuration 1, fail StatisticDuration 2, \
-queue StatisticDuration 3, compute_input StatisticDuration 4, \
-compute_infer StatisticDuration 5, compute_output StatisticDuration 6, \
-cache_hit StatisticDuration 7, cache_miss StatisticDuration 8
-ModelStatisticsRequest    name string 1, version string 2
-ModelStatistics           name string 1, version string 2, last_inference uint64 3, \
-inference_count uint64 4, execution_count uint64 5, inference_stats InferStatistics 6
-ModelStatisticsResponse   model_stats []ModelStatistics 1
-RepositoryIndexRequest    repository_name string 1, ready bool 2
-ModelIndex                name string 1, version string 2, state string 3, \
-reason string 4
-RepositoryIndexResponse   models []ModelIndex 1
-ModelRepositoryParameter  bool_param bool 1, int64_param int64 2, \
-string_param string 3, bytes_param bytes 4
-RepositoryModelLoadRequest  repository_name string 1, model_name string 2, \
-parameters {}ModelRepositoryParameter 3
-RepositoryModelLoadResponse
-RepositoryModelUnloadRequest  repository_name string 1, model_name string 2, \
-parameters {}ModelRepositoryParameter 3
-RepositoryModelUnloadResponse
-CheckRequest              service string 1
-CheckResponse             status int32 1
-"""
-
 _PARAMETERS = {bool: "bool", str: "string", float: "double"}
-_ONE_OF = {"InferParameter", "ModelRepositoryParameter"}
-_FIELD = descriptor_pb2.FieldDescriptorProto
 _CONTENTS = {
     "BOOL": "bool_contents",
     "INT8": "int_contents",
@@ -167,45 +102,10 @@ _COUNTED: Mapping[int, _Inner] = {5: {3: _VARINTS, 5: _CONTENT}, 7: 0}
 """Of a ModelInferRequest: ``inputs`` with ``shape`` and ``contents``, and raw bytes."""
 
 
-def _build_messages() -> dict[str, Any]:
-    """Return a class for each message, by name."""
-    file = descriptor_pb2.FileDescriptorProto(
-        name="persia_torchrec/open_inference.proto", package=_PACKAGE, syntax="proto3"
-    )
-    for line in _MESSAGES.strip().splitlines():
-        name, _, text = line.partition(" ")
-        message = file.message_type.add(name=name)
-        if name in _ONE_OF:
-            message.oneof_decl.add(name="parameter_choice")
-        for part in filter(None, map(str.strip, text.split(","))):
-            _add_field(message, *part.split())
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    names = [message.name for message in file.message_type]
-    found = {n: pool.FindMessageTypeByName(f"{_PACKAGE}.{n}") for n in names}
-    return {n: message_factory.GetMessageClass(one) for n, one in found.items()}
-
-
-def _add_field(message: Any, name: str, kind: str, number: str) -> None:
-    field = message.field.add(name=name, number=int(number))
-    field.label = _FIELD.LABEL_REPEATED if kind[0] in "[{" else _FIELD.LABEL_OPTIONAL
-    if kind.startswith("{}"):
-        entry = message.nested_type.add(name=f"{name.title().replace('_', '')}Entry")
-        entry.options.map_entry = True
-        _add_field(entry, "key", "string", "1")
-        _add_field(entry, "value", kind[2:], "2")
-        kind = f"{message.name}.{entry.name}"
-    kind = kind.removeprefix("[]")
-    scalar = getattr(_FIELD, f"TYPE_{kind.upper()}", None)
-    if scalar is None:
-        field.type, field.type_name = _FIELD.TYPE_MESSAGE, f".{_PACKAGE}.{kind}"
-    else:
-        field.type = scalar
-    if message.name in _ONE_OF:
-        field.oneof_index = 0
-
-
-MESSAGES = _build_messages()
+MESSAGES: dict[str, Any] = {
+    name: getattr(open_inference_pb2, name)
+    for name in open_inference_pb2.DESCRIPTOR.message_types_by_name
+}
 
 
 class GrpcServer:

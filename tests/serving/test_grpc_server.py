@@ -1,14 +1,17 @@
 """Clients of gRPC that send nothing, too much, or what is no message."""
 
 import contextlib
+import re
 import socket
 import threading
+from pathlib import Path
 
 import grpc
 import numpy as np
 import pytest
 from torch import nn
 
+from persia_torchrec.serving import open_inference_pb2
 from persia_torchrec.serving.grpc_server import MESSAGES, GrpcServer
 from persia_torchrec.serving.http_server import HttpConfig
 from persia_torchrec.serving.models import Models
@@ -42,6 +45,21 @@ def serve(servers, monkeypatch):
         server.close()
         server.close()
         models.close()
+
+
+def test_the_generated_module_is_of_the_proto():
+    """Each field of a message by name and number, in the order of the file."""
+    text = Path(open_inference_pb2.__file__).with_name("open_inference.proto")
+    parts = re.split(r"^message (\w+) ", text.read_text(), flags=re.MULTILINE)[1:]
+    found = {
+        name: re.findall(r"(\w+) = (\d+);", body)
+        for name, body in zip(parts[::2], parts[1::2], strict=True)
+    }
+    described = open_inference_pb2.DESCRIPTOR.message_types_by_name
+    assert found == {
+        name: [(field.name, str(field.number)) for field in message.fields]
+        for name, message in described.items()
+    }
 
 
 @contextlib.contextmanager
