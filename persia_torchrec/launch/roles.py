@@ -18,7 +18,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from msgspec import Meta, Struct, structs
 from torchx import specs
@@ -32,10 +32,10 @@ from persia_torchrec.errors import ConfigError
 from persia_torchrec.job.script import split_module
 from persia_torchrec.job.supervisor import ALL, under_supervisor
 from persia_torchrec.job.survivable_memory import PRIVATE
+from persia_torchrec.launch import pods
 from persia_torchrec.launch.arguments import split_words
 from persia_torchrec.launch.requests import (
     TOKEN_SECRETS,
-    PodSettings,
     Role,
     as_it_is,
     as_they_are,
@@ -96,7 +96,7 @@ class RoleSettings(Struct, frozen=True, kw_only=True):
     env: dict[str, str] = {}
     secrets: dict[str, str] = {}  # variables, each with "SECRET/KEY" of Kubernetes
     image: str | None = None
-    pod: PodSettings = PodSettings()
+    pod: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
         for name in ("cpu", "memory"):
@@ -128,7 +128,7 @@ class RoleSettings(Struct, frozen=True, kw_only=True):
         given["volumes"] = (*other.volumes, *self.volumes)
         given["env"] = {**other.env, **self.env}
         given["secrets"] = {**other.secrets, **self.secrets}
-        given["pod"] = self.pod.over(other.pod)
+        given["pod"] = pods.over(self.pod, other.pod)
         return structs.replace(other, **given)
 
     def resource(self, gpus: int) -> specs.Resource:

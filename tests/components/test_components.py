@@ -435,10 +435,11 @@ def test_two_dollars_arrive_as_two(runner, tmp_path, scheduler):
         )
     else:  # which makes one of two, too
         pod = request.resource["spec"]["tasks"][-1]["template"]
-        [container] = pod.spec.containers
-        words = [word.replace("$$", "$") for word in container.command]
+        [container] = pod["spec"]["containers"]
+        words = [word.replace("$$", "$") for word in container["command"]]
         variables = {
-            one.name: (one.value or "").replace("$$", "$") for one in container.env[:-1]
+            one["name"]: one.get("value", "").replace("$$", "$")
+            for one in container["env"]
         }
     assert words[-2:] == ["a$$b", "$${app_id}"]
     assert variables["TWO"] == "a$$b"
