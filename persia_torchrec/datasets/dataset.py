@@ -37,7 +37,7 @@ from persia_torchrec.datasets.columns import (
 from persia_torchrec.datasets.files import CsvFormat
 from persia_torchrec.datasets.reading import (
     Group,
-    Run,
+    GroupRun,
     open_all,
     partition,
     runs_from,
@@ -459,7 +459,7 @@ class RowDataset(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
             "partition_index": settings.partition_index,
         }
 
-    def _runs(self, groups: list[Group], row: int, *of: int) -> Iterator[Run]:
+    def _runs(self, groups: list[Group], row: int, *of: int) -> Iterator[GroupRun]:
         """Return what is to be read of groups from a row on; ``of`` is of the seed."""
         settings = self._settings
         seed = (settings.seed, *of) if settings.shuffle else None
@@ -490,7 +490,7 @@ class RowDataset(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
             if taken.stop is None or end < taken.stop
         ]
 
-    def _runs_taken(self, iteration: int) -> Iterator[Run]:
+    def _runs_taken(self, iteration: int) -> Iterator[GroupRun]:
         """Yield what is to be read: of items that were left, and of those taken."""
         queue = self._queue
         assert queue is not None
@@ -515,7 +515,7 @@ class RowDataset(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
             for run in self._runs(groups, item.row, item.epoch, item.place):
                 run.item = taken
                 yield run
-            yield Run(self._by_path[item.file], [], item=taken)
+            yield GroupRun(self._by_path[item.file], [], item=taken)
 
     def _finish(self, taken: _Taken, num_rows: int) -> None:
         """Note how many rows an item has; forget items that no state would have."""
@@ -550,7 +550,7 @@ class RowDataset(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
         ]
 
     def _iterate(
-        self, runs: Iterator[Run], iteration: int, *, is_whole: bool
+        self, runs: Iterator[GroupRun], iteration: int, *, is_whole: bool
     ) -> Iterator[Any]:
         columns = self._columns
         convert = self._convert or (lambda batch: batch)
@@ -573,7 +573,7 @@ class RowDataset(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
         tell_epoch(self.missing, others if is_whole else {}, columns)
 
     def _noted(
-        self, runs: Iterator[Run], iteration: int, others: dict[str, Counter[str]]
+        self, runs: Iterator[GroupRun], iteration: int, others: dict[str, Counter[str]]
     ) -> Iterator[Rows]:
         """Yield rows; note what they lack, and where the items of a queue end."""
         num_rows = 0

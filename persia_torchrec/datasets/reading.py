@@ -79,7 +79,7 @@ class Window(NamedTuple):
 
 
 @dataclass(slots=True)
-class Run:
+class GroupRun:
     """Groups of one file that are read one after the other.
 
     Attributes:
@@ -284,7 +284,7 @@ def windows_of(
         yield Window([groups[i] for i in sorted(members)], (*seed, number + 1))
 
 
-def runs_from(windows: Iterator[Window], row: int) -> Iterator[Run]:
+def runs_from(windows: Iterator[Window], row: int) -> Iterator[GroupRun]:
     """Yield what is to be read of windows from a row on."""
     for window in windows:
         if row and row >= (num_rows := window.num_rows):
@@ -298,11 +298,11 @@ def runs_from(windows: Iterator[Window], row: int) -> Iterator[Run]:
         ]
         for number, of_file in enumerate(by_file, 1):
             is_last = number == len(by_file)
-            yield Run(of_file[0].file, of_file, skip, window.seed, is_last)
+            yield GroupRun(of_file[0].file, of_file, skip, window.seed, is_last)
 
 
 def stretches(
-    runs: Iterator[Run], columns: Columns, num_readers: int, most: int
+    runs: Iterator[GroupRun], columns: Columns, num_readers: int, most: int
 ) -> "Reads":
     """Return rows in their order, read ahead by threads; None after each run's.
 
@@ -368,14 +368,14 @@ class _Shared:
     The others come to it at most a block later.
     """
 
-    def __init__(self, first: Run, runs: Iterator[Run]) -> None:
+    def __init__(self, first: GroupRun, runs: Iterator[GroupRun]) -> None:
         self.splits_columns = first.file.splits_columns
         self.stopped = threading.Event()
         self._lock = threading.Lock()
         self._runs = runs
-        self._taken: dict[int, Run | None] = {0: first}  # guarded by _lock
+        self._taken: dict[int, GroupRun | None] = {0: first}  # guarded by _lock
 
-    def get(self, number: int) -> Run | None:
+    def get(self, number: int) -> GroupRun | None:
         """Return a run; None: there are fewer."""
         with self._lock:
             if number not in self._taken:
@@ -383,7 +383,7 @@ class _Shared:
                 self._taken.pop(number - 4, None)  # no reader is so far behind
             return self._taken[number]
 
-    def all(self) -> Iterator[Run]:
+    def all(self) -> Iterator[GroupRun]:
         """Yield all of them, for one reader."""
         number = 0
         while (run := self.get(number)) is not None:
@@ -450,7 +450,7 @@ def _by_tasks(stack: ExitStack, shared: _Shared, num_readers: int) -> Iterator[R
     """Yield blocks that any of the threads reads; one thread says what is next."""
     pool = ThreadPoolExecutor(num_readers, "rows")
 
-    def submitted() -> Iterator[tuple[Run, Future[Rows] | None]]:
+    def submitted() -> Iterator[tuple[GroupRun, Future[Rows] | None]]:
         for run in shared.all():
             for task in run.tasks():
                 yield run, pool.submit(task)
@@ -458,7 +458,7 @@ def _by_tasks(stack: ExitStack, shared: _Shared, num_readers: int) -> Iterator[R
 
     lane = _Lane(stack, submitted())
     stack.callback(pool.shutdown, cancel_futures=True)
-    ahead: deque[tuple[Run, Future[Rows] | None]] = deque()
+    ahead: deque[tuple[GroupRun, Future[Rows] | None]] = deque()
     is_over = False
     while ahead or not is_over:
         while not is_over and len(ahead) < num_readers:

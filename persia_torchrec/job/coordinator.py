@@ -41,13 +41,13 @@ from msgspec import structs
 from persia_torchrec import env, timeouts
 from persia_torchrec.errors import ConfigError, PersiaError, without_secrets
 from persia_torchrec.job import failures, job_list, process_identity, report
+from persia_torchrec.job.lifetime import run_service
 from persia_torchrec.job.member_record import MemberRecord
 from persia_torchrec.job.process_identity import Siblings, set_title
 from persia_torchrec.job.progress import Progress
 from persia_torchrec.job.registry import AddressBook, HostedBook
 from persia_torchrec.job.requests import JobTimings, Outcome
 from persia_torchrec.job.saves import LAST_CHECKPOINT, Saves
-from persia_torchrec.job.service import run_service
 from persia_torchrec.job.signals import EndSignals
 from persia_torchrec.job.state import Member
 from persia_torchrec.parsing.command_line import parse_flags

@@ -107,7 +107,7 @@ class JobMember(OwnFigures):
     that is rejected here is not a member: it ends alone, and the job continues. Leaving
     the block by an exception, by ``SystemExit`` with a status other than 0, or before
     the job has ended makes the whole job fail. The main thread enters and leaves the
-    block, and calls the methods, which are those of ``service.Lifetime``; the
+    block, and calls the methods, which are those of ``lifetime.Lifetime``; the
     process is made to end soon after the block. An ``expendable`` one may be
     interrupted once the job is finished. ``ended`` is set once the job has, as far as
     is known here, and ``told_again`` by a second signal; ``host`` is where to listen,

@@ -14,7 +14,7 @@ from dataclasses import MISSING, fields
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.launch.requests import ComponentError
+from persia_torchrec.launch.schedulers import ComponentError
 from persia_torchrec.parsing.command_line import field_docs
 from persia_torchrec.parsing.settings import SETTINGS, present_name
 

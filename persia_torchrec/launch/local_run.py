@@ -26,7 +26,7 @@ from torchx.specs.finder import (
 from persia_torchrec.errors import ConfigError, PersiaError
 from persia_torchrec.job import job_list, report
 from persia_torchrec.job.progress import CURVES
-from persia_torchrec.launch.console import Console
+from persia_torchrec.launch.job_output import Console
 
 _HERE = "local_cwd"
 _REJECTED = (ConfigError, ComponentNotFoundException, ComponentValidationException)

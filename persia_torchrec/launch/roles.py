@@ -34,7 +34,7 @@ from persia_torchrec.job.supervisor import ALL, under_supervisor
 from persia_torchrec.job.survivable_memory import PRIVATE
 from persia_torchrec.launch import pods
 from persia_torchrec.launch.arguments import split_words
-from persia_torchrec.launch.requests import (
+from persia_torchrec.launch.schedulers import (
     TOKEN_SECRETS,
     Role,
     as_it_is,

@@ -106,7 +106,7 @@ class WorkerSettings(Struct, frozen=True, kw_only=True):
     buffered_data_expired_sec: Positive = 1000
 
 
-class ServerSettings(Struct, frozen=True, kw_only=True):
+class ParameterServerSettings(Struct, frozen=True, kw_only=True):
     """``embedding_parameter_server_config``."""
 
     # Rows per server; beyond that, the least recently used are evicted.
@@ -133,7 +133,7 @@ class GlobalSettings(Struct, frozen=True, kw_only=True, rename="{}_config".forma
 
     common: CommonSettings = CommonSettings()
     embedding_worker: WorkerSettings = WorkerSettings()
-    embedding_parameter_server: ServerSettings = ServerSettings()
+    embedding_parameter_server: ParameterServerSettings = ParameterServerSettings()
 
     def server_arguments(self) -> dict[str, Any]:
         """Return what the file says of a server, as arguments of its settings."""

@@ -21,7 +21,7 @@ from msgspec import Meta, Struct
 from persia_torchrec import env
 from persia_torchrec.errors import ConfigError, PersiaError
 from persia_torchrec.launch import roles
-from persia_torchrec.launch.requests import quantity
+from persia_torchrec.launch.schedulers import quantity
 from persia_torchrec.parsing.decoding import KeyPath
 from persia_torchrec.parsing.yaml_file import (
     parse_documents,

@@ -32,17 +32,17 @@ from persia_torchrec.checkpoint.writer import name_of_process
 from persia_torchrec.embedding.setting import import_settings, non_defaults
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.jit.compiled import report_compilation, share
-from persia_torchrec.job.member import JobMember, tell_before_joining
-from persia_torchrec.job.process_identity import UPDATES_OF, memory_bytes
-from persia_torchrec.job.registry import SERVED_CHECKPOINT, AddressBook
-from persia_torchrec.job.requests import MAX_FIGURE_NAME
-from persia_torchrec.job.service import (
+from persia_torchrec.job.lifetime import (
     ChildLifetime,
     Lifetime,
     reject_until_ready,
     report_ready,
     run_service,
 )
+from persia_torchrec.job.member import JobMember, tell_before_joining
+from persia_torchrec.job.process_identity import UPDATES_OF, memory_bytes
+from persia_torchrec.job.registry import SERVED_CHECKPOINT, AddressBook
+from persia_torchrec.job.requests import MAX_FIGURE_NAME
 from persia_torchrec.parsing.command_line import given_flags
 from persia_torchrec.parsing.settings import declared, require_used
 from persia_torchrec.persia.global_config import (

@@ -31,9 +31,9 @@ from persia_torchrec.embedding.embedding_config import (
     load_embedding_config,
 )
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.job.lifetime import Lifetime, report_ready, run_service
 from persia_torchrec.job.member import JobMember
 from persia_torchrec.job.registry import SERVED_CHECKPOINT
-from persia_torchrec.job.service import Lifetime, report_ready, run_service
 from persia_torchrec.lookup.sharded_lookup import RowSource
 from persia_torchrec.parsing.command_line import ImportFlags, parse_flags
 from persia_torchrec.parsing.settings import declared

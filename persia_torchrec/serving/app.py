@@ -64,8 +64,8 @@ from persia_torchrec.serving.http_requests import (
     require_shallow,
 )
 from persia_torchrec.serving.models import (
-    Answer,
     Models,
+    Prediction,
     ServedModel,
     Version,
     require_signature,
@@ -254,7 +254,7 @@ class Application:
                 require_few_values(body)
             return self._decoders[kind](bytes(body))
 
-        def encode(_: Version, __: Features, answer: Answer) -> Response:
+        def encode(_: Version, __: Features, answer: Prediction) -> Response:
             flat = answer.output.reshape(len(answer.output), -1)
             values: list[Any] = (flat[:, 0] if flat.shape[1] == 1 else flat).tolist()
             more = {"degraded": True} if answer.is_degraded else {}
@@ -280,7 +280,7 @@ class Application:
             return protocol.parse_request(memoryview(body), size, signature)
 
         def encode(
-            version: Version, asked: protocol.InferRequest, answer: Answer
+            version: Version, asked: protocol.InferRequest, answer: Prediction
         ) -> Response:
             named = {"model_name": name, "model_version": version.number}
             about = describe_answer(model, version, answer)
@@ -440,7 +440,7 @@ class _Work(Generic[T]):
 
     parse: Callable[[Version], T]
     batch_of: Callable[[T], Features | Inputs]
-    encode: Callable[[Version, T, Answer], Response]
+    encode: Callable[[Version, T, Prediction], Response]
     num_bytes: int
     is_text: bool = False
 

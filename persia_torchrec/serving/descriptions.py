@@ -5,7 +5,7 @@ from typing import Any
 
 from persia_torchrec.errors import without_secrets
 from persia_torchrec.serving import inference_protocol as protocol
-from persia_torchrec.serving.models import Answer, Models, ServedModel, Version
+from persia_torchrec.serving.models import Models, Prediction, ServedModel, Version
 from persia_torchrec.version import __version__
 
 _EXTENSIONS = (
@@ -93,7 +93,7 @@ def describe_index(models: Models, *, only_ready: bool = False) -> list[dict[str
 
 
 def describe_answer(
-    model: ServedModel, version: Version, answer: Answer
+    model: ServedModel, version: Version, answer: Prediction
 ) -> dict[str, Any]:
     """Return the checkpoint and the age of rows of an answer, and if it is degraded."""
     about: dict[str, Any] = {

@@ -38,7 +38,7 @@ class UnknownModelError(PersiaError):
     """A request names a model or a version that is not loaded."""
 
 
-class Answer(NamedTuple):
+class Prediction(NamedTuple):
     """What is predicted for a batch.
 
     Attributes:
@@ -207,7 +207,7 @@ class ServedModel:
 
     def predict(
         self, version: Version, batch: Features | Inputs, *, is_text: bool = False
-    ) -> Answer:
+    ) -> Prediction:
         """Predict with a version that is held; see :meth:`Predictor.predict`."""
         size, predictor = batch.batch_size, version.predictor
         try:
@@ -217,13 +217,13 @@ class ServedModel:
             ):
                 waited = partial(self.statistics.queued, self.name, version.number)
                 output = predictor.predict(batch, is_text=is_text, waited=waited)
-                return Answer(output)
+                return Prediction(output)
         except ServerError as exc:
             return self._default(exc, version, size)
 
     async def predict_together(
         self, version: Version, batch: Features | Inputs, *, is_text: bool = False
-    ) -> Answer:
+    ) -> Prediction:
         """Predict as :meth:`predict`, with other requests; no thread waits for it."""
         size, predictor = batch.batch_size, version.predictor
         try:
@@ -235,11 +235,11 @@ class ServedModel:
                 output = await predictor.predict_together(
                     batch, is_text=is_text, waited=waited
                 )
-                return Answer(output)
+                return Prediction(output)
         except ServerError as exc:
             return self._default(exc, version, size)
 
-    def _default(self, exc: ServerError, version: Version, size: int) -> Answer:
+    def _default(self, exc: ServerError, version: Version, size: int) -> Prediction:
         """Return the default answer; without one, raise why it would be given."""
         if isinstance(exc, NotAskedError):
             self.statistics.short_circuited.labels(self.name).inc()
@@ -250,7 +250,7 @@ class ServedModel:
         signature = version.predictor.model.signature
         shape = (1,) if signature is None else signature.output or ()
         value = np.float32(self.default_answer)
-        return Answer(np.full((size, *shape), value), is_degraded=True)
+        return Prediction(np.full((size, *shape), value), is_degraded=True)
 
     def _tell_degraded(self, exc: ServerError) -> None:
         """Log why answers are the default ones, once in a while."""

@@ -13,7 +13,7 @@ from persia_torchrec import timeouts
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.embedding.optim import Adam
 from persia_torchrec.errors import ConfigError, RemoteError, ServerError, TokenError
-from persia_torchrec.job.service import reject_until_ready
+from persia_torchrec.job.lifetime import reject_until_ready
 from persia_torchrec.rpc.addresses import free_port
 from persia_torchrec.rpc.connections import Connections
 from persia_torchrec.rpc.messages import Header, Kind, encode_json
@@ -44,7 +44,7 @@ print(_start(ServerConfig()).pid, flush=True)
 os._exit(0)
 """
 TELL_OF_COMPILATION = """
-from persia_torchrec.job.service import ChildLifetime
+from persia_torchrec.job.lifetime import ChildLifetime
 with ChildLifetime() as life:
     life.report_compiling(True)
     life.report_compiling(False)

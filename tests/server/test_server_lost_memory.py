@@ -10,10 +10,10 @@ import pytest
 from persia_torchrec.checkpoint.load import ShardLoad
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import PersiaError, RemoteError
+from persia_torchrec.job.lifetime import reject_until_ready
 from persia_torchrec.job.member import JobMember
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.job.requests import JobTimings
-from persia_torchrec.job.service import reject_until_ready
 from persia_torchrec.logger import get_default_logger
 from persia_torchrec.rpc.connections import Connections
 from persia_torchrec.rpc.messages import Header, Kind, encode_json

@@ -21,7 +21,7 @@ from persia_torchrec.persia.worker_client import RemoteWorkers
 from persia_torchrec.serving.app import describe_answer
 from persia_torchrec.serving.embeddings import host_checkpoint
 from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
-from persia_torchrec.serving.models import Answer, Models, Version
+from persia_torchrec.serving.models import Models, Prediction, Version
 from persia_torchrec.serving.predictor import Predictor, following_model, load_model
 from tests.support.inference_job import InferenceJob, address_of
 from tests.support.local_job import Batches, LocalJob
@@ -150,7 +150,9 @@ def test_predictions_follow_a_training(tmp_path, monkeypatch):
                 return ask(server.address, "/health")[1]["following"]["delay_s"]
 
             with served.using() as version:
-                said = describe_answer(served, version, Answer(np.zeros(1, np.float32)))
+                said = describe_answer(
+                    served, version, Prediction(np.zeros(1, np.float32))
+                )
             assert 0 <= said["rows_age_s"] < DEADLINE_S
 
             later_s = delay_s() + 0.2

@@ -24,8 +24,8 @@ from persia_torchrec.embedding import embedding_config
 from persia_torchrec.embedding.setting import import_settings
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.jit.compiled import report_compilation
+from persia_torchrec.job.lifetime import Lifetime, report_ready, run_service
 from persia_torchrec.job.member import JobMember, tell_before_joining
-from persia_torchrec.job.service import Lifetime, report_ready, run_service
 from persia_torchrec.lookup.pooling import warm_up
 from persia_torchrec.parsing.command_line import ImportFlags, parse_flags
 from persia_torchrec.parsing.settings import declared

@@ -58,8 +58,8 @@ from persia_torchrec.errors import (
     PersiaError,
     ServerError,
 )
+from persia_torchrec.job.lifetime import NoBook
 from persia_torchrec.job.registry import AddressBook
-from persia_torchrec.job.service import NoBook
 from persia_torchrec.lookup.bags import Bags, decode_bags
 from persia_torchrec.lookup.sharded_lookup import RoutedBatch, RowSource
 from persia_torchrec.metrics.push import is_published, publish_metrics

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from persia_torchrec.launch.console import Console
+from persia_torchrec.launch.job_output import Console
 
 
 class Terminal(io.StringIO):
