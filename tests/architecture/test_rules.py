@@ -246,6 +246,37 @@ def modules_beside(path):
     return {module.stem.strip("_") for module in room.glob("*.py")} - {"init"}
 
 
+SHELL = (
+    *("persia", "datasets", "job", "serving", "checkpoint", "training", "launch"),
+    *("metrics", "parsing", "device"),
+)
+TESTED_ELSEWHERE = {
+    "job/report.py": "tests/job/test_progress.py, with the curves that it draws",
+    "launch/torchx_run.py": "tests/components/test_torchx_default.py, with torchx",
+    "persia/feed.py": "tests/persia/ctx/test_data_ctx.py, by the context that has one",
+}
+
+
+def has_tests(path):
+    """Return whether a test file of the module's room has its name."""
+    room, stem = Path(path).parent.relative_to("persia_torchrec"), Path(path).stem
+    name = f"test_{stem.strip('_')}"
+    files = [one.stem for one in (ROOT / "tests" / room).glob("test_*.py")]
+    return any(one == name or one.startswith(f"{name}_") for one in files)
+
+
+def test_a_module_of_the_shell_has_tests_under_its_name():
+    untested = {
+        str(Path(path).relative_to("persia_torchrec"))
+        for path in FILES
+        if Path(path).parts[1] in SHELL
+        and not path.endswith("_pb2.py")
+        and any(functions(path))
+        and not has_tests(path)
+    }
+    assert untested == TESTED_ELSEWHERE.keys()
+
+
 IMPORTS = re.compile(r"^ *(?:from (tests[.\w]*) )?import (\([^)]*\)|.*)$", re.MULTILINE)
 
 

@@ -43,12 +43,6 @@ from persia_torchrec.server.server import ServerConfig
 print(_start(ServerConfig()).pid, flush=True)
 os._exit(0)
 """
-TELL_OF_COMPILATION = """
-from persia_torchrec.job.lifetime import ChildLifetime
-with ChildLifetime() as life:
-    life.report_compiling(True)
-    life.report_compiling(False)
-"""
 
 
 def train(client):
@@ -181,14 +175,6 @@ def test_a_client_waits_for_a_server_that_compiles():
     server.stop()
     serving.result()
     connections.close()
-
-
-def test_a_child_reports_its_parent_when_it_compiles():
-    command = [sys.executable, "-c", TELL_OF_COMPILATION]
-    told = subprocess.run(
-        command, stdout=subprocess.PIPE, text=True, timeout=DEADLINE_S, check=True
-    )
-    assert told.stdout == "compiling\ncompiled\n"
 
 
 @pytest.mark.parametrize(("num_servers", "capacity"), [(0, 10), (1, 0)])
