@@ -24,7 +24,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from persia_torchrec import env, timeouts
 from persia_torchrec.env import MAX_PORT
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.rpc.addresses import require_token
+from persia_torchrec.rpc.addresses import open_listening, require_token
 from persia_torchrec.rpc.browsers import AllowedHosts
 from persia_torchrec.rpc.http_tokens import HttpTokens
 from persia_torchrec.serving.app import BEGAN_S, WHEN_LOST, Application, Decode
@@ -215,26 +215,13 @@ class _Server(uvicorn.Server):
 
 def _listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens, or raise ConfigError."""
-    listening = None
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host or None,
-            port,
-            type=socket.SOCK_STREAM,
-            flags=socket.AI_PASSIVE,
-        )[0]
-        listening = socket.socket(family, kind, protocol)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-        listening.listen(_BACKLOG)
+        return open_listening(host, port)
     except OSError as exc:
-        if listening is not None:
-            listening.close()
         raise ConfigError(
             f"The server must be able to listen on {host}:{port}. "
             f"Received: {exc}. Give another --host or --port."
         ) from exc
-    return listening
 
 
 class _Protocol(HttpToolsProtocol):
