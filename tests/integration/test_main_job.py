@@ -59,10 +59,8 @@ def test_plain_torchx_run_learns_and_nothing_warns(tmp_path):
     noise = [x for x in noise if "waiting for" not in x]
     if torch.__version__ >= (2, 13):  # before, TorchRec and fbgemm warn of each other
         assert len(noise) == NUM_WARNINGS, noise
-    # Details are in the logs, and not in the terminal.
     for detail in ("new tables on all servers", "optimizer engine: compiled"):
         assert sum(log.count(detail) for log in ended.logs.values()) == 1
-        assert detail not in ended.output
 
 
 @pytest.mark.long

@@ -44,8 +44,8 @@ class Comers:
                 coordinator.main,
                 ["--port", self._port, "--trainers", "1"],
             ),
-            "trainer": (script.main, ["trainer", "nowhere.py"]),
-            "loader": (script.main, ["loader", "nowhere.py"]),
+            "trainer": (script.main, ["trainer", __file__]),
+            "loader": (script.main, ["loader", __file__]),
             "server": (run_server,),
             "worker": (run_worker,),
         }[role]

@@ -60,7 +60,7 @@ class InferenceJob:
         *,
         num_servers: int = 1,
         capacity: int = 1000,
-        incremental_dir: Path | None = None,
+        increments_dir: Path | None = None,
     ) -> None:
         warm_up_store()  # a process of its own would compile for longer than one waits
         warm_up_worker()
@@ -70,10 +70,10 @@ class InferenceJob:
         self.embedding_config = embedding_config
         self.path = processes.folder / "global_config.yml"
         following = ""
-        if incremental_dir is not None:
+        if increments_dir is not None:
             following = (
                 "  enable_incremental_update: true\n"
-                f"  incremental_dir: {incremental_dir}\n"
+                f"  incremental_dir: {increments_dir}\n"
             )
         self.path.write_text(
             self.text([f"127.0.0.1:{port}" for port in self.ports], checkpoint)
