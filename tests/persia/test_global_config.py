@@ -40,7 +40,7 @@ def test_a_whole_global_config_is_read(global_config):
     assert server.capacity == 1_000_000
     assert server.num_hashmap_internal_shards == 1
     assert server.incremental_buffer_size == 5
-    assert server.increments_dir == "/tmp/increments"
+    assert server.incremental_dir == "/tmp/increments"
     assert server.incremental_channel_capacity == 7
 
 
@@ -94,7 +94,7 @@ def test_a_whole_global_config_is_read(global_config):
         ),
         (
             "embedding_parameter_server_config: {incremental_dir: ''}",
-            "_server_config.increments_dir must be of length >= 1. Received: ''",
+            "_server_config.incremental_dir must be of length >= 1. Received: ''",
         ),
         (
             "common_config: {checkpointing_config: {num_workers: 0}}",
