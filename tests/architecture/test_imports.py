@@ -91,7 +91,7 @@ def require_no_store(modules, max_own):
 def test_a_client_that_has_looked_ids_up_has_no_store():
     with EmbeddingCluster.local(servers=1) as cluster:
         modules = modules_after("-c", LOOKS_UP + TELLS, *cluster.addresses)
-    require_no_store(modules, 68)  # with requests and status of a job, shared memory
+    require_no_store(modules, 69)  # with requests and status of a job, shared memory
 
 
 @pytest.mark.multiprocess
@@ -117,5 +117,5 @@ def test_a_data_loader_that_has_sent_a_batch_compiles_nothing(
         for batch in batches:
             ctx.backward(ctx.forward(batch)[0].sum())
         assert job.num_rows() == 3
-    require_no_store(modules, 60)
+    require_no_store(modules, 61)
     assert not modules & {"numba", "llvmlite", "torch"}
