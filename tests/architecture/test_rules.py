@@ -252,7 +252,7 @@ SHELL = (
 )
 TESTED_ELSEWHERE = {
     "job/report.py": "tests/job/test_progress.py, with the curves that it draws",
-    "launch/local_run.py": "tests/components/test_torchx_default.py, with torchx",
+    "launch/local_run.py": "tests/command/test_start.py, by the verb",
     "persia/feed.py": "tests/persia/ctx/test_data_ctx.py, by the context that has one",
 }
 

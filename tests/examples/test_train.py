@@ -14,9 +14,12 @@ from tests.support.repository import ROOT
 def test_the_script_of_the_front_page_trains_as_it_stands_and_saves(
     processes, tmp_path, monkeypatch
 ):
-    command = r"persia-torchrec run --servers 2 (examples/\S+) (.*)"
-    (script,) = re.findall(command, (ROOT / "README.md").read_text())
-    path, *flags = script[0], *script[1].split()
+    (script,) = re.findall(
+        r"^persia-torchrec run --servers 2 (examples/.*)$",
+        (ROOT / "README.md").read_text(),
+        re.MULTILINE,
+    )
+    path, *flags = script.split()
     runs = tmp_path / "runs"
     at = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(draw_port())}
     one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
