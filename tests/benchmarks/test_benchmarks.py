@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks import limits, wire
-from benchmarks.__main__ import NAMES, main
+from benchmarks.__main__ import NAMES, SUMMARY, main
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import StoreError
 from persia_torchrec.rpc.messages import Precision
@@ -85,6 +85,17 @@ def test_a_benchmark_has_its_figures(name, tmp_path, capsys):
             numbers = [cell for cell in row.values() if isinstance(cell, float)]
             assert numbers
             assert all(math.isfinite(number) for number in numbers)
+
+
+@pytest.mark.long
+def test_without_a_name_there_is_a_summary(capsys):
+    assert main(["--tiny"]) == 0
+    printed = capsys.readouterr().out
+    assert [line for line in printed.splitlines() if line.startswith("# ")] == [
+        f"# {name}" for name in SUMMARY
+    ]
+    assert printed.count("## ") >= len(SUMMARY)
+    assert '"cpu": ' in printed
 
 
 @needs_redis
