@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from msgspec import structs
@@ -30,11 +30,9 @@ from persia_torchrec.errors import JobError, RequestTimeoutError
 from persia_torchrec.job import failures, job_list
 from persia_torchrec.job.job_list import JobRecord
 from persia_torchrec.job.requests import Fail, View
+from persia_torchrec.job.state import Member
 from persia_torchrec.job.status import Problem, Status, age_s
 from persia_torchrec.logger import printable
-
-if TYPE_CHECKING:
-    from persia_torchrec.job.process_identity import ProcessIdentity
 
 _LOOK_S = 0.2
 _WATCH_S = 2.0
@@ -291,15 +289,14 @@ def kill(role: str, index: int, job: str) -> None:
 
     persia-torchrec kill server 0
     """
-    who = f"{role} {index}"
-    process: ProcessIdentity | None
-    if who == "coordinator 0" and ":" not in job:  # it may hang
+    if (role, index) == ("coordinator", 0) and ":" not in job:  # it may hang
         record = find(job)
-        process, job_id, log = record.coordinator, record.job_id, record.host
+        member = Member(role, index, record.coordinator, log=record.host)
+        job_id = record.job_id
     else:
         with opened(job) as there:
             member, job_id = there.book.member(role, index), there.book.greeting.job_id
-        process, log = member.process, member.log or ""
+    process, who = member.process, member.who
     if process is None or process.has_ended():
         received = "it has not joined" if process is None else "it has ended"
         raise click.ClickException(f"{who} must run. Received: {received}.")
@@ -309,7 +306,7 @@ def kill(role: str, index: int, job: str) -> None:
         then = "is started again" if is_supervised else "is gone, and the job fails"
         console.echo(f"process {pid} is killed: {who} {then}")
         return
-    host = printable(log.partition(" ")[0])
+    host = printable((member.log or "").partition(" ")[0])
     commands = (
         f"  ssh {host} kill -KILL {pid}\n"
         f"  srun --jobid {job_id} --overlap --nodelist {host} kill -KILL {pid}\n"
