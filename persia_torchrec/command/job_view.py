@@ -103,7 +103,8 @@ def opened(name: str) -> Iterator[Job]:
         host, _, port = name.rpartition(":")
         place = (host.strip("[]"), int(port) if port.isdecimal() else 0, "")
     else:
-        place = (record.host, record.port, record.job_id)
+        host = LOOPBACK if is_here(record.host) else record.host  # has it a name?
+        place = (host, record.port, record.job_id)
         if record.token_file:
             env.set_variable("PERSIA_JOB_TOKEN_FILE", record.token_file)
         if record.encrypts:
