@@ -131,6 +131,7 @@ GRPC_AGE_S = 3600.0  # a connection of gRPC begins to end, whose client connects
 PREDICTOR_CLOSE_S = 10.0  # a thread of a predictor has ended
 PREDICTOR_RETRY_S = 10.0  # a later model is looked for again after an error
 MODEL_READY_S = 1.0  # servers say whether a model is ready, and are asked again
+MODEL_QUICK_S = 0.005  # a prediction for which other requests wait
 MODEL_TRIAL_S = 1.0  # embeddings that hang are asked by a request again
 MODEL_DRAIN_S = 60.0  # requests of a version that is taken out are answered
 MODEL_TELL_S = 10.0  # between two lines about one error of a model

@@ -18,6 +18,8 @@ from persia_torchrec.rpc.addresses import LOOPBACK
 if TYPE_CHECKING:
     from persia_torchrec.job.registry import AddressBook
 
+LOOK_S = 0.2  # between two looks at a job
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 a_job: Callable[[F], F] = click.argument("job", default="")

@@ -18,6 +18,7 @@ from persia_torchrec import timeouts
 from persia_torchrec.command import console
 from persia_torchrec.command.console import as_json, duration
 from persia_torchrec.command.job_view import (
+    LOOK_S,
     Job,
     a_job,
     does_not_answer,
@@ -34,7 +35,6 @@ from persia_torchrec.job.state import Member
 from persia_torchrec.job.status import Problem, Status, age_s
 from persia_torchrec.logger import printable
 
-_LOOK_S = 0.2
 _WATCH_S = 2.0
 _PROCESSES = (
     *("state", "host", "pid", "since_s", "restarts", "memory_bytes"),
@@ -274,7 +274,7 @@ def logs(role: str, index: int, job: str, follow: bool, lines: int) -> None:
             sys.stdout.flush()
             if not more and find(record.job_id, is_running=False).state != "running":
                 break
-            time.sleep(_LOOK_S)
+            time.sleep(LOOK_S)
 
 
 @click.command()
@@ -359,7 +359,7 @@ def end(record: JobRecord | None, name: str, *, saves: bool) -> JobRecord:
                 last = "none, as its script saves nothing (no recoverable())"
             console.echo(f"{known.job_id} has ended; its last checkpoint: {last}")
             return known
-        time.sleep(_LOOK_S)
+        time.sleep(LOOK_S)
     raise click.ClickException(
         f"{record.job_id} must end within {timeouts.VERB_END_S:.0f} s. Received: it "
         f"runs. See persia-torchrec status {record.job_id}."

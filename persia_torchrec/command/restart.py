@@ -15,13 +15,11 @@ from persia_torchrec.checkpoint import catalog
 from persia_torchrec.checkpoint.catalog import Manifest
 from persia_torchrec.checkpoint.folder import Folder, require_received
 from persia_torchrec.command import console
-from persia_torchrec.command.job_view import Job, a_job, find, is_here, opened
+from persia_torchrec.command.job_view import LOOK_S, Job, a_job, find, is_here, opened
 from persia_torchrec.command.jobs import end, lost_by
 from persia_torchrec.job.job_list import JobRecord
 from persia_torchrec.job.saves import LAST_CHECKPOINT, SAVE_REQUEST, steps
 from persia_torchrec.parsing.settings import SETTINGS
-
-_LOOK_S = 0.2
 
 
 @click.command()
@@ -73,7 +71,7 @@ def _save(there: Job) -> None:
             return
         if view.outcome != "running" or view.signal:
             raise click.ClickException(f"{wanted} it ends meanwhile: {view.reason}")
-        time.sleep(_LOOK_S)
+        time.sleep(LOOK_S)
     raise click.ClickException(
         f"{wanted} none within {timeouts.CHECKPOINT_S:.0f} s. The job runs on. {hint}"
     )
@@ -167,4 +165,4 @@ def _await_end_of_all(record: JobRecord) -> None:
     """Wait until the coordinator's process has ended, and others had time to."""
     deadline = time.monotonic() + timeouts.VERB_END_S
     while record.coordinator.is_running() and time.monotonic() < deadline:
-        time.sleep(_LOOK_S)
+        time.sleep(LOOK_S)

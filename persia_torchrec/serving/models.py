@@ -31,8 +31,6 @@ from persia_torchrec.serving.statistics import Statistics
 
 logger = logging.getLogger(__name__)
 
-_QUICK_S = 0.005  # for which other requests may wait
-
 
 class UnknownModelError(PersiaError):
     """A request names a model or a version that is not loaded."""
@@ -66,7 +64,7 @@ class Version:
     @property
     def is_quick(self) -> bool:
         """Whether a small request takes less time than to give it to a thread may."""
-        return self.predictor.reader.is_local and self.small_s < _QUICK_S
+        return self.predictor.reader.is_local and self.small_s < timeouts.MODEL_QUICK_S
 
     @property
     def number(self) -> str:
