@@ -19,7 +19,7 @@ def read(tmp_path):
     def read(text):
         path = tmp_path / "roles.yml"
         path.write_text(text)
-        return read_settings(str(path), "")
+        return read_settings(str(path))
 
     return read
 
