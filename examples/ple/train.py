@@ -166,14 +166,13 @@ class OnServers:
                     f"--{own[0]} of the script."
                 )
             return EmbeddingClient.of_job()
-        seconds, increments = options.incremental_ckpt, self._folder / "increments"
-        servers = EmbeddingCluster.local(
-            options.embedding_servers,
-            options.capacity,
-            increments_dir=str(increments) if seconds else None,
+        logs: dict[str, Any] = {}
+        if seconds := options.incremental_ckpt:
+            logs["increments_dir"] = str(self._folder / "increments")
             # Each delta ends an increment: between two, rows are written once.
-            increments_interval_s=max(2 * seconds, LEAST_INTERVAL_S),
-            restarts=True,
+            logs["increments_interval_s"] = max(2 * seconds, LEAST_INTERVAL_S)
+        servers = EmbeddingCluster.local(
+            options.embedding_servers, options.capacity, restarts=True, **logs
         )
         cluster = stack.enter_context(servers)
         recovery_s = cluster.recovery_s

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -363,7 +364,7 @@ class ShardedLookup:
         with report_compilation():  # before the first batch waits for it
             pooling.warm_up()
 
-    @property
+    @cached_property
     def client(self) -> EmbeddingClient:
         """The client of the servers; rows of this process cannot be trained."""
         if not isinstance(self.source, EmbeddingClient):
