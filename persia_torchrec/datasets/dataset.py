@@ -38,6 +38,7 @@ from persia_torchrec.datasets.files import CsvFormat
 from persia_torchrec.datasets.reading import (
     Group,
     GroupRun,
+    has_order_of,
     open_all,
     partition,
     runs_from,
@@ -51,6 +52,7 @@ from persia_torchrec.datasets.sources import (
     Source,
     differences,
     find_sources,
+    legacy_identity,
 )
 from persia_torchrec.datasets.steps import (
     Settings,
@@ -410,7 +412,14 @@ class RowDataset(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
         Raises:
             ConfigError: the state is of other files or settings; it names them.
         """
-        if faults := differences(state["of"], self._identity):
+        here, saved, settings = self._identity, state["of"], self._settings
+        order, most = saved.get("order"), settings.shuffle_rows
+        count = settings.partition_count
+        if order != _ORDER and has_order_of(order, self._files, most, count):
+            here["order"] = order
+            if order is None:
+                here["files"] = [legacy_identity(file) for file in here["files"]]
+        if faults := differences(saved, here):
             raise ConfigError(
                 "A dataset must have the files and settings of the saved state. "
                 f"Received: {'; '.join(faults)}."

@@ -36,7 +36,7 @@ from persia_torchrec.datasets.columns import (
 )
 from persia_torchrec.datasets.shuffling import Read, shuffled
 from persia_torchrec.datasets.sources import Source
-from persia_torchrec.datasets.tables import TableFile
+from persia_torchrec.datasets.tables import GroupedFile, TableFile
 from persia_torchrec.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,9 @@ logger = logging.getLogger(__name__)
 SHUFFLE_ROWS = 32_768
 """Rows that are put in a random order together, unless ``shuffle`` says how many."""
 
+_LEGACY_GROUP_ROWS = 8192  # lines of a text file's group, before orders had a version
+_BY_BYTES = 2  # the version of orders since when such groups are ranges of bytes
+_FORMER_ROWS = 262_144  # SHUFFLE_ROWS of these versions
 _OPENING = 8  # threads that open files of URLs
 _SHOWN = 10  # files without rows
 
@@ -221,6 +224,31 @@ def _require_alike(first: TableFile, file: TableFile, columns: Columns) -> None:
                 f"{name} must have the same type in all files. Received: {one} in "
                 f"{first.source.url}, {other} in {file.source.url}."
             )
+
+
+def has_order_of(
+    saved: int | None, files: Sequence[TableFile], most: int, count: int
+) -> bool:
+    """Return whether rows come as in an earlier version, of which a state was saved.
+
+    Args:
+        saved: the version of its order; None: there was none yet.
+        files: that have rows.
+        most: rows that are put in a random order together; 0: none are.
+        count: partitions.
+    """
+    hints = [file.rows_hint(g) for file in files for g in range(file.num_groups)]
+    window = min(most, _FORMER_ROWS)
+    is_small = None not in hints and sum(h or 0 for h in hints) <= window
+    if most and not is_small:
+        return False
+    is_plain = not most and count == 1
+    if saved == _BY_BYTES or is_plain or isinstance(files[0], GroupedFile):
+        return True
+    most = _LEGACY_GROUP_ROWS + 1
+    return all(
+        file.num_groups == 1 and file.num_rows_up_to(most) < most for file in files
+    )
 
 
 def select(files: Sequence[TableFile], rows: Int64s | None) -> list[Group]:

@@ -29,6 +29,7 @@ from persia_torchrec.datasets.columns import require
 from persia_torchrec.errors import ConfigError, DataError, without_secrets
 
 _PARTITION = re.compile(r"([A-Za-z_][\w.-]*)=([^=]*)")
+_CHECKSUM = re.compile(r"^(?:.*/)?([^/]*) \((\d+ bytes), xxh3 [0-9a-f]+\)")
 _NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
 _BLOCK = 1 << 16  # bytes of a checksum at each end of a file
 _MAX_FOOTER = 1 << 24
@@ -113,6 +114,11 @@ def find_sources(files: Files) -> list[Source]:
         return [replace(found[0], name=os.path.basename(_full(found[0])))]  # noqa: PTH119 URLs
     common = os.path.commonpath([os.path.dirname(_full(s)) for s in found])  # noqa: PTH120
     return [replace(s, name=_full(s)[len(common) :].lstrip("/")) for s in found]
+
+
+def legacy_identity(identity: str) -> str:
+    """Return what an earlier version saved of a file: its last name, and its size."""
+    return _CHECKSUM.sub(r"\1 (\2)", identity)
 
 
 def _full(source: Source) -> str:

@@ -1,5 +1,6 @@
 """Rows in a random order are those of the blocks, each with its ids and numbers."""
 
+import json
 import logging
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from persia_torchrec.data import CsvDataset, IdColumn, LabelColumn, ParquetDataset
-from persia_torchrec.datasets import shuffling, tables
+from persia_torchrec.datasets import reading, shuffling, tables
 from persia_torchrec.datasets.columns import Ids, Rows
 from persia_torchrec.errors import ConfigError
 
@@ -123,13 +124,33 @@ def test_how_many_rows_are_shuffled_together_is_of_a_position(tmp_path):
         CsvDataset(path, 8, COLUMNS, shuffle=-1)
 
 
-def test_a_position_of_another_version_of_orders_does_not_load(tmp_path):
-    path = tmp_path / "rows.csv"
-    path.write_text("".join(f"{n},0\n" for n in range(90)))
-    state = CsvDataset(path, 8, COLUMNS).state_dict()
-    state["of"]["order"] = 2
-    with pytest.raises(ConfigError, match="order: 2 was saved, 3 is here"):
-        CsvDataset(path, 8, COLUMNS).load_state_dict(state)
+@pytest.mark.parametrize(
+    ("shuffle", "version", "num"),
+    [(False, 2, 90), (True, 2, 90), (True, 2, 20), (False, None, 90), (True, None, 20)],
+)
+def test_a_position_of_an_earlier_version_loads_where_its_order_is_the_same(
+    tmp_path, monkeypatch, shuffle, version, num
+):
+    monkeypatch.setattr(reading, "SHUFFLE_ROWS", 20)
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"id": list(range(num)), "label": [0.0] * num}), path)
+    dataset = ParquetDataset(path, 8, COLUMNS, shuffle=shuffle)
+    rows = iter(dataset)
+    seen = ids_of([next(rows), next(rows)])
+    state = json.loads(json.dumps(dataset.state_dict()))
+    del state["of"]["shuffle"]
+    state["of"]["order"] = version
+    if version is None:
+        del state["of"]["order"]
+        size = path.stat().st_size
+        state["of"]["files"] = [f"rows.parquet ({size} bytes)"]
+    second = ParquetDataset(path, 8, COLUMNS, shuffle=shuffle)
+    if shuffle and num > 20:
+        with pytest.raises(ConfigError, match="order: 2 was saved, 3 is here"):
+            second.load_state_dict(state)
+        return
+    second.load_state_dict(state)
+    assert sorted(seen + ids_of(second)) == list(range(num))
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
