@@ -1,12 +1,12 @@
 """Embedding workers and data loaders that are killed while a job trains."""
 
-import signal
 from functools import partial
 
 import pytest
 
 from persia_torchrec.data import DataLoader, StreamingDataset
 from persia_torchrec.job.requests import JobTimings
+from persia_torchrec.job.signals import START_AGAIN
 from persia_torchrec.persia.stream import Inbox
 from tests.support.feeding import (
     FROM_ZERO,
@@ -72,7 +72,7 @@ def test_a_loader_that_has_ended_sends_its_batches_to_trainers_that_start_again(
             service = inbox.listen("127.0.0.1", job.book.greeting)
             job.book.register("trainer", 0, 1, service.address)
             if loader is not None:
-                assert loader.status() == -signal.SIGKILL, loader.output()
+                assert loader.status() == START_AGAIN, loader.output()
             loader = processes.start("loader", load_and_stay, 2)
             numbers = []
             while (batch := inbox.take(DEADLINE_S, in_order=True)) is not None:

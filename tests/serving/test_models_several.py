@@ -162,7 +162,10 @@ def test_the_flags_of_each_are_those_of_the_only_one(tmp_path):
         ({"models": ("a=b", "a=c")}, "different names"),
         ({"models": ("a/b=c",)}, "without '/'"),
         ({"models": ("a=b",), "workers": ("w:1",)}, "--workers cannot be combined"),
-        ({"models": ("a=b",), "follow": "increments"}, "--follow cannot be combined"),
+        (
+            {"models": ("a=b",), "follow": "increments"},
+            "--increments-dir cannot be combined",
+        ),
     ],
 )
 def test_invalid_flags_are_rejected(settings, message):
