@@ -171,7 +171,8 @@ def test_sigterm_to_all_processes_drains_the_server_before_they_end(trained, tmp
             return not is_running(serving.process.pid)
 
         wait_until(has_ended, "it ends")
-        assert serving.process.status() == 0
+        # The last signal may come when its handler is gone.
+        assert serving.process.status() in (0, -signal.SIGTERM)
         assert not any(map(is_running, servers))
 
 
