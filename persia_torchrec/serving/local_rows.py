@@ -1,5 +1,6 @@
 """Rows of one checkpoint in the process that predicts, which lookups only read."""
 
+import logging
 import threading
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
@@ -17,6 +18,8 @@ from persia_torchrec.routing.route import IdGroup
 from persia_torchrec.rpc.messages import Precision
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
+
+logger = logging.getLogger(__name__)
 
 
 class _Read(NamedTuple):
@@ -53,6 +56,7 @@ class LocalRows:
         load = ShardLoad(folder, target, self._store)
         load.check()
         load.load()
+        logger.info("loaded %s num_rows=%d", folder.url, self._store.num_rows)
         self.tables = KnownTables()
         for state in self._store.present:
             wants_counts = self._store.wants_counts(state.number)
@@ -87,7 +91,10 @@ class LocalRows:
         precision: Precision = Precision.FP32,
         counts: Sequence[Counts | None] | None = None,
     ) -> _Read:
-        """Read the rows of a batch that is not for training; zeros without a row."""
+        """Read the rows of a batch that is not for training; zeros without a row.
+
+        They do not travel: ``precision`` and ``counts`` change nothing.
+        """
         if batch is not None:
             raise ConfigError(
                 "A checkpoint that is read in this process cannot be trained. "
@@ -100,6 +107,8 @@ class LocalRows:
             numbers = tuple([table.numbers[0] for table in known])
             starts_T = np.concatenate(([0], np.cumsum(group.num_ids[0])))
             with self._reading:
-                self._store.read_tables(numbers, group.ids, starts_T, out_UD.ravel())
+                self._store.read_tables(
+                    numbers, group.ids, starts_T, out_UD.reshape(-1)
+                )
             rows.append(out_UD)
         return _Read(rows)

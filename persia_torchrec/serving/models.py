@@ -63,8 +63,13 @@ class Version:
 
     @property
     def is_quick(self) -> bool:
-        """Whether a small request takes less time than to give it to a thread may."""
-        return self.predictor.reader.is_local and self.small_s < timeouts.MODEL_QUICK_S
+        """Whether other requests may wait for a small one, as it ends soon.
+
+        It waits for no server and no GPU, and the last one took little time.
+        """
+        reader = self.predictor.reader
+        is_here = reader.is_local and reader.device.type == "cpu"
+        return is_here and self.small_s < timeouts.MODEL_QUICK_S
 
     @property
     def number(self) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool
 from torch import nn
 
 from persia_torchrec.serving import open_inference_pb2
@@ -338,3 +339,15 @@ def test_what_is_no_message_is_the_clients_fault(serve, data, due, caplog):
             ask(iter(()), timeout=DEADLINE_S)
         assert predict(channel) == 3.0
     assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_a_model_may_have_a_client_of_the_protocol_in_the_same_process():
+    """Messages of one name are an error of protobuf, which has one pool a process."""
+    other = descriptor_pb2.FileDescriptorProto(
+        name="grpc_service.proto", package="inference", syntax="proto3"
+    )
+    for name in MESSAGES:
+        other.message_type.add(name=name)
+    pool = descriptor_pool.Default()
+    pool.AddSerializedFile(other.SerializeToString())
+    assert pool.FindMessageTypeByName("inference.ModelInferRequest")
