@@ -295,11 +295,11 @@ def report_joined() -> None:
     """Tell the supervisor, if there is one, that this process has joined its job."""
     parent = os.getppid()
     if env.supervisor() == parent:
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
             descriptor = os.pidfd_open(parent)
-            if os.getppid() == parent:
+            stack.callback(os.close, descriptor)
+            if os.getppid() == parent:  # else it has just ended
                 signal.pidfd_send_signal(descriptor, JOINED)
-            os.close(descriptor)
 
 
 def with_ancestors(pid: int) -> set[int]:

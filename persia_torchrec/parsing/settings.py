@@ -237,8 +237,8 @@ SETTINGS: Mapping[str, Declared] = {
         kind=str,
         default="",
         help="what applies gradients on servers: compiled (loops), fbgemm (its CPU "
-        "kernels, for SGD and Adagrad), or auto, what was measured to be faster; by "
-        "default what global_config.yml says",
+        "kernels, for SGD and Adagrad); by default what global_config.yml says, or "
+        "compiled",
     ),
     # Folders
     "run_dir": Declared(
