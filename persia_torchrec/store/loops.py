@@ -633,13 +633,12 @@ def build_update(kernel: Kernel) -> Callable[..., None]:
             moderate = finite.moderate_squares(numbers[1], store.tally)
             num_missed = num_refused = 0
             end = starts_T[t + 1]
-            ids, slots = ids_N[starts_T[t] : end], slots_N[starts_T[t] : end]
-            for i in range(len(ids)):
-                if i + _UPDATE_AHEAD < len(ids):
-                    ahead = np.uint64(slots[i + _UPDATE_AHEAD])
+            for i in range(starts_T[t], end):
+                if i + _UPDATE_AHEAD < end:
+                    ahead = np.uint64(slots_N[i + _UPDATE_AHEAD])
                     _prefetch_updated(rows, ahead, log)
-                hint = np.uint64(slots[i])
-                slot = find_hinted(index, rows, ids[i], hint)
+                hint = np.uint64(slots_N[i])
+                slot = find_hinted(index, rows, ids_N[i], hint)
                 address, g = rows.base + slot * rows.stride, cpu.floats_at(grad)
                 grad += grad_bytes
                 if slot == NOT_FOUND:
