@@ -37,6 +37,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from persia_torchrec.errors import BatchError, TooLargeError
+from persia_torchrec.jit.compiled import report_compilation
 from persia_torchrec.logger import printable
 from persia_torchrec.parsing.decoding import decoder_of
 from persia_torchrec.rpc.browsers import AllowedHosts
@@ -119,6 +120,8 @@ class Application:
         self._large = threading.Lock()  # one large request is read at a time
         self._starlette = Starlette(routes=self._routes())
         self._answer_infer = self._answering(self._infer, is_open=False)
+        with report_compilation():
+            require_shallow(b"")  # its loop is ready before a request is
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request; those for predictions do not go through all routes."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 from prometheus_client import Gauge
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,6 +20,7 @@ from persia_torchrec.errors import (
     ServerError,
     TooLargeError,
 )
+from persia_torchrec.jit.compiled import compiled, read_only
 from persia_torchrec.serving.models import UnknownModelError
 from persia_torchrec.serving.predictor import UnknownVersionError
 
@@ -29,17 +31,13 @@ SMALL_BYTES = 2**18  # a request that is read at once, between other requests
 
 MAX_VALUES = 2**20  # of JSON, which one call reads while no other thread runs
 _MAX_TEXT_BYTES = 2**25
-_COST = np.zeros(256, np.uint8)  # of what stands before a value
-_COST[[*b",[{:"]] = 1, 4, 4, 8
-_CHUNK_BYTES = 2**20
 _MAX_DEPTH = 64
 _GZIP = b"\x1f\x8b"
 _MAX_MEMBERS = 10_000
 _PIECE_BYTES = 2**16
-_STEP = np.zeros(256, np.int8)  # of the depth
-_STEP[[*b"[{]}"]] = 1, 1, -1, -1
-_NO_START = bytes({*range(256)} - {*b"[{"})
-_NO_MARK = bytes({*range(256)} - {*b"[{]}", *b'"'})
+_LIST, _END_OF_LIST, _OBJECT, _END_OF_OBJECT, _QUOTE, _BACKSLASH, _COMMA, _COLON = (
+    b'[]{}"\\,:'
+)
 
 
 class TooManyRequestsError(PersiaError):
@@ -161,41 +159,57 @@ def require_shallow(text: bytes | memoryview) -> None:
     A reader that is at the end of the stack has none for what else runs meanwhile, as
     finalizers do.
     """
-    data = bytes(text)
-    if len(data.translate(None, _NO_START)) <= _MAX_DEPTH:
-        return
-    data = data.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _NO_MARK)
-    marks, num_quotes, depth = np.frombuffer(data, np.uint8), 0, 0
-    for at in range(0, len(marks), _CHUNK_BYTES):
-        part = marks[at : at + _CHUNK_BYTES]
-        quotes = num_quotes + (part == ord('"')).cumsum(dtype=np.int32)
-        depths = depth + (_STEP[part] * (quotes % 2 == 0)).cumsum(dtype=np.int32)
-        num_quotes, depth = int(quotes[-1]), int(depths[-1])
-        if depths.max() > _MAX_DEPTH:
-            raise BatchError(
-                f"JSON may nest lists and objects {_MAX_DEPTH} deep. Received: more."
-            )
+    _require_shallow(_scan(read_only(np.frombuffer(text, np.uint8)))[0])
 
 
 def require_few_values(text: bytes | memoryview) -> None:
     """Raise TooLargeError for JSON of too many values, before memory is taken for them.
 
-    A list counts as four numbers, and a key as eight, as they take as much time.
+    A list counts as four numbers, and a key as eight, as they take as much time. What
+    is nested too deeply is a BatchError, as of :func:`require_shallow`.
     """
-    if len(text) <= MAX_VALUES // 8:
-        require_shallow(text)
-        return
-    marks, cost = np.frombuffer(text, np.uint8), 0
-    if len(marks) <= _MAX_TEXT_BYTES:
-        for at in range(0, len(marks), _CHUNK_BYTES):
-            cost += int(_COST[marks[at : at + _CHUNK_BYTES]].sum())
-    if len(marks) > _MAX_TEXT_BYTES or cost > MAX_VALUES:
+    is_large, depth = len(text) > _MAX_TEXT_BYTES, 0
+    if not is_large:
+        depth, cost = _scan(read_only(np.frombuffer(text, np.uint8)))
+        is_large = cost > MAX_VALUES
+    if is_large:
         raise TooLargeError(
             f"A request as JSON may have {_MAX_TEXT_BYTES} bytes and {MAX_VALUES} "
             "values, where a list counts as four and a key as eight. Received: "
-            f"{len(marks)} bytes. Send smaller batches, or tensors as bytes."
+            f"{len(text)} bytes. Send smaller batches, or tensors as bytes."
         )
-    require_shallow(text)
+    _require_shallow(depth)
+
+
+def _require_shallow(depth: int) -> None:
+    if depth > _MAX_DEPTH:
+        raise BatchError(
+            f"JSON may nest lists and objects {_MAX_DEPTH} deep. Received: more."
+        )
+
+
+@compiled
+def _scan(text_N: npt.NDArray[np.uint8]) -> tuple[int, int]:
+    """Return how deep JSON nests lists and objects, and what its values cost."""
+    depth = deepest = cost = 0
+    is_text = is_escaped = False
+    for n in range(len(text_N)):
+        one = text_N[n]
+        if is_text:
+            is_text = is_escaped or one != _QUOTE
+            is_escaped = one == _BACKSLASH and not is_escaped
+        elif one == _QUOTE:
+            is_text = True
+        elif one in (_LIST, _OBJECT):
+            depth, cost = depth + 1, cost + 4
+            deepest = max(deepest, depth)
+        elif one in (_END_OF_LIST, _END_OF_OBJECT):
+            depth -= 1
+        elif one == _COMMA:
+            cost += 1
+        elif one == _COLON:
+            cost += 8
+    return deepest, cost
 
 
 def status_of(exc: Exception) -> int:
