@@ -1,7 +1,11 @@
 """Parts of a serving job are killed under load; every request is counted."""
 
+import os
+import re
 import shutil
 import signal
+import time
+import urllib.request
 
 import numpy as np
 import pytest
@@ -37,6 +41,16 @@ from tests.support.served_model import (
 from tests.support.serving_process import Serving, ask
 
 RATE, NUM_THREADS, ENOUGH = 300, 60, 300
+STOPPED_S = 3.0  # three times what a lookup may take
+ALLOWED = {
+    ("server", signal.SIGSTOP): {200, 503},
+    ("server", signal.SIGTERM): {200},  # it ends with the predictor only
+    ("worker", signal.SIGSTOP): {200, 503},
+    ("worker", signal.SIGTERM): {200},  # the other one answers
+    ("predictor", signal.SIGSTOP): {200},  # later
+    ("predictor", signal.SIGTERM): {200, NO_ANSWER},
+}
+"""What requests may be answered while a part of the job is stopped, or told to end."""
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.long]
 
@@ -93,6 +107,54 @@ def test_a_killed_predictor_answers_again_when_it_is_started_again(processes, tr
     assert sent.statuses.total() == sent.sent
     assert set(sent.statuses) == {200, NO_ANSWER}
     assert sent.wrong == 0
+
+
+def statuses_by_metrics(serving):
+    """Return how many requests over HTTP the server has counted, by status."""
+    with urllib.request.urlopen(serving.address + "/metrics", timeout=DEADLINE_S) as of:
+        text = of.read().decode()
+    line = r'^persia_serving_requests_total{protocol="http",status="(\d+)"} (\S+)$'
+    return {int(s): float(n) for s, n in re.findall(line, text, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("part", ["server", "worker", "predictor"])
+@pytest.mark.parametrize("signal_", [signal.SIGSTOP, signal.SIGTERM])
+def test_client_and_metrics_count_alike_whatever_part_is_stopped_or_ended(
+    processes, trained, part, signal_
+):
+    words = ["--checkpoint", str(trained.checkpoint), "--lookup-timeout-s", "1"]
+    if part == "worker":
+        job = InferenceJob(processes, trained.checkpoint, trained.embedding_config)
+        job.supervised_server()
+        workers = [job.supervised_worker(index) for index in range(2)]
+        words += ["--workers", *map(address_of, workers)]
+        (below,) = children_of(workers[0].pid)
+        (pid,) = children_of(below)
+    else:
+        words += ["--embedding-config", str(trained.embedding_config)]
+        words += ["--num-servers", "2"]
+    serving = Serving(processes, *words)
+    if part == "server":
+        pid = children_of(serving.process.pid)[0]
+    elif part == "predictor":
+        pid = serving.process.pid
+    body, expected = EVALUATION[0].to_bytes(), trained.expected[0]
+    with Load(serving.address, body, expected, rate=100, num_threads=60) as sent:
+        answers(sent)
+        os.kill(pid, signal_)
+        if signal_ == signal.SIGSTOP:
+            time.sleep(STOPPED_S)
+            os.kill(pid, signal.SIGCONT)
+        if (part, signal_) == ("predictor", signal.SIGTERM):
+            wait_until(lambda: sent.statuses[NO_ANSWER], "it listens no more")
+            assert serving.process.status() == 0
+        else:
+            answers(sent)
+    assert sent.statuses.total() == sent.sent
+    assert sent.wrong == 0
+    assert set(sent.statuses) <= ALLOWED[part, signal_]
+    if (part, signal_) != ("predictor", signal.SIGTERM):
+        assert statuses_by_metrics(serving) == dict(sent.statuses)
 
 
 @pytest.fixture(scope="module")
