@@ -130,6 +130,7 @@ class JobMember(OwnFigures):
     _ends_since_s = math.inf  # guarded by _lock
     _is_deferred = False  # whether the last signal interrupted nothing
     _num_beats = 0  # written by the heartbeat thread only
+    _coordinator_ran = -1, 0.0  # how often, and when last. of the guard thread
     _repeat = ""  # what a failure says that would only repeat
     _unreported = ""  # why it fails, as a thread that does not tell the job has found
 
@@ -656,10 +657,24 @@ class JobMember(OwnFigures):
             if silent_s > limit_s:
                 silent = f"no answer of the coordinator for {limit_s:g} s"
                 self._fail_alone(f"{self.who}: {silent}")
-            # One that is stopped, on this host, would stay, and torchx with it.
-            stopped = self._view.coordinator if silent_s > timings.silent_s else None
-            if stopped is not None and stopped.kill():
-                logger.warning("killed the coordinator (%d)", stopped.pid)
+            if silent_s > timings.silent_s / 2:
+                self._look_at_coordinator(now_s, silent_s)
+
+    def _look_at_coordinator(self, now_s: float, silent_s: float) -> None:
+        """Kill one of this host that is stopped: it would stay, and torchx with it.
+
+        One that runs is not to blame: this process alone may be cut off.
+        """
+        coordinator, limit_s = self._view.coordinator, self._timings.silent_s
+        if coordinator is None:
+            return
+        num_runs, ran_s = self._coordinator_ran
+        if (num := coordinator.num_runs()) != num_runs:
+            ran_s = now_s
+        self._coordinator_ran = num, ran_s
+        is_stopped = silent_s > limit_s and now_s - ran_s > limit_s / 4
+        if is_stopped and coordinator.kill():
+            logger.warning("killed the coordinator (%d)", coordinator.pid)
 
     def _end_process(self) -> None:
         """Make this process end within its time, now that the job has ended."""

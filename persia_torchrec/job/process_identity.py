@@ -117,6 +117,16 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
             return None
         return bool(self.start) and processes.start_of(self.pid) == self.start
 
+    def num_runs(self) -> int:
+        """Return how often its main thread has run; 0 if the process is gone.
+
+        A thread that waits with a deadline runs again and again; one that is stopped,
+        or waits for ever, does not.
+        """
+        with contextlib.suppress(psutil.Error):
+            return sum(psutil.Process(self.pid).num_ctx_switches())
+        return 0
+
     def is_last(self) -> bool:
         """Return whether no process of its name runs on this host any more.
 

@@ -310,7 +310,7 @@ def test_all_screens_say_what_processes_do(
             faults = []
             for victim in victims:
                 kinds = ["killed", "stopped", "stopped", "stopped for a moment"]
-                kinds += ["cut"] * 2 if victim.who in ELSEWHERE else []
+                kinds += ["cut"] * 2
                 kinds += ["hung"] * 3 if victim.role == "trainer" else []
                 faults.append(Fault(draw.choice(kinds), victim))
             told = ", ".join(f"{one.victim.who} is {one.kind}" for one in faults)

@@ -118,6 +118,7 @@ def test_a_member_whose_network_is_cut_is_waited_for(tmp_path, seconds):
             job.coordinator.has_printed("server 0 is back, failover took ")
         (job.folder / "go").touch()
         assert [p.status() for p in (trainer, job.coordinator, server)] == [0, 0, 0]
+    assert "killed the coordinator" not in server.output()  # which has run all the time
 
 
 @pytest.mark.parametrize(
