@@ -56,14 +56,14 @@ sys.exit(coordinator.main(sys.argv[1:]))
 """
 MEMBER = """
 import pathlib, sys, time
-from persia_torchrec.job import process_identity
+from persia_torchrec import processes
 from persia_torchrec.job.member import JobMember
 from persia_torchrec.logger import get_default_logger
 
 get_default_logger()
 role, index, size, port = sys.argv[1], *map(int, sys.argv[2:5])
 if sys.argv[5:]:
-    process_identity._process_table = lambda: "that of another host"
+    processes.process_table = lambda: "that of another host"
 hang = pathlib.Path(f"hang-{role}-{index}")
 num_steps = 0
 with JobMember(role, index, size, store=("127.0.0.1", port, "")) as member:
