@@ -65,7 +65,7 @@ role, index, size, port = sys.argv[1], *map(int, sys.argv[2:5])
 if sys.argv[5:]:
     processes.process_table = lambda: "that of another host"
 hang = pathlib.Path(f"hang-{role}-{index}")
-num_steps = 0
+num_steps = int(50 * time.monotonic())  # as one that continues beyond its last one
 with JobMember(role, index, size, store=("127.0.0.1", port, "")) as member:
     member.progress = lambda: num_steps
     member.register(f"tcp://127.0.0.1:{port}")
