@@ -253,14 +253,14 @@ def test_a_port_that_another_job_has(start, operator, tmp_path, name):
 
 def test_a_network_that_is_cut(tmp_path, processes):
     """That of a host, whose processes cannot be killed from here."""
-    recover = ["--recover", "True", "--python", sys.executable]
+    again = ["--restarts", "3", "--python", sys.executable]
     with Hosts(2) as network:
         here, there = network.all
         roles = dict.fromkeys(("coordinator", "loader", "worker", "trainer"), here)
         start = Scripts(tmp_path).start
         operator = Operator(tmp_path, partial(run_there, processes, here))
         with start(
-            *recover,
+            *again,
             num_batches=10**6,
             hosts={**roles, "server": there},
             PYTHONPATH=str(ROOT),
@@ -282,9 +282,9 @@ def test_a_loader_that_raises(tmp_path):
     scripts.write(
         "data_loader.py", DATA_LOADER.replace("            ctx.send", raising)
     )
-    recover = ["--recover", "True", "--python", sys.executable]
+    again = ["--restarts", "3", "--python", sys.executable]
     operator = Operator(tmp_path)
-    with scripts.start(*recover, num_batches=10**6, PYTHONPATH=str(ROOT)) as job:
+    with scripts.start(*again, num_batches=10**6, PYTHONPATH=str(ROOT)) as job:
         assert job.wait().status != 0
     command = operator.reads(r"^the job has failed: loader 0: AssertionError: row 7 ")
     assert "row 7 has no label" in operator.run(command).stdout
