@@ -21,7 +21,17 @@ from persia_torchrec.parsing.settings import SETTINGS, present_name
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_OF_TORCHX = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+
+def _with_hyphens(option: str) -> str:
+    """Return an option as commands name it, where components have underscores."""
+    return option.replace("_", "-")
+
+
+_OF_TORCHX: dict[str, Any] = {
+    "ignore_unknown_options": True,
+    "allow_interspersed_args": False,
+    "token_normalize_func": _with_hyphens,
+}
 _HERE = "local_cwd"
 _TORCHXCONFIG = f"""\
 # torchx run starts jobs on this machine, unless -s names another scheduler.
@@ -89,6 +99,8 @@ def run(
 
     persia-torchrec run --servers 2 --run-dir runs/7 train.py --epochs 3
     """
+    if script[0].startswith("-") and script[0] != "-m":
+        raise click.NoSuchOption(script[0])
     component = ["persia.train_torchrec", "--script", shlex.join(script)]
     if resume_dir is not None:
         present_name("--resume_dir", "--run-dir")

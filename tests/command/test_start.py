@@ -60,11 +60,19 @@ def test_run_has_an_option_for_each_argument_of_its_component():
     assert names.keys() - previous - {"script", "nn_workers"} == set(OF_RUN)
 
 
-@pytest.mark.parametrize("name", ["--run-dir", "--resume_dir"])
+@pytest.mark.parametrize("name", ["--run-dir", "--run_dir", "--resume_dir"])
 def test_run_continues_from_its_folder(started, name):
     assert CliRunner().invoke(main, ["run", name, "runs/7", "train.py"]).exit_code == 0
     [command] = started
     assert command[-2:] == ["--run_dir", "runs/7"]
+
+
+def test_an_option_that_run_does_not_have_is_named(started):
+    result = CliRunner().invoke(main, ["run", "--serverss", "2", "train.py"])
+    assert (result.exit_code, started) == (2, [])
+    assert "No such option '--serverss'." in result.output
+    module = ["run", "-m", "package.train", "--epochs", "3"]
+    assert CliRunner().invoke(main, module).exit_code == 0
 
 
 def test_serve_of_an_exported_model_is_one_process(started, tmp_path):
