@@ -52,13 +52,14 @@ from persia_torchrec.rpc.addresses import free_port
 
 T = TypeVar("T")
 
-_SETTINGS = {  # how components call the number of processes of a role
+NUMBER_OF = {
     "server": "servers",
     "worker": "embedding_workers",
     "loader": "data_loaders",
     "trainer": "trainers",
     "predictor": "predictors",
 }
+"""The setting that has the number of processes of a role."""
 
 OF_ROLE = (
     *("python", "image", "env", "roles_file", "join_timeout_s", "restarts"),
@@ -307,7 +308,7 @@ class JobSettings:
     def num_replicas(self, role: str, number: int) -> int:
         """Return the number of processes that an argument or the settings give."""
         given = self.settings[role].replicas
-        return _agree(_SETTINGS[role], number, 1, f"{role}.replicas", given)
+        return _agree(NUMBER_OF[role], number, 1, f"{role}.replicas", given)
 
     def role(
         self,
@@ -332,10 +333,10 @@ class JobSettings:
         words = ["-m", f"persia_torchrec.{module}", *map(as_it_is, arguments)]
         if self.restarts:
             words = under_supervisor([python, *words], **self._survives(name))
-        if name in _SETTINGS:
+        if name in NUMBER_OF:
             num_replicas = self.num_replicas(name, num_replicas)
         if num_replicas < 1:
-            must = f"{_SETTINGS[name]} must be >= 1."
+            must = f"{NUMBER_OF[name]} must be >= 1."
             raise ConfigError(f"{must} Received: {num_replicas}.")
         gpus = _agree("gpus", gpus, 0, f"{name}.gpus", own.gpus)
         return Role(
@@ -421,7 +422,7 @@ def app(*roles: specs.Role) -> specs.AppDef:
 
 def coordinator(job: JobSettings, **counts: int) -> specs.Role:
     """Build the first role of a job, with ``servers`` and the other counts."""
-    for role, name in _SETTINGS.items():
+    for role, name in NUMBER_OF.items():
         if name in counts:
             number = counts[name]
             number = job.machines(number) if role == "trainer" else number

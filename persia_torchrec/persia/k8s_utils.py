@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 
 from persia_torchrec import env
 from persia_torchrec.errors import ConfigError, PersiaError
 from persia_torchrec.launch import roles
 from persia_torchrec.launch.schedulers import quantity
 from persia_torchrec.parsing.decoding import KeyPath
+from persia_torchrec.parsing.settings import SETTINGS
 from persia_torchrec.parsing.yaml_file import (
     parse_documents,
     read_section,
@@ -46,14 +47,14 @@ INSTEAD = {
 
 
 EARLIER_NAMES = {
-    "global_config_path": "PERSIA_GLOBAL_CONFIG",
-    "globalConfigPath": "PERSIA_GLOBAL_CONFIG",
-    "embedding_config_path": "PERSIA_EMBEDDING_CONFIG",
-    "embeddingConfigPath": "PERSIA_EMBEDDING_CONFIG",
-    "nn_worker_py_entry_path": "PERSIA_NN_WORKER_ENTRY",
-    "nnWorkerPyEntryPath": "PERSIA_NN_WORKER_ENTRY",
-    "data_loader_py_entry_path": "PERSIA_DATALOADER_ENTRY",
-    "dataLoaderPyEntryPath": "PERSIA_DATALOADER_ENTRY",
+    "global_config_path": "global_config",
+    "globalConfigPath": "global_config",
+    "embedding_config_path": "embedding_config",
+    "embeddingConfigPath": "embedding_config",
+    "nn_worker_py_entry_path": "nn_worker",
+    "nnWorkerPyEntryPath": "nn_worker",
+    "data_loader_py_entry_path": "data_loader",
+    "dataLoaderPyEntryPath": "data_loader",
 }
 """Fields of ``spec`` in earlier versions of PERSIA, now variables of ``persiaEnv``."""
 
@@ -82,13 +83,18 @@ class NNWorkerBlock(Block, frozen=True, kw_only=True, rename="camel"):
     nproc_per_node: Annotated[int, Meta(ge=1)]
 
 
-class PersiaEnv(Struct, frozen=True, kw_only=True, rename="PERSIA_{}".format):
-    """``persiaEnv``: paths where the roles run."""
+def _variable(setting: str) -> str:
+    """Return the variable of the environment that has a setting."""
+    return SETTINGS[setting].variable
 
-    GLOBAL_CONFIG: str
-    EMBEDDING_CONFIG: str
-    NN_WORKER_ENTRY: str | None = None
-    DATALOADER_ENTRY: str | None = None
+
+class PersiaEnv(Struct, frozen=True, kw_only=True, rename=_variable):
+    """``persiaEnv``: paths where the roles run, by the variables of settings."""
+
+    nn_worker: str | None = None
+    data_loader: str | None = None
+    embedding_config: str
+    global_config: str
 
 
 class Spec(Struct, frozen=True, kw_only=True, rename="camel"):
@@ -171,19 +177,27 @@ class Converted:
             self.left[f"metadata.{key}"] = "torchx names and labels a job itself."
         self._claims = self._read_volumes(spec.volumes or [])
         self._reserved = roles.JobSettings(
-            embedding_config=files.EMBEDDING_CONFIG,
-            global_config=files.GLOBAL_CONFIG,
+            embedding_config=files.embedding_config,
+            global_config=files.global_config,
             port=PORT,
         ).variables(1)
         self._add_all(spec)
-        servers = self._add("server", "embeddingParameterServer", spec)
-        workers = self._add("worker", "embeddingWorker", spec)
-        loaders = self._add("loader", "dataloader", spec)
-        trainers = self._add("trainer", "nnWorker", spec)
+        num_of = {
+            role: self._add(role, name, block)
+            for role, name, block in (
+                ("server", "embeddingParameterServer", spec.embedding_parameter_server),
+                ("worker", "embeddingWorker", spec.embedding_worker),
+                ("loader", "dataloader", spec.dataloader),
+                ("trainer", "nnWorker", spec.nn_worker),
+            )
+        }
         assert spec.nn_worker is not None
-        script = self._script("NN_WORKER_ENTRY", files.NN_WORKER_ENTRY)
-        entry = files.DATALOADER_ENTRY
-        loader = self._script("DATALOADER_ENTRY", entry) if loaders else ""
+        num_of["trainer"] *= spec.nn_worker.nproc_per_node
+        given = structs.asdict(files)
+        given["nn_worker"] = self._script("nn_worker", files)
+        given["data_loader"] = (
+            self._script("data_loader", files) if num_of["loader"] else ""
+        )
         image = self.roles["server"]["image"]
         for role in self.roles.values():
             if role.get("image") == image:
@@ -191,26 +205,20 @@ class Converted:
         self.roles = {name: role for name, role in self.roles.items() if role}
         read_section(roles.RolesFile, self.roles, KeyPath(path))
         self.flags = {
-            "nn_worker": script,
-            "data_loader": loader,
-            "embedding_config": files.EMBEDDING_CONFIG,
-            "global_config": files.GLOBAL_CONFIG,
-            "servers": str(servers),
-            "embedding_workers": str(workers),
-            "data_loaders": str(loaders),
-            "trainers": str(trainers * spec.nn_worker.nproc_per_node),
-            "nproc_per_node": str(spec.nn_worker.nproc_per_node),
+            **given,
+            **{roles.NUMBER_OF[role]: num for role, num in num_of.items()},
+            "nproc_per_node": spec.nn_worker.nproc_per_node,
             "image": image,
         }
 
     def command(self, roles_file: str) -> str:
         """Return the command line, each flag of the component in a line."""
         cfg = shlex.quote(f"queue=default,namespace={self._namespace}")
-        flags = {**self.flags, "port": str(PORT), "roles_file": roles_file}
+        flags = {**self.flags, "port": PORT, "roles_file": roles_file}
         lines = [
             f"torchx run -s kubernetes -cfg {cfg} --workspace ''",
             "persia.train",
-            *(f"--{name} {shlex.quote(value)}" for name, value in flags.items()),
+            *(f"--{name} {shlex.quote(str(value))}" for name, value in flags.items()),
         ]
         return " \\\n    ".join(lines)
 
@@ -240,16 +248,17 @@ class Converted:
         for name in EARLIER_NAMES.keys() & spec.keys():
             files = spec.setdefault("persiaEnv", {})
             if isinstance(files, dict):
-                files.setdefault(EARLIER_NAMES[name], spec.pop(name))
+                files.setdefault(_variable(EARLIER_NAMES[name]), spec.pop(name))
         for block in spec.values():
             mounts = block.get("volumeMounts") if isinstance(block, dict) else None
             for mount in mounts or ():
                 if isinstance(mount, dict) and "read_only" in mount:
                     mount.setdefault("readOnly", mount.pop("read_only"))
 
-    def _script(self, name: str, script: str | None) -> str:
+    def _script(self, setting: str, files: PersiaEnv) -> str:
+        script: str | None = getattr(files, setting)
         if not script:
-            at = f"{self._path}: spec.persiaEnv.PERSIA_{name}"
+            at = f"{self._path}: spec.persiaEnv.{_variable(setting)}"
             raise ConfigError(f"{at} must name a script. Received: none.")
         return shlex.quote(script)  # the component splits it into words
 
@@ -297,16 +306,9 @@ class Converted:
                 "IfNotPresent."
             )
 
-    def _add(self, role: str, name: str, spec: Spec) -> int:
+    def _add(self, role: str, name: str, block: Block | None) -> int:
         """Carry over the block of one role; return its number of processes."""
         path = f"spec.{name}"
-        blocks = {
-            "server": spec.embedding_parameter_server,
-            "worker": spec.embedding_worker,
-            "loader": spec.dataloader,
-            "trainer": spec.nn_worker,
-        }
-        block = blocks[role]
         if block is None or not block.replicas:
             if role == "loader":
                 return 0
