@@ -19,7 +19,6 @@ sent again.
 import contextlib
 import logging
 import queue
-import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -339,12 +338,18 @@ class CheckpointService:
     """
 
     def __init__(
-        self, config: ServerConfig, store: EmbeddingStore, activity: Activity
+        self,
+        config: ServerConfig,
+        store: EmbeddingStore,
+        activity: Activity,
+        *,
+        roots: Sequence[str] | None = None,
+        incarnation: int = 0,
     ) -> None:
-        self.incarnation = secrets.randbits(63) | 1
+        self.incarnation = incarnation
         self.is_loading = False
         self.is_active = config.increments_dir is not None
-        self.roots: Sequence[str] | None = None
+        self._roots = roots
         self._config = config
         self._store = store
         self._dump: ShardDump | None = None
@@ -483,7 +488,7 @@ class CheckpointService:
 
     def _folder(self, path: str) -> Folder:
         """Return a folder that a client, or the job, names."""
-        return Folder(require_received(path, self._config.own_urls), self.roots)
+        return Folder(require_received(path, self._config.own_urls), self._roots)
 
     def not_loaded(self) -> StoreError:
         """Return the error of requests for rows while ``is_loading``."""

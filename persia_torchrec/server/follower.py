@@ -21,7 +21,7 @@ import logging
 import queue
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from persia_torchrec import timeouts
@@ -39,6 +39,7 @@ from persia_torchrec.checkpoint.load import (
 )
 from persia_torchrec.checkpoint.restore import written_at
 from persia_torchrec.errors import CheckpointError, NotReadyError, PersiaError
+from persia_torchrec.rpc.messages import TaskState
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.store.embedding_store import EmbeddingStore
 
@@ -290,6 +291,8 @@ def _read_increment(logs: Folder, position: LogPosition) -> Increment | None:
 class ServedCheckpoint:
     """What a server of inference serves and follows. Owned by the serving thread.
 
+    No client begins a task here, and no earlier start of the server has left one.
+
     Attributes:
         serves: the checkpoint whose rows stay as they are; "" if it follows a training.
         run: the folder of the checkpoints that a training writes: "", there is none.
@@ -336,6 +339,19 @@ class ServedCheckpoint:
                 "changed since"
             )
         return NotReadyError(f"It {does}. Wait until it is ready.", server="")
+
+    def restore(self, *_: object, begins: bool) -> None:
+        """Restore nothing: :meth:`work` reads what it serves."""
+
+    def handle(self, *_: object) -> TaskState:
+        """Return the state of a task that there is not."""
+        return TaskState("idle", 0.0)
+
+    def cancel(self, why: str) -> None:
+        """End no task of a client."""
+
+    def drop(self, is_over: Callable[[int], bool]) -> None:
+        """End no task of a client's stream."""
 
     def counters(self) -> dict[str, int]:
         """Return what has been applied of the training's increments."""

@@ -40,7 +40,6 @@ from persia_torchrec.rpc.messages import (
 from persia_torchrec.rpc.sockets import MAX_MESSAGE_BYTES
 from persia_torchrec.server.checkpoint_service import (
     CheckpointRequest,
-    CheckpointService,
 )
 from persia_torchrec.server.joint_steps import JointTrainer
 from persia_torchrec.server.open_batches import Batch
@@ -375,7 +374,6 @@ def _answer_counters(shard: Shard, _: ShardRequest) -> Frames:
 
 def _answer_clear(shard: Shard, request: ShardRequest) -> Frames:
     shard.updates.apply_all()  # their senders wait for the acknowledgements
-    assert isinstance(shard.checkpoints, CheckpointService)  # not in inference
     batch = _batch_of(request.header)
     if shard.find_outcome(batch) is None:
         shard.checkpoints.cancel("the rows were dropped")
@@ -396,7 +394,6 @@ def _shut_down(shard: Shard, _: ShardRequest) -> Frames:
 
 
 def _answer_checkpoint(shard: Shard, request: ShardRequest) -> Frames:
-    assert isinstance(shard.checkpoints, CheckpointService)  # not in inference
     asked = messages.decode_json(request.frames, CheckpointRequest)
     if asked.do != "progress":
         shard.updates.apply_all()  # acknowledged updates are in a dump

@@ -18,7 +18,7 @@ from persia_torchrec.metrics.values import ServerReadings, Snapshots
 from persia_torchrec.rpc.greeting import NO_JOB, Greeting
 from persia_torchrec.rpc.listener import Listener, ListenerLimits
 from persia_torchrec.rpc.messages import TRAINING, Header, Kind
-from persia_torchrec.server.checkpoint_service import CheckpointService, KnownUpdates
+from persia_torchrec.server.checkpoint_service import KnownUpdates
 from persia_torchrec.server.config import ServerConfig as ServerConfig
 from persia_torchrec.server.handlers import KINDS
 from persia_torchrec.server.shard import RequestKind, Shard, ShardRequest
@@ -96,7 +96,7 @@ class EmbeddingServer:
         if store.rows.was_loading:
             for state in store.states:
                 state.num_updates = 0
-        if isinstance(tasks, CheckpointService) and not self.has_rows:
+        if not self.has_rows:
             tasks.restore(run, known, begins=begins)
             self.shard.restored = {state.number for state in store.present}
 

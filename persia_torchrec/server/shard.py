@@ -59,13 +59,18 @@ class Shard:
         self.config = config
         self.store = config.make_store()
         self.activity = Activity()
-        tasks = CheckpointService if config.checkpoint is None else ServedCheckpoint
-        self.checkpoints: CheckpointService | ServedCheckpoint
-        self.checkpoints = tasks(config, self.store, self.activity)
         self.streams = Streams(self.store)
-        if isinstance(self.checkpoints, CheckpointService):
-            self.checkpoints.roots = config.roots(listener.address)
-            self.checkpoints.incarnation = self.streams.incarnation
+        self.checkpoints: CheckpointService | ServedCheckpoint
+        if config.checkpoint is None:
+            self.checkpoints = CheckpointService(
+                config,
+                self.store,
+                self.activity,
+                roots=config.roots(listener.address),
+                incarnation=self.streams.incarnation,
+            )
+        else:
+            self.checkpoints = ServedCheckpoint(config, self.store, self.activity)
         names = "requests_lookup_inference", "requests_refused", "requests_repeated"
         self.counts = Counter[str](dict.fromkeys((*names, UNDERFLOWS), 0))
         self.stages, self.lookup_durations = Stages(), Durations()
@@ -102,8 +107,7 @@ class Shard:
 
     def drop_older_streams(self) -> None:
         """Give up what trainers of older generations have begun, or note to do so."""
-        if isinstance(self.checkpoints, CheckpointService):
-            self.checkpoints.drop(self.streams.is_older)
+        self.checkpoints.drop(self.streams.is_older)
         self.must_drop = self.checkpoints.is_loading  # which owns the store
         if self.must_drop:
             return
