@@ -16,7 +16,6 @@ from torchrec import (
 
 from persia_torchrec import (
     SGD,
-    Adagrad,
     Adam,
     RemoteEmbeddingBagCollectionSharder,
     RemoteEmbeddingCollectionSharder,
@@ -61,51 +60,46 @@ def trains(model):
     return torch.isfinite(output).all()
 
 
-class TestBatches:
-    """A rejected batch leaves the model as it was: the next one trains."""
+def jagged(ids, lengths, **more):
+    return KeyedJaggedTensor(
+        ["ad", "query"], ids, lengths=torch.tensor(lengths), **more
+    )
 
-    def test_float_ids_are_rejected(self, model):
-        batch = KeyedJaggedTensor(
-            ["ad", "query"],
-            torch.tensor([1.0, 2.0]),
-            lengths=torch.tensor([1, 1]),
-        )
-        with pytest.raises(BatchError, match=r"Received: torch\.float32"):
-            model(batch).values()
-        assert trains(model)
 
-    def test_a_missing_feature_is_named(self, model):
-        message = r"must have the feature 'query'\. Received: \['ad', 'user'\]"
-        with pytest.raises(BatchError, match=message):
-            model(kjt_of({"ad": [[1]], "user": [[2]]})).values()
-        assert trains(model)
-
-    def test_lengths_that_do_not_sum_up_to_the_ids_are_rejected(self, model):
-        batch = KeyedJaggedTensor(
-            ["ad", "query"], torch.arange(5), lengths=torch.tensor([1, 1])
-        )
-        with pytest.raises(BatchError, match="sum up to the number of ids, 5"):
-            model(batch).values()
-        assert trains(model)
-
-    def test_negative_lengths_are_rejected(self, model):
-        batch = KeyedJaggedTensor(
-            ["ad", "query"], torch.arange(2), lengths=torch.tensor([3, -1, 0, 0])
-        )
-        with pytest.raises(BatchError, match="'ad': lengths must not be negative"):
-            model(batch).values()
-        assert trains(model)
-
-    def test_features_of_different_batch_sizes_are_rejected(self, model):
-        batch = KeyedJaggedTensor(
-            keys=["ad", "query"],
-            values=torch.arange(3),
-            lengths=torch.ones(3, dtype=torch.int32),
-            stride_per_key_per_rank=[[1], [2]],
-        )
-        with pytest.raises(BatchError, match="must have the same number of samples"):
-            model(batch).values()
-        assert trains(model)
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        pytest.param(
+            jagged(torch.tensor([1.0, 2.0]), [1, 1]),
+            r"Received: torch\.float32",
+            id="float ids",
+        ),
+        pytest.param(
+            kjt_of({"ad": [[1]], "user": [[2]]}),
+            r"must have the feature 'query'\. Received: \['ad', 'user'\]",
+            id="a missing feature",
+        ),
+        pytest.param(
+            jagged(torch.arange(5), [1, 1]),
+            "sum up to the number of ids, 5",
+            id="lengths of other ids",
+        ),
+        pytest.param(
+            jagged(torch.arange(2), [3, -1, 0, 0]),
+            "'ad': lengths must not be negative",
+            id="negative lengths",
+        ),
+        pytest.param(
+            jagged(torch.arange(3), [1, 1, 1], stride_per_key_per_rank=[[1], [2]]),
+            "must have the same number of samples",
+            id="different batch sizes",
+        ),
+    ],
+)
+def test_a_rejected_batch_leaves_the_model_as_it_was(model, batch, message):
+    with pytest.raises(BatchError, match=message):
+        model(batch).values()
+    assert trains(model)
 
 
 class TestCollections:
@@ -118,28 +112,32 @@ class TestCollections:
         with pytest.raises(ConfigError, match=message):
             job.put_on_servers(module)
 
-    def test_an_init_fn_by_position_is_rejected(self, job):
-        module = Bags([table(init_fn=nn.init.eye_)])
-        with pytest.raises(
-            ConfigError, match=r"'term': weights that init_fn makes must not"
-        ):
-            job.put_on_servers(module)
-
-    def test_integer_weights_are_rejected(self, job):
-        module = Bags([table(data_type=DataType.INT8)])
-        with pytest.raises(ConfigError, match=r"'term': data_type must be FP32, FP16"):
-            job.put_on_servers(module)
-
-    def test_the_weights_of_a_known_table_cannot_change_their_type(self, job, model):
-        message = r"'term' has dim 4, weights fp32 .*Received: dim 4, weights bf16"
-        with pytest.raises(RemoteError, match=message):
-            job.put_on_servers(Bags([table(data_type=DataType.BF16)]))
-        assert trains(model)
-
-    def test_the_dim_of_a_known_table_cannot_change(self, job, model):
-        message = r"'term' has dim 4, weights fp32 and optimizer sgd.*Received: dim 8"
+    @pytest.mark.parametrize(
+        ("changes", "optimizer", "message"),
+        [
+            pytest.param(
+                {"data_type": DataType.BF16},
+                SGD(1.0),
+                r"'term' has dim 4, weights fp32 .*Received: dim 4, weights bf16",
+                id="type of the weights",
+            ),
+            pytest.param(
+                {"dim": 8},
+                SGD(1.0),
+                r"'term' has dim 4, weights fp32 and optimizer sgd.*Received: dim 8",
+                id="dim",
+            ),
+            pytest.param(
+                {},
+                Adam(),
+                r"optimizer sgd \(0 state.*Received: dim 4, .* optimizer adam \(8 ",
+                id="optimizer's state",
+            ),
+        ],
+    )
+    def test_a_known_table_cannot_change(self, job, model, changes, optimizer, message):
         with pytest.raises(RemoteError, match=message) as error:
-            job.put_on_servers(Bags([table(dim=8)]))
+            job.put_on_servers(Bags([table(**changes)]), optimizer)
         assert error.value.kind == "ConfigError"
         assert trains(model)
 
@@ -151,12 +149,6 @@ class TestCollections:
             job.shard(module, [sharder])
         assert trains(model)
 
-    def test_the_optimizer_of_a_known_table_cannot_change_its_state(self, job, model):
-        message = r"optimizer sgd \(0 state.*Received: dim 4, .* optimizer adam \(8 "
-        with pytest.raises(RemoteError, match=message):
-            job.put_on_servers(Bags([table()]), Adam())
-        assert trains(model)
-
     def test_the_learning_rate_of_a_known_table_may_change(self, job, model):
         assert trains(model)
         before = job.read("term", [1])
@@ -165,16 +157,17 @@ class TestCollections:
         assert (job.read("term", [1]) == before).all()
 
 
-class TestSharders:
-    @pytest.mark.parametrize("dtype", [torch.float64, torch.int8])
-    def test_a_wire_dtype_other_than_16_or_32_bit_floats_is_rejected(self, job, dtype):
-        message = rf"wire_dtype must be one of .*torch\.float32.*Received: {dtype}"
-        with pytest.raises(ConfigError, match=message):
-            RemoteEmbeddingBagCollectionSharder(job.client, wire_dtype=dtype)
-
-    def test_a_negative_staleness_is_rejected(self, job):
-        with pytest.raises(ConfigError, match=r"staleness must be >= 0\. Received: -1"):
-            RemoteEmbeddingBagCollectionSharder(job.client, Adagrad(), -1)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"wire_dtype": dtype}, rf"wire_dtype must be one of .*Received: {dtype}")
+        for dtype in (torch.float64, torch.int8)
+    ]
+    + [({"staleness": -1}, r"staleness must be >= 0\. Received: -1")],
+)
+def test_a_sharder_rejects_settings(job, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        RemoteEmbeddingBagCollectionSharder(job.client, **settings)
 
 
 def until_reached(call):
@@ -190,8 +183,9 @@ def until_reached(call):
             time.sleep(0.01)
 
 
-def push_and_flush(module, loss):
+def push(module, loss, staleness):
     loss.backward()
+    assert staleness > 0  # else the backward pass has raised
     module.pipeline.flush()
 
 
@@ -212,33 +206,23 @@ class TestServers:
             finally:
                 second.stop()
 
-    def test_a_lookup_names_the_stopped_server(self):
+    @pytest.mark.parametrize("staleness", [0, 4])
+    def test_calls_name_the_stopped_server(self, staleness):
         with RemoteJob() as job:
-            model = job.put_on_servers(Bags([TABLE]))
-            job.servers.stop()
-            message = r"embedding server \d at tcp.*lookup of table 'term'"
-            with pytest.raises(ServerError, match=message):
-                model(kjt_of(BATCH)).values()
-
-    def test_a_backward_pass_names_the_stopped_server(self):
-        with RemoteJob() as job:
-            model = job.put_on_servers(Bags([TABLE]))
-            loss = model(kjt_of(BATCH)).values().sum()
-            job.servers.stop()
-            message = r"embedding server \d at tcp.*update of table 'term'"
-            with pytest.raises(ServerError, match=message):
-                loss.backward()
-            with pytest.raises(ServerError, match="update of table 'term'"):
-                model(kjt_of(BATCH)).values()
-
-    def test_a_failed_push_is_reported_by_the_next_call(self):
-        with RemoteJob() as job:
-            model = job.put_on_servers(Bags([TABLE]), staleness=4)
+            first, model = (
+                job.put_on_servers(Bags([table(name=name)]), staleness=staleness)
+                for name in ("first", "term")
+            )
             (module,) = remote_modules(model)
             loss = model(kjt_of(BATCH)).values().sum()
             job.servers.stop()
-            with pytest.raises(ServerError, match="update of table 'term'"):
-                push_and_flush(module, loss)
+            with pytest.raises(
+                ServerError, match=r"server \d at tcp.*lookup of table 'f"
+            ):
+                first(kjt_of(BATCH)).values()
+            message = r"embedding server \d at tcp.*update of table 'term'"
+            with pytest.raises(ServerError, match=message):
+                push(module, loss, staleness)
             with pytest.raises(ServerError, match="update of table 'term'"):
                 model(kjt_of(BATCH)).values()
 
