@@ -40,64 +40,45 @@ def gated_job(folder, monkeypatch, kind):
             gate.open()
 
 
+@contextmanager
+def evaluation_within_a_training(job, size):
+    with (
+        job.train_ctx(threadpool_worker_size=1),
+        eval_ctx(threadpool_worker_size=size) as ctx,
+    ):
+        yield ctx
+
+
+def inference(job, size):
+    addresses = [worker.address for worker in job.workers]
+    return InferCtx(addresses, SumOfEmbeddings(), None, size)
+
+
+@pytest.mark.parametrize(("size", "num_workers", "at_once"), [(3, 10, 3), (10, 2, 2)])
 @pytest.mark.parametrize(
-    ("threadpool_worker_size", "num_workers", "at_once"), [(3, 10, 3), (10, 2, 2)]
+    "context",
+    [
+        pytest.param(
+            lambda job, size: job.train_ctx(threadpool_worker_size=size), id="training"
+        ),
+        evaluation_within_a_training,
+        pytest.param(
+            lambda _, size: eval_ctx(SumOfEmbeddings(), None, size), id="evaluation"
+        ),
+        inference,
+    ],
 )
-class TestLookups:
-    @pytest.fixture
-    def job_and_gate(self, tmp_path, monkeypatch):
-        with gated_job(tmp_path, monkeypatch, Kind.FORWARD) as (job, gate):
-            with job.train_ctx(embedding_config=FROM_ZERO) as ctx:
-                ctx.backward(ctx.forward(next(iter(loader(2))))[0].sum())
-            yield job, gate
-
-    def test_of_a_training(
-        self, job_and_gate, threadpool_worker_size, num_workers, at_once
-    ):
-        job, gate = job_and_gate
-        with job.train_ctx(threadpool_worker_size=threadpool_worker_size) as ctx:
+def test_lookups(tmp_path, monkeypatch, context, size, num_workers, at_once):
+    with gated_job(tmp_path, monkeypatch, Kind.FORWARD) as (job, gate):
+        with job.train_ctx(embedding_config=FROM_ZERO) as ctx:
+            ctx.backward(ctx.forward(next(iter(loader(2))))[0].sum())
+        with context(job, size) as ctx:
             gate.close()
-            waiting = Looping(ctx, loader(num_workers, embedding_staleness=8))
+            is_training = isinstance(ctx, TrainCtx)
+            staleness = {"embedding_staleness": 8} if is_training else {}
+            waiting = Looping(ctx, loader(num_workers, **staleness))
             # More than two are under way only if two do not hide the lookups.
-            assert gate.holds_just(min(at_once, 2))
-            gate.open()
-            assert waiting.num_batches() == len(TWELVE)
-
-    def test_of_an_evaluation_within_a_training(
-        self, job_and_gate, threadpool_worker_size, num_workers, at_once
-    ):
-        job, gate = job_and_gate
-        with (
-            job.train_ctx(threadpool_worker_size=1),
-            eval_ctx(threadpool_worker_size=threadpool_worker_size) as ctx,
-        ):
-            gate.close()
-            waiting = Looping(ctx, loader(num_workers))
-            assert gate.holds_just(at_once)
-            gate.open()
-            assert waiting.num_batches() == len(TWELVE)
-
-    def test_of_an_evaluation_outside_of_a_training(
-        self, job_and_gate, threadpool_worker_size, num_workers, at_once
-    ):
-        _, gate = job_and_gate
-        with eval_ctx(SumOfEmbeddings(), None, threadpool_worker_size) as ctx:
-            gate.close()
-            waiting = Looping(ctx, loader(num_workers))
-            assert gate.holds_just(at_once)
-            gate.open()
-            assert waiting.num_batches() == len(TWELVE)
-
-    def test_of_an_inference(
-        self, job_and_gate, threadpool_worker_size, num_workers, at_once
-    ):
-        job, gate = job_and_gate
-        addresses = [worker.address for worker in job.workers]
-        model = SumOfEmbeddings()
-        with InferCtx(addresses, model, None, threadpool_worker_size) as ctx:
-            gate.close()
-            waiting = Looping(ctx, loader(num_workers))
-            assert gate.holds_just(at_once)
+            assert gate.holds_just(min(at_once, 2) if is_training else at_once)
             gate.open()
             assert waiting.num_batches() == len(TWELVE)
 
