@@ -104,6 +104,16 @@ def test_the_last_outcomes_are_remembered(path):
     assert kept.streams.outcome((1, 300)) is None
 
 
+def test_a_window_forgets_what_it_has_left(path):
+    kept = Reopened(path)
+    for number in (0, WINDOW - 1):
+        kept.look_up((1, number), 0)
+    assert kept.streams.outcome((1, 0)) is None  # the oldest of the window
+    kept.look_up((1, 2 * WINDOW - 1), 0)
+    assert kept.streams.outcome((1, WINDOW - 1)) == NOTHING
+    assert not kept.streams.was_looked_up((1, WINDOW), 0)  # its place was that of 0
+
+
 def test_stream_0_remembers_nothing(path):
     kept = Reopened(path)
     kept.look_up((0, 5), 0)
@@ -118,10 +128,11 @@ def test_the_least_recently_used_stream_is_forgotten(path, monkeypatch):
     for stream in (1, 2, 3):
         kept.settle((stream, 1), stream)
     assert kept.streams.outcome((1, 1)) == (1, 0, 0, 0)
-    kept.reopen()
-    kept.settle((4, 1), 4)
-    assert [kept.streams.outcome((s, 1))[0] for s in (1, 3, 4)] == [1, 3, 4]
-    assert kept.streams.outcome((2, 1)) is None
+    for stream in (4, 5):  # in the place of 2, and of 3
+        kept.reopen()
+        kept.settle((stream, 1), stream)
+    assert [kept.streams.outcome((s, 1))[0] for s in (1, 4, 5)] == [1, 4, 5]
+    assert kept.streams.outcome((3, 1)) is kept.streams.outcome((2, 1)) is None
 
 
 def test_an_older_generation_is_rejected_and_forgotten(path):
@@ -131,10 +142,13 @@ def test_an_older_generation_is_rejected_and_forgotten(path):
     for stream in (first, free):
         assert not kept.streams.admit(stream, 1)
         kept.settle((stream, 1), 5)
+    kept.look_up((first, 2), 0)
     assert kept.streams.admit(second, 1)
     assert not kept.streams.admit(second, 2)
     kept.streams.drop_older()
+    assert kept.streams.open_batches() == []
     kept.reopen()
+    assert kept.streams.open_batches() == []
     with pytest.raises(FencedError, match=r"generation 3\. Received: 0\."):
         kept.streams.admit(first, 2)
     assert not kept.streams.admit(free, 2)
