@@ -2,8 +2,9 @@
 
     python -m persia_torchrec.launch.local_run persia.train_torchrec --script train.py
 
-It is ``torchx run -s local_cwd`` with a terminal of its own (``console.py``), and draws
-the report of the job at its end (``job/report.py``). A ``.torchxconfig`` counts, too.
+It is ``torchx run -s local_cwd`` with a terminal of its own (``job_output.py``), and
+draws the report of the job at its end (``job/report.py``). The last line of a job that
+has failed says why. A ``.torchxconfig`` counts, too.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from torchx.specs.finder import (
 from persia_torchrec.errors import ConfigError, PersiaError
 from persia_torchrec.job import job_list, report
 from persia_torchrec.job.progress import CURVES
+from persia_torchrec.job.status import failed
 from persia_torchrec.launch.job_output import Console
 
 _HERE = "local_cwd"
@@ -63,7 +65,11 @@ def _run(component: str, arguments: list[str], *, is_verbose: bool) -> int:
         shown.start()
         status = runner.wait(handle, wait_interval=1)
         shown.join()
-    _draw_report(job_id)
+    found = [one for one in job_list.find_jobs() if one.job_id == job_id]
+    for record in found:
+        _draw_report(record)
+        for problem in failed(job_id, record.state, record.reason, None):
+            sys.stderr.write(f"{problem.text}. Run: {problem.remedy}\n")
     return 0 if status is not None and status.state == AppState.SUCCEEDED else 1
 
 
@@ -75,16 +81,15 @@ def _show(runner: Runner, handle: str, is_verbose: bool) -> None:
     console.close()
 
 
-def _draw_report(job_id: str) -> None:
+def _draw_report(record: job_list.JobRecord) -> None:
     """Draw the report of a job that has ended, if it has curves, and say where."""
-    found = [one for one in job_list.find_jobs() if one.job_id == job_id]
-    if not found or not (Path(found[0].report) / CURVES).is_file():
+    if not (Path(record.report) / CURVES).is_file():
         return
     try:
-        said = report.write(Path(found[0].report), found[0])
+        said = report.write(Path(record.report), record)
     except (PersiaError, OSError) as exc:
         said = [str(exc)]
-    lines = [*said, f"report: {found[0].report}"]
+    lines = [*said, f"report: {record.report}"]
     sys.stderr.write("\n".join(lines) + "\n")
 
 

@@ -50,6 +50,9 @@ def test_a_job_that_fails_says_why_and_ends_with_1(tmp_path):
     ended = run(tmp_path, "run", "train.py")
     assert ended.returncode == 1
     assert "job failed: trainer 0: ValueError: no data" in ended.stderr
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith("the job has failed: trainer 0: ValueError: no data")
+    assert ". Run: persia-torchrec logs trainer 0 --job " in last
 
 
 def test_a_setting_out_of_range_is_a_line(tmp_path):
