@@ -31,6 +31,15 @@ def start_of(pid: int) -> str:
     return "" if fields[0] in "ZX" else fields[19]
 
 
+def has_ready_thread(pid: int) -> bool:
+    """Return whether a thread of a process runs, is about to, or waits for a disk."""
+    for path in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # it has just ended
+            if path.read_text().rpartition(")")[2].split()[0] in "RD":
+                return True
+    return False
+
+
 def children_of(pid: int) -> set[int]:
     """Return the children of a process that run."""
     found = list[psutil.Process]()

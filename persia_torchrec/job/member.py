@@ -130,7 +130,8 @@ class JobMember(OwnFigures):
     _ends_since_s = math.inf  # guarded by _lock
     _is_deferred = False  # whether the last signal interrupted nothing
     _num_beats = 0  # written by the heartbeat thread only
-    _coordinator_ran = -1, 0.0  # how often, and when last. of the guard thread
+    # of the guard thread
+    _coordinator_ran: tuple[int | None, float] = -1, 0.0  # how often, and when last
     _repeat = ""  # what a failure says that would only repeat
     _unreported = ""  # why it fails, as a thread that does not tell the job has found
 
@@ -657,7 +658,7 @@ class JobMember(OwnFigures):
             if silent_s > limit_s:
                 silent = f"no answer of the coordinator for {limit_s:g} s"
                 self._fail_alone(f"{self.who}: {silent}")
-            if silent_s > timings.silent_s / 2:
+            if silent_s > timings.silent_s / 4:
                 self._look_at_coordinator(now_s, silent_s)
 
     def _look_at_coordinator(self, now_s: float, silent_s: float) -> None:
@@ -669,10 +670,10 @@ class JobMember(OwnFigures):
         if coordinator is None:
             return
         num_runs, ran_s = self._coordinator_ran
-        if (num := coordinator.num_runs()) != num_runs:
-            ran_s = now_s
-        self._coordinator_ran = num, ran_s
-        is_stopped = silent_s > limit_s and now_s - ran_s > limit_s / 4
+        if (num := coordinator.num_runs()) is None or num != num_runs:
+            num_runs, ran_s = num, now_s
+        self._coordinator_ran = num_runs, ran_s
+        is_stopped = silent_s > limit_s and now_s - ran_s > limit_s / 2
         if is_stopped and coordinator.kill():
             logger.warning("killed the coordinator (%d)", coordinator.pid)
 

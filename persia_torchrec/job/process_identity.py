@@ -117,12 +117,15 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
             return None
         return bool(self.start) and processes.start_of(self.pid) == self.start
 
-    def num_runs(self) -> int:
+    def num_runs(self) -> int | None:
         """Return how often its main thread has run; 0 if the process is gone.
 
         A thread that waits with a deadline runs again and again; one that is stopped,
-        or waits for ever, does not.
+        or waits for ever, does not. None: one of its threads is about to run, or waits
+        for a disk, as on a busy machine.
         """
+        if processes.has_ready_thread(self.pid):
+            return None
         with contextlib.suppress(psutil.Error):
             return sum(psutil.Process(self.pid).num_ctx_switches())
         return 0
