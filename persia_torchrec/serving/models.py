@@ -104,6 +104,7 @@ class ServedModel:
     _has_started: bool = False
 
     def __post_init__(self) -> None:
+        self.statistics.begin(self.name)
         self._changed = threading.Condition()  # guards all of it
         self._loading = threading.Lock()
         self._asking = threading.Lock()  # of two answers the later one is kept

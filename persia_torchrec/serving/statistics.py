@@ -131,6 +131,11 @@ class Statistics:
             registry=self.registry,
         )
 
+    def begin(self, model: str) -> None:
+        """Count from 0 on what may never happen to a model, as a rate needs the 0."""
+        for counter in (self.degraded, self.short_circuited):
+            counter.labels(model)
+
     @contextmanager
     def timed(self, model: str, version: str, num_samples: int) -> Iterator[None]:
         """Time a prediction, and count whether it succeeds."""

@@ -64,6 +64,7 @@ ONLY_WHEN_IT_HAPPENS = {
     *("restored_rows", "restored_increments", "lost_ms", "lost_updates", "lost_rows"),
     "set_embedding_time_cost_sec",  # rows that a client writes
     "persia_problem_seconds",
+    "persia_serving_rows_age_seconds",  # of a predictor that follows a training
 }
 
 

@@ -243,6 +243,9 @@ def test_while_embeddings_are_away_each_sample_gets_the_default_answer(servers, 
     reader = SlotsReader(SlotsLookup(client, [FEATURE]))
     reader.set_lookup_timeout(0.2)
     models = ServedModel("adult", default_answer=0.25)
+    for name in (b"degraded_samples", b"short_circuited_requests"):
+        zero = b'persia_serving_%b_total{model="adult"} 0.0' % name
+        assert zero in models.statistics.exposition()
     models.add(Version(Predictor(reader, DenseModel(Bias(1), "m.pt"))))
 
     def predicted():
