@@ -134,6 +134,15 @@ def book():
 
 
 @pytest.fixture
+def group():
+    """A process group, of which this process is the only trainer."""
+    from tests.support.groups import alone  # imports torch, which few tests need
+
+    with alone():
+        yield
+
+
+@pytest.fixture
 def gateway(monkeypatch):
     """A metrics gateway, which all processes of the job push to."""
     with Gateway() as gateway:

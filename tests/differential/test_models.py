@@ -1,19 +1,13 @@
 """Few of the random models of ``make differential``; those of one trainer."""
 
 import pytest
-import torch.distributed as dist
 
 from tests.differential.drawing import PLANTS, draw
 from tests.differential.run import run_alone
 
+pytestmark = pytest.mark.usefixtures("group")
+
 IN_PLAIN, BY_FORMULAS, PLANTED = 57, 179, 57
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("seed", [IN_PLAIN, BY_FORMULAS])

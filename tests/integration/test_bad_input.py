@@ -36,12 +36,6 @@ BATCH = {"ad": [[1, 2], []], "query": [[3], [1]]}
 
 
 @pytest.fixture
-def job():
-    with RemoteJob() as job:
-        yield job
-
-
-@pytest.fixture
 def model(job):
     return job.put_on_servers(Bags([TABLE]))
 

@@ -48,7 +48,7 @@ from persia_torchrec import (
 from tests.integration.twins import Twins, WithLoss
 from tests.support.models import OnHost
 from tests.support.places import GPU_PLACES, require_kernels
-from tests.support.remote_job import CPU, META, RemoteJob
+from tests.support.remote_job import CPU, META
 
 pytestmark = pytest.mark.slow
 
@@ -376,12 +376,6 @@ def configs_of(module):
     if isinstance(module, FeatureProcessedEmbeddingBagCollection):
         module = module._embedding_bag_collection
     return module.embedding_bag_configs()
-
-
-@pytest.fixture
-def job():
-    with RemoteJob(num_servers=2) as job:
-        yield job
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

@@ -49,12 +49,6 @@ def train(twins, batches):
     return remote, twins.train(twins.plain, batches, lr=LR)
 
 
-@pytest.fixture
-def job():
-    with RemoteJob(num_servers=2) as job:
-        yield job
-
-
 def test_the_batches_have_repeated_ids_and_empty_bags():
     for batch in make_batches(3):
         for feature in batch.ids.to_dict().values():

@@ -6,7 +6,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torchmetrics.functional.classification import binary_auroc
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
@@ -25,16 +24,13 @@ from persia_torchrec.serving.predictor import Predictor, load_model
 from tests.support.remote_job import shard
 from tests.support.serving_process import predict
 
-pytestmark = [pytest.mark.long, pytest.mark.multiprocess]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.multiprocess,
+    pytest.mark.usefixtures("group"),
+]
 
 KEYS, NUM_IDS, NUM_DENSE, BATCH = list("abcd"), 500, 3, 512
-
-
-@pytest.fixture(autouse=True, scope="module")
-def group():
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
 
 
 class Data:

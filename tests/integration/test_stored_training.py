@@ -8,7 +8,6 @@ from contextlib import closing
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from persia_torchrec import load_checkpoint, recoverable
@@ -27,11 +26,9 @@ CHECKPOINT = "checkpoint-00000001"
 
 
 @pytest.fixture
-def client(servers):
+def client(servers, group):
     """A client of two servers, for a trainer that is alone."""
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield servers.client(servers.start(2, **SERVERS))
-    dist.destroy_process_group()
+    return servers.client(servers.start(2, **SERVERS))
 
 
 @pytest.fixture

@@ -43,15 +43,9 @@ from persia_torchrec import (
     remote_sharders,
 )
 from tests.integration.twins import FUSED
-from tests.support.remote_job import CPU, META, RemoteJob
+from tests.support.remote_job import CPU, META
 
 NUM_ROWS, NUM_STEPS, NUM_SAMPLES = 40, 30, 16
-
-
-@pytest.fixture
-def job():
-    with RemoteJob() as job:
-        yield job
 
 
 def both(job, script, sharders=None):

@@ -25,15 +25,9 @@ from tests.integration.dlrm import (
     tables,
 )
 from tests.integration.twins import shard_plain
-from tests.support.remote_job import Bags, RemoteJob, kjt_of, shard
+from tests.support.remote_job import Bags, kjt_of, shard
 
 NAMES = [table.name for table in tables()]
-
-
-@pytest.fixture
-def job():
-    with RemoteJob(num_servers=2) as job:
-        yield job
 
 
 def on_torchrec(case):

@@ -10,19 +10,13 @@ from persia_torchrec.data import DataLoader
 from persia_torchrec.errors import ConfigError, PersiaError
 from persia_torchrec.sharding.trainer_metrics import TrainerMetrics
 from tests.support.gateway import Gateway
-from tests.support.local_job import Batches, LocalJob, SumOfEmbeddings, batch_of
+from tests.support.local_job import Batches, SumOfEmbeddings, batch_of
 from tests.support.processes import wait_until
 from tests.support.servers import DEADLINE_S
 
 BATCHES = [batch_of([1, 2], [number]) for number in range(20)]
 LABELS = {"role": "nn_worker", "job": "adult", "instance": "rep_0"}
 CONFIG = "common_config: {{metrics_config: {{job_name: adult, {settings}}}}}"
-
-
-@pytest.fixture
-def job(tmp_path, monkeypatch):
-    with LocalJob(tmp_path, monkeypatch) as job:
-        yield job
 
 
 @pytest.fixture

@@ -10,6 +10,12 @@ def job():
         yield job
 
 
+@pytest.fixture(scope="module")
+def shared_job():
+    with RemoteJob() as job:
+        yield job
+
+
 @pytest.fixture
 def one_thread():
     """Run small operators in one thread: two wait for each other on a busy machine."""

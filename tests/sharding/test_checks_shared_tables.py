@@ -15,13 +15,7 @@ from persia_torchrec import (
 )
 from persia_torchrec.errors import ConfigError
 from tests.support.models import bags_of
-from tests.support.remote_job import CPU, META, RemoteJob, kjt_of, remote_modules
-
-
-@pytest.fixture(scope="module")
-def job():
-    with RemoteJob() as job:
-        yield job
+from tests.support.remote_job import CPU, META, kjt_of, remote_modules
 
 
 def bags(table, feature="x", device=META):
@@ -49,9 +43,9 @@ def mixed(client):
 @pytest.mark.parametrize(
     "sharders", [lambda client: remote_sharders(client, SGD(1.0)), mixed]
 )
-def test_a_collection_under_several_names_is_one(job, sharders):
-    job.client.clear()
-    model = job.shard(TwoNames("two names"), sharders(job.client))
+def test_a_collection_under_several_names_is_one(shared_job, sharders):
+    shared_job.client.clear()
+    model = shared_job.shard(TwoNames("two names"), sharders(shared_job.client))
     ids = kjt_of({"x": [[2**40]]})  # no row of a dense table
     before = model(ids)
     assert torch.equal(before, before[:1].expand_as(before))
@@ -75,26 +69,28 @@ def warnings_of(caplog):
     return [r.message for r in caplog.records if r.name.endswith("table_control")]
 
 
-def sharing(job, *names, **settings):
-    return remote_sharders(job.client, SGD(1.0), shared=names, **settings)
+def sharing(shared_job, *names, **settings):
+    return remote_sharders(shared_job.client, SGD(1.0), shared=names, **settings)
 
 
-def test_collections_that_share_a_table_are_one_warning(job, caplog):
-    job.shard(Towers("shared"), sharing(job, "shared"))
+def test_collections_that_share_a_table_are_one_warning(shared_job, caplog):
+    shared_job.shard(Towers("shared"), sharing(shared_job, "shared"))
     (warning,) = warnings_of(caplog)
     assert "tables ['shared'] are in several collections" in warning
 
 
-def test_two_rates_of_one_table_are_an_error(job):
+def test_two_rates_of_one_table_are_an_error(shared_job):
     model = Towers("two rates")
     for tower, lr in ((model.user, 0.1), (model.item, 0.7)):
         _apply_optimizer_in_backward(torch.optim.SGD, tower.parameters(), {"lr": lr})
     with pytest.raises(ConfigError, match=r"one optimizer.*lr=0\.1.*lr=0\.7"):
-        job.shard(model, remote_sharders(job.client, shared={"two rates"}))
+        shared_job.shard(
+            model, remote_sharders(shared_job.client, shared={"two rates"})
+        )
 
 
-def test_two_tensors_of_one_table_are_an_error(job):
-    model = job.shard(Towers("two tensors"), sharing(job, "two tensors"))
+def test_two_tensors_of_one_table_are_an_error(shared_job):
+    model = shared_job.shard(Towers("two tensors"), sharing(shared_job, "two tensors"))
     local = Towers("two tensors", CPU)
     with pytest.raises(
         ConfigError, match=r"'two tensors' must be equal.*\['u'\].*\['i'\]"
@@ -108,40 +104,42 @@ def test_two_tensors_of_one_table_are_an_error(job):
                 weight.add_(1)
 
 
-def test_a_model_with_the_tables_of_another_is_one_warning(job, caplog):
-    first = job.shard(bags("twice"), remote_sharders(job.client, SGD(1.0)))
+def test_a_model_with_the_tables_of_another_is_one_warning(shared_job, caplog):
+    first = shared_job.shard(
+        bags("twice"), remote_sharders(shared_job.client, SGD(1.0))
+    )
     assert warnings_of(caplog) == []
-    job.shard(bags("twice"), remote_sharders(job.client, SGD(1.0)))
+    shared_job.shard(bags("twice"), remote_sharders(shared_job.client, SGD(1.0)))
     (warning,) = warnings_of(caplog)
     assert "tables ['twice'] are those of another model too" in warning
     assert first is not None
 
 
 @pytest.mark.parametrize("make", [remote_sharders, mixed])
-def test_a_namespace_parts_teacher_and_student(job, caplog, make, tmp_path):
+def test_a_namespace_parts_teacher_and_student(shared_job, caplog, make, tmp_path):
     ids, name = kjt_of({"x": [[3]]}), make.__name__
 
     def sharders(namespace):
         if make is mixed:
             bag_sharder = RemoteEmbeddingBagCollectionSharder(
-                job.client, SGD(1.0), namespace=namespace
+                shared_job.client, SGD(1.0), namespace=namespace
             )
             return [MixedSharder(bag_sharder, Placement())]
-        return remote_sharders(job.client, SGD(1.0), namespace=namespace)
+        return remote_sharders(shared_job.client, SGD(1.0), namespace=namespace)
 
     of_teacher = sharders("teacher")
-    teacher = job.shard(bags(name), of_teacher)
-    student = job.shard(bags(name), sharders("student"))
+    teacher = shared_job.shard(bags(name), of_teacher)
+    student = shared_job.shard(bags(name), sharders("student"))
     assert warnings_of(caplog) == []
     teacher(ids).values().sum().backward()
     teacher.eval()
     before = teacher(ids).values().clone()
     student(ids).values().sum().backward()
     assert torch.equal(teacher(ids).values(), before)
-    assert job.read(f"teacher/{name}", [3])[0].tolist() == before[0].tolist()
+    assert shared_job.read(f"teacher/{name}", [3])[0].tolist() == before[0].tolist()
     state = teacher.state_dict()
     assert list(state) == [f"embedding_bags.{name}.weight"]
     student.load_state_dict(state)
     assert torch.equal(student(ids).values(), before)
-    kept = plain_state_dict(job.client, bags(name), namespace="student")
+    kept = plain_state_dict(shared_job.client, bags(name), namespace="student")
     assert kept[f"embedding_bags.{name}.weight"][3].tolist() == before[0].tolist()

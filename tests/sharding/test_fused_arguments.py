@@ -33,7 +33,7 @@ from persia_torchrec.sharding.fused_arguments import (
 from persia_torchrec.table import TableSpec
 from tests.support.models import sequences_of
 from tests.support.places import CUDA, ON_GPU
-from tests.support.remote_job import META, Bags, RemoteJob, kjt_of
+from tests.support.remote_job import META, Bags, kjt_of
 
 DIM, NUM_IDS, LR = 4, 4, 0.1
 START = torch.linspace(-1, 1, NUM_IDS * DIM).view(NUM_IDS, DIM)
@@ -76,12 +76,6 @@ READ = {
 }
 
 
-@pytest.fixture(scope="module")
-def job():
-    with RemoteJob() as job:
-        yield job
-
-
 @pytest.fixture(autouse=True)
 def again():
     """Say each line again, which is said once in a process."""
@@ -108,16 +102,16 @@ def trained_here(cls, arguments, device="cpu", steps=2):
     return weights.detach().cpu()
 
 
-def trained_on_servers(job, name, cls, arguments, steps=2):
+def trained_on_servers(shared_job, name, cls, arguments, steps=2):
     """Return the rows that the servers make of the same."""
     model = Bags([EmbeddingBagConfig(NUM_IDS, DIM, name, feature_names=["f"])])
     apply(cls, model.parameters(), {"lr": LR, **arguments})
-    model = job.shard(model, remote_sharders(job.client))
+    model = shared_job.shard(model, remote_sharders(shared_job.client))
     key = f"bags.embedding_bags.{name}.weight"
     model.load_state_dict({key: START.clone()})
     for _ in range(steps):
         model(kjt_of(BAGS)).values().backward(GRADS)
-    return torch.from_numpy(job.read(name, range(NUM_IDS))[:, :DIM].copy())
+    return torch.from_numpy(shared_job.read(name, range(NUM_IDS))[:, :DIM].copy())
 
 
 ON_CPU = [torchrec.optim.SGD, torchrec.optim.Adagrad, torchrec.optim.RowWiseAdagrad]
@@ -135,8 +129,8 @@ ON_CPU = [torchrec.optim.SGD, torchrec.optim.Adagrad, torchrec.optim.RowWiseAdag
     ],
     ids=["of others", "mode NONE", "without a mode", "not clipped", "clipped"],
 )
-def test_rows_equal_those_of_fbgemms_kernels(job, cls, arguments, request):
-    given = job, request.node.name, cls, arguments
+def test_rows_equal_those_of_fbgemms_kernels(shared_job, cls, arguments, request):
+    given = shared_job, request.node.name, cls, arguments
     expected = trained_here(cls, arguments)
     torch.testing.assert_close(trained_on_servers(*given), expected)
 
@@ -145,35 +139,37 @@ def clipped_by_hand():
     return GRADS.clamp(-0.75, 0.75)
 
 
-def test_sequences_clip_the_gradient_of_each_id(job):
+def test_sequences_clip_the_gradient_of_each_id(shared_job):
     module = sequences_of(["clipped ids"], NUM_IDS, DIM, feature="f")
     apply(torchrec.optim.SGD, module.parameters(), {"lr": 1.0, **CLIPPED})
     model = torch.nn.Sequential(module)
-    model = job.shard(model, remote_sharders(job.client))
+    model = shared_job.shard(model, remote_sharders(shared_job.client))
     model.load_state_dict({"0.embeddings.clipped ids.weight": START.clone()})
     rows = model(kjt_of({"f": [[0, 0], [1]]}))["f"].values()
     rows.backward(GRADS)
-    moved = START - torch.from_numpy(job.read("clipped ids", range(NUM_IDS)))
+    moved = START - torch.from_numpy(shared_job.read("clipped ids", range(NUM_IDS)))
     first, second, third = clipped_by_hand()
     expected = torch.stack([first + second, third, 0 * third, 0 * third])
     torch.testing.assert_close(moved, expected)
 
 
-def test_gradients_under_a_loss_scale_are_clipped_as_they_are_without(job):
+def test_gradients_under_a_loss_scale_are_clipped_as_they_are_without(shared_job):
     model = Bags([EmbeddingBagConfig(NUM_IDS, DIM, "scaled", feature_names=["f"])])
     apply(torchrec.optim.SGD, model.parameters(), {"lr": LR, **CLIPPED})
-    sharders = remote_sharders(job.client)
-    model = job.shard(model, sharders)
+    sharders = remote_sharders(shared_job.client)
+    model = shared_job.shard(model, sharders)
     sharders.use_grad_scaler(torch.amp.GradScaler("cpu", init_scale=4096.0))
     model.load_state_dict({"bags.embedding_bags.scaled.weight": START.clone()})
     pooled = model(kjt_of(BAGS)).values()
     pooled.backward(GRADS * 4096)
-    rows = torch.from_numpy(job.read("scaled", range(NUM_IDS)))
+    rows = torch.from_numpy(shared_job.read("scaled", range(NUM_IDS)))
     given = torchrec.optim.SGD, CLIPPED
     torch.testing.assert_close(rows, trained_here(*given, steps=1))
     pooled = model(kjt_of(BAGS)).values()
     pooled.backward(torch.full_like(GRADS, torch.inf))  # not clipped, and so not pushed
-    assert torch.equal(rows, torch.from_numpy(job.read("scaled", range(NUM_IDS))))
+    assert torch.equal(
+        rows, torch.from_numpy(shared_job.read("scaled", range(NUM_IDS)))
+    )
 
 
 def stepped(optimizer, num=2):
@@ -193,10 +189,10 @@ def stepped(optimizer, num=2):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [L2, DECOUPLE])
-def test_rowwise_adagrad_decays_as_fbgemms_gpu_kernel_does(job, mode):
+def test_rowwise_adagrad_decays_as_fbgemms_gpu_kernel_does(shared_job, mode):
     decay = {"weight_decay": 0.1, "weight_decay_mode": mode, "max_norm": 0.9}
     cls = torchrec.optim.RowWiseAdagrad
-    rows = trained_on_servers(job, f"decay {mode.name}", cls, decay)
+    rows = trained_on_servers(shared_job, f"decay {mode.name}", cls, decay)
     w, g = START.double(), torch.zeros(NUM_IDS, DIM, dtype=torch.float64)
     for bag, grad in zip(BAGS["f"], GRADS.double(), strict=True):
         for id_ in bag:
@@ -263,20 +259,20 @@ def test_rounding_follows_the_argument():
     assert translate(torch.optim.SGD, {}, table="t").stochastic_rounding
 
 
-def test_updates_without_stochastic_rounding_round_to_the_nearest(job):
+def test_updates_without_stochastic_rounding_round_to_the_nearest(shared_job):
     config = EmbeddingBagConfig(NUM_IDS, DIM, "near", feature_names=["f"])
     config.data_type = torchrec.DataType.FP16
     model = Bags([config])
     of_table = {"lr": 1.0, "stochastic_rounding": False}
     apply(torchrec.optim.SGD, model.parameters(), of_table)
-    model = job.shard(model, remote_sharders(job.client))
+    model = shared_job.shard(model, remote_sharders(shared_job.client))
     key = "bags.embedding_bags.near.weight"
     model.load_state_dict({key: torch.ones(NUM_IDS, DIM)})
-    spec = job.client.table("near")
+    spec = shared_job.client.table("near")
     assert TableSpec.from_json(spec.to_json()) == spec
     for _ in range(50):  # each less than half of the last bit, 2**-11 below 1
         model(kjt_of({"f": [[0]]})).values().backward(torch.full((1, DIM), 1e-4))
-    assert (job.read("near", [0])[:, :DIM] == 1.0).all()
+    assert (shared_job.read("near", [0])[:, :DIM] == 1.0).all()
 
 
 @pytest.mark.parametrize(
@@ -306,7 +302,7 @@ def adam(betas):
     return AdamW(0.01, betas=betas, eps=1e-8, weight_decay=0.0)
 
 
-def test_fused_params_complete_the_optimizers_of_the_model(job):
+def test_fused_params_complete_the_optimizers_of_the_model(shared_job):
     model = Bags(
         [
             EmbeddingBagConfig(NUM_IDS, DIM, "own", feature_names=["f"]),
@@ -318,10 +314,12 @@ def test_fused_params_complete_the_optimizers_of_the_model(job):
     apply(torchrec.optim.Adagrad, weights["own"].parameters(), {"lr": 0.25})
     params = {"optimizer": EmbOptimType.EXACT_SGD, **RATE, "eps": 1e-3, **CLIPPED}
     settings = {"set": TableSettings(optimizer=Adagrad(1.0))}
-    model = job.shard(
-        model, remote_sharders(job.client, fused_params=params, tables=settings)
+    model = shared_job.shard(
+        model, remote_sharders(shared_job.client, fused_params=params, tables=settings)
     )
-    assert [job.client.table(name).optimizer for name in ("own", "none", "set")] == [
+    assert [
+        shared_job.client.table(name).optimizer for name in ("own", "none", "set")
+    ] == [
         Adagrad(0.25, 0.0, eps=1e-3),
         SGD(0.5),
         Adagrad(1.0),

@@ -38,7 +38,6 @@ from tests.support.remote_job import (
     CPU,
     META,
     PatientClient,
-    RemoteJob,
     Servers,
     kjt_of,
     remote_modules,
@@ -48,12 +47,6 @@ from tests.support.remote_job import shard as shard_model
 NUM_IDS, DIM = 8, 4
 BOTH_WAYS = r"rename=\{'later': 'bags\.later'\}.*shared=\{'later'\}"
 IDS = {"f": [[0, 1], [1]]}
-
-
-@pytest.fixture(scope="module")
-def shared_job():
-    with RemoteJob() as job:
-        yield job
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from contextlib import closing
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
 from persia_torchrec import SGD, RemoteEmbeddingBagCollectionSharder
@@ -19,7 +18,7 @@ from tests.support.processes import Processes, wait_until
 from tests.support.remote_job import Bags, remote_modules, shard
 from tests.support.servers import DEADLINE_S
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("group")]
 
 # No id is in two batches; ZeroMQ does not copy the gradients of one.
 NUM_BATCHES, NUM_IDS, DIM = 50, 2000, 16
@@ -72,13 +71,6 @@ class KeepingLookup:
 
     def __getattr__(self, name):
         return getattr(self._lookup, name)
-
-
-@pytest.fixture(autouse=True)
-def _one_trainer():
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture

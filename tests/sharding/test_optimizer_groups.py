@@ -14,7 +14,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 from persia_torchrec import remote_sharders
 from persia_torchrec.sharding.optimizer import restore_groups
 from tests.support.models import sequences_of, tables_of
-from tests.support.remote_job import META, RemoteJob, kjt_of, shard
+from tests.support.remote_job import META, kjt_of, shard
 
 FUSED = ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"])
 LR, IDS = 0.5, {"f": [[0, 1]]}
@@ -43,22 +43,16 @@ class Model(nn.Module):
         return self.bags(ids).values().sum()
 
 
-@pytest.fixture(scope="module")
-def job():
-    with RemoteJob() as job:
-        yield job
-
-
 @pytest.fixture
-def sharders(job):
-    made = remote_sharders(job.client)
+def sharders(shared_job):
+    made = remote_sharders(shared_job.client)
     yield made
     made.close()
 
 
 @pytest.fixture
-def model(job, sharders):
-    job.client.clear()
+def model(shared_job, sharders):
+    shared_job.client.clear()
     return shard(Model(), *sharders)
 
 
@@ -98,7 +92,7 @@ def test_they_are_those_of_plain(model):
     model.fused_optimizer.load_state_dict({**of_model, "param_groups": state})
 
 
-def test_a_schedule_of_a_group_moves_all_its_tables(job, model, sharders):
+def test_a_schedule_of_a_group_moves_all_its_tables(shared_job, model, sharders):
     group = group_of(model, "a")
     schedule = torch.optim.lr_scheduler.StepLR(model.fused_optimizer, 1, gamma=0.5)
     model(kjt_of(IDS)).backward()
@@ -107,7 +101,7 @@ def test_a_schedule_of_a_group_moves_all_its_tables(job, model, sharders):
     assert group["lr"] == LR / 2
     model(kjt_of(IDS)).backward()
     sharders.flush()
-    found = {name: job.client.table(name).optimizer.lr for name in BAGS}
+    found = {name: shared_job.client.table(name).optimizer.lr for name in BAGS}
     assert found == {**dict.fromkeys(BAGS, LR / 2), "slow": LR / 4}
     assert {rates_of(sharders)[name] for name in BAGS} == {LR / 2, LR / 4}
 

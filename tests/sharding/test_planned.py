@@ -12,13 +12,6 @@ from persia_torchrec import (
     remote_sharders,
 )
 from tests.support.models import BothKinds, bags_of, sequences_of
-from tests.support.remote_job import RemoteJob
-
-
-@pytest.fixture(scope="module")
-def job():
-    with RemoteJob() as job:
-        yield job
 
 
 def make_model():
@@ -41,24 +34,26 @@ OTHERS = [
 
 @pytest.mark.parametrize("name", ["b", "row"])
 @pytest.mark.parametrize("constraints", OTHERS)
-def test_a_planner_rejects_constraints_that_servers_cannot_keep(job, name, constraints):
+def test_a_planner_rejects_constraints_that_servers_cannot_keep(
+    shared_job, name, constraints
+):
     with pytest.raises(RuntimeError, match=f"user provided constraints for {name}"):
-        plan(remote_sharders(job.client), {name: constraints})
+        plan(remote_sharders(shared_job.client), {name: constraints})
 
 
-def test_constraints_that_they_keep_are_accepted(job):
+def test_constraints_that_they_keep_are_accepted(shared_job):
     kept = ParameterConstraints(
         sharding_types=["row_wise", "table_wise"], compute_kernels=["fused"]
     )
-    made = plan(remote_sharders(job.client), dict.fromkeys(["a", "row"], kept))
+    made = plan(remote_sharders(shared_job.client), dict.fromkeys(["a", "row"], kept))
     assert made.plan["bags"]["a"].sharding_type == "row_wise"
 
 
-def test_a_mixed_sharder_leaves_such_tables_to_torchrec(job):
+def test_a_mixed_sharder_leaves_such_tables_to_torchrec(shared_job):
     model = make_model()
     del model.rows
     constraints = {"b": OTHERS[0]}
-    sharder = RemoteEmbeddingBagCollectionSharder(job.client)
+    sharder = RemoteEmbeddingBagCollectionSharder(shared_job.client)
     mixed = MixedSharder(sharder, Placement(constraints=constraints))
     made = plan([mixed], constraints, model)
     assert made.plan["bags"]["b"].sharding_type == "table_wise"

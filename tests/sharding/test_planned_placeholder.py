@@ -12,26 +12,20 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from persia_torchrec import SGD, remote_sharders
 from persia_torchrec.errors import ConfigError
-from tests.support.remote_job import Bags, RemoteJob, kjt_of
+from tests.support.remote_job import Bags, kjt_of
 
 TABLES = [EmbeddingBagConfig(10, 4, name="term", feature_names=["ad"])]
 
 
-@pytest.fixture(scope="module")
-def job():
-    with RemoteJob() as job:
-        yield job
-
-
 @pytest.fixture
-def model(job):
-    return job.shard(Bags(TABLES), remote_sharders(job.client, SGD(1.0)))
+def model(shared_job):
+    return shared_job.shard(Bags(TABLES), remote_sharders(shared_job.client, SGD(1.0)))
 
 
 @pytest.fixture(scope="module")
-def weight(job):
-    (weight,) = job.shard(
-        Bags(TABLES), remote_sharders(job.client, SGD(1.0))
+def weight(shared_job):
+    (weight,) = shared_job.shard(
+        Bags(TABLES), remote_sharders(shared_job.client, SGD(1.0))
     ).parameters()
     return weight
 

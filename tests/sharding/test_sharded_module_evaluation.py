@@ -15,7 +15,7 @@ from persia_torchrec import (
 )
 from persia_torchrec.errors import ConfigError
 from tests.support.models import WithLoss, bags_of, sequences_of, tables_of
-from tests.support.remote_job import CPU, META, HeldPushes, RemoteJob, kjt_of
+from tests.support.remote_job import CPU, META, HeldPushes, kjt_of
 
 TABLE = {"feature": "f", "init_fn": nn.init.zeros_}
 
@@ -48,46 +48,43 @@ class Looks(nn.Module):
         return (self.evaluated if is_other else self.trained)(ids)
 
 
-def weighted(job):
+def weighted(shared_job):
     tables = tables_of(["t"], **TABLE)
     collection = EmbeddingBagCollection(tables, is_weighted=True, device=META)
-    return Looks(collection), remote_sharders(job.client, SGD(1.0), 1)
+    return Looks(collection), remote_sharders(shared_job.client, SGD(1.0), 1)
 
 
-def mixed(job):
+def mixed(shared_job):
     tables = tables_of(["t"], **TABLE) + tables_of(["near"], feature="g")
     both = EmbeddingBagCollection(tables=tables, device=META)
-    remote = RemoteEmbeddingBagCollectionSharder(job.client, SGD(1.0), 1)
+    remote = RemoteEmbeddingBagCollectionSharder(shared_job.client, SGD(1.0), 1)
     return Looks(both), [MixedSharder(remote, Placement(remote=["t"], min_rows=99))]
 
 
 MODELS = {
-    "bags": lambda job: (Looks(bags()), remote_sharders(job.client, SGD(1.0), 1)),
-    "bags, far ahead": lambda job: (
+    "bags": lambda shared_job: (
         Looks(bags()),
-        remote_sharders(job.client, SGD(1.0), 8),
+        remote_sharders(shared_job.client, SGD(1.0), 1),
     ),
-    "each": lambda job: (
+    "bags, far ahead": lambda shared_job: (
         Looks(bags()),
-        remote_sharders(job.client, SGD(1.0), 1, update="each"),
+        remote_sharders(shared_job.client, SGD(1.0), 8),
+    ),
+    "each": lambda shared_job: (
+        Looks(bags()),
+        remote_sharders(shared_job.client, SGD(1.0), 1, update="each"),
     ),
     "weighted": weighted,
-    "sequences": lambda job: (
+    "sequences": lambda shared_job: (
         Looks(sequences()),
-        remote_sharders(job.client, SGD(1.0), 1),
+        remote_sharders(shared_job.client, SGD(1.0), 1),
     ),
-    "rows that bags trained": lambda job: (
+    "rows that bags trained": lambda shared_job: (
         Looks(bags(), sequences()),
-        remote_sharders(job.client, SGD(1.0), 1, shared={"t"}),
+        remote_sharders(shared_job.client, SGD(1.0), 1, shared={"t"}),
     ),
     "mixed": mixed,
 }
-
-
-@pytest.fixture(scope="module")
-def job():
-    with RemoteJob() as job:
-        yield job
 
 
 def a_batch():
@@ -98,9 +95,9 @@ def a_batch():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_an_evaluation_waits_for_the_updates_before_it(job, name):
-    job.client.clear()
-    model = job.shard(*MODELS[name](job))
+def test_an_evaluation_waits_for_the_updates_before_it(shared_job, name):
+    shared_job.client.clear()
+    model = shared_job.shard(*MODELS[name](shared_job))
     held = HeldPushes(model)
     sum_of(model(a_batch())).backward()
     model.eval()
@@ -109,10 +106,10 @@ def test_an_evaluation_waits_for_the_updates_before_it(job, name):
     assert sum_of(looked).item() == -4
 
 
-def test_an_evaluation_may_read_at_once(job):
-    job.client.clear()
-    sharders = remote_sharders(job.client, SGD(1.0), 2, evaluation_waits=False)
-    model = job.shard(Looks(bags()), sharders)
+def test_an_evaluation_may_read_at_once(shared_job):
+    shared_job.client.clear()
+    sharders = remote_sharders(shared_job.client, SGD(1.0), 2, evaluation_waits=False)
+    model = shared_job.shard(Looks(bags()), sharders)
     held = HeldPushes(model)
     sum_of(model(a_batch())).backward()
     model.eval()
@@ -120,17 +117,19 @@ def test_an_evaluation_may_read_at_once(job):
     held.may_push.set()
 
 
-def test_at_staleness_0_and_1_every_evaluation_waits(job):
+def test_at_staleness_0_and_1_every_evaluation_waits(shared_job):
     for staleness in (0, 1):
         with pytest.raises(ConfigError, match="evaluation_waits must be True at stale"):
-            remote_sharders(job.client, None, staleness, evaluation_waits=False)
+            remote_sharders(shared_job.client, None, staleness, evaluation_waits=False)
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
-def test_an_epoch_of_evaluation_by_a_pipeline_reads_what_was_trained(job, staleness):
-    job.client.clear()
-    sharders = remote_sharders(job.client, SGD(1.0), staleness)
-    model = job.shard(WithLoss(bags()), sharders)
+def test_an_epoch_of_evaluation_by_a_pipeline_reads_what_was_trained(
+    shared_job, staleness
+):
+    shared_job.client.clear()
+    sharders = remote_sharders(shared_job.client, SGD(1.0), staleness)
+    model = shared_job.shard(WithLoss(bags()), sharders)
     dense = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     pipeline = TrainPipelineSparseDist(model, dense, CPU)
     for epoch in range(1, 4):

@@ -18,7 +18,6 @@ from persia_torchrec import (
 )
 from persia_torchrec.errors import ConfigError
 from tests.support.models import bags_of, sequences_of
-from tests.support.remote_job import RemoteJob
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*:DeprecationWarning"),
@@ -27,12 +26,6 @@ pytestmark = [
 
 ONES = torch.ones(2, dtype=torch.int64)
 FIRST, SECOND = torch.tensor([1, 2]), torch.tensor([3, 4])
-
-
-@pytest.fixture(scope="module")
-def job():
-    with RemoteJob() as job:
-        yield job
 
 
 class Net(nn.Module):
@@ -64,15 +57,17 @@ class BagNet(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def model(job):
-    return job.shard(Net(), remote_sharders(job.client, SGD(1.0))).module.eval()
+def model(shared_job):
+    return shared_job.shard(
+        Net(), remote_sharders(shared_job.client, SGD(1.0))
+    ).module.eval()
 
 
 @pytest.fixture(scope="module")
-def mixed(job):
-    remote = RemoteEmbeddingBagCollectionSharder(job.client, SGD(1.0))
+def mixed(shared_job):
+    remote = RemoteEmbeddingBagCollectionSharder(shared_job.client, SGD(1.0))
     sharder = MixedSharder(remote, Placement(local={"a"}))
-    return job.shard(BagNet(), [sharder]).module.eval()
+    return shared_job.shard(BagNet(), [sharder]).module.eval()
 
 
 def traced_by_jit(model, given):
@@ -146,7 +141,7 @@ NAMES = [["ShardedEmbeddingBagCollection", "ShardedEmbeddingCollection"], []]
 @pytest.mark.parametrize("leaves", NAMES, ids=["TorchRec's names", "none"])
 @pytest.mark.parametrize("kind", ["model", "mixed"])
 def test_a_graph_of_torch_fx_has_collections_as_leaves_and_trains(
-    kind, leaves, job, request
+    kind, leaves, shared_job, request
 ):
     model = request.getfixturevalue(kind).train()
     graph = torchrec.fx.Tracer(leaf_modules=leaves).trace(model)
@@ -154,6 +149,6 @@ def test_a_graph_of_torch_fx_has_collections_as_leaves_and_trains(
     assert [n.op for n in graph.nodes].count("call_module") == len([*model.children()])
     for ids in (FIRST, SECOND):
         torch.testing.assert_close(traced(ids, ONES), model(ids, ONES))
-    before = job.read("b", [3])
+    before = shared_job.read("b", [3])
     traced(SECOND, ONES).sum().backward()
-    assert (job.read("b", [3]) != before).any()
+    assert (shared_job.read("b", [3]) != before).any()

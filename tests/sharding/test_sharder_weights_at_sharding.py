@@ -22,16 +22,10 @@ from persia_torchrec import (
     RemoteEmbeddingBagCollectionSharder,
     remote_sharders,
 )
-from tests.support.remote_job import CPU, META, RemoteJob, Servers, kjt_of, shard
+from tests.support.remote_job import CPU, META, Servers, kjt_of, shard
 
 NUM_IDS, DIM = 8, 4
 ALL = kjt_of({"f": [[id_] for id_ in range(NUM_IDS)]})
-
-
-@pytest.fixture(scope="module")
-def job():
-    with RemoteJob() as job:
-        yield job
 
 
 class Wrap(nn.Module):
@@ -78,37 +72,39 @@ def all_sharders(client):
         (bags, mixed),
     ],
 )
-def test_they_reach_the_servers(job, make, sharders):
+def test_they_reach_the_servers(shared_job, make, sharders):
     name = f"{make.__name__} {sharders.__name__}"
     module = make(name)
     with torch.no_grad():
         [weight] = [p for key, p in module.named_parameters() if name in key]
         weight.copy_(torch.arange(NUM_IDS * DIM).view(NUM_IDS, DIM))
     given = weight.detach().clone()
-    model = job.shard(Wrap(module), sharders(job.client))
+    model = shared_job.shard(Wrap(module), sharders(shared_job.client))
     [key] = [key for key in model.state_dict() if name in key]
     assert torch.equal(model.state_dict()[key].whole(), given)
-    assert torch.equal(torch.tensor(job.read(name, range(NUM_IDS)))[:, :DIM], given)
+    assert torch.equal(
+        torch.tensor(shared_job.read(name, range(NUM_IDS)))[:, :DIM], given
+    )
 
 
-def test_collections_on_meta_have_no_rows(job):
-    job.shard(Wrap(sequences("meta", META)), all_sharders(job.client))
-    assert not len(job.client.count_ids("meta")[1])
+def test_collections_on_meta_have_no_rows(shared_job):
+    shared_job.shard(Wrap(sequences("meta", META)), all_sharders(shared_job.client))
+    assert not len(shared_job.client.count_ids("meta")[1])
 
 
-def test_rows_that_are_there_stay(job):
+def test_rows_that_are_there_stay(shared_job):
     """As at a restart of the trainers."""
     first = sequences("again")
     with torch.no_grad():
         first.embeddings["again"].weight.fill_(3.0)
-    model = job.shard(Wrap(first), all_sharders(job.client))
+    model = shared_job.shard(Wrap(first), all_sharders(shared_job.client))
     model(ALL)["f"].values().sum().backward()
-    second = job.shard(Wrap(sequences("again")), all_sharders(job.client))
+    second = shared_job.shard(Wrap(sequences("again")), all_sharders(shared_job.client))
     [key] = second.state_dict()
     assert (second.state_dict()[key].whole() == 2.0).all()
 
 
-def test_more_than_the_servers_hold_is_a_warning(job, caplog):
+def test_more_than_the_servers_hold_is_a_warning(shared_job, caplog):
     caplog.set_level(logging.INFO)
     with Servers(1, capacity_rows=5) as servers:
         client = EmbeddingClient.connect(servers.addresses)

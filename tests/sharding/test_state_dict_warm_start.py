@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shards
 from torchrec import EmbeddingBagCollection
@@ -30,14 +29,6 @@ SPECS = [
     TableSpec(name="plain", dim=3, optimizer=SGD(0.1)),
     TableSpec(name="halves", dim=3, optimizer=SGD(0.1), weight_dtype="bf16"),
 ]
-
-
-@pytest.fixture
-def group():
-    """Be the only process of a group, as sharded tensors need one."""
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
 
 
 def sharded(whole, *offsets):

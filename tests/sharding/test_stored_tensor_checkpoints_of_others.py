@@ -25,7 +25,7 @@ from torchrec.distributed.types import ShardedTensor
 from persia_torchrec import SGD, Adagrad, remote_sharders
 from persia_torchrec.errors import BatchError, ConfigError
 from tests.support.models import bags_of, sequences_of
-from tests.support.remote_job import CPU, META, RemoteJob, kjt_of, shard
+from tests.support.remote_job import CPU, META, kjt_of, shard
 
 # torch's own gather of a ShardedTensor warns that these will go.
 pytestmark = pytest.mark.filterwarnings("ignore:Please use DTensor:FutureWarning")
@@ -33,12 +33,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Please use DTensor:FutureWarning
 NUM_IDS, DIM = 8, 4
 FUSED = ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"])
 PLAIN = [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
-
-
-@pytest.fixture(scope="module")
-def job():
-    with RemoteJob() as job:
-        yield job
 
 
 class Model(nn.Module):
@@ -54,9 +48,9 @@ class Model(nn.Module):
 
 
 @pytest.fixture
-def remote(job):
-    job.client.clear()
-    return job.shard(Model(), remote_sharders(job.client, SGD(1.0)))
+def remote(shared_job):
+    shared_job.client.clear()
+    return shared_job.shard(Model(), remote_sharders(shared_job.client, SGD(1.0)))
 
 
 @pytest.fixture
@@ -113,14 +107,15 @@ def test_tables_are_sharded_tensors_where_plain_has_them(remote):
 
 
 @pytest.fixture(scope="module")
-def with_state(job):
+def with_state(shared_job):
     """Return tensors of weights and of state, ours and plain's, by name."""
     named = {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.1}
     sharders = [EmbeddingBagCollectionSharder(named), EmbeddingCollectionSharder(named)]
     models = [
         shard(Model(), *sharders, constraints={"bag": FUSED, "row": FUSED}),
-        job.shard(
-            Model(), remote_sharders(job.client, fused_params=named, namespace="s")
+        shared_job.shard(
+            Model(),
+            remote_sharders(shared_job.client, fused_params=named, namespace="s"),
         ),
     ]
     found = []
@@ -168,11 +163,11 @@ def test_shards_are_read_and_written_by_parts_of_their_rows(with_state):
         assert torch.equal(own.clone(), expected)
 
 
-def test_torchsnapshot_takes_and_restores_them(remote, job, tmp_path):
+def test_torchsnapshot_takes_and_restores_them(remote, shared_job, tmp_path):
     torchsnapshot = pytest.importorskip("torchsnapshot")
-    named = job.client, Adagrad(0.1)
-    model = job.shard(Model(), remote_sharders(*named, namespace="taken"))
-    other = job.shard(Model(), remote_sharders(*named, namespace="restored"))
+    named = shared_job.client, Adagrad(0.1)
+    model = shared_job.shard(Model(), remote_sharders(*named, namespace="taken"))
+    other = shared_job.shard(Model(), remote_sharders(*named, namespace="restored"))
     model(kjt_of({"f": [[0, 1]]})).sum().backward()
     snapshot = torchsnapshot.Snapshot.take(str(tmp_path / "model"), {"model": model})
     snapshot.restore({"model": other})
@@ -307,10 +302,10 @@ def test_reading_its_memory_is_an_error_that_reports_how(table):
         table.data_ptr()
 
 
-def test_trackers_of_rows_are_errors(remote, job):
+def test_trackers_of_rows_are_errors(remote, shared_job):
     with pytest.raises(ConfigError, match="Servers write increments"):
         remote.init_torchrec_delta_tracker(DeltaTrackerConfig())
-    sharders = remote_sharders(job.client, SGD(1.0))
+    sharders = remote_sharders(shared_job.client, SGD(1.0))
     with pytest.raises(ConfigError, match="Servers write increments"):
         DistributedModelParallel(
             Model(),

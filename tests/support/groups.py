@@ -10,6 +10,14 @@ from tests.support.ports import draw_port
 
 
 @contextlib.contextmanager
+def alone():
+    """Be the only trainer of a group."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+@contextlib.contextmanager
 def trainer_of_group(rank, size, file, backend="gloo"):
     """Be one of the trainers that meet by a file, in one thread."""
     torch.set_num_threads(1)

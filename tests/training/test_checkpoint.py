@@ -10,7 +10,6 @@ from traceback import StackSummary
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader, save
 from torch.distributed.checkpoint.api import CheckpointException
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
@@ -101,18 +100,16 @@ def batch_of(seed):
 
 
 @pytest.fixture
-def start(request):
+def start(request, group):
     runs = []
 
     def start(*args, **settings):
         runs.append(Run(*args, **settings))
         return runs[-1]
 
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     yield start
     for run in runs:
         run.close()
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

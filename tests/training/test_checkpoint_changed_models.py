@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from persia_torchrec import RemoteEmbeddingBagCollectionSharder
@@ -66,9 +65,8 @@ class Run:
 
 
 @pytest.fixture
-def start(servers, caplog):
+def start(servers, caplog, group):
     caplog.set_level("INFO")
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     runs = []
 
     def start(*args, **settings):
@@ -79,7 +77,6 @@ def start(servers, caplog):
     for run in runs:
         run.sharder.close()
         run.client.close()
-    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torchrec import (
     EmbeddingBagCollection,
@@ -31,16 +30,9 @@ from tests.support.processes import Processes
 from tests.support.remote_job import shard
 from tests.support.serving_process import Serving, ask, predict
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("group")]
 
 KEYS = list("abc")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def group():
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
 
 
 def bags(dim=8, **features):

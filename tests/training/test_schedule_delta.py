@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from persia_torchrec import (
     DynamicDim,
@@ -39,18 +38,16 @@ PLAIN = ["plain"]
 
 
 @pytest.fixture
-def start(servers, tmp_path):
+def start(servers, tmp_path, group):
     jobs = []
 
     def start(*args, **settings):
         jobs.append(Job(servers, tmp_path, *args, **settings))
         return jobs[-1]
 
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     yield start
     for job in jobs:
         job.close()
-    dist.destroy_process_group()
 
 
 def job_with_deltas(start, num_servers=2, **settings):

@@ -6,7 +6,6 @@ from contextlib import closing, contextmanager
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torchrec import (
     EmbeddingBagCollection,
@@ -26,6 +25,8 @@ from persia_torchrec import (
 from persia_torchrec.errors import CheckpointError
 from tests.support.remote_job import META, PatientClient, Servers, kjt_of, shard
 
+pytestmark = pytest.mark.usefixtures("group")
+
 NUM_IDS, DIM = 8, 4
 IDS = {"f": [[0, 1], [1]]}
 SOME = np.arange(2, dtype=np.uint64)
@@ -44,13 +45,6 @@ class Two(nn.Module):
 
     def forward(self, ids):
         return self.bags(ids).values().sum() + self.rows(ids)["f"].values().sum()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
 
 
 @contextmanager
