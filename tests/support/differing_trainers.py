@@ -11,14 +11,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
 
 from persia_torchrec import (
     SGD,
     Adagrad,
     Constant,
-    EmbeddingClient,
-    RemoteEmbeddingBagCollectionSharder,
     TableSettings,
     timeouts,
 )
@@ -26,7 +23,8 @@ from persia_torchrec.rpc import silences
 from persia_torchrec.sharding.training_blocks import join
 from tests.support.groups import trainer_of_group
 from tests.support.models import bags_of
-from tests.support.remote_job import ids_of, kjt_of, shard
+from tests.support.remote_job import ids_of, kjt_of
+from tests.support.two_trainers import Trainer
 
 NUM_IDS, DIM, HOT = 12, 4, 7
 ADAGRAD = {"lr": 0.1, "initial_accumulator_value": 0.0, "eps": 1e-8}
@@ -78,21 +76,13 @@ class Net(nn.Module):
         return values, self.dense(torch.ones_like(values))
 
 
-class Training:
+class Training(Trainer):
     """The model of one of the trainers."""
 
     def __init__(self, addresses, optimizer, **settings):
-        self.client = EmbeddingClient.connect(addresses)
-        self.sharder = RemoteEmbeddingBagCollectionSharder(
-            self.client,
-            optimizer,
-            tables={"t": TableSettings(initializer=Constant(0.0))},
-            gradient_division=False,
-            **settings,
-        )
-        torch.manual_seed(0)
-        wrapper = DefaultDataParallelWrapper(static_graph=False)
-        self.model = shard(Net(), self.sharder, data_parallel_wrapper=wrapper)
+        zeros = {"t": TableSettings(initializer=Constant(0.0))}
+        settings = {"tables": zeros, "gradient_division": False, **settings}
+        super().__init__(addresses, Net, optimizer, **settings)
 
     def step(self, number, *, is_linear=False):
         bags, given = batch(dist.get_rank(), number)
@@ -109,8 +99,7 @@ class Training:
         self.sharder.flush()
         dist.barrier()
         found = self.client.read("t", ids_of(range(NUM_IDS)))[:, :DIM]
-        self.sharder.close()
-        self.client.close()
+        self.__exit__()
         return found
 
 

@@ -1,5 +1,6 @@
 """Trainers that take rows from one queue, are killed, and are others in number then."""
 
+from contextlib import closing
 from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
@@ -22,6 +23,7 @@ from persia_torchrec.data import CsvDataset, IdColumn, LabelColumn, WorkQueue
 from persia_torchrec.sharding.training_blocks import join
 from persia_torchrec.training.recoverable import recoverable
 from tests.support.faults import kill_self
+from tests.support.groups import trainer_of_group
 from tests.support.models import bags_of
 from tests.support.processes import wait_until
 from tests.support.remote_job import shard
@@ -65,41 +67,36 @@ def train(rank: int, size: int, addresses, folder: Path, dies_at: int) -> None:
         folder: of the files, and of the checkpoints.
         dies_at: the first step at which it may be; 0: none.
     """
-    torch.set_num_threads(1)
-    life = env.num_group_restarts()
-    store = dist.FileStore(str(folder / f"process group {life}"), size)
-    dist.init_process_group("gloo", rank=rank, world_size=size, store=store)
-    data = make_data(folder, batch_size=8 + rank)
-    client = EmbeddingClient.connect(addresses)
-    model, sharder, optimizer, together = make_model(client)
-    state = {"model": model, "optimizer": optimizer, "data": data}
+    group = trainer_of_group(rank, size, folder / f"group {env.num_group_restarts()}")
     given = {"interval_s": 0, "save_steps": 3}
     dies = dies_at > 0 and rank == size - 1
 
     def is_saved() -> bool:
         return any((folder / "run").glob("checkpoint-*/manifest.json"))
 
-    with recoverable(folder / "run", state, client, sharder, **given) as run:
-        with together():
-            num_steps = 0
-            # One batch is ahead, as in a train pipeline.
-            for batch, _ in pairwise(chain(run.skip(data), [None])):
-                optimizer.zero_grad()
-                model(batch).backward()
-                optimizer.step()
-                num_steps += 1
-                if dies and num_steps >= dies_at and is_saved():
-                    kill_self()
-                run.step()
-        if dies:
-            wait_until(is_saved, "a checkpoint")
-            kill_self()
-        print(f"resumed from {run.resumed_from}, {num_steps} steps")
-    sharder.flush()
-    dist.barrier()
-    dist.destroy_process_group()
-    sharder.close()
-    client.close()
+    with group, closing(EmbeddingClient.connect(addresses)) as client:
+        data = make_data(folder, batch_size=8 + rank)
+        model, sharder, optimizer, together = make_model(client)
+        state = {"model": model, "optimizer": optimizer, "data": data}
+        with recoverable(folder / "run", state, client, sharder, **given) as run:
+            with together():
+                num_steps = 0
+                # One batch is ahead, as in a train pipeline.
+                for batch, _ in pairwise(chain(run.skip(data), [None])):
+                    optimizer.zero_grad()
+                    model(batch).backward()
+                    optimizer.step()
+                    num_steps += 1
+                    if dies and num_steps >= dies_at and is_saved():
+                        kill_self()
+                    run.step()
+            if dies:
+                wait_until(is_saved, "a checkpoint")
+                kill_self()
+            print(f"resumed from {run.resumed_from}, {num_steps} steps")
+        sharder.flush()
+        dist.barrier()
+        sharder.close()
 
 
 def make_data(folder: Path, batch_size: int) -> CsvDataset:

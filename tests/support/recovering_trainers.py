@@ -17,6 +17,7 @@ from persia_torchrec.logger import get_default_logger
 from persia_torchrec.training import schedule as schedule_module
 from persia_torchrec.training.recoverable import recoverable
 from tests.support.faults import kill_self
+from tests.support.groups import trainer_of_group
 from tests.support.local_job import Batches, SumOfEmbeddings, batch_of
 from tests.support.two_trainers import ADAM, Trainer, batches, loss_of
 from tests.support.two_trainers import Model as TorchRecModel
@@ -141,12 +142,10 @@ def count(folder: Path, last_saved: int, dies_at: int, resume: str) -> None:
 
 def run_torchrec(rank, addresses, folder: Path, dies_at: int) -> None:
     """Be one of two trainers of a TorchRec model, within ``recoverable``."""
-    torch.set_num_threads(1)
     schedule_module._LEAST_INTERVAL = 0
     life = env.num_group_restarts()
-    store = dist.FileStore(str(folder / f"process group {dies_at} {life}"), 2)
-    dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
-    with Trainer(addresses, TorchRecModel, ADAM, staleness=1) as trainer:
+    group = trainer_of_group(rank, 2, folder / f"process group {dies_at} {life}")
+    with group, Trainer(addresses, TorchRecModel, ADAM, staleness=1) as trainer:
         optimizer = torch.optim.Adam(trainer.model.parameters(), lr=0.05)
         schedules = {
             name: torch.optim.lr_scheduler.ExponentialLR(scheduled, 0.9)
@@ -185,7 +184,6 @@ def run_torchrec(rank, addresses, folder: Path, dies_at: int) -> None:
         steps=steps,
         **learnt,
     )
-    dist.destroy_process_group()
 
 
 class Shuffled:

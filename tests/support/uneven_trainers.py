@@ -22,6 +22,7 @@ from persia_torchrec import (
 from persia_torchrec.sharding.training_blocks import join
 from persia_torchrec.training.recoverable import recoverable
 from tests.support.faults import kill_self
+from tests.support.groups import trainer_of_group
 from tests.support.remote_job import META, kjt_of, shard
 
 TABLE = EmbeddingBagConfig(1000, 4, name="id", feature_names=["id"])
@@ -117,10 +118,8 @@ def train(
         dies_at: steps of all passes after which the last trainer is killed; 0: none.
         settings: of ``recoverable``, beside a checkpoint each fifth step.
     """
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / f"group {env.num_group_restarts()}"), size)
-    dist.init_process_group("gloo", rank=rank, world_size=size, store=store)
-    with closing(EmbeddingClient.connect(addresses)) as client:
+    group = trainer_of_group(rank, size, folder / f"group {env.num_group_restarts()}")
+    with group, closing(EmbeddingClient.connect(addresses)) as client:
         model, sharder, optimizer = make_counts(client)
         state = {"model": model, "optimizer": optimizer, "num_seen": 0}
         saves = {"interval_s": 0, "save_steps": 5, "keep": 100, **settings}
@@ -142,4 +141,3 @@ def train(
         sharder.flush()
         dist.barrier()
         sharder.close()
-    dist.destroy_process_group()
