@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from persia_torchrec.errors import ConfigError, PersiaError, StalenessError
-from persia_torchrec.pipeline.staleness import Permit, StalenessSemaphore
+from persia_torchrec.pipeline.staleness import Depth, Permit, StalenessSemaphore
 from tests.support.servers import DEADLINE_S
 from tests.support.threads import InThread
 
@@ -168,6 +168,34 @@ def test_a_permit_that_never_came_is_no_lookup():
     with pytest.raises(StalenessError):
         take(permits)
     assert counts(permits) == (1, 0, 0)
+
+
+def test_a_batch_that_is_recalled_is_not_pulled():
+    permits = StalenessSemaphore(1, timeout_s=DEADLINE_S)
+    take(permits)
+    more = Permit()
+    waiting = InThread(permits.take, more)
+    assert waiting.still_waits()
+    permits.recall(more)
+    assert waiting.result() is False
+    assert counts(permits) == (1, 0, 0)
+
+
+def test_a_step_is_the_mean_without_the_longest_and_an_outlier_counts_once():
+    depth, now_s = Depth(20), 0.0
+    assert depth.num == 2
+
+    def measure(num, *steps_s, late_s):
+        nonlocal now_s
+        for step_s in steps_s:
+            now_s += step_s
+            depth.measure(num, now_s, now_s + late_s)
+        return depth.num
+
+    assert measure(4, *[0.5, 1.5] * 16, late_s=-1.0) == 3
+    assert measure(2, *[1.0] * 40, late_s=-5.0) == 2
+    assert measure(2, 1.0, late_s=10.0) == 2
+    assert measure(2, 11.0, late_s=10.0) == 3
 
 
 class Training:

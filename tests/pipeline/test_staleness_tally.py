@@ -35,7 +35,7 @@ def use(tally, drops, *, pushed):
 
 def test_eight_batches_without_a_backward_pass_at_first_are_one_warning(num_warnings):
     tally = BatchStatistics()
-    for drops, expected in ((7, 0), (200, 1)):
+    for drops, expected in ((7, 0), (1, 1), (199, 1)):
         use(tally, drops, pushed=False)
         assert num_warnings() == expected
     assert tally.num_dropped == 207
@@ -102,6 +102,22 @@ def test_rows_that_were_never_admitted_are_not_called_evicted(num_warnings):
     assert tally.total.num_evicted == 0
     updates(tally, 32, missed=500, unadmitted=490)
     assert num_warnings() == 1
+
+
+def test_rejected_gradients_are_warned_of_at_each_further_digit(num_warnings):
+    tally = BatchStatistics()
+    seen = []
+    for refused in (0, 1, 8, 1, 89, 1):
+        tally.applied(PushOutcome(0, refused, 0, 1000))
+        seen.append(num_warnings())
+    assert seen == [0, 1, 1, 2, 2, 3]
+
+
+def test_steps_are_between_pushes():
+    tally = BatchStatistics()
+    for _ in range(3):
+        tally.pushed()
+    assert (tally.num_pushed, sum(tally.steps.bins)) == (3, 2)
 
 
 def test_summaries_of_several_collections_add_up():
