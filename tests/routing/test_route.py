@@ -8,10 +8,13 @@ from hypothesis import strategies as st
 from persia_torchrec.errors import BatchError
 from persia_torchrec.routing.route import (
     FeatureColumns,
+    IdGroup,
     add_prefix,
+    farmhash64,
     hash_stack,
     is_of_shard,
     route_features,
+    split_rows,
     sum_by_id,
     unique_ids,
 )
@@ -150,3 +153,45 @@ def test_the_gradients_of_an_id_are_summed_in_their_order(num):
     np.add.at(expected, unique.inverse, grads)
     np.testing.assert_array_equal(unique.ids[unique.inverse], ids)
     np.testing.assert_array_equal(sums, expected)
+
+
+def test_features_are_routed_by_group_shard_and_table():
+    """One of table a, one of b, and the first key again as buckets of c."""
+    ids = np.array([7, 3, 9, 3, 4, 9, 5], np.uint64)
+    columns = [[0, 1, 0], [0, 1, 2], [0, 0, 2], [0, 0, 10], [0, 0, 0], [0, 0, 0]]
+    features = FeatureColumns(*np.array(columns, np.uint64))
+    groups, shared = np.array([0, 0, 1]), np.zeros(3, np.uint64)
+    route = route_features(ids, np.array([0, 4, 7]), features, groups, shared, 2)
+    found, counts = route.by_group([("a", "b"), ("c",)])
+    stops = [*route.starts[1:], len(route.inverse)]
+    given = ids[:4], ids[4:], hash_stack(ids[:4], 2, 10)
+    for feature, (group, index) in enumerate([(0, 0), (0, 1), (1, 0)]):
+        own = route.inverse[route.starts[feature] : stops[feature]]
+        assert found[group].ids[own].tolist() == given[feature].tolist()
+        repeats = Counter(given[feature].tolist())
+        for shard, (start, stop) in enumerate(found[group].ranges_of(index)):
+            here = found[group].ids[start:stop]
+            assert (farmhash64(here) % np.uint64(2) == shard).all()
+            assert [repeats.pop(id_) for id_ in here.tolist()] == (
+                counts[group][start:stop].tolist()
+            )
+        assert not repeats
+
+
+def test_flat_rows_are_split_by_table():
+    rows = split_rows(
+        np.arange(12, dtype=np.float32), np.array([0, 1, 3]), np.array([2, 5])
+    )
+    assert [of_table.tolist() for of_table in rows] == [
+        [[0, 1]],
+        [[2, 3, 4, 5, 6], [7, 8, 9, 10, 11]],
+    ]
+
+
+def test_ids_of_shared_rows_are_where_their_row_is():
+    ids = unique_ids(np.arange(40, dtype=np.uint64), 3, shared_rows=5)
+    ranges = IdGroup.of("a", ids).ranges_of(0)
+    for shard, (start, stop) in enumerate(ranges):
+        of_rows = farmhash64(ids.ids[start:stop] % np.uint64(5))
+        assert (of_rows % np.uint64(3) == shard).all()
+    assert ranges[-1][1] == 40
