@@ -9,6 +9,7 @@ from persia_torchrec.errors import (
     ConfigError,
     NotReadyError,
     RemoteError,
+    RequestTimeoutError,
     RestartedError,
     ServerError,
 )
@@ -197,6 +198,20 @@ def test_no_timeout_runs_while_the_server_is_away(starts, connect):
     starts.start()
     assert starts.answer(2) == [b"0", b"1"]
     assert second.frames()
+
+
+def test_a_request_that_was_sent_again_must_be_answered_within_what_was_left(
+    starts, connect
+):
+    connections = connect(starts.address)
+    request = submit(connections, b"0", timeout_s=2.0)
+    starts.take()
+    starts.kill()
+    wait_until(lambda: connections[0].is_away, "the loss is noticed")
+    starts.start()
+    assert starts.take()[2] == b"0"
+    with pytest.raises(RequestTimeoutError, match="writing"):
+        request.frames(within_s=DEADLINE_S)
 
 
 def test_requests_are_sent_again_when_only_the_network_failed(starts, connect):
