@@ -38,9 +38,7 @@ from persia_torchrec.rpc.messages import (
     encode_json,
 )
 from persia_torchrec.rpc.sockets import MAX_MESSAGE_BYTES
-from persia_torchrec.server.checkpoint_service import (
-    CheckpointRequest,
-)
+from persia_torchrec.server.checkpoint_service import CheckpointRequest
 from persia_torchrec.server.joint_steps import JointTrainer
 from persia_torchrec.server.open_batches import Batch
 from persia_torchrec.server.shard import (

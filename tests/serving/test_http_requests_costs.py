@@ -128,6 +128,7 @@ def test_json_of_many_values_is_rejected_unread(server, name, caplog):
 
 def test_a_list_counts_as_four_numbers_and_a_key_as_eight():
     require_few_values(b"1," * (2**20 - 12) + b"[:")
+    require_few_values(b'"%s"' % (b",[:" * 2**20))  # in a text it is none
     texts = b"1," * (2**20 - 11) + b"[:", b"[" * (2**18 + 1), b":" * (2**17 + 1)
     for text in (*texts, b" " * (2**25 + 1)):
         with pytest.raises(TooLargeError, match=r"1048576 values, where a list"):
