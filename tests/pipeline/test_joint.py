@@ -11,6 +11,7 @@ from persia_torchrec.pipeline.joint import Trainers
 from persia_torchrec.pipeline.pipeline import BatchPipeline
 from persia_torchrec.rpc.messages import Share
 from tests.support.count_table import COUNT, FEATURE, ONE_UPDATE, bags_of, wait_until
+from tests.support.logs import warnings_of
 from tests.support.servers import DEADLINE_S, ids_of
 from tests.support.threads import all_at_once
 
@@ -86,9 +87,8 @@ def test_a_lookup_without_a_backward_pass_is_no_step(two, staleness, caplog):
         for trainer in (first, second):
             trainer.pipeline.flush()
         assert (first.num_updates(5), first.num_updates(6)) == (step, step)
-    warnings = [r for r in caplog.records if r.levelname == "WARNING"]
-    assert len(warnings) == 1
-    assert "is no step of the trainers" in warnings[0].message
+    (warning,) = warnings_of(caplog)
+    assert "is no step of the trainers" in warning.message
 
 
 def test_a_batch_that_cannot_be_looked_up_is_no_step(two):
@@ -212,7 +212,7 @@ def test_a_trainer_without_connections_ends_quietly(two, monkeypatch, caplog):
     monkeypatch.setattr("sys.last_value", ValueError("a bug"), raising=False)
     first.client.close()
     at_exit()
-    assert not caplog.records
+    assert not warnings_of(caplog)
 
 
 def test_a_trainer_that_has_closed_is_named_when_the_others_begin_again(two):

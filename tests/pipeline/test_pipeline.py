@@ -1,4 +1,3 @@
-import logging
 import threading
 import time
 from collections import deque
@@ -23,9 +22,9 @@ from persia_torchrec.errors import (
 from persia_torchrec.lookup.sharded_lookup import ShardedLookup
 from persia_torchrec.pipeline import pipeline
 from persia_torchrec.pipeline.pipeline import BatchPipeline
-from persia_torchrec.rpc import silences
 from persia_torchrec.rpc.messages import Header, Kind
 from tests.support.count_table import COUNT, FEATURE, ONE_UPDATE, bags_of, wait_until
+from tests.support.logs import warnings_of
 from tests.support.servers import DEADLINE_S, ids_of
 from tests.support.threads import InThread
 
@@ -579,8 +578,7 @@ def test_gradients_that_are_not_finite_are_counted_and_warned_of_at_times(
     assert trainer.pipeline.tally.total.num_missed == 0
     assert trainer.num_updates(1) == 1
     # At the first rejected row, and whenever there are ten times as many.
-    warnings = [r for r in caplog.records if r.levelno == logging.WARNING]
-    assert len(warnings) == 2
+    assert len(warnings_of(caplog)) == 2
 
 
 def with_rate(lr):
@@ -686,12 +684,6 @@ def test_a_change_that_waits_for_room_ends_with_the_pipeline(train):
     assert trainer.client.table("count").optimizer != SGD(99.0)
 
 
-def num_warnings(caplog):
-    """Count all but those of waits, which a loaded machine makes long."""
-    of_others = [r for r in caplog.records if r.name != silences.__name__]
-    return [record.levelno for record in of_others].count(logging.WARNING)
-
-
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_batches_that_are_used_and_dropped_are_one_warning(train, caplog, staleness):
     trainer = train(staleness)
@@ -699,7 +691,7 @@ def test_batches_that_are_used_and_dropped_are_one_warning(train, caplog, stalen
         while trainer.pipeline.summary().num_lookups < num_dropped:
             trainer.pull()
         wait_until(lambda n=num_dropped: trainer.pipeline.summary().num_dropped == n)
-        assert num_warnings(caplog) == expected
+        assert len(warnings_of(caplog)) == expected
 
 
 def test_a_loop_that_pushes_some_of_its_batches_is_not_warned(train, caplog):
@@ -708,7 +700,7 @@ def test_a_loop_that_pushes_some_of_its_batches_is_not_warned(train, caplog):
         trainer.pull()
         trainer.pull().push(ONE_UPDATE)
     wait_until(lambda: trainer.pipeline.summary().num_dropped == 10)
-    assert num_warnings(caplog) == 0
+    assert len(warnings_of(caplog)) == 0
 
 
 def evaluate(trainer):
@@ -739,7 +731,7 @@ def test_evaluation_without_backward_pass_gives_no_warning(train, caplog, use):
     use(trainer)
     wait_until(lambda: trainer.counters("open_batches") == [0])
     assert trainer.pipeline.summary().num_dropped == 0
-    assert num_warnings(caplog) == 0
+    assert len(warnings_of(caplog)) == 0
 
 
 def test_gradients_of_evicted_ids_are_warned_of_while_they_come(train, caplog):
@@ -771,7 +763,7 @@ def test_gradients_of_ids_that_were_not_admitted_are_not_called_evicted(
     assert trainer.pipeline.tally.total.num_missed == 80
     summary = trainer.pipeline.summary()
     assert (summary.num_gradients, summary.num_evicted) == (80, 0)
-    assert num_warnings(caplog) == 0
+    assert len(warnings_of(caplog)) == 0
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
