@@ -79,17 +79,20 @@ class Activity:
 
 
 class CpuBudget:
-    """The budget of one kind of slices: ``fraction`` of a CPU on a busy server."""
+    """The budget of one kind of slices: ``fraction`` of a CPU on a busy server.
+
+    A caller may set another ``fraction`` at any time.
+    """
 
     def __init__(self, fraction: float, activity: Activity) -> None:
-        self._fraction = fraction
+        self.fraction = fraction
         self._activity = activity
         self._seen_s = self._credit_s = 0.0
 
     def has_credit(self) -> bool:
         """Return whether there is credit for a slice."""
         now_s = self._activity.clock()
-        earned_s = (now_s - self._seen_s) * self._fraction
+        earned_s = (now_s - self._seen_s) * self.fraction
         self._credit_s = min(self._credit_s + earned_s, _MAX_CREDIT_S)
         self._seen_s = now_s
         if not self._activity.is_busy:

@@ -48,6 +48,7 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.1  # how often the folders are polled
 _URL_POLL_S = 0.5  # those of an object store, where each look is a request
 _CPU_FRACTION = 0.2  # of a CPU that increments may take while lookups arrive
+_CPU_FRACTION_BEHIND = 0.4  # more of it, for each increment that waits to be applied
 _LOADING_POLL_MS = 20  # how often the progress of the load is checked
 _MAX_EVENTS = 2
 _CHECK_S = 0.1
@@ -380,7 +381,7 @@ class ServedCheckpoint:
             self._follower = follower
         elif follower.error is not None:
             raise follower.error
-        elif self._budget.has_credit():
+        elif self._has_credit(follower):
             with self._budget.spend():
                 try:
                     if self._increment is not None:
@@ -397,6 +398,12 @@ class ServedCheckpoint:
         if self._increment is not None or not follower.events.empty():
             return self._budget.wait_ms(idle_ms, is_ready=True)
         return min(idle_ms, _LOADING_POLL_MS) if self.is_loading else idle_ms
+
+    def _has_credit(self, follower: Follower) -> bool:
+        """Return whether there is credit; a server that falls behind has more."""
+        num_waiting = follower.events.qsize()
+        self._budget.fraction = _CPU_FRACTION + num_waiting * _CPU_FRACTION_BEHIND
+        return self._budget.has_credit()
 
     def _apply_slice(self, increment: Iterator[int]) -> None:
         num_rows = next(increment, None)

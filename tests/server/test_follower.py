@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import re
 import shutil
 import threading
@@ -14,7 +15,7 @@ import pytest
 
 from persia_torchrec import Adam, AdmitFrequency, DynamicDim, Expiry
 from persia_torchrec.checkpoint.background import Activity
-from persia_torchrec.checkpoint.load import ShardLoad
+from persia_torchrec.checkpoint.load import Increment, ShardLoad
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.embedding.optim import SGD, Adagrad
 from persia_torchrec.errors import (
@@ -27,6 +28,8 @@ from persia_torchrec.server import follower
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.follower import ServedCheckpoint
 from persia_torchrec.table import TableSpec
+from tests.server.clocks import SLICE_S, Clock
+from tests.support.increments import Training
 from tests.support.ports import draw_port
 from tests.support.processes import wait_until
 from tests.support.servers import (
@@ -411,3 +414,43 @@ def test_a_follower_ends_while_it_reads_a_checkpoint(behind, caplog, monkeypatch
     served.close()
     assert served.counters()["following_errors"] == num_errors
     assert "continuing from" not in caplog.text
+
+
+def test_a_follower_that_is_behind_takes_more_of_a_busy_processor(
+    servers, tmp_path, monkeypatch
+):
+    num_increments, num_read, read = 12, 0, Increment.read
+
+    def count(*args):
+        nonlocal num_read
+        increment = read(*args)
+        num_read += 1
+        return increment
+
+    training = Training(servers, tmp_path, num_servers=1)
+    training.dump()
+    for i in range(num_increments):
+        training.write(i)
+    monkeypatch.setattr(Increment, "read", count)
+    clock = Clock()
+    activity = Activity(clock.monotonic, clock.thread_time, last_s=math.inf)
+    config = ServerConfig(checkpoint=training.run, increments_dir=training.logs)
+    store = config.make_store()
+    served = ServedCheckpoint(config, store, activity)
+
+    def is_loaded():
+        served.work(100)
+        return store.states
+
+    wait_until(is_loaded, "the checkpoint is loaded")
+    clock.num_calls = num_applied = num_steps = 0
+    while num_applied + 3 <= num_increments:
+        least = num_applied + 3  # at most one of them is not handed over yet
+        wait_until(lambda least=least: num_read >= least, "increments wait")
+        clock.now_s += SLICE_S
+        served.work(100)
+        num_applied = served.counters()["increments_put_in"]
+        num_steps += 1
+    served.close()
+    num_slices = clock.num_calls / 2
+    assert num_steps < 2.5 * num_slices  # 5 at the share of a server that keeps up
