@@ -242,6 +242,13 @@ class Recovery:
         self._prepare_workers(batches)
         saved = self._saved
         if saved is not None and self._is_trained(saved):
+            if dataset is None and not self._num_epochs:
+                logger.info(
+                    "pass %d of the data was trained before the resume: it has no "
+                    "batches now. for epoch in run.epochs(n) begins at the epoch that "
+                    "is not over",
+                    self._num_passes,
+                )
             # A generator expression of the next pass begins to read when it is made.
             self._set_own(saved, set(saved.get("pass", {}).get("names", ())))
             return iter(())

@@ -114,6 +114,27 @@ def test_the_last_step_is_that_of_all_epochs(client, tmp_path):
     assert set(last_steps(5)) == set(last_steps(0)) == {NUM_EPOCHS * NUM_BATCHES}
 
 
+def test_a_loop_that_counts_epochs_by_itself_is_told_of_the_one_that_does(
+    client, tmp_path, caplog
+):
+    def run(num_passes, stop):
+        given = tmp_path, {}, client, ()
+        with recoverable(*given, interval_s=0) as run:
+            for _ in range(num_passes):
+                for _ in run.skip([torch.tensor([n]) for n in range(NUM_BATCHES)]):
+                    run.step()
+            if stop:
+                run.save()
+
+    caplog.set_level("INFO")
+    run(2, stop=True)
+    assert "run.epochs" not in caplog.text
+    run(3, stop=False)
+    assert caplog.text.count("was trained before the resume: it has no batches") == 1
+    assert "pass 1 of the data was trained" in caplog.text
+    assert caplog.text.count("for epoch in run.epochs(n)") == 1
+
+
 def test_a_work_queue_has_all_epochs_in_one_pass(client, tmp_path):
     (tmp_path / "rows.csv").write_text("1\n2\n")
     queue = WorkQueue([tmp_path / "rows.csv"], 2)
