@@ -371,6 +371,12 @@ def cpu_seconds(pid: int) -> float:
     return time.clock_gettime((~pid << 3) | 2)
 
 
+def main_thread_cpu_seconds(pid: int) -> float:
+    """Return the processor time of a process's main thread. Linux only."""
+    times = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text()
+    return int(times.split()[0]) / 1e9
+
+
 def resident_bytes(pid: int | None = None) -> int:
     """Return the resident memory of a process, by default of this one."""
     return int(psutil.Process(pid).memory_info().rss)

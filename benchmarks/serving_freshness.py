@@ -21,11 +21,18 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
 from benchmarks.filled import FilledServer
-from benchmarks.harness import Table, Timings, pinned
+from benchmarks.harness import (
+    Table,
+    Timings,
+    cpu_seconds,
+    main_thread_cpu_seconds,
+    pinned,
+)
 from benchmarks.increments import (
     IncrementSettings,
     draw_turns,
@@ -69,6 +76,7 @@ def measure_cost(settings: IncrementSettings, intervals_s: Sequence[float]) -> T
         rows: list[list[object]] = []
         for interval_s in intervals_s:
             timings, name = Timings(), f"{interval_s:g}"
+            cpu_s = {"nothing": np.zeros(2), name: np.zeros(2)}
             given = replace(settings, interval_s=interval_s)
             with ExitStack() as both:
                 of_log = given, num_rows, "increments", folder / name
@@ -77,14 +85,25 @@ def measure_cost(settings: IncrementSettings, intervals_s: Sequence[float]) -> T
                 servers = {"nothing": alone, name: writing}
                 for turn, requests in enumerate(turns):
                     for which in sorted(servers, reverse=bool(turn % 2)):
-                        num = sum(map(len, requests))
-                        timings.add(which, num, servers[which].stream(requests))
-                        wait_until_written(servers[which])
+                        num, server = sum(map(len, requests)), servers[which]
+                        before = _cpu_seconds(server.pid)
+                        timings.add(which, num, server.stream(requests))
+                        wait_until_written(server)
+                        cpu_s[which] += _cpu_seconds(server.pid) - before
             rates = timings.rate("nothing").median, timings.rate(name).median
-            rows.append([interval_s, *rates, timings.paired_ratio(name, "nothing")])
+            ratio = timings.paired_ratio(name, "nothing")
+            rows.append([interval_s, *rates, ratio, *cpu_s[name] / cpu_s["nothing"]])
     question = "What do increments cost a server that trains, and is never idle?"
-    header = "interval, s | M rows/s without | M rows/s with | of without"
+    header = (
+        "interval, s | M rows/s without | M rows/s with | of without | processor time "
+        "of the training thread, of without | of the process"
+    )
     return Table("cost", question, header, rows)
+
+
+def _cpu_seconds(pid: int) -> npt.NDArray[np.float64]:
+    """Return the processor time of the thread that trains, and of all threads."""
+    return np.array([main_thread_cpu_seconds(pid), cpu_seconds(pid)])
 
 
 def measure_delays(
