@@ -34,7 +34,8 @@ DEVICE := $(if $(shell nvidia-smi >/dev/null 2>&1 && echo yes),cuda,cpu)
 EXTRAS := dev
 $(if $(filter cpu cuda,$(DEVICE)),,$(error DEVICE must be cpu or cuda. Received: $(DEVICE)))
 
-PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install
+# Python writes the bytecode of what it imports; pip would that of all there is.
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install --no-compile
 # make install TORCH=2.14: another torch, with the fbgemm and TorchRec that fit it. The
 # choice is kept in .venv. fbgemm 1.X loads only with torch 2.(X+5).
 TORCHES := 2.11 2.12 2.13 2.14
@@ -112,7 +113,7 @@ test: $(STAMP)  ## check everything
 	$(MAKE) --no-print-directory $(CLIENTS) & clients=$$!; \
 	$(MAKE) --no-print-directory lint && wait $$loops && wait $$clients \
 		&& $(MAKE) --no-print-directory unit
-LOOPS := from persia_torchrec.lookup import pooling; from persia_torchrec.store import warm_up; pooling.warm_up(); warm_up.warm_up()
+LOOPS := import torchrec; from persia_torchrec.lookup import pooling; from persia_torchrec.store import warm_up; pooling.warm_up(); warm_up.warm_up()
 
 lint: $(STAMP)  ## format, lint, types, import rules
 	$(BIN)/ruff format --check --quiet .
@@ -121,7 +122,7 @@ lint: $(STAMP)  ## format, lint, types, import rules
 	$(BIN)/lint-imports --no-logo
 
 # Tests wait for processes half of the time: there are more of them than cores.
-WORKERS = $(shell expr $$(env -u OMP_NUM_THREADS nproc) \* 2)
+WORKERS = $(shell expr $$(env -u OMP_NUM_THREADS nproc) \* 5 / 2)
 PYTEST = PATH="$(BIN):$$PATH" $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 unit: $(STAMP) $(CLIENTS)  ## the tests, benchmarks included; ARGS="-k rpc" chooses
 	$(PYTEST) -m "not long" $(ARGS)
@@ -156,7 +157,7 @@ $(CLIENTS): Makefile
 	$(CLIENTS_PIP) 'tritonclient[http,grpc]==2.73.0' \
 		open-inference-openapi==2.0.0.1 open-inference-grpc==2.0.0 \
 		&& touch $@ || echo "not installed, so that their tests skip: tritonclient"
-CLIENTS_PIP := $(dir $(CLIENTS))bin/python -m pip -qq --disable-pip-version-check install
+CLIENTS_PIP := $(dir $(CLIENTS))bin/python -m pip -qq --disable-pip-version-check install --no-compile
 
 # KServe's, 400 MB, is of make long alone.
 $(KSERVE): $(CLIENTS)

@@ -242,6 +242,7 @@ def in_a_process(folder, target, *words):
     return process.output()
 
 
+@pytest.mark.long
 def test_on_servers_at_staleness_0_the_losses_are_those_in_this_process(tmp_path):
     lines = in_a_process(tmp_path, compare).splitlines()
     local, remote = (json.loads(line) for line in lines if line.startswith("[["))

@@ -72,6 +72,7 @@ def deterministic():
     torch.set_rng_state(state)
 
 
+@pytest.mark.long
 def test_the_auc_over_http_is_that_of_the_job(tmp_path, monkeypatch, deterministic):
     """Of a server that follows the training, and of one that starts after it."""
     trained, tested = adult.load_adult(Path(os.environ["PERSIA_DATA_DIR"]))
