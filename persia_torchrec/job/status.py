@@ -245,11 +245,12 @@ class _Heard:
         has_begun = numbers.get("samples", 1) > 0  # else it resumes at a step
         if num > 0 and self._step >= 0 and has_begun:
             took_s = (now_s - self.moved_s) / num
-            self.usual_s = (
-                took_s
-                if self.usual_s is None
-                else self.usual_s + _NEW_STEP * (took_s - self.usual_s)
-            )
+            if self.usual_s is None:
+                self.usual_s = took_s
+            else:
+                if now_s - self.moved_s > self._stalled_s():  # that is not usual
+                    took_s = min(took_s, 2 * self.usual_s)
+                self.usual_s += _NEW_STEP * (took_s - self.usual_s)
             self.step_s = now_s
         if num > 0 or num_read > self._num_read or is_paused:
             self.moved_s = now_s
@@ -258,12 +259,15 @@ class _Heard:
 
     def stalls_at_s(self, role: str) -> float:
         """Return when it is stalled, unless it moves before; infinity: never."""
-        least_s = timeouts.STALLED_S
         if role == "server" and self.readings:
-            return max(self.readings[-1].at_s, self.moved_s) + least_s
+            return max(self.readings[-1].at_s, self.moved_s) + timeouts.STALLED_S
         if role != "trainer" or self.step_s is None or self.is_done:
             return float("inf")
-        return self.moved_s + max(least_s, _USUAL_STEPS * (self.usual_s or 0.0))
+        return self.moved_s + self._stalled_s()
+
+    def _stalled_s(self) -> float:
+        """Return how long a trainer may take for a step."""
+        return max(timeouts.STALLED_S, _USUAL_STEPS * (self.usual_s or 0.0))
 
 
 class Statuses:

@@ -138,6 +138,20 @@ def test_slow_steps_are_no_stall():
     assert job.state("trainer") == "stalled"
 
 
+def test_a_stall_does_not_change_what_a_step_usually_takes(job):
+    for _ in range(3):
+        job.passes(100, "server", "trainer")
+        assert job.state("trainer") == "stalled"
+        job.passes(1, "server", "trainer", steps_a_second=2)
+        assert job.state("trainer") == WELL
+
+
+def test_steps_that_become_slow_are_usual_after_a_while(job):
+    job.passes(30 * 100, "server", "trainer", steps_a_second=0.01)
+    job.passes(90, "server", "trainer")
+    assert job.state("trainer") == WELL
+
+
 def test_a_trainer_without_a_step_starts():
     job = Watched()
     job.passes(200, "server", "trainer")
