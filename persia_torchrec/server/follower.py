@@ -45,7 +45,7 @@ from persia_torchrec.store.embedding_store import EmbeddingStore
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.1  # how often the folders are polled
+POLL_S = 0.05  # how often the folders are polled
 _URL_POLL_S = 0.5  # those of an object store, where each look is a request
 _CPU_FRACTION = 0.2  # of a CPU that increments may take while lookups arrive
 _CPU_FRACTION_BEHIND = 0.4  # more of it, for each increment that waits to be applied
