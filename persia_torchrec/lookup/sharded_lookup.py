@@ -103,6 +103,20 @@ class RowSource(Protocol):
         """Ask for rows, see ``EmbeddingClient.pull``."""
 
 
+class GroupFeatures(NamedTuple):
+    """Of the features of one group, int64: index, key, pooling, and rounds or 1."""
+
+    indices: npt.NDArray[np.int64]
+    keys: npt.NDArray[np.int64]
+    poolings: npt.NDArray[np.int64]
+    rounds: npt.NDArray[np.int64]
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether a bag may be more than the sum of its rows."""
+        return bool((self.poolings != POOLINGS.index("sum")).any())
+
+
 class RoutePlan(NamedTuple):
     """How the ids of features become those of groups, which are tables of one dim.
 
@@ -118,6 +132,7 @@ class RoutePlan(NamedTuple):
         feature_groups: int64 ``(F,)``, as ``group_of``; ``keys`` and ``poolings``, of
             ``POOLINGS``, likewise.
         hashed: features whose ids have several buckets.
+        of_groups: the features of each group, in their order.
     """
 
     version: int
@@ -132,6 +147,7 @@ class RoutePlan(NamedTuple):
     keys: npt.NDArray[np.int64]
     poolings: npt.NDArray[np.int64]
     hashed: tuple[int, ...]
+    of_groups: tuple[GroupFeatures, ...]
 
 
 class BatchFeatures:
@@ -141,6 +157,7 @@ class BatchFeatures:
         self, specs: Sequence[FeatureSpec], outputs: Sequence[Sequence[int]] = ()
     ) -> None:
         self.specs = tuple(specs)
+        self.names = [(spec.table, spec.name) for spec in specs]
         self.outputs = outputs  # indices of the features in each
         self._plan: RoutePlan | None = None
 
@@ -178,7 +195,10 @@ def _make_plan(
     ]
     columns = np.array(rows, dtype=np.uint64).reshape(-1, 6).T.copy()
     group_of = tuple(dims.index(dim_of[spec.table]) for spec in specs)
-    poolings = [POOLINGS.index(spec.pooling) for spec in specs]
+    feature_groups = np.array(group_of, dtype=np.int64)
+    keys, rounds = columns[0].astype(np.int64), columns[2].astype(np.int64)
+    poolings = np.array([POOLINGS.index(s.pooling) for s in specs], dtype=np.int64)
+    chosen = [np.flatnonzero(feature_groups == group) for group in range(len(dims))]
     return RoutePlan(
         version,
         dict(positions),
@@ -188,10 +208,14 @@ def _make_plan(
         FeatureColumns(*columns),
         np.array([dims.index(dim_of[n]) for n in ordered], dtype=np.int64),
         np.array(shared, dtype=np.uint64),
-        np.array(group_of, dtype=np.int64),
-        columns[0].astype(np.int64),
-        np.array(poolings, dtype=np.int64),
+        feature_groups,
+        keys,
+        poolings,
         tuple(f for f, spec in enumerate(specs) if spec.hash_stack_rounds),
+        tuple(
+            GroupFeatures(own, keys[own], poolings[own], np.maximum(rounds[own], 1))
+            for own in chosen
+        ),
     )
 
 
@@ -506,10 +530,10 @@ class ShardedLookup:
         features, jagged, places = self.select(given)
         plan = features.plan(self.source.tables, jagged.positions)
         if number is not None:
-            num_K = np.diff(jagged.id_starts)
-            each = zip(features.specs, num_K[plan.columns.keys].tolist(), strict=True)
-            for spec, num in each:
-                self.num_ids[spec.table, spec.name] += num
+            num_K = jagged.id_starts[1:] - jagged.id_starts[:-1]
+            nums, counted = num_K[plan.keys].tolist(), self.num_ids
+            for name, num in zip(features.names, nums, strict=True):
+                counted[name] += num
         route = route_features(
             jagged.ids,
             jagged.id_starts,
@@ -520,9 +544,9 @@ class ShardedLookup:
         )
         groups, occurrences = route.by_group(plan.groups)
         if self.each_id:
-            num_F = np.diff(route.starts)
+            num_F = route.starts[1:] - route.starts[:-1]
         else:
-            num_F = np.diff(jagged.bag_starts)[plan.keys]
+            num_F = (jagged.bag_starts[1:] - jagged.bag_starts[:-1])[plan.keys]
         num, num_samples = num_F.tolist(), jagged.num_samples
         return RoutedBatch(
             plan,

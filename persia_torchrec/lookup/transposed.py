@@ -26,9 +26,8 @@ import numpy.typing as npt
 
 from persia_torchrec.arrays import Counts, Floats, Lengths, Offsets, Positions
 from persia_torchrec.jit.compiled import compiled, read_only
-from persia_torchrec.lookup.bags import POOLINGS
 from persia_torchrec.lookup.pooling import scale_of
-from persia_torchrec.lookup.sharded_lookup import RoutedBatch
+from persia_torchrec.lookup.sharded_lookup import GroupFeatures, RoutedBatch
 
 LONGEST = 128
 """Rows that one bag of the backward pass has at most."""
@@ -88,15 +87,6 @@ class _Batch(NamedTuple):
     num_bags: int
 
 
-class _Features(NamedTuple):
-    """Of the features of one group: index, key, pooling, and rounds or 1."""
-
-    indices: Offsets
-    keys: Offsets
-    poolings: Offsets
-    rounds: Offsets
-
-
 class _Parts(NamedTuple):
     """The parts of an index that ids fill, see :class:`IndexSizes`."""
 
@@ -112,15 +102,13 @@ class _Parts(NamedTuple):
 
 def most_numbers(batch: RoutedBatch, group: int, wanted: IndexParts) -> int:
     """Return how long the index of a group's rows is, at most."""
-    plan = batch.plan
-    chosen = [f for f, of_group in enumerate(plan.group_of) if of_group == group]
-    num_ids = int((batch.starts[1:] - batch.starts[:-1])[chosen].sum())
+    features = batch.plan.of_groups[group]
+    num_ids = int((batch.starts[1:] - batch.starts[:-1])[features.indices].sum())
     num = (2 + 2 * wanted.scales + 3 * wanted.sources) * num_ids
     num += len(batch.occurrences[group]) + 8 * (num_ids // LONGEST + 1) + 64
-    if wanted.each_id or not chosen:
+    if wanted.each_id:
         return num
-    num_bags_K = np.diff(batch.bag_starts)
-    return num + int(num_bags_K[plan.keys[chosen[0]]]) * len(chosen) + 1
+    return num + _num_bags(batch, features) * len(features.keys) + 1
 
 
 def build_index(
@@ -130,22 +118,14 @@ def build_index(
 
     The features of a group stand in their order. ``out`` has :func:`most_numbers`.
     """
-    specs, plan = batch.features.specs, batch.plan
-    chosen = [f for f, of_group in enumerate(plan.group_of) if of_group == group]
-    keys = plan.columns.keys.astype(np.int64)[chosen]
-    poolings = [POOLINGS.index(specs[f].pooling) for f in chosen]
-    rounds = np.maximum(plan.columns.rounds.astype(np.int64)[chosen], 1)
-    features = _Features(
-        np.array(chosen, dtype=np.int64), keys, np.array(poolings, np.int64), rounds
-    )
-    num_bags = int(np.diff(batch.bag_starts)[keys[0]]) if len(keys) else 0
+    features = batch.plan.of_groups[group]
     of_batch = _Batch(
         batch.inverse,
         batch.starts,
         batch.lengths,
         batch.bag_starts,
         batch.id_starts,
-        num_bags,
+        _num_bags(batch, features),
     )
     counts_U = read_only(batch.occurrences[group])
     found = _build(of_batch, features, wanted, counts_U, out).tolist()
@@ -153,10 +133,16 @@ def build_index(
     return IndexSizes(tuple(found[:9]), tuple(levels))
 
 
+def _num_bags(batch: RoutedBatch, features: GroupFeatures) -> int:
+    """Return how many bags each feature of a group has."""
+    first = int(features.keys[0])
+    return int(batch.bag_starts[first + 1] - batch.bag_starts[first])
+
+
 @compiled
 def _build(
     batch: _Batch,
-    features: _Features,
+    features: GroupFeatures,
     wanted: IndexParts,
     counts_U: Counts,
     out: Positions,
@@ -255,7 +241,7 @@ def _move_chunks(
 
 
 @compiled
-def _write_offsets(batch: _Batch, features: _Features, offsets: Positions) -> bool:
+def _write_offsets(batch: _Batch, features: GroupFeatures, offsets: Positions) -> bool:
     """Write where each bag begins; return whether each has one id."""
     num_features = len(features.indices)
     is_single = True
@@ -282,7 +268,7 @@ def _write_offsets(batch: _Batch, features: _Features, offsets: Positions) -> bo
 @compiled
 def _fill(
     batch: _Batch,
-    features: _Features,
+    features: GroupFeatures,
     wanted: IndexParts,
     is_single: bool,
     parts: _Parts,

@@ -452,11 +452,7 @@ class RowsOnDevice(ShardedLookup):
     def _index(self, batch: RoutedBatch, group: int) -> "_HostIndex":
         """Build the index of a group in memory from which it is copied at once."""
         further = self._further(batch, group)
-        has_scales = not self.each_id and any(
-            spec.pooling != "sum"
-            for spec, g in zip(batch.features.specs, batch.plan.group_of, strict=True)
-            if g == group
-        )
+        has_scales = not self.each_id and batch.plan.of_groups[group].has_scales
         wanted = IndexParts(self.each_id, has_scales, self._has_weights)
         num = most_numbers(batch, group, wanted) + sum(map(len, further))
         make = torch.empty if self._stream is None else empty_pinned
@@ -483,8 +479,7 @@ class RowsOnDevice(ShardedLookup):
         num_rows = len(batch.groups[group].ids) * (self.precision is Precision.FP16)
         further = [np.zeros(num_rows, dtype=np.int32)]
         if self.each_id:
-            chosen = [f for f, g in enumerate(batch.plan.group_of) if g == group]
-            keys = batch.plan.columns.keys.astype(np.int64)[chosen]
+            keys = batch.plan.of_groups[group].keys
             num_keys = len(batch.bag_starts) - 1
             lengths_FB = batch.lengths.reshape(num_keys, -1)[keys]
             offsets = np.zeros((len(keys), lengths_FB.shape[1] + 1), dtype=np.int32)
@@ -522,7 +517,7 @@ def by_feature(
     batch, by_feature = pulled.batch, list[tuple[int, tuple[Any, Any, Any]]]()
     num_ids = np.diff(batch.starts).tolist()
     for group, (rows_LD, index) in enumerate(zip(tensors, pulled.indices, strict=True)):
-        chosen = [f for f, g in enumerate(batch.plan.group_of) if g == group]
+        chosen = batch.plan.of_groups[group].indices.tolist()
         _, lengths, offsets = index.further
         by_feature += zip(
             chosen,
