@@ -164,6 +164,7 @@ class Connection(OwnProcess):
         self._memory: SharedMemoryTransport | None = None
         self._watched: SharedMemoryTransport | None = None  # the I/O thread's
         self._arrived: deque[Frames] = deque()  # for the I/O thread; any appends
+        self._io_thread = 0
         self._is_ipv6 = self._find_host()
         self._tcp = self._open()
 
@@ -310,7 +311,8 @@ class Connection(OwnProcess):
             if not (is_plain and self._finish(number, frames)):
                 reply.source = None
                 self._arrived.append(frames)
-                self._loop.wakeup.wake()
+                if threading.get_ident() != self._io_thread:  # else it takes them next
+                    self._loop.wakeup.wake()
 
     def _finish(self, number: int, frames: Frames) -> bool:
         """Hand a reply to its caller, in any thread; False: the I/O thread shall."""
@@ -348,6 +350,7 @@ class Connection(OwnProcess):
 
     def look(self, now_s: float) -> float:
         """Do what is due; return when the next is."""
+        self._io_thread = threading.get_ident()
         if (memory := self._memory) is not None:
             if self._watched is not memory:
                 self._watched = memory
@@ -456,6 +459,7 @@ class Connection(OwnProcess):
             self._lose_connection()
             return
         memory.look()
+        self._accept_arrived()
         with self._lock:
             pending = self._pending.values()
             listens = any(r.has_callbacks and r.source is memory for r in pending)

@@ -22,6 +22,7 @@ from persia_torchrec.rpc.listener_thread import Service
 from persia_torchrec.rpc.messages import Header, Kind, decode_json, encode_json
 from persia_torchrec.rpc.peers import Peers
 from persia_torchrec.rpc.slab_client import obtain
+from persia_torchrec.rpc.sockets import Wakeup
 from tests.support.processes import wait_until
 from tests.support.servers import DEADLINE_S
 from tests.support.threads import InThread, all_at_once
@@ -195,6 +196,32 @@ def test_replies_with_callbacks_and_without_a_waiting_caller_arrive(peers):
     assert done.wait(DEADLINE_S)
     silent = send(peers, b"y")
     until(silent.done)
+
+
+def test_the_thread_that_takes_a_reply_with_callbacks_does_not_wake_itself(
+    peers, echo, monkeypatch
+):
+    wake, woke, ended, done = Wakeup.wake, [], [], threading.Event()
+
+    def recorded(wakeup):
+        woke.append(threading.get_ident())
+        wake(wakeup)
+
+    monkeypatch.setattr(Wakeup, "wake", recorded)
+    echo.may_answer.clear()
+    reply = send(peers, b"x")
+
+    def end(_):
+        ended.append(threading.get_ident())
+        done.set()
+
+    reply.add_done_callback(end)
+    until(lambda: memory_of(peers)._listens)
+    echo.may_answer.set()
+    assert done.wait(DEADLINE_S)
+    assert bytes(reply.frames()[1]) == b"x"
+    assert ended
+    assert not set(ended) & {threading.get_ident(), *woke}
 
 
 def test_several_callers_get_their_own_replies(peers):
