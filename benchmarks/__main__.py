@@ -22,7 +22,7 @@ from benchmarks.harness import Table
 
 NAMES = (
     *("store", "wire", "engines", "training", "precision", "increments"),
-    *("data", "dlrm", "servers", "trainer", "serving", "members", "quality"),
+    *("data", "dlrm", "servers", "trainer", "serving", "members", "quality", "cache"),
 )
 SUMMARY = {
     "store": "--figures rates --dims 16 --repeats 3",

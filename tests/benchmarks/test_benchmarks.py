@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 
-from benchmarks import limits, wire
+from benchmarks import cache, limits, wire
 from benchmarks.__main__ import NAMES, SUMMARY, main
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import StoreError
@@ -35,6 +35,7 @@ TABLES = {
     "serving": "latency 2 cost 1 freshness 1",
     "members": "members 1",
     "quality": "dlrm 2",
+    "cache": "gate 4",
 }
 """The tables of each benchmark, and how many rows they have."""
 
@@ -185,6 +186,10 @@ def plain_loops_that_do_nothing(monkeypatch):
     monkeypatch.setattr(limits, "_build_step", lambda _: lambda *_: None)
 
 
+def rows_that_do_not_come(monkeypatch):
+    monkeypatch.setattr(cache, "scatter", lambda *_: None)
+
+
 WRONG = [
     *(
         ("store", figure, mutation, "rows must be what NumPy")
@@ -201,6 +206,7 @@ WRONG = [
     ("training", "training", gradients_that_missed, "'gradients_missed': 3"),
     ("precision", "quality", push_in_full_precision, "must take 80 bytes on the wire"),
     ("increments", "freshness", follower_with_other_rows, "rows of the training"),
+    ("cache", "gate", rows_that_do_not_come, "wrong rows of table0 must be 0"),
 ]
 SETTINGS = {"precision": ["--batch-size", "512"], "training": ["--rows", "2048"]}
 """Where a check needs more than the tiny numbers, or fewer."""
