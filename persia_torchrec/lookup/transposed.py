@@ -108,7 +108,8 @@ def most_numbers(batch: RoutedBatch, group: int, wanted: IndexParts) -> int:
     num += len(batch.occurrences[group]) + 8 * (num_ids // LONGEST + 1) + 64
     if wanted.each_id:
         return num
-    return num + _num_bags(batch, features) * len(features.keys) + 1
+    num_bags_K = batch.bag_starts[1:] - batch.bag_starts[:-1]
+    return num + int(num_bags_K[features.keys].sum()) + 1
 
 
 def build_index(
@@ -119,24 +120,19 @@ def build_index(
     The features of a group stand in their order. ``out`` has :func:`most_numbers`.
     """
     features = batch.plan.of_groups[group]
+    key = int(features.keys[0])  # all features have as many bags
     of_batch = _Batch(
         batch.inverse,
         batch.starts,
         batch.lengths,
         batch.bag_starts,
         batch.id_starts,
-        _num_bags(batch, features),
+        int(batch.bag_starts[key + 1] - batch.bag_starts[key]),
     )
     counts_U = read_only(batch.occurrences[group])
     found = _build(of_batch, features, wanted, counts_U, out).tolist()
     levels = found[10 : 10 + 3 * found[9]]
     return IndexSizes(tuple(found[:9]), tuple(levels))
-
-
-def _num_bags(batch: RoutedBatch, features: GroupFeatures) -> int:
-    """Return how many bags each feature of a group has."""
-    first = int(features.keys[0])
-    return int(batch.bag_starts[first + 1] - batch.bag_starts[first])
 
 
 @compiled
