@@ -122,7 +122,7 @@ lint: $(STAMP)  ## format, lint, types, import rules
 	$(BIN)/lint-imports --no-logo
 
 # Tests wait for processes half of the time: there are more of them than cores.
-WORKERS = $(shell expr $$(env -u OMP_NUM_THREADS nproc) \* 5 / 2)
+WORKERS = $(shell expr $$(env -u OMP_NUM_THREADS nproc) \* 2)
 PYTEST = PATH="$(BIN):$$PATH" $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 unit: $(STAMP) $(CLIENTS)  ## the tests, benchmarks included; ARGS="-k rpc" chooses
 	$(PYTEST) -m "not long" $(ARGS)
