@@ -38,6 +38,7 @@ C slots, D embedding dim, W = D + 1 with the state, N rows that miss or leave.
 import os
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -355,7 +356,7 @@ _CALLS = {
 """What of the package is compiled, and what copies rows without Python's lock."""
 
 
-class Cached:
+class Cached(ABC):
     """Rows in slots, brought ahead by a thread; subclasses bring them.
 
     Attributes:
@@ -398,9 +399,9 @@ class Cached:
         if not self._plan(ids_L, at, self.known, slots_L, self.missed, self.left):
             raise _no_room(len(self.rows))
 
+    @abstractmethod
     def bring(self, ids_L: Ids, step: int, slots_L: Positions) -> Sequence[int]:
         """Bring the rows of a batch to their slots; return the counts."""
-        raise NotImplementedError
 
     def begin(self, ids_L: Ids) -> None:
         """Have a batch brought."""
@@ -711,6 +712,8 @@ class Process(Cached):
         self._jobs.put(None)
         self._thread.join(_TIMEOUT_S)
         self._ask(_END)
+        if not self._pipe.poll(_TIMEOUT_S):
+            raise StoreError(f"The process beside must answer within {_TIMEOUT_S:g} s.")
         tables, ids = self._pipe.recv()
         self._process.join(_TIMEOUT_S)
         for t, name in enumerate(TABLES):
