@@ -40,7 +40,7 @@ MAX_GROUPS_BYTES = 2**18
 _INCARNATION, _GENERATION, _GROUPS, _NUM_STREAMS = range(4)
 _HALVES = 64
 _STREAMS = _HALVES + 2 * MAX_GROUPS_BYTES // 8
-_STREAM, _NEXT, _USED, _MARKS = 0, 1, 2, 4
+_STREAM, _NEXT, _USED, _NEEDS_NO_UPDATE, _MARKS = range(5)
 _OUTCOMES = _MARKS + WINDOW // 8
 _OUTCOME_WORDS = 5
 _STREAM_WORDS = _OUTCOMES + _OUTCOME_WORDS * NUM_OUTCOMES
@@ -158,9 +158,14 @@ class Streams:
         return not mark or bool(self._bytes[mark] & (_SETTLED | 1 << part))
 
     def open_batches(self) -> list[Batch]:
-        """Return the batches that were looked up and are not settled."""
+        """Return the batches that were looked up and are not settled.
+
+        But those of streams with lookups that need no update.
+        """
         found = []
         for stream, at in self._at.items():
+            if self._words[at + _NEEDS_NO_UPDATE]:
+                continue
             words = self._notes[at + _MARKS : at + _OUTCOMES]
             marks, next_ = words.view(np.uint8), self._words[at + _NEXT]
             for place in np.flatnonzero((marks > 0) & (marks < _SETTLED)).tolist():
@@ -192,6 +197,13 @@ class Streams:
             word = self._words[place // 8]
             transaction.note(place // 8, word | mark << 8 * (place % 8))
         return bool(place)
+
+    def mark_lookup(self, transaction: Transaction, batch: Batch, part: int) -> None:
+        """Note that a lookup of a part is answered, which needs no update."""
+        if self.mark(transaction, batch, 1 << part):
+            at = self._at[batch[0]] + _NEEDS_NO_UPDATE
+            if not self._words[at]:
+                transaction.note(at, 1)
 
     def _outcome_at(self, batch: Batch) -> int:
         stream, number = batch

@@ -42,6 +42,7 @@ MAX_SCANNED_SLOTS = 1 << 20
 _MAX_GROUPED = 2**16  # tables of all groups that are kept
 _SWEPT = [memory.SWEPT_ARENA, memory.SWEPT_SLOT]
 _NO_SLOTS = np.empty(0, dtype=np.uint32)
+_NO_FREQUENCIES = np.empty(0, dtype=np.uint32)
 
 
 class EmbeddingStore:
@@ -296,16 +297,7 @@ class EmbeddingStore:
         if not tables:
             return [_NO_SLOTS]
         if group.is_looked_up_at_once:
-            slots_N = look_up_rows(
-                group.states,
-                group.at,
-                group.row_dims,
-                ids_N,
-                starts_T,
-                out,
-                counts_N,
-                batch,
-            )
+            slots_N = look_up_rows(group.tables, ids_N, starts_T, out, counts_N, batch)
             return [slots_N]
         found, starts = [], starts_T.tolist()
         rows = split_rows(out, starts_T, group.dims)
@@ -317,6 +309,76 @@ class EmbeddingStore:
             )
             found.append(slots_N)
         return found
+
+    def lookup_states(
+        self,
+        tables: tuple[int, ...],
+        ids_N: Ids,
+        starts_T: Starts,
+        out: Floats,
+        frequencies_N: Counts,
+        *,
+        counts_N: Counts | None = None,
+        batch: int = 0,
+    ) -> Slots:
+        """Do :meth:`lookup_tables` with the optimizer state behind the weights.
+
+        An id that is not admitted reads the state of a new row, and has no slot:
+        ``MISSING``. Also writes how often each row was seen, with this time, where the
+        table keeps metadata; ``frequencies_N`` may be empty. A table with several rows
+        an id is a ConfigError.
+        """
+        group = self._with_one_row(tables)
+        if not tables:
+            return _NO_SLOTS
+        how = loops.READ_ROWS
+        return look_up_rows(
+            group.tables, ids_N, starts_T, out, counts_N, batch, how, frequencies_N
+        )
+
+    def write_tables(
+        self,
+        tables: tuple[int, ...],
+        ids_N: Ids,
+        starts_T: Starts,
+        rows: Floats,
+        *,
+        counts_N: Counts | None = None,
+        frequencies_N: Counts | None = None,
+        steps_T: Starts | None = None,
+    ) -> None:
+        """Set weights and state of ids of several tables, in any order.
+
+        Ids and rows are as in :meth:`lookup_states`. Missing rows are made, admitted or
+        not, and all are touched; none leaves for another one of the same call, and what
+        finds no room is counted. A row has then been seen ``counts_N`` times more than
+        it had been, or than ``frequencies_N`` if that is more; once by default.
+        ``steps_T`` are updates that each table has had at least: rows note that of
+        their table as their last, and the second.
+        """
+        group, num = self._with_one_row(tables), self.rows.capacity_rows
+        if len(ids_N) > num:
+            raise StoreError(f"At most {num} rows fit. Received: {len(ids_N)} ids.")
+        how = loops.WRITE_ROWS if steps_T is None else loops.WRITE_UPDATED
+        known = _NO_FREQUENCIES if frequencies_N is None else frequencies_N.copy()
+        with self.rows.transaction():
+            if steps_T is not None:
+                group.raise_steps(steps_T)
+            if tables:
+                look_up_rows(
+                    group.tables, ids_N, starts_T, rows, counts_N, 0, how, known
+                )
+
+    def _with_one_row(self, tables: tuple[int, ...]) -> TableGroup:
+        """Return tables that have one row an id."""
+        group = self.group(tables)
+        if not group.has_one_row:
+            names = [state.spec.name for state in group.states]
+            raise ConfigError(
+                "Tables must have one row an id, so that rows travel with state: no "
+                f"shared_rows, no dynamic. Received: {', '.join(map(repr, names))}."
+            )
+        return group
 
     def read_tables(
         self, tables: tuple[int, ...], ids_N: Ids, starts_T: Starts, out: Floats

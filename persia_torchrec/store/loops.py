@@ -12,6 +12,9 @@ A training lookup uses all rows that are there, and then makes those that are mi
 The rows that leave for them stand at the front of the log, so their memory is
 prefetched in two steps: the header; then its line of the index and the rest of the row.
 
+A write goes the same way, and copies into the rows; those that it makes do not leave
+for each other.
+
 An update takes as hints the slots that the lookup of the same ids returned. Each is
 checked against the row's header, which the update touches anyway; a row that has moved
 or left since is looked up in the index. So no gradient reaches another id. A gradient
@@ -54,9 +57,18 @@ from persia_torchrec.store.memory import Layout, Log, RowsAt, TableAt, TablesAt
 
 """Where each table's part of an array begins, and the end of the last, ``(T + 1,)``."""
 Rules = npt.NDArray[np.float64]
-Rings = tuple[Words, Words]
+Rings = tuple[Words, Words, np.uint64]
 """Of the ids ahead: hashes of a chunk; of two chunks the slots to be confirmed, or
-``NOT_FOUND``, for certain."""
+``NOT_FOUND``, for certain; the bytes of a row to prefetch."""
+
+READ_WEIGHTS, READ_ROWS, WRITE_ROWS, WRITE_UPDATED = range(4)
+"""What is copied: weights, or weights and state, out of rows; both into rows, as they
+are, or as an update of this step has left them."""
+
+Copied = tuple[int, int, Counts]
+"""Rows that are copied, table by table: their address, one of the above, and of rows
+with metadata their frequencies, uint32 ``(N,)``. Of rows that are read these are
+overwritten; a row that is written has had its own at least. Or none, if empty."""
 
 NO_ROOM = -1
 """What :func:`lookup_training` returns, doing nothing, where a log must be enlarged."""
@@ -75,6 +87,7 @@ _LOOKUP_AHEAD, _UPDATE_AHEAD = 12, 10
 """How far ahead rows are prefetched."""
 
 _INFINITE = np.float32(np.inf)
+_MODERATE = finite.MODERATE_WEIGHT * finite.MODERATE_WEIGHT
 _LARGEST_COUNT = np.uint64(2**32 - 1)
 _LINE = np.uint64(64)
 _MANY_LINES = np.uint64(640)
@@ -89,7 +102,7 @@ def lookup_training(
     ids_N: Ids,
     counts_N: Counts,
     starts_T: Starts,
-    out: Floats,
+    copied: Copied,
     slots_N: Slots,
     missing_N: Indices,
 ) -> tuple[int, int]:
@@ -105,8 +118,7 @@ def lookup_training(
         ids_N: of all tables, those of table t from ``starts_T[t]`` on, ``(T + 1,)``.
         counts_N: how often each id is in the batch, or empty for once each.
         starts_T: see above.
-        out: is overwritten with the weights, flat and table by table, where there is a
-            row.
+        copied: is overwritten where there is a row, or kept.
         slots_N: is overwritten with slots or ``MISSING``.
         missing_N: is overwritten, from the front, with the positions within the table
             of ids without a row.
@@ -114,13 +126,15 @@ def lookup_training(
     layouts_T, log_if_any = tables
     log = memory.log_address(log_if_any)
     ids_N, counts_N = cpu.unowned(ids_N), cpu.unowned(counts_N)
-    target = np.uint64(out.ctypes.data)
+    address, how, frequencies_N = np.uint64(copied[0]), copied[1], copied[2]
     for t in range(len(layouts_T)):
         layout = memory.layout_at(layouts_T[t])
         first, num_ids = starts_T[t], starts_T[t + 1] - starts_T[t]
-        row_bytes = np.uint64(4) * layout[memory.DIM]
-        begin_of_rows = target
-        target += np.uint64(num_ids) * row_bytes
+        width = layout[memory.DIM]
+        if how != READ_WEIGHTS:
+            width += layout[memory.NUM_STATE]
+        begin_of_rows = address
+        address += np.uint64(4) * width * np.uint64(num_ids)
         if t < begin[0]:
             continue
         if t == begin[0] and begin[1]:
@@ -133,7 +147,7 @@ def lookup_training(
             log,
             ids_N[first : first + num_ids],
             counts_N[first : first + num_ids],
-            begin_of_rows,
+            (begin_of_rows, how, frequencies_N[first : first + num_ids]),
             slots_N[first : first + num_ids],
             missing_N,
         )
@@ -148,7 +162,7 @@ def _look_up_table(
     log: np.uint64,
     ids_N: Ids,
     counts_N: Counts,
-    target: np.uint64,
+    copied: tuple[np.uint64, int, Counts],
     slots_N: Slots,
     missing_N: Indices,
 ) -> int:
@@ -160,9 +174,13 @@ def _look_up_table(
     rows, index = memory.rows_at(store, layout), index_at(store)
     logs, num_classes = np.uint64(store.logs.ctypes.data), len(store.logs)
     tick = np.uint64(store.tally[memory.TICK])
-    row_bytes = np.uint64(4 * rows.dim)
+    given, how, frequencies_N = copied[0], copied[1], cpu.unowned(copied[2])
+    row_bytes = _bytes_copied(rows, how)
+    num_ahead = rows.weights + rows.weight_bytes
+    if how != READ_WEIGHTS:
+        num_ahead = rows.stride
     num_missing = 0
-    ahead = _begin_ahead(ids_N, index, rows)
+    ahead = _begin_ahead(ids_N, index, rows, num_ahead)
     for i in range(len(ids_N)):
         slot = _next_slot(i, ids_N, ahead, index, rows)
         if slot == NOT_FOUND:
@@ -173,18 +191,75 @@ def _look_up_table(
         slots_N[i] = np.uint32(slot)
         address = rows.base + slot * rows.stride
         is_first = memory.tick_at(address) != tick
-        if is_first:
+        if how >= WRITE_ROWS:
+            undo_log.keep_written(store.log, address, rows.stride)
+        elif is_first:
             undo_log.keep_use(store.log, address, rows.has_metadata)
         class_ = _ZERO
         if rows.has_metadata:
             count = np.uint64(counts_N[i]) if len(counts_N) else _ONE
-            class_ = count_up(address, count, num_classes)
+            class_ = _count_copied(address, count, num_classes, how, i, frequencies_N)
         if is_first:
             recency.touch(logs, class_, rows, address, slot, tick)
-        memory.read_weights(rows, address, target + np.uint64(i) * row_bytes)
-    store.tally[memory.HITS] += len(ids_N) - num_missing
-    store.tally[memory.MISSES] += num_missing
+        at = given + np.uint64(i) * row_bytes
+        if how < WRITE_ROWS:
+            memory.read_row(rows, address, at, how == READ_ROWS)
+        else:
+            _write_row(store, rows, layout, address, at, how)
+    if how < WRITE_ROWS:
+        store.tally[memory.HITS] += len(ids_N) - num_missing
+        store.tally[memory.MISSES] += num_missing
     return num_missing
+
+
+@inlined
+def _bytes_copied(rows: RowsAt, how: int) -> np.uint64:
+    """Return the bytes of a row that is copied."""
+    num_bytes = np.uint64(4 * rows.dim)
+    return num_bytes if how == READ_WEIGHTS else num_bytes + rows.state_bytes
+
+
+@inlined
+def _count_copied(
+    address: np.uint64,
+    count: np.uint64,
+    num_classes: int,
+    how: int,
+    i: int,
+    frequencies_N: Counts,
+) -> np.uint64:
+    """Do :func:`count_up` of the row that is copied from, or to, place i."""
+    if how < WRITE_ROWS:
+        class_ = count_up(address, count, num_classes)
+        if len(frequencies_N):
+            frequencies_N[i] = np.uint32(cpu.load_u32(address + memory.FREQUENCY))
+        return class_
+    if len(frequencies_N):
+        known = cpu.load_u32(address + memory.FREQUENCY)
+        frequency = max(known, np.uint64(frequencies_N[i]))
+        cpu.store_u32(address + memory.FREQUENCY, frequency)
+    return count_up(address, count, num_classes)
+
+
+@inlined
+def _write_row(
+    store: memory.StoreAt,
+    rows: RowsAt,
+    layout: Layout,
+    address: np.uint64,
+    given: np.uint64,
+    how: int,
+) -> None:
+    """Copy weights and state from an address to the row at another one."""
+    memory.write_weights(rows, address, given)
+    state = given + np.uint64(4 * rows.dim)
+    cpu.copy_bytes(address + rows.state, state, rows.state_bytes)
+    num = rows.dim + np.int64(rows.state_bytes) // 4
+    if not finite.squares(cpu.floats_at(given), num) <= _MODERATE:
+        store.tally[memory.HAS_LARGE] = 1
+    if rows.has_metadata and how == WRITE_UPDATED:
+        cpu.store_u32(address + memory.LAST_STEP, layout[memory.STEP])
+        cpu.store_u32(address + memory.LAST_S, layout[memory.NOW_S])
 
 
 @compiled
@@ -214,7 +289,7 @@ def _read_table(layout: Layout, ids_N: Ids, out: Floats, value: np.float32) -> N
     target = np.uint64(out.ctypes.data)
     row_bytes = np.uint64(4 * rows.dim)
     num_missing = 0
-    ahead = _begin_ahead(ids_N, index, rows)
+    ahead = _begin_ahead(ids_N, index, rows, rows.weights + rows.weight_bytes)
     for i in range(len(ids_N)):
         slot = _next_slot(i, ids_N, ahead, index, rows)
         if slot == NOT_FOUND:
@@ -234,7 +309,7 @@ def find_slots(layout: Layout, ids_N: Ids) -> Slots:
     rows, index = memory.rows_at(store, layout), index_at(store)
     slots = np.empty(len(ids_N), dtype=np.uint32)
     ids_N = cpu.unowned(ids_N)
-    ahead = _begin_ahead(ids_N, index, rows)
+    ahead = _begin_ahead(ids_N, index, rows, rows.weights + rows.weight_bytes)
     for i in range(len(ids_N)):
         slot = _next_slot(i, ids_N, ahead, index, rows)
         slots[i] = memory.MISSING if slot == NOT_FOUND else np.uint32(slot)
@@ -294,7 +369,7 @@ def build_read_only(kernel: Kernel) -> Callable[..., None]:
         rows, index = memory.rows_at(store, layout), index_at(store)
         target = np.uint64(out_ND.ctypes.data)
         row_bytes = np.uint64(4 * rows.dim)
-        ahead = _begin_ahead(ids_N, index, rows)
+        ahead = _begin_ahead(ids_N, index, rows, rows.weights + rows.weight_bytes)
         for i in range(len(ids_N)):
             slot = _next_slot(i, ids_N, ahead, index, rows)
             address = rows.base + slot * rows.stride
@@ -317,13 +392,19 @@ def count_up(address: np.uint64, count: np.uint64, num_classes: int) -> np.uint6
 
 
 @compiled
-def _begin_ahead(ids_N: Ids, index: IndexAt, rows: RowsAt) -> Rings:
-    """Guess the slots of the first chunk; prefetch the first rows."""
-    ahead = np.empty(_IN_CHUNK + 1, np.uint64), np.empty(_IN_RING + 1, np.uint64)
+def _begin_ahead(
+    ids_N: Ids, index: IndexAt, rows: RowsAt, num_bytes: np.uint64
+) -> Rings:
+    """Guess the slots of the first chunk; prefetch ``num_bytes`` of the first rows."""
+    hashes, likely = (
+        np.empty(_IN_CHUNK + 1, np.uint64),
+        np.empty(_IN_RING + 1, np.uint64),
+    )
+    ahead = hashes, likely, num_bytes
     for start in (-2 * _LOOKED_AHEAD, -_LOOKED_AHEAD):
         _look_ahead(start, ids_N, ahead, index, rows)
     for i in range(min(_LOOKUP_AHEAD, len(ids_N))):
-        _prefetch_likely(ahead[1][i], rows)
+        _prefetch_likely(likely[i], rows, num_bytes)
     return ahead
 
 
@@ -332,7 +413,7 @@ def _look_ahead(
     start: int, ids_N: Ids, ahead: Rings, index: IndexAt, rows: RowsAt
 ) -> None:
     """Guess the slots of the chunk after that at ``start``; hash the one after it."""
-    hashes, likely = ahead
+    hashes, likely, _ = ahead
     next_ = start + _LOOKED_AHEAD
     num_hashed = min(len(ids_N) - next_ - _LOOKED_AHEAD, _LOOKED_AHEAD)
     num_guessed = min(len(ids_N) - next_, _LOOKED_AHEAD) if next_ >= 0 else 0
@@ -346,11 +427,11 @@ def _look_ahead(
 
 
 @inlined
-def _prefetch_likely(slot: np.uint64, rows: RowsAt) -> None:
-    """Prefetch the header, the weights and the tag of the row at a slot, if one."""
+def _prefetch_likely(slot: np.uint64, rows: RowsAt, num_bytes: np.uint64) -> None:
+    """Prefetch ``num_bytes`` and the tag of the row at a slot, if one."""
     if slot != NOT_FOUND:
         address = rows.base + slot * rows.stride
-        prefetch_row(address, rows.weights + rows.weight_bytes)
+        prefetch_row(address, num_bytes)
         cpu.prefetch(rows.tags + slot)
 
 
@@ -363,7 +444,7 @@ def _next_slot(
         _look_ahead(i, ids_N, ahead, index, rows)
     likely = ahead[1]
     if i + _LOOKUP_AHEAD < len(ids_N):
-        _prefetch_likely(likely[(i + _LOOKUP_AHEAD) & _IN_RING], rows)
+        _prefetch_likely(likely[(i + _LOOKUP_AHEAD) & _IN_RING], rows, ahead[2])
     slot = likely[i & _IN_RING]
     if slot == NOT_FOUND or memory.is_row_of(rows, slot, ids_N[i]):
         return slot
@@ -375,8 +456,10 @@ def _next_slot(
 def build_insert(kernel: Kernel) -> Callable[..., None]:
     """Compile the loop that makes the rows of chosen ids, and uses them.
 
-    Arguments as in :func:`lookup_training`, which has made room for N touches. A
-    repeated id gets one row. ``chosen``: offsets; sightings before, of each or of none.
+    Arguments as in :func:`lookup_training`, which has made room for N touches;
+    ``copied`` are rows of this table. A repeated id gets one row. ``chosen``: offsets;
+    sightings before, of each or of none. No row leaves that has been used since the
+    tick ``spared``: if none is left, an id gets no row, and ``MISSING``.
     """
     begin_row = build_begin_row(kernel)
 
@@ -385,8 +468,9 @@ def build_insert(kernel: Kernel) -> Callable[..., None]:
         ids_N: Ids,
         counts_N: Counts,
         chosen: tuple[Indices, Counts],
-        out_ND: Floats,
+        copied: Copied,
         slots_N: Slots,
+        spared: int,
     ) -> None:
         ids_N, counts_N = cpu.unowned(ids_N), cpu.unowned(counts_N)
         chosen_K, waited_K = cpu.unowned(chosen[0]), cpu.unowned(chosen[1])
@@ -394,27 +478,41 @@ def build_insert(kernel: Kernel) -> Callable[..., None]:
         store = memory.changing_store_at(layout, memory.log_address(table[1]))
         rows, tick = memory.rows_at(store, layout), np.uint64(store.tally[memory.TICK])
         logs = np.uint64(store.logs.ctypes.data)
-        target, row_bytes = np.uint64(out_ND.ctypes.data), np.uint64(4 * rows.dim)
+        given, how, frequencies_N = np.uint64(copied[0]), copied[1], copied[2]
+        row_bytes = _bytes_copied(rows, how)
         for start in range(0, len(chosen_K), CHUNK):
             stop = min(start + CHUNK, len(chosen_K))
             index = prepare_chunk(store, rows, ids_N, chosen_K[start:stop])
             for k in range(start, stop):
                 i = chosen_K[k]
                 count = np.uint64(counts_N[i]) if len(counts_N) else _ONE
-                slot, is_new = find_or_make(store, index, rows, ids_N[i])
+                id_, at = ids_N[i], given + np.uint64(i) * row_bytes
+                slot, is_new = find_or_make(store, index, rows, id_, np.uint64(spared))
+                if slot == NOT_FOUND:
+                    store.tally[memory.NO_ROOM] += 1
+                    slots_N[i] = memory.MISSING
+                    continue
                 address = rows.base + slot * rows.stride
+                if is_new and how < WRITE_ROWS:
+                    begin_row(rows, layout, address, id_)
+                elif is_new:
+                    _begin_metadata(rows, layout, address)
+                class_ = _ZERO
+                if rows.has_metadata:
+                    count += (
+                        np.uint64(waited_K[k]) if len(waited_K) and is_new else _ZERO
+                    )
+                    class_ = _count_copied(
+                        address, count, len(store.logs), how, i, frequencies_N
+                    )
                 if is_new:
                     store.tally[memory.INSERTED] += 1
-                    begin_row(rows, layout, address, ids_N[i])
-                    class_ = _ZERO
-                    if rows.has_metadata:
-                        count += np.uint64(waited_K[k]) if len(waited_K) else _ZERO
-                        class_ = count_up(address, count, len(store.logs))
                     recency.touch(logs, class_, rows, address, slot, tick)
-                elif rows.has_metadata:
-                    count_up(address, count, 1)
                 slots_N[i] = np.uint32(slot)
-                memory.read_weights(rows, address, target + np.uint64(i) * row_bytes)
+                if how < WRITE_ROWS:
+                    memory.read_row(rows, address, at, how == READ_ROWS)
+                else:
+                    _write_row(store, rows, layout, address, at, how)
 
     return specialized(insert, kernel)
 
@@ -435,13 +533,18 @@ def build_begin_row(kernel: Kernel) -> Callable[..., None]:
             memory.write_weights(rows, address, scratch)
         initial = layout[memory.INITIAL_STATE]
         cpu.copy_bytes(address + rows.state, initial, rows.state_bytes)
-        if rows.has_metadata:
-            cpu.store_u32(address + memory.FREQUENCY, _ZERO)
-            cpu.store_u32(address + memory.LAST_STEP, layout[memory.STEP])
-            cpu.store_u32(address + memory.FIRST_STEP, layout[memory.STEP])
-            cpu.store_u32(address + memory.LAST_S, layout[memory.NOW_S])
+        _begin_metadata(rows, layout, address)
 
     return begin_row
+
+
+@inlined
+def _begin_metadata(rows: RowsAt, layout: Layout, address: np.uint64) -> None:
+    if rows.has_metadata:
+        cpu.store_u32(address + memory.FREQUENCY, _ZERO)
+        cpu.store_u32(address + memory.LAST_STEP, layout[memory.STEP])
+        cpu.store_u32(address + memory.FIRST_STEP, layout[memory.STEP])
+        cpu.store_u32(address + memory.LAST_S, layout[memory.NOW_S])
 
 
 @inlined
@@ -462,21 +565,28 @@ def prepare_chunk(
 
 @inlined
 def find_or_make(
-    store: memory.StoreAt, index: IndexAt, rows: RowsAt, id_: np.uint64
+    store: memory.StoreAt,
+    index: IndexAt,
+    rows: RowsAt,
+    id_: np.uint64,
+    spared: np.uint64,
 ) -> tuple[np.uint64, bool]:
     """Return the slot of an id, and whether it is new; then its row has an id alone.
 
-    If the store is full, the row leaves that should leave first.
+    If the store is full, the row leaves that should leave first, of those that were not
+    used since the tick ``spared``. If there is none, ``NOT_FOUND``.
     """
     hash_ = hash_id(id_, rows.owner)
     slot = find_slot(index, rows, id_, hash_)
     if slot != NOT_FOUND:
         return slot, False
     if store.tally[memory.ROWS] >= store.tally[memory.CAPACITY]:
-        row = recency.pop_oldest(store.logs, store.arenas)
+        row = recency.pop_oldest(store.logs, store.arenas, spared)
         if row != recency.NONE:
             remove_row(store, index, row >> _S32, row & _LOW)
             store.tally[memory.EVICTED] += 1
+        elif spared != recency.NO_TICK:
+            return NOT_FOUND, False
     slot = memory.take_slot(store.arenas, rows.arena, store.log)
     cpu.store_u64(rows.base + slot * rows.stride, id_)
     add_entry(index, (hash_ << _S32) | (slot + _ONE))

@@ -81,8 +81,8 @@ HITS, MISSES, INSERTED, REJECTED, ROWS, TICK = range(6)
 EVICTED, EXPIRED_STEPS, EXPIRED_SECONDS, EXPIRED_NORM = range(6, 10)
 LEFT_AT, LEFT_ROOM, CAPACITY, MISSED, NOT_FINITE = range(10, 15)
 CHANGE, SWEPT_ARENA, SWEPT_SLOT, LOADING, PINNED_ROWS = range(15, 20)
-RUNNING_S, HAS_LARGE = 20, 21
-NUM_TALLIES = 22
+RUNNING_S, HAS_LARGE, NO_ROOM = 20, 21, 22
+NUM_TALLIES = 23
 """Columns of the tally: ids found, ids not found, rows made, ids rejected a row, rows
 in use, tick of the current request; rows that left because the store was full, because
 of their age in steps, in seconds, because of their norm; address at which the next row
@@ -91,7 +91,8 @@ that the store may hold; gradients without a row, and with NaN or an infinity; w
 change is in progress (see ``NO_CHANGE``); arena and slot where the next slice of a
 sweep begins; whether the rows of a checkpoint, and of increments, are being loaded;
 rows that stay when the store is full; the running time (see ``expiry.py``); whether
-rows may hold numbers that are not moderate (see ``finite.py``)."""
+rows may hold numbers that are not moderate (see ``finite.py``); rows of writes that
+found no room."""
 
 COUNTERS = {
     "hits": HITS,
@@ -104,6 +105,7 @@ COUNTERS = {
     "expired_norm": EXPIRED_NORM,
     "gradients_missed": MISSED,
     "gradients_refused": NOT_FINITE,
+    "writes_without_room": NO_ROOM,
 }
 """Columns that are counted since the start, by the names of counters."""
 
@@ -473,6 +475,17 @@ def read_weights(rows: RowsAt, address: np.uint64, target: np.uint64) -> None:
 
 
 @inlined
+def read_row(
+    rows: RowsAt, address: np.uint64, target: np.uint64, with_state: bool
+) -> None:
+    """Do :func:`read_weights`; ``with_state`` copies the state behind the weights."""
+    read_weights(rows, address, target)
+    if with_state:
+        state = target + np.uint64(4 * rows.dim)
+        cpu.copy_bytes(state, address + rows.state, rows.state_bytes)
+
+
+@inlined
 def write_weights(rows: RowsAt, address: np.uint64, source: np.uint64) -> None:
     """Write float32 at an address to the weights of a row, rounded to the nearest."""
     if rows.dtype == FP32:
@@ -492,9 +505,7 @@ def read_rows(layout: Layout, slots_N: Slots, out_NW: Floats) -> None:
             out_NW[i, :] = np.float32(0)
         else:
             address = rows.base + np.uint64(slots_N[i]) * rows.stride
-            read_weights(rows, address, target)
-            state = target + np.uint64(4 * rows.dim)
-            cpu.copy_bytes(state, address + rows.state, rows.state_bytes)
+            read_row(rows, address, target, True)
         target += np.uint64(4 * out_NW.shape[1])
 
 

@@ -51,6 +51,9 @@ starts, whether it is running, the tail it started with; the words that may be u
 NONE = np.uint64(2**64 - 1)
 """What :func:`pop_oldest` returns when there is no row."""
 
+NO_TICK = np.uint64(2**62)
+"""A tick that no request reaches."""
+
 MARK = np.uint64(2**32 - 1)
 """The word with which a mark begins."""
 
@@ -130,10 +133,17 @@ class RecencyLogs:
             if int(line[TAIL]) + needed > int(line[SIZE]):
                 self._enlarge(number, int(line[TAIL]) + needed, undo_log)
 
-    def make_room_to_keep(self, num_touches: int, undo_log: UndoLog) -> None:
-        """Make room to keep what :func:`compact_for` and touches write over."""
-        num_bytes = bytes_to_keep(self.directory, num_touches, undo_log.log)
-        undo_log.make_room(num_bytes + _TOUCH_BYTES * num_touches)
+    def make_room_to_keep(
+        self, num_touches: int, undo_log: UndoLog, num_bytes: int = 0
+    ) -> int:
+        """Make room to keep what :func:`compact_for` and touches write over.
+
+        And ``num_bytes`` besides. Returns the bytes of these, and of all touches.
+        """
+        num_kept = num_bytes + _TOUCH_BYTES * num_touches
+        of_logs = bytes_to_keep(self.directory, num_touches, undo_log.log)
+        undo_log.make_room(of_logs + num_kept)
+        return num_kept
 
     def _begin(self) -> None:
         self.directory[:, LOG + 1 :] = 0  # where a log is must be known at any moment
@@ -218,12 +228,17 @@ def touch(
 
 
 @inlined
-def pop_oldest(logs: Words, arenas: Words) -> np.uint64:
-    """Take out the record of the next row to leave; return ``arena << 32 | slot``."""
+def pop_oldest(logs: Words, arenas: Words, spared: np.uint64 = NO_TICK) -> np.uint64:
+    """Take out the record of the next row to leave; return ``arena << 32 | slot``.
+
+    Rows that were used since the tick ``spared`` do not leave.
+    """
     for class_ in range(len(logs)):
         row = _pop_oldest_of(logs, np.uint64(class_), arenas)
         if row != NONE:
-            return row
+            if logs[class_, HEAD_TICK] < spared:
+                return row
+            logs[class_, HEAD] -= _ONE  # all others of the class were used later
     return NONE
 
 

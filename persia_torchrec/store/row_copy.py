@@ -487,7 +487,9 @@ def add_rows(
         for n in range(start, stop):
             if ticks_N[n] == NEVER:
                 continue
-            slot, is_new = loops.find_or_make(store, index, rows, ids_N[n])
+            slot, is_new = loops.find_or_make(
+                store, index, rows, ids_N[n], recency.NO_TICK
+            )
             slots_N[n] = np.uint32(slot)
             address, row = rows.base + slot * rows.stride, np.uint64(n)
             before = NEVER if is_new else memory.tick_at(address)

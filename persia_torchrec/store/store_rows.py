@@ -236,6 +236,7 @@ class StoreRows:
             address = memory.address_at(source.area(memory.RECOVERY), notes_at)
             self.notes = source.find(address)[:num_notes]
         self.opened: Transaction | None = None
+        self._kept_bytes = 0  # at most, of rows that are being used
         self.unfreed: dict[int, Callable[[], bool]] = {}
 
     @property
@@ -289,8 +290,11 @@ class StoreRows:
         """
         return self.opened or Transaction(self)
 
-    def begin(self, num_touches: int = 0) -> None:
-        """Keep what a change needs to be undone, unless its transaction has begun."""
+    def begin(self, num_touches: int = 0, num_bytes: int = 0) -> None:
+        """Keep what a change needs to be undone, unless its transaction has begun.
+
+        ``num_bytes`` are kept of rows that are used, at most, besides their touches.
+        """
         if self.undo_log is None:
             return
         if self.opened is None or not self.opened.has_begun:
@@ -298,12 +302,15 @@ class StoreRows:
         if self.opened is not None:
             self.opened.has_begun = True
         if num_touches:
-            self.logs.make_room_to_keep(num_touches, self.undo_log)
+            self._kept_bytes = self.logs.make_room_to_keep(
+                num_touches, self.undo_log, num_bytes
+            )
 
     def end(self) -> None:
         """End a change, unless it is a part of an open transaction."""
         if self.journal.is_on:
             self.journal.keep_left()
+        self._kept_bytes = 0
         if self.undo_log is not None and self.opened is None:
             self.undo_log.end()
 
@@ -329,7 +336,8 @@ class StoreRows:
         if self.undo_log is None or self.tally[memory.CHANGE] == memory.LOAD:
             return
         strides = (words.strides[0] for words in self.arenas.words)
-        self.undo_log.make_room(num_rows * (max(strides, default=0) + KEPT_BYTES))
+        num_bytes = num_rows * (max(strides, default=0) + KEPT_BYTES)
+        self.undo_log.make_room(num_bytes + self._kept_bytes)
 
     def take_out(self, table: TableAt, ids_N: Ids) -> None:
         """Drop the rows of ids; those that have none are skipped."""

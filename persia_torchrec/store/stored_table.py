@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,7 @@ from persia_torchrec.store import finite, loops, memory
 from persia_torchrec.store.change_log import ChangedSlots
 from persia_torchrec.store.memory import LARGEST_TICK, POSITION_BITS, TableAt, TablesAt
 from persia_torchrec.store.memory_file import ROW_COLUMNS, PublishedTable
-from persia_torchrec.store.recency import MARK_WORDS
+from persia_torchrec.store.recency import MARK_WORDS, NO_TICK
 from persia_torchrec.store.store_rows import StoreRows, Transaction, UpdateResult
 from persia_torchrec.store.undo_log import ROW_BYTES
 from persia_torchrec.table import TableSpec
@@ -47,7 +47,9 @@ _NO_IDS = read_only(np.empty(0, dtype=np.uint64))
 _NO_COUNTS = read_only(np.empty(0, dtype=np.uint32))
 _NO_SLOTS = np.empty(0, dtype=np.uint32)
 _NO_INDICES = np.empty(0, dtype=np.int64)
+_NO_FREQUENCIES = np.empty(0, dtype=np.uint32)
 _NONE_MADE = _NO_INDICES, _NO_INDICES
+_NO_TICK = int(NO_TICK)
 
 
 def build_admission(
@@ -99,6 +101,56 @@ def _build_admit(kernel: Kernel) -> Callable[..., None]:
     return specialized(admit, kernel)
 
 
+class PlainTables(NamedTuple):
+    """T tables whose rows have one block, as loops take them.
+
+    Per table the widths of weights, and of weights and state, and what the undo log
+    keeps of a row, at most.
+    """
+
+    states: Sequence["TableState"]
+    at: TablesAt
+    dims: Indices
+    widths: Indices
+    kept_row_bytes: Indices
+
+    @classmethod
+    def of(cls, states: Sequence["TableState"], rows: StoreRows) -> "PlainTables":
+        """Return tables of a store."""
+        layouts_T = [state.layout.ctypes.data for state in states]
+        numbers = [
+            (s.spec.row_dim, s.spec.num_row_floats, s.kept_row_bytes) for s in states
+        ]
+        dims, state_floats, kept = np.array(numbers, dtype=np.int64).reshape(-1, 3).T
+        at = np.array(layouts_T, dtype=np.uint64), rows.log
+        return cls(states, at, dims.copy(), dims + state_floats, kept.copy())
+
+    def written_bytes(self, starts_T: Starts, how: int) -> int:
+        """Return what the undo log keeps of rows that are written over, at most."""
+        if how < loops.WRITE_ROWS:
+            return 0
+        return int(np.diff(starts_T).dot(self.kept_row_bytes))
+
+
+class UsedRows(NamedTuple):
+    """A table's part of a training lookup or a write; see :class:`loops.Copied`.
+
+    Of N ids: counts or none, rows ``(N, W)``, slots.
+    """
+
+    ids: Ids
+    counts: Counts
+    rows: Floats
+    slots: Slots
+    how: int = loops.READ_WEIGHTS
+    frequencies: Counts = _NO_FREQUENCIES
+
+    @property
+    def copied(self) -> loops.Copied:
+        """What loops take."""
+        return self.rows.ctypes.data, self.how, self.frequencies
+
+
 class TableState:
     """One table of a store, a row for each id. Owned by the store's thread.
 
@@ -129,11 +181,10 @@ class TableState:
         self.thresholds = thresholds
         self.spec, self.rows, self.layout = spec, rows, layout
         self.at: TableAt = layout, rows.log
-        alone = np.array([layout.ctypes.data], dtype=np.uint64)
-        self._alone: TablesAt = alone, rows.log
-        self._row_dims = np.array([spec.row_dim])
         self.number = int(layout[memory.OWNER]) - 1
         self.kept_row_bytes = rows.arena(layout).strides[0] + ROW_BYTES
+        self._tables = PlainTables.of([self], rows)
+        self._alone = self._tables.at
         self.is_by_running_time = spec.expiry.is_by_running_time
         value = spec.admission.unadmitted_value
         self.unadmitted_values = np.array([value], dtype=np.float32)
@@ -147,6 +198,9 @@ class TableState:
         state_S = np.zeros(spec.num_row_floats, dtype=np.float32)
         optimizer_S = spec.optimizer.initial_state(spec.row_dim)
         state_S[: len(optimizer_S)] = optimizer_S
+        self.unadmitted_row = np.r_[
+            np.repeat(self.unadmitted_values, spec.row_dim), state_S
+        ]
         fill = spec.initializer.fill_numbers(spec.row_dim)
         self._kept = {
             memory.SCRATCH: np.empty(
@@ -175,10 +229,11 @@ class TableState:
         no_rows = np.empty((0, spec.row_dim), np.float32)
         used, pair = (self.at, _NO_IDS, _NO_COUNTS), (0, 0)
         starts, flat = np.zeros(2, dtype=np.int64), no_rows.reshape(-1)
-        asked = starts, flat, slots, _NO_INDICES
+        copied = 0, loops.READ_WEIGHTS, _NO_FREQUENCIES
+        asked = starts, copied, slots, _NO_INDICES
         calls: list[tuple[Any, ...]] = [
             (loops.lookup_training, self._alone, pair, *used[1:], *asked),
-            (self.insert, *used, (_NO_INDICES, _NO_COUNTS), no_rows, slots),
+            (self.insert, *used, (_NO_INDICES, _NO_COUNTS), copied, slots, 0),
         ]
         if self.rows.engine is not None:
             update: Callable[..., Any] = self.rows.engine.build_update(
@@ -259,39 +314,39 @@ class TableState:
     ) -> Slots:
         """Do a training lookup of rows that have one block."""
         starts, out = np.array([0, len(ids_N)]), out_ND.reshape(-1)
-        at, dims = self._alone, self._row_dims
-        return look_up_rows([self], at, dims, ids_N, starts, out, counts_N, batch)
+        return look_up_rows(self._tables, ids_N, starts, out, counts_N, batch)
 
     def make_missing(
-        self,
-        missing: Indices,
-        batch: int,
-        ids_N: Ids,
-        counts_N: Counts,
-        out_ND: Floats,
-        slots_N: Slots,
+        self, missing: Indices, batch: int, used: UsedRows, first_tick: int
     ) -> Indices:
-        """Make the rows of those missing ids that are admitted; return which."""
+        """Make the rows of those missing ids that are admitted; return which.
+
+        Of a write, whose ``first_tick`` is given, those that find room.
+        """
+        if used.how >= loops.WRITE_ROWS:
+            self.layout[memory.NOW_S] = self.now_s()
+            self.insert_rows((missing, _NO_COUNTS), used, first_tick)
+            return missing[used.slots[missing] != memory.MISSING]
         self._keep_admission(len(missing))
-        now = self.rows.tick, batch
-        chosen = admitted, _ = self.admit(ids_N, counts_N, missing, out_ND, now)
+        chosen = admitted, _ = self.admit(used, missing, (self.rows.tick, batch))
         self.rows.tally[memory.REJECTED] += len(missing) - len(admitted)
         self.layout[memory.NOW_S] = self.now_s()
-        self.make_rows(missing, chosen, ids_N, counts_N, out_ND, slots_N)
+        self.make_rows(missing, chosen, used)
         return admitted
 
     def make_rows(
-        self,
-        missing: Indices,
-        chosen: tuple[Indices, Counts],
-        ids_N: Ids,
-        counts_N: Counts,
-        out_ND: Floats,
-        slots_N: Slots,
+        self, missing: Indices, chosen: tuple[Indices, Counts], used: UsedRows
     ) -> None:
-        """Make the rows of chosen ids, some of those missing; copy their weights."""
+        """Make the rows of chosen ids, some of those missing; copy them."""
+        self.insert_rows(chosen, used, _NO_TICK)
+
+    def insert_rows(
+        self, chosen: tuple[Indices, Counts], used: UsedRows, spared: int
+    ) -> None:
+        """Make the rows of chosen ids, and copy them; :func:`loops.build_insert`."""
         self.rows.make_room(self.layout, len(chosen[0]))
-        self.insert(self.at, ids_N, counts_N, chosen, out_ND, slots_N)
+        ids_N, counts_N, slots_N = used.ids, used.counts, used.slots
+        self.insert(self.at, ids_N, counts_N, chosen, used.copied, slots_N, spared)
 
     def _keep_admission(self, num_ids: int) -> None:
         """Keep what an admission remembers, or make room for what it keeps itself."""
@@ -417,27 +472,22 @@ class TableState:
             self.rows.tally[memory.HAS_LARGE] = 1
 
     def admit(
-        self,
-        ids_N: Ids,
-        counts_N: Counts,
-        missing: Indices,
-        out_ND: Floats,
-        now: tuple[int, int],
+        self, used: UsedRows, missing: Indices, now: tuple[int, int]
     ) -> tuple[Indices, Counts]:
         """Return which of the missing ids get a row, and how often they had waited.
 
-        Writes what the others read. ``counts_N`` is how often each id is in the batch,
-        or empty; ``now`` the request's tick and batch. No ids have waited if the second
-        array is empty.
+        Writes what the others read: the state is that of a new row. ``now`` is the
+        request's tick and batch. No ids have waited if the second array is empty.
         """
         if self.admission is None:
             return missing, _NO_COUNTS
+        has_counts = len(used.counts) > 0
         counts = (
-            counts_N[missing] if len(counts_N) else np.ones(len(missing), np.uint32)
+            used.counts[missing] if has_counts else np.ones(len(missing), np.uint32)
         )
         seen = counts.astype(np.int64)
-        is_admitted = self.admission(ids_N[missing], seen, *now)
-        out_ND[missing[~is_admitted]] = self.spec.admission.unadmitted_value
+        is_admitted = self.admission(used.ids[missing], seen, *now)
+        used.rows[missing[~is_admitted]] = self.unadmitted_row[: used.rows.shape[1]]
         waited = (seen - counts)[is_admitted].astype(np.uint32)
         return missing[is_admitted], read_only(waited)
 
@@ -554,54 +604,70 @@ class TableState:
 
 
 def look_up_rows(
-    states: Sequence[TableState],
-    at: TablesAt,
-    row_dims_T: Indices,
+    tables: PlainTables,
     ids_N: Ids,
     starts_T: Starts,
-    out: Floats,
+    copied: Floats,
     counts_N: Counts | None,
     batch: int,
+    how: int = loops.READ_WEIGHTS,
+    frequencies_N: Counts = _NO_FREQUENCIES,
 ) -> Slots:
-    """Do training lookups of tables whose rows have one block."""
+    """Do training lookups of tables, or writes: see ``loops.Copied``.
+
+    ``copied`` are rows, flat and table by table; a lookup overwrites them.
+    """
     if ids_N.flags.writeable:
         ids_N = read_only(ids_N)
-    if counts_N is None:
-        counts_N = _NO_COUNTS
-    elif counts_N.flags.writeable:
-        counts_N = read_only(counts_N)
-    rows, slots_N = states[0].rows, np.empty(len(ids_N), dtype=np.uint32)
+    counts_N = read_only(_NO_COUNTS if counts_N is None else counts_N)
+    states, rows = tables.states, tables.states[0].rows
+    slots_N = np.empty(len(ids_N), dtype=np.uint32)
     missing_N = np.empty(len(ids_N), dtype=np.int64)
     num_tables, first_tick = len(states), rows.tick + 1
     num_touches = len(ids_N) + MARK_WORDS * (num_tables - 1)
+    num_kept = tables.written_bytes(starts_T, how)
+    widths_T = tables.dims if how == loops.READ_WEIGHTS else tables.widths
     made: dict[int, tuple[Indices, Indices]] = {}
-    outs: list[Floats] = []  # by table, once one makes rows
-    rows.begin(num_touches)
-    t, needed = 0, num_touches
+    parts: list[Floats] = []  # by table, once one makes rows
+    rows.begin(num_touches, num_kept)
+    t, needed, address = 0, num_touches, (copied.ctypes.data, how, frequencies_N)
     while t < num_tables:
         t, num_missing = loops.lookup_training(
-            at, (t, needed), ids_N, counts_N, starts_T, out, slots_N, missing_N
+            tables.at,
+            (t, needed),
+            ids_N,
+            counts_N,
+            starts_T,
+            address,
+            slots_N,
+            missing_N,
         )
         if num_missing == loops.NO_ROOM:
             rows.logs.make_room(rows.arenas.directory, num_touches, rows.undo_log)
-            rows.begin(num_touches)
+            rows.begin(num_touches, num_kept)
         elif num_missing:
             missing = missing_N[:num_missing]
             if rows.journal.is_on:
                 missing = missing.copy()  # the next table's follow
             part = slice(int(starts_T[t]), int(starts_T[t + 1]))
-            outs = outs or split_rows(out, starts_T, row_dims_T)
-            admitted = states[t].make_missing(
-                missing, batch, ids_N[part], counts_N[part], outs[t], slots_N[part]
+            parts = parts or split_rows(copied, starts_T, widths_T)
+            used = UsedRows(
+                ids_N[part],
+                counts_N[part],
+                parts[t],
+                slots_N[part],
+                how,
+                frequencies_N[part],
             )
+            admitted = states[t].make_missing(missing, batch, used, first_tick)
             made[t] = missing, admitted
             t, needed = t + 1, 0
-    if rows.journal.is_on:
+    if rows.journal.is_on and how == loops.READ_WEIGHTS:
         rows.journal.looked_up(slots_N, ids_N)
-        for t, state in enumerate(states):
-            part = slice(int(starts_T[t]), int(starts_T[t + 1]))
-            tick, of_table = first_tick + t, made.get(t, _NONE_MADE)
-            state.note_lookup(tick, ids_N[part], slots_N[part], of_table)
+    for t, state in enumerate(states if rows.journal.is_on else ()):
+        part = slice(int(starts_T[t]), int(starts_T[t + 1]))
+        tick, of_table = first_tick + t, made.get(t, _NONE_MADE)
+        state.note_lookup(tick, ids_N[part], slots_N[part], of_table)
     rows.end()
     return slots_N
 

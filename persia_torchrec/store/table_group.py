@@ -18,8 +18,9 @@ import numpy.typing as npt
 
 from persia_torchrec.arrays import Floats, Ids, Slots, Starts
 from persia_torchrec.jit.compiled import read_only
+from persia_torchrec.store import memory
 from persia_torchrec.store.store_rows import NOTHING_MISSED, StoreRows, Transaction
-from persia_torchrec.store.stored_table import TableState
+from persia_torchrec.store.stored_table import PlainTables, TableState
 from persia_torchrec.store.undo_log import ROW_BYTES
 
 _NO_SLOTS = np.empty(0, dtype=np.uint32)
@@ -45,8 +46,10 @@ class TableGroup:
         states: of the T tables.
         numbers: theirs in the store, int64 ``(T,)``.
         at: what loops take.
-        dims: of their weights, int64 ``(T,)``; ``row_dims``: of those of one row.
+        dims: of their weights, int64 ``(T,)``; ``widths``: with optimizer state.
         is_looked_up_at_once: whether one call looks all of them up.
+        has_one_row: whether each id has one row of each, in use or not.
+        has_metadata: whether a table keeps metadata.
         is_read_at_once: whether one call reads all of them.
         unadmitted_values: what ids without a row read then, float32 ``(T,)``.
         updates: the loops that update them; None where it is one table after the other,
@@ -56,14 +59,17 @@ class TableGroup:
     def __init__(self, rows: StoreRows, states: Sequence[TableState]) -> None:
         self._rows, self.states = rows, states
         self.numbers = np.array([state.number for state in states], dtype=np.int64)
-        layouts_T = np.array([s.layout.ctypes.data for s in states], dtype=np.uint64)
-        self.at = layouts_T, rows.log
+        self.tables = PlainTables.of(states, rows)
+        self.at = self.tables.at
         self.dims = np.array([state.spec.dim for state in states], dtype=np.int64)
-        row_dims = [state.spec.row_dim for state in states]
-        self.row_dims = np.array(row_dims, dtype=np.int64)
-        self._kept_row_bytes = np.array([state.kept_row_bytes for state in states])
+        widths = [state.spec.num_floats for state in states]
+        self.widths = np.array(widths, dtype=np.int64)
+        self.has_metadata = any(state.has_metadata for state in states)
         self.is_looked_up_at_once = all(
             type(state).look_up is TableState.look_up for state in states
+        )
+        self.has_one_row = all(
+            type(state) is TableState and not state.is_part for state in states
         )
         self.is_read_at_once = all(
             type(state).read_only is TableState.read_only and not state.reads_begun_rows
@@ -109,12 +115,31 @@ class TableGroup:
         counted.update(steps)
         num_bytes = ROW_BYTES * len(steps)
         if self._rows.undo_log is not None:
-            num_bytes += int(np.diff(starts_T).dot(self._kept_row_bytes))
+            num_bytes += int(np.diff(starts_T).dot(self.tables.kept_row_bytes))
         hints_N, grads = read_only(hints_N), read_only(grads)
         steps_T = [*steps.values()]
         opened.add(
             num_bytes, partial(self._update, steps_T, ids_N, starts_T, hints_N, grads)
         )
+
+    def raise_steps(self, steps_T: Starts) -> None:
+        """Have tables have had so many updates at least; rows note the present second.
+
+        It is a part of the transaction that is open.
+        """
+        rows = self._rows
+        rows.begin()
+        if rows.undo_log is not None:
+            rows.undo_log.make_room(ROW_BYTES * len(self.numbers))
+            rows.undo_log.keep_some(rows.steps, self.numbers)
+        seconds = np.broadcast_to(self._now_s(), len(steps_T)).tolist()
+        for state, step, now_s in zip(
+            self.states, steps_T.tolist(), seconds, strict=True
+        ):
+            state.num_updates = max(state.num_updates, step)
+            state.layout[memory.NOW_S] = now_s
+            if rows.journal.is_on:
+                rows.journal.changed(state.changed_slots(_NO_SLOTS))
 
     def _update(
         self,

@@ -30,7 +30,7 @@ from persia_torchrec.routing.route import sum_by_id
 from persia_torchrec.store import loops, memory
 from persia_torchrec.store.index import NOT_FOUND, find_slot, hash_id, index_at
 from persia_torchrec.store.memory import Layout
-from persia_torchrec.store.stored_table import TableState
+from persia_torchrec.store.stored_table import TableState, UsedRows
 
 _NO_IDS = read_only(np.empty(0, dtype=np.uint64))
 _NO_COUNTS = read_only(np.empty(0, dtype=np.uint32))
@@ -78,24 +78,19 @@ class TableOfSharedRows(TableState):
         )
 
     def make_rows(
-        self,
-        missing: Indices,
-        chosen: tuple[Indices, Counts],
-        ids_N: Ids,
-        counts_N: Counts,
-        out_ND: Floats,
-        slots_N: Slots,
+        self, missing: Indices, chosen: tuple[Indices, Counts], used: UsedRows
     ) -> None:
         """Make the rows of chosen ids, which begin with what these have read.
 
         And the shared rows of the others, if they are not there yet.
         """
         if self.admission is None:
-            super().make_rows(missing, chosen, ids_N, counts_N, out_ND, slots_N)
+            super().make_rows(missing, chosen, used)
             return
         admitted, _ = chosen
+        ids_N, out_ND = used.ids, used.rows
         self._make_shared(ids_N[np.setdiff1d(missing, admitted)])
-        super().make_rows(missing, chosen, ids_N, counts_N, out_ND, slots_N)
+        super().make_rows(missing, chosen, used)
         self._read_missing(ids_N, missing, out_ND)
         slots_K, weights_KD = self.find(ids_N[admitted]), read_only(out_ND[admitted])
         memory.write_rows(self.layout, read_only(slots_K), weights_KD)
@@ -108,12 +103,12 @@ class TableOfSharedRows(TableState):
         if not len(keys_K):
             return
         require_room(shared, keys_K)
-        self.rows.make_room(shared.layout, len(keys_K))
         shared.layout[memory.NOW_S] = self.layout[memory.NOW_S]
         chosen = np.arange(len(keys_K)), _NO_COUNTS
         rows_KD = np.empty((len(keys_K), shared.spec.dim), dtype=np.float32)
         slots_K = np.empty(len(keys_K), dtype=np.uint32)
-        shared.insert(shared.at, keys_K, _NO_COUNTS, chosen, rows_KD, slots_K)
+        used = UsedRows(keys_K, _NO_COUNTS, rows_KD, slots_K)
+        shared.make_rows(chosen[0], chosen, used)
         self._note(slots_K)
 
     def apply(

@@ -14,6 +14,7 @@ from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
 
 _IDS = np.arange(6, dtype=np.uint64)
+_STARTS = np.array([0, len(_IDS)])
 _COUNTS = np.ones(len(_IDS), dtype=np.uint32)
 
 
@@ -63,6 +64,9 @@ def _use(store: EmbeddingStore, table: int) -> None:
     store.lookup(table, _IDS, rows, training=False)
     store.update(table, _IDS, rows, slots)
     store.write(table, _IDS[:4], rows[:4])
+    states = np.zeros(4 * len(_IDS), dtype=np.float32)
+    store.lookup_states((table,), _IDS, _STARTS, states, _COUNTS.copy())
+    store.write_tables((table,), _IDS, _STARTS, states, frequencies_N=_COUNTS)
     store.read(table, _IDS)
     store.scan(table, 0, 1)
     store.remove(table, _IDS[:1])

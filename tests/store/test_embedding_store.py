@@ -92,6 +92,9 @@ IDS = [
 
 tables = st.integers(0, len(TABLES) - 1)
 several = st.lists(tables, min_size=1, max_size=4, unique=True)
+plain = st.lists(
+    st.integers(0, ADAPTIVE - 1), min_size=1, max_size=4, unique=True
+)  # of one row an id
 picks = st.lists(st.integers(0, len(IDS[0]) - 1), max_size=6)
 seeds = st.integers(0, 2**32 - 1)
 
@@ -106,6 +109,14 @@ def look_up(store, table, ids, *, training=True):
     out = np.full((len(ids), store.tables[table].dim), np.nan, dtype=np.float32)
     store.lookup(table, ids, out, training=training)
     return out
+
+
+def parts_of(seed, ids, least):
+    """Return a few small numbers, one an id of each table; None without a seed."""
+    if seed is None:
+        return None
+    rng = np.random.default_rng(seed)
+    return [rng.integers(least, 9, len(some)).astype(np.uint32) for some in ids]
 
 
 def asked_of(chosen, picks):
@@ -223,6 +234,85 @@ class StoreMachine(RuleBasedStateMachine):
         weights = floats_of(seed, len(ids), TABLES[table].dim)
         self.fast.write(table, ids_of(*ids), weights)
         self.slow.write(table, ids, weights)
+
+    @rule(chosen=plain, picks=picks, seed=st.none() | seeds)
+    def look_up_states(self, chosen, picks, seed):
+        ids, asked = asked_of(chosen, picks)
+        counts = parts_of(seed, ids, 1)
+        given = None if counts is None else np.concatenate(counts)
+        widths = [TABLES[table].num_floats for table in chosen]
+        shapes = [(len(some), width) for some, width in zip(ids, widths, strict=True)]
+        ends = np.cumsum([num * width for num, width in shapes])
+        out = np.full(ends[-1], np.nan, dtype=np.float32)
+        frequencies = np.zeros(asked[2][-1], dtype=np.uint32)
+        slots = self.fast.lookup_states(*asked, out, frequencies, counts_N=given)
+        parts = zip(
+            chosen,
+            ids,
+            np.split(out, ends[:-1]),
+            shapes,
+            np.split(frequencies, asked[2][1:-1]),
+            np.split(slots, asked[2][1:-1]),
+            strict=True,
+        )
+        for t, (table, some, rows, shape, seen, found) in enumerate(parts):
+            self.same_states(
+                table, some, rows.reshape(shape), seen, found, counts and counts[t]
+            )
+
+    def same_states(self, table, ids, rows, seen, found, counts):
+        """Compare one table's part with a lookup and reads of the reference."""
+        spec, before = TABLES[table], self.slow.read(table, ids)
+        state = spec.optimizer.initial_state(spec.dim)
+        for id_, row in zip(ids, before, strict=True):
+            if (table, id_) not in self.slow.rows:
+                row[spec.dim :] = state
+        rejected = self.slow.counts["rejected"]
+        counts = None if counts is None else counts.tolist()
+        weights = self.slow.lookup(table, ids, training=True, counts=counts)
+        np.testing.assert_allclose(rows[:, : spec.dim], weights, **NEAR[table])
+        if ids:
+            np.testing.assert_allclose(
+                rows[:, spec.dim :], before[:, spec.dim :], **NEAR[table]
+            )
+        rejected = self.slow.counts["rejected"] - rejected
+        assert (found == MISSING).sum() == rejected
+        for id_, frequency in zip(ids, seen.tolist(), strict=True):
+            row = self.slow.rows.get((table, id_))
+            if row is None or not self.fast.states[table].has_metadata:
+                continue
+            assert ids.count(id_) > 1 or frequency == row.frequency
+
+    @rule(
+        chosen=plain,
+        picks=picks,
+        seed=seeds,
+        has=st.sets(st.sampled_from(["counts", "frequencies", "steps"])),
+    )
+    def write_several(self, chosen, picks, seed, has):
+        ids, asked = asked_of(chosen, picks)
+        pairs = list(zip(ids, [TABLES[table] for table in chosen], strict=True))
+        rows = [floats_of(seed, len(some), spec.num_floats) for some, spec in pairs]
+        for some, (_, spec) in zip(rows, pairs, strict=True):
+            np.abs(some[:, spec.dim :], out=some[:, spec.dim :])  # sums of squares
+        counts = parts_of(seed, ids, 0) if "counts" in has else None
+        known = parts_of(seed + 1, ids, 0) if "frequencies" in has else None
+        steps = [seed % 7] * len(chosen) if "steps" in has else None
+        flat = np.concatenate([some.reshape(-1) for some in rows])
+        given = {
+            "counts_N": None if counts is None else np.concatenate(counts),
+            "frequencies_N": None if known is None else np.concatenate(known),
+            "steps_T": None if steps is None else np.array(steps),
+        }
+        if len(asked[1]) > self.fast.rows.capacity_rows:
+            with pytest.raises(StoreError, match="rows fit"):
+                self.fast.write_tables(*asked, flat, **given)
+            return
+        self.fast.write_tables(*asked, flat, **given)
+        as_lists = [
+            each and [part.tolist() for part in each] for each in (counts, known)
+        ]
+        self.slow.write_several(chosen, ids, rows, *as_lists, steps)
 
     @rule(seconds=st.integers(0, 9), max_rows=st.integers(1, 5))
     def sweep(self, seconds, max_rows):

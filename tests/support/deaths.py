@@ -284,6 +284,29 @@ def write_rows(store, streams):
         store.set_step(1, 50)
 
 
+def use_states(store, streams):
+    """Look rows up with their state, and write others back; some are new, or repeat."""
+    tables = (1, 2) if store.tables == kills.FBGEMM_TABLES else (1,)
+    looked_up, written = ids_of(3, 20, 1, 21, 20), ids_of(30, 1, 31, 1, 3)
+    starts = np.arange(len(tables) + 1) * 5
+    width = int(store.group(tables).widths.sum())
+    seen = np.zeros(starts[-1], np.uint32)
+    with store.rows.transaction() as request:
+        out = np.empty(5 * width, np.float32)
+        store.lookup_states(tables, np.tile(looked_up, len(tables)), starts, out, seen)
+        store.write_tables(
+            tables,
+            np.tile(written, len(tables)),
+            starts,
+            np.full(5 * width, 7, np.float32),
+            counts_N=seen + np.uint32(1),
+            frequencies_N=seen + np.uint32(5),
+            steps_T=np.full(len(tables), 50),
+        )
+        streams.mark_lookup(request, (1, 3), 1)
+        streams.settle(request, (2, 3))
+
+
 def sweep_and_remove(store, streams):
     with store.rows.transaction():
         store.sweep(100)
@@ -354,6 +377,9 @@ CASES = [
     Case(look_up_tables, engine="fbgemm"),
     Case(look_up_many),
     Case(write_rows),
+    Case(use_states),
+    Case(use_states, "lfu"),
+    Case(use_states, "lfu", engine="fbgemm"),
     Case(sweep_and_remove, "lfu"),
     Case(clear),
     Case(grow, capacity_rows=2000, prepare=fill_index),

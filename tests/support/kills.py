@@ -117,6 +117,8 @@ def request(store, number):
     with store.rows.transaction() as one:
         if number % 5 == 2:
             use_several(store, number, rng)
+        if number % 7 == 3:
+            use_states(store, number, rng)
         for table in rng.permutation(3)[: rng.integers(1, 4)].tolist():
             ids = rng.zipf(1.2, rng.integers(1, 200)).astype(np.uint64) % NUM_IDS
             dim = store.tables[table].dim
@@ -143,6 +145,22 @@ def use_several(store, number, rng):
         hints = store.lookup_tables(*asked, rows.copy())
     if number % 4:
         store.add_updates(*asked, rows, hints[0] if len(hints) == 1 else None)
+
+
+def use_states(store, number, rng):
+    """Look rows up with their state, and write as many others."""
+    tables = (1, 2) if store.tables == FBGEMM_TABLES else (1,)
+    if store.states[1].spec.parts():
+        return
+    nums = rng.integers(0, 100, len(tables))
+    ids = rng.zipf(1.2, (2, nums.sum())).astype(np.uint64) % NUM_IDS
+    starts, widths = np.cumsum([0, *nums]), store.group(tables).widths
+    rows = rng.normal(size=nums.dot(widths)).astype(np.float32)
+    seen = np.zeros(len(ids[0]), np.uint32)
+    store.lookup_states(tables, ids[0], starts, rows.copy(), seen)
+    given = {"counts_N": seen, "frequencies_N": seen[::-1]} if number % 2 else {}
+    steps = np.full(len(tables), number) if number % 3 else None
+    store.write_tables(tables, ids[1], starts, rows, steps_T=steps, **given)
 
 
 def change(store, number, table, ids, rows):

@@ -390,6 +390,49 @@ class ReferenceStore:
             if (table, id_) in self.rows:  # else it left for another one
                 self.rows[table, id_].weights[:] = weights
 
+    def write_several(
+        self,
+        tables: Sequence[int],
+        ids: Sequence[Sequence[int]],
+        rows: Sequence[Doubles],
+        counts: Sequence[Sequence[int]] | None = None,
+        frequencies: Sequence[Sequence[int]] | None = None,
+        steps: Sequence[int] | None = None,
+    ) -> None:
+        """Write rows with state, of which none leaves for another one of the call."""
+        used: set[tuple[int, int]] = set()
+        for table, step in zip(tables, steps or (), strict=bool(steps)):
+            self.num_updates[table] = max(self.num_updates[table], step)
+        for t, table in enumerate(tables):
+            places = range(len(ids[t]))
+            known = [n for n in places if (table, ids[t][n]) in self.rows]
+            for n in [*known, *(n for n in places if n not in known)]:
+                key = table, ids[t][n]
+                if key not in self.rows and not self._make_written(key, used):
+                    continue
+                row = self.rows[key]
+                row.weights[:], row.state[:] = np.split(rows[t][n], [len(row.weights)])
+                if frequencies is not None:
+                    row.frequency = max(row.frequency, frequencies[t][n])
+                count = 1 if counts is None else counts[t][n]
+                self._count(*key, count, is_first=key not in used)
+                used.add(key)
+                if steps is not None:
+                    row.last_step, row.last_s = self.num_updates[table], self.now_s
+
+    def _make_written(self, key: tuple[int, int], used: set[tuple[int, int]]) -> bool:
+        """Make a row, maybe in place of one that was not used; return whether it is."""
+        is_full = len(self.rows) + len(self.shared) >= self.capacity_rows
+        others = [other for other in self.next_to_leave() if other not in used]
+        if is_full and not others:
+            self.counts["writes_without_room"] += 1
+            return False
+        if is_full:
+            del self.rows[others[0]]
+            self.counts["evictions"] += 1
+        self.rows[key] = self._make(*key)
+        return True
+
     def read(self, table: int, ids: Sequence[int]) -> Doubles:
         spec = self.tables[table]
         nothing = np.zeros(spec.dim + spec.num_state_floats)
@@ -412,7 +455,7 @@ class ReferenceStore:
     def counters(self) -> dict[str, int]:
         names = ["hits", "misses", "inserted", "rejected", "evictions"]
         names += [f"expired_{cause}" for cause in ("steps", "seconds", "norm")]
-        names += ["gradients_missed", "gradients_refused"]
+        names += ["gradients_missed", "gradients_refused", "writes_without_room"]
         num_rows = len(self.rows) + len(self.shared)
         rows = {"rows": num_rows, "capacity_rows": self.capacity_rows}
         return {**rows, **{name: self.counts[name] for name in names}}
