@@ -11,7 +11,7 @@ import contextlib
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -34,6 +34,7 @@ from persia_torchrec.client.codec import (
     BatchCount,
     KnownTable,
     KnownTables,
+    LookedUpUse,
     PushOutcome,
     RowRequest,
     ServerHello,
@@ -42,8 +43,9 @@ from persia_torchrec.client.codec import (
     Tables,
     added,
     check_counts,
-    check_gradients,
+    check_rows,
     groups_of,
+    require_one_width,
     tables_of_all,
 )
 from persia_torchrec.client.codec import BatchNumber as BatchNumber
@@ -245,6 +247,7 @@ class EmbeddingClient(OwnProcess):
         precision: Precision = Precision.FP32,
         counts: Sequence[Counts | None] | None = None,
         part: int = 0,
+        with_state: bool = False,
     ) -> list[Floats]:
         """Fetch the weights of ids of several tables.
 
@@ -257,11 +260,18 @@ class EmbeddingClient(OwnProcess):
         server that has answered one before answers it again, and changes nothing; a row
         evicted since reads its initial value.
 
+        ``with_state``, in a ``batch``, reads weights and optimizer state of tables that
+        have one row an id, those of a group of one width; else it is a ConfigError.
+        Such a pull is complete: no :meth:`push` follows, rows are written back by
+        :meth:`write_rows`. See :meth:`PendingRows.use` for ids without a row.
+
         Returns:
-            float32 ``(U, D)`` per table, in the order of its grouped ids, as counts;
-            read-only, as they may be views of the message.
+            float32 ``(U, D)`` per table, or ``(U, D + S)``, in the order of its grouped
+            ids, as counts; read-only, as they may be views of the message.
         """
-        return self.begin_pull(tables, batch, precision, counts, part).rows()
+        return self.begin_pull(
+            tables, batch, precision, counts, part, with_state=with_state
+        ).rows()
 
     def begin_pull(
         self,
@@ -270,6 +280,8 @@ class EmbeddingClient(OwnProcess):
         precision: Precision,
         counts: Sequence[Counts | None] | None,
         part: int = 0,
+        *,
+        with_state: bool = False,
     ) -> "PendingRows":
         """Ask for the rows of a :meth:`pull`, and return what waits for them."""
         known = self._table_list(groups := groups_of(tables))
@@ -281,9 +293,15 @@ class EmbeddingClient(OwnProcess):
         if counts is not None:
             flags |= messages.COUNTS
             check_counts(groups, counts)
+        widths = known.dims
+        if with_state:
+            if batch is None:
+                raise BatchError("A pull with state must have a batch. Received: none.")
+            require_one_width(groups, known)
+            widths, flags = known.widths, flags | messages.STATE
         number = (batch or BatchNumber(0, 0))[:2]
         header = Header(Kind.LOOKUP, 0, 0, *number, precision, flags)
-        request = RowRequest(groups, known.dims, counts=counts)
+        request = RowRequest(groups, widths, counts=counts, with_use=with_state)
         send = partial(self._send, header, request)
         return PendingRows(self._servers, request, precision, send, send())
 
@@ -304,7 +322,7 @@ class EmbeddingClient(OwnProcess):
         Returns a reply per server, when the update is applied; for :meth:`outcome`.
         """
         dims = self._table_list(groups := groups_of(tables)).dims
-        check_gradients(groups, dims, grads)
+        check_rows(groups, dims, grads)
         flags = 0 if batch.share is None else messages.SHARE
         header = Header(Kind.UPDATE, 0, 0, *batch[:2], precision, flags)
         request = RowRequest(groups, dims, rows=grads, share=(share := batch.share))
@@ -355,6 +373,52 @@ class EmbeddingClient(OwnProcess):
                 reply.frames()
 
         self._servers.repeat(ask)
+
+    def write_rows(
+        self,
+        tables: Tables,
+        rows: Sequence[Floats] | messages.DeferredRows,
+        *,
+        counts: Sequence[Counts] | None = None,
+        frequencies: Sequence[Counts] | None = None,
+        steps: Mapping[str, int] | None = None,
+        precision: Precision = Precision.FP32,
+    ) -> list[Reply]:
+        """Write rows of several tables, with optimizer state, in one request a server.
+
+        ``tables`` are as in a :meth:`pull` with state, and ``rows`` float32
+        ``(U, D + S)`` per group, in the order of its ids. They must not change until
+        the replies have come, as they may be sent again; each server applies them once.
+        Missing rows are made, and all count as used. On a full server no row leaves
+        for another one of the request; what finds no room is counted
+        (``writes_without_room``).
+
+        Where rows keep metadata, a row was then seen ``counts`` times more than it had
+        been, or than ``frequencies`` if that is more, as of a row that has left since
+        it was read: uint32 ``(U,)`` per group; 1 and 0 by default. ``steps`` are how
+        many updates tables have had, by name: their steps are that at least, and rows
+        note theirs as the last.
+
+        Returns a reply per server; a server that lost its rows meanwhile gives a
+        RestartedError.
+        """
+        known = self._table_list(groups := groups_of(tables))
+        require_one_width(groups, known)
+        check_rows(groups, known.widths, rows, "rows")
+        for given in (counts, frequencies):
+            check_counts(groups, given or [None] * len(groups))
+        names = [name for group in groups for name in group.tables]
+        found = [] if steps is None else [steps.get(name, 0) for name in names]
+        request = RowRequest(
+            groups,
+            known.widths,
+            rows,
+            counts,
+            frequencies=frequencies,
+            steps=np.array(found, dtype=np.int64),
+        )
+        flags = messages.STATE | messages.COUNTS
+        return self._send(Header(Kind.WRITE, precision=precision, flags=flags), request)
 
     def outcome(self, replies: Sequence[Reply]) -> PushOutcome:
         """Wait for the replies to a push; return what was not applied anywhere."""
@@ -635,6 +699,7 @@ class PendingRows:
     ) -> None:
         self._servers, self._request, self._precision = servers, request, precision
         self._send, self._replies = send, replies
+        self._use: LookedUpUse | None = None
 
     def rows(self) -> list[Floats]:
         """Wait for the rows: float32 ``(U, W)`` per group, read-only."""
@@ -651,11 +716,23 @@ class PendingRows:
             self._request.read(server, reply, precision) for server, reply in replies
         ]
 
+    @property
+    def use(self) -> LookedUpUse:
+        """Which ids a pull with state left without a row, and how often each was used.
+
+        It is known when the rows are.
+        """
+        assert self._use is not None
+        return self._use
+
     def _frames(self) -> list[Frames]:
         while True:
             replies, self._replies = self._replies, []
             try:
-                return [reply.frames() for reply in replies]
+                found = [reply.frames() for reply in replies]
+                if self._request.with_use:
+                    self._use = self._request.read_use(found)
+                return found
             except RestartedError as exc:
                 lost = self._servers.names.index(exc.server)
                 self._servers.repeat(partial(self._servers.renewal, lost))

@@ -55,6 +55,7 @@ from persia_torchrec.table import TableSpec
 
 _NO_ROWS = np.empty(0, dtype=np.float32)
 _NO_COUNTS = np.empty(0, dtype=np.uint32)
+_NO_POSITIONS = np.empty(0, dtype=np.int64)
 
 
 class BatchNumber(NamedTuple):
@@ -172,7 +173,8 @@ class TableList(NamedTuple):
     Attributes:
         version: that of the known tables, or an older one.
         numbers: int64 ``(P, T)``: of each on each server.
-        dims: of each group of tables.
+        dims: of each group of tables; ``widths``: with optimizer state, 0 where tables
+            of a group differ, or have several rows an id.
         names: in quotes, for errors.
         wants_counts: whether a table does.
     """
@@ -180,6 +182,7 @@ class TableList(NamedTuple):
     version: int
     numbers: npt.NDArray[np.int64]
     dims: tuple[int, ...]
+    widths: tuple[int, ...]
     names: str
     wants_counts: bool
 
@@ -195,9 +198,18 @@ class TableList(NamedTuple):
             version,
             np.ascontiguousarray(numbers.reshape(-1, num_servers).T),
             tuple([known[group[0]].spec.dim for group in groups]),
+            tuple(
+                [_width_of([known[name].spec for name in group]) for group in groups]
+            ),
             ", ".join(map(repr, names)),
             any(table.wants_counts for table in tables),
         )
+
+
+def _width_of(specs: Sequence[TableSpec]) -> int:
+    """Return the floats of an id in each of some tables, or 0."""
+    widths = {0 if spec.parts() else spec.num_floats for spec in specs}
+    return widths.pop() if len(widths) == 1 else 0
 
 
 Tables = Sequence[tuple[str, ShardedIds]] | Sequence[IdGroup]
@@ -216,7 +228,9 @@ class RowRequest(NamedTuple):
 
     Per group of tables: its ids; the width W of its rows in the request or in the
     reply; if they are sent, rows, float32 ``(U, W)``, and counts, uint32 ``(U,)``, in
-    the order of the ids; None counts 1 each.
+    the order of the ids; None counts 1 each. With ``steps``, int64 ``(T,)`` or empty,
+    it is a write that says how rows were used: counts, frequencies likewise, steps.
+    ``with_use`` expects a reply that says so.
     """
 
     groups: Sequence[IdGroup]
@@ -224,6 +238,9 @@ class RowRequest(NamedTuple):
     rows: Sequence[Floats] | DeferredRows | None = None
     counts: Sequence[Counts | None] | None = None
     share: Share | None = None
+    frequencies: Sequence[Counts | None] | None = None
+    steps: npt.NDArray[np.int64] | None = None
+    with_use: bool = False
 
     def encode(
         self, server: int, numbers_T: npt.NDArray[np.int64], precision: Precision
@@ -255,13 +272,13 @@ class RowRequest(NamedTuple):
             shapes = [rows_NW.shape for rows_NW in given]
             frames.append(encode_floats(whole, precision, shapes))
         if self.counts is not None:
-            counts = [
-                np.ones(piece.stop - piece.start, dtype=np.uint32)
-                if counts_U is None
-                else counts_U[piece]
-                for counts_U, piece in zip(self.counts, slices, strict=True)
-            ]
-            frames.append(messages.bytes_of(np.concatenate([_NO_COUNTS, *counts])))
+            frames.append(_counts_of(self.counts, slices))
+        if self.steps is not None:
+            if self.counts is None:
+                frames.append(b"")
+            known = self.frequencies
+            frames.append(b"" if known is None else _counts_of(known, slices))
+            frames.append(messages.bytes_of(self.steps))
         if self.share is not None:
             frames.append(self.share.encode())
         return frames
@@ -284,7 +301,9 @@ class RowRequest(NamedTuple):
         """Return how many bytes of rows a server will answer, at most."""
         if self.rows is not None:
             return 0
-        return 64 + size_of(self._shapes(server), header.precision)
+        shapes = self._shapes(server)
+        use_bytes = sum([128 + 8 * num for num, _ in shapes]) if self.with_use else 0
+        return 64 + size_of(shapes, header.precision) + use_bytes
 
     def _shapes(self, server: int) -> list[tuple[int, int]]:
         """Return the shape of one server's rows of each group."""
@@ -304,6 +323,36 @@ class RowRequest(NamedTuple):
             received.exponents.append(exponents[row : row + num])
             first, row = stop, row + num
         return received
+
+    def read_use(self, replies: Sequence[Frames]) -> "LookedUpUse":
+        """Take what replies to a lookup with state say besides rows."""
+        use = LookedUpUse([], [])
+        parts: list[list[npt.NDArray[np.int64]]] = [[] for _ in self.groups]
+        known = [np.zeros(len(group.ids), np.uint32) for group in self.groups]
+        for server, reply in enumerate(replies):
+            if len(reply) != 4:
+                raise FrameError(
+                    f"The reply must have 4 frames. Received: {len(reply)}."
+                )
+            frequencies_N = messages.array_of(reply.pop(), np.uint32)
+            unadmitted = messages.array_of(reply.pop(), np.uint32).astype(np.int64)
+            first = 0
+            for g, (num, _) in enumerate(self._shapes(server)):
+                begin, stop = int(self.groups[g].offsets[server]), first + num
+                if len(unadmitted):
+                    own = unadmitted[(unadmitted >= first) & (unadmitted < stop)]
+                    parts[g].append(own - first + begin)
+                if len(frequencies_N):
+                    known[g][begin : begin + num] = frequencies_N[first:stop]
+                first = stop
+            if len(frequencies_N) not in (0, first) or (unadmitted >= first).any():
+                raise FrameError(
+                    "The reply must name ids of the request, and have one frequency an "
+                    f"id or none. Received: {len(frequencies_N)} for {first} ids."
+                )
+        use.unadmitted[:] = [np.concatenate([_NO_POSITIONS, *part]) for part in parts]
+        use.frequencies[:] = known
+        return use
 
     def merge(self, replies: Sequence[Frames], precision: Precision) -> list[Floats]:
         """Merge the rows of all servers: float32 ``(U, W)`` per group, read-only.
@@ -361,6 +410,17 @@ class ServerRows(NamedTuple):
     exponents: list[npt.NDArray[np.int8]]
 
 
+class LookedUpUse(NamedTuple):
+    """Of each group: which ids have no row, as they are not admitted; its frequencies.
+
+    Positions among the ids of the group, int64 ``(K,)``; they must not be written back.
+    How often each id was used, uint32 ``(U,)``; 0 where the table does not keep it.
+    """
+
+    unadmitted: list[npt.NDArray[np.int64]]
+    frequencies: list[Counts]
+
+
 def _as_rows(numbers: npt.NDArray[np.generic], width: int) -> Floats:
     """View float32 of a reply as rows; a small frame may begin anywhere in memory."""
     if not numbers.flags.aligned:
@@ -372,6 +432,17 @@ def _as_rows(numbers: npt.NDArray[np.generic], width: int) -> Floats:
 def _joined(pieces: Sequence[Floats]) -> Floats:
     """Concatenate the rows of groups, of which a message has one frame."""
     return np.concatenate([_NO_ROWS, *pieces])
+
+
+def _counts_of(counts: Sequence[Counts | None], slices: Sequence[slice]) -> memoryview:
+    """Return what ids of groups count as a frame; None counts 1 each."""
+    parts = [
+        np.ones(piece.stop - piece.start, dtype=np.uint32)
+        if counts_U is None
+        else counts_U[piece]
+        for counts_U, piece in zip(counts, slices, strict=True)
+    ]
+    return messages.bytes_of(np.concatenate([_NO_COUNTS, *parts]))
 
 
 def check_counts(groups: Sequence[IdGroup], counts: Sequence[Counts | None]) -> None:
@@ -386,23 +457,36 @@ def check_counts(groups: Sequence[IdGroup], counts: Sequence[Counts | None]) -> 
             )
 
 
-def check_gradients(
+def check_rows(
     groups: Sequence[IdGroup],
-    dims: Sequence[int],
-    grads: Sequence[Floats] | DeferredRows,
+    widths: Sequence[int],
+    rows: Sequence[Floats] | DeferredRows,
+    what: str = "gradients",
 ) -> None:
-    """Check that there is one gradient per id."""
+    """Check that there is one gradient, or row, per id."""
     shapes = (
-        grads.shapes
-        if isinstance(grads, DeferredRows)
-        else [grads_UD.shape for grads_UD in grads]
+        rows.shapes
+        if isinstance(rows, DeferredRows)
+        else [rows_UW.shape for rows_UW in rows]
     )
-    for group, dim, shape in zip(groups, dims, shapes, strict=True):
-        expected = (len(group.ids), dim)
+    for group, width, shape in zip(groups, widths, shapes, strict=True):
+        expected = (len(group.ids), width)
         if shape != expected:
             raise BatchError(
-                f"Table {_named(group)}: gradients must have the shape "
+                f"Table {_named(group)}: {what} must have the shape "
                 f"{expected}. Received: {shape}."
+            )
+
+
+def require_one_width(groups: Sequence[IdGroup], known: TableList) -> None:
+    """Reject tables whose rows cannot be read, or written, with state together."""
+    for group, width in zip(groups, known.widths, strict=True):
+        if not width:
+            raise ConfigError(
+                "Tables of one group must have one row an id, of as many weights and "
+                "state floats, so that rows travel with state. Received: tables "
+                f"{_named(group)}. Tables with dynamic or shared_rows cannot; give "
+                "tables of other widths in groups of their own."
             )
 
 

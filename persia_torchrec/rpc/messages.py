@@ -15,9 +15,10 @@ A message is a list of frames. Frame 0 is a header of 48 bytes, little-endian:
     40      4     precision of rows and gradients, see Precision
     44      4     flags: bit 0, the lookup is for training; bit 1, it carries counts;
                   bit 2, the update is one trainer's share of a joint step; bit 3, the
-                  rows written carry optimizer state; bit 4, the ids that a data
-                  loader leaves with a worker were lost there; bit 5, an id without a
-                  row reads what its row would begin with; bits 16 to 18, which
+                  rows written, or read by a lookup for training, carry optimizer
+                  state; bit 4, the ids that a data loader leaves with a worker were
+                  lost there; bit 5, an id without a row reads what its row would begin
+                  with; bits 16 to 18, which
                   lookup of its batch it is
 
 The frames after it, by kind:
@@ -29,12 +30,21 @@ The frames after it, by kind:
                         bit 3 each row is weights, then optimizer state
                      3: (LOOKUP with bit 1) uint32, how often each id occurs in its
                         batch; without this frame, each counts once
+                     4: (WRITE with bits 1 and 3) uint32, how often each id was used
+                        since its row was read or written, once without it
+                     5: uint32, how often it had been used before, at least
+                     6: int64 (T): how many updates each table has had, at least;
+                        each of 4 to 6 may be empty, and nothing is said then
                      4: (UPDATE with bit 2) the share, see Share
     LEAVE            1: a share: the trainer sends neither it nor later ones
     JOIN             1: JSON {"who": process and host of a trainer, "ended": why it
                         sends no more shares, or ""}
                      2: a share: the first that this trainer will send
     reply to LOOKUP  1: rows of the ids, in the precision of the header
+                     2: (with bit 3) uint32, ascending, which ids have no row, as they
+                        are not admitted: they read what a row begins with, with the
+                        weights of the table's unadmitted_value
+                     3: uint32, how often each id was used; empty if no table keeps it
     reply to READ    1, one per segment: float32 weights and optimizer state; zeros, or
                         with bit 5 what an id without a row would begin with
     reply to         1, one per segment: uint32 (N, 4): frequency, first step, last
@@ -94,6 +104,10 @@ The updates of a joint step are applied as one, the sum of their gradients, once
 rank has sent its share or has left; then all are answered with the outcome of the whole
 step.
 
+A LOOKUP with bit 3 needs no UPDATE: the client writes the rows back. An UPDATE of its
+batch may follow; batches of a stream with such lookups are not reopened by a server
+that is started again.
+
 A server applies what changes it once: an UPDATE, a training LOOKUP, an ADD_TABLES,
 CLEAR, WRITE or STEP of a stream and number that it has answered before changes nothing,
 and gets the same answer; JOIN and LEAVE may be repeated anyway. In stream 0, each is
@@ -132,6 +146,7 @@ MAX_PARTS = 7  # lookups of one batch
 GENERATION_SHIFT = 47
 NO_GENERATION = 2**16 - 1
 METADATA_COLUMNS = 4
+MAX_STEP = 2**62
 MAX_MEMBER_CHARS = 500  # of each text of a JOIN
 
 Frame = bytes | memoryview
@@ -401,6 +416,38 @@ def decode_counts(frames: Sequence[Frame]) -> Counts:
             f"Received: {len(counts)}."
         )
     return counts
+
+
+class RowUse(NamedTuple):
+    """How rows of a WRITE were used: frames 4 to 6, None where nothing is said.
+
+    Counts and frequencies are one an id, steps one a table.
+    """
+
+    counts: Counts | None = None
+    frequencies: Counts | None = None
+    steps: npt.NDArray[np.int64] | None = None
+
+    @classmethod
+    def decode(cls, frames: Sequence[Frame]) -> "RowUse":
+        """Read the frames; raise FrameError if they do not fit the ids."""
+        num_ids, num_tables = len(frames[2]) // 8, len(frames[1]) // 16
+        counts, frequencies = (array_of(frame, np.uint32) for frame in frames[4:6])
+        steps = array_of(frames[6], np.int64)
+        nums = (len(counts), num_ids), (len(frequencies), num_ids)
+        for num, expected in (*nums, (len(steps), num_tables)):
+            if num not in (0, expected):
+                raise FrameError(
+                    "A WRITE must have one count and one frequency an id, and one step "
+                    f"a table, or none. Received: {num} for {expected}."
+                )
+        if not 0 <= steps.min(initial=0) <= steps.max(initial=0) <= MAX_STEP:
+            raise FrameError(f"A step must be in [0, {MAX_STEP}]. Received: {steps}.")
+        return cls(
+            counts if len(counts) else None,
+            frequencies if len(frequencies) else None,
+            steps if len(steps) else None,
+        )
 
 
 def bytes_of(array: npt.NDArray[np.generic]) -> memoryview:

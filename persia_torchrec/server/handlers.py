@@ -58,17 +58,20 @@ logger = logging.getLogger(__name__)
 
 
 class _Lookup(NamedTuple):
-    """What a lookup asks: counts of all ids or None, memory for all rows, flat."""
+    """What a lookup asks: counts of all ids or None, memory for all rows, flat.
+
+    ``widths`` are those of the tables' rows, with optimizer state if that is asked for.
+    """
 
     asked: TableSegments
-    dims: npt.NDArray[np.int64]
+    widths: npt.NDArray[np.int64]
     rows: Floats
     counts: Counts | None
 
     def shapes(self) -> list[tuple[int, int]]:
         """Return the shape of each table's rows."""
         nums = np.diff(self.asked.starts).tolist()
-        return list(zip(nums, self.dims.tolist(), strict=True))
+        return list(zip(nums, self.widths.tolist(), strict=True))
 
 
 def _answer_lookup(shard: Shard, request: ShardRequest) -> Frames:
@@ -77,7 +80,10 @@ def _answer_lookup(shard: Shard, request: ShardRequest) -> Frames:
     lookup = _read_lookup(shard, request)
     asked, rows = lookup.asked, lookup.rows
     shard.stages.lap("decode")
-    if not header.flags & messages.TRAINING:
+    use: Frames = []
+    if header.flags & messages.STATE:
+        use = _look_up_states(shard, header, lookup)
+    elif not header.flags & messages.TRAINING:
         store.read_tables(asked.tables, asked.ids, asked.starts, rows)
         shard.counts["requests_lookup_inference"] += 1
         shard.stages.lap("inference")
@@ -106,7 +112,48 @@ def _answer_lookup(shard: Shard, request: ShardRequest) -> Frames:
     frame = encode_floats(rows, header.precision, shapes)
     shard.counts[UNDERFLOWS] += num_zeroed(frame, header.precision)
     shard.stages.lap("encode")
-    return [frame]
+    return [frame, *use]
+
+
+def _look_up_states(shard: Shard, header: Header, lookup: _Lookup) -> Frames:
+    """Look rows up with optimizer state; return frames 2 and 3 of the reply.
+
+    It opens no batch: its client writes the rows back.
+    """
+    if not header.flags & messages.TRAINING:
+        raise BatchError("A lookup must be for training to read optimizer state.")
+    batch, part = _batch_of(header), header.flags >> messages.PART_SHIFT
+    store, asked, group = (
+        shard.store,
+        lookup.asked,
+        shard.store.group(lookup.asked.tables),
+    )
+    num_ids = len(asked.ids) if group.has_metadata else 0
+    frequencies_N = np.zeros(num_ids, dtype=np.uint32)
+    unadmitted = np.empty(0, dtype=np.int64)
+    if shard.streams.was_looked_up(batch, part):
+        unadmitted = _repeat_lookup(store, lookup, header.batch, with_state=True)
+        for t, (table, ids_N) in enumerate(asked.pieces() if num_ids else ()):
+            if store.states[table].has_metadata:
+                found = store.metadata(table, ids_N).frequency
+                frequencies_N[asked.starts[t] : asked.starts[t + 1]] = found
+        shard.counts["requests_repeated"] += 1
+    else:
+        with store.rows.transaction() as change:
+            slots_N = store.lookup_states(
+                asked.tables,
+                asked.ids,
+                asked.starts,
+                lookup.rows,
+                frequencies_N,
+                counts_N=lookup.counts,
+                batch=header.batch,
+            )
+            shard.streams.mark_lookup(change, batch, part)
+        if any(state.admission for state in group.states):
+            unadmitted = np.flatnonzero(slots_N == memory.MISSING)
+    shard.stages.lap("lookup")
+    return [bytes_of(unadmitted.astype(np.uint32)), bytes_of(frequencies_N)]
 
 
 def _read_lookup(shard: Shard, request: ShardRequest) -> _Lookup:
@@ -120,10 +167,11 @@ def _read_lookup(shard: Shard, request: ShardRequest) -> _Lookup:
             f"A batch may have {messages.MAX_PARTS} lookups, from 0 on. Received: "
             f"lookup {header.flags >> messages.PART_SHIFT}."
         )
-    dims = shard.store.group(asked.tables).dims
-    num_floats = int(np.diff(asked.starts).dot(dims))
+    group = shard.store.group(asked.tables)
+    widths = group.widths if header.flags & messages.STATE else group.dims
+    num_floats = int(np.diff(asked.starts).dot(widths))
     if 4 * num_floats > MAX_MESSAGE_BYTES:
-        lookup = _Lookup(asked, dims, np.empty(0, np.float32), counts)
+        lookup = _Lookup(asked, widths, np.empty(0, np.float32), counts)
         require_fits(size_of(lookup.shapes(), header.precision))
     if header.precision is Precision.FP32:  # they are the reply, maybe in its place
         num_bytes = 4 * num_floats
@@ -131,11 +179,15 @@ def _read_lookup(shard: Shard, request: ShardRequest) -> _Lookup:
         rows = body.view(np.float32)
     else:
         rows = np.empty(num_floats, dtype=np.float32)
-    return _Lookup(asked, dims, rows, counts)
+    return _Lookup(asked, widths, rows, counts)
 
 
-def _repeat_lookup(store: EmbeddingStore, lookup: _Lookup, batch: int) -> None:
+def _repeat_lookup(
+    store: EmbeddingStore, lookup: _Lookup, batch: int, *, with_state: bool = False
+) -> npt.NDArray[np.int64]:
     """Answer a training lookup once more, and change nothing.
+
+    Returns the positions of ids that have no row because they are not admitted.
 
     A row that was evicted since then reads its initial value. That is what it gave if
     it was new, as it was as a rule: the newest are the least frequent ones. One that
@@ -149,15 +201,27 @@ def _repeat_lookup(store: EmbeddingStore, lookup: _Lookup, batch: int) -> None:
     seen = [memory.HITS, memory.MISSES]
     before = store.rows.tally[seen]
     asked = lookup.asked
-    store.read_tables(asked.tables, asked.ids, asked.starts, lookup.rows)
+    if not with_state:
+        store.read_tables(asked.tables, asked.ids, asked.starts, lookup.rows)
     store.rows.tally[seen] = before
-    rows = split_rows(lookup.rows, asked.starts, lookup.dims)
-    for (table, ids_N), out_ND in zip(asked.pieces(), rows, strict=True):
+    rows = split_rows(lookup.rows, asked.starts, lookup.widths)
+    unadmitted = [np.empty(0, dtype=np.int64)]
+    for t, ((table, ids_N), out_NW) in enumerate(
+        zip(asked.pieces(), rows, strict=True)
+    ):
         state = store.states[table]
+        if with_state:
+            out_NW[:] = store.read(table, ids_N)
         gone = np.flatnonzero(store.find(table, ids_N) == memory.MISSING)
         if len(gone) and not state.spec.shared_rows:
-            gone = gone[state.was_admitted(ids_N[gone], batch)]
-            out_ND[gone] = initial_rows(state.spec, ids_N[gone])[:, : state.spec.dim]
+            was_admitted = state.was_admitted(ids_N[gone], batch)
+            others, gone = gone[~was_admitted], gone[was_admitted]
+            begun = initial_rows(state.spec, ids_N[gone])
+            out_NW[gone] = begun[:, : out_NW.shape[1]]
+            unadmitted.append(others + asked.starts[t])
+            if with_state:
+                out_NW[others] = state.unadmitted_row
+    return np.concatenate(unadmitted)
 
 
 def _answer_update(shard: Shard, request: ShardRequest) -> Frames | None:
@@ -199,16 +263,35 @@ def _answer_write(shard: Shard, request: ShardRequest) -> Frames:
     header, frames = request.header, request.frames
     if shard.find_outcome(_batch_of(header)) is not None:
         return [encode_json(None)]
-    asked = shard.read_ids(frames, 4)
-    has_state = bool(header.flags & messages.STATE)
+    has_state, has_use = (
+        bool(header.flags & flag) for flag in (messages.STATE, messages.COUNTS)
+    )
+    asked = shard.read_ids(frames, 7 if has_use else 4)
+    if has_use and not has_state:
+        raise BatchError("Rows that are written with counts must have optimizer state.")
     widths, rows = shard.read_rows(
         asked, frames[3], header.precision, has_state=has_state
     )
-    of_tables = split_rows(rows, asked.starts, widths)
+    use = messages.RowUse.decode(frames) if has_use else messages.RowUse()
+    store = shard.store
+    if use.steps is not None:
+        shard.updates.apply_all()  # they count
     shard.stages.lap("decode")
-    with shard.store.rows.transaction() as change:
-        for t, rows_NK in zip(asked.pieces(), of_tables, strict=True):
-            shard.store.write(t.table, t.ids, rows_NK)
+    with store.rows.transaction() as change:
+        if has_use or (has_state and store.group(asked.tables).has_one_row):
+            store.write_tables(
+                asked.tables,
+                asked.ids,
+                asked.starts,
+                rows,
+                counts_N=use.counts,
+                frequencies_N=use.frequencies,
+                steps_T=use.steps,
+            )
+        else:
+            of_tables = split_rows(rows, asked.starts, widths)
+            for t, rows_NK in zip(asked.pieces(), of_tables, strict=True):
+                store.write(t.table, t.ids, rows_NK)
         shard.streams.settle(change, _batch_of(header))
     shard.stages.lap("write")
     return [encode_json(None)]
@@ -296,7 +379,7 @@ def _row_bytes(shard: Shard, table: int) -> int:
 
 class _Step(msgspec.Struct):
     table: int
-    step: Annotated[int, msgspec.Meta(ge=0, le=2**62)] | None = None
+    step: Annotated[int, msgspec.Meta(ge=0, le=messages.MAX_STEP)] | None = None
 
 
 def _answer_step(shard: Shard, request: ShardRequest) -> Frames:

@@ -243,10 +243,7 @@ class Shard:
         With ``has_state``, rows are weights and optimizer state: D + S wide.
         """
         group = self.store.group(asked.tables)
-        widths = group.dims
-        if has_state:
-            states = [state.spec.num_state_floats for state in group.states]
-            widths = widths + np.array(states, dtype=np.int64)
+        widths = group.widths if has_state else group.dims
         nums = np.diff(asked.starts)
         shapes: list[tuple[int, ...]] = [(int(nums.dot(widths)),)]
         if precision is messages.Precision.FP16:  # which has a scale a row

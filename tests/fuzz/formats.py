@@ -429,6 +429,14 @@ def wire_messages() -> Format:
     seeds = [
         [header, *map(bytes, lookup), counts],
         [header, *map(bytes, lookup), np.ones(4, np.float32).tobytes(), share],
+        [
+            header,
+            *map(bytes, lookup),
+            bytes(16),
+            counts,
+            counts,
+            np.ones(2, int).tobytes(),
+        ],
         [header, *map(bytes, bags)],
         *([header, json.dumps(value).encode()] for value in jsons),
         *([header, bytes(encode_floats(rows, p))] for p in messages.Precision),
@@ -455,6 +463,11 @@ def _decode_lookup(frames: list[Any], num_frames: int) -> None:
         messages.decode_counts(frames)
 
 
+def _decode_write(frames: list[Any]) -> None:
+    messages.decode_segments(frames, num_frames=7)
+    messages.RowUse.decode(frames)
+
+
 _PAIR_BYTES = {
     messages.Precision.FP32: 8,
     messages.Precision.FP16: 5,  # and 4 of a frame
@@ -466,6 +479,7 @@ _DECODERS: list[Callable[[list[Any]], object]] = [
     partial(_decode_lookup, num_frames=3),
     partial(_decode_lookup, num_frames=4),
     partial(_decode_lookup, num_frames=5),
+    _decode_write,
     *(partial(Share.decode, num_frames=num) for num in (2, 3, 5)),
     lambda frames: decode_bags(frames[1:]),
     *(

@@ -154,6 +154,9 @@ def server_messages() -> list[list[bytes]]:
     segments = list(map(bytes, messages.encode_segments(np.array([[0, 3]]), [ids])))
     share = Share(1, 2, 0, 2, 1000).encode()
     training = {"flags": messages.TRAINING, "stream": 77, "batch": 3}
+    with_state = {**training, "flags": messages.TRAINING | messages.STATE}
+    written, counts = messages.STATE | messages.COUNTS, np.ones(3, np.uint32).tobytes()
+    use = counts, counts, np.array([7]).tobytes()
 
     def json_of(kind: Kind, value: object) -> list[bytes]:
         return [Header(kind).encode(), encode_json(value)]
@@ -164,7 +167,9 @@ def server_messages() -> list[list[bytes]]:
         [Header(Kind.LOOKUP, **training).encode(), *segments],
         [Header(Kind.UPDATE, stream=77, batch=3).encode(), *segments, floats],
         [Header(Kind.UPDATE, flags=messages.SHARE).encode(), *segments, floats, share],
+        [Header(Kind.LOOKUP, **with_state).encode(), *segments],
         [Header(Kind.WRITE).encode(), *segments, floats],
+        [Header(Kind.WRITE, flags=written).encode(), *segments, floats, *use],
         [Header(Kind.READ).encode(), *segments],
         [Header(Kind.READ, flags=messages.INITIAL).encode(), *segments],
         [Header(Kind.METADATA).encode(), *segments],

@@ -27,6 +27,7 @@ class Model:
         self.open, self.looked_up = set(), set()
         self.settled, self.latest = {}, {}  # outcomes; the number that has a slot
         self.waiting, self.left = defaultdict(dict), {}
+        self.needs_no_update = set()  # streams with lookups of rows with state
 
     def is_old(self, batch):
         return batch[1] <= self.highest[batch[0]] - WINDOW
@@ -38,12 +39,23 @@ class Model:
         self.num_repeated += is_repeated
         return is_repeated
 
-    def look_up(self, batch, part, table, ids):
+    def look_up_states(self, batch, part, table, ids):
+        """Return what a lookup with state reads: rows, ids without one, lookups."""
+        weights = self.look_up(batch, part, table, ids, with_state=True)
+        rows = [self.rows.get((table, id_)) for id_ in ids]
+        without = [n for n, row in enumerate(rows) if table == self.RARE and not row]
+        seen = [row[1] if row else 0 for row in rows] if table == self.COUNT else []
+        return weights, without, seen
+
+    def look_up(self, batch, part, table, ids, *, with_state=False):
         """Return the weights that a training lookup reads."""
         is_marked = (batch, part) in self.looked_up
         if not self.is_repeated(batch, is_marked=is_marked):
             self.looked_up.add((batch, part))
-            self.open.add(batch)
+            if with_state:
+                self.needs_no_update.add(batch[0])
+            else:
+                self.open.add(batch)
             for key in [(table, id_) for id_ in ids]:
                 if table == self.RARE and key not in self.sighted:
                     self.sighted.add(key)
@@ -86,6 +98,13 @@ class Model:
     def write(self, id_, weight):
         _, num_lookups = self.rows.get((self.COUNT, id_), (0.0, 0))
         self.rows[self.COUNT, id_] = weight, num_lookups + 1
+        return NOTHING
+
+    def write_states(self, id_, weight, count, num_before, step):
+        _, num_lookups = self.rows.get((self.COUNT, id_), (0.0, 0))
+        num_lookups = max(num_lookups, num_before) + count
+        self.rows[self.COUNT, id_] = weight, num_lookups
+        self.num_steps = max(self.num_steps, step)
         return NOTHING
 
     def set_step(self, num_steps):
@@ -135,4 +154,8 @@ class Model:
         """Lose what waits, and what is counted by each process."""
         self.waiting.clear()
         self.num_repeated = 0
-        self.open = {batch for batch in self.open if not self.is_old(batch)}
+        self.open = {
+            batch
+            for batch in self.open
+            if not self.is_old(batch) and batch[0] not in self.needs_no_update
+        }

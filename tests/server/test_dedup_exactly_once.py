@@ -26,9 +26,11 @@ from persia_torchrec import AdmitFrequency, Constant
 from persia_torchrec.client.codec import BatchNumber
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.rpc.messages import (
+    COUNTS,
     GENERATION_SHIFT,
     PART_SHIFT,
     SHARE,
+    STATE,
     TRAINING,
     Header,
     Kind,
@@ -214,16 +216,18 @@ class ServerMachine(RuleBasedStateMachine):
         ids=id_sets,
         gap=gaps,
         part=st.integers(0, 6),
+        with_state=st.booleans(),
     )
-    def look_up(self, trainer, table, ids, gap, part):
+    def look_up(self, trainer, table, ids, gap, part, with_state):
         gap = gap if trainer == TRAINERS[-1] else 1
         number = self.number(trainer, gap) if part < 3 else self.next[trainer]
         batch, ids = (self.streams[trainer], number), sorted(ids)
         if part < 3:
             self.looked_up[trainer].append(number)
         segment = one_segment(*ids, table=table)
-        flags = TRAINING | part << PART_SHIFT
-        predict = self.model.look_up, batch, part, table, ids
+        flags = TRAINING | part << PART_SHIFT | (STATE if with_state else 0)
+        look_up = self.model.look_up_states if with_state else self.model.look_up
+        predict = look_up, batch, part, table, ids
         self.begin(trainer, Kind.LOOKUP, number, segment, *predict, flags=flags)
 
     def take_number(self, trainer, which):
@@ -265,12 +269,21 @@ class ServerMachine(RuleBasedStateMachine):
     @rule(
         kind=st.sampled_from([Kind.WRITE, Kind.STEP, Kind.CLEAR]),
         value=st.integers(1, 9),
+        use=st.none() | st.tuples(*[st.integers(0, 9)] * 3),
     )
-    def change(self, kind, value):
+    def change(self, kind, value, use):
         trainer = len(TRAINERS)
-        number = self.number(trainer)
+        number, flags = self.number(trainer), 0
         batch, model = (self.streams[trainer], number), self.model
         match kind:
+            case Kind.WRITE if use:
+                row = *one_segment(value % NUM_IDS), struct.pack("<f", value)
+                frames = (
+                    *row,
+                    *(struct.pack(f"<{t}", n) for t, n in zip("IIq", use, strict=True)),
+                )
+                flags = STATE | COUNTS
+                apply = partial(model.write_states, value % NUM_IDS, float(value), *use)
             case Kind.WRITE:
                 frames = *one_segment(value % NUM_IDS), struct.pack("<f", value)
                 apply = partial(model.write, value % NUM_IDS, float(value))
@@ -279,7 +292,8 @@ class ServerMachine(RuleBasedStateMachine):
                 apply = partial(model.set_step, value)
             case _:
                 frames, apply = (NULL,), model.clear
-        self.begin(trainer, kind, number, frames, model.change, batch, apply)
+        predict = model.change, batch, apply
+        self.begin(trainer, kind, number, frames, *predict, flags=flags)
 
     @precondition(lambda self: self.sent)
     @rule(back=st.integers(0, 30), reconnects=st.booleans())
@@ -328,7 +342,7 @@ class ServerMachine(RuleBasedStateMachine):
         self.begin_generation()
         self.model.open.clear()
         ended = self.model.end_group()
-        self.look_up(TRAINERS[-1], Model.COUNT, {0}, 1, 0)
+        self.look_up(TRAINERS[-1], Model.COUNT, {0}, 1, 0, with_state=False)
         self.receive(ended)
 
     @invariant()
@@ -383,6 +397,9 @@ def answer_of(connection, number):
     header, body = connection.answer(number)
     if header.kind is Kind.ERROR:
         return REJECTED
+    if len(body) > 1:  # rows with state, and what is said of them
+        numbers = zip(body, (np.float32, np.uint32, np.uint32), strict=True)
+        return tuple(np.frombuffer(frame, dtype).tolist() for frame, dtype in numbers)
     [frame] = body
     try:
         found = json.loads(bytes(frame))
