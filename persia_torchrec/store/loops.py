@@ -57,18 +57,20 @@ from persia_torchrec.store.memory import Layout, Log, RowsAt, TableAt, TablesAt
 
 """Where each table's part of an array begins, and the end of the last, ``(T + 1,)``."""
 Rules = npt.NDArray[np.float64]
-Rings = tuple[Words, Words, np.uint64]
+Rings = tuple[Words, Words]
 """Of the ids ahead: hashes of a chunk; of two chunks the slots to be confirmed, or
-``NOT_FOUND``, for certain; the bytes of a row to prefetch."""
+``NOT_FOUND``, for certain."""
 
-READ_WEIGHTS, READ_ROWS, WRITE_ROWS, WRITE_UPDATED = range(4)
-"""What is copied: weights, or weights and state, out of rows; both into rows, as they
-are, or as an update of this step has left them."""
+READ_ROWS, WRITE_ROWS, WRITE_UPDATED = range(3)
+"""What is copied: weights and state out of rows; into rows, as they are, or as an
+update of this step has left them."""
 
-Copied = tuple[int, int, Counts]
-"""Rows that are copied, table by table: their address, one of the above, and of rows
-with metadata their frequencies, uint32 ``(N,)``. Of rows that are read these are
-overwritten; a row that is written has had its own at least. Or none, if empty."""
+Copied = tuple[int, int, Counts, int] | None
+"""Rows that are copied with their state, table by table: their address; one of the
+above; of rows with metadata their frequencies, uint32 ``(N,)`` or empty, which a read
+overwrites, and of which a written row has had its own at least; the first tick of the
+request, rows used since which do not leave for others. None: weights are read. So
+there is a loop of its own for these."""
 
 NO_ROOM = -1
 """What :func:`lookup_training` returns, doing nothing, where a log must be enlarged."""
@@ -98,11 +100,11 @@ _S32, _LOW = np.uint64(32), np.uint64(2**32 - 1)
 @compiled
 def lookup_training(
     tables: TablesAt,
-    begin: tuple[int, int],
+    begin: tuple[int, int, Copied],
     ids_N: Ids,
     counts_N: Counts,
     starts_T: Starts,
-    copied: Copied,
+    out: Floats,
     slots_N: Slots,
     missing_N: Indices,
 ) -> tuple[int, int]:
@@ -114,11 +116,12 @@ def lookup_training(
     Args:
         tables: of T tables; each is a request of its own, with its own tick.
         begin: the position of the first table to look up; the touches for which a log
-            needs room, 0 where it was made.
+            needs room, 0 where it was made; what is copied instead of weights.
         ids_N: of all tables, those of table t from ``starts_T[t]`` on, ``(T + 1,)``.
         counts_N: how often each id is in the batch, or empty for once each.
         starts_T: see above.
-        copied: is overwritten where there is a row, or kept.
+        out: is overwritten with the weights, flat and table by table, where there is a
+            row.
         slots_N: is overwritten with slots or ``MISSING``.
         missing_N: is overwritten, from the front, with the positions within the table
             of ids without a row.
@@ -126,15 +129,13 @@ def lookup_training(
     layouts_T, log_if_any = tables
     log = memory.log_address(log_if_any)
     ids_N, counts_N = cpu.unowned(ids_N), cpu.unowned(counts_N)
-    address, how, frequencies_N = np.uint64(copied[0]), copied[1], copied[2]
+    target = _address_of(out, begin[2])
     for t in range(len(layouts_T)):
         layout = memory.layout_at(layouts_T[t])
         first, num_ids = starts_T[t], starts_T[t + 1] - starts_T[t]
-        width = layout[memory.DIM]
-        if how != READ_WEIGHTS:
-            width += layout[memory.NUM_STATE]
-        begin_of_rows = address
-        address += np.uint64(4) * width * np.uint64(num_ids)
+        row_bytes = np.uint64(4) * _width_of(layout, begin[2])
+        begin_of_rows = target
+        target += np.uint64(num_ids) * row_bytes
         if t < begin[0]:
             continue
         if t == begin[0] and begin[1]:
@@ -147,9 +148,10 @@ def lookup_training(
             log,
             ids_N[first : first + num_ids],
             counts_N[first : first + num_ids],
-            (begin_of_rows, how, frequencies_N[first : first + num_ids]),
+            begin_of_rows,
             slots_N[first : first + num_ids],
             missing_N,
+            _part_of(begin[2], first, num_ids),
         )
         if num_missing:
             return t, num_missing
@@ -162,9 +164,10 @@ def _look_up_table(
     log: np.uint64,
     ids_N: Ids,
     counts_N: Counts,
-    copied: tuple[np.uint64, int, Counts],
+    target: np.uint64,
     slots_N: Slots,
     missing_N: Indices,
+    copied: Copied,
 ) -> int:
     """Use the rows of a table's ids that have one; return how many have none."""
     ids_N, counts_N = cpu.unowned(ids_N), cpu.unowned(counts_N)
@@ -174,15 +177,12 @@ def _look_up_table(
     rows, index = memory.rows_at(store, layout), index_at(store)
     logs, num_classes = np.uint64(store.logs.ctypes.data), len(store.logs)
     tick = np.uint64(store.tally[memory.TICK])
-    given, how, frequencies_N = copied[0], copied[1], cpu.unowned(copied[2])
-    row_bytes = _bytes_copied(rows, how)
-    num_ahead = rows.weights + rows.weight_bytes
-    if how != READ_WEIGHTS:
-        num_ahead = rows.stride
+    row_bytes = np.uint64(4) * _width_of(layout, copied)
     num_missing = 0
+    num_ahead = _bytes_used(rows, copied)
     ahead = _begin_ahead(ids_N, index, rows, num_ahead)
     for i in range(len(ids_N)):
-        slot = _next_slot(i, ids_N, ahead, index, rows)
+        slot = _next_slot(i, ids_N, ahead, index, rows, num_ahead)
         if slot == NOT_FOUND:
             slots_N[i] = memory.MISSING
             missing_N[num_missing] = i
@@ -191,75 +191,103 @@ def _look_up_table(
         slots_N[i] = np.uint32(slot)
         address = rows.base + slot * rows.stride
         is_first = memory.tick_at(address) != tick
-        if how >= WRITE_ROWS:
-            undo_log.keep_written(store.log, address, rows.stride)
+        if _is_write(copied):
+            memory.keep_row(
+                store.log, address + memory.WORD, rows.stride // memory.WORD - _ONE
+            )
         elif is_first:
             undo_log.keep_use(store.log, address, rows.has_metadata)
         class_ = _ZERO
         if rows.has_metadata:
             count = np.uint64(counts_N[i]) if len(counts_N) else _ONE
-            class_ = _count_copied(address, count, num_classes, how, i, frequencies_N)
+            class_ = _count_copied(address, count, num_classes, i, copied)
         if is_first:
             recency.touch(logs, class_, rows, address, slot, tick)
-        at = given + np.uint64(i) * row_bytes
-        if how < WRITE_ROWS:
-            memory.read_row(rows, address, at, how == READ_ROWS)
-        else:
-            _write_row(store, rows, layout, address, at, how)
-    if how < WRITE_ROWS:
+        at = target + np.uint64(i) * row_bytes
+        _copy(store, rows, layout, address, at, copied)
+    if not _is_write(copied):
         store.tally[memory.HITS] += len(ids_N) - num_missing
         store.tally[memory.MISSES] += num_missing
     return num_missing
 
 
 @inlined
-def _bytes_copied(rows: RowsAt, how: int) -> np.uint64:
-    """Return the bytes of a row that is copied."""
-    num_bytes = np.uint64(4 * rows.dim)
-    return num_bytes if how == READ_WEIGHTS else num_bytes + rows.state_bytes
+def _address_of(out: Floats, copied: Copied) -> np.uint64:
+    if copied is None:
+        return np.uint64(out.ctypes.data)
+    return np.uint64(copied[0])
+
+
+@inlined
+def _width_of(layout: Layout, copied: Copied) -> np.uint64:
+    """Return the floats of a row that are copied."""
+    if copied is None:
+        return layout[memory.DIM]
+    return layout[memory.DIM] + layout[memory.NUM_STATE]
+
+
+@inlined
+def _part_of(copied: Copied, first: int, num: int) -> Copied:
+    """Return what is copied of one table; the address is another argument."""
+    if copied is None:
+        return copied
+    return copied[0], copied[1], copied[2][first : first + num], copied[3]
+
+
+@inlined
+def _bytes_used(rows: RowsAt, copied: Copied) -> np.uint64:
+    """Return the bytes of a row that are prefetched."""
+    if copied is None:
+        return rows.weights + rows.weight_bytes
+    return rows.stride
+
+
+@inlined
+def _is_write(copied: Copied) -> bool:
+    if copied is None:
+        return False
+    return copied[1] != READ_ROWS
 
 
 @inlined
 def _count_copied(
-    address: np.uint64,
-    count: np.uint64,
-    num_classes: int,
-    how: int,
-    i: int,
-    frequencies_N: Counts,
+    address: np.uint64, count: np.uint64, num_classes: int, i: int, copied: Copied
 ) -> np.uint64:
     """Do :func:`count_up` of the row that is copied from, or to, place i."""
-    if how < WRITE_ROWS:
-        class_ = count_up(address, count, num_classes)
-        if len(frequencies_N):
-            frequencies_N[i] = np.uint32(cpu.load_u32(address + memory.FREQUENCY))
-        return class_
-    if len(frequencies_N):
-        known = cpu.load_u32(address + memory.FREQUENCY)
-        frequency = max(known, np.uint64(frequencies_N[i]))
-        cpu.store_u32(address + memory.FREQUENCY, frequency)
-    return count_up(address, count, num_classes)
+    if copied is None:
+        return count_up(address, count, num_classes)
+    frequency = address + memory.FREQUENCY
+    if len(copied[2]) and copied[1] != READ_ROWS:
+        known = np.uint64(copied[2][i])
+        cpu.store_u32(frequency, max(cpu.load_u32(frequency), known))
+    class_ = count_up(address, count, num_classes)
+    if len(copied[2]) and copied[1] == READ_ROWS:
+        copied[2][i] = np.uint32(cpu.load_u32(frequency))
+    return class_
 
 
 @inlined
-def _write_row(
+def _copy(
     store: memory.StoreAt,
     rows: RowsAt,
     layout: Layout,
     address: np.uint64,
-    given: np.uint64,
-    how: int,
+    other: np.uint64,
+    copied: Copied,
 ) -> None:
-    """Copy weights and state from an address to the row at another one."""
-    memory.write_weights(rows, address, given)
-    state = given + np.uint64(4 * rows.dim)
-    cpu.copy_bytes(address + rows.state, state, rows.state_bytes)
-    num = rows.dim + np.int64(rows.state_bytes) // 4
-    if not finite.squares(cpu.floats_at(given), num) <= _MODERATE:
-        store.tally[memory.HAS_LARGE] = 1
-    if rows.has_metadata and how == WRITE_UPDATED:
-        cpu.store_u32(address + memory.LAST_STEP, layout[memory.STEP])
-        cpu.store_u32(address + memory.LAST_S, layout[memory.NOW_S])
+    """Copy the row at an address to another one, or from there."""
+    if copied is None:
+        memory.read_weights(rows, address, other)
+    elif copied[1] == READ_ROWS:
+        memory.read_row(rows, address, other)
+    else:
+        memory.write_row(rows, address, other)
+        num = rows.dim + np.int64(rows.state_bytes) // 4
+        if not finite.squares(cpu.floats_at(other), num) <= _MODERATE:
+            store.tally[memory.HAS_LARGE] = 1
+        if rows.has_metadata and copied[1] == WRITE_UPDATED:
+            cpu.store_u32(address + memory.LAST_STEP, layout[memory.STEP])
+            cpu.store_u32(address + memory.LAST_S, layout[memory.NOW_S])
 
 
 @compiled
@@ -289,9 +317,10 @@ def _read_table(layout: Layout, ids_N: Ids, out: Floats, value: np.float32) -> N
     target = np.uint64(out.ctypes.data)
     row_bytes = np.uint64(4 * rows.dim)
     num_missing = 0
-    ahead = _begin_ahead(ids_N, index, rows, rows.weights + rows.weight_bytes)
+    num_ahead = rows.weights + rows.weight_bytes
+    ahead = _begin_ahead(ids_N, index, rows, num_ahead)
     for i in range(len(ids_N)):
-        slot = _next_slot(i, ids_N, ahead, index, rows)
+        slot = _next_slot(i, ids_N, ahead, index, rows, num_ahead)
         if slot == NOT_FOUND:
             out[i * rows.dim : (i + 1) * rows.dim] = value
             num_missing += 1
@@ -309,9 +338,10 @@ def find_slots(layout: Layout, ids_N: Ids) -> Slots:
     rows, index = memory.rows_at(store, layout), index_at(store)
     slots = np.empty(len(ids_N), dtype=np.uint32)
     ids_N = cpu.unowned(ids_N)
-    ahead = _begin_ahead(ids_N, index, rows, rows.weights + rows.weight_bytes)
+    num_ahead = rows.weights + rows.weight_bytes
+    ahead = _begin_ahead(ids_N, index, rows, num_ahead)
     for i in range(len(ids_N)):
-        slot = _next_slot(i, ids_N, ahead, index, rows)
+        slot = _next_slot(i, ids_N, ahead, index, rows, num_ahead)
         slots[i] = memory.MISSING if slot == NOT_FOUND else np.uint32(slot)
     return slots
 
@@ -369,9 +399,10 @@ def build_read_only(kernel: Kernel) -> Callable[..., None]:
         rows, index = memory.rows_at(store, layout), index_at(store)
         target = np.uint64(out_ND.ctypes.data)
         row_bytes = np.uint64(4 * rows.dim)
-        ahead = _begin_ahead(ids_N, index, rows, rows.weights + rows.weight_bytes)
+        num_ahead = rows.weights + rows.weight_bytes
+        ahead = _begin_ahead(ids_N, index, rows, num_ahead)
         for i in range(len(ids_N)):
-            slot = _next_slot(i, ids_N, ahead, index, rows)
+            slot = _next_slot(i, ids_N, ahead, index, rows, num_ahead)
             address = rows.base + slot * rows.stride
             if slot == NOT_FOUND:
                 address = np.uint64(row_W.ctypes.data)
@@ -396,15 +427,11 @@ def _begin_ahead(
     ids_N: Ids, index: IndexAt, rows: RowsAt, num_bytes: np.uint64
 ) -> Rings:
     """Guess the slots of the first chunk; prefetch ``num_bytes`` of the first rows."""
-    hashes, likely = (
-        np.empty(_IN_CHUNK + 1, np.uint64),
-        np.empty(_IN_RING + 1, np.uint64),
-    )
-    ahead = hashes, likely, num_bytes
+    ahead = np.empty(_IN_CHUNK + 1, np.uint64), np.empty(_IN_RING + 1, np.uint64)
     for start in (-2 * _LOOKED_AHEAD, -_LOOKED_AHEAD):
         _look_ahead(start, ids_N, ahead, index, rows)
     for i in range(min(_LOOKUP_AHEAD, len(ids_N))):
-        _prefetch_likely(likely[i], rows, num_bytes)
+        _prefetch_likely(ahead[1][i], rows, num_bytes)
     return ahead
 
 
@@ -413,7 +440,7 @@ def _look_ahead(
     start: int, ids_N: Ids, ahead: Rings, index: IndexAt, rows: RowsAt
 ) -> None:
     """Guess the slots of the chunk after that at ``start``; hash the one after it."""
-    hashes, likely, _ = ahead
+    hashes, likely = ahead
     next_ = start + _LOOKED_AHEAD
     num_hashed = min(len(ids_N) - next_ - _LOOKED_AHEAD, _LOOKED_AHEAD)
     num_guessed = min(len(ids_N) - next_, _LOOKED_AHEAD) if next_ >= 0 else 0
@@ -437,14 +464,19 @@ def _prefetch_likely(slot: np.uint64, rows: RowsAt, num_bytes: np.uint64) -> Non
 
 @inlined
 def _next_slot(
-    i: int, ids_N: Ids, ahead: Rings, index: IndexAt, rows: RowsAt
+    i: int,
+    ids_N: Ids,
+    ahead: Rings,
+    index: IndexAt,
+    rows: RowsAt,
+    num_bytes: np.uint64,
 ) -> np.uint64:
     """Return the slot of the i-th id, or ``NOT_FOUND``; prefetch what follows."""
     if i & _IN_CHUNK == 0:
         _look_ahead(i, ids_N, ahead, index, rows)
     likely = ahead[1]
     if i + _LOOKUP_AHEAD < len(ids_N):
-        _prefetch_likely(likely[(i + _LOOKUP_AHEAD) & _IN_RING], rows, ahead[2])
+        _prefetch_likely(likely[(i + _LOOKUP_AHEAD) & _IN_RING], rows, num_bytes)
     slot = likely[i & _IN_RING]
     if slot == NOT_FOUND or memory.is_row_of(rows, slot, ids_N[i]):
         return slot
@@ -456,10 +488,9 @@ def _next_slot(
 def build_insert(kernel: Kernel) -> Callable[..., None]:
     """Compile the loop that makes the rows of chosen ids, and uses them.
 
-    Arguments as in :func:`lookup_training`, which has made room for N touches;
-    ``copied`` are rows of this table. A repeated id gets one row. ``chosen``: offsets;
-    sightings before, of each or of none. No row leaves that has been used since the
-    tick ``spared``: if none is left, an id gets no row, and ``MISSING``.
+    Arguments as in :func:`lookup_training`, which has made room for N touches. A
+    repeated id gets one row. ``chosen``: offsets; sightings before, of each or of none.
+    A row that is written gets none, and ``MISSING``, where no row is left to leave.
     """
     begin_row = build_begin_row(kernel)
 
@@ -468,9 +499,9 @@ def build_insert(kernel: Kernel) -> Callable[..., None]:
         ids_N: Ids,
         counts_N: Counts,
         chosen: tuple[Indices, Counts],
-        copied: Copied,
+        out_ND: Floats,
         slots_N: Slots,
-        spared: int,
+        copied: Copied,
     ) -> None:
         ids_N, counts_N = cpu.unowned(ids_N), cpu.unowned(counts_N)
         chosen_K, waited_K = cpu.unowned(chosen[0]), cpu.unowned(chosen[1])
@@ -478,22 +509,23 @@ def build_insert(kernel: Kernel) -> Callable[..., None]:
         store = memory.changing_store_at(layout, memory.log_address(table[1]))
         rows, tick = memory.rows_at(store, layout), np.uint64(store.tally[memory.TICK])
         logs = np.uint64(store.logs.ctypes.data)
-        given, how, frequencies_N = np.uint64(copied[0]), copied[1], copied[2]
-        row_bytes = _bytes_copied(rows, how)
+        target = _address_of(out_ND, copied)
+        row_bytes = np.uint64(4) * _width_of(layout, copied)
+        spared = _first_tick(copied)
         for start in range(0, len(chosen_K), CHUNK):
             stop = min(start + CHUNK, len(chosen_K))
             index = prepare_chunk(store, rows, ids_N, chosen_K[start:stop])
             for k in range(start, stop):
                 i = chosen_K[k]
                 count = np.uint64(counts_N[i]) if len(counts_N) else _ONE
-                id_, at = ids_N[i], given + np.uint64(i) * row_bytes
-                slot, is_new = find_or_make(store, index, rows, id_, np.uint64(spared))
+                id_, at = ids_N[i], target + np.uint64(i) * row_bytes
+                slot, is_new = find_or_make(store, index, rows, id_, spared)
                 if slot == NOT_FOUND:
                     store.tally[memory.NO_ROOM] += 1
                     slots_N[i] = memory.MISSING
                     continue
                 address = rows.base + slot * rows.stride
-                if is_new and how < WRITE_ROWS:
+                if is_new and not _is_write(copied):
                     begin_row(rows, layout, address, id_)
                 elif is_new:
                     _begin_metadata(rows, layout, address)
@@ -502,19 +534,23 @@ def build_insert(kernel: Kernel) -> Callable[..., None]:
                     count += (
                         np.uint64(waited_K[k]) if len(waited_K) and is_new else _ZERO
                     )
-                    class_ = _count_copied(
-                        address, count, len(store.logs), how, i, frequencies_N
-                    )
+                    num_classes = len(store.logs)
+                    class_ = _count_copied(address, count, num_classes, i, copied)
                 if is_new:
                     store.tally[memory.INSERTED] += 1
                     recency.touch(logs, class_, rows, address, slot, tick)
                 slots_N[i] = np.uint32(slot)
-                if how < WRITE_ROWS:
-                    memory.read_row(rows, address, at, how == READ_ROWS)
-                else:
-                    _write_row(store, rows, layout, address, at, how)
+                _copy(store, rows, layout, address, at, copied)
 
     return specialized(insert, kernel)
+
+
+@inlined
+def _first_tick(copied: Copied) -> np.uint64:
+    """Return the tick since which rows do not leave."""
+    if copied is None:
+        return recency.NO_TICK
+    return np.uint64(copied[3]) if copied[1] != READ_ROWS else recency.NO_TICK
 
 
 def build_begin_row(kernel: Kernel) -> Callable[..., None]:

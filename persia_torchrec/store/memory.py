@@ -475,12 +475,13 @@ def read_weights(rows: RowsAt, address: np.uint64, target: np.uint64) -> None:
 
 
 @inlined
-def read_row(
-    rows: RowsAt, address: np.uint64, target: np.uint64, with_state: bool
-) -> None:
-    """Do :func:`read_weights`; ``with_state`` copies the state behind the weights."""
-    read_weights(rows, address, target)
-    if with_state:
+def read_row(rows: RowsAt, address: np.uint64, target: np.uint64) -> None:
+    """Copy weights and state of a row; as float32, both stand side by side."""
+    if rows.dtype == FP32:
+        num_bytes = rows.weight_bytes + rows.state_bytes
+        cpu.copy_bytes(target, address + rows.weights, num_bytes)
+    else:
+        read_weights(rows, address, target)
         state = target + np.uint64(4 * rows.dim)
         cpu.copy_bytes(state, address + rows.state, rows.state_bytes)
 
@@ -495,6 +496,18 @@ def write_weights(rows: RowsAt, address: np.uint64, source: np.uint64) -> None:
         round_to_nearest(cpu.floats_at(source), halves, rows.dim, rows.dtype)
 
 
+@inlined
+def write_row(rows: RowsAt, address: np.uint64, source: np.uint64) -> None:
+    """Overwrite weights and state of a row."""
+    if rows.dtype == FP32:
+        num_bytes = rows.weight_bytes + rows.state_bytes
+        cpu.copy_bytes(address + rows.weights, source, num_bytes)
+    else:
+        write_weights(rows, address, source)
+        state = source + np.uint64(4 * rows.dim)
+        cpu.copy_bytes(address + rows.state, state, rows.state_bytes)
+
+
 @compiled
 def read_rows(layout: Layout, slots_N: Slots, out_NW: Floats) -> None:
     """Copy weights and state of rows, ``(N, D + S)``; ``MISSING`` reads zeros."""
@@ -505,7 +518,7 @@ def read_rows(layout: Layout, slots_N: Slots, out_NW: Floats) -> None:
             out_NW[i, :] = np.float32(0)
         else:
             address = rows.base + np.uint64(slots_N[i]) * rows.stride
-            read_row(rows, address, target, True)
+            read_row(rows, address, target)
         target += np.uint64(4 * out_NW.shape[1])
 
 

@@ -33,7 +33,7 @@ from persia_torchrec.store import finite, loops, memory
 from persia_torchrec.store.change_log import ChangedSlots
 from persia_torchrec.store.memory import LARGEST_TICK, POSITION_BITS, TableAt, TablesAt
 from persia_torchrec.store.memory_file import ROW_COLUMNS, PublishedTable
-from persia_torchrec.store.recency import MARK_WORDS, NO_TICK
+from persia_torchrec.store.recency import MARK_WORDS
 from persia_torchrec.store.store_rows import StoreRows, Transaction, UpdateResult
 from persia_torchrec.store.undo_log import ROW_BYTES
 from persia_torchrec.table import TableSpec
@@ -48,8 +48,9 @@ _NO_COUNTS = read_only(np.empty(0, dtype=np.uint32))
 _NO_SLOTS = np.empty(0, dtype=np.uint32)
 _NO_INDICES = np.empty(0, dtype=np.int64)
 _NO_FREQUENCIES = np.empty(0, dtype=np.uint32)
+_NO_FLOATS = np.empty(0, dtype=np.float32)
+_NO_ROWS = np.empty((0, 0), dtype=np.float32)
 _NONE_MADE = _NO_INDICES, _NO_INDICES
-_NO_TICK = int(NO_TICK)
 
 
 def build_admission(
@@ -125,12 +126,6 @@ class PlainTables(NamedTuple):
         at = np.array(layouts_T, dtype=np.uint64), rows.log
         return cls(states, at, dims.copy(), dims + state_floats, kept.copy())
 
-    def written_bytes(self, starts_T: Starts, how: int) -> int:
-        """Return what the undo log keeps of rows that are written over, at most."""
-        if how < loops.WRITE_ROWS:
-            return 0
-        return int(np.diff(starts_T).dot(self.kept_row_bytes))
-
 
 class UsedRows(NamedTuple):
     """A table's part of a training lookup or a write; see :class:`loops.Copied`.
@@ -142,13 +137,7 @@ class UsedRows(NamedTuple):
     counts: Counts
     rows: Floats
     slots: Slots
-    how: int = loops.READ_WEIGHTS
-    frequencies: Counts = _NO_FREQUENCIES
-
-    @property
-    def copied(self) -> loops.Copied:
-        """What loops take."""
-        return self.rows.ctypes.data, self.how, self.frequencies
+    copied: loops.Copied = None
 
 
 class TableState:
@@ -183,7 +172,8 @@ class TableState:
         self.at: TableAt = layout, rows.log
         self.number = int(layout[memory.OWNER]) - 1
         self.kept_row_bytes = rows.arena(layout).strides[0] + ROW_BYTES
-        self._tables = PlainTables.of([self], rows)
+        # Without itself, or stores would end in a collection only.
+        self._tables = PlainTables.of([self], rows)._replace(states=())
         self._alone = self._tables.at
         self.is_by_running_time = spec.expiry.is_by_running_time
         value = spec.admission.unadmitted_value
@@ -227,14 +217,16 @@ class TableState:
         """
         spec, slots = self.spec, _NO_COUNTS.copy()
         no_rows = np.empty((0, spec.row_dim), np.float32)
-        used, pair = (self.at, _NO_IDS, _NO_COUNTS), (0, 0)
+        used, chosen = (self.at, _NO_IDS, _NO_COUNTS), (_NO_INDICES, _NO_COUNTS)
         starts, flat = np.zeros(2, dtype=np.int64), no_rows.reshape(-1)
-        copied = 0, loops.READ_WEIGHTS, _NO_FREQUENCIES
-        asked = starts, copied, slots, _NO_INDICES
-        calls: list[tuple[Any, ...]] = [
-            (loops.lookup_training, self._alone, pair, *used[1:], *asked),
-            (self.insert, *used, (_NO_INDICES, _NO_COUNTS), copied, slots, 0),
-        ]
+        asked = starts, flat, slots, _NO_INDICES
+        calls: list[tuple[Any, ...]] = []
+        for copied in (None, (0, loops.READ_ROWS, _NO_FREQUENCIES, 0)):
+            begin = 0, 0, copied
+            calls += [
+                (loops.lookup_training, self._alone, begin, *used[1:], *asked),
+                (self.insert, *used, chosen, no_rows, slots, copied),
+            ]
         if self.rows.engine is not None:
             update: Callable[..., Any] = self.rows.engine.build_update(
                 spec.optimizer, spec.row_dim
@@ -314,18 +306,17 @@ class TableState:
     ) -> Slots:
         """Do a training lookup of rows that have one block."""
         starts, out = np.array([0, len(ids_N)]), out_ND.reshape(-1)
-        return look_up_rows(self._tables, ids_N, starts, out, counts_N, batch)
+        tables = self._tables._replace(states=[self])
+        return look_up_rows(tables, ids_N, starts, out, counts_N, batch)
 
-    def make_missing(
-        self, missing: Indices, batch: int, used: UsedRows, first_tick: int
-    ) -> Indices:
+    def make_missing(self, missing: Indices, batch: int, used: UsedRows) -> Indices:
         """Make the rows of those missing ids that are admitted; return which.
 
-        Of a write, whose ``first_tick`` is given, those that find room.
+        Of a write, those that find room.
         """
-        if used.how >= loops.WRITE_ROWS:
+        if used.copied is not None and used.copied[1] != loops.READ_ROWS:
             self.layout[memory.NOW_S] = self.now_s()
-            self.insert_rows((missing, _NO_COUNTS), used, first_tick)
+            self.insert_rows((missing, _NO_COUNTS), used)
             return missing[used.slots[missing] != memory.MISSING]
         self._keep_admission(len(missing))
         chosen = admitted, _ = self.admit(used, missing, (self.rows.tick, batch))
@@ -338,15 +329,14 @@ class TableState:
         self, missing: Indices, chosen: tuple[Indices, Counts], used: UsedRows
     ) -> None:
         """Make the rows of chosen ids, some of those missing; copy them."""
-        self.insert_rows(chosen, used, _NO_TICK)
+        self.insert_rows(chosen, used)
 
-    def insert_rows(
-        self, chosen: tuple[Indices, Counts], used: UsedRows, spared: int
-    ) -> None:
+    def insert_rows(self, chosen: tuple[Indices, Counts], used: UsedRows) -> None:
         """Make the rows of chosen ids, and copy them; :func:`loops.build_insert`."""
         self.rows.make_room(self.layout, len(chosen[0]))
+        out_NW = used.rows if used.copied is None else _NO_ROWS
         ids_N, counts_N, slots_N = used.ids, used.counts, used.slots
-        self.insert(self.at, ids_N, counts_N, chosen, used.copied, slots_N, spared)
+        self.insert(self.at, ids_N, counts_N, chosen, out_NW, slots_N, used.copied)
 
     def _keep_admission(self, num_ids: int) -> None:
         """Keep what an admission remembers, or make room for what it keeps itself."""
@@ -607,40 +597,37 @@ def look_up_rows(
     tables: PlainTables,
     ids_N: Ids,
     starts_T: Starts,
-    copied: Floats,
+    out: Floats,
     counts_N: Counts | None,
     batch: int,
-    how: int = loops.READ_WEIGHTS,
+    how: int | None = None,
     frequencies_N: Counts = _NO_FREQUENCIES,
 ) -> Slots:
-    """Do training lookups of tables, or writes: see ``loops.Copied``.
+    """Do training lookups of tables whose rows have one block.
 
-    ``copied`` are rows, flat and table by table; a lookup overwrites them.
+    ``how`` else to copy rows with their state, see ``loops.Copied``: out, or in.
     """
     if ids_N.flags.writeable:
         ids_N = read_only(ids_N)
-    counts_N = read_only(_NO_COUNTS if counts_N is None else counts_N)
+    counts_N = _NO_COUNTS if counts_N is None else read_only(counts_N)
     states, rows = tables.states, tables.states[0].rows
     slots_N = np.empty(len(ids_N), dtype=np.uint32)
     missing_N = np.empty(len(ids_N), dtype=np.int64)
     num_tables, first_tick = len(states), rows.tick + 1
     num_touches = len(ids_N) + MARK_WORDS * (num_tables - 1)
-    num_kept = tables.written_bytes(starts_T, how)
-    widths_T = tables.dims if how == loops.READ_WEIGHTS else tables.widths
+    copied: loops.Copied = None
+    target, widths_T, num_kept = out, tables.dims, 0
+    if how is not None:
+        copied = out.ctypes.data, how, frequencies_N, first_tick
+        target, widths_T = _NO_FLOATS, tables.widths
+        num_kept = int(np.diff(starts_T).dot(tables.kept_row_bytes))
     made: dict[int, tuple[Indices, Indices]] = {}
     parts: list[Floats] = []  # by table, once one makes rows
     rows.begin(num_touches, num_kept)
-    t, needed, address = 0, num_touches, (copied.ctypes.data, how, frequencies_N)
+    t, begin = 0, (0, num_touches, copied)
     while t < num_tables:
         t, num_missing = loops.lookup_training(
-            tables.at,
-            (t, needed),
-            ids_N,
-            counts_N,
-            starts_T,
-            address,
-            slots_N,
-            missing_N,
+            tables.at, begin, ids_N, counts_N, starts_T, target, slots_N, missing_N
         )
         if num_missing == loops.NO_ROOM:
             rows.logs.make_room(rows.arenas.directory, num_touches, rows.undo_log)
@@ -650,26 +637,33 @@ def look_up_rows(
             if rows.journal.is_on:
                 missing = missing.copy()  # the next table's follow
             part = slice(int(starts_T[t]), int(starts_T[t + 1]))
-            parts = parts or split_rows(copied, starts_T, widths_T)
+            parts = parts or split_rows(out, starts_T, widths_T)
             used = UsedRows(
                 ids_N[part],
                 counts_N[part],
                 parts[t],
                 slots_N[part],
-                how,
-                frequencies_N[part],
+                _copied_of(copied, parts[t], part),
             )
-            admitted = states[t].make_missing(missing, batch, used, first_tick)
-            made[t] = missing, admitted
-            t, needed = t + 1, 0
-    if rows.journal.is_on and how == loops.READ_WEIGHTS:
-        rows.journal.looked_up(slots_N, ids_N)
-    for t, state in enumerate(states if rows.journal.is_on else ()):
-        part = slice(int(starts_T[t]), int(starts_T[t + 1]))
-        tick, of_table = first_tick + t, made.get(t, _NONE_MADE)
-        state.note_lookup(tick, ids_N[part], slots_N[part], of_table)
+            made[t] = missing, states[t].make_missing(missing, batch, used)
+            t, begin = t + 1, (t + 1, 0, copied)
+    if rows.journal.is_on:
+        if copied is None:
+            rows.journal.looked_up(slots_N, ids_N)
+        for t, state in enumerate(states):
+            part = slice(int(starts_T[t]), int(starts_T[t + 1]))
+            tick, of_table = first_tick + t, made.get(t, _NONE_MADE)
+            state.note_lookup(tick, ids_N[part], slots_N[part], of_table)
     rows.end()
     return slots_N
+
+
+def _copied_of(copied: loops.Copied, rows_NW: Floats, part: slice) -> loops.Copied:
+    """Return what is copied of one table."""
+    if copied is None:
+        return None
+    _, how, frequencies_N, first_tick = copied
+    return rows_NW.ctypes.data, how, frequencies_N[part], first_tick
 
 
 def _checks(

@@ -275,24 +275,11 @@ def keep_updated(log: np.uint64, address: np.uint64, num_bytes: np.uint64) -> No
 
     ``address`` and ``num_bytes`` are those of the row.
     """
-    _keep_from(log, address + _HEADER_BYTES, address + num_bytes, _ZERO)
-
-
-@inlined
-def keep_written(log: np.uint64, address: np.uint64, num_bytes: np.uint64) -> None:
-    """Keep what a write may change of a row: its last use, too."""
-    _keep_from(log, address + WORD, address + num_bytes, IS_ROW)
-
-
-@inlined
-def _keep_from(
-    log: np.uint64, source: np.uint64, stop: np.uint64, what: np.uint64
-) -> None:
     if log == NO_LOG:
         return
     to = log + cpu.load_u64(log + END)
-    what |= _describe(log, source, (stop - source) >> _S3)
-    if to + (stop - source) + np.uint64(ROW_BYTES) > log + cpu.load_u64(log + STOP):
+    source, stop = address + _HEADER_BYTES, address + num_bytes
+    if to + num_bytes + np.uint64(ROW_BYTES) > log + cpu.load_u64(log + STOP):
         cpu.store_u64(log + LOST, _ONE)
         cpu.fence()
         return
@@ -307,7 +294,8 @@ def _keep_from(
         cpu.stream_u64(to, cpu.load_u64(source))
         source += WORD
         to += WORD
-    cpu.stream_u64(to, what)
+    num_words = (num_bytes - _HEADER_BYTES) >> _S3
+    cpu.stream_u64(to, _describe(log, address + _HEADER_BYTES, num_words))
     to += WORD
     while to & _IN_LINE != _ZERO:
         cpu.stream_u64(to, _ZERO)
