@@ -118,6 +118,7 @@ class EmbeddingClient(OwnProcess):
         self._lists: dict[tuple[tuple[str, ...], ...], TableList] = {}
         servers.set_renewal(self._renew)
         self._renewing = threading.Lock()
+        self._owned: dict[str, int] = {}  # ranks by table. guarded by _renewing
         self._joined: dict[int, _Joined] = {}  # by group. guarded by _renewing
 
     @classmethod
@@ -171,6 +172,8 @@ class EmbeddingClient(OwnProcess):
     def begin_generation(self, generation: int) -> None:
         """Belong to a generation from now on, and have older ones rejected: a fence."""
         self._servers.begin_generation(generation)
+        for rank in {*self._owned.values()}:  # whose leases were of the older one
+            self.own([name for name, of in self._owned.items() if of == rank], rank)
 
     def require_current(self, stream: int) -> None:
         """Have streams of an older generation rejected."""
@@ -420,6 +423,45 @@ class EmbeddingClient(OwnProcess):
         flags = messages.STATE | messages.COUNTS
         return self._send(Header(Kind.WRITE, precision=precision, flags=flags), request)
 
+    def own(self, tables: Sequence[str], rank: int) -> None:
+        """Have the trainer of a rank, this process, cache rows of tables from now on.
+
+        While tables have owners, lookups for training without state, updates, and
+        changes by other clients are a ConfigError that names the owners. A lease
+        outlives the servers' processes. It ends others of the same rank: what they
+        still write is a FencedError.
+        """
+        with self._renewing:
+            self._owned |= dict.fromkeys(tables, rank)
+        self._servers.repeat(partial(self._own, tables, rank))
+
+    def disown(self, tables: Sequence[str]) -> None:
+        """End this client's leases of tables; if it has none, those of all trainers.
+
+        So an operator ends those of trainers that died; what others still write is a
+        FencedError.
+        """
+        with self._renewing:
+            for name in tables:
+                self._owned.pop(name, None)
+        self._servers.repeat(partial(self._own, tables, None))
+
+    def _own(self, tables: Sequence[str], rank: int | None) -> None:
+        replies = [
+            self._servers.send(server, Header(Kind.OWN), frames, "owning tables")
+            for server in range(self.num_servers)
+            for frames in [self._owner_frames(server, tables, rank)]
+        ]
+        for reply in replies:
+            reply.frames()
+
+    def _owner_frames(
+        self, server: int, tables: Iterable[str], rank: int | None
+    ) -> Frames:
+        numbers = [self.tables[name].numbers[server] for name in tables]
+        value = {"tables": numbers, "rank": rank, "who": added([])["who"]}
+        return [messages.encode_json(value)]
+
     def outcome(self, replies: Sequence[Reply]) -> PushOutcome:
         """Wait for the replies to a push; return what was not applied anywhere."""
         return PushOutcome.read(replies)
@@ -644,7 +686,10 @@ class EmbeddingClient(OwnProcess):
                     self.tables[name] = changed
 
             self._servers.renew(server, prepare)
-            told = [(Kind.ADD_TABLES, [messages.encode_json(self._own_tables())])]
+            added_again: Frames = [messages.encode_json(self._own_tables())]
+            told = [(Kind.ADD_TABLES, added_again)]
+            for name, rank in self._owned.items():
+                told.append((Kind.OWN, self._owner_frames(server, [name], rank)))
             for who, share, has_left in reversed(self._joined.values()):
                 body = messages.encode_json({"who": who, "ended": ""})
                 told.append((Kind.JOIN, [body, share.encode()]))

@@ -42,7 +42,7 @@ _LOOK_S = 1.0
 _HELLO = Header(Kind.HELLO), [encode_json(None)], "connecting"
 _CHANGES = {
     *(Kind.ADD_TABLES, Kind.CLEAR, Kind.WRITE, Kind.STEP, Kind.JOIN, Kind.LEAVE),
-    Kind.CHECKPOINT,
+    *(Kind.CHECKPOINT, Kind.OWN),
 }
 
 

@@ -87,6 +87,9 @@ The JSON values of an embedding server; those not named here are null:
                          answers it
     reply to PING        text: what requests of this client wait for, as trainers; any
                          listener answers it
+    OWN                  {"tables": numbers, "rank": of the trainer that caches their
+                         rows from now on, or null to end leases, "who": process and
+                         host}; see server/owners.py
     STEP                 {"table": number, "step": how many updates the table shall
                          have had, or null to only ask}
     reply to STEP        how many updates the table has had
@@ -225,6 +228,7 @@ class Kind(IntEnum):
     IDS = 26
     SLAB = 27
     PING = 28
+    OWN = 29
 
     @classmethod
     def define(cls, name: str, number: int) -> "Kind":

@@ -41,6 +41,7 @@ from persia_torchrec.rpc.sockets import MAX_MESSAGE_BYTES
 from persia_torchrec.server.checkpoint_service import CheckpointRequest
 from persia_torchrec.server.joint_steps import JointTrainer
 from persia_torchrec.server.open_batches import Batch
+from persia_torchrec.server.owners import TableOwner
 from persia_torchrec.server.shard import (
     RequestKind,
     Shard,
@@ -92,6 +93,8 @@ def _answer_lookup(shard: Shard, request: ShardRequest) -> Frames:
         shard.counts["requests_repeated"] += 1
         shard.stages.lap("inference")
     else:
+        if shard.owners.owners:  # whose lookups read state
+            shard.owners.require(asked.tables, 0, "a lookup for training")
         with store.rows.transaction() as change:
             slots = store.lookup_tables(
                 asked.tables,
@@ -230,6 +233,8 @@ def _answer_update(shard: Shard, request: ShardRequest) -> Frames | None:
         return [describe_update(outcome)]
     is_share = bool(header.flags & messages.SHARE)
     asked = shard.read_ids(frames, 5 if is_share else 4)
+    if shard.owners.owners:
+        shard.owners.require(asked.tables, 0, "an update")
     dims, grads = shard.read_rows(asked, frames[3], header.precision)
     update = QueuedUpdate(request.peer, header, asked, dims, grads)
     if is_share:
@@ -267,6 +272,7 @@ def _answer_write(shard: Shard, request: ShardRequest) -> Frames:
         bool(header.flags & flag) for flag in (messages.STATE, messages.COUNTS)
     )
     asked = shard.read_ids(frames, 7 if has_use else 4)
+    shard.owners.require(asked.tables, header.stream, "a write")
     if has_use and not has_state:
         raise BatchError("Rows that are written with counts must have optimizer state.")
     widths, rows = shard.read_rows(
@@ -388,12 +394,38 @@ def _answer_step(shard: Shard, request: ShardRequest) -> Frames:
     shard.updates.apply_all()  # they count
     batch = _batch_of(request.header)
     if asked.step is not None:
+        shard.owners.require([asked.table], request.header.stream, "a step")
         if (outcome := shard.find_outcome(batch)) is not None:
             return [encode_json(outcome[0])]
         with shard.store.rows.transaction() as change:
             shard.store.set_step(asked.table, asked.step)
             shard.streams.settle(change, batch, (asked.step, 0, 0, 0))
     return [encode_json(shard.store.states[asked.table].num_updates)]
+
+
+class _Own(msgspec.Struct):
+    tables: list[int]
+    who: Annotated[str, msgspec.Meta(max_length=messages.MAX_MEMBER_CHARS)]
+    rank: Annotated[int, msgspec.Meta(ge=0, le=2**16 - 1)] | None = None
+
+
+def _answer_own(shard: Shard, request: ShardRequest) -> Frames:
+    asked = messages.decode_json(request.frames, _Own)
+    stream, tables = request.header.stream, set(asked.tables)
+    for number in tables:
+        shard.require_table(number)
+    if shard.find_outcome(batch := _batch_of(request.header)) is not None:
+        return [encode_json(None)]
+    shard.updates.apply_all()  # their senders wait for the acknowledgements
+    shard.owners.require([], stream, "a request to own tables")
+    if asked.rank is None or not stream:
+        shard.owners.disown(tables, stream)
+    else:
+        shard.owners.own(TableOwner(asked.rank, stream, asked.who, tables))
+    shard.keep_owners()
+    with shard.store.rows.transaction() as change:
+        shard.streams.settle(change, batch)
+    return [encode_json(None)]
 
 
 def _answer_hello(shard: Shard, _: ShardRequest) -> Frames:
@@ -457,6 +489,7 @@ def _answer_clear(shard: Shard, request: ShardRequest) -> Frames:
     shard.updates.apply_all()  # their senders wait for the acknowledgements
     batch = _batch_of(request.header)
     if shard.find_outcome(batch) is None:
+        shard.owners.require(None, request.header.stream, "a clear")
         shard.checkpoints.cancel("the rows were dropped")
         with shard.store.rows.transaction() as change:
             shard.streams.settle(change, batch)
@@ -481,7 +514,10 @@ def _answer_checkpoint(shard: Shard, request: ShardRequest) -> Frames:
     if asked.do in ("unused", "drop"):
         number = (*asked.numbers, -1)[: shard.config.num_shards][shard.config.shard]
         if number >= 0:
+            shard.owners.require([number], request.header.stream, "a drop")
             shard.require_unused(number, asked.table, request.peer)
+    if asked.do == "load":
+        shard.owners.require(None, request.header.stream, "a load")
     state = shard.checkpoints.handle(asked, request.header.stream)
     return [msgspec.json.encode(state)]
 
@@ -499,6 +535,7 @@ KINDS = {
         RequestKind(Kind.EXPORT, _answer_export, in_inference=True),
         RequestKind(Kind.IDS, _answer_ids, in_inference=True),
         RequestKind(Kind.STEP, _answer_step),
+        RequestKind(Kind.OWN, _answer_own),
         RequestKind(Kind.HELLO, _answer_hello, needs_rows=False, in_inference=True),
         RequestKind(Kind.ADD_TABLES, _answer_add_tables),
         RequestKind(Kind.COUNTERS, _answer_counters, in_inference=True),

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -39,6 +40,7 @@ from persia_torchrec.server.joint_steps import (
     SavedGroup,
 )
 from persia_torchrec.server.open_batches import Batch
+from persia_torchrec.server.owners import TableOwners
 from persia_torchrec.server.update_queue import UpdateQueue
 from persia_torchrec.table import TableSpec
 
@@ -47,6 +49,13 @@ logger = logging.getLogger(__name__)
 
 _JOINT_UPDATE_BYTES = 4 * 2**30  # gradients of joint steps that may wait for others
 _MAX_USERS = 4096
+
+
+class _Kept(msgspec.Struct):
+    """What ``Streams.groups`` keeps once a table has had an owner."""
+
+    groups: list[SavedGroup]
+    owners: TableOwners
 
 
 class Shard:
@@ -87,8 +96,13 @@ class Shard:
         )
         listener.waits_for = self.joint_steps.waits_for
         kept = self.streams.groups
-        groups = parse_json(kept or b"[]", list[SavedGroup], "groups", StoreError)
-        self.joint_steps.restore(groups)
+        found = parse_json(
+            kept or b"[]", list[SavedGroup] | _Kept, "groups and owners", StoreError
+        )
+        if isinstance(found, list):
+            found = _Kept(found, TableOwners())
+        self.owners, self._groups = found.owners, list[bytes]()
+        self.joint_steps.restore(found.groups)
         self.afterwards: Callable[[], None] | None = None
         self.must_drop = False
         self.stopping = threading.Event()
@@ -114,6 +128,8 @@ class Shard:
         self.updates.apply_all()
         self.joint_steps.reject_all("The group of trainers was started again.")
         self.updates.open_batches.drop(self.streams.is_older)
+        self.owners.drop(self.streams.is_older)
+        self.keep_owners()
         self.streams.drop_older()
 
     def reject(self, peer: bytes, request: int, exc: Exception) -> None:
@@ -128,10 +144,24 @@ class Shard:
         self.stages.lap("send")
 
     def _keep_groups(self, groups: Sequence[bytes]) -> None:
-        """Keep the first groups, as many as there is room for."""
-        num_bytes = itertools.accumulate(len(group) + 1 for group in groups)
-        num = sum(so_far < MAX_GROUPS_BYTES for so_far in num_bytes)
-        self.streams.groups = b"[" + b",".join(groups[:num]) + b"]"
+        self._groups = list(groups)
+        self.keep_owners()
+
+    def keep_owners(self) -> None:
+        """Keep owners, and the first groups, as many as there is room for."""
+        owners = b""
+        if self.owners.owners or self.owners.ended:
+            owners = b',"owners":' + msgspec.json.encode(self.owners) + b"}"
+        room = MAX_GROUPS_BYTES - len(owners) - 32
+        if room < 0:
+            raise ConfigError(
+                f"Owners must take at most {MAX_GROUPS_BYTES} bytes. Received: more. "
+                "Cache the rows of fewer tables."
+            )
+        num_bytes = itertools.accumulate(len(group) + 1 for group in self._groups)
+        num = sum(so_far < room for so_far in num_bytes)
+        groups = b"[" + b",".join(self._groups[:num]) + b"]"
+        self.streams.groups = b'{"groups":' + groups + owners if owners else groups
 
     def counters(self) -> dict[str, int]:
         """Return everything that is counted, see ``docs/metrics.md``."""

@@ -178,6 +178,7 @@ def server_messages() -> list[list[bytes]]:
         json_of(Kind.EXPORT, {"table": 0, "start": 0, "max_rows": 100}),
         json_of(Kind.IDS, {"table": 0, "start": 0, "first": 2}),
         json_of(Kind.STEP, {"table": 0, "step": 5}),
+        json_of(Kind.OWN, {"tables": [0], "rank": 0, "who": "a"}),
         json_of(Kind.ADD_TABLES, [SPEC.to_json()]),
         json_of(Kind.HELLO, None),
         json_of(Kind.COUNTERS, None),
