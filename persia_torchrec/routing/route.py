@@ -39,6 +39,7 @@ import numpy.typing as npt
 
 from persia_torchrec.arrays import Counts, Floats, Ids, Offsets, Positions
 from persia_torchrec.errors import BatchError
+from persia_torchrec.jit import intrinsics as cpu
 from persia_torchrec.jit.compiled import (
     compiled,
     inlined,
@@ -119,7 +120,9 @@ _MAX_IDS = 2**31 - 1
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _NONE, _FIRST = np.zeros(1, dtype=np.uint64), np.zeros(1, dtype=np.int64)
 _ZERO, _ONE = np.uint64(0), np.uint64(1)
-_64 = np.uint64(64)
+_4, _32, _64 = np.uint64(4), np.uint64(32), np.uint64(64)
+_AHEAD = 16
+"""Ids whose buckets are on their way."""
 
 
 class ShardedIds(NamedTuple):
@@ -396,6 +399,8 @@ def _find_repeats(
     shift = _64  # multiplicative hashing takes the top bits
     while (_ONE << (_64 - shift)) < np.uint64(len(buckets)):
         shift -= _ONE
+    if rounds == 0 and modulus == _ZERO:
+        return _find_plain_repeats(ids_L, found, shift, inverse_L, count)
     last = np.uint64(len(buckets) - 1)
     j = 0
     for i in range(len(ids_L)):
@@ -407,7 +412,7 @@ def _find_repeats(
                 id_ = hash_ % size + np.uint64(r) * size
             if modulus != _ZERO:
                 id_ = id_ % modulus + prefix
-            bucket = ((id_ ^ (id_ >> np.uint64(32))) * _GOLDEN) >> shift
+            bucket = _bucket_of(id_, shift)
             while True:
                 u = buckets[bucket]
                 if u < 0:
@@ -422,6 +427,40 @@ def _find_repeats(
             inverse_L[j] = u
             j += 1
     return count
+
+
+@compiled
+def _find_plain_repeats(
+    ids_L: Ids,
+    found: tuple[Positions, Ids, Counts],
+    shift: np.uint64,
+    inverse_L: Positions,
+    count: int,
+) -> int:
+    """Do what :func:`_find_repeats` does where ids are neither hashed nor moved."""
+    buckets, unique, counts = found
+    at, last = np.uint64(buckets.ctypes.data), np.uint64(len(buckets) - 1)
+    for i in range(len(ids_L)):
+        if i + _AHEAD < len(ids_L):
+            cpu.prefetch(at + _4 * _bucket_of(ids_L[i + _AHEAD], shift))
+        id_ = ids_L[i]
+        bucket = _bucket_of(id_, shift)
+        u = buckets[bucket]
+        while u >= 0 and unique[u] != id_:
+            bucket = (bucket + _ONE) & last
+            u = buckets[bucket]
+        if u < 0:
+            buckets[bucket] = u = count
+            unique[u], counts[u] = id_, 0
+            count += 1
+        counts[u] += np.uint32(1)
+        inverse_L[i] = u
+    return count
+
+
+@inlined
+def _bucket_of(id_: np.uint64, shift: np.uint64) -> np.uint64:
+    return ((id_ ^ (id_ >> _32)) * _GOLDEN) >> shift
 
 
 @compiled
