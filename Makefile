@@ -113,7 +113,7 @@ test: $(STAMP)  ## check everything
 	$(MAKE) --no-print-directory $(CLIENTS) & clients=$$!; \
 	$(MAKE) --no-print-directory lint && wait $$loops && wait $$clients \
 		&& $(MAKE) --no-print-directory unit
-LOOPS := import torchrec; from persia_torchrec.lookup import pooling; from persia_torchrec.store import warm_up; pooling.warm_up(); warm_up.warm_up()
+LOOPS := import torchrec; from persia_torchrec.cache import slot_map; from persia_torchrec.lookup import pooling; from persia_torchrec.store import warm_up; pooling.warm_up(); warm_up.warm_up(); slot_map.warm_up()
 
 lint: $(STAMP)  ## format, lint, types, import rules
 	$(BIN)/ruff format --check --quiet .

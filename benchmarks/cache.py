@@ -9,12 +9,11 @@ to the rows that they need, and the rows are trained, in four ways:
                   on the CPU, behind a ``BatchPipeline``
     requests      what misses is read with its state, what leaves is written back, by
                   requests as the client makes them: READ answers a frame a table
-    one call      from ids to the bytes of all requests in one compiled call, one more
-                  a reply from its bytes to the slots; one frame a server each way
+    one frame     as before, from and to arrays made once; one frame a server each way
     process       a process beside the trainer has the map and the connections: ids in,
                   slots out, rows both ways, by shared memory
 
-The last three are prototypes: the package has no cache, and nothing of them. The tables
+The last three are prototypes: of the cache the package has the slot map. The tables
 of the last two have rows of ``D + 1`` weights, updated by nobody but the trainer, so
 that LOOKUP and WRITE carry weights and state in one frame, which requests of their own
 would do.
@@ -68,9 +67,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from benchmarks.harness import Benchmark, Settings, Table, cpu_seconds
+from benchmarks.cache_hits import HitSettings, measure_hits, measure_map
+from benchmarks.harness import Benchmark, Table, cpu_seconds
 from benchmarks.reference import require, scattered
-from benchmarks.slot_map import Moved, SlotMap, copy, gather, plan, scatter, train
+from benchmarks.slot_map import Moved, Planner, copy, gather, scatter, train
 from benchmarks.training import TABLES
 from benchmarks.workload import zipf_ranks
 from persia_torchrec.arrays import Floats, Ids, Offsets, Positions
@@ -99,11 +99,11 @@ _MOST_WEIGHT = 1023
 _CPU = torch.device("cpu")
 
 
-WayName = Literal["today", "requests", "one call", "process"]
+WayName = Literal["today", "requests", "one frame", "process"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheSettings(Settings):
+class CacheSettings(HitSettings):
     """What to measure."""
 
     batch_size: Annotated[int, "samples per batch, one id a feature"] = 8192
@@ -348,6 +348,9 @@ def _timed_package(clock: Clock) -> Iterator[None]:
 
 _CALLS = {
     "persia_torchrec.routing.route._route": "loop",
+    "persia_torchrec.cache.slot_map._assign": "loop",
+    "persia_torchrec.cache.slot_map._end": "loop",
+    "benchmarks.slot_map.spread": "loop",
     "persia_torchrec.lookup.transposed._build": "loop",
     "persia_torchrec.sharding.on_device.copy_into": "copy",
     "persia_torchrec.sharding.on_device._Slice.write": "copy",
@@ -389,14 +392,13 @@ class Cached(ABC):
     def prepare(self) -> None:
         """Prepare what :meth:`bring` needs."""
         numbers = self.place.numbers
-        self.known = SlotMap.empty(self.place.settings.slots)
+        self.known = Planner(self.place.settings.slots, TABLES, self.num_servers)
         self.missed, self.left = (_moved(self.most, numbers) for _ in range(2))
-        self._plan = self.place.clock.loop(plan)
 
     def plan(self, ids_L: Ids, step: int, slots_L: Positions) -> None:
         """Have slots for the ids, and say what misses and leaves."""
         at = step, self._trained
-        if not self._plan(ids_L, at, self.known, slots_L, self.missed, self.left):
+        if not self.known.plan(ids_L, at, slots_L, self.missed, self.left):
             raise _no_room(len(self.rows))
 
     @abstractmethod
@@ -425,10 +427,8 @@ class Cached(ABC):
         """Write all rows back."""
         self._jobs.put(None)
         self._thread.join(_TIMEOUT_S)
-        known, used = self.known, int(self.known.state[1])
-        for t, name in enumerate(TABLES):
-            slots = np.flatnonzero(known.tables[:used] == t)
-            self.place.write(name, known.ids[slots], self.rows[slots])
+        for name, (ids_N, slots_N) in zip(TABLES, self.known.rows(), strict=True):
+            self.place.write(name, ids_N, self.rows[slots_N])
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -490,7 +490,7 @@ class Requests(Cached):
         for reply in written:
             reply.frames()
         self.num_requests = len(replies) + len(written)
-        return int(self.known.state[2]), at, len(rows_NW)
+        return self.known.num_unique, at, len(rows_NW)
 
     def _send(self, header: Header, request: RowRequest) -> list[Reply]:
         return [
@@ -569,8 +569,8 @@ class Exchange:
 _WRITE, _LOOKUP = Header(Kind.WRITE), Header(Kind.LOOKUP)
 
 
-class OneCall(Cached):
-    """From ids to the bytes of requests in one compiled call."""
+class OneFrame(Cached):
+    """One frame a server each way."""
 
     def prepare(self) -> None:
         """Connect."""
@@ -584,7 +584,7 @@ class OneCall(Cached):
             self.rows.shape[1], self._leaving, self._coming
         )
         self.num_requests = num
-        return int(self.known.state[2]), *counts
+        return self.known.num_unique, *counts
 
     def end(self) -> None:
         """Write all rows back, and disconnect."""
@@ -714,11 +714,10 @@ class Process(Cached):
         self._ask(_END)
         if not self._pipe.poll(_TIMEOUT_S):
             raise StoreError(f"The process beside must answer within {_TIMEOUT_S:g} s.")
-        tables, ids = self._pipe.recv()
+        found = self._pipe.recv()
         self._process.join(_TIMEOUT_S)
-        for t, name in enumerate(TABLES):
-            own = np.flatnonzero(tables == t)
-            self.place.write(name, ids[own], self.rows[own])
+        for name, (ids_N, slots_N) in zip(TABLES, found, strict=True):
+            self.place.write(name, ids_N, self.rows[slots_N])
         del self._shared, self.missed, self.left
         self._memory.close()
         self._memory.unlink()
@@ -742,7 +741,7 @@ def _be_beside(
 ) -> None:
     """Be the process beside the trainer."""
     memory, fd = SharedMemory(name), pipe.fileno()
-    shared, known = Shared.of(memory, *given), SlotMap.empty(num)
+    shared, known = Shared.of(memory, *given), Planner(num, TABLES, given[2])
     with closing(Exchange(addresses, shared.missed, shared.left)) as exchange:
 
         def leaving(piece: slice) -> memoryview:
@@ -756,17 +755,16 @@ def _be_beside(
             if asked == _PLAN:
                 step, oldest = shared.at[:2].tolist()
                 slots, both = shared.slots, (shared.missed, shared.left)
-                if not plan(shared.ids, (step, oldest), known, slots, *both):
+                if not known.plan(shared.ids, (step, oldest), slots, *both):
                     raise _no_room(num)
-                counts = known.state[2], *(moved.offsets[-1] for moved in both)
+                counts = known.num_unique, *(moved.offsets[-1] for moved in both)
                 shared.at[2:5] = counts
             else:
                 exchange.swap(given[1], leaving, coming)
             os.write(fd, asked)
         if asked:
             os.write(fd, asked)
-            used = int(known.state[1])
-            pipe.send((known.tables[:used], known.ids[:used]))
+            pipe.send(known.rows())
 
 
 # The figure
@@ -775,14 +773,14 @@ def _be_beside(
 _TABLES_OF: dict[str, Callable[[int], tuple[int, Optimizer]]] = {
     "today": lambda dim: (dim, SGD(lr=1.0)),
     "requests": lambda dim: (dim, Adagrad(lr=1.0, vectorwise_shared=True)),
-    "one call": lambda dim: (dim + 1, SGD(lr=1.0)),
+    "one frame": lambda dim: (dim + 1, SGD(lr=1.0)),
     "process": lambda dim: (dim + 1, SGD(lr=1.0)),
 }
 
 _WAYS: dict[str, Callable[[Place], Way]] = {
     "today": Today,
     "requests": Requests,
-    "one call": OneCall,
+    "one frame": OneFrame,
     "process": Process,
 }
 
@@ -878,7 +876,16 @@ BENCHMARK = Benchmark(
     name="cache",
     normal=CacheSettings(),
     tiny=CacheSettings(
-        batch_size=32, dim=4, table_rows=300, slots=1600, warm_steps=3, steps=5
+        batch_size=32,
+        dim=4,
+        table_rows=300,
+        slots=1600,
+        warm_steps=3,
+        steps=5,
+        map_slots=20_000,
+        hit_batches=40,
+        hit_batch_size=4,
+        hit_table_rows=1000,
     ),
-    figures={"gate": measure_gate},
+    figures={"gate": measure_gate, "map": measure_map, "hits": measure_hits},
 )

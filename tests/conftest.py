@@ -32,6 +32,7 @@ if "PERSIA_JOB_TOKEN_FILE" not in os.environ:  # else a worker of pytest-xdist
 import pytest
 from hypothesis import settings
 
+from persia_torchrec.cache.slot_map import warm_up as warm_up_cache
 from persia_torchrec.job.registry import AddressBook
 from persia_torchrec.lookup.pooling import warm_up as warm_up_worker
 from persia_torchrec.store.warm_up import warm_up as warm_up_store
@@ -76,6 +77,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if not (is_worker or session.config.option.collectonly):
         warm_up_store()
         warm_up_worker()
+        warm_up_cache()
 
 
 def pytest_collection() -> None:
