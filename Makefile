@@ -64,7 +64,7 @@ endif
 # Why the job has failed that began last, after what torchx says at its end.
 CAUSE = find runs -path '*/coordinator/0/combined.log' -newer $(VENV)/began -exec tail -n 1 {} +
 
-.PHONY: help install train system test quick long wheel test-versions lint unit chaos states fuzz soak cluster prometheus quality speed coverage docs dropin differential resume clean
+.PHONY: help install train system test quick long wheel test-versions lint unit cache chaos states fuzz soak cluster prometheus quality speed coverage docs dropin differential resume clean
 .NOTPARALLEL:
 
 # Three workers would rewrite each test file, and each process read each module.
@@ -132,6 +132,9 @@ quick: $(STAMP)  ## the tests that take one process and little time
 
 long: $(STAMP) $(KSERVE)  ## the tests marked long; not part of test
 	$(PYTEST) -m long -p tests.support.long_table $(ARGS)
+
+cache: $(STAMP)  ## cached rows: all tests, those marked long too; not part of test
+	$(PYTEST) tests/cache tests/integration/test_cached_same_as_torchrec.py tests/integration/test_cached_kills.py $(ARGS)
 
 wheel: $(STAMP)  ## build and install the wheel, and train, in a fresh environment; not part of test
 	$(BIN)/python -m pytest tests/wheel -s -p no:cacheprovider $(ARGS)

@@ -34,7 +34,7 @@ from persia_torchrec.checkpoint.catalog import (
 )
 from persia_torchrec.checkpoint.folder import Folder, require_received
 from persia_torchrec.checkpoint.writer import FolderWriter, name_of_process
-from persia_torchrec.client.codec import BatchCount, ServerHello
+from persia_torchrec.client.codec import BatchCount, Caches, ServerHello
 from persia_torchrec.client.shards import Servers
 from persia_torchrec.errors import (
     BusyError,
@@ -153,6 +153,8 @@ class CheckpointClient:
     ``timeout_s`` seconds.
     """
 
+    caches: Caches  # those of the client
+
     def __init__(self, servers: Servers, batches: BatchCount) -> None:
         self._servers = servers
         self._batches = batches
@@ -216,6 +218,7 @@ class CheckpointClient:
         that the task returns; nothing later is, if nothing changes meanwhile. A
         CheckpointError says that the logs do not lead there from the checkpoint.
         """
+        self.caches.flush()
         what = f"delta of {checkpoint.url}"
 
         def work(task: Task[Any]) -> list[EndedIncrement]:
@@ -261,6 +264,7 @@ class CheckpointClient:
         more into ``path`` itself when the checkpoint is complete, one by one.
         """
         self.require_free(path)
+        self.caches.flush()
         run, folder = Folder(path), catalog.begin_checkpoint(path)
         with catalog.discarding(folder):
             _write(files, folder)
@@ -287,6 +291,7 @@ class CheckpointClient:
 
         The manifest lacks the dense half, and how many batches are trained.
         """
+        self.caches.flush()
         return Task("dump", lambda t: self._write_files(t, folder, step, timeout_s))
 
     def start_load(
@@ -324,6 +329,7 @@ class CheckpointClient:
         """
         folder = catalog.find_checkpoint(path, job=rules.job if rules else "")
         manifest = Manifest.read(folder)
+        self.caches.empty()
         logs = None if increments is None else Folder(increments).url
         request: dict[str, object] = {"folder": folder.url, "replace": replace}
         request["rules"] = msgspec.to_builtins(rules or LoadRules())

@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -32,6 +32,7 @@ from persia_torchrec.client.checkpoint_client import CheckpointClient
 from persia_torchrec.client.codec import (
     AddedTable,
     BatchCount,
+    Caches,
     KnownTable,
     KnownTables,
     LookedUpUse,
@@ -75,6 +76,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_GROUPS = 2  # of joint steps, of one collection, that are known
 _MAX_LISTS = 64  # of tables, that are looked up once
+T = TypeVar("T")
 _BLOCKS_IN_FLIGHT = 2  # one that servers write while the next is cut and encoded
 
 
@@ -96,6 +98,8 @@ class EmbeddingClient(OwnProcess):
     Attributes:
         batches: how far those of this trainer are numbered.
         is_local: whether its rows are in this process: never.
+        caches: of rows that this process trains; what reads rows of the servers
+            flushes them, and what writes such empties them.
         checkpoints: dumps and loads of what all servers hold.
         lost: ``lost_updates`` and ``lost_rows`` of all servers that lost their memory,
             see ``docs/metrics.md``.
@@ -116,6 +120,8 @@ class EmbeddingClient(OwnProcess):
         self.timeout_s, self.recovery_s = servers.timeout_s, servers.recovery_s
         self.tables = KnownTables()
         self._lists: dict[tuple[tuple[str, ...], ...], TableList] = {}
+        self.caches = Caches()
+        self.checkpoints.caches = self.caches
         servers.set_renewal(self._renew)
         self._renewing = threading.Lock()
         self._owned: dict[str, int] = {}  # ranks by table. guarded by _renewing
@@ -163,6 +169,15 @@ class EmbeddingClient(OwnProcess):
             route.warm_up()  # while servers compile their loops
             servers = book.addresses("server")
         return cls(Servers(servers, timeout_s, book.greeting, book.recovery_s))
+
+    @property
+    def incarnations(self) -> list[int]:
+        """The number of each server's start with the memory that it has now."""
+        return list(self._servers.incarnations)
+
+    def repeat(self, request: Callable[[], T]) -> T:
+        """Make a request that may be repeated; again if a server has lost its rows."""
+        return self._servers.repeat(request)
 
     @property
     def generation(self) -> int:
@@ -219,6 +234,7 @@ class EmbeddingClient(OwnProcess):
         one that a model of this process, or another client that is connected, has.
         """
         self.tables.require_unused(name)
+        self.caches.empty()
         self.checkpoints.drop(name, timeout_s + self.recovery_s)
         self.tables.forget(name)
 
@@ -485,6 +501,7 @@ class EmbeddingClient(OwnProcess):
         Blocks, as of :func:`blocks_of`, are taken as the servers proceed, and once more
         if a server loses its rows; those of a generator cannot be: a RestartedError.
         """
+        self.caches.empty()
 
         def fill() -> int:
             starts, num_rows = list(self._servers.incarnations), 0
@@ -519,6 +536,7 @@ class EmbeddingClient(OwnProcess):
         the later one counts. So it is with all rows of a server that loses its memory
         meanwhile. One block per server, of at most ``block_rows`` rows, is in memory.
         """
+        self.caches.flush()
         spec = self.table(table)
         if block_rows < 1:
             raise BatchError(
@@ -535,6 +553,10 @@ class EmbeddingClient(OwnProcess):
         their way count before it.
         """
         what = f"step of table {table!r}"
+        if step is None:
+            self.caches.flush()
+        else:
+            self.caches.empty()
 
         def ask() -> int:
             replies = []
@@ -558,6 +580,7 @@ class EmbeddingClient(OwnProcess):
 
     def count_ids(self, table: str, first: int = 0) -> tuple[int, Ids]:
         """Return how many rows a table has, and its ids from ``first`` on, uint64."""
+        self.caches.flush()
         find = partial(find_ids, self._servers, self.tables, table, first)
         return self._servers.repeat(find)
 
@@ -588,6 +611,7 @@ class EmbeddingClient(OwnProcess):
 
     def clear(self) -> None:
         """Drop all rows of all tables on all servers; the tables stay known."""
+        self.caches.empty()
         self._servers.ask(Kind.CLEAR, None, "clear")
 
     def shut_down_servers(self) -> None:
@@ -598,7 +622,8 @@ class EmbeddingClient(OwnProcess):
         self._servers.ask(Kind.SHUTDOWN, None, "shutdown")
 
     def close(self) -> None:
-        """Close the connections; the servers continue. May be called twice."""
+        """Close caches and connections; servers continue. May be called twice."""
+        self.caches.close()
         self._servers.close()
 
     def _know(
@@ -719,6 +744,7 @@ class EmbeddingClient(OwnProcess):
         self, kind: Kind, table: str, ids: Ids, width: int, flags: int = 0
     ) -> Floats:
         """Return ``width`` numbers of 4 bytes per id; a float32 view ``(U, width)``."""
+        self.caches.flush()
         split = self.split(ids, table)
         request = RowRequest([IdGroup.of(table, split)], [width])
         send = partial(self._send, Header(kind, flags=flags), request)

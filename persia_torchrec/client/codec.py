@@ -16,7 +16,7 @@ import os
 import platform
 import secrets
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
 import msgspec
@@ -115,6 +115,38 @@ class BatchCount:
     def continue_after(self, num_batches: int) -> None:
         """Number the batches from now on behind those of a checkpoint."""
         self.first = self.trained = num_batches
+
+
+class NewerRows(Protocol):
+    """Rows that a trainer keeps, which are newer than those of the servers."""
+
+    def flush(self) -> None:
+        """Write the rows that were trained; wait until the servers have them."""
+
+    def empty(self) -> None:
+        """Flush, and forget all rows: the servers are about to have others."""
+
+    def close(self) -> None:
+        """Flush for the last time."""
+
+
+class Caches(WeakSet[NewerRows]):
+    """The caches of a client's rows."""
+
+    def flush(self) -> None:
+        """Flush all."""
+        for cache in list(self):
+            cache.flush()
+
+    def empty(self) -> None:
+        """Empty all."""
+        for cache in list(self):
+            cache.empty()
+
+    def close(self) -> None:
+        """Close all."""
+        for cache in list(self):
+            cache.close()
 
 
 class KnownTable(NamedTuple):

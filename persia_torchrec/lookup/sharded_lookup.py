@@ -118,7 +118,7 @@ class GroupFeatures(NamedTuple):
 
 
 class RoutePlan(NamedTuple):
-    """How the ids of features become those of groups, which are tables of one dim.
+    """How the ids of features become those of groups: of tables of one dim and pool.
 
     Attributes:
         version: of what the client knew of the tables.
@@ -159,6 +159,8 @@ class BatchFeatures:
         self.specs = tuple(specs)
         self.names = [(spec.table, spec.name) for spec in specs]
         self.outputs = outputs  # indices of the features in each
+        # Tables that stay apart from others of their dim, by what they have in common.
+        self.pools: Mapping[str, int] = {}
         self._plan: RoutePlan | None = None
 
     def plan(self, tables: KnownTables, positions: Mapping[str, int]) -> RoutePlan:
@@ -168,18 +170,23 @@ class BatchFeatures:
             tables.version,
             positions,
         ):
-            plan = self._plan = _make_plan(self.specs, tables, positions)
+            plan = _make_plan(self.specs, tables, positions, self.pools)
+            self._plan = plan
         return plan
 
 
 def _make_plan(
-    specs: Sequence[FeatureSpec], known: KnownTables, positions: Mapping[str, int]
+    specs: Sequence[FeatureSpec],
+    known: KnownTables,
+    positions: Mapping[str, int],
+    pools: Mapping[str, int],
 ) -> RoutePlan:
     version = known.version
     names = list(dict.fromkeys(spec.table for spec in specs))
-    dim_of = {name: known[name].spec.dim for name in names}
-    dims = tuple(dict.fromkeys(dim_of.values()))
-    groups = tuple(tuple(n for n in names if dim_of[n] == dim) for dim in dims)
+    key_of = {name: (known[name].spec.dim, pools.get(name)) for name in names}
+    keys = list(dict.fromkeys(key_of.values()))
+    dims = tuple(dim for dim, _ in keys)
+    groups = tuple(tuple(n for n in names if key_of[n] == key) for key in keys)
     ordered = list(itertools.chain(*groups))
     shared = [known[name].spec.shared_rows for name in ordered]
     rows = [
@@ -194,9 +201,9 @@ def _make_plan(
         for spec in specs
     ]
     columns = np.array(rows, dtype=np.uint64).reshape(-1, 6).T.copy()
-    group_of = tuple(dims.index(dim_of[spec.table]) for spec in specs)
+    group_of = tuple(keys.index(key_of[spec.table]) for spec in specs)
     feature_groups = np.array(group_of, dtype=np.int64)
-    keys, rounds = columns[0].astype(np.int64), columns[2].astype(np.int64)
+    of_keys, rounds = columns[0].astype(np.int64), columns[2].astype(np.int64)
     poolings = np.array([POOLINGS.index(s.pooling) for s in specs], dtype=np.int64)
     chosen = [np.flatnonzero(feature_groups == group) for group in range(len(dims))]
     return RoutePlan(
@@ -206,14 +213,14 @@ def _make_plan(
         dims,
         group_of,
         FeatureColumns(*columns),
-        np.array([dims.index(dim_of[n]) for n in ordered], dtype=np.int64),
+        np.array([keys.index(key_of[n]) for n in ordered], dtype=np.int64),
         np.array(shared, dtype=np.uint64),
         feature_groups,
-        keys,
+        of_keys,
         poolings,
         tuple(f for f, spec in enumerate(specs) if spec.hash_stack_rounds),
         tuple(
-            GroupFeatures(own, keys[own], poolings[own], np.maximum(rounds[own], 1))
+            GroupFeatures(own, of_keys[own], poolings[own], np.maximum(rounds[own], 1))
             for own in chosen
         ),
     )
@@ -224,7 +231,7 @@ class RoutedBatch:
     """A batch's ids, unique and grouped by server; what its gradient needs again."""
 
     plan: RoutePlan
-    groups: list[IdGroup]  # of tables of one dim; only they are asked and updated
+    groups: list[IdGroup]  # as of the plan; only they are asked and updated
     occurrences: list[Counts]  # uint32 (U,) a group: how often each id comes
     inverse: Positions  # int32: which of its group's each id is, feature by feature
     starts: npt.NDArray[np.int64]  # (F + 1,) where a feature begins in it

@@ -300,6 +300,8 @@ class PushQueue(OwnProcess, Generic[Source, Handle]):
         settle = partial(self._settle, push, replies, left)
         for reply in replies:
             reply.add_done_callback(settle)
+        if not replies:  # its rows are trained where they are
+            settle()
 
     def _gradients(self, grads: Callable[[], Outputs]) -> Outputs:
         """Wait for gradients, which may be on their way from a device."""

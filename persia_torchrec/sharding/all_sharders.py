@@ -37,6 +37,7 @@ from persia_torchrec.errors import ConfigError
 from persia_torchrec.sharding import sharded_module, table_control
 from persia_torchrec.sharding.collection import PersiaTables, TableCollection
 from persia_torchrec.sharding.planned import PlannedSharder
+from persia_torchrec.sharding.row_cache import Cache
 from persia_torchrec.sharding.sharder import (
     RemoteEmbeddingBagCollectionSharder,
     RemoteEmbeddingCollectionSharder,
@@ -217,6 +218,7 @@ def remote_sharders(
     embedding_config: str | os.PathLike[str] | PersiaTables | None = None,
     fused_params: Mapping[str, Any] | None = None,
     shared: Collection[str] = frozenset(),
+    cache: Cache | None = None,
 ) -> "RemoteSharders":
     """Return the sharders that put every collection of a model on the servers.
 
@@ -242,6 +244,7 @@ def remote_sharders(
         "embedding_config": PersiaTables.read(embedding_config),
         "fused_params": fused_params,
         "shared": shared,
+        "cache": cache,
     }
     common = client, optimizer, staleness, wire_dtype
     bags = RemoteEmbeddingBagCollectionSharder(*common, **settings)

@@ -17,7 +17,7 @@ Dimensions: B samples, F features of one dim D, L ids of them, U unique rows.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -29,7 +29,7 @@ import torch
 from torch.nn import functional
 
 from persia_torchrec.arrays import Positions
-from persia_torchrec.client.client import EmbeddingClient, Reply
+from persia_torchrec.client.client import EmbeddingClient, PendingRows, Reply
 from persia_torchrec.device.transfer import (
     copy_into,
     copy_out,
@@ -115,11 +115,15 @@ class DeviceIndex:
             sums.index_copy_(0, replaced.long(), whole[: len(replaced)])
 
     def weights_gradient(
-        self, grads: torch.Tensor, rows_UD: torch.Tensor, weights: torch.Tensor
+        self,
+        grads: torch.Tensor,
+        rows_ND: torch.Tensor,
+        rows_L: torch.Tensor,
+        weights: torch.Tensor,
     ) -> torch.Tensor:
-        """Return the gradient of the weights of all ids."""
+        """Return the gradient of the weights of all ids; ``rows_L`` are their rows."""
         of_ids = torchrec_api.weights_gradient(
-            grads, rows_UD, self.rows, self.offsets, self.bag_of
+            grads, rows_ND, rows_L, self.offsets, self.bag_of
         )
         if len(self.scales):
             of_ids = of_ids * self.scales.view(torch.float32)
@@ -148,6 +152,7 @@ class Pooled(NamedTuple):
     outputs: Tensors  # float32 (B, F * D), or of each id a row (L, D)
     rows: Tensors = ()  # float32 (U, D)
     weights: tuple[torch.Tensor | None, ...] = ()  # (L,)
+    graphs: Tensors = ()  # bags whose rows are trained where they are
 
 
 class PulledBatch(Protocol):
@@ -172,6 +177,7 @@ class DeviceBatch:
     indices: tuple[DeviceIndex, ...]  # one per group
     each_id: bool  # whether every id is a bag of its own
     came: torch.cuda.Event | None  # ends when all of that is there; None on the CPU
+    elsewhere: Collection[int] = ()  # groups that have no rows here
 
     def wait(self) -> None:
         """Make the current stream wait for the copy."""
@@ -194,7 +200,9 @@ class DeviceBatch:
         plan = self.batch.plan
         for group, (rows_UD, index) in enumerate(zip(rows, self.indices, strict=True)):
             weights_L = index.weights(weights)
-            if self.each_id:
+            if group in self.elsewhere:
+                pooled = rows_UD
+            elif self.each_id:
                 pooled = rows_UD.index_select(0, index.rows)
             else:
                 pooled = _sum_bags(rows_UD, index.rows, index.offsets, weights_L)
@@ -205,13 +213,17 @@ class DeviceBatch:
         return Pooled(tuple(outputs), rows, tuple(of_ids))
 
     def gradients(self, pooled: Pooled, grads: Sequence[torch.Tensor]) -> Tensors:
-        """Return the gradient of each group's rows; those of the outputs are given."""
+        """Return the gradient of each group's rows; those of the outputs are given.
+
+        Of groups that have no rows here it is that of the output.
+        """
+        each = zip(self.indices, grads, pooled.rows, pooled.weights, strict=True)
         return tuple(
             [
-                index.add_up(_by_bag(grad, rows_UD), weights_L, len(rows_UD))
-                for index, grad, rows_UD, weights_L in zip(
-                    self.indices, grads, pooled.rows, pooled.weights, strict=True
-                )
+                grad.clone()
+                if group in self.elsewhere
+                else index.add_up(_by_bag(grad, rows_UD), weights_L, len(rows_UD))
+                for group, (index, grad, rows_UD, weights_L) in enumerate(each)
             ]
         )
 
@@ -219,13 +231,16 @@ class DeviceBatch:
         self, pooled: Pooled, grads: Sequence[torch.Tensor], weights: torch.Tensor
     ) -> torch.Tensor:
         """Return the gradient of the weights of all ids."""
-        parts = [
-            index.weights_gradient(_by_bag(grad, rows_UD), rows_UD, weights)
-            for index, grad, rows_UD in zip(
-                self.indices, grads, pooled.rows, strict=True
-            )
-        ]
+        parts = []
+        for group, (index, grad) in enumerate(zip(self.indices, grads, strict=True)):
+            rows_ND, rows_L = self.rows_of(group, pooled)
+            grad_ND = _by_bag(grad, rows_ND)
+            parts.append(index.weights_gradient(grad_ND, rows_ND, rows_L, weights))
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+
+    def rows_of(self, group: int, pooled: Pooled) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a matrix with a group's rows, and which of it each id is, int32."""
+        return pooled.rows[group], self.indices[group].rows
 
 
 def _by_bag(grad: torch.Tensor, rows_UD: torch.Tensor) -> torch.Tensor:
@@ -266,7 +281,7 @@ class GradientCopy:
         self._is_finite: torch.Tensor | None = None
         self._checked = self._left = None
         late = isinstance(of, DeviceBatch) and of.rows[0].dtype == torch.float32
-        if check:
+        if check and grads:
             each = [torch.isfinite(grad).all() for grad in grads]
             self._is_finite = each[0] if len(each) == 1 else torch.stack(each).all()
         grads = [grad.contiguous() for grad in grads]
@@ -409,33 +424,45 @@ class RowsOnDevice(ShardedLookup):
             slab.pin_with(partial(register, device))
             sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
 
-    def fetch(self, batch: RoutedBatch) -> Any:
-        """Fetch the rows of a batch; begin to copy them; return the ``DeviceBatch``."""
+    def fetch(self, batch: RoutedBatch, elsewhere: Collection[int] = ()) -> Any:
+        """Fetch the rows of a batch; begin to copy them; return the ``DeviceBatch``.
+
+        It has none of the groups that are ``elsewhere``.
+        """
         use_device(self._device)
-        asked = self.client.begin_pull(
-            batch.groups, batch.number, self.precision, batch.counts
-        )
-        groups = range(len(batch.groups))
+        groups, counts = range(len(batch.groups)), batch.counts
+        here = [g for g in groups if g not in elsewhere]
+        asked: PendingRows | None = None
+        if here:
+            asked = self.client.begin_pull(
+                [batch.groups[g] for g in here],
+                batch.number,
+                self.precision,
+                [counts[g] for g in here],
+            )
         indices = [self._index(batch, group) for group in groups]  # meanwhile
         dtype = _DTYPES[self.precision]
-        received = asked.received()
+        received = [] if asked is None else asked.received()
         if self.precision is Precision.FP16:
-            for g, index in enumerate(indices):
-                exponents_U = np.concatenate([one.exponents[g] for one in received])
+            for n, g in enumerate(here):
+                exponents_U = np.concatenate([one.exponents[n] for one in received])
                 scales_U = np.exp2(-exponents_U.astype(np.float32))
-                index.further[0][:] = torch.from_numpy(scales_U).view(torch.int32)
+                further = indices[g].further[0]
+                further[:] = torch.from_numpy(scales_U).view(torch.int32)
         with torch.cuda.stream(self._stream):  # does nothing for None
             device = self._device
+            shapes = batch.row_shapes
             rows = [
-                torch.empty(s, dtype=dtype, device=device) for s in batch.row_shapes
+                torch.empty(shapes[g] if g in here else 0, dtype=dtype, device=device)
+                for g in groups
             ]
-            for g, rows_UD in enumerate(rows):
-                copy_into(_flat(rows_UD), [one.pieces[g] for one in received])
+            for n, g in enumerate(here):
+                copy_into(_flat(rows[g]), [one.pieces[n] for one in received])
             moved = tuple([index.to(device) for index in indices])
             came = None if self._stream is None else _end_of_work(self._stream)
         if came is not None:  # the servers write there again, when ``received`` is gone
             came.synchronize()
-        return DeviceBatch(batch, tuple(rows), moved, self.each_id, came)
+        return DeviceBatch(batch, tuple(rows), moved, self.each_id, came, elsewhere)
 
     def push(self, batch: RoutedBatch, grads: Any) -> list[Reply]:
         """Send the gradients of the rows, which are given, or late."""

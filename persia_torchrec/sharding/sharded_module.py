@@ -36,6 +36,7 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
 from torchrec.optim.keyed import KeyedOptimizer
 
+from persia_torchrec.client.codec import PushOutcome
 from persia_torchrec.device.batches import (
     JaggedBatch,
     PulledKeyedJaggedTensor,
@@ -50,6 +51,7 @@ from persia_torchrec.pipeline.pipeline import (
 )
 from persia_torchrec.sharding import state_dict, torchrec_api
 from persia_torchrec.sharding.backward_pass import looked_up
+from persia_torchrec.sharding.cached_rows import CachedBatch, Steps
 from persia_torchrec.sharding.collection import CollectionSpec
 from persia_torchrec.sharding.on_device import (
     GradientCopy,
@@ -106,21 +108,22 @@ class _Embeddings(torch.autograd.Function):
     ) -> Tensors:
         pulled: PulledBatch = batch.outputs
         ctx.batch, ctx.module, ctx.pulled = batch, module, pulled
-        ctx.save_for_backward(*([] if weights is None else [weights]))
         pooled = pulled.pool(weights)
-        ctx.pooled = pooled._replace(outputs=())
+        ctx.pooled = pooled._replace(outputs=(), graphs=())
+        # Which end with what autograd saves.
+        of_ids = [] if weights is None else [weights]
+        ctx.save_for_backward(*pooled.graphs, *of_ids)
         return pooled.outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        of_weights = None
+        of_weights, saved = None, ctx.saved_tensors
         # Autograd gives zeros for outputs that are not used.
         given = ctx.pulled.gradients(ctx.pooled, grads)
         if ctx.needs_input_grad[1]:
-            (weights,) = ctx.saved_tensors
-            of_weights = ctx.pulled.weights_gradient(ctx.pooled, grads, weights)
-        ctx.module.push(ctx.batch, given)
+            of_weights = ctx.pulled.weights_gradient(ctx.pooled, grads, saved[-1])
+        ctx.module.push(ctx.batch, given, saved)
         return None, of_weights, None, None
 
 
@@ -289,6 +292,9 @@ class ShardedRemoteCollection(
         if weights is not None:
             weights = weights.to(self._device, torch.float32, non_blocking=True)
         if batch.is_training and torch.is_grad_enabled():
+            if isinstance(batch.outputs, CachedBatch):
+                self.remote_tables.send_rates()
+                batch.outputs.follow(self.remote_tables.specs)
             tensors: Tensors = _Embeddings.apply(self._anchor, weights, batch, self)
             return tensors
         pulled: PulledBatch = batch.outputs
@@ -320,12 +326,18 @@ class ShardedRemoteCollection(
         if output.requires_grad:
             output.register_hook(clamped)
 
-    def push(self, batch: PrefetchedBatch[Any], grads: Sequence[torch.Tensor]) -> None:
+    def push(
+        self,
+        batch: PrefetchedBatch[Any],
+        grads: Sequence[torch.Tensor],
+        saved: Sequence[torch.Tensor] = (),
+    ) -> None:
         """Push gradients, scaled, that are finite under a loss scale.
 
         On a GPU nothing waits here, in the midst of a backward pass, but at its end. On
         the CPU this waits for servers at staleness 0: an error of theirs, which names a
         trainer that is lost, comes before that of a collective, which does not.
+        ``saved`` begins with the graphs of rows that are trained here.
         """
         tables, scaler = self.remote_tables, self.remote_tables.grad_scaler
         is_scaled = scaler is not None and scaler.is_enabled()
@@ -335,21 +347,36 @@ class ShardedRemoteCollection(
         if isinstance(factor, torch.Tensor) or factor != 1:
             grads = [grad.mul_(factor) for grad in grads]  # made for this push alone
         is_checked = self.skip_non_finite or is_scaled
-        leaving = GradientCopy(grads, self._leaving, check=is_checked, of=batch.outputs)
         tables.send_rates()
+        steps: Steps | None = None
+        if isinstance(batch.outputs, CachedBatch):
+            grads, steps = batch.outputs.take_steps(saved, grads, tables.specs)
+        leaving = GradientCopy(grads, self._leaving, check=is_checked, of=batch.outputs)
         if is_checked:
             backward = tables.current_backward(agrees=is_scaled)
-            backward.checks.append(partial(self._push_if_finite, batch, leaving))
+            push = partial(self._push_if_finite, batch, leaving, steps)
+            backward.checks.append(push)
         elif self._leaving is not None:
             tables.current_backward().waits.append(batch.send(leaving.wait))
         else:
+            if steps is not None:
+                self._take(steps)
             with record_function(WAIT_FOR_PUSH):
                 batch.send(leaving.wait)()
 
+    def _take(self, steps: Steps) -> None:
+        if num_refused := steps.take():
+            self.pipeline.tally.applied(PushOutcome(0, num_refused, 0, 0))
+
     def _push_if_finite(
-        self, batch: PrefetchedBatch[Any], leaving: GradientCopy
+        self,
+        batch: PrefetchedBatch[Any],
+        leaving: GradientCopy,
+        steps: Steps | None,
     ) -> Callable[[], None] | None:
-        if leaving.is_finite():
+        if leaving.is_finite() and (steps is None or steps.are_finite()):
+            if steps is not None:
+                self._take(steps)
             return batch.send(leaving.wait)
         self.num_skipped += 1
         batch.give_up()  # the graph, and with it the batch, may live on

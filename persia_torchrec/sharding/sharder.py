@@ -33,6 +33,8 @@ from persia_torchrec.pipeline.joint import Trainers
 from persia_torchrec.pipeline.pipeline import BatchPipeline
 from persia_torchrec.rpc.messages import Precision, Share
 from persia_torchrec.sharding import collection, sharded_module, table_control
+from persia_torchrec.sharding.cache_slots import why_not_cached
+from persia_torchrec.sharding.cached_rows import CachedRows
 from persia_torchrec.sharding.checks import require_same_settings, watch_models
 from persia_torchrec.sharding.collection import (
     CollectionSpec,
@@ -54,12 +56,13 @@ from persia_torchrec.sharding.names import (
 from persia_torchrec.sharding.on_device import RowsOnDevice
 from persia_torchrec.sharding.optimizer import RemoteOptimizer
 from persia_torchrec.sharding.planned import PlannedSharder
+from persia_torchrec.sharding.row_cache import Cache, RowCache
 from persia_torchrec.sharding.state_dict import (
     CollectionState,
     StateDictRows,
     load_tables,
 )
-from persia_torchrec.table import TableSettings, require_known_tables
+from persia_torchrec.table import TableSettings, TableSpec, require_known_tables
 
 logger = logging.getLogger(__name__)
 
@@ -235,6 +238,9 @@ class RemoteSharder(CollectionSharder):
             for the tables that have none in ``tables`` nor in the model, SGD by
             default. What fbgemm does not read changes nothing here.
         shared: names of tables that are one table in all collections which have them.
+        cache: keeps rows of tables in this process, which fbgemm trains here, and
+            writes them back; see :class:`persia_torchrec.Cache`. For one trainer, on
+            the CPU.
 
     Raises:
         ConfigError: an argument is out of its range. When the model is sharded, or at
@@ -263,6 +269,7 @@ class RemoteSharder(CollectionSharder):
         embedding_config: str | os.PathLike[str] | PersiaTables | None = None,
         fused_params: Mapping[str, Any] | None = None,
         shared: Collection[str] = frozenset(),
+        cache: Cache | None = None,
     ) -> None:
         is_joint = update == "joint"
         fits_joint = not is_joint or client.recovery_s < joint_timeout_s < math.inf
@@ -284,6 +291,9 @@ class RemoteSharder(CollectionSharder):
         tables_of = self.remote_tables
         tables_of.lost, tables_of.recovery_s = client.lost, client.recovery_s
         tables_of.users = client.tables.users
+        if cache is not None:
+            tables_of.cache = RowCache(client, cache)
+            tables_of.counts.cache = tables_of.cache.counts
         self._optimizer: FusedOptimizer | None = None  # none is named
         if optimizer is not None or fused_params is not None:
             self._optimizer = translate_fused_params(fused_params or {}, optimizer)
@@ -437,6 +447,8 @@ class RemoteSharder(CollectionSharder):
         """Reject settings of unknown tables: all collections are sharded by now."""
         require_known_tables(self._settings, self.planned | self.described)
         self.remote_tables.tell_of_unnamed()
+        if self.remote_tables.cache is not None:
+            self.remote_tables.cache.begin()
 
     def make_pipeline(
         self, spec: CollectionSpec, env: types.ShardingEnv, device: torch.device
@@ -445,19 +457,23 @@ class RemoteSharder(CollectionSharder):
         limit_s = timeouts.exchange_s(self._client.recovery_s)
         update = "joint" if self._joint_timeout_s else "each"
         require_same_settings(update, spec.tables, env, limit_s)
-        lookup = RowsOnDevice(
-            self._client,
-            spec.features,
-            precision=self._precision,
-            device=device,
-            each_id=self.gives_each_id,
-            has_weights=spec.is_weighted,
-        )
+        given: Any = {
+            "precision": self._precision,
+            "device": device,
+            "each_id": self.gives_each_id,
+            "has_weights": spec.is_weighted,
+        }
+        cached = self._cached_tables(spec, env, device)
+        lookup = RowsOnDevice(self._client, spec.features, **given)
+        if self.remote_tables.cache is not None and cached:
+            lookup = CachedRows(self.remote_tables.cache, spec.features, **given)
+            lookup.use_slots(cached)
         lookup.add_tables(spec.tables)
         # A server may be silent, and then away.
         timeout_s = self._client.timeout_s + 2 * self._client.recovery_s
         pipeline = BatchPipeline(lookup, staleness=self._staleness, timeout_s=timeout_s)
         num_pulls = min(self._staleness, self.PULLS_ON.get(device.type, 1))
+        num_pulls = 1 if cached else num_pulls  # a row comes once
         pipeline.training.set_num_threads(max(num_pulls, 1))
         pipeline.tally.num_ids = lookup.num_ids
         pipeline.set_count(env.rank, self._client.batches)
@@ -465,6 +481,27 @@ class RemoteSharder(CollectionSharder):
         if self._joint_timeout_s and env.world_size > 1:
             pipeline.set_trainers(self._meet(env, device))
         return pipeline
+
+    def _cached_tables(
+        self, spec: CollectionSpec, env: types.ShardingEnv, device: torch.device
+    ) -> list[TableSpec]:
+        """Return the tables of a collection whose rows are cached; log the others."""
+        if self.remote_tables.cache is None:
+            return []
+        _require_valid(
+            ("cache", f"{env.world_size} trainers", env.world_size == 1, "of one"),
+            ("cache", str(device), device.type == "cpu", "of a trainer on the CPU"),
+        )
+        reasons = {
+            table.name: "other collections have it"
+            if spec.own_name(table.name) in self._shared
+            else why_not_cached(table)
+            for table in spec.tables
+        }
+        if others := {name: why for name, why in reasons.items() if why}:
+            told = ", ".join(f"{name!r}: {why}" for name, why in others.items())
+            logger.info("tables that are not cached: %s", told)
+        return [table for table in spec.tables if table.name not in others]
 
     def _meet(self, env: types.ShardingEnv, device: torch.device) -> Trainers:
         """Agree on a group that updates jointly; all trainers call this together."""

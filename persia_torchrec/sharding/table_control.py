@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, ref
 
 import torch
@@ -43,6 +43,9 @@ from persia_torchrec.sharding.planned import Placeholder
 from persia_torchrec.sharding.stored_tensor import is_sharded
 from persia_torchrec.sharding.trainer_metrics import TrainerCounts, TrainerMetrics
 from persia_torchrec.table import TableChange, TableSpec
+
+if TYPE_CHECKING:
+    from persia_torchrec.sharding.row_cache import RowCache
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +91,7 @@ class TrainerTables(OwnProcess):
         self.reported = TrainingSummary()
         self.lost: Mapping[str, int] = {}  # that of the client
         self.recovery_s = 0.0  # that of the client, too
+        self.cache: RowCache | None = None  # of rows that are trained here
         self.has_ended = False  # the last report is made
         self.accumulates = False
         self.has_local = False  # tables of the same collections under TorchRec
@@ -386,6 +390,8 @@ class SharderApi:
         """
         for pipeline, _ in self.remote_tables.pipelines:
             pipeline.flush()
+        if self.remote_tables.cache is not None:
+            self.remote_tables.cache.flush()
         self._report()
 
     def rates(self) -> dict[str, float]:
@@ -417,6 +423,8 @@ class SharderApi:
     def close(self) -> None:
         """Stop the threads of the collections sharded so far. May be called twice."""
         self.report_at_end()
+        if self.remote_tables.cache is not None:
+            self.remote_tables.cache.close()
         for pipeline, _ in self.remote_tables.pipelines:
             pipeline.close()
 
@@ -471,6 +479,8 @@ class SharderApi:
                 100 * summary.share_waited,
             )
             self.remote_tables.reported = summary
+            if self.remote_tables.cache is not None:
+                self.remote_tables.cache.report()
         return summary
 
     def set_learning_rate(self, lr: float, tables: Iterable[str] | None = None) -> None:

@@ -33,6 +33,7 @@ from persia_torchrec.pipeline.pipeline import BatchPipeline
 
 if TYPE_CHECKING:
     from persia_torchrec.pipeline.staleness import BatchStatistics, StalenessSemaphore
+    from persia_torchrec.sharding.row_cache import CacheCounts
 
 _MAX_FEATURES = 100  # of which a heartbeat tells, those with the most ids
 _HELP = "of this trainer; see docs/metrics.md"
@@ -79,10 +80,12 @@ class TrainerCounts:
     Attributes:
         num_skipped: backward passes that pushed nothing: not finite. The thread that
             trains counts them.
+        cache: what its cache has done, if it has one.
     """
 
     def __init__(self) -> None:
         self.num_skipped = 0
+        self.cache: CacheCounts | None = None
         self._pipelines: list[tuple[BatchStatistics, StalenessSemaphore]] = []
 
     def add(self, pipeline: BatchPipeline[Any, Any]) -> None:
@@ -93,7 +96,8 @@ class TrainerCounts:
         """Return all counters, by name."""
         totals = [tally.total for tally, _ in self._pipelines]
         lookups = [semaphore.counts() for _, semaphore in self._pipelines]
-        return {
+        of_cache = {} if self.cache is None else self.cache.read()
+        return of_cache | {
             "gradients_missed": sum(total.num_missed for total in totals),
             "gradients_refused": sum(total.num_refused for total in totals),
             "gradients_evicted": sum(total.num_evicted for total in totals),
@@ -118,10 +122,11 @@ def readings(models: Sequence[TrainerCounts], loss: LatestLoss) -> list[Reading]
     """Return the metrics of a trainer: of some models the sum."""
     each = [model.read() for model in models]
     tallies = [tally for model in models for tally in model.tallies()]
-    found = [
-        Reading(f"persia_{name}", sum(model[name] for model in each), _HELP, "counter")
-        for name in (each[0] if each else ())
-    ]
+    names = dict.fromkeys(name for model in each for name in model)
+    found = []
+    for name in names:
+        total = sum(model.get(name, 0) for model in each)
+        found.append(Reading(f"persia_{name}", total, _HELP, "counter"))
     # Each collection counts a batch.
     most = max(tallies, key=lambda tally: tally.num_pushed, default=None)
     if most is None:

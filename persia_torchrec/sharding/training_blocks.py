@@ -46,8 +46,8 @@ def accumulate(
 
     Raises:
         ConfigError: ``num_parts`` is not positive, nothing is sharded yet, blocks are
-            nested, or tables of the same collections are in this process, where
-            TorchRec updates them with every backward pass.
+            nested, or tables of the same collections, or cached rows, are in this
+            process, which updates them with every backward pass.
 
     Example:
         ``with accumulate(sharders, 4):``, in it ``(loss * batch.fraction).backward()``
@@ -61,6 +61,7 @@ def accumulate(
         ("the model must be sharded", pipelines),
         ("blocks must not be nested", not any(t.accumulates for t in of_all)),
         ("all tables must be on servers", not any(t.has_local for t in of_all)),
+        ("rows must not be cached", not any(t.cache for t in of_all)),
     ):
         if not holds:
             raise ConfigError(

@@ -1,0 +1,542 @@
+"""The rows that a trainer caches: what comes from the servers, and what goes back.
+
+    pulling thread   unique ids -> slots       (cache/slot_map.py)
+                     rows that leave -> write; rows that miss <- lookup with state
+    flushing thread  rows that were trained -> write, every ``flush_s``
+
+The servers keep all rows; here are copies of some, with their optimizer state, and they
+are newer. All that concerns a row goes over one connection, in the order in which
+``sending`` lets it be sent: so the lookup of a row comes behind the write of it.
+
+A slot is pinned from the assignment of a batch until its autograd graph is freed, which
+a backward pass does, or until a batch without a graph is dropped.
+
+Dimensions: U unique rows of a batch, N rows, W floats a row.
+"""
+
+import atexit
+import contextlib
+import logging
+import queue
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from persia_torchrec.arrays import Counts, Floats, Positions
+from persia_torchrec.cache import slot_map
+from persia_torchrec.cache.slot_map import Assigned, Moves
+from persia_torchrec.client.client import BatchNumber, EmbeddingClient, Reply
+from persia_torchrec.errors import (
+    BatchError,
+    ConfigError,
+    PersiaError,
+    RestartedError,
+)
+from persia_torchrec.routing.route import IdGroup
+from persia_torchrec.rpc.messages import GENERATION_SHIFT, Precision
+from persia_torchrec.sharding.cache_slots import Pool
+from persia_torchrec.table import TableSpec
+
+logger = logging.getLogger(__name__)
+
+_GIB = 2**30
+_SLOT_BYTES = 32  # of the map
+_ROWS_AT_ONCE = 16_384  # written back by a flush, while a step waits
+_WRITES_IN_FLIGHT = 8  # whose rows are kept here
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cache:
+    """How many rows of tables on servers a trainer keeps in its own memory.
+
+    Give one of ``gib`` and ``rows``: the memory of all tables together, weights and
+    optimizer state, or how many rows that are. Tables of one dim and optimizer share
+    their part, and parts are by the number of features; a mapping by dim says what each
+    dim has. ``flush_s`` is how old rows of the servers may be, in seconds: those that
+    were trained here are written back at least as often. 0 writes those of each batch
+    with its backward pass.
+
+    Raises:
+        ConfigError: neither or both are given, or one is not positive.
+    """
+
+    gib: float | Mapping[int, float] | None = None
+    rows: int | Mapping[int, int] | None = None
+    flush_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        given = [size for size in (self.gib, self.rows) if size is not None]
+        sizes: list[float] = []
+        for size in given:
+            sizes += size.values() if isinstance(size, Mapping) else [size]
+        if len(given) != 1 or not all(size > 0 for size in sizes):
+            raise ConfigError(
+                "Cache must be given one of gib and rows, > 0. Received: "
+                f"gib={self.gib}, rows={self.rows}."
+            )
+        if not self.flush_s >= 0:
+            raise ConfigError(f"flush_s must be >= 0. Received: {self.flush_s}.")
+
+    def num_slots(self, spec: TableSpec, share: float) -> int:
+        """Return the slots of a pool with such rows, which has a share of the size."""
+        size: Any = self.rows if self.gib is None else self.gib
+        of_dim = size.get(spec.dim, 0) if isinstance(size, Mapping) else size
+        row_bytes = 4 * spec.num_floats + _SLOT_BYTES
+        num = of_dim if self.gib is None else of_dim * _GIB / row_bytes
+        if num * share < 1:
+            raise ConfigError(
+                f"The cache must have a row for each pool of tables. Received: {self}, "
+                f"of which tables of dim {spec.dim} have {share:.0%}."
+            )
+        return int(num * share)
+
+    def is_shared(self, dim: int, other: int) -> bool:
+        """Return whether tables of two dims share a size."""
+        return dim == other or not isinstance(self.gib or self.rows, Mapping)
+
+
+class Held(NamedTuple):
+    """The slots of a group of a batch, int32 ``(U,)``."""
+
+    pool: Pool
+    slots: Positions
+
+
+class Pin:
+    """Keeps the slots of a batch until it is forgotten, by whichever thread."""
+
+    def __init__(self, held: Iterable[Held], freed: "queue.SimpleQueue[None]") -> None:
+        self.held = tuple(held)
+        weakref.finalize(self, _release, self.held, freed).atexit = False
+
+
+def _release(held: Iterable[Held], freed: "queue.SimpleQueue[None]") -> None:
+    """Release slots; takes no lock, as garbage collection may call it."""
+    for pool, slots_U in held:
+        pool.map.release(slots_U, trained=False)
+    freed.put(None)
+
+
+class _Write(NamedTuple):
+    """Rows on their way to the servers, kept until these have them."""
+
+    pool: Pool
+    moves: Moves
+    rows: Floats
+    frequencies: Counts
+    replies: list[Reply | None]  # of each server; None: it lost what it was sent
+
+
+def _chosen(moves: Moves, are_chosen_N: npt.NDArray[np.bool_]) -> Moves:
+    """Return some of the rows."""
+    group, slots_N, counts_N = moves
+    shape = group.num_ids.shape
+    segments_N = np.repeat(np.arange(group.num_ids.size), group.num_ids.reshape(-1))
+    num_ids = np.bincount(segments_N[are_chosen_N], minlength=group.num_ids.size)
+    offsets = np.zeros(len(group.offsets), dtype=np.int64)
+    np.cumsum(num_ids.reshape(shape).sum(axis=1), out=offsets[1:])
+    return Moves(
+        IdGroup(group.tables, group.ids[are_chosen_N], offsets, num_ids.reshape(shape)),
+        slots_N[are_chosen_N],
+        counts_N[are_chosen_N],
+    )
+
+
+@dataclass
+class CacheCounts:
+    """What a cache has done so far, in unique rows of batches, and bytes of rows.
+
+    Attributes:
+        hits, misses: rows that were in slots, and that were not.
+        written: rows that were written back.
+        waits: of batches for slots that earlier ones have.
+        moved_bytes: of what misses and of what is written back.
+        plain_bytes: what rows and gradients would have been without it.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    written: int = 0
+    waits: int = 0
+    moved_bytes: int = 0
+    plain_bytes: int = 0
+
+    def read(self) -> dict[str, int]:
+        """Return them by name, as metrics."""
+        return {
+            "cache_hits": self.hits,
+            "cache_misses": self.misses,
+            "cache_written": self.written,
+            "cache_waits": self.waits,
+            "cache_moved_bytes": self.moved_bytes,
+            "cache_plain_bytes": self.plain_bytes,
+        }
+
+    def describe(self) -> str:
+        """Return them as a line of a log."""
+        found = self.hits + self.misses
+        return (
+            f"cache: hit_rate={self.hits / max(found, 1):.2f} of {found} unique rows, "
+            f"written_back={self.written}, {self.moved_bytes / 1e6:.1f} MB of rows "
+            f"moved where {self.plain_bytes / 1e6:.1f} would have been, "
+            f"{self.waits} batches waited for slots"
+        )
+
+
+class RowCache:
+    """The slots of a trainer's cached tables, and what goes to and from the servers.
+
+    Any thread may call any method.
+    """
+
+    def __init__(self, client: EmbeddingClient, settings: Cache) -> None:
+        self.client, self.settings = client, settings
+        self._wanted: dict[object, list[tuple[TableSpec, int]]] = {}  # by pool
+        self._pools: dict[str, Pool] = {}  # by table; empty until the first batch
+        self.sending = threading.RLock()
+        self._writes: deque[_Write] = deque()  # guarded by sending
+        self._starts = list(client.incarnations)  # guarded by sending
+        self.counts = CacheCounts()
+        client.caches.add(self)
+        _OPEN.add(self)
+        self._closing = threading.Event()
+        self._freed = queue.SimpleQueue[None]()  # slots: wakes a batch that waits
+        self._has_warned = False
+        self._streams: dict[int, int] = {}  # of lookups, by generation of the trainers
+        self._error: Exception | None = None  # of the flushing thread
+
+    # While the model is sharded, and before its first batch
+
+    def add(self, spec: TableSpec, collection: object, num_features: int) -> int:
+        """Add a table of a collection; return the number of its pool."""
+        key = collection, spec.dim, spec.optimizer
+        self._wanted.setdefault(key, []).append((spec, num_features))
+        return list(self._wanted).index(key)
+
+    def begin(self) -> None:
+        """Make the slots, and begin to write back; before the first batch."""
+        if self._pools or not self._wanted:
+            return
+        slot_map.warm_up()
+        wanted = list(self._wanted.values())
+        nums = [sum(num for _, num in tables) for tables in wanted]
+        for tables, num in zip(wanted, nums, strict=True):
+            specs = [spec for spec, _ in tables]
+            others = [
+                other_num
+                for other, other_num in zip(wanted, nums, strict=True)
+                if self.settings.is_shared(other[0][0].dim, specs[0].dim)
+            ]
+            num_slots = self.settings.num_slots(specs[0], num / sum(others))
+            pool = Pool(specs, num_slots, self.client.num_servers)
+            self._pools.update(dict.fromkeys(pool.tables, pool))
+        self._require_room()
+        # One trainer has a cache: that of rank 0.
+        self.client.own(list(self._pools), 0)
+        if self.settings.flush_s:
+            threading.Thread(
+                target=_flush_at_times,
+                args=(weakref.ref(self), self._closing, self.settings.flush_s),
+                name="cache flush",
+                daemon=True,
+            ).start()
+
+    def _require_room(self) -> None:
+        """Reject a cache whose rows, written back, would displace most others."""
+        num_slots = sum(pool.num_slots for pool in self.pools)
+        capacity = sum(server["capacity_rows"] for server in self.client.counters())
+        if 2 * num_slots > capacity:
+            raise ConfigError(
+                "A cache must have at most half as many rows as the servers. Received: "
+                f"{num_slots} rows, {capacity} of the servers. Use a smaller cache, or "
+                "servers with more rows; tables that fit into the memory of a trainer "
+                "are better there, see MixedSharder."
+            )
+
+    @property
+    def pools(self) -> list[Pool]:
+        """The pools, when the first batch has come."""
+        return list(dict.fromkeys(self._pools.values()))
+
+    # Rows of a batch
+
+    def hold(
+        self, groups: Sequence[IdGroup], counts: Sequence[Counts], number: BatchNumber
+    ) -> Pin:
+        """Have the rows of a training batch in slots, and pin them."""
+        held, missed = [], list[tuple[Pool, Moves]]()
+        pin: Pin | None = None
+        try:
+            for group, counts_U in zip(groups, counts, strict=True):
+                pool = self._pools[group.tables[0]]
+                if not pool.steps:
+                    pool.steps = {
+                        table: self.client.step(table) for table in pool.tables
+                    }
+                assigned = self._assign(pool, group, counts_U)
+                held.append(Held(pool, assigned.slots))
+                missed.append((pool, assigned.missed))
+                num, num_missed = len(group.ids), len(assigned.missed.slots)
+                self.counts.hits += num - num_missed
+                self.counts.misses += num_missed
+                self.counts.plain_bytes += 2 * 4 * num * pool.dim
+                self.counts.moved_bytes += 4 * num_missed * pool.width
+            pin = Pin(held, self._freed)
+            self._load(missed, number)
+        except BaseException:
+            for pool, moves in missed:
+                pool.map.forget_slots(moves.slots)
+            if pin is None:
+                _release(held, self._freed)
+            raise
+        finally:
+            for pool, moves in missed:
+                pool.loading.pop(id(moves.slots))
+        return pin
+
+    def _assign(self, pool: Pool, group: IdGroup, counts_U: Counts) -> Assigned:
+        """Assign slots, when earlier batches have left enough; write what leaves."""
+        give_up_s = time.monotonic() + self.client.timeout_s
+        has_waited = False
+        while True:
+            while not self._freed.empty():
+                self._freed.get()
+            with self.sending:
+                assigned = pool.map.assign(group, counts_U)
+                if assigned is not None:
+                    missed = assigned.missed.slots
+                    pool.loading[id(missed)] = missed
+                    try:
+                        self._write(pool, assigned.left)
+                    except BaseException:
+                        pool.loading.pop(id(missed))
+                        pool.map.forget_slots(missed)
+                        _release([Held(pool, assigned.slots)], self._freed)
+                        raise
+                    return assigned
+            if time.monotonic() > give_up_s:
+                raise BatchError(
+                    f"The cache of the tables {pool.tables} must have slots for the "
+                    "rows of all batches in flight, and of all calls of a forward "
+                    f"pass. Received: {len(group.ids)} rows, while "
+                    f"{pool.map.counters.num_pinned} of {pool.num_slots} slots are "
+                    "those of batches without their backward pass. Use a larger cache, "
+                    "or a smaller staleness."
+                )
+            self.counts.waits += not has_waited
+            has_waited = True
+            with contextlib.suppress(queue.Empty):
+                self._freed.get(timeout=max(give_up_s - time.monotonic(), 0))
+
+    def _load(self, missed: list[tuple[Pool, Moves]], number: BatchNumber) -> None:
+        generation = number.stream >> GENERATION_SHIFT
+        stream = self._streams.get(generation)
+        if stream is None:  # servers reopen no batch of it when they come back
+            stream = BatchNumber.new_stream(generation)
+            self._streams = {generation: stream}
+        number = BatchNumber(stream, number.batch)
+        groups = [moves.group for _, moves in missed]
+        counts = [moves.counts for _, moves in missed]
+        while True:
+            starts = self._follow_restarts()
+            asked = self.client.begin_pull(
+                groups, number, Precision.FP32, counts, with_state=True
+            )
+            rows = asked.rows()
+            if self.client.incarnations == starts:
+                break  # else what was written before may have come behind
+        for (pool, moves), rows_NW, frequencies_N, unadmitted in zip(
+            missed, rows, asked.use.frequencies, asked.use.unadmitted, strict=True
+        ):
+            pool.scatter(moves.slots, rows_NW, frequencies_N)
+            # These are of this batch alone, and are not written.
+            pool.map.forget_slots(moves.slots[unadmitted])
+
+    def _follow_restarts(self) -> list[int]:
+        """Have the servers get again what one has lost; return their incarnations."""
+        with self.sending:
+            now = list(self.client.incarnations)
+            for server, (start, was) in enumerate(zip(now, self._starts, strict=True)):
+                if start != was:
+                    for pool in self.pools:
+                        pool.map.redirty(server)
+            if now != self._starts:
+                self._starts = now
+                self._await_writes(0)
+            return now
+
+    # Writes
+
+    def _write(self, pool: Pool, moves: Moves) -> None:
+        """Send rows of slots; ``sending`` is held."""
+        if not len(moves.slots):
+            return
+        rows_NW = pool.gather(moves.slots)
+        are_finite_N = np.logical_and.reduce(np.isfinite(rows_NW), axis=1)
+        if not are_finite_N.all():
+            pool.map.forget_slots(moves.slots[~are_finite_N])
+            self._tell_of_infinite(pool, int((~are_finite_N).sum()))
+            moves, rows_NW = _chosen(moves, are_finite_N), rows_NW[are_finite_N]
+        if not len(rows_NW):
+            return
+        write = _Write(pool, moves, rows_NW, pool.frequencies(moves), [])
+        write.replies[:] = self._send(write, np.ones(len(rows_NW), dtype=np.bool_))
+        self._writes.append(write)
+        self.counts.written += len(rows_NW)
+        self.counts.moved_bytes += rows_NW.nbytes
+        self._await_writes(_WRITES_IN_FLIGHT)
+
+    def _send(self, write: _Write, chosen_N: npt.NDArray[np.bool_]) -> list[Reply]:
+        """Send chosen rows of a write."""
+        moves = write.moves if chosen_N.all() else _chosen(write.moves, chosen_N)
+        return self.client.write_rows(
+            [moves.group],
+            [write.rows[chosen_N]],
+            counts=[moves.counts],
+            frequencies=[write.frequencies[chosen_N]],
+            steps=write.pool.steps,
+        )
+
+    def _await_writes(self, most: int) -> None:
+        """Wait until at most some are on their way; send again what a server lost."""
+        while len(self._writes) > most:
+            self.client.repeat(partial(self._await, self._writes[0]))
+            self._writes.popleft()
+
+    def _await(self, write: _Write) -> None:
+        for server, reply in enumerate(write.replies):
+            if reply is None:  # it came back without what it had been sent
+                reply = self._send(write, self._not_newer(write, server))[server]
+                write.replies[server] = reply
+            try:
+                reply.frames()
+            except RestartedError:
+                write.replies[server] = None
+                raise
+
+    def _not_newer(self, write: _Write, server: int) -> npt.NDArray[np.bool_]:
+        """Return which rows of a server no later write has."""
+        later = [other.moves.group for other in list(self._writes)[1:]]
+        group = write.moves.group
+        chosen_N = np.zeros(len(group.ids), dtype=np.bool_)
+        for t, table in enumerate(group.tables):
+            start, stop = group.ranges_of(t)[server]
+            newer = [
+                other.ids[slice(*other.ranges_of(other.tables.index(table))[server])]
+                for other in later
+                if table in other.tables
+            ]
+            ids_N = group.ids[start:stop]
+            chosen_N[start:stop] = ~np.isin(ids_N, np.concatenate([ids_N[:0], *newer]))
+        return chosen_N
+
+    def _tell_of_infinite(self, pool: Pool, num: int) -> None:
+        logger.warning(
+            "%d cached rows of the tables %s are not finite: they are not written back,"
+            " and begin again as the servers have them; is the learning rate too high?",
+            num,
+            pool.tables,
+        )
+
+    def flush(self) -> None:
+        """Write all rows that were trained, in slices; wait until the servers have."""
+        self._follow_restarts()
+        for pool in self.pools:
+            left = pool.map.counters.num_dirty
+            while left > 0:
+                with self.sending, pool.stepping:
+                    moves = pool.map.take_dirty(_ROWS_AT_ONCE)
+                    self._write(pool, moves)
+                left = min(left - len(moves.slots), pool.map.counters.num_dirty)
+        with self.sending:
+            self._await_writes(0)
+
+    def empty(self) -> None:
+        """Flush, and forget all rows: the servers are about to have others."""
+        self.flush()
+        with self.sending:
+            for pool in self.pools:
+                for table in pool.tables:
+                    pool.map.forget(table)
+                pool.steps = {}
+
+    def report(self) -> None:
+        """Log what it has done; once, if it moves more than it saves."""
+        logger.info("%s", self.counts.describe())
+        if self.counts.moved_bytes > self.counts.plain_bytes and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "the cache moves more bytes of rows than training without it would: "
+                "give it more memory, a longer flush_s, or leave cache= out"
+            )
+
+    def close(self) -> None:
+        """Write all rows that were trained; end the thread. May be called twice.
+
+        What cannot be written is lost, and logged.
+        """
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        try:
+            self.flush()
+            if self._pools:
+                self.client.disown(list(self._pools))
+        except PersiaError as exc:
+            num = sum(pool.map.counters.num_dirty for pool in self.pools)
+            num += sum(len(write.rows) for write in self._writes)
+            logger.error("updates of %d cached rows are lost: %s", num, exc)
+
+    # Rows for evaluation
+
+    def find(self, group: IdGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return which rows of a group are in slots, int64 ``(N,)``, and their weights.
+
+        The answers to a request that is sent before ``sending`` is left are as new, of
+        the other rows.
+        """
+        pool = self._pools[group.tables[0]]
+        slots_U = np.empty(len(group.ids), dtype=np.int32)
+        for t, table in enumerate(group.tables):
+            for start, stop in group.ranges_of(t):
+                slots_U[start:stop] = pool.map.slots_of(table, group.ids[start:stop])
+        for loading in list(pool.loading.values()):
+            slots_U[np.isin(slots_U, loading)] = -1
+        (found_N,) = np.nonzero(slots_U >= 0)
+        slots_N = torch.from_numpy(slots_U[found_N]).long()
+        with pool.stepping:
+            return torch.from_numpy(found_N), pool.weights.index_select(0, slots_N)
+
+
+_OPEN: "weakref.WeakSet[RowCache]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Write what a script leaves in caches that it has not closed."""
+    for cache in list(_OPEN):
+        cache.close()
+
+
+def _flush_at_times(
+    cache: "weakref.ref[RowCache]", closing: threading.Event, flush_s: float
+) -> None:
+    """Flush a cache as long as there is one."""
+    while not closing.wait(flush_s):
+        this = cache()
+        if this is None:
+            return
+        try:
+            this.flush()
+        except PersiaError as exc:
+            logger.warning("rows of the cache could not be written back: %s", exc)
+        del this

@@ -1,0 +1,260 @@
+"""A model whose hot rows are cached trains as plain TorchRec does.
+
+The cache has a tenth of the rows that batches touch, so that most leave and come back.
+"""
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+
+from persia_torchrec import (
+    FTRL,
+    SGD,
+    Cache,
+    TableSettings,
+    load_checkpoint,
+    remote_sharders,
+    save_checkpoint,
+)
+from persia_torchrec.errors import BatchError, ConfigError
+from persia_torchrec.sharding.training_blocks import accumulate
+from tests.integration.cached import (
+    CASES,
+    DIMS,
+    NUM_IDS,
+    Twins,
+    make_batches,
+    touched,
+)
+from tests.integration.twins import plain_rows, shard_plain
+from tests.support.remote_job import CPU, META
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_step_has_the_loss_of_plain_torchrec(job, case):
+    batches = make_batches(100)
+    twins = Twins(job, case)
+    losses = twins.losses(twins.remote, batches)
+    twins.require_equal(batches, losses, twins.losses(twins.plain, batches))
+    of_pools = [pool.map.counters for pool in twins.cache.pools]
+    assert sum(c.evicted for c in of_pools) > sum(c.misses for c in of_pools) / 2
+    assert sum(c.hits for c in of_pools) > 0
+    assert job.total("gradients_missed") == 0
+
+
+@pytest.mark.parametrize(
+    "staleness",
+    [
+        pytest.param(1, marks=pytest.mark.long),
+        2,
+        pytest.param(4, marks=pytest.mark.long),
+    ],
+)
+def test_a_pipeline_that_looks_ahead_has_no_stale_row(job, staleness):
+    batches = make_batches(60)
+    twins = Twins(job, staleness=staleness, rows=900)
+    losses = twins.piped(batches)
+    twins.require_equal(batches, losses, twins.losses(twins.plain, batches))
+
+
+def test_rows_of_single_ids_are_cached_too(job):
+    batches = make_batches(40, features=("ad", "query", "user"))
+    twins = Twins(job, each_id=True)
+    losses = twins.losses(twins.remote, batches)
+    twins.require_equal(batches, losses, twins.losses(twins.plain, batches))
+
+
+def test_weights_of_ids_and_their_gradients_are_those_of_plain_torchrec(job):
+    """Bags of weighted ids; the weights come from a parameter, which trains too."""
+    config = EmbeddingBagConfig(NUM_IDS, 16, name="user", feature_names=["user"])
+    found, rng = [], np.random.default_rng(0)
+    rows_ND = rng.standard_normal((NUM_IDS, 16)).astype(np.float32)
+    ids_of = [rng.zipf(1.3, 60) % NUM_IDS for _ in range(30)]
+    for is_cached in (True, False):
+        bags = EmbeddingBagCollection(
+            tables=[config], is_weighted=True, device=META if is_cached else CPU
+        )
+        if is_cached:
+            job.client.tables.users.clear()
+            sharders = remote_sharders(job.client, SGD(0.5), cache=Cache(rows=130))
+            model = job.shard(bags, sharders)
+            job.client.write("user", np.arange(NUM_IDS, dtype=np.uint64), rows_ND)
+        else:
+            arguments = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.5}
+            model = shard_plain(
+                bags, EmbeddingBagCollectionSharder(arguments), ["user"]
+            )
+            plain_rows(model, "user").copy_(torch.from_numpy(rows_ND))
+        factors = nn.Parameter(torch.linspace(0.5, 1.5, 60))
+        dense = torch.optim.SGD([factors], lr=0.1)
+        for ids in ids_of:
+            kjt = KeyedJaggedTensor(
+                ["user"],
+                torch.from_numpy(ids),
+                weights=factors * 1,
+                lengths=torch.full((20,), 3),
+            )
+            loss = model(kjt).values().tanh().pow(2).mean()
+            dense.zero_grad()
+            loss.backward()
+            dense.step()
+            found.append(loss.item())
+        found += factors.tolist()
+    half = len(found) // 2
+    np.testing.assert_allclose(found[:half], found[half:], rtol=0, atol=1e-5)
+
+
+def loss_of(model, batch):
+    return model(batch)[0]
+
+
+def test_backward_passes_may_come_in_any_order_or_not_at_all(job):
+    batches = make_batches(12)
+    twins = Twins(job, staleness=2, rows=900)
+    both = twins.remote, twins.plain
+    for model in both:
+        for a, b, c in zip(batches[::3], batches[1::3], batches[2::3], strict=True):
+            of_a, of_b = loss_of(model, a), loss_of(model, b)
+            of_b.backward()
+            of_a.backward(retain_graph=True)
+            of_a.backward()
+            with contextlib.suppress(ZeroDivisionError):
+                loss_of(model, c)
+                raise ZeroDivisionError
+    twins.require_equal([], [], [])
+    for table, ids in touched(batches).items():
+        rows = twins.job.client.read(table, ids.astype(np.uint64))
+        plain = plain_rows(twins.plain, table)[ids]
+        np.testing.assert_allclose(rows[:, : DIMS[table]], plain, rtol=0, atol=1e-5)
+
+
+def test_lookups_without_a_backward_pass_keep_no_slot(job):
+    twins = Twins(job)
+    (batch,) = make_batches(1)
+    for _ in range(100):
+        loss_of(twins.remote, batch)
+    assert [pool.map.counters.num_pinned for pool in twins.cache.pools] == [0, 0]
+
+
+def test_an_evaluation_reads_what_was_trained_and_changes_nothing(job):
+    batches = make_batches(30)
+    twins = Twins(job)
+    twins.losses(twins.remote, batches)
+    twins.losses(twins.plain, batches)
+    before = [pool.map.counters for pool in twins.cache.pools]
+    assert all(counters.num_dirty for counters in before)
+    for model in (twins.remote, twins.plain):
+        model.eval()
+    with torch.no_grad():
+        for batch in make_batches(5, seed=1) + batches[-3:]:
+            found, expected = (loss_of(m, batch) for m in (twins.remote, twins.plain))
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    assert [pool.map.counters for pool in twins.cache.pools] == before
+
+
+def test_state_dicts_and_checkpoints_have_all_rows(job, tmp_path):
+    batches = make_batches(40)
+    twins = Twins(job)
+    losses = list(twins.losses(twins.remote, batches[:20]))
+    state = twins.remote.state_dict()
+    expected = twins.losses(twins.plain, batches[:20])
+    for table in DIMS:
+        (found,) = (v for k, v in state.items() if k.endswith(f"{table}.weight"))
+        (shard,) = found.local_shards()
+        plain = plain_rows(twins.plain, table)
+        torch.testing.assert_close(shard.tensor, plain, rtol=0, atol=1e-5)
+    both = {"model": twins.remote}
+    save_checkpoint(tmp_path, both, job.client, twins.sharders)
+    twins.losses(twins.remote, batches[:7])  # what the checkpoint does not have
+    load_checkpoint(tmp_path, both, job.client)
+    losses += list(twins.losses(twins.remote, batches[20:]))
+    expected = [*expected, *twins.losses(twins.plain, batches[20:])]
+    twins.require_equal(batches, losses, expected)
+
+
+def test_rows_that_others_write_take_the_place_of_cached_ones(job):
+    batches = make_batches(5)
+    twins = Twins(job, rows=6000)
+    twins.losses(twins.remote, batches)
+    ids = touched(batches)["user"].astype(np.uint64)
+    ones = np.ones((len(ids), 16), dtype=np.float32)
+    job.client.write("user", ids, ones)
+    assert np.array_equal(job.client.read("user", ids)[:, :16], ones)
+    twins.losses(twins.remote, batches[:1])
+    twins.sharders.flush()
+    moved = job.client.read("user", ids)[:, :16]
+    assert 0 < (moved != ones).any(axis=1).sum() < len(ids)
+    assert abs(moved - ones).max() <= 0.2  # one step of Adagrad: lr * sqrt(D)
+
+
+def test_a_learning_rate_holds_from_the_next_backward_pass_on(job):
+    batches = make_batches(20)
+    twins = Twins(job)
+    losses = list(twins.losses(twins.remote, batches[:10]))
+    expected = list(twins.losses(twins.plain, batches[:10]))
+    twins.sharders.set_learning_rate(0.2)
+    for group in twins.plain.fused_optimizer.param_groups:
+        group["lr"] = 0.2
+    twins.plain.fused_optimizer.step()
+    losses += list(twins.losses(twins.remote, batches[10:]))
+    expected += list(twins.losses(twins.plain, batches[10:]))
+    twins.require_equal(batches, losses, expected)
+    twins.sharders.freeze()
+    before = {
+        t: job.client.read(t, i.astype("u8")) for t, i in touched(batches).items()
+    }
+    twins.losses(twins.remote, batches[:3])
+    twins.sharders.flush()
+    for table, ids in touched(batches).items():
+        assert np.array_equal(job.client.read(table, ids.astype("u8")), before[table])
+
+
+def test_gradients_that_are_not_finite_reach_no_row(job):
+    twins = Twins(job)
+    batch, *_ = make_batches(1)
+    twins.losses(twins.remote, [batch])
+    output = twins.remote.module.model.embeddings(batch.ids).values()
+    grad = torch.zeros_like(output)
+    grad[3] = torch.nan
+    output.backward(grad)
+    twins.sharders.flush()
+    for table, ids in touched([batch]).items():
+        assert np.isfinite(job.client.read(table, ids.astype("u8"))).all()
+
+
+def test_what_a_cache_cannot_do_is_an_error(job):
+    batches = make_batches(2)
+    with pytest.raises(ConfigError, match="one of gib and rows"):
+        Cache(gib=1, rows=2)
+    twins = Twins(job, rows=60)
+    with pytest.raises(BatchError, match=r"Received: \d+ rows, 45 slots"):
+        twins.losses(twins.remote, batches)
+    block = accumulate(twins.sharders, 2)
+    with pytest.raises(ConfigError, match="rows must not be cached"), block:
+        pass
+
+
+def test_tables_that_fbgemm_cannot_train_here_are_not_cached(job, caplog):
+    batches = make_batches(3)
+    caplog.set_level("INFO", "persia_torchrec")
+    tables = {"user": TableSettings(optimizer=FTRL(lr=0.1))}
+    twins = Twins(job, tables=tables, rows=6000)
+    assert "tables that are not cached: 'user': " in caplog.text
+    twins.losses(twins.remote, batches)
+    assert {t for pool in twins.cache.pools for t in pool.tables} == {"term", "place"}
+    twins.sharders.flush()
+    ids = touched(batches)
+    assert job.client.num_rows()
+    before = {t: job.client.read(t, i.astype("u8")) for t, i in ids.items()}
+    twins.losses(twins.remote, batches)
+    twins.sharders.flush()
+    for table, rows in before.items():
+        assert (job.client.read(table, ids[table].astype("u8")) != rows).any(), table
