@@ -10,7 +10,7 @@ from persia_torchrec import RemoteEmbeddingBagCollectionSharder
 from persia_torchrec.client.bulk import Blocks, RowBlock
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.embedding.optim import SGD
-from persia_torchrec.errors import RestartedError
+from persia_torchrec.errors import RemoteError, RestartedError
 from persia_torchrec.rpc.messages import Share
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.table import TableSpec
@@ -214,3 +214,17 @@ def test_lost_updates_are_in_the_summary_of_a_trainer(server):
         summary = sharder.summary()
         assert (summary.num_lost_updates, summary.num_lost_rows) == (3, 9)
         assert summary.num_lost == 0
+
+
+def test_the_next_start_of_a_server_knows_who_owns_its_tables(server):
+    with closing(server.connect()) as owner:
+        owner.own(["item"], 0)
+        server.restart()
+        tables, batch = [("item", owner.split(IDS))], BatchNumber(1, 1)
+        owner.pull(tables, batch=batch, with_state=True)  # waits until it is prepared
+        ones = np.ones((3, 2), np.float32)
+        with closing(server.connect()) as other:
+            with pytest.raises(RemoteError, match="their owners are rank 0"):
+                other.write("item", IDS, ones)
+            owner.write("item", IDS, ones)
+            assert (other.read("item", IDS) == 1).all()
