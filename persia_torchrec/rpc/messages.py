@@ -112,10 +112,10 @@ batch may follow; batches of a stream with such lookups are not reopened by a se
 that is started again.
 
 A server applies what changes it once: an UPDATE, a training LOOKUP, an ADD_TABLES,
-CLEAR, WRITE or STEP of a stream and number that it has answered before changes nothing,
-and gets the same answer; JOIN and LEAVE may be repeated anyway. In stream 0, each is
-another one. A stream of an older generation than the server has met is a FencedError;
-65535 is none and always accepted. See server/dedup.py.
+CLEAR, WRITE, OWN or STEP of a stream and number that it has answered before changes
+nothing, and gets the same answer; JOIN and LEAVE may be repeated anyway. In stream 0,
+each is another one. A stream of an older generation than the server has met is a
+FencedError; 65535 is none and always accepted. See server/dedup.py.
 
 A message of any other form is rejected with a FrameError, and nothing of it is applied.
 A frame holds at most 2**31 bytes: the sender of a larger one is disconnected.
