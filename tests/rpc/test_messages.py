@@ -191,7 +191,7 @@ def test_kinds_and_precisions_keep_their_numbers():
         *("COUNTERS", "CLEAR", "SHUTDOWN", "BUFFER_IDS", "FORWARD", "BACKWARD"),
         *("ABANDON", "BATCH", "END_OF_DATA", "METADATA", "LEAVE", "EXPORT", "STEP"),
         *("CHECKPOINT", "PROGRESS", "JOIN", "BOOK", "POSITION", "IDS"),
-        *("SLAB", "PING"),
+        *("SLAB", "PING", "OWN"),
     ]
     assert list(Kind) == list(range(len(Kind)))
     assert [(p.name, p.value) for p in Precision] == [
