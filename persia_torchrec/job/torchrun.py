@@ -28,7 +28,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -93,6 +93,7 @@ class Agent:
         self._supervisor = process_identity.find_supervisor()
         self._is_over = threading.Event()
         self._failure = ""  # why the job has failed
+        self._has_workers = self._is_ending = False  # of the main thread
 
     def run(self, script: Sequence[str]) -> int:
         """Run a script as NN workers until all have ended; return the exit status."""
@@ -100,7 +101,7 @@ class Agent:
         # torchrun would handle also what a shell, or nohup, has ignored.
         ends = [n for n in ends if signal.getsignal(n) is not signal.SIG_IGN]
         for number in ends:
-            signal.signal(number, _end)
+            signal.signal(number, self._end)
         for number in WARNINGS:
             signal.signal(number, lambda *_: None)  # the thread that watches reads it
         self._signals, writer = os.pipe()
@@ -110,7 +111,7 @@ class Agent:
             logging.getLogger(f"torch.distributed.elastic.{name}").setLevel("CRITICAL")
         self._set_variables()
         config = self._meet()
-        config.signals_to_handle = ",".join(number.name for number in ends)
+        config.signals_to_handle = ""  # it would raise for each, also while it waits
         process_identity.report_joined()
         threading.Thread(target=self._watch, name="job watch", daemon=True).start()
         status = self._launch(config, script)
@@ -121,6 +122,7 @@ class Agent:
         return status
 
     def _launch(self, config: LaunchConfig, script: Sequence[str]) -> int:
+        self._has_workers = True
         try:
             launch = elastic_launch(config, sys.executable)
             launch("-m", "persia_torchrec.job.script", "trainer", *script)
@@ -135,6 +137,19 @@ class Agent:
         except (RendezvousError, RuntimeError) as exc:  # of the store, if it is gone
             return self._status(f"torchrun has failed: {exc}")
         return 0
+
+    def _end(self, number: int, _: object) -> None:
+        """End the NN workers, for which the first signal waits; others are ignored.
+
+        A scheduler signals all processes, and each supervisor passes it on.
+        """
+        if self._is_ending:
+            return
+        self._is_ending = True
+        if not self._has_workers:
+            raise SystemExit(128 + number)
+        sent = signal.Signals(number)
+        raise SignalException(f"{sent.name} ends the NN workers", sent)
 
     def _set_variables(self) -> None:
         if self._supervisor is None:
@@ -232,11 +247,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         logger.error("%s", exc)
         failures.tell_launcher(str(exc))
         return 1
-
-
-def _end(number: int, _: object) -> NoReturn:
-    """Handle a signal before torchrun does: there are no NN workers yet."""
-    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

@@ -203,7 +203,8 @@ def test_a_job_that_must_leave_takes_a_last_checkpoint(
 
 
 def test_a_job_that_raises_has_failed_and_reports_where_its_log_is(slurm, tmp_path):
-    arguments = ("--restarts", "0", "--port", draw_port())
+    never = ("--restarts", "0", "--max_retries", "0")
+    arguments = (*never, "--port", draw_port())
     with waiting_job(
         slurm, tmp_path, "raise ValueError('a mistake')", *arguments
     ) as job:

@@ -209,11 +209,13 @@ print("trained")
 
 
 SAVES = """
-import os, signal, threading
+import os, signal, threading, time
 told = threading.Event()
 signal.signal(signal.SIGTERM, lambda *_: told.set())
-os.kill(os.getppid(), signal.SIGTERM)  # the agent, which passes it on
-told.wait()
+for _ in range(3):  # as of a scheduler, and of each supervisor
+    os.kill(os.getppid(), signal.SIGTERM)  # the agent, which passes the first on
+    told.wait()
+    time.sleep(0.2)
 print("saved")
 """
 
