@@ -16,6 +16,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from persia_torchrec import (
     FTRL,
     SGD,
+    AdmitFrequency,
     Cache,
     TableSettings,
     load_checkpoint,
@@ -28,12 +29,14 @@ from tests.integration.cached import (
     CASES,
     DIMS,
     NUM_IDS,
+    ROWWISE,
     Twins,
     make_batches,
+    make_model,
     touched,
 )
-from tests.integration.twins import plain_rows, shard_plain
-from tests.support.remote_job import CPU, META
+from tests.integration.twins import plain_rows, shard_plain, train
+from tests.support.remote_job import CPU, META, RemoteJob
 
 pytestmark = pytest.mark.slow
 
@@ -228,6 +231,58 @@ def test_gradients_that_are_not_finite_reach_no_row(job):
     twins.sharders.flush()
     for table, ids in touched([batch]).items():
         assert np.isfinite(job.client.read(table, ids.astype("u8"))).all()
+
+
+def test_a_loss_scale_is_undone_before_rows_step(job):
+    batches = make_batches(12)
+    twins = Twins(job)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    twins.sharders.use_grad_scaler(scaler)
+    dense = twins.dense_optimizer(twins.remote)
+    losses = []
+    for number, batch in enumerate([batches[0], *batches]):
+        loss = loss_of(twins.remote, batch)
+        dense.zero_grad()
+        twins.sharders.optimizer.zero_grad()
+        # The first one is skipped as a whole, and halves the scale.
+        scaler.scale(loss * (1 if number else torch.inf)).backward()
+        scaler.step(dense)
+        scaler.step(twins.sharders.optimizer)
+        scaler.update()
+        losses.append(loss.item())
+    assert scaler.get_scale() == 512.0
+    assert twins.sharders.remote_tables.counts.num_skipped == 1
+    expected = twins.losses(twins.plain, batches)
+    assert losses[0] == losses[1]
+    twins.require_equal(batches, losses[1:], expected)
+
+
+def test_ids_are_admitted_as_without_a_cache():
+    batches, found = make_batches(30), []
+    settings = TableSettings(admission=AdmitFrequency(3), keeps_metadata=True)
+    for cache in (Cache(rows=600), None):
+        with RemoteJob() as job:
+            tables = dict.fromkeys(DIMS, settings)
+            sharders = remote_sharders(job.client, ROWWISE, tables=tables, cache=cache)
+            torch.manual_seed(0)
+            model = job.shard(make_model(), sharders)
+            dense = torch.optim.SGD(model.module.model.over.parameters(), lr=0.1)
+            losses = train(model, batches, dense)
+            sharders.flush()
+            rows, frequencies = {}, {}
+            for table, ids in touched(batches).items():
+                rows[table] = job.client.read(table, ids.astype("u8"), initial=False)
+                metadata = job.client.metadata(table, ids.astype("u8"))
+                frequencies[table] = metadata.frequency
+            found.append((losses, rows, frequencies))
+    (losses, rows, frequencies), (expected, rows_there, frequencies_there) = found
+    np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-6)
+    for table in rows:
+        there = rows_there[table]
+        np.testing.assert_allclose(rows[table], there, rtol=0, atol=1e-5)
+        has_row = there.any(axis=1)
+        assert 0 < has_row.sum() < len(has_row)
+        assert np.array_equal(frequencies[table], frequencies_there[table]), table
 
 
 def test_what_a_cache_cannot_do_is_an_error(job):
