@@ -155,7 +155,8 @@ def use_states(store, number, rng):
     nums = rng.integers(0, 100, len(tables))
     ids = rng.zipf(1.2, (2, nums.sum())).astype(np.uint64) % NUM_IDS
     starts, widths = np.cumsum([0, *nums]), store.group(tables).widths
-    rows = rng.normal(size=nums.dot(widths)).astype(np.float32)
+    # Sums of squares are not negative.
+    rows = np.abs(rng.normal(size=nums.dot(widths))).astype(np.float32)
     seen = np.zeros(len(ids[0]), np.uint32)
     store.lookup_states(tables, ids[0], starts, rows.copy(), seen)
     given = {"counts_N": seen, "frequencies_N": seen[::-1]} if number % 2 else {}
