@@ -27,7 +27,6 @@ from persia_torchrec.errors import ConfigError
 from persia_torchrec.table import TableSpec
 
 _DIM_STEP = 4  # what fbgemm's dims are multiples of
-_MOST = np.uint32(2**32 - 1)
 
 
 def why_not_cached(spec: TableSpec) -> str:
@@ -51,7 +50,8 @@ class Pool:
         map: which row is in which slot.
         stepping: held while rows in slots change, or trained ones are read.
         rate: what the optimizer steps with.
-        loading: slots whose rows are on their way.
+        loading: slots whose rows are on their way, by the array that has them.
+        steps: how many updates each table has had; empty: the servers know them.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Pool:
         self.map = SlotMap(num_slots, self.tables, num_servers)
         self.stepping = threading.Lock()
         self.loading: dict[int, Positions] = {}
-        self.steps: dict[str, int] = {}  # of the tables; empty: the servers know them
+        self.steps: dict[str, int] = {}
         self._frequencies = np.zeros(num_slots, dtype=np.uint32)  # told by the servers
         optimizer: Any = spec.optimizer
         given = {"eps": optimizer.eps} if hasattr(optimizer, "eps") else {}

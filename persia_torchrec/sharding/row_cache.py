@@ -91,13 +91,14 @@ class Cache:
         size: Any = self.rows if self.gib is None else self.gib
         of_dim = size.get(spec.dim, 0) if isinstance(size, Mapping) else size
         row_bytes = 4 * spec.num_floats + _SLOT_BYTES
-        num = of_dim if self.gib is None else of_dim * _GIB / row_bytes
-        if num * share < 1:
+        num = share * (of_dim if self.gib is None else of_dim * _GIB / row_bytes)
+        if num < 1:
             raise ConfigError(
-                f"The cache must have a row for each pool of tables. Received: {self}, "
-                f"of which tables of dim {spec.dim} have {share:.0%}."
+                "The cache must have a row for tables of each dim and optimizer. "
+                f"Received: {self}, which has {num:.2g} rows for dim {spec.dim}. Give "
+                "more, or in a mapping each dim."
             )
-        return int(num * share)
+        return int(num)
 
     def is_shared(self, dim: int, other: int) -> bool:
         """Return whether tables of two dims share a size."""
@@ -212,12 +213,17 @@ class RowCache:
         self._freed = queue.SimpleQueue[None]()  # slots: wakes a batch that waits
         self._has_warned = False
         self._streams: dict[int, int] = {}  # of lookups, by generation of the trainers
-        self._error: Exception | None = None  # of the flushing thread
 
     # While the model is sharded, and before its first batch
 
     def add(self, spec: TableSpec, collection: object, num_features: int) -> int:
         """Add a table of a collection; return the number of its pool."""
+        if self._pools:
+            raise ConfigError(
+                "All collections must be sharded before the first batch where rows are "
+                "cached, as the cache is shared out then. Received: table "
+                f"{spec.name!r} after it. Give each model sharders of its own."
+            )
         key = collection, spec.dim, spec.optimizer
         self._wanted.setdefault(key, []).append((spec, num_features))
         return list(self._wanted).index(key)

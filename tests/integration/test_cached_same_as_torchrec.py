@@ -292,9 +292,17 @@ def test_what_a_cache_cannot_do_is_an_error(job):
     twins = Twins(job, rows=60)
     with pytest.raises(BatchError, match=r"Received: \d+ rows, 45 slots"):
         twins.losses(twins.remote, batches)
+    with pytest.raises(ConfigError, match="sharded before the first batch"):
+        job.shard(make_model(), twins.sharders)
     block = accumulate(twins.sharders, 2)
     with pytest.raises(ConfigError, match="rows must not be cached"), block:
         pass
+
+
+def test_a_cache_by_dim_has_each_dim(job):
+    twins = Twins(job, rows=Cache(rows={16: 600}))
+    with pytest.raises(ConfigError, match="0 rows for dim 8"):
+        twins.losses(twins.remote, make_batches(1))
 
 
 def test_tables_that_fbgemm_cannot_train_here_are_not_cached(job, caplog):
