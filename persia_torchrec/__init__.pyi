@@ -56,7 +56,7 @@ from persia_torchrec.persia.kjt import (
 from persia_torchrec.server.cluster import (
     EmbeddingCluster as EmbeddingCluster,
 )
-from persia_torchrec.sharding.row_cache import Cache as Cache
+from persia_torchrec.sharding.cache_settings import Cache as Cache
 from persia_torchrec.sharding.mixed import (
     MixedSharder as MixedSharder,
     Placement as Placement,

@@ -264,9 +264,9 @@ class CheckpointClient:
         more into ``path`` itself when the checkpoint is complete, one by one.
         """
         self.require_free(path)
-        self.caches.flush()
         run, folder = Folder(path), catalog.begin_checkpoint(path)
         with catalog.discarding(folder):
+            self.caches.save(folder)
             _write(files, folder)
         num_batches = self._batches.trained
 
@@ -291,7 +291,7 @@ class CheckpointClient:
 
         The manifest lacks the dense half, and how many batches are trained.
         """
-        self.caches.flush()
+        self.caches.save(folder)
         return Task("dump", lambda t: self._write_files(t, folder, step, timeout_s))
 
     def start_load(
@@ -330,6 +330,7 @@ class CheckpointClient:
         folder = catalog.find_checkpoint(path, job=rules.job if rules else "")
         manifest = Manifest.read(folder)
         self.caches.empty()
+        self.caches.restore(folder)
         logs = None if increments is None else Folder(increments).url
         request: dict[str, object] = {"folder": folder.url, "replace": replace}
         request["rules"] = msgspec.to_builtins(rules or LoadRules())

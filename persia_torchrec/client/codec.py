@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from persia_torchrec.arrays import Counts, Floats
+from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.errors import (
     BatchError,
     ConfigError,
@@ -126,6 +127,12 @@ class NewerRows(Protocol):
     def empty(self) -> None:
         """Flush, and forget all rows: the servers are about to have others."""
 
+    def snapshot(self) -> dict[str, bytes]:
+        """Return files of a checkpoint, after a flush."""
+
+    def restore(self, folder: Folder) -> None:
+        """Begin with the rows that were kept in the run of a checkpoint."""
+
     def close(self) -> None:
         """Flush for the last time."""
 
@@ -142,6 +149,18 @@ class Caches(WeakSet[NewerRows]):
         """Empty all."""
         for cache in list(self):
             cache.empty()
+
+    def save(self, folder: Folder) -> None:
+        """Flush all, and write the files of a checkpoint that are theirs."""
+        self.flush()
+        for cache in list(self):
+            for name, data in cache.snapshot().items():
+                folder.write(name, data)
+
+    def restore(self, folder: Folder) -> None:
+        """Have all begin with the rows that they had in the run of a checkpoint."""
+        for cache in list(self):
+            cache.restore(folder)
 
     def close(self) -> None:
         """Close all."""

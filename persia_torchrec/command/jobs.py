@@ -46,6 +46,7 @@ _SERVERS = (
 )
 _TRAINERS = (
     *("step", "steps_a_second", "samples_a_second", "loss", "waits", "staleness"),
+    *("cache_hits", "cache_saves", "dirty_rows", "dirty_s"),
 )
 
 

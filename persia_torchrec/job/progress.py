@@ -49,6 +49,7 @@ class Point(NamedTuple):
     hit_rate: float | None
     staleness: float | None
     waits: float | None
+    cache_hits: float | None
     lookups_a_second: float | None
     updates_a_second: float | None
     p99_us: float | None
@@ -57,7 +58,7 @@ class Point(NamedTuple):
 
 
 GROUPS = {
-    "training": ("samples_a_second", "loss", "staleness", "waits"),
+    "training": ("samples_a_second", "loss", "staleness", "waits", "cache_hits"),
     "servers": (
         *("lookups_a_second", "updates_a_second", "p99_us"),
         *("hit_rate", "rows", "queue"),
@@ -87,6 +88,7 @@ def summed_up(at_s: float, status: Status) -> Point:
         mean("server", "hit_rate"),
         mean("trainer", "staleness"),
         mean("trainer", "waits"),
+        mean("trainer", "cache_hits"),
         total("lookups_a_second"),
         total("updates_a_second"),
         max(of("server", "p99_us"), default=None),
@@ -126,6 +128,8 @@ def told(
         parts.append(f"{point.lookups_a_second:,.0f} lookups/s")
     if parts and point.hit_rate is not None:
         parts.append(f"hit rate {100 * point.hit_rate:.1f} %")
+    if parts and point.cache_hits is not None:
+        parts.append(f"cached {100 * point.cache_hits:.1f} %")
     if parts and point.staleness is not None:
         parts.append(f"staleness {point.staleness:.2f}")
     if parts and eta_s is not None:

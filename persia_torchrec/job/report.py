@@ -52,6 +52,7 @@ _CURVES = {
     "loss": _Curve("loss", begins_at_0=False),
     "staleness": _Curve("staleness of lookups, batches"),
     "waits": _Curve("share of the time that trainers wait for rows"),
+    "cache_hits": _Curve("share of unique rows in the caches of trainers"),
     "lookups_a_second": _Curve("lookups a second, of all servers"),
     "updates_a_second": _Curve("updates a second, of all servers"),
     "p99_us": _Curve("p99 of a lookup in the slowest server, us", is_log=True),

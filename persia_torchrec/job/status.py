@@ -102,6 +102,14 @@ class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
     waits: float | None = None
     """Share of the time that a trainer waits for rows, also while it waits."""
     staleness: float | None = None
+    cache_hits: float | None = None
+    """Share of unique rows of batches that a trainer had in its cache."""
+    cache_saves: float | None = None
+    """Share of the bytes of rows and gradients that its cache saves, or costs (< 0)."""
+    dirty_rows: float | None = None
+    """Cached rows that were trained, and are not written back."""
+    dirty_s: float | None = None
+    """How old the oldest of them may be."""
 
     @property
     def who(self) -> str:
@@ -610,6 +618,8 @@ def _of_trainer(
     now: Numbers, before: Numbers, passed_s: float
 ) -> dict[str, float | None]:
     line = {name: now.get(name) for name in ("step", "last_step", "loss")}
+    line["dirty_rows"] = now.get("cache_dirty_rows")
+    line["dirty_s"] = now.get("cache_dirty_seconds")
     if not before:
         return line
 
@@ -617,7 +627,11 @@ def _of_trainer(
         return now.get(name, 0) - before.get(name, 0)
 
     lookups = risen("lookups")
+    found = risen("cache_hits") + risen("cache_misses")
+    moved, plain = risen("cache_moved_bytes"), risen("cache_plain_bytes")
     return line | {
+        "cache_hits": round(risen("cache_hits") / found, 4) if found else None,
+        "cache_saves": round(1 - moved / plain, 3) if plain else None,
         "steps_a_second": round(risen("step") / passed_s, 1),
         "samples_a_second": round(risen("samples") / passed_s, 1),
         "waits": round(min(risen("row_wait_seconds") / passed_s, 1.0), 3),

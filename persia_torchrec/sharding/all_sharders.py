@@ -35,9 +35,9 @@ from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.sharding import sharded_module, table_control
+from persia_torchrec.sharding.cache_settings import Cache
 from persia_torchrec.sharding.collection import PersiaTables, TableCollection
 from persia_torchrec.sharding.planned import PlannedSharder
-from persia_torchrec.sharding.row_cache import Cache
 from persia_torchrec.sharding.sharder import (
     RemoteEmbeddingBagCollectionSharder,
     RemoteEmbeddingCollectionSharder,

@@ -52,22 +52,33 @@ class Pool:
         rate: what the optimizer steps with.
         loading: slots whose rows are on their way, by the array that has them.
         steps: how many updates each table has had; empty: the servers know them.
+        batches: that had slots; the largest had ``most_rows``.
     """
 
     def __init__(
         self, specs: Sequence[TableSpec], num_slots: int, num_servers: int
     ) -> None:
-        spec = specs[0]
+        self.spec = spec = specs[0]
         self.tables = tuple(spec.name for spec in specs)
-        self.dim, self.num_slots = spec.dim, num_slots
-        self.map = SlotMap(num_slots, self.tables, num_servers)
+        self.dim, self.rate = spec.dim, spec.optimizer.lr
         self.stepping = threading.Lock()
         self.loading: dict[int, Positions] = {}
         self.steps: dict[str, int] = {}
+        self.batches = self.most_rows = 0
+        self._make(num_slots, num_servers)
+
+    def resize(self, num_slots: int) -> None:
+        """Have another number of slots, without a row; no batch may have one."""
+        with self.stepping:
+            del self._tbe, self._columns, self.weights  # the memory of these is reused
+            self._make(num_slots, self.map.num_servers)
+
+    def _make(self, num_slots: int, num_servers: int) -> None:
+        self.num_slots = num_slots
+        self.map = SlotMap(num_slots, self.tables, num_servers)
         self._frequencies = np.zeros(num_slots, dtype=np.uint32)  # told by the servers
-        optimizer: Any = spec.optimizer
+        optimizer: Any = self.spec.optimizer
         given = {"eps": optimizer.eps} if hasattr(optimizer, "eps") else {}
-        self.rate = optimizer.lr
         self._tbe = SplitTableBatchedEmbeddingBagsCodegen(
             [(num_slots, self.dim, EmbeddingLocation.HOST, ComputeDevice.CPU)],
             optimizer=EmbOptimType[f"EXACT_{optimizer.fbgemm_name.upper()}"],

@@ -18,14 +18,15 @@ import atexit
 import contextlib
 import logging
 import queue
+import signal
+import sys
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,7 @@ import torch
 from persia_torchrec.arrays import Counts, Floats, Positions
 from persia_torchrec.cache import slot_map
 from persia_torchrec.cache.slot_map import Assigned, Moves
+from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient, Reply
 from persia_torchrec.errors import (
     BatchError,
@@ -43,66 +45,17 @@ from persia_torchrec.errors import (
 )
 from persia_torchrec.routing.route import IdGroup
 from persia_torchrec.rpc.messages import GENERATION_SHIFT, Precision
+from persia_torchrec.sharding import cache_snapshot
+from persia_torchrec.sharding.cache_settings import Cache, CacheCounts
 from persia_torchrec.sharding.cache_slots import Pool
 from persia_torchrec.table import TableSpec
 
 logger = logging.getLogger(__name__)
 
-_GIB = 2**30
-_SLOT_BYTES = 32  # of the map
 _ROWS_AT_ONCE = 16_384  # written back by a flush, while a step waits
 _WRITES_IN_FLIGHT = 8  # whose rows are kept here
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cache:
-    """How many rows of tables on servers a trainer keeps in its own memory.
-
-    Give one of ``gib`` and ``rows``: the memory of all tables together, weights and
-    optimizer state, or how many rows that are. Tables of one dim and optimizer share
-    their part, and parts are by the number of features; a mapping by dim says what each
-    dim has. ``flush_s`` is how old rows of the servers may be, in seconds: those that
-    were trained here are written back at least as often. 0 writes those of each batch
-    with its backward pass.
-
-    Raises:
-        ConfigError: neither or both are given, or one is not positive.
-    """
-
-    gib: float | Mapping[int, float] | None = None
-    rows: int | Mapping[int, int] | None = None
-    flush_s: float = 60.0
-
-    def __post_init__(self) -> None:
-        given = [size for size in (self.gib, self.rows) if size is not None]
-        sizes: list[float] = []
-        for size in given:
-            sizes += size.values() if isinstance(size, Mapping) else [size]
-        if len(given) != 1 or not all(size > 0 for size in sizes):
-            raise ConfigError(
-                "Cache must be given one of gib and rows, > 0. Received: "
-                f"gib={self.gib}, rows={self.rows}."
-            )
-        if not self.flush_s >= 0:
-            raise ConfigError(f"flush_s must be >= 0. Received: {self.flush_s}.")
-
-    def num_slots(self, spec: TableSpec, share: float) -> int:
-        """Return the slots of a pool with such rows, which has a share of the size."""
-        size: Any = self.rows if self.gib is None else self.gib
-        of_dim = size.get(spec.dim, 0) if isinstance(size, Mapping) else size
-        row_bytes = 4 * spec.num_floats + _SLOT_BYTES
-        num = share * (of_dim if self.gib is None else of_dim * _GIB / row_bytes)
-        if num < 1:
-            raise ConfigError(
-                "The cache must have a row for tables of each dim and optimizer. "
-                f"Received: {self}, which has {num:.2g} rows for dim {spec.dim}. Give "
-                "more, or in a mapping each dim."
-            )
-        return int(num)
-
-    def is_shared(self, dim: int, other: int) -> bool:
-        """Return whether tables of two dims share a size."""
-        return dim == other or not isinstance(self.gib or self.rows, Mapping)
+_SHARED_AFTER = 100  # batches of each collection, by the rows that they missed
+_SHARING_S = 1.0  # that a batch waits for the ones before it, when pools change
 
 
 class Held(NamedTuple):
@@ -152,47 +105,6 @@ def _chosen(moves: Moves, are_chosen_N: npt.NDArray[np.bool_]) -> Moves:
     )
 
 
-@dataclass
-class CacheCounts:
-    """What a cache has done so far, in unique rows of batches, and bytes of rows.
-
-    Attributes:
-        hits, misses: rows that were in slots, and that were not.
-        written: rows that were written back.
-        waits: of batches for slots that earlier ones have.
-        moved_bytes: of what misses and of what is written back.
-        plain_bytes: what rows and gradients would have been without it.
-    """
-
-    hits: int = 0
-    misses: int = 0
-    written: int = 0
-    waits: int = 0
-    moved_bytes: int = 0
-    plain_bytes: int = 0
-
-    def read(self) -> dict[str, int]:
-        """Return them by name, as metrics."""
-        return {
-            "cache_hits": self.hits,
-            "cache_misses": self.misses,
-            "cache_written": self.written,
-            "cache_waits": self.waits,
-            "cache_moved_bytes": self.moved_bytes,
-            "cache_plain_bytes": self.plain_bytes,
-        }
-
-    def describe(self) -> str:
-        """Return them as a line of a log."""
-        found = self.hits + self.misses
-        return (
-            f"cache: hit_rate={self.hits / max(found, 1):.2f} of {found} unique rows, "
-            f"written_back={self.written}, {self.moved_bytes / 1e6:.1f} MB of rows "
-            f"moved where {self.plain_bytes / 1e6:.1f} would have been, "
-            f"{self.waits} batches waited for slots"
-        )
-
-
 class RowCache:
     """The slots of a trainer's cached tables, and what goes to and from the servers.
 
@@ -209,10 +121,14 @@ class RowCache:
         self.counts = CacheCounts()
         client.caches.add(self)
         _OPEN.add(self)
+        _end_at_sigterm()
         self._closing = threading.Event()
         self._freed = queue.SimpleQueue[None]()  # slots: wakes a batch that waits
         self._has_warned = False
         self._streams: dict[int, int] = {}  # of lookups, by generation of the trainers
+        self._sharing = threading.Lock()  # who changes the pools
+        self._shared_at: int | None = None  # batches; None: the pools stay as they are
+        self._checkpoint: Folder | None = None  # whose rows the first batch finds
 
     # While the model is sharded, and before its first batch
 
@@ -233,18 +149,14 @@ class RowCache:
         if self._pools or not self._wanted:
             return
         slot_map.warm_up()
-        wanted = list(self._wanted.values())
-        nums = [sum(num for _, num in tables) for tables in wanted]
-        for tables, num in zip(wanted, nums, strict=True):
-            specs = [spec for spec, _ in tables]
-            others = [
-                other_num
-                for other, other_num in zip(wanted, nums, strict=True)
-                if self.settings.is_shared(other[0][0].dim, specs[0].dim)
-            ]
-            num_slots = self.settings.num_slots(specs[0], num / sum(others))
+        wanted = [[spec for spec, _ in tables] for tables in self._wanted.values()]
+        nums = [sum(num for _, num in tables) for tables in self._wanted.values()]
+        shares = self._shares([specs[0].dim for specs in wanted], nums)
+        for specs, share in zip(wanted, shares, strict=True):
+            num_slots = self.settings.num_slots(specs[0], share)
             pool = Pool(specs, num_slots, self.client.num_servers)
             self._pools.update(dict.fromkeys(pool.tables, pool))
+        self._shared_at = _SHARED_AFTER if max(shares) < 1 else None
         self._require_room()
         # One trainer has a cache: that of rank 0.
         self.client.own(list(self._pools), 0)
@@ -255,6 +167,115 @@ class RowCache:
                 name="cache flush",
                 daemon=True,
             ).start()
+
+    def _shares(self, dims: Sequence[int], parts: Sequence[float]) -> list[float]:
+        """Return the share that each pool has of a size, by its part of it."""
+        return [
+            part / sum(p for d, p in zip(dims, parts, strict=True) if d in sharing)
+            for part, sharing in zip(
+                parts,
+                ({d for d in dims if self.settings.is_shared(d, dim)} for dim in dims),
+                strict=True,
+            )
+        ]
+
+    def _share_by_misses(self, pool: Pool) -> None:
+        """Once some batches have shown which rows miss, share the slots by that.
+
+        All batches before must have ended; if they do not soon, it is tried again after
+        as many more. A pool keeps slots for four batches.
+        """
+        if self._shared_at is None or pool.batches < self._shared_at:
+            return
+        with self._sharing:
+            until = self._shared_at
+            if until is None or pool.batches < until:
+                return  # another thread has done it
+            if not self._await_batches(until):
+                self._shared_at = 2 * until
+                return
+            self.flush()
+            with self.sending:
+                self._resize(self.pools)
+            self._shared_at = None
+
+    def _await_batches(self, num: int) -> bool:
+        """Wait until each collection has had some batches, and none has slots."""
+        give_up_s = time.monotonic() + _SHARING_S
+        while time.monotonic() < give_up_s:
+            if all(
+                pool.batches >= num and not pool.map.counters.num_pinned
+                for pool in self.pools
+            ):
+                return True
+            with contextlib.suppress(queue.Empty):
+                self._freed.get(timeout=0.01)
+        return False
+
+    def _resize(self, pools: Sequence[Pool]) -> None:
+        """Share the slots by what missed; the pools are clean, ``sending`` is held."""
+        dims = [pool.dim for pool in pools]
+        missed = self._shares(dims, [pool.map.counters.misses + 1 for pool in pools])
+        kept = [min(1.0, 4 * pool.most_rows / pool.num_slots) for pool in pools]
+        had = [pool.num_slots / self.settings.num_slots(pool.spec, 1) for pool in pools]
+        sizes = dict[Pool, int]()
+        for pool, dim, share, least, before in zip(
+            pools, dims, missed, kept, had, strict=True
+        ):
+            spare = sum(
+                other * (1 - least_there)
+                for other, least_there, there in zip(had, kept, dims, strict=True)
+                if self.settings.is_shared(there, dim)
+            )
+            part = least * before + share * spare
+            sizes[pool] = self.settings.num_slots(pool.spec, part)
+        for pool in sorted(pools, key=lambda one: sizes[one] - one.num_slots):
+            pool.resize(sizes[pool])  # those that shrink first
+        logger.info(
+            "the cache has slots by what was missed: %s",
+            ", ".join(f"{p.num_slots} for {', '.join(p.tables)}" for p in self.pools),
+        )
+
+    # Checkpoints
+
+    def snapshot(self) -> dict[str, bytes]:
+        """Return files of a checkpoint: which rows are cached, and which leave next."""
+        with self.sending:
+            return cache_snapshot.files_of(self.pools, repr(self.settings))
+
+    def restore(self, folder: Folder) -> None:
+        """Have the rows that were cached in the run of a checkpoint, if none are yet.
+
+        They come with the first batch.
+        """
+        self._checkpoint = folder
+
+    def _restore(self, number: BatchNumber) -> None:
+        """Take the rows of a run that is resumed, while no batch has any."""
+        with self._sharing:
+            folder = self._checkpoint
+            if folder is None:
+                return  # another thread has done it
+            if not any(pool.batches for pool in self.pools):
+                for found in cache_snapshot.read(
+                    folder, self.pools, repr(self.settings)
+                ):
+                    self._restore_pool(found, number)
+            self._checkpoint = None
+
+    def _restore_pool(
+        self, found: cache_snapshot.PoolSnapshot, number: BatchNumber
+    ) -> None:
+        pool = found.pool
+        pool.resize(found.num_slots)
+        moves = pool.map.restore(found.snapshot)
+        pool.batches, pool.most_rows = found.batches, found.most_rows
+        if self._shared_at is not None and pool.batches > self._shared_at:
+            self._shared_at = None  # it was done in that run
+        for start in range(0, len(moves.slots), _ROWS_AT_ONCE):
+            chosen_N = np.zeros(len(moves.slots), dtype=np.bool_)
+            chosen_N[start : start + _ROWS_AT_ONCE] = True
+            self._load([(pool, _chosen(moves, chosen_N))], number)
 
     def _require_room(self) -> None:
         """Reject a cache whose rows, written back, would displace most others."""
@@ -273,6 +294,10 @@ class RowCache:
         """The pools, when the first batch has come."""
         return list(dict.fromkeys(self._pools.values()))
 
+    def pool_of(self, table: str) -> Pool:
+        """Return the pool of a cached table, when the first batch has come."""
+        return self._pools[table]
+
     # Rows of a batch
 
     def hold(
@@ -281,6 +306,9 @@ class RowCache:
         """Have the rows of a training batch in slots, and pin them."""
         held, missed = [], list[tuple[Pool, Moves]]()
         pin: Pin | None = None
+        if self._checkpoint is not None:
+            self._restore(number)
+        self._share_by_misses(self._pools[groups[0].tables[0]])
         try:
             for group, counts_U in zip(groups, counts, strict=True):
                 pool = self._pools[group.tables[0]]
@@ -297,6 +325,11 @@ class RowCache:
                 self.counts.plain_bytes += 2 * 4 * num * pool.dim
                 self.counts.moved_bytes += 4 * num_missed * pool.width
             pin = Pin(held, self._freed)
+            self.counts.batches.add(pin)
+            for pool, slots_U in held:
+                pool.batches += 1
+                pool.most_rows = max(pool.most_rows, len(slots_U))
+            self.counts.num_dirty = self._num_dirty()
             self._load(missed, number)
         except BaseException:
             for pool, moves in missed:
@@ -455,6 +488,7 @@ class RowCache:
 
     def flush(self) -> None:
         """Write all rows that were trained, in slices; wait until the servers have."""
+        began_s = time.monotonic()
         self._follow_restarts()
         for pool in self.pools:
             left = pool.map.counters.num_dirty
@@ -465,6 +499,10 @@ class RowCache:
                 left = min(left - len(moves.slots), pool.map.counters.num_dirty)
         with self.sending:
             self._await_writes(0)
+        self.counts.flushed_s, self.counts.num_dirty = began_s, self._num_dirty()
+
+    def _num_dirty(self) -> int:
+        return sum(pool.map.counters.num_dirty for pool in self.pools)
 
     def empty(self) -> None:
         """Flush, and forget all rows: the servers are about to have others."""
@@ -498,7 +536,7 @@ class RowCache:
             if self._pools:
                 self.client.disown(list(self._pools))
         except PersiaError as exc:
-            num = sum(pool.map.counters.num_dirty for pool in self.pools)
+            num = self._num_dirty()
             num += sum(len(write.rows) for write in self._writes)
             logger.error("updates of %d cached rows are lost: %s", num, exc)
 
@@ -524,6 +562,16 @@ class RowCache:
 
 
 _OPEN: "weakref.WeakSet[RowCache]" = weakref.WeakSet()
+
+
+def _end_at_sigterm() -> None:
+    """Let SIGTERM end this process as ``sys.exit`` does, so that caches are closed.
+
+    A handler of the script's own stays; in a job, its handlers end trainers already.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 @atexit.register

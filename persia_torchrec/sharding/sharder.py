@@ -33,6 +33,7 @@ from persia_torchrec.pipeline.joint import Trainers
 from persia_torchrec.pipeline.pipeline import BatchPipeline
 from persia_torchrec.rpc.messages import Precision, Share
 from persia_torchrec.sharding import collection, sharded_module, table_control
+from persia_torchrec.sharding.cache_settings import Cache
 from persia_torchrec.sharding.cache_slots import why_not_cached
 from persia_torchrec.sharding.cached_rows import CachedRows
 from persia_torchrec.sharding.checks import require_same_settings, watch_models
@@ -56,7 +57,7 @@ from persia_torchrec.sharding.names import (
 from persia_torchrec.sharding.on_device import RowsOnDevice
 from persia_torchrec.sharding.optimizer import RemoteOptimizer
 from persia_torchrec.sharding.planned import PlannedSharder
-from persia_torchrec.sharding.row_cache import Cache, RowCache
+from persia_torchrec.sharding.row_cache import RowCache
 from persia_torchrec.sharding.state_dict import (
     CollectionState,
     StateDictRows,

@@ -33,7 +33,7 @@ from persia_torchrec.pipeline.pipeline import BatchPipeline
 
 if TYPE_CHECKING:
     from persia_torchrec.pipeline.staleness import BatchStatistics, StalenessSemaphore
-    from persia_torchrec.sharding.row_cache import CacheCounts
+    from persia_torchrec.sharding.cache_settings import CacheCounts
 
 _MAX_FEATURES = 100  # of which a heartbeat tells, those with the most ids
 _HELP = "of this trainer; see docs/metrics.md"
@@ -121,21 +121,25 @@ class TrainerCounts:
 def readings(models: Sequence[TrainerCounts], loss: LatestLoss) -> list[Reading]:
     """Return the metrics of a trainer: of some models the sum."""
     each = [model.read() for model in models]
+    caches = [model.cache.gauges() for model in models if model.cache is not None]
     tallies = [tally for model in models for tally in model.tallies()]
     names = dict.fromkeys(name for model in each for name in model)
     found = []
     for name in names:
         total = sum(model.get(name, 0) for model in each)
         found.append(Reading(f"persia_{name}", total, _HELP, "counter"))
+    for name in dict.fromkeys(name for gauges in caches for name in gauges):
+        most = max(gauges[name] for gauges in caches)
+        found.append(Reading(f"persia_{name}", most, _HELP))
     # Each collection counts a batch.
-    most = max(tallies, key=lambda tally: tally.num_pushed, default=None)
-    if most is None:
+    busiest = max(tallies, key=lambda tally: tally.num_pushed, default=None)
+    if busiest is None:
         return found
     waited_s = sum(tally.waited_ns() for tally in tallies) / 1e9
     samples = max(tally.num_samples for tally in tallies)
-    steps = most.steps
+    steps = busiest.steps
     found += [
-        Reading("persia_step", _step(most), "steps that are trained"),
+        Reading("persia_step", _step(busiest), "steps that are trained"),
         Reading("persia_samples", samples, "samples looked up for training", "counter"),
         Reading("persia_row_wait_seconds", waited_s, "waits for rows", "counter"),
         Reading(

@@ -198,6 +198,8 @@ def test_a_status_fits_into_80_columns():
     figures |= {"updates_a_second": 1234.5, "hit_rate": 0.9876, "lookup_us": 12_345}
     figures |= {"p99_us": 12_345, "queue": 64}
     trained = {"step": 1_234_567, "steps_a_second": 123.4, "samples_a_second": 1e6}
+    trained |= {"cache_hits": 0.5123, "cache_saves": -0.123, "dirty_rows": 1_234_567}
+    trained |= {"dirty_s": 59.5}
     trained |= {"loss": 0.12345, "waits": 0.123, "staleness": 1.23}
     of_all = {"host": "worker-node-17", "pid": 4_194_304, "port": 65_535}
     of_all |= {"since_s": 1e6, "restarts": 3, "memory_bytes": 2**34, "heard_s": 0.5}

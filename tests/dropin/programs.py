@@ -125,13 +125,14 @@ _TZREC_PATCH = (
     (
         "from torch import nn\n",
         "from torch import nn\n"
-        "from persia_torchrec import EmbeddingClient, remote_sharders\n",
+        "from persia_torchrec import Adagrad, EmbeddingClient, remote_sharders\n",
     ),
     (
         '    """Get embedding module default sharder."""\n',
         '    """Get embedding module default sharder."""\n'
         "    client = EmbeddingClient.connect(os.environ['SERVERS'].split(','))\n"
-        "    return remote_sharders(client, staleness=0)\n",
+        # What evaluation of a checkpoint has before the training names an optimizer.
+        "    return remote_sharders(client, Adagrad(), staleness=0)\n",
     ),
 )
 

@@ -1,6 +1,7 @@
 """A model whose rows are cached, the same one in plain TorchRec, and their batches."""
 
 import contextlib
+import threading
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -35,6 +36,7 @@ from persia_torchrec.training import schedule as schedule_module
 from tests.integration.twins import WithLoss, plain_rows, shard_plain, train
 from tests.support.faults import kill_self
 from tests.support.groups import alone
+from tests.support.processes import DEADLINE_S
 from tests.support.remote_job import CPU, META, shard
 from tests.support.two_trainers import Case
 
@@ -238,3 +240,19 @@ def train_and_die(addresses, folder, dies_at):
             t: client.read(t, ids.astype("u8")) for t, ids in touched(batches).items()
         }
     np.savez(folder / f"{dies_at}.npz", loss=loss.item(), **rows)
+
+
+def train_and_wait(addresses, folder):
+    """Train, leave rows and states as they are in the cache, and end by a signal."""
+    batches = make_batches(3)
+    with alone():
+        client = EmbeddingClient.connect(addresses)
+        sharders = remote_sharders(client, ROWWISE, cache=Cache(rows=6000))
+        model = shard(make_model(), *sharders)
+        train(model, batches, torch.optim.SGD(model.parameters(), lr=0.1))
+        for table, ids in touched(batches).items():
+            pool = sharders.remote_tables.cache.pool_of(table)
+            slots_N = pool.map.slots_of(table, ids.astype("u8"))
+            np.save(folder / f"{table}.npy", pool.gather(slots_N))
+        print("trained", flush=True)
+        threading.Event().wait(DEADLINE_S)

@@ -25,6 +25,7 @@ from tests.integration.cached import (
     make_model,
     touched,
     train_and_die,
+    train_and_wait,
 )
 from tests.support.groups import alone, start_group
 from tests.support.processes import DEADLINE_S, Processes, wait_until
@@ -112,6 +113,22 @@ def test_a_trainer_that_is_killed_ends_as_one_that_was_not(tmp_path):
         learnt[at] = dict(np.load(tmp_path / f"{at}.npz"))
     for key, expected in learnt[0].items():
         np.testing.assert_array_equal(learnt[17][key], expected, err_msg=key)
+
+
+@pytest.mark.long
+def test_sigterm_ends_a_script_that_then_writes_its_cached_rows(tmp_path):
+    with Servers(2) as servers, Processes(tmp_path) as processes:
+        given = train_and_wait, servers.addresses, tmp_path
+        trainer = processes.start("trainer", *given, is_spawned=True)
+        trainer.has_printed("trained")
+        trainer.send(signal.SIGTERM)
+        assert trainer.status() == 128 + signal.SIGTERM, trainer.output()
+        with closing(EmbeddingClient.connect(servers.addresses)) as client:
+            client.learn_tables()
+            for table, ids in touched(make_batches(3)).items():
+                rows = client.read(table, ids.astype("u8"), initial=False)
+                expected = np.load(tmp_path / f"{table}.npy")
+                np.testing.assert_array_equal(rows, expected)
 
 
 def test_a_trainer_that_continues_beside_its_successor_writes_nothing():

@@ -4,6 +4,9 @@ The cache has a tenth of the rows that batches touch, so that most leave and com
 """
 
 import contextlib
+from contextlib import closing
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +21,7 @@ from persia_torchrec import (
     SGD,
     AdmitFrequency,
     Cache,
+    EmbeddingClient,
     TableSettings,
     load_checkpoint,
     remote_sharders,
@@ -36,7 +40,7 @@ from tests.integration.cached import (
     touched,
 )
 from tests.integration.twins import plain_rows, shard_plain, train
-from tests.support.remote_job import CPU, META, RemoteJob
+from tests.support.remote_job import CPU, META, RemoteJob, Servers, shard
 
 pytestmark = pytest.mark.slow
 
@@ -181,6 +185,42 @@ def test_state_dicts_and_checkpoints_have_all_rows(job, tmp_path):
     losses += list(twins.losses(twins.remote, batches[20:]))
     expected = [*expected, *twins.losses(twins.plain, batches[20:])]
     twins.require_equal(batches, losses, expected)
+
+
+def test_a_run_that_is_resumed_has_the_same_rows_leave_next(job, tmp_path):
+    batches = make_batches(60)
+    first = Twins(job)
+    first.losses(first.remote, batches[:30])
+    save_checkpoint(tmp_path, {"model": first.remote}, job.client, first.sharders)
+    losses = first.losses(first.remote, batches[30:])
+    with (
+        Servers(2) as servers,
+        closing(EmbeddingClient.connect(servers.addresses)) as client,
+    ):
+        second = Twins(SimpleNamespace(client=client, shard=lambda m, s: shard(m, *s)))
+        load_checkpoint(tmp_path, {"model": second.remote}, client)
+        assert np.array_equal(second.losses(second.remote, batches[30:]), losses)
+        for table, ids in touched(batches).items():
+            ids = ids.astype("u8")
+            expected, found = (
+                t.cache.pool_of(table).map.slots_of(table, ids) for t in (first, second)
+            )
+            assert np.array_equal(found, expected)
+            assert (found < 0).any()
+            assert (found >= 0).any()
+
+
+@pytest.mark.parametrize("staleness", [0, pytest.param(2, marks=pytest.mark.long)])
+def test_pools_share_the_slots_by_what_they_missed(job, staleness):
+    batches = make_batches(120)
+    twins = Twins(job, rows=Cache(gib=80_000 / 2**30), staleness=max(staleness, 1))
+    given = twins.piped if staleness else partial(twins.losses, twins.remote)
+    losses = given(batches)
+    pools = twins.cache.pools
+    sizes = {pool.dim: (pool.num_slots, 4 * pool.width + 32) for pool in pools}
+    assert sizes[16][0] != int(80_000 * 3 / 4 / sizes[16][1])  # 3 of the 4 features
+    assert 79_800 < sum(num * num_bytes for num, num_bytes in sizes.values()) <= 80_000
+    twins.require_equal(batches, losses, twins.losses(twins.plain, batches))
 
 
 def test_rows_that_others_write_take_the_place_of_cached_ones(job):

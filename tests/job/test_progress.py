@@ -56,6 +56,8 @@ def test_a_training_is_one_line_with_its_step_rate_loss_and_end(book, caplog):
             at_s=at_s,
             lookups=step,
             batches_lacking=step / 2,
+            cache_hits=step,
+            cache_misses=step,
         )
         counted = {"hits": 9 * step, "misses": step, "requests_lookup": step}
         beat(book, "server", rows=7, at_s=at_s, **counted)
@@ -63,7 +65,7 @@ def test_a_training_is_one_line_with_its_step_rate_loss_and_end(book, caplog):
         progress.look()
     assert caplog.messages[-1] == (
         "step 200 of 1200, 5,120 samples/s, loss 0.25, hit rate 90.0 %, "
-        "staleness 0.50, ETA 1m40s"
+        "cached 50.0 %, staleness 0.50, ETA 1m40s"
     )
 
 

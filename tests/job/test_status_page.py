@@ -113,6 +113,8 @@ def test_the_status_has_a_line_for_each_member_with_rates_between_two_looks(book
     later = {"requests_lookup": 110, "idle_us": 9_000_000, "lookup_us": 1_001_000}
     server.beats(at_s=110.0, **counted | later | durations.counters("lookup"))
     waits = {"row_wait_seconds": 1.0, "batches_lacking": 8, "lookups": 8}
+    waits |= {"cache_hits": 30, "cache_misses": 10, "cache_dirty_rows": 7}
+    waits |= {"cache_moved_bytes": 600, "cache_plain_bytes": 1000}
     trainer.beats(50, step=50, samples=500, loss=0.25, at_s=54.0, **waits)
     page.look()
     page.look()  # nothing new was said
@@ -129,6 +131,9 @@ def test_the_status_has_a_line_for_each_member_with_rates_between_two_looks(book
     assert lines["server"]["host"] == "node3"
     assert lines["trainer"]["steps_a_second"] == 5.0
     assert lines["trainer"]["waits"] == 0.25
+    assert lines["trainer"]["cache_hits"] == 0.75
+    assert lines["trainer"]["cache_saves"] == 0.4
+    assert lines["trainer"]["dirty_rows"] == 7
     assert lines["trainer"]["staleness"] == 2.0
     curves = found["curves"]
     assert curves["loss"] == [0.5, 0.25, 0.25]
