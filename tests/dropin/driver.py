@@ -12,9 +12,11 @@ hooks note the loss of each training batch and each metric.
 import hashlib
 import importlib
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +27,10 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import ShardedTensor
 
+import persia_torchrec
+
+CACHED_ROWS = "CACHED_ROWS"
+"""How many rows `remote_sharders` caches: a variable of a driver."""
 WHOLE = ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"])
 
 
@@ -150,6 +156,11 @@ def main(name: str, *rest: str) -> None:
         loaded=Path(loaded) if loaded else None,
         arguments=arguments,
     )
+    rows = int(os.environ.get(CACHED_ROWS, "0"))
+    if rows and not run.is_plain:  # what a program imports
+        cache = persia_torchrec.Cache(rows=rows)
+        given = partial(persia_torchrec.remote_sharders, cache=cache)
+        persia_torchrec.remote_sharders = given  # type: ignore[assignment]
     importlib.import_module(f"tests.dropin.{name}").main(run)
     run.write()
 

@@ -1,12 +1,14 @@
 """Programs of others with tables on the servers, and as they are: ``make dropin``.
 
     python -m tests.dropin.run [--checkouts FOLDER] [--steps 20] [--only dlrm ...]
+        [--cache ROWS]
 
 A program that is not in FOLDER is cloned there at its pinned commit, outside of this
 repository: FOLDER is a temporary one by default. Each run begins from the same weights
 and must have the same losses, at staleness 0, in float32. A program with checkpoints of
 its own then continues from them crosswise: the plain one from those of the servers, and
-the one with servers, fresh ones, from those of the plain one.
+the one with servers, fresh ones, from those of the plain one. With ``--cache`` programs
+that call ``remote_sharders`` cache as many rows.
 """
 
 import argparse
@@ -23,6 +25,7 @@ from pathlib import Path
 import torch
 
 from persia_torchrec import EmbeddingCluster
+from tests.dropin.driver import CACHED_ROWS
 from tests.dropin.programs import PROGRAMS, Program
 
 ROOT = Path(__file__).parents[2]
@@ -230,8 +233,10 @@ def main() -> None:
     parser.add_argument("--checkouts", type=Path)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--only", choices=every, nargs="*", default=every)
+    parser.add_argument("--cache", type=int, default=0, help="rows that are cached")
     parser.add_argument("--runs", nargs="*", help="titles; by default all")
     args = parser.parse_args()
+    os.environ[CACHED_ROWS] = str(args.cache)
     with tempfile.TemporaryDirectory() as temporary:
         checkouts = (args.checkouts or Path(temporary, "checkouts")).resolve()
         checkouts.mkdir(parents=True, exist_ok=True)
