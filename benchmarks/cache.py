@@ -67,7 +67,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from benchmarks.cache_hits import HitSettings, measure_hits, measure_map
+from benchmarks.cache_hits import measure_hits, measure_map
+from benchmarks.cache_rows import RowSettings, measure_pair, measure_rows
 from benchmarks.harness import Benchmark, Table, cpu_seconds
 from benchmarks.reference import require, scattered
 from benchmarks.slot_map import Moved, Planner, copy, gather, scatter, train
@@ -103,7 +104,7 @@ WayName = Literal["today", "requests", "one frame", "process"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheSettings(HitSettings):
+class CacheSettings(RowSettings):
     """What to measure."""
 
     batch_size: Annotated[int, "samples per batch, one id a feature"] = 8192
@@ -886,6 +887,19 @@ BENCHMARK = Benchmark(
         hit_batches=40,
         hit_batch_size=4,
         hit_table_rows=1000,
+        row_batch_size=32,
+        row_slots=1500,
+        row_steps=12,
+        row_dim=4,
+        row_table_rows=300,
+        pair_ids=520,
+        pair_turns=6,
     ),
-    figures={"gate": measure_gate, "map": measure_map, "hits": measure_hits},
+    figures={
+        "gate": measure_gate,
+        "map": measure_map,
+        "hits": measure_hits,
+        "rows": measure_rows,
+        "pair": measure_pair,
+    },
 )
