@@ -207,7 +207,7 @@ def measure_pair(settings: RowSettings) -> list[Table]:
     num, dim = settings.pair_ids // len(TABLES), settings.row_dim
     rng, rows = np.random.default_rng(1), list[list[object]]()
     with ExitStack() as stack:
-        local = EmbeddingCluster.local(1, 2 * _PAIR_REQUESTS * settings.pair_ids)
+        local = EmbeddingCluster.local(1, 4 * _PAIR_REQUESTS * settings.pair_ids)
         cluster = stack.enter_context(local)
         client = stack.enter_context(
             closing(EmbeddingClient.connect(cluster.addresses))
@@ -223,11 +223,15 @@ def measure_pair(settings: RowSettings) -> list[Table]:
             router, took = Router(tables, 1), dict[str, list[float]]()
             grads_UD = rng.standard_normal((len(TABLES) * num, dim)).astype(np.float32)
 
+            streams = [BatchNumber.new_stream() for _ in range(2)]
             for turn in range(settings.pair_turns):
                 ids_L = rng.integers(0, _PAIR_REQUESTS * num, len(TABLES) * num)
                 _, group, _ = router.route(ids_L.astype(np.uint64))
                 grads = grads_UD[: len(group.ids)]
-                batch, later = BatchNumber(1, turn), BatchNumber(2, turn)
+                batch, later = (
+                    BatchNumber(streams[0], turn),
+                    BatchNumber(streams[1], turn),
+                )
                 with _timed(took, "lookup", pid):
                     client.pull([group], batch=batch)
                 with _timed(took, "update", pid):
