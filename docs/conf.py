@@ -26,6 +26,8 @@ extensions = [
     "sphinx_copybutton",
 ]
 root_doc = "docs/index"
+# Result files, READMEs of tests and pages of contributors: links lead there.
+suppress_warnings = ["toc.not_included"]
 include_patterns = [
     "docs/**",
     "components/README.md",
