@@ -44,6 +44,7 @@ from persia_torchrec.job.supervisor import SupervisorConfig
 from persia_torchrec.job.torchrun import AgentConfig
 from persia_torchrec.launch.roles import JobSettings, RoleSettings, ServerSettings
 from persia_torchrec.parsing import command_line, settings
+from persia_torchrec.parsing.yaml_file import DIFFERENCES
 from persia_torchrec.persia import global_config, launcher
 from persia_torchrec.persia.convert import Conversion
 from persia_torchrec.persia.worker.__main__ import WorkerFlags
@@ -55,6 +56,7 @@ from persia_torchrec.training.schedule import RecoveryConfig
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "persia_torchrec"
 REFERENCE = ROOT / "docs/reference"
+NAMES_OF_PERSIA = ROOT / "tests/architecture/persia_names.txt"
 
 _PROBES = -1, 0, 2**80, math.nan
 _UNITS = {
@@ -675,7 +677,57 @@ def times_page() -> str:
     return "\n".join(parts)
 
 
+def names_of_persia() -> dict[str, list[str]]:
+    """Return PERSIA's public names by module, with arguments and defaults."""
+    blocks = re.findall(r"^(\S+)\n((?: .*\n)*)", NAMES_OF_PERSIA.read_text(), re.M)
+    return {module: [*map(str.strip, lines.splitlines())] for module, lines in blocks}
+
+
+def _differences() -> dict[str, str]:
+    """Return where the page for PERSIA's users says what differs, by name."""
+    found = {}
+    text = (ROOT / "docs/persia.md").read_text()
+    for title, body in re.findall(r"^### (.*?)\n(.*?)(?=^##)", text, re.M | re.S):
+        anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+        table = body.partition("| name | ")[2].partition("\n\n")[0]
+        for names in re.findall(r"^\| (`[^|]*`) \|", table, re.M):
+            found.update(dict.fromkeys(re.findall(r"`([^`]*)`", names), anchor))
+    return found
+
+
+def persia_names_page() -> str:
+    """Return the page of PERSIA's names, and of the keys that earlier versions had."""
+    differ = _differences()
+    parts = [
+        "# PERSIA's names\n\n"
+        "`docs/generate.py` makes this page of `tests/architecture/persia_names.txt`, "
+        "of `persia_torchrec/parsing/differences.toml` and of "
+        "[the page on differences](../persia.md); a test compares each name with the "
+        "code. The module `persia.NAME` of PERSIA is `persia_torchrec.NAME`.\n"
+    ]
+    for module, signatures in names_of_persia().items():
+        body = ""
+        for signature in signatures:
+            name = signature.partition("(")[0]
+            anchor = differ.get(f"{module}.{name}", differ.get(name))
+            here = f"[what differs](../persia.md#{anchor})" if anchor else "the same"
+            body += f"| {_code(signature)} | {here} |\n"
+        parts.append(f"## persia.{module}\n\n| name | here |\n|---|---|\n{body}")
+    for kind, title in ("renamed", "Other names of keys"), ("ignored", "Ignored keys"):
+        body = "".join(
+            f"| {_code(row.key_path)} of `{file}.yml` | "
+            f"{_code(row.right_key) if row.right_key else 'none'} | "
+            f"{_cell(row.reason)} |\n"
+            for file, rows in DIFFERENCES.items()
+            for row in rows
+            if row.kind == kind
+        )
+        parts.append(f"## {title}\n\n| name | right key | why |\n|---|---|---|\n{body}")
+    return "\n".join(parts)
+
+
 PAGES: Mapping[str, Callable[[], str]] = {
+    "persia_names.md": persia_names_page,
     "settings.md": settings_page,
     "environment.md": environment_page,
     "times.md": times_page,

@@ -5,10 +5,10 @@ import importlib
 import inspect
 import logging
 import re
-from pathlib import Path
 
 import pytest
 
+from docs import generate
 from persia_torchrec import env, k8s_utils
 from persia_torchrec.distributed import ALGORITHMS, REJECTED_ALGORITHMS
 from persia_torchrec.parsing.yaml_file import DIFFERENCES
@@ -17,53 +17,46 @@ from tests.support.repository import ROOT
 
 FOLDER = ROOT / "persia_torchrec"
 PAGE = (ROOT / "docs/persia.md").read_text()
-
-
-def names_of_persia():
-    """Yield module and name of PERSIA's public names, with arguments and defaults."""
-    module = ""
-    for line in (Path(__file__).parent / "persia_names.txt").read_text().splitlines():
-        if line.startswith(" "):
-            yield module, line.strip()
-        else:
-            module = line
-
-
-def rows_of_names():
-    """Yield modules, PERSIA's spelling of a name, what it is here, and why."""
-    for title, text in re.findall(r"^### (.*?)\n(.*?)(?=^##)", PAGE, re.M | re.S):
-        modules = re.findall(r"persia\.([\w.]+)", title)
-        rows = re.findall(r"^\| (`[^|]*`) \| ([^|]*) \| ([^|]*)\|$", text, re.M)
-        for names, here, why in rows if modules else []:
-            for name in re.findall(r"`([^`]*)`", names):
-                yield modules, name, here.strip(), why.strip()
-
-
-NAMES = list(names_of_persia())
-ROWS = {
-    (module, name): (here, why)
-    for modules, name, here, why in rows_of_names()
-    for module in modules
-}
-SAME = [
-    (modules, name) for modules, name, here, _ in rows_of_names() if here == "the same"
+GENERATED = (ROOT / "docs/reference/persia_names.md").read_text()
+NAMES = [
+    (module, signature)
+    for module, signatures in generate.names_of_persia().items()
+    for signature in signatures
 ]
 
 
-def find(modules, path):
-    """Return what a dotted name leads to in the first module that has it."""
-    first, *rest = path.split(".")
-    for module in modules:
-        found = getattr(
-            importlib.import_module(f"persia_torchrec.{module}"), first, None
-        )
-        if found is not None:
-            break
-    else:
-        pytest.fail(f"{path} is in none of {modules}")
-    for name in rest:  # which __init__ may set
-        found = getattr(found, name, name in found.__init__.__code__.co_names)
-        assert found, path
+def rows_of(head):
+    """Yield each name of the page's tables with such a head, and what stands beside."""
+    for table in re.findall(rf"^\| name \| {head} \|\n((?:\|.*\n)+)", PAGE, re.M):
+        for names, why in re.findall(r"^\| (`[^|]*`) \| ([^|]*) \|$", table, re.M):
+            for name in re.findall(r"`([^`]*)`", names):
+                yield name, why.strip()
+
+
+DIFFERENT = dict(rows_of("what differs"))
+MISSING = dict(rows_of("instead"))
+SAME = [
+    (module, signature)
+    for module, signature in NAMES
+    if f"{module}.{signature.partition('(')[0]}" not in MISSING
+]
+OTHERWISE = {  # their names are here, for other arguments or purposes
+    "data.StreamingDataset.consume_dataset",
+    "distributed.DistributedBaseOption",
+    "logger.get_default_logger",
+}
+
+
+def find(module, path):
+    """Return what a dotted name leads to in a module, None where there is none."""
+    found = importlib.import_module(f"persia_torchrec.{module}")
+    for name in path.split("."):
+        at = found
+        found = getattr(at, name, None)
+        if found is None:  # which __init__ may set
+            init = getattr(at, "__init__", None)
+            code = getattr(init, "__code__", None)
+            return name if code and name in code.co_names else None
     return found
 
 
@@ -87,25 +80,33 @@ def parameters_of(signature):
 def test_there_are_names_to_compare():
     assert len(NAMES) > 110
     assert len(SAME) > 70
-
-
-def test_every_public_name_of_persia_has_a_row_with_its_arguments():
-    assert [name for name in NAMES if name not in ROWS] == []
-
-
-def test_a_name_that_is_not_the_same_has_a_reason():
-    other = {name: why for name, (here, why) in ROWS.items() if here != "the same"}
-    assert [name for name, why in other.items() if not why] == []
+    assert len(DIFFERENT) > 35
 
 
 def test_the_page_lists_no_other_names():
-    known = {name for _, name in NAMES}
-    assert {name for _, name in SAME} <= known
+    names = {(module, name.partition("(")[0]) for module, name in NAMES}
+    assert set(MISSING) <= {f"{module}.{name}" for module, name in names}
+    assert set(DIFFERENT) <= {name for _, name in names}
 
 
-@pytest.mark.parametrize(("modules", "name"), SAME, ids=[name for _, name in SAME])
-def test_functions_of_the_same_name_have_the_same_arguments_and_defaults(modules, name):
-    found = find(modules, name.partition("(")[0])
+def test_a_name_that_differs_or_is_missing_has_a_reason():
+    assert [name for name, why in (DIFFERENT | MISSING).items() if not why] == []
+
+
+def test_a_name_that_is_missing_is_not_here():
+    found = {
+        f"{module}.{name}"
+        for module, signature in NAMES
+        if f"{module}.{(name := signature.partition('(')[0])}" in MISSING
+        if find(module, name) is not None
+    }
+    assert found == OTHERWISE
+
+
+@pytest.mark.parametrize(("module", "name"), SAME, ids=[name for _, name in SAME])
+def test_functions_of_the_same_name_have_the_same_arguments_and_defaults(module, name):
+    found = find(module, name.partition("(")[0])
+    assert found is not None
     expected = parameters_of(name)
     if not expected:
         return
@@ -119,18 +120,15 @@ def test_functions_of_the_same_name_have_the_same_arguments_and_defaults(modules
 
 
 @pytest.mark.parametrize(
-    ("title", "kind"), [("other name", "renamed"), ("ignored key", "ignored")]
+    ("title", "kind"), [("Other names of keys", "renamed"), ("Ignored keys", "ignored")]
 )
 def test_exactly_the_keys_that_differ_are_explained(title, kind):
     table = [row for rows in DIFFERENCES.values() for row in rows if row.kind == kind]
-    text = PAGE.partition(f"| {title} |")[2].partition("\n\n")[0]
-    rows = dict(re.findall(r"^\| `([\w.*]+)`.*? \| (.*) \|$", text, re.M))
+    text = GENERATED.partition(f"## {title}\n")[2].partition("\n## ")[0]
+    rows = dict(re.findall(r"^\| `([\w.*]+)` of .*? \| (.*) \|$", text, re.M))
     assert list(rows) == [row.key_path for row in table]
     for row in table:
-        if row.right_key:
-            assert row.right_key.rpartition(".")[2] in rows[row.key_path] or (
-                "the same" in rows[row.key_path]
-            )
+        assert (row.right_key or "none") in rows[row.key_path]
 
 
 def test_exactly_the_rejected_variables_are_listed_as_rejected():
@@ -167,8 +165,11 @@ def test_the_commands_equal_those_of_the_launcher():
 
 
 def test_every_field_of_a_persia_job_and_every_command_for_kubernetes_is_explained():
-    table = PAGE.partition("| field of PersiaJob |")[2].partition("\n\n")[0]
-    rows = re.findall(r"^\| `([\w.]+)` \|", table, re.M)
+    tables = [
+        PAGE.partition(f"| field of {kind} |")[2].partition("\n\n")[0]
+        for kind in ("PersiaJob", "a role")
+    ]
+    rows = re.findall(r"^\| `([\w.]+)` \|", "\n".join(tables), re.M)
     spec = [f"spec.{name}" for name in k8s_utils.Spec.__struct_encode_fields__]
     files = k8s_utils.PersiaEnv.__struct_encode_fields__
     spec.remove("spec.persiaEnv")
