@@ -703,7 +703,7 @@ def persia_names_page() -> str:
         "`docs/generate.py` makes this page of `tests/architecture/persia_names.txt`, "
         "of `persia_torchrec/parsing/differences.toml` and of "
         "[the page on differences](../persia.md); a test compares each name with the "
-        "code. The module `persia.NAME` of PERSIA is `persia_torchrec.NAME`.\n"
+        "code. PERSIA's module `persia.ctx` is `persia_torchrec.ctx`, and so on.\n"
     ]
     for module, signatures in names_of_persia().items():
         body = ""
