@@ -1,4 +1,4 @@
-"""The seed of the kills, and the table of the last runs, which ``README.md`` keeps.
+"""The seed of the kills, and the table of the last runs, which ``results.md`` keeps.
 
 A test adds to its row by ``record_property``: ``kills``, and what it has ``measured``.
 """
@@ -12,7 +12,7 @@ import pytest
 from persia_torchrec import env
 from tests.support.long_table import replace_rows
 
-README = Path(__file__).with_name("README.md")
+RESULTS = Path(__file__).with_name("results.md")
 COLUMNS = "| test | kills | seconds | measured | seed | transport | cores |\n"
 
 
@@ -63,4 +63,4 @@ def pytest_terminal_summary(terminalreporter, config):
             *(told.get("measured", "-"), config.getoption("seed")),
             *(env.transport(None), os.cpu_count()),
         )
-    replace_rows(README, COLUMNS, rows)
+    replace_rows(RESULTS, COLUMNS, rows)

@@ -2,7 +2,7 @@
 
     python -m tests.differential.run [--models N] [--seed N] [--plant gradient]
 
-Model ``n`` has the seed ``--seed + n``. ``README.md`` gets the table of a whole run.
+Model ``n`` has the seed ``--seed + n``. ``results.md`` gets the table of a whole run.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from tests.differential.training import (
 )
 from tests.support.remote_job import Servers
 
-README = Path(__file__).with_name("README.md")
+RESULTS = Path(__file__).with_name("results.md")
 MOST = 1e-5
 """How far numbers may be apart, in units of the largest of them."""
 LEAST_SCALE, LEAST_OF_STATE = 0.1, 1e-3
@@ -199,7 +199,7 @@ def run_all(models: list[Drawn]) -> Iterable[Result]:
 
 def write(results: list[Result], seed: int, took_s: float) -> None:
     """Write the table behind the head of the page."""
-    head = README.read_text().partition("The last run:")[0]
+    head = RESULTS.read_text().partition("The last run:")[0]
     by_kind: dict[str, list[Result]] = {}
     for result in results:
         for kind in result.drawn.kinds:
@@ -212,7 +212,7 @@ def write(results: list[Result], seed: int, took_s: float) -> None:
         f"formulas, {num_apart} apart.\n\n"
         f"{COLUMNS}"
     )
-    README.write_text(head + told + "".join(map(_row, sorted(by_kind.items()))))
+    RESULTS.write_text(head + told + "".join(map(_row, sorted(by_kind.items()))))
 
 
 def _row(of_kind: tuple[str, list[Result]]) -> str:

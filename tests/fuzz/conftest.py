@@ -1,4 +1,4 @@
-"""How many inputs, and the table of the last long run, which ``README.md`` keeps.
+"""How many inputs, and the table of the last long run, which ``results.md`` keeps.
 
 ``make test`` tries few of each; ``make fuzz`` writes the table.
 """
@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.long_table import replace_rows
 
-README = Path(__file__).with_name("README.md")
+RESULTS = Path(__file__).with_name("results.md")
 COLUMNS = "| what | inputs | accepted | a second | measured | seed | cores |\n"
 FEW = 90
 LEAST_OF_A_ROW = 10_000
@@ -51,4 +51,4 @@ def pytest_terminal_summary(terminalreporter):
         row = dict(report.user_properties).get("row")
         if row is not None:
             rows[row[0]] = *row, os.cpu_count()
-    replace_rows(README, COLUMNS, rows)
+    replace_rows(RESULTS, COLUMNS, rows)

@@ -2,7 +2,7 @@
 
     python -m tests.resume.run [--part NAME] [--only TEXT] [--seed N]
 
-``README.md`` gets the table of each part, unless ``--only`` chooses some of it.
+``results.md`` gets the table of each part, unless ``--only`` chooses some of it.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tests.resume import in_process, jobs
 
-README = Path(__file__).with_name("README.md")
+RESULTS = Path(__file__).with_name("results.md")
 PARTS = "in a process", "one trainer", "two trainers"
 HEADINGS = {
     PARTS[0]: "Stopped in a process",
@@ -119,11 +119,11 @@ def table(
 
 def write(part: str, text: str) -> None:
     """Replace what the page says of a part."""
-    head, *parts = README.read_text().split("\n## ")
+    head, *parts = RESULTS.read_text().split("\n## ")
     sections = dict(one.split("\n\n", 1) for one in parts)
     sections[HEADINGS[part]] = text
     page = [f"{heading}\n\n{told.strip()}\n" for heading, told in sections.items()]
-    README.write_text("\n## ".join([head, *page]))
+    RESULTS.write_text("\n## ".join([head, *page]))
 
 
 if __name__ == "__main__":

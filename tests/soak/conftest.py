@@ -1,4 +1,4 @@
-"""How long the job runs, and the table of the last long run, which ``README.md`` keeps.
+"""How long the job runs, and the table of the last long run, which ``results.md`` keeps.
 
 ``make test`` runs it for seconds; ``make soak`` for an hour, and writes the table.
 """
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-README = Path(__file__).with_name("README.md")
+RESULTS = Path(__file__).with_name("results.md")
 COLUMNS = "| of | what | median | growth | z | tolerated |\n"
 LEAST_OF_A_TABLE = 5.0
 

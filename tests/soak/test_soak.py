@@ -9,7 +9,7 @@ import pytest
 
 from persia_torchrec.client.client import EmbeddingClient
 from tests.soak import job
-from tests.soak.conftest import COLUMNS, LEAST_OF_A_TABLE, README
+from tests.soak.conftest import COLUMNS, LEAST_OF_A_TABLE, RESULTS
 from tests.soak.series import Series, files_of, sample
 from tests.soak.trend import trend_of
 from tests.support.processes import wait_until
@@ -61,8 +61,8 @@ def test_a_job_grows_by_nothing(processes, tmp_path, minutes):
         return
     assert all(c["evictions"] for c in counters)
     lines, grown = series.grown()
-    head = README.read_text().partition(COLUMNS)[0].rpartition("The last run:")[0]
-    README.write_text(
+    head = RESULTS.read_text().partition(COLUMNS)[0].rpartition("The last run:")[0]
+    RESULTS.write_text(
         f"{head}The last run: {minutes:g} minutes, {100 * turns} batches, {turns} "
         f"connections of the trainer, {visits} of others, "
         f"{sum(c['evictions'] for c in counters)} evictions, "
