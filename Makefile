@@ -115,11 +115,14 @@ test: $(STAMP)  ## check everything
 		&& $(MAKE) --no-print-directory unit
 LOOPS := import torchrec; from persia_torchrec.cache import slot_map; from persia_torchrec.lookup import pooling; from persia_torchrec.store import warm_up; pooling.warm_up(); warm_up.warm_up(); slot_map.warm_up()
 
-lint: $(STAMP)  ## format, lint, types, import rules
+lint: $(STAMP)  ## format, lint, types, import rules, workflows, spelling of pages
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/ruff check --quiet .
 	$(BIN)/mypy --no-error-summary
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/codespell $(PROSE)
+PROSE = $(shell git ls-files '*.md' '*.rst')
 
 # Tests wait for processes half of the time: there are more of them than cores.
 WORKERS = $(shell expr $$(env -u OMP_NUM_THREADS nproc) \* 2)

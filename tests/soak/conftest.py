@@ -1,4 +1,4 @@
-"""How long the job runs, and the table of the last long run, which ``results.md`` keeps.
+"""How long the job runs; ``results.md`` keeps the table of the last long run.
 
 ``make test`` runs it for seconds; ``make soak`` for an hour, and writes the table.
 """
