@@ -82,6 +82,7 @@ JOINT_GRACE_S = 1.0  # a trainer's connection of joint steps is back
 JOINT_UNREAD_S = 4.0  # a busy server reads the last shares of a lost trainer
 JOINT_FAREWELL_S = 1.0  # servers answer a process that ends
 PUSH_QUEUE_MARGIN_S = 5.0  # pushes before the one that is waited for
+CACHE_PARTS_S = 1.0  # no batch is in flight, so that a cache can share its slots
 PIPELINE_SETTLE_S = 1.0  # batches that are not used any more are given up
 SEND_BATCH_S = 900.0  # a loader's batch is taken; full buffers make it wait
 STREAM_PUT_S = 0.5  # a batch has room in a buffer, until the end is looked for

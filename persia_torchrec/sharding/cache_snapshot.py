@@ -1,24 +1,34 @@
 """Which rows a trainer has cached, and in which order they leave: files of checkpoints.
 
-A pool has a file, ``slots_HASH.npz``, where HASH is that of the names of its tables:
-
-    settings   str, of the cache
-    numbers    int64 (3,): slots, batches that had some, rows of the largest batch
-    records, hands   uint64: of the map, see ``Snapshot``
+A pool has a file, ``slots_HASH``, where HASH is that of the names of its tables. It is
+a line of JSON, :class:`_Head`, and uint64 numbers, little-endian: the records and the
+hands of a :class:`~persia_torchrec.cache.slot_map.Snapshot`.
 """
 
-import io
-import zipfile
 from collections.abc import Sequence
 from hashlib import blake2s
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from persia_torchrec.cache.slot_map import Snapshot
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.errors import CheckpointError
+from persia_torchrec.sharding.cache_settings import Cache
 from persia_torchrec.sharding.cache_slots import Pool
+
+_WORD = np.dtype("<u8")
+_NUM_HANDS = 3
+
+
+class _Head(msgspec.Struct, frozen=True):
+    """A pool when its file was written; ``settings`` are those of the cache."""
+
+    settings: str
+    num_slots: int
+    batches: int
+    most_rows: int
 
 
 class PoolSnapshot(NamedTuple):
@@ -32,22 +42,20 @@ class PoolSnapshot(NamedTuple):
 
 
 def _file_of(pool: Pool) -> str:
-    return f"slots_{blake2s(repr(pool.tables).encode(), digest_size=8).hexdigest()}.npz"
+    return f"slots_{blake2s(repr(pool.tables).encode(), digest_size=8).hexdigest()}"
 
 
-def files_of(pools: Sequence[Pool], settings: str) -> dict[str, bytes]:
+def files_of(pools: Sequence[Pool], settings: Cache) -> dict[str, bytes]:
     """Return the files of a checkpoint, by name."""
     files = {}
     for pool in pools:
-        records, hands = pool.map.snapshot()
-        numbers = np.array([pool.num_slots, pool.batches, pool.most_rows])
-        file = io.BytesIO()
-        np.savez(file, settings=settings, numbers=numbers, records=records, hands=hands)
-        files[_file_of(pool)] = file.getvalue()
+        head = _Head(repr(settings), pool.num_slots, pool.batches, pool.most_rows)
+        words = [one.astype(_WORD).tobytes() for one in pool.map.snapshot()]
+        files[_file_of(pool)] = b"\n".join([msgspec.json.encode(head), b"".join(words)])
     return files
 
 
-def read(folder: Folder, pools: Sequence[Pool], settings: str) -> list[PoolSnapshot]:
+def read(folder: Folder, pools: Sequence[Pool], settings: Cache) -> list[PoolSnapshot]:
     """Return what a checkpoint knows of pools; nothing, if the settings were others.
 
     Raises:
@@ -55,20 +63,24 @@ def read(folder: Folder, pools: Sequence[Pool], settings: str) -> list[PoolSnaps
     """
     found = []
     for pool in pools:
-        name = _file_of(pool)
+        name, most = _file_of(pool), settings.num_slots(pool.spec, 1.0)
         if folder.file_size(name) is None:
             return []
+        line, _, data = folder.read(name).partition(b"\n")
         try:
-            with np.load(io.BytesIO(folder.read(name)), allow_pickle=False) as file:
-                is_same = file["settings"].item() == settings
-                num_slots, batches, most_rows = file["numbers"].tolist()
-                snapshot = Snapshot(file["records"], file["hands"])
-        except (ValueError, KeyError, OSError, zipfile.BadZipFile) as exc:
+            head = msgspec.json.decode(line, type=_Head)
+            words = np.frombuffer(data, dtype=_WORD).astype(np.uint64)
+            hands = words[len(words) - _NUM_HANDS :]
+            records = words[: len(words) - _NUM_HANDS].reshape(-1, 2)
+            if len(hands) < _NUM_HANDS or head.num_slots > most:
+                raise ValueError(f"{len(words)} words, {head.num_slots} slots")
+        except (ValueError, msgspec.MsgspecError) as exc:
             raise CheckpointError(
                 f"{folder.file_path(name)} must be the slots of a cache. Received: a "
                 f"damaged file ({exc}). Remove it: the cache begins empty then."
             ) from exc
-        if not is_same:
+        if head.settings != repr(settings):
             return []
-        found.append(PoolSnapshot(pool, num_slots, batches, most_rows, snapshot))
+        numbers = head.num_slots, head.batches, head.most_rows
+        found.append(PoolSnapshot(pool, *numbers, Snapshot(records, hands)))
     return found

@@ -32,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from persia_torchrec import timeouts
 from persia_torchrec.arrays import Counts, Floats, Positions
 from persia_torchrec.cache import slot_map
 from persia_torchrec.cache.slot_map import Assigned, Moves
@@ -55,7 +56,6 @@ logger = logging.getLogger(__name__)
 _ROWS_AT_ONCE = 16_384  # written back by a flush, while a step waits
 _WRITES_IN_FLIGHT = 8  # whose rows are kept here
 _SHARED_AFTER = 100  # batches of each collection, by the rows that they missed
-_SHARING_S = 1.0  # that a batch waits for the ones before it, when pools change
 
 
 class Held(NamedTuple):
@@ -201,7 +201,7 @@ class RowCache:
 
     def _await_batches(self, num: int) -> bool:
         """Wait until each collection has had some batches, and none has slots."""
-        give_up_s = time.monotonic() + _SHARING_S
+        give_up_s = time.monotonic() + timeouts.CACHE_PARTS_S
         while time.monotonic() < give_up_s:
             if all(
                 pool.batches >= num and not pool.map.counters.num_pinned
@@ -241,7 +241,7 @@ class RowCache:
     def snapshot(self) -> dict[str, bytes]:
         """Return files of a checkpoint: which rows are cached, and which leave next."""
         with self.sending:
-            return cache_snapshot.files_of(self.pools, repr(self.settings))
+            return cache_snapshot.files_of(self.pools, self.settings)
 
     def restore(self, folder: Folder) -> None:
         """Have the rows that were cached in the run of a checkpoint, if none are yet.
@@ -257,9 +257,7 @@ class RowCache:
             if folder is None:
                 return  # another thread has done it
             if not any(pool.batches for pool in self.pools):
-                for found in cache_snapshot.read(
-                    folder, self.pools, repr(self.settings)
-                ):
+                for found in cache_snapshot.read(folder, self.pools, self.settings):
                     self._restore_pool(found, number)
             self._checkpoint = None
 

@@ -4,7 +4,7 @@ The cache has a tenth of the rows that batches touch, so that most leave and com
 """
 
 import contextlib
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from types import SimpleNamespace
 
@@ -27,7 +27,8 @@ from persia_torchrec import (
     remote_sharders,
     save_checkpoint,
 )
-from persia_torchrec.errors import BatchError, ConfigError
+from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.errors import BatchError, CheckpointError, ConfigError
 from persia_torchrec.sharding.training_blocks import accumulate
 from tests.integration.cached import (
     CASES,
@@ -208,6 +209,32 @@ def test_a_run_that_is_resumed_has_the_same_rows_leave_next(job, tmp_path):
             assert np.array_equal(found, expected)
             assert (found < 0).any()
             assert (found >= 0).any()
+
+
+def test_slots_of_a_checkpoint_that_are_damaged_are_an_error(job, tmp_path):
+    batches = make_batches(3)
+    first = Twins(job)
+    first.losses(first.remote, batches)
+    save_checkpoint(tmp_path, {"model": first.remote}, job.client, first.sharders)
+    file = next(tmp_path.glob("*/slots_*"))
+    whole = file.read_bytes()
+    head, _, words = whole.partition(b"\n")
+    for damaged in (
+        whole[:-1],
+        head + b"\n" + words[-16:],
+        whole.replace(b'"num_slots":', b'"num_slots":9'),
+        b"[]\n" + words,
+        head + b"\n" + b"\xff" * len(words),
+    ):
+        file.write_bytes(damaged)
+        with Servers(1) as servers, ExitStack() as stack:
+            client = EmbeddingClient.connect(servers.addresses)
+            stack.enter_context(closing(client))
+            job_there = SimpleNamespace(client=client, shard=lambda m, s: shard(m, *s))
+            twins = Twins(job_there)
+            twins.cache.restore(Folder(file.parent))
+            with pytest.raises(CheckpointError):
+                twins.losses(twins.remote, batches)
 
 
 @pytest.mark.parametrize("staleness", [0, pytest.param(2, marks=pytest.mark.long)])
