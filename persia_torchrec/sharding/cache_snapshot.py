@@ -81,6 +81,8 @@ def read(folder: Folder, pools: Sequence[Pool], settings: Cache) -> list[PoolSna
             ) from exc
         if head.settings != repr(settings):
             return []
-        numbers = head.num_slots, head.batches, head.most_rows
-        found.append(PoolSnapshot(pool, *numbers, Snapshot(records, hands)))
+        snapshot = Snapshot(records, hands)
+        found.append(
+            PoolSnapshot(pool, head.num_slots, head.batches, head.most_rows, snapshot)
+        )
     return found

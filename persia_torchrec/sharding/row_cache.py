@@ -126,6 +126,8 @@ class RowCache:
         self._freed = queue.SimpleQueue[None]()  # slots: wakes a batch that waits
         self._has_warned = False
         self._streams: dict[int, int] = {}  # of lookups, by generation of the trainers
+        self._owned: list[str] = []  # tables
+        self._owns = False  # since the first batch that trains
         self._sharing = threading.Lock()  # who changes the pools
         self._shared_at: int | None = None  # batches; None: the pools stay as they are
         self._checkpoint: Folder | None = None  # whose rows the first batch finds
@@ -158,8 +160,6 @@ class RowCache:
             self._pools.update(dict.fromkeys(pool.tables, pool))
         self._shared_at = _SHARED_AFTER if max(shares) < 1 else None
         self._require_room()
-        # One trainer has a cache: that of rank 0.
-        self.client.own(list(self._pools), 0)
         if self.settings.flush_s:
             threading.Thread(
                 target=_flush_at_times,
@@ -275,6 +275,15 @@ class RowCache:
             chosen_N[start : start + _ROWS_AT_ONCE] = True
             self._load([(pool, _chosen(moves, chosen_N))], number)
 
+    def _own(self) -> None:
+        """Have no other client change rows, before this trainer does."""
+        known, wanted = self.client.tables, self._wanted.values()
+        names = [spec.name for tables in wanted for spec, _ in tables]
+        self._owned = [name for name in names if name in known]
+        if self._owned:
+            # One trainer has a cache: that of rank 0.
+            self.client.own(self._owned, 0)
+
     def _require_room(self) -> None:
         """Reject a cache whose rows, written back, would displace most others."""
         num_slots = sum(pool.num_slots for pool in self.pools)
@@ -304,6 +313,9 @@ class RowCache:
         """Have the rows of a training batch in slots, and pin them."""
         held, missed = [], list[tuple[Pool, Moves]]()
         pin: Pin | None = None
+        if not self._owns:
+            self._own()
+            self._owns = True
         if self._checkpoint is not None:
             self._restore(number)
         self._share_by_misses(self._pools[groups[0].tables[0]])
@@ -503,7 +515,12 @@ class RowCache:
         return sum(pool.map.counters.num_dirty for pool in self.pools)
 
     def empty(self) -> None:
-        """Flush, and forget all rows: the servers are about to have others."""
+        """Flush, and forget all rows: the servers are about to have others.
+
+        This trainer owns its tables from then on.
+        """
+        if not self._owns:
+            self._own()
         self.flush()
         with self.sending:
             for pool in self.pools:
@@ -531,8 +548,8 @@ class RowCache:
         self._closing.set()
         try:
             self.flush()
-            if self._pools:
-                self.client.disown(list(self._pools))
+            if self._owned:
+                self.client.disown(self._owned)
         except PersiaError as exc:
             num = self._num_dirty()
             num += sum(len(write.rows) for write in self._writes)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 from persia_torchrec import (
@@ -129,6 +130,30 @@ def test_sigterm_ends_a_script_that_then_writes_its_cached_rows(tmp_path):
                 rows = client.read(table, ids.astype("u8"), initial=False)
                 expected = np.load(tmp_path / f"{table}.npy")
                 np.testing.assert_array_equal(rows, expected)
+
+
+def test_a_successor_may_fill_tables_first_and_an_evaluation_owns_none():
+    batches = make_batches(4)
+    with alone(), Servers(2) as servers, ExitStack() as stack:
+        first, second, third = (
+            stack.enter_context(closing(EmbeddingClient.connect(servers.addresses)))
+            for _ in range(3)
+        )
+        twins = Twins(SimpleNamespace(client=first, shard=lambda m, s: shard(m, *s)))
+        twins.losses(twins.remote, batches)
+        twins.sharders.flush()
+        sharders = remote_sharders(third, ROWWISE, cache=Cache(rows=600))
+        reading = shard(make_model(), *sharders).eval()
+        with torch.no_grad():
+            reading(batches[0])
+        twins.losses(twins.remote, batches)  # it is still the owner
+        state = reading.state_dict()
+        sharders = remote_sharders(second, ROWWISE, cache=Cache(rows=600))
+        model = shard(make_model(), *sharders)
+        model.load_state_dict(state)  # the first one has died
+        twins.losses(model, batches)
+        with pytest.raises(RemoteError, match="another one of its rank has owned"):
+            twins.sharders.flush()
 
 
 def test_a_trainer_that_continues_beside_its_successor_writes_nothing():
