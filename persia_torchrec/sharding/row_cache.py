@@ -129,6 +129,7 @@ class RowCache:
         self._owned: list[str] = []  # tables
         self._owns = False  # since the first batch that trains
         self._sharing = threading.Lock()  # who changes the pools
+        self._has_parts = False  # pools share a size
         self._shared_at: int | None = None  # batches; None: the pools stay as they are
         self._checkpoint: Folder | None = None  # whose rows the first batch finds
 
@@ -158,7 +159,8 @@ class RowCache:
             num_slots = self.settings.num_slots(specs[0], share)
             pool = Pool(specs, num_slots, self.client.num_servers)
             self._pools.update(dict.fromkeys(pool.tables, pool))
-        self._shared_at = _SHARED_AFTER if max(shares) < 1 else None
+        self._has_parts = min(shares) < 1
+        self._shared_at = _SHARED_AFTER if self._has_parts else None
         self._require_room()
         if self.settings.flush_s:
             threading.Thread(
@@ -179,62 +181,64 @@ class RowCache:
             )
         ]
 
-    def _share_by_misses(self, pool: Pool) -> None:
-        """Once some batches have shown which rows miss, share the slots by that.
+    def _share_by_misses(self, groups: Sequence[IdGroup]) -> None:
+        """Share the slots by what missed, once some batches have shown that.
 
-        All batches before must have ended; if they do not soon, it is tried again after
-        as many more. A pool keeps slots for four batches.
+        Or before, if a batch has more rows than its pool. All batches before must have
+        ended; if they do not soon, it is tried again after as many more.
         """
-        if self._shared_at is None or pool.batches < self._shared_at:
+        own = [self._pools[group.tables[0]] for group in groups]
+        for pool, group in zip(own, groups, strict=True):
+            pool.most_rows = max(pool.most_rows, len(group.ids))
+        is_small = any(pool.most_rows > pool.num_slots for pool in own)
+        if not self._has_parts or (not is_small and not self._is_due(own)):
             return
         with self._sharing:
-            until = self._shared_at
-            if until is None or pool.batches < until:
-                return  # another thread has done it
-            if not self._await_batches(until):
-                self._shared_at = 2 * until
-                return
-            self.flush()
-            with self.sending:
-                self._resize(self.pools)
-            self._shared_at = None
+            if self._is_due(own):
+                assert self._shared_at is not None
+                is_done = self._resize(self._shared_at)
+                self._shared_at = None if is_done else 2 * self._shared_at
+            elif any(pool.most_rows > pool.num_slots for pool in own):
+                self._resize(0)
 
-    def _await_batches(self, num: int) -> bool:
-        """Wait until each collection has had some batches, and none has slots."""
-        give_up_s = time.monotonic() + timeouts.CACHE_PARTS_S
+    def _is_due(self, pools: Sequence[Pool]) -> bool:
+        return self._shared_at is not None and pools[0].batches >= self._shared_at
+
+    def _resize(self, num_batches: int) -> bool:
+        """Share the slots, when each pool has had some batches, and none has slots."""
+        pools, give_up_s = self.pools, time.monotonic() + timeouts.CACHE_PARTS_S
         while time.monotonic() < give_up_s:
-            if all(
-                pool.batches >= num and not pool.map.counters.num_pinned
-                for pool in self.pools
-            ):
-                return True
+            with self.sending:
+                if all(
+                    pool.batches >= num_batches and not pool.map.counters.num_pinned
+                    for pool in pools
+                ):
+                    self.flush()
+                    sizes = self._sizes(pools)
+                    for pool in sorted(pools, key=lambda p: sizes[p] - p.num_slots):
+                        pool.resize(sizes[pool])  # those that shrink first
+                    return True
             with contextlib.suppress(queue.Empty):
                 self._freed.get(timeout=0.01)
         return False
 
-    def _resize(self, pools: Sequence[Pool]) -> None:
-        """Share the slots by what missed; the pools are clean, ``sending`` is held."""
-        dims = [pool.dim for pool in pools]
-        missed = self._shares(dims, [pool.map.counters.misses + 1 for pool in pools])
-        kept = [min(1.0, 4 * pool.most_rows / pool.num_slots) for pool in pools]
-        had = [pool.num_slots / self.settings.num_slots(pool.spec, 1) for pool in pools]
-        sizes = dict[Pool, int]()
-        for pool, dim, share, least, before in zip(
-            pools, dims, missed, kept, had, strict=True
-        ):
-            spare = sum(
-                other * (1 - least_there)
-                for other, least_there, there in zip(had, kept, dims, strict=True)
-                if self.settings.is_shared(there, dim)
-            )
-            part = least * before + share * spare
+    def _sizes(self, pools: Sequence[Pool]) -> dict[Pool, int]:
+        """Return the slots of each pool: for four batches, and then by what missed."""
+        needs = dict[Pool, float]()
+        for pool in pools:
+            num = 4 * pool.most_rows if pool.most_rows else pool.num_slots
+            needs[pool] = num / self.settings.num_slots(pool.spec, 1.0)
+        sizes = {}
+        for pool in pools:
+            sharing = [p for p in pools if self.settings.is_shared(p.dim, pool.dim)]
+            need = sum(needs[p] for p in sharing)
+            missed = sum(p.map.counters.misses + 1 for p in sharing)
+            part = needs[pool] / max(need, 1.0)
+            part += max(1 - need, 0.0) * (pool.map.counters.misses + 1) / missed
             sizes[pool] = self.settings.num_slots(pool.spec, part)
-        for pool in sorted(pools, key=lambda one: sizes[one] - one.num_slots):
-            pool.resize(sizes[pool])  # those that shrink first
-        logger.info(
-            "the cache has slots by what was missed: %s",
-            ", ".join(f"{p.num_slots} for {', '.join(p.tables)}" for p in self.pools),
-        )
+        told = ", ".join(f"{num} for {', '.join(p.tables)}" for p, num in sizes.items())
+        logger.info("the cache has slots by what was missed: %s", told)
+        return sizes
 
     # Checkpoints
 
@@ -318,7 +322,7 @@ class RowCache:
             self._owns = True
         if self._checkpoint is not None:
             self._restore(number)
-        self._share_by_misses(self._pools[groups[0].tables[0]])
+        self._share_by_misses(groups)
         try:
             for group, counts_U in zip(groups, counts, strict=True):
                 pool = self._pools[group.tables[0]]
@@ -336,9 +340,8 @@ class RowCache:
                 self.counts.moved_bytes += 4 * num_missed * pool.width
             pin = Pin(held, self._freed)
             self.counts.batches.add(pin)
-            for pool, slots_U in held:
+            for pool, _ in held:
                 pool.batches += 1
-                pool.most_rows = max(pool.most_rows, len(slots_U))
             self.counts.num_dirty = self._num_dirty()
             self._load(missed, number)
         except BaseException:

@@ -5,6 +5,7 @@ The cache has a tenth of the rows that batches touch, so that most leave and com
 
 import contextlib
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -13,7 +14,12 @@ import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    JaggedTensor,
+    KeyedJaggedTensor,
+)
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
 from persia_torchrec import (
@@ -211,6 +217,24 @@ def test_a_run_that_is_resumed_has_the_same_rows_leave_next(job, tmp_path):
             assert (found >= 0).any()
 
 
+def test_a_batch_that_is_larger_than_its_part_gets_a_larger_one(job):
+    batches = []
+    for batch in make_batches(20):
+        features = batch.ids.to_dict()
+        num = len(batch.labels)
+        features["place"] = JaggedTensor(  # a quarter of the features
+            torch.arange(3 * num) * 7, lengths=torch.full([num], 3)
+        )
+        batches.append(replace(batch, ids=KeyedJaggedTensor.from_jt_dict(features)))
+    twins = Twins(job, rows=300)
+    losses = twins.losses(twins.remote, batches)
+    pools = twins.cache.pools
+    assert sum(pool.num_slots for pool in pools) in (299, 300)
+    assert all(pool.most_rows <= pool.num_slots for pool in pools)
+    assert max(pool.most_rows for pool in pools) == 144 > 300 / 4
+    twins.require_equal(batches, losses, twins.losses(twins.plain, batches))
+
+
 def test_slots_of_a_checkpoint_that_are_damaged_are_an_error(job, tmp_path):
     batches = make_batches(3)
     first = Twins(job)
@@ -357,7 +381,7 @@ def test_what_a_cache_cannot_do_is_an_error(job):
     with pytest.raises(ConfigError, match="one of gib and rows"):
         Cache(gib=1, rows=2)
     twins = Twins(job, rows=60)
-    with pytest.raises(BatchError, match=r"Received: \d+ rows, 45 slots"):
+    with pytest.raises(BatchError, match=r"Received: \d+ rows, \d+ slots"):
         twins.losses(twins.remote, batches)
     with pytest.raises(ConfigError, match="sharded before the first batch"):
         job.shard(make_model(), twins.sharders)
