@@ -32,7 +32,7 @@ BUDGETS = {
     "docs/data.md": 1200,
     "docs/decisions.md": 700,
     "docs/formats/checkpoint.md": 2300,
-    "docs/formats/memory.md": 2250,
+    "docs/formats/memory.md": 2350,
     "docs/formats/messages.md": 300,
     "docs/from-0.1.md": 500,
     "docs/glossary.md": 300,

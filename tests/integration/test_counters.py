@@ -543,7 +543,7 @@ COUNTERS = [
     CHECKPOINT("first and last step of a row", "32", elsewhere=SWEEP),
     CHECKPOINT("last second of a row", "32", near(2**32, 30, -11), pass_second),
     CHECKPOINT(
-        "frequency of a row; of an id that waits (`AdmitFrequency`)",
+        "frequency of a row, or of an id in `AdmitFrequency`",
         "32",
         near(2**32, 9, -1),
         pass_frequency,
@@ -560,8 +560,8 @@ COUNTERS = [
     ),
     CHECKPOINT("period of `AdagradDecay`", "float32", elsewhere=OPTIM),
     CHECKPOINT(
-        "numbers in names of checkpoints, deltas and increments",
-        "8, 8 and 12 digits",
+        "numbers of checkpoints, deltas, increments",
+        "8, 8, 12 digits",
         near(10**8) | near(10**12) | near(2**63, 9, -2),
         pass_names,
         num_examples=6,
@@ -589,7 +589,7 @@ COUNTERS = [
     MEMORY("words of the journal", "64", elsewhere=NOTES),
     MEMORY("times opened", "64", near(2**64), pass_times_opened),
     MEMORY(
-        "places of the log of what changes",
+        "places in the undo log",
         "40, in words",
         st.just(2**40),
         pass_place_of_log,
