@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from persia_torchrec.cache.slot_map import Snapshot
+from persia_torchrec.checkpoint import catalog
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.sharding.cache_settings import Cache
@@ -66,7 +67,7 @@ def read(folder: Folder, pools: Sequence[Pool], settings: Cache) -> list[PoolSna
         name, most = _file_of(pool), settings.num_slots(pool.spec, 1.0)
         if folder.file_size(name) is None:
             return []
-        line, _, data = folder.read(name).partition(b"\n")
+        line, _, data = catalog.read_file(folder, name).partition(b"\n")
         try:
             head = msgspec.json.decode(line, type=_Head)
             words = np.frombuffer(data, dtype=_WORD).astype(np.uint64)

@@ -35,6 +35,7 @@ from persia_torchrec import (
 )
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.errors import BatchError, CheckpointError, ConfigError
+from persia_torchrec.sharding import cache_snapshot
 from persia_torchrec.sharding.training_blocks import accumulate
 from tests.integration.cached import (
     CASES,
@@ -243,6 +244,12 @@ def test_slots_of_a_checkpoint_that_are_damaged_are_an_error(job, tmp_path):
     file = next(tmp_path.glob("*/slots_*"))
     whole = file.read_bytes()
     head, _, words = whole.partition(b"\n")
+    alone = tmp_path / "without checksums"
+    alone.mkdir()
+    file.write_bytes(whole.replace(b'"batches":3', b'"batches":4'))
+    folder, pools = Folder(file.parent), first.cache.pools
+    with pytest.raises(CheckpointError, match="checksum"):
+        cache_snapshot.read(folder, pools, first.cache.settings)
     for damaged in (
         whole[:-1],
         head + b"\n" + words[-16:],
@@ -250,13 +257,16 @@ def test_slots_of_a_checkpoint_that_are_damaged_are_an_error(job, tmp_path):
         b"[]\n" + words,
         head + b"\n" + b"\xff" * len(words),
     ):
-        file.write_bytes(damaged)
+        (alone / file.name).write_bytes(damaged)
+        for other in file.parent.glob("slots_*"):
+            if other != file:
+                (alone / other.name).write_bytes(other.read_bytes())
         with Servers(1) as servers, ExitStack() as stack:
             client = EmbeddingClient.connect(servers.addresses)
             stack.enter_context(closing(client))
             job_there = SimpleNamespace(client=client, shard=lambda m, s: shard(m, *s))
             twins = Twins(job_there)
-            twins.cache.restore(Folder(file.parent))
+            twins.cache.restore(Folder(alone))
             with pytest.raises(CheckpointError):
                 twins.losses(twins.remote, batches)
 
