@@ -13,7 +13,7 @@ const STATE = {
 const OVERHEAD = 41; // measured: 34 to 41 bytes of header, index and recency
 const BASE = 160e6; // a server without rows
 const MARGIN = 1.1; // a hash spreads ids evenly, and not exactly
-const ROWS_PER_CORE = { 16: 4.5e6, 64: 1.7e6 }; // lookups and updates over loopback
+const ROWS_PER_CORE = { 16: 4.2e6, 64: 1.8e6 }; // lookups and updates over TCP, one request at a time
 
 function bytesOfRow(dim, weightBytes, optimizer, extra) {
   const [slope, constant] = STATE[optimizer];
