@@ -135,8 +135,8 @@ def _train(settings: RowSettings, way: _Way) -> tuple[list[object], Floats]:
         stack.callback(sharders.close)
         beside: list[int] = []
         batches = _batches(settings)
-        first = [next(batches)]
-        _step(model, first[0])
+        first = next(batches)
+        _step(model, first)
         if way.is_followed:
             client.checkpoints.dump(folder / "run")
             follower = EmbeddingCluster.of_checkpoint(
@@ -157,19 +157,10 @@ def _train(settings: RowSettings, way: _Way) -> tuple[list[object], Floats]:
             steps.append(time.perf_counter() - began_s)
         ends = [time.process_time(), _busy(servers), _busy(beside)]
         each = [1e3 * (e - s) / half for s, e in zip(starts, ends, strict=True)]
-        shares: list[object] = [None, None, None]
-        if cache:
-            now = cache.counts.read()
-            own = {name: now[name] - counts[name] for name in now}
-            hits, found = own["cache_hits"], own["cache_hits"] + own["cache_misses"]
-            moved = own["cache_moved_bytes"] / own["cache_plain_bytes"]
-            sharders.flush()
-            last = cache.counts.read()
-            own = {name: last[name] - counts[name] for name in last}
-            flushed = own["cache_moved_bytes"] / own["cache_plain_bytes"]
-            shares = [hits / found, moved, flushed]
+        now = cache.counts.read() if cache else {}
         sharders.flush()
-        ids = np.unique(first[0].values().numpy()[: settings.row_batch_size])
+        shares = _shares(counts, now, cache.counts.read()) if cache else [None] * 3
+        ids = np.unique(first.values().numpy()[: settings.row_batch_size])
         weights = client.read(TABLES[0], ids.astype(np.uint64))[:, : settings.row_dim]
     return [
         *shares,
@@ -177,6 +168,19 @@ def _train(settings: RowSettings, way: _Way) -> tuple[list[object], Floats]:
         *each[:2],
         each[2] if beside else None,
     ], weights
+
+
+def _shares(
+    before: dict[str, int], now: dict[str, int], flushed: dict[str, int]
+) -> list[float | None]:
+    """Return the share that hit, and the bytes beside no cache, twice."""
+    own = {name: now[name] - before[name] for name in now}
+    whole = {name: flushed[name] - before[name] for name in now}
+    return [
+        own["cache_hits"] / (own["cache_hits"] + own["cache_misses"]),
+        own["cache_moved_bytes"] / own["cache_plain_bytes"],
+        whole["cache_moved_bytes"] / whole["cache_plain_bytes"],
+    ]
 
 
 def _collection(settings: RowSettings) -> EmbeddingBagCollection:

@@ -70,18 +70,18 @@ def read(folder: Folder, pools: Sequence[Pool], settings: Cache) -> list[PoolSna
         line, _, data = catalog.read_file(folder, name).partition(b"\n")
         try:
             head = msgspec.json.decode(line, type=_Head)
+            if head.settings != repr(settings):
+                return []
             words = np.frombuffer(data, dtype=_WORD).astype(np.uint64)
             hands = words[len(words) - _NUM_HANDS :]
             records = words[: len(words) - _NUM_HANDS].reshape(-1, 2)
-            if len(hands) < _NUM_HANDS or head.num_slots > most:
+            if len(hands) < _NUM_HANDS or not 0 < head.num_slots <= most:
                 raise ValueError(f"{len(words)} words, {head.num_slots} slots")
         except (ValueError, msgspec.MsgspecError) as exc:
             raise CheckpointError(
                 f"{folder.file_path(name)} must be the slots of a cache. Received: a "
                 f"damaged file ({exc}). Remove it: the cache begins empty then."
             ) from exc
-        if head.settings != repr(settings):
-            return []
         snapshot = Snapshot(records, hands)
         found.append(
             PoolSnapshot(pool, head.num_slots, head.batches, head.most_rows, snapshot)

@@ -54,6 +54,7 @@ from persia_torchrec.table import TableSpec
 logger = logging.getLogger(__name__)
 
 _ROWS_AT_ONCE = 16_384  # written back by a flush, while a step waits
+_RESTORED_BYTES = 2**28  # of rows, looked up at once when a run is resumed
 _WRITES_IN_FLIGHT = 8  # whose rows are kept here
 _SHARED_AFTER = 100  # batches of each collection, by the rows that they missed
 
@@ -274,9 +275,10 @@ class RowCache:
         pool.batches, pool.most_rows = found.batches, found.most_rows
         if self._shared_at is not None and pool.batches > self._shared_at:
             self._shared_at = None  # it was done in that run
-        for start in range(0, len(moves.slots), _ROWS_AT_ONCE):
+        num = max(_ROWS_AT_ONCE, _RESTORED_BYTES // (4 * pool.width))
+        for start in range(0, len(moves.slots), num):
             chosen_N = np.zeros(len(moves.slots), dtype=np.bool_)
-            chosen_N[start : start + _ROWS_AT_ONCE] = True
+            chosen_N[start : start + num] = True
             self._load([(pool, _chosen(moves, chosen_N))], number)
 
     def _own(self) -> None:

@@ -244,6 +244,9 @@ def test_slots_of_a_checkpoint_that_are_damaged_are_an_error(job, tmp_path):
     file = next(tmp_path.glob("*/slots_*"))
     whole = file.read_bytes()
     head, _, words = whole.partition(b"\n")
+    for other in (Cache(rows=300), Cache(rows=6000)):  # which begin empty
+        folder = Folder(file.parent)
+        assert cache_snapshot.read(folder, first.cache.pools, other) == []
     alone = tmp_path / "without checksums"
     alone.mkdir()
     file.write_bytes(whole.replace(b'"batches":3', b'"batches":4'))
@@ -254,6 +257,7 @@ def test_slots_of_a_checkpoint_that_are_damaged_are_an_error(job, tmp_path):
         whole[:-1],
         head + b"\n" + words[-16:],
         whole.replace(b'"num_slots":', b'"num_slots":9'),
+        whole.replace(b'"num_slots":', b'"num_slots":-'),
         b"[]\n" + words,
         head + b"\n" + b"\xff" * len(words),
     ):
