@@ -60,8 +60,8 @@ def train(
         data_loader: the data loaders' script and its arguments, as "loader.py --epochs
             2", or "-m package.loader"
         servers: number of embedding servers; ids are sharded over them by hash
-        embedding_workers: number of embedding workers; 0 if the trainers have TorchRec
-            models, to which data loaders send the ids themselves
+        embedding_workers: number of embedding workers; a training of TorchRec models
+            has 0, as its data loaders send the ids to the trainers
         data_loaders: number of data loaders; 0 if the trainers read their own data
         trainers: number of trainers (NN workers), of all machines together, a multiple
             of nproc_per_node; by default those of one machine
@@ -166,8 +166,8 @@ def serve(
         checkpoint: folder of a checkpoint with a model, or of a run, for its latest; or
             its URL; where the roles run
         servers: number of embedding servers; ids are sharded over them by hash
-        embedding_workers: number of embedding workers; 0 if the trainers have TorchRec
-            models, to which data loaders send the ids themselves
+        embedding_workers: number of embedding workers; a training of TorchRec models
+            has 0, as its data loaders send the ids to the trainers
         predictors: number of inference servers, which answer HTTP
         http_host: address that inference servers listen on; 0.0.0.0 for all
         http_port: port of the first inference server; the next one has the next
@@ -227,8 +227,8 @@ def coordinator(
         host: host of the job's address book, where its coordinator runs
         port: TCP port of the job's address book
         servers: number of embedding servers; ids are sharded over them by hash
-        embedding_workers: number of embedding workers; 0 if the trainers have TorchRec
-            models, to which data loaders send the ids themselves
+        embedding_workers: number of embedding workers; a training of TorchRec models
+            has 0, as its data loaders send the ids to the trainers
         data_loaders: number of data loaders; 0 if the trainers read their own data
         trainers: number of trainers (NN workers), of all machines together, a multiple
             of nproc_per_node; by default those of one machine
@@ -288,8 +288,8 @@ def embedding_worker(
     Args:
         host: host of the job's address book, where its coordinator runs
         port: TCP port of the job's address book
-        embedding_workers: number of embedding workers; 0 if the trainers have TorchRec
-            models, to which data loaders send the ids themselves
+        embedding_workers: number of embedding workers; a training of TorchRec models
+            has 0, as its data loaders send the ids to the trainers
     """
     job = roles.JobSettings(host=host, port=port, **shared)
     return roles.app(roles.embedding_workers(job, embedding_workers))

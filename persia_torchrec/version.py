@@ -5,7 +5,7 @@ import shutil
 from importlib import import_module, metadata
 from importlib.util import find_spec
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 OLDEST_TORCH = 11
 """Of torch 2.X, the least X; the greatest is in ``pyproject.toml``."""

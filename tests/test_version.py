@@ -8,7 +8,13 @@ from importlib import metadata
 
 import pytest
 
-from persia_torchrec.version import NEEDS, TORCH, __version__, require_set_that_fits
+from persia_torchrec.version import (
+    NEEDS,
+    OLDEST_TORCH,
+    TORCH,
+    __version__,
+    require_set_that_fits,
+)
 from tests.support.repository import ROOT
 
 pytestmark = pytest.mark.slow
@@ -109,11 +115,42 @@ def test_missing_packages_are_named_with_the_command(
         require_set_that_fits()
 
 
-def test_torchrec_needs_what_make_install_installs():
+def test_the_command_for_torchrecs_needs_is_what_the_extras_have():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extra = project["optional-dependencies"]["torchrec-needs"]
+    own = {re.split(r"\W", need)[0] for need in project["dependencies"]}
+    needs = set(NEEDS.replace("'", "").split())
+    assert {need for need in needs if need not in own} == {*extra}
+
+
+def test_the_installation_offers_the_torch_that_the_package_takes():
+    script = (ROOT / "components/install.sh").read_text()
+    oldest, newest = re.findall(r"^oldest=(\d+) newest=(\d+)", script, re.M)[0]
+    assert int(oldest) == OLDEST_TORCH
+    assert (
+        f'"torch>=2.{oldest},<2.{int(newest) + 1}"'
+        in (ROOT / "pyproject.toml").read_text()
+    )
     makefile = (ROOT / "Makefile").read_text()
-    [line] = re.findall("^TORCHREC_NEEDS := (.*)$", makefile, re.MULTILINE)
-    words = line.partition("$")[0].split()
-    assert set(words) == set(NEEDS.replace("'", "").split())
+    assert f"VERSIONS ?= 2.{oldest} 2.{newest}\n" in makefile
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("2.10",), "TORCH must be 2.11 to 2.14, or a release of one. Received: 2.10"),
+        (("2.13", "tpu"), "DEVICE must be cpu or cuda. Received: tpu"),
+    ],
+)
+def test_an_installation_that_cannot_be_is_an_error_before_it_begins(
+    tmp_path, words, message
+):
+    folder = tmp_path / "venv"
+    command = ["bash", ROOT / "components/install.sh", folder, *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.strip() == message
+    assert not folder.exists()
 
 
 def test_each_door_to_torchrec_reports_that_it_is_missing():
@@ -181,6 +218,20 @@ def test_the_changelog_has_this_version_below_what_is_unreleased():
     unreleased, latest, *_ = re.findall(r"^## (.*)$", CHANGELOG, re.MULTILINE)
     assert unreleased == "Unreleased"
     assert re.fullmatch(rf"{re.escape(__version__)} \(\d{{4}}-\d\d-\d\d\)", latest)
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"version: {__version__}\n" in citation
+    assert latest.split()[1] == re.findall(r'released: "(.*)"', citation)[0].join("()")
+
+
+def test_the_commands_of_pages_install_this_version():
+    names = r"persia_torchrec-([\d.]+)-py3|persia-torchrec:(\d[\d.]*)"
+    found = [
+        (page.name, wheel or image)
+        for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+        for wheel, image in re.findall(names, page.read_text())
+    ]
+    assert len(found) > 5
+    assert [one for one in found if one[1] != __version__] == []
 
 
 def test_the_sharders_look_at_it_before_they_import_torchrec():

@@ -55,8 +55,8 @@ SETTINGS: Mapping[str, Declared] = {
         kind=int,
         default=1,
         unit="count",
-        help="number of embedding workers; 0 if the trainers have TorchRec models, to "
-        "which data loaders send the ids themselves",
+        help="number of embedding workers; a training of TorchRec models has 0, as its "
+        "data loaders send the ids to the trainers",
         previous=("num_workers",),
     ),
     "data_loaders": Declared(

@@ -98,3 +98,9 @@ def test_every_target_of_make_is_listed():
     assert set(re.findall(r"^\| `make ([\w-]+)` \|", PAGE, re.M)) == {*targets} - {
         "help"
     }
+
+
+def test_a_theme_of_the_makefile_is_one_screen():
+    themes = (ROOT / "Makefile").read_text().split("\n##@ ")
+    assert len(themes) > 3
+    assert all(theme.count("\n") <= 50 for theme in themes)

@@ -35,7 +35,7 @@ def test_the_processes_belong_to_an_ordinary_user():
     ]  # a number, which Kubernetes can tell from root
 
 
-def test_versions_come_from_the_makefile_and_packages_from_the_users_index():
+def test_versions_come_from_make_install_and_packages_from_the_users_index():
     (install,) = [run for run in instructions("RUN") if "make install" in run]
     assert 'DEVICE="$DEVICE"' in install
     assert "==" not in TEXT

@@ -30,9 +30,7 @@ def environment(tmp_path_factory):
     (block,) = re.findall(r"```bash\n(pip install 'persia.*?)```", page, re.DOTALL)
     started = time.monotonic()
     for line in block.splitlines():
-        words = shlex.split(
-            line.replace("persia_torchrec-0.1.0", f"{built.wheel}"[:-17])
-        )
+        words = shlex.split(line.replace(built.wheel.name, f"{built.wheel}"))
         wheel.run([str(folder / "venv/bin/pip"), *words[1:]], cwd=folder)
     print(f"installed in {time.monotonic() - started:.0f} s")
     return folder
