@@ -14,7 +14,8 @@ sys.path.insert(0, str(ROOT))
 
 project = "persia_torchrec"
 author = "the persia_torchrec authors"
-copyright = "Apache License 2.0"
+copyright = "the persia_torchrec authors, Apache License 2.0"
+smartquotes = False  # -- of an option is no dash
 release = re.findall(r'"([0-9.]+)"', (ROOT / "persia_torchrec/version.py").read_text())[
     0
 ]

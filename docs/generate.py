@@ -440,25 +440,27 @@ def settings_page() -> str:
     """Return the page of all settings."""
     parts = [
         "# Settings\n\n"
-        "Every setting with its default, unit and range. This page is made of the "
-        "settings themselves by `docs/generate.py`; a test compares both. What the "
-        "most important ones trade is on [the page before](../reference.md#settings), "
-        "[variables](environment.md) and [times](times.md) have pages of their own.\n\n"
-        "A range is the text of the error that a value outside of it gets. `-` says "
-        "that the type, or the program that is started in the end, decides. Text "
-        "without a code font, as none, is no value.\n",
+        "The settings of programs and components, with defaults, units and ranges. "
+        "`docs/generate.py` writes this page from the settings, and a test compares "
+        "both. [Tables and settings](../reference.md#settings) says how to choose the "
+        "most important ones. [Variables](environment.md) and [times](times.md) have "
+        "pages of their own.\n\n"
+        "A range is the text of the error for a value outside of the range. `-` means: "
+        "the type of the setting is its range. A default in plain text describes the "
+        "value.\n",
         "## Settings of several commands\n\n"
-        "Arguments of components are `--run_dir`, flags of all others `--run-dir`. A "
-        "default may be another at a command, as none where the file or the job says "
-        "it; a variable is read where no flag is given, by programs.\n",
+        "A component of torchx has the argument `--run_dir`; a program has the flag "
+        "`--run-dir`. A component can have another default than the table, if a file "
+        "or the job gives the value. A program reads the variable if the flag is not "
+        "given.\n",
         _several(),
-        "## Programs\n\nBeside those that they share.\n",
+        "## Programs\n\nFlags of one program each.\n",
     ]
     for title, (kind, given) in PROGRAMS.items():
         if lines := list(_flags(kind, **given)):
             parts.append(f"### {title}\n\n{_table(lines)}")
     parts.append("## Components of torchx\n")
-    parts.append("Arguments of `torchx run persia.NAME` beside those.\n")
+    parts.append("Arguments of one component each: `torchx run persia.NAME`.\n")
     for name in COMPONENTS:
         lines = [
             line
