@@ -33,10 +33,23 @@ _OF_TORCHX: dict[str, Any] = {
     "token_normalize_func": _with_hyphens,
 }
 _HERE = "local_cwd"
-_TORCHXCONFIG = f"""\
-# torchx run starts jobs on this machine, unless -s names another scheduler.
+_TORCHXCONFIG = """\
+# Plain "torchx run" trains the adult-income example on this machine.
+# "torchx run -- --servers 3" overrides an argument, "-s slurm" the scheduler.
+
 [cli:run]
-scheduler = {_HERE}
+scheduler = local_cwd
+component = persia.train
+
+[component:persia.train]
+nn_worker = {examples}/adult_income/train.py
+data_loader = {examples}/adult_income/data_loader.py
+embedding_config = {examples}/adult_income/embedding_config.yml
+global_config = {examples}/adult_income/global_config.yml
+servers = 2
+embedding_workers = 1
+data_loaders = 1
+trainers = 1
 """
 OF_RUN = (
     *("servers", "trainers", "nproc_per_node", "gpus", "run_dir", "capacity"),
@@ -194,7 +207,8 @@ def examples(folder: Path) -> None:
     """Copy the examples into FOLDER, a new one.
 
     Beside it, unless there is one, stands a .torchxconfig then: torchx run starts jobs
-    on this machine, where nothing names a scheduler.
+    on this machine, where nothing names a scheduler, and trains the adult-income
+    example, where nothing names a component.
 
     persia-torchrec examples && python examples/quickstart.py
     """
@@ -210,8 +224,8 @@ def examples(folder: Path) -> None:
     click.echo(f"copied to {folder}; begin with python {folder}/quickstart.py")
     config = folder.absolute().parent / ".torchxconfig"
     if not config.exists():
-        config.write_text(_TORCHXCONFIG)
-        click.echo(f"{config}: torchx run starts jobs on this machine, without -s")
+        config.write_text(_TORCHXCONFIG.format(examples=folder.name))
+        click.echo(f"{config}: torchx run trains {folder.name}/adult_income here")
 
 
 @click.command()

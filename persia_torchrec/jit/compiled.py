@@ -440,7 +440,7 @@ def _temporary_folder() -> str | None:
 def _say_not_kept(why: str) -> None:
     logger.warning(
         "compiled loops are not kept, so that each process compiles them, for up to "
-        "half a minute: %s. Set NUMBA_CACHE_DIR to a folder with room that can be "
+        "a minute: %s. Set NUMBA_CACHE_DIR to a folder with room that can be "
         "written to.",
         why,
     )

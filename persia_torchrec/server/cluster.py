@@ -414,7 +414,7 @@ def _wait_until_ready(
             else:
                 # A warning, which a script that configures no logging shows.
                 logger.warning(
-                    "%s compiles its loops, once for this machine: half a minute", name
+                    "%s compiles its loops, once for this machine: a minute", name
                 )
                 warm_up()  # meanwhile, for clients of this process
                 line = lines.get(timeout=timeouts.COMPILING_S)

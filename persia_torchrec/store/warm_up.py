@@ -21,7 +21,7 @@ _COUNTS = np.ones(len(_IDS), dtype=np.uint32)
 def warm_up(*, in_file: bool = True) -> None:
     """Run every loop once, on stores of its own: in private memory and ``in_file``.
 
-    The first time on a machine this takes about half a minute of processor time, which
+    The first time on a machine this takes about a minute of processor time, which
     processes that do so at once share; later ones find the machine code on disk. The
     loops of optimizers, initializers and admissions other than the defaults are
     compiled, or loaded in some milliseconds, when the first table with one is added.

@@ -31,8 +31,8 @@ MAX_WORDS = 700
 RUN_BY = {
     "pip install": "tests/wheel/test_fresh_environment.py",
     "make install": "make test",
-    "make train": "tests/integration/test_main_job.py",
-    "PERSIA_CKPT_DIR=runs/7 make train": "tests/serving/test_main.py",
+    "torchx run\n": "tests/integration/test_main_job.py",  # without any argument
+    "PERSIA_CKPT_DIR=runs/7 torchx run\n": "tests/serving/test_main.py",
     "torchx run -s local_cwd persia.train": "tests/integration/test_main_job.py",
     "torchx run -s local_cwd persia.train_torchrec": (
         "tests/integration/test_torchrec_job.py"
@@ -227,7 +227,7 @@ def test_the_quickstart_is_short():
 
 
 def test_every_shell_command_is_run_somewhere():
-    given = [command for block in blocks("bash") for command in commands(block)]
+    given = [f"{command}\n" for block in blocks("bash") for command in commands(block)]
     for command in given:
         assert command.startswith((*RUN_BY, *RUN_HERE)), command
     for known in (*RUN_BY, *RUN_HERE):

@@ -14,6 +14,7 @@ from persia_torchrec.parsing.command_line import parse_flags
 from persia_torchrec.parsing.settings import SETTINGS
 from persia_torchrec.serving.__main__ import ServingFlags
 from persia_torchrec.version import __version__
+from tests.support.repository import ROOT
 
 
 @pytest.fixture
@@ -114,8 +115,15 @@ def test_a_checkout_has_the_examples_too(tmp_path):
 
 def test_beside_the_examples_torchx_starts_jobs_on_this_machine(tmp_path):
     config = tmp_path / ".torchxconfig"
-    assert CliRunner().invoke(main, ["examples", str(tmp_path / "a")]).exit_code == 0
+    folder = tmp_path / "examples"
+    assert CliRunner().invoke(main, ["examples", str(folder)]).exit_code == 0
     assert get_config("cli", "run", "scheduler", [str(tmp_path)]) == "local_cwd"
+
+    def settings(text):
+        return [line for line in text.splitlines() if not line.startswith("#")]
+
+    of_a_checkout = (ROOT / ".torchxconfig").read_text()
+    assert settings(config.read_text()) == settings(of_a_checkout)
     config.write_text("")
     assert CliRunner().invoke(main, ["examples", str(tmp_path / "b")]).exit_code == 0
     assert config.read_text() == ""
