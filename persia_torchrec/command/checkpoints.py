@@ -109,7 +109,8 @@ def info(path: str, is_json: bool) -> None:
         return
     dense = None
     if manifest.dense is not None:
-        dense = f"with {', '.join(manifest.dense.begun) or 'no'} optimizer state"
+        names = ", ".join(manifest.dense.begun)
+        dense = f"with the state of {names}" if names else "without optimizer state"
     console.show_pairs(
         {
             **_listed(folder),
