@@ -150,6 +150,24 @@ def test_a_start_that_lost_its_rows_gets_nothing(starts, connect):
     assert starts.listener.receive(0) is None
 
 
+@pytest.mark.parametrize(
+    ("incarnation", "fails_with", "restarts"), [(7, RestartedError, 1), (6, None, 0)]
+)
+def test_a_rejection_for_lost_rows_concerns_the_start_that_the_request_was_for(
+    starts, connect, incarnation, fails_with, restarts
+):
+    connections, seen = connect(starts.address), []
+    connections[0].when_restarted = lambda: seen.append(incarnation)
+    header = Header(Kind.WRITE, incarnation=incarnation)
+    reply = connections[0].send(header, [b"0"], timeout_s=DEADLINE_S, what="writing")
+    peer, request, _ = starts.take()
+    starts.listener.send_error(peer, request, RestartedError("gone", server="it"))
+    with pytest.raises(RestartedError, match=r"writing: .*its rows are gone"):
+        reply.frames()
+    assert connections[0].fails_with is fails_with
+    assert seen == [incarnation] * restarts
+
+
 def test_a_server_that_is_not_ready_is_asked_again(starts, connect):
     connections = connect(starts.address)
     replies = [submit(connections, b"%d" % n) for n in range(2)]

@@ -198,6 +198,13 @@ def test_replies_with_callbacks_and_without_a_waiting_caller_arrive(peers):
     until(silent.done)
 
 
+def test_a_callback_that_is_added_when_the_reply_is_there_is_called(peers):
+    done, reply = threading.Event(), send(peers, b"x")
+    until(memory_of(peers).has_replies)  # and no thread was woken for it
+    reply.add_done_callback(lambda _: done.set())
+    assert done.wait(DEADLINE_S)
+
+
 def test_the_thread_that_takes_a_reply_with_callbacks_does_not_wake_itself(
     peers, echo, monkeypatch
 ):
@@ -310,6 +317,15 @@ def test_a_server_that_is_gone_fails_the_requests(peers, echo):
     with pytest.raises(ServerError, match="connection was lost"):
         reply.frames()
     echo.may_answer.set()
+
+
+def test_memory_that_was_lost_is_polled_no_more(peers, echo):
+    memory, loop = memory_of(peers), peers.connections[0]._loop
+    assert send(peers, b"x").frames()
+    until(lambda: memory.fd in loop._handlers)
+    memory.socket.shutdown(socket.SHUT_RD)
+    until(lambda: memory_of(peers) is None)
+    until(lambda: memory.fd not in loop._handlers)
 
 
 def test_each_client_gets_a_quarter_of_what_is_left(echo):
