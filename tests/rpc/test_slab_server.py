@@ -319,13 +319,12 @@ def test_a_server_that_is_gone_fails_the_requests(peers, echo):
     echo.may_answer.set()
 
 
-def test_memory_that_was_lost_is_polled_no_more(peers, echo):
-    memory, loop = memory_of(peers), peers.connections[0]._loop
+def test_memory_is_polled_until_it_is_lost(peers, echo):
+    memory, connection = memory_of(peers), peers.connections[0]
     assert send(peers, b"x").frames()
-    until(lambda: memory.fd in loop._handlers)
+    until(lambda: connection._watched is memory)
     memory.socket.shutdown(socket.SHUT_RD)
-    until(lambda: memory_of(peers) is None)
-    until(lambda: memory.fd not in loop._handlers)
+    until(lambda: connection._watched is not memory)
 
 
 def test_each_client_gets_a_quarter_of_what_is_left(echo):

@@ -508,7 +508,7 @@ class TestWhatUsersForget:
             while ctx.summary().num_dropped < 20:
                 assert time.monotonic() < deadline
                 time.sleep(0.005)
-        assert warnings() == ["pipeline.staleness"]
+        assert warnings().count("pipeline.staleness") == 1
 
     def test_an_evaluation_and_a_loop_that_breaks_off_are_no_warning(
         self, job, warnings
