@@ -14,6 +14,8 @@ from tests.support import reference
 from tests.support.kernels import draw
 from tests.support.strategies import ids
 
+pytestmark = pytest.mark.slow
+
 # Numbers that float32 holds exactly, so that the reference in double has the same.
 uniforms = st.sampled_from(
     [Uniform(), Uniform(0.0, 1.0), Uniform(-0.3, 0.7), Uniform(2.0, 2.0)]

@@ -39,6 +39,8 @@ from tests.support.toy_optimizer import SignWithMemory
 from tests.support.trained_elsewhere import batches, train_with_fbgemm, train_with_torch
 from tests.support.trained_table import EVERY_DIM, train_table
 
+pytestmark = pytest.mark.slow
+
 RTOL = ATOL = 4e-6
 FBGEMMS_DIMS = [4, 8, 64]
 

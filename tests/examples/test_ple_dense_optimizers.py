@@ -11,6 +11,8 @@ from persia_torchrec.embedding.optim import AdagradDecay, AdamAsync
 from persia_torchrec.errors import ConfigError
 from tests.support.dense_twins import DIM, IDS, gradients, move_both
 
+pytestmark = pytest.mark.slow
+
 PAIRS = {
     "adam": (Adam(0.01), torch.optim.Adam, {"lr": 0.01}),
     "sgd": (SGD(0.1), torch.optim.SGD, {"lr": 0.1}),

@@ -54,6 +54,8 @@ from persia_torchrec.persia.global_config import load_global_config
 from tests.integration.persia_page_scripts import Scripts
 from tests.support.local_job import LocalJob, Sending
 
+pytestmark = pytest.mark.slow
+
 TWO_SLOTS = """
 feature_index_prefix_bit: 8
 slots_config:

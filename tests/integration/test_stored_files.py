@@ -37,6 +37,8 @@ from tests.support.stored_files import (
     unpacked,
 )
 
+pytestmark = pytest.mark.slow
+
 SMALL_ROWS = 14
 """Capacity of the stores that died in the middle of a request."""
 

@@ -11,6 +11,8 @@ from persia_torchrec.errors import ConfigError
 from tests.support.components import COMPONENTS, ROLES_FILE, WORDS, load
 from tests.support.volcano_job import Job
 
+pytestmark = pytest.mark.slow
+
 TRAIN = "train"
 SECRET = {"name": "persia-job-token", "key": "token"}
 

@@ -22,6 +22,8 @@ from tests.support.ports import draw_ports
 from tests.support.processes import wait_until
 from tests.support.servers import DEADLINE_S
 
+pytestmark = pytest.mark.slow
+
 LABELS = labels_of("trainer", 2, "seven")
 TOKEN = "t" * 32
 

@@ -23,6 +23,8 @@ from persia_torchrec.server.__main__ import ServerFlags
 from persia_torchrec.serving.__main__ import ServingFlags
 from tests.support.components import COMPONENTS, load
 
+pytestmark = pytest.mark.slow
+
 PROGRAMS = (
     *(CoordinatorConfig, SupervisorConfig, AgentConfig),
     *(ServerFlags, WorkerFlags, ServingFlags),

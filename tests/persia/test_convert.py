@@ -27,6 +27,8 @@ from tests.support.persia_files import Row, file_bytes, prefixed, write_checkpoi
 from tests.support.processes import wait_until
 from tests.support.servers import Servers, ids_of
 
+pytestmark = pytest.mark.slow
+
 CONFIG = """
 feature_index_prefix_bit: {bits}
 slots_config:

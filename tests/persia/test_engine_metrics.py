@@ -14,6 +14,8 @@ from tests.support.local_job import Batches, SumOfEmbeddings, batch_of
 from tests.support.processes import wait_until
 from tests.support.servers import DEADLINE_S
 
+pytestmark = pytest.mark.slow
+
 BATCHES = [batch_of([1, 2], [number]) for number in range(20)]
 LABELS = {"role": "nn_worker", "job": "adult", "instance": "rep_0"}
 CONFIG = "common_config: {{metrics_config: {{job_name: adult, {settings}}}}}"

@@ -27,6 +27,8 @@ from tests.support.processes import wait_until
 from tests.support.servers import DEADLINE_S
 from tests.support.threads import InThread, all_at_once
 
+pytestmark = pytest.mark.slow
+
 MIB = 2**20
 
 

@@ -39,6 +39,8 @@ from tests.support.servers import (
     once_the_port_is_free,
 )
 
+pytestmark = pytest.mark.slow
+
 ITEM = TableSpec(name="item", dim=4, optimizer=Adagrad(0.1))
 NUMBER = BatchNumber(1, 0)
 IDS = np.arange(40, dtype=np.uint64)

@@ -33,6 +33,8 @@ from tests.support.one_feature import FEATURE
 from tests.support.repository import ROOT
 from tests.support.servers import DEADLINE_S, Servers
 
+pytestmark = pytest.mark.slow
+
 SIGNATURE = ModelSignature(
     ("item",),
     (DenseInput("age", "float64", ()), DenseInput("x", "float32", (2,))),

@@ -32,6 +32,8 @@ from tests.support.served_model import EVALUATION
 from tests.support.servers import ids_of
 from tests.support.serving_process import Serving, ask
 
+pytestmark = pytest.mark.slow
+
 BODY = EVALUATION[0].to_bytes()
 
 

@@ -68,6 +68,8 @@ from tests.support.remote_job import (
     tensors_of,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def mixed_sharder(job, placement=None, local=None, **settings):
     remote = RemoteEmbeddingBagCollectionSharder(job.client, ADAGRAD, **settings)

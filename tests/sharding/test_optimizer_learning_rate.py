@@ -20,6 +20,8 @@ from persia_torchrec.errors import ConfigError
 from tests.sharding.two_towers import TABLES
 from tests.support.remote_job import Bags, kjt_of, remote_modules
 
+pytestmark = pytest.mark.slow
+
 IDS = {"ad": [[1, 2], []], "query": [[2], [3]], "user": [[5], [7, 7]]}
 START = {name: TableSettings(initializer=Constant(0.0)) for name in ("term", "user")}
 

@@ -42,6 +42,8 @@ from tests.support.remote_job import META, kjt_of
 from tests.support.servers import ids_of
 from tests.support.synchronising import Spy
 
+pytestmark = pytest.mark.slow
+
 IDS = kjt_of({"ad": [[1], [2, 2], []], "query": [[3, 1], [], [2]]})
 
 

@@ -36,6 +36,8 @@ from persia_torchrec.errors import ConfigError
 from tests.support import models
 from tests.support.remote_job import CPU, META, Bags, kjt_of, shard
 
+pytestmark = pytest.mark.slow
+
 NUM_ROWS = 12
 TABLES = [
     EmbeddingBagConfig(NUM_ROWS, 4, name="term", feature_names=["ad", "query"]),

@@ -31,6 +31,8 @@ from tests.support.remote_job import (
     tensors_of,
 )
 
+pytestmark = pytest.mark.slow
+
 TABLES = [
     EmbeddingBagConfig(10, 4, name="term", feature_names=["ad", "query"]),
     EmbeddingBagConfig(10, 4, name="user", feature_names=["user"]),

@@ -22,6 +22,8 @@ from persia_torchrec.table import TableSpec
 from tests.support.models import sequences_of, tables_of
 from tests.support.servers import ids_of
 
+pytestmark = pytest.mark.slow
+
 ROWWISE = Adagrad(0.1, vectorwise_shared=True)
 SPECS = [
     TableSpec(name="user", dim=4, optimizer=ROWWISE),

@@ -28,7 +28,10 @@ from tests.support.models import bags_of, sequences_of
 from tests.support.remote_job import CPU, META, kjt_of, shard
 
 # torch's own gather of a ShardedTensor warns that these will go.
-pytestmark = pytest.mark.filterwarnings("ignore:Please use DTensor:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Please use DTensor:FutureWarning"),
+    pytest.mark.slow,
+]
 
 NUM_IDS, DIM = 8, 4
 FUSED = ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"])

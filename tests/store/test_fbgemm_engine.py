@@ -28,6 +28,8 @@ from tests.support.consistency import check_store
 from tests.support.servers import ids_of
 from tests.support.trained_elsewhere import NUM_ROWS, batches, train_with_fbgemm
 
+pytestmark = pytest.mark.slow
+
 OPTIMIZERS = {
     "sgd": SGD(0.1),
     "adagrad": Adagrad(0.1, eps=1e-3),

@@ -28,6 +28,8 @@ from tests.support.models import Tower, tables_of
 from tests.support.remote_job import Servers, kjt_of, shard
 from tests.support.servers import DEADLINE_S
 
+pytestmark = pytest.mark.slow
+
 TABLES = tables_of(["first", "second"], 50)
 
 

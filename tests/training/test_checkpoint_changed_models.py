@@ -18,6 +18,8 @@ from tests.support.models import tables_of
 from tests.support.remote_job import Bags, kjt_of, shard
 from tests.support.servers import RunningServer
 
+pytestmark = pytest.mark.slow
+
 IDS = np.arange(20, dtype=np.uint64)
 
 

@@ -15,6 +15,8 @@ from tests.support.repository import ROOT
 from tests.support.resumed_loops import StoppedError
 from tests.support.servers import Servers
 
+pytestmark = pytest.mark.slow
+
 NUM_EPOCHS, NUM_BATCHES, PATIENCE = 4, 2, 2
 AUCS = 0.5, 0.7, 0.6, 0.65, 0.69
 LOSSES = 0.5, 0.3, 0.4, 0.45  # by epoch, of the evaluation

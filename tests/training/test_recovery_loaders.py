@@ -24,6 +24,8 @@ from tests.support.resumed_loops import (
 )
 from tests.support.servers import Servers
 
+pytestmark = pytest.mark.slow
+
 
 class Around:
     """Any class of a script that reads another object."""

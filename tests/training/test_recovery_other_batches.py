@@ -26,6 +26,8 @@ from tests.support.resumed_loops import (
 )
 from tests.support.servers import Servers
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def client():

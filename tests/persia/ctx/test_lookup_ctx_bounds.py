@@ -25,6 +25,8 @@ from tests.support.local_job import (
 from tests.support.servers import DEADLINE_S
 from tests.support.threads import InThread
 
+pytestmark = pytest.mark.slow
+
 FROM_ZERO = EmbeddingConfig((0, 0), weight_bound=0)
 TWELVE = [batch_of([1])] * 12
 

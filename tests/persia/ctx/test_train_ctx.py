@@ -30,6 +30,8 @@ from tests.support.local_job import Batches, LocalJob, SumOfEmbeddings, batch_of
 from tests.support.script_jobs import INFER
 from tests.support.servers import DEADLINE_S, ids_of
 
+pytestmark = pytest.mark.slow
+
 THREE_SLOTS = """
 feature_index_prefix_bit: 8
 slots_config:

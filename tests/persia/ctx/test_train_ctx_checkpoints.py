@@ -23,6 +23,8 @@ from persia_torchrec.persia.utils import get_embedding_worker_services
 from tests.support.local_job import ONE_SLOT, Batches, LocalJob, batch_of
 from tests.support.servers import DEADLINE_S
 
+pytestmark = pytest.mark.slow
+
 
 class Dense(nn.Module):
     """A model that TorchScript takes."""

@@ -28,6 +28,8 @@ from persia_torchrec.persia.batch import (
 from tests.support.local_job import LocalJob, Sending
 from tests.support.servers import ids_of
 
+pytestmark = pytest.mark.slow
+
 SLOTS = """
 feature_index_prefix_bit: 8
 slots_config:
