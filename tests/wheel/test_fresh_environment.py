@@ -16,7 +16,6 @@ import pytest
 from tests.support import wheel
 from tests.support.repository import ROOT
 
-TRAINS_WITHIN_S = 30
 PYTHON = os.environ.get("PYTHON", sys.executable)
 
 
@@ -48,13 +47,9 @@ def test_the_first_example_trains_and_reports_that_it_compiles(environment):
     page = (ROOT / "README.md").read_text()
     block = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
     (environment / "first.py").write_text(block)
-    started = time.monotonic()
     shown = python(environment, "python", "first.py")
-    took_s = time.monotonic() - started
     assert "compil" in shown
     assert "rows on the servers" in shown
-    if not os.getloadavg()[0] > (os.cpu_count() or 1):  # others would be measured too
-        assert took_s < TRAINS_WITHIN_S
 
 
 def test_a_job_trains_from_any_folder_though_the_environment_is_not_active(environment):
