@@ -1,7 +1,11 @@
-# `make` lists the targets. Each of them first makes .venv with what this machine needs.
+# `make` lists the targets. Those that need .venv make it first.
 
 PYTHON ?= python3
 VENV := .venv
+# Of the command line alone: components/install.sh says what they are.
+TORCH :=
+DEVICE :=
+EXTRAS :=
 BIN := $(CURDIR)/$(VENV)/bin
 STAMP := $(VENV)/installed
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install --no-compile
@@ -14,6 +18,8 @@ export PERSIA_DATA_DIR ?= $(abspath $(ADULT))
 endif
 
 .NOTPARALLEL:
+# A folder has the name of a target: docs.
+.PHONY: $(shell awk -F: '/^[a-z-]+:.*\#\# / {print $$1}' Makefile)
 # Without bytecode, three workers would rewrite each test file and parse each module.
 unexport PYTHONDONTWRITEBYTECODE
 

@@ -14,7 +14,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 oldest=11 newest=14 # of torch 2.X
-folder=$1
+folder=${1:?is missing: components/install.sh FOLDER [TORCH [DEVICE [EXTRAS]]]}
 has=$(cat "$folder/torch" 2>/dev/null || true)
 torch=${2:-${has:-2.13.0}}
 device=${3:-$(nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)}

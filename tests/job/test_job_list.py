@@ -37,8 +37,9 @@ def test_the_command_that_has_started_a_job_here_is_kept(
     command = [sys.executable, str(program), "run", "train.py --epochs 2"]
     monkeypatch.setenv("TORCHX_JOB_ID", "local_cwd://torchx/job")
     monkeypatch.setenv("PERSIA_STORE_HOST_ENV", "TORCHX_RANK0_HOST")
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, **pipes) as started:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as started:
         started.stdout.readline()  # from here on the kernel has its command line
         monkeypatch.setenv("PERSIA_SUPERVISOR_PARENT", str(started.pid))
         record = record_of("job", 29400)

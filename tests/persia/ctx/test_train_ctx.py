@@ -510,7 +510,9 @@ class TestWhatUsersForget:
             while ctx.summary().num_dropped < 20:
                 assert time.monotonic() < deadline
                 time.sleep(0.005)
-        assert warnings().count("pipeline.staleness") == 1
+        # A client of an earlier test in this process may reconnect.
+        own = [name for name in warnings() if name != "client.shards"]
+        assert own == ["pipeline.staleness"]
 
     def test_an_evaluation_and_a_loop_that_breaks_off_are_no_warning(
         self, job, warnings
