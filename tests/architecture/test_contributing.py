@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import subprocess
 import textwrap
 from pathlib import Path
 
@@ -104,3 +105,13 @@ def test_a_theme_of_the_makefile_is_one_screen():
     themes = (ROOT / "Makefile").read_text().split("\n##@ ")
     assert len(themes) > 3
     assert all(theme.count("\n") <= 50 for theme in themes)
+
+
+def test_no_file_hides_a_target_of_make():
+    words = ["make", "--print-data-base", "--dry-run", "help"]
+    shown = subprocess.run(
+        words, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    phony = re.findall(r"^\.PHONY: (.*)$", shown, re.M)[0].split()
+    targets = re.findall(r"^([\w-]+):.*##", (ROOT / "Makefile").read_text(), re.M)
+    assert {*targets} <= {*phony}
