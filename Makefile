@@ -70,13 +70,14 @@ BESIDE = $(@D)/bin/python -m pip -qq --disable-pip-version-check install --no-co
 
 ##@ Before a change is done
 
-# The loops are compiled and clients installed while mypy runs.
+# Two processes compile the loops, from both ends, and clients are installed, while mypy runs.
 test: $(STAMP)  ## check everything
-	@$(BIN)/python -c "$(LOOPS)" & loops=$$!; \
+	@$(BIN)/python -c "$(LOOPS)" 1 & first=$$!; \
+	$(BIN)/python -c "$(LOOPS)" -1 & second=$$!; \
 	$(MAKE) --no-print-directory $(CLIENTS) & clients=$$!; \
-	$(MAKE) --no-print-directory lint && wait $$loops && wait $$clients \
+	$(MAKE) --no-print-directory lint && wait $$first && wait $$second && wait $$clients \
 		&& $(MAKE) --no-print-directory unit
-LOOPS := import torchrec; from persia_torchrec.cache import slot_map; from persia_torchrec.lookup import pooling; from persia_torchrec.store import warm_up; pooling.warm_up(); warm_up.warm_up(); slot_map.warm_up()
+LOOPS := import sys, torchrec; from persia_torchrec.cache import slot_map; from persia_torchrec.lookup import pooling; from persia_torchrec.store import warm_up; [one.warm_up() for one in (warm_up, pooling, slot_map)[::int(sys.argv[1])]]
 
 lint: $(STAMP)  ## format, lint, types, import rules, workflows, spelling of pages
 	$(BIN)/ruff format --check --quiet .

@@ -128,6 +128,7 @@ def test_half_precision_is_for_the_way_only(servers, precision):
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.slow
 def test_a_huge_gradient_leaves_other_ids_and_tables_as_they_are(servers, transport):
     with env.set_within({"PERSIA_TRANSPORT": transport}):
         client = servers.client(servers.start(2))

@@ -29,6 +29,8 @@ from tests.support.increments import (
 from tests.support.processes import Processes, wait_until
 from tests.support.servers import DEADLINE_S
 
+pytestmark = pytest.mark.slow
+
 A = TableSpec(name="a", dim=4, optimizer=Adagrad(0.1))
 B = TableSpec(name="b", dim=4, optimizer=SGD(1.0))
 SHARED = replace(A, name="shared", admission=AdmitFrequency(2), shared_rows=3)

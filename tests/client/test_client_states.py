@@ -72,6 +72,7 @@ def test_new_rows_with_state_are_what_rows_begin_with(servers):
     assert sum(client.num_rows()) == len(IDS)
 
 
+@pytest.mark.slow
 def test_ids_that_are_not_admitted_are_named_and_read_a_new_state(servers):
     client = connect(servers, 2)
     tables = groups_of(client, "user", "rare")

@@ -12,6 +12,8 @@ from persia_torchrec.job.job_list import JobRecord
 from persia_torchrec.job.process_identity import ProcessIdentity
 from tests.support.processes import DEADLINE_S
 
+pytestmark = pytest.mark.slow
+
 HEAVY = "numpy", "zmq", "fsspec", "numba", "torch", "torchx", "prometheus_client"
 RUN = f"""
 import json, sys

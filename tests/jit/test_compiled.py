@@ -89,9 +89,8 @@ def test_machine_code_is_kept_for_one_state_of_the_sources(decorate):
 
     dispatcher = decorate(double)
     assert dispatcher(np.float32(1.5)) == 3
-    signature = dispatcher.signatures[0]
     codegen = dispatcher.targetctx.codegen()
-    *_, code, kernel, package = dispatcher._cache._index_key(signature, codegen)
+    *_, code, kernel, package = dispatcher._cache._index_key((numba.float32,), codegen)
     assert (len(code), kernel, len(package)) == (64, "", 64)
 
 

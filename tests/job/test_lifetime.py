@@ -12,6 +12,8 @@ from persia_torchrec.job.lifetime import Lifetime, NoBook
 from tests.support.processes import wait_until
 from tests.support.servers import DEADLINE_S
 
+pytestmark = pytest.mark.slow
+
 TELL_OF_COMPILATION = """
 from persia_torchrec.job.lifetime import ChildLifetime
 with ChildLifetime() as life:

@@ -78,6 +78,7 @@ def test_a_job_that_serves_is_one_line_with_its_lookups():
     )
 
 
+@pytest.mark.slow
 def test_lines_come_ever_more_rarely_and_curves_too(book, caplog, tmp_path):
     caplog.set_level(logging.INFO)
     progress, now_s = watched(book, tmp_path / "report")
@@ -147,6 +148,7 @@ def test_a_job_that_runs_writes_events_of_tensorboard(book, tmp_path):
     assert losses[-1].value == pytest.approx(1 / 30)
 
 
+@pytest.mark.slow
 def test_a_report_has_pictures_and_a_table(tmp_path):
     pytest.importorskip("matplotlib", reason="needs the extra report")
     record = job_list.JobRecord(

@@ -34,6 +34,8 @@ from tests.support.servers import (
     outcome_of,
 )
 
+pytestmark = pytest.mark.slow
+
 TABLE = TableSpec(name="item", dim=2, optimizer=SGD(1.0))
 FEATURE = FeatureSpec(name="item", key="item", table="item")
 

@@ -28,6 +28,8 @@ from tests.support.increments import (
 )
 from tests.support.processes import wait_until
 
+pytestmark = pytest.mark.slow
+
 IDS = np.arange(60, dtype=np.uint64)
 
 

@@ -18,6 +18,8 @@ from persia_torchrec.serving.models import Models
 from tests.support.item_model import INPUTS, version_of
 from tests.support.servers import DEADLINE_S
 
+pytestmark = pytest.mark.slow
+
 NUM_CONNECTIONS, NUM_REQUESTS = 1000, 100
 MANY, COLUMNS = 60_000, 40  # of an answer that no buffer of a socket holds
 BODY = json.dumps({"inputs": INPUTS}).encode()

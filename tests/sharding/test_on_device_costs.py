@@ -17,6 +17,8 @@ from persia_torchrec import SGD, RemoteEmbeddingBagCollectionSharder
 from persia_torchrec.sharding.on_device import RowsOnDevice
 from tests.support.remote_job import Bags, RemoteJob
 
+pytestmark = pytest.mark.slow
+
 MIXED = [PoolingType.SUM, PoolingType.MEAN]
 
 

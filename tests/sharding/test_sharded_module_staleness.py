@@ -10,6 +10,8 @@ from persia_torchrec.errors import StalenessError
 from persia_torchrec.lookup import bags
 from tests.support.remote_job import Bags, RemoteJob, ids_of, kjt_of, remote_modules
 
+pytestmark = pytest.mark.slow
+
 TABLES = [EmbeddingBagConfig(1000, 64, name="term", feature_names=["ad"])]
 
 

@@ -22,6 +22,8 @@ from persia_torchrec.errors import ConfigError
 from tests.support.remote_job import META, Bags, RemoteJob, kjt_of, shard
 from tests.support.servers import DEADLINE_S, ids_of
 
+pytestmark = pytest.mark.slow
+
 TABLES = [EmbeddingBagConfig(10, 4, name="term", feature_names=["ad"])]
 
 

@@ -24,6 +24,8 @@ from tests.support.local_job import LocalJob
 from tests.support.models import sequences_of
 from tests.support.servers import ids_of
 
+pytestmark = pytest.mark.slow
+
 SLOTS = """
 feature_index_prefix_bit: 8
 slots_config:

@@ -23,6 +23,8 @@ from persia_torchrec.persia.batch import (
 from tests.support.local_job import Batches, LocalJob, SumOfEmbeddings, batch_of
 from tests.support.servers import DEADLINE_S, ids_of
 
+pytestmark = pytest.mark.slow
+
 TWO_SLOTS = """
 feature_index_prefix_bit: 8
 slots_config:

@@ -13,6 +13,8 @@ from persia_torchrec.persia.ctx import train_ctx
 from persia_torchrec.persia.ctx.train_ctx import NonFiniteWatch
 from tests.support.local_job import Batches, SumOfEmbeddings, batch_of
 
+pytestmark = pytest.mark.slow
+
 MANY = 99_999.0  # more than float16 holds
 
 
