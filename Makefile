@@ -87,8 +87,10 @@ lint: $(STAMP)  ## format, lint, types, import rules, workflows, spelling of pag
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/codespell $$(git ls-files '*.md' '*.rst')
 
-# Tests wait for processes half of the time: there are more workers than cores.
-WORKERS = --numprocesses $(shell expr $$(env -u OMP_NUM_THREADS nproc) \* 2) --dist loadfile --no-loadscope-reorder
+# Tests wait for processes half of the time, but those of quick: so many workers a core.
+A_CORE := 2
+quick: A_CORE := 3 / 2
+WORKERS = --numprocesses $(shell expr $$(env -u OMP_NUM_THREADS nproc) \* $(A_CORE)) --dist loadfile --no-loadscope-reorder
 unit: $(STAMP) $(CLIENTS)  ## the tests, benchmarks included; ARGS="-k rpc" chooses
 	$(TESTS) $(WORKERS) -m "not long" $(ARGS)
 

@@ -4,7 +4,7 @@
 Zipf's law: bytes of rows, the step, and the servers; also beside servers that write
 increments, which a server of inference follows, with flushes every 2 s. ``pair`` asks
 servers for rows with their state and writes all of them back, beside a lookup and an
-update of the same ids.
+update of the same ids, over each transport, with rows in private memory and in a file.
 
 Rows that were trained are equal in the end, to 1e-4, however often they are flushed.
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from persia_torchrec import Adagrad, Cache, EmbeddingClient, remote_sharders
 from persia_torchrec.arrays import Floats
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.embedding.optim import Optimizer
+from persia_torchrec.env import Transport
 from persia_torchrec.rpc.reply import Reply
 from persia_torchrec.server.cluster import EmbeddingCluster
 from persia_torchrec.table import TableSpec
@@ -208,54 +209,58 @@ def _busy(pids: list[int]) -> float:
 
 def measure_pair(settings: RowSettings) -> list[Table]:
     """Measure lookup with state and write, beside lookup and update."""
-    num, dim = settings.pair_ids // len(TABLES), settings.row_dim
-    rng, rows = np.random.default_rng(1), list[list[object]]()
-    with ExitStack() as stack:
-        local = EmbeddingCluster.local(1, 4 * _PAIR_REQUESTS * settings.pair_ids)
-        cluster = stack.enter_context(local)
-        client = stack.enter_context(
-            closing(EmbeddingClient.connect(cluster.addresses))
-        )
-        (pid,) = (process.pid for process in cluster.processes)
-        for name, optimizer in _OPTIMIZERS.items():
-            specs = [
-                TableSpec(name=f"{name} {t}", dim=dim, optimizer=optimizer)
-                for t in TABLES
-            ]
-            client.add_tables(specs)
-            tables = tuple(spec.name for spec in specs)
-            router, took = Router(tables, 1), dict[str, list[float]]()
-            grads_UD = rng.standard_normal((len(TABLES) * num, dim)).astype(np.float32)
-
-            streams = [BatchNumber.new_stream() for _ in range(2)]
-            for turn in range(settings.pair_turns):
-                ids_L = rng.integers(0, _PAIR_REQUESTS * num, len(TABLES) * num)
-                _, group, _ = router.route(ids_L.astype(np.uint64))
-                grads = grads_UD[: len(group.ids)]
-                batch, later = (
-                    BatchNumber(streams[0], turn),
-                    BatchNumber(streams[1], turn),
-                )
-                with _timed(took, "lookup", pid):
-                    client.pull([group], batch=batch)
-                with _timed(took, "update", pid):
-                    _finish(client.push([group], [grads], batch=batch))
-                with _timed(took, "with state", pid):
-                    (held,) = client.pull([group], batch=later, with_state=True)
-                with _timed(took, "write", pid):
-                    _finish(client.write_rows([group], [held]))
-            ms = {
-                kind: 1e3 * median(each[len(each) // 2 :])
-                for kind, each in took.items()
-            }
-            pair = (ms["with state"] + ms["write"]) / (ms["lookup"] + ms["update"])
-            rows.append([name, *ms.values(), pair])
+    rows = list[list[object]]()
+    memories, transports = {"private": False, "file": True}, get_args(Transport)
+    for memory, has_file in memories.items():
+        for transport in transports[1:]:
+            with EmbeddingCluster.local(
+                1, 4 * _PAIR_REQUESTS * settings.pair_ids, restarts=has_file
+            ) as cluster:
+                for name in _OPTIMIZERS:
+                    took = _measure_pair(settings, cluster, transport, name)
+                    pair = (took["with state"] + took["write"]) / (
+                        took["lookup"] + took["update"]
+                    )
+                    rows.append([name, memory, transport, *took.values(), pair])
     question = (
-        f"Processor time of a server, ms: {len(TABLES) * num} rows of {len(TABLES)} "
-        f"tables, D = {dim}."
+        f"Processor time of a server, ms: {settings.pair_ids // len(TABLES)} rows of "
+        f"each of {len(TABLES)} tables, D = {settings.row_dim}."
     )
-    header = "optimizer | lookup | update | lookup with state | write | pair"
-    return [Table("pair", question, header, rows)]
+    header = "optimizer | memory | transport | lookup | update | lookup with state"
+    return [Table("pair", question, f"{header} | write | pair", rows)]
+
+
+def _measure_pair(
+    settings: RowSettings,
+    cluster: EmbeddingCluster,
+    transport: Transport,
+    optimizer: str,
+) -> dict[str, float]:
+    """Return the milliseconds of each kind of request, the median."""
+    num, dim = settings.pair_ids // len(TABLES), settings.row_dim
+    rng, took = np.random.default_rng(1), dict[str, list[float]]()
+    (pid,) = (process.pid for process in cluster.processes)
+    tables = tuple(f"{optimizer} {table}" for table in TABLES)
+    rule, router = _OPTIMIZERS[optimizer], Router(tables, 1)
+    grads_UD = rng.standard_normal((len(TABLES) * num, dim)).astype(np.float32)
+    streams = [BatchNumber.new_stream() for _ in range(2)]
+    connected = EmbeddingClient.connect(cluster.addresses, transport=transport)
+    with closing(connected) as client:
+        client.add_tables([TableSpec(name=n, dim=dim, optimizer=rule) for n in tables])
+        for turn in range(settings.pair_turns):
+            ids_L = rng.integers(0, _PAIR_REQUESTS * num, len(TABLES) * num)
+            _, group, _ = router.route(ids_L.astype(np.uint64))
+            grads = grads_UD[: len(group.ids)]
+            batch, later = (BatchNumber(stream, turn) for stream in streams)
+            with _timed(took, "lookup", pid):
+                client.pull([group], batch=batch)
+            with _timed(took, "update", pid):
+                _finish(client.push([group], [grads], batch=batch))
+            with _timed(took, "with state", pid):
+                (held,) = client.pull([group], batch=later, with_state=True)
+            with _timed(took, "write", pid):
+                _finish(client.write_rows([group], [held]))
+    return {kind: 1e3 * median(each[len(each) // 2 :]) for kind, each in took.items()}
 
 
 @contextmanager

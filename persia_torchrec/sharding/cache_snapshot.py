@@ -51,8 +51,8 @@ def files_of(pools: Sequence[Pool], settings: Cache) -> dict[str, bytes]:
     files = {}
     for pool in pools:
         head = _Head(repr(settings), pool.num_slots, pool.batches, pool.most_rows)
-        words = [one.astype(_WORD).tobytes() for one in pool.map.snapshot()]
-        files[_file_of(pool)] = b"\n".join([msgspec.json.encode(head), b"".join(words)])
+        words = [one.astype(_WORD, copy=False).data for one in pool.map.snapshot()]
+        files[_file_of(pool)] = b"".join([msgspec.json.encode(head), b"\n", *words])
     return files
 
 
@@ -72,7 +72,7 @@ def read(folder: Folder, pools: Sequence[Pool], settings: Cache) -> list[PoolSna
             head = msgspec.json.decode(line, type=_Head)
             if head.settings != repr(settings):
                 return []
-            words = np.frombuffer(data, dtype=_WORD).astype(np.uint64)
+            words = np.frombuffer(data, dtype=_WORD).astype(np.uint64, copy=False)
             hands = words[len(words) - _NUM_HANDS :]
             records = words[: len(words) - _NUM_HANDS].reshape(-1, 2)
             if len(hands) < _NUM_HANDS or not 0 < head.num_slots <= most:

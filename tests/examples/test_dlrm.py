@@ -78,6 +78,7 @@ def test_made_up_lines_are_the_same_each_time_and_can_be_read(tmp_path):
     assert max(num_different) > 1000
 
 
+@pytest.mark.slow
 def test_made_up_lines_are_written_to_a_file(tmp_path):
     file = tmp_path / "made_up.tsv"
     with Processes(tmp_path) as processes:

@@ -295,6 +295,7 @@ def test_a_metrics_port_in_use_names_the_job_that_has_it(
         assert job_list.holder_of(port) is None
 
 
+@pytest.mark.slow
 def test_a_port_of_another_job_is_named_and_the_job_is_listed(
     processes, monkeypatch, tmp_path
 ):
