@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from persia_torchrec import timeouts
@@ -138,6 +139,24 @@ class BackwardPass:
     checks: list[Callable[[], Callable[[], None] | None]] = field(default_factory=list)
     waits: list[Callable[[], None]] = field(default_factory=list)
     agrees: bool = False
+
+
+def saved_as_itself(token: torch.Tensor | None = None) -> saved_tensors_hooks:
+    """Have autograd keep what it saves in a block, whatever outer hooks would do.
+
+    These free it, as a checkpoint of activations does, or move it. Of a ``token``
+    autograd keeps the object, with its attributes; of others, what they share.
+    """
+    if token is None:
+        return saved_tensors_hooks(_itself, _itself)
+    address = token.data_ptr()
+    return saved_tensors_hooks(
+        lambda saved: token if saved.data_ptr() == address else saved, _itself
+    )
+
+
+def _itself(saved: torch.Tensor) -> torch.Tensor:
+    return saved
 
 
 class _LookedUp(torch.autograd.Function):

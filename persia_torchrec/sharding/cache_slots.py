@@ -24,6 +24,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from persia_torchrec.arrays import Counts, Floats, Positions
 from persia_torchrec.cache.slot_map import Moves, SlotMap
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.sharding.backward_pass import saved_as_itself
 from persia_torchrec.table import TableSpec
 
 _DIM_STEP = 4  # what fbgemm's dims are multiples of
@@ -144,10 +145,11 @@ class Pool:
     ) -> torch.Tensor:
         """Sum the rows of bags, float32 ``(N, D)``, in a graph that steps by ``rate``.
 
-        Slots, and where bags begin and the last one ends, are int64.
+        Slots, and where bags begin and the last one ends, are int64. The graph keeps
+        what it needs: a checkpoint of activations does not make it again.
         """
         self._tbe.set_learning_rate(self.rate)
-        with torch.enable_grad():
+        with torch.enable_grad(), saved_as_itself():
             bags: torch.Tensor = self._tbe(slots_L, offsets, weights)
         return bags
 

@@ -113,17 +113,17 @@ class CachedBatch(DeviceBatch):
 
     def take_steps(
         self,
-        saved: Sequence[torch.Tensor],
+        graphs: Sequence[torch.Tensor],
         grads: Sequence[torch.Tensor],
         specs: Mapping[str, TableSpec],
     ) -> tuple[list[torch.Tensor], Steps]:
         """Return the gradients of rows to push, and the steps of those in slots.
 
-        ``saved`` begins with the graphs of these; ``specs`` have the rates.
+        ``graphs`` are of these; ``specs`` have the rates.
         """
         left = [g for group, g in enumerate(grads) if group not in self._held]
         steps = []
-        for (group, held), bags in zip(self._held.items(), saved, strict=False):
+        for (group, held), bags in zip(self._held.items(), graphs, strict=True):
             if not held.pool.follow(specs):  # it is not frozen
                 steps.append((held, bags, grads[group]))
         return left, Steps(steps)

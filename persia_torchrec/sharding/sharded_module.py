@@ -50,7 +50,7 @@ from persia_torchrec.pipeline.pipeline import (
     PullOrder,
 )
 from persia_torchrec.sharding import state_dict, torchrec_api
-from persia_torchrec.sharding.backward_pass import looked_up
+from persia_torchrec.sharding.backward_pass import looked_up, saved_as_itself
 from persia_torchrec.sharding.cached_rows import CachedBatch, Steps
 from persia_torchrec.sharding.collection import CollectionSpec
 from persia_torchrec.sharding.on_device import (
@@ -96,12 +96,17 @@ class LazyOutput(types.LazyAwaitable[Any]):
 
 
 class _Embeddings(torch.autograd.Function):
-    """What was pulled for a batch; its gradients are pushed when they come."""
+    """What was pulled for a batch; its gradients are pushed when they come.
+
+    ``graphs`` is an attribute of ``token``: those of rows that are trained here, which
+    end with what autograd saves.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         anchor: torch.Tensor,
+        token: Any,
         weights: torch.Tensor | None,
         batch: Any,
         module: Any,
@@ -110,21 +115,21 @@ class _Embeddings(torch.autograd.Function):
         ctx.batch, ctx.module, ctx.pulled = batch, module, pulled
         pooled = pulled.pool(weights)
         ctx.pooled = pooled._replace(outputs=(), graphs=())
-        # Which end with what autograd saves.
-        of_ids = [] if weights is None else [weights]
-        ctx.save_for_backward(*pooled.graphs, *of_ids)
+        if token is not None:
+            token.graphs = pooled.graphs
+        ctx.save_for_backward(token, weights)
         return pooled.outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        of_weights, saved = None, ctx.saved_tensors
+        of_weights, (token, weights) = None, ctx.saved_tensors
         # Autograd gives zeros for outputs that are not used.
         given = ctx.pulled.gradients(ctx.pooled, grads)
-        if ctx.needs_input_grad[1]:
-            of_weights = ctx.pulled.weights_gradient(ctx.pooled, grads, saved[-1])
-        ctx.module.push(ctx.batch, given, saved)
-        return None, of_weights, None, None
+        if ctx.needs_input_grad[2]:
+            of_weights = ctx.pulled.weights_gradient(ctx.pooled, grads, weights)
+        ctx.module.push(ctx.batch, given, () if token is None else token.graphs)
+        return None, None, of_weights, None, None
 
 
 class ShardedRemoteCollection(
@@ -292,11 +297,13 @@ class ShardedRemoteCollection(
         if weights is not None:
             weights = weights.to(self._device, torch.float32, non_blocking=True)
         if batch.is_training and torch.is_grad_enabled():
-            if isinstance(batch.outputs, CachedBatch):
-                self.remote_tables.send_rates()
-                batch.outputs.follow(self.remote_tables.specs)
-            tensors: Tensors = _Embeddings.apply(self._anchor, weights, batch, self)
-            return tensors
+            if not isinstance(batch.outputs, CachedBatch):
+                return _Embeddings.apply(self._anchor, None, weights, batch, self)
+            self.remote_tables.send_rates()
+            batch.outputs.follow(self.remote_tables.specs)
+            token = torch.empty(1)
+            with saved_as_itself(token):
+                return _Embeddings.apply(self._anchor, token, weights, batch, self)
         pulled: PulledBatch = batch.outputs
         tensors = pulled.pool(weights).outputs
         if not (self.tells_of_evaluation and torch.is_grad_enabled()):
@@ -330,14 +337,14 @@ class ShardedRemoteCollection(
         self,
         batch: PrefetchedBatch[Any],
         grads: Sequence[torch.Tensor],
-        saved: Sequence[torch.Tensor] = (),
+        graphs: Sequence[torch.Tensor] = (),
     ) -> None:
         """Push gradients, scaled, that are finite under a loss scale.
 
         On a GPU nothing waits here, in the midst of a backward pass, but at its end. On
         the CPU this waits for servers at staleness 0: an error of theirs, which names a
         trainer that is lost, comes before that of a collective, which does not.
-        ``saved`` begins with the graphs of rows that are trained here.
+        ``graphs`` are of rows that are trained here.
         """
         tables, scaler = self.remote_tables, self.remote_tables.grad_scaler
         is_scaled = scaler is not None and scaler.is_enabled()
@@ -350,7 +357,7 @@ class ShardedRemoteCollection(
         tables.send_rates()
         steps: Steps | None = None
         if isinstance(batch.outputs, CachedBatch):
-            grads, steps = batch.outputs.take_steps(saved, grads, tables.specs)
+            grads, steps = batch.outputs.take_steps(graphs, grads, tables.specs)
         leaving = GradientCopy(grads, self._leaving, check=is_checked, of=batch.outputs)
         if is_checked:
             backward = tables.current_backward(agrees=is_scaled)

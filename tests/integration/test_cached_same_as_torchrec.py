@@ -14,6 +14,7 @@ import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torchrec import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -149,6 +150,15 @@ def test_backward_passes_may_come_in_any_order_or_not_at_all(job):
         rows = twins.job.client.read(table, ids.astype(np.uint64))
         plain = plain_rows(twins.plain, table)[ids]
         np.testing.assert_allclose(rows[:, : DIMS[table]], plain, rtol=0, atol=1e-5)
+
+
+def test_activations_may_be_freed_and_made_again(job):
+    batches = make_batches(8)
+    twins = Twins(job)
+    again = partial(checkpoint, twins.remote, use_reentrant=False)
+    losses = train(again, batches, twins.dense_optimizer(twins.remote))
+    twins.require_equal(batches, losses, twins.losses(twins.plain, batches))
+    assert twins.cache.counts.read()["cache_written"] > 0
 
 
 def test_lookups_without_a_backward_pass_keep_no_slot(job):
