@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -210,9 +210,9 @@ def _busy(pids: list[int]) -> float:
 def measure_pair(settings: RowSettings) -> list[Table]:
     """Measure lookup with state and write, beside lookup and update."""
     rows = list[list[object]]()
-    memories, transports = {"private": False, "file": True}, get_args(Transport)
-    for memory, has_file in memories.items():
-        for transport in transports[1:]:
+    transports: tuple[Transport, ...] = "tcp", "shm"
+    for memory, has_file in {"private": False, "file": True}.items():
+        for transport in transports:
             with EmbeddingCluster.local(
                 1, 4 * _PAIR_REQUESTS * settings.pair_ids, restarts=has_file
             ) as cluster:

@@ -95,12 +95,10 @@ def filled(
 ) -> Iterator[FilledServer]:
     """Run a filled server during a block, which has written all its rows."""
     server = filled_server(
-        *(
-            table_of(settings.dim),
-            num_rows,
-            str(log) if log else None,
-            settings.interval_s,
-        ),
+        table_of(settings.dim),
+        num_rows,
+        logs=str(log) if log else None,
+        interval_s=settings.interval_s,
         restarts="," in name,
     )
     with server as filled:

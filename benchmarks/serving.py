@@ -160,8 +160,10 @@ class Tower(nn.Module):
     def __init__(self, num_inputs: int, hidden: int) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            *(nn.Linear(num_inputs, hidden), nn.ReLU()),
-            *(nn.Linear(hidden, hidden), nn.ReLU()),
+            nn.Linear(num_inputs, hidden),
+            nn.ReLU(),
+            nn.Linear(hidden, hidden),
+            nn.ReLU(),
             nn.Linear(hidden, 1),
         )
 

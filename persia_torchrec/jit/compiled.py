@@ -397,6 +397,7 @@ class _Inlined(CPUDispatcher):  # type: ignore[misc]
         self.overloads[tuple(cres.signature.args)] = cres
 
     def _compile_for_args(self, *_args: object, **_kwargs: object) -> CPUDispatcher:
+        """Return what numba calls with the arguments of a call by Python."""
         if self._for_python is None:
             options = {**self.targetoptions, "no_cpython_wrapper": False}
             self._for_python = CPUDispatcher(self.py_func, targetoptions=options)

@@ -144,8 +144,9 @@ class BackwardPass:
 def saved_as_itself(token: torch.Tensor | None = None) -> saved_tensors_hooks:
     """Have autograd keep what it saves in a block, whatever outer hooks would do.
 
-    These free it, as a checkpoint of activations does, or move it. Of a ``token``
-    autograd keeps the object, with its attributes; of others, what they share.
+    Outer hooks may free a tensor, as activation checkpointing does, or copy it.
+    Autograd gives ``token`` back as the same object, with its attributes; of another
+    tensor it gives one of the same memory.
     """
     if token is None:
         return saved_tensors_hooks(_itself, _itself)

@@ -30,7 +30,7 @@ BUDGETS = {
     "docs/command.md": 950,
     "docs/concepts/README.md": 1050,
     "docs/data.md": 1250,
-    "docs/decisions.md": 800,
+    "docs/decisions.md": 700,
     "docs/formats/checkpoint.md": 2300,
     "docs/formats/memory.md": 2350,
     "docs/formats/messages.md": 300,

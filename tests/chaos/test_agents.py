@@ -40,7 +40,8 @@ def start_agents(processes, job):
         variables = {"PERSIA_STORE_PORT": str(job.port), "PYTHONPATH": str(ROOT)}
         agents.append(
             processes.start(
-                *(f"agent-{node}", supervisor.main),
+                f"agent-{node}",
+                supervisor.main,
                 ["--memory-dir", "private", "--", *command],
                 env=variables,
             )

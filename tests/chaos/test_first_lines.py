@@ -294,7 +294,11 @@ def run_there(processes, host, command, env, cwd):
     """Run a command on a host; return what it prints."""
     name = f"command-{len(processes.started)}"
     running = processes.start(
-        *(name, run_on, host, os.system, command),
+        name,
+        run_on,
+        host,
+        os.system,
+        command,
         env=env,
         inherits=False,
         cwd=cwd,

@@ -152,11 +152,21 @@ def test_backward_passes_may_come_in_any_order_or_not_at_all(job):
         np.testing.assert_allclose(rows[:, : DIMS[table]], plain, rtol=0, atol=1e-5)
 
 
-def test_activations_may_be_freed_and_made_again(job):
+def checkpointed(model, batch):
+    return checkpoint(model, batch, use_reentrant=False)
+
+
+def saved_elsewhere(model, batch):
+    with torch.autograd.graph.save_on_cpu():
+        return model(batch)
+
+
+@pytest.mark.parametrize("call", [checkpointed, saved_elsewhere])
+def test_what_autograd_saves_may_be_freed_or_copied(job, call):
     batches = make_batches(8)
     twins = Twins(job)
-    again = partial(checkpoint, twins.remote, use_reentrant=False)
-    losses = train(again, batches, twins.dense_optimizer(twins.remote))
+    dense = twins.dense_optimizer(twins.remote)
+    losses = train(partial(call, twins.remote), batches, dense)
     twins.require_equal(batches, losses, twins.losses(twins.plain, batches))
     assert twins.cache.counts.read()["cache_written"] > 0
 
