@@ -15,8 +15,10 @@ import persia_torchrec
 from persia_torchrec.checkpoint.signature import SERVED_MODEL
 from persia_torchrec.command import console
 from persia_torchrec.command.job_view import a_job, find
+from persia_torchrec.errors import ConfigError
 from persia_torchrec.job import report as job_report
 from persia_torchrec.job.progress import CURVES
+from persia_torchrec.job.script import MODULE, require_script, split_module
 from persia_torchrec.parsing.settings import SETTINGS, present_name
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -60,6 +62,7 @@ OF_RUN = (
 )
 """Settings of ``run``: those of its component."""
 
+_ELSEWHERE = "python", "image", "env", "roles_file"  # Python may look elsewhere then
 _IN_BACKGROUND = "-d", "--detach"
 
 
@@ -112,8 +115,13 @@ def run(
 
     persia-torchrec run --servers 2 --run-dir runs/7 train.py --epochs 3
     """
-    if script[0].startswith("-") and script[0] != "-m":
+    if script[0].startswith("-") and script[0] != MODULE:
         raise click.NoSuchOption(script[0])
+    is_known = scheduler == _HERE and not any(map(given.get, _ELSEWHERE))
+    try:
+        (require_script if is_known else split_module)(list(script))
+    except ConfigError as exc:
+        raise click.UsageError(str(exc)) from exc
     component = ["persia.train_torchrec", "--script", shlex.join(script)]
     if resume_dir is not None:
         present_name("--resume_dir", "--run-dir")

@@ -63,8 +63,8 @@ _LOOK_S = 0.5
 # torchrun kills an NN worker that does not end so soon. torch 2.11 has no such setting.
 _HAS_SHUTDOWN = "shutdown_timeout" in LaunchConfig.__dataclass_fields__
 _SHUTDOWN_S = 10 if _HAS_SHUTDOWN else 30
-# They report each NN worker that fails; the job's members do so themselves.
-_REPEATING = ("multiprocessing.api", "agent.server.api")
+# They report NN workers that fail, and signals; members of the job do so themselves.
+_REPEATING = ("multiprocessing.api", "multiprocessing.tail_log", "agent.server.api")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,8 +18,10 @@ from tests.support.repository import ROOT
 
 
 @pytest.fixture
-def started(monkeypatch):
-    """Return the command lines that the process becomes."""
+def started(monkeypatch, tmp_path):
+    """Return the command lines that the process becomes, beside ``train.py``."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
     commands = []
     monkeypatch.setattr(os, "execv", lambda _, command: commands.append(command))
     return commands
@@ -72,8 +74,30 @@ def test_an_option_that_run_does_not_have_is_named(started):
     result = CliRunner().invoke(main, ["run", "--serverss", "2", "train.py"])
     assert (result.exit_code, started) == (2, [])
     assert "No such option '--serverss'." in result.output
-    module = ["run", "-m", "package.train", "--epochs", "3"]
+    module = ["run", "-m", "train", "--epochs", "3"]
     assert CliRunner().invoke(main, module).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["trian.py"], "The script must exist. Received: 'trian.py', looked for in"),
+        (["-m", "trian"], "The module must exist. Received: 'trian', looked for in"),
+        (["-m"], "or -m and the name of a module, and arguments after it."),
+        (["-s", "slurm", "-m"], "or -m and the name of a module, and arguments after"),
+    ],
+)
+def test_no_job_starts_for_a_script_that_is_not_there(started, words, said):
+    result = CliRunner().invoke(main, ["run", *words])
+    assert (result.exit_code, started) == (2, [])
+    assert said in result.output
+
+
+def test_a_script_that_another_python_may_find_is_looked_for_by_the_job(started):
+    words = ["-m", "of_an_image"]
+    for given in (["-s", "slurm"], ["--python", "python3"], ["--env", "PYTHONPATH=b"]):
+        assert CliRunner().invoke(main, ["run", *given, *words]).exit_code == 0
+    assert len(started) == 3
 
 
 def test_serve_of_an_exported_model_is_one_process(started, tmp_path):
