@@ -63,7 +63,7 @@ def _run(component: str, arguments: list[str], *, is_verbose: bool) -> int:
             target=_show, args=(runner, handle, is_verbose), name="console", daemon=True
         )
         shown.start()
-        status = runner.wait(handle, wait_interval=1)
+        status = runner.wait(handle, wait_interval=0.2)
         shown.join()
     found = [one for one in job_list.find_jobs() if one.job_id == job_id]
     for record in found:
