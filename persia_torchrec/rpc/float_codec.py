@@ -17,7 +17,7 @@ what halves can hold. So the sender chooses k such that the largest magnitude of
 is in [2**15, 2**16) as a half, and the receiver undoes it: a number is rounded as a
 half of full precision down to 2**-29 of the largest of its row, and to steps of 2**-39
 of it below; other rows have no part in it. Infinities and NaN travel as they are, and
-do not count as the largest.
+do not count as the largest. A number that rounds to 2**128 becomes an infinity.
 """
 
 import itertools
