@@ -77,3 +77,15 @@ def test_what_a_line_says_is_printed_is_printed(row):
     assert all(cell for name, cell in row.items() if name != "printed")
     texts = re.findall("`(.*?)`", row["printed"])
     assert [text for text in texts if text not in SOURCE] == []
+
+
+def test_what_strangers_cost_is_what_was_measured_last():
+    rows = rows_of("security.md")
+    [row] = [r for r in rows if r.get("", "").startswith("200 unproven")]
+    small, large = map(int, re.findall(r"(\d+) %", row["measured"]))
+    measured = (ROOT / "tests/soak/strangers.md").read_text()
+    ratio_of = dict(re.findall(r"^\| (.*?) \|.* ([0-9.]+) \|$", measured, re.M))
+    *others, token = map(float, ratio_of.values())
+    assert [*ratio_of][-1] == "another token"
+    assert max(others) <= 1 + small / 100
+    assert abs(token - 1 - large / 100) < 0.02
