@@ -195,6 +195,21 @@ def test_an_evaluation_reads_what_was_trained_and_changes_nothing(job):
     assert [pool.map.counters for pool in twins.cache.pools] == before
 
 
+@pytest.mark.parametrize("flush_s", [0, 60])
+def test_with_flush_s_0_others_read_the_rows_of_each_step_at_once(job, flush_s):
+    twins = Twins(job, rows=Cache(rows=6000, flush_s=flush_s), staleness=0)
+    with closing(EmbeddingClient.connect(job.servers.addresses)) as other:
+        other.learn_tables()
+        for batch in make_batches(3):
+            twins.losses(twins.remote, [batch])
+            for table, ids in touched([batch]).items():
+                rows = other.read(table, ids.astype(np.uint64))
+                newest = twins.cache.pool_of(table)
+                slots_N = newest.map.slots_of(table, ids.astype(np.uint64))
+                are_equal = np.array_equal(rows, newest.gather(slots_N))
+                assert are_equal == (flush_s == 0)
+
+
 def test_state_dicts_and_checkpoints_have_all_rows(job, tmp_path):
     batches = make_batches(40)
     twins = Twins(job)
