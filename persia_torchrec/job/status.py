@@ -49,6 +49,8 @@ State = Literal["absent", "running", "silent", "stalled", "lost", "killed", "lef
 STATES: tuple[State, ...] = (
     *("running", "absent", "silent", "stalled", "lost", "killed", "left"),
 )
+URGENT = "lost", "killed", "raised", "stalled", "saves"
+"""Kinds of problems of a running job that need a hand: causes before what follows."""
 
 _USUAL_STEPS = 20  # without one a trainer is stalled, and after STALLED_S at least
 _NEW_STEP = 0.2  # weight of the last step in what one usually takes
@@ -382,10 +384,9 @@ class Statuses:
             if (problem := self._problem(job, member, status)) is not None
         ]
         found += self._of_saves(job, saves)
-        order = ("lost", "killed", "raised", "stalled", "saves")
-        kinds = {kind: number for number, kind in enumerate(order)}
-        found.sort(key=lambda one: (not one.is_wrong, kinds.get(one.kind, len(order))))
-        if found and found[0].kind in order[:3]:  # for which trainers wait
+        kinds = {kind: number for number, kind in enumerate(URGENT)}
+        found.sort(key=lambda one: (not one.is_wrong, kinds.get(one.kind, len(kinds))))
+        if found and found[0].kind in URGENT[:3]:  # for which trainers wait
             return [
                 structs.replace(one, remedy="") if one.kind == "stalled" else one
                 for one in found

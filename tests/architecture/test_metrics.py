@@ -8,6 +8,7 @@ import pytest
 from persia_torchrec import SGD
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.errors import RemoteError
+from persia_torchrec.job.status import URGENT
 from persia_torchrec.metrics.values import HISTOGRAMS
 from persia_torchrec.pipeline.staleness import TrainingSummary
 from persia_torchrec.table import TableSpec
@@ -83,3 +84,9 @@ def test_every_number_of_a_trainer_is_described():
     assert names_in(OF_TRAINERS) <= public
     spoken_of = set(re.findall(r"`(\w+)`", OF_TRAINERS))
     assert public - spoken_of == {"total", "num_waited", "num_lacking"}
+
+
+def test_every_kind_of_problem_that_needs_a_hand_is_described():
+    row = r"^\| `persia_problem_seconds` .* by `kind`: (.*?) \|"
+    [kinds] = re.findall(row, OVER_HTTP, re.MULTILINE)
+    assert re.findall(r"`(\w+)`", kinds) == [*URGENT, "failed"]
