@@ -59,7 +59,7 @@ function build(root) {
     "beforeend",
     '<label>Weights<select name="dtype"><option value="4">fp32</option><option value="2">fp16, bf16</option></select></label>' +
       '<label class="check"><input name="lfu" type="checkbox"> eviction=lfu</label>' +
-      '<label class="check"><input name="metadata" type="checkbox"> keeps_metadata</label>'
+      '<label class="check"><input name="metadata" type="checkbox"> keeps_metadata, expiry</label>'
   );
   const result = document.createElement("output");
   root.append(form, result);
@@ -70,7 +70,8 @@ function build(root) {
 
 function update(form, result) {
   const value = (name) => Number(form.elements[name].value);
-  const extra = 16 * (form.elements.lfu.checked + form.elements.metadata.checked);
+  // LFU counts in the metadata: both together take no more.
+  const extra = form.elements.lfu.checked || form.elements.metadata.checked ? 16 : 0;
   const row = bytesOfRow(value("dim"), value("dtype"), form.elements.optimizer.value, extra);
   const rows = value("ids") * 1e6;
   const servers = Math.max(1, Math.floor(value("servers")));

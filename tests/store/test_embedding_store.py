@@ -391,6 +391,18 @@ def test_many_requests_agree_with_the_reference_too():
     assert ids_oldest_first(fast) == slow.next_to_leave()
 
 
+def test_metadata_and_lfu_take_16_bytes_a_row_also_together():
+    ids, num_bytes = np.arange(1000, dtype=np.uint64), {}
+    for eviction, keeps_metadata in itertools.product(("lru", "lfu"), (False, True)):
+        settings = {"optimizer": SGD(0.1), "keeps_metadata": keeps_metadata}
+        store = EmbeddingStore(2000, eviction=eviction)
+        store.add_table(TableSpec(name="item", dim=16, **settings))
+        look_up(store, 0, ids)
+        num_bytes[eviction, keeps_metadata] = store.counters()["bytes"]
+    fewest = num_bytes.pop(("lru", False))
+    assert {more - fewest for more in num_bytes.values()} == {16 * len(ids)}
+
+
 @given(id_arrays(), st.integers(1, 100), st.randoms(use_true_random=False))
 def test_initial_rows_depend_on_neither_order_nor_capacity(ids, capacity, random):
     table = TableSpec(name="item", dim=5, optimizer=SGD(0.1), seed=3)
