@@ -40,10 +40,14 @@ class Model:
         return is_repeated
 
     def look_up_states(self, batch, part, table, ids):
-        """Return what a lookup with state reads: rows, ids without one, lookups."""
+        """Return what a lookup with state reads: rows, ids that wait, lookups.
+
+        Ids that a repeated lookup names for the first time do not wait.
+        """
         weights = self.look_up(batch, part, table, ids, with_state=True)
         rows = [self.rows.get((table, id_)) for id_ in ids]
-        without = [n for n, row in enumerate(rows) if table == self.RARE and not row]
+        waits = [(table, id_) in self.sighted for id_ in ids]
+        without = [n for n, row in enumerate(rows) if waits[n] and not row]
         seen = [row[1] if row else 0 for row in rows] if table == self.COUNT else []
         return weights, without, seen
 

@@ -311,9 +311,9 @@ class ServerMachine(RuleBasedStateMachine):
 
     @rule(rank=st.integers(0, Model.NUM_RANKS - 1))
     def leave(self, rank):
+        self.send_lost_shares(rank)
         if rank in self.model.left:
             return
-        self.send_lost_shares(rank)
         last = max(self.given[rank], default=0)
         for step in set(range(1, last)) - self.given[rank]:
             self.give(rank, step, {})
